@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bert_unpad import _planner
+
 __all__ = ["LengthGroup", "PackedInputs", "QueryRows", "VarlenBatch", "pad", "unpad"]
 
 # More groups than this cost more in kernel launches than the finer grid sizes save.
@@ -81,8 +83,6 @@ class VarlenBatch:
     @cached_property
     def groups(self) -> tuple[LengthGroup, ...]:
         """At most 4 groups of sequences of similar length, longest first; computed on first use."""
-        from bert_unpad import _planner
-
         found = _planner.length_groups(self.lengths.numpy(), MAX_GROUPS)
         return tuple(LengthGroup(int(longest), tuple(members)) for longest, members in found)
 

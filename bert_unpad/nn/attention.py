@@ -1,0 +1,117 @@
+"""Self-attention over packed sequences, and the residual block that closes both halves of a layer.
+
+Queries, keys and values have one weight [3 * hidden, hidden] (queries first): one GEMM reads the
+hidden states once, and its output is the [T, 3, heads, head_dim] buffer that attention takes.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from bert_unpad import ops
+from bert_unpad.batch import QueryRows, VarlenBatch
+from bert_unpad.nn.config import BertConfig
+
+__all__ = ["BertAttention", "BertOutput", "BertSelfAttention"]
+
+
+class BertSelfAttention(nn.Module):
+    """Multi-head attention within each sequence, without the output projection."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.head_dim = config.head_dim
+        self.dropout_p = config.attention_probs_dropout_prob
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+
+    def forward(self, x: Tensor, batch: VarlenBatch, rng: Tensor | None = None) -> Tensor:
+        """Every token attends to its sequence: [T, hidden] -> [T, hidden]."""
+        qkv = ops.linear(x, self.qkv.weight, self.qkv.bias)
+        out = ops.varlen_attention(
+            qkv.view(x.shape[0], 3, self.num_heads, self.head_dim),
+            batch,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            rng=rng,
+        )
+        return out.flatten(1)
+
+    def forward_rows(
+        self,
+        x: Tensor,
+        x_rows: Tensor,
+        batch: VarlenBatch,
+        rows: QueryRows,
+        rng: Tensor | None = None,
+    ) -> Tensor:
+        """Some rows attend to their whole sequence: [Q, hidden] -> [Q, hidden].
+
+        Args:
+            x: the hidden states of all tokens, [T, hidden].
+            x_rows: those of `rows.positions`, [Q, hidden].
+            batch: the packing of x.
+            rows: the packing of x_rows.
+            rng: int64 [2], the dropout key; None draws one.
+        """
+        # split, not two slices: its backward joins the two gradients in one pass.
+        hidden = x.shape[1]
+        q_weight, kv_weight = self.qkv.weight.split([hidden, 2 * hidden])
+        q_bias, kv_bias = self.qkv.bias.split([hidden, 2 * hidden])
+        q = ops.linear(x_rows, q_weight, q_bias)
+        kv = ops.linear(x, kv_weight, kv_bias)
+        out = ops.varlen_cross_attention(
+            q.view(x_rows.shape[0], self.num_heads, self.head_dim),
+            kv.view(x.shape[0], 2, self.num_heads, self.head_dim),
+            rows.cu_seqlens,
+            batch.cu_seqlens,
+            rows.max_seqlen,
+            batch.max_seqlen,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            rng=rng,
+        )
+        return out.flatten(1)
+
+
+class BertOutput(nn.Module):
+    """LayerNorm(residual + dropout(dense(x))): closes the attention and the feed-forward half."""
+
+    def __init__(self, config: BertConfig, in_features: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(in_features, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout_p = config.hidden_dropout_prob
+
+    def forward(self, x: Tensor, residual: Tensor, rng: Tensor | None = None) -> Tensor:
+        """x [rows, in_features], residual [rows, hidden] -> [rows, hidden]."""
+        return ops.dropout_add_layer_norm(
+            ops.linear(x, self.dense.weight),
+            residual,
+            self.LayerNorm.weight,
+            self.LayerNorm.bias,
+            p=self.dropout_p if self.training else 0.0,
+            eps=self.LayerNorm.eps,
+            x_bias=self.dense.bias,
+            rng=rng,
+        )
+
+
+class BertAttention(nn.Module):
+    """The attention half of a layer."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.self = BertSelfAttention(config)
+        self.output = BertOutput(config, config.hidden_size)
+
+    def forward(
+        self,
+        x: Tensor,
+        batch: VarlenBatch,
+        rows: QueryRows | None = None,
+        rng: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> Tensor:
+        """[T, hidden] -> [T, hidden], or [Q, hidden] if only `rows` are asked for."""
+        if rows is None:
+            return self.output(self.self(x, batch, rng[0]), x, rng[1])
+        x_rows = x.index_select(0, rows.positions)
+        return self.output(self.self.forward_rows(x, x_rows, batch, rows, rng[0]), x_rows, rng[1])

@@ -1,0 +1,147 @@
+"""The model's configuration, under Hugging Face's names, so that their config.json works as it is.
+
+Fields that this model does not read are kept and written back. Those whose value would call for
+another model (relative positions, a decoder, another activation) are refused when the
+configuration is made: a checkpoint must never load into a model that computes something else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bert_unpad._files import replacing
+
+__all__ = ["BertConfig"]
+
+# hidden_act -> the `approximate` argument of GELU
+_GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+
+# Fields of Hugging Face's BertConfig of which this model can compute one value only.
+_REQUIRED = {
+    "model_type": "bert",
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "is_encoder_decoder": False,
+    "tie_word_embeddings": True,
+}
+
+# Tensor cores want the vocabulary's dimension in steps of 16 bytes, which is 8 of bf16 or fp16.
+_VOCAB_MULTIPLE = 8
+
+
+@dataclass
+class BertConfig:
+    """Sizes and rates of a BERT model (Devlin et al., 2019, arXiv:1810.04805); default: base.
+
+    The fields have the names and defaults of Hugging Face's `BertConfig`.
+
+    Raises:
+        ValueError: a size is not positive, hidden_size is not a multiple of num_attention_heads, a
+            probability lies outside [0, 1), hidden_act is not a GELU, or `extra` asks for a model
+            that this one is not (see the error's text).
+    """
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    """gelu (the exact one, with erf), or gelu_new = gelu_pytorch_tanh (the tanh approximation)."""
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    """Standard deviation of the initial weights."""
+    layer_norm_eps: float = 1e-12
+    pad_token_id: int | None = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Fields of config.json that the model does not read; written back by `to_dict`."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+            "max_position_embeddings",
+            "type_vocab_size",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) must be a multiple of "
+                f"num_attention_heads ({self.num_attention_heads})"
+            )
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+        for name in ("initializer_range", "layer_norm_eps"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ValueError(f"{name} must be > 0, got {value!r}")
+        if self.hidden_act not in _GELU:
+            raise ValueError(f"hidden_act must be one of {sorted(_GELU)}, got {self.hidden_act!r}")
+        for name, value in _REQUIRED.items():
+            if self.extra.get(name, value) != value:
+                raise ValueError(f"{name} must be {value!r}, got {self.extra[name]!r}")
+        if self.extra.get("pruned_heads"):
+            raise ValueError("pruned_heads must be empty: attention heads cannot be pruned here")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def gelu_approximate(self) -> str:
+        """hidden_act as PyTorch's name of the GELU variant: "none" or "tanh"."""
+        return _GELU[self.hidden_act]
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """vocab_size rounded up to a multiple of 8: the rows of the word embedding in memory."""
+        return -(-self.vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> BertConfig:
+        """From the contents of a config.json; names that are no field go to `extra`."""
+        names = {f.name for f in dataclasses.fields(cls)} - {"extra"}
+        known = {name: value for name, value in values.items() if name in names}
+        extra = {name: value for name, value in values.items() if name not in names}
+        return cls(**known, extra=extra)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contents of a config.json for Hugging Face: all fields, and those kept in `extra`."""
+        values = dataclasses.asdict(self)
+        return {"model_type": "bert"} | values.pop("extra") | values
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> BertConfig:
+        """Reads a config.json.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is not a JSON object, or not the configuration of such a model.
+        """
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}")
+        return cls.from_dict(values)
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Writes a config.json; the file appears whole or not at all."""
+        text = json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")

@@ -1,0 +1,70 @@
+"""Word, position and token type embeddings of packed tokens: one fused operator.
+
+Mixed precision starts here: parameters stay in their own dtype (fp32), this layer's output takes
+the compute dtype, and every later layer follows the dtype of its input.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bert_unpad import ops
+from bert_unpad.batch import PackedInputs
+from bert_unpad.nn.config import BertConfig
+
+__all__ = ["BertEmbeddings"]
+
+
+class BertEmbeddings(nn.Module):
+    """dropout(LayerNorm(word + position + token type)), for real tokens only."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.word_embeddings = nn.Embedding(config.padded_vocab_size, hidden)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, hidden)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, hidden)
+        self.LayerNorm = nn.LayerNorm(hidden, eps=config.layer_norm_eps)
+        self.dropout_p = config.hidden_dropout_prob
+
+    def forward(self, inputs: PackedInputs, rng: Tensor | None = None) -> Tensor:
+        """Embeds the tokens.
+
+        Args:
+            inputs: T packed tokens.
+            rng: int64 [2], the dropout key; None draws one.
+
+        Returns:
+            [T, hidden], in autocast's dtype if autocast is on, otherwise in the parameters' dtype.
+
+        Raises:
+            ValueError: the batch is longer than max_position_embeddings.
+        """
+        batch = inputs.batch
+        limit = self.position_embeddings.num_embeddings
+        if batch.seqlen > limit:
+            raise ValueError(
+                f"sequences may be at most max_position_embeddings = {limit} long, "
+                f"got {batch.seqlen}"
+            )
+        return ops.embedding_layer_norm(
+            inputs.input_ids,
+            batch.position_ids,
+            inputs.token_type_ids,
+            self.word_embeddings.weight,
+            self.position_embeddings.weight,
+            self.token_type_embeddings.weight,
+            self.LayerNorm.weight,
+            self.LayerNorm.bias,
+            p=self.dropout_p if self.training else 0.0,
+            eps=self.LayerNorm.eps,
+            out_dtype=self._compute_dtype(),
+            rng=rng,
+        )
+
+    def _compute_dtype(self) -> torch.dtype:
+        weight = self.word_embeddings.weight
+        if torch.is_autocast_enabled(weight.device.type):
+            return torch.get_autocast_dtype(weight.device.type)
+        return weight.dtype

@@ -1,0 +1,75 @@
+"""Floating-point operations that a BERT needs, for model FLOPs utilisation (MFU).
+
+The count is that of the model, not of this implementation (Chowdhery et al., 2022,
+arXiv:2204.02311, appendix B): every layer for every real token, attention within each sequence,
+logits for masked tokens only; a multiply-add is 2 operations; the backward pass costs twice the
+forward pass. Embedding look-ups, normalisation, GELU, softmax and anything computed twice are not
+counted. The last layer's shortcut (see `QueryRows`) is not deducted: it makes a step faster, so it
+shows as a higher MFU, and figures stay comparable with other implementations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from bert_unpad.batch import PackedInputs, VarlenBatch
+from bert_unpad.nn.config import BertConfig
+
+__all__ = ["MASKED_FRACTION", "forward_flops", "padded_training_flops", "training_flops"]
+
+MASKED_FRACTION = 0.15
+"""Share of the tokens that BERT's pretraining masks; used where no count is given."""
+
+Lengths = PackedInputs | VarlenBatch | Tensor | np.ndarray | Sequence[int]
+
+
+def forward_flops(config: BertConfig, lengths: Lengths, num_masked: int | None = None) -> int:
+    """Operations of one forward pass, including both pretraining heads.
+
+    Args:
+        config: the model.
+        lengths: of the sequences [B], on the host; or a batch.
+        num_masked: tokens whose logits are needed. By default those of the `PackedInputs`, for
+            anything else 15 % of the tokens.
+    """
+    if isinstance(lengths, PackedInputs):
+        num_masked = lengths.num_masked if num_masked is None else num_masked
+        lengths = lengths.batch
+    if isinstance(lengths, VarlenBatch):
+        lengths = lengths.lengths
+    sizes = np.asarray(lengths, dtype=np.int64)
+    tokens = int(sizes.sum())
+    if num_masked is None:
+        num_masked = round(MASKED_FRACTION * tokens)
+    hidden = config.hidden_size
+    # queries, keys, values, output projection: 4 hidden^2; feed-forward: 2 hidden * intermediate
+    dense = 2 * tokens * (4 * hidden**2 + 2 * hidden * config.intermediate_size)
+    attention = 2 * int((sizes**2).sum()) * 2 * hidden  # QK^T and PV
+    mlm = 2 * num_masked * (hidden**2 + hidden * config.vocab_size)
+    next_sentence = 2 * int((sizes > 0).sum()) * (hidden**2 + 2 * hidden)
+    return config.num_hidden_layers * (dense + attention) + mlm + next_sentence
+
+
+def training_flops(config: BertConfig, lengths: Lengths, num_masked: int | None = None) -> int:
+    """Operations of one forward and backward pass: 3 times `forward_flops`."""
+    return 3 * forward_flops(config, lengths, num_masked)
+
+
+def padded_training_flops(
+    config: BertConfig, batch_size: int, seqlen: int, num_logits: int | None = None
+) -> int:
+    """Operations of a model that computes padding too.
+
+    Args:
+        config: the model.
+        batch_size: B.
+        seqlen: S, the length that every sequence is padded to.
+        num_logits: positions whose logits it computes; by default all B * S.
+    """
+    lengths = np.full(batch_size, seqlen, np.int64)
+    return training_flops(
+        config, lengths, batch_size * seqlen if num_logits is None else num_logits
+    )
