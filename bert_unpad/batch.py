@@ -178,8 +178,9 @@ class VarlenBatch:
             indices=torch.from_numpy(indices.astype(np.int64)),
             position_ids=torch.from_numpy(position_ids.astype(np.int64)),
         )
-        # Pinned memory, so that the copies do not make the host wait for the device.
-        return batch if device.type == "cpu" else batch.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda":
+            batch = batch.pin_memory()  # so that the copies do not make the host wait
+        return batch if device.type == "cpu" else batch.to(device, non_blocking=True)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> VarlenBatch:
         """The same batch with its device tensors on `device`; the host tensors stay shared."""

@@ -63,6 +63,14 @@ def test_from_lengths_equals_a_right_padded_mask(container):
     assert (batch.max_seqlen, batch.total, batch.seqlen) == (5, 9, 5)
 
 
+def test_from_lengths_takes_a_device():
+    batch = VarlenBatch.from_lengths([2, 3], device="meta")
+    for tensor in (batch.cu_seqlens, batch.indices, batch.position_ids):
+        assert tensor.device.type == "meta"
+    assert batch.device.type == "meta"
+    assert batch.cu_seqlens_host.tolist() == [0, 2, 5]
+
+
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 def test_from_lengths_without_tokens(lengths):
     batch = VarlenBatch.from_lengths(lengths)

@@ -257,9 +257,9 @@ def test_what_does_not_fit_is_named(tmp_path, caplog, kind, missing, unexpected)
 def test_older_names_are_understood():
     modern = hf_model().state_dict()
     old = {
-        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
-            "LayerNorm.bias", "LayerNorm.beta"
-        ): tensor
+        name.replace("LayerNorm.weight", "LayerNorm.gamma")
+        .replace("LayerNorm.bias", "LayerNorm.beta")
+        .replace("intermediate.dense", "intermediate.dense_act"): tensor
         for name, tensor in modern.items()
         if name not in ("cls.predictions.bias", "cls.predictions.decoder.weight")
     }

@@ -86,8 +86,8 @@ def load_state_dict(
     """Copies tensors with Hugging Face's names into the model, converting their dtype.
 
     Takes the names of BertForPreTraining, BertForMaskedLM and the like, of the bare BertModel
-    (without `bert.`), and LayerNorm's older names (gamma, beta). The model is changed only if
-    every check passes.
+    (without `bert.`), LayerNorm's older names (gamma, beta), and those of NVIDIA's
+    DeepLearningExamples (dense_act). The model is changed only if every check passes.
 
     Args:
         model: the model to fill.
@@ -197,6 +197,7 @@ def _modern_names(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]
     for name, tensor in tensors.items():
         name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
         name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
+        name = name.replace(".dense_act.", ".dense.")
         if bare and name.startswith(("embeddings.", "encoder.", "pooler.")):
             name = f"bert.{name}"
         yield name, tensor
