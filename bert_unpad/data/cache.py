@@ -1,0 +1,46 @@
+"""The cache folder and the lock that lets one of many processes fill it while the others wait."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/bert_unpad`, by default `~/.cache/bert_unpad`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bert_unpad"
+
+
+@contextmanager
+def cache_lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file (made if missing); wait while another process holds it.
+
+    The kernel releases the lock when its holder ends, however it ends, so a killed run never blocks
+    the next one. The file stays: deleting it would let two processes lock two files of one name.
+
+    Raises:
+        OSError: the file system has no locks; the message names the folder.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info("waiting for another process that prepares this data (%s)", path)
+                fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+                raise
+            raise OSError(
+                error.errno,
+                f"cache_dir: expected a file system with flock() locks at {path.parent}",
+            ) from error
+        yield  # closing the file releases the lock

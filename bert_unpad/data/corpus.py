@@ -1,0 +1,211 @@
+"""Documents to sentences to ids: what happens to a corpus before pairs are made of it.
+
+A corpus is read once (it may be a stream) into a spool file in the format of Google's BERT, a
+sentence a line and a blank line between documents. Later passes read the spool, so neither the text
+nor its ids have to fit in memory; per document only a digest stays there, to drop exact duplicates
+and to choose the held-out documents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bert_unpad.data.tokenizer import WordPieceTokenizer
+
+_BLOCK = 8192  # sentences encoded at a time
+
+# A sentence ends at .!? (and closing quotes) before white space and something that can begin a
+# sentence, or at a CJK full stop (escaped: full-width characters are easily misread in source).
+_SENTENCE_END = re.compile(
+    r"""[.!?]["')\]]*\s+(?=["'(\[`*<-]*[^\W_a-z])|[\u3002\uff01\uff1f]["'\u201d\u300d\uff09]*"""
+)
+_ABBREVIATION = re.compile(
+    r"(?i)al|approx|cf|dr|e\.g|eq|figs?|i\.e|inc|jr|mrs?|ms|no|prof|resp|sec|sr|st|vol|vs"
+)
+
+
+def split_sentences(text: str) -> list[str]:
+    """Sentences of a document, white space reduced to single spaces.
+
+    Blank lines always separate. Within a paragraph line breaks mean nothing (text may be wrapped);
+    a sentence ends at ., ! or ? before a capital letter or digit, unless a known abbreviation or
+    an initial ends there.
+    """
+    sentences = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        paragraph = " ".join(paragraph.split())
+        start = 0
+        for match in _SENTENCE_END.finditer(paragraph):
+            if match[0][0] == "." and _is_abbreviation(paragraph, match.start()):
+                continue
+            sentences.append(paragraph[start : match.end()].rstrip())
+            start = match.end()
+        sentences.append(paragraph[start:])
+    return [sentence for sentence in sentences if sentence]
+
+
+def _is_abbreviation(text: str, end: int) -> bool:
+    word = text[text.rfind(" ", 0, end) + 1 : end].lstrip("\"'([")
+    initial = len(word) == 1 and word.isupper() and word != "I"
+    return initial or _ABBREVIATION.fullmatch(word) is not None
+
+
+@dataclass(frozen=True)
+class TokenizedCorpus:
+    """Documents as ids.
+
+    Attributes:
+        tokens: [total], ids of all documents end to end, no special tokens.
+        sentence_offsets: int64 [sentences + 1], where each sentence begins in `tokens`; no sentence
+            is empty.
+        document_offsets: int64 [documents + 1], where each document begins among the sentences; no
+            document is empty.
+    """
+
+    tokens: NDArray[np.integer]
+    sentence_offsets: NDArray[np.int64]
+    document_offsets: NDArray[np.int64]
+
+    @property
+    def documents(self) -> int:
+        return len(self.document_offsets) - 1
+
+    def sentence_bounds(self, document: int) -> list[int]:
+        """Where the sentences of a document begin in `tokens`, and where the last one ends."""
+        first, last = self.document_offsets[document], self.document_offsets[document + 1]
+        return self.sentence_offsets[first : last + 1].tolist()
+
+
+class Spool:
+    """The distinct documents of a corpus in one file, sentences as lines.
+
+    Two documents are the same if their texts differ in white space only.
+
+    Args:
+        path: the file to write.
+        documents: the corpus.
+        advance: called with 1 for every document read.
+
+    Attributes:
+        documents: number of distinct documents that hold text.
+        duplicates: number of documents left out because the same text came before.
+        sentences: int64 [documents], sentences of each.
+        hashes: uint64 [documents], from the SHA-256 of each text.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        documents: Iterable[str],
+        advance: Callable[[int], object] = lambda documents: None,
+    ) -> None:
+        self.path = path
+        self.duplicates = 0
+        seen: set[bytes] = set()
+        hashes, sentence_counts = array("Q"), array("q")
+        with path.open("w", encoding="utf-8", newline="\n") as file:
+            for text in documents:
+                advance(1)
+                # A lone surrogate (possible in a string literal) cannot be stored as UTF-8.
+                sentences = split_sentences(text.encode("utf-8", "replace").decode("utf-8"))
+                if not sentences:
+                    continue
+                digest = hashlib.sha256(" ".join(sentences).encode("utf-8")).digest()
+                if digest[:16] in seen:
+                    self.duplicates += 1
+                    continue
+                seen.add(digest[:16])
+                hashes.append(int.from_bytes(digest[:8], "big"))
+                sentence_counts.append(len(sentences))
+                file.write("\n".join(sentences) + "\n\n")
+        self.hashes = np.array(hashes, np.uint64)
+        self.sentences = np.array(sentence_counts, np.int64)
+        self.documents = len(self.hashes)
+
+    def held_out(self, share: float) -> NDArray[np.bool_]:
+        """Which documents to hold out, bool [documents]; about `share` of them.
+
+        A document's own text decides, so the choice survives a growing corpus and another seed.
+        With a share above 0 and two documents or more, both parts get at least one.
+        """
+        chosen = self.hashes < np.uint64(int(share * 2**64))
+        if share > 0 and self.documents > 1:
+            chosen[self.hashes.argmin()] = True
+            chosen[self.hashes.argmax()] = False
+        return chosen
+
+    def read(self, which: NDArray[np.bool_]) -> Iterator[list[str]]:
+        """Yield the sentences of each document for which `which` (bool [documents]) is True."""
+        document, sentences = 0, []
+        with self.path.open(encoding="utf-8", newline="\n") as file:
+            for line in file:
+                if line != "\n":
+                    sentences.append(line[:-1])
+                    continue
+                if which[document]:
+                    yield sentences
+                document, sentences = document + 1, []
+
+
+def tokenize(
+    documents: Iterable[list[str]],
+    tokenizer: WordPieceTokenizer,
+    path: Path,
+    *,
+    longest: int,
+    advance: Callable[[int], object] = lambda sentences: None,
+) -> TokenizedCorpus:
+    """Ids of documents, stored in a file and mapped.
+
+    Args:
+        documents: lists of sentences.
+        tokenizer: text to ids.
+        path: the file to write the ids to (int32).
+        longest: a sentence of more tokens than this is cut into pieces of this size, since making
+            pairs would throw away most of it (text without full stops, tables).
+        advance: called with the number of sentences done, now and then.
+    """
+    sentence_lengths, document_lengths = array("q"), array("q")
+    with path.open("wb") as file:
+
+        def encode(block: list[list[str]]) -> None:
+            encoded = iter(tokenizer.encode_batch([s for document in block for s in document]))
+            ids: list[int] = []
+            for document in block:
+                before = len(sentence_lengths)
+                for _ in document:
+                    sentence = next(encoded)
+                    ids += sentence
+                    whole, rest = divmod(len(sentence), longest)
+                    sentence_lengths.extend([longest] * whole + [rest] * (rest > 0))
+                if len(sentence_lengths) > before:
+                    document_lengths.append(len(sentence_lengths) - before)
+            np.array(ids, np.int32).tofile(file)
+
+        block: list[list[str]] = []
+        pending = 0
+        for document in documents:
+            block.append(document)
+            pending += len(document)
+            if pending >= _BLOCK:
+                encode(block)
+                advance(pending)
+                block, pending = [], 0
+        encode(block)
+        advance(pending)
+    tokens = np.memmap(path, np.int32, mode="r") if path.stat().st_size else np.empty(0, np.int32)
+    return TokenizedCorpus(
+        tokens.view(np.ndarray), _offsets(sentence_lengths), _offsets(document_lengths)
+    )
+
+
+def _offsets(lengths: array) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(np.array(lengths, np.int64))]).astype(np.int64)

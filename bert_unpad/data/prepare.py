@@ -1,0 +1,341 @@
+"""From a corpus to a checked cache of training and validation shards.
+
+The cache is keyed by a digest of the corpus and of every setting that shapes the examples, so a
+changed corpus or setting never meets stale data, and settings that only shape masks share one
+cache. A build goes through one spooled copy of the corpus (sentences as lines), which lets a stream
+be read once: deduplicate and split by document, train the vocabulary on the training part, turn
+sentences into ids, make pairs. Everything is made aside and renamed into place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from bert_unpad.data.cache import cache_lock, default_cache_dir
+from bert_unpad.data.collate import PackedCollator
+from bert_unpad.data.corpus import Spool, tokenize
+from bert_unpad.data.examples import MIN_SEQ_LENGTH, SPECIAL_PER_PAIR, write_examples
+from bert_unpad.data.masking import check_masking_arguments
+from bert_unpad.data.shards import (
+    MANIFEST,
+    MAX_LENGTH,
+    DamagedDataError,
+    ShardDataset,
+    ShardWriter,
+    check_digest,
+    read_manifest,
+    write_synced,
+)
+from bert_unpad.data.sources import Source, file_sha256, open_source
+from bert_unpad.data.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "bert_unpad prepared data, version 1"
+_STALE_SECONDS = 24 * 3600
+_SPLITS = ("train", "validation")
+_MASKING_SETTINGS = ("masked_lm_prob", "whole_word", "max_predictions_per_seq")
+_PLACES = ("source", "cache_dir", "vocab_file", "file_per_document", "verify")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What data to train on and how examples are made of it.
+
+    Attributes:
+        source: `stdlib` (docstrings of Python's standard library), `hf:NAME?...` (a data set of the
+            `datasets` library, see `HuggingFaceSource`), or the path of a text file or folder.
+        cache_dir: folder of the cache; None: `$XDG_CACHE_HOME/bert_unpad` or `~/.cache/bert_unpad`.
+        max_seq_length: longest example in tokens, [CLS] and both [SEP] included; 5 to 65,535.
+        vocab_size: size of the vocabulary to train (a small corpus gives a smaller one).
+        vocab_file: a BERT vocabulary to use instead of training one.
+        lowercase: lower-case and strip accents.
+        short_seq_prob: probability that a document aims at examples of a random shorter length.
+        masked_lm_prob: share of a sequence's tokens to predict.
+        whole_word: mask whole words.
+        max_predictions_per_seq: most predicted tokens per sequence; None: no limit.
+        dupe_factor: passes over the training documents, each with other random pairs. Masks are new
+            in every epoch anyway.
+        validation_share: share of the documents that are held out.
+        seed: of pairs and masks. Which documents are held out depends on their text alone.
+        file_per_document: for paths: a file is a document (otherwise a blank line ends one).
+        verify: compare the digests of all cached files when opening them, not only their sizes.
+
+    Raises:
+        ValueError: a number is out of range; the message names the argument.
+    """
+
+    source: str = "stdlib"
+    cache_dir: str | None = None
+    max_seq_length: int = 128
+    vocab_size: int = 8192
+    vocab_file: str | None = None
+    lowercase: bool = True
+    short_seq_prob: float = 0.1
+    masked_lm_prob: float = 0.15
+    whole_word: bool = False
+    max_predictions_per_seq: int | None = None
+    dupe_factor: int = 1
+    validation_share: float = 0.05
+    seed: int = 0
+    file_per_document: bool = False
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        if not MIN_SEQ_LENGTH <= self.max_seq_length <= MAX_LENGTH:
+            raise ValueError(
+                f"max_seq_length: expected {MIN_SEQ_LENGTH} ([CLS] a [SEP] b [SEP]) to "
+                f"{MAX_LENGTH:,} tokens, got {self.max_seq_length}"
+            )
+        smallest = len(SPECIAL_TOKENS) + 1
+        if self.vocab_size < smallest:
+            raise ValueError(f"vocab_size: expected at least {smallest}, got {self.vocab_size}")
+        if not 0 <= self.short_seq_prob <= 1:
+            raise ValueError(f"short_seq_prob: expected 0 to 1, got {self.short_seq_prob}")
+        if self.dupe_factor < 1:
+            raise ValueError(f"dupe_factor: expected at least 1, got {self.dupe_factor}")
+        if not 0 <= self.validation_share < 1:
+            raise ValueError(
+                f"validation_share: expected 0 or more and less than 1, got {self.validation_share}"
+            )
+        check_masking_arguments(self.masked_lm_prob, self.max_predictions_per_seq)
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """An opened cache.
+
+    Attributes:
+        train, validation: the examples; documents of one never occur in the other. `validation` is
+            empty if `validation_share` is 0 or the corpus is a single document.
+        tokenizer: the vocabulary they were made with.
+        path: folder of this cache entry.
+        config: what `prepare` was called with.
+        statistics: counts of the build: documents, duplicates, and for `train_` and `validation_`:
+            documents, examples, tokens.
+    """
+
+    train: ShardDataset
+    validation: ShardDataset
+    tokenizer: WordPieceTokenizer
+    path: Path
+    config: DataConfig
+    statistics: dict[str, int]
+
+    def collator(self, split: str = "train", seed: int | None = None) -> PackedCollator:
+        """A collator for one split with the configuration's masking.
+
+        Args:
+            split: `train` or `validation`.
+            seed: of the masks; None: the configuration's.
+        """
+        if split not in _SPLITS:
+            raise ValueError(f"split: expected one of {', '.join(_SPLITS)}, got {split!r}")
+        return PackedCollator(
+            getattr(self, split),
+            self.tokenizer,
+            masked_lm_prob=self.config.masked_lm_prob,
+            whole_word=self.config.whole_word,
+            max_predictions_per_seq=self.config.max_predictions_per_seq,
+            seed=self.config.seed if seed is None else seed,
+        )
+
+
+def prepare(config: DataConfig, progress: bool | None = None) -> PreparedData:
+    """Open the cache for a configuration, building it first if it is missing or damaged.
+
+    Safe to call from many processes at once (all ranks of a run): one builds, the others wait.
+
+    Args:
+        config: corpus and settings.
+        progress: whether the building process shows progress bars; None: if stderr is a terminal.
+
+    Raises:
+        FileNotFoundError: `source` or `vocab_file` does not exist.
+        ImportError: the source needs a package that is not installed.
+        ValueError: the corpus holds no text, the vocabulary lacks special tokens, or `vocab_size`
+            is too small for the corpus's letters.
+    """
+    cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
+    tokenizer = None
+    if config.vocab_file is not None:
+        tokenizer = WordPieceTokenizer.from_vocab_file(config.vocab_file, config.lowercase)
+    source = open_source(config.source, cache_dir=cache, file_per_document=config.file_per_document)
+    settings = _settings(config, source)
+    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
+    path = cache / "prepared" / key
+    if path.exists():
+        try:
+            return _open(path, config)
+        except DamagedDataError:
+            pass  # looked at again, and reported, by whoever gets the lock first
+    with cache_lock(cache / "locks" / f"{key}.lock"):
+        if path.exists():
+            try:
+                return _open(path, config)
+            except DamagedDataError as error:
+                logger.warning("rebuilding damaged data: %s", error)
+                aside = path.with_name(f".{key}.{uuid.uuid4().hex}")
+                os.replace(path, aside)  # whoever has it open keeps its files
+                shutil.rmtree(aside)
+        _build(config, source, settings, tokenizer, path, progress)
+        return _open(path, config)
+
+
+def _settings(config: DataConfig, source: Source) -> dict[str, Any]:
+    """What decides the content of the shards."""
+    settings = dataclasses.asdict(config)
+    for name in (*_MASKING_SETTINGS, *_PLACES):
+        del settings[name]
+    settings |= {"format": FORMAT, "corpus": source.fingerprint(), "vocabulary": None}
+    if config.vocab_file is not None:
+        settings |= {"vocab_size": None, "vocabulary": file_sha256(Path(config.vocab_file))}
+    return settings
+
+
+def _open(path: Path, config: DataConfig) -> PreparedData:
+    manifest = read_manifest(path / MANIFEST, FORMAT)
+    try:
+        statistics, digests = dict(manifest["statistics"]), dict(manifest["sha256"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedDataError(
+            f"{path / MANIFEST} is damaged; expected an entry {error}"
+        ) from error
+    for name, digest in digests.items():
+        check_digest(path / name, digest)
+    train, validation = (ShardDataset(path / split, config.verify) for split in _SPLITS)
+    tokenizer = WordPieceTokenizer.load(path / "tokenizer")
+    return PreparedData(train, validation, tokenizer, path, config, statistics)
+
+
+def _build(
+    config: DataConfig,
+    source: Source,
+    settings: dict[str, Any],
+    tokenizer: WordPieceTokenizer | None,
+    path: Path,
+    progress: bool | None,
+) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary.mkdir()
+    try:
+        _fill(config, source, settings, tokenizer, temporary, progress)
+        try:
+            os.replace(temporary, path)
+        except OSError:
+            if not path.is_dir():
+                raise
+            # Only where locks do not reach other machines: another one finished the same data.
+            logger.info("%s was built by another process meanwhile", path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Delete what killed builds of this data left; young folders may be another machine's."""
+    for folder in path.parent.glob(f".{path.name}.*"):
+        if time.time() - folder.stat().st_mtime > _STALE_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fill(
+    config: DataConfig,
+    source: Source,
+    settings: dict[str, Any],
+    tokenizer: WordPieceTokenizer | None,
+    folder: Path,
+    progress: bool | None,
+) -> None:
+    """Build everything in a new folder."""
+    work = folder / "work"
+    work.mkdir()
+    with _bar(f"reading {source.name}", "documents", None, progress) as bar:
+        spool = Spool(work / "spool.txt", source.documents(), bar.update)
+    if not spool.documents:
+        raise ValueError(f"source: {source.name} holds no text; expected at least one document")
+    held_out = spool.held_out(config.validation_share)
+    if config.validation_share > 0 and not held_out.any():
+        logger.warning("%s is a single document: the validation part is empty", source.name)
+    if tokenizer is None:
+        logger.info("training a vocabulary of up to %d tokens", config.vocab_size)
+        tokenizer = WordPieceTokenizer.train(
+            spool.read(~held_out), config.vocab_size, config.lowercase
+        )
+    tokenizer.save(folder / "tokenizer")
+    statistics = {"documents": spool.documents, "duplicates": spool.duplicates}
+    for split, which in zip(_SPLITS, (~held_out, held_out), strict=True):
+        sentences = int(spool.sentences[which].sum())
+        with _bar(f"tokenizing {split}", "sentences", sentences, progress) as bar:
+            corpus = tokenize(
+                spool.read(which),
+                tokenizer,
+                work / f"{split}.bin",
+                longest=config.max_seq_length - SPECIAL_PER_PAIR,
+                advance=bar.update,
+            )
+        if split == "train" and not corpus.documents:
+            raise ValueError(
+                f"source: {source.name} holds no text that the tokenizer knows; expected at least "
+                "one word"
+            )
+        passes = config.dupe_factor if split == "train" else 1
+        with (
+            ShardWriter(
+                folder / split,
+                vocab_size=tokenizer.vocab_size,
+                unmaskable_ids=tokenizer.unmaskable_ids,
+                max_seq_length=config.max_seq_length,
+            ) as writer,
+            _bar(f"pairing {split}", "documents", passes * corpus.documents, progress) as bar,
+        ):
+            write_examples(
+                corpus,
+                tokenizer,
+                writer,
+                max_seq_length=config.max_seq_length,
+                short_seq_prob=config.short_seq_prob,
+                dupe_factor=passes,
+                seed=f"{config.seed}, {split}",
+                advance=bar.update,
+            )
+        dataset = ShardDataset(folder / split, verify=False)
+        statistics |= {
+            f"{split}_documents": corpus.documents,
+            f"{split}_examples": len(dataset),
+            f"{split}_tokens": len(dataset.tokens),
+        }
+        logger.info(
+            "%s: %d documents, %d examples, %d tokens, %.1f %% of %d-token rows",
+            *(split, corpus.documents, len(dataset), len(dataset.tokens)),
+            *(100 * dataset.fill, config.max_seq_length),
+        )
+    shutil.rmtree(work)
+    names = ["tokenizer/vocab.txt", "tokenizer/tokenizer_config.json"]
+    names += [f"{split}/{MANIFEST}" for split in _SPLITS]
+    manifest = {
+        "format": FORMAT,
+        "source": source.name,
+        "settings": settings,
+        "statistics": statistics,
+        "sha256": {name: file_sha256(folder / name) for name in names},
+    }
+    write_synced(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+
+
+def _bar(title: str, unit: str, total: int | None, progress: bool | None) -> tqdm:
+    disable = None if progress is None else not progress  # None: only on a terminal
+    return tqdm(desc=title, total=total, unit=f" {unit}", disable=disable, leave=False)

@@ -1,0 +1,315 @@
+"""Where documents come from: Python's standard library, text files, or a Hugging Face data set.
+
+A source yields whole documents as strings and can say, without yielding them, what its content is
+(`fingerprint`), so that a cache made from the same content is found again. The standard library is
+the default because every machine that runs this package has it: real English text without a
+download. Its files are parsed, never imported: importing all of them would run their code.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import json
+import logging
+import os
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import parse_qsl
+
+logger = logging.getLogger(__name__)
+
+TEXT_SUFFIXES = ("", ".txt", ".text", ".md", ".rst")
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+_HF_OPTIONS = ("config", "split", "column", "revision", "data_files", "streaming", "limit")
+
+
+class Source(Protocol):
+    """A corpus: an iterable of documents with a name and a content fingerprint."""
+
+    name: str
+
+    def documents(self) -> Iterator[str]:
+        """Yield one document (str) at a time, always in the same order."""
+
+    def fingerprint(self) -> str:
+        """Hex SHA-256 that changes whenever the documents do."""
+
+
+def file_sha256(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes, read in 1 MiB pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+class StdlibSource:
+    """Docstrings of Python's standard library and the topics of its help system.
+
+    One docstring or topic is one document. Tests are left out (their docstrings are fixtures), and
+    so are installed packages. Parsing takes seconds, so the documents are kept in `cache_dir`.
+    """
+
+    name = "stdlib"
+
+    def __init__(self, cache_dir: Path, root: Path | None = None) -> None:
+        self.root = root or Path(sysconfig.get_paths()["stdlib"])
+        self.cache_dir = cache_dir
+        self._fingerprint: str | None = None
+
+    def files(self) -> list[Path]:
+        """Source files (*.py) in a fixed order."""
+        found = []
+        for folder, subfolders, names in os.walk(self.root):
+            subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
+            found += [Path(folder, name) for name in names if name.endswith(".py")]
+        return sorted(found)
+
+    def fingerprint(self) -> str:
+        if self._fingerprint is None:
+            digest = hashlib.sha256(b"docstrings and topics, version 1")
+            for path in self.files():
+                digest.update(path.relative_to(self.root).as_posix().encode())
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
+
+    def documents(self) -> Iterator[str]:
+        cached = self.cache_dir / f"stdlib-{self.fingerprint()[:32]}.json"
+        documents = _read_document_cache(cached)
+        if documents is None:
+            documents = [text for path in self.files() for text in _texts_of_module(path)]
+            _write_document_cache(cached, documents)
+        if not documents:
+            raise ValueError(
+                f"source='stdlib': no docstring found below {self.root}; expected the sources of "
+                "Python's standard library there (is only the bytecode installed?)"
+            )
+        yield from documents
+
+
+def _texts_of_module(path: Path) -> Iterator[str]:
+    """Docstrings of a module, in the order of the file; the texts of pydoc_data/topics.py."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # old modules have invalid escapes; not ours to report
+        try:
+            tree = ast.parse(path.read_bytes(), filename=str(path))
+        except SyntaxError:  # templates and deliberately broken files exist in the library
+            logger.debug("not parsed: %s", path)
+            return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield text
+    if path.parts[-2:] == ("pydoc_data", "topics.py"):
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+                yield from ast.literal_eval(node.value).values()
+
+
+def _read_document_cache(path: Path) -> list[str] | None:
+    if not path.exists():
+        return None
+    try:
+        stored = json.loads(path.read_text("utf-8"))
+        documents = stored["documents"]
+        intact = stored["sha256"] == _documents_sha256(documents)
+    except (ValueError, KeyError, TypeError):
+        intact = False
+    if not intact:
+        logger.warning("%s is damaged (its digest does not fit): collecting it again", path)
+        return None
+    return documents
+
+
+def _write_document_cache(path: Path, documents: list[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    stored = {"sha256": _documents_sha256(documents), "documents": documents}
+    temporary.write_text(json.dumps(stored), "utf-8")
+    os.replace(temporary, path)
+
+
+def _documents_sha256(documents: list[str]) -> str:
+    return hashlib.sha256(json.dumps(documents).encode()).hexdigest()
+
+
+class TextSource:
+    """A UTF-8 text file, or every text file below a folder in the order of their paths.
+
+    Args:
+        path: a file, or a folder, whose files with a suffix of `TEXT_SUFFIXES` are read.
+        file_per_document: whether a whole file is one document. Otherwise a blank line ends a
+            document, the format of Google's BERT.
+
+    Raises:
+        FileNotFoundError: there is nothing at `path`, or no text file in the folder.
+    """
+
+    def __init__(self, path: Path, file_per_document: bool = False) -> None:
+        self.name = str(path)
+        self.file_per_document = file_per_document
+        self.root = path
+        if path.is_file():
+            self.files = [path]
+        elif path.is_dir():
+            self.files = sorted(
+                file
+                for file in path.rglob("*")
+                if file.is_file()
+                and file.suffix.lower() in TEXT_SUFFIXES
+                and not any(part.startswith(".") for part in file.relative_to(path).parts)
+            )
+            if not self.files:
+                suffixes = ", ".join(repr(suffix) for suffix in TEXT_SUFFIXES)
+                raise FileNotFoundError(
+                    f"source: no text file below {path}; expected names ending in one of {suffixes}"
+                )
+        else:
+            raise FileNotFoundError(
+                f"source: {path} does not exist; expected 'stdlib', 'hf:NAME', "
+                "or the path of a text file or of a folder of text files"
+            )
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(b"text, version 1, file per document: %d" % self.file_per_document)
+        for file in self.files:
+            digest.update(file_sha256(file).encode())
+        return digest.hexdigest()
+
+    def documents(self) -> Iterator[str]:
+        for file in self.files:
+            try:
+                yield from self._documents_of(file)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"source: {file} is not UTF-8 text: {error}") from error
+
+    def _documents_of(self, path: Path) -> Iterator[str]:
+        if self.file_per_document:
+            yield path.read_text("utf-8-sig")
+            return
+        lines: list[str] = []
+        with path.open(encoding="utf-8-sig") as file:
+            for line in file:
+                if line.strip():
+                    lines.append(line)
+                elif lines:
+                    yield "".join(lines)
+                    lines = []
+        if lines:
+            yield "".join(lines)
+
+
+class HuggingFaceSource:
+    """A data set of the Hugging Face `datasets` library; one row is one document.
+
+    Args:
+        specification: `NAME` or `NAME?option=value&...` with the options `config`, `split`
+            (default train), `column` (default text), `revision`, `data_files`, `streaming`
+            (true or false, default false) and `limit` (number of rows).
+
+    A streamed data set has no content digest: it is keyed by its name, options and version, so
+    give a `revision` where it may change.
+
+    Raises:
+        ImportError: `datasets` is not installed.
+        ValueError: an unknown option or column.
+    """
+
+    def __init__(self, specification: str) -> None:
+        self.name = f"hf:{specification}"
+        self.path, _, query = specification.partition("?")
+        options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+        unknown = sorted(set(options) - set(_HF_OPTIONS))
+        if unknown or not self.path:
+            raise ValueError(
+                f"source={self.name!r}: expected hf:NAME?option=value&... with options among "
+                f"{', '.join(_HF_OPTIONS)}" + (f"; got {', '.join(unknown)}" if unknown else "")
+            )
+        streaming = options.get("streaming", "false").lower()
+        if streaming not in ("true", "false"):
+            raise ValueError(f"source={self.name!r}: streaming must be true or false")
+        limit = options.get("limit")
+        if limit is not None and (not limit.isdecimal() or int(limit) < 1):
+            raise ValueError(f"source={self.name!r}: limit must be a positive number of rows")
+        self.options = options
+        self.streaming = streaming == "true"
+        self.column = options.get("column", "text")
+        self.limit = int(limit) if limit else None
+        self._dataset: Any = None
+
+    def _load(self) -> Any:
+        if self._dataset is None:
+            try:
+                datasets = importlib.import_module("datasets")
+            except ImportError as error:
+                raise ImportError(
+                    f"source={self.name!r} needs the package `datasets`: "
+                    "pip install 'bert_unpad[datasets]'"
+                ) from error
+            dataset = datasets.load_dataset(
+                self.path,
+                self.options.get("config"),
+                split=self.options.get("split", "train"),
+                revision=self.options.get("revision"),
+                data_files=self.options.get("data_files"),
+                streaming=self.streaming,
+            )
+            columns = dataset.column_names  # None while a stream has not been looked into
+            if columns is not None and self.column not in columns:
+                raise ValueError(
+                    f"source={self.name!r}: no column {self.column!r}; expected one of "
+                    f"{', '.join(columns)} (option column=...)"
+                )
+            self._dataset = dataset
+        return self._dataset
+
+    def fingerprint(self) -> str:
+        dataset = self._load()
+        content = None if self.streaming else dataset._fingerprint
+        version = str(getattr(dataset.info, "version", None))
+        return hashlib.sha256(
+            json.dumps(["hf, version 1", self.name, version, content]).encode()
+        ).hexdigest()
+
+    def documents(self) -> Iterator[str]:
+        left = self.limit
+        for batch in self._load().iter(batch_size=1000):
+            if self.column not in batch:
+                raise ValueError(
+                    f"source={self.name!r}: no column {self.column!r}; expected one of "
+                    f"{', '.join(batch)} (option column=...)"
+                )
+            texts = batch[self.column] if left is None else batch[self.column][:left]
+            yield from (text for text in texts if text)
+            if left is not None:
+                left -= len(texts)
+                if not left:
+                    return
+
+
+def open_source(source: str, *, cache_dir: Path, file_per_document: bool = False) -> Source:
+    """Turn the `source` of a `DataConfig` into a `Source`.
+
+    Args:
+        source: `stdlib`, `hf:NAME?...` (see `HuggingFaceSource`), or a path.
+        cache_dir: folder in which a source may keep what is slow to collect.
+        file_per_document: for paths, whether a file is one document (see `TextSource`).
+
+    Raises:
+        FileNotFoundError, ImportError, ValueError: as the source's class says.
+    """
+    if source == "stdlib":
+        return StdlibSource(cache_dir / "documents")
+    if source.startswith("hf:"):
+        return HuggingFaceSource(source.removeprefix("hf:"))
+    if not source:
+        raise ValueError("source: expected 'stdlib', 'hf:NAME' or a path, got an empty string")
+    return TextSource(Path(source).expanduser(), file_per_document)

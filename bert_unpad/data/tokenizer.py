@@ -1,0 +1,146 @@
+"""WordPiece tokenizer (Wu et al. 2016, arXiv:1609.08144; BERT's vocabulary, arXiv:1810.04805).
+
+A thin layer over Hugging Face's `tokenizers`: it owns which ids are special and which pieces
+continue a word (masking needs both as arrays), and it stores the vocabulary as `vocab.txt`, which
+`transformers.BertTokenizerFast.from_pretrained` reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+CONTINUATION = "##"
+
+
+class WordPieceTokenizer:
+    """Text to WordPiece ids.
+
+    Args:
+        vocabulary: the tokens; a token's place is its id. Must hold the five special tokens,
+            at any place (a trained vocabulary has them at 0 to 4).
+        lowercase: lower-case the text and strip accents (BERT's "uncased").
+
+    Special tokens written out in a text (a literal "[SEP]") are ordinary characters here, so that
+    no text can forge the structure of an example.
+
+    Attributes:
+        vocab_size: number of ids.
+        pad_id, unk_id, cls_id, sep_id, mask_id: ids of the special tokens.
+        unmaskable_ids: ids that are never predicted: [PAD], [CLS], [SEP], [MASK]. [UNK] stands for
+            a word of the text and is predicted, as in Google's BERT.
+        is_continuation: bool [vocab_size], True for pieces that continue a word ("##ing").
+
+    Raises:
+        ValueError: a special token is missing, or a token is there twice.
+    """
+
+    def __init__(self, vocabulary: Sequence[str], lowercase: bool = True) -> None:
+        ids = {token: index for index, token in enumerate(vocabulary)}
+        missing = [token for token in SPECIAL_TOKENS if token not in ids]
+        if missing:
+            raise ValueError(
+                f"vocabulary: expected the special tokens {' '.join(SPECIAL_TOKENS)}; "
+                f"missing: {' '.join(missing)}"
+            )
+        if len(ids) != len(vocabulary):
+            twice = next(token for index, token in enumerate(vocabulary) if ids[token] != index)
+            raise ValueError(f"vocabulary: expected every token once; {twice!r} is there twice")
+        self.vocabulary = tuple(vocabulary)
+        self.lowercase = lowercase
+        self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = (
+            ids[token] for token in SPECIAL_TOKENS
+        )
+        self.unmaskable_ids = tuple(sorted((self.pad_id, self.cls_id, self.sep_id, self.mask_id)))
+        self.is_continuation = np.array([t.startswith(CONTINUATION) for t in vocabulary])
+        self._tokenizer = _pipeline(models.WordPiece(ids, unk_token="[UNK]"), lowercase)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.vocabulary)
+
+    @classmethod
+    def train(
+        cls, texts: Iterable[str] | Iterator[list[str]], vocab_size: int, lowercase: bool = True
+    ) -> WordPieceTokenizer:
+        """Learn at most `vocab_size` tokens from texts (or lists of texts).
+
+        A small corpus gives fewer tokens than asked for: pairs seen once are not merged.
+
+        Raises:
+            ValueError: `vocab_size` does not hold the special tokens and the corpus's letters.
+        """
+        learner = _pipeline(models.WordPiece(unk_token="[UNK]"), lowercase)
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            special_tokens=list(SPECIAL_TOKENS),
+            continuing_subword_prefix=CONTINUATION,
+            show_progress=False,
+        )
+        learner.train_from_iterator(texts, trainer)
+        ids = learner.get_vocab(with_added_tokens=True)
+        if len(ids) > vocab_size:
+            raise ValueError(
+                f"vocab_size: expected at least {len(ids)} for the special tokens and single "
+                f"letters of this corpus, got {vocab_size}"
+            )
+        return cls(sorted(ids, key=ids.__getitem__), lowercase)
+
+    @classmethod
+    def from_vocab_file(cls, path: str | Path, lowercase: bool = True) -> WordPieceTokenizer:
+        """Read a BERT vocabulary: UTF-8, one token a line, the line's number is the id.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: a special token is missing or a token is there twice.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"vocab_file: {path} does not exist; expected a file with one token a line"
+            )
+        # Not splitlines(): real vocabularies hold characters that it takes for line ends.
+        lines = [line.rstrip("\r") for line in path.read_text("utf-8").rstrip("\n").split("\n")]
+        try:
+            return cls(lines, lowercase)
+        except ValueError as error:
+            raise ValueError(f"vocab_file: {path}: {error}") from error
+
+    def save(self, folder: str | Path) -> None:
+        """Write `vocab.txt` and `tokenizer_config.json` in Hugging Face's layout."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        text = "".join(f"{token}\n" for token in self.vocabulary)
+        (folder / "vocab.txt").write_text(text, "utf-8")
+        config = {"tokenizer_class": "BertTokenizerFast", "do_lower_case": self.lowercase}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> WordPieceTokenizer:
+        """Read what `save` wrote (or the slow-tokenizer files of a Hugging Face BERT)."""
+        folder = Path(folder)
+        config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+        return cls.from_vocab_file(folder / "vocab.txt", config.get("do_lower_case", True))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without special tokens."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Readable text of ids; pieces are joined, special tokens are kept."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def _pipeline(model: models.Model, lowercase: bool) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix=CONTINUATION)
+    return tokenizer
