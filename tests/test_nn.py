@@ -191,6 +191,26 @@ def test_gradient_checkpointing_changes_nothing(dropout):
     assert_same(backward(model, inputs), plain, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_frozen_lower_layers_run_forward_only(checkpointing):
+    model, inputs = make_model(), make_inputs()
+    _, full = backward(model, inputs)
+    frozen = ("bert.embeddings.", "bert.encoder.layer.0.")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    model.bert.encoder.gradient_checkpointing = checkpointing
+    recorded = []
+    for layer in model.bert.encoder.layer:
+        layer.register_forward_hook(lambda module, args, out: recorded.append(out.requires_grad))
+    _, grads = backward(model, inputs)
+    assert recorded[:3] == [False, True, True]
+    for name, grad in grads.items():
+        if name.startswith(frozen):
+            assert grad is None, name
+        else:
+            assert_same(grad, full[name])
+
+
 def test_dropout_follows_the_seed_and_stops_in_eval():
     model = make_model(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2)
     inputs = make_inputs()
