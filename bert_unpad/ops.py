@@ -1,0 +1,10 @@
+"""The functional operators, on `torch.ops.bert_unpad`.
+
+Activations are float32, bfloat16 or float16, packed as [tokens, ...]; statistics, softmax and sums
+are computed in float32. Every operator has an autograd formula and works under
+`torch.compile(fullgraph=True)`.
+"""
+
+from bert_unpad._ops.attention import varlen_attention, varlen_cross_attention
+
+__all__ = ["varlen_attention", "varlen_cross_attention"]

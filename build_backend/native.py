@@ -1,0 +1,238 @@
+"""Builds the extension modules with ninja, straight from file names.
+
+What a file is called says how it is compiled, so that a new operator needs no build change:
+  csrc/*.cpp, csrc/cpu/*.cpp, csrc/<family>/*_cpu.cpp   once, into _C
+  csrc/<family>/*_simd.cpp                              once per CPU instruction set, into _C
+  csrc/<family>/*.cu, csrc/**/*_cuda.cpp                by nvcc, into _C_cuda
+  csrc/planner/*.cpp                                    once, into _planner (pybind11, no torch)
+
+setuptools' own CUDAExtension is not used: it imports torch, refuses to build CUDA under a CPU-only
+PyTorch, and cannot compile one file for several instruction sets.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension
+from setuptools.command.build_ext import build_ext
+from torch_location import find_torch
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+DEFAULT_CUDA_ARCHS = "8.0+PTX;9.0a"
+
+# Instruction sets of the *_simd.cpp files, best last; csrc/cpu/isa.h must list the same names.
+X86_ISAS = {
+    "generic": [],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512": [
+        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
+        "-mprefer-vector-width=512",
+    ],
+}
+X86_ISAS["avx512_bf16"] = [*X86_ISAS["avx512"], "-mavx512bf16"]
+
+
+def isas() -> dict[str, list[str]]:
+    return X86_ISAS if platform.machine() in ("x86_64", "AMD64") else {"generic": []}
+
+
+def find_nvcc() -> str | None:
+    """nvcc from $CUDA_HOME, PATH or the usual folder; None where CUDA is off or absent."""
+    wish = os.environ.get("BERT_UNPAD_CUDA", "")
+    if wish not in ("", "0", "1"):
+        raise SystemExit(f"BERT_UNPAD_CUDA must be 0 or 1, not {wish!r}")
+    if wish == "0":
+        return None
+    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")):
+        if home and (Path(home) / "bin" / "nvcc").exists():
+            return str(Path(home) / "bin" / "nvcc")
+    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if nvcc is None and wish == "1":
+        raise SystemExit("BERT_UNPAD_CUDA=1, but no nvcc was found on PATH or in $CUDA_HOME/bin")
+    return nvcc
+
+
+def cuda_arch_flags(arch_list: str) -> list[str]:
+    """-gencode flags for a TORCH_CUDA_ARCH_LIST such as `8.0;9.0a+PTX`."""
+    flags = []
+    for entry in arch_list.replace(",", ";").replace(" ", ";").split(";"):
+        name = entry.strip()
+        if not name:
+            continue
+        number = name.removesuffix("+PTX").replace(".", "")
+        if not number.rstrip("af").isdigit():
+            raise SystemExit(f"TORCH_CUDA_ARCH_LIST: expected e.g. `8.0;9.0a+PTX`, not {name!r}")
+        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if name.endswith("+PTX"):
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return flags
+
+
+def sources(*patterns: str) -> list[Path]:
+    return sorted(path for pattern in patterns for path in CSRC.glob(pattern))
+
+
+def extensions() -> list[Extension]:
+    """The modules to build; NativeBuild ignores everything in them but the names."""
+    names = ["_C", "_planner"]
+    if find_nvcc():
+        names.append("_C_cuda")
+    return [Extension(f"bert_unpad.{name}", sources=[]) for name in names]
+
+
+class NinjaFile:
+    """Collects compile and link steps and writes them as a build.ninja."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.lines = ["ninja_required_version = 1.5"]
+        self.targets: list[str] = []
+
+    def rule(self, name: str, command: str, depfile: bool, describe: str) -> None:
+        self.lines += [f"rule {name}", f"  command = {command}", f"  description = {describe} $out"]
+        if depfile:
+            self.lines += ["  depfile = $out.d", "  deps = gcc"]
+
+    def compile(self, rule: str, source: Path, flags: list[str], variant: str = "") -> str:
+        stem = str(source.relative_to(CSRC)).replace("/", "_")
+        obj = f"{rule}_{variant + '_' if variant else ''}{stem}.o"
+        self.lines += [f"build {obj}: {rule} {_escape(source)}", f"  flags = {_join(flags)}"]
+        return obj
+
+    def link(self, rule: str, target: str, objects: list[str], flags: list[str]) -> None:
+        self.lines += [f"build {target}: {rule} {' '.join(objects)}", f"  flags = {_join(flags)}"]
+        self.targets.append(target)
+
+    def run(self, jobs: int | None, verbose: bool) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = "\n".join([*self.lines, f"default {' '.join(self.targets)}", ""])
+        path = self.folder / "build.ninja"
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+        command = [_ninja(), "-C", str(self.folder)]
+        command += ["-j", str(jobs)] if jobs else []
+        command += ["-v"] if verbose else []
+        if subprocess.run(command).returncode:
+            raise SystemExit("bert_unpad: compilation failed; the compiler's message is above")
+
+
+def _escape(path: Path | str) -> str:
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def _join(flags: list[str]) -> str:
+    return " ".join(f"'{f}'" if " " in f else f for f in flags).replace("$ORIGIN", "'$$ORIGIN'")
+
+
+def _ninja() -> str:
+    try:
+        import ninja
+
+        return str(Path(ninja.BIN_DIR) / "ninja")
+    except ImportError:
+        found = shutil.which("ninja")
+        if found is None:
+            raise SystemExit("ninja was not found; install it with `pip install ninja`") from None
+        return found
+
+
+def _compiler() -> str:
+    wanted = os.environ.get("CXX", "g++")
+    cxx = shutil.which(wanted.split()[0])
+    if cxx is None:
+        raise SystemExit(
+            f"no C++ compiler: {wanted!r} was not found; install g++ >= 11 "
+            "(Debian/Ubuntu: apt-get install g++) or set CXX"
+        )
+    return " ".join([cxx, *wanted.split()[1:]])
+
+
+class NativeBuild(build_ext):
+    """build_ext that writes one build.ninja for all modules and runs it."""
+
+    def run(self) -> None:
+        torch = find_torch()
+        if torch is None:
+            raise SystemExit("no PyTorch >= 2.11 was found; install it with `pip install torch`")
+        folder = ROOT / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
+        ninja = NinjaFile(folder)
+        cpp = [
+            *("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-psabi", "-Wno-maybe-uninitialized"),
+            *("-fno-math-errno", "-fno-trapping-math", "-g1"),
+            f"-ffile-prefix-map={ROOT}=.",
+            f"-I{CSRC}",
+            f"-I{sysconfig.get_path('include')}",
+        ]
+        stable = [f"-isystem{torch / 'include'}", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
+        cxx = _compiler()
+        ninja.rule("cxx", f"{cxx} -MD -MF $out.d $flags -c $in -o $out", True, "C++")
+        ninja.rule("ld", f"{cxx} -shared $in $flags -o $out", False, "link")
+        self._cpu_module(ninja, cpp + stable, torch)
+        self._planner_module(ninja, cpp)
+        nvcc = find_nvcc()
+        if nvcc:
+            self._cuda_module(ninja, nvcc, stable, torch)
+        else:
+            print(
+                "bert_unpad: building the CPU operators only (no nvcc on PATH or in $CUDA_HOME; "
+                "for the CUDA operators install the CUDA Toolkit)",
+                file=sys.stderr,
+            )
+        ninja.run(self.parallel or None, bool(os.environ.get("BERT_UNPAD_VERBOSE")))
+        for extension in self.extensions:
+            target = Path(self.get_ext_fullpath(extension.name))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # Copy, then rename: a process that has the old module mapped keeps its own file.
+            temporary = target.with_suffix(".tmp")
+            shutil.copyfile(folder / f"{extension.name.rpartition('.')[2]}.so", temporary)
+            os.replace(temporary, target)
+
+    def get_outputs(self) -> list[str]:
+        return [self.get_ext_fullpath(extension.name) for extension in self.extensions]
+
+    def _cpu_module(self, ninja: NinjaFile, flags: list[str], torch: Path) -> None:
+        objects = [
+            ninja.compile("cxx", source, flags)
+            for source in sources("*.cpp", "cpu/*.cpp", "*/*_cpu.cpp")
+            if not source.name.endswith("_cuda.cpp")
+        ]
+        for isa, options in isas().items():
+            objects += [
+                ninja.compile("cxx", source, [*flags, *options, f"-DBERT_UNPAD_ISA={isa}"], isa)
+                for source in sources("*/*_simd.cpp")
+            ]
+        ninja.link("ld", "_C.so", objects, [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lpthread"])
+
+    def _planner_module(self, ninja: NinjaFile, flags: list[str]) -> None:
+        import pybind11
+
+        flags = [*flags, f"-isystem{pybind11.get_include()}"]
+        objects = [ninja.compile("cxx", source, flags) for source in sources("planner/*.cpp")]
+        ninja.link("ld", "_planner.so", objects, ["-lpthread"])
+
+    def _cuda_module(self, ninja: NinjaFile, nvcc: str, stable: list[str], torch: Path) -> None:
+        arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_CUDA_ARCHS
+        archs = cuda_arch_flags(arch_list)
+        flags = [
+            *("-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo", "-Xptxas=-v"),
+            "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
+            f"-I{CSRC}",
+            *archs,
+        ]
+        cpp = [*flags, *stable, f"-I{sysconfig.get_path('include')}"]
+        cpp += [f'-DBERT_UNPAD_CUDA_ARCHS={arch_list.replace(";", ",")}']
+        # ptxas reports registers and spills on stderr; kept beside the object for the budget check.
+        log = "|| (cat $out.log && false)"
+        ninja.rule("nvcc", f"{nvcc} -MD -MF $out.d $flags -c $in -o $out 2> $out.log {log}", True, "CUDA")
+        ninja.rule("nvld", f"{nvcc} -shared $in $flags -o $out", False, "link")
+        objects = [ninja.compile("nvcc", source, flags) for source in sources("*/*.cu")]
+        objects += [ninja.compile("nvcc", source, cpp) for source in sources("*/*_cuda.cpp")]
+        ninja.link(
+            "nvld", "_C_cuda.so", objects, [f"-L{torch / 'lib'}", "-ltorch_cpu", "--cudart=static", *archs]
+        )

@@ -1,0 +1,80 @@
+"""Finds the PyTorch to compile against without importing it.
+
+Build isolation hides the installing environment's packages, but only its headers and the names of
+its shared libraries are needed, so the folder is looked for by path: in this interpreter's own
+site-packages (pip runs the build with the same interpreter), in $VIRTUAL_ENV, and in the
+environments of the processes that started the build (`python -m build` runs it in another venv).
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+MINIMUM = (2, 11)
+
+
+def torch_version(folder: Path) -> tuple[int, int]:
+    match = re.search(r"['\"](\d+)\.(\d+)", (folder / "version.py").read_text())
+    if not match:
+        raise RuntimeError(f"{folder / 'version.py'} names no version")
+    return int(match[1]), int(match[2])
+
+
+def _site_packages(python: str) -> list[Path]:
+    """purelib and platlib of another interpreter, if it is of this Python version."""
+    code = (
+        "import sysconfig as s, sys; "
+        "print(sys.version_info[:2] == %r, s.get_path('purelib'), s.get_path('platlib'), sep='\\n')"
+        % (tuple(sys.version_info[:2]),)
+    )
+    try:
+        out = subprocess.run(
+            [python, "-I", "-c", code], capture_output=True, text=True, timeout=30, check=True
+        ).stdout.split("\n")
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [Path(p) for p in out[1:3]] if out[0] == "True" else []
+
+
+def _ancestor_pythons() -> list[str]:
+    """The Python interpreters among the processes that started this one (Linux only)."""
+    pythons, pid = [], os.getppid()
+    for _ in range(6):
+        try:
+            argv0 = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            break
+        executable = shutil.which(argv0)
+        if executable and Path(executable).name.startswith("python"):
+            pythons.append(executable)
+        pid = int(stat.rpartition(")")[2].split()[1])
+        if pid <= 1:
+            break
+    return pythons
+
+
+def _candidates():
+    for key in ("purelib", "platlib"):
+        yield Path(sysconfig.get_path(key))
+    for entry in sys.path:
+        yield Path(entry or ".")
+    if "VIRTUAL_ENV" in os.environ:
+        yield from _site_packages(str(Path(os.environ["VIRTUAL_ENV"]) / "bin" / "python"))
+    for python in _ancestor_pythons():
+        yield from _site_packages(python)
+
+
+def find_torch() -> Path | None:
+    """The folder of an installed PyTorch >= 2.11 (`.../site-packages/torch`), or None."""
+    for site in _candidates():
+        folder = site / "torch"
+        if (folder / "include" / "torch" / "csrc" / "stable" / "library.h").is_file() and (
+            torch_version(folder) >= MINIMUM
+        ):
+            return folder
+    return None

@@ -1,0 +1,234 @@
+// CPU bindings of variable-length attention: checks, task list, dispatch.
+#include <algorithm>
+#include <tuple>
+#include <vector>
+
+#include "attention/attention.h"
+#include "checks.h"
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
+#include "cpu/rng.h"
+
+namespace bert_unpad {
+
+BU_ISA_TABLE(AttentionKernels, attention_kernels)
+
+namespace {
+
+// Checks a cu_seqlens and returns its values.
+const int32_t* check_cu_seqlens(const Tensor& cu, int64_t tokens, int64_t max_seqlen,
+                                const char* op, const char* name) {
+  check(cu.is_cpu(), op, ": ", name, " must be on the CPU like the data");
+  check_dtype(cu, ScalarType::Int, op, name, "int32");
+  check(cu.dim() == 1 && cu.size(0) >= 1, op, ": ", name,
+        " must have shape [sequences + 1], got ", shape_string(cu));
+  check_contiguous(cu, op, name);
+  const auto* values = cu.const_data_ptr<int32_t>();
+  const int64_t last = cu.size(0) - 1;
+  check(values[0] == 0, op, ": ", name, " must start with 0, got ", values[0]);
+  for (int64_t i = 0; i < last; ++i) {
+    check(values[i + 1] >= values[i], op, ": ", name, " must not decrease, but entry ", i + 1,
+          " is ", values[i + 1], " after ", values[i]);
+    check(values[i + 1] - values[i] <= max_seqlen, op, ": sequence ", i, " has ",
+          values[i + 1] - values[i], " tokens, more than max_seqlen = ", max_seqlen);
+  }
+  check(values[last] == tokens, op, ": ", name, " must end at the number of tokens, ", tokens,
+        ", but ends at ", values[last]);
+  return values;
+}
+
+// All (sequence, head) pairs, the most work first.
+std::vector<AttentionTask> make_tasks(const int32_t* cu_q, const int32_t* cu_k, int64_t sequences,
+                                      int heads) {
+  std::vector<int> order(sequences);
+  for (int64_t i = 0; i < sequences; ++i) order[i] = static_cast<int>(i);
+  const auto work = [&](int i) {
+    return static_cast<int64_t>(cu_q[i + 1] - cu_q[i]) * (cu_k[i + 1] - cu_k[i]);
+  };
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return work(a) > work(b); });
+  std::vector<AttentionTask> tasks;
+  tasks.reserve(sequences * heads);
+  for (int i : order)
+    for (int h = 0; h < heads; ++h)
+      tasks.push_back({i, h, cu_q[i], cu_k[i], cu_q[i + 1] - cu_q[i], cu_k[i + 1] - cu_k[i]});
+  return tasks;
+}
+
+Packed<const void> packed(const Tensor& t, int64_t token_stride, int64_t head_stride,
+                          int64_t offset = 0) {
+  const auto* base = static_cast<const char*>(t.const_data_ptr());
+  return {base + offset * (t.scalar_type() == ScalarType::Float ? 4 : 2), token_stride,
+          head_stride};
+}
+Packed<void> writable(const Tensor& t, int64_t token_stride, int64_t head_stride,
+                      int64_t offset = 0) {
+  const Packed<const void> p = packed(t, token_stride, head_stride, offset);
+  return {const_cast<void*>(p.p), token_stride, head_stride};
+}
+
+// What the four operators have in common: everything but the operands' pointers.
+AttentionParams common(const Tensor& like, int64_t heads, int64_t head_dim, double scale,
+                       double dropout_p, const std::optional<Tensor>& rng, const char* op) {
+  AttentionParams p{};
+  p.dtype = storage_dtype(like, op, "the input");
+  check(head_dim >= 1 && head_dim <= 128, op, ": head_dim must be between 1 and 128, got ",
+        head_dim);
+  check_probability(dropout_p, op, "dropout_p");
+  p.heads = static_cast<int>(heads);
+  p.head_dim = static_cast<int>(head_dim);
+  p.scale = static_cast<float>(scale);
+  p.keep_threshold = keep_threshold(dropout_p);
+  if (dropout_p > 0.0) p.rng = read_rng(rng, op);
+  return p;
+}
+
+void set_qkv(AttentionParams& p, const Tensor& qkv) {
+  p.q = packed(qkv, qkv.stride(0), qkv.stride(2));
+  p.k = packed(qkv, qkv.stride(0), qkv.stride(2), qkv.stride(1));
+  p.v = packed(qkv, qkv.stride(0), qkv.stride(2), 2 * qkv.stride(1));
+}
+
+void set_q_kv(AttentionParams& p, const Tensor& q, const Tensor& kv) {
+  p.q = packed(q, q.stride(0), q.stride(1));
+  p.k = packed(kv, kv.stride(0), kv.stride(2));
+  p.v = packed(kv, kv.stride(0), kv.stride(2), kv.stride(1));
+}
+
+void run(const AttentionParams& p, const std::vector<AttentionTask>& tasks, bool backward) {
+  const AttentionKernels& kernels = attention_kernels();
+  parallel_tasks(static_cast<int64_t>(tasks.size()), [&](int64_t i) {
+    const AttentionTask& t = tasks[i];
+    float* scratch = thread_scratch(kernels.scratch(t.q_len, t.k_len, p.head_dim, backward));
+    (backward ? kernels.backward : kernels.forward)(p, t, scratch);
+  });
+}
+
+void check_qkv(const Tensor& qkv, const char* op) {
+  check_shape(qkv, {-1, 3, -1, -1}, op, "qkv", "[tokens, 3, heads, head_dim]");
+  check(qkv.stride(3) == 1, op, ": qkv must be contiguous in its last dimension");
+}
+
+void check_q_kv(const Tensor& q, const Tensor& kv, const char* op) {
+  check_shape(q, {-1, -1, -1}, op, "q", "[query tokens, heads, head_dim]");
+  check_shape(kv, {-1, 2, q.size(1), q.size(2)}, op, "kv", "[key tokens, 2, heads, head_dim]");
+  check(kv.scalar_type() == q.scalar_type(), op, ": kv must have the dtype of q");
+  check(q.stride(2) == 1, op, ": q must be contiguous in its last dimension");
+  check(kv.stride(3) == 1, op, ": kv must be contiguous in its last dimension");
+}
+
+// The forward pass's results, as the backward pass gets them; dout may have any outer strides.
+void set_saved(AttentionParams& p, const Tensor& dout, const Tensor& out, const Tensor& lse,
+               int64_t tokens, const char* op) {
+  check_shape(out, {tokens, p.heads, p.head_dim}, op, "out", "[tokens, heads, head_dim]");
+  check_shape(dout, {tokens, p.heads, p.head_dim}, op, "dout", "[tokens, heads, head_dim]");
+  check(dout.scalar_type() == out.scalar_type(), op, ": dout must have the dtype of out");
+  check(storage_dtype(out, op, "out") == p.dtype, op, ": out must have the dtype of the input");
+  check_shape(lse, {p.heads, tokens}, op, "lse", "[heads, tokens]");
+  check_dtype(lse, ScalarType::Float, op, "lse", "float32");
+  check_contiguous(lse, op, "lse");
+  check(out.stride(2) == 1, op, ": out must be contiguous in its last dimension");
+  check(dout.stride(2) == 1, op, ": dout must be contiguous in its last dimension");
+  p.out = packed(out, out.stride(0), out.stride(1));
+  p.dout = packed(dout, dout.stride(0), dout.stride(1));
+  p.lse = const_cast<float*>(lse.const_data_ptr<float>());
+  p.lse_stride = tokens;
+}
+
+// Allocates out and lse.
+std::tuple<Tensor, Tensor> outputs(AttentionParams& p, const Tensor& like, int64_t tokens) {
+  Tensor out = torch::stable::new_empty(like, {tokens, p.heads, p.head_dim});
+  Tensor lse = torch::stable::new_empty(like, {p.heads, tokens}, ScalarType::Float);
+  p.out_w = writable(out, static_cast<int64_t>(p.heads) * p.head_dim, p.head_dim);
+  p.lse = lse.mutable_data_ptr<float>();
+  p.lse_stride = tokens;
+  return {out, lse};
+}
+
+std::tuple<Tensor, Tensor> varlen_attention(Tensor qkv, Tensor cu_seqlens, int64_t max_seqlen,
+                                            double scale, double dropout_p,
+                                            std::optional<Tensor> rng) {
+  const char* op = "varlen_attention";
+  check_qkv(qkv, op);
+  AttentionParams p = common(qkv, qkv.size(2), qkv.size(3), scale, dropout_p, rng, op);
+  const int32_t* cu = check_cu_seqlens(cu_seqlens, qkv.size(0), max_seqlen, op, "cu_seqlens");
+  set_qkv(p, qkv);
+  auto result = outputs(p, qkv, qkv.size(0));
+  run(p, make_tasks(cu, cu, cu_seqlens.size(0) - 1, p.heads), false);
+  return result;
+}
+
+Tensor varlen_attention_backward(Tensor dout, Tensor qkv, Tensor out, Tensor lse,
+                                 Tensor cu_seqlens, int64_t max_seqlen, double scale,
+                                 double dropout_p, std::optional<Tensor> rng) {
+  const char* op = "varlen_attention_backward";
+  check_qkv(qkv, op);
+  AttentionParams p = common(qkv, qkv.size(2), qkv.size(3), scale, dropout_p, rng, op);
+  const int32_t* cu = check_cu_seqlens(cu_seqlens, qkv.size(0), max_seqlen, op, "cu_seqlens");
+  set_qkv(p, qkv);
+  set_saved(p, dout, out, lse, qkv.size(0), op);
+  Tensor dqkv = torch::stable::new_empty(qkv, {qkv.size(0), 3, p.heads, p.head_dim});
+  const int64_t hidden = static_cast<int64_t>(p.heads) * p.head_dim;
+  p.dq = writable(dqkv, 3 * hidden, p.head_dim);
+  p.dk = writable(dqkv, 3 * hidden, p.head_dim, hidden);
+  p.dv = writable(dqkv, 3 * hidden, p.head_dim, 2 * hidden);
+  run(p, make_tasks(cu, cu, cu_seqlens.size(0) - 1, p.heads), true);
+  return dqkv;
+}
+
+// The task list of queries and keys with their own cu_seqlens.
+std::vector<AttentionTask> cross_tasks(const AttentionParams& p, const Tensor& q, const Tensor& kv,
+                                       const Tensor& cu_q, const Tensor& cu_k, int64_t max_q,
+                                       int64_t max_k, const char* op) {
+  const int32_t* q_values = check_cu_seqlens(cu_q, q.size(0), max_q, op, "cu_seqlens_q");
+  const int32_t* k_values = check_cu_seqlens(cu_k, kv.size(0), max_k, op, "cu_seqlens_k");
+  check(cu_q.size(0) == cu_k.size(0), op, ": cu_seqlens_q and cu_seqlens_k must hold as many ",
+        "sequences, got ", cu_q.size(0) - 1, " and ", cu_k.size(0) - 1);
+  return make_tasks(q_values, k_values, cu_q.size(0) - 1, p.heads);
+}
+
+std::tuple<Tensor, Tensor> varlen_cross_attention(Tensor q, Tensor kv, Tensor cu_seqlens_q,
+                                                  Tensor cu_seqlens_k, int64_t max_seqlen_q,
+                                                  int64_t max_seqlen_k, double scale,
+                                                  double dropout_p, std::optional<Tensor> rng) {
+  const char* op = "varlen_cross_attention";
+  check_q_kv(q, kv, op);
+  AttentionParams p = common(q, q.size(1), q.size(2), scale, dropout_p, rng, op);
+  const auto tasks =
+      cross_tasks(p, q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, op);
+  set_q_kv(p, q, kv);
+  auto result = outputs(p, q, q.size(0));
+  run(p, tasks, false);
+  return result;
+}
+
+std::tuple<Tensor, Tensor> varlen_cross_attention_backward(
+    Tensor dout, Tensor q, Tensor kv, Tensor out, Tensor lse, Tensor cu_seqlens_q,
+    Tensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, double scale,
+    double dropout_p, std::optional<Tensor> rng) {
+  const char* op = "varlen_cross_attention_backward";
+  check_q_kv(q, kv, op);
+  AttentionParams p = common(q, q.size(1), q.size(2), scale, dropout_p, rng, op);
+  const auto tasks =
+      cross_tasks(p, q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, op);
+  set_q_kv(p, q, kv);
+  set_saved(p, dout, out, lse, q.size(0), op);
+  Tensor dq = torch::stable::new_empty(q, {q.size(0), p.heads, p.head_dim});
+  Tensor dkv = torch::stable::new_empty(kv, {kv.size(0), 2, p.heads, p.head_dim});
+  const int64_t hidden = static_cast<int64_t>(p.heads) * p.head_dim;
+  p.dq = writable(dq, hidden, p.head_dim);
+  p.dk = writable(dkv, 2 * hidden, p.head_dim);
+  p.dv = writable(dkv, 2 * hidden, p.head_dim, hidden);
+  run(p, tasks, true);
+  return {dq, dkv};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CPU, m) {
+  m.impl("varlen_attention", TORCH_BOX(&varlen_attention));
+  m.impl("varlen_attention_backward", TORCH_BOX(&varlen_attention_backward));
+  m.impl("varlen_cross_attention", TORCH_BOX(&varlen_cross_attention));
+  m.impl("varlen_cross_attention_backward", TORCH_BOX(&varlen_cross_attention_backward));
+}
+
+}  // namespace bert_unpad

@@ -1,0 +1,148 @@
+// A small fp32 matrix product for operands that sit in cache: C (+)= A B, where A is read element by
+// element (any strides, so a transposed A costs nothing) and B is packed in panels of kPanel columns.
+//
+// An MR x NV tile of accumulators stays in registers: 6 x 4 vectors with 32 registers (24 + 4 + 1),
+// 6 x 2 with 16. Tails run the same code with a smaller MR or NV, chosen at compile time.
+#pragma once
+
+#include "cpu/simd.h"
+
+namespace bert_unpad::BERT_UNPAD_ISA {
+
+inline constexpr int kTileRows = 6;
+inline constexpr int kTileVectors = kVectorRegisters == 32 ? 4 : 2;
+inline constexpr int kPanel = kTileVectors * kLanes;  // columns of a panel of B
+
+BU_INLINE int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// A strided matrix of fp32 operands: element (i, k) at p[i * rows + k * columns].
+struct Strided {
+  const float* p;
+  int64_t rows, columns;
+};
+
+template <int MR, int NV>
+BU_INLINE void tile(Strided a, int depth, const float* b, float* c, int64_t ldc, bool accumulate) {
+  f32v acc[MR][NV];
+#pragma GCC unroll 6
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; ++j) acc[i][j] = accumulate ? load(c + i * ldc + j * kLanes) : f32v{};
+  const float* ap = a.p;
+  for (int k = 0; k < depth; ++k, ap += a.columns, b += kPanel) {
+    f32v bv[NV];
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; ++j) bv[j] = load(b + j * kLanes);
+#pragma GCC unroll 6
+    for (int i = 0; i < MR; ++i) {
+      const f32v av = splat(ap[i * a.rows]);
+#pragma GCC unroll 4
+      for (int j = 0; j < NV; ++j) acc[i][j] += av * bv[j];
+    }
+  }
+#pragma GCC unroll 6
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; ++j) store(c + i * ldc + j * kLanes, acc[i][j]);
+}
+
+template <int NV>
+inline void tile_rows(Strided a, int rows, int depth, const float* b, float* c, int64_t ldc,
+                      bool accumulate) {
+  while (rows >= kTileRows) {
+    tile<kTileRows, NV>(a, depth, b, c, ldc, accumulate);
+    a.p += kTileRows * a.rows;
+    c += kTileRows * ldc;
+    rows -= kTileRows;
+  }
+  switch (rows) {
+    case 5:
+      return tile<5, NV>(a, depth, b, c, ldc, accumulate);
+    case 4:
+      return tile<4, NV>(a, depth, b, c, ldc, accumulate);
+    case 3:
+      return tile<3, NV>(a, depth, b, c, ldc, accumulate);
+    case 2:
+      return tile<2, NV>(a, depth, b, c, ldc, accumulate);
+    case 1:
+      return tile<1, NV>(a, depth, b, c, ldc, accumulate);
+    default:
+      return;
+  }
+}
+
+// C [rows, columns rounded up to kLanes] (+)= A [rows, depth] B. B is [columns / kPanel][depth]
+// [kPanel]; its padding columns must hold finite numbers. ldc >= columns rounded up to kLanes.
+inline void gemm(Strided a, int rows, int columns, int depth, const float* b, float* c, int64_t ldc,
+                 bool accumulate) {
+  for (int column = 0; column < columns; column += kPanel, b += static_cast<int64_t>(depth) * kPanel) {
+    const int left = (columns - column + kLanes - 1) / kLanes;
+    float* cp = c + column;
+    if (left >= kTileVectors) {
+      tile_rows<kTileVectors>(a, rows, depth, b, cp, ldc, accumulate);
+    } else if (left == 1) {
+      tile_rows<1>(a, rows, depth, b, cp, ldc, accumulate);
+    } else if constexpr (kTileVectors == 4) {
+      if (left == 2)
+        tile_rows<2>(a, rows, depth, b, cp, ldc, accumulate);
+      else
+        tile_rows<3>(a, rows, depth, b, cp, ldc, accumulate);
+    }
+  }
+}
+
+// Floats that a packed [depth, columns] operand takes.
+inline int64_t packed_size(int depth, int columns) {
+  return static_cast<int64_t>(depth) * round_up(columns, kPanel);
+}
+
+// Packs `rows` x `columns` (row stride in elements, times `factor`) as the B of a product whose
+// depth runs over its rows.
+template <class T>
+inline void pack(const T* x, int64_t stride, int rows, int columns, float factor, float* out) {
+  for (int column = 0; column < columns; column += kPanel) {
+    for (int i = 0; i < rows; ++i, out += kPanel) {
+      const T* row = x + i * stride + column;
+      const int width = columns - column;
+      for (int j = 0; j < kPanel; j += kLanes) {
+        f32v v = {};
+        if (j + kLanes <= width)
+          v = load(row + j);
+        else if (j < width)
+          v = load_n(row + j, width - j);
+        store(out + j, v * factor);
+      }
+    }
+  }
+}
+
+BU_INLINE void transpose4(const float* in, int64_t in_stride, float* out, int64_t out_stride) {
+  typedef int32_t i32x4 __attribute__((vector_size(16)));
+#define BU_SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, i32x4{i, j, k, l})
+  const f32x4 a = load_bits<f32x4>(in), b = load_bits<f32x4>(in + in_stride);
+  const f32x4 c = load_bits<f32x4>(in + 2 * in_stride), d = load_bits<f32x4>(in + 3 * in_stride);
+  const f32x4 ab0 = BU_SHUFFLE(a, b, 0, 4, 1, 5), ab1 = BU_SHUFFLE(a, b, 2, 6, 3, 7);
+  const f32x4 cd0 = BU_SHUFFLE(c, d, 0, 4, 1, 5), cd1 = BU_SHUFFLE(c, d, 2, 6, 3, 7);
+  store_bits(out, BU_SHUFFLE(ab0, cd0, 0, 1, 4, 5));
+  store_bits(out + out_stride, BU_SHUFFLE(ab0, cd0, 2, 3, 6, 7));
+  store_bits(out + 2 * out_stride, BU_SHUFFLE(ab1, cd1, 0, 1, 4, 5));
+  store_bits(out + 3 * out_stride, BU_SHUFFLE(ab1, cd1, 2, 3, 6, 7));
+#undef BU_SHUFFLE
+}
+
+// Packs the transpose of `rows` x `columns` (columns a multiple of 4, contiguous rows of `stride`
+// floats) as the B of a product whose depth runs over its columns; missing rows of a panel are zero.
+inline void pack_transposed(const float* x, int64_t stride, int rows, int columns, float* out) {
+  for (int row = 0; row < rows; row += kPanel, out += static_cast<int64_t>(columns) * kPanel) {
+    const int height = rows - row < kPanel ? rows - row : kPanel;
+    int i = 0;
+    for (; i + 4 <= height; i += 4)
+      for (int k = 0; k < columns; k += 4)
+        transpose4(x + (row + i) * stride + k, stride, out + k * kPanel + i, kPanel);
+    for (; i < kPanel; ++i)
+      for (int k = 0; k < columns; ++k)
+        out[k * kPanel + i] = i < height ? x[(row + i) * stride + k] : 0.0f;
+  }
+}
+
+}  // namespace bert_unpad::BERT_UNPAD_ISA

@@ -1,0 +1,38 @@
+// The Python module object of bert_unpad._C. Importing it registers the operators (static
+// initialisers of the other files); besides, it tells what was built for `bert_unpad.info`.
+#include <Python.h>
+
+#include <exception>
+
+#include "cpu/isa.h"
+
+namespace {
+
+PyObject* cpu_isa(PyObject*, PyObject*) {
+  try {
+    return PyUnicode_FromString(bert_unpad::isa_name(bert_unpad::isa()));
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+    return nullptr;
+  }
+}
+
+PyObject* built_isas(PyObject*, PyObject*) {
+  return PyUnicode_FromString(bert_unpad::built_isas());
+}
+
+PyMethodDef methods[] = {
+    {"cpu_isa", cpu_isa, METH_NOARGS, "Name of the CPU instruction set the operators use here."},
+    {"built_isas", built_isas, METH_NOARGS, "Comma-separated instruction sets in this build."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT, "_C", "CPU operators of bert_unpad.", -1, methods,
+    nullptr,               nullptr, nullptr,                     nullptr};
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C() {
+  return PyModule_Create(&module_def);
+}

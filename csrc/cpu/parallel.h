@@ -1,0 +1,45 @@
+// Thread-level helpers for the CPU bindings, on PyTorch's own thread pool.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace bert_unpad {
+
+// fn(i) for i in [0, n), handed out one by one in order, so that unequal tasks sorted longest first
+// keep all threads busy. Which thread runs a task must not change its result.
+template <class F>
+void parallel_tasks(int64_t n, const F& fn) {
+  std::atomic<int64_t> next{0};
+  const int64_t threads = torch::stable::get_num_threads();
+  torch::stable::parallel_for(0, threads < n ? threads : n, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t worker = begin; worker < end; ++worker)
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) fn(i);
+  });
+}
+
+// Scratch memory of the calling thread, at least `floats` long, 64-byte aligned, kept for the next
+// call: fresh pages for every call cost more than small kernels do.
+inline float* thread_scratch(int64_t floats) {
+  struct Free {
+    void operator()(float* p) const { std::free(p); }
+  };
+  thread_local std::unique_ptr<float, Free> buffer;
+  thread_local int64_t capacity = 0;
+  if (floats > capacity) {
+    const int64_t bytes = (floats * 4 + 4095) / 4096 * 4096;
+    buffer.reset();
+    capacity = 0;
+    buffer.reset(static_cast<float*>(std::aligned_alloc(4096, bytes)));
+    if (!buffer) throw std::bad_alloc();
+    capacity = bytes / 4;
+  }
+  return buffer.get();
+}
+
+}  // namespace bert_unpad

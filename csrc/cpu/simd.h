@@ -1,0 +1,210 @@
+// The vector type of the instruction set a *_simd.cpp file is compiled for, and what kernels need of
+// it. GCC/Clang vector extensions carry the arithmetic, so that one source serves SSE2, AVX2,
+// AVX-512 and NEON; intrinsics appear only where the extensions have no word for an instruction.
+// Everything here lives in the namespace of the instruction set (see cpu/isa.h for why).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/types.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#ifndef BERT_UNPAD_ISA
+#error "simd.h is for *_simd.cpp files only: they are compiled once per instruction set"
+#endif
+
+#define BU_INLINE __attribute__((always_inline)) inline
+
+namespace bert_unpad::BERT_UNPAD_ISA {
+
+#if defined(__AVX512F__)
+inline constexpr int kLanes = 16;
+inline constexpr int kVectorRegisters = 32;
+#elif defined(__AVX2__)
+inline constexpr int kLanes = 8;
+inline constexpr int kVectorRegisters = 16;
+#else
+inline constexpr int kLanes = 4;
+inline constexpr int kVectorRegisters = 16;
+#endif
+
+typedef float f32v __attribute__((vector_size(4 * kLanes), may_alias));
+typedef int32_t i32v __attribute__((vector_size(4 * kLanes), may_alias));
+typedef uint32_t u32v __attribute__((vector_size(4 * kLanes), may_alias));
+typedef uint16_t u16v __attribute__((vector_size(2 * kLanes), may_alias));
+typedef int16_t i16v __attribute__((vector_size(2 * kLanes), may_alias));
+typedef float f32x4 __attribute__((vector_size(16), may_alias));
+
+template <class V>
+BU_INLINE V load_bits(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof(V));
+  return v;
+}
+template <class V>
+BU_INLINE void store_bits(void* p, V v) {
+  std::memcpy(p, &v, sizeof(V));
+}
+
+BU_INLINE f32v splat(float x) { return f32v{} + x; }
+BU_INLINE f32v as_f32(u32v v) { return (f32v)v; }
+BU_INLINE u32v as_u32(f32v v) { return (u32v)v; }
+BU_INLINE f32v select(i32v mask, f32v a, f32v b) { return mask ? a : b; }
+// A NaN in `a` survives, one in `b` does not (as maxps does it).
+BU_INLINE f32v vmax(f32v a, f32v b) { return b > a ? b : a; }
+BU_INLINE f32v vmin(f32v a, f32v b) { return b < a ? b : a; }
+
+// --- 16-bit storage -------------------------------------------------------------------------------
+
+BU_INLINE f32v widen_bf16(u16v v) { return as_f32(__builtin_convertvector(v, u32v) << 16); }
+
+BU_INLINE u16v narrow_bf16(f32v v) {
+#if defined(__AVX512BF16__)
+  return (u16v)_mm512_cvtneps_pbh((__m512)v);
+#else
+  // Round to nearest even; a NaN stays one.
+  const u32v bits = as_u32(v);
+  const u32v rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const u32v nan = (bits >> 16) | 0x40u;
+  return __builtin_convertvector(v == v ? rounded : nan, u16v);
+#endif
+}
+
+#if !defined(__F16C__)
+BU_INLINE float f16_to_float(uint16_t h) {
+  // Shift the 15 magnitude bits into place and rescale: exact for normals and denormals.
+  const uint32_t magnitude = static_cast<uint32_t>(h & 0x7fffu) << 13;
+  float f;
+  std::memcpy(&f, &magnitude, 4);
+  f *= 0x1p112f;
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  if ((h & 0x7c00u) == 0x7c00u) bits |= 0x7f800000u;
+  bits |= static_cast<uint32_t>(h & 0x8000u) << 16;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+BU_INLINE uint16_t float_to_f16(float f) {
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  bits &= 0x7fffffffu;
+  uint32_t half;
+  if (bits > 0x7f800000u) {
+    half = 0x7e00u;
+  } else if (bits >= 0x477ff000u) {  // rounds to 65536 or above
+    half = 0x7c00u;
+  } else if (bits < 0x38800000u) {  // below the smallest normal: let the fp32 adder round
+    float magnitude;
+    std::memcpy(&magnitude, &bits, 4);
+    magnitude += 0.5f;
+    std::memcpy(&half, &magnitude, 4);
+    half -= 0x3f000000u;
+  } else {
+    half = (bits - 0x38000000u + 0xfffu + ((bits >> 13) & 1u)) >> 13;
+  }
+  return static_cast<uint16_t>(half | sign);
+}
+#endif
+
+BU_INLINE f32v widen_f16(u16v v) {
+#if defined(__AVX512F__)
+  return (f32v)_mm512_cvtph_ps((__m256i)v);
+#elif defined(__F16C__)
+  return (f32v)_mm256_cvtph_ps((__m128i)v);
+#else
+  f32v out;
+  for (int i = 0; i < kLanes; ++i) out[i] = f16_to_float(v[i]);
+  return out;
+#endif
+}
+BU_INLINE u16v narrow_f16(f32v v) {
+#if defined(__AVX512F__)
+  return (u16v)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+  return (u16v)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  u16v out;
+  for (int i = 0; i < kLanes; ++i) out[i] = float_to_f16(v[i]);
+  return out;
+#endif
+}
+
+// --- loads and stores, any alignment ---------------------------------------------------------------
+
+BU_INLINE f32v load(const float* p) { return load_bits<f32v>(p); }
+BU_INLINE f32v load(const bf16* p) { return widen_bf16(load_bits<u16v>(p)); }
+BU_INLINE f32v load(const f16* p) { return widen_f16(load_bits<u16v>(p)); }
+BU_INLINE void store(float* p, f32v v) { store_bits(p, v); }
+BU_INLINE void store(bf16* p, f32v v) { store_bits(p, narrow_bf16(v)); }
+BU_INLINE void store(f16* p, f32v v) { store_bits(p, narrow_f16(v)); }
+
+// The first n (< kLanes) elements; the other lanes read as zero and are not written.
+template <class T>
+BU_INLINE f32v load_n(const T* p, int n) {
+  T buffer[kLanes] = {};
+  std::memcpy(buffer, p, n * sizeof(T));
+  return load(buffer);
+}
+template <class T>
+BU_INLINE void store_n(T* p, f32v v, int n) {
+  T buffer[kLanes];
+  store(buffer, v);
+  std::memcpy(p, buffer, n * sizeof(T));
+}
+
+// --- reductions and functions ------------------------------------------------------------------------
+
+BU_INLINE float reduce_add(f32v v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float sum = 0.0f;
+  for (int i = 0; i < kLanes; ++i) sum += v[i];
+  return sum;
+#endif
+}
+BU_INLINE float reduce_max(f32v v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float top = v[0];
+  for (int i = 1; i < kLanes; ++i) top = v[i] > top ? v[i] : top;
+  return top;
+#endif
+}
+
+BU_INLINE f32v round_to_int(f32v v) {
+#if defined(__AVX512F__)
+  return (f32v)_mm512_roundscale_ps((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__AVX2__)
+  return (f32v)_mm256_round_ps((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  // Adding 1.5 * 2^23 leaves no fraction bits; right for |v| < 2^22.
+  return (v + 12582912.0f) - 12582912.0f;
+#endif
+}
+
+// 2^v for v <= 127, about 1 ulp; below -126 it is 0. The polynomial is the degree-6 Taylor series of
+// 2^f on [-1/2, 1/2] (coefficients ln(2)^k / k!); its remainder there is 1.2e-7 relative at most.
+BU_INLINE f32v exp2v(f32v v) {
+  v = vmax(v, splat(-127.0f));
+  const f32v n = round_to_int(v), f = v - n;
+  f32v p = splat(1.5403530e-4f);
+  p = p * f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  const i32v exponent = (__builtin_convertvector(n, i32v) + 127) << 23;
+  return p * (f32v)exponent;
+}
+
+BU_INLINE f32v expv(f32v v) { return exp2v(v * 1.44269504f); }
+
+}  // namespace bert_unpad::BERT_UNPAD_ISA
