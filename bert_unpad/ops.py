@@ -6,5 +6,6 @@ are computed in float32. Every operator has an autograd formula and works under
 """
 
 from bert_unpad._ops.attention import varlen_attention, varlen_cross_attention
+from bert_unpad._ops.linear import linear
 
-__all__ = ["varlen_attention", "varlen_cross_attention"]
+__all__ = ["linear", "varlen_attention", "varlen_cross_attention"]
