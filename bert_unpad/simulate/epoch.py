@@ -1,0 +1,97 @@
+"""One epoch on all ranks: how much of each step the ranks spend working rather than waiting.
+
+The plans are those that training follows (`bert_unpad.data.sampler` asks the same planner); only
+the time of a step is a model, in which a rank is busy in proportion to its work.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from bert_unpad._planner import Plan, WorkModel
+from bert_unpad.data.sampler import as_lengths, efficiency
+
+__all__ = ["SimulationResult", "simulate"]
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """What a simulated epoch came to; a step's efficiency is mean / greatest work of a rank."""
+
+    strategy: str
+    ranks: int
+    batch: int
+    """Examples per rank and step."""
+    samples: int
+    steps: int
+    """Per epoch; the last one may not be full."""
+    efficiency: float
+    """Mean over the steps."""
+    efficiency_p5: float
+    """5th percentile: 95 % of the steps are better."""
+    efficiency_min: float
+    """The worst step."""
+    fill_padded: float
+    """Real tokens as a fraction of what padding every example to the longest one would compute."""
+    seconds: float
+    """Time to plan the epoch for all ranks, on this machine, in one thread."""
+    per_step: NDArray[np.float64] = field(repr=False)
+    """float64 [steps]: efficiency of each step."""
+
+
+def simulate(
+    lengths: ArrayLike,
+    ranks: int,
+    batch: int,
+    strategy: str = "stratified",
+    *,
+    seed: int = 0,
+    work: WorkModel | None = None,
+    pool_steps: int = 64,
+) -> SimulationResult:
+    """Plans one epoch for all ranks and adds up their work.
+
+    Args:
+        lengths: integers [N], tokens in each example.
+        ranks: number of ranks.
+        batch: examples per rank and step.
+        strategy, seed, work, pool_steps: see `bert_unpad.data.sampler.BalancedSampler`.
+
+    Raises:
+        TypeError: `lengths` are not integers.
+        ValueError: an argument is out of range, or there is no example.
+    """
+    lengths = as_lengths(lengths)
+    if seed < 0:
+        raise ValueError(f"seed: expected 0 or more, got {seed}")
+    begin = time.perf_counter()
+    plan = Plan(
+        lengths,
+        strategy=strategy,
+        num_replicas=ranks,
+        batch_size=batch,
+        seed=seed,
+        epoch=0,
+        work=WorkModel.for_hidden() if work is None else work,
+        pool_steps=pool_steps,
+    )
+    per_step = efficiency(plan.work(0, plan.steps))
+    seconds = time.perf_counter() - begin
+    longest = int(lengths.max())
+    return SimulationResult(
+        strategy=strategy,
+        ranks=ranks,
+        batch=batch,
+        samples=len(lengths),
+        steps=plan.steps,
+        efficiency=float(per_step.mean()),
+        efficiency_p5=float(np.percentile(per_step, 5)),
+        efficiency_min=float(per_step.min()),
+        fill_padded=float(lengths.mean(dtype=np.float64) / longest) if longest else 1.0,
+        seconds=seconds,
+        per_step=per_step,
+    )
