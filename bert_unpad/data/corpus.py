@@ -134,10 +134,11 @@ class Spool:
         """Which documents to hold out, bool [documents]; about `share` of them.
 
         A document's own text decides, so the choice survives a growing corpus and another seed.
-        With a share above 0 and two documents or more, both parts get at least one.
+        With a share above 0 and two documents or more, both parts get at least one; a single
+        document is not held out.
         """
         chosen = self.hashes < np.uint64(int(share * 2**64))
-        if share > 0 and self.documents > 1:
+        if share > 0 and self.documents:
             chosen[self.hashes.argmin()] = True
             chosen[self.hashes.argmax()] = False
         return chosen

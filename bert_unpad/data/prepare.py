@@ -273,7 +273,7 @@ def _fill(
     if tokenizer is None:
         logger.info("training a vocabulary of up to %d tokens", config.vocab_size)
         tokenizer = WordPieceTokenizer.train(
-            spool.read(~held_out), config.vocab_size, config.lowercase
+            lambda: spool.read(~held_out), config.vocab_size, config.lowercase
         )
     tokenizer.save(folder / "tokenizer")
     statistics = {"documents": spool.documents, "duplicates": spool.duplicates}

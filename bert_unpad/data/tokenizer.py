@@ -8,7 +8,9 @@ continue a word (masking needs both as arrays), and it stores the vocabulary as 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -66,30 +68,55 @@ class WordPieceTokenizer:
 
     @classmethod
     def train(
-        cls, texts: Iterable[str] | Iterator[list[str]], vocab_size: int, lowercase: bool = True
+        cls,
+        read: Callable[[], Iterable[Sequence[str]]],
+        vocab_size: int,
+        lowercase: bool = True,
+        limit_alphabet: int = 1000,
     ) -> WordPieceTokenizer:
-        """Learn at most `vocab_size` tokens from texts (or lists of texts).
+        """Learn at most `vocab_size` tokens; the same texts always give the same vocabulary.
 
-        A small corpus gives fewer tokens than asked for: pairs seen once are not merged.
+        Args:
+            read: called twice, gives an iterable of lists of texts.
+            vocab_size: most tokens, special tokens and letters included. A small corpus gives
+                fewer: pairs seen once are not merged.
+            lowercase: see the class.
+            limit_alphabet: how many letters to keep, the most frequent ones; words with others
+                become [UNK].
 
         Raises:
             ValueError: `vocab_size` does not hold the special tokens and the corpus's letters.
         """
+        # The trainer numbers continuing letters in the order of a hash map of words, and breaks
+        # ties between merges by these numbers: two runs give two vocabularies. So a first pass
+        # without merges finds the letters, and a second is given them all, sorted.
         learner = _pipeline(models.WordPiece(unk_token="[UNK]"), lowercase)
-        trainer = trainers.WordPieceTrainer(
-            vocab_size=vocab_size,
-            min_frequency=2,
-            special_tokens=list(SPECIAL_TOKENS),
-            continuing_subword_prefix=CONTINUATION,
-            show_progress=False,
-        )
-        learner.train_from_iterator(texts, trainer)
-        ids = learner.get_vocab(with_added_tokens=True)
-        if len(ids) > vocab_size:
+        letters: Counter[str] = Counter()
+        # Its own normalizer: the learner is locked while it trains, asking it would never return.
+        normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+
+        def counted() -> Iterator[Sequence[str]]:
+            for texts in read():
+                letters.update(normalizer.normalize_str(" ".join(texts)))
+                yield texts
+
+        learner.train_from_iterator(counted(), _trainer(len(SPECIAL_TOKENS), SPECIAL_TOKENS))
+        del letters[" "]
+        kept = {c for c, _ in sorted(letters.items(), key=lambda x: (-x[1], x[0]))[:limit_alphabet]}
+        found = [token for token in learner.get_vocab() if token not in SPECIAL_TOKENS]
+        alphabet = [
+            *sorted(token for token in found if token in kept),
+            *sorted(t for t in found if t[:2] == CONTINUATION and t[2:] in kept),
+        ]
+        base = (*SPECIAL_TOKENS, *alphabet)
+        if len(base) > vocab_size:
             raise ValueError(
-                f"vocab_size: expected at least {len(ids)} for the special tokens and single "
-                f"letters of this corpus, got {vocab_size}"
+                f"vocab_size: expected at least {len(base)} for the special tokens and the letters "
+                f"of this corpus, got {vocab_size}"
             )
+        learner = _pipeline(models.WordPiece(unk_token="[UNK]"), lowercase)
+        learner.train_from_iterator(read(), _trainer(vocab_size, base, limit_alphabet=0))
+        ids = learner.get_vocab()
         return cls(sorted(ids, key=ids.__getitem__), lowercase)
 
     @classmethod
@@ -144,3 +171,16 @@ def _pipeline(model: models.Model, lowercase: bool) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix=CONTINUATION)
     return tokenizer
+
+
+def _trainer(
+    vocab_size: int, first_tokens: Sequence[str], limit_alphabet: int = sys.maxunicode
+) -> trainers.WordPieceTrainer:
+    return trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=list(first_tokens),
+        continuing_subword_prefix=CONTINUATION,
+        show_progress=False,
+        limit_alphabet=limit_alphabet,
+    )
