@@ -50,7 +50,17 @@ BU_INLINE void store_bits(void* p, V v) {
   std::memcpy(p, &v, sizeof(V));
 }
 
-BU_INLINE f32v splat(float x) { return f32v{} + x; }
+// Not f32v{} + x: that adds (-0 + 0 = 0), and GCC then broadcasts from a register, which takes the port
+// of an FMA, instead of from memory.
+BU_INLINE f32v splat(float x) {
+#if defined(__AVX512F__)
+  return (f32v)_mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return (f32v)_mm256_set1_ps(x);
+#else
+  return f32v{x, x, x, x};
+#endif
+}
 BU_INLINE f32v as_f32(u32v v) { return (f32v)v; }
 BU_INLINE u32v as_u32(f32v v) { return (u32v)v; }
 BU_INLINE f32v select(i32v mask, f32v a, f32v b) { return mask ? a : b; }
