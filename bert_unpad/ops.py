@@ -6,6 +6,7 @@ are computed in float32. Every operator has an autograd formula and works under
 """
 
 from bert_unpad._ops.attention import varlen_attention, varlen_cross_attention
+from bert_unpad._ops.norm import dropout_add_layer_norm
 from bert_unpad._ops.linear import linear
 
 __all__ = ["linear", "varlen_attention", "varlen_cross_attention"]

@@ -20,4 +20,40 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
       "varlen_cross_attention_backward(Tensor dout, Tensor q, Tensor kv, Tensor out, Tensor lse, "
       "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
       "float scale, float dropout_p, Tensor? rng) -> (Tensor dq, Tensor dkv)");
+
+  // Results that nobody asked for or that equal another come back as empty tensors [0]: dresidual
+  // where p is 0 (it equals dx) or there is no residual, a bias's gradient where there is no bias.
+  m.def(
+      "dropout_add_layer_norm(Tensor x, Tensor? x_bias, Tensor? residual, Tensor weight, "
+      "Tensor bias, float p, float eps, Tensor? rng) -> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def(
+      "dropout_add_layer_norm_backward(Tensor dy, Tensor x, Tensor? x_bias, Tensor? residual, "
+      "Tensor weight, Tensor mean, Tensor rstd, float p, Tensor? rng) "
+      "-> (Tensor dx, Tensor dresidual, Tensor dx_bias, Tensor dweight, Tensor dbias)");
+
+  m.def("bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor");
+  m.def(
+      "bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool tanh) "
+      "-> (Tensor dx, Tensor dbias)");
+
+  m.def(
+      "embedding_layer_norm(Tensor input_ids, Tensor position_ids, Tensor token_type_ids, "
+      "Tensor word, Tensor position, Tensor token_type, Tensor weight, Tensor bias, float p, "
+      "float eps, ScalarType out_dtype, Tensor? rng) -> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def(
+      "embedding_layer_norm_backward(Tensor dy, Tensor input_ids, Tensor position_ids, "
+      "Tensor token_type_ids, Tensor word, Tensor position, Tensor token_type, Tensor weight, "
+      "Tensor mean, Tensor rstd, float p, Tensor? rng) "
+      "-> (Tensor dword, Tensor dposition, Tensor dtoken_type, Tensor dweight, Tensor dbias)");
+
+  m.def(
+      "masked_cross_entropy(Tensor logits, Tensor labels, SymInt vocab_size, int ignore_index) "
+      "-> (Tensor loss_sum, Tensor correct, Tensor lse)");
+  m.def(
+      "masked_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor labels, Tensor lse, "
+      "SymInt vocab_size, int ignore_index) -> Tensor");
+  // Writes the gradient into the logits.
+  m.def(
+      "masked_cross_entropy_backward_(Tensor dloss, Tensor(a!) logits, Tensor labels, Tensor lse, "
+      "SymInt vocab_size, int ignore_index) -> ()");
 }

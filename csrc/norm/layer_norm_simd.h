@@ -1,0 +1,30 @@
+// LayerNorm of one fp32 row in scratch memory: the part that every operator with a LayerNorm
+// shares.
+#pragma once
+
+#include "cpu/columns_simd.h"
+
+namespace bert_unpad::BERT_UNPAD_ISA {
+
+// Mean and reciprocal standard deviation of z [n], whose sum is known. Two passes: the variance of
+// the differences does not cancel. Overwrites the padding of z.
+BU_INLINE void row_statistics(float* z, int64_t n, f32v total, float eps, float& mean,
+                              float& rstd) {
+  mean = reduce_add(total) / static_cast<float>(n);
+  int64_t padded = n;
+  for (; padded % kLanes; ++padded) z[padded] = mean;
+  f32v squares[2] = {};
+  int64_t j = 0;
+  for (; j + 2 * kLanes <= padded; j += 2 * kLanes) {
+    const f32v a = load(z + j) - mean, b = load(z + j + kLanes) - mean;
+    squares[0] += a * a;
+    squares[1] += b * b;
+  }
+  if (j < padded) {
+    const f32v a = load(z + j) - mean;
+    squares[0] += a * a;
+  }
+  rstd = 1.0f / __builtin_sqrtf(reduce_add(squares[0] + squares[1]) / static_cast<float>(n) + eps);
+}
+
+}  // namespace bert_unpad::BERT_UNPAD_ISA

@@ -1,0 +1,32 @@
+// Dropout + residual + LayerNorm: what the bindings hand to the CPU kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/types.h"
+#include "device/philox.h"
+
+namespace bert_unpad {
+
+// Activations are [rows, hidden], contiguous. Parameters are fp32, padded to whole vectors.
+struct NormParams {
+  DType dtype;
+  int64_t hidden;
+  int64_t padded;  // hidden rounded up to whole vectors: row length of fp32 scratch and sums
+  float eps;
+  uint32_t keep_threshold;  // of 65,536; 65,536 = no dropout
+  RngKey rng;
+  const void *x, *residual, *dy;  // residual: null where there is none
+  const float *x_bias, *weight, *bias;
+  void *y, *dx, *dresidual;  // dresidual: null where it equals dx or is not wanted
+  float *mean, *rstd;        // [rows]
+};
+
+struct NormKernels {
+  // Rows [begin, end). Scratch: 2 rows of `padded` floats and the dropout words of a row.
+  void (*forward)(const NormParams&, int64_t begin, int64_t end, float* scratch);
+  // Also writes to sums [3][padded] what these rows add to dweight, dbias and dx_bias.
+  void (*backward)(const NormParams&, int64_t begin, int64_t end, float* scratch, float* sums);
+};
+
+}  // namespace bert_unpad

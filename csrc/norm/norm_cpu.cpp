@@ -1,0 +1,133 @@
+// CPU bindings of dropout + residual + LayerNorm: checks, row chunks, dispatch.
+#include <tuple>
+
+#include "checks.h"
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
+#include "cpu/rng.h"
+#include "cpu/rows.h"
+#include "norm/norm.h"
+
+namespace bert_unpad {
+
+BU_ISA_TABLE(NormKernels, norm_kernels)
+
+namespace {
+
+void check_like(const Tensor& t, const Tensor& x, const char* op, const char* name) {
+  bool same = t.dim() == x.dim();
+  for (int64_t i = 0; same && i < t.dim(); ++i) same = t.size(i) == x.size(i);
+  check(same, op, ": ", name, " must have the shape of x, ", shape_string(x), ", got ",
+        shape_string(t));
+  check(t.scalar_type() == x.scalar_type(), op, ": ", name, " must have the dtype of x");
+  check_contiguous(t, op, name);
+  check_same_device(t, x, op, name);
+}
+
+// The parameter vectors as the kernels read them; NormParams points into it.
+struct Vectors {
+  std::vector<float> x_bias, weight, bias;
+};
+
+// What forward and backward have in common. Returns the number of rows.
+int64_t set_common(NormParams& p, Vectors& vectors, const Tensor& x,
+                   const std::optional<Tensor>& x_bias, const std::optional<Tensor>& residual,
+                   const Tensor& weight, double dropout_p, const std::optional<Tensor>& rng,
+                   const char* op) {
+  p.dtype = storage_dtype(x, op, "x");
+  check(x.dim() >= 1 && x.size(x.dim() - 1) >= 1, op,
+        ": x must have shape [..., hidden] with hidden >= 1, got ", shape_string(x));
+  check_contiguous(x, op, "x");
+  p.hidden = x.size(x.dim() - 1);
+  p.padded = padded_columns(p.hidden);
+  if (residual) check_like(*residual, x, op, "residual");
+  check_parameter(weight, p.hidden, x, op, "weight");
+  if (x_bias) check_parameter(*x_bias, p.hidden, x, op, "x_bias");
+  check_probability(dropout_p, op, "p");
+  p.keep_threshold = keep_threshold(dropout_p);
+  if (dropout_p > 0.0) p.rng = read_rng(rng, op);
+  vectors.x_bias = padded_vector(x_bias, p.hidden);
+  vectors.weight = padded_vector(weight, p.hidden);
+  p.x = x.const_data_ptr();
+  p.residual = residual ? residual->const_data_ptr() : nullptr;
+  p.x_bias = vectors.x_bias.data();
+  p.weight = vectors.weight.data();
+  return x.numel() / p.hidden;
+}
+
+int64_t scratch_floats(const NormParams& p) { return 2 * p.padded + word_floats(p.hidden); }
+
+std::tuple<Tensor, Tensor, Tensor> dropout_add_layer_norm(Tensor x, std::optional<Tensor> x_bias,
+                                                          std::optional<Tensor> residual,
+                                                          Tensor weight, Tensor bias,
+                                                          double dropout_p, double eps,
+                                                          std::optional<Tensor> rng) {
+  const char* op = "dropout_add_layer_norm";
+  NormParams p{};
+  Vectors vectors;
+  const int64_t rows = set_common(p, vectors, x, x_bias, residual, weight, dropout_p, rng, op);
+  check_parameter(bias, p.hidden, x, op, "bias");
+  check(bias.scalar_type() == weight.scalar_type(), op, ": bias must have the dtype of weight");
+  vectors.bias = padded_vector(bias, p.hidden);
+  p.bias = vectors.bias.data();
+  p.eps = static_cast<float>(eps);
+  Tensor y = torch::stable::empty_like(x);
+  Tensor mean = torch::stable::new_empty(x, {rows}, ScalarType::Float);
+  Tensor rstd = torch::stable::new_empty(x, {rows}, ScalarType::Float);
+  p.y = y.mutable_data_ptr();
+  p.mean = mean.mutable_data_ptr<float>();
+  p.rstd = rstd.mutable_data_ptr<float>();
+  const NormKernels& kernels = norm_kernels();
+  RowChunks(rows).for_each([&](int64_t, int64_t begin, int64_t end) {
+    kernels.forward(p, begin, end, thread_scratch(scratch_floats(p)));
+  });
+  return {y, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(
+    Tensor dy, Tensor x, std::optional<Tensor> x_bias, std::optional<Tensor> residual,
+    Tensor weight, Tensor mean, Tensor rstd, double dropout_p, std::optional<Tensor> rng) {
+  const char* op = "dropout_add_layer_norm_backward";
+  NormParams p{};
+  Vectors vectors;
+  const int64_t rows = set_common(p, vectors, x, x_bias, residual, weight, dropout_p, rng, op);
+  check_like(dy, x, op, "dy");
+  for (const Tensor* t : {&mean, &rstd}) {
+    const char* name = t == &mean ? "mean" : "rstd";
+    check_shape(*t, {rows}, op, name, "[rows]");
+    check_dtype(*t, ScalarType::Float, op, name, "float32");
+    check_contiguous(*t, op, name);
+  }
+  Tensor dx = torch::stable::empty_like(x);
+  const bool own_dresidual = residual.has_value() && dropout_p > 0.0;
+  Tensor dresidual =
+      own_dresidual ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0});
+  p.dy = dy.const_data_ptr();
+  p.dx = dx.mutable_data_ptr();
+  p.dresidual = own_dresidual ? dresidual.mutable_data_ptr() : nullptr;
+  p.mean = const_cast<float*>(mean.const_data_ptr<float>());
+  p.rstd = const_cast<float*>(rstd.const_data_ptr<float>());
+
+  const RowChunks chunks(rows);
+  const int64_t stride = 3 * p.padded;
+  Tensor partials = torch::stable::new_empty(x, {chunks.count * stride}, ScalarType::Float);
+  auto* sums = partials.mutable_data_ptr<float>();
+  const NormKernels& kernels = norm_kernels();
+  chunks.for_each([&](int64_t chunk, int64_t begin, int64_t end) {
+    kernels.backward(p, begin, end, thread_scratch(scratch_floats(p)), sums + chunk * stride);
+  });
+  Tensor dweight = sum_chunks(sums, chunks.count, stride, weight);
+  Tensor dbias = sum_chunks(sums + p.padded, chunks.count, stride, weight);
+  Tensor dx_bias = x_bias ? sum_chunks(sums + 2 * p.padded, chunks.count, stride, *x_bias)
+                          : torch::stable::new_empty(x, {0});
+  return {dx, dresidual, dx_bias, dweight, dbias};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CPU, m) {
+  m.impl("dropout_add_layer_norm", TORCH_BOX(&dropout_add_layer_norm));
+  m.impl("dropout_add_layer_norm_backward", TORCH_BOX(&dropout_add_layer_norm_backward));
+}
+
+}  // namespace bert_unpad
