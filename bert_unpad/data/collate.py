@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -104,29 +104,32 @@ class PackedCollator:
         )
 
 
-class _Channel:
+Collated = TypeVar("Collated")
+
+
+class _Channel(Generic[Collated]):
     """What the thread and the consumer share; the thread must not keep the Prefetcher alive."""
 
     def __init__(self, depth: int) -> None:
-        self.ready: deque[tuple[PackedInputs | None, Any, BaseException | None]] = deque()
+        self.ready: deque[tuple[Collated | None, Any, BaseException | None]] = deque()
         self.filled = threading.Semaphore(0)
         self.room = threading.Semaphore(depth)
         self.closed = False
 
-    def put(self, inputs: PackedInputs | None, state: Any, error: BaseException | None) -> None:
+    def put(self, inputs: Collated | None, state: Any, error: BaseException | None) -> None:
         self.ready.append((inputs, state, error))
         self.filled.release()
 
 
-class Prefetcher(Iterator[PackedInputs]):
+class Prefetcher(Iterator[Collated]):
     """Collates batches in a background thread, up to `depth` ahead of the consumer.
 
     Args:
-        collator: called with (indices, epoch).
+        collator: called with (indices, epoch): a `PackedCollator`, or what makes more of it.
         batches: arrays of example indices, e.g. a sampler; iterated in the thread.
         epoch: passed on to the collator.
         depth: how many finished batches may wait.
-        pin_memory: copy batches into page-locked memory, for asynchronous copies to a GPU.
+        pin_memory: call `pin_memory()` of what the collator made, for asynchronous copies to a GPU.
         get_state: called in the thread each time a batch has been taken from `batches`; what it
             returned for the batch last handed out is `state`. Give a sampler's `state_dict` here:
             asked directly it would already count batches that still wait.
@@ -140,7 +143,7 @@ class Prefetcher(Iterator[PackedInputs]):
 
     def __init__(
         self,
-        collator: Callable[[NDArray[np.integer], int], PackedInputs],
+        collator: Callable[[NDArray[np.integer], int], Collated],
         batches: Iterable[NDArray[np.integer]],
         *,
         epoch: int = 0,
@@ -151,7 +154,7 @@ class Prefetcher(Iterator[PackedInputs]):
         if depth < 1:
             raise ValueError(f"depth: expected at least 1 batch, got {depth}")
         self.state: Any = None
-        self._channel = _Channel(depth)
+        self._channel: _Channel[Collated] = _Channel(depth)
         self._thread = threading.Thread(
             target=_collate_ahead,
             args=(self._channel, collator, batches, epoch, pin_memory, get_state),
@@ -160,7 +163,7 @@ class Prefetcher(Iterator[PackedInputs]):
         )
         self._thread.start()
 
-    def __next__(self) -> PackedInputs:
+    def __next__(self) -> Collated:
         if self._channel.closed:
             raise StopIteration
         self._channel.filled.acquire()
@@ -182,7 +185,7 @@ class Prefetcher(Iterator[PackedInputs]):
         self._thread.join()
         self._channel.ready.clear()
 
-    def __enter__(self) -> Prefetcher:
+    def __enter__(self) -> Prefetcher[Collated]:
         return self
 
     def __exit__(
@@ -202,8 +205,8 @@ class Prefetcher(Iterator[PackedInputs]):
 
 
 def _collate_ahead(
-    channel: _Channel,
-    collator: Callable[[NDArray[np.integer], int], PackedInputs],
+    channel: _Channel[Collated],
+    collator: Callable[[NDArray[np.integer], int], Collated],
     batches: Iterable[NDArray[np.integer]],
     epoch: int,
     pin_memory: bool,
