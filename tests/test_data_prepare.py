@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import bert_unpad.data
 from bert_unpad.data import DataConfig, ShardWriter, WordPieceTokenizer, prepare
 from bert_unpad.data.cache import cache_lock
 from bert_unpad.data.tokenizer import SPECIAL_TOKENS
@@ -288,6 +289,27 @@ def test_bad_inputs_are_named(config, tmp_path):
     empty = dataclasses.replace(config, source=str(controls), vocab_file=str(vocab))
     with pytest.raises(ValueError, match="holds no text that the tokenizer knows"):
         prepare(empty)
+
+
+def test_without_the_pretrain_extra_lengths_work_and_the_rest_says_what_to_install():
+    script = (
+        "import sys\nsys.modules['tokenizers'] = sys.modules['tqdm'] = None\n"
+        "import bert_unpad.data\nassert bert_unpad.data.wikipedia_lengths().sum() > 0\n"
+        "try:\n    from bert_unpad.data import prepare\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "pip install 'bert_unpad[pretrain]'" in done.stdout
+
+
+def test_every_exported_name_exists():
+    for name in bert_unpad.data.__all__:
+        assert getattr(bert_unpad.data, name).__name__ == name
+    assert set(bert_unpad.data._HOME) == set(bert_unpad.data.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        bert_unpad.data.nothing  # noqa: B018
 
 
 @pytest.mark.slow

@@ -1,12 +1,42 @@
-"""Pretraining data: corpora to sentence pairs of true length, packed and masked on the fly."""
+"""Pretraining data: corpora to sentence pairs of true length, packed and masked on the fly.
 
-from bert_unpad.data.collate import PackedCollator, Prefetcher
-from bert_unpad.data.masking import MaskedTokens, TokenMasker, most_frequent_token_rate
-from bert_unpad.data.prepare import DataConfig, PreparedData, prepare
-from bert_unpad.data.shards import DamagedDataError, Example, ShardDataset, ShardWriter
-from bert_unpad.data.tokenizer import WordPieceTokenizer
+Names are imported when first used: the sampler and the length histograms need only numpy, while
+making examples needs the packages of the `pretrain` extra.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bert_unpad.data.collate import PackedCollator, Prefetcher
+    from bert_unpad.data.histogram import sample_lengths, wikipedia_lengths
+    from bert_unpad.data.masking import MaskedTokens, TokenMasker, most_frequent_token_rate
+    from bert_unpad.data.preparation import DataConfig, PreparedData, prepare
+    from bert_unpad.data.sampler import BalancedSampler
+    from bert_unpad.data.shards import DamagedDataError, Example, ShardDataset, ShardWriter
+    from bert_unpad.data.tokenizer import WordPieceTokenizer
+
+_HOME = {
+    "BalancedSampler": "sampler",
+    "DamagedDataError": "shards",
+    "DataConfig": "preparation",
+    "Example": "shards",
+    "MaskedTokens": "masking",
+    "PackedCollator": "collate",
+    "Prefetcher": "collate",
+    "PreparedData": "preparation",
+    "ShardDataset": "shards",
+    "ShardWriter": "shards",
+    "TokenMasker": "masking",
+    "WordPieceTokenizer": "tokenizer",
+    "most_frequent_token_rate": "masking",
+    "prepare": "preparation",
+    "sample_lengths": "histogram",
+    "wikipedia_lengths": "histogram",
+}
 
 __all__ = [
+    "BalancedSampler",
     "DamagedDataError",
     "DataConfig",
     "Example",
@@ -20,4 +50,26 @@ __all__ = [
     "WordPieceTokenizer",
     "most_frequent_token_rate",
     "prepare",
+    "sample_lengths",
+    "wikipedia_lengths",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("tokenizers", "tqdm"):
+            raise
+        raise ImportError(
+            f"{__name__}.{name} needs the package `{error.name}`: "
+            "pip install 'bert_unpad[pretrain]'"
+        ) from error
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
