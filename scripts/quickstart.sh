@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# From a fresh machine to a small pretrained BERT: environment, build, training on real text.
+# A second run reuses all that is done, and continues a training that was stopped.
+set -euo pipefail
+# shellcheck source-path=SCRIPTDIR
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+CONFIG=$ROOT/configs/quickstart.yaml
+
+usage() {
+  cat <<'TEXT'
+usage: bash scripts/quickstart.sh [--fresh] [--ranks N] [-- OPTION...]
+
+Makes .venv, builds bert_unpad and pretrains a small BERT with configs/quickstart.yaml.
+
+  --fresh     a new .venv and a new training; the earlier one's folder is kept as *.previous-N
+  --ranks N   processes to train with (default: one per GPU, 2 on a CPU)
+  OPTION...   settings of scripts/pretrain.py, e.g. -- --schedule.total_steps 50
+
+Environment: BERT_UNPAD_PYTHON names the Python, BERT_UNPAD_TORCH the PyTorch (a pip requirement).
+TEXT
+}
+
+FRESH=no RANKS='' options=()
+while [[ $# -gt 0 ]]; do
+  case $1 in
+    --fresh) FRESH=yes ;;
+    --ranks)
+      [[ ${2:-} =~ ^[1-9][0-9]*$ ]] || fail "--ranks needs a number of processes, 1 or more"
+      RANKS=$2
+      shift
+      ;;
+    -h | --help)
+      usage
+      exit
+      ;;
+    --)
+      shift
+      options=("$@")
+      break
+      ;;
+    *) fail "unknown option $1" "usage: bash scripts/quickstart.sh [--fresh] [--ranks N] [-- OPTION...]" ;;
+  esac
+  shift
+done
+
+# The folder that the run goes to: the last --run_dir given, else the configuration's.
+run_dir() {
+  local dir previous=
+  dir=$(sed -nE 's/^run_dir: *"?([^"#]*[^"# ])"? *(#.*)?$/\1/p' "$CONFIG")
+  for option in "${options[@]}"; do
+    [[ $previous != --run_dir ]] || dir=$option
+    [[ $option != --run_dir=* ]] || dir=${option#*=}
+    previous=$option
+  done
+  echo "$dir"
+}
+
+# Whether every operator has a CUDA kernel, so that the model can train on the GPU.
+cuda_is_complete() {
+  "$PY" - <<'PY'
+import sys
+import torch
+import bert_unpad
+
+names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("bert_unpad::")}
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+sys.exit(not (torch.cuda.is_available() and all(has(name, "CUDA") for name in names)))
+PY
+}
+
+prepare pretrain
+
+device=()
+if [[ $GPU == yes ]] && ! cuda_is_complete; then
+  note "Training on the CPU: the GPU cannot be used with this build (python -m bert_unpad.info says why)"
+  device=(--device cpu)
+fi
+if [[ -z $RANKS ]]; then
+  RANKS=2
+  if [[ $GPU == yes && ${#device[@]} -eq 0 ]]; then
+    RANKS=$("$PY" -c 'import torch; print(torch.cuda.device_count())')
+  fi
+fi
+resume=()
+[[ $FRESH == no ]] || resume=(--resume never)
+
+step "Pretraining with $RANKS processes: configs/quickstart.yaml ${options[*]}"
+cd "$ROOT"
+# torchrun as a module: a PyTorch that .venv only borrows has put no torchrun into .venv/bin.
+status=0
+"$PY" -m torch.distributed.run --standalone --nproc-per-node "$RANKS" scripts/pretrain.py \
+  --config "$CONFIG" "${device[@]}" "${resume[@]}" "${options[@]}" || status=$?
+[[ $status -eq 0 ]] || fail "pretraining stopped with exit code $status" \
+  "the same command (without --fresh) continues from the last checkpoint"
+
+results=$(run_dir)
+step "Done. Results in $results:"
+for file in summary.json training.png metrics.jsonl model; do
+  [[ ! -e $results/$file ]] || note "$results/$file"
+done

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# From a fresh machine to test results: environment, build, pytest. Arguments go to pytest.
+set -euo pipefail
+# shellcheck source-path=SCRIPTDIR
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+FRESH=no
+case ${1:-} in
+  --fresh)
+    FRESH=yes
+    shift
+    ;;
+  -h | --help)
+    cat <<'TEXT'
+usage: bash scripts/test.sh [--fresh] [PYTEST ARGUMENT...]
+
+Makes .venv (with --fresh a new one), builds bert_unpad and runs the tests,
+e.g. bash scripts/test.sh tests/test_batch.py -k mask
+TEXT
+    exit
+    ;;
+esac
+
+prepare pretrain test
+
+step "Tests"
+cd "$ROOT"
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+start=$SECONDS status=0
+"$PY" -m pytest --color=auto "$@" 2>&1 | tee "$log" || status=${PIPESTATUS[0]}
+summary=$(grep -E '[0-9]+ (passed|failed|error|skipped|deselected)' "$log" | tail -n 1 || true)
+[[ $status -eq 0 ]] || fail "the tests failed (pytest's exit code is $status): ${summary:-no test ran}"
+step "Tests passed in $((SECONDS - start)) s: $summary"
