@@ -1,4 +1,4 @@
-"""Hands the three extension modules to setuptools; build_backend/native.py knows how to build them."""
+"""Hands the extension modules to setuptools; build_backend/native.py knows how to build them."""
 
 import sys
 from pathlib import Path

@@ -1,8 +1,7 @@
-"""PEP 517 backend: setuptools, plus torch as a build requirement only where none can be borrowed."""
+"""PEP 517 backend: setuptools, plus torch as a build requirement where none can be borrowed."""
 
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403
-
 from torch_location import find_torch
 
 

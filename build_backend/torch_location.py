@@ -27,9 +27,8 @@ def torch_version(folder: Path) -> tuple[int, int]:
 def _site_packages(python: str) -> list[Path]:
     """purelib and platlib of another interpreter, if it is of this Python version."""
     code = (
-        "import sysconfig as s, sys; "
-        "print(sys.version_info[:2] == %r, s.get_path('purelib'), s.get_path('platlib'), sep='\\n')"
-        % (tuple(sys.version_info[:2]),)
+        "import sysconfig as s, sys; print(sys.version_info[:2], "
+        "s.get_path('purelib'), s.get_path('platlib'), sep='\\n')"
     )
     try:
         out = subprocess.run(
@@ -37,7 +36,8 @@ def _site_packages(python: str) -> list[Path]:
         ).stdout.split("\n")
     except (OSError, subprocess.SubprocessError):
         return []
-    return [Path(p) for p in out[1:3]] if out[0] == "True" else []
+    same_version = out[0] == str(tuple(sys.version_info[:2]))
+    return [Path(p) for p in out[1:3]] if same_version else []
 
 
 def _ancestor_pythons() -> list[str]:

@@ -120,7 +120,7 @@ def _(dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, dropout_p, rng):
 
 @torch.library.register_fake("bert_unpad::varlen_cross_attention")
 def _(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p, rng):
-    tokens, heads, head_dim = q.shape
+    tokens, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((heads, tokens), dtype=torch.float32)
 
 
@@ -159,9 +159,7 @@ def _cross_backward(ctx, dout, _dlse):
     return dq, dkv, None, None, None, None, None, None, None
 
 
-torch.library.register_autograd(
-    "bert_unpad::varlen_attention", _backward, setup_context=_setup
-)
+torch.library.register_autograd("bert_unpad::varlen_attention", _backward, setup_context=_setup)
 torch.library.register_autograd(
     "bert_unpad::varlen_cross_attention", _cross_backward, setup_context=_setup
 )

@@ -1,9 +1,9 @@
 """Linear layers whose weights stay fp32 while activations are bf16 or fp16.
 
-On a GPU, and on CPUs that multiply bf16 natively, the weight is cast to the activations' dtype. Other
-CPUs emulate 16-bit products: on one with AVX-512 but no bf16 instructions, PyTorch's bf16 matmul
-reaches 50 GFLOP/s where its fp32 matmul reaches 240. There the 16-bit activations are widened, the
-product is taken in fp32, and its result is rounded once, which is also the more accurate way.
+On a GPU, and on CPUs that multiply bf16 natively, the weight is cast to the activations' dtype.
+Other CPUs emulate 16-bit products: on one with AVX-512 but no bf16 instructions, PyTorch's bf16
+matmul reaches 50 GFLOP/s where its fp32 matmul reaches 240. There the 16-bit activations are
+widened, the product is taken in fp32, and its result is rounded once, which is also more accurate.
 """
 
 import functools

@@ -1,0 +1,145 @@
+"""What all benchmarks share: interleaved timing, machine peaks, and the JSON that they write.
+
+Every figure is a ratio against a peer measured in the same run. Contenders take turns round by
+round, so that a slow phase of the machine hits all of them; the median over rounds is reported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bert_unpad
+from bert_unpad import _C
+from bert_unpad._malloc import keep_freed_memory
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@dataclass
+class Timing:
+    """Seconds of one contender, a value a round."""
+
+    rounds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[], None]],
+    rounds: int,
+    warmup: int = 1,
+    memory: bool = False,
+    on_time: Callable[[str, float], None] | None = None,
+) -> dict[str, Timing]:
+    """Times each contender once a round; the first `warmup` rounds do not count.
+
+    With `memory`, also the peak of memory above what was resident before the contender's first call
+    (Linux: VmHWM).
+    """
+    timings = {name: Timing() for name in contenders}
+    for number in range(warmup + rounds):
+        for name, step in contenders.items():
+            before = _reset_peak() if memory and number == 0 else 0
+            start = time.perf_counter()
+            step()
+            seconds = time.perf_counter() - start
+            if memory and number == 0:
+                timings[name].peak_bytes = _status("VmHWM") - before
+            if number >= warmup:
+                timings[name].rounds.append(seconds)
+            if on_time:
+                on_time(name, seconds)
+    return timings
+
+
+def _status(key: str) -> int:
+    """A memory figure of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(key)
+
+
+def _reset_peak() -> int:
+    """Gives freed memory back, resets the peak, and returns what is resident now."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def matmul_peak(dtype: torch.dtype, size: int = 2048, tries: int = 9) -> float:
+    """FLOP/s of PyTorch's matmul at its best of `tries`."""
+    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    times = []
+    for _ in range(tries):
+        start = time.perf_counter()
+        a @ b
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / min(times)
+
+
+def memory_peak(bytes_moved: int = 256 << 20, tries: int = 9) -> float:
+    """Bytes/s read plus written by PyTorch's copy of a buffer that no cache holds."""
+    source = torch.zeros(bytes_moved // 8)
+    target = torch.zeros_like(source)
+    times = []
+    for _ in range(tries):
+        start = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - start)
+    return bytes_moved / min(times)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    model = platform.processor()
+    if Path("/proc/cpuinfo").exists():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "isa": _C.cpu_isa(),
+        "pytorch": torch.__version__,
+        "pytorch_isa": torch.backends.cpu.get_cpu_capability(),
+        "bert_unpad": bert_unpad.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def fix_allocator(wish: str) -> str:
+    """Sets the allocator that all contenders share and names it. `wish`: heap | default."""
+    if wish == "default":
+        return f"glibc {platform.libc_ver()[1]}, default"
+    if not keep_freed_memory():
+        raise SystemExit("--allocator heap needs glibc on Linux")
+    return f"glibc {platform.libc_ver()[1]}, bert_unpad._malloc.keep_freed_memory()"
+
+
+def save(name: str, device: str, command: str, payload: dict[str, Any]) -> Path:
+    """Writes benchmarks/results/<device>/<name>.json, to a temporary name first."""
+    folder = RESULTS / device
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    temporary = path.with_suffix(".tmp")
+    report = {"command": command, "machine": machine(), **payload}
+    temporary.write_text(json.dumps(report, indent=1) + "\n")
+    os.replace(temporary, path)
+    return path
