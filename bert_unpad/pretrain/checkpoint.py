@@ -1,0 +1,180 @@
+"""Checkpoints that a run killed at any moment can resume from.
+
+PyTorch's distributed checkpointing writes them: the state is copied to host memory, training goes
+on, and a background thread writes the copy, each rank its share. The files go to a folder with a
+temporary name, which rank 0 renames once every rank has finished; a folder named `step-<n>` is
+therefore complete. Contents: model, optimizer state (hyperparameters come from the configuration),
+and a JSON text with everything else. Any number of ranks can load what any other number has saved,
+from a folder that all of them see.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+import warnings
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from bert_unpad.pretrain.ranks import Ranks
+
+__all__ = ["Checkpointer", "newest_checkpoint"]
+
+_COMPLETE = re.compile(r"step-(\d{9})")
+_SAVING, _DELETING = ".saving-", ".deleting-"
+
+
+def _complete(directory: Path) -> list[Path]:
+    """All complete checkpoints, oldest first."""
+    if not directory.is_dir():
+        return []
+    return sorted(
+        path
+        for path in directory.iterdir()
+        if _COMPLETE.fullmatch(path.name) and (path / ".metadata").is_file()
+    )
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The complete checkpoint with the highest step, or None."""
+    found = _complete(directory)
+    return found[-1] if found else None
+
+
+class Checkpointer:
+    """Saves and loads the checkpoints of one run.
+
+    Args:
+        directory: where they are; made if missing.
+        keep_last: how many complete ones stay.
+        ranks: the processes of the run; every one of them has to make the same calls.
+    """
+
+    def __init__(self, directory: Path, keep_last: int, ranks: Ranks) -> None:
+        self.directory = directory
+        self._keep_last = keep_last
+        self._ranks = ranks
+        self._future: Future | None = None
+        self._published = threading.Event()
+        self._error: BaseException | None = None
+        if ranks.world_size == 1:
+            # One process is what is meant, so there is nothing to warn of.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        if ranks.is_first:
+            directory.mkdir(parents=True, exist_ok=True)
+            for path in directory.iterdir():
+                if path.name.startswith((_SAVING, _DELETING)):
+                    shutil.rmtree(path)
+        ranks.barrier()
+
+    def save(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, rest: dict[str, Any]
+    ) -> None:
+        """Starts to save; returns when the state is copied, before it is written.
+
+        Args:
+            step: updates made so far.
+            model: the bare model, not wrapped in DDP.
+            optimizer: of that model.
+            rest: anything that JSON can hold; rank 0's is saved.
+        """
+        self.wait()
+        name = f"step-{step:09d}"
+        temporary = self.directory / (_SAVING + name)
+        self._published.clear()
+        state = _state(model, optimizer)
+        if self._ranks.is_first:  # what several ranks hand in, any one of them may get to write
+            state["rest"] = json.dumps(rest)
+        self._future = dcp.async_save(
+            state,
+            checkpoint_id=temporary,
+            process_group=self._ranks.checkpoint_group,
+            no_dist=self._ranks.world_size == 1,
+        )
+        self._future.add_done_callback(
+            lambda future: self._publish(future, temporary, self.directory / name)
+        )
+
+    def wait(self) -> None:
+        """Waits until the checkpoint being saved, if any, is complete on disk.
+
+        Raises:
+            Exception: whatever has kept it from being written.
+        """
+        if self._future is None:
+            return
+        future, self._future = self._future, None
+        future.result()
+        self._published.wait()
+        if self._error is not None:
+            raise self._error
+
+    def load(
+        self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """Loads a checkpoint into the bare model and its optimizer, in place.
+
+        Returns:
+            What `save` was given as `rest`.
+        """
+        state = _state(model, optimizer) | {"rest": ""}
+        dcp.load(
+            state,
+            checkpoint_id=path,
+            process_group=self._ranks.checkpoint_group,
+            no_dist=self._ranks.world_size == 1,
+        )
+        model.load_state_dict(state["model"])
+        given = [dict(group) for group in optimizer.param_groups]
+        # Its parameter groups are asked for anew: only their names of parameters are needed.
+        groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
+        set_optimizer_state_dict(
+            model, optimizer, {"state": state["optimizer"], "param_groups": groups}
+        )
+        for group, values in zip(optimizer.param_groups, given, strict=True):
+            group.update({key: value for key, value in values.items() if key != "params"})
+        return json.loads(state["rest"])
+
+    def _publish(self, future: Future, temporary: Path, final: Path) -> None:
+        # Runs in the writing thread. On rank 0 the future ends after all ranks have written.
+        try:
+            if self._ranks.is_first and future.exception() is None:
+                os.rename(temporary, final)
+                _sync_folder(self.directory)
+                for old in _complete(self.directory)[: -self._keep_last]:
+                    doomed = old.with_name(_DELETING + old.name)
+                    os.rename(old, doomed)
+                    shutil.rmtree(doomed)
+        except BaseException as error:  # raised again by wait(), in the training thread
+            self._error = error
+        finally:
+            self._published.set()
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "model": model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizer)["state"],
+    }
+
+
+def _sync_folder(path: Path) -> None:
+    """Makes a rename in the folder survive a power failure."""
+    if os.name == "posix":
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

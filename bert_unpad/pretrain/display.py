@@ -1,0 +1,106 @@
+"""Shows a run while it goes on: a progress bar or log lines on rank 0, and TensorBoard."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from bert_unpad.pretrain.config import ConfigError, LoggingConfig
+
+__all__ = ["Display"]
+
+logger = logging.getLogger(__name__)
+
+
+class Display:
+    """Shows progress on rank 0: a bar, lines, or nothing; and TensorBoard if asked for.
+
+    Args:
+        config: says which.
+        directory: for TensorBoard's event files.
+        step: updates made already.
+        total: updates of the run.
+        silent: show nothing, as all ranks but the first do.
+
+    Raises:
+        ConfigError: TensorBoard is asked for and not installed.
+    """
+
+    def __init__(
+        self, config: LoggingConfig, directory: Path, step: int, total: int, silent: bool
+    ) -> None:
+        kind = config.progress
+        if kind == "auto":
+            kind = "bar" if sys.stderr.isatty() else "lines"
+        self._kind = "none" if silent else kind
+        self._total = total
+        self._bar = None
+        if self._kind == "bar":
+            self._bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
+        self._tensorboard = _tensorboard(directory) if config.tensorboard and not silent else None
+
+    def update(self, line: Mapping[str, Any], remaining_seconds: float) -> None:
+        """Shows a line of the log, and when training will have ended at this pace."""
+        if self._tensorboard is not None:
+            for name, value in line.items():
+                if isinstance(value, int | float) and name != "step":
+                    self._tensorboard.add_scalar(f"train/{name}", value, line["step"])
+        shown = {
+            "loss": f"{line['loss']:.3f}",
+            "mlm acc": _number(line["mlm_accuracy"]),
+            "tokens/s": f"{line['tokens_per_second']:,.0f}",
+            "fill": f"{line['fill']:.2f}",
+            "balance": f"{line['straggler_efficiency']:.4f}",
+            "mfu": f"{line['mfu']:.2f}",
+        }
+        if self._bar is not None:
+            self._bar.set_postfix(shown, refresh=False)
+            self._bar.update(line["step"] - self._bar.n)
+        elif self._kind == "lines":
+            text = "  ".join(f"{name} {value}" for name, value in shown.items())
+            minutes, seconds = divmod(round(remaining_seconds), 60)
+            logger.info(
+                "step %d/%d  %s  ETA %d:%02d", line["step"], self._total, text, minutes, seconds
+            )
+
+    def evaluated(self, line: Mapping[str, Any]) -> None:
+        """Shows the result of an evaluation."""
+        if self._tensorboard is not None:
+            for name, value in line.items():
+                if isinstance(value, int | float) and name != "step":
+                    self._tensorboard.add_scalar(f"evaluation/{name}", value, line["step"])
+        text = (
+            f"step {line['step']}/{self._total}  held out: loss {line['loss']:.3f}  "
+            f"mlm acc {_number(line['mlm_accuracy'])}  nsp acc {_number(line['nsp_accuracy'])}"
+        )
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+        elif self._kind == "lines":
+            logger.info("%s", text)
+
+    def close(self) -> None:
+        """Ends the bar and flushes TensorBoard."""
+        if self._bar is not None:
+            self._bar.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4f}"
+
+
+def _tensorboard(directory: Path):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "logging.tensorboard",
+            "TensorBoard is not installed; install bert_unpad[tensorboard] or set this to false",
+        ) from error
+    return SummaryWriter(str(directory))

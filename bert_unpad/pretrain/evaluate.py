@@ -1,0 +1,74 @@
+"""Evaluation on held-out examples: the same examples and masks every time, split over the ranks."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+
+from bert_unpad.batch import PackedInputs
+from bert_unpad.data import PackedCollator, Prefetcher
+from bert_unpad.nn import BertForPreTraining
+from bert_unpad.pretrain.metrics import SUMS, averages, stack_outputs
+from bert_unpad.pretrain.ranks import Ranks
+from bert_unpad.pretrain.steps import count_labels
+
+__all__ = ["Evaluator"]
+
+
+class Evaluator:
+    """Measures a model on held-out examples.
+
+    Args:
+        collator: of the held-out set.
+        examples: how many to use at most, taken at equal distances from the whole set.
+        batch_size: sequences per forward pass on one rank.
+        ranks: the processes that share the work.
+        autocast: context of the forward pass.
+    """
+
+    def __init__(
+        self,
+        collator: PackedCollator,
+        examples: int,
+        batch_size: int,
+        ranks: Ranks,
+        autocast: AbstractContextManager,
+    ) -> None:
+        available = len(collator.dataset)
+        used = min(examples, available)
+        chosen = np.arange(used) * available // max(used, 1)
+        # Dealt out in order of length, so that all ranks get the same work.
+        lengths = collator.dataset.lengths[chosen].astype(np.int64)
+        mine = chosen[np.argsort(-lengths, kind="stable")][ranks.rank :: ranks.world_size]
+        self.examples = used
+        self._batches = [mine[i : i + batch_size] for i in range(0, len(mine), batch_size)]
+        self._collator = collator
+        self._ranks = ranks
+        self._autocast = autocast
+
+    @torch.no_grad()
+    def __call__(self, model: BertForPreTraining) -> dict[str, float | None]:
+        """Losses (nats) and accuracies (0 .. 1) over all examples; see `metrics.averages`.
+
+        All ranks must call it with the same parameters, and get the same result. The model is left
+        in training mode.
+        """
+        device = self._ranks.device
+        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+        counts = np.zeros(2)
+        model.eval()
+        with Prefetcher(self._collator, self._batches, pin_memory=device.type == "cuda") as batches:
+            for inputs in batches:
+                counts += count_labels(inputs)
+                sums += self._forward(model, inputs)
+        model.train()
+        both = torch.cat([sums, torch.from_numpy(counts).to(device)])
+        return averages(
+            dict(zip((*SUMS, "masked", "pairs"), self._ranks.sum(both).tolist(), strict=True))
+        )
+
+    def _forward(self, model: BertForPreTraining, inputs: PackedInputs) -> torch.Tensor:
+        with self._autocast:
+            return stack_outputs(model(inputs.to(self._ranks.device, non_blocking=True)))

@@ -1,0 +1,47 @@
+"""Turns SIGTERM and SIGINT into a request that the training loop meets between two steps."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+
+__all__ = ["StopRequest"]
+
+
+class StopRequest:
+    """Inside `with`, the first SIGTERM or SIGINT sets `signal`; a second one acts as usual.
+
+    A run that has saved and stopped exits with `exit_code`: 143 after SIGTERM, 130 after SIGINT,
+    which is what a shell reports for a process that the signal has killed.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._previous: dict[int, object] = {}
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number. Another rank may have got it: then SIGTERM's."""
+        return 128 + (self.signal or signal.SIGTERM)
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._restore()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._previous:
+            number, handler = self._previous.popitem()
+            signal.signal(number, handler)

@@ -1,0 +1,322 @@
+"""The training loop.
+
+One step is: start adding up the counts of the global batch over the ranks, run forward and backward
+on this rank's packed examples, clip, update. Losses are divided by the counts of the GLOBAL batch
+(masked tokens, next-sentence pairs), so the gradient is that of the global batch however many
+sequences and tokens each rank has got. The host never waits for a result of the step it is in: it
+looks at the sums of the step before, which also carry a request to stop, so all ranks stop at the
+same step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bert_unpad.nn import BertForPreTraining
+from bert_unpad.pretrain.checkpoint import Checkpointer
+from bert_unpad.pretrain.config import PretrainConfig
+from bert_unpad.pretrain.display import Display
+from bert_unpad.pretrain.evaluate import Evaluator
+from bert_unpad.pretrain.interrupt import StopRequest
+from bert_unpad.pretrain.metrics import JsonLines, Stopwatch, Window, averages
+from bert_unpad.pretrain.optimizer import set_lr
+from bert_unpad.pretrain.peak import MatmulPeak
+from bert_unpad.pretrain.ranks import HostSums, Ranks
+from bert_unpad.pretrain.run import Progress
+from bert_unpad.pretrain.schedule import lr_factor, warmup_updates
+from bert_unpad.pretrain.steps import FeedState, Step
+
+__all__ = ["Trainer", "accumulate_gradient", "seed_step"]
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seeds PyTorch's generators for one step on one rank.
+
+    A step's random numbers then depend on nothing that came before, and a resumed run needs no
+    generator state.
+    """
+    (state,) = np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)
+    torch.manual_seed(int(state >> np.uint64(1)))
+
+
+def accumulate_gradient(
+    model: nn.Module,
+    step: Step,
+    counts: HostSums,
+    ranks: Ranks,
+    autocast: AbstractContextManager,
+    window: Window,
+) -> None:
+    """Adds the gradient of the global batch's loss to the parameters' `.grad`, on every rank.
+
+    The loss is the mean over the global batch's masked tokens plus the mean over its next-sentence
+    pairs. DDP averages gradients over ranks, hence the factor of the number of ranks.
+
+    Args:
+        model: bare, or in DDP; gradients are exchanged in the last pass only.
+        step: this rank's inputs.
+        counts: being added up over all ranks; must begin with masked, pairs.
+        ranks: the processes of the run.
+        autocast: context of the forward pass.
+        window: gets this rank's losses and correct predictions.
+    """
+    scale: Tensor | None = None
+    for number, inputs in enumerate(step.passes):
+        last = number == len(step.passes) - 1
+        exchange = nullcontext() if last or ranks.world_size == 1 else model.no_sync()
+        with exchange:
+            with autocast:
+                outputs = model(inputs.to(ranks.device, non_blocking=True))
+            if scale is None:
+                # Clamped: a global batch without a label of one kind has a loss of 0 for it.
+                scale = (ranks.world_size / counts.on_device()[:2].clamp(min=1)).float()
+            loss = outputs.mlm_loss_sum * scale[0] + outputs.nsp_loss_sum * scale[1]
+            loss.backward()
+        window.add_outputs(outputs)
+
+
+class Trainer:
+    """Runs the steps of a run, and between them the log, evaluation and checkpoints.
+
+    Args:
+        config: of the run.
+        run_dir: where metrics.jsonl goes.
+        ranks: the processes of the run.
+        model: the bare model.
+        replica: the same as it is called: see `model.replicate`.
+        optimizer: of the model.
+        checkpointer: saves the run.
+        evaluator: measures the model on held-out examples; None to do without.
+        progress: where the run stands.
+        total_steps: updates of the whole run.
+        max_seq_length: what examples would be padded to, in tokens.
+        peak: matrix-multiply rate of this process.
+        autocast: context of the forward pass.
+    """
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        run_dir: Path,
+        ranks: Ranks,
+        model: BertForPreTraining,
+        replica: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        checkpointer: Checkpointer,
+        evaluator: Evaluator | None,
+        progress: Progress,
+        *,
+        total_steps: int,
+        max_seq_length: int,
+        peak: MatmulPeak,
+        autocast: AbstractContextManager,
+    ) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.model = model
+        self.replica = replica
+        self.optimizer = optimizer
+        self.checkpointer = checkpointer
+        self.evaluator = evaluator
+        self.progress = progress
+        self.total_steps = total_steps
+        self.warmup_steps = warmup_updates(config.schedule, total_steps)
+        self.max_seq_length = max_seq_length
+        rate = torch.tensor(peak.flops_per_second, dtype=torch.float64, device=ranks.device)
+        self.peak_flops = float(ranks.sum(rate))
+        self.autocast = autocast
+        self.watch = Stopwatch(progress.seconds)
+        self.window = Window(ranks, progress.window)
+        self.metrics = self._open(run_dir / "metrics.jsonl") if ranks.is_first else None
+        self.examples = None
+        if config.logging.examples:
+            self.examples = self._open(run_dir / f"examples.rank{ranks.rank}.jsonl")
+        self.display = Display(
+            config.logging, run_dir, progress.step, total_steps, silent=not ranks.is_first
+        )
+        self._every = {
+            "log": config.logging.every,
+            "evaluation": config.evaluation.every,
+            "checkpoint": config.checkpoint.every,
+        }
+        self._write(
+            {
+                "kind": "start",
+                "step": progress.step,
+                "ranks": ranks.world_size,
+                "device": _device_name(ranks.device),
+                "precision": config.precision,
+                "threads": torch.get_num_threads(),
+                "peak": str(peak),
+                "peak_flops": self.peak_flops,
+            }
+        )
+        self._saved_step = progress.step
+        self._norm: Tensor | None = None
+
+    def _open(self, path: Path) -> JsonLines:
+        return JsonLines(path, self.progress.step)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(line)
+
+    def run(self, steps: Iterator[tuple[Step, FeedState]], stop: StopRequest) -> bool:
+        """Trains until the last step, the target accuracy, or a request to stop.
+
+        The state is on disk when this returns.
+
+        Returns:
+            Whether training is finished; if not, a signal has stopped it.
+
+        Raises:
+            FloatingPointError: the loss is no longer finite.
+        """
+        progress = self.progress
+        pending: HostSums | None = None
+        stopped = False
+        while progress.step < self.total_steps and not progress.target_reached and not stopped:
+            step, feed = next(steps)
+            counts = HostSums(self.ranks, step.counts | {"stop": stop.signal is not None})
+            if pending is not None and self._settle(pending):
+                counts.on_host()  # every rank has joined in this sum, and drops it
+                stopped = True
+                break
+            self._update(step, counts)
+            self._advance(step, feed)
+            pending = counts
+            last = progress.step == self.total_steps
+            due = {name: last or _due(progress.step, every) for name, every in self._every.items()}
+            if any(due.values()):
+                stopped = self._settle(pending)
+                pending = None
+            if due["log"]:
+                self._log()
+            if due["evaluation"]:
+                self._evaluate()
+            if due["checkpoint"] and not last:
+                self._save()
+        if self._saved_step != progress.step:
+            self._save()
+        self.checkpointer.wait()
+        self._close()
+        return not stopped
+
+    def _update(self, step: Step, counts: HostSums) -> None:
+        """One update of the parameters."""
+        config, done = self.config, self.progress.step
+        seed_step(config.seed, done, self.ranks.rank)
+        accumulate_gradient(self.replica, step, counts, self.ranks, self.autocast, self.window)
+        if config.clip.mode == "after":
+            self._norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip.max_norm)
+        set_lr(self.optimizer, self._lr(done))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _lr(self, done: int) -> float:
+        schedule = self.config.schedule
+        return self.config.optimizer.lr * lr_factor(
+            done,
+            total_steps=self.total_steps,
+            warmup_steps=self.warmup_steps,
+            start_warmup_step=schedule.start_warmup_step,
+            power=schedule.power,
+            end_share=schedule.end_lr_share,
+        )
+
+    def _advance(self, step: Step, feed: FeedState) -> None:
+        progress = self.progress
+        progress.step += 1
+        progress.epoch = step.epoch
+        progress.sampler = feed.sampler
+        self.window.add_counts({"steps": 1})
+        if feed.straggler_efficiency is not None:
+            self.window.add_counts({"straggler_efficiency": feed.straggler_efficiency})
+        if self.examples is not None:
+            self.examples.write(
+                {"step": progress.step, "epoch": step.epoch, "examples": step.indices.tolist()}
+            )
+
+    def _settle(self, counts: HostSums) -> bool:
+        """Books the sums of a step; returns whether some rank has been asked to stop by then."""
+        sums = counts.on_host()
+        stop = sums.pop("stop") > 0
+        self.window.add_counts(sums)
+        self.progress.add(sums)
+        return stop
+
+    def _log(self) -> None:
+        progress = self.progress
+        sums = self.window.close()
+        seconds = self.watch.seconds
+        elapsed = seconds - progress.window_seconds
+        progress.window_seconds = seconds
+        means = averages(sums)
+        if not math.isfinite(means["loss"]):
+            raise FloatingPointError(
+                f"the loss is {means['loss']} in the {sums['steps']:.0f} steps up to "
+                f"{progress.step}: lower optimizer.lr, lengthen the warm-up, or clip gradients"
+            )
+        if not self.ranks.is_first:
+            return
+        line = {
+            "kind": "train",
+            "step": progress.step,
+            "epoch": progress.epoch,
+            **means,
+            "lr": self._lr(progress.step - 1),
+            "gradient_norm": None if self._norm is None else float(self._norm),
+            "tokens": progress.tokens,
+            "sequences": progress.sequences,
+            "seconds": seconds,
+            "tokens_per_second": sums["tokens"] / elapsed,
+            "sequences_per_second": sums["sequences"] / elapsed,
+            "fill": sums["tokens"] / (sums["sequences"] * self.max_seq_length),
+            "straggler_efficiency": sums["straggler_efficiency"] / sums["steps"],
+            "mfu": sums["flops"] / elapsed / self.peak_flops,
+        }
+        self._write(line)
+        left = (self.total_steps - progress.step) * elapsed / sums["steps"]
+        self.display.update(line, remaining_seconds=left)
+
+    def _evaluate(self) -> None:
+        if self.evaluator is None:
+            return
+        with self.watch.paused():
+            result = self.evaluator(self.model)
+        line = {"kind": "evaluation", "step": self.progress.step, **result}
+        self._write(line)
+        self.display.evaluated(line)
+        target, accuracy = self.config.evaluation.target_accuracy, result["mlm_accuracy"]
+        if target is not None and accuracy is not None and accuracy >= target:
+            self.progress.target_reached = True
+
+    def _save(self) -> None:
+        progress = self.progress
+        progress.window = self.window.fold()
+        progress.seconds = self.watch.seconds
+        self.checkpointer.save(progress.step, self.model, self.optimizer, progress.to_json())
+        self._saved_step = progress.step
+
+    def _close(self) -> None:
+        self.progress.seconds = self.watch.seconds
+        self.display.close()
+        for file in (self.metrics, self.examples):
+            if file is not None:
+                file.close()
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,191 @@
+"""From the command line to a finished run: the order of events, and nothing else.
+
+Exit codes: 0 finished; 2 wrong settings; 143 (SIGTERM) or 130 (SIGINT): saved and stopped, the
+same command continues; anything else is an error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+
+from bert_unpad.data import PreparedData, prepare
+from bert_unpad.data.sampler import BalancedSampler, WorkModel
+from bert_unpad.pretrain.checkpoint import Checkpointer, newest_checkpoint
+from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
+from bert_unpad.pretrain.evaluate import Evaluator
+from bert_unpad.pretrain.interrupt import StopRequest
+from bert_unpad.pretrain.loop import Trainer
+from bert_unpad.pretrain.model import build_model, replicate
+from bert_unpad.pretrain.optimizer import build_optimizer
+from bert_unpad.pretrain.peak import measure_matmul_peak
+from bert_unpad.pretrain.ranks import Ranks, join_ranks
+from bert_unpad.pretrain.report import is_reported, write_report
+from bert_unpad.pretrain.run import Progress, open_run_dir
+from bert_unpad.pretrain.steps import StepCollator, endless_steps
+
+__all__ = ["main", "pretrain"]
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `pretrain.py`; returns its exit code.
+
+    Args:
+        arguments: the command line without the program's name; by default the process's own.
+    """
+    try:
+        config, resolved = read_config(arguments)
+        with join_ranks(config) as ranks:
+            logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+            if ranks.is_first:
+                logging.getLogger("bert_unpad").setLevel(logging.INFO)
+            return pretrain(config, resolved, ranks)
+    except ConfigError as error:
+        print(f"pretrain: error: {error}", file=sys.stderr)
+        return 2
+
+
+def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
+    """Trains, or continues, one run on this process's share of the work.
+
+    Args:
+        config: validated.
+        resolved: the same as YAML, saved with the run.
+        ranks: this process among all of the run; each of them has to call this.
+
+    Returns:
+        The exit code, see the module.
+
+    Raises:
+        ConfigError: a setting does not fit the data, the machine or the saved run.
+    """
+    _check_packages(config)
+    found = ranks.from_first(newest_checkpoint(config.checkpoint_dir))
+    if config.resume == "must" and found is None:
+        raise ConfigError("resume", f"there is no complete checkpoint in {config.checkpoint_dir}")
+    if config.resume == "never":
+        found = None
+    data = prepare(config.data, progress=None if ranks.is_first else False)
+    model = build_model(config, data.tokenizer.vocab_size, config.data.max_seq_length)
+    sampler = BalancedSampler(
+        data.train.lengths,
+        num_replicas=ranks.world_size,
+        rank=ranks.rank,
+        batch_size=config.batching.per_rank(ranks.world_size),
+        seed=config.seed,
+        strategy=config.batching.strategy,
+        work=WorkModel.for_hidden(model.config.hidden_size),
+    )
+    evaluator = _evaluator(config, data, ranks)
+    if ranks.is_first:
+        open_run_dir(config, resolved)
+    run_dir = Path(config.run_dir)
+    checkpointer = Checkpointer(config.checkpoint_dir, config.checkpoint.keep_last, ranks)
+    model.to(ranks.device)
+    optimizer = build_optimizer(model, config.optimizer)
+    progress = Progress()
+    if found is not None:
+        progress = Progress(**checkpointer.load(found, model, optimizer))
+        sampler.load_state_dict(progress.sampler)
+        logger.info("continuing from %s", found)
+    total_steps = _total_steps(config, sampler, progress)
+
+    if progress.step < total_steps and not progress.target_reached:
+        peak = measure_matmul_peak(ranks.device, _DTYPES[config.precision])
+        logger.info("peak of one process: %s", peak)
+        trainer = Trainer(
+            config,
+            run_dir,
+            ranks,
+            model,
+            replicate(model, ranks, config.compile),
+            optimizer,
+            checkpointer,
+            evaluator,
+            progress,
+            total_steps=total_steps,
+            max_seq_length=config.data.max_seq_length,
+            peak=peak,
+            autocast=_autocast(config, ranks),
+        )
+        steps = endless_steps(
+            StepCollator(data.collator(), model, config.batching.accumulation),
+            sampler,
+            prefetch=config.batching.prefetch,
+            pin_memory=ranks.device.type == "cuda",
+            efficiency=ranks.is_first,
+        )
+        with StopRequest() as stop:
+            finished = trainer.run(steps, stop)
+        if not finished:
+            logger.info("stopped by a signal; saved at step %d of %d", progress.step, total_steps)
+            ranks.barrier()
+            return stop.exit_code
+    elif is_reported(run_dir, progress.step):
+        logger.info(
+            "nothing to do: all %d steps are done, and the report is in %s (training, evaluation "
+            "and export are skipped; give another run_dir, or --resume never, to train again)",
+            progress.step,
+            run_dir,
+        )
+        return 0
+    else:
+        logger.info("all %d steps are done: skipping to the report", progress.step)
+
+    if ranks.is_first:
+        write_report(config, run_dir, data, model, progress)
+    ranks.barrier()
+    return 0
+
+
+def _check_packages(config: PretrainConfig) -> None:
+    """Finds out now, not hours later, that the plots cannot be drawn."""
+    if config.logging.plots and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "logging.plots",
+            "matplotlib is not installed; install bert_unpad[pretrain] or set this to false",
+        )
+
+
+def _autocast(config: PretrainConfig, ranks: Ranks) -> AbstractContextManager:
+    return torch.autocast(
+        ranks.device.type, dtype=_DTYPES[config.precision], enabled=config.precision != "fp32"
+    )
+
+
+def _evaluator(config: PretrainConfig, data: PreparedData, ranks: Ranks) -> Evaluator | None:
+    settings = config.evaluation
+    if settings.examples == 0:
+        if settings.target_accuracy is not None:
+            raise ConfigError("evaluation.target_accuracy", "needs evaluation.examples > 0")
+        return None
+    if not len(data.validation):
+        raise ConfigError(
+            "evaluation.examples",
+            "no documents are held out; raise data.validation_share or set this to 0",
+        )
+    return Evaluator(
+        data.collator("validation"),
+        settings.examples,
+        settings.batch_size,
+        ranks,
+        _autocast(config, ranks),
+    )
+
+
+def _total_steps(config: PretrainConfig, sampler: BalancedSampler, progress: Progress) -> int:
+    """Updates of the whole run. Epochs are counted in what the sampler still has to give."""
+    if config.schedule.total_steps is not None:
+        return config.schedule.total_steps
+    whole_epochs = config.schedule.epochs - sampler.epoch - 1
+    return progress.step + max(sampler.steps_left + whole_epochs * sampler.steps_per_epoch, 0)

@@ -1,0 +1,74 @@
+"""From the configuration to a model that trains: weights, compilation, DDP."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bert_unpad.batch import PackedInputs, VarlenBatch
+from bert_unpad.nn import BertForPreTraining
+from bert_unpad.pretrain.config import ConfigError, PretrainConfig
+from bert_unpad.pretrain.ranks import Ranks
+
+__all__ = ["build_model", "replicate"]
+
+
+def build_model(config: PretrainConfig, vocab_size: int, max_seq_length: int) -> BertForPreTraining:
+    """The model on the CPU, fresh or from a folder, the same on all ranks for the same seed.
+
+    Args:
+        config: of the run.
+        vocab_size: of the tokenizer.
+        max_seq_length: longest example of the data, in tokens.
+
+    Raises:
+        ConfigError: the model does not fit the data, or the folder's weights do not fit the sizes.
+    """
+    sizes = config.model.resolve(vocab_size)
+    if max_seq_length > sizes.max_position_embeddings:
+        raise ConfigError(
+            "model.max_position_embeddings",
+            f"examples have up to {max_seq_length} tokens, "
+            f"the model only {sizes.max_position_embeddings} positions",
+        )
+    torch.manual_seed(config.seed)
+    if config.model.weights is None:
+        model = BertForPreTraining(sizes)
+    else:
+        try:
+            model = BertForPreTraining.from_pretrained(
+                config.model.weights, **config.model.overrides()
+            )
+        except (FileNotFoundError, ValueError) as error:
+            raise ConfigError("model.preset", str(error)) from error
+    model.bert.encoder.gradient_checkpointing = config.gradient_checkpointing
+    return model.train()
+
+
+def replicate(model: BertForPreTraining, ranks: Ranks, compiled: bool) -> nn.Module:
+    """The model as the loop calls it: compiled if asked for, and in DDP with more than one rank.
+
+    DDP lays its buckets anew after the first backward pass, which changes the order in which
+    gradients of more than two ranks are added up. One pass over an empty batch, whose gradients
+    are zero, puts that behind the run before it begins, so that a resumed run adds in the same
+    order as one that was never interrupted.
+    """
+    if compiled:
+        model.compile(dynamic=True)
+    if ranks.world_size == 1:
+        return model
+    cuda = ranks.device.type == "cuda"
+    replica = DistributedDataParallel(
+        model,
+        device_ids=[ranks.device] if cuda else None,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+    )
+    empty = PackedInputs.build(VarlenBatch.from_lengths([]), torch.empty(0, dtype=torch.int64)).to(
+        ranks.device
+    )
+    outputs = replica(empty)
+    (outputs.mlm_loss_sum + outputs.nsp_loss_sum).backward()
+    model.zero_grad()
+    return replica

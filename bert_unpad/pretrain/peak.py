@@ -1,0 +1,56 @@
+"""Measures the matrix-multiply rate of this process's device: the 100 % of MFU.
+
+A measured peak instead of a data sheet's: it holds for CPUs as well, for the threads this process
+really has, and for whatever else the machine is doing.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["MatmulPeak", "measure_matmul_peak"]
+
+_SECONDS = 0.4
+_SIZE = {"cpu": 1024, "cuda": 8192}
+
+
+@dataclass(frozen=True)
+class MatmulPeak:
+    """The best rate seen."""
+
+    flops_per_second: float
+    """Of one process; a multiply-add is 2 operations."""
+    size: int
+    """The matrices were [size, size]."""
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{self.flops_per_second / 1e12:.3g} TFLOP/s "
+            f"({name} matmul {self.size} x {self.size} x {self.size})"
+        )
+
+
+@torch.no_grad()
+def measure_matmul_peak(device: torch.device, dtype: torch.dtype) -> MatmulPeak:
+    """Multiplies square matrices for about 0.4 s and takes the fastest time."""
+    size = _SIZE[device.type]
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.matmul(a, b)  # loads the library and picks the kernel
+    _wait(device)
+    best, end = float("inf"), time.perf_counter() + _SECONDS
+    while best == float("inf") or time.perf_counter() < end:
+        start = time.perf_counter()
+        torch.matmul(a, b, out=out)
+        _wait(device)
+        best = min(best, time.perf_counter() - start)
+    return MatmulPeak(2 * size**3 / best, size, dtype)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

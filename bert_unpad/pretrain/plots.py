@@ -1,0 +1,61 @@
+"""Draws the course of a run from its metrics, in one PNG of four panels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["draw_run"]
+
+
+def draw_run(path: Path, lines: Sequence[dict[str, Any]], most_frequent_rate: float | None) -> None:
+    """Draws loss, accuracy, tokens per second, and shares (padding avoided, balance).
+
+    Args:
+        path: the PNG to write.
+        lines: of metrics.jsonl.
+        most_frequent_rate: accuracy of always guessing the most frequent token, for comparison.
+    """
+    # The object interface: it needs no display, and leaves pyplot's global state alone.
+    from matplotlib.figure import Figure
+
+    train = [line for line in lines if line["kind"] == "train"]
+    held_out = [line for line in lines if line["kind"] == "evaluation"]
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    (loss, accuracy), (speed, shares) = figure.subplots(2, 2)
+
+    _curve(loss, train, "loss", "training: both tasks")
+    _curve(loss, train, "mlm_loss", "training: masked tokens")
+    _curve(loss, held_out, "mlm_loss", "held out: masked tokens", marker="o")
+    loss.set(title="Loss", ylabel="nats")
+
+    _curve(accuracy, train, "mlm_accuracy", "training")
+    _curve(accuracy, held_out, "mlm_accuracy", "held out", marker="o")
+    if most_frequent_rate is not None:
+        accuracy.axhline(most_frequent_rate, color="grey", ls=":", label="most frequent token")
+    accuracy.set(title="Masked-token accuracy", ylim=(0, None))
+
+    _curve(speed, train, "tokens_per_second", "real tokens / s")
+    speed.set(title="Throughput", ylabel="tokens / s", ylim=(0, None))
+
+    avoided = [line | {"avoided": 1 - line["fill"]} for line in train]
+    _curve(shares, avoided, "avoided", "padding avoided")
+    _curve(shares, train, "straggler_efficiency", "straggler efficiency (mean / max work)")
+    shares.set(title="Shares", ylim=(0, 1.05))
+
+    for axes in (loss, accuracy, speed, shares):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    figure.savefig(temporary, format="png", dpi=120)
+    os.replace(temporary, path)
+
+
+def _curve(axes: Any, lines: Sequence[dict[str, Any]], name: str, label: str, **style: Any) -> None:
+    points = [(line["step"], line[name]) for line in lines if line[name] is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), label=label, **style)

@@ -1,0 +1,155 @@
+"""The processes of a run: joining them, their devices and threads, and sums over all of them.
+
+A run of one process never touches torch.distributed. With more, gloo carries CPU tensors and NCCL
+carries CUDA tensors; a gloo group of its own serves checkpoints, whose background thread must not
+interleave its collectives with those of training.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bert_unpad.pretrain.config import ConfigError, PretrainConfig
+
+__all__ = ["HostSums", "Ranks", "join_ranks"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all processes of the run."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Index among the processes on this machine."""
+    local_world_size: int
+    device: torch.device
+    checkpoint_group: dist.ProcessGroup | None
+    """gloo; None in a run of one process."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which alone writes files and talks to the user."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Waits for all ranks, on the host."""
+        if self.world_size > 1:
+            dist.barrier(group=self.checkpoint_group)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Adds up a device tensor over all ranks, in place, and returns it."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value of a small picklable object, on every rank."""
+        if self.world_size == 1:
+            return value
+        holder = [value]
+        dist.broadcast_object_list(holder, src=0, group=self.checkpoint_group)
+        return holder[0]
+
+
+class HostSums:
+    """A few host numbers, added up over all ranks while the device is busy with something else.
+
+    The sum is on its way when the object exists. `on_device` orders the current CUDA stream behind
+    it without waiting on the host (gloo has only a wait on the host); `on_host` waits for it.
+    """
+
+    def __init__(self, ranks: Ranks, values: Mapping[str, float]) -> None:
+        self.names = tuple(values)
+        tensor = torch.tensor([float(value) for value in values.values()], dtype=torch.float64)
+        self._cuda = ranks.device.type == "cuda"
+        if self._cuda:
+            tensor = tensor.pin_memory().to(ranks.device, non_blocking=True)
+        self._tensor = tensor
+        self._work = dist.all_reduce(tensor, async_op=True) if ranks.world_size > 1 else None
+        self._copy: Tensor | None = None
+
+    def on_device(self) -> Tensor:
+        """The sums, float64 [len(values)], in the order given."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._copy is None:
+            self._copy = self._tensor
+            if self._cuda:
+                self._copy = torch.empty(len(self.names), dtype=torch.float64, pin_memory=True)
+                self._copy.copy_(self._tensor, non_blocking=True)
+                self._copied = torch.cuda.Event()
+                self._copied.record()
+        return self._tensor
+
+    def on_host(self) -> dict[str, float]:
+        """The sums by name. Waits until the device has reached the point of `on_device`."""
+        self.on_device()
+        if self._cuda:
+            self._copied.synchronize()
+        return dict(zip(self.names, self._copy.tolist(), strict=True))
+
+
+@contextmanager
+def join_ranks(config: PretrainConfig) -> Iterator[Ranks]:
+    """Joins the processes that torchrun (or the like) has started; leaves them at the end.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without them this process is alone.
+
+    Raises:
+        ConfigError: device is cuda and this process has no GPU.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    device = _device(config, local_rank)
+    torch.set_num_threads(_threads(config, local_world_size))
+    group = None
+    if world_size > 1:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+        group = dist.new_group(backend="gloo")
+    try:
+        yield Ranks(rank, world_size, local_rank, local_world_size, device, group)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _device(config: PretrainConfig, local_rank: int) -> torch.device:
+    kind = config.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            "device",
+            f"process {local_rank} of this machine needs a GPU of its own, but PyTorch sees "
+            f"{torch.cuda.device_count()}",
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _threads(config: PretrainConfig, local_world_size: int) -> int:
+    if config.threads is not None:
+        return config.threads
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    # torchrun sets OMP_NUM_THREADS=1 where the user sets nothing, which would idle most cores.
+    by_torchrun = given == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    if given and not by_torchrun:
+        return int(given)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // local_world_size)

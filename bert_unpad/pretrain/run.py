@@ -1,0 +1,82 @@
+"""A run's folder and its progress: where things are, what a checkpoint holds besides tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bert_unpad.pretrain.config import PretrainConfig
+
+__all__ = ["Progress", "open_run_dir", "write_text"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """How far a run is; the part of a checkpoint that is no tensor. Counts are over all ranks."""
+
+    step: int = 0
+    """Updates made."""
+    epoch: int = 0
+    """Number of the epoch that the latest update's examples are from."""
+    sequences: int = 0
+    tokens: int = 0
+    """Real tokens trained on."""
+    flops: float = 0.0
+    """Of the model, forward and backward."""
+    seconds: float = 0.0
+    """Spent training."""
+    target_reached: bool = False
+    """Whether evaluation.target_accuracy has ended the run."""
+    sampler: dict[str, Any] = field(default_factory=dict)
+    """State of the sampler after the latest update."""
+    window: dict[str, float] = field(default_factory=dict)
+    """Sums of the log's current interval."""
+    window_seconds: float = 0.0
+    """Of `seconds`, those at the beginning of that interval."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return dataclasses.asdict(self)
+
+    def add(self, counts: dict[str, float]) -> None:
+        """Counts an update's examples."""
+        self.sequences += int(counts["sequences"])
+        self.tokens += int(counts["tokens"])
+        self.flops += counts["flops"]
+
+
+def open_run_dir(config: PretrainConfig, resolved: str) -> Path:
+    """Makes the run's folder and saves the resolved configuration in it as config.yaml.
+
+    With `resume: never`, what an earlier run has left is set aside first: the folder, and that of
+    the checkpoints if it lies elsewhere, get the ending `.previous-<n>`.
+    """
+    run_dir = Path(config.run_dir)
+    if config.resume == "never":
+        for folder in (run_dir, config.checkpoint_dir):
+            if folder.exists():
+                logger.info("resume is never: %s is now %s", folder, _set_aside(folder))
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_text(run_dir / "config.yaml", resolved)
+    return run_dir
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file that appears whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _set_aside(folder: Path) -> Path:
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.previous-{number}")).exists():
+        number += 1
+    os.rename(folder, aside)
+    return aside

@@ -1,0 +1,126 @@
+"""Feeds the training loop: what one rank does in one step, prepared ahead in a background thread.
+
+A step is one update of the parameters. The sampler gives this rank's examples for it; accumulation
+cuts them into as many forward and backward passes. The sampler's state travels with the step it
+belongs to, because the sampler itself is ahead of training by what waits in the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from bert_unpad.batch import PackedInputs
+from bert_unpad.data import PackedCollator, Prefetcher
+from bert_unpad.data.sampler import BalancedSampler
+from bert_unpad.nn import BertForPreTraining
+
+__all__ = ["FeedState", "Step", "StepCollator", "count_labels", "endless_steps"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rank's part of one update."""
+
+    passes: tuple[PackedInputs, ...]
+    """The inputs of each forward and backward pass; some or all may be empty."""
+    epoch: int
+    """Number of the pass over the data."""
+    indices: np.ndarray
+    """int64: the examples, as places in the training set."""
+    counts: dict[str, float]
+    """Of this rank: masked (tokens with a label), pairs (next-sentence labels), sequences, tokens,
+    flops (of the model, forward and backward)."""
+
+    def pin_memory(self) -> Step:
+        """The same step in page-locked memory."""
+        return replace(self, passes=tuple(inputs.pin_memory() for inputs in self.passes))
+
+
+def count_labels(inputs: PackedInputs) -> tuple[int, int]:
+    """Masked tokens and next-sentence labels that the losses of host inputs add up over."""
+    masked = int((inputs.masked_labels >= 0).sum())
+    return masked, int((inputs.query_rows.cls_labels >= 0).sum())
+
+
+class StepCollator:
+    """Makes a `Step` of example indices; a function of them and the epoch alone.
+
+    Args:
+        collator: makes one packed batch.
+        model: counts its floating-point operations.
+        accumulation: passes per step.
+    """
+
+    def __init__(
+        self, collator: PackedCollator, model: BertForPreTraining, accumulation: int
+    ) -> None:
+        self._collator = collator
+        self._model = model
+        self._accumulation = accumulation
+
+    def __call__(self, indices: np.ndarray, epoch: int) -> Step:
+        """Dealing every n-th example to a pass keeps passes alike where indices are sorted."""
+        passes = tuple(
+            self._collator(indices[first :: self._accumulation], epoch)
+            for first in range(self._accumulation)
+        )
+        labels = [count_labels(inputs) for inputs in passes]
+        counts = {
+            "masked": sum(masked for masked, _ in labels),
+            "pairs": sum(pairs for _, pairs in labels),
+            "sequences": len(indices),
+            "tokens": sum(inputs.batch.total for inputs in passes),
+            "flops": sum(self._model.num_flops(inputs) for inputs in passes),
+        }
+        return Step(passes, epoch, indices, counts)
+
+
+@dataclass(frozen=True)
+class FeedState:
+    """What the sampler says of one step."""
+
+    sampler: dict[str, Any]
+    """Its state after the step."""
+    straggler_efficiency: float | None
+    """Mean work over greatest work of a rank; None where nobody asks for it."""
+
+
+def endless_steps(
+    collator: StepCollator,
+    sampler: BalancedSampler,
+    *,
+    prefetch: int,
+    pin_memory: bool,
+    efficiency: bool,
+) -> Iterator[tuple[Step, FeedState]]:
+    """Steps from where the sampler stands, one epoch after another, without end.
+
+    Args:
+        collator: makes the steps.
+        sampler: says which examples.
+        prefetch: steps prepared ahead.
+        pin_memory: put them into page-locked memory, for a GPU.
+        efficiency: work out the straggler efficiency of each step, which takes the plan of all
+            ranks and so is for one rank to do.
+    """
+
+    def state() -> FeedState:
+        return FeedState(
+            sampler.state_dict(), sampler.straggler_efficiency() if efficiency else None
+        )
+
+    while True:
+        with Prefetcher(
+            collator,
+            sampler,
+            epoch=sampler.epoch,
+            depth=prefetch,
+            pin_memory=pin_memory,
+            get_state=state,
+        ) as prefetcher:
+            for step in prefetcher:
+                yield step, prefetcher.state

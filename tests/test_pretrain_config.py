@@ -1,0 +1,94 @@
+"""The configuration: files and overrides, and errors that name the key."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from bert_unpad.pretrain.config import ConfigError, ModelConfig, read_config
+
+BASE = ["--batching.global_batch_size", "8", "--schedule.total_steps", "10"]
+
+
+def test_overrides_go_before_the_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("optimizer: {lr: 0.5, eps: 1e-8}\ndata: {max_seq_length: 64}\n")
+    config, text = read_config(["--config", str(file), "--optimizer.lr", "3e-4", *BASE])
+    assert config.optimizer.lr == 3e-4
+    assert config.optimizer.eps == 1e-8
+    assert config.data.max_seq_length == 64
+    assert yaml.safe_load(text)["optimizer"]["lr"] == 3e-4
+
+
+def test_the_saved_configuration_repeats_the_run(tmp_path):
+    config, text = read_config(["--optimizer.betas", "[0.8, 0.95]", "--threads", "2", *BASE])
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    again, same = read_config(["--config", str(file)])
+    assert again == config
+    assert same == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--optimizer.lrr", "1"], "optimizer.lrr"),
+        (["--optimizer.lr", "fast"], "optimizer.lr"),
+        (["--batching.strategy", "sorted"], "batching.strategy"),
+        (["--config", "no-such-file.yaml"], "no-such-file.yaml"),
+    ],
+)
+def test_what_jsonargparse_refuses(arguments, named, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        read_config([*BASE, *arguments])
+    assert stopped.value.code == 2
+    assert named in capsys.readouterr().err.split("error:")[-1]
+
+
+def test_unknown_key_in_a_file(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text("optimizer: {learning_rate: 0.5}\n")
+    with pytest.raises(SystemExit):
+        read_config(["--config", str(file), *BASE])
+    error = capsys.readouterr().err
+    assert "optimizer" in error
+    assert "learning_rate" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["--batching.batch_size_per_rank", "4"], "batching.batch_size_per_rank"),
+        (["--batching.global_batch_size", "null"], "batching.global_batch_size"),
+        (["--schedule.epochs", "2"], "schedule.epochs"),
+        (["--schedule.warmup_steps", "2", "--schedule.warmup_share", "0.1"], "warmup_share"),
+        (["--clip.mode", "bucket"], "clip.mode"),
+        (["--optimizer.betas", "[0.9, 1.0]"], "optimizer.betas"),
+        (["--optimizer.lr", "-1"], "optimizer.lr"),
+        (["--evaluation.target_accuracy", "72"], "evaluation.target_accuracy"),
+        (["--checkpoint.keep_last", "0"], "checkpoint.keep_last"),
+        (["--data.max_seq_length", "2"], "data: max_seq_length"),
+    ],
+)
+def test_settings_that_do_not_fit(arguments, key):
+    with pytest.raises(ConfigError, match=key):
+        read_config([*BASE, *arguments])
+
+
+def test_model_sizes():
+    large = ModelConfig(preset="bert-large", hidden_dropout_prob=0.0).resolve(vocab_size=1000)
+    assert (large.hidden_size, large.num_hidden_layers, large.vocab_size) == (1024, 24, 1000)
+    assert large.hidden_dropout_prob == 0.0
+    with pytest.raises(ConfigError, match=r"model\.preset"):
+        ModelConfig(preset="bert-huge").resolve(1000)
+    with pytest.raises(ConfigError, match=r"model\.vocab_size"):
+        ModelConfig(vocab_size=10).resolve(1000)
+    with pytest.raises(ConfigError, match="num_attention_heads"):
+        ModelConfig(num_attention_heads=7).resolve(1000)
+
+
+def test_global_batch_must_split_evenly():
+    config, _ = read_config(BASE)
+    assert config.batching.per_rank(4) == 2
+    with pytest.raises(ConfigError, match=r"batching\.global_batch_size"):
+        config.batching.per_rank(3)
