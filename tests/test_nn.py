@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import BertConfig, BertForPreTraining
@@ -245,14 +246,18 @@ def test_autocast_computes_in_bf16_with_fp32_parameters():
         assert similarity > 0.97, name
 
 
-def test_compiled_model_equals_eager():
+def test_compiled_model_equals_eager_and_serves_other_lengths():
     model = make_model(num_hidden_layers=2)
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for lengths in (LENGTHS, [7, 3, 3, 2]):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
+    compilations = set()
+    for lengths in (LENGTHS, [7, 3, 3, 2], [24, 11]):
         inputs = make_inputs(lengths)
-        assert_same(backward(compiled, inputs)[0], backward(model, inputs)[0])
-        assert_same(gradients(model), backward(model, inputs)[1])
+        got = backward(compiled, inputs)[0], gradients(model)
+        assert_same(got, backward(model, inputs))
+        compilations.add(counter.frame_count)
+    assert len(compilations) == 1
 
 
 def test_initial_weights():
