@@ -20,8 +20,8 @@ const int32_t* check_cu_seqlens(const Tensor& cu, int64_t tokens, int64_t max_se
                                 const char* op, const char* name) {
   check(cu.is_cpu(), op, ": ", name, " must be on the CPU like the data");
   check_dtype(cu, ScalarType::Int, op, name, "int32");
-  check(cu.dim() == 1 && cu.size(0) >= 1, op, ": ", name,
-        " must have shape [sequences + 1], got ", shape_string(cu));
+  check(cu.dim() == 1 && cu.size(0) >= 1, op, ": ", name, " must have shape [sequences + 1], got ",
+        shape_string(cu));
   check_contiguous(cu, op, name);
   const auto* values = cu.const_data_ptr<int32_t>();
   const int64_t last = cu.size(0) - 1;
@@ -157,9 +157,9 @@ std::tuple<Tensor, Tensor> varlen_attention(Tensor qkv, Tensor cu_seqlens, int64
   return result;
 }
 
-Tensor varlen_attention_backward(Tensor dout, Tensor qkv, Tensor out, Tensor lse,
-                                 Tensor cu_seqlens, int64_t max_seqlen, double scale,
-                                 double dropout_p, std::optional<Tensor> rng) {
+Tensor varlen_attention_backward(Tensor dout, Tensor qkv, Tensor out, Tensor lse, Tensor cu_seqlens,
+                                 int64_t max_seqlen, double scale, double dropout_p,
+                                 std::optional<Tensor> rng) {
   const char* op = "varlen_attention_backward";
   check_qkv(qkv, op);
   AttentionParams p = common(qkv, qkv.size(2), qkv.size(3), scale, dropout_p, rng, op);
@@ -203,8 +203,8 @@ std::tuple<Tensor, Tensor> varlen_cross_attention(Tensor q, Tensor kv, Tensor cu
 
 std::tuple<Tensor, Tensor> varlen_cross_attention_backward(
     Tensor dout, Tensor q, Tensor kv, Tensor out, Tensor lse, Tensor cu_seqlens_q,
-    Tensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, double scale,
-    double dropout_p, std::optional<Tensor> rng) {
+    Tensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double dropout_p,
+    std::optional<Tensor> rng) {
   const char* op = "varlen_cross_attention_backward";
   check_q_kv(q, kv, op);
   AttentionParams p = common(q, q.size(1), q.size(2), scale, dropout_p, rng, op);

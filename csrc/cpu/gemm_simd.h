@@ -1,5 +1,6 @@
-// A small fp32 matrix product for operands that sit in cache: C (+)= A B, where A is read element by
-// element (any strides, so a transposed A costs nothing) and B is packed in panels of kPanel columns.
+// A small fp32 matrix product for operands that sit in cache: C (+)= A B, where A is read element
+// by element (any strides, so a transposed A costs nothing) and B is packed in panels of kPanel
+// columns.
 //
 // An MR x NV tile of accumulators stays in registers: 6 x 4 vectors with 32 registers (24 + 4 + 1),
 // 6 x 2 with 16. Tails run the same code with a smaller MR or NV, chosen at compile time.
@@ -72,10 +73,12 @@ inline void tile_rows(Strided a, int rows, int depth, const float* b, float* c, 
 }
 
 // C [rows, columns rounded up to kLanes] (+)= A [rows, depth] B. B is [columns / kPanel][depth]
-// [kPanel]; its padding columns must hold finite numbers. ldc >= columns rounded up to kLanes.
+// [kPanel]; its padding columns up to a multiple of kLanes must hold finite numbers. ldc >= columns
+// rounded up to kLanes.
 inline void gemm(Strided a, int rows, int columns, int depth, const float* b, float* c, int64_t ldc,
                  bool accumulate) {
-  for (int column = 0; column < columns; column += kPanel, b += static_cast<int64_t>(depth) * kPanel) {
+  for (int column = 0; column < columns;
+       column += kPanel, b += static_cast<int64_t>(depth) * kPanel) {
     const int left = (columns - column + kLanes - 1) / kLanes;
     float* cp = c + column;
     if (left >= kTileVectors) {
@@ -131,7 +134,8 @@ BU_INLINE void transpose4(const float* in, int64_t in_stride, float* out, int64_
 }
 
 // Packs the transpose of `rows` x `columns` (columns a multiple of 4, contiguous rows of `stride`
-// floats) as the B of a product whose depth runs over its columns; missing rows of a panel are zero.
+// floats) as the B of a product whose depth runs over its columns. Missing rows up to a multiple of
+// kLanes are zero; gemm reads no further.
 inline void pack_transposed(const float* x, int64_t stride, int rows, int columns, float* out) {
   for (int row = 0; row < rows; row += kPanel, out += static_cast<int64_t>(columns) * kPanel) {
     const int height = rows - row < kPanel ? rows - row : kPanel;
@@ -139,7 +143,7 @@ inline void pack_transposed(const float* x, int64_t stride, int rows, int column
     for (; i + 4 <= height; i += 4)
       for (int k = 0; k < columns; k += 4)
         transpose4(x + (row + i) * stride + k, stride, out + k * kPanel + i, kPanel);
-    for (; i < kPanel; ++i)
+    for (; i < round_up(height, kLanes); ++i)
       for (int k = 0; k < columns; ++k)
         out[k * kPanel + i] = i < height ? x[(row + i) * stride + k] : 0.0f;
   }

@@ -23,30 +23,30 @@ const char* built_isas();
 }  // namespace bert_unpad
 
 #if defined(__x86_64__)
-#define BU_ISA_TABLE(Type, name)                      \
-  namespace generic {                                 \
-  extern const Type name;                             \
-  }                                                   \
-  namespace avx2 {                                    \
-  extern const Type name;                             \
-  }                                                   \
-  namespace avx512 {                                  \
-  extern const Type name;                             \
-  }                                                   \
-  namespace avx512_bf16 {                             \
-  extern const Type name;                             \
-  }                                                   \
-  static const Type& name() {                         \
-    switch (isa()) {                                  \
-      case Isa::kAvx512Bf16:                          \
-        return avx512_bf16::name;                     \
-      case Isa::kAvx512:                              \
-        return avx512::name;                          \
-      case Isa::kAvx2:                                \
-        return avx2::name;                            \
-      default:                                        \
-        return generic::name;                         \
-    }                                                 \
+#define BU_ISA_TABLE(Type, name)  \
+  namespace generic {             \
+  extern const Type name;         \
+  }                               \
+  namespace avx2 {                \
+  extern const Type name;         \
+  }                               \
+  namespace avx512 {              \
+  extern const Type name;         \
+  }                               \
+  namespace avx512_bf16 {         \
+  extern const Type name;         \
+  }                               \
+  static const Type& name() {     \
+    switch (isa()) {              \
+      case Isa::kAvx512Bf16:      \
+        return avx512_bf16::name; \
+      case Isa::kAvx512:          \
+        return avx512::name;      \
+      case Isa::kAvx2:            \
+        return avx2::name;        \
+      default:                    \
+        return generic::name;     \
+    }                             \
   }
 #else
 #define BU_ISA_TABLE(Type, name) \

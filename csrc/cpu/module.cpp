@@ -27,9 +27,15 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef module_def = {
-    PyModuleDef_HEAD_INIT, "_C", "CPU operators of bert_unpad.", -1, methods,
-    nullptr,               nullptr, nullptr,                     nullptr};
+PyModuleDef module_def = {PyModuleDef_HEAD_INIT,
+                          "_C",
+                          "CPU operators of bert_unpad.",
+                          -1,
+                          methods,
+                          nullptr,
+                          nullptr,
+                          nullptr,
+                          nullptr};
 
 }  // namespace
 

@@ -57,7 +57,8 @@ BU_INLINE u32v lane_index() {
   return v;
 }
 
-// --- row dropout -------------------------------------------------------------------------------------
+// --- row dropout
+// -------------------------------------------------------------------------------------
 
 // Columns that one row_dropout_words call covers.
 inline constexpr int kRowDropoutColumns = 8 * kLanes;
@@ -94,7 +95,8 @@ BU_INLINE void row_dropout_words(RngKey key, uint32_t row, uint32_t column, uint
 #endif
 }
 
-// --- attention dropout -------------------------------------------------------------------------------
+// --- attention dropout
+// -------------------------------------------------------------------------------
 
 // Columns that one attention_dropout_words call covers.
 inline constexpr int kAttentionDropoutColumns = 4 * kLanes;

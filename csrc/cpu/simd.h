@@ -1,5 +1,5 @@
-// The vector type of the instruction set a *_simd.cpp file is compiled for, and what kernels need of
-// it. GCC/Clang vector extensions carry the arithmetic, so that one source serves SSE2, AVX2,
+// The vector type of the instruction set a *_simd.cpp file is compiled for, and what kernels need
+// of it. GCC/Clang vector extensions carry the arithmetic, so that one source serves SSE2, AVX2,
 // AVX-512 and NEON; intrinsics appear only where the extensions have no word for an instruction.
 // Everything here lives in the namespace of the instruction set (see cpu/isa.h for why).
 #pragma once
@@ -50,8 +50,8 @@ BU_INLINE void store_bits(void* p, V v) {
   std::memcpy(p, &v, sizeof(V));
 }
 
-// Not f32v{} + x: that adds (-0 + 0 = 0), and GCC then broadcasts from a register, which takes the port
-// of an FMA, instead of from memory.
+// Not f32v{} + x: that adds (-0 + 0 = 0), and GCC then broadcasts from a register, which takes the
+// port of an FMA, instead of from memory.
 BU_INLINE f32v splat(float x) {
 #if defined(__AVX512F__)
   return (f32v)_mm512_set1_ps(x);
@@ -68,7 +68,8 @@ BU_INLINE f32v select(i32v mask, f32v a, f32v b) { return mask ? a : b; }
 BU_INLINE f32v vmax(f32v a, f32v b) { return b > a ? b : a; }
 BU_INLINE f32v vmin(f32v a, f32v b) { return b < a ? b : a; }
 
-// --- 16-bit storage -------------------------------------------------------------------------------
+// --- 16-bit storage
+// -------------------------------------------------------------------------------
 
 BU_INLINE f32v widen_bf16(u16v v) { return as_f32(__builtin_convertvector(v, u32v) << 16); }
 
@@ -144,7 +145,8 @@ BU_INLINE u16v narrow_f16(f32v v) {
 #endif
 }
 
-// --- loads and stores, any alignment ---------------------------------------------------------------
+// --- loads and stores, any alignment
+// ---------------------------------------------------------------
 
 BU_INLINE f32v load(const float* p) { return load_bits<f32v>(p); }
 BU_INLINE f32v load(const bf16* p) { return widen_bf16(load_bits<u16v>(p)); }
@@ -167,7 +169,8 @@ BU_INLINE void store_n(T* p, f32v v, int n) {
   std::memcpy(p, buffer, n * sizeof(T));
 }
 
-// --- reductions and functions ------------------------------------------------------------------------
+// --- reductions and functions
+// ------------------------------------------------------------------------
 
 BU_INLINE float reduce_add(f32v v) {
 #if defined(__AVX512F__)
@@ -199,8 +202,9 @@ BU_INLINE f32v round_to_int(f32v v) {
 #endif
 }
 
-// 2^v for v <= 127, about 1 ulp; below -126 it is 0. The polynomial is the degree-6 Taylor series of
-// 2^f on [-1/2, 1/2] (coefficients ln(2)^k / k!); its remainder there is 1.2e-7 relative at most.
+// 2^v for v <= 127, about 1 ulp; below -126 it is 0. The polynomial is the degree-6 Taylor series
+// of 2^f on [-1/2, 1/2] (coefficients ln(2)^k / k!); its remainder there is 1.2e-7 relative at
+// most.
 BU_INLINE f32v exp2v(f32v v) {
   v = vmax(v, splat(-127.0f));
   const f32v n = round_to_int(v), f = v - n;

@@ -1,4 +1,5 @@
-// 16-bit storage types as plain bits, and which storage type a tensor has. Arithmetic is always fp32.
+// 16-bit storage types as plain bits, and which storage type a tensor has. Arithmetic is always
+// fp32.
 #pragma once
 
 #include <cstdint>

@@ -54,16 +54,17 @@ BU_HD float keep_scale(uint32_t threshold) {
 }
 
 // Row-wise dropout (hidden states): one call covers 8 neighbouring columns of one row.
-//   counter = (column / 8, row, 0, offset); element column % 8 = half-word (column % 8) of the call.
+//   counter = (column / 8, row, 0, offset); element column % 8 = half-word (column % 8) of the
+//   call.
 BU_HD Philox4 row_dropout_bits(RngKey key, uint32_t row, uint32_t column8) {
   return philox4x32_10(column8, row, 0u, key.offset, key.k0, key.k1);
 }
 
-// Attention dropout: one call covers the 8 scores that one thread of mma.sync m16n8k16 holds for two
-// neighbouring n8 tiles: rows r and r + 8 of a 16-row tile, columns 2t, 2t + 1, 2t + 8, 2t + 9 of a
-// 16-column tile (t = 0..3).
-//   counter = (4 * (column / 16) + t, 8 * (row / 16) + row % 8, 1 + sequence * heads + head, offset)
-//   half-word = 4 * (row / 8 % 2) + 2 * (column / 8 % 2) + column % 2
+// Attention dropout: one call covers the 8 scores that one thread of mma.sync m16n8k16 holds for
+// two neighbouring n8 tiles: rows r and r + 8 of a 16-row tile, columns 2t, 2t + 1, 2t + 8, 2t + 9
+// of a 16-column tile (t = 0..3).
+//   counter = (4 * (column / 16) + t, 8 * (row / 16) + row % 8, 1 + sequence * heads + head,
+//   offset) half-word = 4 * (row / 8 % 2) + 2 * (column / 8 % 2) + column % 2
 // The sequence-head word starts at 1: 0 is row dropout.
 struct AttentionDropoutCoord {
   uint32_t column_word, row_word;
