@@ -46,9 +46,9 @@ def dropout_add_layer_norm(
     """
     rng = _rng.draw(p, rng, x.device)
     residual = None if residual is None else residual.contiguous()
-    return _ops.dropout_add_layer_norm(
-        x.contiguous(), x_bias, residual, weight, bias, p, eps, rng
-    )[0]
+    return _ops.dropout_add_layer_norm(x.contiguous(), x_bias, residual, weight, bias, p, eps, rng)[
+        0
+    ]
 
 
 @torch.library.register_fake("bert_unpad::dropout_add_layer_norm")

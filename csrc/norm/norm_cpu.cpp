@@ -14,16 +14,6 @@ BU_ISA_TABLE(NormKernels, norm_kernels)
 
 namespace {
 
-void check_like(const Tensor& t, const Tensor& x, const char* op, const char* name) {
-  bool same = t.dim() == x.dim();
-  for (int64_t i = 0; same && i < t.dim(); ++i) same = t.size(i) == x.size(i);
-  check(same, op, ": ", name, " must have the shape of x, ", shape_string(x), ", got ",
-        shape_string(t));
-  check(t.scalar_type() == x.scalar_type(), op, ": ", name, " must have the dtype of x");
-  check_contiguous(t, op, name);
-  check_same_device(t, x, op, name);
-}
-
 // The parameter vectors as the kernels read them; NormParams points into it.
 struct Vectors {
   std::vector<float> x_bias, weight, bias;
@@ -40,7 +30,7 @@ int64_t set_common(NormParams& p, Vectors& vectors, const Tensor& x,
   check_contiguous(x, op, "x");
   p.hidden = x.size(x.dim() - 1);
   p.padded = padded_columns(p.hidden);
-  if (residual) check_like(*residual, x, op, "residual");
+  if (residual) check_like(*residual, x, op, "residual", "x");
   check_parameter(weight, p.hidden, x, op, "weight");
   if (x_bias) check_parameter(*x_bias, p.hidden, x, op, "x_bias");
   check_probability(dropout_p, op, "p");
@@ -91,7 +81,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
   NormParams p{};
   Vectors vectors;
   const int64_t rows = set_common(p, vectors, x, x_bias, residual, weight, dropout_p, rng, op);
-  check_like(dy, x, op, "dy");
+  check_like(dy, x, op, "dy", "x");
   for (const Tensor* t : {&mean, &rstd}) {
     const char* name = t == &mean ? "mean" : "rstd";
     check_shape(*t, {rows}, op, name, "[rows]");

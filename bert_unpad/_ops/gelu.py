@@ -1,0 +1,60 @@
+"""Bias + GELU: fake kernels and autograd over the C++ operator."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bert_unpad import _library as _library  # schemas must exist
+
+_ops = torch.ops.bert_unpad
+
+
+def bias_gelu(
+    x: Tensor, bias: Tensor | None = None, *, approximate: Literal["none", "tanh"] = "none"
+) -> Tensor:
+    """gelu(x + bias), in one pass over memory; its backward pass sums the bias gradient too.
+
+    Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016). `"none"` is x Phi(x), BERT's own;
+    `"tanh"` is that paper's approximation. Only x and bias are kept for the backward pass.
+
+    Args:
+        x: [..., hidden], float32, bfloat16 or float16.
+        bias: [hidden], float32 or x's dtype, or None.
+        approximate: "none" or "tanh", as in `torch.nn.functional.gelu`.
+
+    Returns:
+        [..., hidden] of x's dtype.
+
+    Raises:
+        ValueError: for a shape, dtype, device or `approximate` that does not fit, naming it.
+    """
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f'bias_gelu: approximate must be "none" or "tanh", got {approximate!r}')
+    return _ops.bias_gelu(x.contiguous(), bias, approximate == "tanh")
+
+
+@torch.library.register_fake("bert_unpad::bias_gelu")
+def _(x, bias, tanh):
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("bert_unpad::bias_gelu_backward")
+def _(dy, x, bias, tanh):
+    dbias = x.new_empty((0,)) if bias is None else bias.new_empty(bias.shape)
+    return x.new_empty(x.shape), dbias
+
+
+def _setup(ctx, inputs, output):
+    x, bias, tanh = inputs
+    ctx.save_for_backward(x, bias)
+    ctx.tanh = tanh
+
+
+def _backward(ctx, dy):
+    x, bias = ctx.saved_tensors
+    dx, dbias = _ops.bias_gelu_backward(dy.contiguous(), x, bias, ctx.tanh)
+    return dx, None if bias is None else dbias, None
+
+
+torch.library.register_autograd("bert_unpad::bias_gelu", _backward, setup_context=_setup)

@@ -1,0 +1,105 @@
+"""Cross-entropy of masked tokens: fake kernels and autograd over the C++ operator."""
+
+import torch
+from torch import Tensor
+
+from bert_unpad import _library as _library  # schemas must exist
+
+_ops = torch.ops.bert_unpad
+
+
+def masked_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    inplace_backward: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Sum of the cross-entropies of the rows, and how many rows predict their label.
+
+    One pass over the logits gives both, and the log-sum-exp that the backward pass needs (Milakov
+    and Gimelshein, "Online normalizer calculation for softmax", 2018). Sums, not means: the caller
+    divides by the number of labels, which may be a number over all ranks.
+
+    Args:
+        logits: [rows, columns], float32, bfloat16 or float16.
+        labels: int64 [rows], each `ignore_index` or in [0, vocab_size).
+        vocab_size: columns from here on are padding: they take no part and get a zero gradient.
+            None: all columns count.
+        ignore_index: rows with this label count for nothing and get a zero gradient.
+        inplace_backward: write the gradient over the logits, which saves a buffer of their size.
+            Only for logits that nothing else reads: the backward pass of anything that does raises
+            an error, as does a second backward pass through this operator. No effect under
+            `torch.compile`, which plans its buffers itself.
+
+    Returns:
+        The loss, a float32 scalar, and the number of rows whose label has the largest logit (the
+        first of equal ones counts as the largest), an int64 scalar.
+
+    Raises:
+        ValueError: for a shape, dtype, device or label that does not fit, naming it.
+    """
+    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
+    arguments = (logits.contiguous(), labels.contiguous(), vocab_size, ignore_index)
+    if inplace_backward and not torch.compiler.is_compiling():
+        return _InplaceBackward.apply(*arguments)
+    loss_sum, correct, _lse = _ops.masked_cross_entropy(*arguments)
+    return loss_sum, correct
+
+
+class _InplaceBackward(torch.autograd.Function):
+    """The operator with the backward pass that overwrites the logits, for eager mode."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, vocab_size, ignore_index):
+        loss_sum, correct, lse = _ops.masked_cross_entropy(logits, labels, vocab_size, ignore_index)
+        ctx.save_for_backward(logits, labels, lse)
+        ctx.scalars = (vocab_size, ignore_index)
+        ctx.mark_non_differentiable(correct)
+        return loss_sum, correct
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dloss, _dcorrect):
+        logits, labels, lse = ctx.saved_tensors
+        dlogits = logits.detach()
+        _ops.masked_cross_entropy_backward_(dloss, dlogits, labels, lse, *ctx.scalars)
+        torch.autograd.graph.increment_version(dlogits)  # so that a later read of it is an error
+        return dlogits, None, None, None
+
+
+@torch.library.register_fake("bert_unpad::masked_cross_entropy")
+def _(logits, labels, vocab_size, ignore_index):
+    return (
+        logits.new_empty((), dtype=torch.float32),
+        labels.new_empty(()),
+        logits.new_empty(labels.shape, dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("bert_unpad::masked_cross_entropy_backward")
+def _(dloss, logits, labels, lse, vocab_size, ignore_index):
+    return logits.new_empty(logits.shape)
+
+
+@torch.library.register_fake("bert_unpad::masked_cross_entropy_backward_")
+def _(dloss, logits, labels, lse, vocab_size, ignore_index):
+    return None
+
+
+def _setup(ctx, inputs, output):
+    logits, labels, vocab_size, ignore_index = inputs
+    _loss_sum, correct, lse = output
+    ctx.save_for_backward(logits, labels, lse)
+    ctx.scalars = (vocab_size, ignore_index)
+    ctx.mark_non_differentiable(correct, lse)
+
+
+def _backward(ctx, dloss, _dcorrect, _dlse):
+    logits, labels, lse = ctx.saved_tensors
+    dlogits = _ops.masked_cross_entropy_backward(dloss, logits, labels, lse, *ctx.scalars)
+    return dlogits, None, None, None
+
+
+torch.library.register_autograd("bert_unpad::masked_cross_entropy", _backward, setup_context=_setup)

@@ -1,0 +1,121 @@
+// CPU bindings of the cross-entropy of masked tokens: checks, rows over threads, sums.
+#include "loss/loss.h"
+
+#include <tuple>
+#include <vector>
+
+#include "checks.h"
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
+
+namespace bert_unpad {
+
+BU_ISA_TABLE(LossKernels, loss_kernels)
+
+namespace {
+
+LossParams make_params(const Tensor& logits, const Tensor& labels, int64_t vocab_size,
+                       int64_t ignore_index, const char* op) {
+  LossParams p{};
+  p.dtype = storage_dtype(logits, op, "logits");
+  check_shape(logits, {-1, -1}, op, "logits", "[rows, padded vocabulary]");
+  check_contiguous(logits, op, "logits");
+  check_dtype(labels, ScalarType::Long, op, "labels", "int64");
+  check_shape(labels, {logits.size(0)}, op, "labels", "[rows]");
+  check_contiguous(labels, op, "labels");
+  check_same_device(labels, logits, op, "labels");
+  check(vocab_size >= 1 && vocab_size <= logits.size(1), op,
+        ": vocab_size must be between 1 and the number of columns, ", logits.size(1), ", got ",
+        vocab_size);
+  p.columns = logits.size(1);
+  p.vocab = vocab_size;
+  p.ignore_index = ignore_index;
+  p.logits = logits.const_data_ptr();
+  p.labels = labels.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < logits.size(0); ++i)
+    check(p.labels[i] == ignore_index || (p.labels[i] >= 0 && p.labels[i] < vocab_size), op,
+          ": labels[", i, "] = ", p.labels[i], " is neither ignore_index = ", ignore_index,
+          " nor in [0, vocab_size = ", vocab_size, ")");
+  return p;
+}
+
+std::tuple<Tensor, Tensor, Tensor> masked_cross_entropy(Tensor logits, Tensor labels,
+                                                        int64_t vocab_size, int64_t ignore_index) {
+  const char* op = "masked_cross_entropy";
+  LossParams p = make_params(logits, labels, vocab_size, ignore_index, op);
+  const int64_t rows = logits.size(0);
+  Tensor lse = torch::stable::new_empty(logits, {rows}, ScalarType::Float);
+  p.lse = lse.mutable_data_ptr<float>();
+  struct Row {
+    float loss;
+    bool correct;
+  };
+  std::vector<Row> results(rows);
+  const LossKernels& kernels = loss_kernels();
+  torch::stable::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (p.labels[i] == ignore_index) {
+        p.lse[i] = 0.0f;
+        results[i] = {0.0f, false};
+      } else {
+        results[i].loss = kernels.forward(p, i, results[i].correct);
+      }
+    }
+  });
+  double loss = 0.0;
+  int64_t correct = 0;
+  for (const Row& row : results) {
+    loss += row.loss;
+    correct += row.correct;
+  }
+  Tensor loss_sum = torch::stable::new_empty(logits, {}, ScalarType::Float);
+  Tensor correct_sum = torch::stable::new_empty(labels, {});
+  *loss_sum.mutable_data_ptr<float>() = static_cast<float>(loss);
+  *correct_sum.mutable_data_ptr<int64_t>() = correct;
+  return {loss_sum, correct_sum, lse};
+}
+
+// Writes the gradient to `dlogits`, which may be `logits`.
+void backward_into(const Tensor& dloss, const Tensor& logits, const Tensor& labels,
+                   const Tensor& lse, int64_t vocab_size, int64_t ignore_index, void* dlogits,
+                   const char* op) {
+  LossParams p = make_params(logits, labels, vocab_size, ignore_index, op);
+  const int64_t rows = logits.size(0);
+  check_dtype(dloss, ScalarType::Float, op, "dloss", "float32");
+  check(dloss.numel() == 1, op, ": dloss must be a scalar, got shape ", shape_string(dloss));
+  check_same_device(dloss, logits, op, "dloss");
+  check_dtype(lse, ScalarType::Float, op, "lse", "float32");
+  check_shape(lse, {rows}, op, "lse", "[rows]");
+  check_contiguous(lse, op, "lse");
+  p.lse = const_cast<float*>(lse.const_data_ptr<float>());
+  p.dloss = *dloss.const_data_ptr<float>();
+  p.dlogits = dlogits;
+  const LossKernels& kernels = loss_kernels();
+  torch::stable::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) kernels.backward(p, i);
+  });
+}
+
+Tensor masked_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor labels, Tensor lse,
+                                     int64_t vocab_size, int64_t ignore_index) {
+  Tensor dlogits = torch::stable::empty_like(logits);
+  backward_into(dloss, logits, labels, lse, vocab_size, ignore_index, dlogits.mutable_data_ptr(),
+                "masked_cross_entropy_backward");
+  return dlogits;
+}
+
+void masked_cross_entropy_backward_(Tensor dloss, Tensor logits, Tensor labels, Tensor lse,
+                                    int64_t vocab_size, int64_t ignore_index) {
+  backward_into(dloss, logits, labels, lse, vocab_size, ignore_index, logits.mutable_data_ptr(),
+                "masked_cross_entropy_backward_");
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CPU, m) {
+  m.impl("masked_cross_entropy", TORCH_BOX(&masked_cross_entropy));
+  m.impl("masked_cross_entropy_backward", TORCH_BOX(&masked_cross_entropy_backward));
+  m.impl("masked_cross_entropy_backward_", TORCH_BOX(&masked_cross_entropy_backward_));
+}
+
+}  // namespace bert_unpad
