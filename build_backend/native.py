@@ -58,13 +58,15 @@ def find_nvcc() -> str | None:
     return nvcc
 
 
+def arch_names(arch_list: str) -> list[str]:
+    """The entries of a TORCH_CUDA_ARCH_LIST, which may be separated by `;`, `,` or spaces."""
+    return arch_list.replace(",", " ").replace(";", " ").split()
+
+
 def cuda_arch_flags(arch_list: str) -> list[str]:
     """-gencode flags for a TORCH_CUDA_ARCH_LIST such as `8.0;9.0a+PTX`."""
     flags = []
-    for entry in arch_list.replace(",", ";").replace(" ", ";").split(";"):
-        name = entry.strip()
-        if not name:
-            continue
+    for name in arch_names(arch_list):
         number = name.removesuffix("+PTX").replace(".", "")
         if not number.rstrip("af").isdigit():
             raise SystemExit(f"TORCH_CUDA_ARCH_LIST: expected e.g. `8.0;9.0a+PTX`, not {name!r}")
@@ -127,7 +129,9 @@ def _escape(path: Path | str) -> str:
 
 
 def _join(flags: list[str]) -> str:
-    return " ".join(f"'{f}'" if " " in f else f for f in flags).replace("$ORIGIN", "'$$ORIGIN'")
+    return " ".join(f"'{f}'" if " " in f or "\\" in f else f for f in flags).replace(
+        "$ORIGIN", "'$$ORIGIN'"
+    )
 
 
 def _ninja() -> str:
@@ -163,13 +167,21 @@ class NativeBuild(build_ext):
         folder = ROOT / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
         ninja = NinjaFile(folder)
         cpp = [
-            *("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-psabi", "-Wno-maybe-uninitialized"),
+            *(
+                "-O3",
+                "-std=c++20",
+                "-fPIC",
+                "-fvisibility=hidden",
+                "-Wall",
+                "-Wno-psabi",
+                "-Wno-maybe-uninitialized",
+            ),
             *("-fno-math-errno", "-fno-trapping-math", "-g1"),
             f"-ffile-prefix-map={ROOT}=.",
             f"-I{CSRC}",
             f"-I{sysconfig.get_path('include')}",
         ]
-        stable = [f"-isystem{torch / 'include'}", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
+        stable = ["-isystem", str(torch / "include"), "-DTORCH_TARGET_VERSION=0x020b000000000000"]
         cxx = _compiler()
         ninja.rule("cxx", f"{cxx} -MD -MF $out.d $flags -c $in -o $out", True, "C++")
         ninja.rule("ld", f"{cxx} -shared $in $flags -o $out", False, "link")
@@ -225,14 +237,19 @@ class NativeBuild(build_ext):
             f"-I{CSRC}",
             *archs,
         ]
+        # nvcc splits a macro's value at commas unless they are escaped.
+        names = "\\,".join(arch_names(arch_list))
         cpp = [*flags, *stable, f"-I{sysconfig.get_path('include')}"]
-        cpp += [f'-DBERT_UNPAD_CUDA_ARCHS={arch_list.replace(";", ",")}']
-        # ptxas reports registers and spills on stderr; kept beside the object for the budget check.
-        log = "|| (cat $out.log && false)"
-        ninja.rule("nvcc", f"{nvcc} -MD -MF $out.d $flags -c $in -o $out 2> $out.log {log}", True, "CUDA")
+        cpp += [f"-DBERT_UNPAD_CUDA_ARCHS={names}"]
+        # ptxas reports registers and spills on stderr; kept beside the object for
+        # scripts/check_cuda_build.py.
+        compile_command = f"{nvcc} -MD -MF $out.d $flags -c $in -o $out 2> $out.log"
+        ninja.rule("nvcc", f"{compile_command} || (cat $out.log && false)", True, "CUDA")
         ninja.rule("nvld", f"{nvcc} -shared $in $flags -o $out", False, "link")
         objects = [ninja.compile("nvcc", source, flags) for source in sources("*/*.cu")]
         objects += [ninja.compile("nvcc", source, cpp) for source in sources("*/*_cuda.cpp")]
-        ninja.link(
-            "nvld", "_C_cuda.so", objects, [f"-L{torch / 'lib'}", "-ltorch_cpu", "--cudart=static", *archs]
-        )
+        # The CUDA runtime is linked in, and hidden: its symbols would otherwise be taken from the
+        # libcudart that PyTorch loads globally, which may be of another CUDA version.
+        options = ["--cudart=static", "-Xlinker=--exclude-libs,ALL", *archs]
+        torch_cpu = [f"-L{torch / 'lib'}", "-ltorch_cpu"]
+        ninja.link("nvld", "_C_cuda.so", objects, [*torch_cpu, *options])

@@ -1,0 +1,38 @@
+// Sums the rows of a small fp32 matrix. A warp reads 32 neighbouring columns; 16 warps share the
+// rows and add up in a fixed order.
+#include "cuda/column_sum.h"
+
+#include "cuda/launch.h"
+#include "device/reduce.h"
+#include "device/vector.h"
+
+namespace bert_unpad::cuda {
+namespace {
+
+constexpr int kColumns = 32, kRowLanes = 16;
+
+BU_KERNEL(kColumns* kRowLanes, 2)
+column_sum_kernel(const float* __restrict__ partials, int64_t rows, int64_t columns,
+                  void* __restrict__ out, DType out_dtype) {
+  extern __shared__ float shared[];
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumns + threadIdx.x;
+  float sum[1] = {0.0f};
+  if (column < columns) {
+    for (int64_t row = threadIdx.y; row < rows; row += kRowLanes)
+      sum[0] += partials[row * columns + column];
+  }
+  sum_over_y(sum, shared);
+  if (threadIdx.y == 0 && column < columns) store_parameter(out, out_dtype, column, sum[0]);
+}
+
+}  // namespace
+
+void column_sum(const char* op, const float* partials, int64_t rows, int64_t columns, void* out,
+                DType out_dtype, cudaStream_t stream) {
+  if (columns == 0) return;
+  const dim3 grid(static_cast<unsigned>((columns + kColumns - 1) / kColumns));
+  launch(op, column_sum_kernel, grid, dim3(kColumns, kRowLanes),
+         sum_over_y_bytes(kColumns, kRowLanes, 1), stream, partials, rows, columns, out, out_dtype);
+}
+
+}  // namespace bert_unpad::cuda

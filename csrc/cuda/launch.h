@@ -1,0 +1,76 @@
+// Starting kernels: error checks, dtype dispatch and launch geometry, without torch.
+//
+// The only file with <<<>>>; a launcher calls launch() and never the kernel.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "cpu/types.h"
+
+namespace bert_unpad::cuda {
+
+inline void check_cuda(cudaError_t error, const char* op) {
+  if (error != cudaSuccess) [[unlikely]]
+    throw std::runtime_error(std::string(op) + ": CUDA error: " + cudaGetErrorString(error));
+}
+
+// cudaGetLastError also reports an error of earlier, asynchronous work; the message names the
+// operator that met it.
+template <class... Params, class... Args>
+void launch(const char* op, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
+            cudaStream_t stream, const Args&... args) {
+  kernel<<<grid, block, shared_bytes, stream>>>(args...);
+  check_cuda(cudaGetLastError(), op);
+}
+
+// f.operator()<T>() for the storage type of `dtype`.
+template <class F>
+void dispatch(DType dtype, const F& f) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return f.template operator()<float>();
+    case DType::kBFloat16:
+      return f.template operator()<__nv_bfloat16>();
+    case DType::kFloat16:
+      return f.template operator()<__half>();
+  }
+}
+
+inline int sm_count(const char* op) {
+  int device = 0, count = 0;
+  check_cuda(cudaGetDevice(&device), op);
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), op);
+  return count;
+}
+
+inline bool is_aligned(const void* p, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
+}
+
+// Blocks of 128 threads over a [rows, columns] matrix. A thread keeps its columns, so that what
+// belongs to a column is read once, and goes through every (grid.y * block.y)-th row. Narrow
+// matrices put several rows into a block.
+struct ColumnGrid {
+  static constexpr int kThreads = 128;
+  dim3 grid, block;
+
+  // `column_vectors`: columns / elements per thread; `blocks` fill the device.
+  ColumnGrid(int64_t rows, int64_t column_vectors, int64_t blocks) {
+    unsigned width = 1;
+    while (width < kThreads && width < column_vectors) width *= 2;
+    block = dim3(width, kThreads / width);
+    const int64_t across = (column_vectors + width - 1) / width;
+    const int64_t most = (rows + block.y - 1) / block.y;
+    const int64_t down = std::clamp<int64_t>(std::min(blocks / across, most), 1, 65535);
+    grid = dim3(static_cast<unsigned>(across), static_cast<unsigned>(down));
+  }
+};
+
+}  // namespace bert_unpad::cuda
