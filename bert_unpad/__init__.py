@@ -1,8 +1,12 @@
 """BERT training without padding: PyTorch operators, modules and a load-balanced trainer.
 
-Importing the package registers `torch.ops.bert_unpad.*`.
+Importing the package registers `torch.ops.bert_unpad.*`. Where its compiled operators cannot be
+loaded it warns, and everything that needs them (`bert_unpad.ops` first) raises an ImportError that
+says why; `python -m bert_unpad.info` works all the same.
 """
 
 __version__ = "0.1.0"
 
-from bert_unpad import _library as _library  # loads the compiled modules first
+from bert_unpad import _library
+
+_library.load()

@@ -1,43 +1,72 @@
 """Loads the compiled modules, which registers `torch.ops.bert_unpad.*`.
 
-`_C` holds the schemas and the CPU operators and must load. `_C_cuda` holds the CUDA operators and is
-loaded only under a CUDA build of PyTorch; why it was not is kept for `python -m bert_unpad.info`.
+`_C` holds the schemas and the CPU operators; `_C_cuda` the CUDA operators, loaded only under a CUDA
+build of PyTorch. What keeps one from loading is kept here instead of being raised, because
+`python -m bert_unpad.info`, which is there to say it, imports the package too.
 """
 
 import importlib
+import re
+import warnings
+from pathlib import Path
 
 import torch
 
 MINIMUM_TORCH = (2, 11)
 
+_INSTALL = "`pip install .` (or `pip install -e .` in a checkout)"
 
-def _check_torch() -> None:
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < MINIMUM_TORCH:
-        raise ImportError(
-            f"bert_unpad needs PyTorch >= {'.'.join(map(str, MINIMUM_TORCH))}, "
-            f"but {torch.__version__} is installed"
-        )
+cpu_missing: str | None = "it was not loaded yet"
+"""Why `_C` is not loaded, or None."""
+cuda_missing: str | None = "it was not loaded yet"
+"""Why `_C_cuda` is not loaded, or None."""
 
 
-def _load_cuda() -> str | None:
-    """Loads `_C_cuda`; returns why it is not loaded, or None."""
-    if torch.version.cuda is None:
-        return "this PyTorch is built without CUDA"
+def load() -> None:
+    """Loads what can be loaded; warns where `_C`, or a `_C_cuda` that is there, cannot."""
+    global cpu_missing, cuda_missing
+    cpu_missing = _old_torch() or _import("_C")
+    if cpu_missing:
+        cuda_missing = "bert_unpad._C is not loaded"
+        warnings.warn(f"bert_unpad's operators are missing: {cpu_missing}", stacklevel=3)
+    elif torch.version.cuda is None:
+        cuda_missing = "this PyTorch is built without CUDA"
+    else:
+        cuda_missing = _import("_C_cuda")
+        if cuda_missing and built_files("_C_cuda"):
+            warnings.warn(f"bert_unpad's CUDA operators are missing: {cuda_missing}", stacklevel=3)
+
+
+def require() -> None:
+    """Raises an ImportError where the operators are not loaded; modules that call them begin so."""
+    if cpu_missing:
+        raise ImportError(f"bert_unpad's operators are missing: {cpu_missing}")
+
+
+def built_files(module: str) -> list[str]:
+    """The names of the files of a compiled module, whichever Python they are built for."""
+    return sorted(path.name for path in Path(__file__).parent.glob(f"{module}.*so"))
+
+
+def _old_torch() -> str | None:
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if version >= MINIMUM_TORCH:
+        return None
+    wanted = ".".join(map(str, MINIMUM_TORCH))
+    return f"bert_unpad needs PyTorch >= {wanted}, but {torch.__version__} is installed"
+
+
+def _import(module: str) -> str | None:
+    """Imports a compiled module; returns why that failed, or None."""
     try:
-        importlib.import_module("bert_unpad._C_cuda")
+        importlib.import_module(f"bert_unpad.{module}")
     except ModuleNotFoundError:
-        return "the CUDA operators were not built (no nvcc when bert_unpad was installed)"
+        files = built_files(module)
+        if files:
+            return f"built for another Python ({', '.join(files)}); install again with {_INSTALL}"
+        if module == "_C_cuda":
+            return "not built (no nvcc was found when bert_unpad was installed)"
+        return f"not built; install the package with {_INSTALL}"
+    except ImportError as error:
+        return f"cannot be loaded: {error}"
     return None
-
-
-_check_torch()
-try:
-    importlib.import_module("bert_unpad._C")
-except ModuleNotFoundError as error:
-    raise ImportError(
-        "bert_unpad's compiled operators are missing; install the package with `pip install .` "
-        "(or `pip install -e .` in a checkout)"
-    ) from error
-
-cuda_missing: str | None = _load_cuda()

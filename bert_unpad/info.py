@@ -1,0 +1,167 @@
+"""What this installation is made of: `python -m bert_unpad.info [--json]`.
+
+The first thing to look at, and to paste into a bug report, when an operator is missing or slow. So
+it works, and says why, where the compiled modules cannot be loaded.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bert_unpad
+from bert_unpad import _library
+
+DISPATCH_KEYS = ("CPU", "CUDA", "Autograd")
+
+
+def collect() -> dict[str, Any]:
+    """Everything the report says, as JSON-compatible data.
+
+    Returns:
+        A dict with the sections `versions`, `modules` (per compiled module: `loaded`, `files`, and
+        `missing`, the reason why it is not loaded, or None), `cpu`, `cuda` and `operators` (per
+        operator and dispatch key, whether a kernel is registered). Memory is in bytes.
+    """
+    modules = _modules()
+    return {
+        "versions": {
+            "bert_unpad": bert_unpad.__version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "torch_cuda": torch.version.cuda,
+            "built_with_cuda": _ask("_C_cuda", "cuda_version", modules),
+            "os": platform.platform(),
+        },
+        "modules": modules,
+        "cpu": {
+            "model": _cpu_model(),
+            "logical_cpus": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "instruction_set": _ask("_C", "cpu_isa", modules),
+            "instruction_sets_built": _names(_ask("_C", "built_isas", modules)),
+        },
+        "cuda": {
+            "architectures_built": _names(_ask("_C_cuda", "archs", modules)),
+            "gpus": _gpus(),
+        },
+        "operators": _operators(),
+    }
+
+
+def _modules() -> dict[str, dict[str, Any]]:
+    missing = {"_C": _library.cpu_missing, "_C_cuda": _library.cuda_missing, "_planner": None}
+    try:
+        importlib.import_module("bert_unpad._planner")
+    except ImportError as error:
+        missing["_planner"] = str(error)
+    return {
+        name: {"loaded": why is None, "missing": why, "files": _library.built_files(name)}
+        for name, why in missing.items()
+    }
+
+
+def _ask(module: str, function: str, modules: dict[str, dict[str, Any]]) -> str | None:
+    """What a function of a compiled module returns; its error's text; None if not loaded."""
+    if not modules[module]["loaded"]:
+        return None
+    try:
+        return getattr(importlib.import_module(f"bert_unpad.{module}"), function)()
+    except ValueError as error:  # e.g. an unknown $BERT_UNPAD_ISA
+        return f"error: {error}"
+
+
+def _names(text: str | None) -> list[str]:
+    return text.split(",") if text else []
+
+
+def _cpu_model() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def _gpus() -> list[dict[str, Any]]:
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            {
+                "name": properties.name,
+                "compute_capability": f"{properties.major}.{properties.minor}",
+                "memory": properties.total_memory,
+                "multiprocessors": properties.multi_processor_count,
+            }
+        )
+    return gpus
+
+
+def _operators() -> dict[str, dict[str, bool]]:
+    # Importing ops registers autograd; if it fails, `modules` already says which file is missing.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("bert_unpad.ops")
+    names = sorted(
+        name for name in torch._C._dispatch_get_all_op_names() if name.startswith("bert_unpad::")
+    )
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return {
+        name.removeprefix("bert_unpad::"): {key: has_kernel(name, key) for key in DISPATCH_KEYS}
+        for name in names
+    }
+
+
+def render(info: dict[str, Any]) -> str:
+    """The report as text for a terminal."""
+    versions, cpu, cuda = info["versions"], info["cpu"], info["cuda"]
+    rows = [
+        ("bert_unpad", versions["bert_unpad"]),
+        ("Python", versions["python"]),
+        ("PyTorch", f"{versions['torch']} (CUDA {versions['torch_cuda'] or 'none'})"),
+        ("operating system", versions["os"]),
+        ("", ""),
+    ]
+    for name, module in info["modules"].items():
+        rows.append((f"bert_unpad.{name}", "loaded" if module["loaded"] else module["missing"]))
+    rows += [
+        ("", ""),
+        ("CPU", f"{cpu['model']}, {cpu['logical_cpus']} logical CPUs, {cpu['threads']} threads"),
+        ("instruction set", cpu["instruction_set"] or "unknown"),
+        ("  built", ", ".join(cpu["instruction_sets_built"]) or "none"),
+        ("CUDA architectures", ", ".join(cuda["architectures_built"]) or "none"),
+        ("  built with", versions["built_with_cuda"] or "unknown"),
+        ("GPUs", "none visible" if not cuda["gpus"] else ""),
+    ]
+    for gpu in cuda["gpus"]:
+        memory = f"{gpu['memory'] / 2**30:.0f} GiB"
+        rows.append(("", f"{gpu['name']}, sm {gpu['compute_capability']}, {memory}"))
+    lines = [f"{label:<20} {value}".rstrip() for label, value in rows]
+    lines += ["", f"{'operators':<36}" + "".join(f"{key:<10}" for key in DISPATCH_KEYS)]
+    for name, kernels in info["operators"].items():
+        marks = "".join(f"{'yes' if kernels[key] else '-':<10}" for key in DISPATCH_KEYS)
+        lines.append(f"  {name:<34}{marks}".rstrip())
+    if not info["operators"]:
+        lines.append("  none registered")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bert_unpad.info", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    info = collect()
+    if parser.parse_args(argv).json:
+        print(json.dumps(info, indent=2))
+    else:
+        print(render(info))
+
+
+if __name__ == "__main__":
+    main()
