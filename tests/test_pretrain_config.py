@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 
 from bert_unpad.pretrain.config import ConfigError, ModelConfig, read_config
+from bert_unpad.pretrain.schedule import warmup_updates
 
 BASE = ["--batching.global_batch_size", "8", "--schedule.total_steps", "10"]
 
@@ -92,3 +95,16 @@ def test_global_batch_must_split_evenly():
     assert config.batching.per_rank(4) == 2
     with pytest.raises(ConfigError, match=r"batching\.global_batch_size"):
         config.batching.per_rank(3)
+
+
+RECIPES = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_valid(recipe):
+    config, _ = read_config(["--config", str(recipe)])
+    assert config.run_dir == f"runs/{recipe.stem}"
+    warmup_updates(config.schedule, config.schedule.total_steps)
+    if config.model.weights is None:
+        sizes = config.model.resolve(config.data.vocab_size)
+        assert sizes.max_position_embeddings >= config.data.max_seq_length

@@ -202,6 +202,8 @@ class Trainer:
                 self._log()
             if due["evaluation"]:
                 self._evaluate()
+                if progress.target_reached and not due["log"]:
+                    self._log()
             if due["checkpoint"] and not last:
                 self._save()
         if self._saved_step != progress.step:
@@ -260,11 +262,7 @@ class Trainer:
         elapsed = seconds - progress.window_seconds
         progress.window_seconds = seconds
         means = averages(sums)
-        if not math.isfinite(means["loss"]):
-            raise FloatingPointError(
-                f"the loss is {means['loss']} in the {sums['steps']:.0f} steps up to "
-                f"{progress.step}: lower optimizer.lr, lengthen the warm-up, or clip gradients"
-            )
+        self._check(means["loss"])
         if not self.ranks.is_first:
             return
         line = {
@@ -287,6 +285,14 @@ class Trainer:
         left = (self.total_steps - progress.step) * elapsed / sums["steps"]
         self.display.update(line, remaining_seconds=left)
 
+    def _check(self, loss: float) -> None:
+        """Ends a run that has diverged, before it saves a checkpoint of that."""
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss is {loss} since the last line of the log, at step {self.progress.step}: "
+                "lower optimizer.lr, lengthen the warm-up, or clip gradients"
+            )
+
     def _evaluate(self) -> None:
         if self.evaluator is None:
             return
@@ -302,6 +308,8 @@ class Trainer:
     def _save(self) -> None:
         progress = self.progress
         progress.window = self.window.fold()
+        if progress.window.get("steps"):
+            self._check(averages(progress.window)["loss"])
         progress.seconds = self.watch.seconds
         self.checkpointer.save(progress.step, self.model, self.optimizer, progress.to_json())
         self._saved_step = progress.step

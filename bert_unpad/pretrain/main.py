@@ -27,7 +27,7 @@ from bert_unpad.pretrain.optimizer import build_optimizer
 from bert_unpad.pretrain.peak import measure_matmul_peak
 from bert_unpad.pretrain.ranks import Ranks, join_ranks
 from bert_unpad.pretrain.report import is_reported, write_report
-from bert_unpad.pretrain.run import Progress, open_run_dir
+from bert_unpad.pretrain.run import Progress, changed_settings, open_run_dir
 from bert_unpad.pretrain.steps import StepCollator, endless_steps
 
 __all__ = ["main", "pretrain"]
@@ -75,7 +75,10 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
         raise ConfigError("resume", f"there is no complete checkpoint in {config.checkpoint_dir}")
     if config.resume == "never":
         found = None
-    data = prepare(config.data, progress=None if ranks.is_first else False)
+    try:
+        data = prepare(config.data, progress=None if ranks.is_first else False)
+    except (FileNotFoundError, ImportError, ValueError) as error:
+        raise ConfigError("data", str(error)) from error
     model = build_model(config, data.tokenizer.vocab_size, config.data.max_seq_length)
     sampler = BalancedSampler(
         data.train.lengths,
@@ -87,9 +90,12 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
         work=WorkModel.for_hidden(model.config.hidden_size),
     )
     evaluator = _evaluator(config, data, ranks)
-    if ranks.is_first:
-        open_run_dir(config, resolved)
     run_dir = Path(config.run_dir)
+    if ranks.is_first:
+        changed = changed_settings(run_dir, resolved) if found is not None else []
+        if changed:
+            logger.info("continuing with other settings: %s", "; ".join(changed))
+        open_run_dir(config, resolved)
     checkpointer = Checkpointer(config.checkpoint_dir, config.checkpoint.keep_last, ranks)
     model.to(ranks.device)
     optimizer = build_optimizer(model, config.optimizer)

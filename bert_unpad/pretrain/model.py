@@ -62,7 +62,6 @@ def replicate(model: BertForPreTraining, ranks: Ranks, compiled: bool) -> nn.Mod
     replica = DistributedDataParallel(
         model,
         device_ids=[ranks.device] if cuda else None,
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
     )
     empty = PackedInputs.build(VarlenBatch.from_lengths([]), torch.empty(0, dtype=torch.int64)).to(

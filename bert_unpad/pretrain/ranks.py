@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 
-__all__ = ["HostSums", "Ranks", "join_ranks"]
+__all__ = ["HostSums", "Ranks", "join_ranks", "threads_per_process"]
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,11 @@ def join_ranks(config: PretrainConfig) -> Iterator[Ranks]:
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     device = _device(config, local_rank)
-    torch.set_num_threads(_threads(config, local_world_size))
+    torch.set_num_threads(threads_per_process(config, local_world_size))
     group = None
     if world_size > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+        dist.init_process_group(backend)
         group = dist.new_group(backend="gloo")
     try:
         yield Ranks(rank, world_size, local_rank, local_world_size, device, group)
@@ -143,7 +143,9 @@ def _device(config: PretrainConfig, local_rank: int) -> torch.device:
     return device
 
 
-def _threads(config: PretrainConfig, local_world_size: int) -> int:
+def threads_per_process(config: PretrainConfig, local_world_size: int) -> int:
+    """CPU threads of each process on this machine; see `PretrainConfig.threads`."""
+    """CPU threads that each of the processes on this machine uses, see `PretrainConfig.threads`."""
     if config.threads is not None:
         return config.threads
     given = os.environ.get("OMP_NUM_THREADS", "")

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from bert_unpad.pretrain.config import PretrainConfig
 
-__all__ = ["Progress", "open_run_dir", "write_text"]
+__all__ = ["Progress", "changed_settings", "open_run_dir", "write_text"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,27 @@ def open_run_dir(config: PretrainConfig, resolved: str) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     write_text(run_dir / "config.yaml", resolved)
     return run_dir
+
+
+def changed_settings(run_dir: Path, resolved: str) -> list[str]:
+    """Settings that differ from those saved in the folder, as `key: old -> new`."""
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        return []
+    old, new = (_flat(yaml.safe_load(text)) for text in (path.read_text("utf-8"), resolved))
+    return [
+        f"{key}: {old.get(key)} -> {new.get(key)}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and key != "resume"
+    ]
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def write_text(path: Path, text: str) -> None:
