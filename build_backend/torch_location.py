@@ -1,9 +1,9 @@
 """Finds the PyTorch to compile against without importing it.
 
 Build isolation hides the installing environment's packages, but only its headers and the names of
-its shared libraries are needed, so the folder is looked for by path: in this interpreter's own
-site-packages (pip runs the build with the same interpreter), in $VIRTUAL_ENV, and in the
-environments of the processes that started the build (`python -m build` runs it in another venv).
+its shared libraries are needed, so the folder is looked for by path: where this interpreter itself
+looks (pip runs the build with the same one), in $VIRTUAL_ENV, and in the environments of the
+processes that started the build (`python -m build` runs it in another venv).
 """
 
 import os
@@ -24,20 +24,20 @@ def torch_version(folder: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _site_packages(python: str) -> list[Path]:
-    """purelib and platlib of another interpreter, if it is of this Python version."""
-    code = (
-        "import sysconfig as s, sys; print(sys.version_info[:2], "
-        "s.get_path('purelib'), s.get_path('platlib'), sep='\\n')"
-    )
+def _search_path(python: str) -> list[Path]:
+    """Where another interpreter looks for packages, if it is of this Python version.
+
+    -E, since build front ends hide the environment's packages by way of environment variables.
+    """
+    code = "import sys; print(tuple(sys.version_info[:2]), *sys.path, sep='\\n')"
     try:
         out = subprocess.run(
-            [python, "-I", "-c", code], capture_output=True, text=True, timeout=30, check=True
+            [python, "-E", "-c", code], capture_output=True, text=True, timeout=30, check=True
         ).stdout.split("\n")
     except (OSError, subprocess.SubprocessError):
         return []
     same_version = out[0] == str(tuple(sys.version_info[:2]))
-    return [Path(p) for p in out[1:3]] if same_version else []
+    return [Path(entry) for entry in out[1:] if entry] if same_version else []
 
 
 def _ancestor_pythons() -> list[str]:
@@ -63,10 +63,11 @@ def _candidates():
         yield Path(sysconfig.get_path(key))
     for entry in sys.path:
         yield Path(entry or ".")
+    yield from _search_path(sys.executable)
     if "VIRTUAL_ENV" in os.environ:
-        yield from _site_packages(str(Path(os.environ["VIRTUAL_ENV"]) / "bin" / "python"))
+        yield from _search_path(str(Path(os.environ["VIRTUAL_ENV"]) / "bin" / "python"))
     for python in _ancestor_pythons():
-        yield from _site_packages(python)
+        yield from _search_path(python)
 
 
 def find_torch() -> Path | None:
