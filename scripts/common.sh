@@ -175,7 +175,8 @@ make_venv() {
   else
     choose_torch
     "$PY" -m pip install -q "pip>=23" || fail "pip could not update itself; its message is above"
-    "$PY" -m pip install "${TORCH_ARGS[@]}" || fail "PyTorch could not be installed" \
+    # Byte-compiling all of PyTorch takes longer than compiling what gets imported.
+    "$PY" -m pip install --no-compile "${TORCH_ARGS[@]}" || fail "PyTorch could not be installed" \
       "without a network, give a Python that has it: BERT_UNPAD_PYTHON=/path/to/python3"
   fi
   environment_key >"$RECORDS/environment"

@@ -58,22 +58,20 @@ run_dir() {
 
 # Whether every operator has a CUDA kernel, so that the model can train on the GPU.
 cuda_is_complete() {
-  "$PY" - <<'PY'
-import sys
-import torch
-import bert_unpad
+  "$PY" -m bert_unpad.info --json | "$PY" -c '
+import json, sys
 
-names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("bert_unpad::")}
-has = torch._C._dispatch_has_kernel_for_dispatch_key
-sys.exit(not (torch.cuda.is_available() and all(has(name, "CUDA") for name in names)))
-PY
+info = json.load(sys.stdin)
+kernels = info["operators"].values()
+sys.exit(not (info["cuda"]["gpus"] and kernels and all(kernel["CUDA"] for kernel in kernels)))'
 }
 
 prepare pretrain
 
 device=()
 if [[ $GPU == yes ]] && ! cuda_is_complete; then
-  note "Training on the CPU: the GPU cannot be used with this build (python -m bert_unpad.info says why)"
+  note "Training on the CPU: this build cannot use the GPU for all operators;"
+  note "$PY -m bert_unpad.info shows which are missing"
   device=(--device cpu)
 fi
 if [[ -z $RANKS ]]; then
