@@ -6,6 +6,7 @@ are computed in float32. Every operator has an autograd formula and works under
 """
 
 from bert_unpad._ops.attention import varlen_attention, varlen_cross_attention
+from bert_unpad._ops.embedding import embedding_layer_norm
 from bert_unpad._ops.gelu import bias_gelu
 from bert_unpad._ops.linear import linear
 from bert_unpad._ops.loss import masked_cross_entropy
@@ -14,6 +15,7 @@ from bert_unpad._ops.norm import dropout_add_layer_norm
 __all__ = [
     "bias_gelu",
     "dropout_add_layer_norm",
+    "embedding_layer_norm",
     "linear",
     "masked_cross_entropy",
     "varlen_attention",

@@ -81,6 +81,13 @@ inline void check_like(const Tensor& t, const Tensor& like, const char* op, cons
   check_same_device(t, like, op, name);
 }
 
+// The mean or the reciprocal standard deviation of every row: fp32 [rows], contiguous.
+inline void check_statistics(const Tensor& t, int64_t rows, const char* op, const char* name) {
+  check_shape(t, {rows}, op, name, "[rows]");
+  check_dtype(t, ScalarType::Float, op, name, "float32");
+  check_contiguous(t, op, name);
+}
+
 // A parameter: contiguous, [n], on the data's device, in fp32 or the activations' dtype.
 inline void check_parameter(const Tensor& t, int64_t n, const Tensor& like, const char* op,
                             const char* name) {

@@ -82,12 +82,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
   Vectors vectors;
   const int64_t rows = set_common(p, vectors, x, x_bias, residual, weight, dropout_p, rng, op);
   check_like(dy, x, op, "dy", "x");
-  for (const Tensor* t : {&mean, &rstd}) {
-    const char* name = t == &mean ? "mean" : "rstd";
-    check_shape(*t, {rows}, op, name, "[rows]");
-    check_dtype(*t, ScalarType::Float, op, name, "float32");
-    check_contiguous(*t, op, name);
-  }
+  check_statistics(mean, rows, op, "mean");
+  check_statistics(rstd, rows, op, "rstd");
   Tensor dx = torch::stable::empty_like(x);
   const bool own_dresidual = residual.has_value() && dropout_p > 0.0;
   Tensor dresidual =

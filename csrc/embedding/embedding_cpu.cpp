@@ -1,0 +1,154 @@
+// CPU bindings of embeddings + LayerNorm + dropout: checks, row chunks, table gradients.
+#include "embedding/embedding.h"
+
+#include <limits>
+#include <tuple>
+
+#include "checks.h"
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
+#include "cpu/rng.h"
+#include "cpu/rows.h"
+#include "embedding/scatter.h"
+
+namespace bert_unpad {
+
+BU_ISA_TABLE(EmbeddingKernels, embedding_kernels)
+
+namespace {
+
+struct Table {
+  const Tensor& ids;
+  const Tensor& rows;
+  const char* ids_name;
+  const char* rows_name;
+};
+
+void check_table(const Table& t, const Table& word, const char* op) {
+  check_dtype(t.ids, ScalarType::Long, op, t.ids_name, "int64");
+  check_shape(t.ids, {word.ids.numel()}, op, t.ids_name, "[tokens]");
+  check_contiguous(t.ids, op, t.ids_name);
+  check_same_device(t.ids, word.rows, op, t.ids_name);
+  check(t.rows.dim() == 2 && t.rows.size(1) == word.rows.size(word.rows.dim() - 1) &&
+            t.rows.size(1) >= 1,
+        op, ": ", t.rows_name, " must have shape [entries, hidden], hidden as in word, got ",
+        shape_string(t.rows));
+  check(t.rows.scalar_type() == word.rows.scalar_type(), op, ": ", t.rows_name,
+        " must have the dtype of word");
+  check_contiguous(t.rows, op, t.rows_name);
+  check_same_device(t.rows, word.rows, op, t.rows_name);
+  const auto* ids = t.ids.const_data_ptr<int64_t>();
+  const int64_t entries = t.rows.size(0);
+  for (int64_t i = 0; i < t.ids.numel(); ++i)
+    check(ids[i] >= 0 && ids[i] < entries, op, ": ", t.ids_name, "[", i, "] = ", ids[i],
+          " is not in [0, ", entries, "), the entries of ", t.rows_name);
+}
+
+// What forward and backward have in common. `activations` has the dtype of y and [tokens, hidden].
+void set_common(EmbeddingParams& p, std::vector<float>& weight_vector, const Table (&tables)[3],
+                const Tensor& activations, const Tensor& weight, double dropout_p,
+                const std::optional<Tensor>& rng, const char* op) {
+  for (const Table& t : tables) check_table(t, tables[0], op);
+  check(tables[0].ids.numel() <= std::numeric_limits<int32_t>::max(), op,
+        ": at most 2^31 - 1 tokens, got ", tables[0].ids.numel());
+  p.dtype = storage_dtype(activations, op, "the output");
+  p.table_dtype = storage_dtype(tables[0].rows, op, "word");
+  check(p.table_dtype == DType::kFloat32 || p.table_dtype == p.dtype, op,
+        ": word must be float32 or of the output's dtype");
+  p.hidden = tables[0].rows.size(1);
+  p.padded = padded_columns(p.hidden);
+  check_parameter(weight, p.hidden, activations, op, "ln_weight");
+  check_probability(dropout_p, op, "p");
+  p.keep_threshold = keep_threshold(dropout_p);
+  if (dropout_p > 0.0) p.rng = read_rng(rng, op);
+  weight_vector = padded_vector(weight, p.hidden);
+  p.weight = weight_vector.data();
+  for (int i = 0; i < 3; ++i) {
+    p.ids[i] = tables[i].ids.const_data_ptr<int64_t>();
+    p.tables[i] = tables[i].rows.const_data_ptr();
+  }
+}
+
+int64_t scratch_floats(const EmbeddingParams& p) { return 2 * p.padded + word_floats(p.hidden); }
+
+std::tuple<Tensor, Tensor, Tensor> embedding_layer_norm(
+    Tensor input_ids, Tensor position_ids, Tensor token_type_ids, Tensor word, Tensor position,
+    Tensor token_type, Tensor weight, Tensor bias, double dropout_p, double eps,
+    ScalarType out_dtype, std::optional<Tensor> rng) {
+  const char* op = "embedding_layer_norm";
+  const Table tables[3] = {{input_ids, word, "input_ids", "word"},
+                           {position_ids, position, "position_ids", "position"},
+                           {token_type_ids, token_type, "token_type_ids", "token_type"}};
+  check(word.dim() == 2, op, ": word must have shape [entries, hidden], got ", shape_string(word));
+  const int64_t tokens = input_ids.numel();
+  Tensor y = torch::stable::new_empty(word, {tokens, word.size(1)}, out_dtype);
+  EmbeddingParams p{};
+  std::vector<float> weight_vector, bias_vector;
+  set_common(p, weight_vector, tables, y, weight, dropout_p, rng, op);
+  check_parameter(bias, p.hidden, y, op, "ln_bias");
+  check(bias.scalar_type() == weight.scalar_type(), op,
+        ": ln_bias must have the dtype of ln_weight");
+  bias_vector = padded_vector(bias, p.hidden);
+  p.bias = bias_vector.data();
+  p.eps = static_cast<float>(eps);
+  Tensor mean = torch::stable::new_empty(word, {tokens}, ScalarType::Float);
+  Tensor rstd = torch::stable::new_empty(word, {tokens}, ScalarType::Float);
+  p.y = y.mutable_data_ptr();
+  p.mean = mean.mutable_data_ptr<float>();
+  p.rstd = rstd.mutable_data_ptr<float>();
+  const EmbeddingKernels& kernels = embedding_kernels();
+  RowChunks(tokens).for_each([&](int64_t, int64_t begin, int64_t end) {
+    kernels.forward(p, begin, end, thread_scratch(scratch_floats(p)));
+  });
+  return {y, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> embedding_layer_norm_backward(
+    Tensor dy, Tensor input_ids, Tensor position_ids, Tensor token_type_ids, Tensor word,
+    Tensor position, Tensor token_type, Tensor weight, Tensor mean, Tensor rstd, double dropout_p,
+    std::optional<Tensor> rng) {
+  const char* op = "embedding_layer_norm_backward";
+  const Table tables[3] = {{input_ids, word, "input_ids", "word"},
+                           {position_ids, position, "position_ids", "position"},
+                           {token_type_ids, token_type, "token_type_ids", "token_type"}};
+  const int64_t tokens = input_ids.numel();
+  EmbeddingParams p{};
+  std::vector<float> weight_vector;
+  set_common(p, weight_vector, tables, dy, weight, dropout_p, rng, op);
+  check_shape(dy, {tokens, p.hidden}, op, "dy", "[tokens, hidden]");
+  check_contiguous(dy, op, "dy");
+  check_same_device(dy, word, op, "dy");
+  check_statistics(mean, tokens, op, "mean");
+  check_statistics(rstd, tokens, op, "rstd");
+  p.dy = dy.const_data_ptr();
+  p.mean = const_cast<float*>(mean.const_data_ptr<float>());
+  p.rstd = const_cast<float*>(rstd.const_data_ptr<float>());
+
+  const RowChunks chunks(tokens);
+  const int64_t stride = 2 * p.padded;
+  Tensor dz = torch::stable::new_empty(dy, {tokens, p.padded}, ScalarType::Float);
+  Tensor partials = torch::stable::new_empty(dy, {chunks.count * stride}, ScalarType::Float);
+  p.dz = dz.mutable_data_ptr<float>();
+  auto* sums = partials.mutable_data_ptr<float>();
+  const EmbeddingKernels& kernels = embedding_kernels();
+  chunks.for_each([&](int64_t chunk, int64_t begin, int64_t end) {
+    kernels.backward(p, begin, end, thread_scratch(scratch_floats(p)), sums + chunk * stride);
+  });
+  Tensor gradients[3] = {torch::stable::empty_like(word), torch::stable::empty_like(position),
+                         torch::stable::empty_like(token_type)};
+  for (int i = 0; i < 3; ++i)
+    scatter_rows(kernels, p.dz, p.padded, TokensById(p.ids[i], tokens, gradients[i].size(0)),
+                 p.hidden, p.table_dtype, gradients[i].mutable_data_ptr());
+  Tensor dweight = sum_chunks(sums, chunks.count, stride, weight);
+  Tensor dbias = sum_chunks(sums + p.padded, chunks.count, stride, weight);
+  return {gradients[0], gradients[1], gradients[2], dweight, dbias};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CPU, m) {
+  m.impl("embedding_layer_norm", TORCH_BOX(&embedding_layer_norm));
+  m.impl("embedding_layer_norm_backward", TORCH_BOX(&embedding_layer_norm_backward));
+}
+
+}  // namespace bert_unpad
