@@ -20,6 +20,7 @@ import bert_unpad
 from bert_unpad import _library
 
 DISPATCH_KEYS = ("CPU", "CUDA", "Autograd")
+UNKNOWN = "unknown (module not loaded)"
 
 
 def collect() -> dict[str, Any]:
@@ -28,7 +29,8 @@ def collect() -> dict[str, Any]:
     Returns:
         A dict with the sections `versions`, `modules` (per compiled module: `loaded`, `files`, and
         `missing`, the reason why it is not loaded, or None), `cpu`, `cuda` and `operators` (per
-        operator and dispatch key, whether a kernel is registered). Memory is in bytes.
+        operator and dispatch key, whether a kernel is registered). Memory is in bytes; what only a
+        module that is not loaded could tell is None.
     """
     modules = _modules()
     return {
@@ -78,8 +80,8 @@ def _ask(module: str, function: str, modules: dict[str, dict[str, Any]]) -> str 
         return f"error: {error}"
 
 
-def _names(text: str | None) -> list[str]:
-    return text.split(",") if text else []
+def _names(text: str | None) -> list[str] | None:
+    return None if text is None else text.split(",")
 
 
 def _cpu_model() -> str:
@@ -119,6 +121,10 @@ def _operators() -> dict[str, dict[str, bool]]:
     }
 
 
+def _list(names: list[str] | None) -> str:
+    return UNKNOWN if names is None else ", ".join(names)
+
+
 def render(info: dict[str, Any]) -> str:
     """The report as text for a terminal."""
     versions, cpu, cuda = info["versions"], info["cpu"], info["cuda"]
@@ -134,10 +140,10 @@ def render(info: dict[str, Any]) -> str:
     rows += [
         ("", ""),
         ("CPU", f"{cpu['model']}, {cpu['logical_cpus']} logical CPUs, {cpu['threads']} threads"),
-        ("instruction set", cpu["instruction_set"] or "unknown"),
-        ("  built", ", ".join(cpu["instruction_sets_built"]) or "none"),
-        ("CUDA architectures", ", ".join(cuda["architectures_built"]) or "none"),
-        ("  built with", versions["built_with_cuda"] or "unknown"),
+        ("instruction set", cpu["instruction_set"] or UNKNOWN),
+        ("  built", _list(cpu["instruction_sets_built"])),
+        ("CUDA architectures", _list(cuda["architectures_built"])),
+        ("  built with", versions["built_with_cuda"] or UNKNOWN),
         ("GPUs", "none visible" if not cuda["gpus"] else ""),
     ]
     for gpu in cuda["gpus"]:
