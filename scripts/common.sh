@@ -174,8 +174,8 @@ make_venv() {
     echo "$folder" >"$("$PY" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth"
   else
     choose_torch
-    "$PY" -m pip install -q "pip>=23" || fail "pip could not update itself; its message is above"
-    # Byte-compiling all of PyTorch takes longer than compiling what gets imported.
+    "$PY" -m pip install -qq "pip>=23" || fail "pip could not update itself; its message is above"
+    # --no-compile: byte-compiling everything takes longer than doing so for what gets imported.
     "$PY" -m pip install --no-compile "${TORCH_ARGS[@]}" || fail "PyTorch could not be installed" \
       "without a network, give a Python that has it: BERT_UNPAD_PYTHON=/path/to/python3"
   fi
@@ -190,7 +190,7 @@ build() {
 
 # Installs the package and the named extras, unless that is done for this pyproject.toml.
 install() {
-  local key recorded="" extra requirements missing=no
+  local key recorded="" extra requirements joined missing=no
   local -a extras=("$@")
   key=$(cat "$ROOT/pyproject.toml" "$ROOT/setup.py" | sha256sum | cut -d ' ' -f 1)
   if [[ -f $RECORDS/installed && $(head -n 1 "$RECORDS/installed") == "$key" ]]; then
@@ -211,7 +211,7 @@ text = open(sys.argv[1], encoding="utf-8").read()
 print(*ast.literal_eval(re.search(r"^requires = (\[.*?\])", text, re.M | re.S)[1]), sep="\n")
 PY
   )
-  "$PY" -m pip install -q -r <(echo "$requirements") || fail "pip failed; its message is above"
+  "$PY" -m pip install -qq -r <(echo "$requirements") || fail "pip failed; its message is above"
   step "Compiling the operators (the first time takes a few minutes)"
   build
   for extra in $recorded; do
@@ -219,7 +219,8 @@ PY
   done
   step "Installing bert_unpad with: ${extras[*]}"
   # Without build isolation: the build is done, with this environment's own tools.
-  (cd "$ROOT" && "$PY" -m pip install -q --no-build-isolation -e ".[$(IFS=,; echo "${extras[*]}")]") ||
+  joined=$(IFS=,; echo "${extras[*]}")
+  (cd "$ROOT" && "$PY" -m pip install -qq --no-compile --no-build-isolation -e ".[$joined]") ||
     fail "pip could not install bert_unpad; its message is above"
   printf '%s\n%s\n' "$key" "${extras[*]}" >"$RECORDS/installed"
 }

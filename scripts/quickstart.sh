@@ -83,6 +83,11 @@ fi
 resume=()
 [[ $FRESH == no ]] || resume=(--resume never)
 
+if [[ -z ${OMP_NUM_THREADS:-} ]]; then # else torchrun sets 1, with a banner
+  cores=$(nproc)
+  export OMP_NUM_THREADS=$((cores > RANKS ? cores / RANKS : 1))
+fi
+
 step "Pretraining with $RANKS processes: configs/quickstart.yaml ${options[*]}"
 cd "$ROOT"
 # torchrun as a module: a PyTorch that .venv only borrows has put no torchrun into .venv/bin.
