@@ -104,9 +104,11 @@ def test_gradient_is_that_of_the_global_batch(world_size):
     means = by_rank[0][0][1]
     assert 0 < means["mlm_loss"] < 20
     assert 0 < means["nsp_loss"] < 5
+    total = torch.stack([value.norm() for value in expected.values()]).norm()
     for gradient, same_means in (result for results in by_rank for result in results):
         assert same_means == pytest.approx(means)
         assert gradient.keys() == expected.keys()
         for name, value in gradient.items():
-            error = (value - expected[name]).norm() / expected[name].norm().clamp(min=1e-8)
-            assert error < 2e-5, f"{name}: relative error {error:.1e}"
+            # Sums that nearly cancel, as in a bias of two classes, keep the rounding of their terms.
+            error = (value - expected[name]).norm() / max(expected[name].norm(), 0.01 * total)
+            assert error < 1e-5, f"{name}: relative error {error:.1e}"

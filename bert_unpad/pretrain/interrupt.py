@@ -9,7 +9,10 @@ __all__ = ["StopRequest"]
 
 
 class StopRequest:
-    """Inside `with`, the first SIGTERM or SIGINT sets `signal`; a second one acts as usual.
+    """Inside `with`, SIGTERM or SIGINT sets `signal` and does nothing else.
+
+    Further ones change nothing: a process often gets the same signal twice, from whoever stops the
+    job and from torchrun, which passes it on. SIGQUIT and SIGKILL still end a process at once.
 
     A run that has saved and stopped exits with `exit_code`: 143 after SIGTERM, 130 after SIGINT,
     which is what a shell reports for a process that the signal has killed.
@@ -21,7 +24,7 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal's number. Another rank may have got it: then SIGTERM's."""
+        """128 + the signal's number; SIGTERM's if only another rank has got one."""
         return 128 + (self.signal or signal.SIGTERM)
 
     def __enter__(self) -> StopRequest:
@@ -35,13 +38,8 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._restore()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        self._restore()
-
-    def _restore(self) -> None:
-        while self._previous:
-            number, handler = self._previous.popitem()
-            signal.signal(number, handler)
+        self.signal = self.signal or number

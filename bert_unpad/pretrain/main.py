@@ -1,7 +1,7 @@
 """From the command line to a finished run: the order of events, and nothing else.
 
 Exit codes: 0 finished; 2 wrong settings; 143 (SIGTERM) or 130 (SIGINT): saved and stopped, the
-same command continues; anything else is an error.
+same command continues; anything else is an error. torchrun reports its own code, 1, for all but 0.
 """
 
 from __future__ import annotations
