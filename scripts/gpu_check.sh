@@ -8,7 +8,7 @@
 #
 # Exits with 1 if a step failed, 2 if there is no GPU.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 python=${PYTHON:-python3}
 
 device=$("$python" - <<'PY'
