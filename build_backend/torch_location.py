@@ -41,17 +41,29 @@ def _search_path(python: str) -> list[Path]:
 
 
 def _ancestor_pythons() -> list[str]:
-    """The Python interpreters among the processes that started this one (Linux only)."""
+    """The interpreters of the environments that the processes behind this one work on (Linux only).
+
+    A process that is Python names its own; uv is none, but says so by $VIRTUAL_ENV, $CONDA_PREFIX
+    or a .venv in its folder.
+    """
     pythons, pid = [], os.getppid()
     for _ in range(6):
+        process = Path(f"/proc/{pid}")
         try:
-            argv0 = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
-            stat = Path(f"/proc/{pid}/stat").read_text()
+            argv0 = (process / "cmdline").read_bytes().split(b"\0")[0].decode()
+            stat = (process / "stat").read_text()
+            variables = (process / "environ").read_bytes().decode(errors="replace").split("\0")
+            folder = os.readlink(process / "cwd")
         except OSError:
             break
         executable = shutil.which(argv0)
         if executable and Path(executable).name.startswith("python"):
             pythons.append(executable)
+        elif executable and Path(executable).name == "uv":
+            environment = dict(entry.partition("=")[::2] for entry in variables)
+            homes = [environment.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX")]
+            homes.append(os.path.join(folder, ".venv"))
+            pythons += [os.path.join(home, "bin", "python") for home in homes if home]
         pid = int(stat.rpartition(")")[2].split()[1])
         if pid <= 1:
             break
