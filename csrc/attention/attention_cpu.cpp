@@ -37,6 +37,11 @@ const int32_t* check_cu_seqlens(const Tensor& cu, int64_t tokens, int64_t max_se
   return values;
 }
 
+void check_last_contiguous(const Tensor& t, const char* op, const char* name) {
+  check(t.numel() == 0 || t.stride(t.dim() - 1) == 1, op, ": ", name,
+        " must be contiguous in its last dimension");
+}
+
 // All (sequence, head) pairs, the most work first.
 std::vector<AttentionTask> make_tasks(const int32_t* cu_q, const int32_t* cu_k, int64_t sequences,
                                       int heads) {
@@ -105,15 +110,15 @@ void run(const AttentionParams& p, const std::vector<AttentionTask>& tasks, bool
 
 void check_qkv(const Tensor& qkv, const char* op) {
   check_shape(qkv, {-1, 3, -1, -1}, op, "qkv", "[tokens, 3, heads, head_dim]");
-  check(qkv.stride(3) == 1, op, ": qkv must be contiguous in its last dimension");
+  check_last_contiguous(qkv, op, "qkv");
 }
 
 void check_q_kv(const Tensor& q, const Tensor& kv, const char* op) {
   check_shape(q, {-1, -1, -1}, op, "q", "[query tokens, heads, head_dim]");
   check_shape(kv, {-1, 2, q.size(1), q.size(2)}, op, "kv", "[key tokens, 2, heads, head_dim]");
   check(kv.scalar_type() == q.scalar_type(), op, ": kv must have the dtype of q");
-  check(q.stride(2) == 1, op, ": q must be contiguous in its last dimension");
-  check(kv.stride(3) == 1, op, ": kv must be contiguous in its last dimension");
+  check_last_contiguous(q, op, "q");
+  check_last_contiguous(kv, op, "kv");
 }
 
 // The forward pass's results, as the backward pass gets them; dout may have any outer strides.
@@ -126,8 +131,8 @@ void set_saved(AttentionParams& p, const Tensor& dout, const Tensor& out, const 
   check_shape(lse, {p.heads, tokens}, op, "lse", "[heads, tokens]");
   check_dtype(lse, ScalarType::Float, op, "lse", "float32");
   check_contiguous(lse, op, "lse");
-  check(out.stride(2) == 1, op, ": out must be contiguous in its last dimension");
-  check(dout.stride(2) == 1, op, ": dout must be contiguous in its last dimension");
+  check_last_contiguous(out, op, "out");
+  check_last_contiguous(dout, op, "dout");
   p.out = packed(out, out.stride(0), out.stride(1));
   p.dout = packed(dout, dout.stride(0), dout.stride(1));
   p.lse = const_cast<float*>(lse.const_data_ptr<float>());

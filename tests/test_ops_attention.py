@@ -1,0 +1,283 @@
+"""Variable-length attention against the plain reference."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import reference
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from bert_unpad import _C, ops
+from bert_unpad.batch import VarlenBatch
+
+LENGTHS = [200, 0, 1, 15, 16, 17, 63, 64, 65, 129]
+RNG = torch.tensor([123456789, 42])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def cu_seqlens(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+
+
+def compare(
+    dtype: torch.dtype, head_dim: int, p: float, lengths: list[int], scale: float | None = None
+) -> None:
+    heads = 2
+    total = sum(lengths)
+    qkv = torch.randn(total, 3, heads, head_dim).to(dtype)
+    dout = torch.randn(total, heads, head_dim).to(dtype)
+
+    def ours() -> list[Tensor]:
+        x = qkv.clone().requires_grad_()
+        out = ops.varlen_attention(
+            x, VarlenBatch.from_lengths(lengths), dropout_p=p, scale=scale, rng=RNG
+        )
+        out.backward(dout)
+        return [out.detach(), x.grad]
+
+    def plain(precision: torch.dtype) -> list[Tensor]:
+        x = qkv.to(precision, copy=True).requires_grad_()
+        out = reference.varlen_attention(x, lengths, p, RNG, scale)
+        out.backward(dout.to(precision))
+        return [out.detach(), x.grad]
+
+    reference.assert_as_good_as_pytorch(ours, plain, dtype, ["out", "dqkv"])
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matches_the_reference(dtype: torch.dtype, p: float) -> None:
+    torch.manual_seed(0)
+    compare(dtype, 64, p, LENGTHS)
+
+
+@pytest.mark.parametrize("head_dim", [1, 5, 32, 100, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_head_dim(dtype: torch.dtype, head_dim: int) -> None:
+    torch.manual_seed(head_dim)
+    compare(dtype, head_dim, 0.1, [33, 0, 70, 5])
+
+
+@pytest.mark.parametrize("lengths", [[1], [512], [511, 513], [1] * 9, [0, 0, 3]])
+def test_lengths_at_the_edges(lengths: list[int]) -> None:
+    torch.manual_seed(1)
+    compare(torch.float32, 64, 0.1, lengths)
+
+
+def test_scale_is_applied_before_the_softmax() -> None:
+    torch.manual_seed(2)
+    compare(torch.float32, 16, 0.0, [40, 3], scale=0.7)
+
+
+def test_long_sequence() -> None:
+    # Longer than one strip of scores allows: the smallest block of rows.
+    torch.manual_seed(3)
+    compare(torch.float32, 8, 0.0, [4100])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cross_attention(dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    q_lengths, k_lengths, heads, head_dim, p = [3, 0, 40, 17, 0], [70, 5, 33, 129, 0], 2, 64, 0.1
+    q = torch.randn(sum(q_lengths), heads, head_dim).to(dtype)
+    kv = torch.randn(sum(k_lengths), 2, heads, head_dim).to(dtype)
+    dout = torch.randn_like(q)
+
+    def ours() -> list[Tensor]:
+        a, b = q.clone().requires_grad_(), kv.clone().requires_grad_()
+        out = ops.varlen_cross_attention(
+            a, b, cu_seqlens(q_lengths), cu_seqlens(k_lengths), 40, 129, dropout_p=p, rng=RNG
+        )
+        out.backward(dout)
+        return [out.detach(), a.grad, b.grad]
+
+    def plain(precision: torch.dtype) -> list[Tensor]:
+        a, b = (x.to(precision, copy=True).requires_grad_() for x in (q, kv))
+        out = reference.varlen_cross_attention(a, b, q_lengths, k_lengths, p, RNG)
+        out.backward(dout.to(precision))
+        return [out.detach(), a.grad, b.grad]
+
+    reference.assert_as_good_as_pytorch(ours, plain, dtype, ["out", "dq", "dkv"])
+
+
+def test_queries_without_keys_give_zeros() -> None:
+    q = torch.randn(3, 2, 8, requires_grad=True)
+    kv = torch.randn(4, 2, 2, 8, requires_grad=True)
+    out = ops.varlen_cross_attention(q, kv, cu_seqlens([2, 1]), cu_seqlens([0, 4]), 2, 4)
+    out.sum().backward()
+    assert torch.equal(out[:2], torch.zeros(2, 2, 8))
+    assert torch.equal(q.grad[:2], torch.zeros(2, 2, 8))
+    assert torch.isfinite(kv.grad).all()
+
+
+def test_empty_batch() -> None:
+    qkv = torch.randn(0, 3, 2, 16, requires_grad=True)
+    out = ops.varlen_attention(qkv, torch.zeros(1, dtype=torch.int32), 0)
+    out.sum().backward()
+    assert out.shape == (0, 2, 16)
+    assert qkv.grad.shape == qkv.shape
+
+
+def test_strided_input_and_gradient() -> None:
+    torch.manual_seed(5)
+    wide = torch.randn(30, 2, 3, 24)  # heads before q, k, v, and only 16 of 24 columns used
+    qkv = wide.transpose(1, 2)[..., :16]
+    batch = VarlenBatch.from_lengths([30])
+    a, b = qkv.clone().requires_grad_(), qkv.detach().requires_grad_()
+    dout = torch.randn(30, 16, 2).transpose(1, 2)  # its last dimension is not contiguous
+    for x in (a, b):
+        ops.varlen_attention(x, batch).backward(dout)
+    assert not b.is_contiguous()
+    assert torch.equal(a.grad, b.grad)
+
+
+def test_large_scores_stay_finite() -> None:
+    qkv = torch.randn(50, 3, 1, 64) * 100
+    out = ops.varlen_attention(qkv, VarlenBatch.from_lengths([50]))
+    expected = reference.varlen_attention(qkv.double(), [50])
+    torch.testing.assert_close(out.double(), expected, atol=1e-2, rtol=1e-4)
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_nan_comes_out_as_nan(part: int) -> None:
+    qkv = torch.randn(40, 3, 1, 64)
+    qkv[7, part, 0, 3] = float("nan")
+    out = ops.varlen_attention(qkv, VarlenBatch.from_lengths([20, 20]))
+    reference_nan = reference.varlen_attention(qkv, [20, 20]).isnan()
+    assert torch.equal(out.isnan(), reference_nan)
+    assert reference_nan.any()
+
+
+def test_same_bits_whatever_the_threads() -> None:
+    torch.manual_seed(6)
+    qkv = torch.randn(sum(LENGTHS), 3, 4, 64)
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            x = qkv.clone().requires_grad_()
+            out = ops.varlen_attention(x, VarlenBatch.from_lengths(LENGTHS), dropout_p=0.1, rng=RNG)
+            out.sum().backward()
+            results.append((out.detach(), x.grad))
+    finally:
+        torch.set_num_threads(threads)
+    for out, grad in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(grad, results[0][1])
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_opcheck(p: float) -> None:
+    rng = RNG if p else None
+    qkv = torch.randn(20, 3, 2, 16, requires_grad=True)
+    cu = cu_seqlens([7, 0, 13])
+    opcheck(torch.ops.bert_unpad.varlen_attention, (qkv, cu, 13, 0.25, p, rng))
+    q = torch.randn(5, 2, 16, requires_grad=True)
+    kv = torch.randn(20, 2, 2, 16, requires_grad=True)
+    args = (q, kv, cu_seqlens([2, 0, 3]), cu, 3, 13, 0.25, p, rng)
+    opcheck(torch.ops.bert_unpad.varlen_cross_attention, args)
+
+
+def test_compiles_without_graph_breaks() -> None:
+    qkv = torch.randn(20, 3, 2, 16, requires_grad=True)
+    cu = cu_seqlens([7, 13])
+
+    def f(x: Tensor) -> Tensor:
+        return ops.varlen_attention(x * 2, cu, 13, dropout_p=0.1, rng=RNG).square().sum()
+
+    grads = []
+    for run in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
+        (grad,) = torch.autograd.grad(run(qkv), qkv)
+        grads.append(grad)
+    assert torch.equal(*grads)
+
+
+def _good() -> dict:
+    return {"qkv": torch.randn(20, 3, 2, 16), "batch": cu_seqlens([7, 13]), "max_seqlen": 13}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"qkv": torch.randn(20, 2, 2, 16)}, r"qkv must have shape \[tokens, 3, heads, head_dim\]"),
+        ({"qkv": torch.randn(20, 3, 32)}, r"qkv must have shape"),
+        ({"qkv": torch.randn(20, 3, 2, 16).double()}, "float32, bfloat16 or float16"),
+        ({"qkv": torch.randn(20, 3, 2, 130)}, "head_dim must be between 1 and 128, got 130"),
+        ({"qkv": torch.randn(20, 3, 16, 2).transpose(2, 3)}, "contiguous in its last dimension"),
+        ({"batch": torch.tensor([0, 7, 20])}, "cu_seqlens must be int32"),
+        ({"batch": cu_seqlens([7, 12])}, "must end at the number of tokens, 20, but ends at 19"),
+        ({"batch": torch.tensor([0, 9, 7, 20], dtype=torch.int32)}, "must not decrease"),
+        ({"batch": torch.tensor([1, 7, 20], dtype=torch.int32)}, "must start with 0, got 1"),
+        ({"batch": torch.zeros(2, 2, dtype=torch.int32)}, r"shape \[sequences \+ 1\]"),
+        ({"batch": torch.zeros(0, dtype=torch.int32)}, r"shape \[sequences \+ 1\]"),
+        ({"max_seqlen": 12}, "has 13 tokens, more than max_seqlen = 12"),
+        ({"max_seqlen": None}, "max_seqlen is needed"),
+        ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\)"),
+        ({"dropout_p": -0.1}, r"dropout_p must be in \[0, 1\)"),
+        ({"dropout_p": 0.1, "rng": torch.zeros(3, dtype=torch.int64)}, "rng must have shape"),
+        ({"dropout_p": 0.1, "rng": torch.zeros(2)}, "rng must be int64"),
+    ],
+)
+def test_bad_input_is_named(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ops.varlen_attention(**(_good() | change))
+
+
+def test_bad_cross_input_is_named() -> None:
+    q, kv = torch.randn(5, 2, 16), torch.randn(20, 2, 2, 16)
+    with pytest.raises(ValueError, match="as many sequences, got 1 and 2"):
+        ops.varlen_cross_attention(q, kv, cu_seqlens([5]), cu_seqlens([7, 13]), 5, 13)
+    with pytest.raises(ValueError, match="kv must have the dtype of q"):
+        ops.varlen_cross_attention(q, kv.half(), cu_seqlens([5]), cu_seqlens([20]), 5, 20)
+    with pytest.raises(ValueError, match="kv must have shape"):
+        ops.varlen_cross_attention(q, kv[:, :, :1], cu_seqlens([5]), cu_seqlens([20]), 5, 20)
+
+
+_PRINT_RESULT = """
+import sys, torch
+from bert_unpad import _C, ops
+from bert_unpad.batch import VarlenBatch
+assert _C.cpu_isa() == sys.argv[1], _C.cpu_isa()
+torch.manual_seed(0)
+results = []
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    qkv = torch.randn(180, 3, 2, 40).to(dtype).requires_grad_()
+    out = ops.varlen_attention(
+        qkv, VarlenBatch.from_lengths([3, 0, 77, 100]), dropout_p=0.1, rng=torch.tensor([1, 2])
+    )
+    out.float().square().sum().backward()
+    results += [out.detach(), qkv.grad]
+torch.save(results, sys.argv[2])
+"""
+
+
+def _isas() -> list[str]:
+    built = _C.built_isas().split(",")
+    return built[: built.index(_C.cpu_isa()) + 1]
+
+
+def test_all_instruction_sets_agree(tmp_path: Path) -> None:
+    results = {}
+    for isa in _isas():
+        path = tmp_path / isa
+        subprocess.run(
+            [sys.executable, "-c", _PRINT_RESULT, isa, str(path)],
+            env=os.environ | {"BERT_UNPAD_ISA": isa},
+            check=True,
+        )
+        results[isa] = torch.load(path)
+    first = results.pop("generic")
+    for isa, tensors in results.items():
+        for a, b in zip(first, tensors, strict=True):
+            tolerance = 20 * torch.finfo(a.dtype).eps * a.abs().max().item()
+            torch.testing.assert_close(
+                a, b, atol=tolerance, rtol=0, msg=lambda m, isa=isa: f"{isa}: {m}"
+            )
