@@ -14,7 +14,7 @@ from bert_unpad.pretrain.checkpoint import Checkpointer, newest_checkpoint
 from bert_unpad.pretrain.metrics import JsonLines, Window, read_json_lines
 from bert_unpad.pretrain.ranks import Ranks
 
-ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), None)
+ALONE = Ranks(0, 1, torch.device("cpu"), None)
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: rang
 def _save_while_training(rank: int, world_size: int, directory: str) -> dict[str, torch.Tensor]:
     """Saves after 3 steps and trains on at once; returns the weights after 6."""
     group = dist.new_group(backend="gloo") if world_size > 1 else None
-    ranks = Ranks(rank, world_size, rank, world_size, torch.device("cpu"), group)
+    ranks = Ranks(rank, world_size, torch.device("cpu"), group)
     model, optimizer = _make(seed=0)
     _train(model, optimizer, range(3))
     checkpointer = Checkpointer(Path(directory), 2, ranks)

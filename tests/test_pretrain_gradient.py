@@ -79,7 +79,7 @@ def _expected() -> dict[str, torch.Tensor]:
 
 def _gradients(rank: int, world_size: int) -> list[tuple[dict[str, torch.Tensor], dict]]:
     """This rank's gradient and means of losses, for each number of passes."""
-    ranks = Ranks(rank, world_size, rank, world_size, torch.device("cpu"), None)
+    ranks = Ranks(rank, world_size, torch.device("cpu"), None)
     return [_gradient(ranks, np.array(SPLITS[world_size][rank], np.int64), n) for n in PASSES]
 
 
@@ -109,6 +109,6 @@ def test_gradient_is_that_of_the_global_batch(world_size):
         assert same_means == pytest.approx(means)
         assert gradient.keys() == expected.keys()
         for name, value in gradient.items():
-            # Sums that nearly cancel, as in a bias of two classes, keep the rounding of their terms.
+            # Sums that nearly cancel, as in a bias of two classes, keep their terms' rounding.
             error = (value - expected[name]).norm() / max(expected[name].norm(), 0.01 * total)
             assert error < 1e-5, f"{name}: relative error {error:.1e}"

@@ -201,7 +201,7 @@ def test_sigterm_to_one_rank_saves_and_stops_all(folder, control):
     assert codes == [143, 143], output
     assert len(list((run_dir / "checkpoints").glob("step-*"))) == 1
     output = _run(folder, "stopped", 2)
-    assert "continuing with other settings: checkpoint.every: 0 -> 4" in output
+    assert "settings changed since the last start: checkpoint.every: 0 -> 4" in output
     assert _losses(run_dir) == _losses(control)
     for left, right in zip(_weights(run_dir), _weights(control), strict=True):
         assert torch.equal(left, right)
@@ -214,11 +214,18 @@ def _weights(run_dir: Path) -> list[torch.Tensor]:
     return [weights[name] for name in sorted(weights)]
 
 
-def test_resume_must_and_never(folder, control):
+def test_resume_must_never_or_not_at_all(folder, control):
     codes, output = _finish(folder, "nowhere", _start(folder, "nowhere", 1, "--resume", "must"))
     assert codes == [2]
     assert "resume" in output
     shutil.copytree(control, folder / "again")
+    wider = ("--model.hidden_size", "32")
+    codes, output = _finish(folder, "again", _start(folder, "again", 1, *wider))
+    assert codes == [2]
+    assert "resume: " in output
+    assert "another model" in output
+    saved = [(folder / name / "config.yaml").read_text() for name in ("again", "control")]
+    assert saved[0] == saved[1]
     steps = ("--schedule.total_steps", "2", "--schedule.epochs", "null")
     _run(folder, "again", 1, "--resume", "never", *steps)
     assert len(_losses(folder / "again")) == 2

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint import CheckpointException
 
 from bert_unpad.data import PreparedData, prepare
 from bert_unpad.data.sampler import BalancedSampler, WorkModel
@@ -27,7 +28,7 @@ from bert_unpad.pretrain.optimizer import build_optimizer
 from bert_unpad.pretrain.peak import measure_matmul_peak
 from bert_unpad.pretrain.ranks import Ranks, join_ranks
 from bert_unpad.pretrain.report import is_reported, write_report
-from bert_unpad.pretrain.run import Progress, changed_settings, open_run_dir
+from bert_unpad.pretrain.run import Progress, open_run_dir, save_settings
 from bert_unpad.pretrain.steps import StepCollator, endless_steps
 
 __all__ = ["main", "pretrain"]
@@ -92,18 +93,24 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
     evaluator = _evaluator(config, data, ranks)
     run_dir = Path(config.run_dir)
     if ranks.is_first:
-        changed = changed_settings(run_dir, resolved) if found is not None else []
-        if changed:
-            logger.info("continuing with other settings: %s", "; ".join(changed))
-        open_run_dir(config, resolved)
+        open_run_dir(config)
     checkpointer = Checkpointer(config.checkpoint_dir, config.checkpoint.keep_last, ranks)
     model.to(ranks.device)
     optimizer = build_optimizer(model, config.optimizer)
     progress = Progress()
     if found is not None:
-        progress = Progress(**checkpointer.load(found, model, optimizer))
-        sampler.load_state_dict(progress.sampler)
+        try:
+            progress = Progress(**checkpointer.load(found, model, optimizer))
+            sampler.load_state_dict(progress.sampler)
+        except (CheckpointException, ValueError) as error:
+            raise ConfigError(
+                "resume",
+                f"{found} is of another model or other data, so give another run_dir, or "
+                f"--resume never ({error})",
+            ) from error
         logger.info("continuing from %s", found)
+    if ranks.is_first:
+        save_settings(run_dir, resolved)
     total_steps = _total_steps(config, sampler, progress)
 
     if progress.step < total_steps and not progress.target_reached:

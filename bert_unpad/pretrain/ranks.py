@@ -28,9 +28,6 @@ class Ranks:
 
     rank: int
     world_size: int
-    local_rank: int
-    """Index among the processes on this machine."""
-    local_world_size: int
     device: torch.device
     checkpoint_group: dist.ProcessGroup | None
     """gloo; None in a run of one process."""
@@ -120,7 +117,7 @@ def join_ranks(config: PretrainConfig) -> Iterator[Ranks]:
         dist.init_process_group(backend)
         group = dist.new_group(backend="gloo")
     try:
-        yield Ranks(rank, world_size, local_rank, local_world_size, device, group)
+        yield Ranks(rank, world_size, device, group)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

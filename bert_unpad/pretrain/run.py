@@ -13,7 +13,7 @@ import yaml
 
 from bert_unpad.pretrain.config import PretrainConfig
 
-__all__ = ["Progress", "changed_settings", "open_run_dir", "write_text"]
+__all__ = ["Progress", "open_run_dir", "save_settings", "write_text"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,8 @@ class Progress:
         self.flops += counts["flops"]
 
 
-def open_run_dir(config: PretrainConfig, resolved: str) -> Path:
-    """Makes the run's folder and saves the resolved configuration in it as config.yaml.
+def open_run_dir(config: PretrainConfig) -> None:
+    """Makes the run's folder.
 
     With `resume: never`, what an earlier run has left is set aside first: the folder, and that of
     the checkpoints if it lies elsewhere, get the ending `.previous-<n>`.
@@ -65,21 +65,21 @@ def open_run_dir(config: PretrainConfig, resolved: str) -> Path:
             if folder.exists():
                 logger.info("resume is never: %s is now %s", folder, _set_aside(folder))
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_text(run_dir / "config.yaml", resolved)
-    return run_dir
 
 
-def changed_settings(run_dir: Path, resolved: str) -> list[str]:
-    """Settings that differ from those saved in the folder, as `key: old -> new`."""
+def save_settings(run_dir: Path, resolved: str) -> None:
+    """Saves the resolved configuration as config.yaml; says what differs from one saved before."""
     path = run_dir / "config.yaml"
-    if not path.is_file():
-        return []
-    old, new = (_flat(yaml.safe_load(text)) for text in (path.read_text("utf-8"), resolved))
-    return [
-        f"{key}: {old.get(key)} -> {new.get(key)}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key != "resume"
-    ]
+    if path.is_file():
+        old, new = (_flat(yaml.safe_load(text)) for text in (path.read_text("utf-8"), resolved))
+        changed = [
+            f"{key}: {old.get(key)} -> {new.get(key)}"
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key) and key != "resume"
+        ]
+        if changed:
+            logger.info("settings changed since the last start: %s", "; ".join(changed))
+    write_text(path, resolved)
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
