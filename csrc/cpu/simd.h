@@ -10,7 +10,11 @@
 #include "cpu/types.h"
 
 #if defined(__AVX2__)
+// GCC 12 takes the `__m512 __Y = __Y;` by which its own header says "any value" for a mistake.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 #ifndef BERT_UNPAD_ISA
@@ -65,23 +69,59 @@ BU_INLINE f32v as_f32(u32v v) { return (f32v)v; }
 BU_INLINE u32v as_u32(f32v v) { return (u32v)v; }
 BU_INLINE f32v select(i32v mask, f32v a, f32v b) { return mask ? a : b; }
 // A NaN in `a` survives, one in `b` does not (as maxps does it).
+#if defined(__AVX512F__)
+// GCC makes a comparison and a masked move of the conditional form.
+BU_INLINE f32v vmax(f32v a, f32v b) { return (f32v)_mm512_max_ps((__m512)b, (__m512)a); }
+BU_INLINE f32v vmin(f32v a, f32v b) { return (f32v)_mm512_min_ps((__m512)b, (__m512)a); }
+#else
 BU_INLINE f32v vmax(f32v a, f32v b) { return b > a ? b : a; }
 BU_INLINE f32v vmin(f32v a, f32v b) { return b < a ? b : a; }
+#endif
 
 // --- 16-bit storage
 // -------------------------------------------------------------------------------
 
-BU_INLINE f32v widen_bf16(u16v v) { return as_f32(__builtin_convertvector(v, u32v) << 16); }
+// GCC takes three to four instructions for __builtin_convertvector between 16 and 32 bits where
+// there is one.
+BU_INLINE u32v widen_u16(u16v v) {
+#if defined(__AVX512F__)
+  return (u32v)_mm512_cvtepu16_epi32((__m256i)v);
+#elif defined(__AVX2__)
+  return (u32v)_mm256_cvtepu16_epi32((__m128i)v);
+#else
+  return __builtin_convertvector(v, u32v);
+#endif
+}
+
+// The upper halves of the lanes.
+BU_INLINE u16v upper_u16(u32v v) {
+#if defined(__AVX512F__)
+  return (u16v)_mm512_cvtepi32_epi16((__m512i)(v >> 16));
+#elif defined(__AVX2__)
+  const __m256i packed = _mm256_packus_epi32((__m256i)(v >> 16), _mm256_setzero_si256());
+  return (u16v)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0xd8));
+#else
+  return __builtin_convertvector(v >> 16, u16v);
+#endif
+}
+
+BU_INLINE f32v widen_bf16(u16v v) { return as_f32(widen_u16(v) << 16); }
 
 BU_INLINE u16v narrow_bf16(f32v v) {
 #if defined(__AVX512BF16__)
   return (u16v)_mm512_cvtneps_pbh((__m512)v);
 #else
-  // Round to nearest even; a NaN stays one.
+  // Round to nearest even. A NaN is truncated and stays one: the top fraction bit of all that come
+  // out of arithmetic is set.
   const u32v bits = as_u32(v);
-  const u32v rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const u32v nan = (bits >> 16) | 0x40u;
-  return __builtin_convertvector(v == v ? rounded : nan, u16v);
+  const u32v increment = ((bits >> 16) & 1u) + 0x7fffu;
+#if defined(__AVX512F__)
+  const __mmask16 ordered = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_ORD_Q);
+  return upper_u16(
+      (u32v)_mm512_mask_add_epi32((__m512i)bits, ordered, (__m512i)bits, (__m512i)increment));
+#else
+  return upper_u16(bits + (increment & (u32v)(v == v)));
+#endif
 #endif
 }
 
@@ -202,21 +242,42 @@ BU_INLINE f32v round_to_int(f32v v) {
 #endif
 }
 
-// 2^v for v <= 127, about 1 ulp; below -126 it is 0. The polynomial is the degree-6 Taylor series
-// of 2^f on [-1/2, 1/2] (coefficients ln(2)^k / k!); its remainder there is 1.2e-7 relative at
-// most.
-BU_INLINE f32v exp2v(f32v v) {
-  v = vmax(v, splat(-127.0f));
-  const f32v n = round_to_int(v), f = v - n;
-  f32v p = splat(1.5403530e-4f);
-  p = p * f + 1.3333558e-3f;
+// 2^f for |f| <= 1/2: the degree-6 Taylor series (coefficients ln(2)^k / k!), whose remainder is
+// 1.2e-7 relative at most. V is a vector or several.
+template <class V>
+BU_INLINE V exp2_fraction(V f) {
+  V p = f * 1.5403530e-4f + 1.3333558e-3f;
   p = p * f + 9.6181291e-3f;
   p = p * f + 5.5504109e-2f;
   p = p * f + 2.4022651e-1f;
   p = p * f + 6.9314718e-1f;
-  p = p * f + 1.0f;
-  const i32v exponent = (__builtin_convertvector(n, i32v) + 127) << 23;
-  return p * (f32v)exponent;
+  return p * f + 1.0f;
+}
+
+// p * 2^n for whole n in [-127, 127]; 0 for n = -127 and, with AVX-512 by way of the denormals, for
+// everything far below, whatever p is where n is -inf.
+BU_INLINE f32v scale_exp2(f32v p, f32v n) {
+#if defined(__AVX512F__)
+  return (f32v)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  return p * (f32v)((__builtin_convertvector(n, i32v) + 127) << 23);
+#endif
+}
+
+// The smallest argument that scale_exp2 can do with.
+BU_INLINE f32v clamp_exp2(f32v v) {
+#if defined(__AVX512F__)
+  return v;
+#else
+  return vmax(v, splat(-127.0f));
+#endif
+}
+
+// 2^v for v <= 127, about 1 ulp; 0 far below -126.
+BU_INLINE f32v exp2v(f32v v) {
+  v = clamp_exp2(v);
+  const f32v n = round_to_int(v);
+  return scale_exp2(exp2_fraction(v - n), n);
 }
 
 BU_INLINE f32v expv(f32v v) { return exp2v(v * 1.44269504f); }

@@ -4,7 +4,7 @@
 // large negative x, where 1 + erf and 1 + tanh would cancel.
 #include "mlp/gelu.h"
 
-#include "cpu/columns_simd.h"
+#include "cpu/strip_simd.h"
 
 namespace bert_unpad::BERT_UNPAD_ISA {
 namespace {
@@ -18,27 +18,34 @@ namespace {
 // that Lawson's algorithm makes minimax: relative error 1.5e-7 everywhere. The exponential serves
 // the density of the backward pass as well.
 struct Exact {
+  template <class V>
   struct Normal {
-    f32v cdf, exponential;  // exp(-x^2 / 2)
+    V cdf, exponential;  // exp(-x^2 / 2)
   };
-  BU_INLINE static Normal normal(f32v x) {
-    const f32v a = vmin(as_f32(as_u32(x) & 0x7fffffffu), splat(20.0f));
-    const f32v e = exp2v(a * a * -0.72134752f);
-    const f32v t = 1.0f / (a * 0.3f + 1.0f);
-    f32v r = splat(0.035674546f);
-    r = r * t - 0.15720207f;
+  template <class V>
+  BU_INLINE static Normal<V> normal(const V& x) {
+    const V a =
+        lockstep([](f32v v) { return vmin(as_f32(as_u32(v) & 0x7fffffffu), splat(20.0f)); }, x);
+    const V e = exp2v(a * a * -0.72134752f);
+    const V t = 1.0f / (a * 0.3f + 1.0f);
+    V r = t * 0.035674546f - 0.15720207f;
     r = r * t + 0.20635167f;
     r = r * t - 0.053681867f;
     r = r * t + 0.12856065f;
     r = r * t + 0.099913799f;
     r = r * t + 0.12075391f;
     r = r * t + 0.11962930f;
-    const f32v tail = r * t * e;
-    return {select(x < 0.0f, tail, 1.0f - tail), e};
+    const V tail = r * t * e;
+    const auto side = [](f32v v, f32v tail) { return select(v < 0.0f, tail, 1.0f - tail); };
+    return {lockstep(side, x, tail), e};
   }
-  BU_INLINE static f32v value(f32v x) { return x * normal(x).cdf; }
-  BU_INLINE static f32v derivative(f32v x) {
-    const Normal n = normal(x);
+  template <class V>
+  BU_INLINE static V value(const V& x) {
+    return x * normal(x).cdf;
+  }
+  template <class V>
+  BU_INLINE static V derivative(const V& x) {
+    const Normal<V> n = normal(x);
     return n.cdf + x * n.exponential * 0.39894228f;
   }
 };
@@ -46,40 +53,57 @@ struct Exact {
 // The same paper's approximation x / 2 (1 + tanh(u)) = x / (1 + exp(-2 u)),
 // u = sqrt(2 / pi) (x + 0.044715 x^3).
 struct Tanh {
-  BU_INLINE static f32v sigmoid(f32v x) {
-    const f32v v = x * (x * x * 0.044715f + 1.0f) * -2.30220820f;  // -2 sqrt(2 / pi) log2(e)
-    return 1.0f / (exp2v(vmin(v, splat(126.0f))) + 1.0f);
+  template <class V>
+  BU_INLINE static V sigmoid(const V& x) {
+    const V v = x * (x * x * 0.044715f + 1.0f) * -2.30220820f;  // -2 sqrt(2 / pi) log2(e)
+    return 1.0f / (exp2v(lockstep([](f32v u) { return vmin(u, splat(126.0f)); }, v)) + 1.0f);
   }
-  BU_INLINE static f32v value(f32v x) { return x * sigmoid(x); }
-  BU_INLINE static f32v derivative(f32v x) {
-    const f32v s = sigmoid(x);
-    const f32v slope = x * x * 0.21406944f + 1.5957691f;  // 2 du/dx
+  template <class V>
+  BU_INLINE static V value(const V& x) {
+    return x * sigmoid(x);
+  }
+  template <class V>
+  BU_INLINE static V derivative(const V& x) {
+    const V s = sigmoid(x);
+    const V slope = x * x * 0.21406944f + 1.5957691f;  // 2 du/dx
     return s + x * s * (1.0f - s) * slope;
   }
 };
 
+// The bias and the sums are padded: they are read and written in whole vectors.
+template <int N>
+BU_INLINE Strip<N> add_padded(const Strip<N>& strip, const float* p) {
+  return strip + load_strip(p, Whole<N>{});
+}
+
 template <class T, class Gelu>
 void forward_rows(const GeluParams& p, int64_t begin, int64_t end) {
-  const T* x = static_cast<const T*>(p.x) + begin * p.hidden;
-  T* y = static_cast<T*>(p.out) + begin * p.hidden;
-  for (int64_t row = begin; row < end; ++row, x += p.hidden, y += p.hidden) {
-    for_columns(p.hidden, [&](int64_t j, auto width) {
-      store(y + j, Gelu::value(load(x + j, width) + load(p.bias + j)), width);
+  const int64_t n = p.hidden;
+  const T* x = static_cast<const T*>(p.x) + begin * n;
+  const float* bias = p.bias;
+  T* y = static_cast<T*>(p.out) + begin * n;
+  for (int64_t row = begin; row < end; ++row, x += n, y += n) {
+    for_strips(n, [=](int64_t j, auto width) {
+      const auto v = add_padded(load_strip(x + j, width), bias + j);
+      store_strip(y + j, Gelu::value(v), width);
     });
   }
 }
 
 template <class T, class Gelu>
 void backward_rows(const GeluParams& p, int64_t begin, int64_t end, float* dbias) {
-  const T* x = static_cast<const T*>(p.x) + begin * p.hidden;
-  const T* dy = static_cast<const T*>(p.dy) + begin * p.hidden;
-  T* dx = static_cast<T*>(p.out) + begin * p.hidden;
-  if (dbias) for_columns(p.hidden, [&](int64_t j, auto) { store(dbias + j, f32v{}); });
-  for (int64_t row = begin; row < end; ++row, x += p.hidden, dy += p.hidden, dx += p.hidden) {
-    for_columns(p.hidden, [&](int64_t j, auto width) {
-      const f32v g = load(dy + j, width) * Gelu::derivative(load(x + j, width) + load(p.bias + j));
-      store(dx + j, g, width);
-      if (dbias) store(dbias + j, load(dbias + j) + g);
+  const int64_t n = p.hidden;
+  const T* x = static_cast<const T*>(p.x) + begin * n;
+  const T* dy = static_cast<const T*>(p.dy) + begin * n;
+  const float* bias = p.bias;
+  T* dx = static_cast<T*>(p.out) + begin * n;
+  if (dbias) for_columns(n, [=](int64_t j, auto) { store(dbias + j, f32v{}); });
+  for (int64_t row = begin; row < end; ++row, x += n, dy += n, dx += n) {
+    for_strips(n, [=](int64_t j, auto width) {
+      const auto v = add_padded(load_strip(x + j, width), bias + j);
+      const auto g = load_strip(dy + j, width) * Gelu::derivative(v);
+      store_strip(dx + j, g, width);
+      if (dbias) store_whole(dbias + j, add_padded(g, dbias + j));
     });
   }
 }
