@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
+from bert_unpad._malloc import keep_freed_memory
 from bert_unpad.data import PreparedData, prepare
 from bert_unpad.data.sampler import BalancedSampler, WorkModel
 from bert_unpad.pretrain.checkpoint import Checkpointer, newest_checkpoint
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the command line without the program's name; by default the process's own.
     """
+    keep_freed_memory()
     try:
         config, resolved = read_config(arguments)
         with join_ranks(config) as ranks:
