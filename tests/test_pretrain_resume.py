@@ -230,3 +230,22 @@ def test_resume_must_never_or_not_at_all(folder, control):
     _run(folder, "again", 1, "--resume", "never", *steps)
     assert len(_losses(folder / "again")) == 2
     assert _losses(folder / "again.previous-1") == _losses(control)
+
+
+def test_two_ranks_train_as_one_does(folder):
+    """The same global batches (random strategy) give the same losses, to 1e-4 over 50 steps."""
+    same_batches = (
+        *("--batching.strategy", "random", "--schedule.epochs", "null"),
+        *("--schedule.total_steps", "50", "--checkpoint.every", "0"),
+        *("--model.hidden_dropout_prob", "0", "--model.attention_probs_dropout_prob", "0"),
+    )
+    for ranks in (1, 2):
+        _run(folder, f"ranks{ranks}", ranks, *same_batches)
+    one, two = (
+        torch.tensor([line[0] for line in _losses(folder / name).values()])
+        for name in ("ranks1", "ranks2")
+    )
+    assert len(one) == 50
+    assert one[-1] < one[0]
+    torch.testing.assert_close(two, one, atol=1e-4, rtol=0)
+    assert _uses(folder / "ranks1") == _uses(folder / "ranks2")
