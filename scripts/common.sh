@@ -65,14 +65,15 @@ find_python() {
     "Install one, or name it: BERT_UNPAD_PYTHON=/path/to/python3 bash ${0#"$ROOT"/}"
 }
 
-# Exports CXX: $CXX itself, g++, c++ or clang++, whichever first compiles C++20.
+# Exports CXX: $CXX if set, else g++, c++ or clang++, whichever first compiles C++20.
 check_compiler() {
   local compiler found=
-  for compiler in ${CXX:+"$CXX"} g++ c++ clang++; do
-    # $CXX may hold options, for example "ccache g++".
-    # shellcheck disable=SC2086
-    command -v ${compiler%% *} >/dev/null || continue
+  local -a wanted=(g++ c++ clang++)
+  [[ -z ${CXX:-} ]] || wanted=("$CXX")
+  for compiler in "${wanted[@]}"; do
+    command -v "${compiler%% *}" >/dev/null || continue
     found=$compiler
+    # $CXX may hold options, for example "ccache g++".
     # shellcheck disable=SC2086
     if echo '#include <bit>
       static_assert(std::bit_cast<int>(0.0f) == 0);' |
@@ -80,11 +81,10 @@ check_compiler() {
       export CXX=$compiler
       return
     fi
-    [[ -z ${CXX:-} ]] || break # the one that was asked for does not do
   done
   [[ -z $found ]] || fail "the C++ compiler '$found' does not compile C++20" \
     "g++ 11 or clang++ 14 or newer is needed; set CXX to name one"
-  fail "no C++ compiler was found (looked for ${CXX:+$CXX, }g++, c++, clang++)" \
+  fail "no C++ compiler was found (looked for ${wanted[*]})" \
     "Debian, Ubuntu: apt-get install g++    Fedora: dnf install gcc-c++" \
     "or set CXX to name one"
 }
