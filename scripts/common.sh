@@ -172,6 +172,8 @@ make_venv() {
     note "PyTorch: $torch of $folder is used as it is"
     # A .pth file, not --system-site-packages, which would miss it where PYTHON is itself a venv's.
     echo "$folder" >"$("$PY" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth"
+    # Before Python 3.12 a venv has an old setuptools, which would hide a newer one in that folder.
+    "$PY" -m pip uninstall -qq -y setuptools
   else
     choose_torch
     "$PY" -m pip install -qq "pip>=23" || fail "pip could not update itself; its message is above"
