@@ -1,156 +1,227 @@
-"""dropout_add_layer_norm against the plain reference."""
+"""Dropout + residual + LayerNorm against the plain reference."""
 
 from __future__ import annotations
 
 import pytest
 import reference
 import torch
+from op_checks import assert_same_bits_whatever_the_threads, results_of
 from torch import Tensor
 from torch.library import opcheck
 
 from bert_unpad import ops
 
 RNG = torch.tensor([987654321, 7])
-NAMES = ["y", "dx", "dresidual", "dx_bias", "dweight", "dbias"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NAMES = ["y", "dx", "dresidual", "dweight", "dbias", "dx_bias"]
+
+
+def draw(
+    shape: tuple[int, ...], dtype: torch.dtype, param_dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], Tensor]:
+    """x, residual, weight, bias, x_bias; and the gradient of y."""
+    hidden = shape[-1:]
+    params = [1 + 0.3 * torch.randn(hidden), torch.randn(hidden), torch.randn(hidden)]
+    inputs = [torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)]
+    return inputs + [t.to(param_dtype) for t in params], torch.randn(shape).to(dtype)
 
 
 def compare(
-    rows: int,
-    hidden: int,
-    dtype: torch.dtype,
-    p: float,
-    parameters: torch.dtype,
-    residual: bool = True,
-    x_bias: bool = True,
+    inputs: list[Tensor | None], dout: Tensor, dtype: torch.dtype, p: float, eps: float = 1e-12
 ) -> None:
-    x, r, dy = (torch.randn(rows, hidden).to(dtype) for _ in range(3))
-    b, w, c = (torch.randn(hidden).to(parameters) for _ in range(3))
+    def of(module):
+        def run(x, residual, weight, bias, x_bias):
+            return module.dropout_add_layer_norm(
+                x, residual, weight, bias, p=p, eps=eps, x_bias=x_bias, rng=RNG
+            )
 
-    def run(operator, precision: torch.dtype | None) -> list[Tensor]:
-        leaves = [t.to(precision or t.dtype, copy=True).requires_grad_() for t in (x, r, b, w, c)]
-        lx, lr, lb, lw, lc = leaves
-        y = operator(
-            lx, lr if residual else None, lw, lc, p=p, x_bias=lb if x_bias else None, rng=RNG
-        )
-        y.backward(dy.to(y.dtype))
-        used = [True, residual, x_bias, True, True]
-        return [y.detach(), *(t.grad for t, u in zip(leaves, used, strict=True) if u)]
+        return run
 
-    names = [n for n, u in zip(NAMES, [1, 1, residual, x_bias, 1, 1], strict=True) if u]
+    names = NAMES[:1] + [n for n, x in zip(NAMES[1:], inputs, strict=True) if x is not None]
     reference.assert_as_good_as_pytorch(
-        lambda: run(ops.dropout_add_layer_norm, None),
-        lambda precision: run(reference.dropout_add_layer_norm, precision),
+        lambda: results_of(of(ops), inputs, dout),
+        lambda precision: results_of(of(reference), inputs, dout, precision),
         dtype,
         names,
     )
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("hidden", [128, 768, 1000])
-def test_matches_the_reference(hidden: int, dtype: torch.dtype, p: float) -> None:
+@pytest.mark.parametrize("hidden", [3, 16, 100, 768])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matches_the_reference(dtype: torch.dtype, hidden: int, p: float) -> None:
     torch.manual_seed(hidden)
-    compare(150, hidden, dtype, p, dtype)
+    inputs, dout = draw((70, hidden), dtype)
+    compare(inputs, dout, dtype, p)
 
 
-@pytest.mark.parametrize("hidden", [3, 7, 17, 33])
-def test_odd_sizes(hidden: int) -> None:
-    torch.manual_seed(hidden)
-    compare(5, hidden, torch.float32, 0.1, torch.float32)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("missing", [(1,), (4,), (1, 4)], ids=["residual", "x_bias", "both"])
+def test_optional_inputs(missing: tuple[int, ...], p: float) -> None:
+    torch.manual_seed(0)
+    inputs, dout = draw((40, 33), torch.float32)
+    compare([None if i in missing else x for i, x in enumerate(inputs)], dout, torch.float32, p)
 
 
-def test_fp32_parameters_with_bf16_activations() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_in_the_dtype_of_x(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    compare(64, 256, torch.bfloat16, 0.1, torch.float32)
+    inputs, dout = draw((40, 64), dtype, dtype)
+    compare(inputs, dout, dtype, 0.1)
 
 
-@pytest.mark.parametrize(("residual", "x_bias"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("p", [0.0, 0.1])
-def test_optional_operands(residual: bool, x_bias: bool, p: float) -> None:
+def test_any_leading_shape_and_many_rows() -> None:
     torch.manual_seed(2)
-    compare(20, 64, torch.float32, p, torch.float32, residual, x_bias)
+    inputs, dout = draw((3, 5, 600, 20), torch.float32)
+    compare(inputs, dout, torch.float32, 0.1)
 
 
-def test_no_rows_give_zero_gradients() -> None:
-    x = torch.randn(0, 16, requires_grad=True)
-    w, c = torch.ones(16, requires_grad=True), torch.zeros(16, requires_grad=True)
-    ops.dropout_add_layer_norm(x, None, w, c).sum().backward()
-    assert x.grad.shape == (0, 16)
-    assert torch.equal(w.grad, torch.zeros(16))
-    assert torch.equal(c.grad, torch.zeros(16))
-
-
-def test_same_bits_whatever_the_threads() -> None:
+def test_large_offset_does_not_cancel() -> None:
     torch.manual_seed(3)
-    x, r = torch.randn(501, 96), torch.randn(501, 96)
-    w, c = torch.randn(96), torch.randn(96)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            leaves = [t.clone().requires_grad_() for t in (x, r, w, c)]
-            y = ops.dropout_add_layer_norm(*leaves, p=0.1, rng=RNG)
-            y.square().sum().backward()
-            results.append([y.detach(), *(t.grad for t in leaves)])
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    inputs, dout = draw((30, 128), torch.float32)
+    inputs[0] += 1000.0
+    # Rounding x + residual to fp32 alone costs 1e-4 here; a one-pass variance would cost 1e-1.
+    ours = results_of(lambda *t: ops.dropout_add_layer_norm(*t), inputs[:4], dout)
+    truth = results_of(
+        lambda *t: reference.dropout_add_layer_norm(*t), inputs[:4], dout, torch.float64
+    )
+    for a, b in zip(ours, truth, strict=True):
+        assert (a - b).abs().max() < 5e-4 * b.abs().max()
 
 
-def test_input_that_is_not_contiguous() -> None:
-    x = torch.randn(24, 10).t()
-    w, c = torch.randn(24), torch.randn(24)
-    expected = ops.dropout_add_layer_norm(x.contiguous(), None, w, c)
-    assert torch.equal(ops.dropout_add_layer_norm(x, None, w, c), expected)
+def test_eps_counts() -> None:
+    torch.manual_seed(4)
+    inputs, dout = draw((10, 50), torch.float32)
+    compare([x * 1e-3 for x in inputs], dout, torch.float32, 0.0, eps=1e-5)
+
+
+def test_strided_inputs() -> None:
+    torch.manual_seed(5)
+    (x, residual, weight, bias, _), _ = draw((24, 40), torch.float32)
+    strided = [torch.stack([t, t], -1)[..., 0] for t in (x, residual)]
+    assert not strided[0].is_contiguous()
+    y = ops.dropout_add_layer_norm(*strided, weight, bias)
+    assert torch.equal(y, ops.dropout_add_layer_norm(x, residual, weight, bias))
+
+
+def test_gradient_of_any_stride() -> None:
+    torch.manual_seed(6)
+    inputs, dout = draw((24, 40), torch.float32)
+    strided = torch.stack([dout, dout], -1)[..., 0]
+    run = lambda *t: ops.dropout_add_layer_norm(*t)  # noqa: E731
+    for a, b in zip(
+        results_of(run, inputs[:4], dout), results_of(run, inputs[:4], strided), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 5)])
+def test_no_rows(shape: tuple[int, ...]) -> None:
+    inputs, dout = draw(shape, torch.float32)
+    y, *gradients = results_of(
+        lambda x, r, w, b, xb: ops.dropout_add_layer_norm(x, r, w, b, x_bias=xb, p=0.1),
+        inputs,
+        dout,
+    )
+    assert y.shape == shape
+    for x, gradient in zip(inputs, gradients, strict=True):
+        assert torch.equal(gradient, torch.zeros_like(x))
+
+
+def test_dropout_keeps_the_exact_rate_and_scale() -> None:
+    # The gradient of x where that of the LayerNorm's input is known to be nonzero.
+    torch.manual_seed(7)
+    rows, hidden, p = 300, 512, 0.1
+    inputs, dout = draw((rows, hidden), torch.float32)
+    _, dx, dresidual, *_ = results_of(
+        lambda x, r, w, b: ops.dropout_add_layer_norm(x, r, w, b, p=p, rng=RNG), inputs[:4], dout
+    )
+    mask = reference.row_mask(RNG, p, rows, hidden)
+    assert torch.equal(dx != 0, mask)
+    torch.testing.assert_close(
+        dx, dresidual * mask * reference.dropout_scale(p), rtol=1e-6, atol=1e-9
+    )
+    rate = mask.double().mean().item()
+    assert rate == pytest.approx(1 - p, abs=5 * (p * (1 - p) / mask.numel()) ** 0.5)
 
 
 def test_nan_stays_in_its_row() -> None:
-    x = torch.randn(6, 40)
-    x[2, 5] = float("nan")
-    y = ops.dropout_add_layer_norm(x, None, torch.ones(40), torch.zeros(40))
-    assert torch.equal(y.isnan().all(1), torch.arange(6) == 2)
-    assert not y[3:].isnan().any()
+    inputs, _ = draw((6, 40), torch.float32)
+    inputs[0][2, 39] = float("nan")
+    y = ops.dropout_add_layer_norm(*inputs[:4])
+    assert y[2].isnan().all()
+    assert y[[0, 1, 3, 4, 5]].isfinite().all()
 
 
-@pytest.mark.parametrize("p", [0.0, 0.2])
-def test_opcheck(p: float) -> None:
-    x, r = (torch.randn(6, 24, requires_grad=True) for _ in range(2))
-    b, w, c = (torch.randn(24, requires_grad=True) for _ in range(3))
-    args = (x, b, r, w, c, p, 1e-12, RNG if p else None)
+def test_same_bits_whatever_the_threads() -> None:
+    torch.manual_seed(8)
+    inputs, dout = draw((500, 96), torch.float32)
+    assert_same_bits_whatever_the_threads(
+        lambda: results_of(
+            lambda x, r, w, b, xb: ops.dropout_add_layer_norm(
+                x, r, w, b, x_bias=xb, p=0.1, rng=RNG
+            ),
+            inputs,
+            dout,
+        )
+    )
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("optional", [True, False])
+def test_opcheck(p: float, optional: bool) -> None:
+    x, residual, weight, bias, x_bias = (
+        t.requires_grad_() for t in draw((6, 20), torch.float32)[0]
+    )
+    if not optional:
+        residual = x_bias = None
+    args = (x, x_bias, residual, weight, bias, p, 1e-12, RNG if p else None)
     opcheck(torch.ops.bert_unpad.dropout_add_layer_norm, args)
 
 
 def test_compiles_without_graph_breaks() -> None:
-    x, w, c = torch.randn(6, 24, requires_grad=True), torch.randn(24), torch.randn(24)
+    inputs, _ = draw((6, 20), torch.bfloat16)
+    leaves = [t.requires_grad_() for t in inputs]
 
-    def f(x: Tensor) -> Tensor:
-        return ops.dropout_add_layer_norm(x, x * 2, w, c, p=0.1, rng=RNG).square().sum()
+    def f(x, residual, weight, bias, x_bias):
+        y = ops.dropout_add_layer_norm(x * 2, residual, weight, bias, x_bias=x_bias, p=0.1, rng=RNG)
+        return y.float().square().sum()
 
+    eager = torch.autograd.grad(f(*leaves), leaves)
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    (a,), (b,) = (torch.autograd.grad(g(x), x) for g in (f, compiled))
-    torch.testing.assert_close(a, b)
+    for a, b in zip(eager, torch.autograd.grad(compiled(*leaves), leaves), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": torch.randn(4, 8).double()}, "x must be float32, bfloat16 or float16"),
-        ({"residual": torch.randn(4, 9)}, "residual must have the shape of x"),
-        ({"residual": torch.randn(4, 8).half()}, "residual must have the dtype of x"),
-        ({"weight": torch.randn(9)}, r"weight must have shape \[8\]"),
-        ({"bias": torch.randn(8).half()}, "bias must"),
-        ({"x_bias": torch.randn(1)}, r"x_bias must have shape \[8\]"),
-        ({"p": 1.0}, r"p must be in \[0, 1\)"),
-        ({"p": 0.5, "rng": torch.zeros(1, dtype=torch.int64)}, "rng must have shape"),
+        ({"x": torch.randn(6, 20).double()}, "x must be float32, bfloat16 or float16"),
+        ({"x": torch.randn(())}, r"x must have shape \[..., hidden\]"),
+        ({"x": torch.randn(6, 0)}, r"hidden >= 1, got \[6, 0\]"),
+        ({"residual": torch.randn(6, 19)}, r"residual must have the shape of x, \[6, 20\]"),
+        ({"residual": torch.randn(6, 20).half()}, "residual must have the dtype of x"),
+        ({"weight": torch.randn(19)}, r"weight must have shape \[20\], got \[19\]"),
+        ({"weight": torch.randn(20).half()}, "weight must be float32 or of the input's dtype"),
+        ({"bias": torch.randn(20, 1)}, r"bias must have shape \[20\]"),
+        ({"x_bias": torch.randn(21)}, r"x_bias must have shape \[20\]"),
+        ({"p": 1.0}, r"p must be in \[0, 1\), got 1"),
+        ({"p": 0.1, "rng": torch.zeros(2)}, "rng must be int64"),
+        ({"p": 0.1, "rng": torch.zeros(3, dtype=torch.int64)}, r"rng must have shape \[2\]"),
     ],
 )
 def test_bad_input_is_named(change: dict, message: str) -> None:
     good = {
-        "x": torch.randn(4, 8),
-        "residual": torch.randn(4, 8),
-        "weight": torch.randn(8),
-        "bias": torch.randn(8),
+        "x": torch.randn(6, 20),
+        "residual": torch.randn(6, 20),
+        "weight": torch.randn(20),
+        "bias": torch.randn(20),
     }
     with pytest.raises(ValueError, match=message):
         ops.dropout_add_layer_norm(**(good | change))
+
+
+def test_weight_and_bias_of_different_dtypes_are_refused() -> None:
+    x, weight = torch.randn(6, 20).half(), torch.randn(20)
+    with pytest.raises(ValueError, match="bias must have the dtype of weight"):
+        ops.dropout_add_layer_norm(x, None, weight, weight.half())

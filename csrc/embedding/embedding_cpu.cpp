@@ -48,11 +48,11 @@ void check_table(const Table& t, const Table& word, const char* op) {
 void set_common(EmbeddingParams& p, std::vector<float>& weight_vector, const Table (&tables)[3],
                 const Tensor& activations, const Tensor& weight, double dropout_p,
                 const std::optional<Tensor>& rng, const char* op) {
+  p.table_dtype = storage_dtype(tables[0].rows, op, "word");
+  p.dtype = storage_dtype(activations, op, "the output");
   for (const Table& t : tables) check_table(t, tables[0], op);
   check(tables[0].ids.numel() <= std::numeric_limits<int32_t>::max(), op,
         ": at most 2^31 - 1 tokens, got ", tables[0].ids.numel());
-  p.dtype = storage_dtype(activations, op, "the output");
-  p.table_dtype = storage_dtype(tables[0].rows, op, "word");
   check(p.table_dtype == DType::kFloat32 || p.table_dtype == p.dtype, op,
         ": word must be float32 or of the output's dtype");
   p.hidden = tables[0].rows.size(1);

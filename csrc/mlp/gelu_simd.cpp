@@ -54,19 +54,25 @@ struct Exact {
 // u = sqrt(2 / pi) (x + 0.044715 x^3).
 struct Tanh {
   template <class V>
-  BU_INLINE static V sigmoid(const V& x) {
+  struct Sigmoid {
+    V value, complement;  // neither cancels
+  };
+  template <class V>
+  BU_INLINE static Sigmoid<V> sigmoid(const V& x) {
     const V v = x * (x * x * 0.044715f + 1.0f) * -2.30220820f;  // -2 sqrt(2 / pi) log2(e)
-    return 1.0f / (exp2v(lockstep([](f32v u) { return vmin(u, splat(126.0f)); }, v)) + 1.0f);
+    const V e = exp2v(lockstep([](f32v u) { return vmin(u, splat(126.0f)); }, v));
+    const V s = 1.0f / (e + 1.0f);
+    return {s, e * s};
   }
   template <class V>
   BU_INLINE static V value(const V& x) {
-    return x * sigmoid(x);
+    return x * sigmoid(x).value;
   }
   template <class V>
   BU_INLINE static V derivative(const V& x) {
-    const V s = sigmoid(x);
+    const Sigmoid<V> s = sigmoid(x);
     const V slope = x * x * 0.21406944f + 1.5957691f;  // 2 du/dx
-    return s + x * s * (1.0f - s) * slope;
+    return s.value + x * s.value * s.complement * slope;
   }
 };
 

@@ -1,0 +1,37 @@
+"""What the linker may choose between when it joins the objects of several instruction sets."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
+ISAS = ["avx512_bf16", "avx512", "avx2", "generic"]
+
+
+def weak_symbols(path: Path) -> list[str]:
+    """Demangled names of which the linker keeps one copy of many."""
+    listing = subprocess.run(
+        ["nm", "--defined-only", "--demangle", str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    entries = [line.split(maxsplit=2) for line in listing.splitlines()]
+    return [name for _, kind, name in entries if kind in "WVu"]
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+@pytest.mark.skipif(not BUILD.exists(), reason="needs the objects of a build in this checkout")
+def test_every_shared_symbol_of_an_instruction_set_is_in_its_namespace() -> None:
+    objects = sorted(BUILD.glob("cxx_*_simd.cpp.o"))
+    assert objects
+    for path in objects:
+        isa = next(isa for isa in ISAS if path.name.startswith(f"cxx_{isa}_"))
+        for name in weak_symbols(path):
+            assert f"bert_unpad::{isa}::" in name, f"{path.name}: {name}"
