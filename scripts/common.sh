@@ -211,6 +211,7 @@ install() {
 import ast, re, sys
 text = open(sys.argv[1], encoding="utf-8").read()
 print(*ast.literal_eval(re.search(r"^requires = (\[.*?\])", text, re.M | re.S)[1]), sep="\n")
+print("torch")  # is there; named, so that pip respects the versions that it asks for
 PY
   )
   "$PY" -m pip install -qq -r <(echo "$requirements") || fail "pip failed; its message is above"
