@@ -112,6 +112,7 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=512)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=1, help="rounds that do not count")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--allocator", choices=["heap", "default"], default="heap")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "both"], default="both")
@@ -142,7 +143,7 @@ def main() -> None:
     print("matmul peak: " + ", ".join(f"{k} {v / 1e9:.0f} GFLOP/s" for k, v in peaks.items()))
     print(f"allocator: {allocator}", flush=True)
     timings = harness.interleave(
-        steps, args.rounds, memory=True,
+        steps, args.rounds, args.warmup, memory=True,
         on_time=lambda name, s: print(f"  {name:40s} {s:8.2f} s", flush=True),
     )  # fmt: skip
     peak = max(peaks.values())
