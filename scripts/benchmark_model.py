@@ -104,6 +104,14 @@ def contenders(args: argparse.Namespace, inputs: PackedInputs) -> dict[str, Call
     return steps
 
 
+def measure_peaks() -> dict[str, float]:
+    """Matmul FLOP/s by dtype."""
+    return {
+        str(dtype).removeprefix("torch."): harness.matmul_peak(dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=["cpu"], default="cpu")
@@ -136,7 +144,7 @@ def main() -> None:
     steps = contenders(args, inputs)
     if args.only:
         steps = {name: step for name, step in steps.items() if args.only in name}
-    peaks = {str(d).removeprefix("torch."): harness.matmul_peak(d) for d in both}
+    peaks = measure_peaks()
     print(
         f"{tokens} tokens of {args.sequences} x {args.max_length}, {flops / 1e12:.3f} TFLOP a step"
     )
@@ -146,6 +154,8 @@ def main() -> None:
         steps, args.rounds, args.warmup, memory=True,
         on_time=lambda name, s: print(f"  {name:40s} {s:8.2f} s", flush=True),
     )  # fmt: skip
+    # Once more, and the better one: other tenants of a machine may have held back the first.
+    peaks = {dtype: max(value, peaks[dtype]) for dtype, value in measure_peaks().items()}
     peak = max(peaks.values())
     rows = []
     for name, timing in timings.items():
