@@ -10,6 +10,7 @@ setuptools' own CUDAExtension is not used: it imports torch, refuses to build CU
 PyTorch, and cannot compile one file for several instruction sets.
 """
 
+import fcntl
 import os
 import platform
 import shutil
@@ -116,12 +117,16 @@ class NinjaFile:
         self.folder.mkdir(parents=True, exist_ok=True)
         text = "\n".join([*self.lines, f"default {' '.join(self.targets)}", ""])
         path = self.folder / "build.ninja"
-        if not path.exists() or path.read_text() != text:
-            path.write_text(text)
         command = [_ninja(), "-C", str(self.folder)]
         command += ["-j", str(jobs)] if jobs else []
         command += ["-v"] if verbose else []
-        if subprocess.run(command).returncode:
+        # Two ninjas at once spoil its list of dependencies; the second build waits here.
+        with (self.folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists() or path.read_text() != text:
+                path.write_text(text)
+            status = subprocess.run(command).returncode
+        if status:
             raise SystemExit("bert_unpad: compilation failed; the compiler's message is above")
 
 
