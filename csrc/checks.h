@@ -82,6 +82,30 @@ inline DType storage_dtype(const Tensor& t, const char* op, const char* name) {
   }
 }
 
+// Shape, dtype and device of `like`, contiguous.
+inline void check_like(const Tensor& t, const Tensor& like, const char* op, const char* name,
+                       const char* like_name) {
+  bool same = t.dim() == like.dim();
+  for (int64_t i = 0; same && i < t.dim(); ++i) same = t.size(i) == like.size(i);
+  check(same, op, ": ", name, " must have the shape of ", like_name, ", ", shape_string(like),
+        ", got ", shape_string(t));
+  check(t.scalar_type() == like.scalar_type(), op, ": ", name, " must have the dtype of ",
+        like_name);
+  check_contiguous(t, op, name);
+  check_same_device(t, like, op, name);
+}
+
+// A parameter: contiguous, [n], on the data's device, in fp32 or the activations' dtype.
+inline void check_parameter(const Tensor& t, int64_t n, const Tensor& like, const char* op,
+                            const char* name) {
+  check(t.dim() == 1 && t.size(0) == n, op, ": ", name, " must have shape [", n, "], got ",
+        shape_string(t));
+  check(t.scalar_type() == ScalarType::Float || t.scalar_type() == like.scalar_type(), op, ": ",
+        name, " must be float32 or of the input's dtype");
+  check_contiguous(t, op, name);
+  check_same_device(t, like, op, name);
+}
+
 inline void check_probability(double p, const char* op, const char* name) {
   check(p >= 0.0 && p < 1.0, op, ": ", name, " must be in [0, 1), got ", p);
 }

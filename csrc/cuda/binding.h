@@ -1,4 +1,4 @@
-// What the CUDA bindings share: the device and stream of a call, and argument checks.
+// What the CUDA bindings share: the device and stream of a call.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -16,27 +16,5 @@ struct Call {
   Call(const Tensor& t, const char* op)
       : guard(t.get_device_index()), stream(current_stream(t.get_device_index(), op)) {}
 };
-
-// Same shape, dtype and device as x; contiguous.
-inline void check_like(const Tensor& t, const Tensor& x, const char* op, const char* name) {
-  bool same = t.dim() == x.dim();
-  for (int64_t i = 0; same && i < t.dim(); ++i) same = t.size(i) == x.size(i);
-  check(same, op, ": ", name, " must have the shape of x, ", shape_string(x), ", got ",
-        shape_string(t));
-  check(t.scalar_type() == x.scalar_type(), op, ": ", name, " must have the dtype of x");
-  check_contiguous(t, op, name);
-  check_same_device(t, x, op, name);
-}
-
-// A parameter: contiguous, [n], on the data's device, in fp32 or the activations' dtype.
-inline void check_parameter(const Tensor& t, int64_t n, const Tensor& x, const char* op,
-                            const char* name) {
-  check(t.dim() == 1 && t.size(0) == n, op, ": ", name, " must have shape [", n, "], got ",
-        shape_string(t));
-  check(t.scalar_type() == ScalarType::Float || t.scalar_type() == x.scalar_type(), op, ": ", name,
-        " must be float32 or of the input's dtype");
-  check_contiguous(t, op, name);
-  check_same_device(t, x, op, name);
-}
 
 }  // namespace bert_unpad::cuda

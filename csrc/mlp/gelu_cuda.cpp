@@ -40,7 +40,7 @@ Tensor forward(Tensor x, std::optional<Tensor> bias, bool tanh) {
 std::tuple<Tensor, Tensor> backward(Tensor dy, Tensor x, std::optional<Tensor> bias, bool tanh) {
   const char* op = "bias_gelu_backward";
   BiasGeluParams p = common(x, bias, tanh, op);
-  check_like(dy, x, op, "dy");
+  check_like(dy, x, op, "dy", "x");
   const Call call(x, op);
   Tensor dx = torch::stable::empty_like(x);
   Tensor dbias = torch::stable::new_empty(bias ? *bias : x, {bias ? p.columns : 0});
