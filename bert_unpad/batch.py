@@ -27,6 +27,7 @@ __all__ = ["LengthGroup", "PackedInputs", "QueryRows", "VarlenBatch", "pad", "un
 MAX_GROUPS = 4
 _INT32_MAX = 2**31 - 1
 _IGNORE = -100
+_DEVICE_TENSORS = ("cu_seqlens", "indices", "position_ids", "order")
 
 
 class LengthGroup(NamedTuple):
@@ -63,6 +64,9 @@ class VarlenBatch:
     position_ids: Tensor
     """int64 [T], on the device. From lengths: 0 .. length - 1 in each sequence. From a mask: the
     column s, which is the position that Hugging Face's BERT gives the token."""
+    order: Tensor
+    """int32 [B], on the device: the sequences longest first, those of a length as they lie. Started
+    in this order, short ones fill the gaps that the long ones leave."""
 
     @property
     def batch_size(self) -> int:
@@ -85,6 +89,17 @@ class VarlenBatch:
         """At most 4 groups of sequences of similar length, longest first; computed on first use."""
         found = _planner.length_groups(self.lengths.numpy(), MAX_GROUPS)
         return tuple(LengthGroup(int(longest), tuple(members)) for longest, members in found)
+
+    @cached_property
+    def group_sizes(self) -> Tensor:
+        """int32 [G, 3], on the host: (sequences, longest query run, longest key run) of each group
+        for self-attention; the groups are consecutive runs of `order`. [[0, 0, 0]] if B is 0.
+
+        Computed on first use by code that `torch.compile` cannot trace: read it once before a
+        compiled function does.
+        """
+        rows = [(len(group.sequences), group.max_seqlen, group.max_seqlen) for group in self.groups]
+        return torch.tensor(rows or [(0, 0, 0)], dtype=torch.int32)
 
     @classmethod
     def from_lengths(
@@ -177,6 +192,7 @@ class VarlenBatch:
             seqlen=seqlen,
             indices=torch.from_numpy(indices.astype(np.int64)),
             position_ids=torch.from_numpy(position_ids.astype(np.int64)),
+            order=torch.from_numpy(np.argsort(-lengths, kind="stable").astype(np.int32)),
         )
         if device.type == "cuda":
             batch = batch.pin_memory()  # so that the copies do not make the host wait
@@ -185,14 +201,12 @@ class VarlenBatch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> VarlenBatch:
         """The same batch with its device tensors on `device`; the host tensors stay shared."""
         return _map_tensors(
-            self,
-            ("cu_seqlens", "indices", "position_ids"),
-            lambda tensor: tensor.to(device, non_blocking=non_blocking),
+            self, _DEVICE_TENSORS, lambda tensor: tensor.to(device, non_blocking=non_blocking)
         )
 
     def pin_memory(self) -> VarlenBatch:
         """The same batch in page-locked host memory, for asynchronous copies to an accelerator."""
-        return _map_tensors(self, ("cu_seqlens", "indices", "position_ids"), Tensor.pin_memory)
+        return _map_tensors(self, _DEVICE_TENSORS, Tensor.pin_memory)
 
 
 def unpad(x: Tensor, batch: VarlenBatch) -> Tensor:
@@ -394,6 +408,6 @@ def _tensor_fields(packed) -> tuple[str, ...]:
 def _map_tensors(packed, names, function):
     """A copy of a dataclass with `function` applied to the named fields; cached values stay."""
     copy = dataclasses.replace(packed, **{name: function(getattr(packed, name)) for name in names})
-    if "groups" in vars(packed):
-        vars(copy)["groups"] = packed.groups
+    cached = {"groups", "group_sizes"} & vars(packed).keys()
+    vars(copy).update({name: vars(packed)[name] for name in cached})
     return copy

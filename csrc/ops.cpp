@@ -3,23 +3,29 @@
 //
 // `rng` is an int64 tensor [2] (seed, offset) on the operator's device; it is needed where the
 // dropout probability is not 0.
+//
+// `order` and `groups` say in which order attention on a GPU takes the sequences; results do not
+// depend on them (csrc/attention/schedule.h).
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(bert_unpad, m) {
   m.def(
       "varlen_attention(Tensor qkv, Tensor cu_seqlens, SymInt max_seqlen, float scale, "
-      "float dropout_p, Tensor? rng) -> (Tensor out, Tensor lse)");
+      "float dropout_p, Tensor? rng, Tensor? order=None, Tensor? groups=None) "
+      "-> (Tensor out, Tensor lse)");
   m.def(
       "varlen_attention_backward(Tensor dout, Tensor qkv, Tensor out, Tensor lse, "
-      "Tensor cu_seqlens, SymInt max_seqlen, float scale, float dropout_p, Tensor? rng) -> Tensor");
+      "Tensor cu_seqlens, SymInt max_seqlen, float scale, float dropout_p, Tensor? rng, "
+      "Tensor? order=None, Tensor? groups=None) -> Tensor");
   m.def(
       "varlen_cross_attention(Tensor q, Tensor kv, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-      "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float dropout_p, Tensor? rng) "
-      "-> (Tensor out, Tensor lse)");
+      "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float dropout_p, Tensor? rng, "
+      "Tensor? order=None, Tensor? groups=None) -> (Tensor out, Tensor lse)");
   m.def(
       "varlen_cross_attention_backward(Tensor dout, Tensor q, Tensor kv, Tensor out, Tensor lse, "
       "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-      "float scale, float dropout_p, Tensor? rng) -> (Tensor dq, Tensor dkv)");
+      "float scale, float dropout_p, Tensor? rng, Tensor? order=None, Tensor? groups=None) "
+      "-> (Tensor dq, Tensor dkv)");
 
   // Results that nobody asked for or that equal another come back as empty tensors [0]: dresidual
   // where p is 0 (it equals dx) or there is no residual, a bias's gradient where there is no bias.

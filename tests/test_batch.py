@@ -174,6 +174,24 @@ def test_groups_cover_every_sequence_longest_first():
     assert batch.to("cpu").groups is batch.groups
 
 
+@pytest.mark.parametrize("lengths", [[3, 500, 3, 0, 128, 500, 64, 1], [7], [0, 0], []])
+def test_order_and_group_sizes_describe_the_groups(lengths):
+    batch = VarlenBatch.from_lengths(lengths)
+    assert batch.order.dtype == batch.group_sizes.dtype == torch.int32
+    assert batch.order.tolist() == [b for group in batch.groups for b in group.sequences]
+    assert batch.order.tolist() == sorted(range(len(lengths)), key=lambda b: -lengths[b])
+    wanted = [[len(g.sequences), g.max_seqlen, g.max_seqlen] for g in batch.groups]
+    assert batch.group_sizes.tolist() == (wanted or [[0, 0, 0]])
+
+
+def test_order_moves_with_the_data_and_group_sizes_stay_on_the_host():
+    batch = VarlenBatch.from_lengths([2, 5])
+    sizes = batch.group_sizes
+    moved = batch.to("meta")
+    assert moved.order.device.type == "meta"
+    assert moved.group_sizes is sizes
+
+
 def packed_example() -> PackedInputs:
     batch = VarlenBatch.from_lengths([4, 0, 3, 1])
     return PackedInputs.build(

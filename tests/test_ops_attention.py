@@ -12,6 +12,7 @@ import pytest
 import reference
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 from bert_unpad import _C, ops
@@ -125,6 +126,74 @@ def test_empty_batch() -> None:
     assert qkv.grad.shape == qkv.shape
 
 
+def results(qkv: Tensor, batch: VarlenBatch | Tensor, *args, **options) -> tuple[Tensor, Tensor]:
+    x = qkv.detach().requires_grad_()
+    out = ops.varlen_attention(x, batch, *args, dropout_p=0.1, rng=RNG, **options)
+    out.square().sum().backward()
+    return out.detach(), x.grad
+
+
+def test_the_schedule_changes_no_bit() -> None:
+    torch.manual_seed(7)
+    qkv, batch = torch.randn(sum(LENGTHS), 3, 2, 16), VarlenBatch.from_lengths(LENGTHS)
+    expected = results(qkv, batch.cu_seqlens, batch.max_seqlen)
+    for schedule in ("list", "groups"):
+        for got, want in zip(results(qkv, batch, schedule=schedule), expected, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_cross_attention_takes_an_order() -> None:
+    q, kv, cu_q = torch.randn(5, 2, 16), torch.randn(20, 2, 2, 16), cu_seqlens([2, 0, 3])
+    keys = VarlenBatch.from_lengths([7, 0, 13])
+    args = (q, kv, cu_q, keys.cu_seqlens, 3, 13)
+    expected = ops.varlen_cross_attention(*args)
+    assert torch.equal(ops.varlen_cross_attention(*args, order=keys.order), expected)
+    with pytest.raises(ValueError, match="order must be a permutation"):
+        ops.varlen_cross_attention(*args, order=keys.order.clamp(max=1))
+
+
+def test_schedule_must_be_known() -> None:
+    with pytest.raises(ValueError, match="schedule must be 'list' or 'groups', got 'best'"):
+        ops.varlen_attention(torch.randn(2, 3, 1, 8), cu_seqlens([2]), 2, schedule="best")
+
+
+@pytest.mark.parametrize(
+    ("order", "groups", "message"),
+    [
+        ([0, 1], None, r"order must have shape \[3\], one entry a sequence, got \[2\]"),
+        (torch.tensor([0, 1, 2]), None, "order must be int32"),
+        (torch.zeros(6, dtype=torch.int32)[::2], None, "order must be contiguous"),
+        ([0, 1, 3], None, r"order must be a permutation of 0 .. 2, but entry 2 is 3"),
+        ([0, -1, 2], None, "entry 1 is -1"),
+        ([2, 0, 2], None, "entry 2 is 2"),
+        (None, [[3, 13, 13]], "needs order"),
+        ([2, 0, 1], [3, 13, 13], r"groups must have shape \[1 to 4, 3\]"),
+        ([2, 0, 1], [[1, 13, 13]] * 5, r"groups must have shape .* got \[5, 3\]"),
+        ([2, 0, 1], torch.tensor([[3, 13, 13]]), "groups must be int32"),
+        ([2, 0, 1], [[1, 13, 13], [1, 7, 7]], "sequences must add up to 3, got 2"),
+        ([2, 0, 1], [[4, 13, 13], [-1, 7, 7]], r"must not be negative, but row 1 is \[-1, 7, 7\]"),
+        ([2, 0, 1], [[1, 13, 13], [2, 6, 7]], "6 queries and 7 keys where sequence 0 has 7 and 7"),
+        ([2, 0, 1], [[1, 13, 12], [2, 7, 7]], "sequence 2 has 13 and 13"),
+    ],
+)
+@pytest.mark.parametrize("backward", [False, True])
+def test_bad_schedules_are_named(order, groups, message: str, backward: bool) -> None:
+    def int32(x) -> Tensor | None:
+        return torch.tensor(x, dtype=torch.int32) if isinstance(x, list) else x
+
+    qkv, cu = torch.randn(20, 3, 2, 16), cu_seqlens([7, 0, 13])
+    op = torch.ops.bert_unpad
+    good = (cu, 13, 0.25, 0.0, None)
+    out, lse = op.varlen_attention(qkv, *good)
+    call, saved = (
+        (op.varlen_attention_backward, (out, qkv, out, lse))
+        if backward
+        else (op.varlen_attention, (qkv,))
+    )
+    with pytest.raises(ValueError, match=message):
+        call(*saved, *good, int32(order), int32(groups))
+
+
 def test_strided_input_and_gradient() -> None:
     torch.manual_seed(5)
     wide = torch.randn(30, 2, 3, 24)  # heads before q, k, v, and only 16 of 24 columns used
@@ -184,6 +253,10 @@ def test_opcheck(p: float) -> None:
     kv = torch.randn(20, 2, 2, 16, requires_grad=True)
     args = (q, kv, cu_seqlens([2, 0, 3]), cu, 3, 13, 0.25, p, rng)
     opcheck(torch.ops.bert_unpad.varlen_cross_attention, args)
+    order = torch.tensor([2, 0, 1], dtype=torch.int32)
+    groups = torch.tensor([[1, 13, 13], [2, 7, 7]], dtype=torch.int32)
+    opcheck(torch.ops.bert_unpad.varlen_attention, (qkv, cu, 13, 0.25, p, rng, order, groups))
+    opcheck(torch.ops.bert_unpad.varlen_cross_attention, (*args, order, groups))
 
 
 def test_compiles_without_graph_breaks() -> None:
@@ -198,6 +271,26 @@ def test_compiles_without_graph_breaks() -> None:
         (grad,) = torch.autograd.grad(run(qkv), qkv)
         grads.append(grad)
     assert torch.equal(*grads)
+
+
+# The second graph lets the token count vary, the third the number of groups.
+@pytest.mark.parametrize(("schedule", "graphs"), [("list", 2), ("groups", 3)])
+def test_compiles_to_one_graph_for_any_lengths(schedule: str, graphs: int) -> None:
+    def f(x: Tensor, batch: VarlenBatch) -> Tensor:
+        out = ops.varlen_attention(x * 2, batch, dropout_p=0.1, rng=RNG, schedule=schedule)
+        return out.square().sum()
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(f, fullgraph=True, backend=counter)
+    for lengths in ([70, 13, 200], [7, 90, 131], [6, 300, 2], [9, 140, 80]):
+        batch = VarlenBatch.from_lengths(lengths)
+        assert batch.group_sizes.shape[0] > 1  # torch.compile makes a graph of its own for size 1
+        qkv = torch.randn(batch.total, 3, 2, 16, requires_grad=True)
+        (got,) = torch.autograd.grad(compiled(qkv, batch), qkv)
+        (want,) = torch.autograd.grad(f(qkv, batch), qkv)
+        assert torch.equal(got, want)
+    assert counter.frame_count <= graphs
 
 
 def _good() -> dict:

@@ -1,6 +1,7 @@
 """Variable-length attention: fake kernels and autograd over the C++ operators."""
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ def varlen_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     rng: Tensor | None = None,
+    schedule: Literal["list", "groups"] = "list",
 ) -> Tensor:
     """Self-attention over packed sequences: softmax(q k^T * scale), dropout, times v.
 
@@ -36,6 +38,10 @@ def varlen_attention(
         scale: factor of q k^T; None means 1 / sqrt(head_dim).
         rng: int64 [2] (seed, offset) on the data's device; None draws one from PyTorch's default
             generator. The mask is a pure function of it and of (sequence, head, row, column).
+        schedule: how a GPU starts the sequences of a VarlenBatch, longest first in both: "list" in
+            one launch; "groups" in one launch for each of `batch.groups`, side by side. Results are
+            the same bit for bit; which is faster depends on the device. A CPU ignores it, as does a
+            bare `cu_seqlens`, whose sequences are started as they lie.
 
     Returns:
         [tokens, heads, head_dim] of qkv's dtype.
@@ -43,8 +49,13 @@ def varlen_attention(
     Raises:
         ValueError: for a shape, dtype, device or `cu_seqlens` that does not fit, naming it.
     """
+    if schedule not in ("list", "groups"):
+        raise ValueError(f"varlen_attention: schedule must be 'list' or 'groups', got {schedule!r}")
+    order = groups = None
     if isinstance(batch, VarlenBatch):
-        cu_seqlens, max_seqlen = batch.cu_seqlens, batch.max_seqlen
+        cu_seqlens, max_seqlen, order = batch.cu_seqlens, batch.max_seqlen, batch.order
+        if schedule == "groups":
+            groups = batch.group_sizes
     elif max_seqlen is None:
         raise ValueError("varlen_attention: max_seqlen is needed with a bare cu_seqlens")
     else:
@@ -56,7 +67,9 @@ def varlen_attention(
         )
     scale = 1.0 / math.sqrt(qkv.shape[-1]) if scale is None else scale
     rng = _rng.draw(dropout_p, rng, qkv.device)
-    return _ops.varlen_attention(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng)[0]
+    return _ops.varlen_attention(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, order, groups)[
+        0
+    ]
 
 
 def varlen_cross_attention(
@@ -70,6 +83,7 @@ def varlen_cross_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     rng: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> Tensor:
     """Attention of packed queries over packed keys of the same sequences.
 
@@ -83,6 +97,8 @@ def varlen_cross_attention(
         max_seqlen_q, max_seqlen_k: longest run of queries and of keys, in tokens.
         dropout_p, scale, rng: as in `varlen_attention`; the mask's row counts the queries of a
             sequence.
+        order: int32 [sequences] on the data's device, the sequences as a GPU starts them;
+            `VarlenBatch.order` of the keys is best. Results do not depend on it. None: as they lie.
 
     Returns:
         [query tokens, heads, head_dim] of q's dtype.
@@ -98,7 +114,7 @@ def varlen_cross_attention(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     rng = _rng.draw(dropout_p, rng, q.device)
     return _ops.varlen_cross_attention(
-        q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p, rng
+        q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p, rng, order
     )[0]
 
 
@@ -107,19 +123,24 @@ def _last_contiguous(x: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("bert_unpad::varlen_attention")
-def _(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng):
+def _(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, order=None, groups=None):
     tokens, _, heads, head_dim = qkv.shape
     out = qkv.new_empty((tokens, heads, head_dim))
     return out, qkv.new_empty((heads, tokens), dtype=torch.float32)
 
 
 @torch.library.register_fake("bert_unpad::varlen_attention_backward")
-def _(dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, dropout_p, rng):
+def _(
+    dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, dropout_p, rng, order=None, groups=None
+):  # fmt: skip
     return qkv.new_empty(qkv.shape)
 
 
 @torch.library.register_fake("bert_unpad::varlen_cross_attention")
-def _(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p, rng):
+def _(
+    q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p, rng,
+    order=None, groups=None,
+):  # fmt: skip
     tokens, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((heads, tokens), dtype=torch.float32)
 
@@ -127,39 +148,42 @@ def _(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, drop
 @torch.library.register_fake("bert_unpad::varlen_cross_attention_backward")
 def _(
     dout, q, kv, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p,
-    rng,
+    rng, order=None, groups=None,
 ):  # fmt: skip
     return q.new_empty(q.shape), kv.new_empty(kv.shape)
 
 
 def _setup(ctx, inputs, output):
-    tensors = [x for x in inputs if isinstance(x, Tensor)]
-    ctx.scalars = [x for x in inputs if not isinstance(x, Tensor) and x is not None]
-    ctx.save_for_backward(*tensors, *output)
+    qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, order, groups = inputs
+    ctx.save_for_backward(qkv, *output, cu_seqlens, rng, order, groups)
+    ctx.scalars = max_seqlen, scale, dropout_p
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx, dout, _dlse):
-    qkv, cu_seqlens, *rng, out, lse = ctx.saved_tensors
-    max_seqlen, scale, dropout_p = ctx.scalars
+    qkv, out, lse, cu_seqlens, rng, order, groups = ctx.saved_tensors
     dqkv = _ops.varlen_attention_backward(
-        _last_contiguous(dout), qkv, out, lse, cu_seqlens, max_seqlen, scale, dropout_p,
-        rng[0] if rng else None,
-    )  # fmt: skip
-    return dqkv, None, None, None, None, None
+        _last_contiguous(dout), qkv, out, lse, cu_seqlens, *ctx.scalars, rng, order, groups
+    )
+    return dqkv, None, None, None, None, None, None, None
+
+
+def _cross_setup(ctx, inputs, output):
+    q, kv, cu_q, cu_k, max_q, max_k, scale, dropout_p, rng, order, groups = inputs
+    ctx.save_for_backward(q, kv, *output, cu_q, cu_k, rng, order, groups)
+    ctx.scalars = max_q, max_k, scale, dropout_p
+    ctx.mark_non_differentiable(output[1])
 
 
 def _cross_backward(ctx, dout, _dlse):
-    q, kv, cu_q, cu_k, *rng, out, lse = ctx.saved_tensors
-    max_q, max_k, scale, dropout_p = ctx.scalars
+    q, kv, out, lse, cu_q, cu_k, rng, order, groups = ctx.saved_tensors
     dq, dkv = _ops.varlen_cross_attention_backward(
-        _last_contiguous(dout), q, kv, out, lse, cu_q, cu_k, max_q, max_k, scale, dropout_p,
-        rng[0] if rng else None,
-    )  # fmt: skip
-    return dq, dkv, None, None, None, None, None, None, None
+        _last_contiguous(dout), q, kv, out, lse, cu_q, cu_k, *ctx.scalars, rng, order, groups
+    )
+    return dq, dkv, None, None, None, None, None, None, None, None, None
 
 
 torch.library.register_autograd("bert_unpad::varlen_attention", _backward, setup_context=_setup)
 torch.library.register_autograd(
-    "bert_unpad::varlen_cross_attention", _cross_backward, setup_context=_setup
+    "bert_unpad::varlen_cross_attention", _cross_backward, setup_context=_cross_setup
 )

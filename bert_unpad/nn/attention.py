@@ -68,6 +68,7 @@ class BertSelfAttention(nn.Module):
             batch.max_seqlen,
             dropout_p=self.dropout_p if self.training else 0.0,
             rng=rng,
+            order=batch.order,
         )
         return out.flatten(1)
 

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "attention/schedule.h"
 #include "checks.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
@@ -35,6 +36,33 @@ const int32_t* check_cu_seqlens(const Tensor& cu, int64_t tokens, int64_t max_se
   check(values[last] == tokens, op, ": ", name, " must end at the number of tokens, ", tokens,
         ", but ends at ", values[last]);
   return values;
+}
+
+// Checks the values of a schedule, which the CPU does not need: make_tasks sorts. A wrong one must
+// not pass here and fail on a GPU.
+void check_schedule_values(const std::optional<Tensor>& order, const std::optional<Tensor>& groups,
+                           const int32_t* cu_q, const int32_t* cu_k, int64_t sequences,
+                           const char* op) {
+  if (!order) return;
+  const auto* sequence = order->const_data_ptr<int32_t>();
+  std::vector<char> seen(sequences);
+  for (int64_t i = 0; i < sequences; ++i) {
+    const int32_t b = sequence[i];
+    check(b >= 0 && b < sequences && !seen[b], op, ": order must be a permutation of 0 .. ",
+          sequences - 1, ", but entry ", i, " is ", b);
+    seen[b] = 1;
+  }
+  if (!groups) return;
+  int64_t i = 0;
+  for (const LengthGroup& group : read_groups(*groups, sequences, op)) {
+    for (const int64_t end = i + group.sequences; i < end; ++i) {
+      const int32_t b = sequence[i];
+      const int32_t q_len = cu_q[b + 1] - cu_q[b], k_len = cu_k[b + 1] - cu_k[b];
+      check(q_len <= group.max_q && k_len <= group.max_k, op, ": groups allows ", group.max_q,
+            " queries and ", group.max_k, " keys where sequence ", b, " has ", q_len, " and ",
+            k_len);
+    }
+  }
 }
 
 void check_last_contiguous(const Tensor& t, const char* op, const char* name) {
@@ -149,26 +177,39 @@ std::tuple<Tensor, Tensor> outputs(AttentionParams& p, const Tensor& like, int64
   return {out, lse};
 }
 
+std::vector<AttentionTask> self_tasks(const AttentionParams& p, const Tensor& qkv,
+                                      const Tensor& cu_seqlens, int64_t max_seqlen,
+                                      const std::optional<Tensor>& order,
+                                      const std::optional<Tensor>& groups, const char* op) {
+  const int32_t* cu = check_cu_seqlens(cu_seqlens, qkv.size(0), max_seqlen, op, "cu_seqlens");
+  const int64_t sequences = cu_seqlens.size(0) - 1;
+  check_schedule(order, groups, qkv, sequences, op);
+  check_schedule_values(order, groups, cu, cu, sequences, op);
+  return make_tasks(cu, cu, sequences, p.heads);
+}
+
 std::tuple<Tensor, Tensor> varlen_attention(Tensor qkv, Tensor cu_seqlens, int64_t max_seqlen,
                                             double scale, double dropout_p,
-                                            std::optional<Tensor> rng) {
+                                            std::optional<Tensor> rng, std::optional<Tensor> order,
+                                            std::optional<Tensor> groups) {
   const char* op = "varlen_attention";
   check_qkv(qkv, op);
   AttentionParams p = common(qkv, qkv.size(2), qkv.size(3), scale, dropout_p, rng, op);
-  const int32_t* cu = check_cu_seqlens(cu_seqlens, qkv.size(0), max_seqlen, op, "cu_seqlens");
+  const auto tasks = self_tasks(p, qkv, cu_seqlens, max_seqlen, order, groups, op);
   set_qkv(p, qkv);
   auto result = outputs(p, qkv, qkv.size(0));
-  run(p, make_tasks(cu, cu, cu_seqlens.size(0) - 1, p.heads), false);
+  run(p, tasks, false);
   return result;
 }
 
 Tensor varlen_attention_backward(Tensor dout, Tensor qkv, Tensor out, Tensor lse, Tensor cu_seqlens,
                                  int64_t max_seqlen, double scale, double dropout_p,
-                                 std::optional<Tensor> rng) {
+                                 std::optional<Tensor> rng, std::optional<Tensor> order,
+                                 std::optional<Tensor> groups) {
   const char* op = "varlen_attention_backward";
   check_qkv(qkv, op);
   AttentionParams p = common(qkv, qkv.size(2), qkv.size(3), scale, dropout_p, rng, op);
-  const int32_t* cu = check_cu_seqlens(cu_seqlens, qkv.size(0), max_seqlen, op, "cu_seqlens");
+  const auto tasks = self_tasks(p, qkv, cu_seqlens, max_seqlen, order, groups, op);
   set_qkv(p, qkv);
   set_saved(p, dout, out, lse, qkv.size(0), op);
   Tensor dqkv = torch::stable::new_empty(qkv, {qkv.size(0), 3, p.heads, p.head_dim});
@@ -176,30 +217,36 @@ Tensor varlen_attention_backward(Tensor dout, Tensor qkv, Tensor out, Tensor lse
   p.dq = writable(dqkv, 3 * hidden, p.head_dim);
   p.dk = writable(dqkv, 3 * hidden, p.head_dim, hidden);
   p.dv = writable(dqkv, 3 * hidden, p.head_dim, 2 * hidden);
-  run(p, make_tasks(cu, cu, cu_seqlens.size(0) - 1, p.heads), true);
+  run(p, tasks, true);
   return dqkv;
 }
 
 // The task list of queries and keys with their own cu_seqlens.
 std::vector<AttentionTask> cross_tasks(const AttentionParams& p, const Tensor& q, const Tensor& kv,
                                        const Tensor& cu_q, const Tensor& cu_k, int64_t max_q,
-                                       int64_t max_k, const char* op) {
+                                       int64_t max_k, const std::optional<Tensor>& order,
+                                       const std::optional<Tensor>& groups, const char* op) {
   const int32_t* q_values = check_cu_seqlens(cu_q, q.size(0), max_q, op, "cu_seqlens_q");
   const int32_t* k_values = check_cu_seqlens(cu_k, kv.size(0), max_k, op, "cu_seqlens_k");
   check(cu_q.size(0) == cu_k.size(0), op, ": cu_seqlens_q and cu_seqlens_k must hold as many ",
         "sequences, got ", cu_q.size(0) - 1, " and ", cu_k.size(0) - 1);
-  return make_tasks(q_values, k_values, cu_q.size(0) - 1, p.heads);
+  const int64_t sequences = cu_q.size(0) - 1;
+  check_schedule(order, groups, q, sequences, op);
+  check_schedule_values(order, groups, q_values, k_values, sequences, op);
+  return make_tasks(q_values, k_values, sequences, p.heads);
 }
 
 std::tuple<Tensor, Tensor> varlen_cross_attention(Tensor q, Tensor kv, Tensor cu_seqlens_q,
                                                   Tensor cu_seqlens_k, int64_t max_seqlen_q,
                                                   int64_t max_seqlen_k, double scale,
-                                                  double dropout_p, std::optional<Tensor> rng) {
+                                                  double dropout_p, std::optional<Tensor> rng,
+                                                  std::optional<Tensor> order,
+                                                  std::optional<Tensor> groups) {
   const char* op = "varlen_cross_attention";
   check_q_kv(q, kv, op);
   AttentionParams p = common(q, q.size(1), q.size(2), scale, dropout_p, rng, op);
-  const auto tasks =
-      cross_tasks(p, q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, op);
+  const auto tasks = cross_tasks(p, q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                                 order, groups, op);
   set_q_kv(p, q, kv);
   auto result = outputs(p, q, q.size(0));
   run(p, tasks, false);
@@ -209,12 +256,12 @@ std::tuple<Tensor, Tensor> varlen_cross_attention(Tensor q, Tensor kv, Tensor cu
 std::tuple<Tensor, Tensor> varlen_cross_attention_backward(
     Tensor dout, Tensor q, Tensor kv, Tensor out, Tensor lse, Tensor cu_seqlens_q,
     Tensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double dropout_p,
-    std::optional<Tensor> rng) {
+    std::optional<Tensor> rng, std::optional<Tensor> order, std::optional<Tensor> groups) {
   const char* op = "varlen_cross_attention_backward";
   check_q_kv(q, kv, op);
   AttentionParams p = common(q, q.size(1), q.size(2), scale, dropout_p, rng, op);
-  const auto tasks =
-      cross_tasks(p, q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, op);
+  const auto tasks = cross_tasks(p, q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                                 order, groups, op);
   set_q_kv(p, q, kv);
   set_saved(p, dout, out, lse, q.size(0), op);
   Tensor dq = torch::stable::new_empty(q, {q.size(0), p.heads, p.head_dim});
