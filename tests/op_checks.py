@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
+import reference
 import torch
 from torch import Tensor
+
+from bert_unpad import ops
+from bert_unpad.batch import VarlenBatch
+
+# The key of every test's dropout masks, where no other is asked for.
+RNG = torch.tensor([123456789, 42])
+
+
+def cu_seqlens(lengths: Sequence[int], device: str = "cpu") -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def results_of(
@@ -45,3 +57,67 @@ def assert_same_bits_whatever_the_threads(run: Callable[[], Sequence[Tensor]]) -
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert torch.equal(a, b)
+
+
+def compare_attention(
+    dtype: torch.dtype,
+    lengths: Sequence[int],
+    *,
+    heads: int = 2,
+    head_dim: int = 64,
+    p: float = 0.0,
+    scale: float | None = None,
+    device: str = "cpu",
+) -> None:
+    """Holds self-attention's result and gradient against the reference, on fresh random inputs."""
+    total, rng = sum(lengths), RNG.to(device)
+    qkv = torch.randn(total, 3, heads, head_dim, device=device).to(dtype)
+    dout = torch.randn(total, heads, head_dim, device=device).to(dtype)
+    batch = VarlenBatch.from_lengths(lengths, device)
+
+    def ours() -> list[Tensor]:
+        x = qkv.clone().requires_grad_()
+        out = ops.varlen_attention(x, batch, dropout_p=p, scale=scale, rng=rng)
+        out.backward(dout)
+        return [out.detach(), x.grad]
+
+    def plain(precision: torch.dtype) -> list[Tensor]:
+        x = qkv.to(precision, copy=True).requires_grad_()
+        out = reference.varlen_attention(x, lengths, p, rng, scale)
+        out.backward(dout.to(precision))
+        return [out.detach(), x.grad]
+
+    reference.assert_as_good_as_pytorch(ours, plain, dtype, ["out", "dqkv"])
+
+
+def compare_cross_attention(
+    dtype: torch.dtype,
+    q_lengths: Sequence[int],
+    k_lengths: Sequence[int],
+    *,
+    heads: int = 2,
+    head_dim: int = 64,
+    p: float = 0.0,
+    device: str = "cpu",
+) -> None:
+    """The same for queries and keys with lengths of their own."""
+    rng = RNG.to(device)
+    q = torch.randn(sum(q_lengths), heads, head_dim, device=device).to(dtype)
+    kv = torch.randn(sum(k_lengths), 2, heads, head_dim, device=device).to(dtype)
+    dout = torch.randn_like(q)
+    cu = [cu_seqlens(lengths, device) for lengths in (q_lengths, k_lengths)]
+    longest = max(q_lengths), max(k_lengths)
+
+    def ours() -> list[Tensor]:
+        a, b = q.clone().requires_grad_(), kv.clone().requires_grad_()
+        out = ops.varlen_cross_attention(a, b, *cu, *longest, dropout_p=p, rng=rng)
+        out.backward(dout)
+        return [out.detach(), a.grad, b.grad]
+
+    def plain(precision: torch.dtype) -> list[Tensor]:
+        a, b = (x.to(precision, copy=True).requires_grad_() for x in (q, kv))
+        out = reference.varlen_cross_attention(a, b, q_lengths, k_lengths, p, rng)
+        out.backward(dout.to(precision))
+        return [out.detach(), a.grad, b.grad]
+
+    reference.assert_as_good_as_pytorch(ours, plain, dtype, ["out", "dq", "dkv"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -57,15 +58,21 @@ def row_mask(rng: Tensor, p: float, rows: int, columns: int) -> Tensor:
     return _kept(words, np.broadcast_to(column & 7, (rows, columns)), p)
 
 
+@lru_cache(maxsize=256)
+def _attention_mask(
+    key: tuple[int, int], offset: int, p: float, stream: int, rows: int, columns: int
+) -> Tensor:
+    r, c = np.arange(rows)[:, None], np.arange(columns)[None]
+    words = philox(((c >> 4) * 4 + ((c >> 1) & 3), (r >> 4) * 8 + (r & 7), 1 + stream, offset), key)
+    return _kept(words, ((r >> 3) & 1) * 4 + ((c >> 3) & 1) * 2 + (c & 1), p)
+
+
 def attention_mask(rng: Tensor, p: float, stream: int, rows: int, columns: int) -> Tensor:
     """Which weights [rows, columns] of one sequence and head attention dropout keeps.
 
     `stream` is sequence * heads + head.
     """
-    key, offset = _key(rng)
-    r, c = np.arange(rows)[:, None], np.arange(columns)[None]
-    words = philox(((c >> 4) * 4 + ((c >> 1) & 3), (r >> 4) * 8 + (r & 7), 1 + stream, offset), key)
-    return _kept(words, ((r >> 3) & 1) * 4 + ((c >> 3) & 1) * 2 + (c & 1), p)
+    return _attention_mask(*_key(rng), p, stream, rows, columns)
 
 
 def dropout_scale(p: float) -> float:
@@ -94,7 +101,7 @@ def varlen_cross_attention(
             masks = [
                 attention_mask(rng, p, sequence * heads + h, len(qs), len(k)) for h in range(heads)
             ]
-            weights = weights * torch.stack(masks) * dropout_scale(p)
+            weights = weights * torch.stack(masks).to(q.device) * dropout_scale(p)
         outs.append(torch.einsum("hij,jhd->ihd", weights, v))
     return torch.cat(outs)
 

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import reference
 import torch
+from op_checks import RNG, compare_attention, compare_cross_attention, cu_seqlens
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
@@ -19,93 +19,44 @@ from bert_unpad import _C, ops
 from bert_unpad.batch import VarlenBatch
 
 LENGTHS = [200, 0, 1, 15, 16, 17, 63, 64, 65, 129]
-RNG = torch.tensor([123456789, 42])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def cu_seqlens(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-
-
-def compare(
-    dtype: torch.dtype, head_dim: int, p: float, lengths: list[int], scale: float | None = None
-) -> None:
-    heads = 2
-    total = sum(lengths)
-    qkv = torch.randn(total, 3, heads, head_dim).to(dtype)
-    dout = torch.randn(total, heads, head_dim).to(dtype)
-
-    def ours() -> list[Tensor]:
-        x = qkv.clone().requires_grad_()
-        out = ops.varlen_attention(
-            x, VarlenBatch.from_lengths(lengths), dropout_p=p, scale=scale, rng=RNG
-        )
-        out.backward(dout)
-        return [out.detach(), x.grad]
-
-    def plain(precision: torch.dtype) -> list[Tensor]:
-        x = qkv.to(precision, copy=True).requires_grad_()
-        out = reference.varlen_attention(x, lengths, p, RNG, scale)
-        out.backward(dout.to(precision))
-        return [out.detach(), x.grad]
-
-    reference.assert_as_good_as_pytorch(ours, plain, dtype, ["out", "dqkv"])
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matches_the_reference(dtype: torch.dtype, p: float) -> None:
     torch.manual_seed(0)
-    compare(dtype, 64, p, LENGTHS)
+    compare_attention(dtype, LENGTHS, p=p)
 
 
 @pytest.mark.parametrize("head_dim", [1, 5, 32, 100, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_head_dim(dtype: torch.dtype, head_dim: int) -> None:
     torch.manual_seed(head_dim)
-    compare(dtype, head_dim, 0.1, [33, 0, 70, 5])
+    compare_attention(dtype, [33, 0, 70, 5], head_dim=head_dim, p=0.1)
 
 
 @pytest.mark.parametrize("lengths", [[1], [512], [511, 513], [1] * 9, [0, 0, 3]])
 def test_lengths_at_the_edges(lengths: list[int]) -> None:
     torch.manual_seed(1)
-    compare(torch.float32, 64, 0.1, lengths)
+    compare_attention(torch.float32, lengths, p=0.1)
 
 
 def test_scale_is_applied_before_the_softmax() -> None:
     torch.manual_seed(2)
-    compare(torch.float32, 16, 0.0, [40, 3], scale=0.7)
+    compare_attention(torch.float32, [40, 3], head_dim=16, scale=0.7)
 
 
 def test_long_sequence() -> None:
     # Longer than one strip of scores allows: the smallest block of rows.
     torch.manual_seed(3)
-    compare(torch.float32, 8, 0.0, [4100])
+    compare_attention(torch.float32, [4100], head_dim=8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cross_attention(dtype: torch.dtype) -> None:
     torch.manual_seed(4)
-    q_lengths, k_lengths, heads, head_dim, p = [3, 0, 40, 17, 0], [70, 5, 33, 129, 0], 2, 64, 0.1
-    q = torch.randn(sum(q_lengths), heads, head_dim).to(dtype)
-    kv = torch.randn(sum(k_lengths), 2, heads, head_dim).to(dtype)
-    dout = torch.randn_like(q)
-
-    def ours() -> list[Tensor]:
-        a, b = q.clone().requires_grad_(), kv.clone().requires_grad_()
-        out = ops.varlen_cross_attention(
-            a, b, cu_seqlens(q_lengths), cu_seqlens(k_lengths), 40, 129, dropout_p=p, rng=RNG
-        )
-        out.backward(dout)
-        return [out.detach(), a.grad, b.grad]
-
-    def plain(precision: torch.dtype) -> list[Tensor]:
-        a, b = (x.to(precision, copy=True).requires_grad_() for x in (q, kv))
-        out = reference.varlen_cross_attention(a, b, q_lengths, k_lengths, p, RNG)
-        out.backward(dout.to(precision))
-        return [out.detach(), a.grad, b.grad]
-
-    reference.assert_as_good_as_pytorch(ours, plain, dtype, ["out", "dq", "dkv"])
+    compare_cross_attention(dtype, [3, 0, 40, 17, 0], [70, 5, 33, 129, 0], p=0.1)
 
 
 def test_queries_without_keys_give_zeros() -> None:
