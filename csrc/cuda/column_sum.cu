@@ -11,18 +11,22 @@ namespace {
 
 constexpr int kColumns = 32, kRowLanes = 16;
 
-BU_KERNEL(kColumns* kRowLanes, 2)
-column_sum_kernel(const float* __restrict__ partials, int64_t rows, int64_t columns,
-                  void* __restrict__ out, DType out_dtype) {
-  extern __shared__ float shared[];
+struct Params {
+  const float* partials;
+  int64_t rows, columns;
+  void* out;
+  DType out_dtype;
+};
+
+BU_KERNEL(kColumns* kRowLanes, 2) column_sum_kernel(BU_PARAMS Params p) {
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumns + threadIdx.x;
   float sum[1] = {0.0f};
-  if (column < columns) {
-    for (int64_t row = threadIdx.y; row < rows; row += kRowLanes)
-      sum[0] += partials[row * columns + column];
+  if (column < p.columns) {
+    for (int64_t row = threadIdx.y; row < p.rows; row += kRowLanes)
+      sum[0] += load_global<float>(p.partials + row * p.columns + column);
   }
-  sum_over_y(sum, shared);
-  if (threadIdx.y == 0 && column < columns) store_parameter(out, out_dtype, column, sum[0]);
+  sum_over_y(sum, 0);
+  if (threadIdx.y == 0 && column < p.columns) store_parameter(p.out, p.out_dtype, column, sum[0]);
 }
 
 }  // namespace
@@ -32,7 +36,8 @@ void column_sum(const char* op, const float* partials, int64_t rows, int64_t col
   if (columns == 0) return;
   const dim3 grid(static_cast<unsigned>((columns + kColumns - 1) / kColumns));
   launch(op, column_sum_kernel, grid, dim3(kColumns, kRowLanes),
-         sum_over_y_bytes(kColumns, kRowLanes, 1), stream, partials, rows, columns, out, out_dtype);
+         sum_over_y_bytes(kColumns, kRowLanes, 1), stream,
+         Params{partials, rows, columns, out, out_dtype});
 }
 
 }  // namespace bert_unpad::cuda

@@ -1,10 +1,9 @@
 // Starting kernels: error checks, dtype dispatch and launch geometry, without torch.
 //
-// The only file with <<<>>>; a launcher calls launch() and never the kernel.
+// The only file with <<<>>>; a launcher calls launch() and never the kernel. Without nvcc launch()
+// runs the kernel in the host model (tests/host_cuda), whose cuda_runtime.h is found first.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -13,6 +12,9 @@
 #include <string>
 
 #include "cpu/types.h"
+#ifndef __CUDACC__
+#include "host_cuda/machine.h"
+#endif
 
 namespace bert_unpad::cuda {
 
@@ -21,12 +23,24 @@ inline void check_cuda(cudaError_t error, const char* op) {
     throw std::runtime_error(std::string(op) + ": CUDA error: " + cudaGetErrorString(error));
 }
 
+// Dynamic shared memory that a kernel gets without asking.
+inline constexpr size_t kUnaskedSharedBytes = 48 * 1024;
+
 // cudaGetLastError also reports an error of earlier, asynchronous work; the message names the
 // operator that met it.
 template <class... Params, class... Args>
 void launch(const char* op, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
             cudaStream_t stream, const Args&... args) {
+#ifdef __CUDACC__
+  if (shared_bytes > kUnaskedSharedBytes)
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(shared_bytes)),
+               op);
   kernel<<<grid, block, shared_bytes, stream>>>(args...);
+#else
+  static_cast<void>(stream);
+  host::run_kernel(op, kernel, grid, block, shared_bytes, args...);
+#endif
   check_cuda(cudaGetLastError(), op);
 }
 
@@ -37,9 +51,9 @@ void dispatch(DType dtype, const F& f) {
     case DType::kFloat32:
       return f.template operator()<float>();
     case DType::kBFloat16:
-      return f.template operator()<__nv_bfloat16>();
+      return f.template operator()<bf16>();
     case DType::kFloat16:
-      return f.template operator()<__half>();
+      return f.template operator()<f16>();
   }
 }
 

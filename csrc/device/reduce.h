@@ -2,26 +2,35 @@
 // the same inputs give the same bits.
 #pragma once
 
+#include <cstdint>
+
 #include "device/macros.h"
+#include "device/primitives.h"
 
 namespace bert_unpad {
 
 // Adds up `values` over the threads that share threadIdx.x, in the order of threadIdx.y; the sums
-// are in the threads with threadIdx.y == 0. All threads of the block must call it. `shared` holds
-// (blockDim.y - 1) * blockDim.x * N floats and must be free: whoever used it before synchronises.
+// are in the threads with threadIdx.y == 0. All threads of the block must call it. From offset
+// `shared` on, sum_over_y_bytes() of shared memory must be free: whoever used it before
+// synchronises.
 template <int N>
-BU_DEVICE void sum_over_y(float (&values)[N], float* shared) {
-  const unsigned width = blockDim.x;
+BU_DEVICE void sum_over_y(float (&values)[N], uint32_t shared) {
+  const uint32_t width = blockDim.x;
   if (threadIdx.y > 0) {
 #pragma unroll
-    for (int i = 0; i < N; ++i)
-      shared[((threadIdx.y - 1) * N + i) * width + threadIdx.x] = values[i];
+    for (int i = 0; i < N; ++i) {
+      const uint32_t row = (threadIdx.y - 1) * N + static_cast<uint32_t>(i);
+      store_shared(shared + 4 * (row * width + threadIdx.x), values[i]);
+    }
   }
-  __syncthreads();
+  sync_block();
   if (threadIdx.y == 0) {
-    for (unsigned y = 0; y + 1 < blockDim.y; ++y) {
+    for (uint32_t y = 0; y + 1 < blockDim.y; ++y) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) values[i] += shared[(y * N + i) * width + threadIdx.x];
+      for (int i = 0; i < N; ++i) {
+        const uint32_t row = y * N + static_cast<uint32_t>(i);
+        values[i] += load_shared<float>(shared + 4 * (row * width + threadIdx.x));
+      }
     }
   }
 }

@@ -2,13 +2,12 @@
 // arithmetic is fp32, and a thread moves 16 bytes at a time where addresses allow it.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
 #include "cpu/types.h"
 #include "device/macros.h"
+#include "device/primitives.h"
+#include "device/site.h"
 
 namespace bert_unpad {
 
@@ -17,22 +16,16 @@ template <class T>
 inline constexpr int kVectorWidth = 16 / static_cast<int>(sizeof(T));
 
 BU_DEVICE float to_float(float x) { return x; }
-BU_DEVICE float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-BU_DEVICE float to_float(__half x) { return __half2float(x); }
+BU_DEVICE float to_float(bf16 x) { return unpack<bf16>(x.bits).low; }
+BU_DEVICE float to_float(f16 x) { return unpack<f16>(x.bits).low; }
 
 template <class T>
-BU_DEVICE T from_float(float x);
+BU_DEVICE T from_float(float x) {
+  return {static_cast<uint16_t>(pack<T>(x, 0.0f))};
+}
 template <>
 BU_DEVICE float from_float<float>(float x) {
   return x;
-}
-template <>
-BU_DEVICE __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
-}
-template <>
-BU_DEVICE __half from_float<__half>(float x) {
-  return __float2half_rn(x);
 }
 
 template <class T, int N>
@@ -41,41 +34,55 @@ struct alignas(N * sizeof(T)) Vector {
 };
 
 template <class T, int N>
-BU_DEVICE Vector<T, N> load_vector(const T* p) {
-  return *reinterpret_cast<const Vector<T, N>*>(p);
+BU_DEVICE Vector<T, N> load_vector(const T* p BU_SITE) {
+  return load_global<Vector<T, N>>(p BU_FROM_SITE);
 }
 
+// In pieces of 16 bytes where it has more.
 template <class T, int N>
-BU_DEVICE void store_vector(T* p, const float (&x)[N]) {
-  Vector<T, N> out;
+BU_DEVICE void store_vector(T* p, const float (&x)[N] BU_SITE) {
+  constexpr int kPiece = N < kVectorWidth<T> ? N : kVectorWidth<T>;
+  static_assert(N % kPiece == 0);
 #pragma unroll
-  for (int i = 0; i < N; ++i) out.v[i] = from_float<T>(x[i]);
-  *reinterpret_cast<Vector<T, N>*>(p) = out;
+  for (int first = 0; first < N; first += kPiece) {
+    if constexpr (sizeof(T) == 2 && kPiece % 2 == 0) {  // two conversions are one instruction
+      Vector<uint32_t, kPiece / 2> out;
+#pragma unroll
+      for (int i = 0; i < kPiece / 2; ++i)
+        out.v[i] = pack<T>(x[first + 2 * i], x[first + 2 * i + 1]);
+      store_global(p + first, out BU_FROM_SITE);
+    } else {
+      Vector<T, kPiece> out;
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) out.v[i] = from_float<T>(x[first + i]);
+      store_global(p + first, out BU_FROM_SITE);
+    }
+  }
 }
 
 // Element i of a parameter vector whose dtype is known at run time only: a kernel that reads it
 // once per thread need not be compiled for every dtype of it.
-BU_DEVICE float load_parameter(const void* p, DType dtype, int64_t i) {
+BU_DEVICE float load_parameter(const void* p, DType dtype, int64_t i BU_SITE) {
   switch (dtype) {
     case DType::kFloat32:
-      return static_cast<const float*>(p)[i];
+      return load_global<float>(static_cast<const float*>(p) + i BU_FROM_SITE);
     case DType::kBFloat16:
-      return to_float(static_cast<const __nv_bfloat16*>(p)[i]);
+      return to_float(load_global<bf16>(static_cast<const bf16*>(p) + i BU_FROM_SITE));
     default:
-      return to_float(static_cast<const __half*>(p)[i]);
+      return to_float(load_global<f16>(static_cast<const f16*>(p) + i BU_FROM_SITE));
   }
 }
 
-BU_DEVICE void store_parameter(void* p, DType dtype, int64_t i, float x) {
+BU_DEVICE void store_parameter(void* p, DType dtype, int64_t i, float x BU_SITE) {
   switch (dtype) {
     case DType::kFloat32:
-      static_cast<float*>(p)[i] = x;
+      store_global(static_cast<float*>(p) + i, x BU_FROM_SITE);
       break;
     case DType::kBFloat16:
-      static_cast<__nv_bfloat16*>(p)[i] = from_float<__nv_bfloat16>(x);
+      store_global(static_cast<bf16*>(p) + i, from_float<bf16>(x) BU_FROM_SITE);
       break;
     default:
-      static_cast<__half*>(p)[i] = from_float<__half>(x);
+      store_global(static_cast<f16*>(p) + i, from_float<f16>(x) BU_FROM_SITE);
   }
 }
 

@@ -33,7 +33,7 @@ BU_DEVICE void load_bias(const BiasGeluParams& p, int64_t column, float (&bias)[
 
 template <class T, int N, bool kTanh>
 BU_KERNEL(ColumnGrid::kThreads, kForwardBlocks)
-bias_gelu_kernel(const __grid_constant__ BiasGeluParams p) {
+bias_gelu_kernel(BU_PARAMS BiasGeluParams p) {
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
   if (column >= p.columns) return;
   float bias[N];
@@ -60,8 +60,7 @@ bias_gelu_kernel(const __grid_constant__ BiasGeluParams p) {
 
 template <class T, int N, bool kTanh>
 BU_KERNEL(ColumnGrid::kThreads, kBackwardBlocks)
-bias_gelu_backward_kernel(const __grid_constant__ BiasGeluParams p) {
-  extern __shared__ float shared[];
+bias_gelu_backward_kernel(BU_PARAMS BiasGeluParams p) {
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
   const bool inside = column < p.columns;
   float sum[N] = {};
@@ -96,7 +95,7 @@ bias_gelu_backward_kernel(const __grid_constant__ BiasGeluParams p) {
     }
   }
   if (p.partials == nullptr) return;
-  sum_over_y(sum, shared);
+  sum_over_y(sum, 0);
   if (threadIdx.y == 0 && inside)
     store_vector<float, N>(p.partials + blockIdx.y * p.columns + column, sum);
 }
