@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import bert_unpad
+from benchmarks import device as gpu
 from bert_unpad import _C
 from bert_unpad._malloc import keep_freed_memory
 
@@ -104,6 +105,11 @@ def memory_peak(bytes_moved: int = 256 << 20, tries: int = 9) -> float:
     return bytes_moved / min(times)
 
 
+def gpu_folder() -> str:
+    """Where results of the first GPU lie."""
+    return gpu.folder(torch.cuda.get_device_name())
+
+
 def machine() -> dict[str, Any]:
     """What the figures depend on."""
     model = platform.processor()
@@ -112,7 +118,7 @@ def machine() -> dict[str, Any]:
             if line.startswith("model name"):
                 model = line.split(":", 1)[1].strip()
                 break
-    return {
+    found = {
         "cpu": model,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -122,6 +128,16 @@ def machine() -> dict[str, Any]:
         "bert_unpad": bert_unpad.__version__,
         "python": platform.python_version(),
     }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties()
+        found |= {
+            "gpu": properties.name,
+            "gpu_sms": properties.multi_processor_count,
+            "gpu_memory": properties.total_memory,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    return found
 
 
 def fix_allocator(wish: str) -> str:

@@ -1,9 +1,12 @@
 """Single operators, forward plus backward, against the same formula in plain PyTorch, in one run.
 
     python scripts/benchmark_ops.py --device cpu
+    python scripts/benchmark_ops.py --device cuda --op attention
+    python scripts/benchmark_ops.py --device cuda --op attention --rehearse   # on a CPU, no figures
 
-Attention runs on one BERT-base layer's heads with lengths drawn from the Wikipedia histogram.
-Writes benchmarks/results/<device>/ops.json.
+On a CPU attention runs on one BERT-base layer's heads with lengths drawn from the Wikipedia
+histogram; on a GPU on BERT-large's, see benchmarks/attention.py.
+Writes benchmarks/results/<device>/ops.json, or ops_<op>.json.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import harness
+from benchmarks import attention, harness
+from benchmarks.attention_peers import CONTENDERS, OURS
 from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch, pad, unpad
 from bert_unpad.data.histogram import sample_lengths
@@ -130,14 +134,39 @@ def run(case: Case, rounds: int) -> dict[str, harness.Timing]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", choices=["cpu"], default="cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--op", choices=["attention", "norm", "gelu", "all"], default="all")
-    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--sequences", type=int, help="default: 8 on a CPU, 48 on a GPU")
     parser.add_argument("--rows", type=int, default=2048, help="tokens of the other operators")
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, help="default: 11 on a CPU, 50 on a GPU")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--allocator", choices=["heap", "default"], default="heap")
+    parser.add_argument(
+        "--skip",
+        action="append",
+        default=[],
+        metavar="PEER",
+        choices=[name for name in CONTENDERS if name not in OURS],
+        help="leave a contender on the GPU out, should it break the CUDA context",
+    )
+    parser.add_argument("--rehearse", action="store_true", help="try --device cuda out on a CPU")
     args = parser.parse_args()
+    on_gpu = args.device == "cuda"
+    sequences, rounds = (
+        args.sequences or (48 if on_gpu else 8),
+        args.rounds or (50 if on_gpu else 11),
+    )
+    if args.rehearse and not on_gpu:
+        parser.error("--rehearse goes with --device cuda")
+    if on_gpu:
+        if args.op != "attention":
+            parser.error("on a GPU only attention is timed so far: add --op attention")
+        device = "cpu" if args.rehearse else "cuda"
+        payload = attention.run(device, sequences, rounds, args.seed, args.skip)
+        if not args.rehearse:
+            folder, command = harness.gpu_folder(), "python " + " ".join(sys.argv)
+            print(f"\nwritten to {harness.save('ops_attention', folder, command, payload)}")
+        return
 
     allocator = harness.fix_allocator(args.allocator)
     torch.manual_seed(args.seed)
@@ -149,13 +178,13 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         cases = []
         if args.op in ("attention", "all"):
-            cases += [attention_case(dtype, p, args.sequences, args.seed) for p in (0.1, 0.0)]
+            cases += [attention_case(dtype, p, sequences, args.seed) for p in (0.1, 0.0)]
         if args.op in ("norm", "all"):
             cases += [norm_case(dtype, p, args.rows) for p in (0.1, 0.0)]
         if args.op in ("gelu", "all"):
             cases += [gelu_case(dtype, a, args.rows) for a in ("none", "tanh")]
         for case in cases:
-            timings = run(case, args.rounds)
+            timings = run(case, rounds)
             seconds = timings["bert_unpad"].median
             share = case.flops / seconds / matmul if case.flops else case.bytes / seconds / memory
             ratios = {
