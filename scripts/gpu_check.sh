@@ -1,99 +1,93 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, in one command: builds, runs the GPU tests, runs them again
-# under compute-sanitizer where it is installed, and writes what happened to
-# benchmarks/results/<device>/gpu_check.json. The steps' output is kept in build/gpu_check/.
+# Everything that only a GPU can show, in parts of less than 8 minutes each:
 #
-#   bash scripts/gpu_check.sh            # PYTHON=... picks another interpreter
-#   FAST=1 bash scripts/gpu_check.sh     # no compute-sanitizer
+#   bash scripts/gpu_check.sh                      # all of them
+#   bash scripts/gpu_check.sh build tests          # some, in this order
 #
-# Exits with 1 if a step failed, 2 if there is no GPU.
+#   build       compiles with nvcc; fails on spills
+#   tests       the GPU tests
+#   memcheck    small ones of them under compute-sanitizer
+#   racecheck   the same, for races in shared memory
+#   benchmarks  operators against their peers (benchmarks/results/<device>/ops_*.json)
+#
+# What happened is added to benchmarks/results/<device>/gpu_check.json, where steps of earlier runs
+# stay until they run again. The steps' output is kept in build/gpu_check/.
+#
+# Environment: PYTHON (default python3), LIMIT (seconds for a step, default 470),
+# COMPUTE_SANITIZER (default: the one on PATH or of the nvidia-cuda-sanitizer-api wheel).
+#
+# Exits with 1 if a step failed, 2 if there is no GPU or a part is unknown.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 python=${PYTHON:-python3}
+limit=${LIMIT:-470}
+all=(build tests memcheck racecheck benchmarks)
+parts=("$@")
+[ $# -gt 0 ] || parts=("${all[@]}")
+for part in "${parts[@]}"; do
+  if [[ " ${all[*]} " != *" $part "* ]]; then
+    echo "gpu_check: unknown part '$part'; parts: ${all[*]}" >&2
+    exit 2
+  fi
+done
 
-device=$("$python" - <<'PY'
-import re
-import torch
-
-if torch.cuda.is_available():
-    print(re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-"))
-PY
-)
+device=$("$python" -m benchmarks.device)
 if [ -z "$device" ]; then
   echo "gpu_check: $python's PyTorch sees no GPU" >&2
   exit 2
 fi
-results=benchmarks/results/$device
 logs=build/gpu_check
-mkdir -p "$results" "$logs"
-steps=$(mktemp)
-trap 'rm -f "$steps"' EXIT
+mkdir -p "$logs"
+export BERT_UNPAD_CUDA=1
 failed=0
 
-# step NAME COMMAND...: runs it, keeps its output, and notes how it ended.
+# step NAME COMMAND...: runs it, keeps its output, and adds how it ended to the report.
 step() {
   local name=$1 begin=$SECONDS status=0
   shift
+  rm -f "$logs/$name.xml"
   echo "== $name: $*"
-  "$@" > >(tee "$logs/$name.log") 2>&1 || status=$?
+  timeout -k 10 "$limit" "$@" > >(tee "$logs/$name.log") 2>&1 || status=$?
+  [ "$status" -ne 124 ] || echo "gpu_check: $name took longer than $limit s" >&2
   [ "$status" -eq 0 ] || failed=1
-  printf '%s\t%s\t%s\n' "$name" "$status" "$((SECONDS - begin))" >>"$steps"
+  report "$name" --status "$status" --seconds $((SECONDS - begin))
 }
 
-export BERT_UNPAD_CUDA=1
-step build "$python" setup.py build_ext --inplace
-step ptxas "$python" scripts/check_cuda_build.py
-step info "$python" -m bert_unpad.info
-step tests "$python" -m pytest tests -m gpu --junitxml="$logs/tests.xml"
+report() { "$python" scripts/gpu_report.py --device "$device" --logs "$logs" "$@" || failed=1; }
+
+tests() { step tests "$python" -m pytest tests -m gpu --junitxml="$logs/tests.xml"; }
 
 # The caching allocator would hide accesses past the end of a tensor from memcheck.
-if [ -z "${FAST:-}" ] && command -v compute-sanitizer >/dev/null; then
-  for tool in memcheck racecheck; do
-    step "$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-      compute-sanitizer --tool "$tool" --error-exitcode 1 --target-processes all \
-      "$python" -m pytest tests/test_cuda.py -m "gpu and not slow" -k "not graph and not opcheck" -x
-  done
-else
-  echo "gpu_check: compute-sanitizer was not run"
-fi
-
-"$python" - "$results" "$logs" "$steps" <<'PY'
-import json
-import os
-import subprocess
-import sys
-import xml.etree.ElementTree as ET
-from datetime import datetime, timezone
+sanitizer() {
+  local tool=${COMPUTE_SANITIZER:-}
+  [ -n "$tool" ] || tool=$(command -v compute-sanitizer) || tool=$("$python" - <<'PY'
+import sysconfig
 from pathlib import Path
 
-from bert_unpad import info
-
-results, logs, steps = map(Path, sys.argv[1:])
-
-
-def output(*command):
-    out = subprocess.run(command, capture_output=True, text=True)
-    return out.stdout.strip() or None
-
-
-report = {
-    "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    "commit": output("git", "rev-parse", "HEAD"),
-    "uncommitted_changes": bool(output("git", "status", "--porcelain")),
-    "info": info.collect(),
-    "steps": {},
-}
-for line in steps.read_text().splitlines():
-    name, status, seconds = line.split("\t")
-    report["steps"][name] = {"ok": status == "0", "seconds": int(seconds)}
-junit = logs / "tests.xml"
-if junit.is_file():
-    suite = ET.parse(junit).getroot().find("testsuite")
-    counts = {key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")}
-    report["steps"]["tests"].update(counts)
-temporary = results / "gpu_check.json.tmp"
-temporary.write_text(json.dumps(report, indent=2) + "\n")
-os.replace(temporary, results / "gpu_check.json")
-print(f"gpu_check: wrote {results / 'gpu_check.json'}")
+print(*sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin/compute-sanitizer"))[:1])
 PY
+  )
+  if [ -z "$tool" ]; then
+    echo "gpu_check: $1 was not run: there is no compute-sanitizer" >&2
+    report "$1" --missing "no compute-sanitizer"
+    failed=1
+    return
+  fi
+  step "$1" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+    "$tool" --tool "$1" --error-exitcode 1 --target-processes all \
+    "$python" -m pytest tests -m "gpu and sanitizer" -x --junitxml="$logs/$1.xml"
+}
+
+for part in "${parts[@]}"; do
+  case $part in
+    build)
+      step build "$python" setup.py build_ext --inplace
+      step ptxas "$python" scripts/check_cuda_build.py
+      step info "$python" -m bert_unpad.info
+      ;;
+    tests) tests ;;
+    memcheck | racecheck) sanitizer "$part" ;;
+    benchmarks) step benchmarks "$python" scripts/benchmark_ops.py --device cuda --op attention ;;
+  esac
+done
 exit "$failed"
