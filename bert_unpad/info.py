@@ -76,7 +76,7 @@ def _ask(module: str, function: str, modules: dict[str, dict[str, Any]]) -> str 
         return None
     try:
         return getattr(importlib.import_module(f"bert_unpad.{module}"), function)()
-    except ValueError as error:  # e.g. an unknown $BERT_UNPAD_ISA
+    except RuntimeError as error:  # e.g. an unknown $BERT_UNPAD_ISA
         return f"error: {error}"
 
 

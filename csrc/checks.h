@@ -1,6 +1,8 @@
 // Argument checks and small tensor helpers that the CPU and CUDA bindings share.
 //
-// Errors are std::invalid_argument (Python's ValueError) and name the operator and the argument.
+// Errors are std::runtime_error, Python's RuntimeError, and name the operator and the argument. Of
+// an exception that leaves a kernel the stable ABI keeps the message but, from PyTorch 2.15 on, not
+// the type: all arrive as RuntimeError, which is what TORCH_CHECK gives in any version.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -27,7 +29,7 @@ inline void check(bool ok, const Args&... message) {
     return;
   std::ostringstream text;
   (text << ... << message);
-  throw std::invalid_argument(text.str());
+  throw std::runtime_error(text.str());
 }
 
 inline std::string shape_string(const Tensor& t) {
@@ -77,8 +79,8 @@ inline DType storage_dtype(const Tensor& t, const char* op, const char* name) {
     case ScalarType::Half:
       return DType::kFloat16;
     default:
-      throw std::invalid_argument(std::string(op) + ": " + name +
-                                  " must be float32, bfloat16 or float16");
+      throw std::runtime_error(std::string(op) + ": " + name +
+                               " must be float32, bfloat16 or float16");
   }
 }
 

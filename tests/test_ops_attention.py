@@ -99,7 +99,7 @@ def test_cross_attention_takes_an_order() -> None:
     args = (q, kv, cu_q, keys.cu_seqlens, 3, 13)
     expected = ops.varlen_cross_attention(*args)
     assert torch.equal(ops.varlen_cross_attention(*args, order=keys.order), expected)
-    with pytest.raises(ValueError, match="order must be a permutation"):
+    with pytest.raises(RuntimeError, match="order must be a permutation"):
         ops.varlen_cross_attention(*args, order=keys.order.clamp(max=1))
 
 
@@ -141,7 +141,7 @@ def test_bad_schedules_are_named(order, groups, message: str, backward: bool) ->
         if backward
         else (op.varlen_attention, (qkv,))
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RuntimeError, match=message):
         call(*saved, *good, int32(order), int32(groups))
 
 
@@ -252,7 +252,6 @@ def _good() -> dict:
     ("change", "message"),
     [
         ({"qkv": torch.randn(20, 2, 2, 16)}, r"qkv must have shape \[tokens, 3, heads, head_dim\]"),
-        ({"qkv": torch.randn(20, 3, 32)}, r"qkv must have shape"),
         ({"qkv": torch.randn(20, 3, 2, 16).double()}, "float32, bfloat16 or float16"),
         ({"qkv": torch.randn(20, 3, 2, 130)}, "head_dim must be between 1 and 128, got 130"),
         ({"qkv": torch.randn(20, 3, 16, 2).transpose(2, 3)}, "contiguous in its last dimension"),
@@ -263,7 +262,6 @@ def _good() -> dict:
         ({"batch": torch.zeros(2, 2, dtype=torch.int32)}, r"shape \[sequences \+ 1\]"),
         ({"batch": torch.zeros(0, dtype=torch.int32)}, r"shape \[sequences \+ 1\]"),
         ({"max_seqlen": 12}, "has 13 tokens, more than max_seqlen = 12"),
-        ({"max_seqlen": None}, "max_seqlen is needed"),
         ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\)"),
         ({"dropout_p": -0.1}, r"dropout_p must be in \[0, 1\)"),
         ({"dropout_p": 0.1, "rng": torch.zeros(3, dtype=torch.int64)}, "rng must have shape"),
@@ -271,17 +269,29 @@ def _good() -> dict:
     ],
 )
 def test_bad_input_is_named(change: dict, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        ops.varlen_attention(**(_good() | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"qkv": torch.randn(20, 3, 32)}, r"qkv must have shape .*, got \[20, 3, 32\]"),
+        ({"max_seqlen": None}, "max_seqlen is needed"),
+    ],
+)
+def test_input_without_a_meaning_is_named(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ops.varlen_attention(**(_good() | change))
 
 
 def test_bad_cross_input_is_named() -> None:
     q, kv = torch.randn(5, 2, 16), torch.randn(20, 2, 2, 16)
-    with pytest.raises(ValueError, match="as many sequences, got 1 and 2"):
+    with pytest.raises(RuntimeError, match="as many sequences, got 1 and 2"):
         ops.varlen_cross_attention(q, kv, cu_seqlens([5]), cu_seqlens([7, 13]), 5, 13)
-    with pytest.raises(ValueError, match="kv must have the dtype of q"):
+    with pytest.raises(RuntimeError, match="kv must have the dtype of q"):
         ops.varlen_cross_attention(q, kv.half(), cu_seqlens([5]), cu_seqlens([20]), 5, 20)
-    with pytest.raises(ValueError, match="kv must have shape"):
+    with pytest.raises(RuntimeError, match="kv must have shape"):
         ops.varlen_cross_attention(q, kv[:, :, :1], cu_seqlens([5]), cu_seqlens([20]), 5, 20)
 
 

@@ -47,7 +47,9 @@ def varlen_attention(
         [tokens, heads, head_dim] of qkv's dtype.
 
     Raises:
-        ValueError: for a shape, dtype, device or `cu_seqlens` that does not fit, naming it.
+        RuntimeError: for a shape, dtype, device or `cu_seqlens` that does not fit, naming it.
+        ValueError: qkv does not have four dimensions, `schedule` is unknown, or `max_seqlen` is
+            missing.
     """
     if schedule not in ("list", "groups"):
         raise ValueError(f"varlen_attention: schedule must be 'list' or 'groups', got {schedule!r}")
@@ -104,7 +106,8 @@ def varlen_cross_attention(
         [query tokens, heads, head_dim] of q's dtype.
 
     Raises:
-        ValueError: for a shape, dtype, device or cu_seqlens that does not fit, naming it.
+        RuntimeError: for a shape, dtype, device or cu_seqlens that does not fit, naming it.
+        ValueError: q does not have three dimensions.
     """
     if q.dim() != 3:
         raise ValueError(

@@ -44,8 +44,8 @@ def embedding_layer_norm(
         [tokens, hidden] of out_dtype.
 
     Raises:
-        ValueError: for a shape, dtype, device or probability that does not fit, naming it; on a CPU
-            also for an id outside its table.
+        RuntimeError: for a shape, dtype, device or probability that does not fit, naming it; on a
+            CPU also for an id outside its table.
     """
     rng = _rng.draw(p, rng, word.device)
     return _ops.embedding_layer_norm(

@@ -27,7 +27,8 @@ def bias_gelu(
         [..., hidden] of x's dtype.
 
     Raises:
-        ValueError: for a shape, dtype, device or `approximate` that does not fit, naming it.
+        RuntimeError: for a shape, dtype or device that does not fit, naming it.
+        ValueError: for an unknown `approximate`.
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f'bias_gelu: approximate must be "none" or "tanh", got {approximate!r}')

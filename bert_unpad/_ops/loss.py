@@ -38,7 +38,7 @@ def masked_cross_entropy(
         first of equal ones counts as the largest), an int64 scalar.
 
     Raises:
-        ValueError: for a shape, dtype, device or label that does not fit, naming it.
+        RuntimeError: for a shape, dtype, device or label that does not fit, naming it.
     """
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     arguments = (logits.contiguous(), labels.contiguous(), vocab_size, ignore_index)

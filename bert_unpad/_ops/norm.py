@@ -42,7 +42,7 @@ def dropout_add_layer_norm(
         [..., hidden] of x's dtype.
 
     Raises:
-        ValueError: for a shape, dtype, device or probability that does not fit, naming it.
+        RuntimeError: for a shape, dtype, device or probability that does not fit, naming it.
     """
     rng = _rng.draw(p, rng, x.device)
     residual = None if residual is None else residual.contiguous()

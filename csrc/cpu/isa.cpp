@@ -30,9 +30,9 @@ Isa choose() {
   if (wish == nullptr || *wish == '\0') return limit;
   for (int i = 0; i <= static_cast<int>(limit); ++i)
     if (std::string(kNames[i]) == wish) return static_cast<Isa>(i);
-  throw std::invalid_argument("BERT_UNPAD_ISA=" + std::string(wish) +
-                              " is unknown or not supported by this CPU; its best is " +
-                              kNames[static_cast<int>(limit)]);
+  throw std::runtime_error("BERT_UNPAD_ISA=" + std::string(wish) +
+                           " is unknown or not supported by this CPU; its best is " +
+                           kNames[static_cast<int>(limit)]);
 }
 
 }  // namespace

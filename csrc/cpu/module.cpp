@@ -12,7 +12,7 @@ PyObject* cpu_isa(PyObject*, PyObject*) {
   try {
     return PyUnicode_FromString(bert_unpad::isa_name(bert_unpad::isa()));
   } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_ValueError, error.what());
+    PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;
   }
 }
