@@ -1,4 +1,5 @@
-// Variable-length attention: what the bindings hand to the CPU kernels.
+// Variable-length attention: what bindings hand to kernels. Torch-free; the CPU's and what both
+// devices share.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +17,15 @@ struct Packed {
   int64_t token_stride, head_stride;
 };
 
+// A run of a launch order, of sequences no longer than this: what a GPU launches on a stream of its
+// own.
+struct AttentionGroup {
+  int sequences, max_q, max_k;
+};
+
+// At most this many groups run side by side.
+inline constexpr int kMaxAttentionGroups = 4;
+
 // One (sequence, head) of the batch; rows are those of the queries' and the keys' sequence.
 struct AttentionTask {
   int sequence, head;
@@ -31,8 +41,8 @@ struct AttentionParams {
   RngKey rng;
   Packed<const void> q, k, v, out, dout;
   Packed<void> out_w, dq, dk, dv;
-  float* lse;  // [heads, query tokens]: log of the sum of exponentials of the scaled scores
-  int64_t lse_stride;
+  float* lse;  // [heads, q_tokens]: log of the sum of exponentials of the scaled scores
+  int64_t q_tokens;
 };
 
 struct AttentionKernels {

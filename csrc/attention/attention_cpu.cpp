@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "attention/operands.h"
 #include "attention/schedule.h"
 #include "checks.h"
 #include "cpu/isa.h"
@@ -54,7 +55,7 @@ void check_schedule_values(const std::optional<Tensor>& order, const std::option
   }
   if (!groups) return;
   int64_t i = 0;
-  for (const LengthGroup& group : read_groups(*groups, sequences, op)) {
+  for (const AttentionGroup& group : read_groups(*groups, sequences, op)) {
     for (const int64_t end = i + group.sequences; i < end; ++i) {
       const int32_t b = sequence[i];
       const int32_t q_len = cu_q[b + 1] - cu_q[b], k_len = cu_k[b + 1] - cu_k[b];
@@ -63,11 +64,6 @@ void check_schedule_values(const std::optional<Tensor>& order, const std::option
             k_len);
     }
   }
-}
-
-void check_last_contiguous(const Tensor& t, const char* op, const char* name) {
-  check(t.numel() == 0 || t.stride(t.dim() - 1) == 1, op, ": ", name,
-        " must be contiguous in its last dimension");
 }
 
 // All (sequence, head) pairs, the most work first.
@@ -87,44 +83,14 @@ std::vector<AttentionTask> make_tasks(const int32_t* cu_q, const int32_t* cu_k, 
   return tasks;
 }
 
-Packed<const void> packed(const Tensor& t, int64_t token_stride, int64_t head_stride,
-                          int64_t offset = 0) {
-  const auto* base = static_cast<const char*>(t.const_data_ptr());
-  return {base + offset * (t.scalar_type() == ScalarType::Float ? 4 : 2), token_stride,
-          head_stride};
-}
-Packed<void> writable(const Tensor& t, int64_t token_stride, int64_t head_stride,
-                      int64_t offset = 0) {
-  const Packed<const void> p = packed(t, token_stride, head_stride, offset);
-  return {const_cast<void*>(p.p), token_stride, head_stride};
-}
-
-// What the four operators have in common: everything but the operands' pointers.
 AttentionParams common(const Tensor& like, int64_t heads, int64_t head_dim, double scale,
                        double dropout_p, const std::optional<Tensor>& rng, const char* op) {
   AttentionParams p{};
-  p.dtype = storage_dtype(like, op, "the input");
+  set_common(p, like, heads, head_dim, scale, dropout_p, op);
   check(head_dim >= 1 && head_dim <= 128, op, ": head_dim must be between 1 and 128, got ",
         head_dim);
-  check_probability(dropout_p, op, "dropout_p");
-  p.heads = static_cast<int>(heads);
-  p.head_dim = static_cast<int>(head_dim);
-  p.scale = static_cast<float>(scale);
-  p.keep_threshold = keep_threshold(dropout_p);
   if (dropout_p > 0.0) p.rng = read_rng(rng, op);
   return p;
-}
-
-void set_qkv(AttentionParams& p, const Tensor& qkv) {
-  p.q = packed(qkv, qkv.stride(0), qkv.stride(2));
-  p.k = packed(qkv, qkv.stride(0), qkv.stride(2), qkv.stride(1));
-  p.v = packed(qkv, qkv.stride(0), qkv.stride(2), 2 * qkv.stride(1));
-}
-
-void set_q_kv(AttentionParams& p, const Tensor& q, const Tensor& kv) {
-  p.q = packed(q, q.stride(0), q.stride(1));
-  p.k = packed(kv, kv.stride(0), kv.stride(2));
-  p.v = packed(kv, kv.stride(0), kv.stride(2), kv.stride(1));
 }
 
 void run(const AttentionParams& p, const std::vector<AttentionTask>& tasks, bool backward) {
@@ -134,47 +100,6 @@ void run(const AttentionParams& p, const std::vector<AttentionTask>& tasks, bool
     float* scratch = thread_scratch(kernels.scratch(t.q_len, t.k_len, p.head_dim, backward));
     (backward ? kernels.backward : kernels.forward)(p, t, scratch);
   });
-}
-
-void check_qkv(const Tensor& qkv, const char* op) {
-  check_shape(qkv, {-1, 3, -1, -1}, op, "qkv", "[tokens, 3, heads, head_dim]");
-  check_last_contiguous(qkv, op, "qkv");
-}
-
-void check_q_kv(const Tensor& q, const Tensor& kv, const char* op) {
-  check_shape(q, {-1, -1, -1}, op, "q", "[query tokens, heads, head_dim]");
-  check_shape(kv, {-1, 2, q.size(1), q.size(2)}, op, "kv", "[key tokens, 2, heads, head_dim]");
-  check(kv.scalar_type() == q.scalar_type(), op, ": kv must have the dtype of q");
-  check_last_contiguous(q, op, "q");
-  check_last_contiguous(kv, op, "kv");
-}
-
-// The forward pass's results, as the backward pass gets them; dout may have any outer strides.
-void set_saved(AttentionParams& p, const Tensor& dout, const Tensor& out, const Tensor& lse,
-               int64_t tokens, const char* op) {
-  check_shape(out, {tokens, p.heads, p.head_dim}, op, "out", "[tokens, heads, head_dim]");
-  check_shape(dout, {tokens, p.heads, p.head_dim}, op, "dout", "[tokens, heads, head_dim]");
-  check(dout.scalar_type() == out.scalar_type(), op, ": dout must have the dtype of out");
-  check(storage_dtype(out, op, "out") == p.dtype, op, ": out must have the dtype of the input");
-  check_shape(lse, {p.heads, tokens}, op, "lse", "[heads, tokens]");
-  check_dtype(lse, ScalarType::Float, op, "lse", "float32");
-  check_contiguous(lse, op, "lse");
-  check_last_contiguous(out, op, "out");
-  check_last_contiguous(dout, op, "dout");
-  p.out = packed(out, out.stride(0), out.stride(1));
-  p.dout = packed(dout, dout.stride(0), dout.stride(1));
-  p.lse = const_cast<float*>(lse.const_data_ptr<float>());
-  p.lse_stride = tokens;
-}
-
-// Allocates out and lse.
-std::tuple<Tensor, Tensor> outputs(AttentionParams& p, const Tensor& like, int64_t tokens) {
-  Tensor out = torch::stable::new_empty(like, {tokens, p.heads, p.head_dim});
-  Tensor lse = torch::stable::new_empty(like, {p.heads, tokens}, ScalarType::Float);
-  p.out_w = writable(out, static_cast<int64_t>(p.heads) * p.head_dim, p.head_dim);
-  p.lse = lse.mutable_data_ptr<float>();
-  p.lse_stride = tokens;
-  return {out, lse};
 }
 
 std::vector<AttentionTask> self_tasks(const AttentionParams& p, const Tensor& qkv,
@@ -197,7 +122,7 @@ std::tuple<Tensor, Tensor> varlen_attention(Tensor qkv, Tensor cu_seqlens, int64
   AttentionParams p = common(qkv, qkv.size(2), qkv.size(3), scale, dropout_p, rng, op);
   const auto tasks = self_tasks(p, qkv, cu_seqlens, max_seqlen, order, groups, op);
   set_qkv(p, qkv);
-  auto result = outputs(p, qkv, qkv.size(0));
+  auto result = new_outputs(p, qkv, qkv.size(0));
   run(p, tasks, false);
   return result;
 }
@@ -212,11 +137,7 @@ Tensor varlen_attention_backward(Tensor dout, Tensor qkv, Tensor out, Tensor lse
   const auto tasks = self_tasks(p, qkv, cu_seqlens, max_seqlen, order, groups, op);
   set_qkv(p, qkv);
   set_saved(p, dout, out, lse, qkv.size(0), op);
-  Tensor dqkv = torch::stable::new_empty(qkv, {qkv.size(0), 3, p.heads, p.head_dim});
-  const int64_t hidden = static_cast<int64_t>(p.heads) * p.head_dim;
-  p.dq = writable(dqkv, 3 * hidden, p.head_dim);
-  p.dk = writable(dqkv, 3 * hidden, p.head_dim, hidden);
-  p.dv = writable(dqkv, 3 * hidden, p.head_dim, 2 * hidden);
+  Tensor dqkv = new_qkv_gradient(p, qkv);
   run(p, tasks, true);
   return dqkv;
 }
@@ -248,7 +169,7 @@ std::tuple<Tensor, Tensor> varlen_cross_attention(Tensor q, Tensor kv, Tensor cu
   const auto tasks = cross_tasks(p, q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                                  order, groups, op);
   set_q_kv(p, q, kv);
-  auto result = outputs(p, q, q.size(0));
+  auto result = new_outputs(p, q, q.size(0));
   run(p, tasks, false);
   return result;
 }
@@ -264,14 +185,9 @@ std::tuple<Tensor, Tensor> varlen_cross_attention_backward(
                                  order, groups, op);
   set_q_kv(p, q, kv);
   set_saved(p, dout, out, lse, q.size(0), op);
-  Tensor dq = torch::stable::new_empty(q, {q.size(0), p.heads, p.head_dim});
-  Tensor dkv = torch::stable::new_empty(kv, {kv.size(0), 2, p.heads, p.head_dim});
-  const int64_t hidden = static_cast<int64_t>(p.heads) * p.head_dim;
-  p.dq = writable(dq, hidden, p.head_dim);
-  p.dk = writable(dkv, 2 * hidden, p.head_dim);
-  p.dv = writable(dkv, 2 * hidden, p.head_dim, hidden);
+  auto gradients = new_q_kv_gradients(p, q, kv);
   run(p, tasks, true);
-  return {dq, dkv};
+  return gradients;
 }
 
 }  // namespace

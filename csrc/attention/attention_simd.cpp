@@ -125,7 +125,7 @@ void forward_task(const AttentionParams& p, const AttentionTask& t, float* scrat
     widen_rows(at<T>(p.q, t.q_begin + first, t.head), p.q.token_stride, rows, d, l.d4,
                p.scale * kLog2e, q);
     gemm({q, l.d4, 1}, rows, t.k_len, l.d4, kt, s, l.kp, false);
-    float* lse = p.lse + t.head * p.lse_stride + t.q_begin + first;
+    float* lse = p.lse + t.head * p.q_tokens + t.q_begin + first;
     for_rows(p, t, first, rows, words, l.kp, [&](int r, const uint16_t* w) {
       float* row = s + static_cast<int64_t>(r) * l.kp;
       float maximum, sum;
@@ -197,7 +197,7 @@ void backward_task(const AttentionParams& p, const AttentionTask& t, float* scra
     pack(dout_in, p.dout.token_stride, rows, d, 1.0f, dout_packed);
     gemm({q, l.d4, 1}, rows, t.k_len, l.d4, kt, s, l.kp, false);
     gemm({dout, l.d4, 1}, rows, t.k_len, l.d4, vt, ds, l.kp, false);
-    const float* lse = p.lse + t.head * p.lse_stride + t.q_begin + first;
+    const float* lse = p.lse + t.head * p.q_tokens + t.q_begin + first;
     for_rows(p, t, first, rows, words, l.kp, [&](int r, const uint16_t* w) {
       f32v dot = {};
       const T* out_row = out_in + r * p.out.token_stride;

@@ -8,17 +8,10 @@
 
 #include <vector>
 
+#include "attention/attention.h"
 #include "checks.h"
 
 namespace bert_unpad {
-
-inline constexpr int64_t kMaxGroups = 4;
-
-// A run of `order`. A group of no sequences is legal.
-struct LengthGroup {
-  int64_t sequences;
-  int64_t max_q, max_k;  // longest query and key run, in tokens
-};
 
 inline void check_schedule(const std::optional<Tensor>& order, const std::optional<Tensor>& groups,
                            const Tensor& data, int64_t sequences, const char* op) {
@@ -31,9 +24,9 @@ inline void check_schedule(const std::optional<Tensor>& order, const std::option
     check_same_device(*order, data, op, "order");
   }
   if (groups) {
-    check(groups->dim() == 2 && groups->size(0) >= 1 && groups->size(0) <= kMaxGroups &&
+    check(groups->dim() == 2 && groups->size(0) >= 1 && groups->size(0) <= kMaxAttentionGroups &&
               groups->size(1) == 3,
-          op, ": groups must have shape [1 to ", kMaxGroups,
+          op, ": groups must have shape [1 to ", kMaxAttentionGroups,
           ", 3] (sequences, longest query run, longest key run), got ", shape_string(*groups));
     check_dtype(*groups, ScalarType::Int, op, "groups", "int32");
     check(groups->is_cpu(), op, ": groups must be on the CPU");
@@ -42,9 +35,9 @@ inline void check_schedule(const std::optional<Tensor>& order, const std::option
 }
 
 // The rows of `groups`, which check_schedule has passed.
-inline std::vector<LengthGroup> read_groups(const Tensor& groups, int64_t sequences,
-                                            const char* op) {
-  std::vector<LengthGroup> result;
+inline std::vector<AttentionGroup> read_groups(const Tensor& groups, int64_t sequences,
+                                               const char* op) {
+  std::vector<AttentionGroup> result;
   const auto* values = groups.const_data_ptr<int32_t>();
   int64_t total = 0;
   for (int64_t g = 0; g < groups.size(0); ++g) {

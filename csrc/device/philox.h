@@ -81,8 +81,10 @@ BU_HD Philox4 attention_dropout_bits(RngKey key, uint32_t sequence_head, uint32_
   return philox4x32_10(column_word, row_word, 1u + sequence_head, key.offset, key.k0, key.k1);
 }
 
+// Without indexing by a variable, which would put the words into a GPU's local memory.
 BU_HD uint32_t half_word(const Philox4& bits, int half) {
-  return (bits.w[half >> 1] >> (16 * (half & 1))) & 0xffffu;
+  const uint32_t low = half & 2 ? bits.w[1] : bits.w[0], high = half & 2 ? bits.w[3] : bits.w[2];
+  return ((half & 4 ? high : low) >> (16 * (half & 1))) & 0xffffu;
 }
 
 }  // namespace bert_unpad

@@ -32,9 +32,9 @@ BU_EXPORT int attention_plan(int64_t sequences, int64_t heads, int64_t max_q, in
     const int d = static_cast<int>(head_dim), q = static_cast<int>(max_q);
     const int k = static_cast<int>(max_k);
     out[0] = bert_unpad::forward_row_tiles(q, d);
-    out[1] = bert_unpad::backward_is_fused(
-        static_cast<int>(sequences), static_cast<int>(heads), q, k, d,
-        {static_cast<int>(sms), static_cast<uint32_t>(shared_bytes)});
+    out[1] =
+        bert_unpad::backward_is_fused(static_cast<int>(sequences), static_cast<int>(heads), q, k, d,
+                                      {static_cast<int>(sms), static_cast<uint32_t>(shared_bytes)});
     out[2] = bert_unpad::fused_warps(k, d);
   });
 }

@@ -1,0 +1,58 @@
+// Variable-length attention: from a call to launches. Which kernels run is decided once for the
+// whole call, so that groups, which only choose grids and tile shapes, change no bit of a result.
+#include "attention/launchers.h"
+#include "attention/plan.h"
+#include "cuda/fork.h"
+
+namespace bert_unpad::cuda {
+namespace {
+
+// f(run, stream) for each group, side by side; for all sequences at once without groups.
+template <class F>
+void for_each_run(const char* op, const AttentionArgs& args, std::span<const AttentionGroup> groups,
+                  cudaStream_t stream, const F& f) {
+  if (groups.empty()) return f(AttentionRun{args, 0, args.sequences}, stream);
+  Fork fork(op, stream, static_cast<int>(groups.size()));
+  AttentionRun run{args, 0, 0};
+  for (size_t i = 0; i < groups.size(); ++i) {
+    run.first += run.sequences;
+    run.sequences = groups[i].sequences;
+    run.args.max_q = groups[i].max_q;
+    run.args.max_k = groups[i].max_k;
+    f(run, fork.branch(static_cast<int>(i)));
+  }
+  fork.join();
+}
+
+AttentionDevice this_device(const char* op) {
+  int device = 0, bytes = 0;
+  check_cuda(cudaGetDevice(&device), op);
+  check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), op);
+  return {sm_count(op), static_cast<uint32_t>(bytes)};
+}
+
+}  // namespace
+
+void attention_forward(const AttentionArgs& args, std::span<const AttentionGroup> groups,
+                       cudaStream_t stream) {
+  for_each_run(kForwardOp, args, groups, stream, [&](const AttentionRun& run, cudaStream_t s) {
+    if (args.dtype == DType::kFloat32) return launch_fp32_forward(run, s);
+    if (args.head_dim == 32) return launch_forward<32>(run, s);
+    if (args.head_dim == 64) return launch_forward<64>(run, s);
+    launch_forward<128>(run, s);
+  });
+}
+
+void attention_backward(const AttentionArgs& args, std::span<const AttentionGroup> groups,
+                        cudaStream_t stream) {
+  const bool fused = backward_is_fused(args.sequences, args.heads, args.max_q, args.max_k,
+                                       args.head_dim, this_device(kBackwardOp));
+  for_each_run(kBackwardOp, args, groups, stream, [&](const AttentionRun& run, cudaStream_t s) {
+    if (args.dtype == DType::kFloat32) return launch_fp32_backward(run, s);
+    if (args.head_dim == 32) return launch_backward<32>(run, fused, s);
+    if (args.head_dim == 64) return launch_backward<64>(run, fused, s);
+    launch_backward<128>(run, fused, s);
+  });
+}
+
+}  // namespace bert_unpad::cuda

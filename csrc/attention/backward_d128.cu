@@ -1,0 +1,8 @@
+// Attention, backward, head dim 128.
+#include "attention/backward_launch.h"
+
+namespace bert_unpad::cuda {
+
+template void launch_backward<128>(const AttentionRun&, bool, cudaStream_t);
+
+}  // namespace bert_unpad::cuda

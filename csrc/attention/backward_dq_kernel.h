@@ -1,0 +1,111 @@
+// dQ on tensor cores, for sequences whose dQ does not fit into shared memory: scores are computed
+// again, by blocks that own 64 queries each and pass over all keys, as in the forward pass. Also
+// writes delta, which the kernel for dK and dV reads afterwards.
+#pragma once
+
+#include "attention/dropout.h"
+#include "attention/kernel_parts.h"
+
+namespace bert_unpad {
+
+inline constexpr int kQueryGradientWarps = 4, kQueryGradientKeys = 64;
+
+template <int kHeadDim>
+inline constexpr uint32_t kQueryGradientShared =
+    4 * SharedTile<kHeadDim>::bytes(kQueryGradientKeys);
+
+template <class T, int kHeadDim, bool kDropout>
+BU_KERNEL(32 * kQueryGradientWarps, 2)
+attention_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
+  constexpr int kThreads = 32 * kQueryGradientWarps, kKeys = kQueryGradientKeys;
+  constexpr uint32_t kTile = SharedTile<kHeadDim>::bytes(kKeys);
+  const AttentionBlock block = attention_block(p);
+  const int block_row = block.tile * 16 * kQueryGradientWarps;
+  if (block_row >= block.q_len) return;
+
+  const int lane = threadIdx.x % 32, first_row = block_row + threadIdx.x / 32 * 16;
+  const HeadRows<const T> k(p.args.k, block.k_begin, block.head);
+  const HeadRows<const T> v(p.args.v, block.k_begin, block.head);
+  const auto copy_keys = [&](int tile) {
+    const uint32_t stage = tile % 2 * 2 * kTile;
+    copy_tile<kKeys, kThreads, kHeadDim>(stage, k, tile * kKeys, block.k_len);
+    copy_tile<kKeys, kThreads, kHeadDim>(stage + kTile, v, tile * kKeys, block.k_len);
+  };
+  const int tiles = (block.k_len + kKeys - 1) / kKeys;
+  if (tiles > 0) copy_keys(0);
+  copy_async_commit();
+
+  const float scale = fabsf(p.args.scale) * kLog2e;
+  uint32_t q[kHeadDim / 16][4], dout[kHeadDim / 16][4];
+  load_a<kHeadDim>(q, HeadRows<const T>(p.args.q, block.q_begin, block.head), first_row,
+                   block.q_len, p.args.scale < 0.0f ? kNegatePair : 0u);
+  load_a<kHeadDim>(dout, HeadRows<const T>(p.args.dout, block.q_begin, block.head), first_row,
+                   block.q_len, 0);
+  float delta[2], offset[2];  // of rows g and g + 8; offset: lse in units of log 2
+  {
+    const HeadRows<const T> out(p.args.out, block.q_begin, block.head);
+    row_dots<kHeadDim>(delta, dout, out, first_row, block.q_len);
+    const int64_t head = block.head * p.args.q_tokens + block.q_begin;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + lane / 4 + 8 * half;
+      const bool valid = row < block.q_len;
+      offset[half] = valid ? load_global<float>(p.args.lse + head + row) * kLog2e : 0.0f;
+      if (valid && lane % 4 == 0) store_global<float>(p.args.delta + head + row, delta[half]);
+    }
+  }
+  [[maybe_unused]] const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
+                                                  block.sequence * p.args.heads + block.head);
+  const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
+  float dq[kHeadDim / 8][4] = {};
+
+  for (int tile = 0; tile < tiles; ++tile) {
+    copy_async_wait<0>();
+    sync_block();  // the tile is there for all, and all are done with the one before it
+    if (tile + 1 < tiles) copy_keys(tile + 1);
+    copy_async_commit();
+    if (first_row >= block.q_len) continue;
+    const uint32_t k_tile = tile % 2 * 2 * kTile, v_tile = k_tile + kTile;
+#pragma unroll 1
+    for (int step = 0; step < kKeys / 16; ++step) {
+      const int first_key = tile * kKeys + 16 * step;
+      if (first_key >= block.k_len) break;
+      float s[2][4] = {}, dp[2][4] = {};
+#pragma unroll
+      for (int d = 0; d < kHeadDim / 16; ++d) {
+        uint32_t b[4];
+        load_b<kHeadDim>(b, k_tile, 16 * step, d);
+        mma<T>(s[0], q[d], b[0], b[1]);
+        mma<T>(s[1], q[d], b[2], b[3]);
+        load_b<kHeadDim>(b, v_tile, 16 * step, d);
+        mma<T>(dp[0], dout[d], b[0], b[1]);
+        mma<T>(dp[1], dout[d], b[2], b[3]);
+      }
+      if constexpr (kDropout) dropout.apply(dp, first_row / 16, first_key / 16);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float weight = exp2_approx(fma(s[n][i], scale, -offset[i / 2]));
+          if (first_key + 8 * n + 2 * (lane % 4) + i % 2 >= block.k_len) weight = 0.0f;
+          dp[n][i] = weight * (dp[n][i] * keep - delta[i / 2]);
+        }
+      }
+      uint32_t gradients[4];
+      pack_a<T>(gradients, dp[0], dp[1]);
+#pragma unroll
+      for (int n = 0; n < kHeadDim / 16; ++n) {
+        uint32_t b[4];
+        load_b_transposed<kHeadDim>(b, k_tile, 16 * step, n);
+        mma<T>(dq[2 * n], gradients, b[0], b[1]);
+        mma<T>(dq[2 * n + 1], gradients, b[2], b[3]);
+      }
+    }
+  }
+  copy_async_wait<0>();
+  if (first_row >= block.q_len) return;
+  store_rows<T>(dq, p.args.scale, p.args.scale, HeadRows<T>(p.args.dq, block.q_begin, block.head),
+                first_row, block.q_len, 0);
+}
+
+}  // namespace bert_unpad

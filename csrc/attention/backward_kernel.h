@@ -1,0 +1,264 @@
+// dK and dV on tensor cores, and dQ with them while it fits (Dao, "FlashAttention-2", 2023, for the
+// formulas).
+//
+// A warp owns 16 keys: its rows of K and V stay in registers as A operands, scores are computed
+// transposed (keys x queries), so the weights and the score gradients come out of the tensor cores
+// in just the layout that the products with dout and Q take as their A operand. Queries pass by in
+// tiles of 64, one on its way while the last is used.
+//
+// kFused: a block owns a whole head of a sequence and passes over its keys 16 * kWarps at a time.
+// dQ needs the score gradients of all its warps, which meet in shared memory; its sums wait there
+// in fp32 for the next pass, in the layout of the registers they come from. So nothing is summed
+// with atomics, and q, k, v, out, dout are read from memory once. Otherwise a block owns 16 *
+// kWarps keys, and backward_dq_kernel.h computes dQ and delta before.
+#pragma once
+
+#include "attention/dropout.h"
+#include "attention/kernel_parts.h"
+
+namespace bert_unpad {
+
+inline constexpr int kBackwardQueries = 64;
+
+// Where things lie in shared memory.
+template <int kHeadDim, int kWarps, bool kFused>
+struct BackwardShared {
+  static constexpr int kKeys = 16 * kWarps;
+  static constexpr uint32_t kQueryTile = SharedTile<kHeadDim>::bytes(kBackwardQueries);
+  // Two stages, each a tile of q and one of dout.
+  static BU_HD uint32_t stage(int i) { return i % 2 * 2 * kQueryTile; }
+  static constexpr uint32_t kKeyTile = 4 * kQueryTile;
+  // Score gradients, [keys, 64 queries].
+  static constexpr uint32_t kGradients = kKeyTile + SharedTile<kHeadDim>::bytes(kFused ? kKeys : 0);
+  // lse and delta: of all queries, or of two stages.
+  static constexpr uint32_t kRowValues =
+      kGradients + SharedTile<kBackwardQueries>::bytes(kFused ? kKeys : 0);
+
+  static BU_HD int rows(int max_q) {
+    return kFused ? (max_q + kBackwardQueries - 1) / kBackwardQueries * kBackwardQueries
+                  : 2 * kBackwardQueries;
+  }
+  // Sums of dQ: of a 16 x 8 tile, 16 bytes a lane.
+  static BU_HD uint32_t query_sums(int max_q) { return kRowValues + 8 * rows(max_q); }
+  static BU_HD uint32_t bytes(int max_q, int max_k) {
+    return query_sums(max_q) + (kFused && max_k > kKeys ? rows(max_q) * kHeadDim * 4 : 0);
+  }
+};
+
+template <class T, int kHeadDim, int kWarps, bool kDropout, bool kFused>
+BU_KERNEL(32 * kWarps, 1)
+attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
+  using Shared = BackwardShared<kHeadDim, kWarps, kFused>;
+  constexpr int kThreads = 32 * kWarps, kKeys = Shared::kKeys, kQueries = kBackwardQueries;
+  // 128 columns of K and V do not fit into registers beside dK and dV; they come from L1 then.
+  constexpr bool kKeepRows = kHeadDim <= 64;
+  const AttentionBlock block = attention_block(p);
+  const int first_key = kFused ? 0 : block.tile * kKeys;
+  if (!kFused && first_key >= block.k_len) return;
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const HeadRows<const T> q(p.args.q, block.q_begin, block.head);
+  const HeadRows<const T> k(p.args.k, block.k_begin, block.head);
+  const HeadRows<const T> v(p.args.v, block.k_begin, block.head);
+  const HeadRows<const T> dout(p.args.dout, block.q_begin, block.head);
+  const float* lse = p.args.lse + block.head * p.args.q_tokens + block.q_begin;
+  const float* delta = p.args.delta + block.head * p.args.q_tokens + block.q_begin;
+  const uint32_t row_values = Shared::kRowValues, row_count = Shared::rows(p.args.max_q);
+  const int query_tiles = (block.q_len + kQueries - 1) / kQueries;
+  const int passes = kFused ? (block.k_len + kKeys - 1) / kKeys : 1;
+
+  if constexpr (kFused) {
+    const HeadRows<const T> out(p.args.out, block.q_begin, block.head);
+    for (int row = 16 * warp; row < block.q_len; row += 16 * kWarps) {
+      uint32_t rows[kHeadDim / 16][4];
+      load_a<kHeadDim>(rows, dout, row, block.q_len, 0);
+      float dots[2];
+      row_dots<kHeadDim>(dots, rows, out, row, block.q_len);
+      if (lane % 4 < 2) {
+        const int mine = row + lane / 4 + 8 * (lane % 4);
+        const float value = mine < block.q_len ? load_global<float>(lse + mine) : 0.0f;
+        store_shared<float>(row_values + 4 * mine, value);
+        store_shared<float>(row_values + 4 * (row_count + mine), lane % 4 ? dots[1] : dots[0]);
+      }
+    }
+  }
+
+  const auto copy_queries = [&](int tile, int stage) {
+    const int first = tile * kQueries;
+    copy_tile<kQueries, kThreads, kHeadDim>(Shared::stage(stage), q, first, block.q_len);
+    copy_tile<kQueries, kThreads, kHeadDim>(Shared::stage(stage) + Shared::kQueryTile, dout, first,
+                                            block.q_len);
+    if (!kFused) {
+      for (int i = threadIdx.x; i < 2 * kQueries; i += kThreads) {
+        const int row = i % kQueries;
+        copy_async_4(row_values + 4 * (stage % 2 * kQueries + i / kQueries * row_count + row),
+                     (i < kQueries ? lse : delta) + first + row, first + row < block.q_len);
+      }
+    }
+  };
+  if (query_tiles > 0 && passes > 0) copy_queries(0, 0);
+  copy_async_commit();
+
+  [[maybe_unused]] const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
+                                                  block.sequence * p.args.heads + block.head);
+  const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
+  const float scale = fabsf(p.args.scale) * kLog2e;
+  const uint32_t flip = p.args.scale < 0.0f ? kNegatePair : 0u;  // k takes the sign
+  int count = 0;
+  for (int pass = 0; pass < passes; ++pass) {
+    const int pass_key = first_key + pass * kKeys, warp_key = pass_key + 16 * warp;
+    uint32_t k_rows[kHeadDim / 16][4], v_rows[kHeadDim / 16][4];
+    if constexpr (kKeepRows) {
+      load_a<kHeadDim>(k_rows, k, warp_key, block.k_len, flip);
+      load_a<kHeadDim>(v_rows, v, warp_key, block.k_len, 0);
+    }
+    float dk[kHeadDim / 8][4] = {}, dv[kHeadDim / 8][4] = {};
+
+    for (int tile = 0; tile < query_tiles; ++tile, ++count) {
+      copy_async_wait<0>();
+      sync_block();  // the tile is there for all, and all are done with the one before it
+      if constexpr (kFused) {
+        if (tile == 0) {
+          copy_tile<kKeys, kThreads, kHeadDim>(Shared::kKeyTile, k, pass_key, block.k_len);
+          copy_async_commit();
+        }
+      }
+      if (count + 1 < passes * query_tiles)
+        copy_queries(tile + 1 < query_tiles ? tile + 1 : 0, count + 1);
+      copy_async_commit();
+
+      const uint32_t q_tile = Shared::stage(count), dout_tile = q_tile + Shared::kQueryTile;
+      const uint32_t values = row_values + 4 * kQueries * (kFused ? tile : count % 2);
+      if (warp_key < block.k_len) {
+#pragma unroll 1
+        for (int step = 0; step < kQueries / 16; ++step) {
+          const int first_query = tile * kQueries + 16 * step;
+          if (first_query >= block.q_len) break;
+          float s[2][4] = {}, dp[2][4] = {};  // [keys, queries]: scores; gradients of the weights
+#pragma unroll
+          for (int d = 0; d < kHeadDim / 16; ++d) {
+            uint32_t b[4];
+            load_b<kHeadDim>(b, q_tile, 16 * step, d);
+            if constexpr (!kKeepRows) load_a(k_rows[d], k, warp_key, block.k_len, d, flip);
+            mma<T>(s[0], k_rows[d], b[0], b[1]);
+            mma<T>(s[1], k_rows[d], b[2], b[3]);
+          }
+#pragma unroll
+          for (int d = 0; d < kHeadDim / 16; ++d) {
+            uint32_t b[4];
+            load_b<kHeadDim>(b, dout_tile, 16 * step, d);
+            if constexpr (!kKeepRows) load_a(v_rows[d], v, warp_key, block.k_len, d, 0);
+            mma<T>(dp[0], v_rows[d], b[0], b[1]);
+            mma<T>(dp[1], v_rows[d], b[2], b[3]);
+          }
+          AttentionDropout::Transposed drawn;
+          if constexpr (kDropout) drawn = dropout.transposed_words(first_query / 16, warp_key / 16);
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            const uint32_t at = values + 4 * (16 * step + 8 * n + 2 * (lane % 4));
+            const FloatPair l = load_shared<FloatPair>(at);
+            const FloatPair dots = load_shared<FloatPair>(at + 4 * row_count);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // key g + 8 * (i / 2), query 2t + i % 2
+              const float offset = (i % 2 ? l.high : l.low) * kLog2e;
+              float weight = exp2_approx(fma(s[n][i], scale, -offset));
+              if (warp_key + lane / 4 + 8 * (i / 2) >= block.k_len) weight = 0.0f;
+              float gradient = dp[n][i] * keep;
+              s[n][i] = weight;
+              if constexpr (kDropout) {
+                const uint32_t word = i % 2 ? drawn.odd[n] : drawn.even[n];
+                if (!(i / 2 ? dropout.keeps_high(word) : dropout.keeps_low(word)))
+                  s[n][i] = gradient = 0.0f;
+              }
+              dp[n][i] = weight * (gradient - (i % 2 ? dots.high : dots.low));
+            }
+          }
+          uint32_t weights[4], gradients[4];
+          pack_a<T>(weights, s[0], s[1]);
+          pack_a<T>(gradients, dp[0], dp[1]);
+          if constexpr (kFused) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const uint32_t row = SharedTile<kQueries>::offset(16 * warp + lane / 4 + 8 * (i % 2),
+                                                                2 * step + i / 2);
+              store_shared<uint32_t>(Shared::kGradients + row + 4 * (lane % 4), gradients[i]);
+            }
+          }
+#pragma unroll
+          for (int n = 0; n < kHeadDim / 16; ++n) {
+            uint32_t b[4];
+            load_b_transposed<kHeadDim>(b, dout_tile, 16 * step, n);
+            mma<T>(dv[2 * n], weights, b[0], b[1]);
+            mma<T>(dv[2 * n + 1], weights, b[2], b[3]);
+            load_b_transposed<kHeadDim>(b, q_tile, 16 * step, n);
+            mma<T>(dk[2 * n], gradients, b[0], b[1]);
+            mma<T>(dk[2 * n + 1], gradients, b[2], b[3]);
+          }
+        }
+      }
+
+      if constexpr (kFused) {
+        // The keys have landed after their first tile; the next queries may be on their way.
+        copy_async_wait<1>();
+        sync_block();  // all score gradients of the tile are there
+        constexpr int kColumns = kHeadDim / (kWarps / 4);  // of dQ, a warp
+        const int row_tile = warp % 4, column = warp / 4 * kColumns;
+        const int first_query = tile * kQueries + 16 * row_tile;
+        if (first_query < block.q_len) {
+          float dq[kColumns / 8][4] = {};
+          const uint32_t sums = Shared::query_sums(p.args.max_q) +
+                                ((tile * 4 + row_tile) * (kHeadDim / 8) + column / 8) * 512 +
+                                lane * 16;
+          if (pass > 0) {
+#pragma unroll
+            for (int n = 0; n < kColumns / 8; ++n) {
+              const FloatQuad x = load_shared<FloatQuad>(sums + 512 * n);
+#pragma unroll
+              for (int i = 0; i < 4; ++i) dq[n][i] = x.v[i];
+            }
+          }
+#pragma unroll 1
+          for (int step = 0; step < kWarps; ++step) {
+            if (pass_key + 16 * step >= block.k_len) break;
+            uint32_t a[4];
+            load_a_transposed<kQueries>(a, Shared::kGradients, 16 * step, row_tile);
+#pragma unroll
+            for (int n = 0; n < kColumns / 16; ++n) {
+              uint32_t b[4];
+              load_b_transposed<kHeadDim>(b, Shared::kKeyTile, 16 * step, column / 16 + n);
+              mma<T>(dq[2 * n], a, b[0], b[1]);
+              mma<T>(dq[2 * n + 1], a, b[2], b[3]);
+            }
+          }
+          if (pass + 1 < passes) {
+#pragma unroll
+            for (int n = 0; n < kColumns / 8; ++n)
+              store_shared<FloatQuad>(sums + 512 * n, {dq[n][0], dq[n][1], dq[n][2], dq[n][3]});
+          } else {
+            store_rows<T>(dq, p.args.scale, p.args.scale,
+                          HeadRows<T>(p.args.dq, block.q_begin, block.head), first_query,
+                          block.q_len, column);
+          }
+        }
+      }
+    }
+
+    if (warp_key < block.k_len) {
+      store_rows<T>(dk, p.args.scale, p.args.scale,
+                    HeadRows<T>(p.args.dk, block.k_begin, block.head), warp_key, block.k_len, 0);
+      store_rows<T>(dv, keep, keep, HeadRows<T>(p.args.dv, block.k_begin, block.head), warp_key,
+                    block.k_len, 0);
+    }
+  }
+  copy_async_wait<0>();
+  if constexpr (kFused) {
+    if (passes == 0) {  // no keys
+      const float zeros[kHeadDim / 8][4] = {};
+      for (int row = 16 * warp; row < block.q_len; row += 16 * kWarps)
+        store_rows<T>(zeros, 1.0f, 1.0f, HeadRows<T>(p.args.dq, block.q_begin, block.head), row,
+                      block.q_len, 0);
+    }
+  }
+}
+
+}  // namespace bert_unpad

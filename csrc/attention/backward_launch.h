@@ -1,0 +1,39 @@
+// launch_backward; see launchers.h.
+#pragma once
+
+#include "attention/backward_dq_kernel.h"
+#include "attention/backward_kernel.h"
+#include "attention/launch_grid.h"
+#include "attention/plan.h"
+
+namespace bert_unpad::cuda {
+
+template <int kHeadDim>
+void launch_backward(const AttentionRun& run, bool fused, cudaStream_t stream) {
+  const int max_q = run.args.max_q, max_k = run.args.max_k;
+  const auto start_fused = [&]<class T, int kWarps, bool kDropout>() {
+    launch_grid(kBackwardOp, attention_backward_kernel<T, kHeadDim, kWarps, kDropout, true>,
+                32 * kWarps, BackwardShared<kHeadDim, kWarps, true>::bytes(max_q, max_k), run, 0, 0,
+                stream);
+  };
+  dispatch_16_bit(run.args, [&]<class T, bool kDropout>() {
+    if constexpr (kHeadDim <= 64) {
+      if (fused) {
+        if constexpr (kHeadDim == 64) {
+          if (fused_warps(max_k, kHeadDim) == 8)
+            return start_fused.template operator()<T, 8, kDropout>();
+        }
+        return start_fused.template operator()<T, 4, kDropout>();
+      }
+    }
+    launch_grid(kBackwardOp, attention_backward_dq_kernel<T, kHeadDim, kDropout>,
+                32 * kQueryGradientWarps, kQueryGradientShared<kHeadDim>, run, max_q,
+                16 * kQueryGradientWarps, stream);
+    constexpr int kWarps = 4;
+    launch_grid(kBackwardOp, attention_backward_kernel<T, kHeadDim, kWarps, kDropout, false>,
+                32 * kWarps, BackwardShared<kHeadDim, kWarps, false>::bytes(max_q, max_k), run,
+                max_k, 16 * kWarps, stream);
+  });
+}
+
+}  // namespace bert_unpad::cuda

@@ -1,0 +1,225 @@
+// What the attention kernels share: which part of the batch a block works on, and how tiles and
+// fragments get into and out of shared memory and registers.
+#pragma once
+
+#include "attention/attention_cuda.h"
+#include "device/math.h"
+#include "device/primitives.h"
+#include "device/swizzle.h"
+
+namespace bert_unpad {
+
+inline constexpr uint32_t kNegatePair = 0x80008000u;  // the signs of two 16-bit numbers
+inline constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f;
+
+// A launch: blocks take `tiles` tiles of each head of the sequences order[first], order[first + 1],
+// ...; all tiles of a head, then all heads of a sequence are neighbours, so that the rows they
+// share are in L2.
+struct AttentionLaunch {
+  cuda::AttentionArgs args;
+  int first, tiles;
+};
+
+// The part of a block.
+struct AttentionBlock {
+  int tile, head, sequence;
+  int64_t q_begin, k_begin;  // first token
+  int q_len, k_len;
+};
+
+// cu_seqlens is only known on the device: it is checked here, and what does not fit stops the
+// kernel before anything is read.
+BU_DEVICE void check_run(int begin, int end, int longest, int64_t tokens, bool first, bool last) {
+  BU_REQUIRE(begin <= end, "cu_seqlens must not decrease");
+  BU_REQUIRE(end - begin <= longest, "a sequence is longer than max_seqlen");
+  BU_REQUIRE(!first || begin == 0, "cu_seqlens must start with 0");
+  BU_REQUIRE(begin >= 0 && (last ? end == tokens : end <= tokens),
+             "cu_seqlens must end at the number of tokens");
+}
+
+BU_DEVICE AttentionBlock attention_block(const AttentionLaunch& p) {
+  const cuda::AttentionArgs& a = p.args;
+  const unsigned tiles = p.tiles, heads = a.heads;
+  AttentionBlock b;
+  b.tile = static_cast<int>(blockIdx.x % tiles);
+  b.head = static_cast<int>(blockIdx.x / tiles % heads);
+  b.sequence = p.first + static_cast<int>(blockIdx.x / tiles / heads);
+  if (a.order != nullptr) b.sequence = load_global<int32_t>(a.order + b.sequence);
+  BU_REQUIRE(b.sequence >= 0 && b.sequence < a.sequences, "order must hold sequence numbers");
+  const bool first = b.sequence == 0, last = b.sequence + 1 == a.sequences;
+  const int q0 = load_global<int32_t>(a.cu_q + b.sequence);
+  const int q1 = load_global<int32_t>(a.cu_q + b.sequence + 1);
+  check_run(q0, q1, a.max_q, a.q_tokens, first, last);
+  const int k0 = load_global<int32_t>(a.cu_k + b.sequence);
+  const int k1 = load_global<int32_t>(a.cu_k + b.sequence + 1);
+  check_run(k0, k1, a.max_k, a.k_tokens, first, last);
+  b.q_begin = q0;
+  b.q_len = q1 - q0;
+  b.k_begin = k0;
+  b.k_len = k1 - k0;
+  return b;
+}
+
+// Rows of one head, from a token on.
+template <class T>
+struct HeadRows {
+  T* p;
+  int64_t stride;  // elements from row to row
+
+  template <class U>
+  BU_DEVICE HeadRows(const Packed<U>& all, int64_t token, int head)
+      : p(static_cast<T*>(all.p) + token * all.token_stride + head * all.head_stride),
+        stride(all.token_stride) {}
+
+  BU_DEVICE T* at(int row, int column) const { return p + row * stride + column; }
+};
+
+// Starts copying kRows rows from `first` on into a swizzled tile; rows from `end` on are zeros.
+template <int kRows, int kThreads, int kColumns, class T>
+BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first, int end) {
+  using Tile = SharedTile<kColumns>;
+  constexpr int kStep = kThreads / Tile::kPieces;  // rows between a thread's copies
+  static_assert(kRows % kStep == 0 && kStep % 8 == 0, "a thread's copies share one swizzle");
+  const int row = threadIdx.x / Tile::kPieces, piece = threadIdx.x % Tile::kPieces;
+  const uint32_t to = tile + Tile::offset(row, piece);
+  const T* from = rows.at(first + row, 8 * piece);
+#pragma unroll
+  for (int i = 0; i < kRows; i += kStep, from += kStep * rows.stride)
+    copy_async_16(to + Tile::bytes(i), from, first + row + i < end);
+}
+
+// One A operand from global memory: rows `first` .. `first` + 15, columns 16 * step .. + 15; rows
+// from `end` on are zeros. `flip` is exclusive-ored: 0x80008000 negates.
+template <class T>
+BU_DEVICE void load_a(uint32_t (&a)[4], const HeadRows<const T>& rows, int first, int end, int step,
+                      uint32_t flip) {
+  const int lane = threadIdx.x % 32, row = first + lane / 4;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int mine = row + i % 2 * 8, column = 16 * step + 2 * (lane % 4) + i / 2 * 8;
+    a[i] = mine < end ? load_global<uint32_t>(rows.at(mine, column)) ^ flip : 0u;
+  }
+}
+
+// All columns of the 16 rows.
+template <int kColumns, class T>
+BU_DEVICE void load_a(uint32_t (&a)[kColumns / 16][4], const HeadRows<const T>& rows, int first,
+                      int end, uint32_t flip) {
+#pragma unroll
+  for (int step = 0; step < kColumns / 16; ++step) load_a(a[step], rows, first, end, step, flip);
+}
+
+// B operands of two neighbouring n8 tiles from a row-major tile whose rows are the n index:
+// rows row .. row + 15, columns 16 * step .. 16 * step + 15 as k. b[0], b[1] and b[2], b[3].
+template <int kColumns>
+BU_DEVICE void load_b(uint32_t (&b)[4], uint32_t tile, int row, int step) {
+  const int lane = threadIdx.x % 32;
+  load_matrices(b, tile + SharedTile<kColumns>::offset(row + lane / 16 * 8 + lane % 8,
+                                                       2 * step + lane / 8 % 2));
+}
+
+// The same from a tile whose rows are the k index: rows row .. row + 15 as k, columns 16 * step ..
+// 16 * step + 15 as n.
+template <int kColumns>
+BU_DEVICE void load_b_transposed(uint32_t (&b)[4], uint32_t tile, int row, int step) {
+  const int lane = threadIdx.x % 32;
+  load_matrices_transposed(
+      b, tile + SharedTile<kColumns>::offset(row + lane % 16, 2 * step + lane / 16));
+}
+
+// An A operand [16 x 16] from a tile that holds its transpose: rows row .. row + 15 are k, columns
+// 16 * step .. 16 * step + 15 are m.
+template <int kColumns>
+BU_DEVICE void load_a_transposed(uint32_t (&a)[4], uint32_t tile, int row, int step) {
+  const int lane = threadIdx.x % 32;
+  load_matrices_transposed(a, tile + SharedTile<kColumns>::offset(row + lane / 16 * 8 + lane % 8,
+                                                                  2 * step + lane / 8 % 2));
+}
+
+// Two neighbouring C tiles [16 x 8] as one A operand [16 x 16].
+template <class T>
+BU_DEVICE void pack_a(uint32_t (&a)[4], const float (&left)[4], const float (&right)[4]) {
+  a[0] = pack<T>(left[0], left[1]);
+  a[1] = pack<T>(left[2], left[3]);
+  a[2] = pack<T>(right[0], right[1]);
+  a[3] = pack<T>(right[2], right[3]);
+}
+
+struct alignas(16) Words {
+  uint32_t w[4];
+};
+struct alignas(16) FloatQuad {
+  float v[4];
+};
+
+// Lane t of four neighbours gives w[0..3] and gets word t of each of the four.
+BU_DEVICE void transpose_quad(uint32_t (&w)[4]) {
+  const bool bit0 = threadIdx.x & 1, bit1 = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t got = shuffle_xor(bit0 ? w[i] : w[i + 1], 1);
+    w[i] = bit0 ? got : w[i];
+    w[i + 1] = bit0 ? w[i + 1] : got;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t got = shuffle_xor(bit1 ? w[i] : w[i + 2], 2);
+    w[i] = bit1 ? got : w[i];
+    w[i + 2] = bit1 ? w[i + 2] : got;
+  }
+}
+
+// Writes C tiles [16 x 8 * kTiles] as rows `first` .. `first` + 15 (those before `end`), 16 bytes a
+// store: row g times factor0, row g + 8 times factor1. All lanes take part.
+template <class T, int kTiles>
+BU_DEVICE void store_rows(const float (&c)[kTiles][4], float factor0, float factor1,
+                          const HeadRows<T>& rows, int first, int end, int column) {
+  static_assert(kTiles % 4 == 0);
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = first + lane / 4 + 8 * half;
+    const float factor = half ? factor1 : factor0;
+#pragma unroll
+    for (int n = 0; n < kTiles; n += 4) {
+      Words out;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        out.w[i] = pack<T>(c[n + i][2 * half] * factor, c[n + i][2 * half + 1] * factor);
+      transpose_quad(out.w);
+      if (row < end) store_global<Words>(rows.at(row, column + 8 * (n + lane % 4)), out);
+    }
+  }
+}
+
+// Over the four lanes that share a row of C.
+BU_DEVICE float quad_sum(float x) {
+  x += shuffle_xor(x, 1);
+  return x + shuffle_xor(x, 2);
+}
+BU_DEVICE float quad_max(float x) {
+  x = fmaxf(x, shuffle_xor(x, 1));
+  return fmaxf(x, shuffle_xor(x, 2));
+}
+
+// rowsum(dout * out) of the rows g and g + 8 of 16, in all lanes that hold them; zero from `end`
+// on.
+template <int kHeadDim, class T>
+BU_DEVICE void row_dots(float (&dots)[2], const uint32_t (&dout)[kHeadDim / 16][4],
+                        const HeadRows<const T>& out, int first, int end) {
+  uint32_t o[kHeadDim / 16][4];
+  load_a<kHeadDim>(o, out, first, end, 0);
+  dots[0] = dots[1] = 0.0f;
+#pragma unroll
+  for (int d = 0; d < kHeadDim / 16; ++d) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const FloatPair a = unpack<T>(dout[d][i]), b = unpack<T>(o[d][i]);
+      dots[i % 2] = fma(a.low, b.low, fma(a.high, b.high, dots[i % 2]));
+    }
+  }
+  dots[0] = quad_sum(dots[0]);
+  dots[1] = quad_sum(dots[1]);
+}
+
+}  // namespace bert_unpad

@@ -1,0 +1,33 @@
+// Starts an attention kernel on a grid of one block per tile, head and sequence.
+#pragma once
+
+#include "attention/launchers.h"
+#include "cuda/launch.h"
+
+namespace bert_unpad::cuda {
+
+// `tile_rows`: queries or keys (`longest` of them at most in a sequence) that a block takes; 0 = a
+// block takes all.
+inline void launch_grid(const char* op, void (*kernel)(const AttentionLaunch), int threads,
+                        uint32_t shared_bytes, const AttentionRun& run, int longest, int tile_rows,
+                        cudaStream_t stream) {
+  const int tiles = tile_rows == 0 ? 1 : (longest + tile_rows - 1) / tile_rows;
+  const int64_t blocks = static_cast<int64_t>(run.sequences) * run.args.heads * tiles;
+  if (blocks == 0) return;
+  if (blocks > INT32_MAX)
+    throw std::runtime_error(std::string(op) + ": too many sequences and heads for one launch");
+  launch(op, kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads), shared_bytes, stream,
+         AttentionLaunch{run.args, run.first, tiles});
+}
+
+// f.operator()<T, dropout>() for 16-bit dtypes.
+template <class F>
+void dispatch_16_bit(const AttentionArgs& args, const F& f) {
+  const bool dropout = args.keep_threshold < 65536;
+  if (args.dtype == DType::kBFloat16)
+    dropout ? f.template operator()<bf16, true>() : f.template operator()<bf16, false>();
+  else
+    dropout ? f.template operator()<f16, true>() : f.template operator()<f16, false>();
+}
+
+}  // namespace bert_unpad::cuda

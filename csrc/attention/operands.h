@@ -1,0 +1,124 @@
+// Attention's operands on their way from tensors to a params struct: checks, strides, allocation of
+// results. For the CPU's AttentionParams and the GPU's AttentionArgs, whose fields have the same
+// names.
+#pragma once
+
+#include <cmath>
+#include <tuple>
+
+#include "attention/attention.h"
+#include "checks.h"
+
+namespace bert_unpad {
+
+inline void check_last_contiguous(const Tensor& t, const char* op, const char* name) {
+  check(t.numel() == 0 || t.stride(t.dim() - 1) == 1, op, ": ", name,
+        " must be contiguous in its last dimension");
+}
+
+inline void check_qkv(const Tensor& qkv, const char* op) {
+  check_shape(qkv, {-1, 3, -1, -1}, op, "qkv", "[tokens, 3, heads, head_dim]");
+  check_last_contiguous(qkv, op, "qkv");
+}
+
+inline void check_q_kv(const Tensor& q, const Tensor& kv, const char* op) {
+  check_shape(q, {-1, -1, -1}, op, "q", "[query tokens, heads, head_dim]");
+  check_shape(kv, {-1, 2, q.size(1), q.size(2)}, op, "kv", "[key tokens, 2, heads, head_dim]");
+  check(kv.scalar_type() == q.scalar_type(), op, ": kv must have the dtype of q");
+  check_same_device(kv, q, op, "kv");
+  check_last_contiguous(q, op, "q");
+  check_last_contiguous(kv, op, "kv");
+}
+
+inline Packed<const void> packed(const Tensor& t, int64_t token_stride, int64_t head_stride,
+                                 int64_t offset = 0) {
+  const auto* base = static_cast<const char*>(t.const_data_ptr());
+  return {base + offset * (t.scalar_type() == ScalarType::Float ? 4 : 2), token_stride,
+          head_stride};
+}
+inline Packed<void> writable(const Tensor& t, int64_t token_stride, int64_t head_stride,
+                             int64_t offset = 0) {
+  const Packed<const void> p = packed(t, token_stride, head_stride, offset);
+  return {const_cast<void*>(p.p), token_stride, head_stride};
+}
+
+// What the four operators have in common: everything but pointers and random numbers.
+template <class Params>
+void set_common(Params& p, const Tensor& like, int64_t heads, int64_t head_dim, double scale,
+                double dropout_p, const char* op) {
+  p.dtype = storage_dtype(like, op, "the input");
+  check_probability(dropout_p, op, "dropout_p");
+  p.heads = static_cast<int>(heads);
+  p.head_dim = static_cast<int>(head_dim);
+  p.scale = static_cast<float>(scale);
+  check(std::isfinite(p.scale) && p.scale != 0.0f, op, ": scale must be finite and not 0, got ",
+        scale);
+  p.keep_threshold = keep_threshold(dropout_p);
+}
+
+template <class Params>
+void set_qkv(Params& p, const Tensor& qkv) {
+  p.q = packed(qkv, qkv.stride(0), qkv.stride(2));
+  p.k = packed(qkv, qkv.stride(0), qkv.stride(2), qkv.stride(1));
+  p.v = packed(qkv, qkv.stride(0), qkv.stride(2), 2 * qkv.stride(1));
+}
+
+template <class Params>
+void set_q_kv(Params& p, const Tensor& q, const Tensor& kv) {
+  p.q = packed(q, q.stride(0), q.stride(1));
+  p.k = packed(kv, kv.stride(0), kv.stride(2));
+  p.v = packed(kv, kv.stride(0), kv.stride(2), kv.stride(1));
+}
+
+// The forward pass's results, as the backward pass gets them; dout may have any outer strides.
+template <class Params>
+void set_saved(Params& p, const Tensor& dout, const Tensor& out, const Tensor& lse, int64_t tokens,
+               const char* op) {
+  check_shape(out, {tokens, p.heads, p.head_dim}, op, "out", "[tokens, heads, head_dim]");
+  check_shape(dout, {tokens, p.heads, p.head_dim}, op, "dout", "[tokens, heads, head_dim]");
+  check(dout.scalar_type() == out.scalar_type(), op, ": dout must have the dtype of out");
+  check(storage_dtype(out, op, "out") == p.dtype, op, ": out must have the dtype of the input");
+  check_shape(lse, {p.heads, tokens}, op, "lse", "[heads, tokens]");
+  check_dtype(lse, ScalarType::Float, op, "lse", "float32");
+  check_contiguous(lse, op, "lse");
+  check_last_contiguous(out, op, "out");
+  check_last_contiguous(dout, op, "dout");
+  p.out = packed(out, out.stride(0), out.stride(1));
+  p.dout = packed(dout, dout.stride(0), dout.stride(1));
+  p.lse = const_cast<float*>(lse.const_data_ptr<float>());
+  p.q_tokens = tokens;
+}
+
+// Allocates out and lse.
+template <class Params>
+std::tuple<Tensor, Tensor> new_outputs(Params& p, const Tensor& like, int64_t tokens) {
+  Tensor out = torch::stable::new_empty(like, {tokens, p.heads, p.head_dim});
+  Tensor lse = torch::stable::new_empty(like, {p.heads, tokens}, ScalarType::Float);
+  p.out_w = writable(out, static_cast<int64_t>(p.heads) * p.head_dim, p.head_dim);
+  p.lse = lse.mutable_data_ptr<float>();
+  p.q_tokens = tokens;
+  return {out, lse};
+}
+
+template <class Params>
+Tensor new_qkv_gradient(Params& p, const Tensor& qkv) {
+  Tensor dqkv = torch::stable::new_empty(qkv, {qkv.size(0), 3, p.heads, p.head_dim});
+  const int64_t hidden = static_cast<int64_t>(p.heads) * p.head_dim;
+  p.dq = writable(dqkv, 3 * hidden, p.head_dim);
+  p.dk = writable(dqkv, 3 * hidden, p.head_dim, hidden);
+  p.dv = writable(dqkv, 3 * hidden, p.head_dim, 2 * hidden);
+  return dqkv;
+}
+
+template <class Params>
+std::tuple<Tensor, Tensor> new_q_kv_gradients(Params& p, const Tensor& q, const Tensor& kv) {
+  Tensor dq = torch::stable::new_empty(q, {q.size(0), p.heads, p.head_dim});
+  Tensor dkv = torch::stable::new_empty(kv, {kv.size(0), 2, p.heads, p.head_dim});
+  const int64_t hidden = static_cast<int64_t>(p.heads) * p.head_dim;
+  p.dq = writable(dq, hidden, p.head_dim);
+  p.dk = writable(dkv, 2 * hidden, p.head_dim);
+  p.dv = writable(dkv, 2 * hidden, p.head_dim, hidden);
+  return {dq, dkv};
+}
+
+}  // namespace bert_unpad
