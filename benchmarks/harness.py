@@ -7,6 +7,7 @@ round, so that a slow phase of the machine hits all of them; the median over rou
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import platform
@@ -32,7 +33,6 @@ class Timing:
     """Seconds of one contender, a value a round."""
 
     rounds: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
 
     @property
     def median(self) -> float:
@@ -43,28 +43,52 @@ def interleave(
     contenders: Mapping[str, Callable[[], None]],
     rounds: int,
     warmup: int = 1,
-    memory: bool = False,
     on_time: Callable[[str, float], None] | None = None,
 ) -> dict[str, Timing]:
-    """Times each contender once a round; the first `warmup` rounds do not count.
-
-    With `memory`, also the peak of memory above what was resident before the contender's first call
-    (Linux: VmHWM).
-    """
+    """Times each contender once a round; the first `warmup` rounds do not count."""
     timings = {name: Timing() for name in contenders}
     for number in range(warmup + rounds):
         for name, step in contenders.items():
-            before = _reset_peak() if memory and number == 0 else 0
             start = time.perf_counter()
             step()
             seconds = time.perf_counter() - start
-            if memory and number == 0:
-                timings[name].peak_bytes = _status("VmHWM") - before
             if number >= warmup:
                 timings[name].rounds.append(seconds)
             if on_time:
                 on_time(name, seconds)
     return timings
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one contender."""
+
+    state: int  # what stays between steps: weights and the optimizer's state
+    step: int  # what the peak of a step adds: gradients, activations, temporaries
+
+    @property
+    def peak(self) -> int:
+        return self.state + self.step
+
+
+def memory_of(
+    optimizer: torch.optim.Optimizer, first: Callable[[], None], step: Callable[[], None]
+) -> Memory:
+    """The memory of the one contender of this process (Linux).
+
+    `first` is a small step that makes the optimizer's state and loads what is loaded lazily; `step`
+    is the one to measure. Both begin without gradients. A process holds one contender only: what an
+    earlier one leaves behind, in objects or in the heap's gaps, would be counted in a later one.
+    """
+    first()
+    optimizer.zero_grad(set_to_none=True)
+    before = _reset_peak()
+    step()
+    peak = _status("VmHWM")
+    tensors = [p for group in optimizer.param_groups for p in group["params"]]
+    for values in optimizer.state.values():
+        tensors += [v for v in values.values() if isinstance(v, torch.Tensor)]
+    return Memory(sum(t.untyped_storage().nbytes() for t in tensors), peak - before)
 
 
 def _status(key: str) -> int:
@@ -77,6 +101,7 @@ def _status(key: str) -> int:
 
 def _reset_peak() -> int:
     """Gives freed memory back, resets the peak, and returns what is resident now."""
+    gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")

@@ -3,17 +3,22 @@
     python scripts/benchmark_model.py --device cpu
 
 Sequence lengths are drawn from the Wikipedia histogram; every contender gets the same batch, the
-same sizes and the same dropout rate. Writes benchmarks/results/<device>/model.json.
+same sizes and the same dropout rate. Memory is measured first, each contender in a process of its
+own; then time, all of them in turns. Writes benchmarks/results/<device>/model.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
+import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -23,6 +28,12 @@ from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.data.histogram import sample_lengths
 from bert_unpad.nn import BertConfig, BertForPreTraining
 
+PEERS = {
+    "plain unpadded": "unpadded",
+    "hf padded, logits at labels": "labels",
+    "hf padded": "padded",
+}
+VOCAB = 30522
 SIZES = {"base": (768, 12, 12), "small": (256, 4, 4)}
 
 
@@ -64,9 +75,10 @@ def make_step(
     return step
 
 
-def contenders(args: argparse.Namespace, inputs: PackedInputs) -> dict[str, Callable[[], None]]:
-    import transformers
-
+def losses(
+    args: argparse.Namespace, kinds: Collection[str]
+) -> dict[str, tuple[Callable[[PackedInputs], torch.Tensor], torch.optim.Optimizer]]:
+    """Loss and optimizer of the contenders named in `kinds`; the peers share one model."""
     hidden, layers, heads = SIZES[args.size]
     fields = {
         "hidden_size": hidden,
@@ -77,31 +89,41 @@ def contenders(args: argparse.Namespace, inputs: PackedInputs) -> dict[str, Call
         "attention_probs_dropout_prob": args.dropout,
     }
     torch.manual_seed(0)
-    stock = transformers.BertForPreTraining(
-        transformers.BertConfig(**fields, attn_implementation="sdpa")
-    ).train()
-    ours = BertForPreTraining(BertConfig(**fields)).train()
-    peers = Peers(stock).train()
+    found = {}
+    if "bert_unpad" in kinds:
+        ours = BertForPreTraining(BertConfig(**fields)).train()
 
-    def our_loss(x: PackedInputs) -> torch.Tensor:
-        out = ours(x)
-        return out.mlm_loss_sum / len(x.masked_labels) + out.nsp_loss_sum / x.batch.batch_size
+        def our_loss(x: PackedInputs) -> torch.Tensor:
+            out = ours(x)
+            return out.mlm_loss_sum / len(x.masked_labels) + out.nsp_loss_sum / x.batch.batch_size
 
-    stock_adam = torch.optim.AdamW(stock.parameters(), lr=1e-5, fused=True)
-    our_adam = torch.optim.AdamW(ours.parameters(), lr=1e-5, fused=True)
-    losses = {
-        "bert_unpad": (our_loss, our_adam),
-        "plain unpadded": (peers.unpadded, stock_adam),
-        "hf padded, logits at labels": (peers.labels, stock_adam),
-        "hf padded": (peers.padded, stock_adam),
-    }
-    steps = {}
-    for dtype in args.dtypes:
-        for name, (loss, adam) in losses.items():
-            steps[f"{name}, {str(dtype).removeprefix('torch.')}"] = make_step(
-                loss, adam, inputs, dtype
-            )
-    return steps
+        found["bert_unpad"] = (our_loss, adamw(ours))
+    if any(kind in PEERS for kind in kinds):
+        stock = transformers.BertForPreTraining(
+            transformers.BertConfig(**fields, attn_implementation="sdpa")
+        ).train()
+        peers, adam = Peers(stock).train(), adamw(stock)
+        found |= {k: (getattr(peers, how), adam) for k, how in PEERS.items() if k in kinds}
+    return found
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+
+def measure_memory(args: argparse.Namespace, inputs: PackedInputs) -> harness.Memory:
+    """Of the contender that `--memory-of` names, in this process."""
+    kind, dtype = args.memory_of.rsplit(", ", 1)
+    loss, adam = losses(args, [kind])[kind]
+    few = make_inputs(2, 32, args.seed, VOCAB)
+    first, step = (make_step(loss, adam, x, getattr(torch, dtype)) for x in (few, inputs))
+    return harness.memory_of(adam, first, step)
+
+
+def memory_in_own_process(name: str) -> harness.Memory:
+    command = [sys.executable, *sys.argv, "--memory-of", name]
+    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return harness.Memory(**json.loads(out.splitlines()[-1]))
 
 
 def measure_peaks() -> dict[str, float]:
@@ -125,13 +147,17 @@ def main() -> None:
     parser.add_argument("--allocator", choices=["heap", "default"], default="heap")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "both"], default="both")
     parser.add_argument("--only", help="run only the contenders whose name contains this")
+    parser.add_argument("--memory-of", help="print only the memory of this contender, as JSON")
     parser.add_argument("--name", default="model", help="name of the JSON file")
     args = parser.parse_args()
     both = [torch.float32, torch.bfloat16]
     args.dtypes = both if args.dtype == "both" else [getattr(torch, args.dtype)]
 
     allocator = harness.fix_allocator(args.allocator)
-    inputs = make_inputs(args.sequences, args.max_length, args.seed, 30522)
+    inputs = make_inputs(args.sequences, args.max_length, args.seed, VOCAB)
+    if args.memory_of:
+        print(json.dumps(dataclasses.asdict(measure_memory(args, inputs))))
+        return
     tokens = inputs.batch.total
     hidden, layers, heads = SIZES[args.size]
     config = BertConfig(
@@ -141,17 +167,32 @@ def main() -> None:
     from bert_unpad.nn.flops import training_flops
 
     flops = training_flops(config, inputs)
-    steps = contenders(args, inputs)
-    if args.only:
-        steps = {name: step for name, step in steps.items() if args.only in name}
-    peaks = measure_peaks()
+    names = [
+        f"{kind}, {str(dtype).removeprefix('torch.')}"
+        for dtype in args.dtypes
+        for kind in ("bert_unpad", *PEERS)
+    ]
+    names = [name for name in names if args.only is None or args.only in name]
     print(
         f"{tokens} tokens of {args.sequences} x {args.max_length}, {flops / 1e12:.3f} TFLOP a step"
     )
+    memory = {}
+    for name in names:
+        memory[name] = memory_in_own_process(name)
+        print(
+            f"  {name:40s} {memory[name].state / 1e9:8.2f} GB + {memory[name].step / 1e9:.2f} GB",
+            flush=True,
+        )
+    built = losses(args, {name.rsplit(", ", 1)[0] for name in names})
+    steps = {}
+    for name in names:
+        kind, dtype = name.rsplit(", ", 1)
+        steps[name] = make_step(*built[kind], inputs, getattr(torch, dtype))
+    peaks = measure_peaks()
     print("matmul peak: " + ", ".join(f"{k} {v / 1e9:.0f} GFLOP/s" for k, v in peaks.items()))
     print(f"allocator: {allocator}", flush=True)
     timings = harness.interleave(
-        steps, args.rounds, args.warmup, memory=True,
+        steps, args.rounds, args.warmup,
         on_time=lambda name, s: print(f"  {name:40s} {s:8.2f} s", flush=True),
     )  # fmt: skip
     # Once more, and the better one: other tenants of a machine may have held back the first.
@@ -169,7 +210,9 @@ def main() -> None:
                 "rounds": timing.rounds,
                 "tokens_per_second": tokens / timing.median,
                 "share_of_matmul_peak": flops / timing.median / peak,
-                "peak_bytes": timing.peak_bytes,
+                "state_bytes": memory[name].state,
+                "step_bytes": memory[name].step,
+                "peak_bytes": memory[name].peak,
                 "ours_faster_by": timing.median / ours.median if ours else None,
             }
         )
