@@ -60,9 +60,7 @@ def plan(
 ) -> tuple[int, bool, int]:
     """Row tiles of the forward kernel; whether backward is fused; warps of the fused kernel."""
     out = torch.zeros(3, dtype=torch.int64)
-    model().call(
-        "attention_plan", sequences, heads, max_q, max_k, head_dim, sms, shared_bytes, out
-    )
+    model().call("attention_plan", sequences, heads, max_q, max_k, head_dim, sms, shared_bytes, out)
     return int(out[0]), bool(out[1]), int(out[2])
 
 
@@ -89,7 +87,9 @@ def attention(
     kernels = model()
     heads, head_dim = q.shape[1:]
     cu_q, cu_k = cu or (cu_seqlens(q_lengths), cu_seqlens(k_lengths))
-    longest = [max(n, default=0) if max_seqlen is None else max_seqlen for n in (q_lengths, k_lengths)]
+    longest = [
+        max(n, default=0) if max_seqlen is None else max_seqlen for n in (q_lengths, k_lengths)
+    ]
     results = {
         "out": torch.full(q.shape, math.nan, dtype=q.dtype),
         "lse": torch.full((heads, q.shape[0]), math.nan),
@@ -106,9 +106,9 @@ def attention(
     for x in bases.values():
         whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
         kernels.register(whole, writable=False)
-    for x in (cu_q, cu_k, rng, order_t):
-        if x is not None:
-            kernels.register(x, writable=False)
+    small = {x.data_ptr(): x for x in (cu_q, cu_k, rng, order_t) if x is not None}
+    for x in small.values():
+        kernels.register(x, writable=False)
     for x in (*results.values(), delta):
         kernels.register(x)
 

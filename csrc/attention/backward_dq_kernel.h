@@ -102,7 +102,6 @@ attention_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
       }
     }
   }
-  copy_async_wait<0>();
   if (first_row >= block.q_len) return;
   store_rows<T>(dq, p.args.scale, p.args.scale, HeadRows<T>(p.args.dq, block.q_begin, block.head),
                 first_row, block.q_len, 0);

@@ -250,7 +250,6 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
                     block.k_len, 0);
     }
   }
-  copy_async_wait<0>();
   if constexpr (kFused) {
     if (passes == 0) {  // no keys
       const float zeros[kHeadDim / 8][4] = {};

@@ -151,7 +151,6 @@ attention_forward_kernel(BU_PARAMS AttentionLaunch p) {
       }
     }
   }
-  copy_async_wait<0>();
   if (first_row >= block.q_len) return;
 
   const HeadRows<T> out(p.args.out_w, block.q_begin, block.head);

@@ -5,6 +5,7 @@
 #include "attention/attention_cuda.h"
 #include "device/math.h"
 #include "device/primitives.h"
+#include "device/site.h"
 #include "device/swizzle.h"
 
 namespace bert_unpad {
@@ -76,7 +77,7 @@ struct HeadRows {
 
 // Starts copying kRows rows from `first` on into a swizzled tile; rows from `end` on are zeros.
 template <int kRows, int kThreads, int kColumns, class T>
-BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first, int end) {
+BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first, int end BU_SITE) {
   using Tile = SharedTile<kColumns>;
   constexpr int kStep = kThreads / Tile::kPieces;  // rows between a thread's copies
   static_assert(kRows % kStep == 0 && kStep % 8 == 0, "a thread's copies share one swizzle");
@@ -85,7 +86,7 @@ BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first
   const T* from = rows.at(first + row, 8 * piece);
 #pragma unroll
   for (int i = 0; i < kRows; i += kStep, from += kStep * rows.stride)
-    copy_async_16(to + Tile::bytes(i), from, first + row + i < end);
+    copy_async_16(to + Tile::bytes(i), from, first + row + i < end BU_FROM_SITE);
 }
 
 // One A operand from global memory: rows `first` .. `first` + 15, columns 16 * step .. + 15; rows
@@ -112,28 +113,29 @@ BU_DEVICE void load_a(uint32_t (&a)[kColumns / 16][4], const HeadRows<const T>& 
 // B operands of two neighbouring n8 tiles from a row-major tile whose rows are the n index:
 // rows row .. row + 15, columns 16 * step .. 16 * step + 15 as k. b[0], b[1] and b[2], b[3].
 template <int kColumns>
-BU_DEVICE void load_b(uint32_t (&b)[4], uint32_t tile, int row, int step) {
+BU_DEVICE void load_b(uint32_t (&b)[4], uint32_t tile, int row, int step BU_SITE) {
   const int lane = threadIdx.x % 32;
   load_matrices(b, tile + SharedTile<kColumns>::offset(row + lane / 16 * 8 + lane % 8,
-                                                       2 * step + lane / 8 % 2));
+                                                       2 * step + lane / 8 % 2) BU_FROM_SITE);
 }
 
 // The same from a tile whose rows are the k index: rows row .. row + 15 as k, columns 16 * step ..
 // 16 * step + 15 as n.
 template <int kColumns>
-BU_DEVICE void load_b_transposed(uint32_t (&b)[4], uint32_t tile, int row, int step) {
+BU_DEVICE void load_b_transposed(uint32_t (&b)[4], uint32_t tile, int row, int step BU_SITE) {
   const int lane = threadIdx.x % 32;
   load_matrices_transposed(
-      b, tile + SharedTile<kColumns>::offset(row + lane % 16, 2 * step + lane / 16));
+      b, tile + SharedTile<kColumns>::offset(row + lane % 16, 2 * step + lane / 16) BU_FROM_SITE);
 }
 
 // An A operand [16 x 16] from a tile that holds its transpose: rows row .. row + 15 are k, columns
 // 16 * step .. 16 * step + 15 are m.
 template <int kColumns>
-BU_DEVICE void load_a_transposed(uint32_t (&a)[4], uint32_t tile, int row, int step) {
+BU_DEVICE void load_a_transposed(uint32_t (&a)[4], uint32_t tile, int row, int step BU_SITE) {
   const int lane = threadIdx.x % 32;
-  load_matrices_transposed(a, tile + SharedTile<kColumns>::offset(row + lane / 16 * 8 + lane % 8,
-                                                                  2 * step + lane / 8 % 2));
+  load_matrices_transposed(
+      a, tile + SharedTile<kColumns>::offset(row + lane / 16 * 8 + lane % 8,
+                                             2 * step + lane / 8 % 2) BU_FROM_SITE);
 }
 
 // Two neighbouring C tiles [16 x 8] as one A operand [16 x 16].
