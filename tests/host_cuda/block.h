@@ -100,7 +100,7 @@ class Block {
 
  private:
   static void enter();
-  void arrive(Warp& warp, const char* operation, const Site& site);
+  [[noreturn]] void refuse(const Warp& warp, const char* operation, const Site& site);
   void exit_thread();
   Thread* pick();
   void yield();
@@ -260,26 +260,28 @@ inline void Block::barrier(const Site& site) {
   yield();
 }
 
-inline void Block::arrive(Warp& warp, const char* operation, const Site& site) {
-  const std::string prefix = std::string(operation) + ", but ";
-  if (warp.members != ~0u) fail(site, prefix + "the block's last warp has less than 32 threads");
-  if (warp.exited != 0) fail(site, prefix + describe(warp, warp.exited, "has exited"));
-  if (warp.at_barrier != 0)
-    fail(site, prefix + describe(warp, warp.at_barrier, "waits in sync_block"));
-  if (warp.arrived == 0) {
-    warp.operation = operation;
-    warp.site = site;
-  } else if (warp.operation != operation || !same_site(warp.site, site)) {
-    fail(site, prefix + describe(warp, warp.arrived, "waits in"));
-  }
+inline void Block::refuse(const Warp& warp, const char* operation, const Site& site) {
+  std::string why;
+  if (warp.members != ~0u)
+    why = "the block's last warp has less than 32 threads";
+  else if (warp.exited != 0)
+    why = describe(warp, warp.exited, "has exited");
+  else if (warp.at_barrier != 0)
+    why = describe(warp, warp.at_barrier, "waits in sync_block");
+  else
+    why = describe(warp, warp.arrived, "waits in");
+  fail(site, std::string(operation) + ", but " + why);
 }
 
 template <class Lane, class F>
 void Block::collective(const char* operation, const Site& site, Lane& mine, const F& perform) {
   Warp& warp = warps_[self->warp()];
-  if (warp.arrived == 0 || (warp.exited | warp.at_barrier) != 0 || warp.operation != operation ||
-      !same_site(warp.site, site))
-    arrive(warp, operation, site);
+  const bool together =
+      warp.arrived == 0 || (warp.operation == operation && same_site(warp.site, site));
+  if (warp.members != ~0u || (warp.exited | warp.at_barrier) != 0 || !together) [[unlikely]]
+    refuse(warp, operation, site);
+  warp.operation = operation;
+  warp.site = site;
   warp.lanes[self->lane()] = &mine;
   warp.arrived |= 1u << self->lane();
   if (warp.arrived == ~0u) {

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <source_location>
 #include <string>
+#include <utility>
 
 #include "cpu/types.h"
 #include "device/macros.h"
@@ -144,80 +145,101 @@ struct FloatPair {
 };
 
 template <class T>
-FloatPair unpack(uint32_t pair) {
+[[gnu::always_inline]] inline FloatPair unpack(uint32_t pair) {
   return {host::decode(T{static_cast<uint16_t>(pair)}),
           host::decode(T{static_cast<uint16_t>(pair >> 16)})};
 }
 
 namespace host {
 
-// Four matrices of 8 rows; matrix[i][r][c].
+struct MatrixLane {
+  uint32_t* r;
+  uint32_t offset;
+};
+
+// Extra cycles for reading 8 rows of 16 bytes: all rows of one group of 4 banks go one by one, but
+// the same row twice is read once.
+inline int conflicts(MatrixLane* const* lanes) {
+  int rows_of_group[8] = {}, most = 1;
+  for (int row = 0; row < 8; ++row) {
+    const uint32_t at = lanes[row]->offset;
+    int& rows = rows_of_group[at / 16 % 8];
+    bool repeated = false;
+    for (int other = 0; rows > 0 && other < row; ++other) repeated |= lanes[other]->offset == at;
+    rows += !repeated;
+    most = std::max(most, rows);
+  }
+  return most - 1;
+}
+
 inline void load_matrices(uint32_t (&r)[4], uint32_t offset, bool transposed, const Site& site) {
-  struct Lane {
-    uint32_t* r;
-    uint32_t offset;
-  } mine{r, offset};
-  const auto perform = [&](Lane** lanes) {
+  MatrixLane mine{r, offset};
+  const auto perform = [&](MatrixLane** lanes) {
     ++statistics.collectives;
     ++statistics.load_matrices;
+    const unsigned first = block.self->id / kWarpSize * kWarpSize;
     for (unsigned i = 0; i < 4; ++i) {
       uint16_t matrix[8][8];
-      int pieces[8] = {};  // how many rows lie in each group of 4 banks
-      const unsigned first = block.self->id / kWarpSize * kWarpSize + 8 * i;
       for (unsigned row = 0; row < 8; ++row) {
-        const uint32_t at = lanes[8 * i + row]->offset;
-        std::memcpy(matrix[row], shared_memory.load_row(at, block.thread(first + row), site), 16);
-        bool repeated = false;  // the same row twice is read once
-        for (unsigned other = 0; other < row; ++other)
-          repeated |= lanes[8 * i + other]->offset == at;
-        pieces[at / 16 % 8] += !repeated;
+        const unsigned l = 8 * i + row;
+        const Thread& thread = block.thread(first + l);
+        std::memcpy(matrix[row], shared_memory.load_row(lanes[l]->offset, thread, site), 16);
       }
-      statistics.bank_conflict_cycles += *std::max_element(pieces, pieces + 8) - 1;
-      for (unsigned l = 0; l < kWarpSize; ++l) {
-        const unsigned row = l / 4, column = 2 * (l % 4);
-        const uint16_t low = transposed ? matrix[column][row] : matrix[row][column];
-        const uint16_t high = transposed ? matrix[column + 1][row] : matrix[row][column + 1];
-        lanes[l]->r[i] = low | static_cast<uint32_t>(high) << 16;
+      statistics.bank_conflict_cycles += conflicts(lanes + 8 * i);
+      if (transposed) {
+        for (unsigned row = 0; row < 8; ++row)
+          for (unsigned column = 0; column < row; ++column)
+            std::swap(matrix[row][column], matrix[column][row]);
       }
+      for (unsigned l = 0; l < kWarpSize; ++l)
+        std::memcpy(&lanes[l]->r[i], &matrix[l / 4][2 * (l % 4)], 4);
     }
   };
   block.collective(transposed ? "load_matrices_transposed" : "load_matrices", site, mine, perform);
 }
 
+struct MmaLane {
+  float* c;
+  const uint32_t* a;
+  uint32_t b[2];
+};
+
 // Products of 16-bit values are exact in fp32; the sums are rounded one by one, in the order of k.
 template <class T>
+void multiply(MmaLane* const* lanes) {
+  using Row = float __attribute__((vector_size(32)));  // GCC's and Clang's
+  float left[16][16], right[16][8];
+  for (unsigned l = 0; l < kWarpSize; ++l) {
+    const unsigned g = l / 4, t = l % 4;
+    for (unsigned i = 0; i < 4; ++i) {
+      const FloatPair pair = unpack<T>(lanes[l]->a[i]);
+      std::memcpy(&left[g + 8 * (i % 2)][2 * t + 8 * (i / 2)], &pair, sizeof(pair));
+    }
+    for (unsigned i = 0; i < 2; ++i) {
+      const FloatPair pair = unpack<T>(lanes[l]->b[i]);
+      right[2 * t + 8 * i][g] = pair.low;
+      right[2 * t + 8 * i + 1][g] = pair.high;
+    }
+  }
+  Row b[16];
+  std::memcpy(b, right, sizeof(b));
+  for (unsigned row = 0; row < 16; ++row) {
+    MmaLane* const* const owners = lanes + 4 * (row % 8);
+    const unsigned at = 2 * (row / 8);
+    Row sum;
+    for (unsigned n = 0; n < 8; ++n) sum[n] = owners[n / 2]->c[at + n % 2];
+    for (unsigned k = 0; k < 16; ++k) sum += left[row][k] * b[k];
+    for (unsigned n = 0; n < 8; ++n) owners[n / 2]->c[at + n % 2] = sum[n];
+  }
+}
+
+template <class T>
 void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const Site& site) {
-  struct Lane {
-    float* c;
-    const uint32_t* a;
-    uint32_t b[2];
-  } mine{c, a, {b0, b1}};
-  block.collective("mma", site, mine, [](Lane** lanes) {
+  MmaLane mine{c, a, {b0, b1}};
+  block.collective("mma", site, mine, [](MmaLane** lanes) {
     ++statistics.collectives;
     ++statistics.mma;
-    float left[16][16], right[16][8];
-    for (unsigned l = 0; l < kWarpSize; ++l) {
-      const unsigned g = l / 4, t = l % 4;
-      for (unsigned i = 0; i < 4; ++i) {
-        const FloatPair pair = unpack<T>(lanes[l]->a[i]);
-        left[g + 8 * (i % 2)][2 * t + 8 * (i / 2)] = pair.low;
-        left[g + 8 * (i % 2)][2 * t + 8 * (i / 2) + 1] = pair.high;
-      }
-      for (unsigned i = 0; i < 2; ++i) {
-        const FloatPair pair = unpack<T>(lanes[l]->b[i]);
-        right[2 * t + 8 * i][g] = pair.low;
-        right[2 * t + 8 * i + 1][g] = pair.high;
-      }
-    }
-    for (unsigned row = 0; row < 16; ++row) {
-      float sum[8];
-      for (unsigned n = 0; n < 8; ++n)
-        sum[n] = lanes[4 * (row % 8) + n / 2]->c[2 * (row / 8) + n % 2];
-      for (unsigned k = 0; k < 16; ++k)
-        for (unsigned n = 0; n < 8; ++n) sum[n] += left[row][k] * right[k][n];
-      for (unsigned n = 0; n < 8; ++n)
-        lanes[4 * (row % 8) + n / 2]->c[2 * (row / 8) + n % 2] = sum[n];
-    }
+    multiply<T>(lanes);
   });
 }
 
