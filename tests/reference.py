@@ -58,7 +58,7 @@ def row_mask(rng: Tensor, p: float, rows: int, columns: int) -> Tensor:
     return _kept(words, np.broadcast_to(column & 7, (rows, columns)), p)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _attention_mask(
     key: tuple[int, int], offset: int, p: float, stream: int, rows: int, columns: int
 ) -> Tensor:

@@ -32,15 +32,16 @@ def test_kernels_are_built_and_registered():
 import torch, bert_unpad
 from bert_unpad import _C_cuda
 print(_C_cuda.archs(), _C_cuda.cuda_version())
-for name in ("bias_gelu", "bias_gelu_backward"):
-    print(torch._C._dispatch_has_kernel_for_dispatch_key(f"bert_unpad::{name}", "CUDA"))
+for name in ("bias_gelu", "varlen_attention", "varlen_cross_attention"):
+    for op in (name, name + "_backward"):
+        print(torch._C._dispatch_has_kernel_for_dispatch_key(f"bert_unpad::{op}", "CUDA"))
 """
     command = [sys.executable, "-c", code]
     out = subprocess.run(command, capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
     module, *kernels = out.stdout.splitlines()
     assert re.fullmatch(r"\d+\.\d+[af]?(\+PTX)?(,\d+\.\d+[af]?(\+PTX)?)* \d+\.\d+", module)
-    assert kernels == ["True", "True"]
+    assert kernels == ["True"] * 6
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of PyTorch")
@@ -93,6 +94,7 @@ def check_bias_gelu(x, bias, dy, approximate):
 class TestBiasGelu:
     pytestmark = gpu
 
+    @pytest.mark.sanitizer
     @pytest.mark.parametrize("approximate", ["none", "tanh"])
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(
@@ -117,6 +119,7 @@ class TestBiasGelu:
             x, bias, dy = bias_gelu_inputs(shape, dtype, bias_dtype)
             check_bias_gelu(x, bias, dy, approximate)
 
+    @pytest.mark.sanitizer
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_addresses_that_do_not_allow_vector_loads(self, dtype):
         x, bias, dy = bias_gelu_inputs((100, 256), dtype, dtype)

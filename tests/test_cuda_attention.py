@@ -28,6 +28,15 @@ pytestmark = [
 LENGTHS = [200, 0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SCHEDULES = ["list", "groups"]
+# A head of a sequence is a block of its own in the backward pass where there are enough of them.
+FULL = pytest.mark.parametrize("full", [False, True], ids=["few heads", "full GPU"])
+
+
+def heads_for(sequences: int, full: bool) -> int:
+    """Two, or enough for a block on each multiprocessor."""
+    if not full:
+        return 2
+    return -(-torch.cuda.get_device_properties().multi_processor_count // sequences)
 
 
 def random_qkv(lengths: list[int], dtype: torch.dtype, heads: int = 2, head_dim: int = 64):
@@ -51,21 +60,27 @@ def assert_same_bits(got: list[Tensor], want: list[Tensor]) -> None:
         assert torch.equal(a, b)
 
 
+@FULL
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_matches_the_reference(dtype: torch.dtype, head_dim: int, p: float) -> None:
+def test_matches_the_reference(dtype: torch.dtype, head_dim: int, p: float, full: bool) -> None:
     torch.manual_seed(0)
-    compare_attention(dtype, LENGTHS, head_dim=head_dim, p=p, device="cuda")
+    heads = heads_for(len(LENGTHS), full)
+    compare_attention(dtype, LENGTHS, heads=heads, head_dim=head_dim, p=p, device="cuda")
 
 
 @pytest.mark.sanitizer
+@FULL
 @pytest.mark.parametrize("p", [0.0, 0.1])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_kernel_on_a_small_batch(dtype: torch.dtype, head_dim: int, p: float) -> None:
+def test_small_batches_of_all_kinds(
+    dtype: torch.dtype, head_dim: int, p: float, full: bool
+) -> None:
     torch.manual_seed(1)
-    compare_attention(dtype, [70, 0, 1, 129], heads=1, head_dim=head_dim, p=p, device="cuda")
+    heads, lengths = heads_for(4, full), [70, 0, 1, 129]
+    compare_attention(dtype, lengths, heads=heads, head_dim=head_dim, p=p, device="cuda")
 
 
 @pytest.mark.parametrize("lengths", [[1], [16], [64], [513, 1], [1] * 70, [0, 0, 3]], ids=str)
@@ -134,14 +149,16 @@ def test_batches_without_tokens(lengths: list[int], schedule: str) -> None:
     assert dqkv.shape == qkv.shape
 
 
-def kept_weights(lengths: list[int], dtype: torch.dtype, device: str, p: float) -> list[Tensor]:
+def kept_weights(
+    lengths: list[int], heads: int, dtype: torch.dtype, device: str, p: float
+) -> list[Tensor]:
     """Which weights [heads, rows, columns] of each sequence the passes keep, forward and backward.
 
     With q = k = 0 all weights of a row are equal. Where v (or dout) is 1 in column d of row
     first + d alone, out (or dv) has a nonzero in column d where that key's (query's) weight is
     kept.
     """
-    heads, dim = 2, 64
+    dim = 64
     batch = VarlenBatch.from_lengths(lengths, device)
     cu = batch.cu_seqlens_host.tolist()
     kept = [torch.zeros(2, heads, n, n, dtype=torch.bool) for n in lengths]
@@ -163,24 +180,27 @@ def kept_weights(lengths: list[int], dtype: torch.dtype, device: str, p: float) 
     return kept
 
 
+@FULL
 @pytest.mark.parametrize("p", [0.1, 0.5])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dropout_masks_are_those_of_the_cpu(dtype: torch.dtype, p: float) -> None:
+def test_dropout_masks_are_those_of_the_cpu(dtype: torch.dtype, p: float, full: bool) -> None:
     lengths = [129, 0, 1, 17, 64, 200]
-    on_gpu, on_cpu = (kept_weights(lengths, dtype, device, p) for device in ("cuda", "cpu"))
+    heads = heads_for(len(lengths), full)
+    on_gpu, on_cpu = (kept_weights(lengths, heads, dtype, device, p) for device in ("cuda", "cpu"))
     for sequence, (gpu, cpu) in enumerate(zip(on_gpu, on_cpu, strict=True)):
         n = lengths[sequence]
         assert torch.equal(gpu, cpu), f"sequence {sequence}"
-        for head in range(2):
-            expected = reference.attention_mask(RNG, p, sequence * 2 + head, n, n)
+        for head in range(heads):
+            expected = reference.attention_mask(RNG, p, sequence * heads + head, n, n)
             assert torch.equal(gpu[0, head], expected), f"sequence {sequence}, head {head}"
 
 
 @pytest.mark.sanitizer
+@FULL
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_schedule_changes_no_bit(dtype: torch.dtype) -> None:
+def test_the_schedule_changes_no_bit(dtype: torch.dtype, full: bool) -> None:
     torch.manual_seed(6)
-    qkv, dout = random_qkv(LENGTHS, dtype)
+    qkv, dout = random_qkv(LENGTHS, dtype, heads_for(len(LENGTHS), full))
     batch = VarlenBatch.from_lengths(LENGTHS, "cuda")
     assert len(batch.groups) > 1
     expected = results(qkv, dout, batch.cu_seqlens, batch.max_seqlen)
@@ -188,11 +208,12 @@ def test_the_schedule_changes_no_bit(dtype: torch.dtype) -> None:
         assert_same_bits(results(qkv, dout, batch, schedule=schedule), expected)
 
 
+@FULL
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_same_bits_every_time(dtype: torch.dtype, schedule: str) -> None:
+def test_same_bits_every_time(dtype: torch.dtype, schedule: str, full: bool) -> None:
     torch.manual_seed(7)
-    qkv, dout = random_qkv(LENGTHS * 3, dtype)
+    qkv, dout = random_qkv(LENGTHS * 3, dtype, heads_for(3 * len(LENGTHS), full))
     batch = VarlenBatch.from_lengths(LENGTHS * 3, "cuda")
     first = results(qkv, dout, batch, schedule=schedule)
     for _ in range(5):
@@ -200,12 +221,14 @@ def test_same_bits_every_time(dtype: torch.dtype, schedule: str) -> None:
 
 
 @pytest.mark.sanitizer
+@FULL
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_strided_input_and_gradient(dtype: torch.dtype) -> None:
+def test_strided_input_and_gradient(dtype: torch.dtype, full: bool) -> None:
     torch.manual_seed(8)
+    heads = heads_for(2, full)
     # Heads before q, k, v, and only 64 of 96 columns used.
-    qkv = torch.randn(230, 2, 3, 96, device="cuda").to(dtype).transpose(1, 2)[..., :64]
-    dout = torch.randn(230, 64, 2, device="cuda").to(dtype).transpose(1, 2)
+    qkv = torch.randn(230, heads, 3, 96, device="cuda").to(dtype).transpose(1, 2)[..., :64]
+    dout = torch.randn(230, 64, heads, device="cuda").to(dtype).transpose(1, 2)
     assert not qkv.is_contiguous()
     assert dout.stride(-1) != 1
     batch = VarlenBatch.from_lengths([200, 30], "cuda")
@@ -250,14 +273,15 @@ def test_runs_on_the_current_stream(schedule: str) -> None:
     assert_same_bits(sums, want)
 
 
+@FULL
 @pytest.mark.parametrize("grouped", [False, True])
-def test_graphs_take_new_inputs_masks_and_lengths(grouped: bool) -> None:
+def test_graphs_take_new_inputs_masks_and_lengths(grouped: bool, full: bool) -> None:
     torch.manual_seed(11)
     longest, p, scale = 256, 0.1, 0.125
     lengths = [[256, 100, 17, 3, 64], [1, 30, 256, 64, 89]]
     first, second = (VarlenBatch.from_lengths(n, "cuda") for n in lengths)
     assert first.total == second.total
-    qkv, dout = random_qkv(lengths[0], torch.bfloat16)
+    qkv, dout = random_qkv(lengths[0], torch.bfloat16, heads_for(5, full))
     cu, order, rng = first.cu_seqlens.clone(), first.order.clone(), RNG.cuda()
     # The same groups have to do for both.
     groups = torch.tensor([[2, 256, 256], [3, 256, 256]], dtype=torch.int32) if grouped else None
@@ -403,19 +427,20 @@ def test_cu_seqlens_that_do_not_fit_stop_the_kernel(cu: list[int]) -> None:
 @pytest.mark.slow
 def test_more_than_2_to_the_31_elements() -> None:
     heads, head_dim, length, sequences = 16, 64, 128, 5500
-    total = length * sequences
-    assert total * 3 * heads * head_dim > 2**31
+    assert length * sequences * 3 * heads * head_dim > 2**31
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.skip("needs 24 GiB of GPU memory")
     torch.manual_seed(13)
     qkv, dout = random_qkv([length], torch.bfloat16, heads)
-    want = results(qkv, dout, VarlenBatch.from_lengths([length], "cuda"), p=0.0)
-    many = qkv.new_zeros(total, 3, heads, head_dim)
-    many[-length:] = qkv
-    many_dout = dout.new_zeros(total, heads, head_dim)
-    many_dout[-length:] = dout
-    batch = VarlenBatch.from_lengths([length] * sequences, "cuda")
-    got = results(many, many_dout, batch, p=0.0)
-    assert_same_bits([x[-length:] for x in got], want)
-    assert not got[0][:-length].any()
-    assert not got[1][:-length].any()
+
+    def last_of(count: int) -> list[Tensor]:
+        """Results of a batch of zeros but for its last sequence, and whether others are zeros."""
+        many = qkv.new_zeros(length * count, 3, heads, head_dim)
+        many_dout = dout.new_zeros(length * count, heads, head_dim)
+        many[-length:], many_dout[-length:] = qkv, dout
+        batch = VarlenBatch.from_lengths([length] * count, "cuda")
+        found = results(many, many_dout, batch, p=0.0)
+        assert not any(x[:-length].any() for x in found)
+        return [x[-length:].clone() for x in found]
+
+    assert_same_bits(last_of(sequences), last_of(64))
