@@ -1,109 +1,93 @@
-"""Reads what ptxas said about every CUDA kernel of the last build; fails on spills.
+"""Reads what the compiler made of every CUDA kernel of the last build.
 
-    python scripts/check_cuda_build.py
+    python scripts/check_cuda_build.py                                      # registers and spills
+    python scripts/check_cuda_build.py --sass                               # and instructions
+    python scripts/check_cuda_build.py --table docs/cuda-kernels.md         # writes the table
+    python scripts/check_cuda_build.py --table docs/cuda-kernels.md --check # compares it
 
-The build keeps the compiler's report beside each object (build/native-*/*.cu.o.log). A kernel that
-spills registers, or keeps an array in local memory, still gives right answers, only slowly, so no
-test of values sees it. Register counts need no recorded limits: each kernel's launch bounds cap
-them, and what a cap is too low for turns into a spill.
+A kernel that spills registers, keeps an array in local memory, or lost its tensor cores still gives
+right answers, only slowly, so no test of values sees it. Fails on local memory, on more registers
+than scripts/cuda_table.py allows, and on attention kernels for 16-bit dtypes without the
+instructions that make them fast.
 """
 
 import argparse
-import re
-import shutil
-import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
-STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-USED = re.compile(r"Used (\d+) registers")
-SHARED = re.compile(r"(\d+) bytes smem")
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import cuda_kernels
+import cuda_sass
+import cuda_table
 
 
-@dataclass
-class Kernel:
-    """One kernel on one architecture, as ptxas reports it; sizes in bytes."""
-
-    name: str
-    arch: str
-    registers: int = 0
-    shared: int = 0
-    stack: int = 0
-    spill_stores: int = 0
-    spill_loads: int = 0
-
-    @property
-    def uses_local_memory(self) -> bool:
-        return bool(self.stack or self.spill_stores or self.spill_loads)
-
-
-def parse(report: str) -> list[Kernel]:
-    """The kernels of one `ptxas -v` report (functions that are no kernels are skipped)."""
-    kernels: list[Kernel] = []
-    for block in re.split(r"(?=ptxas info\s+: Compiling entry function)", report)[1:]:
-        entry, stack, used = ENTRY.search(block), STACK.search(block), USED.search(block)
-        if not (entry and stack and used):
-            raise ValueError(f"unexpected ptxas report:\n{block}")
-        shared = SHARED.search(block)
-        sizes = [int(size) for size in stack.groups()]
-        kernels.append(
-            Kernel(entry[1], entry[2], int(used[1]), int(shared[1]) if shared else 0, *sizes)
+def show(kernels: list[cuda_kernels.Kernel]) -> list[str]:
+    """Prints a line a kernel; returns what is wrong."""
+    errors = []
+    width = max(len(k.readable) for k in kernels)
+    print(f"{'kernel':<{width}}  {'arch':<8} regs   smem  stack  spill st/ld")
+    for k in kernels:
+        limit = cuda_table.over_limit(k)
+        print(
+            f"{k.readable:<{width}}  {k.arch:<8} {k.registers:>4} {k.shared:>6} {k.stack:>6}"
+            f"  {k.spill_stores}/{k.spill_loads}" + ("  <-- local memory" * k.uses_local_memory)
         )
-    return kernels
+        if limit:
+            errors.append(f"{k.readable} {k.arch}: {k.registers} registers, more than {limit}")
+    bad = sum(k.uses_local_memory for k in kernels)
+    print(f"{len(kernels)} kernels, {bad} with spills or local memory")
+    return errors + [f"{bad} kernels with spills or local memory"] * (bad > 0)
 
 
-def demangle(names: list[str]) -> list[str]:
-    """Readable names without namespaces and arguments; mangled ones where there is no c++filt."""
-    tool = shutil.which("cu++filt") or shutil.which("c++filt")
-    if tool is None:
-        return names
-    out = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True)
-    pretty = []
-    for name in out.stdout.splitlines():
-        name = re.sub(r"\((?:anonymous namespace|[^()]*)\)(?!::)$", "", name)
-        name = name.replace("(anonymous namespace)::", "").replace("bert_unpad::", "")
-        pretty.append(re.sub(r"\((?:int|bool|unsigned int)\)", "", name).removeprefix("void "))
-    return pretty
-
-
-def reports(folder: Path) -> list[Path]:
-    """The reports of the objects that the last build used; older ones may lie beside them."""
-    ninja = folder / "build.ninja"
-    if not ninja.is_file():
-        return []
-    objects = re.findall(r"^build (\S+\.cu\.o):", ninja.read_text(), re.MULTILINE)
-    return [folder / f"{name}.log" for name in objects]
+def check_instructions(kernels: list[cuda_kernels.Kernel], files: list[Path]) -> list[str]:
+    found = cuda_sass.instructions(files)
+    errors, checked = [], 0
+    for k in kernels:
+        if not cuda_sass.uses_tensor_cores(k.readable):
+            continue
+        opcodes = found.get((k.name, k.arch))
+        wrong = ["no machine code"] if opcodes is None else cuda_sass.problems(opcodes)
+        errors += [f"{k.readable} {k.arch}: {', '.join(wrong)}"] if wrong else []
+        checked += 1
+        if opcodes is not None:
+            counts = ", ".join(f"{opcodes[name]} {name}" for name in cuda_sass.NEEDED)
+            print(f"{k.readable} {k.arch}: {opcodes.total()} instructions, {counts}")
+    print(f"{checked} kernels for tensor cores, {len(errors)} without what they need")
+    return errors
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     root = Path(__file__).resolve().parent.parent
-    folders = sorted((root / "build").glob("native-*"))
-    parser.add_argument(
-        "folders",
-        nargs="*",
-        type=Path,
-        default=folders,
-        help="default: build/native-*",
-    )
-    files = [file for folder in parser.parse_args().folders for file in reports(folder)]
-    kernels = [kernel for file in files if file.is_file() for kernel in parse(file.read_text())]
+    parser.add_argument("folders", nargs="*", type=Path, help="default: build/native-*")
+    parser.add_argument("--sass", action="store_true", help="look at the machine code")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write a Markdown table")
+    parser.add_argument("--check", action="store_true", help="only compare the table")
+    args = parser.parse_args()
+    if args.check and args.table is None:
+        parser.error("--check goes with --table")
+    folders = args.folders or sorted((root / "build").glob("native-*"))
+    kernels = cuda_kernels.collect(folders)
     if not kernels:
         sys.exit("no ptxas report was found; build with nvcc first: pip install -e .")
-    names = demangle([kernel.name for kernel in kernels])
-    rows = sorted(zip(names, kernels, strict=True), key=lambda row: (row[0], row[1].arch))
-    width = max(len(name) for name in names)
-    print(f"{'kernel':<{width}}  {'arch':<8} regs   smem  stack  spill st/ld")
-    for name, k in rows:
-        print(
-            f"{name:<{width}}  {k.arch:<8} {k.registers:>4} {k.shared:>6} {k.stack:>6}"
-            f"  {k.spill_stores}/{k.spill_loads}" + ("  <-- local memory" * k.uses_local_memory)
-        )
-    bad = sum(kernel.uses_local_memory for kernel in kernels)
-    print(f"{len(kernels)} kernels, {bad} with spills or local memory")
-    sys.exit(bad > 0)
+    files = [file for folder in folders for file in cuda_kernels.objects(folder)]
+    errors = show(kernels)
+    if not args.folders:
+        unused = cuda_table.unused_limits(kernels)
+        errors += [f"no kernel has the recorded name {name!r}" for name in unused]
+    if args.sass:
+        errors += check_instructions(kernels, files)
+    if args.table:
+        version = cuda_kernels.nvcc_version(folders)
+        table = cuda_table.render(kernels, cuda_sass.threads(files), version)
+        if not args.check:
+            cuda_table.write(args.table, table)
+        elif difference := cuda_table.difference(args.table, table):
+            errors.append(difference)
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    sys.exit(bool(errors))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,109 @@
+"""What is in the machine code of CUDA objects: instruction counts and launch bounds.
+
+cuobjdump and nvdisasm are taken from PATH, the CUDA Toolkit, or the wheels nvidia-cuda-cuobjdump
+and nvidia-cuda-nvdisasm.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections import Counter
+from pathlib import Path
+
+ARCH = re.compile(r"^arch = (\S+)")
+FUNCTION = re.compile(r"^\s*Function : (\S+)")
+# /*01a0*/  @!P0 LDGSTS.E.BYPASS.128 [R5], ...
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
+SECTION = re.compile(r"^\.(?:nv\.info\.)?(\S+)")
+VALUE = re.compile(r"^\s*Value:\s*0x([0-9a-f]+) 0x([0-9a-f]+) 0x([0-9a-f]+)")
+
+KernelKey = tuple[str, str]  # mangled name, architecture
+
+# Per warp: matrix products on tensor cores, fragments from shared memory by ldmatrix, and copies
+# from global to shared memory that pass no register.
+NEEDED = ("HMMA", "LDSM", "LDGSTS")
+FORBIDDEN = ("LDL", "STL")  # local memory
+
+
+def find_tools() -> dict[str, str]:
+    """Environment in which `cuobjdump` runs; it calls nvdisasm by name."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    wheels = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin"), reverse=True)
+    for folder in [*os.environ["PATH"].split(os.pathsep), f"{home}/bin", *map(str, wheels)]:
+        if all(shutil.which(tool, path=folder) for tool in ("cuobjdump", "nvdisasm")):
+            return os.environ | {"PATH": folder + os.pathsep + os.environ["PATH"]}
+    raise SystemExit(
+        "no folder with cuobjdump and nvdisasm was found on PATH, in the CUDA Toolkit or among "
+        "Python's packages: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+    )
+
+
+def _dump(option: str, file: Path, env: dict[str, str]) -> list[str]:
+    tool = shutil.which("cuobjdump", path=env["PATH"])
+    done = subprocess.run([str(tool), option, str(file)], env=env, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"cuobjdump {option} {file}: {done.stderr.strip()}")
+    return done.stdout.splitlines()
+
+
+def count_instructions(sass: list[str]) -> dict[KernelKey, Counter[str]]:
+    """Opcodes without their suffixes, from `cuobjdump -sass`."""
+    result: dict[KernelKey, Counter[str]] = {}
+    arch, current = "", None
+    for line in sass:
+        if found := ARCH.match(line):
+            arch, current = found[1], None
+        elif found := FUNCTION.match(line):
+            current = result.setdefault((found[1], arch), Counter())
+        elif current is not None and (found := INSTRUCTION.match(line)):
+            current[found[1]] += 1
+    return result
+
+
+def read_threads(elf: list[str]) -> dict[KernelKey, int]:
+    """The most threads of a block, as __launch_bounds__ say, from `cuobjdump -elf`."""
+    result: dict[KernelKey, int] = {}
+    arch, name, wanted = "", "", False
+    for line in elf:
+        if found := ARCH.match(line):
+            arch = found[1]
+        elif found := SECTION.match(line):
+            name = found[1]
+        elif "EIATTR_MAX_THREADS" in line or "EIATTR_REQNTID" in line:
+            wanted = True
+        elif wanted and (found := VALUE.match(line)):
+            x, y, z = (int(n, 16) for n in found.groups())
+            result[name, arch] = x * y * z
+            wanted = False
+    return result
+
+
+def instructions(files: list[Path]) -> dict[KernelKey, Counter[str]]:
+    """Of all kernels in these objects."""
+    env, result = find_tools(), {}
+    for file in files:
+        result |= count_instructions(_dump("-sass", file, env))
+    return result
+
+
+def threads(files: list[Path]) -> dict[KernelKey, int]:
+    """Of all kernels in these objects."""
+    env, result = find_tools(), {}
+    for file in files:
+        result |= read_threads(_dump("-elf", file, env))
+    return result
+
+
+def uses_tensor_cores(readable: str) -> bool:
+    """Must this kernel? Attention does in 16-bit dtypes."""
+    return re.match(r"attention_\w+<(bf16|f16),", readable) is not None
+
+
+def problems(opcodes: Counter[str]) -> list[str]:
+    """What is wrong with a kernel that should run on tensor cores."""
+    found = [f"no {opcode}" for opcode in NEEDED if not opcodes[opcode]]
+    return found + [f"{opcodes[opcode]} {opcode}" for opcode in FORBIDDEN if opcodes[opcode]]
