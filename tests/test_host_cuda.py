@@ -7,6 +7,7 @@ message.
 
 import ctypes
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,7 @@ def primitives():
         for tensor in arguments:
             if isinstance(tensor, torch.Tensor):
                 model.register(tensor)
-        numbers = [ctypes.c_int(a) if isinstance(a, int) else a for a in arguments]
-        model.call(name, *numbers)
+        model.call(name, *arguments)
 
     call.model = model
     return call
@@ -94,6 +94,21 @@ def test_bank_conflicts_are_counted(primitives):
         assert model.statistics().bank_conflict_cycles == cycles
 
 
+# What a GPU leaves open
+
+
+def test_the_seed_decides_when_copies_read_and_in_what_order_blocks_run(faults):
+    faults.configure()
+    assert torch.equal(run(faults, "last_block", blocks=4)[1], torch.full((64,), 3.0))
+    copied, last = set(), set()
+    for seed in range(8):
+        faults.configure("uniform", seed)
+        copied |= set(run(faults, "copy_of_changing_source")[1].tolist())
+        last |= set(run(faults, "last_block", blocks=4)[1].tolist())
+    assert copied == {1.0, 2.0}
+    assert len(last) > 1
+
+
 # Faults
 
 FAULTS = {
@@ -123,6 +138,7 @@ FAULTS = {
     "matrices_after_shuffle": "race: reads shared memory",
     "write_under_matrices": "race: writes .* read by the warp of thread",
     "write_after_reads": "race: ",
+    "write_under_other_warp": "race: ",
     "two_writers": "race: writes .* written by thread",
     "uninitialised": r"thread \(4, 0, 0\).* offset 20 was never written",
     "requirement": "in must be above 1000",
@@ -138,8 +154,7 @@ def run(model, name, rounds=1, blocks=1, threads=64, shared_bytes=4096):
     model.clear()
     model.register(x, writable=False)
     model.register(out)
-    sizes = map(ctypes.c_int, (blocks, threads, shared_bytes, rounds))
-    model.call("run_case", name.encode(), *sizes, x, out)
+    model.call("run_case", name.encode(), blocks, threads, shared_bytes, rounds, x, out)
     return x, out
 
 
@@ -196,9 +211,103 @@ def test_partial_warps_can_sync_but_not_shuffle(faults):
         run(faults, "shuffles", threads=40)
 
 
+# Races, against their definition
+
+READ, WRITE = 1, 2
+SYNC_WARP, SYNC_BLOCK, LOAD_MATRICES = 1, 2, 3
+
+
+def random_program(generator):
+    """accesses [steps, 64 threads], warp_steps [steps, 2 warps]; see faults.cpp."""
+    steps = 6
+    accesses = torch.zeros(steps, 64, dtype=torch.uint8)
+    # Few threads, so that a thread often meets itself and its neighbours. Half of the programs have
+    # many readers and one write at the end.
+    threads = torch.tensor([0, 1, 2, 32, 33])
+    if torch.rand(1, generator=generator) < 0.5:
+        chances = torch.tensor([0.75, 0.25])
+        writer = threads[torch.randint(5, (1,), generator=generator)]
+        accesses[-1, writer] = WRITE
+        steps_left = steps - 1
+    else:
+        chances = torch.tensor([0.8, 0.17, 0.03])
+        steps_left = steps
+    kinds = torch.multinomial(chances, 5 * steps_left, True, generator=generator)
+    accesses[:steps_left, threads] = kinds.view(-1, 5).to(torch.uint8)
+    weights = torch.tensor([0.35, 0.35, 0.0, 0.3])
+    warp_steps = torch.multinomial(weights, 2 * steps, True, generator=generator).view(steps, 2)
+    everyone = torch.rand(steps, generator=generator) < 0.3
+    warp_steps[everyone] = SYNC_BLOCK
+    return accesses, warp_steps.to(torch.uint8)
+
+
+def has_race(accesses, warp_steps):
+    """Whether two threads touch the word, one of them writing, with no barrier of both between."""
+    events = [tuple(event) for event in accesses.nonzero().tolist()]
+    touched = [(step, thread, accesses[step, thread] == WRITE) for step, thread in events]
+    for step, warp in (warp_steps == LOAD_MATRICES).nonzero().tolist():
+        touched += [(step, 32 * warp + lane, False) for lane in range(32)]
+    touched.sort()
+    for i, (first, a, a_writes) in enumerate(touched):
+        for second, b, b_writes in touched[i + 1 :]:
+            if a == b or not (a_writes or b_writes):
+                continue
+            between = warp_steps[first:second]
+            ordered = (between == SYNC_BLOCK).any()
+            if a // 32 == b // 32:
+                ordered |= (between[:, a // 32] == SYNC_WARP).any()
+            if not ordered:
+                return True
+    return False
+
+
+def test_races_are_found_exactly_where_they_are(faults):
+    generator = torch.Generator().manual_seed(0)
+    racy, programs = 0, 800
+    for seed in range(programs):
+        accesses, warp_steps = random_program(generator)
+        race = has_race(accesses, warp_steps)
+        racy += race
+        for policy in POLICIES:
+            faults.configure(policy, seed)
+            expected = pytest.raises(RuntimeError, match="race: ") if race else nullcontext()
+            with expected:
+                faults.call("run_program", accesses, warp_steps, len(accesses))
+    assert 0.2 < racy / programs < 0.8
+
+
 # Barriers taken out
 
 NEEDED = r"race: |was never written"
+
+
+CONFORMANCE = {
+    "tile": lambda call: conformance.check_tile(call, "cpu", torch.bfloat16),
+    "matrices": lambda call: conformance.check_matrices(call, "cpu"),
+    "copy": lambda call: conformance.check_copy(call, "cpu"),
+}
+
+
+@pytest.mark.parametrize("name", CONFORMANCE)
+def test_each_barrier_and_wait_of_the_primitives_kernels_is_needed(primitives, name):
+    model, check = primitives.model, CONFORMANCE[name]
+    model.configure()
+    model.forget_sites()
+    check(primitives)
+    sites = model.sites()
+    kinds = {
+        "tile": ["copy_async_wait", "sync_block"],
+        "matrices": ["sync_warp"],
+        "copy": ["copy_async_wait", "sync_block"] * 2,
+    }
+    assert [site.kind for site in sites] == kinds[name]
+    for site in sites:
+        for policy in POLICIES:
+            model.configure(policy, seed=1)
+            message = r"not waited for|never waited for|" + NEEDED
+            with model.without(site), pytest.raises(RuntimeError, match=message):
+                check(primitives)
+    check(primitives)
 
 
 def row_sums(x, rounds):

@@ -13,6 +13,9 @@
 #pragma once
 
 #include <cuda_runtime_api.h>
+#ifdef __BMI2__
+#include <immintrin.h>
+#endif
 
 #include <bit>
 #include <cstdint>
@@ -42,6 +45,18 @@ class Random {
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
+  }
+
+  // The number of one of the bits that are set, each with the same probability.
+  unsigned bit_of(uint32_t mask) {
+    const auto count = static_cast<uint64_t>(std::popcount(mask));
+    auto skip = static_cast<unsigned>((next() >> 32) * count >> 32);
+#ifdef __BMI2__
+    mask = _pdep_u32(1u << skip, mask);
+#else
+    for (; skip > 0; --skip) mask &= mask - 1;
+#endif
+    return static_cast<unsigned>(std::countr_zero(mask));
   }
 
  private:
@@ -209,17 +224,13 @@ inline void Block::exit_thread() {
 
 inline Thread* Block::pick() {
   if (ready_warps_ == 0) throw std::runtime_error(std::string(name_) + ": no thread can go on");
-  const auto any_bit = [this](uint32_t mask) {
-    const int turn = static_cast<int>(random.next() >> 59);
-    return static_cast<unsigned>(std::countr_zero(std::rotr(mask, turn)) + turn) % kWarpSize;
-  };
   unsigned lane;
   if (policy == Policy::kInOrder) {
     warp_ = static_cast<unsigned>(std::countr_zero(ready_warps_));
     lane = static_cast<unsigned>(std::countr_zero(warps_[warp_].ready));
   } else {
-    if (policy == Policy::kUniform || warps_[warp_].ready == 0) warp_ = any_bit(ready_warps_);
-    lane = any_bit(warps_[warp_].ready);
+    if (policy == Policy::kUniform || warps_[warp_].ready == 0) warp_ = random.bit_of(ready_warps_);
+    lane = random.bit_of(warps_[warp_].ready);
   }
   uint32_t& ready = warps_[warp_].ready;
   ready &= ~(1u << lane);

@@ -204,7 +204,7 @@ tile_kernel(BU_PARAMS TileParams p) {
 
 // f.operator()<T>() for bf16 or fp16.
 template <class F>
-void dispatch16(int dtype, const F& f) {
+void dispatch16(int64_t dtype, const F& f) {
   if (static_cast<DType>(dtype) == DType::kBFloat16)
     f.template operator()<bf16>();
   else
@@ -213,7 +213,8 @@ void dispatch16(int dtype, const F& f) {
 
 }  // namespace
 
-BU_EXPORT int conformance_mma(int dtype, const void* a, const void* b, const float* c, float* out) {
+BU_EXPORT int conformance_mma(int64_t dtype, const void* a, const void* b, const float* c,
+                              float* out) {
   return guarded([&] {
     dispatch16(dtype, [&]<class T>() {
       cuda::launch("mma", mma_kernel<T>, dim3(1), dim3(32), 0, nullptr, MmaParams{a, b, c, out});
@@ -237,7 +238,7 @@ BU_EXPORT int conformance_shuffle(const float* x, float* floats, uint32_t* numbe
 }
 
 // n is a multiple of 128.
-BU_EXPORT int conformance_pack(int dtype, int n, const float* x, const uint32_t* pairs,
+BU_EXPORT int conformance_pack(int64_t dtype, int64_t n, const float* x, const uint32_t* pairs,
                                uint32_t* packed, float* unpacked) {
   return guarded([&] {
     dispatch16(dtype, [&]<class T>() {
@@ -255,7 +256,7 @@ BU_EXPORT int conformance_copy(const uint32_t* source, const int32_t* valid, uin
   });
 }
 
-BU_EXPORT int conformance_tile(int dtype, const void* q, const void* k, const void* v,
+BU_EXPORT int conformance_tile(int64_t dtype, const void* q, const void* k, const void* v,
                                const void* x, float* scores, float* out) {
   return guarded([&] {
     dispatch16(dtype, [&]<class T>() {

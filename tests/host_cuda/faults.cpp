@@ -231,6 +231,20 @@ void write_after_reads(const Params p) {
   store_global(p.out + threadIdx.x, x);
 }
 
+// Two readers of the writer's warp, before its barrier, must not hide one of the other warp. The
+// shuffles let the warps overtake each other.
+void write_under_other_warp(const Params p) {
+  const bool first = threadIdx.x < 32;
+  if (threadIdx.x == 0) store_shared(0, 1.0f);
+  sync_block();
+  if (threadIdx.x < 2) load_shared<float>(0);
+  for (int i = 0; i < (first ? 20 : 10); ++i) shuffle_xor(1.0f, 1);
+  if (threadIdx.x == 32) load_shared<float>(0);  // fault: write_under_other_warp
+  sync_warp();
+  if (threadIdx.x == 0) store_shared(0, 2.0f);  // fault: write_under_other_warp
+  store_global(p.out + threadIdx.x, 1.0f);
+}
+
 void two_writers(const Params) {
   store_shared(slot(threadIdx.x / 2), 1.0f);  // fault: two_writers
 }
@@ -263,11 +277,52 @@ void row_sum(const Params p) {
   store_global(p.out + threadIdx.x, total);
 }
 
-// Speed: nothing but shuffles.
+// Legal only as far as a GPU may do it either way: the copy reads a 1 or a 2.
+void copy_of_changing_source(const Params p) {
+  float* source = p.out + threadIdx.x;
+  store_global(source, 1.0f);
+  copy_async_4(slot(threadIdx.x), source, true);
+  copy_async_commit();
+  store_global(source, 2.0f);
+  copy_async_wait<0>();
+  store_global(source, load_shared<float>(slot(threadIdx.x)));
+}
+
+// What remains is the number of the block that ran last.
+void last_block(const Params p) {
+  store_global(p.out + threadIdx.x, static_cast<float>(blockIdx.x));
+}
+
+// For timing.
 void shuffles(const Params p) {
   float x = load_global<float>(p.in + threadIdx.x % 64);
   for (int round = 0; round < p.rounds; ++round) x = shuffle_xor(x, 1 + round % 31);
   if (threadIdx.x < 64) store_global(p.out + threadIdx.x, x);
+}
+
+// Random accesses to one word. In each step: the threads' accesses, then what their warp does.
+enum Access : uint8_t { kNothing, kRead, kWrite };
+enum WarpStep : uint8_t { kGoOn, kSyncWarp, kSyncBlock, kLoadMatrices };
+
+struct Program {
+  const uint8_t* accesses;    // [steps, kThreads]
+  const uint8_t* warp_steps;  // [steps, kThreads / 32]
+  int64_t steps;
+};
+
+void run_steps(const Program p) {
+  if (threadIdx.x < 4) store_shared(slot(threadIdx.x), 1.0f);
+  sync_block();
+  for (int64_t step = 0; step < p.steps; ++step) {
+    const uint8_t access = p.accesses[step * kThreads + threadIdx.x];
+    if (access == kRead) load_shared<float>(0);
+    if (access == kWrite) store_shared(0, 1.0f);
+    const uint8_t warp_step = p.warp_steps[step * (kThreads / 32) + threadIdx.x / 32];
+    uint32_t r[4];
+    if (warp_step == kLoadMatrices) load_matrices(r, 0);
+    if (warp_step == kSyncWarp) sync_warp();
+    if (warp_step == kSyncBlock) sync_block();
+  }
 }
 
 struct Case {
@@ -306,26 +361,36 @@ constexpr Case kCases[] = {
     BU_CASE(matrices_behind_barriers),
     BU_CASE(write_under_matrices),
     BU_CASE(write_after_reads),
+    BU_CASE(write_under_other_warp),
     BU_CASE(two_writers),
     BU_CASE(uninitialised),
     BU_CASE(requirement),
     BU_CASE(row_sum),
+    BU_CASE(copy_of_changing_source),
+    BU_CASE(last_block),
     BU_CASE(shuffles),
 };
 #undef BU_CASE
 
 }  // namespace
 
-BU_EXPORT int run_case(const char* name, int blocks, int threads, int shared_bytes, int rounds,
-                       const float* in, float* out) {
+BU_EXPORT int run_case(const char* name, int64_t blocks, int64_t threads, int64_t shared_bytes,
+                       int64_t rounds, const float* in, float* out) {
   return host::guarded([&] {
     for (const Case& c : kCases) {
       if (std::strcmp(c.name, name) != 0) continue;
       const dim3 grid(static_cast<unsigned>(blocks)), shape(static_cast<unsigned>(threads));
       return cuda::launch(name, c.kernel, grid, shape, static_cast<size_t>(shared_bytes), nullptr,
-                          Params{in, out, rounds});
+                          Params{in, out, static_cast<int>(rounds)});
     }
     throw std::invalid_argument(std::string("no case ") + name);
+  });
+}
+
+BU_EXPORT int run_program(const uint8_t* accesses, const uint8_t* warp_steps, int64_t steps) {
+  return host::guarded([&] {
+    cuda::launch("program", run_steps, dim3(1), dim3(kThreads), 16, nullptr,
+                 Program{accesses, warp_steps, steps});
   });
 }
 
