@@ -86,6 +86,21 @@ def test_accuracy_over_the_whole_range(approximate: str, truth) -> None:
     assert ((y.detach() - value) / value)[tail].abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_results_are_rounded_once(dtype: torch.dtype) -> None:
+    """To half a unit in the last place, and a tenth of that for the shorter formula."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    x = numbers[numbers.isfinite() & (numbers.abs() < 12)].requires_grad_()
+    y = ops.bias_gelu(x)
+    y.sum().backward()
+    value, slope = exact(x.detach())
+    unit = torch.finfo(dtype).eps / 2
+    normal = value.abs() > torch.finfo(dtype).tiny
+    assert (((y.detach() - value) / value).abs()[normal] <= 1.1 * unit).all()
+    # The derivative has a zero, at -0.75.
+    assert ((x.grad - slope).abs() <= 1.1 * unit * slope.abs() + 2e-5).all()
+
+
 @pytest.mark.parametrize("approximate", FORMS)
 def test_special_values(approximate: str) -> None:
     x = torch.tensor([float("nan"), float("inf"), 1e30, -1e30, 0.0, -100.0] * 20)

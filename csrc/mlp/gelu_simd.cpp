@@ -1,7 +1,7 @@
 // gelu(x + bias), forward and backward, exact (erf) and tanh form.
 //
-// Both forms are computed as x times a sigmoid-like factor that keeps its relative accuracy for
-// large negative x, where 1 + erf and 1 + tanh would cancel.
+// Both forms are computed such that they keep their relative accuracy for large negative x, where
+// 1 + erf and 1 + tanh would cancel.
 #include "mlp/gelu.h"
 
 #include "cpu/strip_simd.h"
@@ -9,25 +9,26 @@
 namespace bert_unpad::BERT_UNPAD_ISA {
 namespace {
 
-// Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016): x Phi(x), Phi the standard normal
-// distribution function.
+// How closely to compute: the functions that both forms are made of.
 //
-// Phi(-a) = exp(-a^2 / 2) R(a) for a >= 0, with R a polynomial in t = 1 / (1 + 0.3 a) without a
-// constant term, the form of Abramowitz and Stegun 7.1.26 with 8 terms in place of 5. The
-// coefficients are the weighted least squares fit to erfc(a / sqrt 2) exp(a^2 / 2) / 2 on [0, 14]
-// that Lawson's algorithm makes minimax: relative error 1.5e-7 everywhere. The exponential serves
-// the density of the backward pass as well.
-struct Exact {
+// R of `tail` is the factor in Phi(-a) = exp(-a^2 / 2) R(a), a >= 0, Phi the standard normal
+// distribution function: a polynomial in t = 1 / (1 + c a) without a constant term, the form of
+// Abramowitz and Stegun 7.1.26. Its coefficients are the weighted least squares fit to
+// erfc(a / sqrt 2) exp(a^2 / 2) / 2 on [0, 14] that Lawson's algorithm makes minimax.
+
+// For fp32: 8 terms, relative error 1.5e-7 everywhere.
+struct Full {
   template <class V>
-  struct Normal {
-    V cdf, exponential;  // exp(-x^2 / 2)
-  };
+  BU_INLINE static V exp2(const V& v) {
+    return exp2v(v);
+  }
   template <class V>
-  BU_INLINE static Normal<V> normal(const V& x) {
-    const V a =
-        lockstep([](f32v v) { return vmin(as_f32(as_u32(v) & 0x7fffffffu), splat(20.0f)); }, x);
-    const V e = exp2v(a * a * -0.72134752f);
-    const V t = 1.0f / (a * 0.3f + 1.0f);
+  BU_INLINE static V reciprocal(const V& v) {
+    return 1.0f / v;
+  }
+  template <class V>
+  BU_INLINE static V tail(const V& a) {
+    const V t = reciprocal(a * 0.3f + 1.0f);
     V r = t * 0.035674546f - 0.15720207f;
     r = r * t + 0.20635167f;
     r = r * t - 0.053681867f;
@@ -35,23 +36,69 @@ struct Exact {
     r = r * t + 0.099913799f;
     r = r * t + 0.12075391f;
     r = r * t + 0.11962930f;
-    const V tail = r * t * e;
-    const auto side = [](f32v v, f32v tail) { return select(v < 0.0f, tail, 1.0f - tail); };
-    return {lockstep(side, x, tail), e};
+    return r * t;
+  }
+};
+
+// For results of 8 (bf16) or 11 (fp16) bits: 5 terms, relative error 3.1e-5. With it a bf16 forward
+// and backward pass of the exact form takes 0.80 of the time that it takes with `Full`, measured
+// with AVX-512 on data in cache.
+struct Short {
+  template <class V>
+  BU_INLINE static V exp2(const V& v) {
+    return lockstep(exp2_short, v);
+  }
+  template <class V>
+  BU_INLINE static V reciprocal(const V& v) {
+    return lockstep(reciprocal_short, v);
+  }
+  template <class V>
+  BU_INLINE static V tail(const V& a) {
+    const V t = reciprocal(a * 0.3775f + 1.0f);
+    V r = t * -0.09066507f + 0.19533690f;
+    r = r * t + 0.08725363f;
+    r = r * t + 0.15793055f;
+    r = r * t + 0.15012888f;
+    return r * t;
+  }
+};
+
+template <class T>
+struct PrecisionFor {
+  using Type = Short;
+};
+template <>
+struct PrecisionFor<float> {
+  using Type = Full;
+};
+
+// Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016): x Phi(x), which is
+// max(x, 0) - |x| Phi(-|x|). The derivative, Phi(x) + x phi(x) with phi the density, is
+// d(-a) = Phi(-a) - a phi(a) on the left and 1 - d(-a) on the right.
+template <class Precision>
+struct Exact {
+  template <class V>
+  BU_INLINE static V magnitude(const V& x) {
+    return lockstep([](f32v v) { return vmin(as_f32(as_u32(v) & 0x7fffffffu), splat(20.0f)); }, x);
   }
   template <class V>
   BU_INLINE static V value(const V& x) {
-    return x * normal(x).cdf;
+    const V a = magnitude(x);
+    const V tail = Precision::tail(a) * Precision::exp2(a * a * -0.72134752f);
+    return lockstep([](f32v v) { return vmax(v, splat(0.0f)); }, x) - a * tail;
   }
   template <class V>
   BU_INLINE static V derivative(const V& x) {
-    const Normal<V> n = normal(x);
-    return n.cdf + x * n.exponential * 0.39894228f;
+    const V a = magnitude(x);
+    const V left = (Precision::tail(a) - a * 0.39894228f) * Precision::exp2(a * a * -0.72134752f);
+    const auto side = [](f32v v, f32v d) { return select(v < 0.0f, d, 1.0f - d); };
+    return lockstep(side, x, left);
   }
 };
 
 // The same paper's approximation x / 2 (1 + tanh(u)) = x / (1 + exp(-2 u)),
 // u = sqrt(2 / pi) (x + 0.044715 x^3).
+template <class Precision>
 struct Tanh {
   template <class V>
   struct Sigmoid {
@@ -60,8 +107,8 @@ struct Tanh {
   template <class V>
   BU_INLINE static Sigmoid<V> sigmoid(const V& x) {
     const V v = x * (x * x * 0.044715f + 1.0f) * -2.30220820f;  // -2 sqrt(2 / pi) log2(e)
-    const V e = exp2v(lockstep([](f32v u) { return vmin(u, splat(126.0f)); }, v));
-    const V s = 1.0f / (e + 1.0f);
+    const V e = Precision::exp2(lockstep([](f32v u) { return vmin(u, splat(126.0f)); }, v));
+    const V s = Precision::reciprocal(e + 1.0f);
     return {s, e * s};
   }
   template <class V>
@@ -116,11 +163,14 @@ void backward_rows(const GeluParams& p, int64_t begin, int64_t end, float* dbias
 
 template <class T>
 void forward_of(const GeluParams& p, int64_t begin, int64_t end) {
-  (p.tanh ? forward_rows<T, Tanh> : forward_rows<T, Exact>)(p, begin, end);
+  using Precision = PrecisionFor<T>::Type;
+  (p.tanh ? forward_rows<T, Tanh<Precision>> : forward_rows<T, Exact<Precision>>)(p, begin, end);
 }
 template <class T>
 void backward_of(const GeluParams& p, int64_t begin, int64_t end, float* dbias) {
-  (p.tanh ? backward_rows<T, Tanh> : backward_rows<T, Exact>)(p, begin, end, dbias);
+  using Precision = PrecisionFor<T>::Type;
+  (p.tanh ? backward_rows<T, Tanh<Precision>> : backward_rows<T, Exact<Precision>>)(p, begin, end,
+                                                                                    dbias);
 }
 
 void forward(const GeluParams& p, int64_t begin, int64_t end) {
