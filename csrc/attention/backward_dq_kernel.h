@@ -57,6 +57,7 @@ attention_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
   [[maybe_unused]] const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
                                                   block.sequence * p.args.heads + block.head);
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
+  const Operands<kHeadDim> operands;
   float dq[kHeadDim / 8][4] = {};
 
   for (int tile = 0; tile < tiles; ++tile) {
@@ -74,10 +75,10 @@ attention_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
 #pragma unroll
       for (int d = 0; d < kHeadDim / 16; ++d) {
         uint32_t b[4];
-        load_b<kHeadDim>(b, k_tile, 16 * step, d);
+        operands.b(b, k_tile, 16 * step, d);
         mma<T>(s[0], q[d], b[0], b[1]);
         mma<T>(s[1], q[d], b[2], b[3]);
-        load_b<kHeadDim>(b, v_tile, 16 * step, d);
+        operands.b(b, v_tile, 16 * step, d);
         mma<T>(dp[0], dout[d], b[0], b[1]);
         mma<T>(dp[1], dout[d], b[2], b[3]);
       }
@@ -96,7 +97,7 @@ attention_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
 #pragma unroll
       for (int n = 0; n < kHeadDim / 16; ++n) {
         uint32_t b[4];
-        load_b_transposed<kHeadDim>(b, k_tile, 16 * step, n);
+        operands.b_transposed(b, k_tile, 16 * step, n);
         mma<T>(dq[2 * n], gradients, b[0], b[1]);
         mma<T>(dq[2 * n + 1], gradients, b[2], b[3]);
       }

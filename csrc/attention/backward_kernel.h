@@ -104,6 +104,8 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   const float scale = fabsf(p.args.scale) * kLog2e;
   const uint32_t flip = p.args.scale < 0.0f ? kNegatePair : 0u;  // k takes the sign
+  const Operands<kHeadDim> operands;
+  [[maybe_unused]] const Operands<kQueries> gradient_operands;
   int count = 0;
   for (int pass = 0; pass < passes; ++pass) {
     const int pass_key = first_key + pass * kKeys, warp_key = pass_key + 16 * warp;
@@ -138,7 +140,7 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
 #pragma unroll
           for (int d = 0; d < kHeadDim / 16; ++d) {
             uint32_t b[4];
-            load_b<kHeadDim>(b, q_tile, 16 * step, d);
+            operands.b(b, q_tile, 16 * step, d);
             if constexpr (!kKeepRows) load_a(k_rows[d], k, warp_key, block.k_len, d, flip);
             mma<T>(s[0], k_rows[d], b[0], b[1]);
             mma<T>(s[1], k_rows[d], b[2], b[3]);
@@ -146,7 +148,7 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
 #pragma unroll
           for (int d = 0; d < kHeadDim / 16; ++d) {
             uint32_t b[4];
-            load_b<kHeadDim>(b, dout_tile, 16 * step, d);
+            operands.b(b, dout_tile, 16 * step, d);
             if constexpr (!kKeepRows) load_a(v_rows[d], v, warp_key, block.k_len, d, 0);
             mma<T>(dp[0], v_rows[d], b[0], b[1]);
             mma<T>(dp[1], v_rows[d], b[2], b[3]);
@@ -161,8 +163,7 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {  // key g + 8 * (i / 2), query 2t + i % 2
               const float offset = (i % 2 ? l.high : l.low) * kLog2e;
-              float weight = exp2_approx(fma(s[n][i], scale, -offset));
-              if (warp_key + lane / 4 + 8 * (i / 2) >= block.k_len) weight = 0.0f;
+              const float weight = exp2_approx(fma(s[n][i], scale, -offset));
               float gradient = dp[n][i] * keep;
               s[n][i] = weight;
               if constexpr (kDropout) {
@@ -179,6 +180,8 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
           if constexpr (kFused) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
+              // Rows beyond the last key are not stored as dK and dV, but may be infinite here.
+              if (warp_key + lane / 4 + 8 * (i % 2) >= block.k_len) gradients[i] = 0;
               const uint32_t row = SharedTile<kQueries>::offset(16 * warp + lane / 4 + 8 * (i % 2),
                                                                 2 * step + i / 2);
               store_shared<uint32_t>(Shared::kGradients + row + 4 * (lane % 4), gradients[i]);
@@ -187,10 +190,10 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
 #pragma unroll
           for (int n = 0; n < kHeadDim / 16; ++n) {
             uint32_t b[4];
-            load_b_transposed<kHeadDim>(b, dout_tile, 16 * step, n);
+            operands.b_transposed(b, dout_tile, 16 * step, n);
             mma<T>(dv[2 * n], weights, b[0], b[1]);
             mma<T>(dv[2 * n + 1], weights, b[2], b[3]);
-            load_b_transposed<kHeadDim>(b, q_tile, 16 * step, n);
+            operands.b_transposed(b, q_tile, 16 * step, n);
             mma<T>(dk[2 * n], gradients, b[0], b[1]);
             mma<T>(dk[2 * n + 1], gradients, b[2], b[3]);
           }
@@ -221,11 +224,11 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
           for (int step = 0; step < kWarps; ++step) {
             if (pass_key + 16 * step >= block.k_len) break;
             uint32_t a[4];
-            load_a_transposed<kQueries>(a, Shared::kGradients, 16 * step, row_tile);
+            gradient_operands.a_transposed(a, Shared::kGradients, 16 * step, row_tile);
 #pragma unroll
             for (int n = 0; n < kColumns / 16; ++n) {
               uint32_t b[4];
-              load_b_transposed<kHeadDim>(b, Shared::kKeyTile, 16 * step, column / 16 + n);
+              operands.b_transposed(b, Shared::kKeyTile, 16 * step, column / 16 + n);
               mma<T>(dq[2 * n], a, b[0], b[1]);
               mma<T>(dq[2 * n + 1], a, b[2], b[3]);
             }

@@ -110,33 +110,39 @@ BU_DEVICE void load_a(uint32_t (&a)[kColumns / 16][4], const HeadRows<const T>& 
   for (int step = 0; step < kColumns / 16; ++step) load_a(a[step], rows, first, end, step, flip);
 }
 
-// B operands of two neighbouring n8 tiles from a row-major tile whose rows are the n index:
-// rows row .. row + 15, columns 16 * step .. 16 * step + 15 as k. b[0], b[1] and b[2], b[3].
+// Takes operands out of swizzled tiles in shared memory. `row` is a multiple of 16 and `step`
+// counts 16 columns; the swizzle repeats every 8 rows, so what depends on the lane is worked out
+// once.
 template <int kColumns>
-BU_DEVICE void load_b(uint32_t (&b)[4], uint32_t tile, int row, int step BU_SITE) {
-  const int lane = threadIdx.x % 32;
-  load_matrices(b, tile + SharedTile<kColumns>::offset(row + lane / 16 * 8 + lane % 8,
-                                                       2 * step + lane / 8 % 2) BU_FROM_SITE);
-}
+class Operands {
+  using Tile = SharedTile<kColumns>;
+  uint32_t lane_b_, lane_k_;
 
-// The same from a tile whose rows are the k index: rows row .. row + 15 as k, columns 16 * step ..
-// 16 * step + 15 as n.
-template <int kColumns>
-BU_DEVICE void load_b_transposed(uint32_t (&b)[4], uint32_t tile, int row, int step BU_SITE) {
-  const int lane = threadIdx.x % 32;
-  load_matrices_transposed(
-      b, tile + SharedTile<kColumns>::offset(row + lane % 16, 2 * step + lane / 16) BU_FROM_SITE);
-}
+ public:
+  BU_DEVICE Operands() {
+    const int lane = threadIdx.x % 32;
+    lane_b_ = hold(shared_base() + Tile::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2));
+    lane_k_ = hold(shared_base() + Tile::offset(lane % 16, lane / 16));
+  }
 
-// An A operand [16 x 16] from a tile that holds its transpose: rows row .. row + 15 are k, columns
-// 16 * step .. 16 * step + 15 are m.
-template <int kColumns>
-BU_DEVICE void load_a_transposed(uint32_t (&a)[4], uint32_t tile, int row, int step BU_SITE) {
-  const int lane = threadIdx.x % 32;
-  load_matrices_transposed(
-      a, tile + SharedTile<kColumns>::offset(row + lane / 16 * 8 + lane % 8,
-                                             2 * step + lane / 8 % 2) BU_FROM_SITE);
-}
+  // B of two neighbouring n8 tiles, b[0], b[1] and b[2], b[3], from a tile whose rows are the n
+  // index: rows row .. row + 15, columns 16 * step .. 16 * step + 15 as k.
+  BU_DEVICE void b(uint32_t (&b)[4], uint32_t tile, int row, int step BU_SITE) const {
+    load_matrices(b, Tile::columns_on(tile + lane_b_, step) + Tile::bytes(row) BU_FROM_SITE);
+  }
+
+  // The same from a tile whose rows are the k index and whose columns are the n index.
+  BU_DEVICE void b_transposed(uint32_t (&b)[4], uint32_t tile, int row, int step BU_SITE) const {
+    load_matrices_transposed(
+        b, Tile::columns_on(tile + lane_k_, step) + Tile::bytes(row) BU_FROM_SITE);
+  }
+
+  // A from a tile whose rows are the k index and whose columns are the m index.
+  BU_DEVICE void a_transposed(uint32_t (&a)[4], uint32_t tile, int row, int step BU_SITE) const {
+    load_matrices_transposed(
+        a, Tile::columns_on(tile + lane_b_, step) + Tile::bytes(row) BU_FROM_SITE);
+  }
+};
 
 // Two neighbouring C tiles [16 x 8] as one A operand [16 x 16].
 template <class T>

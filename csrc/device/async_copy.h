@@ -15,14 +15,14 @@ namespace bert_unpad {
 // 16 bytes; zeros where `valid` is false (nothing is read then). Both addresses are multiples of
 // 16. Past the L1 cache: another block reads the same rows, not this one.
 BU_DEVICE void copy_async_16(uint32_t shared_offset, const void* global, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared_offset)),
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_base() + shared_offset),
                "l"(__cvta_generic_to_global(global)), "r"(valid ? 16 : 0)
                : "memory");
 }
 
 // 4 bytes, otherwise the same.
 BU_DEVICE void copy_async_4(uint32_t shared_offset, const void* global, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared_offset)),
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_base() + shared_offset),
                "l"(__cvta_generic_to_global(global)), "r"(valid ? 4 : 0)
                : "memory");
 }

@@ -22,6 +22,12 @@ BU_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
 }
 
+// The value itself, which the compiler will keep in a register and not compute again at each use.
+BU_DEVICE uint32_t hold(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Arguments that only the device can see (the values in cu_seqlens) and that do not fit end the
 // kernel: PyTorch reports "device-side assert triggered", and the message is on stderr.
 #define BU_REQUIRE(condition, message)                                          \

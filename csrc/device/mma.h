@@ -51,19 +51,19 @@ BU_DEVICE FloatPair unpack<f16>(uint32_t pair) {
   return {__low2float(halves), __high2float(halves)};
 }
 
-// Four 8 x 8 matrices of 16-bit elements from shared memory. Lane l gives the offset of row l % 8
-// of matrix l / 8 (16 bytes, aligned); r[i] gets of matrix i the pair at (row l / 4, column 2 (l %
-// 4)), or of its transpose.
-BU_DEVICE void load_matrices(uint32_t (&r)[4], uint32_t row_offset) {
+// Four 8 x 8 matrices of 16-bit elements from shared memory. Lane l gives the address,
+// shared_base() + offset, of row l % 8 of matrix l / 8 (16 bytes, aligned); r[i] gets of matrix i
+// the pair at (row l / 4, column 2 (l % 4)), or of its transpose.
+BU_DEVICE void load_matrices(uint32_t (&r)[4], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row_offset))
+               : "r"(row_address)
                : "memory");
 }
-BU_DEVICE void load_matrices_transposed(uint32_t (&r)[4], uint32_t row_offset) {
+BU_DEVICE void load_matrices_transposed(uint32_t (&r)[4], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row_offset))
+               : "r"(row_address)
                : "memory");
 }
 

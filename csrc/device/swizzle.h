@@ -25,6 +25,12 @@ struct SharedTile {
     const int key = kColumns == 32 ? (row >> 1) & 3 : row & 7;
     return static_cast<uint32_t>(row) * kRowBytes + static_cast<uint32_t>(piece ^ key) * 16;
   }
+
+  // From the offset of piece 0 or 1 of a row to that of piece 2 * step or 2 * step + 1. One
+  // instruction, the same for all rows; the tile must begin at a multiple of 256.
+  BU_HD static uint32_t columns_on(uint32_t offset, int step) {
+    return offset ^ static_cast<uint32_t>(32 * step);
+  }
 };
 
 }  // namespace bert_unpad

@@ -27,6 +27,8 @@ inline void sync_block(host::Site site = host::Site::current()) {
   if (host::sites.pass("sync_block", site)) host::block.barrier(site);
 }
 
+inline uint32_t hold(uint32_t value) { return value; }
+
 inline void sync_warp(host::Site site = host::Site::current()) {
   if (!host::sites.pass("sync_warp", site)) return;
   char nothing = 0;
@@ -63,6 +65,9 @@ inline float shuffle_xor(float value, int mask, host::Site site = host::Site::cu
 inline uint32_t shuffle_xor(uint32_t value, int mask, host::Site site = host::Site::current()) {
   return host::shuffle_xor(value, mask, site);
 }
+
+// Far from 0, so that an offset taken for an address is out of bounds.
+inline uint32_t shared_base() { return 0x01000000; }
 
 template <class V>
 V load_shared(uint32_t offset, host::Site site = host::Site::current()) {
@@ -154,7 +159,7 @@ namespace host {
 
 struct MatrixLane {
   uint32_t* r;
-  uint32_t offset;
+  uint32_t address;
 };
 
 // Extra cycles for reading 8 rows of 16 bytes: all rows of one group of 4 banks go one by one, but
@@ -162,18 +167,18 @@ struct MatrixLane {
 inline int conflicts(MatrixLane* const* lanes) {
   int rows_of_group[8] = {}, most = 1;
   for (int row = 0; row < 8; ++row) {
-    const uint32_t at = lanes[row]->offset;
+    const uint32_t at = lanes[row]->address;
     int& rows = rows_of_group[at / 16 % 8];
     bool repeated = false;
-    for (int other = 0; rows > 0 && other < row; ++other) repeated |= lanes[other]->offset == at;
+    for (int other = 0; rows > 0 && other < row; ++other) repeated |= lanes[other]->address == at;
     rows += !repeated;
     most = std::max(most, rows);
   }
   return most - 1;
 }
 
-inline void load_matrices(uint32_t (&r)[4], uint32_t offset, bool transposed, const Site& site) {
-  MatrixLane mine{r, offset};
+inline void load_matrices(uint32_t (&r)[4], uint32_t address, bool transposed, const Site& site) {
+  MatrixLane mine{r, address};
   const auto perform = [&](MatrixLane** lanes) {
     ++statistics.collectives;
     ++statistics.load_matrices;
@@ -183,7 +188,8 @@ inline void load_matrices(uint32_t (&r)[4], uint32_t offset, bool transposed, co
       for (unsigned row = 0; row < 8; ++row) {
         const unsigned l = 8 * i + row;
         const Thread& thread = block.thread(first + l);
-        std::memcpy(matrix[row], shared_memory.load_row(lanes[l]->offset, thread, site), 16);
+        std::memcpy(matrix[row],
+                    shared_memory.load_row(lanes[l]->address - shared_base(), thread, site), 16);
       }
       statistics.bank_conflict_cycles += conflicts(lanes + 8 * i);
       if (transposed) {
@@ -245,13 +251,13 @@ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const 
 
 }  // namespace host
 
-inline void load_matrices(uint32_t (&r)[4], uint32_t row_offset,
+inline void load_matrices(uint32_t (&r)[4], uint32_t row_address,
                           host::Site site = host::Site::current()) {
-  host::load_matrices(r, row_offset, false, site);
+  host::load_matrices(r, row_address, false, site);
 }
-inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t row_offset,
+inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t row_address,
                                      host::Site site = host::Site::current()) {
-  host::load_matrices(r, row_offset, true, site);
+  host::load_matrices(r, row_address, true, site);
 }
 
 template <class T>
