@@ -111,6 +111,7 @@ FAULTS = {
     "shared_out_of_bounds": "at offset 4096, out of bounds: the block has 4096|at offset 4[12]",
     "shared_misaligned": r"store of 16 bytes .* at offset \d+, which is no multiple",
     "matrices_misaligned": r"thread \((9|41), 0, 0\).* offset 8, which is no multiple",
+    "matrices_without_base": "load_matrices of 16 bytes .* out of bounds",
     "global_out_of_bounds": "load of 4 bytes .* at byte 256 of buffer 0, which has 256 bytes",
     "global_before_the_buffer": "store of 4 bytes .* at byte -4 of buffer 1",
     "global_partly_outside": "load of 16 bytes",

@@ -86,11 +86,12 @@ BU_KERNEL(32, 1) matrices_kernel(BU_PARAMS MatrixParams p) {
     store_shared(4 * static_cast<uint32_t>(word), load_global<uint32_t>(p.rows + word));
   }
   sync_warp();
-  const uint32_t offset = 16 * static_cast<uint32_t>(load_global<int32_t>(p.address + lane));
+  const int32_t row = load_global<int32_t>(p.address + lane);
+  const uint32_t address = shared_base() + 16 * static_cast<uint32_t>(row);
   uint32_t r[4];
-  load_matrices(r, offset);
+  load_matrices(r, address);
   for (int i = 0; i < 4; ++i) store_global(p.plain + 4 * lane + i, r[i]);
-  load_matrices_transposed(r, offset);
+  load_matrices_transposed(r, address);
   for (int i = 0; i < 4; ++i) store_global(p.transposed + 4 * lane + i, r[i]);
 }
 
@@ -177,11 +178,12 @@ tile_kernel(BU_PARAMS TileParams p) {
   copy_async_commit();
   copy_async_wait<0>();
   sync_block();
+  const uint32_t base = shared_base();
   float scores[2][4] = {};
   for (int step = 0; step < 4; ++step) {
     uint32_t a[4], b[4];
-    load_matrices(a, q + Tile::offset(lane % 16, 2 * step + lane / 16));
-    load_matrices(b, k + Tile::offset(lane % 8 + 8 * (lane / 16), 2 * step + lane / 8 % 2));
+    load_matrices(a, base + q + Tile::offset(lane % 16, 2 * step + lane / 16));
+    load_matrices(b, base + k + Tile::offset(lane % 8 + 8 * (lane / 16), 2 * step + lane / 8 % 2));
     mma<T>(scores[0], a, b[0], b[1]);
     mma<T>(scores[1], a, b[2], b[3]);
   }
@@ -191,7 +193,7 @@ tile_kernel(BU_PARAMS TileParams p) {
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
     uint32_t b[4];
-    load_matrices_transposed(b, v + Tile::offset(lane % 16, j + lane / 16));
+    load_matrices_transposed(b, base + v + Tile::offset(lane % 16, j + lane / 16));
     mma<T>(out[j], x, b[0], b[1]);
     mma<T>(out[j + 1], x, b[2], b[3]);
   }

@@ -70,7 +70,14 @@ void matrices_misaligned(const Params) {
   store_shared(slot(threadIdx.x), 1.0f);
   sync_block();
   uint32_t r[4];
-  load_matrices(r, lane_id() == 9 ? 8u : 0u);  // fault: matrices_misaligned
+  load_matrices(r, shared_base() + (lane_id() == 9 ? 8 : 0));  // fault: matrices_misaligned
+}
+
+void matrices_without_base(const Params) {
+  store_shared(slot(threadIdx.x), 1.0f);
+  sync_block();
+  uint32_t r[4];
+  load_matrices(r, 0);  // fault: matrices_without_base
 }
 
 void global_out_of_bounds(const Params p) {
@@ -190,10 +197,11 @@ void warp_barrier_for_another_warp(const Params p) {
 }
 
 void matrices_after_shuffle(const Params p) {
-  store_shared(16 * lane_id() + 512 * (threadIdx.x / 32), Quad{});
+  const uint32_t at = 16 * lane_id() + 512 * (threadIdx.x / 32);
+  store_shared(at, Quad{});
   shuffle_xor(1.0f, 1);
   uint32_t r[4];
-  load_matrices(r, 16 * lane_id() + 512 * (threadIdx.x / 32));  // fault: matrices_after_shuffle
+  load_matrices(r, shared_base() + at);  // fault: matrices_after_shuffle
   store_global(p.out + threadIdx.x, static_cast<float>(r[0]));
 }
 
@@ -204,7 +212,7 @@ void matrices_behind_barriers(const Params p) {
   for (int round = 0; round < 2; ++round) {
     store_shared(at, Quad{});
     sync_warp();
-    load_matrices(r, at);
+    load_matrices(r, shared_base() + at);
     sync_warp();
   }
   store_global(p.out + threadIdx.x, static_cast<float>(r[0]));
@@ -215,7 +223,7 @@ void write_under_matrices(const Params) {
   store_shared(at, Quad{});
   sync_warp();
   uint32_t r[4];
-  load_matrices(r, at);
+  load_matrices(r, shared_base() + at);
   store_shared(at, Quad{});  // fault: write_under_matrices
 }
 
@@ -319,7 +327,7 @@ void run_steps(const Program p) {
     if (access == kWrite) store_shared(0, 1.0f);
     const uint8_t warp_step = p.warp_steps[step * (kThreads / 32) + threadIdx.x / 32];
     uint32_t r[4];
-    if (warp_step == kLoadMatrices) load_matrices(r, 0);
+    if (warp_step == kLoadMatrices) load_matrices(r, shared_base());
     if (warp_step == kSyncWarp) sync_warp();
     if (warp_step == kSyncBlock) sync_block();
   }
@@ -331,45 +339,23 @@ struct Case {
 };
 
 #define BU_CASE(name) {#name, name}
+// clang-format off
 constexpr Case kCases[] = {
-    BU_CASE(half_syncs),
-    BU_CASE(two_barriers),
-    BU_CASE(exits_before_barrier),
-    BU_CASE(skips_shuffle),
-    BU_CASE(two_shuffles),
-    BU_CASE(shared_out_of_bounds),
-    BU_CASE(shared_misaligned),
-    BU_CASE(matrices_misaligned),
-    BU_CASE(global_out_of_bounds),
-    BU_CASE(global_before_the_buffer),
-    BU_CASE(global_partly_outside),
-    BU_CASE(global_misaligned),
-    BU_CASE(writes_read_only),
-    BU_CASE(copy_out_of_bounds),
-    BU_CASE(copy_misaligned),
-    BU_CASE(copy_of_nothing),
-    BU_CASE(copy_never_waited_for),
-    BU_CASE(copy_not_committed),
-    BU_CASE(copy_read_early),
-    BU_CASE(copy_in_younger_group),
-    BU_CASE(copy_without_barrier),
-    BU_CASE(copy_over_unread_data),
-    BU_CASE(shuffle_for_barrier),
-    BU_CASE(warp_barrier),
-    BU_CASE(warp_barrier_for_another_warp),
-    BU_CASE(matrices_after_shuffle),
-    BU_CASE(matrices_behind_barriers),
-    BU_CASE(write_under_matrices),
-    BU_CASE(write_after_reads),
-    BU_CASE(write_under_other_warp),
-    BU_CASE(two_writers),
-    BU_CASE(uninitialised),
-    BU_CASE(requirement),
-    BU_CASE(row_sum),
-    BU_CASE(copy_of_changing_source),
-    BU_CASE(last_block),
-    BU_CASE(shuffles),
+    BU_CASE(half_syncs), BU_CASE(two_barriers), BU_CASE(exits_before_barrier),
+    BU_CASE(skips_shuffle), BU_CASE(two_shuffles), BU_CASE(shared_out_of_bounds),
+    BU_CASE(shared_misaligned), BU_CASE(matrices_misaligned), BU_CASE(matrices_without_base),
+    BU_CASE(global_out_of_bounds), BU_CASE(global_before_the_buffer),
+    BU_CASE(global_partly_outside), BU_CASE(global_misaligned), BU_CASE(writes_read_only),
+    BU_CASE(copy_out_of_bounds), BU_CASE(copy_misaligned), BU_CASE(copy_of_nothing),
+    BU_CASE(copy_never_waited_for), BU_CASE(copy_not_committed), BU_CASE(copy_read_early),
+    BU_CASE(copy_in_younger_group), BU_CASE(copy_without_barrier), BU_CASE(copy_over_unread_data),
+    BU_CASE(shuffle_for_barrier), BU_CASE(warp_barrier), BU_CASE(warp_barrier_for_another_warp),
+    BU_CASE(matrices_after_shuffle), BU_CASE(matrices_behind_barriers),
+    BU_CASE(write_under_matrices), BU_CASE(write_after_reads), BU_CASE(write_under_other_warp),
+    BU_CASE(two_writers), BU_CASE(uninitialised), BU_CASE(requirement), BU_CASE(row_sum),
+    BU_CASE(copy_of_changing_source), BU_CASE(last_block), BU_CASE(shuffles),
 };
+// clang-format on
 #undef BU_CASE
 
 }  // namespace

@@ -110,7 +110,8 @@ class SharedMemory {
     Access& b = word.read[1];
     if (a.id == id && a.epoch == epoch) return;  // it did so before, after the last write
     if (!same_thread(word.write.id, id) && !ordered(word.write))
-      fail_race(word.write, "written", "reads", w, site, thread);
+      fail_race(word.write, "written", "reads", w, site, thread,
+                (id & kWholeWarp) != 0 ? " (load_matrices reads for all lanes of the warp)" : "");
     const Access mine{site, epoch, id, kEmpty};
     const unsigned warp = thread.warp();
     if (a.epoch < block.epoch || (a.warp() == warp && a.epoch < epoch)) {
@@ -150,11 +151,12 @@ class SharedMemory {
   }
 
   [[noreturn]] static void fail_race(const Access& earlier, const char* done, const char* does,
-                                     uint32_t w, const Site& site, const Thread& thread) {
+                                     uint32_t w, const Site& site, const Thread& thread,
+                                     const char* hint = "") {
     block.fail(site,
                "race: " + std::string(does) + " shared memory at offset " + std::to_string(4 * w) +
                    ", " + done + " by " + name(earlier.id) + " at " + place(earlier.site) +
-                   " with no barrier between",
+                   " with no barrier between" + hint,
                &thread);
   }
 
