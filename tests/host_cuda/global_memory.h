@@ -28,9 +28,12 @@ class GlobalMemory {
   void check(const void* p, uint32_t bytes, bool write, const char* what, const Site& site) {
     const auto address = reinterpret_cast<uintptr_t>(p);
     if (address % bytes != 0) fail(site, what, bytes, "at an address that is no multiple of that");
-    if (last_ >= buffers_.size() || !buffers_[last_].holds(address, bytes)) find(address, bytes);
-    if (last_ == buffers_.size()) fail(site, what, bytes, where(address));
-    if (write && !buffers_[last_].writable) fail(site, what, bytes, "in a read-only buffer");
+    // Kernels go back and forth between buffers; pages remember theirs.
+    size_t& guess = recent_[address / 4096 % kRecent];
+    if (guess >= buffers_.size() || !buffers_[guess].holds(address, bytes))
+      guess = find(address, bytes);
+    if (guess == buffers_.size()) fail(site, what, bytes, where(address));
+    if (write && !buffers_[guess].writable) fail(site, what, bytes, "in a read-only buffer");
   }
 
  private:
@@ -42,9 +45,10 @@ class GlobalMemory {
     }
   };
 
-  void find(uintptr_t address, uint32_t bytes) {
-    for (last_ = 0; last_ < buffers_.size(); ++last_)
-      if (buffers_[last_].holds(address, bytes)) return;
+  size_t find(uintptr_t address, uint32_t bytes) const {
+    size_t i = 0;
+    while (i < buffers_.size() && !buffers_[i].holds(address, bytes)) ++i;
+    return i;
   }
 
   // The buffer that an address outside of all of them is nearest to.
@@ -71,7 +75,8 @@ class GlobalMemory {
   }
 
   std::vector<Buffer> buffers_;
-  size_t last_ = 0;
+  static constexpr size_t kRecent = 64;
+  size_t recent_[kRecent] = {};
 };
 
 inline GlobalMemory global_memory;

@@ -92,8 +92,12 @@ class SharedMemory {
 
   void check_range(uint32_t offset, uint32_t bytes, const char* what, const Site& site,
                    const Thread& thread) const {
-    if (offset % bytes == 0 && offset < bytes_ && bytes_ - offset >= bytes) [[likely]]
-      return;
+    if (offset % bytes != 0 || offset >= bytes_ || bytes_ - offset < bytes) [[unlikely]]
+      fail_range(offset, bytes, what, site, thread);
+  }
+
+  [[noreturn]] void fail_range(uint32_t offset, uint32_t bytes, const char* what, const Site& site,
+                               const Thread& thread) const {
     const std::string text = std::string(what) + " of " + std::to_string(bytes) +
                              " bytes of shared memory at offset " + std::to_string(offset);
     if (offset % bytes != 0) block.fail(site, text + ", which is no multiple of that", &thread);
