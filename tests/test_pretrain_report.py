@@ -14,11 +14,11 @@ from mp import start_ranks
 
 from bert_unpad.data import WordPieceTokenizer
 from bert_unpad.nn import BertForPreTraining
-from bert_unpad.pretrain import main
+from bert_unpad.pretrain import main, peak
 from bert_unpad.pretrain.config import ConfigError, LoggingConfig, read_config
 from bert_unpad.pretrain.display import Display
 from bert_unpad.pretrain.metrics import read_json_lines
-from bert_unpad.pretrain.peak import measure_matmul_peak
+from bert_unpad.pretrain.peak import MatmulPeak, measure_matmul_peak
 from bert_unpad.pretrain.ranks import threads_per_process
 
 TEXT = ["The cat sat on the mat.", "A dog ran after the cat.", "The mat was red.", "Rain fell."]
@@ -108,6 +108,33 @@ def test_peak_is_measured():
     peak = measure_matmul_peak(torch.device("cpu"), torch.float32)
     assert 1e8 < peak.flops_per_second < 1e15
     assert "float32 matmul 1024" in str(peak)
+
+
+def test_peak_is_that_of_the_products_that_are_made(monkeypatch):
+    rates = {torch.bfloat16: 5e10, torch.float32: 2e11}
+    monkeypatch.setattr(peak, "_measure", lambda device, dtype: MatmulPeak(rates[dtype], 8, dtype))
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        assert measure_matmul_peak(torch.device(device), torch.bfloat16).dtype == dtype
+    rates[torch.bfloat16] = 4e11
+    assert measure_matmul_peak(torch.device("cpu"), torch.bfloat16).dtype == torch.bfloat16
+    assert measure_matmul_peak(torch.device("cpu"), torch.float32).dtype == torch.float32
+
+
+def test_tensorboard_shows_every_step_once(tmp_path):
+    """Of a run that was killed after step 4 and resumed from the checkpoint of step 2."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = LoggingConfig(tensorboard=True, progress="none")
+    line = {"kind": "train", "loss": 1.0, "mlm_accuracy": None, "tokens_per_second": 1.0}
+    line |= {"fill": 0.5, "straggler_efficiency": 1.0, "mfu": 0.5}
+    for done, last in ((0, 4), (2, 3)):
+        display = Display(config, tmp_path, step=done, total=9, silent=False)
+        for step in range(done + 1, last + 1):
+            display.update(line | {"step": step, "loss": 10.0 * last + step}, 0.0)
+        display.close()
+    read = events.EventAccumulator(str(tmp_path))
+    read.Reload()
+    assert [(e.step, e.value) for e in read.Scalars("train/loss")] == [(1, 41), (2, 42), (3, 33)]
+    assert "train/mlm_accuracy" not in read.Tags()["scalars"]
 
 
 def test_tensorboard_missing_is_an_error(monkeypatch, tmp_path):

@@ -42,7 +42,9 @@ class Display:
         self._bar = None
         if self._kind == "bar":
             self._bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
-        self._tensorboard = _tensorboard(directory) if config.tensorboard and not silent else None
+        self._tensorboard = None
+        if config.tensorboard and not silent:
+            self._tensorboard = _tensorboard(directory, step)
 
     def update(self, line: Mapping[str, Any], remaining_seconds: float) -> None:
         """Shows a line of the log, and when training will have ended at this pace."""
@@ -95,7 +97,7 @@ def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.4f}"
 
 
-def _tensorboard(directory: Path):
+def _tensorboard(directory: Path, step: int):
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -103,4 +105,5 @@ def _tensorboard(directory: Path):
             "logging.tensorboard",
             "TensorBoard is not installed; install bert_unpad[tensorboard] or set this to false",
         ) from error
-    return SummaryWriter(str(directory))
+    # A resumed run writes the steps after its checkpoint again; TensorBoard is to forget the first.
+    return SummaryWriter(str(directory), purge_step=step + 1 if step else None)
