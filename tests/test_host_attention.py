@@ -14,7 +14,7 @@ import torch
 from host_attention import attention, model, plan
 from host_cuda.build import compiler
 from host_cuda.model import POLICIES, SHARED_BYTES
-from op_checks import RNG, cu_seqlens
+from op_checks import RNG
 from torch import Tensor
 
 from bert_unpad import ops
@@ -249,7 +249,7 @@ def test_reading_beyond_a_buffer_is_caught(kernels, dtype, monkeypatch):
 
     monkeypatch.setattr(kernels, "register", short)
     q, k, v, _ = inputs([40], dtype, heads=1)
-    with pytest.raises(RuntimeError, match="csrc/attention/.*out of bounds"):
+    with pytest.raises(RuntimeError, match=r"csrc/attention/.*out of bounds"):
         attention(q, k, v, None, [40], [40])
 
 
