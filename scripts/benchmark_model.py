@@ -14,7 +14,7 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -126,6 +126,33 @@ def memory_in_own_process(name: str) -> harness.Memory:
     return harness.Memory(**json.loads(out.splitlines()[-1]))
 
 
+def replace_memory(
+    args: argparse.Namespace, memory: Mapping[str, harness.Memory], inputs: PackedInputs
+) -> Path:
+    """Puts memory into the JSON file, next to the times of an earlier run of the same setup."""
+    report = json.loads((harness.RESULTS / args.device / f"{args.name}.json").read_text())
+    setup = {
+        "machine": harness.machine(), "size": args.size, "dropout": args.dropout,
+        "lengths": inputs.batch.lengths.tolist(), "max_length": args.max_length,
+    }  # fmt: skip
+    for key, value in setup.items():
+        if report[key] != value:
+            raise SystemExit(f"--keep-times: {key} was {report[key]!r}, now it is {value!r}")
+    for row in report["results"]:
+        row |= memory_fields(memory[f"{row['contender']}, {row['dtype']}"])
+    command, _ = report.pop("command"), report.pop("machine")
+    report["memory_command"] = "python " + " ".join(sys.argv)
+    return harness.save(args.name, args.device, command, report)
+
+
+def memory_fields(memory: harness.Memory) -> dict[str, int]:
+    return {
+        "state_bytes": memory.state,
+        "step_bytes": memory.step,
+        "peak_bytes": memory.peak,
+    }
+
+
 def measure_peaks() -> dict[str, float]:
     """Matmul FLOP/s by dtype."""
     return {
@@ -148,6 +175,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "both"], default="both")
     parser.add_argument("--only", help="run only the contenders whose name contains this")
     parser.add_argument("--memory-of", help="print only the memory of this contender, as JSON")
+    parser.add_argument(
+        "--keep-times", action="store_true", help="measure only memory anew; times stay in the JSON"
+    )
     parser.add_argument("--name", default="model", help="name of the JSON file")
     args = parser.parse_args()
     both = [torch.float32, torch.bfloat16]
@@ -183,6 +213,9 @@ def main() -> None:
             f"  {name:40s} {memory[name].state / 1e9:8.2f} GB + {memory[name].step / 1e9:.2f} GB",
             flush=True,
         )
+    if args.keep_times:
+        print(f"written to {replace_memory(args, memory, inputs)}")
+        return
     built = losses(args, {name.rsplit(", ", 1)[0] for name in names})
     steps = {}
     for name in names:
@@ -210,10 +243,8 @@ def main() -> None:
                 "rounds": timing.rounds,
                 "tokens_per_second": tokens / timing.median,
                 "share_of_matmul_peak": flops / timing.median / peak,
-                "state_bytes": memory[name].state,
-                "step_bytes": memory[name].step,
-                "peak_bytes": memory[name].peak,
                 "ours_faster_by": timing.median / ours.median if ours else None,
+                **memory_fields(memory[name]),
             }
         )
     print(f"\n{'contender':32s}{'dtype':>10s}{'s/step':>9s}{'tokens/s':>10s}{'of peak':>9s}"
