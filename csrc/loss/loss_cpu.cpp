@@ -4,9 +4,9 @@
 #include <tuple>
 #include <vector>
 
-#include "checks.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
+#include "loss/operands.h"
 
 namespace bert_unpad {
 
@@ -17,21 +17,7 @@ namespace {
 LossParams make_params(const Tensor& logits, const Tensor& labels, int64_t vocab_size,
                        int64_t ignore_index, const char* op) {
   LossParams p{};
-  p.dtype = storage_dtype(logits, op, "logits");
-  check_shape(logits, {-1, -1}, op, "logits", "[rows, padded vocabulary]");
-  check_contiguous(logits, op, "logits");
-  check_dtype(labels, ScalarType::Long, op, "labels", "int64");
-  check_shape(labels, {logits.size(0)}, op, "labels", "[rows]");
-  check_contiguous(labels, op, "labels");
-  check_same_device(labels, logits, op, "labels");
-  check(vocab_size >= 1 && vocab_size <= logits.size(1), op,
-        ": vocab_size must be between 1 and the number of columns, ", logits.size(1), ", got ",
-        vocab_size);
-  p.columns = logits.size(1);
-  p.vocab = vocab_size;
-  p.ignore_index = ignore_index;
-  p.logits = logits.const_data_ptr();
-  p.labels = labels.const_data_ptr<int64_t>();
+  set_operands(p, logits, labels, vocab_size, ignore_index, op);
   for (int64_t i = 0; i < logits.size(0); ++i)
     check(p.labels[i] == ignore_index || (p.labels[i] >= 0 && p.labels[i] < vocab_size), op,
           ": labels[", i, "] = ", p.labels[i], " is neither ignore_index = ", ignore_index,
@@ -80,18 +66,11 @@ void backward_into(const Tensor& dloss, const Tensor& logits, const Tensor& labe
                    const Tensor& lse, int64_t vocab_size, int64_t ignore_index, void* dlogits,
                    const char* op) {
   LossParams p = make_params(logits, labels, vocab_size, ignore_index, op);
-  const int64_t rows = logits.size(0);
-  check_dtype(dloss, ScalarType::Float, op, "dloss", "float32");
-  check(dloss.numel() == 1, op, ": dloss must be a scalar, got shape ", shape_string(dloss));
-  check_same_device(dloss, logits, op, "dloss");
-  check_dtype(lse, ScalarType::Float, op, "lse", "float32");
-  check_shape(lse, {rows}, op, "lse", "[rows]");
-  check_contiguous(lse, op, "lse");
-  p.lse = const_cast<float*>(lse.const_data_ptr<float>());
+  set_saved(p, dloss, logits, lse, op);
   p.dloss = *dloss.const_data_ptr<float>();
   p.dlogits = dlogits;
   const LossKernels& kernels = loss_kernels();
-  torch::stable::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, logits.size(0), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) kernels.backward(p, i);
   });
 }

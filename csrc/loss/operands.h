@@ -1,0 +1,45 @@
+// The operands of the cross-entropy on their way from tensors to a params struct: what the CPU and
+// CUDA bindings check alike. For LossParams and MaskedCrossEntropyParams, whose fields have the
+// same names.
+#pragma once
+
+#include "checks.h"
+
+namespace bert_unpad {
+
+// Everything about logits and labels but the labels' values, which only the device may see.
+template <class Params>
+void set_operands(Params& p, const Tensor& logits, const Tensor& labels, int64_t vocab_size,
+                  int64_t ignore_index, const char* op) {
+  p.dtype = storage_dtype(logits, op, "logits");
+  check_shape(logits, {-1, -1}, op, "logits", "[rows, padded vocabulary]");
+  check_contiguous(logits, op, "logits");
+  check_dtype(labels, ScalarType::Long, op, "labels", "int64");
+  check_shape(labels, {logits.size(0)}, op, "labels", "[rows]");
+  check_contiguous(labels, op, "labels");
+  check_same_device(labels, logits, op, "labels");
+  check(vocab_size >= 1 && vocab_size <= logits.size(1), op,
+        ": vocab_size must be between 1 and the number of columns, ", logits.size(1), ", got ",
+        vocab_size);
+  p.columns = logits.size(1);
+  p.vocab = vocab_size;
+  p.ignore_index = ignore_index;
+  p.logits = logits.const_data_ptr();
+  p.labels = labels.const_data_ptr<int64_t>();
+}
+
+// What the forward pass saved, and the gradient of the sum.
+template <class Params>
+void set_saved(Params& p, const Tensor& dloss, const Tensor& logits, const Tensor& lse,
+               const char* op) {
+  check_dtype(dloss, ScalarType::Float, op, "dloss", "float32");
+  check(dloss.numel() == 1, op, ": dloss must be a scalar, got shape ", shape_string(dloss));
+  check_same_device(dloss, logits, op, "dloss");
+  check_dtype(lse, ScalarType::Float, op, "lse", "float32");
+  check_shape(lse, {logits.size(0)}, op, "lse", "[rows]");
+  check_contiguous(lse, op, "lse");
+  check_same_device(lse, logits, op, "lse");
+  p.lse = const_cast<float*>(lse.const_data_ptr<float>());
+}
+
+}  // namespace bert_unpad
