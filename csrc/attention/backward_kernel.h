@@ -45,83 +45,246 @@ struct BackwardShared {
   }
 };
 
+// A warp's 16 keys: their rows, and the gradients that these have gathered.
+template <class T, int kHeadDim, bool kDropout>
+struct BackwardKeys {
+  // 128 columns of K and V do not fit into registers beside dK and dV; they come from L1 then.
+  static constexpr bool kKeepRows = kHeadDim <= 64;
+
+  HeadRows<const T> k, v;
+  int first, end;  // the first of the keys in the sequence, and the sequence's length
+  uint32_t flip;   // gives k the scale's sign, as q gets it in the forward pass
+  Operands<kHeadDim> operands;
+  uint32_t k_rows[kHeadDim / 16][4], v_rows[kHeadDim / 16][4];
+  float dk[kHeadDim / 8][4], dv[kHeadDim / 8][4];
+
+  BU_DEVICE BackwardKeys(const cuda::AttentionArgs& a, const AttentionBlock& block)
+      : k(a.k, block.k_begin, block.head),
+        v(a.v, block.k_begin, block.head),
+        end(block.k_len),
+        flip(a.scale < 0.0f ? kNegatePair : 0u) {}
+
+  BU_DEVICE void start(int first_key) {
+    first = first_key;
+    if constexpr (kKeepRows) {
+      load_a<kHeadDim>(k_rows, k, first, end, flip);
+      load_a<kHeadDim>(v_rows, v, first, end, 0);
+    }
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n)
+      for (int i = 0; i < 4; ++i) dk[n][i] = dv[n][i] = 0.0f;
+  }
+
+  // Takes in 16 queries, rows `row` .. `row` + 15 of the tiles, `first_query` in the sequence.
+  // `lse` and `delta`: where theirs begin in shared memory. Returns the gradients of the scores, as
+  // an A operand [keys, queries].
+  BU_DEVICE void add_queries(uint32_t (&gradients)[4], uint32_t q_tile, uint32_t dout_tile, int row,
+                             int first_query, uint32_t lse, uint32_t delta, float scale,
+                             const AttentionDropout& dropout, float keep) {
+    const int lane = threadIdx.x % 32;
+    float s[2][4] = {}, dp[2][4] = {};  // [keys, queries]: scores; gradients of the weights
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 16; ++d) {
+      uint32_t b[4];
+      operands.b(b, q_tile, row, d);
+      if constexpr (!kKeepRows) load_a(k_rows[d], k, first, end, d, flip);
+      mma<T>(s[0], k_rows[d], b[0], b[1]);
+      mma<T>(s[1], k_rows[d], b[2], b[3]);
+    }
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 16; ++d) {
+      uint32_t b[4];
+      operands.b(b, dout_tile, row, d);
+      if constexpr (!kKeepRows) load_a(v_rows[d], v, first, end, d, 0);
+      mma<T>(dp[0], v_rows[d], b[0], b[1]);
+      mma<T>(dp[1], v_rows[d], b[2], b[3]);
+    }
+    AttentionDropout::Transposed drawn;
+    if constexpr (kDropout) drawn = dropout.transposed_words(first_query / 16, first / 16);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const uint32_t at = 4 * (8 * n + 2 * (lane % 4));
+      const FloatPair l = load_shared<FloatPair>(lse + at);
+      const FloatPair dots = load_shared<FloatPair>(delta + at);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // key g + 8 * (i / 2), query 2t + i % 2
+        const float offset = (i % 2 ? l.high : l.low) * kLog2e;
+        const float weight = exp2_approx(fma(s[n][i], scale, -offset));
+        float gradient = dp[n][i] * keep;
+        s[n][i] = weight;
+        if constexpr (kDropout) {
+          const uint32_t word = i % 2 ? drawn.odd[n] : drawn.even[n];
+          if (!(i / 2 ? dropout.keeps_high(word) : dropout.keeps_low(word)))
+            s[n][i] = gradient = 0.0f;
+        }
+        dp[n][i] = weight * (gradient - (i % 2 ? dots.high : dots.low));
+      }
+    }
+    uint32_t weights[4];
+    pack_a<T>(weights, s[0], s[1]);
+    pack_a<T>(gradients, dp[0], dp[1]);
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 16; ++n) {
+      uint32_t b[4];
+      operands.b_transposed(b, dout_tile, row, n);
+      mma<T>(dv[2 * n], weights, b[0], b[1]);
+      mma<T>(dv[2 * n + 1], weights, b[2], b[3]);
+      operands.b_transposed(b, q_tile, row, n);
+      mma<T>(dk[2 * n], gradients, b[0], b[1]);
+      mma<T>(dk[2 * n + 1], gradients, b[2], b[3]);
+    }
+  }
+
+  // Puts score gradients where the warps that compute dQ find them, [keys, 64 queries]; `step`
+  // counts 16 queries. Those of rows beyond the last key may be infinite; they must not meet zeros.
+  BU_DEVICE void share(const uint32_t (&gradients)[4], uint32_t tile, int step) const {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool valid = first + lane / 4 + 8 * (i % 2) < end;
+      const uint32_t at = SharedTile<kBackwardQueries>::offset(row + 8 * (i % 2), 2 * step + i / 2);
+      store_shared<uint32_t>(tile + at + 4 * (lane % 4), valid ? gradients[i] : 0u);
+    }
+  }
+
+  BU_DEVICE void store(const cuda::AttentionArgs& a, const AttentionBlock& block, float keep) {
+    store_rows<T>(dk, a.scale, a.scale, HeadRows<T>(a.dk, block.k_begin, block.head), first, end,
+                  0);
+    store_rows<T>(dv, keep, keep, HeadRows<T>(a.dv, block.k_begin, block.head), first, end, 0);
+  }
+};
+
+// dQ of a block's head. A warp takes 16 of a tile's 64 queries and, with 8 warps, half of the
+// columns. Sums wait in shared memory between passes over the keys.
+template <class T, int kHeadDim, int kWarps>
+struct BackwardQueries {
+  static constexpr int kColumns = kHeadDim / (kWarps / 4);
+  Operands<kHeadDim> key_operands;
+  Operands<kBackwardQueries> gradient_operands;
+
+  // Adds what `keys` keys (the tile's first ones) give to the queries of a tile; `sums` is where
+  // its sums wait. Stores the rows after the last pass.
+  BU_DEVICE void add_keys(const cuda::AttentionArgs& a, const AttentionBlock& block, int tile,
+                          uint32_t sums, uint32_t key_tile, uint32_t gradients, int keys,
+                          bool first_pass, bool last_pass) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int row_tile = warp % 4, column = warp / 4 * kColumns;
+    const int first_query = tile * kBackwardQueries + 16 * row_tile;
+    if (first_query >= block.q_len) return;
+    float dq[kColumns / 8][4] = {};
+    const uint32_t at =
+        sums + ((tile * 4 + row_tile) * (kHeadDim / 8) + column / 8) * 512 + lane * 16;
+    if (!first_pass) {
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+        const FloatQuad x = load_shared<FloatQuad>(at + 512 * n);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dq[n][i] = x.v[i];
+      }
+    }
+#pragma unroll 1
+    for (int row = 0; row < keys; row += 16) {
+      uint32_t d[4];
+      gradient_operands.a_transposed(d, gradients, row, row_tile);
+#pragma unroll
+      for (int n = 0; n < kColumns / 16; ++n) {
+        uint32_t b[4];
+        key_operands.b_transposed(b, key_tile, row, column / 16 + n);
+        mma<T>(dq[2 * n], d, b[0], b[1]);
+        mma<T>(dq[2 * n + 1], d, b[2], b[3]);
+      }
+    }
+    if (last_pass) {
+      store_rows<T>(dq, a.scale, a.scale, HeadRows<T>(a.dq, block.q_begin, block.head), first_query,
+                    block.q_len, column);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n)
+        store_shared<FloatQuad>(at + 512 * n, {dq[n][0], dq[n][1], dq[n][2], dq[n][3]});
+    }
+  }
+
+  // For sequences without keys.
+  BU_DEVICE void store_zeros(const cuda::AttentionArgs& a, const AttentionBlock& block) const {
+    const float zeros[kHeadDim / 8][4] = {};
+    for (int row = threadIdx.x / 32 * 16; row < block.q_len; row += 16 * kWarps)
+      store_rows<T>(zeros, 1.0f, 1.0f, HeadRows<T>(a.dq, block.q_begin, block.head), row,
+                    block.q_len, 0);
+  }
+};
+
+// lse and delta = rowsum(dout * out) of all queries of a head, into shared memory.
+template <class T, int kHeadDim, int kWarps>
+BU_DEVICE void fill_row_values(const cuda::AttentionArgs& a, const AttentionBlock& block,
+                               const float* lse, uint32_t lse_at, uint32_t delta_at) {
+  const int lane = threadIdx.x % 32;
+  const HeadRows<const T> dout(a.dout, block.q_begin, block.head);
+  const HeadRows<const T> out(a.out, block.q_begin, block.head);
+  for (int row = threadIdx.x / 32 * 16; row < block.q_len; row += 16 * kWarps) {
+    uint32_t rows[kHeadDim / 16][4];
+    load_a<kHeadDim>(rows, dout, row, block.q_len, 0);
+    float dots[2];
+    row_dots<kHeadDim>(dots, rows, out, row, block.q_len);
+    if (lane % 4 < 2) {
+      const int mine = row + lane / 4 + 8 * (lane % 4);
+      store_shared<float>(lse_at + 4 * mine,
+                          mine < block.q_len ? load_global<float>(lse + mine) : 0.0f);
+      store_shared<float>(delta_at + 4 * mine, lane % 4 ? dots[1] : dots[0]);
+    }
+  }
+}
+
 template <class T, int kHeadDim, int kWarps, bool kDropout, bool kFused>
-BU_KERNEL(32 * kWarps, 1)
+BU_KERNEL(32 * kWarps, kHeadDim == 32 ? 3 : 1)
 attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
   using Shared = BackwardShared<kHeadDim, kWarps, kFused>;
   constexpr int kThreads = 32 * kWarps, kKeys = Shared::kKeys, kQueries = kBackwardQueries;
-  // 128 columns of K and V do not fit into registers beside dK and dV; they come from L1 then.
-  constexpr bool kKeepRows = kHeadDim <= 64;
   const AttentionBlock block = attention_block(p);
   const int first_key = kFused ? 0 : block.tile * kKeys;
   if (!kFused && first_key >= block.k_len) return;
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const HeadRows<const T> q(p.args.q, block.q_begin, block.head);
-  const HeadRows<const T> k(p.args.k, block.k_begin, block.head);
-  const HeadRows<const T> v(p.args.v, block.k_begin, block.head);
   const HeadRows<const T> dout(p.args.dout, block.q_begin, block.head);
   const float* lse = p.args.lse + block.head * p.args.q_tokens + block.q_begin;
   const float* delta = p.args.delta + block.head * p.args.q_tokens + block.q_begin;
-  const uint32_t row_values = Shared::kRowValues, row_count = Shared::rows(p.args.max_q);
+  const uint32_t lse_at = Shared::kRowValues;
+  const uint32_t delta_at = lse_at + 4 * Shared::rows(p.args.max_q);
   const int query_tiles = (block.q_len + kQueries - 1) / kQueries;
   const int passes = kFused ? (block.k_len + kKeys - 1) / kKeys : 1;
-
-  if constexpr (kFused) {
-    const HeadRows<const T> out(p.args.out, block.q_begin, block.head);
-    for (int row = 16 * warp; row < block.q_len; row += 16 * kWarps) {
-      uint32_t rows[kHeadDim / 16][4];
-      load_a<kHeadDim>(rows, dout, row, block.q_len, 0);
-      float dots[2];
-      row_dots<kHeadDim>(dots, rows, out, row, block.q_len);
-      if (lane % 4 < 2) {
-        const int mine = row + lane / 4 + 8 * (lane % 4);
-        const float value = mine < block.q_len ? load_global<float>(lse + mine) : 0.0f;
-        store_shared<float>(row_values + 4 * mine, value);
-        store_shared<float>(row_values + 4 * (row_count + mine), lane % 4 ? dots[1] : dots[0]);
-      }
-    }
-  }
 
   const auto copy_queries = [&](int tile, int stage) {
     const int first = tile * kQueries;
     copy_tile<kQueries, kThreads, kHeadDim>(Shared::stage(stage), q, first, block.q_len);
     copy_tile<kQueries, kThreads, kHeadDim>(Shared::stage(stage) + Shared::kQueryTile, dout, first,
                                             block.q_len);
-    if (!kFused) {
+    if constexpr (!kFused) {
       for (int i = threadIdx.x; i < 2 * kQueries; i += kThreads) {
-        const int row = i % kQueries;
-        copy_async_4(row_values + 4 * (stage % 2 * kQueries + i / kQueries * row_count + row),
+        const int row = i % kQueries, to = stage % 2 * kQueries + row;
+        copy_async_4((i < kQueries ? lse_at : delta_at) + 4 * to,
                      (i < kQueries ? lse : delta) + first + row, first + row < block.q_len);
       }
     }
   };
   if (query_tiles > 0 && passes > 0) copy_queries(0, 0);
   copy_async_commit();
+  if constexpr (kFused) fill_row_values<T, kHeadDim, kWarps>(p.args, block, lse, lse_at, delta_at);
 
-  [[maybe_unused]] const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
-                                                  block.sequence * p.args.heads + block.head);
+  const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
+                                 block.sequence * p.args.heads + block.head);
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   const float scale = fabsf(p.args.scale) * kLog2e;
-  const uint32_t flip = p.args.scale < 0.0f ? kNegatePair : 0u;  // k takes the sign
-  const Operands<kHeadDim> operands;
-  [[maybe_unused]] const Operands<kQueries> gradient_operands;
-  int count = 0;
+  BackwardKeys<T, kHeadDim, kDropout> keys(p.args, block);
+  [[maybe_unused]] const BackwardQueries<T, kHeadDim, kWarps> queries;
+  int count = 0;  // of query tiles so far, over all passes
   for (int pass = 0; pass < passes; ++pass) {
-    const int pass_key = first_key + pass * kKeys, warp_key = pass_key + 16 * warp;
-    uint32_t k_rows[kHeadDim / 16][4], v_rows[kHeadDim / 16][4];
-    if constexpr (kKeepRows) {
-      load_a<kHeadDim>(k_rows, k, warp_key, block.k_len, flip);
-      load_a<kHeadDim>(v_rows, v, warp_key, block.k_len, 0);
-    }
-    float dk[kHeadDim / 8][4] = {}, dv[kHeadDim / 8][4] = {};
-
+    const int pass_key = first_key + pass * kKeys;
+    keys.start(pass_key + static_cast<int>(threadIdx.x) / 32 * 16);
     for (int tile = 0; tile < query_tiles; ++tile, ++count) {
       copy_async_wait<0>();
       sync_block();  // the tile is there for all, and all are done with the one before it
       if constexpr (kFused) {
         if (tile == 0) {
-          copy_tile<kKeys, kThreads, kHeadDim>(Shared::kKeyTile, k, pass_key, block.k_len);
+          copy_tile<kKeys, kThreads, kHeadDim>(Shared::kKeyTile, keys.k, pass_key, block.k_len);
           copy_async_commit();
         }
       }
@@ -130,136 +293,33 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
       copy_async_commit();
 
       const uint32_t q_tile = Shared::stage(count), dout_tile = q_tile + Shared::kQueryTile;
-      const uint32_t values = row_values + 4 * kQueries * (kFused ? tile : count % 2);
-      if (warp_key < block.k_len) {
+      const uint32_t values = 4 * kQueries * (kFused ? tile : count % 2);
+      if (keys.first < block.k_len) {
 #pragma unroll 1
         for (int step = 0; step < kQueries / 16; ++step) {
           const int first_query = tile * kQueries + 16 * step;
           if (first_query >= block.q_len) break;
-          float s[2][4] = {}, dp[2][4] = {};  // [keys, queries]: scores; gradients of the weights
-#pragma unroll
-          for (int d = 0; d < kHeadDim / 16; ++d) {
-            uint32_t b[4];
-            operands.b(b, q_tile, 16 * step, d);
-            if constexpr (!kKeepRows) load_a(k_rows[d], k, warp_key, block.k_len, d, flip);
-            mma<T>(s[0], k_rows[d], b[0], b[1]);
-            mma<T>(s[1], k_rows[d], b[2], b[3]);
-          }
-#pragma unroll
-          for (int d = 0; d < kHeadDim / 16; ++d) {
-            uint32_t b[4];
-            operands.b(b, dout_tile, 16 * step, d);
-            if constexpr (!kKeepRows) load_a(v_rows[d], v, warp_key, block.k_len, d, 0);
-            mma<T>(dp[0], v_rows[d], b[0], b[1]);
-            mma<T>(dp[1], v_rows[d], b[2], b[3]);
-          }
-          AttentionDropout::Transposed drawn;
-          if constexpr (kDropout) drawn = dropout.transposed_words(first_query / 16, warp_key / 16);
-#pragma unroll
-          for (int n = 0; n < 2; ++n) {
-            const uint32_t at = values + 4 * (16 * step + 8 * n + 2 * (lane % 4));
-            const FloatPair l = load_shared<FloatPair>(at);
-            const FloatPair dots = load_shared<FloatPair>(at + 4 * row_count);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {  // key g + 8 * (i / 2), query 2t + i % 2
-              const float offset = (i % 2 ? l.high : l.low) * kLog2e;
-              const float weight = exp2_approx(fma(s[n][i], scale, -offset));
-              float gradient = dp[n][i] * keep;
-              s[n][i] = weight;
-              if constexpr (kDropout) {
-                const uint32_t word = i % 2 ? drawn.odd[n] : drawn.even[n];
-                if (!(i / 2 ? dropout.keeps_high(word) : dropout.keeps_low(word)))
-                  s[n][i] = gradient = 0.0f;
-              }
-              dp[n][i] = weight * (gradient - (i % 2 ? dots.high : dots.low));
-            }
-          }
-          uint32_t weights[4], gradients[4];
-          pack_a<T>(weights, s[0], s[1]);
-          pack_a<T>(gradients, dp[0], dp[1]);
-          if constexpr (kFused) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              // Rows beyond the last key are not stored as dK and dV, but may be infinite here.
-              if (warp_key + lane / 4 + 8 * (i % 2) >= block.k_len) gradients[i] = 0;
-              const uint32_t row = SharedTile<kQueries>::offset(16 * warp + lane / 4 + 8 * (i % 2),
-                                                                2 * step + i / 2);
-              store_shared<uint32_t>(Shared::kGradients + row + 4 * (lane % 4), gradients[i]);
-            }
-          }
-#pragma unroll
-          for (int n = 0; n < kHeadDim / 16; ++n) {
-            uint32_t b[4];
-            operands.b_transposed(b, dout_tile, 16 * step, n);
-            mma<T>(dv[2 * n], weights, b[0], b[1]);
-            mma<T>(dv[2 * n + 1], weights, b[2], b[3]);
-            operands.b_transposed(b, q_tile, 16 * step, n);
-            mma<T>(dk[2 * n], gradients, b[0], b[1]);
-            mma<T>(dk[2 * n + 1], gradients, b[2], b[3]);
-          }
+          uint32_t gradients[4];
+          keys.add_queries(gradients, q_tile, dout_tile, 16 * step, first_query,
+                           lse_at + values + 64 * step, delta_at + values + 64 * step, scale,
+                           dropout, keep);
+          if constexpr (kFused) keys.share(gradients, Shared::kGradients, step);
         }
       }
-
       if constexpr (kFused) {
         // The keys have landed after their first tile; the next queries may be on their way.
         copy_async_wait<1>();
         sync_block();  // all score gradients of the tile are there
-        constexpr int kColumns = kHeadDim / (kWarps / 4);  // of dQ, a warp
-        const int row_tile = warp % 4, column = warp / 4 * kColumns;
-        const int first_query = tile * kQueries + 16 * row_tile;
-        if (first_query < block.q_len) {
-          float dq[kColumns / 8][4] = {};
-          const uint32_t sums = Shared::query_sums(p.args.max_q) +
-                                ((tile * 4 + row_tile) * (kHeadDim / 8) + column / 8) * 512 +
-                                lane * 16;
-          if (pass > 0) {
-#pragma unroll
-            for (int n = 0; n < kColumns / 8; ++n) {
-              const FloatQuad x = load_shared<FloatQuad>(sums + 512 * n);
-#pragma unroll
-              for (int i = 0; i < 4; ++i) dq[n][i] = x.v[i];
-            }
-          }
-#pragma unroll 1
-          for (int step = 0; step < kWarps; ++step) {
-            if (pass_key + 16 * step >= block.k_len) break;
-            uint32_t a[4];
-            gradient_operands.a_transposed(a, Shared::kGradients, 16 * step, row_tile);
-#pragma unroll
-            for (int n = 0; n < kColumns / 16; ++n) {
-              uint32_t b[4];
-              operands.b_transposed(b, Shared::kKeyTile, 16 * step, column / 16 + n);
-              mma<T>(dq[2 * n], a, b[0], b[1]);
-              mma<T>(dq[2 * n + 1], a, b[2], b[3]);
-            }
-          }
-          if (pass + 1 < passes) {
-#pragma unroll
-            for (int n = 0; n < kColumns / 8; ++n)
-              store_shared<FloatQuad>(sums + 512 * n, {dq[n][0], dq[n][1], dq[n][2], dq[n][3]});
-          } else {
-            store_rows<T>(dq, p.args.scale, p.args.scale,
-                          HeadRows<T>(p.args.dq, block.q_begin, block.head), first_query,
-                          block.q_len, column);
-          }
-        }
+        const int there = block.k_len - pass_key;
+        queries.add_keys(p.args, block, tile, Shared::query_sums(p.args.max_q), Shared::kKeyTile,
+                         Shared::kGradients, there < kKeys ? there : kKeys, pass == 0,
+                         pass + 1 == passes);
       }
     }
-
-    if (warp_key < block.k_len) {
-      store_rows<T>(dk, p.args.scale, p.args.scale,
-                    HeadRows<T>(p.args.dk, block.k_begin, block.head), warp_key, block.k_len, 0);
-      store_rows<T>(dv, keep, keep, HeadRows<T>(p.args.dv, block.k_begin, block.head), warp_key,
-                    block.k_len, 0);
-    }
+    if (keys.first < block.k_len) keys.store(p.args, block, keep);
   }
   if constexpr (kFused) {
-    if (passes == 0) {  // no keys
-      const float zeros[kHeadDim / 8][4] = {};
-      for (int row = 16 * warp; row < block.q_len; row += 16 * kWarps)
-        store_rows<T>(zeros, 1.0f, 1.0f, HeadRows<T>(p.args.dq, block.q_begin, block.head), row,
-                      block.q_len, 0);
-    }
+    if (passes == 0) queries.store_zeros(p.args, block);
   }
 }
 
