@@ -8,6 +8,7 @@ widened, the product is taken in fp32, and its result is rounded once, which is 
 
 import functools
 import platform
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -89,7 +90,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
                 f"linear: {name} must be {x.dtype} like x or torch.float32, got {parameter.dtype}"
             )
     dtype = _product_dtype(x)
-    with torch.autocast(x.device.type, enabled=False):
+    available = torch.amp.is_autocast_available(x.device.type)  # on the meta device it is not
+    with torch.autocast(x.device.type, enabled=False) if available else nullcontext():
         if weight.dtype == x.dtype == dtype and (bias is None or bias.dtype == dtype):
             return functional.linear(x, weight, bias)
         return _MixedLinear.apply(x, weight, bias, dtype)

@@ -65,6 +65,8 @@ class BertEmbeddings(nn.Module):
 
     def _compute_dtype(self) -> torch.dtype:
         weight = self.word_embeddings.weight
-        if torch.is_autocast_enabled(weight.device.type):
-            return torch.get_autocast_dtype(weight.device.type)
+        kind = weight.device.type
+        # There is no autocast on the meta device, where the model runs without memory.
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
         return weight.dtype

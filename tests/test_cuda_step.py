@@ -1,0 +1,168 @@
+"""A training step never makes the host wait for the device.
+
+On a GPU, PyTorch itself raises where it would wait. Without one, the step runs on the meta device,
+whose tensors hold no values: whatever looks at one raises, and a dispatch mode sees every copy
+between host and device. A copy from the host has to be asked for as non_blocking; that its source
+is page-locked, and the optimizer (fused AdamW has no meta kernels), only the GPU test sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("tqdm", reason="the trainer needs the extra `pretrain`")
+pytest.importorskip("jsonargparse", reason="the trainer needs the extra `pretrain`")
+
+from bert_unpad.batch import PackedInputs, VarlenBatch
+from bert_unpad.nn import BertConfig, BertForPreTraining
+from bert_unpad.pretrain.config import OptimizerConfig
+from bert_unpad.pretrain.loop import accumulate_gradient, seed_step
+from bert_unpad.pretrain.metrics import Window
+from bert_unpad.pretrain.optimizer import build_optimizer, set_lr
+from bert_unpad.pretrain.ranks import HostSums, Ranks
+from bert_unpad.pretrain.steps import Step, count_labels
+
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+LENGTHS = [[40, 17, 0, 5], [33, 8], []]  # of a step's passes
+
+
+def tiny_model(checkpointing: bool) -> BertForPreTraining:
+    torch.manual_seed(0)
+    model = BertForPreTraining(
+        BertConfig(
+            vocab_size=99,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=128,
+            max_position_embeddings=64,
+        )
+    )
+    model.bert.encoder.gradient_checkpointing = checkpointing
+    return model
+
+
+def host_inputs(lengths: list[int]) -> PackedInputs:
+    batch = VarlenBatch.from_lengths(lengths)
+    masked = torch.arange(0, batch.total, 6)
+    return PackedInputs.build(
+        batch,
+        torch.arange(batch.total) % 99,
+        masked_positions=masked,
+        masked_labels=masked % 99,
+        next_sentence_labels=torch.arange(len(lengths)) % 2,
+    )
+
+
+def host_step() -> Step:
+    passes = tuple(host_inputs(lengths) for lengths in LENGTHS)
+    labels = np.array([count_labels(inputs) for inputs in passes]).sum(0)
+    counts = {"masked": float(labels[0]), "pairs": float(labels[1])}
+    return Step(passes, 0, np.arange(sum(map(len, LENGTHS))), counts)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises at a copy between host and device that the host would wait for."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        if function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            source = args[1] if function is torch.ops.aten.copy_.default else args[0]
+            same = source.device.type == result.device.type
+            positional = args[2] if len(args) > 2 else False
+            if not (same or kwargs.get("non_blocking", positional)):
+                raise RuntimeError(f"blocking copy: {source.device} to {result.device}")
+        return result
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_no_step_looks_at_the_device(checkpointing: bool) -> None:
+    ranks = Ranks(0, 1, torch.device("meta"), None)
+    model = tiny_model(checkpointing).to("meta")
+    window, step = Window(ranks), host_step()
+    counts = HostSums(ranks, step.counts)
+    with NoWaiting():
+        accumulate_gradient(model, step, counts, ranks, nullcontext(), window)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert norm.device.type == "meta"
+    assert all(p.grad.device.type == "meta" for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x.sum().item(),
+        lambda x: float(x.sum()),
+        lambda x: x.tolist(),
+        lambda x: bool((x > 0).any()),
+        lambda x: x.cpu(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.add(torch.ones(3).to(x.device)),
+        lambda x: x.copy_(torch.ones(3)),
+        lambda x: x.copy_(torch.ones(3), False),
+    ],
+)
+def test_looks_at_the_device_are_found(look) -> None:
+    with NoWaiting(), pytest.raises((RuntimeError, NotImplementedError)):
+        look(torch.empty(3, device="meta"))
+
+
+@contextmanager
+def raise_if_the_host_waits() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class TestOnAGpu:
+    pytestmark = GPU
+
+    @pytest.mark.parametrize("checkpointing", [False, True])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_step_does_not_make_the_host_wait(
+        self, dtype: torch.dtype, checkpointing: bool
+    ) -> None:
+        ranks = Ranks(0, 1, torch.device("cuda", torch.cuda.current_device()), None)
+        model = tiny_model(checkpointing).to(ranks.device)
+        optimizer = build_optimizer(model, OptimizerConfig())
+        window, step = Window(ranks), host_step().pin_memory()
+        autocast = torch.autocast("cuda", dtype, enabled=dtype != torch.float32)
+        before = [p.detach().clone() for p in model.parameters()]
+
+        def update(number: int) -> tuple[HostSums, Tensor]:
+            seed_step(1, number, 0)
+            counts = HostSums(ranks, step.counts)
+            accumulate_gradient(model, step, counts, ranks, autocast, window)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            set_lr(optimizer, 1e-3 / (number + 1))
+            optimizer.step()
+            optimizer.zero_grad()
+            return counts, norm
+
+        update(0)  # loads libraries and makes the optimizer's state
+        with raise_if_the_host_waits():
+            counts, norm = update(1)
+        assert counts.on_host() == step.counts
+        assert norm.isfinite()
+        assert window.fold()["mlm_loss"] > 0
+        assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+    def test_waiting_is_found(self) -> None:
+        x = torch.ones(3, device="cuda")
+        with raise_if_the_host_waits(), pytest.raises(RuntimeError, match="synchroniz"):
+            x.sum().item()
