@@ -32,16 +32,18 @@ def test_kernels_are_built_and_registered():
 import torch, bert_unpad
 from bert_unpad import _C_cuda
 print(_C_cuda.archs(), _C_cuda.cuda_version())
-for name in ("bias_gelu", "varlen_attention", "varlen_cross_attention"):
-    for op in (name, name + "_backward"):
-        print(torch._C._dispatch_has_kernel_for_dispatch_key(f"bert_unpad::{op}", "CUDA"))
+names = ("bias_gelu", "varlen_attention", "varlen_cross_attention", "masked_cross_entropy")
+for op in [f"{name}{part}" for name in names for part in ("", "_backward")] + [
+    "masked_cross_entropy_backward_",
+]:
+    print(torch._C._dispatch_has_kernel_for_dispatch_key(f"bert_unpad::{op}", "CUDA"))
 """
     command = [sys.executable, "-c", code]
     out = subprocess.run(command, capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
     module, *kernels = out.stdout.splitlines()
     assert re.fullmatch(r"\d+\.\d+[af]?(\+PTX)?(,\d+\.\d+[af]?(\+PTX)?)* \d+\.\d+", module)
-    assert kernels == ["True"] * 6
+    assert kernels == ["True"] * 9
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of PyTorch")
