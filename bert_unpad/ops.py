@@ -1,11 +1,12 @@
 """The functional operators, on `torch.ops.bert_unpad`.
 
 Activations are float32, bfloat16 or float16, packed as [tokens, ...]; statistics, softmax and sums
-are computed in float32. Every operator has an autograd formula and works under
-`torch.compile(fullgraph=True)`.
+are computed in float32. Every operator works under `torch.compile(fullgraph=True)` and has an
+autograd formula, except those that end in an underscore: they write into what they are given.
 """
 
 from bert_unpad._ops.attention import varlen_attention, varlen_cross_attention
+from bert_unpad._ops.clip import clip_bucket_
 from bert_unpad._ops.embedding import embedding_layer_norm
 from bert_unpad._ops.gelu import bias_gelu
 from bert_unpad._ops.linear import linear
@@ -14,6 +15,7 @@ from bert_unpad._ops.norm import dropout_add_layer_norm
 
 __all__ = [
     "bias_gelu",
+    "clip_bucket_",
     "dropout_add_layer_norm",
     "embedding_layer_norm",
     "linear",

@@ -62,4 +62,38 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
   m.def(
       "masked_cross_entropy_backward_(Tensor dloss, Tensor(a!) logits, Tensor labels, Tensor lse, "
       "SymInt vocab_size, int ignore_index) -> ()");
+
+  // Return the norm, fp32 []. `bound` is a factor of max_norm that the device knows.
+  m.def("clip_bucket_(Tensor(a!) bucket, float max_norm, Tensor? bound, float factor) -> Tensor");
+  m.def(
+      "clip_bucket_into(Tensor bucket, Tensor(a!) out, Tensor(b!)? residual, float max_norm, "
+      "Tensor? bound, float factor) -> Tensor");
+
+  // Lists of tensors. `masters` is empty or has the float32 weights of 16-bit params; `steps`,
+  // `lr`, `grad_scale` and `norm` are float32 scalars on the tensors' device. Where `norm` (of the
+  // gradient that was handed in) is not finite, nothing but `skipped` changes.
+  m.def("multi_tensor_l2norm(Tensor[] tensors) -> (Tensor total, Tensor each)");
+  m.def("multi_tensor_scale_(Tensor(a!)[] tensors, Tensor factor) -> ()");
+  m.def(
+      "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+      "Tensor(d!)[] masters, Tensor(e!)[] steps, Tensor lr, Tensor? grad_scale, Tensor? norm, "
+      "Tensor(f!)? skipped, float beta1, float beta2, float eps, float weight_decay, "
+      "float max_grad_norm, bool decoupled, bool bias_correction, bool maximize) -> ()");
+  m.def(
+      "lamb_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+      "Tensor(d!)[] masters, Tensor(e!)[] steps, Tensor lr, Tensor? grad_scale, Tensor? norm, "
+      "Tensor? grad_norms, Tensor(f!)? skipped, float beta1, float beta2, float eps, "
+      "float weight_decay, float max_grad_norm, bool grad_averaging, bool bias_correction, "
+      "bool trust_ratio, bool nesterov, bool maximize) -> ()");
+  // Its two halves, for shards: between them `sums`, squares of norms by tensor, are added up.
+  m.def(
+      "lamb_moments_(Tensor[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+      "Tensor(c!)[] exp_avg_sqs, Tensor[] masters, Tensor(e!)[] steps, Tensor lr, "
+      "Tensor? grad_scale, Tensor? norm, Tensor? grad_norms, Tensor(f!)? skipped, float beta1, "
+      "float beta2, float eps, float weight_decay, float max_grad_norm, bool grad_averaging, "
+      "bool bias_correction, bool nesterov, bool maximize) -> (Tensor sums, Tensor coefficients)");
+  m.def(
+      "lamb_apply_(Tensor(a!)[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, "
+      "Tensor(d!)[] masters, Tensor sums, Tensor coefficients, float beta1, float eps, "
+      "float weight_decay, bool trust_ratio, bool nesterov) -> ()");
 }

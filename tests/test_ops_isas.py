@@ -50,6 +50,14 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
         loss, correct = ops.masked_cross_entropy(logits, labels, vocab_size=hidden - 2)
         keep(loss, logits)
         results.append(correct)
+    for size in (3, 1000, 40_001):
+        bucket = torch.randn(size).to(dtype)
+        results.append(ops.clip_bucket_(bucket, 1.0, factor=0.5))
+        results.append(bucket)
+for wire in (torch.bfloat16, torch.float16):
+    out, residual = torch.empty(1001, dtype=wire), torch.randn(1001) / 100
+    results.append(ops.clip_bucket_(torch.randn(1001), 1.0, out=out, residual=residual))
+    results.extend([out, out + residual])
 torch.save(results, sys.argv[2])
 """
 
