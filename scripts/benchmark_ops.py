@@ -1,12 +1,14 @@
 """Single operators, forward plus backward, against the same formula in plain PyTorch, in one run.
 
     python scripts/benchmark_ops.py --device cpu
+    python scripts/benchmark_ops.py --device cuda                             # all, one by one
     python scripts/benchmark_ops.py --device cuda --op attention
-    python scripts/benchmark_ops.py --device cuda --op attention --rehearse   # on a CPU, no figures
+    python scripts/benchmark_ops.py --device cuda --op loss --rehearse        # on a CPU, no figures
 
 On a CPU attention runs on one BERT-base layer's heads with lengths drawn from the Wikipedia
-histogram; on a GPU on BERT-large's, see benchmarks/attention.py.
-Writes benchmarks/results/<device>/ops.json, or ops_<op>.json.
+histogram; on a GPU on BERT-large's, see benchmarks/attention.py. The other operators on a GPU:
+benchmarks/cuda_*.py.
+Writes benchmarks/results/<device>/ops.json, or ops_<op>.json; on a GPU a file an operator.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import attention, harness
+from benchmarks import attention, cuda_gelu, cuda_loss, harness, memory_bound
 from benchmarks.attention_peers import CONTENDERS, OURS
 from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch, pad, unpad
 from bert_unpad.data.histogram import sample_lengths
 
+# What is timed on a GPU besides attention.
+CUDA_CASES = {"gelu": cuda_gelu.cases, "loss": cuda_loss.cases}
 HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 12, 64, 768, 3072
 
 
@@ -135,7 +139,7 @@ def run(case: Case, rounds: int) -> dict[str, harness.Timing]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--op", choices=["attention", "norm", "gelu", "all"], default="all")
+    parser.add_argument("--op", choices=["attention", "norm", "gelu", "loss", "all"], default="all")
     parser.add_argument("--sequences", type=int, help="default: 8 on a CPU, 48 on a GPU")
     parser.add_argument("--rows", type=int, default=2048, help="tokens of the other operators")
     parser.add_argument("--rounds", type=int, help="default: 11 on a CPU, 50 on a GPU")
@@ -159,14 +163,21 @@ def main() -> None:
     if args.rehearse and not on_gpu:
         parser.error("--rehearse goes with --device cuda")
     if on_gpu:
-        if args.op != "attention":
-            parser.error("on a GPU only attention is timed so far: add --op attention")
         device = "cpu" if args.rehearse else "cuda"
-        payload = attention.run(device, sequences, rounds, args.seed, args.skip)
-        if not args.rehearse:
-            folder, command = harness.gpu_folder(), "python " + " ".join(sys.argv)
-            print(f"\nwritten to {harness.save('ops_attention', folder, command, payload)}")
+        names = ["attention", *CUDA_CASES] if args.op == "all" else [args.op]
+        if not {"attention", *CUDA_CASES}.issuperset(names):
+            parser.error(f"--op {args.op} is not timed on a GPU yet")
+        for name in names:
+            if name == "attention":
+                payload = attention.run(device, sequences, rounds, args.seed, args.skip)
+            else:
+                payload = memory_bound.run(CUDA_CASES[name], device, rounds, args.seed)
+            if not args.rehearse:
+                folder, command = harness.gpu_folder(), "python " + " ".join(sys.argv)
+                print(f"\nwritten to {harness.save(f'ops_{name}', folder, command, payload)}")
         return
+    if args.op == "loss":
+        parser.error("--op loss is timed on a GPU only: add --device cuda")
 
     allocator = harness.fix_allocator(args.allocator)
     torch.manual_seed(args.seed)

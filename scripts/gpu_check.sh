@@ -90,7 +90,11 @@ for part in "${parts[@]}"; do
       ;;
     tests) tests ;;
     memcheck | racecheck) sanitizer "$part" ;;
-    benchmarks) step benchmarks "$python" scripts/benchmark_ops.py --device cuda --op attention ;;
+    benchmarks)
+      for op in attention gelu loss; do
+        step "benchmarks_$op" "$python" scripts/benchmark_ops.py --device cuda --op "$op"
+      done
+      ;;
   esac
 done
 exit "$failed"
