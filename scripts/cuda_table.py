@@ -25,7 +25,7 @@ LIMITS = {
     r"bias_gelu_backward_kernel<": 80,
 }
 # fp16 kernels are the bf16 ones with other instructions; narrow ones are no one's fast path.
-LEFT_OUT = re.compile(r"<f16\b|bias_gelu\w+<\w+, 1,")
+LEFT_OUT = re.compile(r"<f16\b|bias_gelu\w+<\w+, 1,|masked_cross_entropy\w+<\w+, 1>")
 
 HEAD = """\
 # CUDA kernels
@@ -33,8 +33,8 @@ HEAD = """\
 What the compiler made of each kernel; written by `python scripts/check_cuda_build.py --table \
 docs/cuda-kernels.md`, and checked in CI. Blocks per SM are those that registers and warps allow; \
 shared memory that a launch asks for may allow fewer. Local memory counts spills and stack. fp16 \
-kernels, which are the bf16 ones with other instructions, and the scalar paths of bias + GELU are \
-left out.
+kernels, which are the bf16 ones with other instructions, and the scalar paths of bias + GELU \
+and of the cross-entropy are left out.
 
 nvcc {version}
 

@@ -60,7 +60,7 @@ struct Columns {
 BU_DEVICE float finite_base(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
 // Of some of a row's columns.
-struct Part {
+struct alignas(16) Part {
   float maximum;
   float sum;      // of exp(x - finite_base(maximum))
   float earlier;  // 1 if a column before the label equals the label's logit, else 0

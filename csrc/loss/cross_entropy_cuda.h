@@ -32,7 +32,8 @@ struct MaskedCrossEntropyParams {
   void* dlogits;       // may be the logits themselves
 };
 
-// At most 2^31 - 1 rows. The same inputs give the same bits.
+// At most 2^31 - 1 rows. The same inputs give the same bits, if the logits' address is the same
+// modulo 16 bytes: that decides how a row is divided into vectors.
 void masked_cross_entropy(const MaskedCrossEntropyParams& p, cudaStream_t stream);
 void masked_cross_entropy_backward(const MaskedCrossEntropyParams& p, cudaStream_t stream);
 
