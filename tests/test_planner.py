@@ -9,40 +9,16 @@ import time
 
 import numpy as np
 import pytest
+from plans import BERT_LARGE, batches, global_batches, make_plan
 
 from bert_unpad import _planner
 from bert_unpad.data.histogram import sample_lengths
 from bert_unpad.data.sampler import WorkModel, efficiency
 
-BERT_LARGE = WorkModel.for_hidden(1024)
-
-
-def make_plan(lengths, num_replicas, batch_size, strategy="stratified", **options):
-    options = {"seed": 5, "epoch": 0, "work": BERT_LARGE, "pool_steps": 8} | options
-    return _planner.Plan(
-        np.asarray(lengths, np.uint16),
-        strategy=strategy,
-        num_replicas=num_replicas,
-        batch_size=batch_size,
-        **options,
-    )
-
-
-def batches(plan, num_replicas, first=0, last=None):
-    """[rank][step] -> indices."""
-    last = plan.steps if last is None else last
-    result = []
-    for rank in range(num_replicas):
-        indices, ends = plan.rank_steps(rank, first, last)
-        assert indices.dtype == ends.dtype == np.int64
-        assert len(ends) == last - first
-        assert (ends[-1] if len(ends) else 0) == len(indices)
-        result.append(np.split(indices, ends[:-1]) if len(ends) else [])
-    return result
-
-
-def global_batches(plan, num_replicas):
-    return [np.concatenate(parts) for parts in zip(*batches(plan, num_replicas), strict=True)]
+STRATEGIES = [
+    *("stratified", "random", "quotas"),
+    *("random/world/plain", "random/group/snake", "quotas/group/plain", "quotas/world/lpt"),
+]
 
 
 def random_cases(count, seed):
@@ -56,7 +32,7 @@ def random_cases(count, seed):
         yield np.array(lengths, np.uint16), replicas, batch, pool
 
 
-@pytest.mark.parametrize("strategy", ["stratified", "random"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_example_once_and_equal_counts(strategy):
     for lengths, replicas, batch, pool in random_cases(300, seed=1):
         plan = make_plan(lengths, replicas, batch, strategy, pool_steps=pool)
@@ -73,7 +49,7 @@ def test_every_example_once_and_equal_counts(strategy):
         assert max(in_last) - min(in_last) <= 1
 
 
-@pytest.mark.parametrize("strategy", ["stratified", "random"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_any_range_of_steps_is_a_part_of_the_whole(strategy):
     rng = random.Random(2)
     for lengths, replicas, batch, pool in random_cases(60, seed=2):
@@ -94,7 +70,7 @@ def test_any_range_of_steps_is_a_part_of_the_whole(strategy):
         assert step == plan.steps
 
 
-@pytest.mark.parametrize("strategy", ["stratified", "random"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_plan_is_a_function_of_its_arguments(strategy):
     lengths = sample_lengths(3000, seed=3)
 
@@ -110,7 +86,7 @@ def test_plan_is_a_function_of_its_arguments(strategy):
         assert (plan_with(**other) != first).mean() > 0.9, other
 
 
-@pytest.mark.parametrize("strategy", ["stratified", "random"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_work_and_remaining_follow_from_the_batches(strategy):
     rng = random.Random(4)
     for lengths, replicas, batch, pool in random_cases(60, seed=4):
@@ -130,7 +106,7 @@ def test_work_and_remaining_follow_from_the_batches(strategy):
         np.testing.assert_array_equal(plan.remaining(done), expected_left)
 
 
-@pytest.mark.parametrize("strategy", ["stratified", "random"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_population_limits_the_plan_to_some_examples(strategy):
     rng = np.random.default_rng(5)
     for lengths, replicas, batch, pool in random_cases(60, seed=5):
@@ -255,6 +231,10 @@ def test_planning_releases_the_gil():
         ({"lengths": np.zeros((3, 2), np.uint16)}, TypeError, "lengths"),
         ({"lengths": np.zeros(6, np.uint16)[::2]}, TypeError, "lengths"),
         ({"strategy": "sorted"}, ValueError, "strategy"),
+        ({"strategy": "random/world"}, ValueError, "strategy"),
+        ({"strategy": "random/all/snake"}, ValueError, "strategy"),
+        ({"strategy": "quotas/group/best/lpt"}, ValueError, "strategy"),
+        ({"strategy": "random/group/lpt", "exchange_ranks": 0}, ValueError, "exchange_ranks"),
         ({"num_replicas": 0}, ValueError, "num_replicas"),
         ({"batch_size": -1}, ValueError, "batch_size"),
         ({"pool_steps": 0}, ValueError, "pool_steps"),

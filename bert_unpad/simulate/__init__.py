@@ -3,6 +3,6 @@
 As a command: `python -m bert_unpad.simulate --help`.
 """
 
-from bert_unpad.simulate.epoch import SimulationResult, simulate
+from bert_unpad.simulate.epoch import STRATEGIES, SimulationResult, simulate
 
-__all__ = ["SimulationResult", "simulate"]
+__all__ = ["STRATEGIES", "SimulationResult", "simulate"]

@@ -18,12 +18,11 @@ from bert_unpad.data.histogram import (
     sample_lengths,
     wikipedia_lengths,
 )
-from bert_unpad.simulate.epoch import SimulationResult, simulate
+from bert_unpad.simulate.epoch import STRATEGIES, SimulationResult, simulate
 from bert_unpad.simulate.plot import plot_efficiency
 
 __all__ = ["main"]
 
-_STRATEGIES = ("stratified", "random")
 _MAX_SAMPLES = 2**32 - 2  # the planner's indices have 32 bits
 
 
@@ -42,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 seed=options.seed,
                 work=WorkModel.for_hidden(options.hidden),
                 pool_steps=options.pool_steps,
+                exchange_ranks=options.exchange_ranks,
             )
             for strategy in options.strategy
         ]
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         "--strategy",
         type=_strategies,
         default="stratified,random",
-        help="comma-separated: " + ", ".join(_STRATEGIES),
+        help="comma-separated, of: " + ", ".join(STRATEGIES),
     )
     parser.add_argument(
         "--histogram",
@@ -90,6 +90,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--pool-steps", type=_positive, default=64, help="steps that are balanced together"
+    )
+    parser.add_argument(
+        "--exchange-ranks",
+        type=_positive,
+        default=8,
+        help="neighbouring ranks that exchange examples in '/group/' strategies",
     )
     parser.add_argument("--seed", type=_not_negative, default=0, help="of the draw and the plan")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -125,10 +131,10 @@ def _table(results: Sequence[SimulationResult]) -> str:
         f"{first.ranks:,} ranks x {first.batch}, {first.samples:,} examples, "
         f"{first.steps:,} steps; {first.fill_padded:.2%} real tokens if padded to the longest",
         "",
-        f"{'strategy':<12}{'efficiency':>12}{'5th pct':>10}{'worst':>10}{'seconds':>10}",
+        f"{'strategy':<20}{'efficiency':>12}{'5th pct':>10}{'worst':>10}{'seconds':>10}",
     ]
     lines += [
-        f"{result.strategy:<12}{result.efficiency:>12.5f}{result.efficiency_p5:>10.5f}"
+        f"{result.strategy:<20}{result.efficiency:>12.5f}{result.efficiency_p5:>10.5f}"
         f"{result.efficiency_min:>10.5f}{result.seconds:>10.2f}"
         for result in results
     ]
@@ -160,8 +166,8 @@ def _samples(text: str) -> int | None:
 def _strategies(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
-        if name not in _STRATEGIES:
+        if name not in STRATEGIES:
             raise argparse.ArgumentTypeError(
-                f"expected a comma-separated list of {', '.join(_STRATEGIES)}, got {name!r}"
+                f"expected a comma-separated list of {', '.join(STRATEGIES)}, got {name!r}"
             )
     return names

@@ -15,7 +15,17 @@ from numpy.typing import ArrayLike, NDArray
 from bert_unpad._planner import Plan, WorkModel
 from bert_unpad.data.sampler import as_lengths, efficiency
 
-__all__ = ["SimulationResult", "simulate"]
+__all__ = ["STRATEGIES", "SimulationResult", "simulate"]
+
+_EXCHANGES = [f"/{who}/{how}" for who in ("group", "world") for how in ("plain", "snake", "lpt")]
+STRATEGIES = ("stratified", *(s + e for s in ("random", "quotas") for e in ("", *_EXCHANGES)))
+"""What the planner can plan.
+
+`stratified` needs every length beforehand and exchanges nothing. `random` and `quotas` draw a
+global batch (`quotas`: every rank equally many examples of each quarter of the length range), and
+leave it at that, or sort it in a `group` of neighbouring ranks or the whole `world` and deal it
+anew: `plain` in turn, `snake` every second round backwards, `lpt` to the rank with the least work
+so far."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ def simulate(
     seed: int = 0,
     work: WorkModel | None = None,
     pool_steps: int = 64,
+    exchange_ranks: int = 8,
 ) -> SimulationResult:
     """Plans one epoch for all ranks and adds up their work.
 
@@ -59,7 +70,9 @@ def simulate(
         lengths: integers [N], tokens in each example.
         ranks: number of ranks.
         batch: examples per rank and step.
-        strategy, seed, work, pool_steps: see `bert_unpad.data.sampler.BalancedSampler`.
+        strategy: one of `STRATEGIES`.
+        seed, work, pool_steps: see `bert_unpad.data.sampler.BalancedSampler`.
+        exchange_ranks: size of a group that exchanges examples.
 
     Raises:
         TypeError: `lengths` are not integers.
@@ -78,6 +91,7 @@ def simulate(
         epoch=0,
         work=WorkModel.for_hidden() if work is None else work,
         pool_steps=pool_steps,
+        exchange_ranks=exchange_ranks,
     )
     per_step = efficiency(plan.work(0, plan.steps))
     seconds = time.perf_counter() - begin

@@ -178,15 +178,17 @@ PYBIND11_MODULE(_planner, m) {
   py::class_<PyPlan>(m, "Plan", kPlanDoc)
       .def(py::init([](py::array lengths, const std::string& strategy, int64_t num_replicas,
                        int64_t batch_size, uint64_t seed, uint64_t epoch, uint64_t segment,
-                       const WorkModel& work, int64_t pool_steps,
+                       const WorkModel& work, int64_t pool_steps, int64_t exchange_ranks,
                        std::optional<py::array> population) {
              return std::make_unique<PyPlan>(
                  std::move(lengths), strategy, std::move(population),
-                 PlanOptions{num_replicas, batch_size, seed, epoch, segment, work, pool_steps});
+                 PlanOptions{num_replicas, batch_size, seed, epoch, segment, work, pool_steps,
+                             exchange_ranks});
            }),
            py::arg("lengths"), py::kw_only(), py::arg("strategy"), py::arg("num_replicas"),
            py::arg("batch_size"), py::arg("seed"), py::arg("epoch"), py::arg("segment") = 0,
-           py::arg("work"), py::arg("pool_steps"), py::arg("population") = py::none())
+           py::arg("work"), py::arg("pool_steps"), py::arg("exchange_ranks") = 8,
+           py::arg("population") = py::none())
       .def_property_readonly("steps", &PyPlan::steps, "Number of steps, the same on all ranks.")
       .def_property_readonly("num_examples", &PyPlan::num_examples)
       .def("block", &PyPlan::block, py::arg("step"), kBlockDoc)

@@ -5,7 +5,7 @@
 #include <limits>
 #include <stdexcept>
 
-#include "random.h"
+#include "drawn.h"
 #include "stratified.h"
 
 namespace bert_unpad::planner {
@@ -108,9 +108,7 @@ std::unique_ptr<Plan> make_plan(const std::string& strategy, std::span<const uin
   if (strategy == "stratified") {
     return std::make_unique<StratifiedPlan>(lengths, population, options);
   }
-  if (strategy == "random") return std::make_unique<RandomPlan>(lengths, population, options);
-  throw std::invalid_argument("strategy: expected 'stratified' or 'random', got '" + strategy +
-                              "'");
+  return std::make_unique<DrawnPlan>(lengths, population, options, DrawnStrategy::parse(strategy));
 }
 
 }  // namespace bert_unpad::planner

@@ -23,7 +23,8 @@ struct PlanOptions {
   uint64_t epoch;
   uint64_t segment;  // how often this epoch was planned anew before, as the ranks had changed
   WorkModel work;
-  int64_t pool_steps;  // stratified: how many steps are balanced against each other
+  int64_t pool_steps;      // stratified: how many steps are balanced against each other
+  int64_t exchange_ranks;  // '/group/': how many neighbouring ranks exchange their examples
 };
 
 class Plan {
@@ -43,7 +44,7 @@ class Plan {
                           std::vector<int64_t>& ends) const = 0;
 
   // Work of every rank in steps [first, last): row-major [last - first, num_replicas].
-  std::vector<double> work(int64_t first, int64_t last) const;
+  virtual std::vector<double> work(int64_t first, int64_t last) const;
 
   // The examples that no rank has met in the first `done` steps, ascending.
   std::vector<uint32_t> remaining(int64_t done) const;
@@ -76,7 +77,8 @@ void for_each_example(size_t num_lengths, std::span<const uint32_t> population, 
   }
 }
 
-// `strategy` is "stratified" or "random". Throws std::invalid_argument that names the bad argument.
+// `strategy` is "stratified", or a name that DrawnStrategy::parse knows (drawn.h). Throws
+// std::invalid_argument that names the bad argument.
 std::unique_ptr<Plan> make_plan(const std::string& strategy, std::span<const uint16_t> lengths,
                                 std::span<const uint32_t> population, const PlanOptions& options);
 
