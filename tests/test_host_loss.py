@@ -124,6 +124,12 @@ def test_matches_the_reference(
     check(results[0], logits, labels, vocab)
 
 
+def test_more_rows_than_threads_add_up(model: Model) -> None:
+    logits, labels = draw(2500, 2, 2, torch.float32)
+    model.configure("uniform", seed=1)
+    check(run(model, logits, labels), logits, labels)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_berts_vocabulary(model: Model, dtype: torch.dtype) -> None:
     logits, labels = draw(2, 30528, 30522, dtype)
