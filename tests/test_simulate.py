@@ -28,6 +28,7 @@ def test_simulation_is_of_what_the_sampler_does():
         assert result.efficiency_p5 == pytest.approx(np.percentile(steps, 5))
         assert result.efficiency_min == pytest.approx(min(steps))
         assert result.fill_padded == pytest.approx(lengths.mean() / 512)
+        assert result.fill_padded < 0.6 < 0.98 < result.fill_packed <= 1
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(1024, 16), (8, 56)])
@@ -74,6 +75,7 @@ def test_own_histogram(tmp_path, capsys):
     [result] = json.loads(capsys.readouterr().out)["results"]
     assert (result["samples"], result["steps"]) == (64, 16)
     assert result["fill_padded"] == pytest.approx((40 * 10 + 24 * 20) / (64 * 20))
+    assert result["fill_packed"] == 1.0  # two of 10 fill a row of 20
     # Two lengths, both in numbers that the ranks can share: no rank ever waits.
     assert result["efficiency_min"] == pytest.approx(1.0)
 

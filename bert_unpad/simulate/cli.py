@@ -128,8 +128,9 @@ def _as_dict(result: SimulationResult) -> dict[str, object]:
 def _table(results: Sequence[SimulationResult]) -> str:
     first = results[0]
     lines = [
-        f"{first.ranks:,} ranks x {first.batch}, {first.samples:,} examples, "
-        f"{first.steps:,} steps; {first.fill_padded:.2%} real tokens if padded to the longest",
+        f"{first.ranks:,} ranks x {first.batch}, {first.samples:,} examples, {first.steps:,} steps",
+        f"real tokens: {first.fill_padded:.2%} if padded to the longest, {first.fill_packed:.2%} "
+        "if packed into rows of that length; all of them if neither",
         "",
         f"{'strategy':<20}{'efficiency':>12}{'5th pct':>10}{'worst':>10}{'seconds':>10}",
     ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from bert_unpad._planner import Plan, WorkModel
+from bert_unpad._planner import Plan, WorkModel, pack
 from bert_unpad.data.sampler import as_lengths, efficiency
 
 __all__ = ["STRATEGIES", "SimulationResult", "simulate"]
@@ -47,6 +47,8 @@ class SimulationResult:
     """The worst step."""
     fill_padded: float
     """Real tokens as a fraction of what padding every example to the longest one would compute."""
+    fill_packed: float
+    """The same for packing examples into rows of the longest one's length (best fit)."""
     seconds: float
     """Time to plan the epoch for all ranks, on this machine, in one thread."""
     per_step: NDArray[np.float64] = field(repr=False)
@@ -106,6 +108,14 @@ def simulate(
         efficiency_p5=float(np.percentile(per_step, 5)),
         efficiency_min=float(per_step.min()),
         fill_padded=float(lengths.mean(dtype=np.float64) / longest) if longest else 1.0,
+        fill_packed=_fill_packed(lengths, longest),
         seconds=seconds,
         per_step=per_step,
     )
+
+
+def _fill_packed(lengths: NDArray[np.uint16], longest: int) -> float:
+    if longest == 0:
+        return 1.0
+    _, ends = pack(np.ascontiguousarray(lengths[lengths > 0]), longest)
+    return float(lengths.sum(dtype=np.int64) / (longest * len(ends)))

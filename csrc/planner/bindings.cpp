@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "groups.h"
+#include "pack.h"
 #include "plan.h"
 
 namespace py = pybind11;
@@ -120,6 +121,22 @@ py::list length_groups_py(const py::array& lengths, int64_t max_groups) {
   return result;
 }
 
+py::tuple pack_py(const py::array& lengths, int64_t row_tokens,
+                  std::optional<int64_t> max_sequences, const std::string& method, uint64_t seed) {
+  const auto lengths_view = view<uint16_t>(lengths, "lengths", "uint16");
+  if (method != "best_fit" && method != "shortest_first") {
+    throw std::invalid_argument("method: expected 'best_fit' or 'shortest_first', got '" + method +
+                                "'");
+  }
+  Rows rows;
+  {
+    py::gil_scoped_release release;
+    rows = pack(lengths_view, row_tokens, max_sequences.value_or(row_tokens),
+                method == "best_fit" ? Packing::kBestFit : Packing::kShortestFirst, seed);
+  }
+  return py::make_tuple(to_numpy(std::move(rows.indices)), to_numpy(std::move(rows.ends)));
+}
+
 constexpr char kWorkModelDoc[] = R"(Work of a sequence of length s: linear * s + quadratic * s**2.
 
 The unit is free, only ratios matter. ValueError if negative, not finite or both 0.)";
@@ -152,6 +169,15 @@ constexpr char kRemainingDoc[] = R"(The planned examples that no rank meets in t
 
 uint32, ascending.)";
 
+constexpr char kPackDoc[] = R"(Packs sequences into rows of row_tokens tokens, longest first.
+
+lengths: uint16 [N], 1 to row_tokens. max_sequences: most in a row, None for no limit. method:
+"best_fit" puts a sequence into the row with the least space that is enough, "shortest_first" into
+the one with the most. The order of rows and of sequences of one length is drawn from the seed.
+Returns (indices, ends): uint32 [N], row after row; int64 [rows], where each row ends in indices.
+ValueError or TypeError names the bad argument. Method: Krell et al., "Efficient Sequence Packing
+without Cross-contamination" (2021).)";
+
 constexpr char kLengthGroupsDoc[] = R"(Splits sequences into groups of similar length.
 
 lengths: integers [B]. At most max_groups groups, chosen so that sum(count * max_seqlen**2), in
@@ -161,7 +187,7 @@ longest first, also within a group; [] for no sequences.)";
 }  // namespace
 
 PYBIND11_MODULE(_planner, m) {
-  m.doc() = "Host algorithms of bert_unpad: examples to ranks and steps, length groups.";
+  m.doc() = "Host algorithms of bert_unpad: examples to ranks, steps and rows; length groups.";
 
   py::class_<WorkModel>(m, "WorkModel", kWorkModelDoc)
       .def(py::init([](double linear, double quadratic) {
@@ -197,6 +223,9 @@ PYBIND11_MODULE(_planner, m) {
       .def("work", &PyPlan::work, py::arg("first"), py::arg("last"), kWorkDoc)
       .def("remaining", &PyPlan::remaining, py::arg("done"), kRemainingDoc);
 
+  m.def("pack", &pack_py, py::arg("lengths"), py::arg("row_tokens") = 512, py::kw_only(),
+        py::arg("max_sequences") = py::none(), py::arg("method") = "best_fit", py::arg("seed") = 0,
+        kPackDoc);
   m.def("length_groups", &length_groups_py, py::arg("lengths"), py::arg("max_groups") = 4,
         kLengthGroupsDoc);
 }
