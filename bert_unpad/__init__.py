@@ -7,6 +7,15 @@ says why; `python -m bert_unpad.info` works all the same.
 
 __version__ = "0.1.0"
 
+import importlib
+
 from bert_unpad import _library
 
 _library.load()
+
+
+def __getattr__(name: str):
+    # bert_unpad.hf imports transformers, which takes seconds and need not be installed.
+    if name == "hf":
+        return importlib.import_module("bert_unpad.hf")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

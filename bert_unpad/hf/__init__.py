@@ -1,0 +1,26 @@
+"""Hugging Face BERT without padding: `unpad(model)` swaps packed layers in, in place.
+
+Importing this package needs transformers (4.57 or newer) and registers the attention
+implementation "bert_unpad"; `unpad` needs transformers 5.0. `import bert_unpad` alone never imports
+transformers: `bert_unpad.hf` is loaded when it is first used.
+"""
+
+from bert_unpad.hf._versions import require_transformers
+
+require_transformers()
+
+from bert_unpad.hf.attention import register as _register  # noqa: E402
+from bert_unpad.hf.collator import DataCollatorForPackedMLM  # noqa: E402
+from bert_unpad.hf.fallback import StockFallbackWarning  # noqa: E402
+from bert_unpad.hf.swap import Support, repad, supports, unpad  # noqa: E402
+
+__all__ = [
+    "DataCollatorForPackedMLM",
+    "StockFallbackWarning",
+    "Support",
+    "repad",
+    "supports",
+    "unpad",
+]
+
+_register()

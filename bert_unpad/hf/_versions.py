@@ -1,0 +1,34 @@
+"""Which versions of transformers are served, and what is said to others."""
+
+from __future__ import annotations
+
+import re
+
+ATTENTION_SINCE = (4, 57)
+UNPAD_SINCE = (5, 0)
+
+
+def transformers_version() -> tuple[int, int]:
+    """(major, minor) of the installed transformers.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "bert_unpad.hf needs transformers: pip install 'transformers>=5.0'"
+        ) from error
+    major, minor = re.findall(r"\d+", transformers.__version__)[:2]
+    return int(major), int(minor)
+
+
+def require_transformers(since: tuple[int, int] = ATTENTION_SINCE, what: str = "bert_unpad.hf"):
+    """Raises an ImportError that names `what` where transformers is older than `since`."""
+    version = transformers_version()
+    if version < since:
+        raise ImportError(
+            f"{what} needs transformers >= {since[0]}.{since[1]}, "
+            f"but {version[0]}.{version[1]} is installed"
+        )

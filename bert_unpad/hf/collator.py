@@ -1,0 +1,109 @@
+"""A data collator that packs masked-language-modelling examples end to end, without padding.
+
+`DataCollatorWithFlattening` of transformers drops token types and masks no tokens; this one does
+what `DataCollatorForLanguageModeling` does, for a model that `bert_unpad.hf.unpad` has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bert_unpad.hf.packing import IGNORE
+
+__all__ = ["DataCollatorForPackedMLM"]
+
+
+@dataclass
+class DataCollatorForPackedMLM:
+    """Joins examples into one row [1, T] and masks tokens as BERT does (Devlin et al., 2019).
+
+    Of the tokens that are not special, `mlm_probability` are chosen; 80 % of these become the mask
+    token, 10 % a random one, 10 % stay. Examples that bring `labels` are left as they are. Tokens
+    whose attention_mask is 0 are dropped; token_type_ids and next_sentence_label are kept.
+
+    Randomness comes from PyTorch's default generator, or from `seed`.
+    """
+
+    tokenizer: Any
+    """A Hugging Face tokenizer: `mask_token_id`, `all_special_ids` and its length are used."""
+    mlm_probability: float = 0.15
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mlm_probability < 1:
+            raise ValueError(f"mlm_probability must be in (0, 1), got {self.mlm_probability}")
+        if self.tokenizer.mask_token_id is None:
+            raise ValueError("the tokenizer has no mask token")
+        self._generator = None
+        if self.seed is not None:
+            self._generator = torch.Generator().manual_seed(self.seed)
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | int]:
+        """Packs B examples of T tokens in all.
+
+        Returns:
+            input_ids, labels, position_ids (from 0 in every example) and, if the examples have
+            them, token_type_ids: int64 [1, T]. cu_seq_lens_q = cu_seq_lens_k: int32 [B + 1].
+            max_length_q = max_length_k: int. next_sentence_label: int64 [B], if given.
+
+        Raises:
+            ValueError: no examples, or only some have labels or token types.
+        """
+        if not features:
+            raise ValueError("features must hold at least one example")
+        kept = [_kept(feature) for feature in features]
+        lengths = np.array([int(keep.sum()) for keep in kept], np.int32)
+        cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+        ids = _join(features, kept, "input_ids")
+        special = _join(features, kept, "special_tokens_mask")
+        labels = _join(features, kept, "labels")
+        if labels is None:
+            if special is None:
+                special = torch.isin(ids, torch.tensor(self.tokenizer.all_special_ids))
+            ids, labels = self._mask(ids, special.bool())
+        longest = int(lengths.max())
+        batch = {
+            "input_ids": ids[None],
+            "labels": labels[None],
+            "position_ids": torch.cat([torch.arange(int(n)) for n in lengths])[None],
+            "cu_seq_lens_q": cu_seqlens,
+            "cu_seq_lens_k": cu_seqlens,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+        types = _join(features, kept, "token_type_ids")
+        if types is not None:
+            batch["token_type_ids"] = types[None]
+        if "next_sentence_label" in features[0]:
+            values = [int(feature["next_sentence_label"]) for feature in features]
+            batch["next_sentence_label"] = torch.tensor(values)
+        return batch
+
+    def _mask(self, ids: Tensor, special: Tensor) -> tuple[Tensor, Tensor]:
+        draws = torch.rand((2, ids.shape[0]), generator=self._generator)
+        chosen = (draws[0] < self.mlm_probability) & ~special
+        labels = ids.masked_fill(~chosen, IGNORE)
+        ids = ids.masked_fill(chosen & (draws[1] < 0.8), self.tokenizer.mask_token_id)
+        randoms = torch.randint(len(self.tokenizer), ids.shape, generator=self._generator)
+        return torch.where(chosen & (draws[1] >= 0.9), randoms, ids), labels
+
+
+def _kept(feature: Mapping[str, Any]) -> np.ndarray:
+    mask = feature.get("attention_mask")
+    return np.ones(len(feature["input_ids"]), bool) if mask is None else np.asarray(mask) != 0
+
+
+def _join(features, kept, name: str) -> Tensor | None:
+    given = [name in feature for feature in features]
+    if not any(given):
+        return None
+    if not all(given):
+        raise ValueError(f"all features must have {name}, or none")
+    parts = [np.asarray(f[name])[keep] for f, keep in zip(features, kept, strict=True)]
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64))

@@ -1,0 +1,173 @@
+"""Heads over the vocabulary: logits at labelled positions only, the others when they are read.
+
+The class of a stock BertForMaskedLM (or a relative) is swapped for a subclass with `PackedMlm` in
+front. Its loss is the stock one: the mean of the cross-entropy over the labels that are not -100.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bert_unpad import ops
+from bert_unpad.hf.dense import dense, untouched
+from bert_unpad.hf.fallback import warn_stock
+from bert_unpad.hf.models import STOCK, PackedModel, bind, packing_or_reason
+from bert_unpad.hf.outputs import LazyTensor, lazy_output_class
+from bert_unpad.hf.packing import IGNORE, Packing
+
+__all__ = ["HeadAdapter", "PackedMlm", "PackedTokenLabels"]
+
+LOGITS = ("lazy", "full", "none")
+
+
+@dataclass(frozen=True)
+class HeadAdapter:
+    """What differs between the masked-language models of the families."""
+
+    base: str
+    """The attribute that holds the base model."""
+    logits: Callable[[nn.Module, Tensor], Tensor]
+    """(model, hidden states [..., hidden]) -> logits [..., vocabulary]."""
+    pretraining: bool = False
+    """Whether there is a next-sentence head too, as in BertForPreTraining."""
+
+
+def bert_logits(model: nn.Module, x: Tensor) -> Tensor:
+    """`cls` of BertForMaskedLM and BertForPreTraining."""
+    cls, head = model.cls, model.cls.predictions
+    if untouched(cls) and untouched(head):
+        return dense(head.decoder, head.transform(x).to(x.dtype))
+    return head(x)
+
+
+def roberta_logits(model: nn.Module, x: Tensor) -> Tensor:
+    """`lm_head` of RoBERTa's family."""
+    head = model.lm_head
+    if untouched(head):
+        y = head.layer_norm(functional.gelu(head.dense(x)))
+        return dense(head.decoder, y.to(x.dtype))
+    return head(x)
+
+
+def electra_logits(model: nn.Module, x: Tensor) -> Tensor:
+    """The generator's head."""
+    return dense(model.generator_lm_head, model.generator_predictions(x).to(x.dtype))
+
+
+def distilbert_logits(model: nn.Module, x: Tensor) -> Tensor:
+    """The head of DistilBertForMaskedLM, whose modules are the model's own."""
+    y = model.vocab_layer_norm(model.activation(model.vocab_transform(x)))
+    return dense(model.vocab_projector, y.to(x.dtype))
+
+
+class PackedMlm:
+    """Mixed into the class of a stock masked-language model, in front of it."""
+
+    _bert_unpad_head: HeadAdapter
+    _bert_unpad_arguments: tuple[str, ...]
+
+    def forward(self, *args, **kwargs):
+        call = bind(self._bert_unpad_arguments, args, kwargs)
+        head = self._bert_unpad_head
+        base = getattr(self, head.base)
+        if not isinstance(base, PackedModel):
+            return super().forward(**call)
+        packing = packing_or_reason(base, call)
+        if isinstance(packing, str):
+            warn_stock(type(self).__name__, packing)
+            return super().forward(**call, packing=STOCK)
+        labels, next_label = call.pop("labels", None), call.pop("next_sentence_label", None)
+        found = None
+        # BertForPreTraining computes its loss only when both labels are given.
+        if labels is not None and (next_label is not None or not head.pretraining):
+            found = packing.labelled(labels)
+            if found is None:
+                warn_stock(type(self).__name__, "labels other than -100 lie at padded positions")
+                given = {"labels": labels}
+                if head.pretraining:
+                    given["next_sentence_label"] = next_label
+                return super().forward(**call, **given, packing=STOCK)
+        return_dict = call.pop("return_dict", None)
+        if return_dict is None:
+            return_dict = getattr(self.config, "return_dict", True)
+        out = base(**call, packing=packing, return_dict=True)
+        out = self._bert_unpad_output(out, packing, found, next_label)
+        return out if return_dict else out.to_tuple()
+
+    def _bert_unpad_output(
+        self,
+        base_output: Any,
+        packing: Packing,
+        found: tuple[Tensor, Tensor] | None,
+        next_label: Tensor | None,
+    ):
+        head, x = self._bert_unpad_head, base_output.last_hidden_state
+
+        device = x.device.type
+        cast = {
+            "enabled": torch.is_autocast_enabled(device),
+            "dtype": torch.get_autocast_dtype(device),
+        }
+
+        def logits() -> Tensor:
+            with torch.autocast(device, **cast):  # whatever holds when they are read
+                return packing.pad(head.logits(self, x))
+
+        loss, relationship = None, None
+        if head.pretraining:
+            relationship = self.cls.seq_relationship(base_output.pooler_output)
+        if found is not None:
+            rows, labels = found
+            some = head.logits(self, x[0].index_select(0, rows))
+            total, _ = ops.masked_cross_entropy(some, labels, ignore_index=IGNORE)
+            loss = total / rows.shape[0] if rows.shape[0] else total * float("nan")
+            if relationship is not None:
+                loss = loss + functional.cross_entropy(
+                    relationship.view(-1, 2), next_label.view(-1)
+                )
+        how = getattr(self, "_bert_unpad_logits", "lazy")
+        if found is None or how == "full" or (torch.compiler.is_compiling() and how == "lazy"):
+            value = logits()
+        elif how == "lazy":
+            value = LazyTensor(logits, some.dtype)
+        else:
+            value = None
+        module = importlib.import_module(type(self).__module__)
+        stock = module.BertForPreTrainingOutput if head.pretraining else module.MaskedLMOutput
+        kind = lazy_output_class(stock) if isinstance(value, LazyTensor) else stock
+        if head.pretraining:
+            return kind(loss=loss, prediction_logits=value, seq_relationship_logits=relationship)
+        return kind(loss=loss, logits=value)
+
+    def extra_repr(self) -> str:
+        return ", ".join(filter(None, (super().extra_repr(), "bert_unpad")))
+
+
+class PackedTokenLabels:
+    """Mixed into token classification, whose stock loss counts every label that is not -100.
+
+    Where one lies at a padded position, the loss depends on what the stock modules compute there.
+    """
+
+    _bert_unpad_arguments: tuple[str, ...]
+
+    def forward(self, *args, **kwargs):
+        call = bind(self._bert_unpad_arguments, args, kwargs)
+        labels, mask = call.get("labels"), call.get("attention_mask")
+        if (
+            isinstance(labels, Tensor)
+            and isinstance(mask, Tensor)
+            and labels.shape == mask.shape
+            and not torch.compiler.is_compiling()
+            and bool(((labels != IGNORE) & (mask == 0)).any())
+        ):
+            warn_stock(type(self).__name__, "labels other than -100 lie at padded positions")
+            return super().forward(**call, packing=STOCK)
+        return super().forward(**call)

@@ -1,0 +1,258 @@
+"""The base model (BertModel and its relatives) on packed tokens.
+
+The class of a stock model is swapped for a subclass with `PackedModel` in front. Its forward packs
+the tokens before the embeddings, runs the stock embeddings and the stock stack (whose layers are
+`PackedLayer`s) on [1, T, ...], and pads once at the end. A call that this does not cover goes to
+the stock forward, whose layers then run as they always did: exact, and with a warning.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bert_unpad.hf.dense import untouched
+from bert_unpad.hf.fallback import warn_stock
+from bert_unpad.hf.packing import Packing
+
+__all__ = ["STOCK", "ModelAdapter", "PackedModel", "bind", "first_is_read", "packing_or_reason"]
+
+STOCK = "stock"
+"""Given as `packing`: run the stock forward; the caller has said why."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_OPERATORS = ("varlen_attention", "dropout_add_layer_norm", "bias_gelu")
+# Each of these, if given and not None or False, asks for something only the stock modules do.
+_STOCK_ARGUMENTS = (
+    "encoder_hidden_states",
+    "encoder_attention_mask",
+    "past_key_values",
+    "use_cache",
+    "head_mask",
+)
+
+
+@dataclass(frozen=True)
+class ModelAdapter:
+    """What differs between the base models of the families."""
+
+    stack: str
+    """The attribute that holds the layers' container."""
+    positions: str = "column"
+    """Where position ids come from if not given: "column", or "ids" as RoBERTa counts them."""
+    token_types: bool = True
+    """Whether the embeddings take token_type_ids."""
+
+
+def bind(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name."""
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+@functools.cache
+def missing_operator(device_type: str) -> str | None:
+    """Why packed tokens cannot be computed on such a device, or None."""
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type)
+    if key is None:
+        return f"there are no kernels for device {device_type}"
+    for name in _OPERATORS:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"bert_unpad::{name}", key):
+            return f"bert_unpad.{name} has no {key} kernel in this installation"
+    return None
+
+
+def static_reason(model: PackedModel | nn.Module, adapter: ModelAdapter, parts) -> str | None:
+    """Why no call of this model can be packed, or None. `parts` takes a layer apart."""
+    config = model.config
+    if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
+        return "it is a decoder"
+    if getattr(config, "position_embedding_type", "absolute") != "absolute":
+        return f"its position embeddings are {config.position_embedding_type}"
+    if getattr(config, "pruned_heads", None):
+        return "attention heads are pruned"
+    dtype = model.get_input_embeddings().weight.dtype
+    if dtype not in DTYPES:
+        return f"its parameters are {dtype}"
+    device = model.get_input_embeddings().weight.device.type
+    if device != "meta" and (missing := missing_operator(device)):
+        return missing
+    for layer in getattr(model, adapter.stack).layer:
+        found = parts(layer)
+        head_dim = round(found.scaling**-2)
+        if head_dim > 128 or (device == "cuda" and head_dim not in (32, 64, 128)):
+            return f"attention heads of dimension {head_dim} are not served on {device}"
+        if not all(untouched(module) for module in found.containers):
+            return "a module inside its layers has a hook"
+    return None
+
+
+def first_is_read(model: nn.Module) -> bool:
+    """Whether something reads the first column of this base model's output."""
+    return getattr(model, "pooler", None) is not None or getattr(
+        model, "_bert_unpad_first_is_read", False
+    )
+
+
+def packing_or_reason(model: PackedModel, call: dict[str, Any]) -> Packing | str:
+    """How this call packs, or why it has to be the stock modules'."""
+    config = model.config
+    for name in ("output_attentions", "output_hidden_states"):
+        asked = call.get(name)
+        # 0 and [] select hidden states too, as an index does.
+        if asked is None:
+            asked = getattr(config, name, False)
+        if asked is not False:
+            return f"{name} is asked for"
+    for name in _STOCK_ARGUMENTS:
+        value = call.get(name)
+        if value is not None and value is not False:
+            return f"{name} is given"
+    if torch.jit.is_tracing():
+        return "the model is being traced"
+    if reason := static_reason(model, model._bert_unpad_adapter, model._bert_unpad_parts):
+        return reason
+    source = call.get("input_ids")
+    source = call.get("inputs_embeds") if source is None else source
+    if not isinstance(source, Tensor) or source.dim() < 2:
+        return "there are no input_ids or inputs_embeds of shape [batch, tokens, ...]"
+    if source.device.type == "meta":
+        return "the input is on the meta device"
+    mask, cu_seqlens = call.get("attention_mask"), call.get("cu_seq_lens_q")
+    if cu_seqlens is not None:
+        return _given_packing(model, call, source)
+    if mask is None:
+        return Packing.dense(source.shape[0], source.shape[1], source.device)
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != tuple(source.shape[:2]):
+        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        return f"attention_mask is {shape}, not [batch, tokens]"
+    try:
+        packing = Packing.from_mask(mask, first_is_read(model))
+    except (TypeError, ValueError) as error:
+        if torch.compiler.is_compiling():
+            raise
+        return str(error)
+    if packing.first_is_padding:
+        return "the first position, which the model reads, is padding in some sequence"
+    return packing
+
+
+def _given_packing(model: PackedModel, call: dict[str, Any], source: Tensor) -> Packing:
+    """Of a call with `cu_seq_lens_q`; what it cannot mean is an error, for stock is wrong there."""
+    if call.get("attention_mask") is not None:
+        raise ValueError("give attention_mask or cu_seq_lens_q, not both")
+    if source.shape[0] != 1:
+        raise ValueError(
+            f"packed input (cu_seq_lens_q) must have shape [1, tokens], got {list(source.shape)}"
+        )
+    if getattr(model, "_bert_unpad_first_is_read", False):
+        raise ValueError(
+            "packed input (cu_seq_lens_q) does not fit this model's head, which reads the first "
+            "column as the only sequence's first token; give a padded batch"
+        )
+    keys = call.get("cu_seq_lens_k")
+    cu_seqlens, longest = call["cu_seq_lens_q"], call.get("max_length_q")
+    if keys is not None and keys is not cu_seqlens and keys.shape != cu_seqlens.shape:
+        raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q: this is self-attention")
+    packing = Packing.from_cu_seqlens(cu_seqlens, longest, source.shape[1])
+    if first_is_read(model) and not torch.compiler.is_compiling():
+        lengths = packing.batch.lengths
+        if bool((lengths == 0).any()):
+            raise ValueError("cu_seq_lens_q holds an empty sequence, which has no first token")
+    return packing
+
+
+class PackedModel:
+    """Mixed into the class of a stock base model, in front of it."""
+
+    _bert_unpad_adapter: ModelAdapter
+    _bert_unpad_arguments: tuple[str, ...]
+    _bert_unpad_parts: Any
+
+    def forward(self, *args, packing: Packing | str | None = None, **kwargs):
+        call = bind(self._bert_unpad_arguments, args, kwargs)
+        if packing is STOCK:
+            return super().forward(**call)
+        keep_packed = packing is not None
+        if packing is None:
+            packing = packing_or_reason(self, call)
+            if isinstance(packing, str):
+                warn_stock(type(self).__name__, packing)
+                return super().forward(**call)
+        if (call.get("input_ids") is None) == (call.get("inputs_embeds") is None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        x = self._bert_unpad_embed(call, packing)
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        out = getattr(self, self._bert_unpad_adapter.stack)(x, attention_mask=None, packing=packing)
+        x = out.last_hidden_state
+        fields = {}
+        if getattr(self, "pooler", None) is not None:
+            first = x[0].index_select(0, packing.first_rows())[:, None]
+            fields["pooler_output"] = self.pooler(first.to(dtype))
+        out = self._bert_unpad_output(out, x if keep_packed else packing.pad(x.to(dtype)), fields)
+        return_dict = call.get("return_dict")
+        if return_dict is None:
+            return_dict = getattr(self.config, "return_dict", True)
+        return out if return_dict else out.to_tuple()
+
+    def _bert_unpad_embed(self, call: dict[str, Any], packing: Packing) -> Tensor:
+        """The stock embeddings of the packed tokens: [1, T, hidden]."""
+        adapter = self._bert_unpad_adapter
+        ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
+        positions = call.get("position_ids")
+        arguments = {}
+        if adapter.token_types:
+            arguments["token_type_ids"] = call.get("token_type_ids")
+        if packing.columns is not None:
+            if packing.given:
+                offset = self.embeddings.padding_idx + 1 if adapter.positions == "ids" else 0
+                positions = (packing.columns + offset)[None] if positions is None else positions
+            else:
+                positions = self._bert_unpad_positions(ids, embeds, positions, packing)
+            arguments = {
+                name: None if value is None else packing.pack(value.expand(packing.shape))
+                for name, value in arguments.items()
+            }
+            ids = None if ids is None else packing.pack(ids)
+            embeds = None if embeds is None else packing.pack(embeds)
+        # DistilBERT's second argument has changed its name; its first three have not moved.
+        if adapter.token_types:
+            x = self.embeddings(
+                input_ids=ids, position_ids=positions, inputs_embeds=embeds, **arguments
+            )
+        else:
+            x = self.embeddings(ids, embeds, positions)
+        if hasattr(self, "embeddings_project"):
+            x = self.embeddings_project(x)
+        return x.reshape(1, -1, x.shape[-1])
+
+    def _bert_unpad_positions(
+        self, ids: Tensor | None, embeds: Tensor | None, given: Tensor | None, packing: Packing
+    ) -> Tensor:
+        """Position ids [1, T] of tokens that come from a padded batch."""
+        if given is None and self._bert_unpad_adapter.positions == "ids":
+            rule, padding = self.embeddings, self.embeddings.padding_idx
+            if ids is not None:
+                given = rule.create_position_ids_from_input_ids(ids, padding)
+            else:
+                given = rule.create_position_ids_from_inputs_embeds(embeds, padding)
+        if given is None:
+            return packing.columns[None]
+        return packing.pack(given.expand(packing.shape))
+
+    def _bert_unpad_output(self, stack_output, hidden: Tensor, fields: dict[str, Tensor]):
+        from transformers import modeling_outputs
+
+        if "pooler" in self._modules:  # BERT's own output class, pooled or not
+            return modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions(
+                last_hidden_state=hidden, **fields
+            )
+        return type(stack_output)(last_hidden_state=hidden)
+
+    def extra_repr(self) -> str:
+        return ", ".join(filter(None, (super().extra_repr(), "bert_unpad")))

@@ -1,0 +1,97 @@
+"""Model outputs whose logits are computed when somebody asks for them.
+
+A training step reads the loss alone, and the logits at all positions cost as much as several
+layers. Read as attribute, by key or by index, or as a tuple, they are there, in the stock shape.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["LazyTensor", "lazy_output_class"]
+
+
+class LazyTensor:
+    """A tensor of known dtype that is computed on first use.
+
+    Frameworks that walk over a model's outputs (accelerate casts 16-bit ones to fp32) see this
+    object; a cast keeps it lazy. Whatever else is done with it computes the tensor.
+    """
+
+    def __init__(self, compute: Callable[[], Tensor], dtype: torch.dtype) -> None:
+        self._compute: Callable[[], Tensor] | None = compute
+        self._value: Tensor | None = None
+        self.dtype = dtype
+
+    @property
+    def computed(self) -> bool:
+        """Whether the tensor is there."""
+        return self._value is not None
+
+    def get(self) -> Tensor:
+        """The tensor."""
+        if self._value is None:
+            self._value, self._compute = self._compute(), None
+        return self._value
+
+    def to(self, *args, **kwargs) -> LazyTensor | Tensor:
+        if self._value is None and len(args) == 1 and isinstance(args[0], torch.dtype):
+            return LazyTensor(lambda: self.get().to(args[0], **kwargs), args[0])
+        return self.get().to(*args, **kwargs)
+
+    def float(self) -> LazyTensor | Tensor:
+        return self.to(torch.float32)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_compute", "_value"):
+            raise AttributeError(name)
+        return getattr(self.get(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.get()[index]
+
+    def __len__(self) -> int:
+        return len(self.get())
+
+    def __reduce__(self):
+        return _identity, (self.get(),)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        given = torch.utils._pytree.tree_map(_computed, (args, kwargs or {}))
+        return function(*given[0], **given[1])
+
+
+def _computed(value: Any) -> Any:
+    return value.get() if isinstance(value, LazyTensor) else value
+
+
+def _identity(value: Tensor) -> Tensor:
+    return value
+
+
+class _LazyFields:
+    """Makes a ModelOutput hand out tensors where it holds LazyTensors."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return _computed(super().__getattribute__(name))
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, int):
+            key = list(self.keys())[key]
+        return _computed(super().__getitem__(key))
+
+    def __reduce__(self):
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return functools.partial(type(self).__mro__[2], **fields), ()
+
+
+@functools.cache
+def lazy_output_class(stock: type) -> type:
+    """A subclass of the ModelOutput class `stock` that may hold LazyTensors."""
+    return type(stock.__name__, (_LazyFields, stock), {"__module__": stock.__module__})

@@ -1,0 +1,286 @@
+"""`unpad`, `repad` and `supports`: swapping classes in place.
+
+Only `module.__class__` changes. Modules, parameters, buffers, their names and identities stay, so
+an optimizer made before, tied weights, adapters and state dicts know nothing of it. The subclasses
+carry the stock names, which is what transformers saves as `architectures` and looks classes up by.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from bert_unpad.hf._versions import UNPAD_SINCE, require_transformers
+from bert_unpad.hf.adapters import FAMILIES, Family
+from bert_unpad.hf.heads import LOGITS, PackedMlm, PackedTokenLabels
+from bert_unpad.hf.layers import PackedLayer
+from bert_unpad.hf.models import PackedModel, static_reason
+
+__all__ = ["Support", "repad", "supports", "unpad"]
+
+_STATE = ("_bert_unpad_logits", "_bert_unpad_first_is_read")
+
+
+@dataclass(frozen=True)
+class Support:
+    """What `unpad` does with a model. True where it accelerates something."""
+
+    accelerated: dict[str, str]
+    """Name of the module ("" is the model itself) -> what of it will run on packed tokens."""
+    stock: dict[str, str]
+    """What will not: name of the module -> why."""
+
+    def __bool__(self) -> bool:
+        return bool(self.accelerated)
+
+    def __str__(self) -> str:
+        lists = (("packed", self.accelerated), ("stock", self.stock))
+        lines = [
+            f"{label}: {name or 'the model itself'}: {text}"
+            for label, found in lists
+            for name, text in found.items()
+        ]
+        return "\n".join(lines) or "no module of a known family"
+
+
+def supports(model: nn.Module) -> Support:
+    """Says what `unpad(model)` accelerates, and why not the rest. Changes nothing.
+
+    Single calls that ask for more than packed tokens give (attentions, hidden states, 4-D masks)
+    still go to the stock modules, with a `StockFallbackWarning`.
+
+    Raises:
+        ImportError: transformers is older than 5.0.
+    """
+    require_transformers(UNPAD_SINCE, "bert_unpad.hf.unpad")
+    accelerated, stock = {}, {}
+    for name, module, family in _base_models(model):
+        reason = static_reason(module, family.adapter, family.parts)
+        reason = reason or _strange_layer(module, family)
+        if reason:
+            stock[name] = reason
+        else:
+            accelerated[name] = "embeddings and layers"
+    for name, module in model.named_modules():
+        found = _mlm(module)
+        if found is None:
+            continue
+        if f"{name}.{found[1].base}".lstrip(".") in accelerated:
+            accelerated[name] = "logits at labels only"
+    return Support(accelerated, stock)
+
+
+def unpad(model: nn.Module, *, logits: str = "lazy") -> nn.Module:
+    """Makes a Hugging Face model compute its real tokens only, in place.
+
+    The call, the outputs at real tokens, the state dict, saving and loading stay what they were;
+    padded positions of `last_hidden_state` and of token logits become 0.
+
+    Args:
+        model: a BertModel, RobertaModel, XLMRobertaModel, CamembertModel, ElectraModel or
+            DistilBertModel, or any module that holds some: a model with a head, a PEFT or
+            sentence-transformers model.
+        logits: of masked-language models called with labels. "lazy": logits at all positions are
+            computed when they are read; "full": always; "none": `.logits` is None (for
+            `torch.compile`, which cannot return what is not computed and treats "lazy" as "full").
+
+    Returns:
+        The same object.
+
+    Raises:
+        ImportError: transformers is older than 5.0.
+        ValueError: nothing in the model can be accelerated (the text says why), or `logits` is
+            unknown.
+    """
+    if logits not in LOGITS:
+        raise ValueError(f"logits must be one of {', '.join(map(repr, LOGITS))}, got {logits!r}")
+    support = supports(model)
+    if not support:
+        raise ValueError(f"bert_unpad.hf.unpad: nothing to accelerate in the model:\n{support}")
+    chosen = [
+        (module, family)
+        for name, module, family in _base_models(model)
+        if name in support.accelerated
+    ]
+    for module, family in chosen:
+        module.__class__ = _packed_model(_stock(module), family)
+        for layer in getattr(module, family.adapter.stack).layer:
+            layer.__class__ = _packed_layer(_stock(layer), family)
+    for module in model.modules():
+        _swap_head(module, logits)
+    return model
+
+
+def repad(model: nn.Module) -> nn.Module:
+    """Undoes `unpad`: every module has its stock class again.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: a class was swapped again after `unpad` (by FSDP2, for one), so that it cannot
+            be undone.
+    """
+    for name, module in model.named_modules():
+        kind = type(module)
+        if "_bert_unpad_stock" in vars(kind):
+            module.__class__ = kind._bert_unpad_stock
+        elif hasattr(kind, "_bert_unpad_stock"):
+            raise ValueError(f"{name or 'the model'} became a {kind} after unpad: cannot undo that")
+        for attribute in _STATE:
+            module.__dict__.pop(attribute, None)
+    return model
+
+
+def _stock(module: nn.Module) -> type:
+    return vars(type(module)).get("_bert_unpad_stock", type(module))
+
+
+def _classes(family: Family) -> Any | None:
+    """The family's module in transformers, if anything has imported it."""
+    return sys.modules.get(f"transformers.models.{family.package}.modeling_{family.package}")
+
+
+def _is(module: nn.Module, family: Family, name: str) -> bool:
+    """Whether the module is of the class, or of a subclass that computes the same."""
+    classes = _classes(family)
+    wanted = getattr(classes, name, None)
+    if wanted is None or not isinstance(module, wanted):
+        return False
+    return inspect.unwrap(_stock(module).forward) is inspect.unwrap(wanted.forward)
+
+
+def _base_models(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
+    for name, module in model.named_modules():
+        for family in FAMILIES:
+            if _is(module, family, family.model):
+                yield name, module, family
+
+
+def _strange_layer(module: nn.Module, family: Family) -> str | None:
+    for index, layer in enumerate(getattr(module, family.adapter.stack).layer):
+        if not _is(layer, family, family.layer):
+            return f"layer {index} is a {type(layer).__name__}, not a {family.layer}"
+    return None
+
+
+def _mlm(module: nn.Module):
+    for family in FAMILIES:
+        for name, head in family.mlm.items():
+            if _is(module, family, name):
+                return family, head
+    return None
+
+
+def _swap_head(module: nn.Module, logits: str) -> None:
+    found = _mlm(module)
+    if found is not None:
+        module.__class__ = _packed_mlm(_stock(module), found[1])
+        module._bert_unpad_logits = logits
+        return
+    for family in FAMILIES:
+        if any(_is(module, family, name) for name in family.token_labels):
+            module.__class__ = _packed_token_labels(_stock(module))
+        if any(_is(module, family, name) for name in family.first_readers):
+            for child in module.children():
+                if isinstance(child, PackedModel):
+                    child._bert_unpad_first_is_read = True
+
+
+def _arguments(stock: type) -> tuple[str, ...]:
+    """Names of forward's positional parameters."""
+    parameters = list(inspect.signature(stock.forward).parameters.values())[1:]
+    return tuple(p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD)
+
+
+def _subclass(mixin: type, stock: type, **attributes: Any) -> type:
+    """`stock` with `mixin` in front, under the stock's own name."""
+    forward = functools.wraps(stock.forward)(_forwarder(mixin))
+    namespace = {
+        # transformers and the Trainer read forward's signature and documentation.
+        "forward": forward,
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__doc__": stock.__doc__,
+        "__reduce_ex__": _reduce,
+        "_bert_unpad_stock": stock,
+        **attributes,
+    }
+    return type(stock.__name__, (mixin, stock), namespace)
+
+
+def _forwarder(mixin: type):
+    def forward(self, *args, **kwargs):
+        return mixin.forward(self, *args, **kwargs)
+
+    return forward
+
+
+@functools.cache
+def _packed_model(stock: type, family: Family) -> type:
+    return _subclass(
+        PackedModel,
+        stock,
+        _bert_unpad_adapter=family.adapter,
+        _bert_unpad_parts=staticmethod(family.parts),
+        _bert_unpad_arguments=_arguments(stock),
+        _bert_unpad_rebuild=("model", family.package),
+    )
+
+
+@functools.cache
+def _packed_layer(stock: type, family: Family) -> type:
+    return _subclass(
+        PackedLayer,
+        stock,
+        _bert_unpad_parts=staticmethod(family.parts),
+        _bert_unpad_rebuild=("layer", family.package),
+    )
+
+
+@functools.cache
+def _packed_mlm(stock: type, head) -> type:
+    return _subclass(
+        PackedMlm,
+        stock,
+        _bert_unpad_head=head,
+        _bert_unpad_arguments=_arguments(stock),
+        _bert_unpad_rebuild=("mlm", None),
+    )
+
+
+@functools.cache
+def _packed_token_labels(stock: type) -> type:
+    return _subclass(
+        PackedTokenLabels,
+        stock,
+        _bert_unpad_arguments=_arguments(stock),
+        _bert_unpad_rebuild=("token_labels", None),
+    )
+
+
+def _reduce(self, protocol: int):
+    """Pickle and deepcopy by the stock class, since a subclass has no name to be found under."""
+    kind = next(k for k in type(self).__mro__ if "_bert_unpad_stock" in vars(k))
+    state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+    return _rebuild, (kind._bert_unpad_stock, *kind._bert_unpad_rebuild), state
+
+
+def _rebuild(stock: type, role: str, package: str | None) -> nn.Module:
+    """An empty module of the packed class that belongs to `stock`; its state follows."""
+    if role in ("model", "layer"):
+        family = next(f for f in FAMILIES if f.package == package)
+        kind = (_packed_model if role == "model" else _packed_layer)(stock, family)
+    elif role == "mlm":
+        names = [base.__name__ for base in stock.__mro__]
+        heads = {name: head for family in FAMILIES for name, head in family.mlm.items()}
+        kind = _packed_mlm(stock, next(heads[name] for name in names if name in heads))
+    else:
+        kind = _packed_token_labels(stock)
+    return kind.__new__(kind)
