@@ -21,17 +21,6 @@ struct Fp32Shared {
   static BU_DEVICE uint32_t value(int i, int lane) { return row(2) + 4 * (32 * i + lane); }
 };
 
-BU_DEVICE float warp_sum(float x) {
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) x += shuffle_xor(x, mask);
-  return x;
-}
-BU_DEVICE float warp_max(float x) {
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) x = fmaxf(x, shuffle_xor(x, mask));
-  return x;
-}
-
 template <int kHeadDim>
 BU_DEVICE void stage_row(int i, const float* p) {
   for (int c = threadIdx.x % 32; c < kHeadDim; c += 32)

@@ -5,6 +5,7 @@
 #include "attention/attention_cuda.h"
 #include "device/math.h"
 #include "device/primitives.h"
+#include "device/reduce.h"
 #include "device/site.h"
 #include "device/swizzle.h"
 
@@ -198,16 +199,6 @@ BU_DEVICE void store_rows(const float (&c)[kTiles][4], float factor0, float fact
       if (row < end) store_global<Words>(rows.at(row, column + 8 * (n + lane % 4)), out);
     }
   }
-}
-
-// Over the four lanes that share a row of C.
-BU_DEVICE float quad_sum(float x) {
-  x += shuffle_xor(x, 1);
-  return x + shuffle_xor(x, 2);
-}
-BU_DEVICE float quad_max(float x) {
-  x = fmaxf(x, shuffle_xor(x, 1));
-  return fmaxf(x, shuffle_xor(x, 2));
 }
 
 // rowsum(dout * out) of the rows g and g + 8 of 16, in all lanes that hold them; zero from `end`

@@ -68,11 +68,4 @@ inline Tensor sum_chunks(const float* partials, int64_t chunks, int64_t stride,
   return dtype == ScalarType::Float ? sums : torch::stable::to(sums, dtype);
 }
 
-// The mean or the reciprocal standard deviation of every row: fp32 [rows], contiguous.
-inline void check_statistics(const Tensor& t, int64_t rows, const char* op, const char* name) {
-  check_shape(t, {rows}, op, name, "[rows]");
-  check_dtype(t, ScalarType::Float, op, name, "float32");
-  check_contiguous(t, op, name);
-}
-
 }  // namespace bert_unpad

@@ -1,13 +1,36 @@
-// Reductions within a thread block, in an order that depends on the block's shape alone, so that
-// the same inputs give the same bits.
+// Reductions within a warp and a thread block, in an order that depends on the block's shape alone,
+// so that the same inputs give the same bits.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "device/macros.h"
 #include "device/primitives.h"
 
 namespace bert_unpad {
+
+// Over all lanes of a warp; the result is in all of them.
+BU_DEVICE float warp_sum(float x) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) x += shuffle_xor(x, mask);
+  return x;
+}
+BU_DEVICE float warp_max(float x) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) x = fmaxf(x, shuffle_xor(x, mask));
+  return x;
+}
+
+// Over the four lanes whose numbers differ in the last two bits.
+BU_DEVICE float quad_sum(float x) {
+  x += shuffle_xor(x, 1);
+  return x + shuffle_xor(x, 2);
+}
+BU_DEVICE float quad_max(float x) {
+  x = fmaxf(x, shuffle_xor(x, 1));
+  return fmaxf(x, shuffle_xor(x, 2));
+}
 
 // Adds up `values` over the threads that share threadIdx.x, in the order of threadIdx.y; the sums
 // are in the threads with threadIdx.y == 0. All threads of the block must call it. From offset

@@ -10,6 +10,7 @@
 #include "cpu/rng.h"
 #include "cpu/rows.h"
 #include "embedding/scatter.h"
+#include "norm/operands.h"
 
 namespace bert_unpad {
 
@@ -85,9 +86,7 @@ std::tuple<Tensor, Tensor, Tensor> embedding_layer_norm(
   EmbeddingParams p{};
   std::vector<float> weight_vector, bias_vector;
   set_common(p, weight_vector, tables, y, weight, dropout_p, rng, op);
-  check_parameter(bias, p.hidden, y, op, "ln_bias");
-  check(bias.scalar_type() == weight.scalar_type(), op,
-        ": ln_bias must have the dtype of ln_weight");
+  check_norm_bias(bias, weight, y, op, "ln_");
   bias_vector = padded_vector(bias, p.hidden);
   p.bias = bias_vector.data();
   p.eps = static_cast<float>(eps);
@@ -118,8 +117,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> embedding_layer_norm_backward
   check_shape(dy, {tokens, p.hidden}, op, "dy", "[tokens, hidden]");
   check_contiguous(dy, op, "dy");
   check_same_device(dy, word, op, "dy");
-  check_statistics(mean, tokens, op, "mean");
-  check_statistics(rstd, tokens, op, "rstd");
+  check_statistics(mean, tokens, word, op, "mean");
+  check_statistics(rstd, tokens, word, op, "rstd");
   p.dy = dy.const_data_ptr();
   p.mean = const_cast<float*>(mean.const_data_ptr<float>());
   p.rstd = const_cast<float*>(rstd.const_data_ptr<float>());

@@ -7,6 +7,7 @@
 #include "cpu/rng.h"
 #include "cpu/rows.h"
 #include "norm/norm.h"
+#include "norm/operands.h"
 
 namespace bert_unpad {
 
@@ -24,16 +25,10 @@ int64_t set_common(NormParams& p, Vectors& vectors, const Tensor& x,
                    const std::optional<Tensor>& x_bias, const std::optional<Tensor>& residual,
                    const Tensor& weight, double dropout_p, const std::optional<Tensor>& rng,
                    const char* op) {
+  const int64_t rows = check_norm_operands(x, x_bias, residual, weight, dropout_p, op);
   p.dtype = storage_dtype(x, op, "x");
-  check(x.dim() >= 1 && x.size(x.dim() - 1) >= 1, op,
-        ": x must have shape [..., hidden] with hidden >= 1, got ", shape_string(x));
-  check_contiguous(x, op, "x");
-  p.hidden = x.size(x.dim() - 1);
+  p.hidden = weight.size(0);
   p.padded = padded_columns(p.hidden);
-  if (residual) check_like(*residual, x, op, "residual", "x");
-  check_parameter(weight, p.hidden, x, op, "weight");
-  if (x_bias) check_parameter(*x_bias, p.hidden, x, op, "x_bias");
-  check_probability(dropout_p, op, "p");
   p.keep_threshold = keep_threshold(dropout_p);
   if (dropout_p > 0.0) p.rng = read_rng(rng, op);
   vectors.x_bias = padded_vector(x_bias, p.hidden);
@@ -42,7 +37,7 @@ int64_t set_common(NormParams& p, Vectors& vectors, const Tensor& x,
   p.residual = residual ? residual->const_data_ptr() : nullptr;
   p.x_bias = vectors.x_bias.data();
   p.weight = vectors.weight.data();
-  return x.numel() / p.hidden;
+  return rows;
 }
 
 int64_t scratch_floats(const NormParams& p) { return 2 * p.padded + word_floats(p.hidden); }
@@ -56,8 +51,7 @@ std::tuple<Tensor, Tensor, Tensor> dropout_add_layer_norm(Tensor x, std::optiona
   NormParams p{};
   Vectors vectors;
   const int64_t rows = set_common(p, vectors, x, x_bias, residual, weight, dropout_p, rng, op);
-  check_parameter(bias, p.hidden, x, op, "bias");
-  check(bias.scalar_type() == weight.scalar_type(), op, ": bias must have the dtype of weight");
+  check_norm_bias(bias, weight, x, op);
   vectors.bias = padded_vector(bias, p.hidden);
   p.bias = vectors.bias.data();
   p.eps = static_cast<float>(eps);
@@ -82,8 +76,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
   Vectors vectors;
   const int64_t rows = set_common(p, vectors, x, x_bias, residual, weight, dropout_p, rng, op);
   check_like(dy, x, op, "dy", "x");
-  check_statistics(mean, rows, op, "mean");
-  check_statistics(rstd, rows, op, "rstd");
+  check_statistics(mean, rows, x, op, "mean");
+  check_statistics(rstd, rows, x, op, "rstd");
   Tensor dx = torch::stable::empty_like(x);
   const bool own_dresidual = residual.has_value() && dropout_p > 0.0;
   Tensor dresidual =

@@ -1,0 +1,30 @@
+// LN(residual + dropout(x + x_bias)) on a GPU: what the binding hands to the kernels. No torch
+// here.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "norm/row_params.h"
+
+namespace bert_unpad::cuda {
+
+// Activations are [rows, hidden], contiguous, of `norm.dtype`.
+struct LayerNormParams {
+  RowNormParams norm;
+  DType x_bias_dtype;
+  const void* x;
+  const void *x_bias, *residual;  // null where there is none
+  void *y, *dx;
+  void* dresidual;  // null where it equals dx or is not wanted
+  void* dx_bias;    // null where there is no x_bias
+};
+
+void dropout_add_layer_norm(const LayerNormParams& p, cudaStream_t stream);
+
+// Rows of `norm.partials`, which has 3 sums. Needs the sizes and the activations' pointers.
+int64_t dropout_add_layer_norm_partial_rows(const LayerNormParams& p);
+
+// No atomics: the same inputs give the same bits on the same device.
+void dropout_add_layer_norm_backward(const LayerNormParams& p, cudaStream_t stream);
+
+}  // namespace bert_unpad::cuda

@@ -1,0 +1,223 @@
+// LayerNorm's forward and backward pass over rows, limited by memory: operands are read once, the
+// row stays in registers between its statistics and its output, and results are written once.
+//
+// What is normalised and what happens to the result is an operator's own; its `Row` type says:
+//   Row(params)                              of all threads, once
+//   begin(row)                               before anything of a row is read
+//   Raw load<kWide>(column, count)           a group of the operands, as it is in memory
+//   input_bias()                             a parameter that `input` needs, or a null one
+//   input(raw, column, parameters, mask, z)  the LayerNorm's input, in fp32
+//   output<kWide>(column, count, mask, y)    takes the LayerNorm's result
+//   gradient<kWide>(column, count)           a group of dy, as it is in memory
+//   result_gradient(group, mask, d)          the gradient of the LayerNorm's result, in fp32
+//   input_gradient<kWide>(column, count, mask, dz, sums)   takes the gradient of its input
+// `mask` says what dropout keeps, before the LayerNorm or after it as the operator has it. kSums is
+// how many column sums the backward pass gives (2: dweight, dbias; 3: also those that
+// input_gradient adds to). `norm` of the params is a RowNormParams.
+//
+// A row is held by a warp, or by a block where kBlockRow; a thread has kVectors groups of 8
+// columns. Other shapes: norm/row_general.h.
+#pragma once
+
+#include <cmath>
+
+#include "norm/row_params.h"
+#include "norm/row_parts.h"
+
+namespace bert_unpad {
+
+enum ParameterNumber { kWeight, kInputBias, kBias };
+
+// Bytes of shared memory that a block needs.
+template <bool kBlockRow>
+constexpr uint32_t forward_shared_bytes(int64_t hidden) {
+  return RowSum<kBlockRow>::kBytes + SharedParameters::bytes(hidden, 3);
+}
+
+// Which rows and columns are a thread's.
+template <bool kBlockRow>
+struct RowShare {
+  int thread, threads;
+  int64_t first, step;
+
+  BU_DEVICE RowShare()
+      : thread(threadIdx.x),
+        threads(kBlockRow ? static_cast<int>(blockDim.x) : 32),
+        first(static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y),
+        step(static_cast<int64_t>(gridDim.x) * blockDim.y) {}
+
+  BU_DEVICE int column(int v) const { return (v * threads + thread) * kGroup; }
+};
+
+// 1 / sqrt(variance + eps).
+BU_DEVICE float reciprocal_deviation(float squares, float inverse_hidden, float eps) {
+  return 1.0f / std::sqrt(fma(squares, inverse_hidden, eps));
+}
+
+BU_DEVICE void normalise(float (&z)[kGroup], float mean, float rstd, const float (&weight)[kGroup],
+                         const float (&bias)[kGroup]) {
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) z[i] = fma((z[i] - mean) * rstd, weight[i], bias[i]);
+}
+
+template <class Row, int kVectors, bool kBlockRow, class Params>
+BU_DEVICE void forward_rows(const Params& params) {
+  const cuda::RowNormParams& p = params.norm;
+  const int hidden = static_cast<int>(p.hidden);
+  const float inverse = 1.0f / static_cast<float>(hidden);
+  const RowShare<kBlockRow> share;
+  Row row_of(params);
+  const RowDropout dropout(p.rng, p.keep_threshold);
+  RowSum<kBlockRow> sum_over_row(0);
+  const SharedParameters parameters(RowSum<kBlockRow>::kBytes, hidden);
+  parameters.put(kWeight, {p.weight, p.parameter_dtype}, hidden);
+  parameters.put(kBias, {p.bias, p.parameter_dtype}, hidden);
+  parameters.put(kInputBias, row_of.input_bias(), hidden);
+  sync_block();
+  for (int64_t row = share.first; row < p.rows; row += share.step) {
+    row_of.begin(row);
+    typename Row::Raw raw[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v)
+      if (share.column(v) < hidden) raw[v] = row_of.template load<true>(share.column(v), kGroup);
+    float z[kVectors][kGroup], sum[1] = {0.0f};
+    uint32_t masks[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (share.column(v) >= hidden) break;
+      masks[v] = dropout.kept(row, share.column(v));
+      row_of.input(raw[v], share.column(v), parameters, masks[v], z[v]);
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) sum[0] += z[v][i];
+    }
+    sum_over_row(sum);
+    const float mean = sum[0] * inverse;
+    sum[0] = 0.0f;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (share.column(v) >= hidden) break;
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) sum[0] = fma(z[v][i] - mean, z[v][i] - mean, sum[0]);
+    }
+    sum_over_row(sum);
+    const float rstd = reciprocal_deviation(sum[0], inverse, p.eps);
+    if (share.thread == 0) {
+      store_global<float>(p.mean + row, mean);
+      store_global<float>(p.rstd + row, rstd);
+    }
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (share.column(v) >= hidden) break;
+      float weight[kGroup], bias[kGroup];
+      parameters.get(kWeight, share.column(v), weight);
+      parameters.get(kBias, share.column(v), bias);
+      normalise(z[v], mean, rstd, weight, bias);
+      row_of.template output<true>(share.column(v), kGroup, masks[v], z[v]);
+    }
+  }
+}
+
+// xhat from the LayerNorm's input; adds what a group gives to its column sums and to the row's sums
+// of g = d * weight and of g * xhat.
+BU_DEVICE void differentiate(float (&xhat)[kGroup], const float (&d)[kGroup], float mean,
+                             float rstd, const float (&weight)[kGroup], float* dweight,
+                             float* dbias, float (&sums)[2]) {
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) {
+    xhat[i] = (xhat[i] - mean) * rstd;
+    dweight[i] = fma(d[i], xhat[i], dweight[i]);
+    dbias[i] += d[i];
+    const float g = d[i] * weight[i];
+    sums[0] += g;
+    sums[1] = fma(g, xhat[i], sums[1]);
+  }
+}
+
+// d becomes the gradient of the LayerNorm's input; `sums` are those over the row.
+BU_DEVICE void project(float (&d)[kGroup], const float (&xhat)[kGroup], float rstd, float inverse,
+                       const float (&weight)[kGroup], const float (&sums)[2]) {
+  const float factor = rstd * inverse, a = sums[0] * factor, b = sums[1] * factor;
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) d[i] = fma(d[i] * weight[i], rstd, -fma(xhat[i], b, a));
+}
+
+template <int kVectors, bool kBlockRow>
+constexpr uint32_t backward_shared_bytes(int64_t hidden, dim3 block) {
+  const uint32_t parameters = RowSum<kBlockRow>::kBytes + SharedParameters::bytes(hidden, 2);
+  const uint32_t sums = sum_over_y_bytes(block.x, block.y, kVectors * kGroup);
+  return parameters > sums ? parameters : sums;
+}
+
+template <class Row, int kVectors, bool kBlockRow, class Params>
+BU_DEVICE void backward_rows(const Params& params) {
+  const cuda::RowNormParams& p = params.norm;
+  const int hidden = static_cast<int>(p.hidden);
+  const float inverse = 1.0f / static_cast<float>(hidden);
+  const RowShare<kBlockRow> share;
+  Row row_of(params);
+  const RowDropout dropout(p.rng, p.keep_threshold);
+  RowSum<kBlockRow> sum_over_row(0);
+  const SharedParameters parameters(RowSum<kBlockRow>::kBytes, hidden);
+  parameters.put(kWeight, {p.weight, p.parameter_dtype}, hidden);
+  parameters.put(kInputBias, row_of.input_bias(), hidden);
+  sync_block();
+  float columns[3][kVectors * kGroup] = {};
+  for (int64_t row = share.first; row < p.rows; row += share.step) {
+    row_of.begin(row);
+    const float mean = load_global<float>(p.mean + row), rstd = load_global<float>(p.rstd + row);
+    typename Row::Raw raw[kVectors];
+    Group<typename Row::Activation> dy[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (share.column(v) >= hidden) break;
+      raw[v] = row_of.template load<true>(share.column(v), kGroup);
+      dy[v] = row_of.template gradient<true>(share.column(v), kGroup);
+    }
+    float xhat[kVectors][kGroup], sums[2] = {0.0f, 0.0f};
+    uint32_t masks[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (share.column(v) >= hidden) break;
+      const int column = share.column(v);
+      masks[v] = dropout.kept(row, column);
+      row_of.input(raw[v], column, parameters, masks[v], xhat[v]);
+      float d[kGroup], weight[kGroup];
+      row_of.result_gradient(dy[v], masks[v], d);
+      parameters.get(kWeight, column, weight);
+      differentiate(xhat[v], d, mean, rstd, weight, columns[0] + v * kGroup,
+                    columns[1] + v * kGroup, sums);
+    }
+    sum_over_row(sums);
+    const SharedParameters again = parameters.anew();
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (share.column(v) >= hidden) break;
+      const int column = share.column(v);
+      float d[kGroup], weight[kGroup];
+      row_of.result_gradient(dy[v], masks[v], d);
+      again.get(kWeight, column, weight);
+      project(d, xhat[v], rstd, inverse, weight, sums);
+      row_of.template input_gradient<true>(column, kGroup, masks[v], d, columns[2] + v * kGroup);
+    }
+  }
+  // What the block adds to the column sums.
+#pragma unroll
+  for (int s = 0; s < Row::kSums; ++s) {
+    if constexpr (!kBlockRow) {
+      sync_block();  // the parameters, or the sums before, are no longer read
+      sum_over_y(columns[s], 0);
+      if (threadIdx.y > 0) continue;
+    }
+    float* out = p.partials + (static_cast<int64_t>(s) * gridDim.x + blockIdx.x) * p.hidden;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (share.column(v) >= hidden) break;
+      float group[kGroup];
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) group[i] = columns[s][v * kGroup + i];
+      store_group<true>(out + share.column(v), group, kGroup);
+    }
+  }
+}
+
+}  // namespace bert_unpad

@@ -1,0 +1,85 @@
+// Launch geometry of the kernels with a LayerNorm: which of them takes a shape, with which blocks.
+#pragma once
+
+#include "cuda/launch.h"
+#include "norm/row_general.h"
+
+namespace bert_unpad::cuda {
+
+inline constexpr int kLongestWideRow = 4096;
+
+// Threads of a block, and how many blocks shall share an SM: as few as it takes for no kernel to
+// spill, and no more than fill the device, because each adds a row to `partials`. In the backward
+// pass a thread has up to 32 columns with three sums each.
+template <int kVectors, bool kBlockRow>
+struct RowBlock {
+  static constexpr bool kGeneral = kVectors == 0;
+  static constexpr int kWarpRows = 4;
+  static constexpr int kThreads = kBlockRow && !kGeneral ? 32 * kMaxRowWarps : 128;
+  static constexpr int kForward = kGeneral ? 8 : kBlockRow ? 1 : kVectors == 1 ? 8 : 4;
+  static constexpr int kBackward = kGeneral ? 4 : kBlockRow ? 1 : kVectors == 1 ? 5 : 2;
+
+  static dim3 block(int64_t hidden) {
+    if (kGeneral) return dim3(kThreads);
+    constexpr int kWarpColumns = 32 * kVectors * kGroup;
+    if (kBlockRow)
+      return dim3(static_cast<unsigned>((hidden + kWarpColumns - 1) / kWarpColumns) * 32);
+    return dim3(32, kWarpRows);
+  }
+  // Blocks that take every so-many-th row, or group of rows.
+  static dim3 grid(const RowNormParams& p, int blocks_per_sm, const char* op) {
+    const int64_t at_once = kBlockRow ? 1 : kWarpRows;
+    // A block for long rows may be smaller than it is allowed to be.
+    const int64_t smaller = kThreads / static_cast<int64_t>(block(p.hidden).x * block(p.hidden).y);
+    const int64_t fill = static_cast<int64_t>(sm_count(op)) * blocks_per_sm * smaller;
+    return dim3(static_cast<unsigned>(std::min((p.rows + at_once - 1) / at_once, fill)));
+  }
+};
+
+// f.operator()<kVectors, kBlockRow>(). `aligned`: all activations lie at multiples of 16 bytes.
+// T: what the operands are made of; of fp32 a thread cannot hold several groups.
+template <class T, class F>
+auto dispatch_row(const RowNormParams& p, bool aligned, const F& f) {
+  if (!aligned || p.hidden % kGroup != 0 || p.hidden > kLongestWideRow)
+    return f.template operator()<0, true>();
+  if (p.hidden <= 256) return f.template operator()<1, false>();
+  if constexpr (sizeof(T) == 2) {
+    if (p.hidden <= 768) return f.template operator()<3, false>();
+    if (p.hidden <= 1024) return f.template operator()<4, false>();
+  }
+  return f.template operator()<1, true>();
+}
+
+// Rows of `partials`.
+template <class T>
+int64_t row_partial_rows(const RowNormParams& p, bool aligned, const char* op) {
+  if (p.rows == 0) return 0;
+  return dispatch_row<T>(p, aligned, [&]<int kVectors, bool kBlockRow>() -> int64_t {
+    using Block = RowBlock<kVectors, kBlockRow>;
+    return Block::grid(p, Block::kBackward, op).x;
+  });
+}
+
+// Any kernel of the family: kernel(params) with the blocks of a forward or backward pass.
+template <int kVectors, bool kBlockRow, class Params>
+void launch_forward_rows(const char* op, void (*kernel)(Params), const Params& p,
+                         cudaStream_t stream) {
+  using Block = RowBlock<kVectors, kBlockRow>;
+  const uint32_t shared =
+      kVectors == 0 ? RowSum<true>::kBytes : forward_shared_bytes<kBlockRow>(p.norm.hidden);
+  launch(op, kernel, Block::grid(p.norm, Block::kForward, op), Block::block(p.norm.hidden), shared,
+         stream, p);
+}
+
+template <int kVectors, bool kBlockRow, class Params>
+void launch_backward_rows(const char* op, void (*kernel)(Params), const Params& p,
+                          cudaStream_t stream) {
+  using Block = RowBlock<kVectors, kBlockRow>;
+  const dim3 block = Block::block(p.norm.hidden);
+  const uint32_t shared = kVectors == 0
+                              ? RowSum<true>::kBytes
+                              : backward_shared_bytes<kVectors, kBlockRow>(p.norm.hidden, block);
+  launch(op, kernel, Block::grid(p.norm, Block::kBackward, op), block, shared, stream, p);
+}
+
+}  // namespace bert_unpad::cuda

@@ -1,0 +1,26 @@
+// What the CUDA operators with a LayerNorm hand to the kernels that they share. No torch here.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/types.h"
+
+namespace bert_unpad::cuda {
+
+struct RowNormParams {
+  DType dtype;            // of activations
+  DType parameter_dtype;  // of weight, bias and their gradients
+  int64_t rows, hidden;   // hidden < 2^31
+  float eps;
+  uint32_t keep_threshold;  // of 65,536; 65,536 = no dropout
+  const int64_t* rng;       // (seed, offset) on the device; null without dropout
+  const void *weight, *bias;
+  const void* dy;
+  float *mean, *rstd;  // [rows]
+  void *dweight, *dbias;
+  // Scratch memory [sums, partial rows, hidden]: what each block adds to dweight, dbias and, where
+  // the operator has it, dx_bias.
+  float* partials;
+};
+
+}  // namespace bert_unpad::cuda
