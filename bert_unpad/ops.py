@@ -12,14 +12,19 @@ from bert_unpad._ops.gelu import bias_gelu
 from bert_unpad._ops.linear import linear
 from bert_unpad._ops.loss import masked_cross_entropy
 from bert_unpad._ops.norm import dropout_add_layer_norm
+from bert_unpad._ops.optim import adam_, lamb_, multi_tensor_l2norm, multi_tensor_scale_
 
 __all__ = [
+    "adam_",
     "bias_gelu",
     "clip_bucket_",
     "dropout_add_layer_norm",
     "embedding_layer_norm",
+    "lamb_",
     "linear",
     "masked_cross_entropy",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale_",
     "varlen_attention",
     "varlen_cross_attention",
 ]

@@ -1,0 +1,181 @@
+// CPU bindings of LAMB, whole and in two halves between which norms of shards are added up.
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <tuple>
+
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
+#include "optim/chunks.h"
+#include "optim/steps_cpu.h"
+
+namespace bert_unpad {
+
+BU_ISA_TABLE(UpdateKernels, update_kernels)
+
+namespace {
+
+// LAMB's two passes over a list. `sums` is [tensors, kLambSums].
+class Lamb {
+ public:
+  Lamb(const UpdateList& list, const UpdateRule& rule, const Coefficients* coefficients)
+      : list_(list),
+        rule_(factors_of(rule)),
+        coefficients_(coefficients),
+        kernels_(update_kernels()),
+        chunks_(chunks_of(list.tensors, &first_)) {}
+
+  // Moments, and sums added up in the order of the chunks.
+  void moments(float* sums) {
+    partials_.resize(chunks_.size() * kLambSums);
+    const auto count = static_cast<int64_t>(chunks_.size());
+    parallel_tasks(count, [&](int64_t i) { moments_of_chunk(i); });
+    for (int64_t t = 0; t < tensors(); ++t) add_up(t, sums + t * kLambSums);
+  }
+
+  void apply(const float* sums) const {
+    const auto count = static_cast<int64_t>(chunks_.size());
+    parallel_tasks(count, [&](int64_t i) { apply_to_chunk(i, sums); });
+  }
+
+  // Both, tensor by tensor: the second pass finds in the caches what the first has left there,
+  // which is why it walks backwards. A task of the second pass waits for the tensor's first pass,
+  // whose tasks were handed out before it and so are done or being worked on.
+  void both() {
+    partials_.resize(chunks_.size() * kLambSums);
+    std::vector<float> sums(tensors() * kLambSums);
+    const std::unique_ptr<std::atomic<int64_t>[]> left(new std::atomic<int64_t>[tensors()]);
+    for (int64_t t = 0; t < tensors(); ++t) left[t] = first_[t + 1] - first_[t];
+    const auto count = static_cast<int64_t>(chunks_.size());
+    parallel_tasks(2 * count, [&](int64_t task) {
+      // Tasks of tensor t: 2 first[t] .. 2 first[t + 1], its first pass and then its second.
+      const int64_t t = chunks_[task / 2].tensor, begin = first_[t], end = first_[t + 1];
+      const int64_t number = task - 2 * begin;
+      if (number < end - begin) {
+        moments_of_chunk(begin + number);
+        // 1: the last chunk of the tensor. The sums are there before 0 says so.
+        if (left[t].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+          add_up(t, sums.data() + t * kLambSums);
+          left[t].store(kSummed, std::memory_order_release);
+        }
+      } else {
+        while (left[t].load(std::memory_order_acquire) != kSummed) {
+        }
+        apply_to_chunk(begin + (2 * (end - begin) - 1 - number), sums.data());
+      }
+    });
+  }
+
+ private:
+  static constexpr int64_t kSummed = -1;
+
+  int64_t tensors() const { return static_cast<int64_t>(list_.tensors.size()); }
+
+  void moments_of_chunk(int64_t i) {
+    const Chunk& c = chunks_[i];
+    if (coefficients_[c.tensor].skipped()) return;
+    kernels_.lamb_moments(rule_, coefficients_[c.tensor], list_.param_dtype, list_.grad_dtype,
+                          list_.tensors[c.tensor], c.begin, c.end,
+                          partials_.data() + i * kLambSums);
+  }
+
+  void apply_to_chunk(int64_t i, const float* sums) const {
+    const Chunk& c = chunks_[i];
+    if (coefficients_[c.tensor].skipped()) return;
+    const float* s = sums + c.tensor * kLambSums;
+    float ratios[2] = {1.0f, 1.0f};
+    if (rule_.trust_ratio) {
+      ratios[0] = trust_ratio(s[0], s[1]);
+      ratios[1] = trust_ratio(s[0], s[2]);
+    }
+    kernels_.lamb_apply(rule_, coefficients_[c.tensor], list_.param_dtype, list_.grad_dtype,
+                        list_.tensors[c.tensor], ratios, c.begin, c.end);
+  }
+
+  void add_up(int64_t t, float* out) const {
+    double sums[kLambSums] = {};
+    for (int64_t i = first_[t]; i < first_[t + 1]; ++i)
+      for (int k = 0; k < kLambSums; ++k) sums[k] += partials_[i * kLambSums + k];
+    for (int k = 0; k < kLambSums; ++k) out[k] = static_cast<float>(sums[k]);
+  }
+
+  const UpdateList& list_;
+  const RuleFactors rule_;
+  const Coefficients* coefficients_;
+  const UpdateKernels& kernels_;
+  std::vector<int64_t> first_;
+  const std::vector<Chunk> chunks_;
+  std::vector<double> partials_;  // [chunks, kLambSums]
+};
+
+// What lamb_ and lamb_moments_ begin with.
+std::vector<Coefficients> begin_lamb(const UpdateList& list, const UpdateRule& rule,
+                                     const Tensors& params, const UpdateScalars& scalars,
+                                     const std::optional<Tensor>& grad_norms, const char* op) {
+  const float* norms = own_norms(grad_norms, params, rule, op);
+  if (params.empty()) return {};
+  scalars.check_all(params[0], rule, op);
+  return advance_steps(list, rule, scalars, norms);
+}
+
+void lamb_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors masters,
+           Tensors steps, Tensor lr, std::optional<Tensor> grad_scale, std::optional<Tensor> norm,
+           std::optional<Tensor> grad_norms, std::optional<Tensor> skipped, double beta1,
+           double beta2, double eps, double weight_decay, double max_grad_norm, bool grad_averaging,
+           bool bias_correction, bool trust_ratio, bool nesterov, bool maximize) {
+  const char* op = "lamb_";
+  const UpdateRule rule = lamb_rule(beta1, beta2, eps, weight_decay, max_grad_norm, grad_averaging,
+                                    bias_correction, trust_ratio, nesterov, maximize);
+  check_rule(rule, op);
+  const UpdateList list(params, grads, exp_avgs, exp_avg_sqs, masters, &steps, op);
+  const std::vector<Coefficients> coefficients =
+      begin_lamb(list, rule, params, {lr, grad_scale, norm, skipped}, grad_norms, op);
+  Lamb(list, rule, coefficients.data()).both();
+}
+
+std::tuple<Tensor, Tensor> lamb_moments_(
+    Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors masters,
+    Tensors steps, Tensor lr, std::optional<Tensor> grad_scale, std::optional<Tensor> norm,
+    std::optional<Tensor> grad_norms, std::optional<Tensor> skipped, double beta1, double beta2,
+    double eps, double weight_decay, double max_grad_norm, bool grad_averaging,
+    bool bias_correction, bool nesterov, bool maximize) {
+  const char* op = "lamb_moments_";
+  const UpdateRule rule = lamb_rule(beta1, beta2, eps, weight_decay, max_grad_norm, grad_averaging,
+                                    bias_correction, true, nesterov, maximize);
+  check_rule(rule, op);
+  const UpdateList list(params, grads, exp_avgs, exp_avg_sqs, masters, &steps, op);
+  const std::vector<Coefficients> coefficients =
+      begin_lamb(list, rule, params, {lr, grad_scale, norm, skipped}, grad_norms, op);
+  const auto count = static_cast<int64_t>(params.size());
+  Tensor sums = torch::stable::new_empty(lr, {count, kLambSums}, ScalarType::Float);
+  Tensor rows = torch::stable::new_empty(lr, {count, 4}, ScalarType::Float);
+  Lamb(list, rule, coefficients.data()).moments(sums.mutable_data_ptr<float>());
+  if (count > 0)
+    std::memcpy(rows.mutable_data_ptr(), coefficients.data(), count * sizeof(Coefficients));
+  return {sums, rows};
+}
+
+void lamb_apply_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs,
+                 Tensors masters, Tensor sums, Tensor coefficients, double beta1, double eps,
+                 double weight_decay, bool trust_ratio, bool nesterov) {
+  const char* op = "lamb_apply_";
+  const UpdateRule rule =
+      lamb_rule(beta1, 0.0, eps, weight_decay, 0.0, true, false, trust_ratio, nesterov, false);
+  check_rule(rule, op);
+  const UpdateList list(params, grads, exp_avgs, exp_avg_sqs, masters, nullptr, op);
+  const float* squares = rows_of(sums, params, kLambSums, op, "sums");
+  const float* rows = rows_of(coefficients, params, 4, op, "coefficients");
+  std::vector<Coefficients> copy(params.size());
+  if (!copy.empty()) std::memcpy(copy.data(), rows, copy.size() * sizeof(Coefficients));
+  Lamb(list, rule, copy.data()).apply(squares);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CPU, m) {
+  m.impl("lamb_", TORCH_BOX(&lamb_));
+  m.impl("lamb_moments_", TORCH_BOX(&lamb_moments_));
+  m.impl("lamb_apply_", TORCH_BOX(&lamb_apply_));
+}
+
+}  // namespace bert_unpad

@@ -1,0 +1,46 @@
+// Operators over lists of tensors: what the bindings hand to the kernels. No torch here.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/types.h"
+#include "optim/coefficients.h"
+
+namespace bert_unpad {
+
+// One tensor of an update: its arrays, all of `size` elements.
+struct UpdateTensor {
+  void* param;
+  const void* grad;
+  float *exp_avg, *exp_avg_sq;
+  float* master;  // null: the parameter itself is what is updated
+  int64_t size;
+};
+
+// One tensor of a norm or a scaling.
+struct PlainTensor {
+  void* data;
+  int64_t size;
+};
+
+// Squares of LAMB's norms: weights, update, and (Nesterov) the update by the gradient alone.
+inline constexpr int kLambSums = 3;
+
+struct UpdateKernels {
+  // Each for elements [begin, end); DTypes are the parameter's and the gradient's.
+  void (*adam)(const RuleFactors&, const Coefficients&, DType, DType, const UpdateTensor&,
+               int64_t begin, int64_t end);
+  // Moments, and the sums of squares of these elements.
+  void (*lamb_moments)(const RuleFactors&, const Coefficients&, DType, DType, const UpdateTensor&,
+                       int64_t begin, int64_t end, double* sums /* [kLambSums] */);
+  // Recomputes the update and adds it: `ratios` of the update and of the one by the gradient alone.
+  void (*lamb_apply)(const RuleFactors&, const Coefficients&, DType, DType, const UpdateTensor&,
+                     const float* ratios /* [2] */, int64_t begin, int64_t end);
+};
+
+struct MultiTensorKernels {
+  double (*square_sum)(DType, const void* data, int64_t begin, int64_t end);
+  void (*scale)(DType, void* data, float factor, int64_t begin, int64_t end);
+};
+
+}  // namespace bert_unpad

@@ -1,0 +1,31 @@
+// The beginning of every update on a CPU.
+#pragma once
+
+#include <vector>
+
+#include "optim/arguments.h"
+
+namespace bert_unpad {
+
+// Moves the steps on and says what this step does to each tensor; counts a step that is skipped.
+inline std::vector<Coefficients> advance_steps(const UpdateList& list, const UpdateRule& rule,
+                                               const UpdateScalars& scalars,
+                                               const float* own_norms) {
+  const auto value = [](const std::optional<Tensor>& t, float otherwise) {
+    return t ? *t->const_data_ptr<float>() : otherwise;
+  };
+  const float lr = *scalars.lr.const_data_ptr<float>();
+  const float scale = value(scalars.grad_scale, 1.0f), norm = value(scalars.norm, 0.0f);
+  std::vector<Coefficients> out;
+  bool skipped = false;
+  for (size_t i = 0; i < list.tensors.size(); ++i) {
+    const float own = own_norms ? own_norms[i] : -1.0f;
+    out.push_back(coefficients_of(rule, *list.steps[i] + 1.0f, lr, scale, norm, own));
+    if (!out.back().skipped()) *list.steps[i] += 1.0f;
+    skipped = skipped || out.back().skipped();
+  }
+  if (skipped && scalars.skipped) *scalars.skipped->mutable_data_ptr<int64_t>() += 1;
+  return out;
+}
+
+}  // namespace bert_unpad

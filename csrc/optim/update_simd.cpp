@@ -1,0 +1,188 @@
+// Adam and LAMB on a CPU: one pass over the arrays, in strips of vectors.
+#include "cpu/strip_simd.h"
+#include "optim/optim.h"
+#include "optim/stream_simd.h"
+
+namespace bert_unpad::BERT_UNPAD_ISA {
+namespace {
+
+// n / (sqrt(v) c + eps). A square root and a division of 512 bits take 36 cycles, as long as it
+// takes to stream 16 elements of all arrays; one Newton step each on the 14-bit estimates takes 10,
+// to within 2 ulp. The estimate of sqrt(0) would be 0 * inf, that of sqrt(inf) inf * 0.
+BU_INLINE f32v divide_by_root(f32v n, f32v v, float c, float eps) {
+#if defined(__AVX512F__)
+  const __m512 x = (__m512)v;
+  const __mmask16 ordinary = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ) &
+                             _mm512_cmp_ps_mask(x, _mm512_set1_ps(3e38f), _CMP_LT_OQ);
+  const f32v y = (f32v)_mm512_rsqrt14_ps(x);
+  const f32v s = v * y;
+  const f32v root = (f32v)_mm512_mask_mov_ps(x, ordinary, (__m512)(s + s * (0.5f - s * y * 0.5f)));
+  const f32v d = root * c + eps;
+  const f32v r = (f32v)_mm512_rcp14_ps((__m512)d);
+  return n * (r * (2.0f - d * r));
+#elif defined(__AVX2__)
+  return n / ((f32v)_mm256_sqrt_ps((__m256)v) * c + eps);
+#else
+  f32v root;
+  for (int i = 0; i < kLanes; ++i) root[i] = __builtin_sqrtf(v[i]);
+  return n / (root * c + eps);
+#endif
+}
+
+// A strip of one tensor: weights, scaled gradient (where it is needed), moments after this step.
+template <int N>
+struct State {
+  Strip<N> w, g, m, v;
+
+  // n / (sqrt(v) / sqrt(1 - beta2^t) + eps).
+  BU_INLINE Strip<N> normalised(const Strip<N>& n, const RuleFactors& f,
+                                const Coefficients& c) const {
+    return lockstep(
+        [&](f32v a, f32v b)
+            __attribute__((always_inline)) { return divide_by_root(a, b, c.denominator, f.eps); },
+        n, v);
+  }
+};
+
+template <class P, class Width>
+BU_INLINE auto load_weight(const UpdateTensor& t, int64_t j, Width width) {
+  return t.master ? load_strip(t.master + j, width)
+                  : load_strip(static_cast<const P*>(t.param) + j, width);
+}
+template <class P, class Width, int N>
+BU_INLINE void store_weight(const UpdateTensor& t, int64_t j, Width width, const Strip<N>& w) {
+  if (t.master) store_strip(t.master + j, w, width);
+  store_strip(static_cast<P*>(t.param) + j, w, width);
+}
+
+template <class P>
+BU_INLINE void prefetch_state(const UpdateTensor& t, int64_t j) {
+  if (t.master)
+    prefetch(t.master + j);
+  else
+    prefetch(static_cast<const P*>(t.param) + j);
+  prefetch(t.exp_avg + j);
+  prefetch(t.exp_avg_sq + j);
+}
+
+// Loads a strip and moves its moments on; `l2` is the weight decay that joins the gradient.
+template <class P, class G, class Width>
+BU_INLINE auto advance(const RuleFactors& f, const Coefficients& c, const UpdateTensor& t,
+                       int64_t j, Width width, float l2) {
+  prefetch_state<P>(t, j);
+  prefetch(static_cast<const G*>(t.grad) + j);
+  const auto w = load_weight<P>(t, j, width);
+  auto g = load_strip(static_cast<const G*>(t.grad) + j, width) * c.gradient;
+  if (l2 != 0.0f) g = g + w * l2;
+  auto m = load_strip(t.exp_avg + j, width), v = load_strip(t.exp_avg_sq + j, width);
+  m = (m - m * f.decay1) + g * f.gradient1;
+  v = (v - v * f.decay2) + g * g * f.decay2;
+  store_strip(t.exp_avg + j, m, width);
+  store_strip(t.exp_avg_sq + j, v, width);
+  return State{w, g, m, v};
+}
+
+template <class P, class G>
+void adam(const RuleFactors& f, const Coefficients& c, const UpdateTensor& t, int64_t begin,
+          int64_t end) {
+  const FlushDenormals flush;
+  const float keep = f.decoupled ? 1.0f - c.lr * f.weight_decay : 1.0f;
+  const float l2 = f.decoupled ? 0.0f : f.weight_decay;
+  const float step = c.lr * c.momentum;
+  for_strips(end - begin, [&](int64_t i, auto width) __attribute__((always_inline)) {
+    const int64_t j = begin + i;
+    const auto s = advance<P, G>(f, c, t, j, width, l2);
+    store_weight<P>(t, j, width, s.w * keep - s.normalised(s.m * step, f, c));
+  });
+}
+
+// sum += the squares, without the lanes beyond the width (0 / eps there, NaN for eps = 0).
+template <int N>
+BU_INLINE void add_squares(f32v& sum, const Strip<N>& s, Whole<N>) {
+#pragma GCC unroll 4
+  for (int i = 0; i < N; ++i) sum += s.v[i] * s.v[i];
+}
+BU_INLINE void add_squares(f32v& sum, const Strip<1>& s, Tail tail) {
+  const f32v v = first(s.v[0], tail);
+  sum += v * v;
+}
+
+template <class P, class G>
+void lamb_moments(const RuleFactors& f, const Coefficients& c, const UpdateTensor& t, int64_t begin,
+                  int64_t end, double* sums) {
+  const FlushDenormals flush;
+  // Runs of a few thousand squares are added up in fp32, those in double.
+  constexpr int64_t kRun = 4096;
+  for (int i = 0; i < kLambSums; ++i) sums[i] = 0.0;
+  for (int64_t run = begin; run < end; run += kRun) {
+    f32v weights{}, updates{}, gradients{};
+    const int64_t size = run + kRun < end ? kRun : end - run;
+    for_strips(size, [&](int64_t i, auto width) __attribute__((always_inline)) {
+      const auto s = advance<P, G>(f, c, t, run + i, width, 0.0f);
+      const auto decay = s.w * f.weight_decay;
+      add_squares(weights, s.w, width);
+      add_squares(updates, s.normalised(s.m * c.momentum, f, c) + decay, width);
+      if (f.nesterov) add_squares(gradients, s.normalised(s.g, f, c) + decay, width);
+    });
+    sums[0] += static_cast<double>(reduce_add(weights));
+    sums[1] += static_cast<double>(reduce_add(updates));
+    sums[2] += static_cast<double>(reduce_add(gradients));
+  }
+}
+
+template <class P, class G>
+void lamb_apply(const RuleFactors& f, const Coefficients& c, const UpdateTensor& t,
+                const float* ratios, int64_t begin, int64_t end) {
+  const FlushDenormals flush;
+  // LANS: d = beta1 ratio (m + decay w) + (1 - beta1) ratio' (g + decay w).
+  const float by_momentum = c.lr * ratios[0] * (f.nesterov ? f.beta1 : 1.0f);
+  const float by_gradient = f.nesterov ? c.lr * ratios[1] * f.decay1 : 0.0f;
+  const float keep = 1.0f - (by_momentum + by_gradient) * f.weight_decay;
+  const float of_momentum = by_momentum * c.momentum, of_gradient = by_gradient * c.gradient;
+  const auto* grad = static_cast<const G*>(t.grad);
+  for_strips(end - begin, [&](int64_t i, auto width) __attribute__((always_inline)) {
+    const int64_t j = begin + i;
+    prefetch_state<P>(t, j);
+    const auto w = load_weight<P>(t, j, width);
+    const State s{w, w, load_strip(t.exp_avg + j, width), load_strip(t.exp_avg_sq + j, width)};
+    auto u = s.m * of_momentum;
+    if (f.nesterov) u = u + load_strip(grad + j, width) * of_gradient;
+    store_weight<P>(t, j, width, w * keep - s.normalised(u, f, c));
+  });
+}
+
+// f.operator()<P, G>() for the combinations that training makes: gradients of the parameters' type
+// or of fp32, and 16-bit gradients of fp32 parameters. The bindings let no other pass.
+template <class F>
+BU_INLINE void dispatch(DType param, DType grad, const F& f) {
+  if (param == DType::kFloat32) {
+    if (grad == DType::kFloat32) return f.template operator()<float, float>();
+    if (grad == DType::kBFloat16) return f.template operator()<float, bf16>();
+    return f.template operator()<float, f16>();
+  }
+  if (param == DType::kBFloat16) {
+    if (grad == DType::kFloat32) return f.template operator()<bf16, float>();
+    return f.template operator()<bf16, bf16>();
+  }
+  if (grad == DType::kFloat32) return f.template operator()<f16, float>();
+  return f.template operator()<f16, f16>();
+}
+
+void run_adam(const RuleFactors& f, const Coefficients& c, DType param, DType grad,
+              const UpdateTensor& t, int64_t begin, int64_t end) {
+  dispatch(param, grad, [&]<class P, class G>() { adam<P, G>(f, c, t, begin, end); });
+}
+void run_lamb_moments(const RuleFactors& f, const Coefficients& c, DType param, DType grad,
+                      const UpdateTensor& t, int64_t begin, int64_t end, double* sums) {
+  dispatch(param, grad, [&]<class P, class G>() { lamb_moments<P, G>(f, c, t, begin, end, sums); });
+}
+void run_lamb_apply(const RuleFactors& f, const Coefficients& c, DType param, DType grad,
+                    const UpdateTensor& t, const float* ratios, int64_t begin, int64_t end) {
+  dispatch(param, grad, [&]<class P, class G>() { lamb_apply<P, G>(f, c, t, ratios, begin, end); });
+}
+
+}  // namespace
+
+extern const UpdateKernels update_kernels = {run_adam, run_lamb_moments, run_lamb_apply};
+
+}  // namespace bert_unpad::BERT_UNPAD_ISA
