@@ -1,0 +1,7 @@
+"""Gradients between ranks: clipping before they are averaged, while the backward pass goes on."""
+
+from bert_unpad.distributed.before import ClipBefore
+from bert_unpad.distributed.bounds import POLICIES
+from bert_unpad.distributed.bucket_clip import BucketClip, ClipReport
+
+__all__ = ["POLICIES", "BucketClip", "ClipBefore", "ClipReport"]

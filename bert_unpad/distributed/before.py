@@ -1,0 +1,75 @@
+"""Clipping the whole gradient of a rank before it is averaged, which waits for the backward pass.
+
+What bucket-wise clipping is measured against: it keeps the direction of each rank's gradient, and
+exchanges nothing before the last number of it is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bert_unpad.distributed.bucket_clip import ClipReport
+from bert_unpad.ops import clip_bucket_
+
+__all__ = ["ClipBefore"]
+
+
+class ClipBefore:
+    """Clips this rank's gradient to `max_norm` and averages it over the ranks, in one allreduce.
+
+    The average's norm is at most max_norm, by the triangle inequality. A gradient that is not
+    finite arrives as NaN on all ranks.
+
+    Args:
+        parameters: those that require a gradient are exchanged; in the same order on all ranks. A
+            gradient of None counts as zero.
+        max_norm: bound on the norm.
+        wire_dtype: bfloat16 or float16 for the exchange; None for the gradients' own (float32 if
+            they differ).
+        group: the ranks; by default all.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        max_norm: float,
+        wire_dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad]
+        if not self._parameters:
+            raise ValueError("no parameter requires a gradient")
+        self._sizes = [p.numel() for p in self._parameters]
+        dtypes = {p.dtype for p in self._parameters}
+        self._flat = torch.empty(
+            sum(self._sizes),
+            dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32,
+            device=self._parameters[0].device,
+        )
+        cast = wire_dtype is not None and self._flat.dtype == torch.float32
+        self._wire = torch.empty_like(self._flat, dtype=wire_dtype) if cast else self._flat
+        self._max_norm = float(max_norm)
+        self._bound = torch.full((1,), self._max_norm, device=self._flat.device)
+        self._group = group
+
+    def exchange(self) -> ClipReport:
+        """Replaces every `.grad`, after a backward pass under `no_sync`."""
+        parts = self._flat.split(self._sizes)
+        for parameter, part in zip(self._parameters, parts, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            part.copy_(parameter.grad.reshape(-1))
+        norm = clip_bucket_(
+            self._flat,
+            self._max_norm,
+            factor=1.0 / dist.get_world_size(self._group),
+            out=None if self._wire is self._flat else self._wire,
+        )
+        dist.all_reduce(self._wire, group=self._group)
+        for parameter, part in zip(self._parameters, self._wire.split(self._sizes), strict=True):
+            parameter.grad.copy_(part.view_as(parameter))
+        return ClipReport(norm.reshape(1), self._bound, self._wire[:1].isfinite().all())
