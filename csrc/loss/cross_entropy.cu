@@ -14,9 +14,10 @@
 #include <cmath>
 
 #include "cuda/launch.h"
-#include "device/block_reduce.h"
 #include "device/math.h"
+#include "device/reduce.h"
 #include "device/vector.h"
+#include "device/warp_sum.h"
 #include "loss/cross_entropy_cuda.h"
 
 namespace bert_unpad::cuda {
@@ -93,10 +94,9 @@ BU_DEVICE void add(Part& part, const float (&x)[N], int64_t column, const Label&
 // The same of all lanes' columns, in all lanes.
 BU_DEVICE Part join_warp(const Part& part) {
   Part all{};
-  all.maximum = max_over_warp(part.maximum);
-  all.sum =
-      sum_over_warp(part.sum * exp2_approx((part.maximum - finite_base(all.maximum)) * kLog2e));
-  all.earlier = max_over_warp(part.earlier);
+  all.maximum = warp_max(part.maximum);
+  all.sum = warp_sum(part.sum * exp2_approx((part.maximum - finite_base(all.maximum)) * kLog2e));
+  all.earlier = warp_max(part.earlier);
   return all;
 }
 
@@ -178,14 +178,14 @@ BU_KERNEL(kSumThreads, 1) sum_losses_kernel(BU_PARAMS MaskedCrossEntropyParams p
     sums.correct += one.correct;
   }
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  sums.loss = sum_over_warp(sums.loss);
-  sums.correct = sum_over_warp(sums.correct);
+  sums.loss = warp_sum(sums.loss);
+  sums.correct = warp_sum(sums.correct);
   if (lane == 0) store_shared(warp * sizeof(Sums), sums);
   sync_block();
   if (warp > 0) return;
   sums = load_shared<Sums>(lane * sizeof(Sums));
-  const double loss = sum_over_warp(sums.loss);
-  const uint32_t correct = sum_over_warp(sums.correct);
+  const double loss = warp_sum(sums.loss);
+  const uint32_t correct = warp_sum(sums.correct);
   if (lane > 0) return;
   store_global(p.loss_sum, static_cast<float>(loss));
   store_global(p.correct, static_cast<int64_t>(correct));
