@@ -305,8 +305,8 @@ def _composed(rank: int, world_size: int) -> dict[str, list[float]]:
     for name in ("power", "local"):
         model = _net()
         clip = BucketClip(C, "adaptive")
-        # PowerSGD's second collective starts in a callback of the first, on gloo's own threads: with
-        # several buckets ranks would start theirs in different orders.
+        # PowerSGD's second collective starts in a callback of the first, on gloo's own threads:
+        # with several buckets ranks would start theirs in different orders.
         replica = DistributedDataParallel(model, bucket_cap_mb=1 if name == "power" else 0.004)
         if name == "power":
             state = powerSGD_hook.PowerSGDState(

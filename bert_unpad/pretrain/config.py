@@ -48,7 +48,6 @@ _SIZES = {
         "intermediate_size": 4096,
     },
 }
-_CLIP_MODES = ("after", "none")
 
 
 class ConfigError(ValueError):
@@ -188,8 +187,18 @@ class ClipConfig:
     """Bound on the norm of the gradient."""
 
     max_norm: float = 1.0
-    mode: str = "after"
-    """after: clip the averaged gradient; none."""
+    mode: Literal["bucket", "before", "after", "none"] = "after"
+    """bucket: each rank clips bucket by bucket before they are averaged, while the backward pass
+    goes on. before: each rank clips its whole gradient, then they are averaged. after: clip the
+    average. The norm of the average is at most max_norm in all three."""
+    policy: Literal["equal", "numel", "adaptive"] = "equal"
+    """How bucket shares max_norm^2 out: in equal parts, by the buckets' sizes, or by their shares
+    of the squared norm in the step before."""
+    wire_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Type in which gradients travel between ranks; fp16 with bucket and before only."""
+    error_feedback: bool = False
+    """Add what the cast to wire_dtype loses to the next step's gradient (takes memory for one more
+    gradient; a resumed run begins without it)."""
 
 
 @dataclass
@@ -279,10 +288,7 @@ class PretrainConfig:
         _exactly_one(self.schedule, "schedule", "total_steps", "epochs")
         if self.schedule.warmup_steps is not None and self.schedule.warmup_share is not None:
             raise ConfigError("schedule.warmup_share", "give this or warmup_steps, not both")
-        if self.clip.mode not in _CLIP_MODES:
-            raise ConfigError(
-                "clip.mode", f"{self.clip.mode!r} is not available; choose one of {_CLIP_MODES}"
-            )
+        _check_clip(self.clip)
         at_least = {
             "batching.global_batch_size": 1,
             "batching.batch_size_per_rank": 1,
@@ -330,6 +336,22 @@ def _exactly_one(section: object, name: str, first: str, second: str) -> None:
         raise ConfigError(f"{name}.{second}", f"give this or {first}, not both")
     if not any(given):
         raise ConfigError(f"{name}.{first}", f"give this or {second}")
+
+
+def _check_clip(clip: ClipConfig) -> None:
+    bounded = clip.mode in ("bucket", "before")
+    if bounded and not clip.max_norm > 0:
+        raise ConfigError("clip.max_norm", f"clip.mode {clip.mode} needs more than 0")
+    if clip.wire_dtype == "fp16" and not (bounded and clip.max_norm <= 65504):
+        raise ConfigError(
+            "clip.wire_dtype",
+            "fp16 needs clip.mode bucket or before, with clip.max_norm of at most 65504",
+        )
+    if clip.error_feedback and (clip.wire_dtype == "fp32" or clip.mode == "before"):
+        raise ConfigError(
+            "clip.error_feedback",
+            "needs clip.wire_dtype bf16 or fp16, and another mode than before",
+        )
 
 
 def _parser() -> jsonargparse.ArgumentParser:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.checkpoint import Checkpointer
+from bert_unpad.pretrain.clipping import Clipping, step_if
 from bert_unpad.pretrain.config import PretrainConfig
 from bert_unpad.pretrain.display import Display
 from bert_unpad.pretrain.evaluate import Evaluator
@@ -35,6 +36,9 @@ from bert_unpad.pretrain.schedule import lr_factor, warmup_updates
 from bert_unpad.pretrain.steps import FeedState, Step
 
 __all__ = ["Trainer", "accumulate_gradient", "seed_step"]
+
+# Updates in a row that may be left out because gradients are not finite, before the run ends.
+_MAX_SKIPPED = 20
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -54,6 +58,7 @@ def accumulate_gradient(
     ranks: Ranks,
     autocast: AbstractContextManager,
     window: Window,
+    in_backward: bool = True,
 ) -> None:
     """Adds the gradient of the global batch's loss to the parameters' `.grad`, on every rank.
 
@@ -67,11 +72,14 @@ def accumulate_gradient(
         ranks: the processes of the run.
         autocast: context of the forward pass.
         window: gets this rank's losses and correct predictions.
+        in_backward: whether DDP exchanges gradients; else `.grad` is this rank's part, times the
+            number of ranks.
     """
     scale: Tensor | None = None
     for number, inputs in enumerate(step.passes):
         last = number == len(step.passes) - 1
-        exchange = nullcontext() if last or ranks.world_size == 1 else model.no_sync()
+        whole = last and in_backward
+        exchange = nullcontext() if whole or ranks.world_size == 1 else model.no_sync()
         with exchange:
             with autocast:
                 outputs = model(inputs.to(ranks.device, non_blocking=True))
@@ -92,6 +100,7 @@ class Trainer:
         ranks: the processes of the run.
         model: the bare model.
         replica: the same as it is called: see `model.replicate`.
+        clipping: of the replica's gradients.
         optimizer: of the model.
         checkpointer: saves the run.
         evaluator: measures the model on held-out examples; None to do without.
@@ -109,6 +118,7 @@ class Trainer:
         ranks: Ranks,
         model: BertForPreTraining,
         replica: nn.Module,
+        clipping: Clipping,
         optimizer: torch.optim.Optimizer,
         checkpointer: Checkpointer,
         evaluator: Evaluator | None,
@@ -123,6 +133,7 @@ class Trainer:
         self.ranks = ranks
         self.model = model
         self.replica = replica
+        self.clipping = clipping
         self.optimizer = optimizer
         self.checkpointer = checkpointer
         self.evaluator = evaluator
@@ -161,6 +172,7 @@ class Trainer:
         )
         self._saved_step = progress.step
         self._norm: Tensor | None = None
+        self._skipped_in_row = 0
 
     def _open(self, path: Path) -> JsonLines:
         return JsonLines(path, self.progress.step)
@@ -216,11 +228,20 @@ class Trainer:
         """One update of the parameters."""
         config, done = self.config, self.progress.step
         seed_step(config.seed, done, self.ranks.rank)
-        accumulate_gradient(self.replica, step, counts, self.ranks, self.autocast, self.window)
-        if config.clip.mode == "after":
-            self._norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip.max_norm)
+        accumulate_gradient(
+            self.replica,
+            step,
+            counts,
+            self.ranks,
+            self.autocast,
+            self.window,
+            self.clipping.in_backward,
+        )
+        gradient = self.clipping.finish()
+        self._norm = gradient.norm
+        self.window.add_gradient(gradient)
         set_lr(self.optimizer, self._lr(done))
-        self.optimizer.step()
+        step_if(self.optimizer, gradient.finite)
         self.optimizer.zero_grad()
 
     def _lr(self, done: int) -> float:
@@ -263,6 +284,7 @@ class Trainer:
         progress.window_seconds = seconds
         means = averages(sums)
         self._check(means["loss"])
+        self._check_skipped(sums)
         if not self.ranks.is_first:
             return
         line = {
@@ -272,6 +294,8 @@ class Trainer:
             **means,
             "lr": self._lr(progress.step - 1),
             "gradient_norm": None if self._norm is None else float(self._norm),
+            "clipped_share": sums["clipped"] / sums["clippable"] if sums["clippable"] else None,
+            "skipped_steps": int(sums["skipped"]),
             "tokens": progress.tokens,
             "sequences": progress.sequences,
             "seconds": seconds,
@@ -293,6 +317,16 @@ class Trainer:
                 "lower optimizer.lr, lengthen the warm-up, or clip gradients"
             )
 
+    def _check_skipped(self, sums: dict[str, float]) -> None:
+        """Ends a run whose gradients have stopped being finite for good."""
+        skips_all = sums["skipped"] == sums["steps"]
+        self._skipped_in_row = self._skipped_in_row + int(sums["steps"]) if skips_all else 0
+        if self._skipped_in_row >= _MAX_SKIPPED:
+            raise FloatingPointError(
+                f"the gradients of the last {self._skipped_in_row} steps were not finite, up to "
+                f"step {self.progress.step}; no update was made"
+            )
+
     def _evaluate(self) -> None:
         if self.evaluator is None:
             return
@@ -308,6 +342,7 @@ class Trainer:
     def _save(self) -> None:
         progress = self.progress
         progress.window = self.window.fold()
+        progress.clip = self.clipping.state_dict()
         if progress.window.get("steps"):
             self._check(averages(progress.window)["loss"])
         progress.seconds = self.watch.seconds

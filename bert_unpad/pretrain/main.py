@@ -20,6 +20,7 @@ from bert_unpad._malloc import keep_freed_memory
 from bert_unpad.data import PreparedData, prepare
 from bert_unpad.data.sampler import BalancedSampler, WorkModel
 from bert_unpad.pretrain.checkpoint import Checkpointer, newest_checkpoint
+from bert_unpad.pretrain.clipping import Clipping
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
 from bert_unpad.pretrain.evaluate import Evaluator
 from bert_unpad.pretrain.interrupt import StopRequest
@@ -118,12 +119,16 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
     if progress.step < total_steps and not progress.target_reached:
         peak = measure_matmul_peak(ranks.device, _DTYPES[config.precision])
         logger.info("peak of one process: %s", peak)
+        clipping = Clipping(config.clip, ranks, model)
+        replica = replicate(model, ranks, config.compile, clipping)
+        clipping.load_state_dict(progress.clip)
         trainer = Trainer(
             config,
             run_dir,
             ranks,
             model,
-            replicate(model, ranks, config.compile),
+            replica,
+            clipping,
             optimizer,
             checkpointer,
             evaluator,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bert_unpad.nn import PreTrainingOutput
+from bert_unpad.pretrain.clipping import GradientReport
 from bert_unpad.pretrain.ranks import Ranks
 
 __all__ = [
@@ -94,6 +95,7 @@ class Stopwatch:
 
 
 SUMS = ("mlm_loss", "mlm_correct", "nsp_loss", "nsp_correct")
+_GRADIENT_SUMS = ("clipped", "clippable", "skipped")
 
 
 def stack_outputs(outputs: PreTrainingOutput) -> Tensor:
@@ -115,11 +117,19 @@ class Window:
     def __init__(self, ranks: Ranks, state: Mapping[str, Any] | None = None) -> None:
         self._ranks = ranks
         self._local = torch.zeros(len(SUMS), dtype=torch.float64, device=ranks.device)
+        self._gradient = torch.zeros(len(_GRADIENT_SUMS), dtype=torch.float64, device=ranks.device)
         self._global = dict(state) if state else {}
 
     def add_outputs(self, outputs: PreTrainingOutput) -> None:
         """Adds this rank's sums, on the device."""
         self._local += stack_outputs(outputs)
+
+    def add_gradient(self, gradient: GradientReport) -> None:
+        """Adds what was clipped on this rank, and whether all ranks left the update out."""
+        self._gradient[0] += gradient.clipped
+        self._gradient[1] += gradient.parts
+        if self._ranks.is_first:
+            self._gradient[2] += ~gradient.finite
 
     def add_counts(self, counts: Mapping[str, float]) -> None:
         """Adds host numbers that are the same on all ranks."""
@@ -128,8 +138,10 @@ class Window:
 
     def fold(self) -> dict[str, float]:
         """All sums so far as host numbers; all ranks must call it. Waits for the device."""
-        self.add_counts(dict(zip(SUMS, self._ranks.sum(self._local).tolist(), strict=True)))
+        sums = self._ranks.sum(torch.cat([self._local, self._gradient])).tolist()
+        self.add_counts(dict(zip(SUMS + _GRADIENT_SUMS, sums, strict=True)))
         self._local.zero_()
+        self._gradient.zero_()
         return dict(self._global)
 
     def close(self) -> dict[str, float]:

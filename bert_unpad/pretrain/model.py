@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import BertForPreTraining
+from bert_unpad.pretrain.clipping import Clipping
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.ranks import Ranks
 
@@ -46,13 +47,16 @@ def build_model(config: PretrainConfig, vocab_size: int, max_seq_length: int) ->
     return model.train()
 
 
-def replicate(model: BertForPreTraining, ranks: Ranks, compiled: bool) -> nn.Module:
+def replicate(
+    model: BertForPreTraining, ranks: Ranks, compiled: bool, clipping: Clipping | None = None
+) -> nn.Module:
     """The model as the loop calls it: compiled if asked for, and in DDP with more than one rank.
 
     DDP lays its buckets anew after the first backward pass, which changes the order in which
-    gradients of more than two ranks are added up. One pass over an empty batch, whose gradients
-    are zero, puts that behind the run before it begins, so that a resumed run adds in the same
-    order as one that was never interrupted.
+    gradients of more than two ranks are added up, and the bounds of `BucketClip`. One pass over an
+    empty batch, whose gradients are zero, puts that behind the run before it begins, so that a
+    resumed run adds in the same order as one that was never interrupted; a second one shows the new
+    buckets to whoever clips them.
     """
     if compiled:
         model.compile(dynamic=True)
@@ -64,10 +68,13 @@ def replicate(model: BertForPreTraining, ranks: Ranks, compiled: bool) -> nn.Mod
         device_ids=[ranks.device] if cuda else None,
         gradient_as_bucket_view=True,
     )
+    if clipping is not None:
+        clipping.attach(replica)
     empty = PackedInputs.build(VarlenBatch.from_lengths([]), torch.empty(0, dtype=torch.int64)).to(
         ranks.device
     )
-    outputs = replica(empty)
-    (outputs.mlm_loss_sum + outputs.nsp_loss_sum).backward()
-    model.zero_grad()
+    for _ in range(2):
+        outputs = replica(empty)
+        (outputs.mlm_loss_sum + outputs.nsp_loss_sum).backward()
+        model.zero_grad()
     return replica

@@ -37,6 +37,8 @@ class Progress:
     """Whether evaluation.target_accuracy has ended the run."""
     sampler: dict[str, Any] = field(default_factory=dict)
     """State of the sampler after the latest update."""
+    clip: dict[str, Any] = field(default_factory=dict)
+    """What the next step's clipping depends on."""
     window: dict[str, float] = field(default_factory=dict)
     """Sums of the log's current interval."""
     window_seconds: float = 0.0
