@@ -6,7 +6,6 @@ front. Its loss is the stock one: the mean of the cross-entropy over the labels 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.modeling_outputs import MaskedLMOutput
+from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
 
 from bert_unpad import ops
 from bert_unpad.hf.dense import dense, untouched
@@ -127,7 +128,7 @@ class PackedMlm:
             rows, labels = found
             some = head.logits(self, x[0].index_select(0, rows))
             total, _ = ops.masked_cross_entropy(some, labels, ignore_index=IGNORE)
-            loss = total / rows.shape[0] if rows.shape[0] else total * float("nan")
+            loss = total / rows.shape[0]  # nan without labels, as in stock
             if relationship is not None:
                 loss = loss + functional.cross_entropy(
                     relationship.view(-1, 2), next_label.view(-1)
@@ -139,8 +140,7 @@ class PackedMlm:
             value = LazyTensor(logits, some.dtype)
         else:
             value = None
-        module = importlib.import_module(type(self).__module__)
-        stock = module.BertForPreTrainingOutput if head.pretraining else module.MaskedLMOutput
+        stock = BertForPreTrainingOutput if head.pretraining else MaskedLMOutput
         kind = lazy_output_class(stock) if isinstance(value, LazyTensor) else stock
         if head.pretraining:
             return kind(loss=loss, prediction_logits=value, seq_relationship_logits=relationship)

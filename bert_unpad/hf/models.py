@@ -8,13 +8,13 @@ the stock forward, whose layers then run as they always did: exact, and with a w
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bert_unpad import ops as _registers_operators  # noqa: F401
 from bert_unpad.hf.dense import untouched
 from bert_unpad.hf.fallback import warn_stock
 from bert_unpad.hf.packing import Packing
@@ -53,16 +53,22 @@ def bind(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[st
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-@functools.cache
-def missing_operator(device_type: str) -> str | None:
-    """Why packed tokens cannot be computed on such a device, or None."""
-    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type)
-    if key is None:
-        return f"there are no kernels for device {device_type}"
+def _missing(key: str) -> str | None:
     for name in _OPERATORS:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"bert_unpad::{name}", key):
             return f"bert_unpad.{name} has no {key} kernel in this installation"
     return None
+
+
+# Asked for once, here, since torch.compile cannot trace the question.
+_MISSING = {"cpu": _missing("CPU"), "cuda": _missing("CUDA")}
+
+
+def missing_operator(device_type: str) -> str | None:
+    """Why packed tokens cannot be computed on such a device, or None."""
+    if device_type not in _MISSING:
+        return f"there are no kernels for device {device_type}"
+    return _MISSING[device_type]
 
 
 def static_reason(model: PackedModel | nn.Module, adapter: ModelAdapter, parts) -> str | None:

@@ -78,8 +78,17 @@ def _identity(value: Tensor) -> Tensor:
 class _LazyFields:
     """Makes a ModelOutput hand out tensors where it holds LazyTensors."""
 
+    def __post_init__(self) -> None:
+        # transformers 5.0 reads every field here: as it is, please.
+        vars(self)["_bert_unpad_raw"] = True
+        super().__post_init__()
+        del vars(self)["_bert_unpad_raw"]
+
     def __getattribute__(self, name: str) -> Any:
-        return _computed(super().__getattribute__(name))
+        value = super().__getattribute__(name)
+        if isinstance(value, LazyTensor) and "_bert_unpad_raw" not in vars(self):
+            return value.get()
+        return value
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, int):
