@@ -6,8 +6,8 @@ same code on a CPU with small inputs, where its times mean nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,12 +35,15 @@ class Case:
 
     `contenders` has `OURS`, under which other contenders' times are shown. `make` of a contender
     compiles what is compiled. `reference` has an output and its gradients, in fp32 or better.
+    Contenders that draw dropout masks of their own cannot be compared with it; `checked` has them
+    without dropout.
     """
 
     name: str
     bytes: dict[str, int]  # that "forward" and "backward" must read and write at least
     contenders: dict[str, Callable[[], Contender]]
     reference: Contender
+    checked: Mapping[str, Callable[[], Contender]] = field(default_factory=dict)
 
 
 def by_autograd(function: Callable[..., Tensor], inputs: Sequence[Tensor], dy: Tensor) -> Contender:
@@ -82,7 +85,7 @@ def enter(case: Case) -> tuple[dict[str, Contender], dict[str, list[float]], dic
     for name, make in case.contenders.items():
         try:
             contender = make()
-            error = errors(contender, reference)
+            error = errors(case.checked[name]() if name in case.checked else contender, reference)
             reason = "" if max(error) <= LARGEST_ERROR else f"wrong result: {error}"  # NaN is wrong
         except RuntimeError as problem:
             reason = str(problem).strip().split("\n")[0][:160]

@@ -25,14 +25,14 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import attention, cuda_gelu, cuda_loss, harness, memory_bound
+from benchmarks import attention, cuda_gelu, cuda_loss, cuda_norm, harness, memory_bound
 from benchmarks.attention_peers import CONTENDERS, OURS
 from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch, pad, unpad
 from bert_unpad.data.histogram import sample_lengths
 
 # What is timed on a GPU besides attention.
-CUDA_CASES = {"gelu": cuda_gelu.cases, "loss": cuda_loss.cases}
+CUDA_CASES = {"gelu": cuda_gelu.cases, "loss": cuda_loss.cases, "norm": cuda_norm.cases}
 HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 12, 64, 768, 3072
 
 

@@ -11,11 +11,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import cuda_gelu, cuda_loss, memory_bound
+from benchmarks import cuda_gelu, cuda_loss, cuda_norm, memory_bound
 from benchmarks.memory_bound import OURS, Case, Contender, by_autograd
 
 
-@pytest.mark.parametrize(("module", "count"), [(cuda_gelu, 2), (cuda_loss, 1)])
+@pytest.mark.parametrize(("module", "count"), [(cuda_gelu, 2), (cuda_loss, 1), (cuda_norm, 4)])
 def test_a_rehearsal_gives_a_whole_report(module, count: int, capsys) -> None:
     report = memory_bound.run(module.cases, "cpu", rounds=2, seed=1)
     assert json.loads(json.dumps(report)) == report
@@ -35,6 +35,9 @@ def test_bytes_are_those_of_operands_and_results() -> None:
         assert case.bytes == {"forward": 2 * 32 * 64 * 2, "backward": 3 * 32 * 64 * 2}
     for case in cuda_loss.cases("cpu"):
         assert case.bytes == {"forward": 16 * 96 * 2, "backward": 2 * 16 * 96 * 2}
+    for case in cuda_norm.cases("cpu"):
+        size, dropout = 32 * 64 * 2, "dropout 0.1" in case.name
+        assert case.bytes == {"forward": 3 * size, "backward": (5 if dropout else 4) * size}
 
 
 def _case(peer) -> Case:
