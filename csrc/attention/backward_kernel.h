@@ -48,14 +48,17 @@ struct BackwardShared {
 // A warp's 16 keys: their rows, and the gradients that these have gathered.
 template <class T, int kHeadDim, bool kDropout>
 struct BackwardKeys {
-  // 128 columns of K and V do not fit into registers beside dK and dV; they come from L1 then.
+  // 128 columns of K and V do not fit into registers beside dK and dV; they come from L1 then, 16
+  // columns at a time.
   static constexpr bool kKeepRows = kHeadDim <= 64;
+  static constexpr int kKept = kKeepRows ? kHeadDim / 16 : 1;
+  static constexpr int kColumnSteps = kKeepRows ? kHeadDim / 16 : 2;  // unrolled
 
   HeadRows<const T> k, v;
   int first, end;  // the first of the keys in the sequence, and the sequence's length
   uint32_t flip;   // gives k the scale's sign, as q gets it in the forward pass
   Operands<kHeadDim> operands;
-  uint32_t k_rows[kHeadDim / 16][4], v_rows[kHeadDim / 16][4];
+  uint32_t k_rows[kKept][4], v_rows[kKept][4];
   float dk[kHeadDim / 8][4], dv[kHeadDim / 8][4];
 
   BU_DEVICE BackwardKeys(const cuda::AttentionArgs& a, const AttentionBlock& block)
@@ -83,21 +86,21 @@ struct BackwardKeys {
                              const AttentionDropout& dropout, float keep) {
     const int lane = threadIdx.x % 32;
     float s[2][4] = {}, dp[2][4] = {};  // [keys, queries]: scores; gradients of the weights
-#pragma unroll
+#pragma unroll kColumnSteps
     for (int d = 0; d < kHeadDim / 16; ++d) {
       uint32_t b[4];
       operands.b(b, q_tile, row, d);
-      if constexpr (!kKeepRows) load_a(k_rows[d], k, first, end, d, flip);
-      mma<T>(s[0], k_rows[d], b[0], b[1]);
-      mma<T>(s[1], k_rows[d], b[2], b[3]);
+      if constexpr (!kKeepRows) load_a(k_rows[0], k, first, end, d, flip);
+      mma<T>(s[0], k_rows[d % kKept], b[0], b[1]);
+      mma<T>(s[1], k_rows[d % kKept], b[2], b[3]);
     }
-#pragma unroll
+#pragma unroll kColumnSteps
     for (int d = 0; d < kHeadDim / 16; ++d) {
       uint32_t b[4];
       operands.b(b, dout_tile, row, d);
-      if constexpr (!kKeepRows) load_a(v_rows[d], v, first, end, d, 0);
-      mma<T>(dp[0], v_rows[d], b[0], b[1]);
-      mma<T>(dp[1], v_rows[d], b[2], b[3]);
+      if constexpr (!kKeepRows) load_a(v_rows[0], v, first, end, d, 0);
+      mma<T>(dp[0], v_rows[d % kKept], b[0], b[1]);
+      mma<T>(dp[1], v_rows[d % kKept], b[2], b[3]);
     }
     AttentionDropout::Transposed drawn;
     if constexpr (kDropout) drawn = dropout.transposed_words(first_query / 16, first / 16);
