@@ -1,7 +1,6 @@
 // CPU bindings of embeddings + LayerNorm + dropout: checks, row chunks, table gradients.
 #include "embedding/embedding.h"
 
-#include <limits>
 #include <tuple>
 
 #include "checks.h"
@@ -9,8 +8,8 @@
 #include "cpu/parallel.h"
 #include "cpu/rng.h"
 #include "cpu/rows.h"
+#include "embedding/operands.h"
 #include "embedding/scatter.h"
-#include "norm/operands.h"
 
 namespace bert_unpad {
 
@@ -18,26 +17,7 @@ BU_ISA_TABLE(EmbeddingKernels, embedding_kernels)
 
 namespace {
 
-struct Table {
-  const Tensor& ids;
-  const Tensor& rows;
-  const char* ids_name;
-  const char* rows_name;
-};
-
-void check_table(const Table& t, const Table& word, const char* op) {
-  check_dtype(t.ids, ScalarType::Long, op, t.ids_name, "int64");
-  check_shape(t.ids, {word.ids.numel()}, op, t.ids_name, "[tokens]");
-  check_contiguous(t.ids, op, t.ids_name);
-  check_same_device(t.ids, word.rows, op, t.ids_name);
-  check(t.rows.dim() == 2 && t.rows.size(1) == word.rows.size(word.rows.dim() - 1) &&
-            t.rows.size(1) >= 1,
-        op, ": ", t.rows_name, " must have shape [entries, hidden], hidden as in word, got ",
-        shape_string(t.rows));
-  check(t.rows.scalar_type() == word.rows.scalar_type(), op, ": ", t.rows_name,
-        " must have the dtype of word");
-  check_contiguous(t.rows, op, t.rows_name);
-  check_same_device(t.rows, word.rows, op, t.rows_name);
+void check_ids(const EmbeddingTable& t, const char* op) {
   const auto* ids = t.ids.const_data_ptr<int64_t>();
   const int64_t entries = t.rows.size(0);
   for (int64_t i = 0; i < t.ids.numel(); ++i)
@@ -46,20 +26,15 @@ void check_table(const Table& t, const Table& word, const char* op) {
 }
 
 // What forward and backward have in common. `activations` has the dtype of y and [tokens, hidden].
-void set_common(EmbeddingParams& p, std::vector<float>& weight_vector, const Table (&tables)[3],
-                const Tensor& activations, const Tensor& weight, double dropout_p,
-                const std::optional<Tensor>& rng, const char* op) {
+void set_common(EmbeddingParams& p, std::vector<float>& weight_vector,
+                const EmbeddingTable (&tables)[3], const Tensor& activations, const Tensor& weight,
+                double dropout_p, const std::optional<Tensor>& rng, const char* op) {
+  check_embedding_operands(tables, activations, weight, dropout_p, op);
+  for (const EmbeddingTable& t : tables) check_ids(t, op);
   p.table_dtype = storage_dtype(tables[0].rows, op, "word");
   p.dtype = storage_dtype(activations, op, "the output");
-  for (const Table& t : tables) check_table(t, tables[0], op);
-  check(tables[0].ids.numel() <= std::numeric_limits<int32_t>::max(), op,
-        ": at most 2^31 - 1 tokens, got ", tables[0].ids.numel());
-  check(p.table_dtype == DType::kFloat32 || p.table_dtype == p.dtype, op,
-        ": word must be float32 or of the output's dtype");
   p.hidden = tables[0].rows.size(1);
   p.padded = padded_columns(p.hidden);
-  check_parameter(weight, p.hidden, activations, op, "ln_weight");
-  check_probability(dropout_p, op, "p");
   p.keep_threshold = keep_threshold(dropout_p);
   if (dropout_p > 0.0) p.rng = read_rng(rng, op);
   weight_vector = padded_vector(weight, p.hidden);
@@ -77,9 +52,9 @@ std::tuple<Tensor, Tensor, Tensor> embedding_layer_norm(
     Tensor token_type, Tensor weight, Tensor bias, double dropout_p, double eps,
     ScalarType out_dtype, std::optional<Tensor> rng) {
   const char* op = "embedding_layer_norm";
-  const Table tables[3] = {{input_ids, word, "input_ids", "word"},
-                           {position_ids, position, "position_ids", "position"},
-                           {token_type_ids, token_type, "token_type_ids", "token_type"}};
+  const EmbeddingTable tables[3] = {{input_ids, word, "input_ids", "word"},
+                                    {position_ids, position, "position_ids", "position"},
+                                    {token_type_ids, token_type, "token_type_ids", "token_type"}};
   check(word.dim() == 2, op, ": word must have shape [entries, hidden], got ", shape_string(word));
   const int64_t tokens = input_ids.numel();
   Tensor y = torch::stable::new_empty(word, {tokens, word.size(1)}, out_dtype);
@@ -107,18 +82,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> embedding_layer_norm_backward
     Tensor position, Tensor token_type, Tensor weight, Tensor mean, Tensor rstd, double dropout_p,
     std::optional<Tensor> rng) {
   const char* op = "embedding_layer_norm_backward";
-  const Table tables[3] = {{input_ids, word, "input_ids", "word"},
-                           {position_ids, position, "position_ids", "position"},
-                           {token_type_ids, token_type, "token_type_ids", "token_type"}};
+  const EmbeddingTable tables[3] = {{input_ids, word, "input_ids", "word"},
+                                    {position_ids, position, "position_ids", "position"},
+                                    {token_type_ids, token_type, "token_type_ids", "token_type"}};
   const int64_t tokens = input_ids.numel();
   EmbeddingParams p{};
   std::vector<float> weight_vector;
   set_common(p, weight_vector, tables, dy, weight, dropout_p, rng, op);
-  check_shape(dy, {tokens, p.hidden}, op, "dy", "[tokens, hidden]");
-  check_contiguous(dy, op, "dy");
-  check_same_device(dy, word, op, "dy");
-  check_statistics(mean, tokens, word, op, "mean");
-  check_statistics(rstd, tokens, word, op, "rstd");
+  check_embedding_saved(dy, mean, rstd, word, tokens, op);
   p.dy = dy.const_data_ptr();
   p.mean = const_cast<float*>(mean.const_data_ptr<float>());
   p.rstd = const_cast<float*>(rstd.const_data_ptr<float>());

@@ -94,7 +94,8 @@ class AddRow {
 };
 
 template <class T, int kVectors, bool kBlockRow>
-BU_KERNEL((RowBlock<kVectors, kBlockRow>::kThreads), (RowBlock<kVectors, kBlockRow>::kForward))
+BU_KERNEL((RowBlock<kVectors, kBlockRow>::kThreads),
+          (kForwardBlocks<kVectors, kBlockRow, LayerNormParams::kRowOperands>))
 layer_norm_kernel(BU_PARAMS LayerNormParams p) {
   if constexpr (kVectors == 0)
     forward_rows_general<AddRow<T>>(p);

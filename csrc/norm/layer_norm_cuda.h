@@ -10,6 +10,7 @@ namespace bert_unpad::cuda {
 
 // Activations are [rows, hidden], contiguous, of `norm.dtype`.
 struct LayerNormParams {
+  static constexpr int kRowOperands = 2;  // tensors that a row is made of
   RowNormParams norm;
   DType x_bias_dtype;
   const void* x;

@@ -16,8 +16,7 @@ struct RowBlock {
   static constexpr bool kGeneral = kVectors == 0;
   static constexpr int kWarpRows = 4;
   static constexpr int kThreads = kBlockRow && !kGeneral ? 32 * kMaxRowWarps : 128;
-  static constexpr int kForward = kGeneral ? 8 : kBlockRow ? 1 : kVectors == 1 ? 8 : 4;
-  static constexpr int kBackward = kGeneral ? 4 : kBlockRow ? 1 : kVectors == 1 ? 5 : 2;
+  static constexpr int kBackward = kGeneral ? 4 : kBlockRow ? 1 : kVectors == 1 ? 4 : 2;
 
   static dim3 block(int64_t hidden) {
     if (kGeneral) return dim3(kThreads);
@@ -35,6 +34,13 @@ struct RowBlock {
     return dim3(static_cast<unsigned>(std::min((p.rows + at_once - 1) / at_once, fill)));
   }
 };
+
+// The same in the forward pass; kOperands: tensors that a row is made of.
+template <int kVectors, bool kBlockRow, int kOperands>
+inline constexpr int kForwardBlocks = kVectors == 0   ? 8
+                                      : kBlockRow     ? 1
+                                      : kOperands > 2 ? (kVectors == 1 ? 6 : 3)
+                                                      : (kVectors == 1 ? 8 : 4);
 
 // f.operator()<kVectors, kBlockRow>(). `aligned`: all activations lie at multiples of 16 bytes.
 // T: what the operands are made of; of fp32 a thread cannot hold several groups.
@@ -60,15 +66,16 @@ int64_t row_partial_rows(const RowNormParams& p, bool aligned, const char* op) {
   });
 }
 
-// Any kernel of the family: kernel(params) with the blocks of a forward or backward pass.
+// kernel(params) with the blocks of a forward or backward pass.
 template <int kVectors, bool kBlockRow, class Params>
 void launch_forward_rows(const char* op, void (*kernel)(Params), const Params& p,
                          cudaStream_t stream) {
   using Block = RowBlock<kVectors, kBlockRow>;
   const uint32_t shared =
       kVectors == 0 ? RowSum<true>::kBytes : forward_shared_bytes<kBlockRow>(p.norm.hidden);
-  launch(op, kernel, Block::grid(p.norm, Block::kForward, op), Block::block(p.norm.hidden), shared,
-         stream, p);
+  launch(op, kernel,
+         Block::grid(p.norm, kForwardBlocks<kVectors, kBlockRow, Params::kRowOperands>, op),
+         Block::block(p.norm.hidden), shared, stream, p);
 }
 
 template <int kVectors, bool kBlockRow, class Params>

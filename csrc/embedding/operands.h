@@ -1,0 +1,56 @@
+// Checks of the operands of embedding_layer_norm, the same on CPU and GPU; those of the ids' values
+// are the devices' own.
+#pragma once
+
+#include <limits>
+
+#include "norm/operands.h"
+
+namespace bert_unpad {
+
+struct EmbeddingTable {
+  const Tensor& ids;
+  const Tensor& rows;
+  const char* ids_name;
+  const char* rows_name;
+};
+
+// Word, position, token type. `activations` has the dtype of y and [tokens, hidden].
+inline void check_embedding_operands(const EmbeddingTable (&tables)[3], const Tensor& activations,
+                                     const Tensor& weight, double dropout_p, const char* op) {
+  const EmbeddingTable& word = tables[0];
+  check(word.rows.dim() == 2, op, ": word must have shape [entries, hidden], got ",
+        shape_string(word.rows));
+  const DType table_dtype = storage_dtype(word.rows, op, "word");
+  const DType dtype = storage_dtype(activations, op, "the output");
+  for (const EmbeddingTable& t : tables) {
+    check_dtype(t.ids, ScalarType::Long, op, t.ids_name, "int64");
+    check_shape(t.ids, {word.ids.numel()}, op, t.ids_name, "[tokens]");
+    check_contiguous(t.ids, op, t.ids_name);
+    check_same_device(t.ids, word.rows, op, t.ids_name);
+    check(t.rows.dim() == 2 && t.rows.size(1) == word.rows.size(1) && t.rows.size(1) >= 1, op, ": ",
+          t.rows_name, " must have shape [entries, hidden], hidden as in word, got ",
+          shape_string(t.rows));
+    check(t.rows.scalar_type() == word.rows.scalar_type(), op, ": ", t.rows_name,
+          " must have the dtype of word");
+    check_contiguous(t.rows, op, t.rows_name);
+    check_same_device(t.rows, word.rows, op, t.rows_name);
+  }
+  check(word.ids.numel() <= std::numeric_limits<int32_t>::max(), op,
+        ": at most 2^31 - 1 tokens, got ", word.ids.numel());
+  check(table_dtype == DType::kFloat32 || table_dtype == dtype, op,
+        ": word must be float32 or of the output's dtype");
+  check_parameter(weight, word.rows.size(1), activations, op, "ln_weight");
+  check_probability(dropout_p, op, "p");
+}
+
+inline void check_embedding_saved(const Tensor& dy, const Tensor& mean, const Tensor& rstd,
+                                  const Tensor& word, int64_t tokens, const char* op) {
+  check_shape(dy, {tokens, word.size(1)}, op, "dy", "[tokens, hidden]");
+  check_contiguous(dy, op, "dy");
+  check_same_device(dy, word, op, "dy");
+  check_statistics(mean, tokens, word, op, "mean");
+  check_statistics(rstd, tokens, word, op, "rstd");
+}
+
+}  // namespace bert_unpad
