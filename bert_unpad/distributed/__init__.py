@@ -3,5 +3,6 @@
 from bert_unpad.distributed.before import ClipBefore
 from bert_unpad.distributed.bounds import POLICIES
 from bert_unpad.distributed.bucket_clip import BucketClip, ClipReport
+from bert_unpad.distributed.sharded import ShardedClip
 
-__all__ = ["POLICIES", "BucketClip", "ClipBefore", "ClipReport"]
+__all__ = ["POLICIES", "BucketClip", "ClipBefore", "ClipReport", "ShardedClip"]
