@@ -61,7 +61,8 @@ struct RuleFactors {
   float gradient1;       // of the gradient in exp_avg
   float beta1;
   float eps, weight_decay;
-  bool decoupled, trust_ratio, nesterov;
+  int32_t decoupled;  // flags, of sizes that leave no padding: see optim/update.h
+  int16_t trust_ratio, nesterov;
 };
 
 inline RuleFactors factors_of(const UpdateRule& r) {

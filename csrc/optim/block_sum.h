@@ -1,0 +1,38 @@
+// Sums over a block of kLanesX x kWarpsY threads, and of chunks over a tensor.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "device/reduce.h"
+#include "optim/table.h"
+
+namespace bert_unpad::cuda {
+
+// Adds up over the whole block, in an order that depends on nothing; all of warp 0 has the result.
+// From `shared` on, sum_over_y_bytes(kLanesX, kWarpsY, N) of shared memory must be free.
+template <int N>
+BU_DEVICE void sum_over_block(float (&values)[N], uint32_t shared) {
+  sum_over_y(values, shared);
+  if (threadIdx.y > 0) return;
+#pragma unroll
+  for (int i = 0; i < N; ++i) values[i] = warp_sum(values[i]);
+}
+
+// out[t * width + k] = sum over the chunks of tensor t of partials[chunk * width + k]; square roots
+// of them with `root`. `ends[t]` is the chunk after the last one of tensor t. Width: 1 or
+// kLambSums.
+void sum_chunks(const char* op, const float* partials, int width, const std::vector<int>& ends,
+                bool root, float* out, cudaStream_t stream);
+
+template <class Entry>
+std::vector<int> chunk_ends(const std::vector<Entry>& list) {
+  std::vector<int> ends;
+  for (const Entry& entry : list)
+    ends.push_back((ends.empty() ? 0 : ends.back()) + static_cast<int>(chunks_of(entry.size)));
+  return ends;
+}
+
+}  // namespace bert_unpad::cuda
