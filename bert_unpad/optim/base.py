@@ -1,0 +1,230 @@
+"""What the fused optimizers share: state, its loading, and lists of tensors for the operators.
+
+State and groups have the names of `torch.optim.AdamW`, so that state dicts load both ways. Moments
+and master weights are float32 whatever the parameters are, which `Optimizer.load_state_dict` would
+change; hence the loading of our own. Sharded parameters (DTensor) are updated shard by shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from bert_unpad._ops.optim import multi_tensor_l2norm
+
+__all__ = ["Bucket", "FusedOptimizer"]
+
+_TENSORS = ("exp_avg", "exp_avg_sq", "master_param")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """A DTensor's shard on this rank; other tensors as they are."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups over which a DTensor is split."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    return tuple(mesh.get_group(i) for i, p in enumerate(tensor.placements) if p.is_shard())
+
+
+class Bucket:
+    """Parameters of one group that one call of an operator can update."""
+
+    def __init__(self, shards: tuple[dist.ProcessGroup, ...]) -> None:
+        self.shards = shards
+        self.lists: dict[str, list[Tensor]] = {
+            name: [] for name in ("param", "grad", "exp_avg", "exp_avg_sq", "master_param", "step")
+        }
+
+    def add(self, param: Tensor, grad: Tensor, state: dict[str, Tensor]) -> None:
+        self.lists["param"].append(local(param.detach()))
+        self.lists["grad"].append(grad)
+        for name in ("exp_avg", "exp_avg_sq", "master_param", "step"):
+            if name in state:
+                self.lists[name].append(local(state[name]))
+
+    def reduce(self, sums: Tensor) -> Tensor:
+        """Adds sums over shards up, in place."""
+        for group in self.shards:
+            dist.all_reduce(sums, group=group)
+        return sums
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Base of FusedAdam and FusedLAMB."""
+
+    _step_supports_amp_scaling = True  # GradScaler hands over grad_scale and found_inf
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        max_grad_norm: float | None,
+        skip_non_finite: bool,
+        norm_group: dist.ProcessGroup | None,
+    ) -> None:
+        name = type(self).__name__
+        if not isinstance(defaults["lr"], Tensor) and not defaults["lr"] >= 0:
+            raise ValueError(f"{name}: lr must be >= 0, got {defaults['lr']!r}")
+        if not all(0 <= beta < 1 for beta in defaults["betas"]):
+            raise ValueError(f"{name}: betas must be in [0, 1), got {defaults['betas']!r}")
+        for key in ("eps", "weight_decay"):
+            if not defaults[key] >= 0:
+                raise ValueError(f"{name}: {key} must be >= 0, got {defaults[key]!r}")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"{name}: max_grad_norm must be > 0 or None, got {max_grad_norm!r}")
+        self.max_grad_norm = max_grad_norm
+        self.skip_non_finite = skip_non_finite
+        self.norm_group = norm_group
+        self._skipped: dict[torch.device, Tensor] = {}
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            on_gpu = any(p.is_cuda for p in group["params"])
+            group["capturable"] = on_gpu
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+            if group.get("amsgrad"):
+                raise ValueError(f"{type(self).__name__}: amsgrad is not supported")
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out because a gradient was not finite. Waits for the device."""
+        return sum(int(count) for count in self._skipped.values())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of this class or of `torch.optim.AdamW`.
+
+        Raises:
+            ValueError: it is of an optimizer with amsgrad, or of other parameter groups.
+        """
+        super().load_state_dict(state_dict)
+        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, param in zip(ids, params, strict=True):
+            saved = state_dict["state"].get(number, {})
+            for name in _TENSORS:
+                if name in saved:
+                    value = saved[name].to(device=param.device, dtype=torch.float32, copy=True)
+                    self.state[param][name] = value
+            if "step" in saved:
+                self.state[param]["step"] = torch.as_tensor(saved["step"], dtype=torch.float32).to(
+                    param.device, copy=True
+                )
+
+    def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        state = self.state[param]
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(
+                    param.detach(), dtype=torch.float32, memory_format=torch.contiguous_format
+                )
+        if group["master_weights"] and param.dtype != torch.float32 and "master_param" not in state:
+            state["master_param"] = param.detach().to(torch.float32, copy=True)
+        return state
+
+    def _buckets(self, group: dict[str, Any]) -> list[Bucket]:
+        buckets: dict[Any, Bucket] = {}
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            if param.grad.is_sparse:
+                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
+            if isinstance(param, DTensor) and param.grad.placements != param.placements:
+                raise RuntimeError(
+                    f"{type(self).__name__}: a gradient is placed as {param.grad.placements}, its "
+                    f"parameter as {param.placements}"
+                )
+            if not local(param.detach()).is_contiguous():
+                raise RuntimeError(f"{type(self).__name__}: parameters must be contiguous")
+            shards = shard_groups(param)
+            state = self._state_of(param, group)
+            grad = local(param.grad).contiguous()
+            master = "master_param" in state
+            key = (param.device, param.dtype, grad.dtype, master, shards)
+            buckets.setdefault(key, Bucket(shards)).add(param, grad, state)
+        return list(buckets.values())
+
+    def _global_norm(self, buckets: Iterable[Bucket]) -> Tensor | None:
+        """The norm of all gradients, over all shards; float32 []."""
+        total: Tensor | None = None
+        for bucket in buckets:
+            square = bucket.reduce(multi_tensor_l2norm(bucket.lists["grad"])[0].square())
+            total = square if total is None else total + square.to(total.device)
+        if self.norm_group is not None:
+            if total is None:  # this rank has no parameters, but the others wait for it
+                raise RuntimeError("norm_group needs parameters with gradients on every rank")
+            dist.all_reduce(total, group=self.norm_group)
+        return None if total is None else total.sqrt()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Updates all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss and its gradient anew.
+
+        Returns:
+            What the closure returns.
+
+        Raises:
+            RuntimeError: a gradient is sparse, or a tensor does not fit.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grouped = [(group, self._buckets(group)) for group in self.param_groups]
+        buckets = [bucket for _, some in grouped for bucket in some]
+        if not buckets and self.norm_group is None:
+            return loss
+        scale = getattr(self, "grad_scale", None)
+        found = getattr(self, "found_inf", None)
+        needs_norm = self.max_grad_norm is not None or self.skip_non_finite
+        norm = self._global_norm(buckets) if needs_norm else None
+        if found is not None:
+            norm = torch.where(
+                found > 0, torch.inf, torch.zeros_like(found) if norm is None else norm
+            )
+        inverse = None if scale is None else scale.double().reciprocal().float()
+        counted: set[torch.device] = set()
+        for group, some in grouped:
+            for bucket in some:
+                device = bucket.lists["param"][0].device
+                if device not in self._skipped:
+                    self._skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
+                common = {
+                    "lr": _scalar(group["lr"], device),
+                    "grad_scale": None if inverse is None else inverse.to(device),
+                    "norm": None if norm is None else norm.to(device),
+                    # Once a step, however many calls it takes.
+                    "skipped": None if counted else self._skipped[device],
+                }
+                counted.add(device)
+                self._update(group, bucket, common)
+                changed = bucket.lists["param"]
+                torch.autograd.graph.increment_version(changed)
+        return loss
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, common: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
+    """A learning rate as float32 [] on the device; nothing waits."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float32).reshape(())
+    return torch.full((), value, dtype=torch.float32, device=device)
