@@ -33,8 +33,16 @@ def reads_first(name: str) -> bool:
     return name.endswith("Model") and not name.startswith(("Electra", "DistilBert"))
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("name", NAMES)
+CASES = [
+    (name, kind)
+    for name in NAMES
+    for kind in MASKS
+    # The families share all code that sees a mask, so some kinds are enough for the others.
+    if name.startswith("Bert") or kind in ("none", "right", "first")
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_equals_stock(name, kind, packed_calls):  # noqa: F811
     mask = MASKS[kind]
     stock = make(name)

@@ -46,6 +46,13 @@ def test_old_transformers_is_refused(monkeypatch, version, since):
         hf.unpad(nn.Linear(2, 2)) if since == "5.0" else hf._versions.require_transformers()
 
 
+def test_a_bert_without_the_attention_interface_is_refused(monkeypatch):
+    modeling = sys.modules["transformers.models.bert.modeling_bert"]
+    monkeypatch.delattr(modeling, "ALL_ATTENTION_FUNCTIONS")
+    with pytest.raises(ImportError, match="does not: pip install"):
+        hf._versions.require_attention_interface()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_state_and_classes(name, packed_calls):  # noqa: F811
     stock = make(name)

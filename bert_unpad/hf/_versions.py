@@ -24,11 +24,29 @@ def transformers_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def require_transformers(since: tuple[int, int] = ATTENTION_SINCE, what: str = "bert_unpad.hf"):
+def require_transformers(
+    since: tuple[int, int] = ATTENTION_SINCE, what: str = "bert_unpad.hf"
+) -> None:
     """Raises an ImportError that names `what` where transformers is older than `since`."""
     version = transformers_version()
     if version < since:
         raise ImportError(
             f"{what} needs transformers >= {since[0]}.{since[1]}, "
             f"but {version[0]}.{version[1]} is installed"
+        )
+
+
+def require_attention_interface() -> None:
+    """Raises an ImportError where BERT's attention cannot be chosen by name.
+
+    Not a matter of the version number alone: 4.57.6 has the interface, but a BERT that looks its
+    attention up in a table of its own and would end with a KeyError.
+    """
+    from transformers.models.bert import modeling_bert
+
+    if not hasattr(modeling_bert, "ALL_ATTENTION_FUNCTIONS"):
+        version = ".".join(map(str, transformers_version()))
+        raise ImportError(
+            f"bert_unpad.hf needs a transformers whose BERT uses the attention interface; that of "
+            f"{version} does not: pip install 'transformers>=5.0'"
         )
