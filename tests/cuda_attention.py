@@ -11,11 +11,6 @@ from bert_unpad import ops
 
 # Around the edges of fragments, warps and blocks.
 LENGTHS = [200, 0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-GPU_ONLY = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 SCHEDULES = ["list", "groups"]
 # A head of a sequence is a block of its own in the backward pass where there are enough of them.
 FULL = pytest.mark.parametrize("full", [False, True], ids=["few heads", "full GPU"])
@@ -42,8 +37,3 @@ def results(qkv: Tensor, dout: Tensor, *batch, p: float = 0.1, **options) -> lis
     out = ops.varlen_attention(x, *batch, dropout_p=p, rng=rng, **options)
     out.backward(dout)
     return [out.detach(), x.grad]
-
-
-def assert_same_bits(got: list[Tensor], want: list[Tensor]) -> None:
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)

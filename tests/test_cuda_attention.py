@@ -9,17 +9,8 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
-from cuda_attention import (
-    DTYPES,
-    FULL,
-    GPU_ONLY,
-    LENGTHS,
-    SCHEDULES,
-    assert_same_bits,
-    heads_for,
-    random_qkv,
-    results,
-)
+from cuda_attention import FULL, LENGTHS, SCHEDULES, heads_for, random_qkv, results
+from cuda_checks import DTYPES, GPU_ONLY, assert_same_bits
 from op_checks import RNG, compare_attention, compare_cross_attention, cu_seqlens
 from torch import Tensor
 

@@ -10,17 +10,8 @@ import sys
 
 import pytest
 import torch
-from cuda_attention import (
-    DTYPES,
-    FULL,
-    GPU_ONLY,
-    LENGTHS,
-    SCHEDULES,
-    assert_same_bits,
-    heads_for,
-    random_qkv,
-    results,
-)
+from cuda_attention import FULL, LENGTHS, SCHEDULES, heads_for, random_qkv, results
+from cuda_checks import DTYPES, GPU_ONLY, assert_same_bits
 from op_checks import RNG, cu_seqlens
 from torch import Tensor
 from torch.library import opcheck

@@ -35,14 +35,7 @@ AttentionArgs common(const Tensor& like, int64_t heads, int64_t head_dim, double
   set_common(p, like, heads, head_dim, scale, dropout_p, op);
   check(head_dim == 32 || head_dim == 64 || head_dim == 128, op,
         ": head_dim must be 32, 64 or 128 on a GPU, got ", head_dim);
-  if (dropout_p > 0.0) {
-    check(rng.has_value(), op, ": rng (int64 [2]: seed, offset) is needed with dropout");
-    check_shape(*rng, {2}, op, "rng", "[2]");
-    check_dtype(*rng, ScalarType::Long, op, "rng", "int64");
-    check_contiguous(*rng, op, "rng");
-    check_same_device(*rng, like, op, "rng");
-    p.rng = rng->const_data_ptr<int64_t>();
-  }
+  p.rng = rng_pointer(rng, dropout_p, like, op);
   return p;
 }
 
