@@ -8,7 +8,7 @@ widened, the product is taken in fp32, and its result is rounded once, which is 
 
 import functools
 import platform
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -33,6 +33,11 @@ def _product_dtype(x: Tensor) -> torch.dtype:
     return torch.float32
 
 
+def _no_autocast(device_type: str) -> AbstractContextManager[object]:
+    available = torch.amp.is_autocast_available(device_type)  # on the meta device it is not
+    return torch.autocast(device_type, enabled=False) if available else nullcontext()
+
+
 class _MixedLinear(torch.autograd.Function):
     """x W^T + b computed in `dtype`; gradients come back in each argument's own dtype."""
 
@@ -48,6 +53,12 @@ class _MixedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
+        # A backward pass that is run within autocast would take its products in another dtype.
+        with _no_autocast(dy.device.type):
+            return _MixedLinear._gradients(ctx, dy)
+
+    @staticmethod
+    def _gradients(ctx, dy: Tensor):
         x, weight = ctx.saved_tensors
         wide = dy.to(ctx.dtype)
         dx = dweight = dbias = None
@@ -90,8 +101,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
                 f"linear: {name} must be {x.dtype} like x or torch.float32, got {parameter.dtype}"
             )
     dtype = _product_dtype(x)
-    available = torch.amp.is_autocast_available(x.device.type)  # on the meta device it is not
-    with torch.autocast(x.device.type, enabled=False) if available else nullcontext():
+    with _no_autocast(x.device.type):
         if weight.dtype == x.dtype == dtype and (bias is None or bias.dtype == dtype):
             return functional.linear(x, weight, bias)
         return _MixedLinear.apply(x, weight, bias, dtype)
