@@ -249,3 +249,22 @@ def test_two_ranks_train_as_one_does(folder):
     assert one[-1] < one[0]
     torch.testing.assert_close(two, one, atol=1e-4, rtol=0)
     assert _uses(folder / "ranks1") == _uses(folder / "ranks2")
+
+
+@pytest.mark.parametrize("optimizer", ["fused_adam", "lamb"])
+def test_every_optimizer_goes_on_with_the_same_bits(folder, optimizer):
+    short = (
+        *("--optimizer.name", optimizer, "--schedule.epochs", "null"),
+        *("--schedule.total_steps", "9", "--checkpoint.keep_last", "9"),
+    )
+    _run(folder, optimizer, 1, *short)
+    resumed = folder / f"{optimizer}_resumed"
+    shutil.copytree(folder / optimizer, resumed)
+    for checkpoint in (resumed / "checkpoints").glob("step-*"):
+        if int(checkpoint.name.removeprefix("step-")) != 4:
+            shutil.rmtree(checkpoint)
+    assert "continuing from" in _run(folder, resumed.name, 1, *short)
+    assert len(_losses(resumed)) == 9
+    assert _losses(resumed) == _losses(folder / optimizer)
+    for left, right in zip(_weights(resumed), _weights(folder / optimizer), strict=True):
+        assert torch.equal(left, right)

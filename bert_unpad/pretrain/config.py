@@ -155,7 +155,9 @@ class BatchingConfig:
 class OptimizerConfig:
     """The optimizer. Biases and LayerNorm parameters get no weight decay."""
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "fused_adam", "lamb", "lans"] = "adamw"
+    """adamw: PyTorch's own; fused_adam: the same by bert_unpad.optim; lamb or lans, for large
+    batches, whose learning rate counts relative to each weight's norm."""
     lr: float = 1e-4
     """Learning rate at the end of the warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
