@@ -1,0 +1,39 @@
+"""Settings of how sequences become steps, and who gets which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bert_unpad.pretrain.config.errors import ConfigError
+
+
+@dataclass
+class BatchingConfig:
+    """How many sequences make an update, and who gets which."""
+
+    strategy: Literal["stratified", "random"] = "stratified"
+    """stratified gives every rank the same work in every step; random is plain shuffling."""
+    global_batch_size: int | None = None
+    """Sequences per update, over all ranks. Give this or batch_size_per_rank."""
+    batch_size_per_rank: int | None = None
+    """Sequences per forward and backward pass on one rank."""
+    accumulation: int = 1
+    """Forward and backward passes per update."""
+    prefetch: int = 2
+    """Steps that a background thread prepares ahead of training."""
+
+    def per_rank(self, world_size: int) -> int:
+        """Sequences per update on one rank.
+
+        Raises:
+            ConfigError: the global batch cannot be split evenly.
+        """
+        if self.batch_size_per_rank is not None:
+            return self.batch_size_per_rank * self.accumulation
+        if self.global_batch_size % world_size:
+            raise ConfigError(
+                "batching.global_batch_size",
+                f"{self.global_batch_size} is not a multiple of the number of ranks ({world_size})",
+            )
+        return self.global_batch_size // world_size

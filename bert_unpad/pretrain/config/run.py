@@ -1,0 +1,154 @@
+"""A run's whole configuration: the sections together, what they exclude, and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import jsonargparse
+
+from bert_unpad.data import DataConfig
+from bert_unpad.pretrain.config.batching import BatchingConfig
+from bert_unpad.pretrain.config.errors import ConfigError
+from bert_unpad.pretrain.config.model import ModelConfig
+from bert_unpad.pretrain.config.output import CheckpointConfig, EvaluationConfig, LoggingConfig
+from bert_unpad.pretrain.config.update import (
+    ClipConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    check_clip,
+)
+
+
+@dataclass
+class PretrainConfig:
+    """Everything that a pretraining run depends on."""
+
+    run_dir: str = "runs/pretrain"
+    """Where metrics, checkpoints, plots and the final model go."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto continues from the newest checkpoint if there is one; must refuses to start without
+    one; never sets an earlier run's folder aside and starts anew."""
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Type of the activations; parameters and optimizer states are fp32 in both."""
+    threads: int | None = None
+    """CPU threads per process; by default OMP_NUM_THREADS, or cores / processes on this machine
+    (also where torchrun alone has set OMP_NUM_THREADS to 1)."""
+    compile: bool = False
+    """Run the model through torch.compile."""
+    gradient_checkpointing: bool = False
+    """Keep each layer's input only and compute the layer again in the backward pass."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    clip: ClipConfig = field(default_factory=ClipConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where checkpoints go."""
+        return Path(self.checkpoint.dir or Path(self.run_dir) / "checkpoints")
+
+    def validate(self) -> None:
+        """Checks what the types do not.
+
+        Raises:
+            ConfigError: see its message.
+        """
+        _exactly_one(self.batching, "batching", "global_batch_size", "batch_size_per_rank")
+        _exactly_one(self.schedule, "schedule", "total_steps", "epochs")
+        if self.schedule.warmup_steps is not None and self.schedule.warmup_share is not None:
+            raise ConfigError("schedule.warmup_share", "give this or warmup_steps, not both")
+        check_clip(self.clip)
+        at_least = {
+            "batching.global_batch_size": 1,
+            "batching.batch_size_per_rank": 1,
+            "batching.accumulation": 1,
+            "batching.prefetch": 1,
+            "schedule.total_steps": 1,
+            "schedule.epochs": 1,
+            "schedule.warmup_steps": 0,
+            "schedule.power": 0,
+            "optimizer.lr": 0,
+            "optimizer.eps": 0,
+            "optimizer.weight_decay": 0,
+            "clip.max_norm": 0,
+            "checkpoint.every": 0,
+            "checkpoint.keep_last": 1,
+            "evaluation.every": 0,
+            "evaluation.examples": 0,
+            "evaluation.batch_size": 1,
+            "logging.every": 1,
+            "threads": 1,
+            "seed": 0,
+        }
+        for key, bound in at_least.items():
+            value = self._get(key)
+            if value is not None and not value >= bound:
+                raise ConfigError(key, f"expected a number >= {bound}, got {value!r}")
+        for key in ("schedule.warmup_share", "schedule.end_lr_share", "evaluation.target_accuracy"):
+            value = self._get(key)
+            if value is not None and not 0 <= value <= 1:
+                raise ConfigError(key, f"expected a number in 0 .. 1, got {value!r}")
+        for value in self.optimizer.betas:
+            if not 0 <= value < 1:
+                raise ConfigError("optimizer.betas", f"expected numbers in [0, 1), got {value!r}")
+
+    def _get(self, key: str):
+        value = self
+        for name in key.split("."):
+            value = getattr(value, name)
+        return value
+
+
+def _exactly_one(section: object, name: str, first: str, second: str) -> None:
+    given = [getattr(section, key) is not None for key in (first, second)]
+    if all(given):
+        raise ConfigError(f"{name}.{second}", f"give this or {first}, not both")
+    if not any(given):
+        raise ConfigError(f"{name}.{first}", f"give this or {second}")
+
+
+def _parser() -> jsonargparse.ArgumentParser:
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = jsonargparse.ArgumentParser(
+        prog="pretrain.py", description="Pretrains BERT on packed tokens; see configs/ for recipes."
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of the keys below.")
+    parser.add_class_arguments(PretrainConfig)
+    return parser
+
+
+def read_config(arguments: Sequence[str] | None = None) -> tuple[PretrainConfig, str]:
+    """Reads `--config FILE` and `--section.key value` overrides, the later ones winning.
+
+    Args:
+        arguments: the command line, by default the process's own.
+
+    Returns:
+        The configuration, and the same resolved in full as YAML.
+
+    Raises:
+        ConfigError: a number is out of range, or settings contradict each other.
+        SystemExit: (code 2) a key is unknown or a value has the wrong type; the message on stderr
+            names the key.
+    """
+    parser = _parser()
+    parsed = parser.parse_args(None if arguments is None else list(arguments))
+    del parsed["config"]
+    text = parser.dump(parsed)
+    try:
+        fields = parser.instantiate(parsed)
+    except ValueError as error:  # DataConfig checks itself; its message begins with the field
+        raise ConfigError("data", str(error)) from error
+    config = PretrainConfig(**vars(fields))
+    config.validate()
+    return config, text

@@ -1,0 +1,81 @@
+"""Settings of an update of the parameters: optimizer, learning rate, bound on the gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bert_unpad.pretrain.config.errors import ConfigError
+
+
+@dataclass
+class OptimizerConfig:
+    """The optimizer. Biases and LayerNorm parameters get no weight decay."""
+
+    name: Literal["adamw", "fused_adam", "lamb", "lans"] = "adamw"
+    """adamw: PyTorch's own; fused_adam: the same by bert_unpad.optim; lamb or lans, for large
+    batches, whose learning rate counts relative to each weight's norm."""
+    lr: float = 1e-4
+    """Learning rate at the end of the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+
+
+@dataclass
+class ScheduleConfig:
+    """Linear warm-up, then polynomial decay. Give total_steps or epochs."""
+
+    total_steps: int | None = None
+    epochs: int | None = None
+    warmup_steps: int | None = None
+    """Updates of the warm-up; 0 for none."""
+    warmup_share: float | None = None
+    """The same as a share of all updates."""
+    start_warmup_step: int = 0
+    """Update before which the warm-up begins, as in MLPerf's rules: negative numbers start it
+    above zero."""
+    power: float = 1.0
+    """Degree of the decay."""
+    end_lr_share: float = 0.0
+    """Learning rate that the decay ends at, as a share of optimizer.lr."""
+
+
+@dataclass
+class ClipConfig:
+    """Bound on the norm of the gradient."""
+
+    max_norm: float = 1.0
+    mode: Literal["bucket", "before", "after", "none"] = "after"
+    """bucket: each rank clips bucket by bucket before they are averaged, while the backward pass
+    goes on. before: each rank clips its whole gradient, then they are averaged. after: clip the
+    average. The norm of the average is at most max_norm in all three."""
+    policy: Literal["equal", "numel", "adaptive"] = "equal"
+    """How bucket shares max_norm^2 out: in equal parts, by the buckets' sizes, or by their shares
+    of the squared norm in the step before."""
+    wire_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Type in which gradients travel between ranks; fp16 with bucket and before only."""
+    error_feedback: bool = False
+    """Add what the cast to wire_dtype loses to the next step's gradient (takes memory for one more
+    gradient; a resumed run begins without it)."""
+
+
+def check_clip(clip: ClipConfig) -> None:
+    """Checks which settings of clipping go together.
+
+    Raises:
+        ConfigError: see its message.
+    """
+    bounded = clip.mode in ("bucket", "before")
+    if bounded and not clip.max_norm > 0:
+        raise ConfigError("clip.max_norm", f"clip.mode {clip.mode} needs more than 0")
+    if clip.wire_dtype == "fp16" and not (bounded and clip.max_norm <= 65504):
+        raise ConfigError(
+            "clip.wire_dtype",
+            "fp16 needs clip.mode bucket or before, with clip.max_norm of at most 65504",
+        )
+    if clip.error_feedback and (clip.wire_dtype == "fp32" or clip.mode == "before"):
+        raise ConfigError(
+            "clip.error_feedback",
+            "needs clip.wire_dtype bf16 or fp16, and another mode than before",
+        )
