@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("tqdm", reason="the trainer needs the extra `pretrain`")
@@ -22,7 +22,8 @@ pytest.importorskip("jsonargparse", reason="the trainer needs the extra `pretrai
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import BertConfig, BertForPreTraining
-from bert_unpad.pretrain.config import OptimizerConfig
+from bert_unpad.pretrain.clipping import Clipping, step_if
+from bert_unpad.pretrain.config import ClipConfig, OptimizerConfig
 from bert_unpad.pretrain.loop import accumulate_gradient, seed_step
 from bert_unpad.pretrain.metrics import Window
 from bert_unpad.pretrain.optimizer import build_optimizer, set_lr
@@ -36,7 +37,7 @@ GPU = [
 LENGTHS = [[40, 17, 0, 5], [33, 8], []]  # of a step's passes
 
 
-def tiny_model(checkpointing: bool) -> BertForPreTraining:
+def tiny_model(recompute: str) -> BertForPreTraining:
     torch.manual_seed(0)
     model = BertForPreTraining(
         BertConfig(
@@ -48,7 +49,7 @@ def tiny_model(checkpointing: bool) -> BertForPreTraining:
             max_position_embeddings=64,
         )
     )
-    model.bert.encoder.gradient_checkpointing = checkpointing
+    model.bert.encoder.recompute = recompute
     return model
 
 
@@ -86,16 +87,18 @@ class NoWaiting(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_no_step_looks_at_the_device(checkpointing: bool) -> None:
+@pytest.mark.parametrize("recompute", ["none", "gelu", "layer"])
+def test_no_step_looks_at_the_device(recompute: str) -> None:
     ranks = Ranks(0, 1, torch.device("meta"), None)
-    model = tiny_model(checkpointing).to("meta")
+    model = tiny_model(recompute).to("meta")
+    clipping = Clipping(ClipConfig(), ranks, model)
     window, step = Window(ranks), host_step()
     counts = HostSums(ranks, step.counts)
     with NoWaiting():
-        accumulate_gradient(model, step, counts, ranks, nullcontext(), window)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    assert norm.device.type == "meta"
+        accumulate_gradient(model, step, counts, ranks, nullcontext(), window, clipping.in_backward)
+        gradient = clipping.finish()
+        window.add_gradient(gradient)
+    assert gradient.norm.device.type == gradient.finite.device.type == "meta"
     assert all(p.grad.device.type == "meta" for p in model.parameters())
 
 
@@ -132,14 +135,16 @@ def raise_if_the_host_waits() -> Iterator[None]:
 class TestOnAGpu:
     pytestmark = GPU
 
-    @pytest.mark.parametrize("checkpointing", [False, True])
+    @pytest.mark.parametrize("recompute", ["none", "gelu", "layer"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("name", ["adamw", "fused_adam", "lamb"])
     def test_a_step_does_not_make_the_host_wait(
-        self, dtype: torch.dtype, checkpointing: bool
+        self, name: str, dtype: torch.dtype, recompute: str
     ) -> None:
         ranks = Ranks(0, 1, torch.device("cuda", torch.cuda.current_device()), None)
-        model = tiny_model(checkpointing).to(ranks.device)
-        optimizer = build_optimizer(model, OptimizerConfig())
+        model = tiny_model(recompute).to(ranks.device)
+        clipping = Clipping(ClipConfig(), ranks, model)
+        optimizer = build_optimizer(model, OptimizerConfig(name=name))
         window, step = Window(ranks), host_step().pin_memory()
         autocast = torch.autocast("cuda", dtype, enabled=dtype != torch.float32)
         before = [p.detach().clone() for p in model.parameters()]
@@ -147,19 +152,23 @@ class TestOnAGpu:
         def update(number: int) -> tuple[HostSums, Tensor]:
             seed_step(1, number, 0)
             counts = HostSums(ranks, step.counts)
-            accumulate_gradient(model, step, counts, ranks, autocast, window)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            accumulate_gradient(model, step, counts, ranks, autocast, window, clipping.in_backward)
+            gradient = clipping.finish()
+            window.add_gradient(gradient)
             set_lr(optimizer, 1e-3 / (number + 1))
-            optimizer.step()
+            step_if(optimizer, gradient.finite)
             optimizer.zero_grad()
-            return counts, norm
+            return counts, gradient.norm
 
         update(0)  # loads libraries and makes the optimizer's state
         with raise_if_the_host_waits():
             counts, norm = update(1)
         assert counts.on_host() == step.counts
         assert norm.isfinite()
-        assert window.fold()["mlm_loss"] > 0
+        sums = window.fold()
+        assert sums["mlm_loss"] > 0
+        assert sums["clippable"] == 2
+        assert sums["skipped"] == 0
         assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
     def test_waiting_is_found(self) -> None:

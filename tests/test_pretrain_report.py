@@ -34,7 +34,7 @@ def run_dir(tmp_path_factory) -> Path:
         "run_dir": str(folder / "run"),
         "device": "cpu",
         "precision": "bf16",
-        "gradient_checkpointing": True,
+        "recompute": "layer",
         "model": {
             "hidden_size": 32,
             "num_hidden_layers": 2,

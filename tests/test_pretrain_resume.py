@@ -37,6 +37,7 @@ def _settings(folder: Path) -> dict:
         "seed": 11,
         "device": "cpu",
         "threads": 1,
+        "recompute": "gelu",
         "model": {
             "hidden_size": 16,
             "num_hidden_layers": 2,

@@ -84,8 +84,12 @@ class BertOutput(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor, rng: Tensor | None = None) -> Tensor:
         """x [rows, in_features], residual [rows, hidden] -> [rows, hidden]."""
+        return self.close(ops.linear(x, self.dense.weight), residual, rng)
+
+    def close(self, x: Tensor, residual: Tensor, rng: Tensor | None = None) -> Tensor:
+        """The same for an x that has gone through `dense`, but for its bias."""
         return ops.dropout_add_layer_norm(
-            ops.linear(x, self.dense.weight),
+            x,
             residual,
             self.LayerNorm.weight,
             self.LayerNorm.bias,

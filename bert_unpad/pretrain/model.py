@@ -43,7 +43,7 @@ def build_model(config: PretrainConfig, vocab_size: int, max_seq_length: int) ->
             )
         except (FileNotFoundError, ValueError) as error:
             raise ConfigError("model.preset", str(error)) from error
-    model.bert.encoder.gradient_checkpointing = config.gradient_checkpointing
+    model.bert.encoder.recompute = config.recompute
     return model.train()
 
 

@@ -40,8 +40,9 @@ class PretrainConfig:
     (also where torchrun alone has set OMP_NUM_THREADS to 1)."""
     compile: bool = False
     """Run the model through torch.compile."""
-    gradient_checkpointing: bool = False
-    """Keep each layer's input only and compute the layer again in the backward pass."""
+    recompute: Literal["none", "gelu", "layer"] = "none"
+    """What the backward pass computes again, to save memory: nothing; the GELU's output of each
+    layer; or whole layers, of which only the input is kept."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
