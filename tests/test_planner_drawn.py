@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from plans import batches, make_plan
 
+from bert_unpad._planner import deal
 from bert_unpad.data.histogram import sample_lengths
 from bert_unpad.data.sampler import WorkModel, efficiency
 
@@ -57,3 +58,60 @@ def test_lpt_balances_better_than_snake():
     best = [make_plan(lengths, 1024, 16, f"random/world/{how}") for how in ("lpt", "snake")]
     lpt, snake = (efficiency(plan.work(0, plan.steps - 1)).mean() for plan in best)
     assert lpt > 0.998 > snake
+
+
+@pytest.mark.parametrize("dealing", ["plain", "snake", "lpt"])
+def test_a_step_read_by_the_ranks_is_dealt_as_a_drawn_one_is(dealing):
+    lengths = sample_lengths(12 * 8, seed=3)
+    drawn = batches(make_plan(lengths, 12, 8, "random"), 12)
+    order = np.concatenate([drawn[rank][0] for rank in range(12)])
+    counts = np.full(12, 8)
+    for group in (12, 4, 5):
+        given = deal(
+            lengths[order], counts, dealing=dealing, group_ranks=group, work=WorkModel(1, 0.01)
+        )
+        for first in range(0, 12, group):
+            ranks = range(first, min(first + group, 12))
+            held = np.isin(np.arange(96) // 8, ranks)
+            assert np.isin(given[held], ranks).all()
+            assert (np.bincount(given[held])[first:] == 8).all()
+        if group == 12:
+            plan = make_plan(
+                lengths, 12, 8, f"random/world/{dealing}", work=WorkModel(1, 0.01)
+            ).work(0, 1)
+            work = [WorkModel(1, 0.01)(float(length)) for length in lengths[order]]
+            np.testing.assert_allclose(np.bincount(given, work), plan[0])
+
+
+def test_dealing_copes_with_ranks_that_have_little_or_nothing():
+    lengths = np.array([30, 7, 7, 500, 12], np.uint16)
+    given = deal(
+        lengths, np.array([1, 0, 4, 0]), dealing="lpt", group_ranks=4, work=WorkModel(1, 0)
+    )
+    assert given[3] == 0  # the longest to the first, one each, the lightest where there is room
+    assert sorted(np.bincount(given, minlength=4)) == [1, 1, 1, 2]
+    none = np.empty(0, np.uint16)
+    counts = np.zeros(3, np.int64)
+    assert not len(deal(none, counts, dealing="snake", group_ranks=3, work=WorkModel(1, 0)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"counts": np.array([2, 2])}, "counts: "),
+        ({"counts": np.array([6, -1])}, "counts: "),
+        ({"dealing": "fair"}, "dealing: "),
+        ({"group_ranks": 0}, "group_ranks: "),
+    ],
+)
+def test_dealing_names_a_bad_argument(change, message):
+    good = {
+        "lengths": np.arange(1, 6, dtype=np.uint16),
+        "counts": np.array([3, 2]),
+        "dealing": "lpt",
+        "group_ranks": 2,
+        "work": WorkModel(1, 0),
+    }
+    deal(**good)
+    with pytest.raises(ValueError, match=message):
+        deal(**(good | change))

@@ -8,12 +8,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bert_unpad.data.collate import PackedCollator, Prefetcher
+    from bert_unpad.data.collate import PackedCollator, Prefetcher, pack_examples
+    from bert_unpad.data.example_batch import ExampleBatch
+    from bert_unpad.data.exchange import ExampleExchange, ExchangedStep, ExchangeError
     from bert_unpad.data.histogram import sample_lengths, wikipedia_lengths
     from bert_unpad.data.masking import MaskedTokens, TokenMasker, most_frequent_token_rate
     from bert_unpad.data.preparation import DataConfig, PreparedData, prepare
     from bert_unpad.data.sampler import BalancedSampler
     from bert_unpad.data.shards import DamagedDataError, Example, ShardDataset, ShardWriter
+    from bert_unpad.data.stream import ExampleStream, IterableStream, ShardStream
     from bert_unpad.data.tokenizer import WordPieceTokenizer
 
 _HOME = {
@@ -21,15 +24,23 @@ _HOME = {
     "DamagedDataError": "shards",
     "DataConfig": "preparation",
     "Example": "shards",
+    "ExampleBatch": "example_batch",
+    "ExampleExchange": "exchange",
+    "ExampleStream": "stream",
+    "ExchangeError": "exchange",
+    "ExchangedStep": "exchange",
+    "IterableStream": "stream",
     "MaskedTokens": "masking",
     "PackedCollator": "collate",
     "Prefetcher": "collate",
     "PreparedData": "preparation",
     "ShardDataset": "shards",
+    "ShardStream": "stream",
     "ShardWriter": "shards",
     "TokenMasker": "masking",
     "WordPieceTokenizer": "tokenizer",
     "most_frequent_token_rate": "masking",
+    "pack_examples": "collate",
     "prepare": "preparation",
     "sample_lengths": "histogram",
     "wikipedia_lengths": "histogram",
@@ -40,15 +51,23 @@ __all__ = [
     "DamagedDataError",
     "DataConfig",
     "Example",
+    "ExampleBatch",
+    "ExampleExchange",
+    "ExampleStream",
+    "ExchangeError",
+    "ExchangedStep",
+    "IterableStream",
     "MaskedTokens",
     "PackedCollator",
     "Prefetcher",
     "PreparedData",
     "ShardDataset",
+    "ShardStream",
     "ShardWriter",
     "TokenMasker",
     "WordPieceTokenizer",
     "most_frequent_token_rate",
+    "pack_examples",
     "prepare",
     "sample_lengths",
     "wikipedia_lengths",

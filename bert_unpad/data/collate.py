@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
+from bert_unpad.data.example_batch import ExampleBatch
 from bert_unpad.data.masking import TokenMasker
 from bert_unpad.data.shards import ShardDataset
 from bert_unpad.data.tokenizer import WordPieceTokenizer
@@ -81,27 +82,33 @@ class PackedCollator:
             raise IndexError(
                 f"indices: expected 0 to {len(dataset) - 1}, got {indices.min()} to {indices.max()}"
             )
-        lengths = dataset.lengths[indices].astype(np.int64)
-        order = np.argsort(-lengths, kind="stable")
-        indices, lengths = indices[order], lengths[order]
-        total = int(lengths.sum())
-        begins = np.cumsum(lengths) - lengths
-        packed = np.arange(total)
-        true_ids = dataset.tokens[
-            np.repeat(dataset.offsets[indices] - begins, lengths) + packed
-        ].astype(np.int64)
-        second = np.repeat(begins + dataset.second_starts[indices], lengths)
-        masked = self.masker(true_ids, lengths, indices, epoch)
-        return PackedInputs.build(
-            batch=VarlenBatch.from_lengths(lengths),
-            input_ids=torch.from_numpy(masked.input_ids),
-            token_type_ids=torch.from_numpy((packed >= second).astype(np.int64)),
-            masked_positions=torch.from_numpy(masked.positions),
-            masked_labels=torch.from_numpy(masked.labels),
-            next_sentence_labels=torch.from_numpy(
-                dataset.next_sentence_labels[indices].astype(np.int64)
-            ),
-        )
+        return pack_examples(dataset.batch(indices), self.masker, epoch)
+
+
+def pack_examples(examples: ExampleBatch, masker: TokenMasker, epoch: int) -> PackedInputs:
+    """Packs and masks examples, wherever they come from; a function of its arguments alone.
+
+    Args:
+        examples: B of them; B = 0 is allowed.
+        masker: a mask depends on its seed, the epoch and the example's id.
+        epoch: number of the pass over the data.
+
+    Returns:
+        The batch on the CPU, longest sequence first (equal lengths in the order given).
+    """
+    examples = examples[np.argsort(-examples.lengths, kind="stable")]
+    lengths = examples.lengths
+    begins = np.cumsum(lengths) - lengths
+    second = np.repeat(begins + examples.second_starts, lengths)
+    masked = masker(examples.tokens.astype(np.int64), lengths, examples.ids, epoch)
+    return PackedInputs.build(
+        batch=VarlenBatch.from_lengths(lengths),
+        input_ids=torch.from_numpy(masked.input_ids),
+        token_type_ids=torch.from_numpy((np.arange(len(second)) >= second).astype(np.int64)),
+        masked_positions=torch.from_numpy(masked.positions),
+        masked_labels=torch.from_numpy(masked.labels),
+        next_sentence_labels=torch.from_numpy(examples.next_sentence_labels),
+    )
 
 
 Collated = TypeVar("Collated")
@@ -164,9 +171,19 @@ class Prefetcher(Iterator[Collated]):
         self._thread.start()
 
     def __next__(self) -> Collated:
+        return self.next_within(None)
+
+    def next_within(self, seconds: float | None) -> Collated:
+        """The next batch, as `next()` gives it.
+
+        Raises:
+            TimeoutError: there is none after this many seconds (None: wait for as long as it
+                takes). Nothing is lost: ask again.
+        """
         if self._channel.closed:
             raise StopIteration
-        self._channel.filled.acquire()
+        if not self._channel.filled.acquire(timeout=seconds):
+            raise TimeoutError(f"no batch within {seconds} s")
         inputs, state, error = self._channel.ready.popleft()
         if error is not None:
             self.close()
@@ -178,11 +195,20 @@ class Prefetcher(Iterator[Collated]):
         self.state = state
         return inputs
 
-    def close(self) -> None:
-        """Stop the thread (after the batch it is at) and drop what waits. May be called twice."""
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing more to come: closed, at the end, or after an error."""
+        return self._channel.closed
+
+    def close(self, seconds: float | None = None) -> None:
+        """Stop the thread (after the batch it is at) and drop what waits. May be called twice.
+
+        Args:
+            seconds: wait no longer than this for the thread, which ends by itself later.
+        """
         self._channel.closed = True
         self._channel.room.release()
-        self._thread.join()
+        self._thread.join(seconds)
         self._channel.ready.clear()
 
     def __enter__(self) -> Prefetcher[Collated]:

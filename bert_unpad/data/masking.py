@@ -15,21 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad.data.shards import ShardDataset
+from bert_unpad.data.splitmix import GAMMA, splitmix64
 from bert_unpad.data.tokenizer import WordPieceTokenizer
 
 _MASK64 = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15  # splitmix64's increment: 2^64 / golden ratio
 _MASKED = int(0.8 * 2**32)  # of what is predicted: 80 % becomes [MASK],
 _REPLACED = int(0.9 * 2**32)  # 10 % another token, 10 % stays
 _MAX_SEQUENCES = 1 << 24  # bits of a sort key: 24 sequence, 24 hash, 16 position
-
-
-def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The output function of splitmix64 for states x (uint64, any shape)."""
-    x = x + np.uint64(_GAMMA)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 class MaskedTokens(NamedTuple):
@@ -121,7 +113,7 @@ class TokenMasker:
         sequence = np.repeat(np.arange(len(lengths)), lengths)
         position = np.arange(len(input_ids)) - begins[sequence]
         hashes = self._hashes(example_indices, epoch)[sequence]
-        hashes = splitmix64(hashes + position.astype(np.uint64) * np.uint64(_GAMMA))
+        hashes = splitmix64(hashes + position.astype(np.uint64) * np.uint64(GAMMA))
 
         candidates = np.flatnonzero(self._maskable[input_ids])
         # int(rint) is Python's round(), which the original uses.
@@ -132,7 +124,7 @@ class TokenMasker:
         positions = choose(input_ids, candidates, sequence, position, hashes, begins, quota)
 
         labels = input_ids[positions]
-        second = splitmix64(hashes[positions] ^ np.uint64(_GAMMA))
+        second = splitmix64(hashes[positions] ^ np.uint64(GAMMA))
         action = second >> np.uint64(32)
         draw = (second & np.uint64(0xFFFFFFFF)) * np.uint64(len(self._replacements))
         replacement = self._replacements[(draw >> np.uint64(32)).astype(np.int64)]
@@ -149,7 +141,7 @@ class TokenMasker:
         key = np.array([self.seed & _MASK64], np.uint64)
         key = splitmix64(splitmix64(key) + np.uint64(epoch & _MASK64))
         indices = np.asarray(example_indices, np.int64).astype(np.uint64)
-        return splitmix64(key + indices * np.uint64(_GAMMA))
+        return splitmix64(key + indices * np.uint64(GAMMA))
 
     def _choose_tokens(
         self,

@@ -21,6 +21,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
+from bert_unpad.data.example_batch import ExampleBatch, ragged_places
 from bert_unpad.data.sources import file_sha256
 
 MANIFEST = "manifest.json"
@@ -293,6 +294,21 @@ class ShardDataset:
             self.tokens[span].astype(np.int64),
             int(self.second_starts[index]),
             int(self.next_sentence_labels[index]),
+        )
+
+    def batch(self, indices: NDArray[np.integer]) -> ExampleBatch:
+        """Several examples, read in one operation; their ids are their places in the shard.
+
+        Args:
+            indices: [B], 0 to len - 1 each.
+        """
+        lengths = self.lengths[indices].astype(np.int64)
+        return ExampleBatch(
+            np.asarray(indices, np.int64),
+            lengths,
+            self.second_starts[indices].astype(np.int64),
+            self.next_sentence_labels[indices].astype(np.int64),
+            self.tokens[ragged_places(self.offsets[indices], lengths)],
         )
 
     @property

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "dealing.h"
 #include "groups.h"
 #include "pack.h"
 #include "plan.h"
@@ -137,6 +138,24 @@ py::tuple pack_py(const py::array& lengths, int64_t row_tokens,
   return py::make_tuple(to_numpy(std::move(rows.indices)), to_numpy(std::move(rows.ends)));
 }
 
+py::array_t<int64_t> deal_py(const py::array& lengths, const py::array& counts,
+                             const std::string& dealing, int64_t group_ranks,
+                             const WorkModel& work) {
+  const auto lengths_view = view<uint16_t>(lengths, "lengths", "uint16");
+  const auto counts_view = view<int64_t>(counts, "counts", "int64");
+  Dealing how;
+  if (!parse_dealing(dealing, how)) {
+    throw std::invalid_argument("dealing: expected 'plain', 'snake' or 'lpt', got '" + dealing +
+                                "'");
+  }
+  std::vector<int64_t> ranks;
+  {
+    py::gil_scoped_release release;
+    ranks = deal_step(lengths_view, counts_view, group_ranks, how, work);
+  }
+  return to_numpy(std::move(ranks));
+}
+
 constexpr char kWorkModelDoc[] = R"(Work of a sequence of length s: linear * s + quadratic * s**2.
 
 The unit is free, only ratios matter. ValueError if negative, not finite or both 0.)";
@@ -177,6 +196,16 @@ the one with the most. The order of rows and of sequences of one length is drawn
 Returns (indices, ends): uint32 [N], row after row; int64 [rows], where each row ends in indices.
 ValueError or TypeError names the bad argument. Method: Krell et al., "Efficient Sequence Packing
 without Cross-contamination" (2021).)";
+
+constexpr char kDealDoc[] =
+    R"(Deals the examples that all ranks have read for one step out among them.
+
+lengths: uint16 [N], all examples, rank after rank. counts: int64 [ranks], how many each rank has.
+dealing: "plain" (longest first, round after round), "snake" (every second round backwards), "lpt"
+(each to the rank with the least work so far; Graham, 1969). group_ranks: examples stay within
+groups of so many neighbouring ranks. Returns int64 [N], the rank that gets each example; numbers
+of examples differ by one at most within a group. A pure function, the same on every rank.
+ValueError or TypeError names the bad argument.)";
 
 constexpr char kLengthGroupsDoc[] = R"(Splits sequences into groups of similar length.
 
@@ -226,6 +255,8 @@ PYBIND11_MODULE(_planner, m) {
   m.def("pack", &pack_py, py::arg("lengths"), py::arg("row_tokens") = 512, py::kw_only(),
         py::arg("max_sequences") = py::none(), py::arg("method") = "best_fit", py::arg("seed") = 0,
         kPackDoc);
+  m.def("deal", &deal_py, py::arg("lengths"), py::arg("counts"), py::kw_only(), py::arg("dealing"),
+        py::arg("group_ranks"), py::arg("work"), kDealDoc);
   m.def("length_groups", &length_groups_py, py::arg("lengths"), py::arg("max_groups") = 4,
         kLengthGroupsDoc);
 }

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <queue>
 #include <stdexcept>
 #include <string>
 
@@ -40,12 +39,7 @@ DrawnStrategy DrawnStrategy::parse(std::string_view name) {
   if (count == 1) return strategy;
   if (count != 3 || (parts[1] != "group" && parts[1] != "world")) fail();
   strategy.exchange = parts[1] == "group" ? Exchange::kGroup : Exchange::kWorld;
-  if (parts[2] == "snake")
-    strategy.dealing = Dealing::kSnake;
-  else if (parts[2] == "lpt")
-    strategy.dealing = Dealing::kLpt;
-  else if (parts[2] != "plain")
-    fail();
+  if (!parse_dealing(parts[2], strategy.dealing)) fail();
   return strategy;
 }
 
@@ -137,34 +131,9 @@ void DrawnPlan::deal(int64_t step, Group group, Deal& result) const {
   std::sort(result.indices.begin(), result.indices.end(), [&](uint32_t a, uint32_t b) {
     return lengths_[a] != lengths_[b] ? lengths_[a] > lengths_[b] : a < b;
   });
-  const auto count = static_cast<int64_t>(result.indices.size());
-  result.rank.resize(count);
-  if (strategy_.dealing == Dealing::kLpt) {
-    // (work so far, rank) of the ranks that have a place left, the lightest first. Each has as many
-    // places as divide evenly; then, for the lightest examples, one more.
-    using Seat = std::pair<int64_t, uint32_t>;
-    std::priority_queue<Seat, std::vector<Seat>, std::greater<>> seats;
-    std::vector<int64_t> load(group.ranks, 0), places(group.ranks, 0);
-    for (int64_t i = 0; i < count; ++i) {
-      if (seats.empty()) {
-        for (int64_t rank = 0; rank < group.ranks; ++rank) {
-          places[rank] = i == 0 ? std::max<int64_t>(count / group.ranks, 1) : 1;
-          seats.push({load[rank], static_cast<uint32_t>(rank)});
-        }
-      }
-      const uint32_t rank = seats.top().second;
-      seats.pop();
-      result.rank[i] = rank;
-      load[rank] += work_.units[lengths_[result.indices[i]]];
-      if (--places[rank] > 0) seats.push({load[rank], rank});
-    }
-    return;
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    const bool back = strategy_.dealing == Dealing::kSnake && i / group.ranks % 2 == 1;
-    const int64_t seat = i % group.ranks;
-    result.rank[i] = static_cast<uint32_t>(back ? group.ranks - 1 - seat : seat);
-  }
+  result.works.clear();
+  for (uint32_t index : result.indices) result.works.push_back(work_.units[lengths_[index]]);
+  planner::deal(result.works, group.ranks, strategy_.dealing, result.rank);
 }
 
 void DrawnPlan::rank_steps(int64_t rank, int64_t first, int64_t last,
@@ -195,7 +164,7 @@ std::vector<double> DrawnPlan::work(int64_t first, int64_t last) const {
       const Group group = group_of(rank);
       deal(step, group, dealt);
       for (size_t i = 0; i < dealt.indices.size(); ++i)
-        sums[group.first_rank + dealt.rank[i]] += work_.units[lengths_[dealt.indices[i]]];
+        sums[group.first_rank + dealt.rank[i]] += dealt.works[i];
     }
     for (int64_t rank = 0; rank < ranks; ++rank)
       result[(step - first) * ranks + rank] = static_cast<double>(sums[rank]) * work_.scale;

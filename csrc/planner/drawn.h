@@ -8,20 +8,18 @@
 // j of a global batch falls to rank j mod num_replicas.
 //
 // Exchange. The examples of a step are sorted by work among `exchange_ranks` neighbouring ranks, or
-// all of them, and dealt anew: `plain` round after round, `snake` every second round backwards,
-// `lpt` (longest processing time first; Graham, 1969) each to the rank with the least work so far
-// that has a place left.
+// all of them, and dealt anew: see dealing.h.
 #pragma once
 
 #include <string_view>
 
+#include "dealing.h"
 #include "plan.h"
 
 namespace bert_unpad::planner {
 
 enum class Sampling { kRandom, kQuotas };
 enum class Exchange { kNone, kGroup, kWorld };
-enum class Dealing { kPlain, kSnake, kLpt };
 
 struct DrawnStrategy {
   Sampling sampling;
@@ -47,6 +45,7 @@ class DrawnPlan final : public Plan {
   // A group's examples in one step and the rank, counted within the group, that each goes to.
   struct Deal {
     std::vector<uint32_t> indices;  // longest first
+    std::vector<int64_t> works;
     std::vector<uint32_t> rank;
   };
   struct Group {
