@@ -10,8 +10,6 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from bert_unpad.hf.packing import Packing  # noqa: E402
-
 BATCH, SEQLEN, VOCAB, CHOICES = 4, 11, 61, 2
 
 _COMMON = {
@@ -192,17 +190,3 @@ def assert_same_step(got, want, mask, tolerance: float = 1e-5, skip: tuple[str, 
 
 def clone(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
-
-
-@pytest.fixture
-def packed_calls(monkeypatch) -> list[int]:
-    """Grows by the number of tokens of every attention that runs packed."""
-    calls: list[int] = []
-    original = Packing.attend
-
-    def attend(self, qkv, *args, **kwargs):
-        calls.append(qkv.shape[0])
-        return original(self, qkv, *args, **kwargs)
-
-    monkeypatch.setattr(Packing, "attend", attend)
-    return calls

@@ -14,7 +14,6 @@ from hf_models import (
     call_arguments,
     clone,
     make,
-    packed_calls,  # noqa: F401
     real,
     run,
 )
@@ -43,7 +42,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_equals_stock(name, kind, packed_calls):  # noqa: F811
+def test_equals_stock(name, kind, packed_calls):
     mask = MASKS[kind]
     stock = make(name)
     ours = hf.unpad(clone(stock))
@@ -54,7 +53,9 @@ def test_equals_stock(name, kind, packed_calls):  # noqa: F811
     tokens *= 2 if name.endswith("MultipleChoice") else 1
     if name == "ElectraForPreTraining" and kind == "none":
         packed = True  # its loss then counts all positions
-    assert packed_calls == ([tokens] * 2 if packed else [])
+    # `run` reads the lazy logits, for which the last layer then computes all rows.
+    layers = 3 if name.endswith("MaskedLM") or name == "BertForPreTraining" else 2
+    assert packed_calls == ([tokens] * layers if packed else [])
     # The loss of question answering is a softmax over all columns, padding included.
     padded = kind not in ("none", "ones")
     if name.endswith("QuestionAnswering") and padded and packed:
@@ -89,7 +90,7 @@ def test_other_ways_to_call(name, given):
 
 
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh", "relu", "gelu_fast"])
-def test_activations(activation, packed_calls):  # noqa: F811
+def test_activations(activation, packed_calls):
     mask = MASKS["right"]
     stock = make("BertForMaskedLM", hidden_act=activation)
     ours = hf.unpad(clone(stock))
@@ -143,7 +144,7 @@ def test_loss_without_labels_and_with_all_ignored():
 @pytest.mark.parametrize(
     "name", ["BertForMaskedLM", "BertForPreTraining", "BertForTokenClassification"]
 )
-def test_labels_at_padded_positions_count_as_in_stock(name, packed_calls):  # noqa: F811
+def test_labels_at_padded_positions_count_as_in_stock(name, packed_calls):
     mask = MASKS["right"]
     stock = make(name)
     ours = hf.unpad(clone(stock))
@@ -218,7 +219,7 @@ STOCK_ONLY = {
 
 
 @pytest.mark.parametrize("case", STOCK_ONLY)
-def test_what_is_left_to_stock_is_stock_bit_for_bit_and_said_once(case, packed_calls):  # noqa: F811
+def test_what_is_left_to_stock_is_stock_bit_for_bit_and_said_once(case, packed_calls):
     stock = make("BertModel").eval()
     ours = hf.unpad(clone(stock))
     call = call_arguments("BertModel", MASKS["right"]) | STOCK_ONLY[case]
@@ -239,7 +240,7 @@ def test_what_is_left_to_stock_is_stock_bit_for_bit_and_said_once(case, packed_c
             assert torch.equal(a, b)
 
 
-def test_hooks_inside_layers_are_honoured(packed_calls):  # noqa: F811
+def test_hooks_inside_layers_are_honoured(packed_calls):
     stock = make("BertModel")
     ours = hf.unpad(clone(stock))
     seen = []

@@ -11,7 +11,6 @@ from hf_models import (
     call_arguments,
     clone,
     make,
-    packed_calls,  # noqa: F401
     run,
     transformers,
 )
@@ -182,7 +181,7 @@ def test_collated_batches_train():
 
 @pytest.mark.parametrize("kind", [k for k in MASKS if k != "empty"])
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM"])
-def test_attention_implementation(name, kind, packed_calls):  # noqa: F811
+def test_attention_implementation(name, kind, packed_calls):
     mask = MASKS[kind]
     stock = make(name)
     ours = clone(stock)
@@ -192,7 +191,7 @@ def test_attention_implementation(name, kind, packed_calls):  # noqa: F811
     assert packed_calls == [BATCH * SEQLEN if mask is None else int(mask.sum())] * 2
 
 
-def test_attention_implementation_leaves_other_attention_to_sdpa(packed_calls):  # noqa: F811
+def test_attention_implementation_leaves_other_attention_to_sdpa(packed_calls):
     call = call_arguments("BertModel", MASKS["right"], labels=False)
     # A 4-D mask.
     stock = make("BertModel").eval()

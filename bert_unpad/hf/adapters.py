@@ -5,9 +5,7 @@ A new family of the same architecture is an entry here, not a copy of any code.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from bert_unpad.hf import heads, layers
 from bert_unpad.hf.heads import HeadAdapter
@@ -18,75 +16,87 @@ __all__ = ["FAMILIES", "Family"]
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """One family: classes by their names in transformers.models.<package>.modeling_<package>."""
+    """One family: classes <prefix>... of transformers.models.<package>.modeling_<package>.
+
+    Heads are named by what follows the prefix.
+    """
 
     package: str
-    model: str
-    layer: str
-    parts: Callable[[Any], layers.LayerParts]
+    prefix: str
+    layer_class: str
+    layer: layers.LayerAdapter
     adapter: ModelAdapter
     mlm: dict[str, HeadAdapter]
-    token_labels: tuple[str, ...]
-    """Heads whose loss counts labels at every position."""
     first_readers: tuple[str, ...]
     """Heads that read the first column of the base model's output themselves, without a pooler."""
+    first_only: dict[str, str | None]
+    """Heads for which nothing but the first column counts -> the class of `classifier` for which
+    that is so; None: whatever it is."""
+    base: str = ""
+    """The attribute of a head that holds the base model; the package's name if empty."""
 
-
-_ROBERTA = ModelAdapter("encoder", positions="ids")
-_BERT = ModelAdapter("encoder")
+    @property
+    def base_attribute(self) -> str:
+        return self.base or self.package
 
 
 def _roberta_like(package: str, prefix: str) -> Family:
     return Family(
-        package=package,
-        model=f"{prefix}Model",
-        layer=f"{prefix}Layer",
-        parts=layers.bert_parts,
-        adapter=_ROBERTA,
-        mlm={f"{prefix}ForMaskedLM": HeadAdapter("roberta", heads.roberta_logits)},
-        token_labels=(f"{prefix}ForTokenClassification",),
-        first_readers=(f"{prefix}ForSequenceClassification",),
+        package,
+        prefix,
+        f"{prefix}Layer",
+        layers.BERT,
+        ModelAdapter("encoder", positions="ids"),
+        {"ForMaskedLM": HeadAdapter("roberta", heads.roberta_logits)},
+        ("ForSequenceClassification",),
+        {
+            "ForSequenceClassification": f"{prefix}ClassificationHead",
+            "ForMultipleChoice": None,
+        },
+        base="roberta",
     )
 
 
 FAMILIES = (
     Family(
-        package="bert",
-        model="BertModel",
-        layer="BertLayer",
-        parts=layers.bert_parts,
-        adapter=_BERT,
-        mlm={
-            "BertForMaskedLM": HeadAdapter("bert", heads.bert_logits),
-            "BertForPreTraining": HeadAdapter("bert", heads.bert_logits, pretraining=True),
+        "bert",
+        "Bert",
+        "BertLayer",
+        layers.BERT,
+        ModelAdapter("encoder"),
+        {
+            "ForMaskedLM": HeadAdapter("bert", heads.bert_logits),
+            "ForPreTraining": HeadAdapter("bert", heads.bert_logits, pretraining=True),
         },
-        token_labels=("BertForTokenClassification",),
-        first_readers=(),
+        (),
+        {
+            "ForSequenceClassification": None,
+            "ForMultipleChoice": None,
+            "ForNextSentencePrediction": None,
+        },
     ),
     _roberta_like("roberta", "Roberta"),
     _roberta_like("xlm_roberta", "XLMRoberta"),
     _roberta_like("camembert", "Camembert"),
     Family(
-        package="electra",
-        model="ElectraModel",
-        layer="ElectraLayer",
-        parts=layers.bert_parts,
-        adapter=_BERT,
-        mlm={"ElectraForMaskedLM": HeadAdapter("electra", heads.electra_logits)},
-        token_labels=("ElectraForTokenClassification",),
-        first_readers=("ElectraForSequenceClassification", "ElectraForMultipleChoice"),
+        "electra",
+        "Electra",
+        "ElectraLayer",
+        layers.BERT,
+        ModelAdapter("encoder"),
+        {"ForMaskedLM": HeadAdapter("electra", heads.electra_logits)},
+        ("ForSequenceClassification", "ForMultipleChoice"),
+        # Multiple choice may be configured to read all columns.
+        {"ForSequenceClassification": "ElectraClassificationHead"},
     ),
     Family(
-        package="distilbert",
-        model="DistilBertModel",
-        layer="TransformerBlock",
-        parts=layers.distilbert_parts,
-        adapter=ModelAdapter("transformer", token_types=False),
-        mlm={"DistilBertForMaskedLM": HeadAdapter("distilbert", heads.distilbert_logits)},
-        token_labels=("DistilBertForTokenClassification",),
-        first_readers=(
-            "DistilBertForSequenceClassification",
-            "DistilBertForMultipleChoice",
-        ),
+        "distilbert",
+        "DistilBert",
+        "TransformerBlock",
+        layers.DISTILBERT,
+        ModelAdapter("transformer", token_types=False),
+        {"ForMaskedLM": HeadAdapter("distilbert", heads.distilbert_logits)},
+        ("ForSequenceClassification", "ForMultipleChoice"),
+        {"ForSequenceClassification": None, "ForMultipleChoice": None},
     ),
 )

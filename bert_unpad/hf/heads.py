@@ -23,7 +23,7 @@ from bert_unpad.hf.models import STOCK, PackedModel, bind, packing_or_reason
 from bert_unpad.hf.outputs import LazyTensor, lazy_output_class
 from bert_unpad.hf.packing import IGNORE, Packing
 
-__all__ = ["HeadAdapter", "PackedMlm", "PackedTokenLabels"]
+__all__ = ["HeadAdapter", "PackedFirst", "PackedMlm", "PackedTokenLabels"]
 
 LOGITS = ("lazy", "full", "none")
 
@@ -98,8 +98,14 @@ class PackedMlm:
         return_dict = call.pop("return_dict", None)
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
+        how = getattr(self, "_bert_unpad_logits", "lazy")
+        if how == "lazy" and torch.compiler.is_compiling():
+            how = "full"
+        # Logits are rarely read in training, and often in evaluation, where it would cost twice.
+        if found is not None and (how == "none" or (how == "lazy" and self.training)):
+            packing = packing.narrow(base._bert_unpad_last_layer(), found[0], head.pretraining)
         out = base(**call, packing=packing, return_dict=True)
-        out = self._bert_unpad_output(out, packing, found, next_label)
+        out = self._bert_unpad_output(out, packing, found, next_label, how)
         return out if return_dict else out.to_tuple()
 
     def _bert_unpad_output(
@@ -108,9 +114,9 @@ class PackedMlm:
         packing: Packing,
         found: tuple[Tensor, Tensor] | None,
         next_label: Tensor | None,
+        how: str,
     ):
         head, x = self._bert_unpad_head, base_output.last_hidden_state
-
         device = x.device.type
         cast = {
             "enabled": torch.is_autocast_enabled(device),
@@ -119,22 +125,22 @@ class PackedMlm:
 
         def logits() -> Tensor:
             with torch.autocast(device, **cast):  # whatever holds when they are read
-                return packing.pad(head.logits(self, x))
+                complete = x if packing.last is None else packing.last.complete(x, packing)
+                return packing.pad(head.logits(self, complete))
 
         loss, relationship = None, None
         if head.pretraining:
             relationship = self.cls.seq_relationship(base_output.pooler_output)
         if found is not None:
             rows, labels = found
-            some = head.logits(self, x[0].index_select(0, rows))
+            some = head.logits(self, x[0].index_select(0, packing.output_rows(rows)))
             total, _ = ops.masked_cross_entropy(some, labels, ignore_index=IGNORE)
             loss = total / rows.shape[0]  # nan without labels, as in stock
             if relationship is not None:
                 loss = loss + functional.cross_entropy(
                     relationship.view(-1, 2), next_label.view(-1)
                 )
-        how = getattr(self, "_bert_unpad_logits", "lazy")
-        if found is None or how == "full" or (torch.compiler.is_compiling() and how == "lazy"):
+        if found is None or how == "full":
             value = logits()
         elif how == "lazy":
             value = LazyTensor(logits, some.dtype)
@@ -171,3 +177,22 @@ class PackedTokenLabels:
             warn_stock(type(self).__name__, "labels other than -100 lie at padded positions")
             return super().forward(**call, packing=STOCK)
         return super().forward(**call)
+
+
+class PackedFirst:
+    """Mixed into heads whose result depends on the first column of the last layer alone."""
+
+    _bert_unpad_base: str
+    """The attribute that holds the base model."""
+    _bert_unpad_classifier: str | None
+    """The class of a `classifier` that reads the first column; None: forward does so itself."""
+
+    def forward(self, *args, **kwargs):
+        base, reader = getattr(self, self._bert_unpad_base), self._bert_unpad_classifier
+        if not isinstance(base, PackedModel) or not untouched(base):  # a hook sees the output
+            return super().forward(*args, **kwargs)
+        if reader is not None:
+            classifier = self.classifier
+            if type(classifier).__name__ != reader or not untouched(classifier):
+                return super().forward(*args, **kwargs)
+        return super().forward(*args, first_only=True, **kwargs)

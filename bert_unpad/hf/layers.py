@@ -3,19 +3,20 @@
 The class of a stock layer is swapped for a subclass with `PackedLayer` in front. Called with a
 packing, it computes [1, T, hidden] by our operators; without one it is the stock layer. Being
 called through `__call__`, it keeps gradient checkpointing, FSDP and the users' hooks on the layer.
+The last layer may be asked for a few rows only (`LastRows`): queries, and all that follows
+attention, are then computed for these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from bert_unpad.hf import dense
 from bert_unpad.hf.packing import Packing
 
-__all__ = ["LayerParts", "PackedLayer", "bert_parts", "distilbert_parts"]
+__all__ = ["BERT", "DISTILBERT", "LayerAdapter", "LayerParts", "PackedLayer"]
 
 
 class LayerParts(NamedTuple):
@@ -27,7 +28,6 @@ class LayerParts(NamedTuple):
     key: nn.Module
     value: nn.Module
     heads: int
-    scaling: float
     attention_out: nn.Module
     attention_dropout: nn.Module | None
     attention_norm: nn.Module
@@ -36,74 +36,93 @@ class LayerParts(NamedTuple):
     ffn_out: nn.Module
     ffn_dropout: nn.Module
     ffn_norm: nn.Module
-    containers: tuple[nn.Module, ...]
-    """Modules that are not called: a hook on one of them would not run."""
 
 
-def bert_parts(layer: nn.Module) -> LayerParts:
-    """Of BERT, RoBERTa, XLM-RoBERTa, CamemBERT and ELECTRA."""
-    half, attention, closing = layer.attention, layer.attention.self, layer.attention.output
-    ffn, output = layer.intermediate, layer.output
-    return LayerParts(
-        attention=attention,
-        query=attention.query,
-        key=attention.key,
-        value=attention.value,
-        heads=attention.num_attention_heads,
-        scaling=attention.attention_head_size**-0.5,
-        attention_out=closing.dense,
-        attention_dropout=closing.dropout,
-        attention_norm=closing.LayerNorm,
-        ffn_in=ffn.dense,
-        ffn_activation=ffn.intermediate_act_fn,
-        ffn_out=output.dense,
-        ffn_dropout=output.dropout,
-        ffn_norm=output.LayerNorm,
-        containers=(half, attention, attention.dropout, closing, ffn, output),
-    )
+# Where a layer has each of LayerParts: in BERT and its relatives, in DistilBERT.
+_PATHS = {
+    "attention": ("attention.self", "attention"),
+    "query": ("attention.self.query", "attention.q_lin"),
+    "key": ("attention.self.key", "attention.k_lin"),
+    "value": ("attention.self.value", "attention.v_lin"),
+    "heads": ("attention.self.num_attention_heads", "attention.n_heads"),
+    "attention_out": ("attention.output.dense", "attention.out_lin"),
+    "attention_dropout": ("attention.output.dropout", None),  # DistilBERT has none there
+    "attention_norm": ("attention.output.LayerNorm", "sa_layer_norm"),
+    "ffn_in": ("intermediate.dense", "ffn.lin1"),
+    "ffn_activation": ("intermediate.intermediate_act_fn", "ffn.activation"),
+    "ffn_out": ("output.dense", "ffn.lin2"),
+    "ffn_dropout": ("output.dropout", "ffn.dropout"),
+    "ffn_norm": ("output.LayerNorm", "output_layer_norm"),
+}
 
 
-def distilbert_parts(layer: nn.Module) -> LayerParts:
-    """Of DistilBERT, which has no dropout after the attention's output layer."""
-    attention, ffn = layer.attention, layer.ffn
-    return LayerParts(
-        attention=attention,
-        query=attention.q_lin,
-        key=attention.k_lin,
-        value=attention.v_lin,
-        heads=attention.n_heads,
-        scaling=(attention.dim // attention.n_heads) ** -0.5,
-        attention_out=attention.out_lin,
-        attention_dropout=None,
-        attention_norm=layer.sa_layer_norm,
-        ffn_in=ffn.lin1,
-        ffn_activation=ffn.activation,
-        ffn_out=ffn.lin2,
-        ffn_dropout=ffn.dropout,
-        ffn_norm=layer.output_layer_norm,
-        containers=(attention, attention.dropout, ffn),
-    )
+class LayerAdapter:
+    """Takes the layers of a family apart."""
+
+    def __init__(self, column: int, head_dim: str, containers: tuple[str, ...]) -> None:
+        self._parts = [_split(_PATHS[name][column]) for name in LayerParts._fields]
+        self._head_dim = _split(head_dim)
+        self._containers = [_split(path) for path in containers]
+
+    def parts(self, layer: nn.Module) -> LayerParts:
+        """What `PackedLayer` computes with."""
+        return LayerParts(*[None if path is None else _get(layer, path) for path in self._parts])
+
+    def head_dim(self, layer: nn.Module) -> int:
+        """Width of an attention head."""
+        return _get(layer, self._head_dim)
+
+    def containers(self, layer: nn.Module) -> list[nn.Module]:
+        """Modules that `PackedLayer` does not call: a hook on one of them would not run."""
+        return [_get(layer, path) for path in self._containers]
+
+
+def _split(path: str | None) -> tuple[str, ...] | None:
+    return None if path is None else tuple(path.split("."))
+
+
+def _get(layer: nn.Module, path: tuple[str, ...]) -> Any:
+    found = layer
+    for name in path:
+        found = getattr(found, name)
+    return found
+
+
+BERT = LayerAdapter(
+    0,
+    "attention.self.attention_head_size",
+    ("attention", "attention.self", "attention.self.dropout", "attention.output", "intermediate",
+     "output"),
+)  # fmt: skip
+"""Of BERT, RoBERTa, XLM-RoBERTa, CamemBERT and ELECTRA."""
+DISTILBERT = LayerAdapter(
+    1, "attention.attention_head_size", ("attention", "attention.dropout", "ffn")
+)
 
 
 class PackedLayer:
     """Mixed into the class of a stock layer, in front of it."""
 
-    _bert_unpad_parts: Callable[[nn.Module], LayerParts]
+    _bert_unpad_layer: LayerAdapter
 
     def forward(self, hidden_states: Tensor, *args, packing: Packing | None = None, **kwargs):
         if packing is None:
             return super().forward(hidden_states, *args, **kwargs)
-        parts = type(self)._bert_unpad_parts(self)
+        parts = self._bert_unpad_layer.parts(self)
         x = hidden_states
-        tokens = x.shape[1]
-        qkv = dense.project_qkv(parts.query, parts.key, parts.value, x[0])
-        attention = parts.attention
-        out = packing.attend(
-            qkv.view(tokens, 3, parts.heads, -1),
-            attention.dropout.p if attention.training else 0.0,
-            parts.scaling,
-        )
-        out, bias = dense.project(parts.attention_out, out.view(1, tokens, -1))
+        p = parts.attention.dropout.p if parts.attention.training else 0.0
+        heads = (parts.heads, self._bert_unpad_layer.head_dim(self))
+        last = packing.last
+        if last is None or last.layer is not self:
+            qkv = dense.project_side_by_side((parts.query, parts.key, parts.value), x[0])
+            out = packing.attend(qkv.unflatten(2, heads), p)
+        else:
+            last.input = x
+            kv = dense.project_side_by_side((parts.key, parts.value), x[0])
+            x = x.index_select(1, last.positions)
+            q = dense.dense(parts.query, x[0])
+            out = packing.attend_last(q.unflatten(1, heads), kv.unflatten(2, heads), p)
+        out, bias = dense.project(parts.attention_out, out.flatten(1)[None])
         x = dense.close_block(out, bias, x, parts.attention_norm, parts.attention_dropout)
         out, bias = dense.project(parts.ffn_in, x)
         out = dense.activation(parts.ffn_activation, out, bias)

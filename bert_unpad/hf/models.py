@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from bert_unpad import ops as _registers_operators  # noqa: F401
 from bert_unpad.hf.dense import untouched
 from bert_unpad.hf.fallback import warn_stock
+from bert_unpad.hf.layers import LayerAdapter
 from bert_unpad.hf.packing import Packing
 
 __all__ = ["STOCK", "ModelAdapter", "PackedModel", "bind", "first_is_read", "packing_or_reason"]
@@ -71,8 +72,10 @@ def missing_operator(device_type: str) -> str | None:
     return _MISSING[device_type]
 
 
-def static_reason(model: PackedModel | nn.Module, adapter: ModelAdapter, parts) -> str | None:
-    """Why no call of this model can be packed, or None. `parts` takes a layer apart."""
+def static_reason(
+    model: PackedModel | nn.Module, adapter: ModelAdapter, layers: LayerAdapter
+) -> str | None:
+    """Why no call of this model can be packed, or None."""
     config = model.config
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         return "it is a decoder"
@@ -87,11 +90,10 @@ def static_reason(model: PackedModel | nn.Module, adapter: ModelAdapter, parts) 
     if device != "meta" and (missing := missing_operator(device)):
         return missing
     for layer in getattr(model, adapter.stack).layer:
-        found = parts(layer)
-        head_dim = round(found.scaling**-2)
+        head_dim = layers.head_dim(layer)
         if head_dim > 128 or (device == "cuda" and head_dim not in (32, 64, 128)):
             return f"attention heads of dimension {head_dim} are not served on {device}"
-        if not all(untouched(module) for module in found.containers):
+        if not all(untouched(module) for module in layers.containers(layer)):
             return "a module inside its layers has a hook"
     return None
 
@@ -119,7 +121,7 @@ def packing_or_reason(model: PackedModel, call: dict[str, Any]) -> Packing | str
             return f"{name} is given"
     if torch.jit.is_tracing():
         return "the model is being traced"
-    if reason := static_reason(model, model._bert_unpad_adapter, model._bert_unpad_parts):
+    if reason := static_reason(model, model._bert_unpad_adapter, model._bert_unpad_layer):
         return reason
     source = call.get("input_ids")
     source = call.get("inputs_embeds") if source is None else source
@@ -176,9 +178,21 @@ class PackedModel:
 
     _bert_unpad_adapter: ModelAdapter
     _bert_unpad_arguments: tuple[str, ...]
-    _bert_unpad_parts: Any
+    _bert_unpad_layer: LayerAdapter
 
-    def forward(self, *args, packing: Packing | str | None = None, **kwargs):
+    def forward(
+        self,
+        *args,
+        packing: Packing | str | None = None,
+        first_only: bool = False,
+        **kwargs,
+    ):
+        """The stock forward with two arguments more, which our heads give.
+
+        Args:
+            packing: of a head that has worked it out, and takes `last_hidden_state` packed.
+            first_only: only the first column is read: `last_hidden_state` is [B, 1, hidden].
+        """
         call = bind(self._bert_unpad_arguments, args, kwargs)
         if packing is STOCK:
             return super().forward(**call)
@@ -190,6 +204,8 @@ class PackedModel:
                 return super().forward(**call)
         if (call.get("input_ids") is None) == (call.get("inputs_embeds") is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        if first_only:
+            packing = packing.narrow(self._bert_unpad_last_layer(), None, first=True)
         x = self._bert_unpad_embed(call, packing)
         dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
@@ -200,11 +216,18 @@ class PackedModel:
         if getattr(self, "pooler", None) is not None:
             first = x[0].index_select(0, packing.first_rows())[:, None]
             fields["pooler_output"] = self.pooler(first.to(dtype))
-        out = self._bert_unpad_output(out, x if keep_packed else packing.pad(x.to(dtype)), fields)
+        if first_only:
+            x = x[0][:, None].to(dtype)
+        elif not keep_packed:
+            x = packing.pad(x.to(dtype))
+        out = self._bert_unpad_output(out, x, fields)
         return_dict = call.get("return_dict")
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
         return out if return_dict else out.to_tuple()
+
+    def _bert_unpad_last_layer(self) -> nn.Module:
+        return getattr(self, self._bert_unpad_adapter.stack).layer[-1]
 
     def _bert_unpad_embed(self, call: dict[str, Any], packing: Packing) -> Tensor:
         """The stock embeddings of the packed tokens: [1, T, hidden]."""

@@ -3,22 +3,49 @@
 In eager mode a `VarlenBatch` holds all sizes on the host. `torch.compile` cannot trace the host
 work that makes one, so there a custom operator returns the index tensors, whose length is a symbol:
 one compiled graph serves all lengths. Its longest sequence is bounded by the padded length.
+
+Where a model's head reads only some rows of the last layer's output, `Packing.last` says which.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch
 
-__all__ = ["Packing"]
+__all__ = ["IGNORE", "LastRows", "Packing"]
 
 IGNORE = -100
+
+
+@dataclass(eq=False)
+class LastRows:
+    """Rows that the last layer computes: queries and all that follows; keys are those of all."""
+
+    layer: nn.Module
+    """The last layer."""
+    positions: Tensor
+    """int64 [Q], ascending: row of the last layer's output -> packed row."""
+    cu_seqlens: Tensor
+    """int32 [B + 1]: sequence b owns the output rows cu_seqlens[b] : cu_seqlens[b + 1]."""
+    max_seqlen: int
+    """An upper bound of their number in a sequence."""
+    input: Tensor | None = None
+    """[1, T, hidden]: what the last layer was given; it leaves this here, for `complete`."""
+
+    def complete(self, x: Tensor, packing: Packing) -> Tensor:
+        """The last layer's output for all tokens, [1, T, hidden].
+
+        With dropout, the other rows have masks of their own; those of x [1, Q, hidden] stay.
+        """
+        rest = self.layer(self.input, packing=dataclasses.replace(packing, last=None))
+        return rest.index_copy(1, self.positions, x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +68,8 @@ class Packing:
     """Whether the input came packed, with `cu_seq_lens_q`."""
     first_is_padding: bool = False
     """Whether a sequence's first column is masked out; what reads it has to see the stock's."""
+    last: LastRows | None = None
+    """What the last layer computes, if not all rows."""
 
     @classmethod
     def dense(cls, batch_size: int, seqlen: int, device: torch.device) -> Packing:
@@ -116,14 +145,48 @@ class Packing:
         rows = rows.index_copy_(0, self.indices, x[0])
         return rows.view(*self.shape, *x.shape[2:])
 
+    def narrow(self, layer: nn.Module, rows: Tensor | None, first: bool) -> Packing:
+        """The same packing, with a last layer that computes a part of its rows.
+
+        Args:
+            layer: the last layer.
+            rows: int64 [M], ascending packed rows that are read; None if there are none.
+            first: whether the first row of each sequence is read too; no sequence is empty then.
+        """
+        positions = rows
+        if first:
+            firsts = self.cu_seqlens[:-1].long()
+            positions = firsts if rows is None else _union(firsts, rows)
+        cu_seqlens = torch.searchsorted(positions, self.cu_seqlens, out_int32=True)
+        bound = 1 if rows is None else self.max_seqlen
+        return dataclasses.replace(self, last=LastRows(layer, positions, cu_seqlens, bound))
+
     def first_rows(self) -> Tensor:
-        """int64 [B]: the packed row of each sequence's first token."""
-        return self.cu_seqlens[:-1].long()
+        """int64 [B]: the row of each sequence's first token in the last layer's output."""
+        return (self.cu_seqlens if self.last is None else self.last.cu_seqlens)[:-1].long()
+
+    def output_rows(self, rows: Tensor) -> Tensor:
+        """int64 [M]: packed rows -> rows of the last layer's output."""
+        return rows if self.last is None else torch.searchsorted(self.last.positions, rows)
 
     def attend(self, qkv: Tensor, dropout_p: float, scale: float | None = None) -> Tensor:
         """`varlen_attention` of qkv [T, 3, heads, head_dim]."""
         return ops.varlen_attention(
             qkv, self.batch, self.max_seqlen, dropout_p=dropout_p, scale=scale
+        )
+
+    def attend_last(self, q: Tensor, kv: Tensor, dropout_p: float) -> Tensor:
+        """Attention of the last layer's rows q [Q, heads, head_dim] over kv [T, 2, ...]."""
+        assert self.last is not None
+        return ops.varlen_cross_attention(
+            q,
+            kv,
+            self.last.cu_seqlens,
+            self.cu_seqlens,
+            self.last.max_seqlen,
+            self.max_seqlen,
+            dropout_p=dropout_p,
+            order=self.batch.order if isinstance(self.batch, VarlenBatch) else None,
         )
 
     def labelled(self, labels: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -175,6 +238,16 @@ def _(mask, reads_first):
         mask.new_empty((tokens,), dtype=torch.int64),
         mask.new_empty((mask.shape[0] + 1,), dtype=torch.int32),
     )
+
+
+@torch.library.custom_op("bert_unpad::hf_union", mutates_args=())
+def _union(left: Tensor, right: Tensor) -> Tensor:
+    return torch.cat([left, right]).unique()
+
+
+@_union.register_fake
+def _(left, right):
+    return left.new_empty((torch.library.get_ctx().new_dynamic_size(),))
 
 
 @torch.library.custom_op("bert_unpad::hf_labelled", mutates_args=())

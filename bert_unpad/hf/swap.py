@@ -18,7 +18,7 @@ from torch import nn
 
 from bert_unpad.hf._versions import UNPAD_SINCE, require_transformers
 from bert_unpad.hf.adapters import FAMILIES, Family
-from bert_unpad.hf.heads import LOGITS, PackedMlm, PackedTokenLabels
+from bert_unpad.hf.heads import LOGITS, PackedFirst, PackedMlm, PackedTokenLabels
 from bert_unpad.hf.layers import PackedLayer
 from bert_unpad.hf.models import PackedModel, static_reason
 
@@ -61,7 +61,7 @@ def supports(model: nn.Module) -> Support:
     require_transformers(UNPAD_SINCE, "bert_unpad.hf.unpad")
     accelerated, stock = {}, {}
     for name, module, family in _base_models(model):
-        reason = static_reason(module, family.adapter, family.parts)
+        reason = static_reason(module, family.adapter, family.layer)
         reason = reason or _strange_layer(module, family)
         if reason:
             stock[name] = reason
@@ -147,10 +147,13 @@ def _classes(family: Family) -> Any | None:
     return sys.modules.get(f"transformers.models.{family.package}.modeling_{family.package}")
 
 
-def _is(module: nn.Module, family: Family, name: str) -> bool:
-    """Whether the module is of the class, or of a subclass that computes the same."""
-    classes = _classes(family)
-    wanted = getattr(classes, name, None)
+def _is(module: nn.Module, family: Family, head: str) -> bool:
+    """Whether the module is a <prefix><head>, or of a subclass that computes the same."""
+    return _computes_as(module, family, family.prefix + head)
+
+
+def _computes_as(module: nn.Module, family: Family, name: str) -> bool:
+    wanted = getattr(_classes(family), name, None)
     if wanted is None or not isinstance(module, wanted):
         return False
     return inspect.unwrap(_stock(module).forward) is inspect.unwrap(wanted.forward)
@@ -159,14 +162,14 @@ def _is(module: nn.Module, family: Family, name: str) -> bool:
 def _base_models(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
     for name, module in model.named_modules():
         for family in FAMILIES:
-            if _is(module, family, family.model):
+            if _is(module, family, "Model"):
                 yield name, module, family
 
 
 def _strange_layer(module: nn.Module, family: Family) -> str | None:
     for index, layer in enumerate(getattr(module, family.adapter.stack).layer):
-        if not _is(layer, family, family.layer):
-            return f"layer {index} is a {type(layer).__name__}, not a {family.layer}"
+        if not _computes_as(layer, family, family.layer_class):
+            return f"layer {index} is a {type(layer).__name__}, not a {family.layer_class}"
     return None
 
 
@@ -185,8 +188,11 @@ def _swap_head(module: nn.Module, logits: str) -> None:
         module._bert_unpad_logits = logits
         return
     for family in FAMILIES:
-        if any(_is(module, family, name) for name in family.token_labels):
+        if _is(module, family, "ForTokenClassification"):
             module.__class__ = _packed_token_labels(_stock(module))
+        for name, classifier in family.first_only.items():
+            if _is(module, family, name):
+                module.__class__ = _packed_first(_stock(module), family.base_attribute, classifier)
         if any(_is(module, family, name) for name in family.first_readers):
             for child in module.children():
                 if isinstance(child, PackedModel):
@@ -228,7 +234,7 @@ def _packed_model(stock: type, family: Family) -> type:
         PackedModel,
         stock,
         _bert_unpad_adapter=family.adapter,
-        _bert_unpad_parts=staticmethod(family.parts),
+        _bert_unpad_layer=family.layer,
         _bert_unpad_arguments=_arguments(stock),
         _bert_unpad_rebuild=("model", family.package),
     )
@@ -239,7 +245,7 @@ def _packed_layer(stock: type, family: Family) -> type:
     return _subclass(
         PackedLayer,
         stock,
-        _bert_unpad_parts=staticmethod(family.parts),
+        _bert_unpad_layer=family.layer,
         _bert_unpad_rebuild=("layer", family.package),
     )
 
@@ -251,7 +257,7 @@ def _packed_mlm(stock: type, head) -> type:
         stock,
         _bert_unpad_head=head,
         _bert_unpad_arguments=_arguments(stock),
-        _bert_unpad_rebuild=("mlm", None),
+        _bert_unpad_rebuild=("mlm",),
     )
 
 
@@ -261,7 +267,18 @@ def _packed_token_labels(stock: type) -> type:
         PackedTokenLabels,
         stock,
         _bert_unpad_arguments=_arguments(stock),
-        _bert_unpad_rebuild=("token_labels", None),
+        _bert_unpad_rebuild=("token_labels",),
+    )
+
+
+@functools.cache
+def _packed_first(stock: type, base: str, classifier: str | None) -> type:
+    return _subclass(
+        PackedFirst,
+        stock,
+        _bert_unpad_base=base,
+        _bert_unpad_classifier=classifier,
+        _bert_unpad_rebuild=("first", base, classifier),
     )
 
 
@@ -272,15 +289,15 @@ def _reduce(self, protocol: int):
     return _rebuild, (kind._bert_unpad_stock, *kind._bert_unpad_rebuild), state
 
 
-def _rebuild(stock: type, role: str, package: str | None) -> nn.Module:
+def _rebuild(stock: type, role: str, *given: Any) -> nn.Module:
     """An empty module of the packed class that belongs to `stock`; its state follows."""
     if role in ("model", "layer"):
-        family = next(f for f in FAMILIES if f.package == package)
+        family = next(f for f in FAMILIES if f.package == given[0])
         kind = (_packed_model if role == "model" else _packed_layer)(stock, family)
     elif role == "mlm":
         names = [base.__name__ for base in stock.__mro__]
-        heads = {name: head for family in FAMILIES for name, head in family.mlm.items()}
+        heads = {f.prefix + name: head for f in FAMILIES for name, head in f.mlm.items()}
         kind = _packed_mlm(stock, next(heads[name] for name in names if name in heads))
     else:
-        kind = _packed_token_labels(stock)
+        kind = (_packed_first if role == "first" else _packed_token_labels)(stock, *given)
     return kind.__new__(kind)
