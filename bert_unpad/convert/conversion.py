@@ -1,0 +1,55 @@
+"""A checkpoint on its way between two layouts: tensors under Hugging Face's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from bert_unpad.nn import weights
+from bert_unpad.nn.config import BertConfig
+
+__all__ = ["Conversion", "expected_shapes"]
+
+
+class Conversion(dict[str, Tensor]):
+    """Tensors under Hugging Face's names, and the configuration that belongs to them."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], config: BertConfig, notes: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(tensors)
+        self.config = config
+        self.notes = notes
+        """What was left out on purpose, for the user to read."""
+
+    def report(self) -> weights.LoadReport:
+        """What such a BertForPreTraining lacks here, and what it has no place for."""
+        wanted = expected_shapes(self.config)
+        return weights.LoadReport(
+            missing=tuple(sorted(wanted.keys() - self.keys())),
+            unexpected=tuple(sorted(self.keys() - wanted.keys())),
+        )
+
+    def check_shapes(self) -> None:
+        """Raises a ValueError that names the tensors whose shape is not the configuration's."""
+        wanted = expected_shapes(self.config)
+        wrong = [
+            f"{name} is {list(self[name].shape)}, expected {list(wanted[name])}"
+            for name in sorted(wanted.keys() & self.keys())
+            if tuple(self[name].shape) != wanted[name]
+        ]
+        if wrong:
+            raise ValueError(
+                f"tensors whose shape does not fit the configuration: {'; '.join(wrong)}"
+            )
+
+
+def expected_shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face's names of all parameters of BertForPreTraining -> their shapes."""
+    from bert_unpad.nn import BertForPreTraining
+
+    with torch.device("meta"):
+        model = BertForPreTraining(config)
+    return {name: tuple(t.shape) for name, t in weights.to_hf_state_dict(model).items()}

@@ -1,0 +1,103 @@
+"""The layout of Google's BERT (github.com/google-research/bert): a TensorFlow 1 checkpoint.
+
+bert_model.ckpt.index and .data-00000-of-00001, with bert_config.json beside. Names are those of
+TensorFlow's scopes; the weights of dense layers are transposed, but for the next-sentence head's.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bert_unpad.convert.conversion import Conversion, expected_shapes
+from bert_unpad.convert.tensor_bundle import TensorBundle, write_bundle
+from bert_unpad.nn.config import BertConfig
+
+__all__ = ["google_name", "read", "write"]
+
+CONFIG_FILE = "bert_config.json"
+
+_RENAMED = (
+    (r"cls\.predictions\.bias", "cls.predictions.output_bias"),
+    (r"(cls\.seq_relationship)\.weight", r"\1.output_weights"),
+    (r"(cls\.seq_relationship)\.bias", r"\1.output_bias"),
+    (r"(.*_embeddings)\.weight", r"\1"),
+    (r"(.*\.LayerNorm)\.weight", r"\1.gamma"),
+    (r"(.*\.LayerNorm)\.bias", r"\1.beta"),
+    (r"(.*)\.weight", r"\1.kernel"),
+)
+# Parts of the names of what optimizers add: BERT's own Adam, NVIDIA's LAMB, TensorFlow's Adam, and
+# the counters and loss scale of a training.
+_OPTIMIZER = {
+    *("adam_m", "adam_v", "AdamWeightDecayOptimizer", "AdamWeightDecayOptimizer_1"),
+    *("LAMB", "LAMB_1", "Adam", "Adam_1", "beta1_power", "beta2_power"),
+    *("global_step", "good_steps", "loss_scale"),
+}
+
+
+def google_name(name: str) -> str:
+    """Hugging Face's name of a tensor -> Google's."""
+    for pattern, replacement in _RENAMED:
+        if match := re.fullmatch(pattern, name):
+            name = match.expand(replacement)
+            break
+    return re.sub(r"\blayer\.(\d+)", r"layer_\1", name).replace(".", "/")
+
+
+def read(path: Path, config_path: Path | None = None) -> Conversion:
+    """Reads a checkpoint; an optimizer's state is left out, and counted in the notes.
+
+    Args:
+        path: <prefix>, <prefix>.index, or a directory with one checkpoint.
+        config_path: the configuration, if it is not bert_config.json beside the checkpoint.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is damaged or cut off; there are several checkpoints; it is a checkpoint
+            of TensorFlow 2's objects.
+    """
+    prefix = _prefix(path)
+    config = BertConfig.from_json(config_path or prefix.with_name(CONFIG_FILE))
+    bundle = TensorBundle(prefix)
+    if "_CHECKPOINTABLE_OBJECT_GRAPH" in bundle.keys():  # noqa: SIM118
+        raise ValueError(
+            f"{prefix} is an object-based checkpoint of TensorFlow 2; Google's BERT, by names, "
+            "is what can be read"
+        )
+    names = {google_name(name): name for name in expected_shapes(config)}
+    found, left_out = {}, []
+    for name in bundle.keys():  # noqa: SIM118
+        if name not in names and not _OPTIMIZER.isdisjoint(name.split("/")):
+            left_out.append(name)
+            continue
+        tensor = bundle[name]
+        if name.endswith("/kernel") and tensor.dim() == 2:
+            tensor = tensor.t().contiguous()
+        found[names.get(name, name)] = tensor
+    notes = ()
+    if left_out:
+        notes = (f"left out {len(left_out)} tensors of an optimizer, from {left_out[0]} on",)
+    return Conversion(found, config, notes)
+
+
+def write(conversion: Conversion, path: Path) -> None:
+    """Writes the checkpoint with prefix `path`, and bert_config.json beside it."""
+    tensors = {}
+    for name, tensor in conversion.items():
+        target = google_name(name)
+        tensors[target] = tensor.t() if target.endswith("/kernel") else tensor
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bundle(path, tensors)
+    conversion.config.to_json(path.with_name(CONFIG_FILE))
+
+
+def _prefix(path: Path) -> Path:
+    if path.suffix == ".index":
+        return path.with_suffix("")
+    if not path.is_dir():
+        return path
+    found = sorted(path.glob("*.index"))
+    if len(found) != 1:
+        names = ", ".join(file.name for file in found) or "none"
+        raise ValueError(f"{path} must hold one checkpoint (*.index), got {names}")
+    return found[0].with_suffix("")

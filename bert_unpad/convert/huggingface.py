@@ -1,0 +1,47 @@
+"""Hugging Face's layout: a directory with config.json and model.safetensors.
+
+Transformers and this package's `BertForPreTraining` write it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from bert_unpad._files import replacing
+from bert_unpad.convert.conversion import Conversion
+from bert_unpad.nn import weights
+from bert_unpad.nn.config import BertConfig
+
+__all__ = ["read", "write"]
+
+
+def read(path: Path, config_path: Path | None = None) -> Conversion:
+    """Reads a directory; `config_path` replaces its config.json.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the configuration is not that of such a model.
+    """
+    config = BertConfig.from_json(config_path or path / weights.CONFIG_FILE)
+    tensors: dict[str, Tensor] = {}
+    for file in weights._weight_files(path):
+        tensors.update(load_file(file))
+    found = dict(weights._modern_names(tensors))
+    weights._drop_derived(found)
+    return Conversion(found, config)
+
+
+def write(conversion: Conversion, path: Path) -> None:
+    """Writes a directory, which is made if need be; each file appears whole or not at all."""
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {name: t.contiguous() for name, t in conversion.items()}
+    with replacing(path / weights.WEIGHTS_FILE) as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+    values = conversion.config.to_dict() | {"architectures": ["BertForPreTraining"]}
+    dtypes = {str(t.dtype).removeprefix("torch.") for t in tensors.values()}
+    if len(dtypes) == 1:
+        values["dtype"] = dtypes.pop()
+    BertConfig.from_dict(values).to_json(path / weights.CONFIG_FILE)

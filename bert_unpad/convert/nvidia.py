@@ -1,0 +1,111 @@
+"""The layout of NVIDIA's DeepLearningExamples and MLPerf's reference: a PyTorch file.
+
+Names are Hugging Face's but for `dense_act`, the layers that are joined with their activation; the
+decoder's tied weight is written out, and the vocabulary is padded to a multiple of 8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bert_unpad._files import replacing
+from bert_unpad.convert.conversion import Conversion
+from bert_unpad.nn.config import BertConfig
+
+__all__ = ["from_nvidia", "read", "to_nvidia", "write"]
+
+# The linear layers that DeepLearningExamples joins with their activation.
+_ACTIVATED = re.compile(
+    r"(bert\.encoder\.layer\.\d+\.intermediate|bert\.pooler|cls\.predictions\.transform)\.dense\."
+)
+_WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
+_DECODER = "cls.predictions.decoder.weight"
+_MLM_BIAS = "cls.predictions.bias"
+_VOCAB = (_WORD_EMBEDDINGS, _DECODER, _MLM_BIAS)
+
+
+def from_nvidia(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
+    """NVIDIA's names -> Hugging Face's.
+
+    The vocabulary is cut to `config.vocab_size` rows, which drops the rows that pad it to a
+    multiple of 8; they must be alike in embedding and decoder, which are one tensor.
+
+    Raises:
+        ValueError: two names mean the same tensor, or the decoder is not the word embedding.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        renamed = name.removeprefix("module.").replace(".dense_act.", ".dense.")
+        if renamed in found:
+            raise ValueError(f"{name} and another tensor both mean {renamed}")
+        found[renamed] = tensor
+    decoder = found.pop(_DECODER, None)
+    if decoder is not None and not torch.equal(decoder, found.get(_WORD_EMBEDDINGS, decoder)):
+        raise ValueError(f"{_DECODER} differs from {_WORD_EMBEDDINGS}: an untied decoder")
+    if decoder is not None:
+        found.setdefault(_WORD_EMBEDDINGS, decoder)
+    for name in _VOCAB:
+        if name in found and found[name].shape[0] == config.padded_vocab_size:
+            found[name] = found[name][: config.vocab_size]
+    return found
+
+
+def to_nvidia(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
+    """Hugging Face's names -> NVIDIA's, with the decoder's weight written out.
+
+    The vocabulary is padded with zeros to a multiple of 8, as their models have it.
+    """
+    given = dict(tensors)
+    if _WORD_EMBEDDINGS in given:
+        given[_DECODER] = given[_WORD_EMBEDDINGS]
+    found = {}
+    for name, tensor in given.items():
+        if name in _VOCAB:
+            rows = config.padded_vocab_size - tensor.shape[0]
+            tensor = torch.cat([tensor, tensor.new_zeros((rows, *tensor.shape[1:]))])
+        found[_ACTIVATED.sub(r"\1.dense_act.", name)] = tensor
+    return found
+
+
+def read(path: Path, config_path: Path | None = None) -> Conversion:
+    """Reads a file of weights, or of weights and an optimizer's state, which is left out.
+
+    Args:
+        path: the file.
+        config_path: the configuration's JSON file, which this layout does not hold.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no configuration is given, or the file is not such a checkpoint.
+    """
+    if config_path is None:
+        raise ValueError("layout nvidia holds no configuration: give --config")
+    config = BertConfig.from_json(config_path)
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    # DeepLearningExamples wraps the weights together with the optimizer's state.
+    tensors = loaded.get("model", loaded) if isinstance(loaded, dict) else loaded
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise ValueError(f"{path} holds no state dict of tensors")
+    found = from_nvidia(tensors, config)
+    before = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    notes = [
+        f"{name}: left out {before[name].shape[0] - found[name].shape[0]} rows that pad the "
+        "vocabulary"
+        for name in _VOCAB
+        if name in found and name in before and before[name].shape[0] > found[name].shape[0]
+    ]
+    if tensors is not loaded:
+        notes += [f"left out: {name}" for name in loaded if name != "model"]
+    return Conversion(found, config, tuple(notes))
+
+
+def write(conversion: Conversion, path: Path) -> None:
+    """Writes the file, and the configuration beside it as <name>.json."""
+    with replacing(path) as temporary:
+        torch.save({"model": to_nvidia(conversion, conversion.config)}, temporary)
+    conversion.config.to_json(path.with_suffix(".json"))

@@ -1,0 +1,205 @@
+"""TensorFlow's checkpoint files ("tensor bundles") without TensorFlow: reading and writing.
+
+A checkpoint <prefix> is a table <prefix>.index and data files <prefix>.data-0000i-of-0000n. The
+table maps "" to a BundleHeaderProto and the name of each tensor to a BundleEntryProto: its dtype,
+shape, data file, place there and checksum. Data files hold the tensors' elements, row by row,
+little-endian. Format: tensorflow/core/protobuf/tensor_bundle.proto and
+tensorflow/core/util/tensor_bundle/tensor_bundle.cc, which writes the index uncompressed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bert_unpad._files import replacing
+from bert_unpad.convert.crc32c import masked_crc32c
+from bert_unpad.convert.sstable import read_table, table, varint, write_varint
+
+__all__ = ["TensorBundle", "data_path", "index_path", "write_bundle"]
+
+# tensorflow/core/framework/types.proto, those that PyTorch has too.
+_DTYPES = {
+    1: torch.float32,
+    2: torch.float64,
+    3: torch.int32,
+    4: torch.uint8,
+    5: torch.int16,
+    6: torch.int8,
+    9: torch.int64,
+    10: torch.bool,
+    14: torch.bfloat16,
+    19: torch.float16,
+}
+_NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
+_BUNDLE_VERSION = 1  # kTensorBundleVersion: the producer that TensorFlow writes
+
+
+def index_path(prefix: Path) -> Path:
+    return prefix.with_name(f"{prefix.name}.index")
+
+
+def data_path(prefix: Path, shard: int, shards: int) -> Path:
+    return prefix.with_name(f"{prefix.name}.data-{shard:05d}-of-{shards:05d}")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    dtype: int
+    shape: tuple[int, ...]
+    shard: int
+    offset: int
+    size: int
+    crc: int
+    sliced: bool
+
+
+class TensorBundle:
+    """A checkpoint opened for reading; a tensor is read from its file when it is asked for."""
+
+    def __init__(self, prefix: Path) -> None:
+        """Reads the index.
+
+        Args:
+            prefix: the path without .index.
+
+        Raises:
+            FileNotFoundError: no such index.
+            ValueError: it is damaged, cut off, compressed, or from a big-endian machine.
+        """
+        self.prefix = prefix
+        path = index_path(prefix)
+        try:
+            entries = read_table(path.read_bytes())
+            header = dict(_fields(entries.pop(b"", b"")))
+            self._shards = header.get(1, 0)
+            if self._shards < 1:
+                raise ValueError("it has no header of a tensor bundle")
+            if header.get(2, 0):
+                raise ValueError("its tensors are big-endian")
+            self._entries = {key.decode(): _entry(value) for key, value in entries.items()}
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def keys(self) -> list[str]:
+        """The tensors' names, sorted."""
+        return sorted(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entries[name].shape
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Reads a tensor.
+
+        Raises:
+            KeyError: there is none of the name.
+            FileNotFoundError: its data file is missing.
+            ValueError: the data file is cut off or damaged; the tensor has a dtype that PyTorch
+                does not, or is stored as slices.
+        """
+        entry = self._entries[name]
+        if entry.sliced:
+            raise ValueError(f"{name} is stored in slices (a partitioned variable): not supported")
+        dtype = _DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise ValueError(f"{name} has TensorFlow's dtype number {entry.dtype}: not supported")
+        expected = int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize
+        if entry.size != expected:
+            raise ValueError(
+                f"{name}: {list(entry.shape)} of {dtype} are {expected} bytes, got {entry.size}"
+            )
+        path = data_path(self.prefix, entry.shard, self._shards)
+        with open(path, "rb") as file:
+            file.seek(entry.offset)
+            data = np.fromfile(file, np.uint8, entry.size)
+        if data.size != entry.size:
+            raise ValueError(
+                f"{path} is cut off: {name} is at {entry.offset} to {entry.offset + entry.size}"
+            )
+        if masked_crc32c(data) != entry.crc:
+            raise ValueError(f"{path} is damaged: the checksum of {name} is wrong")
+        if not data.size:  # of which PyTorch refuses a view
+            return torch.empty(entry.shape, dtype=dtype)
+        return torch.from_numpy(data).view(dtype).reshape(entry.shape)
+
+
+def write_bundle(prefix: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a checkpoint of one data file; each file appears whole or not at all.
+
+    Raises:
+        ValueError: a dtype that TensorFlow does not have.
+    """
+    header = _number(1, 1) + _message(3, _number(1, _BUNDLE_VERSION))  # little-endian is 0
+    entries, offset = {b"": header}, 0
+    with replacing(data_path(prefix, 0, 1)) as temporary, open(temporary, "wb") as file:
+        for name in sorted(tensors):
+            tensor = tensors[name].detach().cpu().contiguous()
+            if tensor.dtype not in _NUMBERS:
+                raise ValueError(f"{name} is {tensor.dtype}, which TensorFlow does not have")
+            data = tensor.reshape(-1).view(torch.uint8).numpy()
+            dimensions = b"".join(_message(2, _number(1, size)) for size in tensor.shape)
+            entries[name.encode()] = (
+                _number(1, _NUMBERS[tensor.dtype])
+                + _message(2, dimensions)
+                + _number(4, offset)
+                + _number(5, data.size)
+                + write_varint(6 << 3 | 5)
+                + struct.pack("<I", masked_crc32c(data))
+            )
+            file.write(data)
+            offset += data.size
+    with replacing(index_path(prefix)) as temporary:
+        temporary.write_bytes(table(entries))
+
+
+def _entry(message: bytes) -> _Entry:
+    found = dict(_fields(message))
+    shape = [value for number, value in _fields(found.get(2, b"")) if number == 2]
+    return _Entry(
+        dtype=found.get(1, 0),
+        shape=tuple(dict(_fields(dimension)).get(1, 0) for dimension in shape),
+        shard=found.get(3, 0),
+        offset=found.get(4, 0),
+        size=found.get(5, 0),
+        crc=found.get(6, 0),
+        sliced=7 in found,
+    )
+
+
+# Protocol buffers: a message is a run of fields, each a number << 3 | wire type and a value. Fields
+# that are 0 are left out.
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    at = 0
+    while at < len(message):
+        tag, at = varint(message, at)
+        kind, width = tag & 7, {1: 8, 5: 4}.get(tag & 7, 0)
+        if kind == 0:
+            value, at = varint(message, at)
+        elif kind in (1, 2, 5):
+            if kind == 2:
+                width, at = varint(message, at)
+            value = message[at : at + width]
+            at += width
+            if at > len(message):
+                raise ValueError("a field reaches beyond its message")
+            value = value if kind == 2 else int.from_bytes(value, "little")
+        else:
+            raise ValueError(f"a field has wire type {kind}: this is no protocol buffer")
+        yield tag >> 3, value
+
+
+def _number(field: int, value: int) -> bytes:
+    return write_varint(field << 3) + write_varint(value) if value else b""
+
+
+def _message(field: int, message: bytes) -> bytes:
+    return write_varint(field << 3 | 2) + write_varint(len(message)) + message
