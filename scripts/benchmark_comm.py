@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import harness
 from benchmarks.network import Hosts, loopback, two_hosts
+from benchmarks.processes import run_ranks
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.distributed import BucketClip, ClipBefore
 from bert_unpad.nn import BertConfig, BertForPreTraining
@@ -134,38 +133,11 @@ def work(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def free_port() -> int:
-    """Free here; a fresh namespace has all ports free."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def measure(hosts: Hosts, arguments: list[str]) -> dict:
     """Runs both processes; returns what the first has printed."""
-    port = str(free_port())
-    processes = []
-    for rank in range(2):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": hosts.address,
-            "MASTER_PORT": port,
-            "GLOO_SOCKET_IFNAME": hosts.interfaces[rank],
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [*hosts.prefixes[rank], sys.executable, __file__, "--worker", *arguments]
-        processes.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        )
-    try:
-        outputs = [process.communicate(timeout=900)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(process.returncode for process in processes):
-        raise SystemExit("a process has failed; its message is above")
-    return json.loads(outputs[0].splitlines()[-1])
+    command = [sys.executable, __file__, "--worker", *arguments]
+    output = run_ranks(command, 2, hosts, timeout=900)
+    return json.loads(output.splitlines()[-1])
 
 
 def main() -> None:

@@ -1,26 +1,29 @@
 """Does clipping before the average train as well? Modes and policies on one model, in one table.
 
-    python scripts/compare_clipping.py                        # 1 seed, 150 steps, 2 ranks
-    python scripts/compare_clipping.py --seeds 3 --steps 900 --poison 1e6
+    python scripts/compare_clipping.py                        # 1 seed, 60 steps, 2 ranks
+    python scripts/compare_clipping.py --seeds 3 --poison 1 1e6
 
 Trains the quickstart model with a learning rate and a bound such that clipping acts in most steps,
-once for each way of clipping and seed. With --poison the gradient of rank 1 is multiplied with that
-number in 1 step of 50. Runs are kept in --folder and not repeated. Writes
-benchmarks/results/cpu/clipping.json and clipping.png.
+once for each way of clipping, poison and seed. A poison is a factor on the gradient of rank 1 in
+every --poison-every-th step. Runs are kept in --folder and not repeated, so that the same command
+continues where it was stopped. Writes benchmarks/results/cpu/clipping.json and clipping.png.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
-import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import harness
+from benchmarks.processes import run_ranks
 from bert_unpad.pretrain import loop, main
 from bert_unpad.pretrain.metrics import read_json_lines
 
@@ -33,35 +36,55 @@ CONTENDERS = {
     "bucket, numel": ("bucket", "numel"),
     "bucket, adaptive": ("bucket", "adaptive"),
 }
-POISON_EVERY = 50
 SPIKE = 0.5  # nats above the mean of the 10 steps before
+LAST = 10  # steps whose mean is the final training loss
 
 
-def poison(factor: float) -> None:
-    """Makes rank 1 multiply its gradient in 1 step of POISON_EVERY."""
+@contextmanager
+def poisoned(factor: float, every: int) -> Iterator[None]:
+    """Makes rank 1 multiply its gradient in every `every`-th step."""
     honest, calls = loop.accumulate_gradient, 0
 
-    def poisoned(model, step, counts, ranks, *rest):
+    def with_poison(model, step, counts, ranks, *rest):
         nonlocal calls
         calls += 1
         handles = []
-        if ranks.rank == 1 and calls % POISON_EVERY == 0:
+        if ranks.rank == 1 and factor != 1 and calls % every == 0:
             handles = [p.register_hook(lambda g: g * factor) for p in model.parameters()]
         honest(model, step, counts, ranks, *rest)
         for handle in handles:
             handle.remove()
 
-    loop.accumulate_gradient = poisoned
+    loop.accumulate_gradient = with_poison
+    try:
+        yield
+    finally:
+        loop.accumulate_gradient = honest
 
 
-def train(folder: Path, name: str, seed: int, options: argparse.Namespace) -> list[dict]:
-    """The log of one run; of what is in the folder if it is complete."""
+def work(runs: list[list]) -> int:
+    """What each rank does: the runs one after the other, a diverged one ending early."""
+    for factor, every, arguments in runs:
+        with poisoned(factor, every):
+            try:
+                code = main(arguments)
+            except FloatingPointError as error:  # on all ranks, at the same step
+                print(error, file=sys.stderr)
+                continue
+        if code:
+            return code
+    return 0
+
+
+def settings_of(name: str, seed: int, run_dir: Path, options: argparse.Namespace) -> list[str]:
+    """The run's arguments for pretrain.py."""
     mode, policy = CONTENDERS[name]
-    run_dir = folder / f"{name.replace(', ', '-')}-{seed}"
     settings = {
         "config": str(ROOT / "configs" / "quickstart.yaml"),
         "run_dir": str(run_dir),
         "seed": seed,
+        "device": "cpu",
+        "batching.global_batch_size": options.batch,
         "optimizer.lr": options.lr,
         "schedule.total_steps": options.steps,
         "schedule.warmup_share": 0.05,
@@ -70,22 +93,16 @@ def train(folder: Path, name: str, seed: int, options: argparse.Namespace) -> li
         "clip.max_norm": options.max_norm,
         "checkpoint.every": 0,
         "evaluation.every": 0,
-        "evaluation.examples": 500,
+        "evaluation.examples": 300,
         "logging.every": 1,
         "logging.plots": "false",
         "logging.progress": "none",
     }
-    arguments = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
-    launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
-    command = [sys.executable, "-m", *launch, __file__, "--worker", str(options.poison), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode and "FloatingPointError" not in done.stderr:
-        raise SystemExit(f"{name} has failed:\n{done.stderr[-4000:]}")
-    return read_json_lines(run_dir / "metrics.jsonl")
+    return [text for key, value in settings.items() for text in (f"--{key}", str(value))]
 
 
 def summarise(lines: list[dict]) -> dict:
-    """Losses in nats; the final one is None where the run has diverged."""
+    """Losses in nats; the held-out one is None where the run has diverged."""
     train_lines = [line for line in lines if line["kind"] == "train"]
     held_out = [line["mlm_loss"] for line in lines if line["kind"] == "evaluation"]
     losses = [line["loss"] for line in train_lines]
@@ -95,31 +112,70 @@ def summarise(lines: list[dict]) -> dict:
     shares = [x["clipped_share"] for x in train_lines if x["clipped_share"] is not None]
     return {
         "steps": len(losses),
-        "final_training_loss": statistics.mean(losses[-20:]),
-        "held_out_mlm_loss": held_out[-1] if held_out else None,
+        "final_training_loss": round(statistics.mean(losses[-LAST:]), 4),
+        "held_out_mlm_loss": round(held_out[-1], 4) if held_out else None,
         "spikes": spikes,
-        "clipped_share": statistics.mean(shares) if shares else None,
+        "clipped_share": round(statistics.mean(shares), 4) if shares else None,
         "skipped_steps": sum(line["skipped_steps"] for line in train_lines),
-        "losses": losses,
+        "losses": [round(loss, 3) for loss in losses],
     }
 
 
+def table(results: list[dict]) -> list[dict]:
+    """Mean and range over the seeds of each way of clipping and poison."""
+    rows = []
+    for poison, name in dict.fromkeys((run["poison"], run["contender"]) for run in results):
+        runs = [run for run in results if (run["poison"], run["contender"]) == (poison, name)]
+        row = {"poison": poison, "contender": name, "runs": len(runs)}
+        for key in ("final_training_loss", "held_out_mlm_loss"):
+            values = [run[key] for run in runs if run[key] is not None]
+            row[key] = round(statistics.mean(values), 4) if values else None
+            row[f"{key}_range"] = [min(values), max(values)] if values else None
+        shares = [run["clipped_share"] for run in runs if run["clipped_share"] is not None]
+        row["clipped_share"] = round(statistics.mean(shares), 4) if shares else None
+        row["spikes"] = sum(run["spikes"] for run in runs)
+        row["skipped_steps"] = sum(run["skipped_steps"] for run in runs)
+        row["diverged"] = sum(run["held_out_mlm_loss"] is None for run in runs)
+        rows.append(row)
+    return rows
+
+
+def show(rows: list[dict]) -> None:
+    print(f"{'poison':>8} {'':<18} {'held out (range)':<24} {'training':>8}  clipped  spikes")
+    for row in rows:
+        loss, spread = row["held_out_mlm_loss"], row["held_out_mlm_loss_range"]
+        share = "-" if row["clipped_share"] is None else f"{row['clipped_share']:.2f}"
+        cells = "diverged" if loss is None else f"{loss:.3f} ({spread[0]:.3f} .. {spread[1]:.3f})"
+        print(
+            f"{row['poison']:>8g} {row['contender']:<18} {cells:<24} "
+            f"{row['final_training_loss']:>8.3f}  {share:>7}  {row['spikes']:>6}"
+        )
+
+
 def draw(path: Path, results: list[dict]) -> None:
+    """A panel a poison, a line a run."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for number, name in enumerate(CONTENDERS):
-        for run in (run for run in results if run["contender"] == name):
-            first = run["seed"] == 0
-            smooth = [
-                statistics.mean(run["losses"][max(0, i - 9) : i + 1])
-                for i in range(len(run["losses"]))
-            ]
-            axes.plot(smooth, color=f"C{number}", label=name if first else None, alpha=0.8)
-    axes.set(xlabel="step", ylabel="loss (nats, mean of 10 steps)")
-    axes.legend()
-    axes.grid(alpha=0.3)
+    poisons = list(dict.fromkeys(run["poison"] for run in results))
+    figure = Figure(figsize=(6.5 * len(poisons), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(poisons), sharey=True, squeeze=False)[0]
+    for axes, poison in zip(panels, poisons, strict=True):
+        for number, name in enumerate(CONTENDERS):
+            label = name
+            for run in results:
+                if (run["contender"], run["poison"]) != (name, poison):
+                    continue
+                smooth = [
+                    statistics.mean(run["losses"][max(0, i - 4) : i + 1])
+                    for i in range(len(run["losses"]))
+                ]
+                axes.plot(smooth, color=f"C{number}", label=label, alpha=0.8, linewidth=1.2)
+                label = None
+        title = "all ranks sound" if poison == 1 else f"one rank's gradient times {poison:g}"
+        axes.set(xlabel="step", title=title)
+        axes.grid(alpha=0.3)
+    panels[0].set(ylabel="training loss (nats, mean of 5 steps)")
+    panels[0].legend()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     figure.savefig(temporary, format="png", dpi=120)
     os.replace(temporary, path)
@@ -128,38 +184,44 @@ def draw(path: Path, results: list[dict]) -> None:
 def compare() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/compare_clipping"))
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=16, help="sequences, of all ranks")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--max-norm", type=float, default=0.5)
-    parser.add_argument("--poison", type=float, default=1.0, help="factor; 1: none")
-    parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--poison", type=float, nargs="+", default=[1.0], help="factors; 1: none")
+    parser.add_argument("--poison-every", type=int, default=25, metavar="STEPS")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     options = parser.parse_args()
-    key = f"steps{options.steps}-lr{options.lr}-norm{options.max_norm}-poison{options.poison}"
-    results = []
-    print(f"{'':<18} seed  training  held out  spikes  clipped  skipped")
-    for seed in range(options.seeds):
-        for name in options.only:
-            found = summarise(train(options.folder / key, name, seed, options))
-            results.append({"contender": name, "seed": seed, **found})
-            cells = [found["final_training_loss"], found["held_out_mlm_loss"]]
-            loss, held_out = ("diverged" if x is None else f"{x:8.3f}" for x in cells)
-            share = found["clipped_share"]
-            print(
-                f"{name:<18} {seed:>4}  {loss}  {held_out}  {found['spikes']:>6}  "
-                f"{'-' if share is None else format(share, '.2f'):>7}  {found['skipped_steps']:>7}",
-                flush=True,
-            )
+    key = f"steps{options.steps}-batch{options.batch}-lr{options.lr}-norm{options.max_norm}"
+    cases = [
+        (options.folder / key / f"{name.replace(', ', '-')}-{poison:g}-{seed}", name, poison, seed)
+        for seed in range(options.seeds)
+        for poison in options.poison
+        for name in options.only
+    ]
+    jobs = [
+        (poison, options.poison_every, settings_of(name, seed, run_dir, options))
+        for run_dir, name, poison, seed in cases
+    ]
+    command = [sys.executable, __file__, "--worker", json.dumps(jobs)]
+    run_ranks(command, options.ranks)  # its output is dropped
+    results = [
+        {"contender": name, "poison": poison, "seed": seed}
+        | summarise(read_json_lines(run_dir / "metrics.jsonl"))
+        for run_dir, name, poison, seed in cases
+    ]
+    rows = table(results)
+    show(rows)
     settings = {k: v for k, v in vars(options).items() if k not in ("folder", "only")}
-    command = " ".join(["python", "scripts/compare_clipping.py", *sys.argv[1:]])
-    path = harness.save("clipping", "cpu", command, {**settings, "results": results})
+    said = " ".join(["python", "scripts/compare_clipping.py", *sys.argv[1:]])
+    path = harness.save("clipping", "cpu", said, {**settings, "table": rows, "results": results})
     draw(path.with_suffix(".png"), results)
     print(f"written: {path} and {path.with_suffix('.png').name}")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        poison(float(sys.argv[2]))
-        sys.exit(main(sys.argv[3:]))
+        sys.exit(work(json.loads(sys.argv[2])))
     compare()
