@@ -8,7 +8,8 @@
 #   tests       the GPU tests
 #   memcheck    small ones of them under compute-sanitizer
 #   racecheck   the same, for races in shared memory
-#   benchmarks  operators against their peers (benchmarks/results/<device>/ops_*.json)
+#   benchmarks  operators and optimizers against their peers
+#               (benchmarks/results/<device>/ops_*.json, optim.json)
 #
 # What happened is added to benchmarks/results/<device>/gpu_check.json, where steps of earlier runs
 # stay until they run again. The steps' output is kept in build/gpu_check/.
@@ -94,6 +95,7 @@ for part in "${parts[@]}"; do
       for op in attention gelu loss; do
         step "benchmarks_$op" "$python" scripts/benchmark_ops.py --device cuda --op "$op"
       done
+      step benchmarks_optim "$python" scripts/benchmark_optim.py --device cuda
       ;;
   esac
 done
