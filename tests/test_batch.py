@@ -8,6 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from bert_unpad.batch import PackedInputs, VarlenBatch, pad, unpad
+from bert_unpad.batch.rows import gather_rows, scatter_rows
 
 MASKS = {
     "right padding": [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]],
@@ -126,6 +127,17 @@ def test_unpad_and_pad_are_indexing_and_each_others_gradient(name, tail):
     (grad,) = torch.autograd.grad((padded * weight).sum(), x)
     kept = mask.view(*mask.shape, *[1] * len(tail))
     assert torch.equal(grad, weight * kept)
+
+
+def test_rows_can_be_derived_twice():
+    torch.manual_seed(0)
+    x = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+    indices = torch.tensor([4, 0, 3])
+    torch.autograd.gradgradcheck(lambda x: gather_rows(x, indices) ** 2, x)
+    torch.autograd.gradgradcheck(lambda x: scatter_rows(x[:3], indices, 6) ** 2, x)
+    scattered = scatter_rows(x[:3], indices, 6, -1.0)
+    assert torch.equal(scattered[indices], x[:3])
+    assert (scattered[[1, 2, 5]] == -1).all()
 
 
 def test_unpad_takes_rows_that_are_not_contiguous_and_integers():

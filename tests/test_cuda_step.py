@@ -1,4 +1,4 @@
-"""A training step never makes the host wait for the device.
+"""A training step never makes the host wait for the device, and adds nothing up by float atomics.
 
 On a GPU, PyTorch itself raises where it would wait. Without one, the step runs on the meta device,
 whose tensors hold no values: whatever looks at one raises, and a dispatch mode sees every copy
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("tqdm", reason="the trainer needs the extra `pretrain`")
 pytest.importorskip("jsonargparse", reason="the trainer needs the extra `pretrain`")
 
-from bert_unpad.batch import PackedInputs, VarlenBatch
+from bert_unpad.batch import PackedInputs, VarlenBatch, pad, unpad
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.pretrain.clipping import Clipping, step_if
 from bert_unpad.pretrain.config import ClipConfig, OptimizerConfig
@@ -72,11 +72,26 @@ def host_step() -> Step:
     return Step(passes, 0, np.arange(sum(map(len, LENGTHS))), counts)
 
 
+# What PyTorch computes on a GPU with float atomics, the same sum with other bits in every run.
+ATOMIC = {
+    "_index_put_impl_",
+    "embedding_dense_backward",
+    "index_add",
+    "index_add_",
+    "index_put",
+    "index_put_",
+    "scatter_add",
+    "scatter_add_",
+}
+
+
 class NoWaiting(TorchDispatchMode):
-    """Raises at a copy between host and device that the host would wait for."""
+    """Raises at a copy between host and device that the host would wait for, and at atomics."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if function.overloadpacket.__name__ in ATOMIC:
+            raise RuntimeError(f"adds up by float atomics: {function}")
         result = function(*args, **kwargs)
         if function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
             source = args[1] if function is torch.ops.aten.copy_.default else args[0]
@@ -120,6 +135,16 @@ def test_no_step_looks_at_the_device(recompute: str) -> None:
 def test_looks_at_the_device_are_found(look) -> None:
     with NoWaiting(), pytest.raises((RuntimeError, NotImplementedError)):
         look(torch.empty(3, device="meta"))
+
+
+def test_padding_and_unpadding_copy_rows() -> None:
+    batch = host_inputs([3, 0, 5]).batch.to("meta")
+    x = torch.empty(3, 5, 2, device="meta", requires_grad=True)
+    with NoWaiting():
+        pad(unpad(x, batch), batch).sum().backward()
+    assert x.grad.shape == x.shape
+    with NoWaiting(), pytest.raises(RuntimeError, match="float atomics"):
+        x.flatten(0, 1).index_select(0, batch.indices).sum().backward()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
 
 from bert_unpad import ops
+from bert_unpad.batch.rows import gather_rows
 from bert_unpad.hf.dense import dense, untouched
 from bert_unpad.hf.fallback import warn_stock
 from bert_unpad.hf.models import STOCK, PackedModel, bind, packing_or_reason
@@ -133,7 +134,7 @@ class PackedMlm:
             relationship = self.cls.seq_relationship(base_output.pooler_output)
         if found is not None:
             rows, labels = found
-            some = head.logits(self, x[0].index_select(0, packing.output_rows(rows)))
+            some = head.logits(self, gather_rows(x[0], packing.output_rows(rows)))
             total, _ = ops.masked_cross_entropy(some, labels, ignore_index=IGNORE)
             loss = total / rows.shape[0]  # nan without labels, as in stock
             if relationship is not None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from bert_unpad.batch.rows import gather_rows
 from bert_unpad.hf import dense
 from bert_unpad.hf.packing import Packing
 
@@ -119,7 +120,7 @@ class PackedLayer:
         else:
             last.input = x
             kv = dense.project_side_by_side((parts.key, parts.value), x[0])
-            x = x.index_select(1, last.positions)
+            x = gather_rows(x[0], last.positions)[None]
             q = dense.dense(parts.query, x[0])
             out = packing.attend_last(q.unflatten(1, heads), kv.unflatten(2, heads), p)
         out, bias = dense.project(parts.attention_out, out.flatten(1)[None])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bert_unpad import ops as _registers_operators  # noqa: F401
+from bert_unpad.batch.rows import gather_rows
 from bert_unpad.hf.dense import untouched
 from bert_unpad.hf.fallback import warn_stock
 from bert_unpad.hf.layers import LayerAdapter
@@ -214,8 +215,12 @@ class PackedModel:
         x = out.last_hidden_state
         fields = {}
         if getattr(self, "pooler", None) is not None:
-            first = x[0].index_select(0, packing.first_rows())[:, None]
-            fields["pooler_output"] = self.pooler(first.to(dtype))
+            # A compiled call cannot tell that no given sequence is empty, which would name the
+            # next one's first row twice.
+            twice = packing.given and torch.compiler.is_compiling()
+            rows = packing.first_rows()
+            first = x[0].index_select(0, rows) if twice else gather_rows(x[0], rows)
+            fields["pooler_output"] = self.pooler(first[:, None].to(dtype))
         if first_only:
             x = x[0][:, None].to(dtype)
         elif not keep_packed:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch
+from bert_unpad.batch.rows import gather_rows, scatter_rows
 
 __all__ = ["IGNORE", "LastRows", "Packing"]
 
@@ -135,14 +136,13 @@ class Packing:
     def pack(self, x: Tensor) -> Tensor:
         """[B, S, ...] -> [1, T, ...]. Differentiable."""
         flat = x.flatten(0, 1)
-        return (flat if self.indices is None else flat.index_select(0, self.indices))[None]
+        return (flat if self.indices is None else gather_rows(flat, self.indices))[None]
 
     def pad(self, x: Tensor) -> Tensor:
         """[1, T, ...] -> [B, S, ...] with zeros at the padding. Differentiable."""
         if self.indices is None:
             return x.reshape(*self.shape, *x.shape[2:])
-        rows = x.new_zeros((self.shape[0] * self.shape[1], *x.shape[2:]))
-        rows = rows.index_copy_(0, self.indices, x[0])
+        rows = scatter_rows(x[0], self.indices, self.shape[0] * self.shape[1])
         return rows.view(*self.shape, *x.shape[2:])
 
     def narrow(self, layer: nn.Module, rows: Tensor | None, first: bool) -> Packing:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bert_unpad import ops
 from bert_unpad.batch import QueryRows, VarlenBatch
+from bert_unpad.batch.rows import gather_rows
 from bert_unpad.nn.config import BertConfig
 
 __all__ = ["BertAttention", "BertOutput", "BertSelfAttention"]
@@ -118,5 +119,5 @@ class BertAttention(nn.Module):
         """[T, hidden] -> [T, hidden], or [Q, hidden] if only `rows` are asked for."""
         if rows is None:
             return self.output(self.self(x, batch, rng[0]), x, rng[1])
-        x_rows = x.index_select(0, rows.positions)
+        x_rows = gather_rows(x, rows.positions)
         return self.output(self.self.forward_rows(x, x_rows, batch, rows, rng[0]), x_rows, rng[1])

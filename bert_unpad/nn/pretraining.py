@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from bert_unpad import ops
 from bert_unpad.batch import PackedInputs
+from bert_unpad.batch.rows import gather_rows, scatter_rows
 from bert_unpad.nn import weights
 from bert_unpad.nn.config import BertConfig
 from bert_unpad.nn.embeddings import BertEmbeddings
@@ -110,8 +111,8 @@ class BertForPreTraining(nn.Module):
         """
         rows = inputs.query_rows
         hidden = self.bert(inputs, rows_only=True)
-        masked = hidden.index_select(0, rows.mlm_rows)
-        first = hidden.index_select(0, rows.cls_rows)
+        masked = gather_rows(hidden, rows.mlm_rows)
+        first = gather_rows(hidden, rows.cls_rows)
         # The logits are this function's own, so their gradient may overwrite them.
         mlm_loss, mlm_correct = ops.masked_cross_entropy(
             self.cls.predictions(masked, self.word_embeddings),
@@ -141,11 +142,11 @@ class BertForPreTraining(nn.Module):
         """
         rows = inputs.query_rows
         hidden = self.bert(inputs, rows_only=not all_positions)
-        tokens = hidden if all_positions else hidden.index_select(0, rows.mlm_rows)
-        first = hidden.index_select(0, rows.cls_positions if all_positions else rows.cls_rows)
+        tokens = hidden if all_positions else gather_rows(hidden, rows.mlm_rows)
+        first = gather_rows(hidden, rows.cls_positions if all_positions else rows.cls_rows)
         mlm = self.cls.predictions(tokens, self.word_embeddings)
         nsp = self.cls.next_sentence(self.bert.pooler(first))
-        nsp = nsp.new_zeros(inputs.batch.batch_size, 2).index_copy(0, rows.cls_sequences, nsp)
+        nsp = scatter_rows(nsp, rows.cls_sequences, inputs.batch.batch_size)
         return mlm[:, : self.config.vocab_size], nsp
 
     def num_flops(self, lengths: Lengths, num_masked: int | None = None) -> int:

@@ -1,0 +1,11 @@
+"""Batches without padding.
+
+`VarlenBatch` describes how sequences lie packed, `unpad` and `pad` convert between the padded
+[B, S, ...] and the packed [T, ...] layout, and `PackedInputs` is one packed pretraining batch.
+"""
+
+from bert_unpad.batch.inputs import PackedInputs, QueryRows
+from bert_unpad.batch.padding import pad, unpad
+from bert_unpad.batch.varlen import LengthGroup, VarlenBatch
+
+__all__ = ["LengthGroup", "PackedInputs", "QueryRows", "VarlenBatch", "pad", "unpad"]
