@@ -51,22 +51,36 @@ class BertModel(nn.Module):
         self.encoder = BertEncoder(config)
         self.pooler = BertPooler(config)
 
-    def forward(self, inputs: PackedInputs, rows_only: bool = False) -> Tensor:
+    def draw_rng_keys(self, device: torch.device) -> Tensor | None:
+        """What all dropout masks of one forward pass are a pure function of.
+
+        Returns:
+            int64 [keys, 2], drawn from PyTorch's default generator of the device; None, and
+            nothing is drawn, if no dropout is due.
+        """
+        config = self.config
+        rates = config.hidden_dropout_prob, config.attention_probs_dropout_prob
+        if not (self.training and any(rates)):
+            return None
+        return draw_rng_keys(1 + BertLayer.RNG_KEYS * len(self.encoder.layer), device)
+
+    def forward(
+        self, inputs: PackedInputs, rows_only: bool = False, rng_keys: Tensor | None = None
+    ) -> Tensor:
         """Hidden states of the last layer.
 
         Args:
             inputs: T packed tokens.
             rows_only: compute the last layer for `inputs.query_rows` only.
+            rng_keys: of the dropout masks, as `draw_rng_keys` makes them; None draws them.
 
         Returns:
             [T, hidden], or [Q, hidden] if `rows_only`.
         """
-        config = self.config
-        dropout = self.training and bool(
-            config.hidden_dropout_prob or config.attention_probs_dropout_prob
-        )
+        if rng_keys is None:
+            rng_keys = self.draw_rng_keys(inputs.device)
         count = 1 + BertLayer.RNG_KEYS * len(self.encoder.layer)
-        keys = draw_rng_keys(count, inputs.device, enabled=dropout)
+        keys = (None,) * count if rng_keys is None else rng_keys.unbind()
         x = self.embeddings(inputs, keys[0])
         return self.encoder(x, inputs.batch, inputs.query_rows if rows_only else None, keys[1:])
 
@@ -103,14 +117,18 @@ class BertForPreTraining(nn.Module):
         """The word embedding, which is the decoder's weight too: [padded_vocab_size, hidden]."""
         return self.bert.embeddings.word_embeddings.weight
 
-    def forward(self, inputs: PackedInputs) -> PreTrainingOutput:
+    def forward(self, inputs: PackedInputs, rng_keys: Tensor | None = None) -> PreTrainingOutput:
         """Losses and correct predictions of one packed batch, as sums.
 
         A batch without tokens, masked tokens or next-sentence labels gives sums of 0, and
         gradients of 0 for every parameter.
+
+        Args:
+            inputs: T packed tokens.
+            rng_keys: of the dropout masks, from `bert.draw_rng_keys`; None draws them.
         """
         rows = inputs.query_rows
-        hidden = self.bert(inputs, rows_only=True)
+        hidden = self.bert(inputs, rows_only=True, rng_keys=rng_keys)
         masked = gather_rows(hidden, rows.mlm_rows)
         first = gather_rows(hidden, rows.cls_rows)
         # The logits are this function's own, so their gradient may overwrite them.

@@ -18,11 +18,6 @@ __all__ = ["RngKeys", "draw_rng_keys"]
 RngKeys = Sequence[Tensor | None]
 
 
-def draw_rng_keys(count: int, device: torch.device, enabled: bool = True) -> RngKeys:
-    """`count` int64 [2] pairs (seed, offset) from PyTorch's default generator of the device.
-
-    Nothing is drawn, and each entry is None, unless `enabled`.
-    """
-    if not enabled:
-        return (None,) * count
-    return torch.randint(2**63 - 1, (count, 2), dtype=torch.int64, device=device).unbind()
+def draw_rng_keys(count: int, device: torch.device) -> Tensor:
+    """`count` pairs (seed, offset), int64 [count, 2], from the device's default generator."""
+    return torch.randint(2**63 - 1, (count, 2), dtype=torch.int64, device=device)
