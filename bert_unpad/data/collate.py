@@ -133,7 +133,8 @@ class Prefetcher(Iterator[Collated]):
 
     Args:
         collator: called with (indices, epoch): a `PackedCollator`, or what makes more of it.
-        batches: arrays of example indices, e.g. a sampler; iterated in the thread.
+        batches: what the collator takes, e.g. a sampler's arrays of example indices; iterated in
+            the thread.
         epoch: passed on to the collator.
         depth: how many finished batches may wait.
         pin_memory: call `pin_memory()` of what the collator made, for asynchronous copies to a GPU.
@@ -150,8 +151,8 @@ class Prefetcher(Iterator[Collated]):
 
     def __init__(
         self,
-        collator: Callable[[NDArray[np.integer], int], Collated],
-        batches: Iterable[NDArray[np.integer]],
+        collator: Callable[[Any, int], Collated],
+        batches: Iterable[Any],
         *,
         epoch: int = 0,
         depth: int = 2,
@@ -232,8 +233,8 @@ class Prefetcher(Iterator[Collated]):
 
 def _collate_ahead(
     channel: _Channel[Collated],
-    collator: Callable[[NDArray[np.integer], int], Collated],
-    batches: Iterable[NDArray[np.integer]],
+    collator: Callable[[Any, int], Collated],
+    batches: Iterable[Any],
     epoch: int,
     pin_memory: bool,
     get_state: Callable[[], Any] | None,

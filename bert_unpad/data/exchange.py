@@ -28,13 +28,13 @@ from bert_unpad.data.collate import Prefetcher
 from bert_unpad.data.example_batch import ExampleBatch
 from bert_unpad.data.sampler import efficiency
 from bert_unpad.data.stream import ExampleStream, token_dtype
+from bert_unpad.data.stream_position import StreamPosition
 from bert_unpad.data.transport import Transport
 
 __all__ = ["ExampleExchange", "ExchangeError", "ExchangedStep"]
 
 logger = logging.getLogger(__name__)
 
-_STATE_VERSION = 1
 _OK, _FAILED, _LATE, _STOPPING = range(4)
 # What each rank says in a round: status, examples read, its position in the epoch after them, a
 # digest of the plan before, checksums of what it has read and been given before; then the lengths.
@@ -133,26 +133,24 @@ class ExampleExchange(Iterator[ExchangedStep]):
         self._transport = Transport(exchange, node_size, timeout)
         self.rank, self.num_ranks = self._transport.rank, self._transport.num_ranks
         self._identity = stream.identity()
-        self._epoch = 0
-        self._positions = [0] * self.num_ranks
-        self._past: list[list[int]] = []
+        self._position = StreamPosition.begin(0, self.num_ranks)
         try:
             self._agree(exchange, state)  # so that loading fails on all ranks or on none
             if state is not None:
-                self._load(state)
+                self._position = StreamPosition.load(state, stream, self.num_ranks)
         except BaseException:
             self._transport.close()
             raise
         self._plan_digest = 0
         self._sums = np.zeros(2, np.uint64)  # of what this rank has read, and of what it was given
-        self._in_epoch = sum(self._positions) + sum(map(sum, self._past))
+        self._in_epoch = sum(map(sum, [self._position.positions, *self._position.past]))
         self._closed = False
         self._ready: deque[ExchangedStep | BaseException | None] = deque()
         self._filled = threading.Semaphore(0)
         self._room = threading.Semaphore(depth)
         self._reader = Prefetcher(
             lambda batch, _: batch,
-            self._read(self._epoch, self._positions[self.rank]),
+            self._read(self._position.epoch, self._position.positions[self.rank]),
             depth=_READ_AHEAD,
         )
         self._thread = threading.Thread(target=self._run, name="bert_unpad-exchange", daemon=True)
@@ -176,29 +174,6 @@ class ExampleExchange(Iterator[ExchangedStep]):
                         f"{name}: expected the same on all ranks, got {value} on rank {self.rank} "
                         f"and {theirs[name]} on rank {rank}"
                     )
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        try:
-            version, epoch = int(state["version"]), int(state["epoch"])
-            positions = [int(n) for n in state["positions"]]
-            past = [[int(n) for n in entry] for entry in state["past"]]
-            identity = dict(state["stream"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"state: not a state of ExampleExchange ({error!r})") from error
-        if version != _STATE_VERSION:
-            raise ValueError(f"state: expected version {_STATE_VERSION}, got {version}")
-        if epoch < 0 or not positions or any(n < 0 for entry in [positions, *past] for n in entry):
-            raise ValueError("state: expected an epoch and positions of 0 or more")
-        if identity != self._identity:
-            raise ValueError(
-                f"state: saved with another stream: {identity}, this one is {self._identity}"
-            )
-        if len(positions) != self.num_ranks:
-            past = [*past, positions] if any(positions) else past
-            positions = [0] * self.num_ranks
-        if past:
-            self._stream.continue_after(epoch, past)
-        self._epoch, self._positions, self._past = epoch, positions, past
 
     def _read(self, epoch: int, start: int) -> Iterator[ExampleBatch]:
         """This rank's share of each step; no examples at an epoch's end."""
@@ -320,7 +295,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
         """
         started = time.perf_counter()
         row = np.zeros(_FIELDS + self._batch_size, np.int64)
-        position = self._positions[self.rank] + len(batch)
+        position = self._position.positions[self.rank] + len(batch)
         row[:_FIELDS] = status, len(batch), position, self._plan_digest, *self._sums.view(np.int64)
         row[_FIELDS : _FIELDS + len(batch)] = batch.lengths
         rows = self._transport.share(row)
@@ -342,7 +317,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
         sent = self._transport.bytes_sent
         examples = self._transport.exchange(batch, lengths, holders, receivers)
         seconds = time.perf_counter() - started
-        self._positions = rows[:, 2].tolist()
+        self._position = self._position.moved(rows[:, 2].tolist())
         self._in_epoch += len(lengths)
         self._sums += np.array([batch.checksum(), examples.checksum()])
         linear, quadratic = self._work.linear, self._work.quadratic
@@ -351,24 +326,15 @@ class ExampleExchange(Iterator[ExchangedStep]):
         )
         return ExchangedStep(
             examples.longest_first(),
-            self._epoch,
-            self._state(),
+            self._position.epoch,
+            self._position.state(self._identity),
             float(efficiency(work[None])[0]),
             seconds,
             self._transport.bytes_sent - sent,
         )
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "version": _STATE_VERSION,
-            "epoch": self._epoch,
-            "positions": self._positions,
-            "past": self._past,
-            "stream": self._identity,
-        }
-
     def _where(self) -> str:
-        return f"in epoch {self._epoch}, after {self._in_epoch} examples of all ranks"
+        return f"in epoch {self._position.epoch}, after {self._in_epoch} examples of all ranks"
 
     def _check(self, rows: NDArray[np.int64], error: BaseException | None) -> None:
         """Ends the round unless every rank is well."""
@@ -409,12 +375,10 @@ class ExampleExchange(Iterator[ExchangedStep]):
             )
         if not self._in_epoch:
             raise ExchangeError(
-                f"no rank's stream gave an example in epoch {self._epoch}",
+                f"no rank's stream gave an example in epoch {self._position.epoch}",
                 list(range(self.num_ranks)),
             )
-        self._epoch += 1
-        self._positions = [0] * self.num_ranks
-        self._past = []
+        self._position = StreamPosition.begin(self._position.epoch + 1, self.num_ranks)
         self._in_epoch = 0
 
 

@@ -11,6 +11,7 @@ same step.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -196,8 +197,11 @@ class Trainer:
         pending: HostSums | None = None
         stopped = False
         while progress.step < self.total_steps and not progress.target_reached and not stopped:
+            asked = time.perf_counter()
             step, feed = next(steps)
-            counts = HostSums(self.ranks, step.counts | {"stop": stop.signal is not None})
+            waited = time.perf_counter() - asked
+            own = step.counts | {"stop": stop.signal is not None, "data_wait": waited}
+            counts = HostSums(self.ranks, own)
             if pending is not None and self._settle(pending):
                 counts.on_host()  # every rank has joined in this sum, and drops it
                 stopped = True
@@ -304,7 +308,12 @@ class Trainer:
             "fill": sums["tokens"] / (sums["sequences"] * self.max_seq_length),
             "straggler_efficiency": sums["straggler_efficiency"] / sums["steps"],
             "mfu": sums["flops"] / elapsed / self.peak_flops,
+            "data_wait": sums["data_wait"] / sums["steps"] / self.ranks.world_size,
         }
+        if "exchange_bytes" in sums:
+            rank_steps = sums["steps"] * self.ranks.world_size
+            line["exchange_seconds"] = sums["exchange_seconds"] / rank_steps
+            line["exchange_bytes"] = sums["exchange_bytes"] / sums["steps"]
         self._write(line)
         left = (self.total_steps - progress.step) * elapsed / sums["steps"]
         self.display.update(line, remaining_seconds=left)

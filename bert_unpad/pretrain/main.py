@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 import torch
@@ -19,10 +19,12 @@ from torch.distributed.checkpoint import CheckpointException
 from bert_unpad._malloc import keep_freed_memory
 from bert_unpad.data import PreparedData, prepare
 from bert_unpad.data.sampler import BalancedSampler, WorkModel
+from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.checkpoint import Checkpointer, newest_checkpoint
 from bert_unpad.pretrain.clipping import Clipping
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
 from bert_unpad.pretrain.evaluate import Evaluator
+from bert_unpad.pretrain.exchanged import ExchangedFeed
 from bert_unpad.pretrain.interrupt import StopRequest
 from bert_unpad.pretrain.loop import Trainer
 from bert_unpad.pretrain.model import build_model, replicate
@@ -31,7 +33,7 @@ from bert_unpad.pretrain.peak import measure_matmul_peak
 from bert_unpad.pretrain.ranks import Ranks, join_ranks
 from bert_unpad.pretrain.report import is_reported, write_report
 from bert_unpad.pretrain.run import Progress, open_run_dir, save_settings
-from bert_unpad.pretrain.steps import StepCollator, endless_steps
+from bert_unpad.pretrain.steps import FeedState, Step, StepCollator, endless_steps
 
 __all__ = ["main", "pretrain"]
 
@@ -84,15 +86,7 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
     except (FileNotFoundError, ImportError, ValueError) as error:
         raise ConfigError("data", str(error)) from error
     model = build_model(config, data.tokenizer.vocab_size, config.data.max_seq_length)
-    sampler = BalancedSampler(
-        data.train.lengths,
-        num_replicas=ranks.world_size,
-        rank=ranks.rank,
-        batch_size=config.batching.per_rank(ranks.world_size),
-        seed=config.seed,
-        strategy=config.batching.strategy,
-        work=WorkModel.for_hidden(model.config.hidden_size),
-    )
+    sampler = _sampler(config, data, ranks, WorkModel.for_hidden(model.config.hidden_size))
     evaluator = _evaluator(config, data, ranks)
     run_dir = Path(config.run_dir)
     if ranks.is_first:
@@ -138,14 +132,7 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
             peak=peak,
             autocast=_autocast(config, ranks),
         )
-        steps = endless_steps(
-            StepCollator(data.collator(), model, config.batching.accumulation),
-            sampler,
-            prefetch=config.batching.prefetch,
-            pin_memory=ranks.device.type == "cuda",
-            efficiency=ranks.is_first,
-        )
-        with StopRequest() as stop:
+        with StopRequest() as stop, _steps(config, sampler, data, model, ranks) as steps:
             finished = trainer.run(steps, stop)
         if not finished:
             logger.info("stopped by a signal; saved at step %d of %d", progress.step, total_steps)
@@ -203,7 +190,48 @@ def _evaluator(config: PretrainConfig, data: PreparedData, ranks: Ranks) -> Eval
     )
 
 
-def _total_steps(config: PretrainConfig, sampler: BalancedSampler, progress: Progress) -> int:
+def _sampler(
+    config: PretrainConfig, data: PreparedData, ranks: Ranks, work: WorkModel
+) -> BalancedSampler | ExchangedFeed:
+    """What says who trains on what, at the beginning of the first epoch."""
+    if config.batching.strategy == "exchange":
+        return ExchangedFeed(data.train, ranks, config.batching, config.seed, work)
+    return BalancedSampler(
+        data.train.lengths,
+        num_replicas=ranks.world_size,
+        rank=ranks.rank,
+        batch_size=config.batching.per_rank(ranks.world_size),
+        seed=config.seed,
+        strategy=config.batching.strategy,
+        work=work,
+    )
+
+
+def _steps(
+    config: PretrainConfig,
+    sampler: BalancedSampler | ExchangedFeed,
+    data: PreparedData,
+    model: BertForPreTraining,
+    ranks: Ranks,
+) -> AbstractContextManager[Iterator[tuple[Step, FeedState]]]:
+    """Steps from where the sampler stands; its threads end with the context."""
+    pin_memory = ranks.device.type == "cuda"
+    if isinstance(sampler, ExchangedFeed):
+        return sampler.steps(data.collator(), model, pin_memory=pin_memory)
+    return closing(
+        endless_steps(
+            StepCollator(data.collator(), model, config.batching.accumulation),
+            sampler,
+            prefetch=config.batching.prefetch,
+            pin_memory=pin_memory,
+            efficiency=ranks.is_first,
+        )
+    )
+
+
+def _total_steps(
+    config: PretrainConfig, sampler: BalancedSampler | ExchangedFeed, progress: Progress
+) -> int:
     """Updates of the whole run. Epochs are counted in what the sampler still has to give."""
     if config.schedule.total_steps is not None:
         return config.schedule.total_steps

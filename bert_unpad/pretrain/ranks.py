@@ -31,6 +31,8 @@ class Ranks:
     device: torch.device
     checkpoint_group: dist.ProcessGroup | None
     """gloo; None in a run of one process."""
+    node_size: int = 1
+    """Processes of the run on this machine."""
 
     @property
     def is_first(self) -> bool:
@@ -117,7 +119,7 @@ def join_ranks(config: PretrainConfig) -> Iterator[Ranks]:
         dist.init_process_group(backend)
         group = dist.new_group(backend="gloo")
     try:
-        yield Ranks(rank, world_size, device, group)
+        yield Ranks(rank, world_size, device, group, local_world_size)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -141,7 +143,6 @@ def _device(config: PretrainConfig, local_rank: int) -> torch.device:
 
 
 def threads_per_process(config: PretrainConfig, local_world_size: int) -> int:
-    """CPU threads of each process on this machine; see `PretrainConfig.threads`."""
     """CPU threads that each of the processes on this machine uses, see `PretrainConfig.threads`."""
     if config.threads is not None:
         return config.threads

@@ -7,14 +7,15 @@ belongs to, because the sampler itself is ahead of training by what waits in the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bert_unpad.batch import PackedInputs
-from bert_unpad.data import PackedCollator, Prefetcher
+from bert_unpad.data import ExampleBatch, Prefetcher
 from bert_unpad.data.sampler import BalancedSampler
 from bert_unpad.nn import BertForPreTraining
 
@@ -30,7 +31,7 @@ class Step:
     epoch: int
     """Number of the pass over the data."""
     indices: np.ndarray
-    """int64: the examples, as places in the training set."""
+    """int64: the examples, as places in the training set (or ids, if it has no places)."""
     counts: dict[str, float]
     """Of this rank: masked (tokens with a label), pairs (next-sentence labels), sequences, tokens,
     flops (of the model, forward and backward)."""
@@ -47,35 +48,39 @@ def count_labels(inputs: PackedInputs) -> tuple[int, int]:
 
 
 class StepCollator:
-    """Makes a `Step` of example indices; a function of them and the epoch alone.
+    """Makes a `Step` of examples or their indices; a function of them and the epoch alone.
 
     Args:
-        collator: makes one packed batch.
+        collator: makes one packed batch of what the step is made of.
         model: counts its floating-point operations.
         accumulation: passes per step.
     """
 
     def __init__(
-        self, collator: PackedCollator, model: BertForPreTraining, accumulation: int
+        self,
+        collator: Callable[[NDArray[np.integer] | ExampleBatch, int], PackedInputs],
+        model: BertForPreTraining,
+        accumulation: int,
     ) -> None:
         self._collator = collator
         self._model = model
         self._accumulation = accumulation
 
-    def __call__(self, indices: np.ndarray, epoch: int) -> Step:
-        """Dealing every n-th example to a pass keeps passes alike where indices are sorted."""
+    def __call__(self, examples: NDArray[np.integer] | ExampleBatch, epoch: int) -> Step:
+        """Dealing every n-th example to a pass keeps passes alike where examples are sorted."""
         passes = tuple(
-            self._collator(indices[first :: self._accumulation], epoch)
+            self._collator(examples[first :: self._accumulation], epoch)
             for first in range(self._accumulation)
         )
         labels = [count_labels(inputs) for inputs in passes]
         counts = {
             "masked": sum(masked for masked, _ in labels),
             "pairs": sum(pairs for _, pairs in labels),
-            "sequences": len(indices),
+            "sequences": len(examples),
             "tokens": sum(inputs.batch.total for inputs in passes),
             "flops": sum(self._model.num_flops(inputs) for inputs in passes),
         }
+        indices = examples.ids if isinstance(examples, ExampleBatch) else examples
         return Step(passes, epoch, indices, counts)
 
 

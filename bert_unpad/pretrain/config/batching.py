@@ -12,8 +12,10 @@ from bert_unpad.pretrain.config.errors import ConfigError
 class BatchingConfig:
     """How many sequences make an update, and who gets which."""
 
-    strategy: Literal["stratified", "random"] = "stratified"
-    """stratified gives every rank the same work in every step; random is plain shuffling."""
+    strategy: Literal["stratified", "random", "exchange"] = "stratified"
+    """stratified gives every rank the same work in every step; random is plain shuffling; with
+    exchange each rank reads its own part of the data in order and exchanges examples with others
+    for equal work, which needs no index of all lengths."""
     global_batch_size: int | None = None
     """Sequences per update, over all ranks. Give this or batch_size_per_rank."""
     batch_size_per_rank: int | None = None
@@ -22,6 +24,16 @@ class BatchingConfig:
     """Forward and backward passes per update."""
     prefetch: int = 2
     """Steps that a background thread prepares ahead of training."""
+    exchange: Literal["none", "group", "world", "hierarchical"] = "world"
+    """exchange: how far examples travel: not at all, within a machine, or to any rank; hierarchical
+    is as world, in two hops: within machines, then across."""
+    dealing: Literal["plain", "snake", "lpt"] = "lpt"
+    """exchange: how a step's examples are dealt out, longest first: round after round, with every
+    second round backwards, or each to the rank with the least work so far."""
+    shuffle_buffer: int = 8192
+    """exchange: examples that each rank shuffles at a time."""
+    reader_timeout: float = 120.0
+    """exchange: seconds that reading a step's examples may take on any rank."""
 
     def per_rank(self, world_size: int) -> int:
         """Sequences per update on one rank.

@@ -74,6 +74,8 @@ class PretrainConfig:
             "batching.batch_size_per_rank": 1,
             "batching.accumulation": 1,
             "batching.prefetch": 1,
+            "batching.shuffle_buffer": 1,
+            "batching.reader_timeout": 1,
             "schedule.total_steps": 1,
             "schedule.epochs": 1,
             "schedule.warmup_steps": 0,
