@@ -17,7 +17,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["all_lengths", "read_histogram", "sample_lengths", "wikipedia_lengths"]
+from bert_unpad.data.shards import MANIFEST, ShardDataset
+
+__all__ = [
+    "all_lengths",
+    "measure_histogram",
+    "read_histogram",
+    "sample_lengths",
+    "wikipedia_lengths",
+]
 
 _MAX_LENGTH = 65_535  # lengths are uint16
 
@@ -42,6 +50,25 @@ def read_histogram(path: str | PathLike[str]) -> NDArray[np.int64]:
         ValueError: a line is not a count, there are more than 65,535 lines, or all counts are 0.
     """
     return _parse(Path(path).read_text(), str(path))
+
+
+def measure_histogram(path: str | PathLike[str]) -> NDArray[np.int64]:
+    """Counts the lengths of prepared data: a shard's folder, or one with its shard in `train`.
+
+    Returns:
+        int64 [longest + 1], indexed by length.
+
+    Raises:
+        DamagedDataError: there is no intact shard.
+        ValueError: it holds no example.
+    """
+    folder = Path(path)
+    if (folder / "train" / MANIFEST).is_file():
+        folder = folder / "train"
+    lengths = ShardDataset(folder, verify=False).lengths
+    if not len(lengths):
+        raise ValueError(f"{folder}: expected at least one example, got none")
+    return np.bincount(lengths)
 
 
 def sample_lengths(

@@ -16,7 +16,23 @@ from typing import Any
 
 from bert_unpad._files import replacing
 
-__all__ = ["BertConfig"]
+__all__ = ["PRESETS", "BertConfig"]
+
+PRESETS: dict[str, dict[str, int]] = {
+    "bert-base": {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+    },
+    "bert-large": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    },
+}
+"""Sizes by name (Devlin et al., 2019); the other fields are the defaults."""
 
 # hidden_act -> the `approximate` argument of GELU
 _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}

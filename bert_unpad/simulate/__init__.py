@@ -1,8 +1,26 @@
-"""Simulates an epoch's distribution of work over ranks, without training anything.
+"""Simulates an epoch's distribution of work over ranks, and what its steps cost, without training.
 
-As a command: `python -m bert_unpad.simulate --help`.
+As a command: `python -m bert_unpad.simulate --help`. The cost models stand alone: `ComputeCost`
+(a rank's step, given, derived or fitted), `Cluster`, `Link` and `Overlap` (communication), and
+`StepModel` (all of it).
 """
 
-from bert_unpad.simulate.epoch import STRATEGIES, SimulationResult, simulate
+from bert_unpad.simulate.compute import ComputeCost
+from bert_unpad.simulate.epoch import STRATEGIES, Fill, SimulationResult, simulate
+from bert_unpad.simulate.network import Cluster, Link, Overlap
+from bert_unpad.simulate.scaling import scaling_curve
+from bert_unpad.simulate.step import StepModel, StepTime
 
-__all__ = ["STRATEGIES", "SimulationResult", "simulate"]
+__all__ = [
+    "STRATEGIES",
+    "Cluster",
+    "ComputeCost",
+    "Fill",
+    "Link",
+    "Overlap",
+    "SimulationResult",
+    "StepModel",
+    "StepTime",
+    "scaling_curve",
+    "simulate",
+]

@@ -1,174 +1,140 @@
-"""Command line of the load-balancing simulation: arguments in, a table, JSON or a plot out."""
+"""Command line of the load-balancing simulation: arguments in, tables, JSON or a plot out."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
-from bert_unpad._planner import WorkModel
-from bert_unpad.data.histogram import (
-    all_lengths,
-    read_histogram,
-    sample_lengths,
-    wikipedia_lengths,
+from bert_unpad.simulate.compute import ComputeCost
+from bert_unpad.simulate.epoch import Fill, SimulationResult, simulate
+from bert_unpad.simulate.options import (
+    make_parser,
+    model_config,
+    read_counts,
+    step_model,
+    take_lengths,
 )
-from bert_unpad.simulate.epoch import STRATEGIES, SimulationResult, simulate
-from bert_unpad.simulate.plot import plot_efficiency
+from bert_unpad.simulate.plot import plot_results
+from bert_unpad.simulate.scaling import scaling_curve
+from bert_unpad.simulate.step import StepModel
 
 __all__ = ["main"]
-
-_MAX_SAMPLES = 2**32 - 2  # the planner's indices have 32 bits
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. Bad arguments exit with 2 and a message."""
-    parser = _parser()
+    parser = make_parser()
     options = parser.parse_args(arguments)
+    missing = [f"--{name}" for name in ("ranks", "batch") if getattr(options, name) is None]
+    if missing and not (options.fit and len(missing) == 2):
+        parser.error(f"the following arguments are required: {', '.join(missing)}")
     try:
-        lengths = _lengths(options)
+        fitted = _fit(options) if options.fit else None
+        if missing:
+            return 0
+        model = step_model(options, fitted)
+        counts = read_counts(options)
+        lengths = take_lengths(options, counts)
+        common = {"seed": options.seed, "pool_steps": options.pool_steps, "model": model}
         results = [
-            simulate(
-                lengths,
-                options.ranks,
-                options.batch,
-                strategy,
-                seed=options.seed,
-                work=WorkModel.for_hidden(options.hidden),
-                pool_steps=options.pool_steps,
-                exchange_ranks=options.exchange_ranks,
-            )
+            simulate(lengths, options.ranks, options.batch, strategy, **common)
             for strategy in options.strategy
         ]
+        curve = []
+        if options.scaling:
+            curve = scaling_curve(counts, options.batch, options.strategy, **common)
         if options.plot is not None:
-            plot_efficiency(results, options.plot)
-    except (OSError, ValueError, ModuleNotFoundError) as error:
+            plot_results(results, curve, options.plot)
+    except (OSError, RuntimeError, ValueError, ModuleNotFoundError) as error:
         parser.error(str(error))
+    fill = Fill.of(lengths)
     if options.json:
-        print(json.dumps({"results": [_as_dict(result) for result in results]}, indent=2))
+        print(json.dumps(_as_dict(options, len(lengths), fill, model, results, curve), indent=2))
     else:
-        print(_table(results))
+        print(_tables(len(lengths), fill, results, curve))
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bert_unpad.simulate",
-        description="Plans an epoch for all ranks and reports the straggler efficiency: mean work "
-        "over greatest work of a rank, per step. 'random' is training without load balancing.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--ranks", type=_positive, required=True, help="number of ranks")
-    parser.add_argument("--batch", type=_positive, required=True, help="examples per rank and step")
-    parser.add_argument(
-        "--strategy",
-        type=_strategies,
-        default="stratified,random",
-        help="comma-separated, of: " + ", ".join(STRATEGIES),
-    )
-    parser.add_argument(
-        "--histogram",
-        default="wikipedia",
-        help="'wikipedia', or a text file whose line i is the number of sequences of length i",
-    )
-    parser.add_argument(
-        "--samples",
-        type=_samples,
-        default=2**20,
-        help="examples to draw from the histogram, or 'all' for exactly those it counts",
-    )
-    parser.add_argument(
-        "--hidden",
-        type=_positive,
-        default=1024,
-        help="hidden size of the model, for the cost of attention relative to the linear layers",
-    )
-    parser.add_argument(
-        "--pool-steps", type=_positive, default=64, help="steps that are balanced together"
-    )
-    parser.add_argument(
-        "--exchange-ranks",
-        type=_positive,
-        default=8,
-        help="neighbouring ranks that exchange examples in '/group/' strategies",
-    )
-    parser.add_argument("--seed", type=_not_negative, default=0, help="of the draw and the plan")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a plot (png, pdf, svg)")
-    return parser
+def _fit(options: argparse.Namespace) -> ComputeCost:
+    import torch
+
+    from bert_unpad.simulate.timing import fit_step_cost
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]
+    cost, timings = fit_step_cost(model_config(options.model), device=options.device, dtype=dtype)
+    name = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
+    about = {
+        "model": options.model,
+        "precision": options.precision,
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    cost.save(options.fit, **about, timings=timings)
+    return cost
 
 
-def _lengths(options: argparse.Namespace) -> NDArray[np.uint16]:
-    if options.histogram == "wikipedia":
-        histogram = wikipedia_lengths()
-    else:
-        try:
-            histogram = read_histogram(options.histogram)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"argument --histogram: {error}") from error
-    samples = int(histogram.sum()) if options.samples is None else options.samples
-    if samples > _MAX_SAMPLES:
-        raise ValueError(f"argument --samples: expected at most {_MAX_SAMPLES}, got {samples}")
-    if options.samples is None:
-        return all_lengths(histogram)
-    return sample_lengths(options.samples, options.seed, histogram)
+def _as_dict(
+    options: argparse.Namespace,
+    samples: int,
+    fill: Fill,
+    model: StepModel,
+    results: Sequence[SimulationResult],
+    curve: Sequence[SimulationResult],
+) -> dict[str, object]:
+    return {
+        "setup": {
+            "ranks": options.ranks,
+            "batch": options.batch,
+            "samples": samples,
+            "histogram": options.histogram,
+            "model": options.model,
+            **model.to_dict(),
+        },
+        "fill_padded": fill.padded,
+        "fill_packed": fill.packed,
+        "results": [result.to_dict() for result in results],
+        "scaling": [result.to_dict() for result in curve],
+    }
 
 
-def _as_dict(result: SimulationResult) -> dict[str, object]:
-    values = asdict(result)
-    del values["per_step"]
-    return values
-
-
-def _table(results: Sequence[SimulationResult]) -> str:
+def _tables(
+    samples: int, fill: Fill, results: Sequence[SimulationResult], curve: Sequence[SimulationResult]
+) -> str:
     first = results[0]
     lines = [
-        f"{first.ranks:,} ranks x {first.batch}, {first.samples:,} examples, {first.steps:,} steps",
-        f"real tokens: {first.fill_padded:.2%} if padded to the longest, {first.fill_packed:.2%} "
+        f"{first.ranks:,} ranks x {first.batch}, {samples:,} examples, {first.steps:,} steps",
+        f"real tokens: {fill.padded:.2%} if padded to the longest, {fill.packed:.2%} "
         "if packed into rows of that length; all of them if neither",
         "",
-        f"{'strategy':<20}{'efficiency':>12}{'5th pct':>10}{'worst':>10}{'seconds':>10}",
+        f"{'strategy':<20}{'efficiency':>12}{'5th pct':>10}{'worst':>10}"
+        f"{'exchange KB':>13}{'step ms':>11}{'planned in s':>14}",
     ]
     lines += [
         f"{result.strategy:<20}{result.efficiency:>12.5f}{result.efficiency_p5:>10.5f}"
-        f"{result.efficiency_min:>10.5f}{result.seconds:>10.2f}"
+        f"{result.efficiency_min:>10.5f}{result.exchange_bytes / 1e3:>13,.1f}"
+        f"{result.step_time.total * 1e3:>11,.2f}{result.plan_seconds:>14.2f}"
         for result in results
     ]
+    if curve:
+        lines += [
+            "",
+            "projected milliseconds of a step, and throughput relative to ranks that never wait",
+            f"{'strategy':<20}{'ranks':>8}{'compute':>11}{'straggler':>11}{'allreduce':>11}"
+            f"{'exchange':>11}{'step':>11}{'relative':>10}{'sequences/s':>14}",
+        ]
+        for strategy in dict.fromkeys(result.strategy for result in curve):
+            lines += [_scaling_line(result) for result in curve if result.strategy == strategy]
     return "\n".join(lines)
 
 
-def _integer(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if not least <= value < 2**31:
-        raise argparse.ArgumentTypeError(f"expected an integer of {least} or more, got {text!r}")
-    return value
-
-
-def _positive(text: str) -> int:
-    return _integer(text, 1)
-
-
-def _not_negative(text: str) -> int:
-    return _integer(text, 0)
-
-
-def _samples(text: str) -> int | None:
-    return None if text == "all" else _integer(text, 1)
-
-
-def _strategies(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in STRATEGIES:
-            raise argparse.ArgumentTypeError(
-                f"expected a comma-separated list of {', '.join(STRATEGIES)}, got {name!r}"
-            )
-    return names
+def _scaling_line(result: SimulationResult) -> str:
+    step = result.step_time
+    parts = (step.compute, step.straggler, step.allreduce, step.exchange, step.total)
+    return (
+        f"{result.strategy:<20}{result.ranks:>8,}"
+        + "".join(f"{seconds * 1e3:>11,.2f}" for seconds in parts)
+        + f"{step.scaling_efficiency:>10.4f}{step.sequences_per_second:>14,.0f}"
+    )

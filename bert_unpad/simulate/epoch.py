@@ -7,15 +7,20 @@ the time of a step is a model, in which a rank is busy in proportion to its work
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from bert_unpad._planner import Plan, WorkModel, pack
+from bert_unpad._planner import Plan, pack
 from bert_unpad.data.sampler import as_lengths, efficiency
+from bert_unpad.simulate.step import StepModel, StepTime
 
-__all__ = ["STRATEGIES", "SimulationResult", "simulate"]
+__all__ = ["STRATEGIES", "Fill", "SimulationResult", "simulate"]
+
+# What travels of an example (`bert_unpad.data.example_batch`): ids as uint16 and a record; before
+# that its length as int64, from its rank to all others of the exchange, so that they can plan.
+TOKEN_BYTES, EXAMPLE_BYTES, LENGTH_BYTES = 2, 12, 8
 
 _EXCHANGES = [f"/{who}/{how}" for who in ("group", "world") for how in ("plain", "snake", "lpt")]
 STRATEGIES = ("stratified", *(s + e for s in ("random", "quotas") for e in ("", *_EXCHANGES)))
@@ -29,6 +34,26 @@ so far."""
 
 
 @dataclass(frozen=True)
+class Fill:
+    """Real tokens as a fraction of what rectangles hold."""
+
+    padded: float
+    """Every example padded to the longest one."""
+    packed: float
+    """Examples packed into rows of the longest one's length, best fit."""
+
+    @classmethod
+    def of(cls, lengths: ArrayLike) -> Fill:
+        """Fill of a data set of `lengths`, integers [N]; 1.0 where there is no token."""
+        lengths = as_lengths(lengths)
+        tokens, longest = int(lengths.sum(dtype=np.int64)), int(lengths.max(initial=0))
+        if longest == 0:
+            return cls(1.0, 1.0)
+        _, ends = pack(np.ascontiguousarray(lengths[lengths > 0]), longest)
+        return cls(tokens / (longest * len(lengths)), tokens / (longest * len(ends)))
+
+
+@dataclass(frozen=True)
 class SimulationResult:
     """What a simulated epoch came to; a step's efficiency is mean / greatest work of a rank."""
 
@@ -36,23 +61,30 @@ class SimulationResult:
     ranks: int
     batch: int
     """Examples per rank and step."""
-    samples: int
     steps: int
-    """Per epoch; the last one may not be full."""
+    """Simulated; the last one of an epoch may not be full."""
     efficiency: float
     """Mean over the steps."""
     efficiency_p5: float
     """5th percentile: 95 % of the steps are better."""
     efficiency_min: float
     """The worst step."""
-    fill_padded: float
-    """Real tokens as a fraction of what padding every example to the longest one would compute."""
-    fill_packed: float
-    """The same for packing examples into rows of the longest one's length (best fit)."""
-    seconds: float
-    """Time to plan the epoch for all ranks, on this machine, in one thread."""
+    exchange_bytes: float
+    """Received by a rank in a step, mean: examples and the lengths that the ranks agree by."""
+    exchange_bytes_far: float
+    """Of these, from other nodes."""
+    step_time: StepTime
+    """Projected, mean over the steps."""
+    plan_seconds: float
+    """Time to plan the steps for all ranks, on this machine, in one thread."""
     per_step: NDArray[np.float64] = field(repr=False)
     """float64 [steps]: efficiency of each step."""
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON keeps it: what every machine finds alike, without `per_step`."""
+        values = asdict(self)
+        del values["per_step"], values["plan_seconds"]
+        return values
 
 
 def simulate(
@@ -62,9 +94,8 @@ def simulate(
     strategy: str = "stratified",
     *,
     seed: int = 0,
-    work: WorkModel | None = None,
     pool_steps: int = 64,
-    exchange_ranks: int = 8,
+    model: StepModel | None = None,
 ) -> SimulationResult:
     """Plans one epoch for all ranks and adds up their work.
 
@@ -73,8 +104,9 @@ def simulate(
         ranks: number of ranks.
         batch: examples per rank and step.
         strategy: one of `STRATEGIES`.
-        seed, work, pool_steps: see `bert_unpad.data.sampler.BalancedSampler`.
-        exchange_ranks: size of a group that exchanges examples.
+        seed, pool_steps: see `bert_unpad.data.sampler.BalancedSampler`.
+        model: what computing and communication cost, and how many ranks a node (`/group/`) has; by
+            default `StepModel()`.
 
     Raises:
         TypeError: `lengths` are not integers.
@@ -83,6 +115,7 @@ def simulate(
     lengths = as_lengths(lengths)
     if seed < 0:
         raise ValueError(f"seed: expected 0 or more, got {seed}")
+    model = StepModel() if model is None else model
     begin = time.perf_counter()
     plan = Plan(
         lengths,
@@ -91,31 +124,40 @@ def simulate(
         batch_size=batch,
         seed=seed,
         epoch=0,
-        work=WorkModel.for_hidden() if work is None else work,
+        work=model.cost.work,
         pool_steps=pool_steps,
-        exchange_ranks=exchange_ranks,
+        exchange_ranks=model.cluster.ranks_per_node,
     )
-    per_step = efficiency(plan.work(0, plan.steps))
-    seconds = time.perf_counter() - begin
-    longest = int(lengths.max())
+    busy = plan.work(0, plan.steps) + model.cost.fixed
+    plan_seconds = time.perf_counter() - begin
+    per_step = efficiency(busy)
+    received = _received_bytes(plan, strategy, ranks, batch, model.cluster.ranks_per_node)
     return SimulationResult(
         strategy=strategy,
         ranks=ranks,
         batch=batch,
-        samples=len(lengths),
         steps=plan.steps,
         efficiency=float(per_step.mean()),
         efficiency_p5=float(np.percentile(per_step, 5)),
         efficiency_min=float(per_step.min()),
-        fill_padded=float(lengths.mean(dtype=np.float64) / longest) if longest else 1.0,
-        fill_packed=_fill_packed(lengths, longest),
-        seconds=seconds,
+        exchange_bytes=float(received.sum(axis=2).mean()),
+        exchange_bytes_far=float(received[:, :, 1].mean()),
+        step_time=model.step_time(busy, received, len(lengths) / plan.steps),
+        plan_seconds=plan_seconds,
         per_step=per_step,
     )
 
 
-def _fill_packed(lengths: NDArray[np.uint16], longest: int) -> float:
-    if longest == 0:
-        return 1.0
-    _, ends = pack(np.ascontiguousarray(lengths[lengths > 0]), longest)
-    return float(lengths.sum(dtype=np.int64) / (longest * len(ends)))
+def _received_bytes(
+    plan: Plan, strategy: str, ranks: int, batch: int, ranks_per_node: int
+) -> NDArray[np.float64]:
+    """What each rank receives in each step from (its node, other nodes): [steps, ranks, 2]."""
+    if "/" not in strategy:
+        return np.zeros((plan.steps, 1, 2))
+    counts = plan.received(0, plan.steps)
+    received = counts @ np.array([EXAMPLE_BYTES, TOKEN_BYTES], np.float64)
+    local = min(ranks_per_node, ranks)
+    received[:, :, 0] += LENGTH_BYTES * batch * (local - 1)
+    if "/world/" in strategy:
+        received[:, :, 1] += LENGTH_BYTES * batch * (ranks - local)
+    return received

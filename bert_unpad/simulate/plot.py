@@ -1,4 +1,4 @@
-"""Draws the efficiency of simulated epochs; matplotlib is imported only when that is asked for."""
+"""Draws simulated epochs and their scaling; matplotlib is imported only when that is asked for."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import numpy as np
 from bert_unpad._files import replacing
 from bert_unpad.simulate.epoch import SimulationResult
 
-__all__ = ["plot_efficiency"]
+__all__ = ["plot_results"]
 
 
-def plot_efficiency(results: Sequence[SimulationResult], path: Path) -> None:
-    """Draws, for every result, which share of the steps has at most a given efficiency.
+def plot_results(
+    results: Sequence[SimulationResult], curve: Sequence[SimulationResult], path: Path
+) -> None:
+    """Draws which share of the steps has at most a given efficiency, and the scaling curve.
 
     Args:
         results: at least one.
+        curve: what `scaling_curve` returned; empty to leave it out.
         path: the image to write; its suffix selects the format (png, pdf, svg).
 
     Raises:
@@ -31,9 +34,18 @@ def plot_efficiency(results: Sequence[SimulationResult], path: Path) -> None:
         raise ModuleNotFoundError(
             "plotting needs matplotlib: pip install matplotlib", name="matplotlib"
         ) from error
+    panels = 2 if curve else 1
     # A bare Figure draws without a display and leaves pyplot's global state alone.
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(7 * panels, 4), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    _draw_steps(axes[0], results)
+    if curve:
+        _draw_scaling(axes[1], curve)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=path.suffix.removeprefix(".") or "png", dpi=150)
+
+
+def _draw_steps(axes, results: Sequence[SimulationResult]) -> None:
     for result in results:
         axes.step(
             np.sort(result.per_step),
@@ -41,12 +53,27 @@ def plot_efficiency(results: Sequence[SimulationResult], path: Path) -> None:
             where="post",
             label=f"{result.strategy}: mean {result.efficiency:.4f}",
         )
-    ranks, batch, samples = results[0].ranks, results[0].batch, results[0].samples
-    axes.set_title(f"{ranks:,} ranks x {batch}, {samples:,} examples")
+    axes.set_title(f"{results[0].ranks:,} ranks x {results[0].batch}")
     axes.set_xlabel("straggler efficiency (mean work / greatest work of a rank)")
     axes.set_ylabel("share of steps at or below")
     axes.set_ylim(0, 1)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.removeprefix(".") or "png", dpi=150)
+
+
+def _draw_scaling(axes, curve: Sequence[SimulationResult]) -> None:
+    for strategy in dict.fromkeys(result.strategy for result in curve):
+        points = [result for result in curve if result.strategy == strategy]
+        axes.plot(
+            [point.ranks for point in points],
+            [point.step_time.scaling_efficiency for point in points],
+            marker="o",
+            label=strategy,
+        )
+    axes.set_title(f"projected, {curve[0].batch} examples per rank and step")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("throughput relative to ranks that never wait")
+    axes.set_ylim(0, 1.02)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower left")

@@ -89,6 +89,15 @@ class PyPlan {
     return to_numpy(std::move(result), {last - first, num_replicas_});
   }
 
+  py::array_t<int64_t> received(int64_t first, int64_t last) const {
+    std::vector<int64_t> result;
+    {
+      py::gil_scoped_release release;
+      result = plan_->received(first, last);
+    }
+    return to_numpy(std::move(result), {last - first, num_replicas_, 2, 2});
+  }
+
   py::array_t<uint32_t> remaining(int64_t done) const {
     std::vector<uint32_t> result;
     {
@@ -184,6 +193,11 @@ constexpr char kWorkDoc[] = R"(Work of every rank in steps [first, last).
 
 float64 [last - first, num_replicas], in the work model's unit.)";
 
+constexpr char kReceivedDoc[] = R"(What every rank receives from others in steps [first, last).
+
+int64 [last - first, num_replicas, 2, 2]: from its exchange_ranks neighbours and from farther ranks;
+examples and tokens. All 0 for strategies that exchange nothing.)";
+
 constexpr char kRemainingDoc[] = R"(The planned examples that no rank meets in the first done steps.
 
 uint32, ascending.)";
@@ -250,6 +264,7 @@ PYBIND11_MODULE(_planner, m) {
       .def("rank_steps", &PyPlan::rank_steps, py::arg("rank"), py::arg("first"), py::arg("last"),
            kRankStepsDoc)
       .def("work", &PyPlan::work, py::arg("first"), py::arg("last"), kWorkDoc)
+      .def("received", &PyPlan::received, py::arg("first"), py::arg("last"), kReceivedDoc)
       .def("remaining", &PyPlan::remaining, py::arg("done"), kRemainingDoc);
 
   m.def("pack", &pack_py, py::arg("lengths"), py::arg("row_tokens") = 512, py::kw_only(),

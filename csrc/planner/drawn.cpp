@@ -172,4 +172,35 @@ std::vector<double> DrawnPlan::work(int64_t first, int64_t last) const {
   return result;
 }
 
+// Who has drawn an example is looked up by its index: dealing sorts them, and is the slower without
+// a second value to carry along.
+std::vector<int64_t> DrawnPlan::received(int64_t first, int64_t last) const {
+  check_range(first, last);
+  const int64_t ranks = options_.num_replicas;
+  std::vector<int64_t> result((last - first) * ranks * 4, 0);
+  if (strategy_.exchange == Exchange::kNone) return result;
+  const int64_t node = std::max<int64_t>(options_.exchange_ranks, 1);
+  std::vector<uint32_t> drawn_by(lengths_.size());
+  Deal dealt;
+  for (int64_t step = first; step < last; ++step) {
+    const int64_t begin = step * global_batch_;
+    const int64_t end = std::min(begin + global_batch_, num_examples_);
+    for (int64_t i = begin; i < end; ++i)
+      drawn_by[order_[i]] = static_cast<uint32_t>((i - begin) % ranks);
+    for (int64_t rank = 0; rank < ranks; rank += group_ranks_) {
+      const Group group = group_of(rank);
+      deal(step, group, dealt);
+      for (size_t i = 0; i < dealt.indices.size(); ++i) {
+        const int64_t to = group.first_rank + dealt.rank[i], from = drawn_by[dealt.indices[i]];
+        if (from == to) continue;
+        int64_t* sums =
+            &result[(((step - first) * ranks + to) * 2 + (from / node != to / node)) * 2];
+        sums[0] += 1;
+        sums[1] += lengths_[dealt.indices[i]];
+      }
+    }
+  }
+  return result;
+}
+
 }  // namespace bert_unpad::planner

@@ -40,6 +40,7 @@ class DrawnPlan final : public Plan {
   void rank_steps(int64_t rank, int64_t first, int64_t last, std::vector<uint32_t>& indices,
                   std::vector<int64_t>& ends) const override;
   std::vector<double> work(int64_t first, int64_t last) const override;
+  std::vector<int64_t> received(int64_t first, int64_t last) const override;
 
  private:
   // A group's examples in one step and the rank, counted within the group, that each goes to.

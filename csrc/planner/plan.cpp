@@ -84,6 +84,11 @@ std::vector<double> Plan::work(int64_t first, int64_t last) const {
   return result;
 }
 
+std::vector<int64_t> Plan::received(int64_t first, int64_t last) const {
+  check_range(first, last);
+  return std::vector<int64_t>((last - first) * options_.num_replicas * 4, 0);
+}
+
 std::vector<uint32_t> Plan::remaining(int64_t done) const {
   check_range(0, done);
   std::vector<bool> planned(lengths_.size(), false);

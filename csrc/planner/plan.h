@@ -24,7 +24,7 @@ struct PlanOptions {
   uint64_t segment;  // how often this epoch was planned anew before, as the ranks had changed
   WorkModel work;
   int64_t pool_steps;      // stratified: how many steps are balanced against each other
-  int64_t exchange_ranks;  // '/group/': how many neighbouring ranks exchange their examples
+  int64_t exchange_ranks;  // neighbouring ranks: those of a '/group/', and of a node
 };
 
 class Plan {
@@ -45,6 +45,11 @@ class Plan {
 
   // Work of every rank in steps [first, last): row-major [last - first, num_replicas].
   virtual std::vector<double> work(int64_t first, int64_t last) const;
+
+  // What every rank receives from other ranks in steps [first, last): row-major [last - first,
+  // num_replicas, 2, 2], from its `exchange_ranks` neighbours and from farther ranks, in examples
+  // and in tokens. All 0 for a strategy that exchanges nothing.
+  virtual std::vector<int64_t> received(int64_t first, int64_t last) const;
 
   // The examples that no rank has met in the first `done` steps, ascending.
   std::vector<uint32_t> remaining(int64_t done) const;

@@ -8,22 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from bert_unpad.nn import BertConfig
+from bert_unpad.nn.config import PRESETS
 from bert_unpad.pretrain.config.errors import ConfigError
-
-_SIZES = {
-    "bert-base": {
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "intermediate_size": 3072,
-    },
-    "bert-large": {
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "intermediate_size": 4096,
-    },
-}
 
 
 @dataclass
@@ -50,7 +36,7 @@ class ModelConfig:
     @property
     def weights(self) -> Path | None:
         """The folder that training starts from, or None for fresh weights."""
-        return None if self.preset in _SIZES else Path(self.preset)
+        return None if self.preset in PRESETS else Path(self.preset)
 
     def overrides(self) -> dict[str, object]:
         """The sizes and rates that are given."""
@@ -70,12 +56,12 @@ class ModelConfig:
             if not path.is_file():
                 raise ConfigError(
                     "model.preset",
-                    f"expected one of {sorted(_SIZES)} or a folder with config.json, "
+                    f"expected one of {sorted(PRESETS)} or a folder with config.json, "
                     f"got {self.preset!r}",
                 )
             values = BertConfig.from_json(path).to_dict()
         else:
-            values = {"vocab_size": vocab_size, **_SIZES[self.preset]}
+            values = {"vocab_size": vocab_size, **PRESETS[self.preset]}
         try:
             config = BertConfig.from_dict(values | self.overrides())
         except ValueError as error:

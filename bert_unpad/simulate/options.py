@@ -1,0 +1,282 @@
+"""The options of `python -m bert_unpad.simulate`, and what they mean as models and lengths."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bert_unpad.data.histogram import (
+    all_lengths,
+    measure_histogram,
+    read_histogram,
+    sample_lengths,
+    wikipedia_lengths,
+)
+from bert_unpad.nn.config import PRESETS, BertConfig
+from bert_unpad.simulate.compute import ComputeCost
+from bert_unpad.simulate.epoch import STRATEGIES
+from bert_unpad.simulate.network import Cluster, Link, Overlap
+from bert_unpad.simulate.step import TYPICAL_FLOPS, StepModel, num_parameters
+
+__all__ = ["make_parser", "model_config", "read_counts", "step_model", "take_lengths"]
+
+_MAX_SAMPLES = 2**32 - 2  # the planner's indices have 32 bits
+_WIRE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's parser."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bert_unpad.simulate",
+        description="Plans an epoch for all ranks and reports the straggler efficiency (mean work "
+        "over greatest work of a rank, per step) and the projected time of a step, from 8 to 16,384"
+        " ranks. 'random' is training without load balancing.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    setup = parser.add_argument_group("setup")
+    setup.add_argument("--ranks", type=_positive, help="number of ranks")
+    setup.add_argument("--batch", type=_positive, help="examples per rank and step")
+    setup.add_argument(
+        "--strategy",
+        type=_strategies,
+        default="stratified,random",
+        help="comma-separated, of: " + ", ".join(STRATEGIES),
+    )
+    setup.add_argument(
+        "--histogram",
+        default="wikipedia",
+        help="'wikipedia'; a text file whose line i is the number of sequences of length i; or a "
+        "folder of prepared data, whose training examples are counted",
+    )
+    setup.add_argument(
+        "--samples",
+        type=_samples,
+        default=2**20,
+        help="examples to draw from the histogram, or 'all' for exactly those it counts",
+    )
+    setup.add_argument(
+        "--pool-steps", type=_positive, default=64, help="steps that are balanced together"
+    )
+    setup.add_argument("--seed", type=_not_negative, default=0, help="of the draw and the plan")
+
+    cost = parser.add_argument_group("what computing costs")
+    cost.add_argument(
+        "--model",
+        default="bert-large",
+        help=f"{' or '.join(PRESETS)}, or a config.json in Hugging Face's layout",
+    )
+    cost.add_argument(
+        "--tflops",
+        type=_above_zero,
+        default=TYPICAL_FLOPS / 1e12,
+        help="10^12 model FLOP/s that a rank sustains in training",
+    )
+    cost.add_argument(
+        "--cost",
+        metavar="FILE|LINEAR,QUADRATIC[,FIXED]",
+        help="instead of --tflops: what --fit has written, or seconds per token, per token squared "
+        "and per step",
+    )
+    cost.add_argument(
+        "--fit",
+        type=Path,
+        metavar="FILE",
+        help="time the model's training step on this machine at several lengths first, write the "
+        "fitted cost here, and use it",
+    )
+    cost.add_argument("--device", default="cpu", help="for --fit: cpu or cuda")
+    cost.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="for --fit")
+
+    network = parser.add_argument_group("what communication costs")
+    cluster = Cluster()
+    network.add_argument(
+        "--ranks-per-node",
+        type=_positive,
+        default=cluster.ranks_per_node,
+        help="also the neighbouring ranks that exchange examples in '/group/' strategies",
+    )
+    for name, link, where in (
+        ("node", cluster.node, "within a node"),
+        ("network", cluster.network, "between nodes"),
+    ):
+        network.add_argument(
+            f"--{name}-latency",
+            type=_not_below_zero,
+            default=link.latency * 1e6,
+            help=f"microseconds of a message {where}",
+        )
+        network.add_argument(
+            f"--{name}-bandwidth",
+            type=_above_zero,
+            default=link.bandwidth / 1e9,
+            help=f"GB/s of a rank in each direction {where}",
+        )
+    network.add_argument(
+        "--allreduce",
+        choices=("best", "ring", "tree"),
+        default=cluster.algorithm,
+        help="algorithm between nodes",
+    )
+    network.add_argument(
+        "--wire", choices=tuple(_WIRE_BYTES), default="fp32", help="type gradients travel in"
+    )
+    network.add_argument(
+        "--bucket-mb", type=_above_zero, default=25.0, help="MiB of gradients reduced together"
+    )
+    network.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="reduce gradients while the backward pass goes on",
+    )
+
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--scaling",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="project 8 to 16,384 ranks too",
+    )
+    output.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    output.add_argument("--plot", type=Path, metavar="FILE", help="write a plot (png, pdf, svg)")
+    return parser
+
+
+def model_config(name: str) -> BertConfig:
+    """The model that `--model` names.
+
+    Raises:
+        ValueError: no preset and no configuration that this package can compute.
+        OSError: the file cannot be read.
+    """
+    if name in PRESETS:
+        return BertConfig(**PRESETS[name])
+    if not Path(name).is_file():
+        raise ValueError(
+            f"argument --model: expected {' or '.join(PRESETS)} or a config.json, got {name!r}"
+        )
+    return BertConfig.from_json(Path(name))
+
+
+def step_model(options: argparse.Namespace, fitted: ComputeCost | None) -> StepModel:
+    """The costs that the options describe; `fitted` goes before them.
+
+    Raises:
+        OSError, ValueError: the model or cost file cannot be read or is none.
+    """
+    config = model_config(options.model)
+    if fitted is not None:
+        cost = fitted
+    elif options.cost is not None:
+        cost = _cost(options.cost)
+    else:
+        cost = ComputeCost.from_rate(config, options.tflops * 1e12)
+    return StepModel(
+        cost=cost,
+        cluster=Cluster(
+            ranks_per_node=options.ranks_per_node,
+            node=Link(options.node_latency * 1e-6, options.node_bandwidth * 1e9),
+            network=Link(options.network_latency * 1e-6, options.network_bandwidth * 1e9),
+            algorithm=options.allreduce,
+        ),
+        overlap=Overlap(
+            gradient_bytes=_WIRE_BYTES[options.wire] * num_parameters(config),
+            bucket_bytes=options.bucket_mb * 2**20,
+            overlapped=options.overlap,
+        ),
+    )
+
+
+def read_counts(options: argparse.Namespace) -> NDArray[np.int64]:
+    """The histogram that the options name.
+
+    Raises:
+        ValueError: it is none; the message names the option.
+    """
+    if options.histogram == "wikipedia":
+        return wikipedia_lengths()
+    try:
+        if Path(options.histogram).is_dir():
+            return measure_histogram(options.histogram)
+        return read_histogram(options.histogram)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"argument --histogram: {error}") from error
+
+
+def take_lengths(options: argparse.Namespace, counts: NDArray[np.int64]) -> NDArray[np.uint16]:
+    """The lengths of the epoch to simulate: drawn, or exactly those counted.
+
+    Raises:
+        ValueError: they are too many for the planner.
+    """
+    samples = int(counts.sum()) if options.samples is None else options.samples
+    if samples > _MAX_SAMPLES:
+        raise ValueError(f"argument --samples: expected at most {_MAX_SAMPLES}, got {samples}")
+    if options.samples is None:
+        return all_lengths(counts)
+    return sample_lengths(options.samples, options.seed, counts)
+
+
+def _cost(text: str) -> ComputeCost:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    try:
+        if 2 <= len(values) <= 3:
+            return ComputeCost(*values)
+        return ComputeCost.load(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"argument --cost: {error}") from error
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value < 2**31:
+        raise argparse.ArgumentTypeError(f"expected an integer of {least} or more, got {text!r}")
+    return value
+
+
+def _positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def _not_negative(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _above_zero(text: str) -> float:
+    value = _not_below_zero(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
+def _not_below_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of 0 or more, got {text!r}")
+    return value
+
+
+def _samples(text: str) -> int | None:
+    return None if text == "all" else _integer(text, 1)
+
+
+def _strategies(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in STRATEGIES:
+            raise argparse.ArgumentTypeError(
+                f"expected a comma-separated list of {', '.join(STRATEGIES)}, got {name!r}"
+            )
+    return names
