@@ -1,10 +1,9 @@
-// CPU bindings of variable-length attention: checks, task list, dispatch.
+// Variable-length attention on the CPU: checks, task list, dispatch.
 #include <algorithm>
-#include <tuple>
 #include <vector>
 
 #include "attention/attention.h"
-#include "attention/operands.h"
+#include "attention/operators.h"
 #include "attention/schedule.h"
 #include "checks.h"
 #include "cpu/isa.h"
@@ -17,22 +16,17 @@ BU_ISA_TABLE(AttentionKernels, attention_kernels)
 
 namespace {
 
-// Checks a cu_seqlens and returns its values.
-const int32_t* check_cu_seqlens(const Tensor& cu, int64_t tokens, int64_t max_seqlen,
-                                const char* op, const char* name) {
-  check(cu.is_cpu(), op, ": ", name, " must be on the CPU like the data");
-  check_dtype(cu, ScalarType::Int, op, name, "int32");
-  check(cu.dim() == 1 && cu.size(0) >= 1, op, ": ", name, " must have shape [sequences + 1], got ",
-        shape_string(cu));
-  check_contiguous(cu, op, name);
-  const auto* values = cu.const_data_ptr<int32_t>();
-  const int64_t last = cu.size(0) - 1;
+// Checks the values of a cu_seqlens and returns them.
+const int32_t* check_cu_seqlens(const AttentionRows& rows, const char* op) {
+  const char* name = rows.cu_name;
+  const auto* values = rows.cu_seqlens.const_data_ptr<int32_t>();
+  const int64_t tokens = rows.data.size(0), last = rows.cu_seqlens.size(0) - 1;
   check(values[0] == 0, op, ": ", name, " must start with 0, got ", values[0]);
   for (int64_t i = 0; i < last; ++i) {
     check(values[i + 1] >= values[i], op, ": ", name, " must not decrease, but entry ", i + 1,
           " is ", values[i + 1], " after ", values[i]);
-    check(values[i + 1] - values[i] <= max_seqlen, op, ": sequence ", i, " has ",
-          values[i + 1] - values[i], " tokens, more than max_seqlen = ", max_seqlen);
+    check(values[i + 1] - values[i] <= rows.max_seqlen, op, ": sequence ", i, " has ",
+          values[i + 1] - values[i], " tokens, more than max_seqlen = ", rows.max_seqlen);
   }
   check(values[last] == tokens, op, ": ", name, " must end at the number of tokens, ", tokens,
         ", but ends at ", values[last]);
@@ -83,120 +77,55 @@ std::vector<AttentionTask> make_tasks(const int32_t* cu_q, const int32_t* cu_k, 
   return tasks;
 }
 
-AttentionParams common(const Tensor& like, int64_t heads, int64_t head_dim, double scale,
-                       double dropout_p, const std::optional<Tensor>& rng, const char* op) {
+// One call of an operator; see operators.h.
+class CpuAttention {
+ public:
+  const char* op;
   AttentionParams p{};
-  set_common(p, like, heads, head_dim, scale, dropout_p, op);
-  check(head_dim >= 1 && head_dim <= 128, op, ": head_dim must be between 1 and 128, got ",
-        head_dim);
-  if (dropout_p > 0.0) p.rng = read_rng(rng, op);
-  return p;
-}
 
-void run(const AttentionParams& p, const std::vector<AttentionTask>& tasks, bool backward) {
-  const AttentionKernels& kernels = attention_kernels();
-  parallel_tasks(static_cast<int64_t>(tasks.size()), [&](int64_t i) {
-    const AttentionTask& t = tasks[i];
-    float* scratch = thread_scratch(kernels.scratch(t.q_len, t.k_len, p.head_dim, backward));
-    (backward ? kernels.backward : kernels.forward)(p, t, scratch);
-  });
-}
+  explicit CpuAttention(const char* name) : op(name) {}
 
-std::vector<AttentionTask> self_tasks(const AttentionParams& p, const Tensor& qkv,
-                                      const Tensor& cu_seqlens, int64_t max_seqlen,
-                                      const std::optional<Tensor>& order,
-                                      const std::optional<Tensor>& groups, const char* op) {
-  const int32_t* cu = check_cu_seqlens(cu_seqlens, qkv.size(0), max_seqlen, op, "cu_seqlens");
-  const int64_t sequences = cu_seqlens.size(0) - 1;
-  check_schedule(order, groups, qkv, sequences, op);
-  check_schedule_values(order, groups, cu, cu, sequences, op);
-  return make_tasks(cu, cu, sequences, p.heads);
-}
+  void set_model(const Tensor& like, int64_t heads, int64_t head_dim,
+                 const AttentionSettings& settings) {
+    set_common(p, like, heads, head_dim, settings.scale, settings.dropout_p, op);
+    check(head_dim >= 1 && head_dim <= 128, op, ": head_dim must be between 1 and 128, got ",
+          head_dim);
+    if (settings.dropout_p > 0.0) p.rng = read_rng(settings.rng, op);
+  }
 
-std::tuple<Tensor, Tensor> varlen_attention(Tensor qkv, Tensor cu_seqlens, int64_t max_seqlen,
-                                            double scale, double dropout_p,
-                                            std::optional<Tensor> rng, std::optional<Tensor> order,
-                                            std::optional<Tensor> groups) {
-  const char* op = "varlen_attention";
-  check_qkv(qkv, op);
-  AttentionParams p = common(qkv, qkv.size(2), qkv.size(3), scale, dropout_p, rng, op);
-  const auto tasks = self_tasks(p, qkv, cu_seqlens, max_seqlen, order, groups, op);
-  set_qkv(p, qkv);
-  auto result = new_outputs(p, qkv, qkv.size(0));
-  run(p, tasks, false);
-  return result;
-}
+  void set_sequences(const AttentionRows& q, const AttentionRows& k,
+                     const AttentionSettings& settings) {
+    for (const AttentionRows* rows : {&q, &k})
+      check(rows->cu_seqlens.is_cpu(), op, ": ", rows->cu_name,
+            " must be on the CPU like the data");
+    const int64_t sequences = check_sequences(q, k, op);
+    const int32_t *cu_q = check_cu_seqlens(q, op), *cu_k = check_cu_seqlens(k, op);
+    check_schedule(settings.order, settings.groups, q.data, sequences, op);
+    check_schedule_values(settings.order, settings.groups, cu_q, cu_k, sequences, op);
+    tasks_ = make_tasks(cu_q, cu_k, sequences, p.heads);
+  }
 
-Tensor varlen_attention_backward(Tensor dout, Tensor qkv, Tensor out, Tensor lse, Tensor cu_seqlens,
-                                 int64_t max_seqlen, double scale, double dropout_p,
-                                 std::optional<Tensor> rng, std::optional<Tensor> order,
-                                 std::optional<Tensor> groups) {
-  const char* op = "varlen_attention_backward";
-  check_qkv(qkv, op);
-  AttentionParams p = common(qkv, qkv.size(2), qkv.size(3), scale, dropout_p, rng, op);
-  const auto tasks = self_tasks(p, qkv, cu_seqlens, max_seqlen, order, groups, op);
-  set_qkv(p, qkv);
-  set_saved(p, dout, out, lse, qkv.size(0), op);
-  Tensor dqkv = new_qkv_gradient(p, qkv);
-  run(p, tasks, true);
-  return dqkv;
-}
+  void set_saved(const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& q) {
+    bert_unpad::set_saved(p, dout, out, lse, q.size(0), op);
+  }
 
-// The task list of queries and keys with their own cu_seqlens.
-std::vector<AttentionTask> cross_tasks(const AttentionParams& p, const Tensor& q, const Tensor& kv,
-                                       const Tensor& cu_q, const Tensor& cu_k, int64_t max_q,
-                                       int64_t max_k, const std::optional<Tensor>& order,
-                                       const std::optional<Tensor>& groups, const char* op) {
-  const int32_t* q_values = check_cu_seqlens(cu_q, q.size(0), max_q, op, "cu_seqlens_q");
-  const int32_t* k_values = check_cu_seqlens(cu_k, kv.size(0), max_k, op, "cu_seqlens_k");
-  check(cu_q.size(0) == cu_k.size(0), op, ": cu_seqlens_q and cu_seqlens_k must hold as many ",
-        "sequences, got ", cu_q.size(0) - 1, " and ", cu_k.size(0) - 1);
-  const int64_t sequences = cu_q.size(0) - 1;
-  check_schedule(order, groups, q, sequences, op);
-  check_schedule_values(order, groups, q_values, k_values, sequences, op);
-  return make_tasks(q_values, k_values, sequences, p.heads);
-}
+  void forward() const { run(attention_kernels().forward, false); }
+  void backward() const { run(attention_kernels().backward, true); }
 
-std::tuple<Tensor, Tensor> varlen_cross_attention(Tensor q, Tensor kv, Tensor cu_seqlens_q,
-                                                  Tensor cu_seqlens_k, int64_t max_seqlen_q,
-                                                  int64_t max_seqlen_k, double scale,
-                                                  double dropout_p, std::optional<Tensor> rng,
-                                                  std::optional<Tensor> order,
-                                                  std::optional<Tensor> groups) {
-  const char* op = "varlen_cross_attention";
-  check_q_kv(q, kv, op);
-  AttentionParams p = common(q, q.size(1), q.size(2), scale, dropout_p, rng, op);
-  const auto tasks = cross_tasks(p, q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                                 order, groups, op);
-  set_q_kv(p, q, kv);
-  auto result = new_outputs(p, q, q.size(0));
-  run(p, tasks, false);
-  return result;
-}
+ private:
+  std::vector<AttentionTask> tasks_;
 
-std::tuple<Tensor, Tensor> varlen_cross_attention_backward(
-    Tensor dout, Tensor q, Tensor kv, Tensor out, Tensor lse, Tensor cu_seqlens_q,
-    Tensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double dropout_p,
-    std::optional<Tensor> rng, std::optional<Tensor> order, std::optional<Tensor> groups) {
-  const char* op = "varlen_cross_attention_backward";
-  check_q_kv(q, kv, op);
-  AttentionParams p = common(q, q.size(1), q.size(2), scale, dropout_p, rng, op);
-  const auto tasks = cross_tasks(p, q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                                 order, groups, op);
-  set_q_kv(p, q, kv);
-  set_saved(p, dout, out, lse, q.size(0), op);
-  auto gradients = new_q_kv_gradients(p, q, kv);
-  run(p, tasks, true);
-  return gradients;
-}
+  void run(decltype(AttentionKernels::forward) kernel, bool backward) const {
+    const auto scratch_size = attention_kernels().scratch;
+    parallel_tasks(static_cast<int64_t>(tasks_.size()), [&](int64_t i) {
+      const AttentionTask& t = tasks_[i];
+      kernel(p, t, thread_scratch(scratch_size(t.q_len, t.k_len, p.head_dim, backward)));
+    });
+  }
+};
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CPU, m) {
-  m.impl("varlen_attention", TORCH_BOX(&varlen_attention));
-  m.impl("varlen_attention_backward", TORCH_BOX(&varlen_attention_backward));
-  m.impl("varlen_cross_attention", TORCH_BOX(&varlen_cross_attention));
-  m.impl("varlen_cross_attention_backward", TORCH_BOX(&varlen_cross_attention_backward));
-}
+STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CPU, m) { register_attention<CpuAttention>(m); }
 
 }  // namespace bert_unpad

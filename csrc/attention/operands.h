@@ -30,6 +30,30 @@ inline void check_q_kv(const Tensor& q, const Tensor& kv, const char* op) {
   check_last_contiguous(kv, op, "kv");
 }
 
+// One side's tokens, queries or keys, and the sequences that they are packed from.
+struct AttentionRows {
+  const Tensor& data;
+  const char* data_name;
+  const Tensor& cu_seqlens;
+  const char* cu_name;
+  int64_t max_seqlen;
+};
+
+// Checks both sides' cu_seqlens but for device and values; returns how many sequences they hold.
+inline int64_t check_sequences(const AttentionRows& q, const AttentionRows& k, const char* op) {
+  for (const AttentionRows* rows : {&q, &k}) {
+    const Tensor& cu = rows->cu_seqlens;
+    check_dtype(cu, ScalarType::Int, op, rows->cu_name, "int32");
+    check(cu.dim() == 1 && cu.size(0) >= 1, op, ": ", rows->cu_name,
+          " must have shape [sequences + 1], got ", shape_string(cu));
+    check_contiguous(cu, op, rows->cu_name);
+  }
+  const int64_t sequences = q.cu_seqlens.size(0) - 1;
+  check(k.cu_seqlens.size(0) - 1 == sequences, op, ": ", q.cu_name, " and ", k.cu_name,
+        " must hold as many sequences, got ", sequences, " and ", k.cu_seqlens.size(0) - 1);
+  return sequences;
+}
+
 inline Packed<const void> packed(const Tensor& t, int64_t token_stride, int64_t head_stride,
                                  int64_t offset = 0) {
   const auto* base = static_cast<const char*>(t.const_data_ptr());
