@@ -8,32 +8,21 @@
 
 namespace bert_unpad {
 
-inline constexpr int kQueryGradientWarps = 4, kQueryGradientKeys = 64;
+inline constexpr int kQueryGradientWarps = 4;
 
-template <int kHeadDim>
-inline constexpr uint32_t kQueryGradientShared =
-    4 * SharedTile<kHeadDim>::bytes(kQueryGradientKeys);
+template <class T, int kHeadDim>
+using QueryGradientKeys = KeyTiles<T, kHeadDim, kQueryGradientWarps>;
 
 template <class T, int kHeadDim, bool kDropout>
 BU_KERNEL(32 * kQueryGradientWarps, 2)
 attention_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
-  constexpr int kThreads = 32 * kQueryGradientWarps, kKeys = kQueryGradientKeys;
-  constexpr uint32_t kTile = SharedTile<kHeadDim>::bytes(kKeys);
   const AttentionBlock block = attention_block(p);
   const int block_row = block.tile * 16 * kQueryGradientWarps;
   if (block_row >= block.q_len) return;
 
   const int lane = threadIdx.x % 32, first_row = block_row + threadIdx.x / 32 * 16;
-  const HeadRows<const T> k(p.args.k, block.k_begin, block.head);
-  const HeadRows<const T> v(p.args.v, block.k_begin, block.head);
-  const auto copy_keys = [&](int tile) {
-    const uint32_t stage = tile % 2 * 2 * kTile;
-    copy_tile<kKeys, kThreads, kHeadDim>(stage, k, tile * kKeys, block.k_len);
-    copy_tile<kKeys, kThreads, kHeadDim>(stage + kTile, v, tile * kKeys, block.k_len);
-  };
-  const int tiles = (block.k_len + kKeys - 1) / kKeys;
-  if (tiles > 0) copy_keys(0);
-  copy_async_commit();
+  const QueryGradientKeys<T, kHeadDim> keys(p.args, block);
+  keys.start(0);
 
   const float scale = fabsf(p.args.scale) * kLog2e;
   uint32_t q[kHeadDim / 16][4], dout[kHeadDim / 16][4];
@@ -60,16 +49,15 @@ attention_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
   const Operands<kHeadDim> operands;
   float dq[kHeadDim / 8][4] = {};
 
-  for (int tile = 0; tile < tiles; ++tile) {
+  for (int tile = 0; tile < keys.tiles(); ++tile) {
     copy_async_wait<0>();
     sync_block();  // the tile is there for all, and all are done with the one before it
-    if (tile + 1 < tiles) copy_keys(tile + 1);
-    copy_async_commit();
+    keys.start(tile + 1);
     if (first_row >= block.q_len) continue;
-    const uint32_t k_tile = tile % 2 * 2 * kTile, v_tile = k_tile + kTile;
+    const uint32_t k_tile = keys.keys(tile), v_tile = keys.values(tile);
 #pragma unroll 1
-    for (int step = 0; step < kKeys / 16; ++step) {
-      const int first_key = tile * kKeys + 16 * step;
+    for (int step = 0; step < keys.kKeys / 16; ++step) {
+      const int first_key = tile * keys.kKeys + 16 * step;
       if (first_key >= block.k_len) break;
       float s[2][4] = {}, dp[2][4] = {};
 #pragma unroll

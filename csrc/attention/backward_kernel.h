@@ -180,7 +180,7 @@ struct BackwardQueries {
     if (!first_pass) {
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n) {
-        const FloatQuad x = load_shared<FloatQuad>(at + 512 * n);
+        const auto x = load_shared<Vector<float, 4>>(at + 512 * n);
 #pragma unroll
         for (int i = 0; i < 4; ++i) dq[n][i] = x.v[i];
       }
@@ -203,7 +203,7 @@ struct BackwardQueries {
     } else {
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n)
-        store_shared<FloatQuad>(at + 512 * n, {dq[n][0], dq[n][1], dq[n][2], dq[n][3]});
+        store_shared<Vector<float, 4>>(at + 512 * n, {dq[n][0], dq[n][1], dq[n][2], dq[n][3]});
     }
   }
 

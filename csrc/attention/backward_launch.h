@@ -27,7 +27,7 @@ void launch_backward(const AttentionRun& run, bool fused, cudaStream_t stream) {
       }
     }
     launch_grid(kBackwardOp, attention_backward_dq_kernel<T, kHeadDim, kDropout>,
-                32 * kQueryGradientWarps, kQueryGradientShared<kHeadDim>, run, max_q,
+                32 * kQueryGradientWarps, QueryGradientKeys<T, kHeadDim>::kSharedBytes, run, max_q,
                 16 * kQueryGradientWarps, stream);
     constexpr int kWarps = 4;
     launch_grid(kBackwardOp, attention_backward_kernel<T, kHeadDim, kWarps, kDropout, false>,

@@ -12,15 +12,15 @@
 
 namespace bert_unpad {
 
-inline constexpr int kForwardWarps = 4, kForwardKeys = 64;
+inline constexpr int kForwardWarps = 4;
 
-template <int kHeadDim>
-inline constexpr uint32_t kForwardShared = 4 * SharedTile<kHeadDim>::bytes(kForwardKeys);
+template <class T, int kHeadDim>
+using ForwardKeys = KeyTiles<T, kHeadDim, kForwardWarps>;
 
 // A warp's rows: queries, what they have summed so far, and one step of it.
 template <class T, int kHeadDim, int kRowTiles, bool kDropout>
 struct ForwardRows {
-  static constexpr int kSteps = kForwardKeys / 16;
+  static constexpr int kKeys = ForwardKeys<T, kHeadDim>::kKeys, kSteps = kKeys / 16;
   Operands<kHeadDim> operands;
   uint32_t q[kRowTiles][kHeadDim / 16][4];
   float o[kRowTiles][kHeadDim / 8][4];
@@ -73,7 +73,7 @@ struct ForwardRows {
         }
       }
     }
-    if (left < kForwardKeys) {
+    if (left < kKeys) {
 #pragma unroll
       for (int n = 0; n < 2 * kSteps; ++n) {
 #pragma unroll
@@ -127,24 +127,14 @@ struct ForwardRows {
 template <class T, int kHeadDim, int kRowTiles, bool kDropout>
 BU_KERNEL(32 * kForwardWarps, 2)
 attention_forward_kernel(BU_PARAMS AttentionLaunch p) {
-  constexpr int kThreads = 32 * kForwardWarps, kKeys = kForwardKeys;
-  constexpr uint32_t kTile = SharedTile<kHeadDim>::bytes(kKeys);
   const AttentionBlock block = attention_block(p);
   const int block_row = block.tile * kForwardWarps * 16 * kRowTiles;
   if (block_row >= block.q_len) return;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_row = block_row + warp * 16 * kRowTiles;
-  const HeadRows<const T> k(p.args.k, block.k_begin, block.head);
-  const HeadRows<const T> v(p.args.v, block.k_begin, block.head);
-  const auto copy_keys = [&](int tile) {
-    const uint32_t stage = tile % 2 * 2 * kTile;
-    copy_tile<kKeys, kThreads, kHeadDim>(stage, k, tile * kKeys, block.k_len);
-    copy_tile<kKeys, kThreads, kHeadDim>(stage + kTile, v, tile * kKeys, block.k_len);
-  };
-  const int tiles = (block.k_len + kKeys - 1) / kKeys;
-  if (tiles > 0) copy_keys(0);
-  copy_async_commit();
+  const ForwardKeys<T, kHeadDim> keys(p.args, block);
+  keys.start(0);
 
   ForwardRows<T, kHeadDim, kRowTiles, kDropout> rows;
   const HeadRows<const T> q(p.args.q, block.q_begin, block.head);
@@ -163,15 +153,14 @@ attention_forward_kernel(BU_PARAMS AttentionLaunch p) {
   const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
                                  block.sequence * p.args.heads + block.head);
 
-  for (int tile = 0; tile < tiles; ++tile) {
+  for (int tile = 0; tile < keys.tiles(); ++tile) {
     copy_async_wait<0>();
     sync_block();  // the tile is there for all, and all are done with the one before it
-    if (tile + 1 < tiles) copy_keys(tile + 1);
-    copy_async_commit();
+    keys.start(tile + 1);
     if (first_row >= block.q_len) continue;
-    const uint32_t k_tile = tile % 2 * 2 * kTile;
-    const int first_key = tile * kKeys, left = block.k_len - first_key;
-    rows.add_tile(k_tile, k_tile + kTile, left, scale, dropout, first_row, first_key);
+    const int first_key = tile * keys.kKeys;
+    rows.add_tile(keys.keys(tile), keys.values(tile), block.k_len - first_key, scale, dropout,
+                  first_row, first_key);
   }
   if (first_row >= block.q_len) return;
 

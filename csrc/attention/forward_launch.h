@@ -11,7 +11,7 @@ template <int kHeadDim>
 void launch_forward(const AttentionRun& run, cudaStream_t stream) {
   const auto start = [&]<class T, int kRowTiles, bool kDropout>() {
     launch_grid(kForwardOp, attention_forward_kernel<T, kHeadDim, kRowTiles, kDropout>,
-                32 * kForwardWarps, kForwardShared<kHeadDim>, run, run.args.max_q,
+                32 * kForwardWarps, ForwardKeys<T, kHeadDim>::kSharedBytes, run, run.args.max_q,
                 16 * kForwardWarps * kRowTiles, stream);
   };
   dispatch_16_bit(run.args, [&]<class T, bool kDropout>() {

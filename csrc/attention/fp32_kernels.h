@@ -21,6 +21,20 @@ struct Fp32Shared {
   static BU_DEVICE uint32_t value(int i, int lane) { return row(2) + 4 * (32 * i + lane); }
 };
 
+// What a block reads of its head.
+struct Fp32Head {
+  HeadRows<const float> q, k, v;
+  int64_t first_value;  // of lse and delta
+  AttentionDropout dropout;
+
+  BU_DEVICE Fp32Head(const cuda::AttentionArgs& a, const AttentionBlock& block)
+      : q(a.q, block.q_begin, block.head),
+        k(a.k, block.k_begin, block.head),
+        v(a.v, block.k_begin, block.head),
+        first_value(block.head * a.q_tokens + block.q_begin),
+        dropout(a.rng, a.keep_threshold, block.sequence * a.heads + block.head) {}
+};
+
 template <int kHeadDim>
 BU_DEVICE void stage_row(int i, const float* p) {
   for (int c = threadIdx.x % 32; c < kHeadDim; c += 32)
@@ -32,8 +46,8 @@ BU_DEVICE float dot_with_row(int i, const float* p) {
   float sum = 0.0f;
 #pragma unroll
   for (int c = 0; c < kHeadDim; c += 4) {
-    const auto a = load_shared<FloatQuad>(Fp32Shared<kHeadDim>::row(i) + 4 * c);
-    const auto b = load_global<FloatQuad>(p + c);
+    const auto a = load_shared<Vector<float, 4>>(Fp32Shared<kHeadDim>::row(i) + 4 * c);
+    const auto b = load_global<Vector<float, 4>>(p + c);
 #pragma unroll
     for (int j = 0; j < 4; ++j) sum = fma(a.v[j], b.v[j], sum);
   }
@@ -66,40 +80,36 @@ attention_fp32_forward_kernel(BU_PARAMS AttentionLaunch p) {
   using Shared = Fp32Shared<kHeadDim>;
   const AttentionBlock block = attention_block(p);
   const int lane = threadIdx.x % 32;
-  const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
-                                 block.sequence * p.args.heads + block.head);
-  const HeadRows<const float> q(p.args.q, block.q_begin, block.head);
-  const HeadRows<const float> k(p.args.k, block.k_begin, block.head);
-  const HeadRows<const float> v(p.args.v, block.k_begin, block.head);
+  const Fp32Head head(p.args, block);
   const HeadRows<float> out(p.args.out_w, block.q_begin, block.head);
-  float* lse = p.args.lse + block.head * p.args.q_tokens + block.q_begin;
   const float scale = p.args.scale * kLog2e;
   for (int i = threadIdx.x / 32; i < kFp32Rows; i += kFp32Warps) {
     const int row = block.tile * kFp32Rows + i;
     if (row >= block.q_len) break;
-    stage_row<kHeadDim>(0, q.at(row, 0));
+    stage_row<kHeadDim>(0, head.q.at(row, 0));
     sync_warp();
     float top = -INFINITY, sum = 0.0f, o[kHeadDim / 32] = {};
     for (int first = 0; first < block.k_len; first += 32) {
       const int key = first + lane, count = std::min(32, block.k_len - first);
       const float s =
-          key < block.k_len ? dot_with_row<kHeadDim>(0, k.at(key, 0)) * scale : -INFINITY;
+          key < block.k_len ? dot_with_row<kHeadDim>(0, head.k.at(key, 0)) * scale : -INFINITY;
       const float most = fmaxf(top, warp_max(s));
       const float shrink = exp2_approx(top - most);
       float weight = exp2_approx(s - most);
       top = most;
       sum = fma(sum, shrink, warp_sum(weight));
-      if (!dropout.keeps(row, key)) weight = 0.0f;
+      if (!head.dropout.keeps(row, key)) weight = 0.0f;
       store_shared<float>(Shared::value(0, lane), weight);
       sync_warp();
 #pragma unroll
       for (float& x : o) x *= shrink;
-      add_rows<kHeadDim>(o, 0, v, first, count);
+      add_rows<kHeadDim>(o, 0, head.v, first, count);
       sync_warp();
     }
     store_row<kHeadDim>(o, sum > 0.0f ? keep_scale(p.args.keep_threshold) / sum : sum,
                         out.at(row, 0));
-    if (lane == 0) store_global<float>(lse + row, (top + log2f(sum)) * kLn2);
+    if (lane == 0)
+      store_global<float>(p.args.lse + head.first_value + row, (top + log2f(sum)) * kLn2);
   }
 }
 
@@ -110,26 +120,21 @@ attention_fp32_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
   using Shared = Fp32Shared<kHeadDim>;
   const AttentionBlock block = attention_block(p);
   const int lane = threadIdx.x % 32;
-  const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
-                                 block.sequence * p.args.heads + block.head);
-  const HeadRows<const float> q(p.args.q, block.q_begin, block.head);
-  const HeadRows<const float> k(p.args.k, block.k_begin, block.head);
-  const HeadRows<const float> v(p.args.v, block.k_begin, block.head);
+  const Fp32Head head(p.args, block);
   const HeadRows<const float> out(p.args.out, block.q_begin, block.head);
   const HeadRows<const float> dout(p.args.dout, block.q_begin, block.head);
-  const int64_t head = block.head * p.args.q_tokens + block.q_begin;
   const float scale = p.args.scale * kLog2e, keep = keep_scale(p.args.keep_threshold);
   for (int i = threadIdx.x / 32; i < kFp32Rows; i += kFp32Warps) {
     const int row = block.tile * kFp32Rows + i;
     if (row >= block.q_len) break;
-    stage_row<kHeadDim>(0, q.at(row, 0));
+    stage_row<kHeadDim>(0, head.q.at(row, 0));
     stage_row<kHeadDim>(1, dout.at(row, 0));
     float delta = 0.0f;
     for (int c = lane; c < kHeadDim; c += 32)
       delta = fma(load_global<float>(dout.at(row, c)), load_global<float>(out.at(row, c)), delta);
     delta = warp_sum(delta);
-    if (lane == 0) store_global<float>(p.args.delta + head + row, delta);
-    const float offset = load_global<float>(p.args.lse + head + row) * kLog2e;
+    if (lane == 0) store_global<float>(p.args.delta + head.first_value + row, delta);
+    const float offset = load_global<float>(p.args.lse + head.first_value + row) * kLog2e;
     sync_warp();
     float dq[kHeadDim / 32] = {};
     for (int first = 0; first < block.k_len; first += 32) {
@@ -137,13 +142,14 @@ attention_fp32_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
       float gradient = 0.0f;
       if (key < block.k_len) {
         const float weight =
-            exp2_approx(fma(dot_with_row<kHeadDim>(0, k.at(key, 0)), scale, -offset));
-        if (dropout.keeps(row, key)) gradient = dot_with_row<kHeadDim>(1, v.at(key, 0)) * keep;
+            exp2_approx(fma(dot_with_row<kHeadDim>(0, head.k.at(key, 0)), scale, -offset));
+        if (head.dropout.keeps(row, key))
+          gradient = dot_with_row<kHeadDim>(1, head.v.at(key, 0)) * keep;
         gradient = weight * (gradient - delta);
       }
       store_shared<float>(Shared::value(0, lane), gradient);
       sync_warp();
-      add_rows<kHeadDim>(dq, 0, k, first, count);
+      add_rows<kHeadDim>(dq, 0, head.k, first, count);
       sync_warp();
     }
     store_row<kHeadDim>(dq, p.args.scale,
@@ -158,37 +164,33 @@ attention_fp32_backward_kernel(BU_PARAMS AttentionLaunch p) {
   using Shared = Fp32Shared<kHeadDim>;
   const AttentionBlock block = attention_block(p);
   const int lane = threadIdx.x % 32;
-  const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
-                                 block.sequence * p.args.heads + block.head);
-  const HeadRows<const float> q(p.args.q, block.q_begin, block.head);
-  const HeadRows<const float> k(p.args.k, block.k_begin, block.head);
-  const HeadRows<const float> v(p.args.v, block.k_begin, block.head);
+  const Fp32Head head(p.args, block);
   const HeadRows<const float> dout(p.args.dout, block.q_begin, block.head);
-  const int64_t head = block.head * p.args.q_tokens + block.q_begin;
   const float scale = p.args.scale * kLog2e, keep = keep_scale(p.args.keep_threshold);
   for (int i = threadIdx.x / 32; i < kFp32Rows; i += kFp32Warps) {
     const int row = block.tile * kFp32Rows + i;
     if (row >= block.k_len) break;
-    stage_row<kHeadDim>(0, k.at(row, 0));
-    stage_row<kHeadDim>(1, v.at(row, 0));
+    stage_row<kHeadDim>(0, head.k.at(row, 0));
+    stage_row<kHeadDim>(1, head.v.at(row, 0));
     sync_warp();
     float dk[kHeadDim / 32] = {}, dv[kHeadDim / 32] = {};
     for (int first = 0; first < block.q_len; first += 32) {
       const int query = first + lane, count = std::min(32, block.q_len - first);
       float weight = 0.0f, gradient = 0.0f;
       if (query < block.q_len) {
-        const float offset = load_global<float>(p.args.lse + head + query) * kLog2e;
-        weight = exp2_approx(fma(dot_with_row<kHeadDim>(0, q.at(query, 0)), scale, -offset));
-        const bool kept = dropout.keeps(query, row);
+        const float offset = load_global<float>(p.args.lse + head.first_value + query) * kLog2e;
+        weight = exp2_approx(fma(dot_with_row<kHeadDim>(0, head.q.at(query, 0)), scale, -offset));
+        const bool kept = head.dropout.keeps(query, row);
         if (kept) gradient = dot_with_row<kHeadDim>(1, dout.at(query, 0)) * keep;
-        gradient = weight * (gradient - load_global<float>(p.args.delta + head + query));
+        gradient =
+            weight * (gradient - load_global<float>(p.args.delta + head.first_value + query));
         if (!kept) weight = 0.0f;
       }
       store_shared<float>(Shared::value(0, lane), weight);
       store_shared<float>(Shared::value(1, lane), gradient);
       sync_warp();
       add_rows<kHeadDim>(dv, 0, dout, first, count);
-      add_rows<kHeadDim>(dk, 1, q, first, count);
+      add_rows<kHeadDim>(dk, 1, head.q, first, count);
       sync_warp();
     }
     store_row<kHeadDim>(dk, p.args.scale,

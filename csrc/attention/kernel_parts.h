@@ -8,6 +8,7 @@
 #include "device/reduce.h"
 #include "device/site.h"
 #include "device/swizzle.h"
+#include "device/vector.h"
 
 namespace bert_unpad {
 
@@ -90,6 +91,45 @@ BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first
     copy_async_16(to + Tile::bytes(i), from, first + row + i < end BU_FROM_SITE);
 }
 
+// Keys and values of a head on their way through shared memory in tiles of 64, one coming in while
+// the last is used; for a block of kWarps warps. The kernel waits and synchronises between the two,
+//
+//   keys.start(0);
+//   for (int tile = 0; tile < keys.tiles(); ++tile) {
+//     copy_async_wait<0>();
+//     sync_block();  // the tile is there for all, and all are done with the one before it
+//     keys.start(tile + 1);
+//
+// so that each kernel's barrier is a line of its own, which tests can take out.
+template <class T, int kHeadDim, int kWarps>
+class KeyTiles {
+  static constexpr uint32_t kTile = SharedTile<kHeadDim>::bytes(64);
+  const HeadRows<const T> k_, v_;
+  const int len_;
+
+ public:
+  static constexpr int kKeys = 64;
+  static constexpr uint32_t kSharedBytes = 4 * kTile;
+
+  BU_DEVICE KeyTiles(const cuda::AttentionArgs& a, const AttentionBlock& block)
+      : k_(a.k, block.k_begin, block.head), v_(a.v, block.k_begin, block.head), len_(block.k_len) {}
+
+  BU_DEVICE int tiles() const { return (len_ + kKeys - 1) / kKeys; }
+
+  // Starts copying a tile; nothing beyond the last one.
+  BU_DEVICE void start(int tile) const {
+    if (tile < tiles()) {
+      copy_tile<kKeys, 32 * kWarps, kHeadDim>(keys(tile), k_, tile * kKeys, len_);
+      copy_tile<kKeys, 32 * kWarps, kHeadDim>(values(tile), v_, tile * kKeys, len_);
+    }
+    copy_async_commit();
+  }
+
+  // Where they lie in shared memory.
+  static BU_DEVICE uint32_t keys(int tile) { return tile % 2 * 2 * kTile; }
+  static BU_DEVICE uint32_t values(int tile) { return keys(tile) + kTile; }
+};
+
 // One A operand from global memory: rows `first` .. `first` + 15, columns 16 * step .. + 15; rows
 // from `end` on are zeros. `flip` is exclusive-ored: 0x80008000 negates.
 template <class T>
@@ -154,13 +194,6 @@ BU_DEVICE void pack_a(uint32_t (&a)[4], const float (&left)[4], const float (&ri
   a[3] = pack<T>(right[2], right[3]);
 }
 
-struct alignas(16) Words {
-  uint32_t w[4];
-};
-struct alignas(16) FloatQuad {
-  float v[4];
-};
-
 // Lane t of four neighbours gives w[0..3] and gets word t of each of the four.
 BU_DEVICE void transpose_quad(uint32_t (&w)[4]) {
   const bool bit0 = threadIdx.x & 1, bit1 = threadIdx.x & 2;
@@ -191,12 +224,12 @@ BU_DEVICE void store_rows(const float (&c)[kTiles][4], float factor0, float fact
     const float factor = half ? factor1 : factor0;
 #pragma unroll
     for (int n = 0; n < kTiles; n += 4) {
-      Words out;
+      Vector<uint32_t, 4> out;
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        out.w[i] = pack<T>(c[n + i][2 * half] * factor, c[n + i][2 * half + 1] * factor);
-      transpose_quad(out.w);
-      if (row < end) store_global<Words>(rows.at(row, column + 8 * (n + lane % 4)), out);
+        out.v[i] = pack<T>(c[n + i][2 * half] * factor, c[n + i][2 * half + 1] * factor);
+      transpose_quad(out.v);
+      if (row < end) store_global(rows.at(row, column + 8 * (n + lane % 4)), out);
     }
   }
 }

@@ -31,12 +31,20 @@ inline uint32_t fused_shared_bytes(int max_q, int max_k, int head_dim) {
   return head_dim == 64 ? bytes.template operator()<64>() : bytes.template operator()<32>();
 }
 
+// The fused backward kernel is asked for no more queries of a sequence than this, so that
+// fused_shared_bytes counts right: it is 32-bit arithmetic, which 256 bytes of sums a row overflow
+// from 2^23 queries on, and a sum that has wrapped would pass for one that fits. Such sums alone
+// fill a block's shared memory far below it; what the bound does decide is where few keys need no
+// sums (one pass), which 227 KB would let go on to 20,000 queries in a single block.
+inline constexpr int kFusedMaxQueries = 4096;
+
 // Is the backward pass one kernel with a block for each head of a sequence? It does 5 products
 // where two kernels do 7, but needs a whole head's dQ in shared memory, and as many heads as fill
 // the device. 128 columns leave no registers for it.
 inline bool backward_is_fused(int sequences, int heads, int max_q, int max_k, int head_dim,
                               const AttentionDevice& device) {
-  return head_dim <= 64 && static_cast<int64_t>(sequences) * heads >= device.sms && max_q <= 4096 &&
+  return head_dim <= 64 && static_cast<int64_t>(sequences) * heads >= device.sms &&
+         max_q <= kFusedMaxQueries &&
          fused_shared_bytes(max_q, max_k, head_dim) <= device.shared_bytes;
 }
 
