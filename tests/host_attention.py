@@ -9,12 +9,10 @@ from functools import cache
 
 import reference
 import torch
-from host_cuda.build import HERE, load
+from host_checks import DTYPES, load_kernels
 from host_cuda.model import Model
 from op_checks import cu_seqlens
 from torch import Tensor
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class Packed(ctypes.Structure):
@@ -44,10 +42,7 @@ class Args(ctypes.Structure):
 @cache
 def model() -> Model:
     """The kernels' library; compiled on first use."""
-    kernels = Model(load(HERE / "attention.cpp"))
-    kernels.library.attention_args_size.restype = ctypes.c_int64
-    assert kernels.library.attention_args_size() == ctypes.sizeof(Args)
-    return kernels
+    return load_kernels("attention", "attention_args_size", Args)
 
 
 def packed(x: Tensor) -> Packed:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-from host_cuda.build import HERE, load
+from host_checks import DTYPES, load_kernels
 from host_cuda.model import Model
-from host_norm import DTYPES, Buffers, RowNormParams, row_norm_params
+from host_norm import Buffers, RowNormParams, row_norm_params
 from torch import Tensor
 
 
@@ -40,10 +40,7 @@ class EmbeddingParams(ctypes.Structure):
 @cache
 def model() -> Model:
     """The kernels' library; compiled on first use."""
-    kernels = Model(load(HERE / "embedding.cpp"))
-    kernels.library.embedding_params_size.restype = ctypes.c_int64
-    assert kernels.library.embedding_params_size() == ctypes.sizeof(EmbeddingParams)
-    return kernels
+    return load_kernels("embedding", "embedding_params_size", EmbeddingParams)
 
 
 def embedding(

@@ -7,11 +7,9 @@ from functools import cache
 
 import reference
 import torch
-from host_cuda.build import HERE, load
+from host_checks import DTYPES, load_kernels
 from host_cuda.model import Model
 from torch import Tensor
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/cpu/types.h
 
 
 class RowNormParams(ctypes.Structure):
@@ -41,10 +39,7 @@ class LayerNormParams(ctypes.Structure):
 @cache
 def model() -> Model:
     """The kernels' library; compiled on first use."""
-    kernels = Model(load(HERE / "norm.cpp"))
-    kernels.library.norm_params_size.restype = ctypes.c_int64
-    assert kernels.library.norm_params_size() == ctypes.sizeof(LayerNormParams)
-    return kernels
+    return load_kernels("norm", "norm_params_size", LayerNormParams)
 
 
 class Buffers:

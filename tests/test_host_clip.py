@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
+from host_checks import DTYPES, assert_every_site_is_needed
 from host_cuda import build
 from host_cuda.model import POLICIES, Model
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/cpu/types.h
 F32, BF16, F16 = DTYPES
 # Bucket, wire, with a residual.
 CASES = [
@@ -112,18 +112,6 @@ def test_what_is_within_the_bound_keeps_its_bits(model):
 
 def test_every_barrier_is_needed(model):
     model.set_device()
-    model.configure()
-    model.forget_sites()
     arguments = ((F32, BF16, False), 1029, 0.3)
-    run(model, *arguments)
-    sites = model.sites()
+    sites = assert_every_site_is_needed(model, lambda: run(model, *arguments), seeds=range(3))
     assert [site.kind for site in sites] == ["sync_block", "sync_block"]
-    for site in sites:
-        for policy in POLICIES:
-            for seed in range(3):
-                model.configure(policy, seed)
-                with (
-                    model.without(site),
-                    pytest.raises(RuntimeError, match=r"race: |was never written"),
-                ):
-                    run(model, *arguments)

@@ -5,11 +5,11 @@ import ctypes
 import pytest
 import torch
 import torch.nn.functional as F
+from host_checks import DTYPES, assert_every_site_is_needed
 from host_cuda import build
 from host_cuda.model import POLICIES, Model
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/cpu/types.h
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +69,6 @@ def test_bias_gelu_kernels(gelu, shape, dtype, tanh):
 
 def test_every_barrier_of_bias_gelu_is_needed(gelu):
     gelu.set_device()
-    gelu.configure()
-    gelu.forget_sites()
     arguments = (torch.bfloat16, torch.float32, (37, 24), False)
-    run_gelu(gelu, *arguments)
-    sites = gelu.sites()
+    sites = assert_every_site_is_needed(gelu, lambda: run_gelu(gelu, *arguments), seeds=range(5))
     assert [site.kind for site in sites] == ["sync_block"]
-    for site in sites:
-        for policy in POLICIES:
-            for seed in range(5):
-                gelu.configure(policy, seed)
-                with (
-                    gelu.without(site),
-                    pytest.raises(RuntimeError, match=r"race: |was never written"),
-                ):
-                    run_gelu(gelu, *arguments)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
+from host_checks import DTYPES, assert_every_site_is_needed
 from host_cuda import build
 from host_cuda.model import POLICIES, Model
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/cpu/types.h
 DLOSS = 0.37
 
 
@@ -220,17 +220,5 @@ def test_labels_out_of_range_stop_the_kernel(model: Model, label: int) -> None:
 
 def test_every_barrier_is_needed(model: Model) -> None:
     logits, labels = draw(5, 680, 680, torch.bfloat16)
-    model.configure()
-    model.forget_sites()
-    run(model, logits, labels)
-    sites = model.sites()
+    sites = assert_every_site_is_needed(model, lambda: run(model, logits, labels), seeds=range(3))
     assert [site.kind for site in sites] == ["sync_block"] * 2
-    for site in sites:
-        for policy in POLICIES:
-            for seed in range(3):
-                model.configure(policy, seed)
-                with (
-                    model.without(site),
-                    pytest.raises(RuntimeError, match=r"race: |was never written"),
-                ):
-                    run(model, logits, labels)

@@ -7,13 +7,13 @@ import dataclasses
 
 import pytest
 import torch
+from host_checks import DTYPES, assert_every_site_is_needed
 from host_cuda import build
 from host_cuda.model import POLICIES, Model
 from optim_reference import Rule, State, Truth, draw_state
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/cpu/types.h
 CHUNK = 1 << 14  # kBlockElements
 # Two chunks and a bit; less than a vector; nothing; a whole number of vectors.
 SIZES = [(2 * CHUNK + 5,), (3,), (0,), (64,)]
@@ -191,17 +191,6 @@ def test_every_barrier_is_needed(model):
         state = draw_state([(600,)], torch.float32)
         update(model, state, [torch.ones(600)], LAMB)
 
-    model.configure()
-    model.forget_sites()
-    run()
-    sites = [site for site in model.sites() if site.kind != "shuffle_xor"]
+    sites = assert_every_site_is_needed(model, run)
     assert sites
     assert {site.kind for site in sites} == {"sync_block"}
-    for site in sites:
-        for policy in POLICIES:
-            model.configure(policy, seed=1)
-            with (
-                model.without(site),
-                pytest.raises(RuntimeError, match=r"race: |was never written"),
-            ):
-                run()
