@@ -12,17 +12,12 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_checks import DTYPES, GPU_ONLY, assert_runs_on_the_current_stream
 
 import bert_unpad
 from bert_unpad import ops
 
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 built = pytest.mark.skipif(find_spec("bert_unpad._C_cuda") is None, reason="built without nvcc")
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @built
@@ -97,7 +92,7 @@ def check_bias_gelu(x, bias, dy, approximate):
 
 
 class TestBiasGelu:
-    pytestmark = gpu
+    pytestmark = GPU_ONLY
 
     @pytest.mark.sanitizer
     @pytest.mark.parametrize("approximate", ["none", "tanh"])
@@ -155,16 +150,7 @@ class TestBiasGelu:
 
     def test_runs_on_the_current_stream(self):
         x, bias, _ = bias_gelu_inputs((64, 1024), torch.float32, torch.float32)
-        want = ops.bias_gelu(x, bias)
-        late = torch.zeros_like(x)
-        torch.cuda.synchronize()
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(50_000_000)
-            late.copy_(x)
-            y = ops.bias_gelu(late, bias)
-        stream.synchronize()
-        assert torch.equal(y, want)
+        assert_runs_on_the_current_stream(lambda late: [ops.bias_gelu(late, bias)], x)
 
     def test_can_be_captured_in_a_graph(self):
         x, bias, dy = bias_gelu_inputs((64, 1024), torch.bfloat16, torch.bfloat16)

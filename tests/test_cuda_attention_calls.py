@@ -11,7 +11,13 @@ import sys
 import pytest
 import torch
 from cuda_attention import FULL, LENGTHS, SCHEDULES, heads_for, random_qkv, results
-from cuda_checks import DTYPES, GPU_ONLY, assert_same_bits
+from cuda_checks import (
+    DTYPES,
+    GPU_ONLY,
+    assert_graph_takes_new_values,
+    assert_runs_on_the_current_stream,
+    assert_same_bits,
+)
 from op_checks import RNG, cu_seqlens
 from torch import Tensor
 from torch.library import opcheck
@@ -27,18 +33,8 @@ def test_runs_on_the_current_stream(schedule: str) -> None:
     torch.manual_seed(10)
     qkv, dout = random_qkv(LENGTHS, torch.bfloat16)
     batch = VarlenBatch.from_lengths(LENGTHS, "cuda")
-    want = results(qkv, dout, batch, schedule=schedule)
-    late = torch.zeros_like(qkv)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late.copy_(qkv)
-        got = results(late, dout, batch, schedule=schedule)
-        # What follows on the stream must wait for all groups.
-        sums = [x.clone() for x in got]
-    stream.synchronize()
-    assert_same_bits(sums, want)
+    # What follows on the stream must wait for all groups.
+    assert_runs_on_the_current_stream(lambda x: results(x, dout, batch, schedule=schedule), qkv)
 
 
 @FULL
@@ -60,24 +56,13 @@ def test_graphs_take_new_inputs_masks_and_lengths(grouped: bool, full: bool) -> 
         out, lse = op.varlen_attention(qkv, *tail)
         return [out, op.varlen_attention_backward(dout, qkv, out, lse, *tail)]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        both()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = both()
-    graph.replay()
-    assert_same_bits(captured, both())
-    before = captured[0].clone()
-    qkv.copy_(torch.randn_like(qkv))
-    cu.copy_(second.cu_seqlens)
-    order.copy_(second.order)
-    rng.add_(1)
-    graph.replay()
-    assert_same_bits(captured, both())
-    assert not torch.equal(captured[0], before)
+    def change() -> None:
+        qkv.copy_(torch.randn_like(qkv))
+        cu.copy_(second.cu_seqlens)
+        order.copy_(second.order)
+        rng.add_(1)
+
+    assert_graph_takes_new_values(both, change)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

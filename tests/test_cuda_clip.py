@@ -8,16 +8,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.distributed as dist
+from cuda_checks import GPU_ONLY, assert_runs_on_the_current_stream
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad import ops
 from bert_unpad.distributed import BucketClip
 
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 built = pytest.mark.skipif(find_spec("bert_unpad._C_cuda") is None, reason="built without nvcc")
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -49,7 +46,7 @@ def draw(size, dtype, seed=0, shift=0):
 
 
 class TestClipBucket:
-    pytestmark = gpu
+    pytestmark = GPU_ONLY
 
     @pytest.mark.sanitizer
     @pytest.mark.parametrize("case", CASES, ids=str)
@@ -96,18 +93,11 @@ class TestClipBucket:
         torch.testing.assert_close(bucket.cpu(), on_cpu, rtol=1e-5, atol=0)
 
     def test_runs_on_the_current_stream(self):
-        bucket = draw(100_000, F32)
-        want = bucket.clone()
-        ops.clip_bucket_(want, 1.0)
-        late = torch.zeros_like(bucket)
-        torch.cuda.synchronize()
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(50_000_000)
-            late.copy_(bucket)
-            ops.clip_bucket_(late, 1.0)
-        stream.synchronize()
-        assert torch.equal(late, want)
+        def run(bucket: torch.Tensor) -> list[torch.Tensor]:
+            clipped = bucket.clone()
+            return [ops.clip_bucket_(clipped, 1.0), clipped]
+
+        assert_runs_on_the_current_stream(run, draw(100_000, F32))
 
     def test_does_not_wait_for_the_device(self):
         bucket, bound = draw(100_000, F32), torch.ones((), device="cuda")
@@ -174,7 +164,7 @@ def train_on_nccl(policy, wire, feedback):
 
 
 class TestBucketClip:
-    pytestmark = gpu
+    pytestmark = GPU_ONLY
 
     @pytest.fixture(scope="class", autouse=True)
     def nccl(self):

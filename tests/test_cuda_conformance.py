@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_checks import GPU_ONLY
 from host_cuda import conformance
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = [torch.bfloat16, torch.float16]
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = GPU_ONLY
 
 
 @pytest.fixture(scope="module")

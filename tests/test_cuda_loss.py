@@ -8,16 +8,19 @@ import sys
 import pytest
 import reference
 import torch
+from cuda_checks import (
+    DTYPES,
+    GPU_ONLY,
+    assert_graph_takes_new_values,
+    assert_runs_on_the_current_stream,
+    assert_same_bits,
+)
 from torch import Tensor
 from torch.library import opcheck
 
 from bert_unpad import ops
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+pytestmark = GPU_ONLY
 
 
 def draw(rows: int, columns: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -59,10 +62,6 @@ def check(got: list[Tensor], logits: Tensor, labels: Tensor, vocab: int) -> None
     zeros = dlogits.clone()
     zeros[labels != -100, :vocab] = 0
     assert not zeros.any()
-
-
-def assert_same_bits(one: list[Tensor], other: list[Tensor]) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.sanitizer
@@ -167,16 +166,9 @@ def test_same_bits_every_time() -> None:
 
 def test_runs_on_the_current_stream() -> None:
     logits, labels = draw(64, 1024, 1024, torch.float32)
-    want = results(ops.masked_cross_entropy, logits, labels)
-    late = torch.zeros_like(logits)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late.copy_(logits)
-        got = results(ops.masked_cross_entropy, late, labels)
-    stream.synchronize()
-    assert_same_bits(got, want)
+    assert_runs_on_the_current_stream(
+        lambda late: results(ops.masked_cross_entropy, late, labels), logits
+    )
 
 
 def test_graphs_take_new_logits_and_labels() -> None:
@@ -189,16 +181,12 @@ def test_graphs_take_new_logits_and_labels() -> None:
         dlogits = op.masked_cross_entropy_backward(dloss, logits, labels, lse, 1024, -100)
         return [loss, correct, dlogits]
 
-    both()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = both()
-    logits.neg_()
-    labels.copy_(labels.roll(1))
-    dloss.fill_(2.0)
-    graph.replay()
-    assert_same_bits(captured, both())
+    def change() -> None:
+        logits.neg_()
+        labels.copy_(labels.roll(1))
+        dloss.fill_(2.0)
+
+    assert_graph_takes_new_values(both, change)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import pytest
 import torch
+from cuda_checks import GPU_ONLY
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,10 +31,6 @@ from bert_unpad.pretrain.optimizer import build_optimizer, set_lr
 from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.steps import Step, count_labels
 
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 LENGTHS = [[40, 17, 0, 5], [33, 8], []]  # of a step's passes
 
 
@@ -158,7 +155,7 @@ def raise_if_the_host_waits() -> Iterator[None]:
 
 
 class TestOnAGpu:
-    pytestmark = GPU
+    pytestmark = GPU_ONLY
 
     @pytest.mark.parametrize("recompute", ["none", "gelu", "layer"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
