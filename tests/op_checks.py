@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from pathlib import Path
 
 import reference
 import torch
 from torch import Tensor
 
-from bert_unpad import ops
+from bert_unpad import _C, ops
 from bert_unpad.batch import VarlenBatch
 
 # The key of every test's dropout masks, where no other is asked for.
@@ -57,6 +61,52 @@ def assert_same_bits_whatever_the_threads(run: Callable[[], Sequence[Tensor]]) -
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert torch.equal(a, b)
+
+
+def assert_compiles_to_the_same_bits(f: Callable[..., Tensor], leaves: Sequence[Tensor]) -> None:
+    """Gradients of f, which gives a scalar, in one graph without breaks."""
+    eager = torch.autograd.grad(f(*leaves), leaves)
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    for a, b in zip(eager, torch.autograd.grad(compiled(*leaves), leaves), strict=True):
+        assert torch.equal(a, b)
+
+
+def results_of_every_isa(script: str, folder: Path) -> dict[str, list[Tensor]]:
+    """What a script, run once for every instruction set that this processor has, saves in the file
+    that its second argument names; its first one is the set's name."""
+    built = _C.built_isas().split(",")
+    results = {}
+    for isa in built[: built.index(_C.cpu_isa()) + 1]:
+        path = folder / isa
+        subprocess.run(
+            [sys.executable, "-c", script, isa, str(path)],
+            env=os.environ | {"BERT_UNPAD_ISA": isa},
+            check=True,
+        )
+        results[isa] = torch.load(path)
+    return results
+
+
+def embedding_ids(entries: Sequence[int], tokens: int) -> list[Tensor]:
+    """Of words, positions and types. Half of the words are word 3, and the last ten do not
+    occur."""
+    words = torch.randint(entries[0] - 10, (tokens,))
+    words[::2] = 3
+    return [words, torch.arange(tokens) % entries[1], (torch.arange(tokens) % 7 > 3).long()]
+
+
+def embedding_operands(
+    entries: Sequence[int],
+    tokens: int,
+    hidden: int,
+    table_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Ids; tables, LayerNorm weight and bias; and the gradient of y."""
+    params = [torch.randn(n, hidden) for n in entries]
+    params += [1 + 0.3 * torch.randn(hidden), torch.randn(hidden)]
+    dy = torch.randn(tokens, hidden).to(out_dtype)
+    return embedding_ids(entries, tokens), [t.to(table_dtype) for t in params], dy
 
 
 def compare_attention(

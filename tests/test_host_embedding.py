@@ -6,13 +6,16 @@ operator, the same bits from every order of threads, and a check that each barri
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import reference
 import torch
+from host_checks import assert_every_site_is_needed
 from host_cuda.build import compiler
 from host_cuda.model import POLICIES
 from host_embedding import embedding, model, sort
-from op_checks import RNG, results_of
+from op_checks import RNG, embedding_ids, embedding_operands, results_of
 from torch import Tensor
 
 from bert_unpad import ops
@@ -29,23 +32,11 @@ def kernels():
     kernels = model()
     kernels.configure()
     kernels.set_device(multiprocessors=1)
-    kernels.forget_sites()
     return kernels
 
 
-def draw_ids(tokens: int) -> list[Tensor]:
-    """Half of the words are word 3, and the last ten do not occur."""
-    words = torch.randint(ENTRIES[0] - 10, (tokens,))
-    words[::2] = 3
-    return [words, torch.arange(tokens) % ENTRIES[1], (torch.arange(tokens) % 7 > 3).long()]
-
-
-def draw(tokens: int, hidden: int, table_dtype: torch.dtype, out_dtype: torch.dtype):
-    """Ids; tables, LayerNorm weight and bias; and the gradient of y."""
-    params = [torch.randn(n, hidden) for n in ENTRIES]
-    params += [1 + 0.3 * torch.randn(hidden), torch.randn(hidden)]
-    dy = torch.randn(tokens, hidden).to(out_dtype)
-    return draw_ids(tokens), [t.to(table_dtype) for t in params], dy
+draw_ids = partial(embedding_ids, ENTRIES)
+draw = partial(embedding_operands, ENTRIES)
 
 
 def run(ids: list[Tensor], params: list[Tensor], dy: Tensor, p: float) -> dict[str, Tensor]:
@@ -168,13 +159,7 @@ def test_same_bits_in_any_order_of_threads_and_blocks(kernels, hidden: int) -> N
 def test_every_barrier_is_needed(kernels) -> None:
     torch.manual_seed(5)
     ids, params, dy = draw(40, 16, torch.float32, torch.bfloat16)
-    run(ids, params, dy, 0.1)
-    sites = kernels.sites()
+    sites = assert_every_site_is_needed(kernels, lambda: run(ids, params, dy, 0.1))
     # Of the rows 3, of column sums 1, of the sort 3 in warps and 3 in a block.
     assert [site.kind for site in sites].count("sync_warp") == 3
     assert len(sites) == 10, sites
-    for site in sites:
-        for policy in POLICIES:
-            kernels.configure(policy, seed=1)
-            with kernels.without(site), pytest.raises(RuntimeError, match=r"race: |never written"):
-                run(ids, params, dy, 0.1)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import reference
 import torch
-from op_checks import RNG, compare_attention, compare_cross_attention, cu_seqlens
+from op_checks import (
+    RNG,
+    assert_compiles_to_the_same_bits,
+    compare_attention,
+    compare_cross_attention,
+    cu_seqlens,
+    results_of_every_isa,
+)
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
-from bert_unpad import _C, ops
+from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch
 
 LENGTHS = [200, 0, 1, 15, 16, 17, 63, 64, 65, 129]
@@ -217,11 +221,7 @@ def test_compiles_without_graph_breaks() -> None:
     def f(x: Tensor) -> Tensor:
         return ops.varlen_attention(x * 2, cu, 13, dropout_p=0.1, rng=RNG).square().sum()
 
-    grads = []
-    for run in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
-        (grad,) = torch.autograd.grad(run(qkv), qkv)
-        grads.append(grad)
-    assert torch.equal(*grads)
+    assert_compiles_to_the_same_bits(f, [qkv])
 
 
 # The second graph lets the token count vary, the third the number of groups.
@@ -313,21 +313,8 @@ torch.save(results, sys.argv[2])
 """
 
 
-def _isas() -> list[str]:
-    built = _C.built_isas().split(",")
-    return built[: built.index(_C.cpu_isa()) + 1]
-
-
 def test_all_instruction_sets_agree(tmp_path: Path) -> None:
-    results = {}
-    for isa in _isas():
-        path = tmp_path / isa
-        subprocess.run(
-            [sys.executable, "-c", _PRINT_RESULT, isa, str(path)],
-            env=os.environ | {"BERT_UNPAD_ISA": isa},
-            check=True,
-        )
-        results[isa] = torch.load(path)
+    results = results_of_every_isa(_PRINT_RESULT, tmp_path)
     first = results.pop("generic")
     for isa, tensors in results.items():
         for a, b in zip(first, tensors, strict=True):

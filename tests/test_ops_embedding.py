@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import reference
 import torch
-from op_checks import assert_same_bits_whatever_the_threads, results_of
+from op_checks import (
+    assert_compiles_to_the_same_bits,
+    assert_same_bits_whatever_the_threads,
+    embedding_ids,
+    embedding_operands,
+    results_of,
+)
 from torch import Tensor
 from torch.library import opcheck
 
@@ -14,21 +22,8 @@ from bert_unpad import ops
 RNG = torch.tensor([31415926, 2])
 ENTRIES = (90, 20, 2)  # word, position, token type
 NAMES = ["y", "dword", "dposition", "dtoken_type", "dln_weight", "dln_bias"]
-
-
-def draw_ids(tokens: int) -> list[Tensor]:
-    """Ids of ENTRIES; half of the words are word 3, and the last ten words do not occur."""
-    words = torch.randint(ENTRIES[0] - 10, (tokens,))
-    words[::2] = 3
-    return [words, torch.arange(tokens) % ENTRIES[1], (torch.arange(tokens) % 7 > 3).long()]
-
-
-def draw(tokens: int, hidden: int, param_dtype: torch.dtype, out_dtype: torch.dtype):
-    """Ids; tables, LayerNorm weight and bias; and the gradient of y."""
-    params = [torch.randn(n, hidden) for n in ENTRIES]
-    params += [1 + 0.3 * torch.randn(hidden), torch.randn(hidden)]
-    dout = torch.randn(tokens, hidden).to(out_dtype)
-    return draw_ids(tokens), [t.to(param_dtype) for t in params], dout
+draw_ids = partial(embedding_ids, ENTRIES)
+draw = partial(embedding_operands, ENTRIES)
 
 
 def compare(
@@ -172,10 +167,7 @@ def test_compiles_without_graph_breaks() -> None:
         y = ops.embedding_layer_norm(*ids, *t, p=0.1, rng=RNG, out_dtype=torch.bfloat16)
         return y.float().square().sum()
 
-    eager = torch.autograd.grad(f(*leaves), leaves)
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    for a, b in zip(eager, torch.autograd.grad(compiled(*leaves), leaves), strict=True):
-        assert torch.equal(a, b)
+    assert_compiles_to_the_same_bits(f, leaves)
 
 
 def _ids(*values: int) -> Tensor:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
-
-from bert_unpad import _C
+from op_checks import results_of_every_isa
 
 # Whole vectors, strips and tails of every width; the same inputs for all instruction sets.
 RUN = """
@@ -63,16 +59,7 @@ torch.save(results, sys.argv[2])
 
 
 def test_all_instruction_sets_agree(tmp_path: Path) -> None:
-    built = _C.built_isas().split(",")
-    results = {}
-    for isa in built[: built.index(_C.cpu_isa()) + 1]:
-        path = tmp_path / isa
-        subprocess.run(
-            [sys.executable, "-c", RUN, isa, str(path)],
-            env=os.environ | {"BERT_UNPAD_ISA": isa},
-            check=True,
-        )
-        results[isa] = torch.load(path)
+    results = results_of_every_isa(RUN, tmp_path)
     first = results.pop("generic")
     for isa, tensors in results.items():
         for i, (a, b) in enumerate(zip(first, tensors, strict=True)):
