@@ -18,14 +18,16 @@ import torch
 from numpy.typing import NDArray
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
+from bert_unpad.data.dataset import ExampleDataset
 from bert_unpad.data.example_batch import ExampleBatch
-from bert_unpad.data.masking import TokenMasker
-from bert_unpad.data.shards import ShardDataset
+from bert_unpad.data.masking import MaskedTokens, TokenMasker
 from bert_unpad.data.tokenizer import WordPieceTokenizer
 
 
 class PackedCollator:
     """Makes `PackedInputs` of examples, with masks that are new in every epoch.
+
+    Examples that bring their masks keep them; the masking arguments then mean nothing.
 
     Args:
         dataset: the examples.
@@ -39,7 +41,7 @@ class PackedCollator:
 
     def __init__(
         self,
-        dataset: ShardDataset,
+        dataset: ExampleDataset,
         tokenizer: WordPieceTokenizer,
         *,
         masked_lm_prob: float = 0.15,
@@ -90,7 +92,8 @@ def pack_examples(examples: ExampleBatch, masker: TokenMasker, epoch: int) -> Pa
 
     Args:
         examples: B of them; B = 0 is allowed.
-        masker: a mask depends on its seed, the epoch and the example's id.
+        masker: of examples that do not bring their masks; a mask depends on its seed, the epoch and
+            the example's id.
         epoch: number of the pass over the data.
 
     Returns:
@@ -100,7 +103,12 @@ def pack_examples(examples: ExampleBatch, masker: TokenMasker, epoch: int) -> Pa
     lengths = examples.lengths
     begins = np.cumsum(lengths) - lengths
     second = np.repeat(begins + examples.second_starts, lengths)
-    masked = masker(examples.tokens.astype(np.int64), lengths, examples.ids, epoch)
+    tokens, given = examples.tokens.astype(np.int64), examples.masks
+    if given is None:
+        masked = masker(tokens, lengths, examples.ids, epoch)
+    else:
+        positions = np.repeat(begins, given.counts) + given.positions
+        masked = MaskedTokens(tokens, positions, given.labels)
     return PackedInputs.build(
         batch=VarlenBatch.from_lengths(lengths),
         input_ids=torch.from_numpy(masked.input_ids),

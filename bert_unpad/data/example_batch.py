@@ -19,6 +19,62 @@ _RECORD = np.dtype([("id", "<i8"), ("second_start", "<u2"), ("next_sentence_labe
 
 
 @dataclass(frozen=True)
+class Masks:
+    """Masked tokens of B examples that are given with them instead of drawn in every epoch.
+
+    Attributes:
+        counts: int64 [B], predictions of each example.
+        positions: int64 [M], places within the example, ascending in each.
+        labels: int64 [M], the true ids there.
+    """
+
+    counts: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    labels: NDArray[np.int64]
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Masks]) -> Masks:
+        """Of the examples of all parts, in order."""
+        return cls(
+            np.concatenate([part.counts for part in parts]),
+            np.concatenate([part.positions for part in parts]),
+            np.concatenate([part.labels for part in parts]),
+        )
+
+    def __getitem__(self, which: NDArray[np.integer]) -> Masks:
+        """Of some examples, in the order given."""
+        counts = self.counts[which]
+        places = ragged_places((np.cumsum(self.counts) - self.counts)[which], counts)
+        return Masks(counts, self.positions[places], self.labels[places])
+
+    def check(self, lengths: NDArray[np.integer], vocab_size: int) -> None:
+        """Check against the examples' lengths [B].
+
+        Raises:
+            ValueError: sizes do not fit together, positions are not strictly ascending within an
+                example or lie outside it, or a label is outside the vocabulary.
+        """
+        counts, positions, labels = self.counts, self.positions, self.labels
+        if len(counts) != len(lengths) or not counts.sum() == len(positions) == len(labels):
+            raise ValueError(
+                "masks: expected a count for each example, and as many positions and labels as "
+                f"these add up to; got {len(counts)} counts for {len(lengths)} examples with sum "
+                f"{counts.sum()}, {len(positions)} positions, {len(labels)} labels"
+            )
+        if not len(positions):
+            return
+        owner = np.repeat(np.arange(len(counts)), counts)
+        ascending = (np.diff(positions) > 0) | (np.diff(owner) > 0)
+        if (positions < 0).any() or (positions >= lengths[owner]).any() or not ascending.all():
+            raise ValueError("masked positions: expected them ascending and inside their example")
+        if labels.min() < 0 or labels.max() >= vocab_size:
+            raise ValueError(
+                f"masked labels: expected ids of 0 to {vocab_size - 1}, got {labels.min()} to "
+                f"{labels.max()}"
+            )
+
+
+@dataclass(frozen=True)
 class ExampleBatch:
     """B examples of T tokens together.
 
@@ -27,7 +83,9 @@ class ExampleBatch:
         lengths: int64 [B], tokens of each.
         second_starts: int64 [B], index within the example where the second segment begins.
         next_sentence_labels: int64 [B], 0 = is next, 1 = random, -100 = none.
-        tokens: integers [T], all examples end to end.
+        tokens: integers [T], all examples end to end: true ids, or, with `masks`, what the model is
+            to see.
+        masks: given with the examples; None if masks are to be drawn.
     """
 
     ids: NDArray[np.int64]
@@ -35,6 +93,7 @@ class ExampleBatch:
     second_starts: NDArray[np.int64]
     next_sentence_labels: NDArray[np.int64]
     tokens: NDArray[np.integer]
+    masks: Masks | None = None
 
     @classmethod
     def empty(cls, token_dtype: np.dtype) -> ExampleBatch:
@@ -44,13 +103,15 @@ class ExampleBatch:
 
     @classmethod
     def concatenate(cls, batches: Sequence[ExampleBatch]) -> ExampleBatch:
-        """All examples of one or more batches, in order."""
+        """All examples of one or more batches, in order; masks in all of them or in none."""
+        masks = [batch.masks for batch in batches if batch.masks is not None]
         return cls(
             np.concatenate([batch.ids for batch in batches]),
             np.concatenate([batch.lengths for batch in batches]),
             np.concatenate([batch.second_starts for batch in batches]),
             np.concatenate([batch.next_sentence_labels for batch in batches]),
             np.concatenate([batch.tokens for batch in batches]),
+            Masks.concatenate(masks) if masks else None,
         )
 
     def __len__(self) -> int:
@@ -67,7 +128,17 @@ class ExampleBatch:
             self.second_starts[places],
             self.next_sentence_labels[places],
             self.tokens[ragged_places(begins, lengths)],
+            None if self.masks is None else self.masks[places],
         )
+
+    def true_tokens(self) -> NDArray[np.int64]:
+        """int64 [T]: the tokens with given masks undone."""
+        tokens = self.tokens.astype(np.int64)
+        if self.masks is not None:
+            begins = np.cumsum(self.lengths) - self.lengths
+            masks = self.masks
+            tokens[np.repeat(begins, masks.counts) + masks.positions] = masks.labels
+        return tokens
 
     def longest_first(self) -> ExampleBatch:
         """Longest first, equal lengths by id: an order that does not depend on where they were."""
@@ -88,7 +159,13 @@ class ExampleBatch:
         return splitmix64(np.repeat(about, self.lengths) + words).sum(dtype=np.uint64)
 
     def to_bytes(self) -> NDArray[np.uint8]:
-        """Everything but the lengths."""
+        """Everything but the lengths.
+
+        Raises:
+            ValueError: the examples bring their masks, which do not travel.
+        """
+        if self.masks is not None:
+            raise ValueError("masks: expected examples whose masks are drawn, not given")
         records = np.empty(len(self), _RECORD)
         records["id"] = self.ids
         records["second_start"] = self.second_starts

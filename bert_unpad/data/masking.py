@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad.data.shards import ShardDataset
+from bert_unpad.data.dataset import ExampleDataset
 from bert_unpad.data.splitmix import GAMMA, splitmix64
 from bert_unpad.data.tokenizer import WordPieceTokenizer
 
@@ -247,14 +247,11 @@ def _group_begins(owner: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
     return np.searchsorted(owner, np.arange(groups))
 
 
-def most_frequent_token_rate(dataset: ShardDataset) -> float:
+def most_frequent_token_rate(dataset: ExampleDataset) -> float:
     """Masked-LM accuracy of always predicting the most frequent token.
 
-    Counts all tokens that may be predicted; 0.0 for an empty data set. A model that does not beat
-    this has learned nothing.
+    Counts the masked tokens of data that brings its masks, else all tokens that may be predicted;
+    0.0 for an empty data set. A model that does not beat this has learned nothing.
     """
-    counts = np.zeros(dataset.vocab_size, np.int64)
-    for begin in range(0, len(dataset.tokens), 1 << 24):
-        counts += np.bincount(dataset.tokens[begin : begin + (1 << 24)], minlength=len(counts))
-    counts[list(dataset.unmaskable_ids)] = 0
+    counts = dataset.target_counts()
     return float(counts.max() / counts.sum()) if counts.any() else 0.0

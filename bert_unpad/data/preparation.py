@@ -21,13 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from bert_unpad.data.cache import cache_lock, default_cache_dir
 from bert_unpad.data.collate import PackedCollator
 from bert_unpad.data.corpus import Spool, tokenize
+from bert_unpad.data.dataset import ExampleDataset
 from bert_unpad.data.examples import MIN_SEQ_LENGTH, SPECIAL_PER_PAIR, write_examples
 from bert_unpad.data.masking import check_masking_arguments
+from bert_unpad.data.ready import is_ready, open_ready
 from bert_unpad.data.shards import (
     MANIFEST,
     MAX_LENGTH,
@@ -56,7 +59,10 @@ class DataConfig:
 
     Attributes:
         source: `stdlib` (docstrings of Python's standard library), `hf:NAME?...` (a data set of the
-            `datasets` library, see `HuggingFaceSource`), or the path of a text file or folder.
+            `datasets` library, see `HuggingFaceSource`), the path of a text file or folder, or
+            `hdf5:PATH` or `shards:PATH` for examples that are made already (see `ready`), of which
+            only max_seq_length, vocab_file, lowercase and, without masks of their own, the masking
+            settings still matter.
         cache_dir: folder of the cache; None: `$XDG_CACHE_HOME/bert_unpad` or `~/.cache/bert_unpad`.
         max_seq_length: longest example in tokens, [CLS] and both [SEP] included; 5 to 65,535.
         vocab_size: size of the vocabulary to train (a small corpus gives a smaller one).
@@ -115,20 +121,20 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """An opened cache.
+    """Examples and what they were made with: an opened cache, or a source that is ready.
 
     Attributes:
         train, validation: the examples; documents of one never occur in the other. `validation` is
             empty if `validation_share` is 0 or the corpus is a single document.
         tokenizer: the vocabulary they were made with.
-        path: folder of this cache entry.
+        path: folder of this cache entry, or of the source.
         config: what `prepare` was called with.
-        statistics: counts of the build: documents, duplicates, and for `train_` and `validation_`:
-            documents, examples, tokens.
+        statistics: counts for `train_` and `validation_`: examples, tokens and, of a build,
+            documents; and of a build the documents and duplicates of the corpus.
     """
 
-    train: ShardDataset
-    validation: ShardDataset
+    train: ExampleDataset
+    validation: ExampleDataset
     tokenizer: WordPieceTokenizer
     path: Path
     config: DataConfig
@@ -156,6 +162,8 @@ class PreparedData:
 def prepare(config: DataConfig, progress: bool | None = None) -> PreparedData:
     """Open the cache for a configuration, building it first if it is missing or damaged.
 
+    A source that is ready (`hdf5:`, `shards:`) is opened as it is.
+
     Safe to call from many processes at once (all ranks of a run): one builds, the others wait.
 
     Args:
@@ -163,11 +171,14 @@ def prepare(config: DataConfig, progress: bool | None = None) -> PreparedData:
         progress: whether the building process shows progress bars; None: if stderr is a terminal.
 
     Raises:
+        DamagedDataError: a file of a source that is ready is wrong.
         FileNotFoundError: `source` or `vocab_file` does not exist.
         ImportError: the source needs a package that is not installed.
         ValueError: the corpus holds no text, the vocabulary lacks special tokens, or `vocab_size`
             is too small for the corpus's letters.
     """
+    if is_ready(config.source):
+        return _open_ready(config, progress)
     cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
     tokenizer = None
     if config.vocab_file is not None:
@@ -192,6 +203,17 @@ def prepare(config: DataConfig, progress: bool | None = None) -> PreparedData:
                 shutil.rmtree(aside)
         _build(config, source, settings, tokenizer, path, progress)
         return _open(path, config)
+
+
+def _open_ready(config: DataConfig, progress: bool | None) -> PreparedData:
+    train, validation, tokenizer, path = open_ready(config, progress)
+    statistics = {}
+    for split, dataset in zip(_SPLITS, (train, validation), strict=True):
+        statistics |= {
+            f"{split}_examples": len(dataset),
+            f"{split}_tokens": int(dataset.lengths.sum(dtype=np.int64)),
+        }
+    return PreparedData(train, validation, tokenizer, path, config, statistics)
 
 
 def _settings(config: DataConfig, source: Source) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 A shard is a folder. `tokens.bin` holds all examples end to end ([CLS] a [SEP] b [SEP], no padding),
 `offsets.bin` where each begins, so any batch is one gather from one array, and ranks on a machine
-share the pages. A folder appears under its name only when complete (written aside, then renamed),
-and the manifest's sizes and SHA-256 digests tell a truncated or altered file when it is opened.
+share the pages. Masks are drawn anew in every epoch, unless the shard was made of data that brings
+its own: three more arrays then hold them. A folder appears under its name only when complete
+(written aside, then renamed), and the manifest's sizes and SHA-256 digests tell a truncated or
+altered file when it is opened.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad.data.example_batch import ExampleBatch, ragged_places
+from bert_unpad.data.example_batch import ExampleBatch, Masks, ragged_places
 from bert_unpad.data.sources import file_sha256
 
 MANIFEST = "manifest.json"
@@ -57,6 +59,7 @@ class ShardWriter:
         vocab_size: number of ids; tokens are stored as uint16 if all ids fit, else as uint32.
         unmaskable_ids: ids that are never predicted (see `WordPieceTokenizer`).
         max_seq_length: longest allowed example, in tokens (at most 65,535).
+        has_masks: whether every example comes with its masks.
 
     Use it as a context manager: on an exception nothing is left behind.
     """
@@ -68,8 +71,10 @@ class ShardWriter:
         vocab_size: int,
         unmaskable_ids: tuple[int, ...],
         max_seq_length: int,
+        has_masks: bool = False,
     ) -> None:
         self.path = Path(path)
+        self.has_masks = has_masks
         if self.path.exists():
             raise FileExistsError(f"path: {path} exists already; expected a new folder")
         if not 0 < max_seq_length <= MAX_LENGTH:
@@ -84,17 +89,24 @@ class ShardWriter:
             "max_seq_length": max_seq_length,
         }
         token_dtype = np.uint16 if vocab_size <= 65_536 else np.uint32
-        self._columns = {
-            name: _Column(self._temporary / f"{name}.bin", dtype)
-            for name, dtype in (
-                ("tokens", token_dtype),
-                ("offsets", np.int64),
-                ("second_starts", np.uint16),
-                ("next_sentence_labels", np.int8),
-            )
+        dtypes = {
+            "tokens": token_dtype,
+            "offsets": np.int64,
+            "second_starts": np.uint16,
+            "next_sentence_labels": np.int8,
         }
-        self._end = 0
-        self._columns["offsets"].append(np.zeros(1, np.int64))
+        if has_masks:
+            dtypes |= {
+                "masked_offsets": np.int64,
+                "masked_positions": np.uint16,
+                "masked_labels": token_dtype,
+            }
+        self._columns = {
+            name: _Column(self._temporary / f"{name}.bin", dtype) for name, dtype in dtypes.items()
+        }
+        self._ends = {"offsets": 0, "masked_offsets": 0}
+        for name in self._ends.keys() & self._columns.keys():
+            self._columns[name].append(np.zeros(1, np.int64))
 
     def append(
         self,
@@ -102,13 +114,23 @@ class ShardWriter:
         lengths: NDArray[np.integer],
         second_starts: NDArray[np.integer],
         next_sentence_labels: NDArray[np.integer],
+        masks: Masks | None = None,
     ) -> None:
         """Add B examples: tokens [sum of lengths] end to end, the others [B].
 
+        Args:
+            tokens: true ids; with `masks`, what the model is to see.
+            lengths: tokens of each example.
+            second_starts, next_sentence_labels: see `Example`.
+            masks: of these examples, if the writer was made with `has_masks`.
+
         Raises:
-            ValueError: sizes that do not fit together, an example that is empty or too long, or a
-                token outside the vocabulary.
+            ValueError: sizes that do not fit together, an example that is empty or too long, a
+                token outside the vocabulary, a masked position outside its example, or masks that
+                are missing or not expected.
         """
+        if (masks is not None) != self.has_masks:
+            raise ValueError(f"masks: expected {'some' if self.has_masks else 'None'}")
         if not len(lengths) == len(second_starts) == len(next_sentence_labels):
             raise ValueError("lengths, second_starts, next_sentence_labels: expected equal sizes")
         if not len(lengths):
@@ -124,15 +146,20 @@ class ShardWriter:
             )
         if tokens.min() < 0 or tokens.max() >= self._about["vocab_size"]:
             raise ValueError(f"tokens: expected ids of 0 to {self._about['vocab_size'] - 1}")
-        offsets = self._end + np.cumsum(lengths, dtype=np.int64)
-        self._end = int(offsets[-1])
-        for name, values in (
-            ("tokens", tokens),
-            ("offsets", offsets),
-            ("second_starts", second_starts),
-            ("next_sentence_labels", next_sentence_labels),
-        ):
-            self._columns[name].append(values)
+        if masks is not None:
+            masks.check(lengths, self._about["vocab_size"])
+            self._append_offsets("masked_offsets", masks.counts)
+            self._columns["masked_positions"].append(masks.positions)
+            self._columns["masked_labels"].append(masks.labels)
+        self._append_offsets("offsets", lengths)
+        self._columns["tokens"].append(tokens)
+        self._columns["second_starts"].append(second_starts)
+        self._columns["next_sentence_labels"].append(next_sentence_labels)
+
+    def _append_offsets(self, name: str, counts: NDArray[np.integer]) -> None:
+        offsets = self._ends[name] + np.cumsum(counts, dtype=np.int64)
+        self._ends[name] = int(offsets[-1])
+        self._columns[name].append(offsets)
 
     def close(self) -> None:
         """Finish the files, write the manifest and give the folder its name."""
@@ -231,7 +258,9 @@ class ShardDataset:
         offsets: int64 [N + 1], example i is tokens[offsets[i] : offsets[i + 1]].
         second_starts: uint16 [N], index within the example where the second segment begins.
         next_sentence_labels: int8 [N], 0 = is next, 1 = random, -100 = none.
-        vocab_size, unmaskable_ids, max_seq_length: as given to the writer.
+        masked_offsets, masked_positions, masked_labels: int64 [N + 1], and of each masked token its
+            place within the example and true id; only if `has_masks`.
+        vocab_size, unmaskable_ids, max_seq_length, has_masks: as given to the writer.
 
     Raises:
         DamagedDataError: a file is missing, truncated or altered; the message names it and says
@@ -250,6 +279,11 @@ class ShardDataset:
             self.offsets = self._map(files, "offsets.bin", verify)
             self.second_starts = self._map(files, "second_starts.bin", verify)
             self.next_sentence_labels = self._map(files, "next_sentence_labels.bin", verify)
+            self.has_masks = "masked_offsets.bin" in files
+            if self.has_masks:
+                self.masked_offsets = self._map(files, "masked_offsets.bin", verify)
+                self.masked_positions = self._map(files, "masked_positions.bin", verify)
+                self.masked_labels = self._map(files, "masked_labels.bin", verify)
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedDataError(
                 f"{self.path / MANIFEST} is damaged; expected an entry for {error}"
@@ -267,6 +301,17 @@ class ShardDataset:
                 f"{len(self.tokens)} by 1 to {self.max_seq_length}, one more than examples"
             )
         self.lengths = lengths.astype(np.uint16)
+        if self.has_masks and (
+            len(self.masked_offsets) != len(self.offsets)
+            or self.masked_offsets[0] != 0
+            or self.masked_offsets[-1] != len(self.masked_positions)
+            or len(self.masked_positions) != len(self.masked_labels)
+            or (np.diff(self.masked_offsets) < 0).any()
+        ):
+            raise DamagedDataError(
+                f"{self.path / 'masked_offsets.bin'} is damaged: expected offsets that rise from 0 "
+                f"to {len(self.masked_positions)}, one more than examples"
+            )
 
     def _map(self, files: dict, name: str, verify: bool) -> NDArray:
         path, about = self.path / name, files[name]
@@ -302,14 +347,35 @@ class ShardDataset:
         Args:
             indices: [B], 0 to len - 1 each.
         """
+        indices = np.asarray(indices, np.int64)
         lengths = self.lengths[indices].astype(np.int64)
+        masks = None
+        if self.has_masks:
+            begins = self.masked_offsets[indices]
+            counts = self.masked_offsets[indices + 1] - begins
+            places = ragged_places(begins, counts)
+            masks = Masks(
+                counts,
+                self.masked_positions[places].astype(np.int64),
+                self.masked_labels[places].astype(np.int64),
+            )
         return ExampleBatch(
-            np.asarray(indices, np.int64),
+            indices,
             lengths,
             self.second_starts[indices].astype(np.int64),
             self.next_sentence_labels[indices].astype(np.int64),
             self.tokens[ragged_places(self.offsets[indices], lengths)],
+            masks,
         )
+
+    def target_counts(self) -> NDArray[np.int64]:
+        """See `ExampleDataset`."""
+        ids = self.masked_labels if self.has_masks else self.tokens
+        counts = np.zeros(self.vocab_size, np.int64)
+        for begin in range(0, len(ids), 1 << 24):  # in pieces: bincount makes int64 of its input
+            counts += np.bincount(ids[begin : begin + (1 << 24)], minlength=len(counts))
+        counts[list(self.unmaskable_ids)] = 0
+        return counts
 
     @property
     def fill(self) -> float:

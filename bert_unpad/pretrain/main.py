@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from bert_unpad._malloc import keep_freed_memory
-from bert_unpad.data import PreparedData, prepare
+from bert_unpad.data import DamagedDataError, PreparedData, prepare
 from bert_unpad.data.sampler import BalancedSampler, WorkModel
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.checkpoint import Checkpointer, newest_checkpoint
@@ -83,7 +83,7 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
         found = None
     try:
         data = prepare(config.data, progress=None if ranks.is_first else False)
-    except (FileNotFoundError, ImportError, ValueError) as error:
+    except (DamagedDataError, FileNotFoundError, ImportError, ValueError) as error:
         raise ConfigError("data", str(error)) from error
     model = build_model(config, data.tokenizer.vocab_size, config.data.max_seq_length)
     sampler = _sampler(config, data, ranks, WorkModel.for_hidden(model.config.hidden_size))
@@ -179,7 +179,8 @@ def _evaluator(config: PretrainConfig, data: PreparedData, ranks: Ranks) -> Eval
     if not len(data.validation):
         raise ConfigError(
             "evaluation.examples",
-            "no documents are held out; raise data.validation_share or set this to 0",
+            "no examples are held out; raise data.validation_share (for hdf5: and shards: give "
+            "?validation=PATH) or set this to 0",
         )
     return Evaluator(
         data.collator("validation"),

@@ -1,0 +1,19 @@
+"""Pretraining examples in HDF5 files, in the two layouts of MLPerf's BERT benchmark.
+
+Both hold examples that are ready: sentence pairs with next-sentence labels and masks already made.
+
+    variable length                                 fixed length (S tokens, P predictions at most)
+    input_ids            int16 of any length [N]    input_ids            int16 [N, S], padded
+                                                    input_mask           int8 [N, S], 1 = real
+    segment_ids          int8 of any length [N]     segment_ids          int8 [N, S]
+    masked_lm_positions  int16 of any length [N]    masked_lm_positions  int16 [N, P], 0 = none
+    masked_lm_ids        int16 of any length [N]    masked_lm_ids        int16 [N, P]
+    next_sentence_labels int8 [N]                   next_sentence_labels int8 [N]
+
+`python -m bert_unpad.data.hdf5 --help` writes, converts and checks such files. Needs `h5py`.
+"""
+
+from bert_unpad.data.hdf5.dataset import Hdf5Dataset
+from bert_unpad.data.hdf5.write import write_hdf5
+
+__all__ = ["Hdf5Dataset", "write_hdf5"]

@@ -1,0 +1,183 @@
+"""`python -m bert_unpad.data.hdf5`: writes, converts and checks HDF5 files in MLPerf's layouts.
+
+Folders have one form: `train`, perhaps `validation`, and `tokenizer`. `hdf5:FOLDER` and
+`shards:FOLDER` as `data.source` read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from bert_unpad.data.dataset import ExampleDataset
+from bert_unpad.data.hdf5.write import write_hdf5
+from bert_unpad.data.masking import TokenMasker
+from bert_unpad.data.preparation import DataConfig, PreparedData, prepare
+from bert_unpad.data.shards import DamagedDataError, ShardWriter
+
+__all__ = ["main", "write_shard"]
+
+_BLOCK = 4096  # examples handled at a time
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status: 2 for bad arguments, 1 for damaged data."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except DamagedDataError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    except (ImportError, OSError, ValueError) as error:
+        parser.error(str(error))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bert_unpad.data.hdf5",
+        description="Pretraining examples as HDF5 files in the layouts of MLPerf's BERT.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    common = argparse.ArgumentParser(
+        add_help=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    common.add_argument("--max-seq-length", type=int, default=512, help="longest example, tokens")
+    common.add_argument("--vocab-file", help="BERT vocabulary (default: as the source has it)")
+    common.add_argument("--cache-dir", help="see data.cache_dir of the trainer")
+    writes = argparse.ArgumentParser(add_help=False)
+    writes.add_argument("output", type=Path, help="folder to write")
+
+    generate = commands.add_parser(
+        "generate",
+        parents=[common, writes],
+        help="HDF5 files from any source of the trainer: text, a data set, shards",
+    )
+    generate.add_argument("--source", default="stdlib", help="as data.source of the trainer")
+    generate.add_argument("--vocab-size", type=int, default=8192, help="of a new vocabulary")
+    generate.add_argument("--layout", choices=("variable", "fixed"), default="variable")
+    generate.add_argument("--examples-per-file", type=int, default=4096)
+    generate.add_argument("--max-predictions", type=int, default=76, help="masked tokens, at most")
+    generate.add_argument("--dupe-factor", type=int, default=1, help="passes over a text source")
+    generate.add_argument("--validation-share", type=float, default=0.05, help="of documents")
+    generate.add_argument("--seed", type=int, default=0, help="of pairs and masks")
+    generate.set_defaults(run=_generate)
+
+    shards = commands.add_parser(
+        "to-shards", parents=[common, writes], help="memory-mapped shards from HDF5 files"
+    )
+    shards.add_argument("--source", required=True, help="hdf5:PATH, as data.source of the trainer")
+    shards.add_argument(
+        "--unmask", action="store_true", help="store the true text: masks are then drawn per epoch"
+    )
+    shards.set_defaults(run=_to_shards)
+
+    check = commands.add_parser("check", parents=[common], help="read every example of HDF5 files")
+    check.add_argument("--source", required=True, help="hdf5:PATH, as data.source of the trainer")
+    check.set_defaults(run=_check)
+    return parser
+
+
+def _generate(options: argparse.Namespace) -> None:
+    data = prepare(
+        DataConfig(
+            source=options.source,
+            cache_dir=options.cache_dir,
+            max_seq_length=options.max_seq_length,
+            vocab_size=options.vocab_size,
+            vocab_file=options.vocab_file,
+            dupe_factor=options.dupe_factor,
+            validation_share=options.validation_share,
+            seed=options.seed,
+        )
+    )
+    masker = TokenMasker(
+        data.tokenizer, max_predictions_per_seq=options.max_predictions, seed=options.seed
+    )
+    for split, dataset in _splits(data):
+        paths = write_hdf5(
+            dataset,
+            options.output / split,
+            layout=options.layout,
+            examples_per_file=options.examples_per_file,
+            masker=masker,
+            max_predictions=options.max_predictions,
+        )
+        print(f"{options.output / split}: {len(dataset):,} examples in {len(paths):,} files")
+    _save_tokenizer(data, options.output)
+
+
+def _to_shards(options: argparse.Namespace) -> None:
+    data = _open(options)
+    for split, dataset in _splits(data):
+        write_shard(dataset, options.output / split, unmask=options.unmask)
+        print(f"{options.output / split}: {len(dataset):,} examples")
+    _save_tokenizer(data, options.output)
+
+
+def _check(options: argparse.Namespace) -> None:
+    data = _open(options)
+    for split, dataset in _splits(data):
+        masked = int(dataset.target_counts().sum())
+        print(
+            f"{split}: {len(dataset):,} examples, {data.statistics[f'{split}_tokens']:,} tokens, "
+            f"{masked:,} of them masked"
+        )
+
+
+def _open(options: argparse.Namespace) -> PreparedData:
+    if not options.source.startswith("hdf5:"):
+        raise ValueError(f"--source: expected hdf5:PATH, got {options.source!r}")
+    return prepare(
+        DataConfig(
+            source=options.source,
+            cache_dir=options.cache_dir,
+            max_seq_length=options.max_seq_length,
+            vocab_file=options.vocab_file,
+        )
+    )
+
+
+def _splits(data: PreparedData) -> list[tuple[str, ExampleDataset]]:
+    splits = (("train", data.train), ("validation", data.validation))
+    return [(name, dataset) for name, dataset in splits if len(dataset)]
+
+
+def _save_tokenizer(data: PreparedData, output: Path) -> None:
+    (output / "tokenizer").mkdir(parents=True, exist_ok=True)
+    data.tokenizer.save(output / "tokenizer")
+
+
+def write_shard(dataset: ExampleDataset, path: str | Path, unmask: bool = False) -> None:
+    """Writes all examples of a data set as one memory-mapped shard.
+
+    Args:
+        dataset: the examples.
+        path: the folder to make.
+        unmask: of examples that bring their masks, store the true tokens and no masks.
+
+    Raises:
+        FileExistsError: the folder exists.
+    """
+    with ShardWriter(
+        path,
+        vocab_size=dataset.vocab_size,
+        unmaskable_ids=dataset.unmaskable_ids,
+        max_seq_length=dataset.max_seq_length,
+        has_masks=dataset.has_masks and not unmask,
+    ) as writer:
+        for begin in tqdm(range(0, len(dataset), _BLOCK), desc=str(path), disable=None):
+            batch = dataset.batch(np.arange(begin, min(begin + _BLOCK, len(dataset))))
+            writer.append(
+                batch.true_tokens() if unmask else batch.tokens,
+                batch.lengths,
+                batch.second_starts,
+                batch.next_sentence_labels,
+                None if unmask else batch.masks,
+            )

@@ -1,0 +1,145 @@
+"""Examples in HDF5 files, read when they are asked for.
+
+Only the lengths are in memory. A file is opened when an example of it is wanted; a bounded number
+stay open, the least recently used one is closed for the next, so thousands of files do not meet the
+limit of open files that a process has (1,024 by default, shared with sockets and libraries).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from bert_unpad.data.example_batch import ExampleBatch, Masks
+from bert_unpad.data.hdf5.index import length_index
+from bert_unpad.data.hdf5.layout import open_file, read_rows
+
+__all__ = ["Hdf5Dataset"]
+
+_BLOCK = 4096  # examples read at a time where all are
+
+
+class Hdf5Dataset:
+    """Examples of HDF5 files in MLPerf's layouts, which bring their masks; see the package.
+
+    Args:
+        files: of either layout.
+        vocab_size, unmaskable_ids: of the tokenizer that made them.
+        max_seq_length: longest allowed example, in tokens.
+        cache_dir: keeps the index of lengths.
+        max_open: files open at a time.
+        progress: whether indexing shows a bar; None: if stderr is a terminal.
+
+    Attributes:
+        lengths: uint16 [N], tokens of each example, in the order of the files.
+        files, vocab_size, unmaskable_ids, max_seq_length: as given.
+        has_masks: True.
+
+    Raises:
+        DamagedDataError: a file is missing, truncated or wrong; the message names it and what was
+            expected. Reading may raise it too.
+        ValueError: `max_open` is less than 1.
+    """
+
+    has_masks = True
+
+    def __init__(
+        self,
+        files: Sequence[str | Path],
+        *,
+        vocab_size: int,
+        unmaskable_ids: tuple[int, ...],
+        max_seq_length: int,
+        cache_dir: str | Path,
+        max_open: int = 64,
+        progress: bool | None = None,
+    ) -> None:
+        if max_open < 1:
+            raise ValueError(f"max_open: expected 1 or more, got {max_open}")
+        self.files = [Path(file) for file in files]
+        self.vocab_size = vocab_size
+        self.unmaskable_ids = unmaskable_ids
+        self.max_seq_length = max_seq_length
+        self._cache_dir = Path(cache_dir)
+        self._max_open = max_open
+        self.lengths, self._begins = length_index(
+            self.files, max_seq_length, self._cache_dir, progress
+        )
+        self._open: OrderedDict[int, h5py.File] = OrderedDict()
+        # Training and evaluation read from threads of their own; a file must not be closed by one
+        # while the other reads. HDF5 itself lets one thread in at a time anyway.
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def batch(self, indices: NDArray[np.integer]) -> ExampleBatch:
+        """See `ExampleDataset`. An example may occur more than once."""
+        indices = np.asarray(indices, np.int64)
+        if not len(indices):
+            none = np.empty(0, np.int64)
+            return ExampleBatch(none, none, none, none, none, Masks(none, none, none))
+        # Ascending and each once, as HDF5 wants them; `places` leads back to the order given.
+        wanted, places = np.unique(indices, return_inverse=True)
+        owners = np.searchsorted(self._begins, wanted, side="right") - 1
+        parts = []
+        with self._lock:
+            for number in np.unique(owners):
+                rows = wanted[owners == number]
+                part = read_rows(
+                    self._file(int(number)),
+                    rows - self._begins[number],
+                    self.lengths[rows].astype(np.int64),
+                    self.vocab_size,
+                )
+                parts.append(dataclasses.replace(part, ids=rows))
+        return ExampleBatch.concatenate(parts)[places]
+
+    def target_counts(self) -> NDArray[np.int64]:
+        """See `ExampleDataset`: of the masked tokens. Reads all examples."""
+        counts = np.zeros(self.vocab_size, np.int64)
+        for begin in range(0, len(self), _BLOCK):
+            masks = self.batch(np.arange(begin, min(begin + _BLOCK, len(self)))).masks
+            counts += np.bincount(masks.labels, minlength=len(counts))
+        counts[list(self.unmaskable_ids)] = 0
+        return counts
+
+    def close(self) -> None:
+        """Closes all files; what is read later opens them again."""
+        with self._lock:
+            while self._open:
+                self._open.popitem()[1].close()
+
+    def _file(self, number: int) -> h5py.File:
+        file = self._open.pop(number, None)
+        if file is None:
+            while len(self._open) >= self._max_open:
+                self._open.popitem(last=False)[1].close()
+            file = open_file(self.files[number])
+        self._open[number] = file
+        return file
+
+    def __reduce__(self) -> tuple[Callable[..., Hdf5Dataset], tuple[dict[str, Any]]]:
+        # Pickled by its files: handles cannot travel, and the index is in the cache.
+        return _open_again, (
+            {
+                "files": self.files,
+                "vocab_size": self.vocab_size,
+                "unmaskable_ids": self.unmaskable_ids,
+                "max_seq_length": self.max_seq_length,
+                "cache_dir": self._cache_dir,
+                "max_open": self._max_open,
+            },
+        )
+
+
+def _open_again(arguments: dict[str, Any]) -> Hdf5Dataset:
+    return Hdf5Dataset(**arguments)

@@ -1,0 +1,107 @@
+"""The lengths of all examples of many files, worked out once and kept.
+
+Planning an epoch needs every length, and to know them all files have to be read: minutes for
+thousands of files. The result is cached under a digest of the files' names, sizes and times of
+change, so a changed or truncated file is looked at again, and named if it is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from bert_unpad._files import replacing
+from bert_unpad.data.cache import cache_lock
+from bert_unpad.data.hdf5.layout import index_file
+from bert_unpad.data.shards import DamagedDataError
+
+__all__ = ["find_files", "length_index"]
+
+logger = logging.getLogger(__name__)
+
+_SUFFIXES = (".hdf5", ".h5")
+
+
+def find_files(path: Path) -> list[Path]:
+    """A file itself, or the HDF5 files (*.hdf5, *.h5) of a folder in the order of their names.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    if path.is_file():
+        return [path]
+    files = []
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+    if not files:
+        raise FileNotFoundError(
+            f"source: expected an HDF5 file, or a folder with files *.hdf5 or *.h5, at {path}"
+        )
+    return files
+
+
+def length_index(
+    files: Sequence[Path], max_seq_length: int, cache_dir: Path, progress: bool | None = None
+) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
+    """Lengths of all examples, file after file; from the cache if it has them.
+
+    Safe to call from many processes at once: one reads the files, the others wait.
+
+    Args:
+        files: to index.
+        max_seq_length: longest allowed example, in tokens.
+        cache_dir: where the index is kept.
+        progress: whether to show a bar; None: if stderr is a terminal.
+
+    Returns:
+        uint16 [N], and int64 [files + 1], where the examples of each file begin.
+
+    Raises:
+        DamagedDataError: a file is wrong; the message names it and what was expected.
+    """
+    states = [(str(file.resolve()), file.stat()) for file in files]
+    about = [[name, state.st_size, state.st_mtime_ns] for name, state in states]
+    text = json.dumps(["hdf5 index, version 1", max_seq_length, about])
+    key = hashlib.sha256(text.encode()).hexdigest()[:32]
+    path = cache_dir / "hdf5" / f"{key}.npz"
+    found = _load(path, len(files))
+    if found is not None:
+        return found
+    with cache_lock(cache_dir / "locks" / f"{key}.lock"):
+        found = _load(path, len(files))
+        if found is not None:
+            return found
+        disable = None if progress is None else not progress
+        parts = [
+            index_file(file, max_seq_length)
+            for file in tqdm(files, desc="indexing", unit=" files", disable=disable, leave=False)
+        ]
+        lengths = np.concatenate(parts)
+        begins = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int64)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, lengths=lengths, begins=begins)
+        logger.info("indexed %d files, %d examples", len(files), len(lengths))
+    return lengths, begins
+
+
+def _load(path: Path, files: int) -> tuple[NDArray[np.uint16], NDArray[np.int64]] | None:
+    if not path.exists():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as stored:  # a zip archive: reading checks its CRC
+            lengths, begins = stored["lengths"], stored["begins"]
+        if len(begins) != files + 1 or begins[-1] != len(lengths) or lengths.dtype != np.uint16:
+            raise DamagedDataError(f"{path} does not fit the files")
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile, DamagedDataError) as error:
+        logger.warning("indexing again, as %s is damaged (%s)", path, error)
+        return None
+    return lengths, begins

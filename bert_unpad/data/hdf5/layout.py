@@ -1,0 +1,205 @@
+"""The two layouts of a file: telling them apart, checking a file's structure, reading its rows.
+
+What is checked without reading all of a file (names, types, shapes) is checked when it is indexed,
+the content of examples when they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from bert_unpad.data.example_batch import ExampleBatch, Masks
+from bert_unpad.data.shards import MAX_LENGTH, DamagedDataError
+
+__all__ = ["COLUMNS", "Layout", "index_file", "layout_of", "open_file", "read_rows"]
+
+Layout = Literal["variable", "fixed"]
+
+COLUMNS = (
+    "input_ids",
+    "segment_ids",
+    "masked_lm_positions",
+    "masked_lm_ids",
+    "next_sentence_labels",
+)
+_BLOCK = 4096  # rows read at a time while indexing: 4 MB of ids in the fixed layout
+
+
+def open_file(path: Path) -> h5py.File:
+    """Opens a file for reading.
+
+    Raises:
+        DamagedDataError: it is missing, truncated or no HDF5 file; the message names it.
+    """
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        raise DamagedDataError(f"{path}: expected a complete HDF5 file ({error})") from error
+
+
+def layout_of(file: h5py.File) -> Layout:
+    """Which layout a file has, after checking names, types and shapes.
+
+    Raises:
+        DamagedDataError: neither; the message names the file and what was expected.
+    """
+
+    def fail(message: str) -> DamagedDataError:
+        return DamagedDataError(f"{file.filename}: {message}")
+
+    missing = [name for name in COLUMNS if not isinstance(file.get(name), h5py.Dataset)]
+    if missing:
+        raise fail(f"expected datasets {', '.join(COLUMNS)}; there is no {', '.join(missing)}")
+    fixed = "input_mask" in file
+    rows = file["input_ids"].shape[:1]
+    for name in (*COLUMNS, "input_mask") if fixed else COLUMNS:
+        data = file[name]
+        vlen = h5py.check_vlen_dtype(data.dtype)
+        flat = name == "next_sentence_labels"
+        if data.shape[:1] != rows or data.ndim != (2 if fixed and not flat else 1):
+            shape = "[N, length]" if fixed and not flat else "[N]"
+            raise fail(f"{name}: expected shape {shape} with N = {list(rows)}, got {data.shape}")
+        if (vlen is not None) != (not fixed and not flat):
+            kind = "of one length (input_mask is there)" if fixed else "of variable length"
+            raise fail(f"{name}: expected integers {kind}, got {data.dtype}")
+        if (data.dtype if vlen is None else vlen).kind not in "iu":
+            raise fail(f"{name}: expected integers, got {data.dtype if vlen is None else vlen}")
+    for first, second in (
+        ("input_ids", "segment_ids"),
+        ("input_ids", "input_mask"),
+        ("masked_lm_positions", "masked_lm_ids"),
+    ):
+        if fixed and file[first].shape != file[second].shape:
+            raise fail(
+                f"{second}: expected the shape of {first}, {file[first].shape}, got "
+                f"{file[second].shape}"
+            )
+    return "fixed" if fixed else "variable"
+
+
+def index_file(path: Path, max_seq_length: int) -> NDArray[np.uint16]:
+    """Lengths of a file's examples, uint16 [N].
+
+    Raises:
+        DamagedDataError: the file is damaged, of no known layout, or has an example of no token or
+            of more than `max_seq_length`.
+    """
+    with open_file(path) as file:
+        fixed = layout_of(file) == "fixed"
+        column = file["input_mask" if fixed else "input_ids"]
+        lengths = np.empty(len(column), np.int64)
+        for begin in range(0, len(column), _BLOCK):
+            rows = _read(file, column.name, slice(begin, begin + _BLOCK))
+            if fixed:
+                lengths[begin : begin + len(rows)] = rows.sum(axis=1, dtype=np.int64)
+            else:
+                lengths[begin : begin + len(rows)] = [len(row) for row in rows]
+    longest = min(max_seq_length, MAX_LENGTH)
+    if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= longest:
+        raise DamagedDataError(
+            f"{path}: expected examples of 1 to {longest} tokens (data.max_seq_length), got "
+            f"{lengths.min()} to {lengths.max()}"
+        )
+    return lengths.astype(np.uint16)
+
+
+def read_rows(
+    file: h5py.File, rows: NDArray[np.int64], lengths: NDArray[np.int64], vocab_size: int
+) -> ExampleBatch:
+    """Examples of one file; their ids are the rows.
+
+    Args:
+        file: opened.
+        rows: int64 [B], ascending, no two alike.
+        lengths: int64 [B], what the index says of them.
+        vocab_size: number of ids.
+
+    Raises:
+        DamagedDataError: an example is wrong; the message names the file and what was expected.
+    """
+    fixed = "input_mask" in file  # the rest of the layout was checked when it was indexed
+    ids, segments, positions, labels = (_read(file, name, rows) for name in COLUMNS[:4])
+    next_sentence = _read(file, COLUMNS[4], rows).astype(np.int64)
+    if fixed:
+        mask = _read(file, "input_mask", rows) != 0
+        counts = _leading(positions != 0)
+        begins = [row[:length] for row, length in zip(mask, lengths, strict=True)]
+        if not all(row.all() for row in begins) or (mask.sum(axis=1) != lengths).any():
+            raise DamagedDataError(f"{file.filename}: expected padding at the end of input_mask")
+        ids, segments = ids[mask], segments[mask]
+        taken = np.arange(positions.shape[1]) < counts[:, None]
+        positions, labels = positions[taken], labels[taken]
+    else:
+        counts = _sizes(positions)
+        for name, found, expected in (
+            ("input_ids", _sizes(ids), lengths),
+            ("segment_ids", _sizes(segments), lengths),
+            ("masked_lm_ids", _sizes(labels), counts),
+        ):
+            wrong = np.flatnonzero(found != expected)
+            if len(wrong):
+                raise DamagedDataError(
+                    f"{file.filename}: {name}[{rows[wrong[0]]}]: expected {expected[wrong[0]]} "
+                    f"values, got {found[wrong[0]]}"
+                )
+        ids, segments, positions, labels = (
+            np.concatenate([*column, np.empty(0, np.int16)])
+            for column in (ids, segments, positions, labels)
+        )
+    masks = _ascending(Masks(counts, positions.astype(np.int64), labels.astype(np.int64)))
+    second_starts = _second_starts(file, segments, lengths)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise DamagedDataError(
+            f"{file.filename}: input_ids: expected ids of 0 to {vocab_size - 1} (the vocabulary), "
+            f"got {ids.min()} to {ids.max()}"
+        )
+    if not np.isin(next_sentence, (0, 1)).all():
+        raise DamagedDataError(f"{file.filename}: next_sentence_labels: expected 0 or 1")
+    try:
+        masks.check(lengths, vocab_size)
+    except ValueError as error:
+        raise DamagedDataError(f"{file.filename}: {error}") from error
+    return ExampleBatch(rows, lengths, second_starts, next_sentence, ids.astype(np.int64), masks)
+
+
+def _read(file: h5py.File, name: str, rows: NDArray[np.int64] | slice) -> NDArray:
+    try:
+        return file[name][rows]
+    except (OSError, RuntimeError) as error:  # HDF5's own errors about unreadable blocks
+        raise DamagedDataError(f"{file.filename}: {name} cannot be read ({error})") from error
+
+
+def _sizes(rows: Sequence[NDArray]) -> NDArray[np.int64]:
+    return np.fromiter((len(row) for row in rows), np.int64, len(rows))
+
+
+def _leading(flags: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """How many flags of each row [B, P] are set before the first that is not."""
+    return np.logical_and.accumulate(flags, axis=1).sum(axis=1, dtype=np.int64)
+
+
+def _ascending(masks: Masks) -> Masks:
+    """Masks with the positions of each example ascending, as the packed batch wants them."""
+    owner = np.repeat(np.arange(len(masks.counts)), masks.counts)
+    order = np.lexsort((masks.positions, owner))
+    return Masks(masks.counts, masks.positions[order], masks.labels[order])
+
+
+def _second_starts(
+    file: h5py.File, segments: NDArray[np.integer], lengths: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Where segment 1 begins in each example, which must be zeros followed by ones."""
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    segments = segments.astype(np.int64)  # differences of unsigned numbers would wrap around
+    rises = np.diff(segments, prepend=segments[:1])
+    inside = np.diff(owner, prepend=owner[:1]) == 0
+    if not np.isin(segments, (0, 1)).all() or (rises[inside] < 0).any():
+        raise DamagedDataError(f"{file.filename}: segment_ids: expected 0s followed by 1s")
+    ones = np.bincount(owner[segments == 1], minlength=len(lengths))
+    return lengths - ones
