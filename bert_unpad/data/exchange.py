@@ -48,7 +48,7 @@ class ExchangeError(RuntimeError):
     """A rank's reader has failed or is late, or ranks do not agree; raised on all ranks.
 
     Attributes:
-        ranks: whose fault it is.
+        ranks: whose fault it is; none if that is not known.
     """
 
     def __init__(self, message: str, ranks: list[int]) -> None:
@@ -257,7 +257,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
             broken = ExchangeError(
                 f"rank {self.rank}: the exchange of examples broke down "
                 f"{self._where()}: {type(error).__name__}: {error}",
-                [self.rank],
+                [],
             )
             broken.__cause__ = error
             self._put(broken)
