@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from mp import run_ranks
 
 from bert_unpad.data.example_batch import ExampleBatch
@@ -230,7 +231,8 @@ FAULTS = [
 
 def _all_troubles(rank: int, world_size: int):
     faults = [_faulty(rank, world_size, how) for how, *_ in FAULTS]
-    return faults, _one_leaves(rank, world_size), _differing(rank, world_size)
+    left = _one_leaves(rank, world_size), _one_cannot_wait(rank, world_size)
+    return faults, *left, _differing(rank, world_size)
 
 
 @pytest.fixture(scope="module")
@@ -265,8 +267,29 @@ def _one_leaves(rank: int, world_size: int):
     return caught.value.ranks
 
 
+def _one_cannot_wait(rank: int, world_size: int) -> float:
+    """Rank 0 gives up while others have no reason to join in another round."""
+    exchange = ExampleExchange(_stream(rank, world_size, [1000] * 3), batch_size=4)
+    next(exchange)
+    if rank == 0:
+        started = time.monotonic()
+        exchange.close(0.5)
+        dist.barrier()
+        return time.monotonic() - started
+    dist.barrier()
+    with pytest.raises(ExchangeError):  # told so, or cut off in the middle of a round
+        for _ in exchange:
+            pass
+    exchange.close()
+    return 0.0
+
+
+def test_a_rank_that_cannot_wait_for_the_others(troubles):
+    assert all(seconds < 10 for _, _, seconds, _ in troubles)
+
+
 def test_a_rank_that_leaves_tells_the_others(troubles):
-    assert [leaving for _, leaving, _ in troubles] == ["left", [0], [0]]
+    assert [leaving for _, leaving, *_ in troubles] == ["left", [0], [0]]
 
 
 def _one_dies(rank: int, world_size: int, report: Path):

@@ -290,7 +290,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
         """One step, on all ranks; None if all ranks have come to the epoch's end.
 
         Raises:
-            _Stopped: this rank wants to stop.
+            _Stopped: this rank wants to stop, and it or another one has said so.
             ExchangeError: something is wrong, or another rank wants to stop.
         """
         started = time.perf_counter()
@@ -337,7 +337,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
         return f"in epoch {self._position.epoch}, after {self._in_epoch} examples of all ranks"
 
     def _check(self, rows: NDArray[np.int64], error: BaseException | None) -> None:
-        """Ends the round unless every rank is well."""
+        """Ends the round unless every rank is well: by what all know, so that all end it."""
         statuses, digests = rows[:, 0], rows[:, 3]
         faulty = np.flatnonzero((statuses == _FAILED) | (statuses == _LATE)).tolist()
         if faulty:
@@ -351,9 +351,9 @@ class ExampleExchange(Iterator[ExchangedStep]):
                 for rank in faulty
             ]
             raise ExchangeError(f"{'; '.join(reasons)} ({self._where()})", faulty) from error
-        if self._closed:
-            raise _Stopped
         stopping = np.flatnonzero(statuses == _STOPPING).tolist()
+        if stopping and self._closed:
+            raise _Stopped
         if stopping:
             raise ExchangeError(
                 f"ranks {stopping} have stopped exchanging examples ({self._where()})", stopping
@@ -383,4 +383,4 @@ class ExampleExchange(Iterator[ExchangedStep]):
 
 
 class _Stopped(Exception):
-    """This rank was told to stop, and has told the others."""
+    """A rank has told the others that it stops, and this one was to stop as well."""

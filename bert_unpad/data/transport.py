@@ -9,6 +9,7 @@ place. A rank then talks to (ranks of a node) + (nodes) others instead of to all
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Sequence
 from typing import Any
@@ -163,9 +164,9 @@ class Transport:
         return ExampleBatch.concatenate([kept, *incoming])[order]
 
     def abort(self) -> None:
-        """Makes operations under way fail, where PyTorch can do that; the groups end."""
+        """Makes operations under way fail, where this PyTorch can do that; the groups end."""
         for group in self._groups:
-            if hasattr(group, "abort"):
+            with contextlib.suppress(AttributeError, RuntimeError):
                 group.abort()
 
     def close(self) -> None:
