@@ -2,6 +2,7 @@
 // so that the same inputs give the same bits.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 
@@ -10,8 +11,18 @@
 
 namespace bert_unpad {
 
-// Over all lanes of a warp; the result is in all of them.
-BU_DEVICE float warp_sum(float x) {
+// Shuffles take 32 bits: 64 go in two halves.
+BU_DEVICE double shuffle_xor(double x, int mask) {
+  struct Halves {
+    uint32_t a, b;
+  };
+  const auto own = std::bit_cast<Halves>(x);
+  return std::bit_cast<double>(Halves{shuffle_xor(own.a, mask), shuffle_xor(own.b, mask)});
+}
+
+// Over all lanes of a warp; the result is in all of them. T: float, uint32_t or double.
+template <class T>
+BU_DEVICE T warp_sum(T x) {
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) x += shuffle_xor(x, mask);
   return x;

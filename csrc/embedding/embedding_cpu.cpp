@@ -27,7 +27,7 @@ void check_ids(const EmbeddingTable& t, const char* op) {
 
 // What forward and backward have in common. `activations` has the dtype of y and [tokens, hidden].
 void set_common(EmbeddingParams& p, std::vector<float>& weight_vector,
-                const EmbeddingTable (&tables)[3], const Tensor& activations, const Tensor& weight,
+                const EmbeddingTables& tables, const Tensor& activations, const Tensor& weight,
                 double dropout_p, const std::optional<Tensor>& rng, const char* op) {
   check_embedding_operands(tables, activations, weight, dropout_p, op);
   for (const EmbeddingTable& t : tables) check_ids(t, op);
@@ -52,9 +52,8 @@ std::tuple<Tensor, Tensor, Tensor> embedding_layer_norm(
     Tensor token_type, Tensor weight, Tensor bias, double dropout_p, double eps,
     ScalarType out_dtype, std::optional<Tensor> rng) {
   const char* op = "embedding_layer_norm";
-  const EmbeddingTable tables[3] = {{input_ids, word, "input_ids", "word"},
-                                    {position_ids, position, "position_ids", "position"},
-                                    {token_type_ids, token_type, "token_type_ids", "token_type"}};
+  const EmbeddingTables tables =
+      embedding_tables(input_ids, position_ids, token_type_ids, word, position, token_type);
   check(word.dim() == 2, op, ": word must have shape [entries, hidden], got ", shape_string(word));
   const int64_t tokens = input_ids.numel();
   Tensor y = torch::stable::new_empty(word, {tokens, word.size(1)}, out_dtype);
@@ -65,11 +64,8 @@ std::tuple<Tensor, Tensor, Tensor> embedding_layer_norm(
   bias_vector = padded_vector(bias, p.hidden);
   p.bias = bias_vector.data();
   p.eps = static_cast<float>(eps);
-  Tensor mean = torch::stable::new_empty(word, {tokens}, ScalarType::Float);
-  Tensor rstd = torch::stable::new_empty(word, {tokens}, ScalarType::Float);
+  const auto [mean, rstd] = new_statistics(p, word, tokens);
   p.y = y.mutable_data_ptr();
-  p.mean = mean.mutable_data_ptr<float>();
-  p.rstd = rstd.mutable_data_ptr<float>();
   const EmbeddingKernels& kernels = embedding_kernels();
   RowChunks(tokens).for_each([&](int64_t, int64_t begin, int64_t end) {
     kernels.forward(p, begin, end, thread_scratch(scratch_floats(p)));
@@ -82,17 +78,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> embedding_layer_norm_backward
     Tensor position, Tensor token_type, Tensor weight, Tensor mean, Tensor rstd, double dropout_p,
     std::optional<Tensor> rng) {
   const char* op = "embedding_layer_norm_backward";
-  const EmbeddingTable tables[3] = {{input_ids, word, "input_ids", "word"},
-                                    {position_ids, position, "position_ids", "position"},
-                                    {token_type_ids, token_type, "token_type_ids", "token_type"}};
+  const EmbeddingTables tables =
+      embedding_tables(input_ids, position_ids, token_type_ids, word, position, token_type);
   const int64_t tokens = input_ids.numel();
   EmbeddingParams p{};
   std::vector<float> weight_vector;
   set_common(p, weight_vector, tables, dy, weight, dropout_p, rng, op);
-  check_embedding_saved(dy, mean, rstd, word, tokens, op);
-  p.dy = dy.const_data_ptr();
-  p.mean = const_cast<float*>(mean.const_data_ptr<float>());
-  p.rstd = const_cast<float*>(rstd.const_data_ptr<float>());
+  set_embedding_saved(p, dy, mean, rstd, word, tokens, op);
 
   const RowChunks chunks(tokens);
   const int64_t stride = 2 * p.padded;

@@ -13,7 +13,7 @@ namespace bert_unpad::cuda {
 namespace {
 
 // What forward and backward have in common. `activations` has the dtype of y and [tokens, hidden].
-EmbeddingParams common(const EmbeddingTable (&tables)[3], const Tensor& activations,
+EmbeddingParams common(const EmbeddingTables& tables, const Tensor& activations,
                        const Tensor& weight, double dropout_p, const std::optional<Tensor>& rng,
                        const char* op) {
   check_embedding_operands(tables, activations, weight, dropout_p, op);
@@ -43,21 +43,17 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor input_ids, Tensor position_ids
                                            double dropout_p, double eps, ScalarType out_dtype,
                                            std::optional<Tensor> rng) {
   const char* op = "embedding_layer_norm";
-  const EmbeddingTable tables[3] = {{input_ids, word, "input_ids", "word"},
-                                    {position_ids, position, "position_ids", "position"},
-                                    {token_type_ids, token_type, "token_type_ids", "token_type"}};
+  const EmbeddingTables tables =
+      embedding_tables(input_ids, position_ids, token_type_ids, word, position, token_type);
   check(word.dim() == 2, op, ": word must have shape [entries, hidden], got ", shape_string(word));
   const int64_t tokens = input_ids.numel();
   const Call call(word, op);
   Tensor y = torch::stable::new_empty(word, {tokens, word.size(1)}, out_dtype);
   EmbeddingParams p = common(tables, y, weight, dropout_p, rng, op);
   check_norm_bias(bias, weight, y, op, "ln_");
-  Tensor mean = torch::stable::new_empty(word, {tokens}, ScalarType::Float);
-  Tensor rstd = torch::stable::new_empty(word, {tokens}, ScalarType::Float);
+  const auto [mean, rstd] = new_statistics(p.norm, word, tokens);
   p.norm.bias = bias.const_data_ptr();
   p.norm.eps = static_cast<float>(eps);
-  p.norm.mean = mean.mutable_data_ptr<float>();
-  p.norm.rstd = rstd.mutable_data_ptr<float>();
   p.y = y.mutable_data_ptr();
   embedding_layer_norm(p, call.stream);
   return {y, mean, rstd};
@@ -68,20 +64,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     Tensor position, Tensor token_type, Tensor weight, Tensor mean, Tensor rstd, double dropout_p,
     std::optional<Tensor> rng) {
   const char* op = "embedding_layer_norm_backward";
-  const EmbeddingTable tables[3] = {{input_ids, word, "input_ids", "word"},
-                                    {position_ids, position, "position_ids", "position"},
-                                    {token_type_ids, token_type, "token_type_ids", "token_type"}};
+  const EmbeddingTables tables =
+      embedding_tables(input_ids, position_ids, token_type_ids, word, position, token_type);
   const int64_t tokens = input_ids.numel();
   EmbeddingParams p = common(tables, dy, weight, dropout_p, rng, op);
-  check_embedding_saved(dy, mean, rstd, word, tokens, op);
+  set_embedding_saved(p.norm, dy, mean, rstd, word, tokens, op);
   const Call call(word, op);
   Tensor gradients[3] = {torch::stable::empty_like(word), torch::stable::empty_like(position),
                          torch::stable::empty_like(token_type)};
   Tensor dweight = torch::stable::empty_like(weight), dbias = torch::stable::empty_like(weight);
   for (int i = 0; i < kTables; ++i) p.dtables[i] = gradients[i].mutable_data_ptr();
-  p.norm.dy = dy.const_data_ptr();
-  p.norm.mean = const_cast<float*>(mean.const_data_ptr<float>());
-  p.norm.rstd = const_cast<float*>(rstd.const_data_ptr<float>());
   p.norm.dweight = dweight.mutable_data_ptr();
   p.norm.dbias = dbias.mutable_data_ptr();
   // Scratch memory; used in stream order, which PyTorch's allocator keeps.

@@ -2,6 +2,7 @@
 // are the devices' own.
 #pragma once
 
+#include <array>
 #include <limits>
 
 #include "norm/operands.h"
@@ -15,8 +16,18 @@ struct EmbeddingTable {
   const char* rows_name;
 };
 
-// Word, position, token type. `activations` has the dtype of y and [tokens, hidden].
-inline void check_embedding_operands(const EmbeddingTable (&tables)[3], const Tensor& activations,
+using EmbeddingTables = std::array<EmbeddingTable, 3>;
+
+inline EmbeddingTables embedding_tables(const Tensor& input_ids, const Tensor& position_ids,
+                                        const Tensor& token_type_ids, const Tensor& word,
+                                        const Tensor& position, const Tensor& token_type) {
+  return {{{input_ids, word, "input_ids", "word"},
+           {position_ids, position, "position_ids", "position"},
+           {token_type_ids, token_type, "token_type_ids", "token_type"}}};
+}
+
+// `activations` has the dtype of y and [tokens, hidden].
+inline void check_embedding_operands(const EmbeddingTables& tables, const Tensor& activations,
                                      const Tensor& weight, double dropout_p, const char* op) {
   const EmbeddingTable& word = tables[0];
   check(word.rows.dim() == 2, op, ": word must have shape [entries, hidden], got ",
@@ -44,13 +55,15 @@ inline void check_embedding_operands(const EmbeddingTable (&tables)[3], const Te
   check_probability(dropout_p, op, "p");
 }
 
-inline void check_embedding_saved(const Tensor& dy, const Tensor& mean, const Tensor& rstd,
-                                  const Tensor& word, int64_t tokens, const char* op) {
+// dy and the statistics of the forward pass; `p` is a params struct with pointers to them.
+template <class Params>
+void set_embedding_saved(Params& p, const Tensor& dy, const Tensor& mean, const Tensor& rstd,
+                         const Tensor& word, int64_t tokens, const char* op) {
   check_shape(dy, {tokens, word.size(1)}, op, "dy", "[tokens, hidden]");
   check_contiguous(dy, op, "dy");
   check_same_device(dy, word, op, "dy");
-  check_statistics(mean, tokens, word, op, "mean");
-  check_statistics(rstd, tokens, word, op, "rstd");
+  p.dy = dy.const_data_ptr();
+  set_statistics(p, mean, rstd, tokens, word, op);
 }
 
 }  // namespace bert_unpad

@@ -17,7 +17,6 @@
 #include "device/math.h"
 #include "device/reduce.h"
 #include "device/vector.h"
-#include "device/warp_sum.h"
 #include "loss/cross_entropy_cuda.h"
 
 namespace bert_unpad::cuda {
@@ -100,11 +99,11 @@ BU_DEVICE Part join_warp(const Part& part) {
   return all;
 }
 
-template <class T>
-BU_DEVICE Part add_row(const T* row, int64_t vocab, const Label& label) {
-  constexpr int N = kVectorWidth<T>;
-  const Columns<T, N> columns(row, vocab);
-  Part part{-INFINITY, 0.0f, 0.0f, 0.0f};
+// f(column, x) for this thread's columns of a row, x being one or N neighbouring logits in fp32;
+// N = 1 where vectors would not be aligned. Loads of kVectors vectors are started together.
+template <int N, class T, class F>
+BU_DEVICE void for_columns(const T* row, int64_t count, const F& f) {
+  const Columns<T, N> columns(row, count);
   const int64_t threads = blockDim.x;
   for (int64_t v = threadIdx.x; v < columns.vectors; v += threads * kVectors) {
     Vector<T, N> in[kVectors];
@@ -118,15 +117,14 @@ BU_DEVICE Part add_row(const T* row, int64_t vocab, const Label& label) {
       float x[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) x[i] = to_float(in[r].v[i]);
-      add(part, x, columns.first(v + r * threads), label);
+      f(columns.first(v + r * threads), x);
     }
   }
   const int64_t single = columns.single();
   if (single >= 0) {
-    const float x[1] = {to_float(load_global<T>(row + single))};
-    add(part, x, single, label);
+    float x[1] = {to_float(load_global<T>(row + single))};
+    f(single, x);
   }
-  return part;
 }
 
 BU_DEVICE void require_label(const MaskedCrossEntropyParams& p, int64_t label) {
@@ -149,7 +147,11 @@ masked_cross_entropy_kernel(BU_PARAMS MaskedCrossEntropyParams p) {
   require_label(p, label);
   const T* logits = static_cast<const T*>(p.logits) + row * p.columns;
   const float logit = to_float(load_global<T>(logits + label));
-  Part part = join_warp(add_row(logits, p.vocab, Label{label, logit}));
+  Part part{-INFINITY, 0.0f, 0.0f, 0.0f};
+  for_columns<kVectorWidth<T>>(logits, p.vocab, [&](int64_t column, const auto& x) {
+    add(part, x, column, Label{label, logit});
+  });
+  part = join_warp(part);
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (lane == 0) store_shared(warp * sizeof(Part), part);
   sync_block();
@@ -235,31 +237,10 @@ masked_cross_entropy_backward_kernel(BU_PARAMS MaskedCrossEntropyParams p) {
   require_label(p, label);
   const T* x = static_cast<const T*>(p.logits) + row * p.columns;
   const float lse = load_global<float>(p.lse + row), dloss = load_global<float>(p.dloss);
-  const Columns<T, N> columns(x, p.columns);
-  const int64_t threads = blockDim.x;
-  for (int64_t v = threadIdx.x; v < columns.vectors; v += threads * kVectors) {
-    Vector<T, N> in[kVectors];
-#pragma unroll
-    for (int r = 0; r < kVectors; ++r)
-      if (v + r * threads < columns.vectors)
-        in[r] = load_vector<T, N>(x + columns.first(v + r * threads));
-#pragma unroll
-    for (int r = 0; r < kVectors; ++r) {
-      if (v + r * threads >= columns.vectors) break;
-      const int64_t column = columns.first(v + r * threads);
-      float out[N];
-#pragma unroll
-      for (int i = 0; i < N; ++i) out[i] = to_float(in[r].v[i]);
-      differentiate(out, column, p.vocab, label, lse, dloss);
-      store_vector<T, N>(dx + column, out);
-    }
-  }
-  const int64_t single = columns.single();
-  if (single >= 0) {
-    float out[1] = {to_float(load_global<T>(x + single))};
-    differentiate(out, single, p.vocab, label, lse, dloss);
-    store_global(dx + single, from_float<T>(out[0]));
-  }
+  for_columns<N>(x, p.columns, [&]<int M>(int64_t column, float (&out)[M]) {
+    differentiate(out, column, p.vocab, label, lse, dloss);
+    store_vector<T, M>(dx + column, out);
+  });
 }
 
 // Enough warps for a row of n elements.

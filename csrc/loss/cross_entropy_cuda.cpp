@@ -49,26 +49,14 @@ void backward_into(const Tensor& dloss, const Tensor& logits, const Tensor& labe
   masked_cross_entropy_backward(p, call.stream);
 }
 
-Tensor backward(Tensor dloss, Tensor logits, Tensor labels, Tensor lse, int64_t vocab_size,
-                int64_t ignore_index) {
-  Tensor dlogits = torch::stable::empty_like(logits);
-  backward_into(dloss, logits, labels, lse, vocab_size, ignore_index, dlogits.mutable_data_ptr(),
-                "masked_cross_entropy_backward");
-  return dlogits;
-}
-
-void backward_in_place(Tensor dloss, Tensor logits, Tensor labels, Tensor lse, int64_t vocab_size,
-                       int64_t ignore_index) {
-  backward_into(dloss, logits, labels, lse, vocab_size, ignore_index, logits.mutable_data_ptr(),
-                "masked_cross_entropy_backward_");
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CUDA, m) {
   m.impl("masked_cross_entropy", TORCH_BOX(&forward));
-  m.impl("masked_cross_entropy_backward", TORCH_BOX(&backward));
-  m.impl("masked_cross_entropy_backward_", TORCH_BOX(&backward_in_place));
+  m.impl("masked_cross_entropy_backward",
+         TORCH_BOX(&bert_unpad::masked_cross_entropy_backward<backward_into>));
+  m.impl("masked_cross_entropy_backward_",
+         TORCH_BOX(&bert_unpad::masked_cross_entropy_backward_<backward_into>));
 }
 
 }  // namespace bert_unpad::cuda

@@ -75,26 +75,13 @@ void backward_into(const Tensor& dloss, const Tensor& logits, const Tensor& labe
   });
 }
 
-Tensor masked_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor labels, Tensor lse,
-                                     int64_t vocab_size, int64_t ignore_index) {
-  Tensor dlogits = torch::stable::empty_like(logits);
-  backward_into(dloss, logits, labels, lse, vocab_size, ignore_index, dlogits.mutable_data_ptr(),
-                "masked_cross_entropy_backward");
-  return dlogits;
-}
-
-void masked_cross_entropy_backward_(Tensor dloss, Tensor logits, Tensor labels, Tensor lse,
-                                    int64_t vocab_size, int64_t ignore_index) {
-  backward_into(dloss, logits, labels, lse, vocab_size, ignore_index, logits.mutable_data_ptr(),
-                "masked_cross_entropy_backward_");
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CPU, m) {
   m.impl("masked_cross_entropy", TORCH_BOX(&masked_cross_entropy));
-  m.impl("masked_cross_entropy_backward", TORCH_BOX(&masked_cross_entropy_backward));
-  m.impl("masked_cross_entropy_backward_", TORCH_BOX(&masked_cross_entropy_backward_));
+  m.impl("masked_cross_entropy_backward", TORCH_BOX(&masked_cross_entropy_backward<backward_into>));
+  m.impl("masked_cross_entropy_backward_",
+         TORCH_BOX(&masked_cross_entropy_backward_<backward_into>));
 }
 
 }  // namespace bert_unpad

@@ -42,4 +42,23 @@ void set_saved(Params& p, const Tensor& dloss, const Tensor& logits, const Tenso
   p.lse = const_cast<float*>(lse.const_data_ptr<float>());
 }
 
+// The two operators that give the gradient, from a device's
+//   backward_into(dloss, logits, labels, lse, vocab_size, ignore_index, dlogits, op),
+// which may write the gradient where the logits are.
+template <auto backward_into>
+Tensor masked_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor labels, Tensor lse,
+                                     int64_t vocab_size, int64_t ignore_index) {
+  Tensor dlogits = torch::stable::empty_like(logits);
+  backward_into(dloss, logits, labels, lse, vocab_size, ignore_index, dlogits.mutable_data_ptr(),
+                "masked_cross_entropy_backward");
+  return dlogits;
+}
+
+template <auto backward_into>
+void masked_cross_entropy_backward_(Tensor dloss, Tensor logits, Tensor labels, Tensor lse,
+                                    int64_t vocab_size, int64_t ignore_index) {
+  backward_into(dloss, logits, labels, lse, vocab_size, ignore_index, logits.mutable_data_ptr(),
+                "masked_cross_entropy_backward_");
+}
+
 }  // namespace bert_unpad

@@ -41,12 +41,9 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, std::optional<Tensor> x_bia
   check_norm_bias(bias, weight, x, op);
   const Call call(x, op);
   Tensor y = torch::stable::empty_like(x);
-  Tensor mean = torch::stable::new_empty(x, {p.norm.rows}, ScalarType::Float);
-  Tensor rstd = torch::stable::new_empty(x, {p.norm.rows}, ScalarType::Float);
+  const auto [mean, rstd] = new_statistics(p.norm, x, p.norm.rows);
   p.norm.bias = bias.const_data_ptr();
   p.norm.eps = static_cast<float>(eps);
-  p.norm.mean = mean.mutable_data_ptr<float>();
-  p.norm.rstd = rstd.mutable_data_ptr<float>();
   p.y = y.mutable_data_ptr();
   dropout_add_layer_norm(p, call.stream);
   return {y, mean, rstd};
@@ -58,8 +55,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const char* op = "dropout_add_layer_norm_backward";
   LayerNormParams p = common(x, x_bias, residual, weight, dropout_p, rng, op);
   check_like(dy, x, op, "dy", "x");
-  check_statistics(mean, p.norm.rows, x, op, "mean");
-  check_statistics(rstd, p.norm.rows, x, op, "rstd");
+  set_statistics(p.norm, mean, rstd, p.norm.rows, x, op);
   const Call call(x, op);
   Tensor dx = torch::stable::empty_like(x);
   const bool own_dresidual = residual.has_value() && dropout_p > 0.0;
@@ -68,8 +64,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   Tensor dweight = torch::stable::empty_like(weight), dbias = torch::stable::empty_like(weight);
   Tensor dx_bias = x_bias ? torch::stable::empty_like(*x_bias) : torch::stable::new_empty(x, {0});
   p.norm.dy = dy.const_data_ptr();
-  p.norm.mean = const_cast<float*>(mean.const_data_ptr<float>());
-  p.norm.rstd = const_cast<float*>(rstd.const_data_ptr<float>());
   p.norm.dweight = dweight.mutable_data_ptr();
   p.norm.dbias = dbias.mutable_data_ptr();
   p.dx = dx.mutable_data_ptr();

@@ -56,11 +56,8 @@ std::tuple<Tensor, Tensor, Tensor> dropout_add_layer_norm(Tensor x, std::optiona
   p.bias = vectors.bias.data();
   p.eps = static_cast<float>(eps);
   Tensor y = torch::stable::empty_like(x);
-  Tensor mean = torch::stable::new_empty(x, {rows}, ScalarType::Float);
-  Tensor rstd = torch::stable::new_empty(x, {rows}, ScalarType::Float);
+  const auto [mean, rstd] = new_statistics(p, x, rows);
   p.y = y.mutable_data_ptr();
-  p.mean = mean.mutable_data_ptr<float>();
-  p.rstd = rstd.mutable_data_ptr<float>();
   const NormKernels& kernels = norm_kernels();
   RowChunks(rows).for_each([&](int64_t, int64_t begin, int64_t end) {
     kernels.forward(p, begin, end, thread_scratch(scratch_floats(p)));
@@ -76,8 +73,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
   Vectors vectors;
   const int64_t rows = set_common(p, vectors, x, x_bias, residual, weight, dropout_p, rng, op);
   check_like(dy, x, op, "dy", "x");
-  check_statistics(mean, rows, x, op, "mean");
-  check_statistics(rstd, rows, x, op, "rstd");
+  set_statistics(p, mean, rstd, rows, x, op);
   Tensor dx = torch::stable::empty_like(x);
   const bool own_dresidual = residual.has_value() && dropout_p > 0.0;
   Tensor dresidual =
@@ -85,8 +81,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
   p.dy = dy.const_data_ptr();
   p.dx = dx.mutable_data_ptr();
   p.dresidual = own_dresidual ? dresidual.mutable_data_ptr() : nullptr;
-  p.mean = const_cast<float*>(mean.const_data_ptr<float>());
-  p.rstd = const_cast<float*>(rstd.const_data_ptr<float>());
 
   const RowChunks chunks(rows);
   const int64_t stride = 3 * p.padded;

@@ -1,6 +1,8 @@
 // Checks of the operands of operators with a LayerNorm, the same on CPU and GPU.
 #pragma once
 
+#include <utility>
+
 #include "checks.h"
 
 namespace bert_unpad {
@@ -36,6 +38,26 @@ inline void check_statistics(const Tensor& t, int64_t rows, const Tensor& like, 
   check_dtype(t, ScalarType::Float, op, name, "float32");
   check_contiguous(t, op, name);
   check_same_device(t, like, op, name);
+}
+
+// Allocates both, for the forward pass; `p` is a params struct with their pointers.
+template <class Params>
+std::pair<Tensor, Tensor> new_statistics(Params& p, const Tensor& like, int64_t rows) {
+  Tensor mean = torch::stable::new_empty(like, {rows}, ScalarType::Float);
+  Tensor rstd = torch::stable::new_empty(like, {rows}, ScalarType::Float);
+  p.mean = mean.mutable_data_ptr<float>();
+  p.rstd = rstd.mutable_data_ptr<float>();
+  return {mean, rstd};
+}
+
+// Checks both as the backward pass gets them, and sets their pointers.
+template <class Params>
+void set_statistics(Params& p, const Tensor& mean, const Tensor& rstd, int64_t rows,
+                    const Tensor& like, const char* op) {
+  check_statistics(mean, rows, like, op, "mean");
+  check_statistics(rstd, rows, like, op, "rstd");
+  p.mean = const_cast<float*>(mean.const_data_ptr<float>());
+  p.rstd = const_cast<float*>(rstd.const_data_ptr<float>());
 }
 
 }  // namespace bert_unpad
