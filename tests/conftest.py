@@ -1,6 +1,7 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share, and hooks."""
 
 import pytest
+from compile_ahead import pytest_collection_finish  # noqa: F401
 
 
 @pytest.fixture

@@ -2,15 +2,19 @@
 
 One library is one .cpp file that includes the .cu files it runs. It is compiled again when a file
 that it includes, the compiler or a flag has changed.
+
+    python build.py clip.cpp loss.cpp    # compiles these, one after the other
 """
 
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -94,20 +98,23 @@ def load(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
         raise RuntimeError(f"no C++ compiler: {os.environ.get('CXX', 'g++')!r} was not found")
     command = [*cxx, *FLAGS, *_optional_flags(tuple(cxx)), *flags, str(source)]
     variant = hashlib.sha256(f"{command}{_version(tuple(cxx))}".encode()).hexdigest()[:8]
-    # What the last build included, and the digest of that.
-    record = BUILD / f"{source.stem}-{variant}.json"
-    made = json.loads(record.read_text()) if record.exists() else {"files": [], "digest": ""}
-    library = BUILD / f"{source.stem}-{variant}-{made['digest']}.so"
-    if not made["digest"] or _digest(command, made["files"]) != made["digest"]:
-        stale, library = library, _compile(command, source.stem, variant)
-        if stale != library:
-            stale.unlink(missing_ok=True)
+    BUILD.mkdir(parents=True, exist_ok=True)
+    # Whoever comes second waits, and finds the library made.
+    with (BUILD / f"{source.stem}-{variant}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # What the last build included, and the digest of that.
+        record = BUILD / f"{source.stem}-{variant}.json"
+        made = json.loads(record.read_text()) if record.exists() else {"files": [], "digest": ""}
+        library = BUILD / f"{source.stem}-{variant}-{made['digest']}.so"
+        if not made["digest"] or _digest(command, made["files"]) != made["digest"]:
+            stale, library = library, _compile(command, source.stem, variant)
+            if stale != library:
+                stale.unlink(missing_ok=True)
     return ctypes.CDLL(str(library))
 
 
 def _compile(command: list[str], stem: str, variant: str) -> Path:
-    BUILD.mkdir(parents=True, exist_ok=True)
-    # Of this process, and renamed at the end: several may compile the same at once.
+    # Renamed at the end: a process that is killed leaves nothing that looks like a library.
     temporary = BUILD / f"{stem}-{variant}.{os.getpid()}.tmp"
     depfile = temporary.with_suffix(".d")
     outputs = ["-MD", "-MF", str(depfile), "-o", str(temporary)]
@@ -125,3 +132,9 @@ def _compile(command: list[str], stem: str, variant: str) -> Path:
         temporary.unlink(missing_ok=True)
         depfile.unlink(missing_ok=True)
     return library
+
+
+if __name__ == "__main__":
+    os.nice(5)  # beside tests, which come first
+    for name in sys.argv[1:]:
+        load(HERE / name)
