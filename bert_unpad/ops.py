@@ -9,8 +9,9 @@ from bert_unpad._ops.attention import varlen_attention, varlen_cross_attention
 from bert_unpad._ops.clip import clip_bucket_
 from bert_unpad._ops.embedding import embedding_layer_norm
 from bert_unpad._ops.gelu import bias_gelu
-from bert_unpad._ops.linear import linear
+from bert_unpad._ops.linear import linear, linear_residual
 from bert_unpad._ops.loss import masked_cross_entropy
+from bert_unpad._ops.mlp import mlp
 from bert_unpad._ops.norm import dropout_add_layer_norm
 from bert_unpad._ops.optim import adam_, lamb_, multi_tensor_l2norm, multi_tensor_scale_
 
@@ -22,7 +23,9 @@ __all__ = [
     "embedding_layer_norm",
     "lamb_",
     "linear",
+    "linear_residual",
     "masked_cross_entropy",
+    "mlp",
     "multi_tensor_l2norm",
     "multi_tensor_scale_",
     "varlen_attention",

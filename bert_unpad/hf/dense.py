@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bert_unpad import ops
-from bert_unpad._ops.linear import _no_autocast, _product_dtype
+from bert_unpad._ops.products import no_autocast, product_dtype
 
 __all__ = [
     "activation",
@@ -83,7 +83,7 @@ def project_side_by_side(modules: tuple[nn.Module, ...], x: Tensor) -> Tensor:
         weights = [_parameter(module.weight, x) for module in modules]
         biases = [_parameter(module.bias, x) for module in modules]
         if not torch.compiler.is_compiling():
-            return _SideBySide.apply(x, _product_dtype(x), *weights, *biases)
+            return _SideBySide.apply(x, product_dtype(x), *weights, *biases)
         out = ops.linear(x, torch.cat(weights), torch.cat(biases))
         return out.view(x.shape[0], len(modules), -1)
     return torch.stack([dense(module, x) for module in modules], 1)
@@ -98,7 +98,7 @@ class _SideBySide(torch.autograd.Function):
         wide = [parameter.to(dtype) for parameter in parameters]
         weights, biases = wide[: len(wide) // 2], wide[len(wide) // 2 :]
         ctx.save_for_backward(x, *weights)
-        with _no_autocast(x.device.type):
+        with no_autocast(x.device.type):
             input = x.to(dtype)
             out = input.new_empty((x.shape[0], len(weights), weights[0].shape[0]))
             for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
@@ -109,7 +109,7 @@ class _SideBySide(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor):
         # Some run the backward pass under autocast too; the products have their dtype already.
-        with _no_autocast(dy.device.type):
+        with no_autocast(dy.device.type):
             return _SideBySide._gradients(ctx, dy)
 
     @staticmethod

@@ -26,16 +26,19 @@ class BertSelfAttention(nn.Module):
         self.dropout_p = config.attention_probs_dropout_prob
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
 
-    def forward(self, x: Tensor, batch: VarlenBatch, rng: Tensor | None = None) -> Tensor:
-        """Every token attends to its sequence: [T, hidden] -> [T, hidden]."""
-        qkv = ops.linear(x, self.qkv.weight, self.qkv.bias)
+    def forward(
+        self, x: Tensor, batch: VarlenBatch, rng: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Every token attends to its sequence: [T, hidden] -> [T, hidden], and x for the residual
+        connection, see `ops.linear_residual`."""
+        qkv, residual = ops.linear_residual(x, self.qkv.weight, self.qkv.bias)
         out = ops.varlen_attention(
             qkv.view(x.shape[0], 3, self.num_heads, self.head_dim),
             batch,
             dropout_p=self.dropout_p if self.training else 0.0,
             rng=rng,
         )
-        return out.flatten(1)
+        return out.flatten(1), residual
 
     def forward_rows(
         self,
@@ -44,8 +47,8 @@ class BertSelfAttention(nn.Module):
         batch: VarlenBatch,
         rows: QueryRows,
         rng: Tensor | None = None,
-    ) -> Tensor:
-        """Some rows attend to their whole sequence: [Q, hidden] -> [Q, hidden].
+    ) -> tuple[Tensor, Tensor]:
+        """Some rows attend to their whole sequence: [Q, hidden] -> [Q, hidden], and x_rows.
 
         Args:
             x: the hidden states of all tokens, [T, hidden].
@@ -58,7 +61,7 @@ class BertSelfAttention(nn.Module):
         hidden = x.shape[1]
         q_weight, kv_weight = self.qkv.weight.split([hidden, 2 * hidden])
         q_bias, kv_bias = self.qkv.bias.split([hidden, 2 * hidden])
-        q = ops.linear(x_rows, q_weight, q_bias)
+        q, residual = ops.linear_residual(x_rows, q_weight, q_bias)
         kv = ops.linear(x, kv_weight, kv_bias)
         out = ops.varlen_cross_attention(
             q.view(x_rows.shape[0], self.num_heads, self.head_dim),
@@ -71,11 +74,14 @@ class BertSelfAttention(nn.Module):
             rng=rng,
             order=batch.order,
         )
-        return out.flatten(1)
+        return out.flatten(1), residual
 
 
 class BertOutput(nn.Module):
-    """LayerNorm(residual + dropout(dense(x))): closes the attention and the feed-forward half."""
+    """LayerNorm(residual + dropout(dense(x))): closes the attention and the feed-forward half.
+
+    The caller computes the product with `dense.weight`, alone or in one node with what is before.
+    """
 
     def __init__(self, config: BertConfig, in_features: int) -> None:
         super().__init__()
@@ -84,11 +90,7 @@ class BertOutput(nn.Module):
         self.dropout_p = config.hidden_dropout_prob
 
     def forward(self, x: Tensor, residual: Tensor, rng: Tensor | None = None) -> Tensor:
-        """x [rows, in_features], residual [rows, hidden] -> [rows, hidden]."""
-        return self.close(ops.linear(x, self.dense.weight), residual, rng)
-
-    def close(self, x: Tensor, residual: Tensor, rng: Tensor | None = None) -> Tensor:
-        """The same for an x that has gone through `dense`, but for its bias."""
+        """x, the product with `dense.weight`, and residual: [rows, hidden] -> [rows, hidden]."""
         return ops.dropout_add_layer_norm(
             x,
             residual,
@@ -118,6 +120,8 @@ class BertAttention(nn.Module):
     ) -> Tensor:
         """[T, hidden] -> [T, hidden], or [Q, hidden] if only `rows` are asked for."""
         if rows is None:
-            return self.output(self.self(x, batch, rng[0]), x, rng[1])
-        x_rows = gather_rows(x, rows.positions)
-        return self.output(self.self.forward_rows(x, x_rows, batch, rows, rng[0]), x_rows, rng[1])
+            out, residual = self.self(x, batch, rng[0])
+        else:
+            x_rows = gather_rows(x, rows.positions)
+            out, residual = self.self.forward_rows(x, x_rows, batch, rows, rng[0])
+        return self.output(ops.linear(out, self.output.dense.weight), residual, rng[1])

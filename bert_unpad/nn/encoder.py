@@ -11,7 +11,6 @@ from bert_unpad import ops
 from bert_unpad.batch import QueryRows, VarlenBatch
 from bert_unpad.nn.attention import BertAttention, BertOutput
 from bert_unpad.nn.config import BertConfig
-from bert_unpad.nn.gelu_linear import gelu_linear
 from bert_unpad.nn.rng import RngKeys
 
 __all__ = ["BertEncoder", "BertIntermediate", "BertLayer", "Recompute"]
@@ -20,17 +19,12 @@ Recompute = Literal["none", "gelu", "layer"]
 
 
 class BertIntermediate(nn.Module):
-    """gelu(dense(x)), with the bias added in the GELU's pass over memory."""
+    """The first linear layer of the feed-forward half, and which GELU follows it."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
         self.approximate = config.gelu_approximate
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, intermediate]."""
-        x = ops.linear(x, self.dense.weight)
-        return ops.bias_gelu(x, self.dense.bias, approximate=self.approximate)
 
 
 class BertLayer(nn.Module):
@@ -57,12 +51,15 @@ class BertLayer(nn.Module):
         `recompute_gelu`: compute the GELU's output again in the backward pass, do not keep it.
         """
         x = self.attention(x, batch, rows, (rng[0], rng[1]))
-        if not recompute_gelu:
-            return self.output(self.intermediate(x), x, rng[2])
-        dense, approximate = self.intermediate.dense, self.intermediate.approximate
-        inner = ops.linear(x, dense.weight)
-        inner = gelu_linear(inner, dense.bias, self.output.dense.weight, approximate)
-        return self.output.close(inner, x, rng[2])
+        y, residual = ops.mlp(
+            x,
+            self.intermediate.dense.weight,
+            self.intermediate.dense.bias,
+            self.output.dense.weight,
+            approximate=self.intermediate.approximate,
+            recompute=recompute_gelu,
+        )
+        return self.output(y, residual, rng[2])
 
 
 class BertEncoder(nn.Module):

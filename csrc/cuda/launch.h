@@ -1,4 +1,4 @@
-// Starting kernels: error checks, dtype dispatch and launch geometry, without torch.
+// Starting kernels: dtype dispatch and launch geometry, without torch.
 //
 // The only file with <<<>>>; a launcher calls launch() and never the kernel. Without nvcc launch()
 // runs the kernel in the host model (tests/host_cuda), whose cuda_runtime.h is found first.
@@ -8,20 +8,14 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 
 #include "cpu/types.h"
+#include "cuda/error.h"
 #ifndef __CUDACC__
 #include "host_cuda/machine.h"
 #endif
 
 namespace bert_unpad::cuda {
-
-inline void check_cuda(cudaError_t error, const char* op) {
-  if (error != cudaSuccess) [[unlikely]]
-    throw std::runtime_error(std::string(op) + ": CUDA error: " + cudaGetErrorString(error));
-}
 
 // Dynamic shared memory that a kernel gets without asking.
 inline constexpr size_t kUnaskedSharedBytes = 48 * 1024;

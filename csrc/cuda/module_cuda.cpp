@@ -1,7 +1,12 @@
 // The Python module object of bert_unpad._C_cuda. Importing it registers the CUDA operators (static
-// initialisers of the other files); besides, it tells what was built for `bert_unpad.info`.
+// initialisers of the other files); besides, it tells what was built, for `bert_unpad.info`, and
+// says where timed algorithms are kept.
 #include <Python.h>
 #include <cuda_runtime_api.h>
+
+#include <exception>
+
+#include "mlp/algorithms.h"
 
 // The macro holds the bare list, commas included.
 #define BU_STRINGIFY_TEXT(...) #__VA_ARGS__
@@ -17,9 +22,24 @@ PyObject* cuda_version(PyObject*, PyObject*) {
   return PyUnicode_FromFormat("%d.%d", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
 }
 
+PyObject* set_linear_algorithm_file(PyObject*, PyObject* path) {
+  const char* text = PyUnicode_AsUTF8(path);
+  if (text == nullptr) return nullptr;
+  try {
+    bert_unpad::cuda::set_algorithm_file(text);
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
 PyMethodDef methods[] = {
     {"archs", archs, METH_NOARGS, "Comma-separated CUDA architectures in this build."},
     {"cuda_version", cuda_version, METH_NOARGS, "Version of the CUDA Toolkit that built this."},
+    {"set_linear_algorithm_file", set_linear_algorithm_file, METH_O,
+     "Times cuBLASLt's algorithms once for each kind of product and keeps the best in this file; "
+     "an empty path stops it."},
     {nullptr, nullptr, 0, nullptr},
 };
 
