@@ -52,7 +52,9 @@ def _case(
     plain: Callable[..., Tensor],
 ) -> Case:
     # Standard deviations of a trained layer's kind: results stay near 1.
-    wide = [torch.randn(s, device=device) / (s[-1] ** 0.5 if i else 1) for i, s in enumerate(shapes)]
+    wide = [
+        torch.randn(s, device=device) / (s[-1] ** 0.5 if i else 1) for i, s in enumerate(shapes)
+    ]
     inputs = [t.bfloat16() for t in wide]
     dy = torch.randn(out_shape, device=device, dtype=torch.bfloat16)
     operands = sum(t.numel() for t in inputs) * 2

@@ -14,8 +14,10 @@ from bert_unpad._ops.loss import masked_cross_entropy
 from bert_unpad._ops.mlp import mlp
 from bert_unpad._ops.norm import dropout_add_layer_norm
 from bert_unpad._ops.optim import adam_, lamb_, multi_tensor_l2norm, multi_tensor_scale_
+from bert_unpad._ops.products import accumulate_in_place, time_algorithms
 
 __all__ = [
+    "accumulate_in_place",
     "adam_",
     "bias_gelu",
     "clip_bucket_",
@@ -28,6 +30,7 @@ __all__ = [
     "mlp",
     "multi_tensor_l2norm",
     "multi_tensor_scale_",
+    "time_algorithms",
     "varlen_attention",
     "varlen_cross_attention",
 ]

@@ -25,14 +25,27 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import attention, cuda_gelu, cuda_loss, cuda_norm, harness, memory_bound
+from benchmarks import (
+    attention,
+    cuda_gelu,
+    cuda_loss,
+    cuda_mlp,
+    cuda_norm,
+    harness,
+    memory_bound,
+)
 from benchmarks.attention_peers import CONTENDERS, OURS
 from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch, pad, unpad
 from bert_unpad.data.histogram import sample_lengths
 
 # What is timed on a GPU besides attention.
-CUDA_CASES = {"gelu": cuda_gelu.cases, "loss": cuda_loss.cases, "norm": cuda_norm.cases}
+CUDA_CASES = {
+    "gelu": cuda_gelu.cases,
+    "loss": cuda_loss.cases,
+    "mlp": cuda_mlp.cases,
+    "norm": cuda_norm.cases,
+}
 HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 12, 64, 768, 3072
 
 
@@ -139,7 +152,7 @@ def run(case: Case, rounds: int) -> dict[str, harness.Timing]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--op", choices=["attention", "norm", "gelu", "loss", "all"], default="all")
+    parser.add_argument("--op", choices=["attention", *CUDA_CASES, "all"], default="all")
     parser.add_argument("--sequences", type=int, help="default: 8 on a CPU, 48 on a GPU")
     parser.add_argument("--rows", type=int, default=2048, help="tokens of the other operators")
     parser.add_argument("--rounds", type=int, help="default: 11 on a CPU, 50 on a GPU")
@@ -176,8 +189,8 @@ def main() -> None:
                 folder, command = harness.gpu_folder(), "python " + " ".join(sys.argv)
                 print(f"\nwritten to {harness.save(f'ops_{name}', folder, command, payload)}")
         return
-    if args.op == "loss":
-        parser.error("--op loss is timed on a GPU only: add --device cuda")
+    if args.op in ("loss", "mlp"):
+        parser.error(f"--op {args.op} is timed on a GPU only: add --device cuda")
 
     allocator = harness.fix_allocator(args.allocator)
     torch.manual_seed(args.seed)

@@ -92,7 +92,7 @@ for part in "${parts[@]}"; do
     tests) tests ;;
     memcheck | racecheck) sanitizer "$part" ;;
     benchmarks)
-      for op in attention gelu loss; do
+      for op in attention gelu loss norm mlp; do
         step "benchmarks_$op" "$python" scripts/benchmark_ops.py --device cuda --op "$op"
       done
       step benchmarks_optim "$python" scripts/benchmark_optim.py --device cuda

@@ -11,11 +11,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import cuda_gelu, cuda_loss, cuda_norm, memory_bound
+from benchmarks import cuda_gelu, cuda_loss, cuda_mlp, cuda_norm, memory_bound
 from benchmarks.memory_bound import OURS, Case, Contender, by_autograd
 
 
-@pytest.mark.parametrize(("module", "count"), [(cuda_gelu, 2), (cuda_loss, 1), (cuda_norm, 4)])
+@pytest.mark.parametrize(
+    ("module", "count"), [(cuda_gelu, 2), (cuda_loss, 1), (cuda_mlp, 3), (cuda_norm, 4)]
+)
 def test_a_rehearsal_gives_a_whole_report(module, count: int, capsys) -> None:
     report = memory_bound.run(module.cases, "cpu", rounds=2, seed=1)
     assert json.loads(json.dumps(report)) == report

@@ -204,7 +204,7 @@ class TestAccumulation:
         given, douts = draw_mlp(9, dtype, torch.float32)
         plain, added = leaves(given), leaves(given)
         for weight in (added[1], added[3]):
-            products.accumulate_in_place(weight)
+            ops.accumulate_in_place(weight)
         places = []
         for _ in range(3):
             for inputs in (plain, added):
@@ -217,13 +217,13 @@ class TestAccumulation:
     def test_can_be_taken_back(self) -> None:
         x, weight = draw((3, 8), (16, 8))
         weight.requires_grad_()
-        products.accumulate_in_place(weight)
+        ops.accumulate_in_place(weight)
         ops.linear_residual(x, weight)[0].sum().backward()
         seen = []
         weight.register_hook(seen.append)
         ops.linear_residual(x, weight)[0].sum().backward()
         assert seen == [None]  # it was added without autograd
-        products.accumulate_in_place(weight, False)
+        ops.accumulate_in_place(weight, False)
         ops.linear_residual(x, weight)[0].sum().backward()
         torch.testing.assert_close(weight.grad, 3 * seen[1])
 
@@ -250,7 +250,7 @@ def ddp_gradients(rank: int, world_size: int) -> list[Tensor]:
     for in_place in (False, True):
         layer = Layer()
         for weight in (layer.inner.weight, layer.outer.weight):
-            products.accumulate_in_place(weight, in_place)
+            ops.accumulate_in_place(weight, in_place)
         replica = DistributedDataParallel(layer, gradient_as_bucket_view=True)
         torch.manual_seed(1 + rank)
         places = set()

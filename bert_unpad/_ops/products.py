@@ -118,6 +118,29 @@ def accumulate_in_place(weight: Tensor, enabled: bool = True) -> None:
     weight._bert_unpad_accumulates = enabled
 
 
+def time_algorithms(path: str | os.PathLike[str] | None) -> None:
+    """Lets cuBLASLt's algorithms be timed, once for each kind of product, and keeps the best.
+
+    A kind is a shape (tokens rounded up to 128), dtypes, epilogue and alignment on one sort of
+    device. The first product of a kind that is not in the file makes the host wait, for some
+    milliseconds; while a CUDA graph is captured nothing is timed. Without this, cuBLASLt's first
+    guess is taken.
+
+    Args:
+        path: where choices are kept, for later runs too: the same file gives the same algorithms,
+            and so the same bits. Its folder is made. None stops timing.
+
+    Raises:
+        RuntimeError: there is something else in the file, or it cannot be written.
+        ImportError: bert_unpad was built without CUDA.
+    """
+    from bert_unpad import _C_cuda
+
+    if path is not None:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    _C_cuda.set_linear_algorithm_file("" if path is None else os.fspath(path))
+
+
 def _target(weight: Tensor) -> Tensor | None:
     """Where to add the weight's gradient, or None if autograd takes it."""
     if torch.compiler.is_compiling() or not getattr(weight, "_bert_unpad_accumulates", False):

@@ -16,8 +16,10 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
+from bert_unpad import ops
 from bert_unpad._malloc import keep_freed_memory
 from bert_unpad.data import DamagedDataError, PreparedData, prepare
+from bert_unpad.data.cache import default_cache_dir
 from bert_unpad.data.sampler import BalancedSampler, WorkModel
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.checkpoint import Checkpointer, newest_checkpoint
@@ -93,6 +95,8 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
         open_run_dir(config)
     checkpointer = Checkpointer(config.checkpoint_dir, config.checkpoint.keep_last, ranks)
     model.to(ranks.device)
+    if ranks.device.type == "cuda":
+        ops.time_algorithms(default_cache_dir() / "cublaslt_algorithms.txt")
     optimizer = build_optimizer(model, config.optimizer)
     progress = Progress()
     if found is not None:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bert_unpad import ops
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.clipping import Clipping
@@ -44,6 +45,11 @@ def build_model(config: PretrainConfig, vocab_size: int, max_seq_length: int) ->
         except (FileNotFoundError, ValueError) as error:
             raise ConfigError("model.preset", str(error)) from error
     model.bert.encoder.recompute = config.recompute
+    if config.batching.accumulation > 1:
+        # What the later passes of a step add to the gradients is then added within their products.
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                ops.accumulate_in_place(module.weight)
     return model.train()
 
 
