@@ -57,7 +57,7 @@ class Buckets:
     """Chooses a bucket for a batch: a function of its sizes alone.
 
     Args:
-        sequences: the most sequences of a batch.
+        sequences: the most sequences of a batch. Batches with more take buckets of their own.
         max_seqlen: the longest that a sequence can be, in tokens.
         masked_share: share of a sequence's tokens that are predicted, rounded, at least one a
             sequence. Batches with more take buckets of their own.
@@ -82,13 +82,9 @@ class Buckets:
         """The bucket of a batch.
 
         Raises:
-            ValueError: it has more sequences than `sequences`, or a longer one than `max_seqlen`.
+            ValueError: it has a longer sequence than `max_seqlen`.
         """
         batch, rows = inputs.batch, inputs.query_rows
-        if batch.batch_size > self.sequences:
-            raise ValueError(
-                f"a batch may have at most sequences = {self.sequences}, got {batch.batch_size}"
-            )
         if batch.seqlen > self.max_seqlen:
             raise ValueError(
                 f"a sequence may have at most max_seqlen = {self.max_seqlen} tokens, "
@@ -97,21 +93,24 @@ class Buckets:
         # One token at least is padding, for the added rows of the last layer to be read from.
         tokens = _round_up(batch.total + 1, self.step)
         # Rounding gives a sequence half a token more than its share, or a whole one.
-        masked = _round_up(math.ceil(self.masked_share * tokens) + self.sequences, 8)
+        sequences = self.sequences
+        while sequences < batch.batch_size:
+            sequences *= 2
+        masked = _round_up(math.ceil(self.masked_share * tokens) + sequences, 8)
         while masked < inputs.num_masked:
             masked *= 2
         most = self._rows if rows.max_seqlen <= self._rows else self.max_seqlen
         # What is added at most, where a batch has as many sequences as it may.
-        added_rows = math.ceil(self.masked_share * self.step) + 2 * self.sequences
+        added_rows = math.ceil(self.masked_share * self.step) + 2 * sequences
         added = max(-(-self.step // self.max_seqlen), -(-added_rows // self._rows))
-        missing_rows = masked + self.sequences - rows.positions.shape[0]
+        missing_rows = masked + sequences - rows.positions.shape[0]
         while added * self.max_seqlen < tokens - batch.total or added * most < missing_rows:
             added *= 2
         return Bucket(
             tokens=tokens,
-            sequences=self.sequences + added,
+            sequences=sequences + added,
             masked=masked,
-            first_tokens=self.sequences,
+            first_tokens=sequences,
             max_seqlen=self.max_seqlen,
             max_query_rows=most,
         )
@@ -125,9 +124,10 @@ def pad_to(inputs: PackedInputs, bucket: Bucket) -> PackedInputs:
     """The same batch with the sizes of a bucket, on the host.
 
     The model's losses and correct predictions are the same, bit for bit, as far as a matrix product
-    computes a row alike whatever the number of rows (of a single row it may not); our operators
-    do. Gradients of weights are sums over more rows, which are zero: the same up to the order of
-    the sums, that matrix products choose by the number of rows.
+    computes a row alike whatever the number of rows (of very few it may not); our operators do,
+    but for attention's backward pass on a GPU, which takes one of two kernels by the sizes.
+    Gradients of weights are sums over more rows, which are zero: the same up to the order of the
+    sums, which matrix products choose by the number of rows.
 
     Args:
         inputs: on the CPU.

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from bert_unpad._planner import WorkModel
+from bert_unpad.batch.buckets import Buckets
 from bert_unpad.data import PackedCollator, Prefetcher, ShardDataset, pack_examples
 from bert_unpad.data.exchange import ExampleExchange, ExchangedStep
 from bert_unpad.data.stream import ShardStream
@@ -108,7 +109,12 @@ class ExchangedFeed:
 
     @contextmanager
     def steps(
-        self, collator: PackedCollator, model: BertForPreTraining, *, pin_memory: bool
+        self,
+        collator: PackedCollator,
+        model: BertForPreTraining,
+        *,
+        pin_memory: bool,
+        buckets: Buckets | None = None,
     ) -> Iterator[Iterator[tuple[Step, FeedState]]]:
         """Steps from where the run stands, without end; all ranks enter and leave together.
 
@@ -118,12 +124,14 @@ class ExchangedFeed:
             collator: whose masks to make.
             model: counts its floating-point operations.
             pin_memory: put steps into page-locked memory, for a GPU.
+            buckets: what passes are padded to; None to leave them as they are.
         """
         batching = self._batching
         collate = StepCollator(
             lambda examples, epoch: pack_examples(examples, collator.masker, epoch),
             model,
             batching.accumulation,
+            buckets,
         )
 
         def make_step(given: ExchangedStep, _: int) -> tuple[Step, FeedState]:

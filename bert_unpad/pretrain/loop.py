@@ -27,6 +27,7 @@ from bert_unpad.pretrain.clipping import Clipping, step_if
 from bert_unpad.pretrain.config import PretrainConfig
 from bert_unpad.pretrain.display import Display
 from bert_unpad.pretrain.evaluate import Evaluator
+from bert_unpad.pretrain.graphs import GraphRunner
 from bert_unpad.pretrain.interrupt import StopRequest
 from bert_unpad.pretrain.metrics import JsonLines, Stopwatch, Window, averages
 from bert_unpad.pretrain.optimizer import set_lr
@@ -60,6 +61,7 @@ def accumulate_gradient(
     autocast: AbstractContextManager,
     window: Window,
     in_backward: bool = True,
+    graphs: GraphRunner | None = None,
 ) -> None:
     """Adds the gradient of the global batch's loss to the parameters' `.grad`, on every rank.
 
@@ -75,21 +77,30 @@ def accumulate_gradient(
         window: gets this rank's losses and correct predictions.
         in_backward: whether DDP exchanges gradients; else `.grad` is this rank's part, times the
             number of ranks.
+        graphs: runs the passes instead, on the bare model; `in_backward` is of no account then.
     """
     scale: Tensor | None = None
     for number, inputs in enumerate(step.passes):
+        if graphs is not None:
+            scale = _loss_factors(counts, ranks) if scale is None else scale
+            window.add_outputs(graphs(inputs, scale))
+            continue
         last = number == len(step.passes) - 1
         whole = last and in_backward
         exchange = nullcontext() if whole or ranks.world_size == 1 else model.no_sync()
         with exchange:
             with autocast:
                 outputs = model(inputs.to(ranks.device, non_blocking=True))
-            if scale is None:
-                # Clamped: a global batch without a label of one kind has a loss of 0 for it.
-                scale = (ranks.world_size / counts.on_device()[:2].clamp(min=1)).float()
+            scale = _loss_factors(counts, ranks) if scale is None else scale
             loss = outputs.mlm_loss_sum * scale[0] + outputs.nsp_loss_sum * scale[1]
             loss.backward()
         window.add_outputs(outputs)
+
+
+def _loss_factors(counts: HostSums, ranks: Ranks) -> Tensor:
+    """What the sums of the two losses are multiplied by, float32 [2]."""
+    # Clamped: a global batch without a label of one kind has a loss of 0 for it.
+    return (ranks.world_size / counts.on_device()[:2].clamp(min=1)).float()
 
 
 class Trainer:
@@ -110,6 +121,7 @@ class Trainer:
         max_seq_length: what examples would be padded to, in tokens.
         peak: matrix-multiply rate of this process.
         autocast: context of the forward pass.
+        graphs: runs the passes; None to run them one operator after another.
     """
 
     def __init__(
@@ -129,6 +141,7 @@ class Trainer:
         max_seq_length: int,
         peak: MatmulPeak,
         autocast: AbstractContextManager,
+        graphs: GraphRunner | None = None,
     ) -> None:
         self.config = config
         self.ranks = ranks
@@ -145,6 +158,7 @@ class Trainer:
         rate = torch.tensor(peak.flops_per_second, dtype=torch.float64, device=ranks.device)
         self.peak_flops = float(ranks.sum(rate))
         self.autocast = autocast
+        self.graphs = graphs
         self.watch = Stopwatch(progress.seconds)
         self.window = Window(ranks, progress.window)
         self.metrics = self._open(run_dir / "metrics.jsonl") if ranks.is_first else None
@@ -240,13 +254,15 @@ class Trainer:
             self.autocast,
             self.window,
             self.clipping.in_backward,
+            self.graphs,
         )
         gradient = self.clipping.finish()
         self._norm = gradient.norm
         self.window.add_gradient(gradient)
         set_lr(self.optimizer, self._lr(done))
         step_if(self.optimizer, gradient.finite)
-        self.optimizer.zero_grad()
+        # Graphs write into gradients that stay where they are.
+        self.optimizer.zero_grad(set_to_none=self.graphs is None)
 
     def _lr(self, done: int) -> float:
         schedule = self.config.schedule

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from bert_unpad import ops
 from bert_unpad._malloc import keep_freed_memory
+from bert_unpad.batch.buckets import Buckets
 from bert_unpad.data import DamagedDataError, PreparedData, prepare
 from bert_unpad.data.cache import default_cache_dir
 from bert_unpad.data.sampler import BalancedSampler, WorkModel
@@ -27,6 +28,7 @@ from bert_unpad.pretrain.clipping import Clipping
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
 from bert_unpad.pretrain.evaluate import Evaluator
 from bert_unpad.pretrain.exchanged import ExchangedFeed
+from bert_unpad.pretrain.graphs import GraphRunner, check_graphs
 from bert_unpad.pretrain.interrupt import StopRequest
 from bert_unpad.pretrain.loop import Trainer
 from bert_unpad.pretrain.model import build_model, replicate
@@ -78,6 +80,7 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
         ConfigError: a setting does not fit the data, the machine or the saved run.
     """
     _check_packages(config)
+    check_graphs(config, ranks)
     found = ranks.from_first(newest_checkpoint(config.checkpoint_dir))
     if config.resume == "must" and found is None:
         raise ConfigError("resume", f"there is no complete checkpoint in {config.checkpoint_dir}")
@@ -118,7 +121,11 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
         peak = measure_matmul_peak(ranks.device, _DTYPES[config.precision])
         logger.info("peak of one process: %s", peak)
         clipping = Clipping(config.clip, ranks, model)
-        replica = replicate(model, ranks, config.compile, clipping)
+        graphs, replica = None, model
+        if config.cuda_graphs:
+            graphs = GraphRunner(model, _autocast(config, ranks))
+        else:
+            replica = replicate(model, ranks, config.compile, clipping)
         clipping.load_state_dict(progress.clip)
         trainer = Trainer(
             config,
@@ -135,6 +142,7 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
             max_seq_length=config.data.max_seq_length,
             peak=peak,
             autocast=_autocast(config, ranks),
+            graphs=graphs,
         )
         with StopRequest() as stop, _steps(config, sampler, data, model, ranks) as steps:
             finished = trainer.run(steps, stop)
@@ -170,7 +178,10 @@ def _check_packages(config: PretrainConfig) -> None:
 
 def _autocast(config: PretrainConfig, ranks: Ranks) -> AbstractContextManager:
     return torch.autocast(
-        ranks.device.type, dtype=_DTYPES[config.precision], enabled=config.precision != "fp32"
+        ranks.device.type,
+        dtype=_DTYPES[config.precision],
+        enabled=config.precision != "fp32",
+        cache_enabled=not config.cuda_graphs,  # a graph would read casts that are long freed
     )
 
 
@@ -221,11 +232,19 @@ def _steps(
 ) -> AbstractContextManager[Iterator[tuple[Step, FeedState]]]:
     """Steps from where the sampler stands; its threads end with the context."""
     pin_memory = ranks.device.type == "cuda"
+    accumulation = config.batching.accumulation
+    buckets = None
+    if config.cuda_graphs:
+        buckets = Buckets(
+            -(-config.batching.per_rank(ranks.world_size) // accumulation),
+            config.data.max_seq_length,
+            config.data.masked_lm_prob,
+        )
     if isinstance(sampler, ExchangedFeed):
-        return sampler.steps(data.collator(), model, pin_memory=pin_memory)
+        return sampler.steps(data.collator(), model, pin_memory=pin_memory, buckets=buckets)
     return closing(
         endless_steps(
-            StepCollator(data.collator(), model, config.batching.accumulation),
+            StepCollator(data.collator(), model, accumulation, buckets),
             sampler,
             prefetch=config.batching.prefetch,
             pin_memory=pin_memory,

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad.batch import PackedInputs
+from bert_unpad.batch.buckets import Buckets
 from bert_unpad.data import ExampleBatch, Prefetcher
 from bert_unpad.data.sampler import BalancedSampler
 from bert_unpad.nn import BertForPreTraining
@@ -54,6 +55,7 @@ class StepCollator:
         collator: makes one packed batch of what the step is made of.
         model: counts its floating-point operations.
         accumulation: passes per step.
+        buckets: what passes are padded to; None to leave them as they are.
     """
 
     def __init__(
@@ -61,10 +63,12 @@ class StepCollator:
         collator: Callable[[NDArray[np.integer] | ExampleBatch, int], PackedInputs],
         model: BertForPreTraining,
         accumulation: int,
+        buckets: Buckets | None = None,
     ) -> None:
         self._collator = collator
         self._model = model
         self._accumulation = accumulation
+        self._buckets = buckets
 
     def __call__(self, examples: NDArray[np.integer] | ExampleBatch, epoch: int) -> Step:
         """Dealing every n-th example to a pass keeps passes alike where examples are sorted."""
@@ -80,6 +84,8 @@ class StepCollator:
             "tokens": sum(inputs.batch.total for inputs in passes),
             "flops": sum(self._model.num_flops(inputs) for inputs in passes),
         }
+        if self._buckets is not None:  # padding counts for nothing
+            passes = tuple(self._buckets.pad(inputs) for inputs in passes)
         indices = examples.ids if isinstance(examples, ExampleBatch) else examples
         return Step(passes, epoch, indices, counts)
 

@@ -40,6 +40,10 @@ class PretrainConfig:
     (also where torchrun alone has set OMP_NUM_THREADS to 1)."""
     compile: bool = False
     """Run the model through torch.compile."""
+    cuda_graphs: bool = False
+    """Replay each forward and backward pass as one CUDA graph; batches are padded to a few token
+    counts, at the end of the packed buffer. Needs a GPU, and clip.mode before with more than one
+    rank."""
     recompute: Literal["none", "gelu", "layer"] = "none"
     """What the backward pass computes again, to save memory: nothing; the GELU's output of each
     layer; or whole layers, of which only the input is kept."""
@@ -69,6 +73,8 @@ class PretrainConfig:
         if self.schedule.warmup_steps is not None and self.schedule.warmup_share is not None:
             raise ConfigError("schedule.warmup_share", "give this or warmup_steps, not both")
         check_clip(self.clip)
+        if self.cuda_graphs and self.compile:
+            raise ConfigError("cuda_graphs", "give this or compile, not both")
         at_least = {
             "batching.global_batch_size": 1,
             "batching.batch_size_per_rank": 1,
