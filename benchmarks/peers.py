@@ -53,24 +53,9 @@ class Peers(nn.Module):
         )[0]
         lengths = batch.lengths.tolist()
         for layer in bert.encoder.layer:
-            attention = self._attention(layer.attention.self, hidden, lengths)
-            hidden = layer.attention.output(attention, hidden)
-            hidden = layer.output(layer.intermediate(hidden), hidden)
+            hidden = unpadded_layer(layer, hidden, lengths)
         first = batch.cu_seqlens[:-1].long()
         return self._loss(hidden[inputs.masked_positions], hidden[first], inputs)
-
-    def _attention(self, module: nn.Module, x: Tensor, lengths: list[int]) -> Tensor:
-        heads, size = module.num_attention_heads, module.attention_head_size
-        projections = (module.query, module.key, module.value)
-        q, k, v = (
-            p(x).view(-1, heads, size).transpose(0, 1).split(lengths, 1) for p in projections
-        )
-        dropout = module.dropout.p if self.training else 0.0
-        outs = [
-            functional.scaled_dot_product_attention(a[None], b[None], c[None], dropout_p=dropout)[0]
-            for a, b, c in zip(q, k, v, strict=True)
-        ]
-        return torch.cat(outs, 1).transpose(0, 1).flatten(1)
 
     def _loss(self, masked: Tensor, first: Tensor, inputs: PackedInputs) -> Tensor:
         cls = self.model.cls
@@ -85,3 +70,19 @@ class Peers(nn.Module):
         batch = inputs.batch
         mask = pad(torch.ones(batch.total, dtype=torch.int64), batch)
         return pad(inputs.input_ids, batch), pad(inputs.token_type_ids, batch), mask
+
+
+def unpadded_layer(layer: nn.Module, x: Tensor, lengths: list[int]) -> Tensor:
+    """A Hugging Face BertLayer on packed tokens [T, hidden], attention sequence by sequence."""
+    module = layer.attention.self
+    heads, size = module.num_attention_heads, module.attention_head_size
+    projections = (module.query, module.key, module.value)
+    q, k, v = (p(x).view(-1, heads, size).transpose(0, 1).split(lengths, 1) for p in projections)
+    dropout = module.dropout.p if module.training else 0.0
+    outs = [
+        functional.scaled_dot_product_attention(a[None], b[None], c[None], dropout_p=dropout)[0]
+        for a, b, c in zip(q, k, v, strict=True)
+    ]
+    attention = torch.cat(outs, 1).transpose(0, 1).flatten(1)
+    x = layer.attention.output(attention, x)
+    return layer.output(layer.intermediate(x), x)

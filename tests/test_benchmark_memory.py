@@ -1,4 +1,4 @@
-"""How the benchmarks measure memory: against a step whose needs are known."""
+"""How the benchmarks measure memory: against steps whose needs are known, and layers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import harness
+from benchmarks.saved import saved_by
+from bert_unpad.batch import VarlenBatch
+from bert_unpad.nn import BertConfig, BertEncoder
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -31,3 +34,42 @@ def test_memory_of_a_known_step() -> None:
     # The temporary is freed before the gradient is made.
     assert memory.step == pytest.approx(temporary, rel=0.2)
     assert memory.peak == memory.state + memory.step
+
+
+def test_what_a_linear_layer_keeps() -> None:
+    linear, x = torch.nn.Linear(24, 10), torch.randn(7, 24, requires_grad=True)
+    saved = saved_by(lambda: linear(x), linear)
+    assert (saved.activations, saved.weight_copies) == (7 * 24 * 4, 0)
+    assert saved.tensors == (("float32", (7, 24), 7 * 24 * 4),)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = saved_by(lambda: linear(x), linear)
+    assert (cast.activations, cast.weight_copies) == (7 * 24 * 2, 24 * 10 * 2)
+    assert saved_by(lambda: linear(x), linear, [x]).activations == 0
+    with pytest.raises(ValueError, match="with an autograd graph"):
+        saved_by(lambda: linear(x).detach(), linear)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_keeps_what_the_documentation_says(dtype: torch.dtype) -> None:
+    hidden, heads, batch = 64, 2, VarlenBatch.from_lengths([9, 0, 17])
+    encoder = BertEncoder(
+        BertConfig(
+            hidden_size=hidden,
+            num_hidden_layers=1,
+            num_attention_heads=heads,
+            intermediate_size=4 * hidden,
+        )
+    ).train()
+    x = torch.randn(batch.total, hidden).to(dtype).requires_grad_()
+    rng = torch.randint(1 << 60, (3, 2)).unbind()
+    shared = [*rng, batch.cu_seqlens, batch.order]
+    row = hidden * x.element_size()
+    statistics = 4 * heads + 2 * 8  # log-sum-exp of each head; mean and 1/deviation of 2 LayerNorms
+    for recompute, expected in {
+        "none": 16 * row + statistics,
+        "gelu": 12 * row + statistics,
+        "layer": row,
+    }.items():
+        encoder.recompute = recompute
+        saved = saved_by(lambda: encoder(x, batch, rng=rng), encoder, shared)
+        assert saved.activations == batch.total * expected, recompute
