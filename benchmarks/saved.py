@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,9 @@ def saved_by(
         module: whose parameters do not count.
         shared: further tensors that do not count.
     """
-    parameters = list(module.parameters())
-    shapes = {tuple(p.shape) for p in parameters if p.dim() > 1}
-    uncounted = {_storage(t) for t in (*parameters, *shared)}
+    parameters = {_storage(p) for p in module.parameters()}
+    uncounted = parameters | {_storage(t) for t in shared}
+    casts = _Casts(parameters)
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -47,28 +49,39 @@ def saved_by(
             kept.setdefault(_storage(tensor), tensor)
         return tensor
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with casts, saved_tensors_hooks(pack, lambda tensor: tensor):
         output = forward()
     if not output.requires_grad:
         raise ValueError("forward must return a tensor with an autograd graph")
     kept.pop(_storage(output), None)
-    copies, activations = [], []
-    for tensor in kept.values():
-        shape = tuple(tensor.shape)
-        (copies if shape in shapes or shape[::-1] in shapes else activations).append(tensor)
-    activations.sort(key=lambda t: -t.untyped_storage().nbytes())
+    copies = [kept.pop(storage) for storage in map(_storage, casts.made) if storage in kept]
+    activations = sorted(kept.values(), key=_bytes, reverse=True)
     return Saved(
-        sum(t.untyped_storage().nbytes() for t in activations),
-        sum(t.untyped_storage().nbytes() for t in copies),
+        sum(map(_bytes, activations)),
+        sum(map(_bytes, copies)),
         tuple(
-            (
-                str(t.dtype).removeprefix("torch."),
-                tuple(t.shape),
-                t.untyped_storage().nbytes(),
-            )
-            for t in activations
+            (str(t.dtype).removeprefix("torch."), tuple(t.shape), _bytes(t)) for t in activations
         ),
     )
+
+
+class _Casts(TorchDispatchMode):
+    """Notes the casts of parameters."""
+
+    def __init__(self, parameters: set[int]) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []  # held, so that no other tensor gets their storage
+        self._parameters = parameters
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default and _storage(args[0]) in self._parameters:
+            self.made.append(result)
+        return result
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
 
 
 def _storage(tensor: Tensor) -> int:
