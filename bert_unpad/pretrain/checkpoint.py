@@ -10,6 +10,7 @@ from a folder that all of them see.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -80,7 +81,12 @@ class Checkpointer:
         ranks.barrier()
 
     def save(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, rest: dict[str, Any]
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        rest: dict[str, Any],
+        local: dict[str, Any] | None = None,
     ) -> None:
         """Starts to save; returns when the state is copied, before it is written.
 
@@ -89,6 +95,7 @@ class Checkpointer:
             model: the bare model, not wrapped in DDP.
             optimizer: of that model.
             rest: anything that JSON can hold; rank 0's is saved.
+            local: tensors and plain values of this rank alone, for as many ranks as there are now.
         """
         self.wait()
         name = f"step-{step:09d}"
@@ -97,6 +104,10 @@ class Checkpointer:
         state = _state(model, optimizer)
         if self._ranks.is_first:  # what several ranks hand in, any one of them may get to write
             state["rest"] = json.dumps(rest)
+        if local is not None:
+            buffer = io.BytesIO()
+            torch.save(local, buffer)
+            state[self._local_key] = buffer.getvalue()
         self._future = dcp.async_save(
             state,
             checkpoint_id=temporary,
@@ -146,6 +157,20 @@ class Checkpointer:
         for group, values in zip(optimizer.param_groups, given, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
         return json.loads(state["rest"])
+
+    def load_local(self, path: Path) -> dict[str, Any] | None:
+        """What `save` was given as `local` on this rank, if there were as many ranks then."""
+        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        if self._local_key not in saved:
+            return None
+        state = {self._local_key: b""}
+        # Each rank reads what no other one does.
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+        return torch.load(io.BytesIO(state[self._local_key]), weights_only=True)
+
+    @property
+    def _local_key(self) -> str:
+        return f"local.{self._ranks.rank}-of-{self._ranks.world_size}"
 
     def _publish(self, future: Future, temporary: Path, final: Path) -> None:
         # Runs in the writing thread. On rank 0 the future ends after all ranks have written.

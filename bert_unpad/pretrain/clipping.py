@@ -7,6 +7,7 @@ ranks, so all of them leave out that update without asking each other, on the de
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.distributed import BucketClip, ClipBefore
-from bert_unpad.pretrain.config import ClipConfig
+from bert_unpad.pretrain.config import ClipConfig, CommConfig
+from bert_unpad.pretrain.exchange import build_exchange
 from bert_unpad.pretrain.ranks import Ranks
 
 __all__ = ["Clipping", "GradientReport", "step_if"]
@@ -48,9 +50,16 @@ class Clipping:
         config: says how.
         ranks: the processes of the run.
         model: bare, on its device.
+        comm: how gradients travel.
+
+    Raises:
+        ConfigError: `comm` does not fit the number of ranks.
     """
 
-    def __init__(self, config: ClipConfig, ranks: Ranks, model: nn.Module) -> None:
+    def __init__(
+        self, config: ClipConfig, ranks: Ranks, model: nn.Module, comm: CommConfig | None = None
+    ) -> None:
+        self.exchange = build_exchange(comm or CommConfig(), ranks)
         self._max_norm = config.max_norm
         self._ranks = ranks
         self._model = model
@@ -73,14 +82,26 @@ class Clipping:
         """Whether DDP exchanges gradients; if not, all passes run under `no_sync`."""
         return self._before is None
 
+    @property
+    def one_bucket(self) -> bool:
+        """Whether DDP must put all gradients into one bucket."""
+        return self.exchange.one_bucket
+
     def attach(self, replica: nn.Module) -> None:
         """Takes over DDP's exchange where the mode asks for it; before the first backward pass."""
         if self._bucket is not None:
             assert isinstance(replica, DistributedDataParallel)
-            self._bucket.attach(replica)
+            self._bucket.attach(replica, self.exchange.hook, self.exchange.state)
+        elif self.exchange.hook is not None:
+            assert isinstance(replica, DistributedDataParallel)
+            replica.register_comm_hook(self.exchange.state, self.exchange.hook)
 
     def finish(self) -> GradientReport:
         """Makes `.grad` the clipped average, after the backward passes of a step."""
+        report = self._clip()
+        return dataclasses.replace(report, finite=self.exchange.settle(report.finite))
+
+    def _clip(self) -> GradientReport:
         if self._before is not None:
             report = self._before.exchange()
         elif self._mode == "bucket":

@@ -261,6 +261,7 @@ class Trainer:
         self.window.add_gradient(gradient)
         set_lr(self.optimizer, self._lr(done))
         step_if(self.optimizer, gradient.finite)
+        self.clipping.exchange.average(self.model.parameters())
         # Graphs write into gradients that stay where they are.
         self.optimizer.zero_grad(set_to_none=self.graphs is None)
 
@@ -355,6 +356,7 @@ class Trainer:
     def _evaluate(self) -> None:
         if self.evaluator is None:
             return
+        self.clipping.exchange.synchronise(self.model)
         with self.watch.paused():
             result = self.evaluator(self.model)
         line = {"kind": "evaluation", "step": self.progress.step, **result}
@@ -368,10 +370,17 @@ class Trainer:
         progress = self.progress
         progress.window = self.window.fold()
         progress.clip = self.clipping.state_dict()
+        self.clipping.exchange.synchronise(self.model, self.optimizer)
         if progress.window.get("steps"):
             self._check(averages(progress.window)["loss"])
         progress.seconds = self.watch.seconds
-        self.checkpointer.save(progress.step, self.model, self.optimizer, progress.to_json())
+        self.checkpointer.save(
+            progress.step,
+            self.model,
+            self.optimizer,
+            progress.to_json(),
+            self.clipping.exchange.local_state(),
+        )
         self._saved_step = progress.step
 
     def _close(self) -> None:

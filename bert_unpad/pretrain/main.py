@@ -120,13 +120,16 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
     if progress.step < total_steps and not progress.target_reached:
         peak = measure_matmul_peak(ranks.device, _DTYPES[config.precision])
         logger.info("peak of one process: %s", peak)
-        clipping = Clipping(config.clip, ranks, model)
+        clipping = Clipping(config.clip, ranks, model, config.comm)
         graphs, replica = None, model
         if config.cuda_graphs:
             graphs = GraphRunner(model, _autocast(config, ranks))
         else:
             replica = replicate(model, ranks, config.compile, clipping)
         clipping.load_state_dict(progress.clip)
+        clipping.exchange.begin(progress.step)
+        if found is not None and (local := checkpointer.load_local(found)) is not None:
+            clipping.exchange.load_local_state(local)
         trainer = Trainer(
             config,
             run_dir,

@@ -11,6 +11,7 @@ from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.clipping import Clipping
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
+from bert_unpad.pretrain.exchange import SETTLING_PASSES
 from bert_unpad.pretrain.ranks import Ranks
 
 __all__ = ["build_model", "replicate"]
@@ -69,17 +70,22 @@ def replicate(
     if ranks.world_size == 1:
         return model
     cuda = ranks.device.type == "cuda"
+    one_bucket = clipping is not None and clipping.one_bucket
     replica = DistributedDataParallel(
         model,
         device_ids=[ranks.device] if cuda else None,
         gradient_as_bucket_view=True,
+        # More than all gradients take: 8 bytes for each.
+        bucket_cap_mb=1 + sum(p.numel() for p in model.parameters()) // 2**17
+        if one_bucket
+        else None,
     )
     if clipping is not None:
         clipping.attach(replica)
     empty = PackedInputs.build(VarlenBatch.from_lengths([]), torch.empty(0, dtype=torch.int64)).to(
         ranks.device
     )
-    for _ in range(2):
+    for _ in range(SETTLING_PASSES):
         outputs = replica(empty)
         (outputs.mlm_loss_sum + outputs.nsp_loss_sum).backward()
         model.zero_grad()

@@ -8,6 +8,7 @@ names the key as it is written in YAML, for example `batching.global_batch_size`
 
 from bert_unpad.data import DataConfig
 from bert_unpad.pretrain.config.batching import BatchingConfig
+from bert_unpad.pretrain.config.communication import CommConfig
 from bert_unpad.pretrain.config.errors import ConfigError
 from bert_unpad.pretrain.config.model import ModelConfig
 from bert_unpad.pretrain.config.output import CheckpointConfig, EvaluationConfig, LoggingConfig
@@ -18,6 +19,7 @@ __all__ = [
     "BatchingConfig",
     "CheckpointConfig",
     "ClipConfig",
+    "CommConfig",
     "ConfigError",
     "DataConfig",
     "EvaluationConfig",

@@ -11,6 +11,7 @@ import jsonargparse
 
 from bert_unpad.data import DataConfig
 from bert_unpad.pretrain.config.batching import BatchingConfig
+from bert_unpad.pretrain.config.communication import CommConfig, check_comm
 from bert_unpad.pretrain.config.errors import ConfigError
 from bert_unpad.pretrain.config.model import ModelConfig
 from bert_unpad.pretrain.config.output import CheckpointConfig, EvaluationConfig, LoggingConfig
@@ -53,6 +54,7 @@ class PretrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -73,6 +75,7 @@ class PretrainConfig:
         if self.schedule.warmup_steps is not None and self.schedule.warmup_share is not None:
             raise ConfigError("schedule.warmup_share", "give this or warmup_steps, not both")
         check_clip(self.clip)
+        check_comm(self.comm, self.clip)
         if self.cuda_graphs and self.compile:
             raise ConfigError("cuda_graphs", "give this or compile, not both")
         at_least = {
@@ -90,6 +93,10 @@ class PretrainConfig:
             "optimizer.eps": 0,
             "optimizer.weight_decay": 0,
             "clip.max_norm": 0,
+            "comm.start": 0,
+            "comm.power_sgd_rank": 1,
+            "comm.local_sgd_period": 2,
+            "comm.local_sgd_group": 1,
             "checkpoint.every": 0,
             "checkpoint.keep_last": 1,
             "evaluation.every": 0,

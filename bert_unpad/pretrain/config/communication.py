@@ -1,0 +1,48 @@
+"""Settings of how ranks exchange gradients, besides what `clip` says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bert_unpad.pretrain.config.errors import ConfigError
+from bert_unpad.pretrain.config.update import ClipConfig
+
+
+@dataclass
+class CommConfig:
+    """PyTorch's communication hooks, which exchange what clip.mode bucket has clipped."""
+
+    hook: Literal["allreduce", "power_sgd", "post_local_sgd"] = "allreduce"
+    """power_sgd: gradients travel as products of two thin matrices (Vogels et al., 2019). What its
+    error feedback adds is not bounded by clip. post_local_sgd: ranks average their gradients with
+    those of their group only, and their models with all ranks now and then (Lin et al., 2020)."""
+    start: int = 1000
+    """Updates that begin the run with plain allreduces."""
+    power_sgd_rank: int = 2
+    """Columns of the thin matrices."""
+    power_sgd_error_feedback: bool = True
+    """Add what the compression loses to the next step's gradient (takes memory for two more
+    gradients)."""
+    local_sgd_period: int = 8
+    """Updates between averages of the models; evaluations and checkpoints average them too."""
+    local_sgd_group: int | None = None
+    """Consecutive ranks that go on averaging gradients; by default those of one machine."""
+
+
+def check_comm(comm: CommConfig, clip: ClipConfig) -> None:
+    """Checks which settings of the exchange go together.
+
+    Raises:
+        ConfigError: see its message.
+    """
+    if comm.hook == "allreduce":
+        return
+    if clip.mode == "before":
+        raise ConfigError(
+            "comm.hook", f"{comm.hook} needs another clip.mode than before, which exchanges alone"
+        )
+    if clip.wire_dtype != "fp32":
+        raise ConfigError(
+            "clip.wire_dtype", f"comm.hook {comm.hook} exchanges gradients as they are: needs fp32"
+        )
