@@ -81,7 +81,12 @@ class Tuner:
             launch = ["-m", "torch.distributed.run", "--standalone"]
             launch += ["--nproc-per-node", str(options.ranks)]
         command = [sys.executable, *launch, str(ROOT / "scripts" / "pretrain.py"), *arguments]
-        done = subprocess.run([*command, *options.rest], capture_output=True, text=True)
+        # The bert_unpad beside this script, whichever is installed.
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": path}
+        done = subprocess.run(
+            [*command, *options.rest], env=environment, capture_output=True, text=True
+        )
         if done.returncode and "FloatingPointError" not in done.stderr:
             raise SystemExit(f"a run has failed:\n{done.stderr[-4000:]}")
         return read_json_lines(run_dir / "metrics.jsonl")

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import yaml
 from mp import start_ranks
 
 from bert_unpad.pretrain import main
+from bert_unpad.pretrain.config import read_config
 from bert_unpad.pretrain.metrics import read_json_lines
+from bert_unpad.pretrain.schedule import lr_factor, warmup_updates
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TINY = {
@@ -75,3 +78,27 @@ def test_recipes_train(tmp_path: Path) -> None:
     first = _train(CONFIGS / "bert_base_phase1.yaml", folders[0])
     _check(first)
     _check(_train(CONFIGS / "bert_large_mlperf.yaml", folders[1], first / "model"))
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_is_a_valid_configuration(path: Path) -> None:
+    config, _ = read_config(["--config", str(path)])
+    schedule = config.schedule
+    warmup = warmup_updates(schedule, schedule.total_steps)
+    rates = [
+        config.optimizer.lr
+        * lr_factor(
+            step,
+            total_steps=schedule.total_steps,
+            warmup_steps=warmup,
+            start_warmup_step=schedule.start_warmup_step,
+            power=schedule.power,
+            end_share=schedule.end_lr_share,
+        )
+        for step in (0, warmup + schedule.start_warmup_step, schedule.total_steps)
+    ]
+    assert rates[1] == pytest.approx(config.optimizer.lr, rel=0.05)
+    if path.stem == "bert_large_adam_16384":
+        # Update 1 is the 17th of the warm-up's 82.
+        assert rates[0] == pytest.approx(3.92994e-4 * 17 / 82)
+        assert rates[2] == pytest.approx(4.94549e-5, rel=1e-4)
