@@ -85,9 +85,11 @@ def start(folder: Path, name: str, world_size: int, *arguments: str) -> list[Bas
     return start_ranks(main, world_size, command, log=folder / f"{name}.log")
 
 
-def finish(folder: Path, name: str, processes: list[BaseProcess]) -> tuple[list[int], str]:
-    """Exit codes, and the output of rank 0."""
-    deadline = time.monotonic() + TIMEOUT
+def finish(
+    folder: Path, name: str, processes: list[BaseProcess], runs: int = 1
+) -> tuple[list[int], str]:
+    """Exit codes, and the output of rank 0, of processes that make so many runs."""
+    deadline = time.monotonic() + TIMEOUT * runs
     for process in processes:
         process.join(timeout=max(deadline - time.monotonic(), 0))
     late = [process for process in processes if process.is_alive()]
