@@ -60,22 +60,17 @@ class FusedAdam(FusedOptimizer):
     ) -> None:
         if amsgrad:
             raise ValueError("FusedAdam: amsgrad is not supported")
-        defaults = {
+        options = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
-            "amsgrad": False,
             "maximize": maximize,
-            "foreach": None,
-            "capturable": False,
-            "differentiable": False,
-            "fused": None,
             "decoupled_weight_decay": decoupled_weight_decay,
             "bias_correction": bias_correction,
             "master_weights": master_weights,
         }
-        super().__init__(params, defaults, max_grad_norm, skip_non_finite, norm_group)
+        super().__init__(params, options, max_grad_norm, skip_non_finite, norm_group)
 
     def _update(self, group: dict[str, Any], bucket: Bucket, common: dict[str, Any]) -> None:
         lists = bucket.lists

@@ -67,12 +67,20 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        defaults: dict[str, Any],
+        options: dict[str, Any],
         max_grad_norm: float | None,
         skip_non_finite: bool,
         norm_group: dist.ProcessGroup | None,
     ) -> None:
+        """`options` of a group; those that `torch.optim.AdamW` has besides are added."""
         name = type(self).__name__
+        defaults = options | {
+            "amsgrad": False,
+            "foreach": None,
+            "capturable": False,
+            "differentiable": False,
+            "fused": None,
+        }
         if not isinstance(defaults["lr"], Tensor) and not defaults["lr"] >= 0:
             raise ValueError(f"{name}: lr must be >= 0, got {defaults['lr']!r}")
         if not all(0 <= beta < 1 for beta in defaults["betas"]):

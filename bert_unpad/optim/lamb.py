@@ -53,17 +53,12 @@ class FusedLAMB(FusedOptimizer):
         skip_non_finite: bool = False,
         norm_group: dist.ProcessGroup | None = None,
     ) -> None:
-        defaults = {
+        options = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
-            "amsgrad": False,
             "maximize": maximize,
-            "foreach": None,
-            "capturable": False,
-            "differentiable": False,
-            "fused": None,
             "bias_correction": bias_correction,
             "grad_averaging": grad_averaging,
             "trust_ratio": trust_ratio,
@@ -71,7 +66,7 @@ class FusedLAMB(FusedOptimizer):
             "nesterov": nesterov,
             "master_weights": master_weights,
         }
-        super().__init__(params, defaults, max_grad_norm, skip_non_finite, norm_group)
+        super().__init__(params, options, max_grad_norm, skip_non_finite, norm_group)
 
     def _update(self, group: dict[str, Any], bucket: Bucket, common: dict[str, Any]) -> None:
         lists = bucket.lists

@@ -3,14 +3,14 @@
 
 #include <vector>
 
-#include "optim/arguments.h"
+#include "optim/operators.h"
 
 namespace bert_unpad {
 
 // Moves the steps on and says what this step does to each tensor; counts a step that is skipped.
-inline std::vector<Coefficients> advance_steps(const UpdateList& list, const UpdateRule& rule,
-                                               const UpdateScalars& scalars,
-                                               const float* own_norms) {
+inline std::vector<Coefficients> advance_steps(const Update& update) {
+  const UpdateList& list = update.list;
+  const UpdateScalars& scalars = update.scalars;
   const auto value = [](const std::optional<Tensor>& t, float otherwise) {
     return t ? *t->const_data_ptr<float>() : otherwise;
   };
@@ -19,8 +19,8 @@ inline std::vector<Coefficients> advance_steps(const UpdateList& list, const Upd
   std::vector<Coefficients> out;
   bool skipped = false;
   for (size_t i = 0; i < list.tensors.size(); ++i) {
-    const float own = own_norms ? own_norms[i] : -1.0f;
-    out.push_back(coefficients_of(rule, *list.steps[i] + 1.0f, lr, scale, norm, own));
+    const float own = update.own_norms ? update.own_norms[i] : -1.0f;
+    out.push_back(coefficients_of(update.rule, *list.steps[i] + 1.0f, lr, scale, norm, own));
     if (!out.back().skipped()) *list.steps[i] += 1.0f;
     skipped = skipped || out.back().skipped();
   }

@@ -28,6 +28,12 @@ struct UpdateParams {
   const float* sums;
 };
 static_assert(sizeof(UpdateParams) <= 4096);
+static_assert(sizeof(UpdateEntry) == 7 * 8);
+static_assert(sizeof(RuleFactors) == 6 * 4 + 4 + 2 * 2);
+static_assert(sizeof(Table<UpdateEntry>) ==
+              kTableTensors * sizeof(UpdateEntry) + (kTableTensors + 1 + 3) * sizeof(int));
+static_assert(sizeof(UpdateParams) ==
+              sizeof(Table<UpdateEntry>) + sizeof(RuleFactors) + 3 * sizeof(void*));
 
 // Elements that a thread takes at once: 16 bytes of the narrower of the two types.
 template <class P, class G>

@@ -1,0 +1,127 @@
+// The operators over lists of tensors, from their arguments to one call of a device's kernels.
+//
+// A device gives a class with what the operators call, as said above each; its constructor,
+// Device(op, like), makes the device of the tensor `like` current.
+#pragma once
+
+#include <optional>
+#include <tuple>
+
+#include "optim/arguments.h"
+
+namespace bert_unpad {
+
+//   l2norm(list, total, each)  into float32 [] and [tensors]
+template <class Device>
+std::tuple<Tensor, Tensor> multi_tensor_l2norm(Tensors tensors) {
+  const char* op = "multi_tensor_l2norm";
+  const PlainList list(tensors, op);
+  const Device device(op, tensors[0]);
+  const auto count = static_cast<int64_t>(tensors.size());
+  Tensor total = torch::stable::new_empty(tensors[0], {}, ScalarType::Float);
+  Tensor each = torch::stable::new_empty(tensors[0], {count}, ScalarType::Float);
+  device.l2norm(list, total, each);
+  return {total, each};
+}
+
+//   scale(list, factor)
+template <class Device>
+void multi_tensor_scale_(Tensors tensors, Tensor factor) {
+  const char* op = "multi_tensor_scale_";
+  if (tensors.empty()) return;
+  const PlainList list(tensors, op);
+  check_scalar(factor, tensors[0], op, "factor");
+  Device(op, tensors[0]).scale(list, factor.const_data_ptr<float>());
+}
+
+// What an update works on, checked.
+struct Update {
+  const UpdateRule& rule;
+  const UpdateList& list;
+  const UpdateScalars& scalars;
+  const float* own_norms;  // null: gradients are not normalised by tensor
+};
+
+//   adam(update)
+template <class Device>
+void adam_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors masters,
+           Tensors steps, Tensor lr, std::optional<Tensor> grad_scale, std::optional<Tensor> norm,
+           std::optional<Tensor> skipped, double beta1, double beta2, double eps,
+           double weight_decay, double max_grad_norm, bool decoupled, bool bias_correction,
+           bool maximize) {
+  const char* op = "adam_";
+  const UpdateRule rule = adam_rule(beta1, beta2, eps, weight_decay, max_grad_norm, decoupled,
+                                    bias_correction, maximize);
+  check_rule(rule, op);
+  const UpdateList list(params, grads, exp_avgs, exp_avg_sqs, masters, &steps, op);
+  if (params.empty()) return;
+  const UpdateScalars scalars{lr, grad_scale, norm, skipped};
+  scalars.check_all(params[0], rule, op);
+  Device(op, params[0]).adam({rule, list, scalars, nullptr});
+}
+
+// What lamb_ and lamb_moments_ have in common: f(device, update), unless there is nothing to do.
+template <class Device, class F>
+void begin_lamb(const char* op, const UpdateRule& rule, const Tensors& params, const Tensors& grads,
+                const Tensors& exp_avgs, const Tensors& exp_avg_sqs, const Tensors& masters,
+                const Tensors& steps, const UpdateScalars& scalars,
+                const std::optional<Tensor>& grad_norms, const F& f) {
+  check_rule(rule, op);
+  const UpdateList list(params, grads, exp_avgs, exp_avg_sqs, masters, &steps, op);
+  const float* norms = own_norms(grad_norms, params, rule, op);
+  if (params.empty()) return;
+  scalars.check_all(params[0], rule, op);
+  f(Device(op, params[0]), Update{rule, list, scalars, norms});
+}
+
+//   lamb(update)
+template <class Device>
+void lamb_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors masters,
+           Tensors steps, Tensor lr, std::optional<Tensor> grad_scale, std::optional<Tensor> norm,
+           std::optional<Tensor> grad_norms, std::optional<Tensor> skipped, double beta1,
+           double beta2, double eps, double weight_decay, double max_grad_norm, bool grad_averaging,
+           bool bias_correction, bool trust_ratio, bool nesterov, bool maximize) {
+  const UpdateRule rule = lamb_rule(beta1, beta2, eps, weight_decay, max_grad_norm, grad_averaging,
+                                    bias_correction, trust_ratio, nesterov, maximize);
+  begin_lamb<Device>("lamb_", rule, params, grads, exp_avgs, exp_avg_sqs, masters, steps,
+                     {lr, grad_scale, norm, skipped}, grad_norms,
+                     [](const Device& device, const Update& update) { device.lamb(update); });
+}
+
+//   lamb_moments(update, sums, rows)  into float32 [tensors, kLambSums] and [tensors, 4]
+template <class Device>
+std::tuple<Tensor, Tensor> lamb_moments_(
+    Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors masters,
+    Tensors steps, Tensor lr, std::optional<Tensor> grad_scale, std::optional<Tensor> norm,
+    std::optional<Tensor> grad_norms, std::optional<Tensor> skipped, double beta1, double beta2,
+    double eps, double weight_decay, double max_grad_norm, bool grad_averaging,
+    bool bias_correction, bool nesterov, bool maximize) {
+  const UpdateRule rule = lamb_rule(beta1, beta2, eps, weight_decay, max_grad_norm, grad_averaging,
+                                    bias_correction, true, nesterov, maximize);
+  const auto count = static_cast<int64_t>(params.size());
+  Tensor sums = torch::stable::new_empty(lr, {count, kLambSums}, ScalarType::Float);
+  Tensor rows = torch::stable::new_empty(lr, {count, 4}, ScalarType::Float);
+  begin_lamb<Device>(
+      "lamb_moments_", rule, params, grads, exp_avgs, exp_avg_sqs, masters, steps,
+      {lr, grad_scale, norm, skipped}, grad_norms,
+      [&](const Device& device, const Update& update) { device.lamb_moments(update, sums, rows); });
+  return {sums, rows};
+}
+
+//   lamb_apply(rule, list, sums, rows)
+template <class Device>
+void lamb_apply_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs,
+                 Tensors masters, Tensor sums, Tensor coefficients, double beta1, double eps,
+                 double weight_decay, bool trust_ratio, bool nesterov) {
+  const char* op = "lamb_apply_";
+  const UpdateRule rule =
+      lamb_rule(beta1, 0.0, eps, weight_decay, 0.0, true, false, trust_ratio, nesterov, false);
+  check_rule(rule, op);
+  const UpdateList list(params, grads, exp_avgs, exp_avg_sqs, masters, nullptr, op);
+  const float* squares = rows_of(sums, params, kLambSums, op, "sums");
+  const float* rows = rows_of(coefficients, params, 4, op, "coefficients");
+  if (params.empty()) return;
+  Device(op, params[0]).lamb_apply(rule, list, squares, rows);
+}
+
+}  // namespace bert_unpad
