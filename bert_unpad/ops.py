@@ -8,6 +8,7 @@ autograd formula, except those that end in an underscore: they write into what t
 from bert_unpad._ops.attention import varlen_attention, varlen_cross_attention
 from bert_unpad._ops.clip import clip_bucket_
 from bert_unpad._ops.embedding import embedding_layer_norm
+from bert_unpad._ops.fp8 import fp8_linear
 from bert_unpad._ops.gelu import bias_gelu
 from bert_unpad._ops.linear import linear, linear_residual
 from bert_unpad._ops.loss import masked_cross_entropy
@@ -23,6 +24,7 @@ __all__ = [
     "clip_bucket_",
     "dropout_add_layer_norm",
     "embedding_layer_norm",
+    "fp8_linear",
     "lamb_",
     "linear",
     "linear_residual",

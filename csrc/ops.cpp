@@ -53,6 +53,17 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
       "-> (Tensor dweight, Tensor dbias)");
   m.def("linear_wgrad_(Tensor dy, Tensor x, Tensor(a!) dweight, bool bias) -> Tensor dbias");
 
+  // 8 bits: scale is float32 [], what q is to be multiplied with. q_transposed [columns, rows] has
+  // its columns padded to a multiple of 16 with zeros; it is [0, 0] where it is not wanted.
+  // fp8_product = (b * b_scale) (a * a_scale)^T + bias: [a_rows, k], [b_rows, k] -> [b_rows,
+  // a_rows]; with `sum_over_tokens` k counts tokens, else b_rows does.
+  m.def(
+      "quantize_fp8(Tensor x, bool e5m2, bool transpose) "
+      "-> (Tensor q, Tensor q_transposed, Tensor scale)");
+  m.def(
+      "fp8_product(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, "
+      "ScalarType dtype, bool sum_over_tokens) -> Tensor");
+
   m.def(
       "embedding_layer_norm(Tensor input_ids, Tensor position_ids, Tensor token_type_ids, "
       "Tensor word, Tensor position, Tensor token_type, Tensor weight, Tensor bias, float p, "

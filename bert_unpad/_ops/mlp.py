@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bert_unpad._ops import products
+from bert_unpad._ops.fp8 import fp8_linear
 from bert_unpad._ops.gelu import bias_gelu
 from bert_unpad._ops.linear import check_linear, linear, linear_residual
 
@@ -93,8 +94,11 @@ class _Mlp(torch.autograd.Function):
         return dx, dweight1, dbias1, dweight2, None, None
 
 
-def _gelu_linear(pre: Tensor, bias1: Tensor, weight2: Tensor, approximate: str) -> Tensor:
-    return linear(bias_gelu(pre, bias1, approximate=approximate), weight2)
+def _gelu_linear(
+    pre: Tensor, bias1: Tensor, weight2: Tensor, approximate: str, fp8: bool
+) -> Tensor:
+    inner = bias_gelu(pre, bias1, approximate=approximate)
+    return fp8_linear(inner, weight2) if fp8 else linear(inner, weight2)
 
 
 def mlp(
@@ -105,6 +109,7 @@ def mlp(
     *,
     approximate: Literal["none", "tanh"] = "none",
     recompute: bool = False,
+    fp8: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """gelu(x weight1^T + bias1) weight2^T, and x for the residual connection around it.
 
@@ -118,6 +123,7 @@ def mlp(
         approximate: "none" or "tanh", as in `torch.nn.functional.gelu`.
         recompute: compute the GELU's output again in the backward pass instead of keeping it.
             No bit changes, but for the tanh GELU on a GPU, which otherwise is an epilogue's.
+        fp8: 8-bit products, see `fp8_linear`; three nodes then.
 
     Returns:
         [rows, out_features] and x, of x's dtype; see `linear_residual` for the second.
@@ -133,15 +139,13 @@ def mlp(
         raise ValueError(f'mlp: approximate must be "none" or "tanh", got {approximate!r}')
     tanh = approximate == "tanh"
     with products.no_autocast(x.device.type):
-        if recompute and torch.compiler.is_compiling():
-            # A compiler joins equal nodes of the two passes and so would keep the output after
-            # all, unless its own marks say not to. It drops the product, which nothing asks for.
-            pre, x = linear_residual(x, weight1)
-            y = checkpoint(
-                _gelu_linear,
-                *(pre, bias1, weight2, approximate),
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-            return y, x
-        return _Mlp.apply(x.contiguous(), weight1, bias1, weight2, tanh, recompute)
+        if not fp8 and not (recompute and torch.compiler.is_compiling()):
+            return _Mlp.apply(x.contiguous(), weight1, bias1, weight2, tanh, recompute)
+        pre, x = (fp8_linear(x, weight1), x) if fp8 else linear_residual(x, weight1)
+        second = (pre, bias1, weight2, approximate, fp8)
+        if not recompute:
+            return _gelu_linear(*second), x
+        # Marked for a compiler, which joins equal nodes of the two passes and so would keep the
+        # output after all. It drops the product, which nothing asks for twice.
+        y = checkpoint(_gelu_linear, *second, use_reentrant=False, preserve_rng_state=False)
+        return y, x

@@ -25,13 +25,20 @@ class BertSelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.dropout_p = config.attention_probs_dropout_prob
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.fp8 = False
+
+    def _project(self, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """The linear layer of x, and x for the residual connection, see `ops.linear_residual`."""
+        if self.fp8:
+            return ops.fp8_linear(x, weight, bias), x
+        return ops.linear_residual(x, weight, bias)
 
     def forward(
         self, x: Tensor, batch: VarlenBatch, rng: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Every token attends to its sequence: [T, hidden] -> [T, hidden], and x for the residual
         connection, see `ops.linear_residual`."""
-        qkv, residual = ops.linear_residual(x, self.qkv.weight, self.qkv.bias)
+        qkv, residual = self._project(x, self.qkv.weight, self.qkv.bias)
         out = ops.varlen_attention(
             qkv.view(x.shape[0], 3, self.num_heads, self.head_dim),
             batch,
@@ -61,8 +68,8 @@ class BertSelfAttention(nn.Module):
         hidden = x.shape[1]
         q_weight, kv_weight = self.qkv.weight.split([hidden, 2 * hidden])
         q_bias, kv_bias = self.qkv.bias.split([hidden, 2 * hidden])
-        q, residual = ops.linear_residual(x_rows, q_weight, q_bias)
-        kv = ops.linear(x, kv_weight, kv_bias)
+        q, residual = self._project(x_rows, q_weight, q_bias)
+        kv, _ = self._project(x, kv_weight, kv_bias)
         out = ops.varlen_cross_attention(
             q.view(x_rows.shape[0], self.num_heads, self.head_dim),
             kv.view(x.shape[0], 2, self.num_heads, self.head_dim),
@@ -110,6 +117,7 @@ class BertAttention(nn.Module):
         super().__init__()
         self.self = BertSelfAttention(config)
         self.output = BertOutput(config, config.hidden_size)
+        self.fp8 = False
 
     def forward(
         self,
@@ -124,4 +132,5 @@ class BertAttention(nn.Module):
         else:
             x_rows = gather_rows(x, rows.positions)
             out, residual = self.self.forward_rows(x, x_rows, batch, rows, rng[0])
-        return self.output(ops.linear(out, self.output.dense.weight), residual, rng[1])
+        linear = ops.fp8_linear if self.fp8 else ops.linear
+        return self.output(linear(out, self.output.dense.weight), residual, rng[1])

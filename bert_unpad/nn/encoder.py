@@ -37,6 +37,7 @@ class BertLayer(nn.Module):
         self.attention = BertAttention(config)
         self.intermediate = BertIntermediate(config)
         self.output = BertOutput(config, config.intermediate_size)
+        self.fp8 = False
 
     def forward(
         self,
@@ -58,6 +59,7 @@ class BertLayer(nn.Module):
             self.output.dense.weight,
             approximate=self.intermediate.approximate,
             recompute=recompute_gelu,
+            fp8=self.fp8,
         )
         return self.output(y, residual, rng[2])
 
@@ -69,6 +71,17 @@ class BertEncoder(nn.Module):
         super().__init__()
         self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
         self.recompute = "none"
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the linear layers compute in 8 bits, see `ops.fp8_linear`. What is not linear
+        stays in the activations' dtype, and so do embeddings and heads."""
+        return any(layer.fp8 for layer in self.layer)
+
+    @fp8.setter
+    def fp8(self, value: bool) -> None:
+        for layer in self.layer:
+            layer.fp8 = layer.attention.fp8 = layer.attention.self.fp8 = value
 
     @property
     def recompute(self) -> Recompute:

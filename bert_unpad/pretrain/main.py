@@ -43,7 +43,8 @@ __all__ = ["main", "pretrain"]
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Of the activations.
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -46,6 +46,7 @@ def build_model(config: PretrainConfig, vocab_size: int, max_seq_length: int) ->
         except (FileNotFoundError, ValueError) as error:
             raise ConfigError("model.preset", str(error)) from error
     model.bert.encoder.recompute = config.recompute
+    model.bert.encoder.fp8 = config.precision == "fp8"
     if config.batching.accumulation > 1:
         # What the later passes of a step add to the gradients is then added within their products.
         for module in model.modules():

@@ -6,25 +6,10 @@
 #include <vector>
 
 #include "cuda/binding.h"
+#include "mlp/workspace.h"
 
 namespace bert_unpad::cuda {
 namespace {
-
-// PyTorch's allocator for the time of a call; it hands memory on in stream order.
-class Workspace {
- public:
-  explicit Workspace(const Tensor& like) : like_(like) {}
-
-  void* operator()(size_t bytes) {
-    memory_.push_back(
-        torch::stable::new_empty(like_, {static_cast<int64_t>(bytes)}, ScalarType::Byte));
-    return memory_.back().mutable_data_ptr();
-  }
-
- private:
-  const Tensor& like_;
-  std::vector<Tensor> memory_;
-};
 
 void check_matrix(const Tensor& t, const char* op, const char* name, const char* shape) {
   check_shape(t, {-1, -1}, op, name, shape);

@@ -5,18 +5,6 @@
 namespace bert_unpad::cuda {
 namespace {
 
-DataType data_type(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return DataType::kFloat32;
-    case DType::kBFloat16:
-      return DataType::kBFloat16;
-    case DType::kFloat16:
-      break;
-  }
-  return DataType::kFloat16;
-}
-
 // A row-major [rows, columns] matrix.
 StoredMatrix row_major(DType dtype, int64_t rows, int64_t columns) {
   return {data_type(dtype), columns, rows, columns};

@@ -6,12 +6,25 @@
 #include <cstdint>
 #include <functional>
 
+#include "cpu/types.h"
 #include "mlp/cublaslt.h"
 
 namespace bert_unpad::cuda {
 
 using cublaslt::DataType;
 using cublaslt::Epilogue;
+
+inline DataType data_type(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return DataType::kFloat32;
+    case DType::kBFloat16:
+      return DataType::kBFloat16;
+    case DType::kFloat16:
+      break;
+  }
+  return DataType::kFloat16;
+}
 
 // A column-major matrix as it is stored, before any transposition.
 struct StoredMatrix {
