@@ -55,6 +55,18 @@ def segments(example, tokenizer):
     return a, b
 
 
+class Listed:
+    """A source of given documents."""
+
+    name = "listed"
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def documents(self):
+        return iter(self.texts)
+
+
 def test_pairs_are_what_their_labels_say(tokenizer, tmp_path):
     rng = np.random.default_rng(1)
     documents = [rng.integers(1, 30, rng.integers(1, 12)).tolist() for _ in range(300)]
@@ -157,7 +169,7 @@ def test_pairs_follow_from_the_seed(tokenizer, tmp_path):
 
 def test_spool_drops_duplicates_and_splits_by_text(tmp_path):
     texts = [f"Document {i}. It has two sentences." for i in range(400)]
-    spool = Spool(tmp_path / "1", [*texts, "", texts[7].replace(" ", "\n"), " \n"])
+    spool = Spool(tmp_path / "1", Listed([*texts, "", texts[7].replace(" ", "\n"), " \n"]))
     assert (spool.documents, spool.duplicates) == (400, 1)
     assert spool.sentences.tolist() == [2] * 400
     held_out = spool.held_out(0.1)
@@ -167,22 +179,22 @@ def test_spool_drops_duplicates_and_splits_by_text(tmp_path):
     assert sorted(" ".join(d) for part in parts for d in part) == sorted(texts)
 
     # The same documents are held out of a corpus that has grown and is in another order.
-    grown = Spool(tmp_path / "2", ["New. One.", *texts[::-1]])
+    grown = Spool(tmp_path / "2", Listed(["New. One.", *texts[::-1]]))
     again = [d for d in grown.read(grown.held_out(0.1)) if d != ["New.", "One."]]
     assert sorted(again) == sorted(parts[0])
 
 
 def test_small_corpora_still_give_both_parts(tmp_path):
     for count in (2, 3):
-        spool = Spool(tmp_path / str(count), [f"Text {i}." for i in range(count)])
+        spool = Spool(tmp_path / str(count), Listed([f"Text {i}." for i in range(count)]))
         for share in (0.001, 0.999):
             assert 0 < spool.held_out(share).sum() < count
         assert not spool.held_out(0.0).any()
-    assert not Spool(tmp_path / "one", ["Only one."]).held_out(0.5).any()
+    assert not Spool(tmp_path / "one", Listed(["Only one."])).held_out(0.5).any()
 
 
 def test_unpaired_surrogates_do_not_stop_a_build(tmp_path):
-    spool = Spool(tmp_path / "spool", ["A \ud800 lone surrogate."])
+    spool = Spool(tmp_path / "spool", Listed(["A \ud800 lone surrogate."]))
     assert list(spool.read(np.ones(1, bool))) == [["A ? lone surrogate."]]
 
 

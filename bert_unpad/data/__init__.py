@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from bert_unpad.data.exchange import ExampleExchange, ExchangedStep, ExchangeError
     from bert_unpad.data.histogram import sample_lengths, wikipedia_lengths
     from bert_unpad.data.masking import MaskedTokens, TokenMasker, most_frequent_token_rate
+    from bert_unpad.data.packed_sampler import PackedSampler
     from bert_unpad.data.preparation import DataConfig, PreparedData, prepare
     from bert_unpad.data.sampler import BalancedSampler
     from bert_unpad.data.shards import DamagedDataError, Example, ShardDataset, ShardWriter
@@ -32,6 +33,7 @@ _HOME = {
     "IterableStream": "stream",
     "MaskedTokens": "masking",
     "PackedCollator": "collate",
+    "PackedSampler": "packed_sampler",
     "Prefetcher": "collate",
     "PreparedData": "preparation",
     "ShardDataset": "shards",
@@ -59,6 +61,7 @@ __all__ = [
     "IterableStream",
     "MaskedTokens",
     "PackedCollator",
+    "PackedSampler",
     "Prefetcher",
     "PreparedData",
     "ShardDataset",

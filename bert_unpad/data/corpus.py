@@ -9,18 +9,27 @@ and to choose the held-out documents.
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
+import os
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bert_unpad._files import replacing
+from bert_unpad.data.sources import Source
 from bert_unpad.data.tokenizer import WordPieceTokenizer
 
+logger = logging.getLogger(__name__)
+
 _BLOCK = 8192  # sentences encoded at a time
+_SAVE_EVERY = 20_000  # documents between notes of a stream's position: about a minute's reading
 
 # A sentence ends at .!? (and closing quotes) before white space and something that can begin a
 # sentence, or at a CJK full stop (escaped: full-width characters are easily misread in source).
@@ -87,12 +96,14 @@ class TokenizedCorpus:
 class Spool:
     """The distinct documents of a corpus in one file, sentences as lines.
 
-    Two documents are the same if their texts differ in white space only.
+    Two documents are the same if their texts differ in white space only. If the source can say
+    where it stands, that is written down beside the file now and then, so that reading a stream of
+    hours goes on where it was interrupted.
 
     Args:
         path: the file to write.
-        documents: the corpus.
-        advance: called with 1 for every document read.
+        source: the corpus.
+        advance: called with the number of documents read since the last call.
 
     Attributes:
         documents: number of distinct documents that hold text.
@@ -104,31 +115,70 @@ class Spool:
     def __init__(
         self,
         path: Path,
-        documents: Iterable[str],
+        source: Source,
         advance: Callable[[int], object] = lambda documents: None,
     ) -> None:
         self.path = path
         self.duplicates = 0
-        seen: set[bytes] = set()
-        hashes, sentence_counts = array("Q"), array("q")
-        with path.open("w", encoding="utf-8", newline="\n") as file:
+        self._seen: set[bytes] = set()
+        self._hashes, self._counts = array("Q"), array("q")
+        documents = self._resume(source, advance)
+        saved_at, previous = len(self._hashes), None
+        with path.open("a", encoding="utf-8", newline="\n") as file:
             for text in documents:
+                position = getattr(source, "position", None)
+                # A new position is that of this very document, so what is written is before it.
+                if position is not previous and len(self._hashes) - saved_at >= _SAVE_EVERY:
+                    file.flush()
+                    self._save(position, path.stat().st_size)
+                    saved_at = len(self._hashes)
+                previous = position
                 advance(1)
                 # A lone surrogate (possible in a string literal) cannot be stored as UTF-8.
                 sentences = split_sentences(text.encode("utf-8", "replace").decode("utf-8"))
-                if not sentences:
-                    continue
-                digest = hashlib.sha256(" ".join(sentences).encode("utf-8")).digest()
-                if digest[:16] in seen:
-                    self.duplicates += 1
-                    continue
-                seen.add(digest[:16])
-                hashes.append(int.from_bytes(digest[:8], "big"))
-                sentence_counts.append(len(sentences))
-                file.write("\n".join(sentences) + "\n\n")
-        self.hashes = np.array(hashes, np.uint64)
-        self.sentences = np.array(sentence_counts, np.int64)
+                if sentences and self._add(sentences):
+                    file.write("\n".join(sentences) + "\n\n")
+        self.hashes = np.array(self._hashes, np.uint64)
+        self.sentences = np.array(self._counts, np.int64)
         self.documents = len(self.hashes)
+
+    def _add(self, sentences: list[str]) -> bool:
+        """Notes a document; False if it came before."""
+        digest = hashlib.sha256(" ".join(sentences).encode("utf-8")).digest()
+        if digest[:16] in self._seen:
+            self.duplicates += 1
+            return False
+        self._seen.add(digest[:16])
+        self._hashes.append(int.from_bytes(digest[:8], "big"))
+        self._counts.append(len(sentences))
+        return True
+
+    @property
+    def _position_path(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.position.json")
+
+    def _save(self, position: Any, size: int) -> None:
+        state = {"position": position, "size": size, "duplicates": self.duplicates}
+        with replacing(self._position_path) as temporary:
+            temporary.write_text(json.dumps(state), "utf-8")
+
+    def _resume(self, source: Source, advance: Callable[[int], object]) -> Iterator[str]:
+        """The documents to come; what an interrupted reading has left is taken in again."""
+        try:
+            state = json.loads(self._position_path.read_text("utf-8"))
+            complete = self.path.stat().st_size >= state["size"]
+        except FileNotFoundError:
+            complete = False
+        if not complete:
+            self.path.unlink(missing_ok=True)
+            return iter(source.documents())
+        os.truncate(self.path, state["size"])
+        for sentences in _documents_in(self.path):
+            self._add(sentences)
+        self.duplicates = state["duplicates"]
+        advance(len(self._hashes) + self.duplicates)
+        logger.info("continuing after %d documents of an interrupted run", len(self._hashes))
+        return source.documents(state["position"])
 
     def held_out(self, share: float) -> NDArray[np.bool_]:
         """Which documents to hold out, bool [documents]; about `share` of them.
@@ -145,15 +195,20 @@ class Spool:
 
     def read(self, which: NDArray[np.bool_]) -> Iterator[list[str]]:
         """Yield the sentences of each document for which `which` (bool [documents]) is True."""
-        document, sentences = 0, []
-        with self.path.open(encoding="utf-8", newline="\n") as file:
-            for line in file:
-                if line != "\n":
-                    sentences.append(line[:-1])
-                    continue
-                if which[document]:
-                    yield sentences
-                document, sentences = document + 1, []
+        for document, sentences in enumerate(_documents_in(self.path)):
+            if which[document]:
+                yield sentences
+
+
+def _documents_in(path: Path) -> Iterator[list[str]]:
+    sentences: list[str] = []
+    with path.open(encoding="utf-8", newline="\n") as file:
+        for line in file:
+            if line != "\n":
+                sentences.append(line[:-1])
+                continue
+            yield sentences
+            sentences = []
 
 
 def tokenize(

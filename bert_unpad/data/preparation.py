@@ -41,7 +41,7 @@ from bert_unpad.data.shards import (
     read_manifest,
     write_synced,
 )
-from bert_unpad.data.sources import Source, file_sha256, open_source
+from bert_unpad.data.sources import HuggingFaceSource, Source, file_sha256, open_source
 from bert_unpad.data.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
 
 logger = logging.getLogger(__name__)
@@ -255,7 +255,10 @@ def _build(
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     temporary.mkdir()
     try:
-        _fill(config, source, settings, tokenizer, temporary, progress)
+        # What is read of a stream outlives an interrupted build, under its own settings' key.
+        streamed = isinstance(source, HuggingFaceSource) and source.streaming
+        spools = path.parent.parent / "spools" / path.name if streamed else temporary / "work"
+        _fill(config, source, settings, tokenizer, temporary, spools, progress)
         try:
             os.replace(temporary, path)
         except OSError:
@@ -263,6 +266,7 @@ def _build(
                 raise
             # Only where locks do not reach other machines: another one finished the same data.
             logger.info("%s was built by another process meanwhile", path)
+        shutil.rmtree(spools, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -280,13 +284,15 @@ def _fill(
     settings: dict[str, Any],
     tokenizer: WordPieceTokenizer | None,
     folder: Path,
+    spools: Path,
     progress: bool | None,
 ) -> None:
-    """Build everything in a new folder."""
+    """Build everything in a new folder; the documents are read into the folder `spools`."""
     work = folder / "work"
     work.mkdir()
+    spools.mkdir(parents=True, exist_ok=True)
     with _bar(f"reading {source.name}", "documents", None, progress) as bar:
-        spool = Spool(work / "spool.txt", source.documents(), bar.update)
+        spool = Spool(spools / "spool.txt", source, bar.update)
     if not spool.documents:
         raise ValueError(f"source: {source.name} holds no text; expected at least one document")
     held_out = spool.held_out(config.validation_share)

@@ -19,7 +19,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from bert_unpad._planner import Plan, WorkModel
 
-__all__ = ["BalancedSampler", "WorkModel", "as_lengths", "efficiency"]
+__all__ = [
+    "BalancedSampler",
+    "WorkModel",
+    "as_lengths",
+    "check_at_least",
+    "efficiency",
+    "lengths_checksum",
+]
 
 _STATE_VERSION = 1
 
@@ -103,9 +110,9 @@ class BalancedSampler:
         self.lengths = as_lengths(lengths)
         if len(self.lengths) == 0:
             raise ValueError("lengths: expected at least one example, got none")
-        _check_at_least("num_replicas", num_replicas, 1)
-        _check_at_least("batch_size", batch_size, 1)
-        _check_at_least("pool_steps", pool_steps, 1)
+        check_at_least("num_replicas", num_replicas, 1)
+        check_at_least("batch_size", batch_size, 1)
+        check_at_least("pool_steps", pool_steps, 1)
         if not 0 <= seed < 2**63:
             raise ValueError(f"seed: expected 0 to 2**63 - 1, got {seed}")
         if not 0 <= rank < num_replicas:
@@ -144,7 +151,7 @@ class BalancedSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Moves to the beginning of an epoch."""
-        _check_at_least("epoch", epoch, 0)
+        check_at_least("epoch", epoch, 0)
         self._move(epoch, past=(), done=0)
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
@@ -304,7 +311,7 @@ class BalancedSampler:
 
     def _lengths_checksum(self) -> int:
         if self._checksum is None:
-            self._checksum = zlib.crc32(self.lengths.astype("<u2", copy=False).data)
+            self._checksum = lengths_checksum(self.lengths)
         return self._checksum
 
 
@@ -340,7 +347,13 @@ def efficiency(work: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.divide(work.mean(axis=1), greatest, out=np.ones(len(work)), where=greatest > 0)
 
 
-def _check_at_least(name: str, value: int, least: int) -> None:
+def lengths_checksum(lengths: NDArray[np.uint16]) -> int:
+    """CRC-32 by which a saved position tells whether it is of these lengths."""
+    return zlib.crc32(lengths.astype("<u2", copy=False).data)
+
+
+def check_at_least(name: str, value: int, least: int) -> None:
+    """Raise ValueError, naming the argument, unless `value` is at least `least`."""
     if value < least:
         raise ValueError(f"{name}: expected {least} or more, got {value}")
 

@@ -216,7 +216,8 @@ class HuggingFaceSource:
             (true or false, default false) and `limit` (number of rows).
 
     A streamed data set has no content digest: it is keyed by its name, options and version, so
-    give a `revision` where it may change.
+    give a `revision` where it may change. Reading it can be interrupted and resumed (`position`),
+    with versions of `datasets` whose streams have a state.
 
     Raises:
         ImportError: `datasets` is not installed.
@@ -244,6 +245,9 @@ class HuggingFaceSource:
         self.column = options.get("column", "text")
         self.limit = int(limit) if limit else None
         self._dataset: Any = None
+        self.position: dict[str, Any] | None = None
+        """Where `documents` stood, for JSON, before the newest rows that it has read (it reads
+        1,000 at a time); None among the first, or if there is no way to resume."""
 
     def _load(self) -> Any:
         if self._dataset is None:
@@ -279,9 +283,18 @@ class HuggingFaceSource:
             json.dumps(["hf, version 1", self.name, version, content]).encode()
         ).hexdigest()
 
-    def documents(self) -> Iterator[str]:
-        left = self.limit
-        for batch in self._load().iter(batch_size=1000):
+    def documents(self, position: dict[str, Any] | None = None) -> Iterator[str]:
+        """See `Source`.
+
+        Args:
+            position: an earlier `position`, to go on from there.
+        """
+        dataset, left = self._load(), self.limit
+        if position is not None:
+            dataset.load_state_dict(position["stream"])
+            left = position["left"]
+        resumable = self.streaming and hasattr(dataset, "state_dict")
+        for batch in dataset.iter(batch_size=1000):
             if self.column not in batch:
                 raise ValueError(
                     f"source={self.name!r}: no column {self.column!r}; expected one of "
@@ -293,6 +306,8 @@ class HuggingFaceSource:
                 left -= len(texts)
                 if not left:
                     return
+            if resumable:  # reached when the consumer has taken the last text of the batch
+                self.position = {"stream": dataset.state_dict(), "left": left}
 
 
 def open_source(source: str, *, cache_dir: Path, file_per_document: bool = False) -> Source:

@@ -7,7 +7,6 @@ read ahead but not trained on is simply read again.
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad.data.example_batch import ExampleBatch
+from bert_unpad.data.sampler import lengths_checksum
 from bert_unpad.data.shards import MAX_LENGTH, Example, ShardDataset
 from bert_unpad.data.splitmix import splitmix64
 
@@ -99,7 +99,7 @@ class ShardStream:
             "seed": self._seed,
             "shuffle_buffer": self._buffer,
             "num_examples": len(self.dataset),
-            "lengths_crc32": zlib.crc32(self.dataset.lengths.astype("<u2", copy=False).data),
+            "lengths_crc32": lengths_checksum(self.dataset.lengths),
         }
 
     def continue_after(self, epoch: int, past: Sequence[Sequence[int]]) -> None:

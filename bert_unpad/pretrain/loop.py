@@ -282,6 +282,8 @@ class Trainer:
         progress.epoch = step.epoch
         progress.sampler = feed.sampler
         self.window.add_counts({"steps": 1})
+        if feed.rows is not None:
+            self.window.add_counts({"rows": feed.rows})
         if feed.straggler_efficiency is not None:
             self.window.add_counts({"straggler_efficiency": feed.straggler_efficiency})
         if self.examples is not None:
@@ -322,7 +324,7 @@ class Trainer:
             "seconds": seconds,
             "tokens_per_second": sums["tokens"] / elapsed,
             "sequences_per_second": sums["sequences"] / elapsed,
-            "fill": sums["tokens"] / (sums["sequences"] * self.max_seq_length),
+            "fill": sums["tokens"] / (sums.get("rows", sums["sequences"]) * self.max_seq_length),
             "straggler_efficiency": sums["straggler_efficiency"] / sums["steps"],
             "mfu": sums["flops"] / elapsed / self.peak_flops,
             "data_wait": sums["data_wait"] / sums["steps"] / self.ranks.world_size,

@@ -21,6 +21,7 @@ from bert_unpad._malloc import keep_freed_memory
 from bert_unpad.batch.buckets import Buckets
 from bert_unpad.data import DamagedDataError, PreparedData, prepare
 from bert_unpad.data.cache import default_cache_dir
+from bert_unpad.data.packed_sampler import PackedSampler
 from bert_unpad.data.sampler import BalancedSampler, WorkModel
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.checkpoint import Checkpointer, newest_checkpoint
@@ -212,24 +213,38 @@ def _evaluator(config: PretrainConfig, data: PreparedData, ranks: Ranks) -> Eval
 
 def _sampler(
     config: PretrainConfig, data: PreparedData, ranks: Ranks, work: WorkModel
-) -> BalancedSampler | ExchangedFeed:
+) -> BalancedSampler | PackedSampler | ExchangedFeed:
     """What says who trains on what, at the beginning of the first epoch."""
-    if config.batching.strategy == "exchange":
-        return ExchangedFeed(data.train, ranks, config.batching, config.seed, work)
-    return BalancedSampler(
-        data.train.lengths,
-        num_replicas=ranks.world_size,
-        rank=ranks.rank,
-        batch_size=config.batching.per_rank(ranks.world_size),
-        seed=config.seed,
-        strategy=config.batching.strategy,
-        work=work,
-    )
+    batching = config.batching
+    if batching.strategy == "exchange":
+        if data.train.has_masks:
+            raise ConfigError(
+                "batching.strategy",
+                f"exchange does not carry the masks that {config.data.source} brings; use "
+                "stratified, or convert it: python -m bert_unpad.data.hdf5 to-shards --unmask",
+            )
+        return ExchangedFeed(data.train, ranks, batching, config.seed, work)
+    place = (data.train.lengths, ranks.world_size, ranks.rank, batching.per_rank(ranks.world_size))
+    if batching.strategy == "packed":
+        packed = PackedSampler(
+            *place,
+            config.seed,
+            row_tokens=config.data.max_seq_length,
+            max_sequences=batching.max_sequences_per_row,
+            method=batching.row_packing,
+            work=work,
+        )
+        logger.info(
+            "%d sequences in %d rows of %d tokens: %.2f %% of them are real",
+            *(len(data.train), packed.rows, config.data.max_seq_length, 100 * packed.fill),
+        )
+        return packed
+    return BalancedSampler(*place, config.seed, batching.strategy, work=work)
 
 
 def _steps(
     config: PretrainConfig,
-    sampler: BalancedSampler | ExchangedFeed,
+    sampler: BalancedSampler | PackedSampler | ExchangedFeed,
     data: PreparedData,
     model: BertForPreTraining,
     ranks: Ranks,
@@ -258,7 +273,9 @@ def _steps(
 
 
 def _total_steps(
-    config: PretrainConfig, sampler: BalancedSampler | ExchangedFeed, progress: Progress
+    config: PretrainConfig,
+    sampler: BalancedSampler | PackedSampler | ExchangedFeed,
+    progress: Progress,
 ) -> int:
     """Updates of the whole run. Epochs are counted in what the sampler still has to give."""
     if config.schedule.total_steps is not None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from bert_unpad.batch import PackedInputs
 from bert_unpad.batch.buckets import Buckets
 from bert_unpad.data import ExampleBatch, Prefetcher
+from bert_unpad.data.packed_sampler import PackedSampler
 from bert_unpad.data.sampler import BalancedSampler
 from bert_unpad.nn import BertForPreTraining
 
@@ -98,11 +99,13 @@ class FeedState:
     """Its state after the step."""
     straggler_efficiency: float | None
     """Mean work over greatest work of a rank; None where nobody asks for it."""
+    rows: int | None = None
+    """Rows that the step's sequences are packed into, over all ranks; None: a row for each."""
 
 
 def endless_steps(
     collator: StepCollator,
-    sampler: BalancedSampler,
+    sampler: BalancedSampler | PackedSampler,
     *,
     prefetch: int,
     pin_memory: bool,
@@ -121,7 +124,9 @@ def endless_steps(
 
     def state() -> FeedState:
         return FeedState(
-            sampler.state_dict(), sampler.straggler_efficiency() if efficiency else None
+            sampler.state_dict(),
+            sampler.straggler_efficiency() if efficiency else None,
+            sampler.rows_in_step if isinstance(sampler, PackedSampler) else None,
         )
 
     while True:

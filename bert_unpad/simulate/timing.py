@@ -96,6 +96,7 @@ def fit_step_cost(
     dtype: torch.dtype = torch.float32,
     rounds: int = 3,
     seed: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[ComputeCost, list[dict[str, float]]]:
     """Times whole training steps (forward, backward, AdamW) of a new model and fits their cost.
 
@@ -107,6 +108,8 @@ def fit_step_cost(
         dtype: of the activations (autocast).
         rounds: how often each batch is timed.
         seed: of weights and tokens.
+        clock: in seconds; `time.thread_time`, on a CPU with one thread, does not count what other
+            programs take.
 
     Returns:
         The cost, and for each batch its sequences, tokens, measured and fitted seconds.
@@ -133,7 +136,7 @@ def fit_step_cost(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    seconds = least_times(step, len(inputs), rounds)
+    seconds = least_times(step, len(inputs), rounds, clock)
     cost = ComputeCost.fit(batches, seconds)
     return cost, [
         {

@@ -12,10 +12,11 @@ from bert_unpad.pretrain.config.errors import ConfigError
 class BatchingConfig:
     """How many sequences make an update, and who gets which."""
 
-    strategy: Literal["stratified", "random", "exchange"] = "stratified"
+    strategy: Literal["stratified", "random", "exchange", "packed"] = "stratified"
     """stratified gives every rank the same work in every step; random is plain shuffling; with
     exchange each rank reads its own part of the data in order and exchanges examples with others
-    for equal work, which needs no index of all lengths."""
+    for equal work, which needs no index of all lengths; packed fills rows of data.max_seq_length
+    tokens with several sequences each, and batch sizes then count rows."""
     global_batch_size: int | None = None
     """Sequences per update, over all ranks. Give this or batch_size_per_rank."""
     batch_size_per_rank: int | None = None
@@ -34,6 +35,11 @@ class BatchingConfig:
     """exchange: examples that each rank shuffles at a time."""
     reader_timeout: float = 120.0
     """exchange: seconds that reading a step's examples may take on any rank."""
+    row_packing: Literal["best_fit", "shortest_first"] = "best_fit"
+    """packed: which row a sequence goes to, that with the least space that is enough or that with
+    the most."""
+    max_sequences_per_row: int | None = None
+    """packed: most sequences in a row; by default there is no limit."""
 
     def per_rank(self, world_size: int) -> int:
         """Sequences per update on one rank.

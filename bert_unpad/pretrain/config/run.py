@@ -85,6 +85,7 @@ class PretrainConfig:
             "batching.batch_size_per_rank": 1,
             "batching.accumulation": 1,
             "batching.prefetch": 1,
+            "batching.max_sequences_per_row": 1,
             "batching.shuffle_buffer": 1,
             "batching.reader_timeout": 1,
             "schedule.total_steps": 1,
