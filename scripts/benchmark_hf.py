@@ -1,6 +1,7 @@
 """Hugging Face BERT, stock and with `bert_unpad.hf.unpad`: a training step and inference.
 
-    python scripts/benchmark_hf.py --device cpu
+    python scripts/benchmark_hf.py --device cpu          # both dtypes, three rounds
+    python scripts/benchmark_hf.py --device cpu --quick  # about 5 minutes on 2 cores
 
 Workloads: Wikipedia lengths in a batch padded to 512; a GLUE-like mix (mean length about 40) padded
 to 128; one sequence with nothing to pad, where only the overhead shows. Contenders: stock sdpa
@@ -31,6 +32,9 @@ from bert_unpad.data.histogram import sample_lengths
 
 VOCAB = 30522
 CONTENDERS = ("stock padded", "stock sorted", "bert_unpad")
+# --quick: the dtype and the half batch of the figures that matter, one round of long steps.
+QUICK = {"dtype": "bfloat16", "sequences": 4, "rounds": 1, "warmup": 0}
+QUICK_MEMORY = ("wikipedia", 0.1)  # the one case whose memory it measures
 PARTS = 4  # batches of like length that "stock sorted" cuts the batch into
 
 
@@ -189,14 +193,16 @@ def run_case(args: argparse.Namespace, case: tuple[str, str, torch.dtype, float]
           f"{len(work.lengths)} x {work.max_length}", flush=True)  # fmt: skip
     names = [n for n in CONTENDERS if n != "stock sorted" or len(work.lengths) > 1]
     memory = {}
-    if task == "training" and args.memory:
+    if task == "training" and args.memory and (not args.quick or (name, dropout) == QUICK_MEMORY):
         for contender in names:
             memory[contender] = memory_in_own_process(
                 {"workload": name, "contender": contender, "dtype": kind, "dropout": dropout}
             )
     steps = {n: contender_of(args, task, n, dtype, dropout, work)[0] for n in names}
-    rounds = args.rounds * (10 if name == "single" else 1)
-    timings = harness.interleave(steps, rounds, args.warmup)
+    rounds, warmup = args.rounds, args.warmup
+    if name == "single":  # short steps, and a difference of a few percent
+        rounds, warmup = 10 * rounds, max(2, warmup)
+    timings = harness.interleave(steps, rounds, warmup)
     ours = timings["bert_unpad"].median
     rows = []
     for contender, timing in timings.items():
@@ -238,6 +244,11 @@ def main() -> None:
     parser.add_argument("--no-memory", dest="memory", action="store_false")
     parser.add_argument("--memory-of", help="print only the memory of this contender, as JSON")
     parser.add_argument("--name", default="hf", help="name of the JSON file")
+    parser.add_argument("--quick", action="store_true",
+                        help=f"other defaults: {', '.join(f'{k} {v}' for k, v in QUICK.items())}; "
+                        "memory of one case only")  # fmt: skip
+    if parser.parse_known_args()[0].quick:
+        parser.set_defaults(**QUICK)
     args = parser.parse_args()
     allocator = harness.fix_allocator(args.allocator)
     if args.memory_of:

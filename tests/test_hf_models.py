@@ -99,8 +99,17 @@ def test_activations(activation, packed_calls):
     assert packed_calls
 
 
-@pytest.mark.parametrize("name", ["BertModel", "BertForPreTraining", "DistilBertForMaskedLM"])
-@pytest.mark.parametrize("how", ["autocast", "weights"])
+BF16_CASES = [
+    (name, how)
+    for how in ("autocast", "weights")
+    for name in ("BertModel", "BertForPreTraining", "DistilBertForMaskedLM",
+                 "RobertaForTokenClassification", "ElectraForSequenceClassification",
+                 "BertForMultipleChoice")
+    if how == "autocast" or not name.endswith(("Classification", "Choice"))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "how"), BF16_CASES)
 def test_bf16_error_is_at_most_twice_that_of_stock(name, how):
     mask = MASKS["right"]
     exact, stock = make(name).double(), make(name)
@@ -176,6 +185,10 @@ def test_lazy_logits():
         torch.testing.assert_close(logits[kept], want[kept], rtol=1e-5, atol=1e-5)
     assert lazy.computed
     assert lazy.shape == want.shape
+    in_evaluation = ours.eval()(**call)
+    for walked in (dict(in_evaluation.items())["logits"], list(in_evaluation.values())[1]):
+        assert type(walked) is torch.Tensor
+        torch.testing.assert_close(walked[kept], want[kept], rtol=1e-5, atol=1e-5)
     # A loss of the user's own on the logits reaches every weight.
     out.logits[kept].logsumexp(-1).sum().backward()
     want[kept].logsumexp(-1).sum().backward()

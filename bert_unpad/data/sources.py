@@ -71,6 +71,12 @@ class StdlibSource:
             found += [Path(folder, name) for name in names if name.endswith(".py")]
         return sorted(found)
 
+    def by_file(self) -> Iterator[tuple[Path, str]]:
+        """(source file, document) of every document, without the cache."""
+        for path in self.files():
+            for text in _texts_of_module(path):
+                yield path, text
+
     def fingerprint(self) -> str:
         if self._fingerprint is None:
             digest = hashlib.sha256(b"docstrings and topics, version 1")
@@ -84,7 +90,7 @@ class StdlibSource:
         cached = self.cache_dir / f"stdlib-{self.fingerprint()[:32]}.json"
         documents = _read_document_cache(cached)
         if documents is None:
-            documents = [text for path in self.files() for text in _texts_of_module(path)]
+            documents = [text for _, text in self.by_file()]
             _write_document_cache(cached, documents)
         if not documents:
             raise ValueError(

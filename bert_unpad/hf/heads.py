@@ -144,7 +144,7 @@ class PackedMlm:
         if found is None or how == "full":
             value = logits()
         elif how == "lazy":
-            value = LazyTensor(logits, some.dtype)
+            value = LazyTensor(logits, some.dtype, self.training)
         else:
             value = None
         stock = BertForPreTrainingOutput if head.pretraining else MaskedLMOutput

@@ -83,9 +83,10 @@ def _split(path: str | None) -> tuple[str, ...] | None:
 
 
 def _get(layer: nn.Module, path: tuple[str, ...]) -> Any:
-    found = layer
-    for name in path:
-        found = getattr(found, name)
+    found: Any = layer
+    for name in path:  # nn.Module's own lookup ends in the same dictionary, 5 times slower
+        inner = found._modules.get(name)
+        found = getattr(found, name) if inner is None else inner
     return found
 
 

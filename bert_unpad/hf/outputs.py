@@ -19,12 +19,23 @@ __all__ = ["LazyTensor", "lazy_output_class"]
 class LazyTensor:
     """A tensor of known dtype that is computed on first use.
 
-    Frameworks that walk over a model's outputs (accelerate casts 16-bit ones to fp32) see this
-    object; a cast keeps it lazy. Whatever else is done with it computes the tensor.
+    In training, frameworks that walk over a model's outputs (accelerate casts 16-bit ones to fp32)
+    see this object; a cast keeps it lazy. Whatever else is done with it computes the tensor.
     """
 
-    def __init__(self, compute: Callable[[], Tensor], dtype: torch.dtype) -> None:
+    def __init__(
+        self, compute: Callable[[], Tensor], dtype: torch.dtype, training: bool = True
+    ) -> None:
+        """Computes nothing yet.
+
+        Args:
+            compute: makes the tensor.
+            dtype: of the tensor.
+            training: whether a walk over the outputs is probably not after the tensor. The
+                Trainer's evaluation finds its logits by such a walk.
+        """
         self._compute: Callable[[], Tensor] | None = compute
+        self.training = training
         self._value: Tensor | None = None
         self.dtype = dtype
 
@@ -41,7 +52,7 @@ class LazyTensor:
 
     def to(self, *args, **kwargs) -> LazyTensor | Tensor:
         if self._value is None and len(args) == 1 and isinstance(args[0], torch.dtype):
-            return LazyTensor(lambda: self.get().to(args[0], **kwargs), args[0])
+            return LazyTensor(lambda: self.get().to(args[0], **kwargs), args[0], self.training)
         return self.get().to(*args, **kwargs)
 
     def float(self) -> LazyTensor | Tensor:
@@ -71,6 +82,10 @@ def _computed(value: Any) -> Any:
     return value.get() if isinstance(value, LazyTensor) else value
 
 
+def _walked(value: Any) -> Any:
+    return value.get() if isinstance(value, LazyTensor) and not value.training else value
+
+
 def _identity(value: Tensor) -> Tensor:
     return value
 
@@ -94,6 +109,12 @@ class _LazyFields:
         if isinstance(key, int):
             key = list(self.keys())[key]
         return _computed(super().__getitem__(key))
+
+    def items(self):
+        return [(name, _walked(value)) for name, value in super().items()]
+
+    def values(self):
+        return [_walked(value) for value in super().values()]
 
     def __reduce__(self):
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
