@@ -61,17 +61,6 @@ def enter(
     return entered, errors, missing
 
 
-def steps(contenders: dict[str, Contender]) -> dict[str, Callable[[], Any]]:
-    """'<pass>/<contender>' -> the step to time."""
-    result: dict[str, Callable[[], Any]] = {}
-    for name, contender in contenders.items():
-        saved = contender.forward()
-        result[f"forward/{name}"] = contender.forward
-        result[f"backward/{name}"] = lambda c=contender, s=saved: c.backward(s)
-        result[f"both/{name}"] = lambda c=contender: c.backward(c.forward())
-    return result
-
-
 def measure(
     case: AttentionCase,
     device: str,
@@ -83,7 +72,7 @@ def measure(
     """One case's row of the report."""
     inputs = Inputs.random(case, device)
     contenders, errors, missing = enter(inputs, case.dropout_p, skip)
-    timings = timers.interleave(timer, steps(contenders), rounds, warmup=3)
+    timings = timers.interleave(timer, timers.steps(contenders), rounds, warmup=3)
     row: dict[str, Any] = {
         "case": case.name,
         "dropout_p": case.dropout_p,

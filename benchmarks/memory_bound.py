@@ -98,21 +98,10 @@ def enter(case: Case) -> tuple[dict[str, Contender], dict[str, list[float]], dic
     return entered, found, missing
 
 
-def steps(contenders: dict[str, Contender]) -> dict[str, Callable[[], Any]]:
-    """'<pass>/<contender>' -> the step to time."""
-    result: dict[str, Callable[[], Any]] = {}
-    for name, contender in contenders.items():
-        saved = contender.forward()
-        result[f"forward/{name}"] = contender.forward
-        result[f"backward/{name}"] = lambda c=contender, s=saved: c.backward(s)
-        result[f"both/{name}"] = lambda c=contender: c.backward(c.forward())
-    return result
-
-
 def measure(case: Case, timer: timers.Timer, copy_peak: float, rounds: int) -> dict[str, Any]:
     """One case's row of the report."""
     contenders, found, missing = enter(case)
-    timings = timers.interleave(timer, steps(contenders), rounds, warmup=3)
+    timings = timers.interleave(timer, timers.steps(contenders), rounds, warmup=3)
     passes = {}
     for which in PASSES:
         parts = ("forward", "backward") if which == "both" else (which,)

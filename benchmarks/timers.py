@@ -89,6 +89,24 @@ class HostTimer:
         return harness.memory_peak(1 << 22, tries=3)
 
 
+class Contender(Protocol):
+    def forward(self) -> Any:
+        """Returns what `backward` needs."""
+
+    def backward(self, saved: Any) -> Any: ...
+
+
+def steps(contenders: Mapping[str, Contender]) -> dict[str, Callable[[], Any]]:
+    """'<pass>/<contender>' -> the step to time."""
+    result: dict[str, Callable[[], Any]] = {}
+    for name, contender in contenders.items():
+        saved = contender.forward()
+        result[f"forward/{name}"] = contender.forward
+        result[f"backward/{name}"] = lambda c=contender, s=saved: c.backward(s)
+        result[f"both/{name}"] = lambda c=contender: c.backward(c.forward())
+    return result
+
+
 def interleave(
     timer: Timer, steps: Mapping[str, Callable[[], Any]], rounds: int, warmup: int
 ) -> dict[str, harness.Timing]:
