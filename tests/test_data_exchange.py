@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from mp import run_ranks
 
-from bert_unpad.data.example_batch import ExampleBatch
+from bert_unpad.data.example_batch import ExampleBatch, Masks
 from bert_unpad.data.exchange import ExampleExchange, ExchangeError
 from bert_unpad.data.histogram import sample_lengths
 from bert_unpad.data.sampler import WorkModel
@@ -34,8 +35,23 @@ def _examples(count: int, rank: int, epoch: int) -> Iterator[Example]:
         yield Example(tokens, int(rng.integers(1, length + 1)), int(rng.choice([0, 1, -100])))
 
 
-def _stream(rank: int, world_size: int, counts: list[int]) -> IterableStream:
-    return IterableStream(
+class _Masked(IterableStream):
+    """Examples that bring masks: one of each that is a single token, two of others."""
+
+    has_masks = True
+
+    def batches(self, epoch: int, start: int, batch_size: int) -> Iterator[ExampleBatch]:
+        for batch in super().batches(epoch, start, batch_size):
+            spans = [sorted({0, int(length) - 1}) for length in batch.lengths]
+            counts = np.array([len(span) for span in spans])
+            labels = np.repeat(batch.ids * 7 % VOCABULARY, counts)
+            yield replace(batch, masks=Masks(counts, np.concatenate(spans), labels))
+
+
+def _stream(
+    rank: int, world_size: int, counts: list[int], kind: type[IterableStream] = IterableStream
+) -> IterableStream:
+    return kind(
         lambda epoch: _examples(counts[rank], rank, epoch),
         rank,
         world_size,
@@ -45,30 +61,33 @@ def _stream(rank: int, world_size: int, counts: list[int]) -> IterableStream:
 
 def _content(examples: ExampleBatch) -> list[tuple]:
     """What must not change on the way, by example."""
-    ends = np.cumsum(examples.lengths)
-    return [
-        (int(example), int(second), int(label), examples.tokens[end - length : end].tobytes())
-        for example, length, second, label, end in zip(
-            examples.ids,
-            examples.lengths,
-            examples.second_starts,
-            examples.next_sentence_labels,
-            ends,
-            strict=True,
-        )
-    ]
+    found = []
+    for place in range(len(examples)):
+        one = examples[place : place + 1]
+        columns = (one.ids, one.second_starts, one.next_sentence_labels)
+        masks = () if one.masks is None else (one.masks.positions, one.masks.labels)
+        tokens = one.tokens.astype(np.uint16).tobytes()
+        found.append((*(int(x[0]) for x in columns), tokens, *(tuple(x.tolist()) for x in masks)))
+    return found
 
 
-def _read_by_all(counts: list[int], epoch: int) -> Counter:
+def _read_by_all(counts: list[int], epoch: int, kind: type[IterableStream]) -> Counter:
     everything: Counter = Counter()
     for rank, count in enumerate(counts):
-        stream = _stream(rank, len(counts), counts)
+        stream = _stream(rank, len(counts), counts, kind)
         for batch in stream.batches(epoch, 0, max(count, 1)):
             everything.update(_content(batch))
     return everything
 
 
-def _two_epochs(rank: int, world_size: int, counts: list[int], exchange: str, node_size: int):
+def _two_epochs(
+    rank: int,
+    world_size: int,
+    exchange: str,
+    node_size: int,
+    counts: list[int],
+    kind: type[IterableStream],
+):
     """What each step has, and what a run that is cut in the middle has after it goes on."""
     setup = {
         "batch_size": 6,
@@ -79,7 +98,7 @@ def _two_epochs(rank: int, world_size: int, counts: list[int], exchange: str, no
         "depth": 2,
     }
     steps = []
-    with ExampleExchange(_stream(rank, world_size, counts), **setup) as whole:
+    with ExampleExchange(_stream(rank, world_size, counts, kind), **setup) as whole:
         for step in whole:
             if step.epoch == 2:
                 break
@@ -88,7 +107,8 @@ def _two_epochs(rank: int, world_size: int, counts: list[int], exchange: str, no
             )
     cut = next(i for i, step in enumerate(steps) if step[0] == 1) + 2
     state = steps[cut - 1][3]
-    with ExampleExchange(_stream(rank, world_size, counts), state=state, **setup) as rest:
+    stream = _stream(rank, world_size, counts, kind)
+    with ExampleExchange(stream, state=state, **setup) as rest:
         again = [next(rest) for _ in range(len(steps) - cut)]
     assert [(s.epoch, _content(s.examples), s.state) for s in again] == [
         (epoch, content, state) for epoch, content, _, state in steps[cut:]
@@ -96,19 +116,17 @@ def _two_epochs(rank: int, world_size: int, counts: list[int], exchange: str, no
     return steps
 
 
-# Scope, ranks of a node, examples of each rank in an epoch.
+# Scope, ranks of a node, examples of each rank in an epoch, kind of stream.
 SCOPES = [
-    ("world", 4, [40, 25, 31, 26]),
-    ("hierarchical", 2, [30, 30, 0, 43]),
-    ("group", 2, [30, 21, 33, 30]),
-    ("none", 1, [20, 9, 13, 16]),
+    ("world", 4, [40, 25, 31, 26], IterableStream),
+    ("hierarchical", 2, [30, 30, 0, 43], _Masked),
+    ("group", 2, [30, 21, 33, 30], IterableStream),
+    ("none", 1, [20, 9, 13, 16], _Masked),
 ]
 
 
 def _all_scopes(rank: int, world_size: int):
-    return [
-        _two_epochs(rank, world_size, counts, exchange, size) for exchange, size, counts in SCOPES
-    ]
+    return [_two_epochs(rank, world_size, *scope) for scope in SCOPES]
 
 
 @pytest.fixture(scope="module")
@@ -120,15 +138,15 @@ def by_scope() -> dict[str, list]:
     }
 
 
-@pytest.mark.parametrize(("exchange", "node_size", "counts"), SCOPES)
-def test_each_example_once_an_epoch(by_scope, exchange, node_size, counts):
+@pytest.mark.parametrize(("exchange", "node_size", "counts", "kind"), SCOPES)
+def test_each_example_once_an_epoch(by_scope, exchange, node_size, counts, kind):
     ranks, world_size = by_scope[exchange], 4
     assert len({len(steps) for steps in ranks}) == 1
     for epoch in (0, 1):
         used = Counter(
             content for steps in ranks for at, step, *_ in steps if at == epoch for content in step
         )
-        assert used == _read_by_all(counts, epoch)
+        assert used == _read_by_all(counts, epoch, kind)
     for step in zip(*ranks, strict=True):
         assert len({repr(part[3]) for part in step}) == 1  # the same state everywhere
         numbers = [len(part[1]) for part in step]

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from bert_unpad.data.splitmix import splitmix64
 
-# What travels of an example besides its tokens. Its length does not: all ranks know it already.
+# What travels of an example besides its tokens and masks. Their numbers do not: all ranks know
+# them already.
 _RECORD = np.dtype([("id", "<i8"), ("second_start", "<u2"), ("next_sentence_label", "<i2")])
+_POSITION = np.dtype("<u2")  # of a mask within its example
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,12 @@ class Masks:
     counts: NDArray[np.int64]
     positions: NDArray[np.int64]
     labels: NDArray[np.int64]
+
+    @classmethod
+    def empty(cls) -> Masks:
+        """Of no examples."""
+        none = np.empty(0, np.int64)
+        return cls(none, none, none)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Masks]) -> Masks:
@@ -96,10 +104,11 @@ class ExampleBatch:
     masks: Masks | None = None
 
     @classmethod
-    def empty(cls, token_dtype: np.dtype) -> ExampleBatch:
+    def empty(cls, token_dtype: np.dtype, has_masks: bool = False) -> ExampleBatch:
         """No examples."""
         none = np.empty(0, np.int64)
-        return cls(none, none, none, none, np.empty(0, token_dtype))
+        masks = Masks.empty() if has_masks else None
+        return cls(none, none, none, none, np.empty(0, token_dtype), masks)
 
     @classmethod
     def concatenate(cls, batches: Sequence[ExampleBatch]) -> ExampleBatch:
@@ -147,7 +156,8 @@ class ExampleBatch:
     def checksum(self) -> np.uint64:
         """A sum over the examples: the same however they are ordered, and split into batches.
 
-        Modulo 2^64, of a hash of each token with its place and its example's other columns.
+        Modulo 2^64, of a hash of each token and given mask with its place and its example's other
+        columns.
         """
         about = splitmix64(self.ids.astype(np.uint64)) ^ (
             self.second_starts.astype(np.uint64) << np.uint64(16)
@@ -155,26 +165,33 @@ class ExampleBatch:
         about = splitmix64(about + self.next_sentence_labels.astype(np.uint64))
         begins = np.cumsum(self.lengths) - self.lengths
         places = np.arange(len(self.tokens)) - np.repeat(begins, self.lengths)
-        words = (places.astype(np.uint64) << np.uint64(32)) | self.tokens.astype(np.uint64)
-        return splitmix64(np.repeat(about, self.lengths) + words).sum(dtype=np.uint64)
+        total = _hash_sum(np.repeat(about, self.lengths), places, self.tokens)
+        if self.masks is not None:
+            owners = splitmix64(np.repeat(about, self.masks.counts))  # no hash of a token's
+            total += _hash_sum(owners, self.masks.positions, self.masks.labels)
+        return total[0]
 
     def to_bytes(self) -> NDArray[np.uint8]:
-        """Everything but the lengths.
-
-        Raises:
-            ValueError: the examples bring their masks, which do not travel.
-        """
-        if self.masks is not None:
-            raise ValueError("masks: expected examples whose masks are drawn, not given")
+        """Everything but the lengths and the numbers of given masks."""
         records = np.empty(len(self), _RECORD)
         records["id"] = self.ids
         records["second_start"] = self.second_starts
         records["next_sentence_label"] = self.next_sentence_labels
-        return np.concatenate([records.view(np.uint8), self.tokens.view(np.uint8)])
+        columns = [records, self.tokens]
+        if self.masks is not None:
+            columns += [
+                self.masks.labels.astype(self.tokens.dtype),
+                self.masks.positions.astype(_POSITION),
+            ]
+        return np.concatenate([column.view(np.uint8) for column in columns])
 
     @classmethod
     def from_bytes(
-        cls, data: NDArray[np.uint8], lengths: NDArray[np.int64], token_dtype: np.dtype
+        cls,
+        data: NDArray[np.uint8],
+        lengths: NDArray[np.int64],
+        token_dtype: np.dtype,
+        mask_counts: NDArray[np.int64] | None = None,
     ) -> ExampleBatch:
         """What `to_bytes` was called on.
 
@@ -182,21 +199,53 @@ class ExampleBatch:
             data: its result.
             lengths: int64 [B].
             token_dtype: of the tokens.
+            mask_counts: int64 [B], given masks of each example; None if there are none at all.
         """
-        end = len(lengths) * _RECORD.itemsize
-        records = data[:end].view(_RECORD)
+        counts = np.zeros(1, np.int64) if mask_counts is None else mask_counts
+        masked = int(counts.sum())
+        sizes = (
+            (len(lengths), _RECORD),
+            (int(lengths.sum()), token_dtype),
+            (masked, token_dtype),
+            (masked, _POSITION),
+        )
+        columns, begin = [], 0
+        for size, dtype in sizes:
+            end = begin + size * dtype.itemsize
+            # A copy, because the column may begin at any byte, and the data be a part of more.
+            columns.append(np.frombuffer(data[begin:end].tobytes(), dtype))
+            begin = end
+        records, tokens, labels, positions = columns
         return cls(
             records["id"].astype(np.int64),
             lengths,
             records["second_start"].astype(np.int64),
             records["next_sentence_label"].astype(np.int64),
-            np.frombuffer(data[end:].tobytes(), token_dtype),
+            tokens,
+            None
+            if mask_counts is None
+            else Masks(counts, positions.astype(np.int64), labels.astype(np.int64)),
         )
 
     @staticmethod
-    def num_bytes(lengths: NDArray[np.int64], token_dtype: np.dtype) -> NDArray[np.int64]:
-        """Bytes that each of some examples takes in `to_bytes`."""
-        return _RECORD.itemsize + lengths * token_dtype.itemsize
+    def num_bytes(
+        lengths: NDArray[np.int64],
+        token_dtype: np.dtype,
+        mask_counts: NDArray[np.int64] | None = None,
+    ) -> NDArray[np.int64]:
+        """Bytes that each of some examples takes in `to_bytes`; arguments as of `from_bytes`."""
+        sizes = _RECORD.itemsize + lengths * token_dtype.itemsize
+        if mask_counts is None:
+            return sizes
+        return sizes + mask_counts * (token_dtype.itemsize + _POSITION.itemsize)
+
+
+def _hash_sum(
+    owners: NDArray[np.uint64], places: NDArray[np.int64], tokens: NDArray[np.integer]
+) -> NDArray[np.uint64]:
+    """uint64 [1]: the sum of a hash of each (owner, place, token)."""
+    words = (places.astype(np.uint64) << np.uint64(32)) | tokens.astype(np.uint64)
+    return splitmix64(owners + words).sum(dtype=np.uint64, keepdims=True)
 
 
 def ragged_places(begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -16,7 +16,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -37,8 +37,10 @@ logger = logging.getLogger(__name__)
 
 _OK, _FAILED, _LATE, _STOPPING = range(4)
 # What each rank says in a round: status, examples read, its position in the epoch after them, a
-# digest of the plan before, checksums of what it has read and been given before; then the lengths.
+# digest of the plan before, checksums of what it has read and been given before; then the lengths,
+# with the numbers of given masks in higher bits.
 _FIELDS = 6
+_LENGTH_BITS = 16  # lengths are uint16 everywhere
 _WAIT_SLICE = 0.25  # seconds between two looks at whether the exchange was closed meanwhile
 _READ_AHEAD = 2  # steps that wait in front of the exchange
 _MAX_TEXT = 4000  # characters of an error that other ranks are told
@@ -133,6 +135,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
         self._transport = Transport(exchange, node_size, timeout)
         self.rank, self.num_ranks = self._transport.rank, self._transport.num_ranks
         self._identity = stream.identity()
+        self._nothing = ExampleBatch.empty(token_dtype(stream.vocab_size), stream.has_masks)
         self._position = StreamPosition.begin(0, self.num_ranks)
         try:
             self._agree(exchange, state)  # so that loading fails on all ranks or on none
@@ -164,6 +167,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
             "work": (self._work.linear, self._work.quadratic),
             "node_size": self._transport.node_size,
             "stream.vocab_size": self._stream.vocab_size,
+            "stream.has_masks": self._stream.has_masks,
             "stream.identity()": self._identity,
             "state": state,
         }
@@ -178,8 +182,9 @@ class ExampleExchange(Iterator[ExchangedStep]):
     def _read(self, epoch: int, start: int) -> Iterator[ExampleBatch]:
         """This rank's share of each step; no examples at an epoch's end."""
         while True:
-            yield from self._stream.batches(epoch, start, self._batch_size)
-            yield ExampleBatch.empty(token_dtype(self._stream.vocab_size))
+            for batch in self._stream.batches(epoch, start, self._batch_size):
+                yield replace(batch, tokens=batch.tokens.astype(self._nothing.tokens.dtype))
+            yield self._nothing
             epoch, start = epoch + 1, 0
 
     def __next__(self) -> ExchangedStep:
@@ -264,7 +269,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
 
     def _take(self, ended: bool) -> tuple[int, ExampleBatch, BaseException | None]:
         """How reading went, and this rank's share of a step: empty where its epoch has ended."""
-        nothing = ExampleBatch.empty(token_dtype(self._stream.vocab_size))
+        nothing = self._nothing
         deadline = time.monotonic() + self._reader_timeout
         while not self._closed:
             if ended:
@@ -298,10 +303,14 @@ class ExampleExchange(Iterator[ExchangedStep]):
         position = self._position.positions[self.rank] + len(batch)
         row[:_FIELDS] = status, len(batch), position, self._plan_digest, *self._sums.view(np.int64)
         row[_FIELDS : _FIELDS + len(batch)] = batch.lengths
+        if batch.masks is not None:
+            row[_FIELDS : _FIELDS + len(batch)] |= batch.masks.counts << _LENGTH_BITS
         rows = self._transport.share(row)
         self._check(rows, error)
         counts = np.ascontiguousarray(rows[:, 1])
-        lengths = rows[:, _FIELDS:][np.arange(self._batch_size) < counts[:, None]]
+        sizes = rows[:, _FIELDS:][np.arange(self._batch_size) < counts[:, None]]
+        lengths = sizes & ((1 << _LENGTH_BITS) - 1)
+        mask_counts = sizes >> _LENGTH_BITS if self._stream.has_masks else None
         if not len(lengths):
             self._end_epoch(rows)
             return None
@@ -315,7 +324,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
         )
         self._plan_digest = zlib.crc32(receivers.astype("<i8", copy=False).data)
         sent = self._transport.bytes_sent
-        examples = self._transport.exchange(batch, lengths, holders, receivers)
+        examples = self._transport.exchange(batch, lengths, holders, receivers, mask_counts)
         seconds = time.perf_counter() - started
         self._position = self._position.moved(rows[:, 2].tolist())
         self._in_epoch += len(lengths)

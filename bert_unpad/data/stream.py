@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from bert_unpad.data.dataset import ExampleDataset
 from bert_unpad.data.example_batch import ExampleBatch
 from bert_unpad.data.sampler import lengths_checksum
-from bert_unpad.data.shards import MAX_LENGTH, Example, ShardDataset
+from bert_unpad.data.shards import MAX_LENGTH, Example
 from bert_unpad.data.splitmix import splitmix64
 
 __all__ = ["ExampleStream", "IterableStream", "ShardStream", "token_dtype"]
@@ -26,6 +27,8 @@ class ExampleStream(Protocol):
 
     vocab_size: int
     """Number of token ids, the same on all ranks."""
+    has_masks: bool
+    """Whether the examples bring their masks, the same on all ranks."""
 
     def batches(self, epoch: int, start: int, batch_size: int) -> Iterator[ExampleBatch]:
         """This rank's examples of an epoch, from the `start`-th on.
@@ -55,7 +58,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class ShardStream:
-    """One rank's contiguous part of a shard, read in order through a shuffle buffer.
+    """One rank's contiguous part of a data set, read in order through a shuffle buffer.
 
     The buffer is filled, shuffled and emptied as a whole, so that a position can be found again by
     refilling one buffer. Every example is in one rank's part; parts differ by one example at most.
@@ -63,9 +66,9 @@ class ShardStream:
     Args:
         dataset: the examples; ids are places in it, so masks are those of an index-based sampler.
         rank: this one, 0 to num_ranks - 1.
-        num_ranks: how many share the shard.
+        num_ranks: how many share the data set.
         seed: of the shuffling; all ranks must give the same.
-        shuffle_buffer: examples; 1 keeps the shard's order.
+        shuffle_buffer: examples; 1 keeps the data set's order.
 
     Raises:
         ValueError: an argument is out of range.
@@ -73,7 +76,7 @@ class ShardStream:
 
     def __init__(
         self,
-        dataset: ShardDataset,
+        dataset: ExampleDataset,
         rank: int,
         num_ranks: int,
         *,
@@ -86,6 +89,7 @@ class ShardStream:
             raise ValueError(f"shuffle_buffer: expected 1 or more, got {shuffle_buffer}")
         self.dataset = dataset
         self.vocab_size = dataset.vocab_size
+        self.has_masks = dataset.has_masks
         self._rank = rank
         self._num_ranks = num_ranks
         self._seed = seed
@@ -167,6 +171,8 @@ class IterableStream:
         vocab_size: number of token ids.
         name: of the source, to tell a position saved for another one.
     """
+
+    has_masks = False
 
     def __init__(
         self,

@@ -104,6 +104,7 @@ class Transport:
         lengths: NDArray[np.int64],
         holders: NDArray[np.int64],
         receivers: NDArray[np.int64],
+        mask_counts: NDArray[np.int64] | None = None,
     ) -> ExampleBatch:
         """Brings every example of a step from the rank that holds it to the one that gets it.
 
@@ -112,6 +113,7 @@ class Transport:
             lengths: int64 [N], of all ranks' examples.
             holders: int64 [N], which rank holds each.
             receivers: int64 [N], which rank gets each.
+            mask_counts: int64 [N], given masks of each; None if examples do not bring any.
 
         Returns:
             Those that this rank gets, in the order of the arrays.
@@ -120,10 +122,10 @@ class Transport:
             return examples
         if self.scope != "hierarchical":
             hop = self._world if self.scope == "world" else self._node
-            return self._hop(hop, examples, lengths, holders, receivers)
+            return self._hop(hop, examples, lengths, holders, receivers, mask_counts)
         between = holders // self.node_size * self.node_size + receivers % self.node_size
-        examples = self._hop(self._node, examples, lengths, holders, between)
-        return self._hop(self._place, examples, lengths, between, receivers)
+        examples = self._hop(self._node, examples, lengths, holders, between, mask_counts)
+        return self._hop(self._place, examples, lengths, between, receivers, mask_counts)
 
     def _hop(
         self,
@@ -132,10 +134,11 @@ class Transport:
         lengths: NDArray[np.int64],
         holders: NDArray[np.int64],
         receivers: NDArray[np.int64],
+        mask_counts: NDArray[np.int64] | None,
     ) -> ExampleBatch:
         group, members = hop
         token_dtype = examples.tokens.dtype
-        sizes = ExampleBatch.num_bytes(lengths, token_dtype)
+        sizes = ExampleBatch.num_bytes(lengths, token_dtype, mask_counts)
         held = np.flatnonzero(holders == self.rank)
         coming = np.flatnonzero(receivers == self.rank)
         outgoing, incoming, given, taken, origins = [], [], [], [], []
@@ -158,8 +161,9 @@ class Transport:
         data = received.numpy()
         for places, end, size in zip(origins, ends, taken, strict=True):
             if len(places):
+                masks = None if mask_counts is None else mask_counts[places]
                 part = data[end - size : end]
-                incoming.append(ExampleBatch.from_bytes(part, lengths[places], token_dtype))
+                incoming.append(ExampleBatch.from_bytes(part, lengths[places], token_dtype, masks))
         order = np.argsort(np.concatenate([kept_places, *origins]))
         return ExampleBatch.concatenate([kept, *incoming])[order]
 

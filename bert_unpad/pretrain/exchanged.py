@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from bert_unpad._planner import WorkModel
 from bert_unpad.batch.buckets import Buckets
-from bert_unpad.data import PackedCollator, Prefetcher, ShardDataset, pack_examples
+from bert_unpad.data import PackedCollator, Prefetcher, pack_examples
+from bert_unpad.data.dataset import ExampleDataset
 from bert_unpad.data.exchange import ExampleExchange, ExchangedStep
 from bert_unpad.data.stream import ShardStream
 from bert_unpad.data.stream_position import StreamPosition
@@ -33,7 +34,7 @@ _STOP_SECONDS_AFTER_ERROR = 2.0
 
 
 class ExchangedFeed:
-    """Steps of a shard that all ranks read, each its own part, and balance by exchange.
+    """Steps of a data set that all ranks read, each its own part, and balance by exchange.
 
     Args:
         dataset: the examples.
@@ -48,7 +49,7 @@ class ExchangedFeed:
 
     def __init__(
         self,
-        dataset: ShardDataset,
+        dataset: ExampleDataset,
         ranks: Ranks,
         batching: BatchingConfig,
         seed: int,
