@@ -95,6 +95,22 @@ def test_dealing_copes_with_ranks_that_have_little_or_nothing():
     assert not len(deal(none, counts, dealing="snake", group_ranks=3, work=WorkModel(1, 0)))
 
 
+def test_greedy_dealing_evens_out_small_batches():
+    """Within what list scheduling guarantees: the greatest is at most the mean and the longest."""
+    work = WorkModel(1, 0)
+    for step in range(50):
+        lengths = sample_lengths(8 * 4, seed=step)
+        sums = {}
+        for dealing in ("lpt", "greedy"):
+            given = deal(lengths, np.full(8, 4), dealing=dealing, group_ranks=8, work=work)
+            sums[dealing] = np.bincount(given, lengths, minlength=8)
+        assert sums["greedy"].max() <= sums["lpt"].max()
+        assert sums["greedy"].max() <= lengths.sum() / 8 + lengths.max()
+        assert sums["greedy"].max() - sums["greedy"].min() <= lengths.max()
+    with pytest.raises(ValueError, match="strategy: "):
+        make_plan(lengths, 8, 4, "random/world/greedy")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

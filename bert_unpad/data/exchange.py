@@ -79,8 +79,8 @@ class ExampleExchange(Iterator[ExchangedStep]):
     """Steps of examples from streams, epoch after epoch without end.
 
     Every example that some rank's stream gives is used once an epoch by one rank; a checksum over
-    all ranks proves it at each epoch's end. An epoch ends when all streams have ended; numbers of
-    examples per rank differ by one at most in each group of ranks that exchanges.
+    all ranks proves it at each epoch's end. An epoch ends when all streams have ended. In each
+    group of ranks that exchanges, numbers of examples differ by one at most (not with "greedy").
 
     All ranks must make one with the same arguments (but for the stream) and take the same steps.
     Use it as a context manager, or call `close()` on all ranks.
@@ -90,7 +90,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
         batch_size: examples that each rank reads for a step.
         exchange: "none", "group" (within a node), "world", or "hierarchical" (as far as world, but
             within nodes first, then across).
-        dealing: "plain", "snake" or "lpt", see `_planner.deal`.
+        dealing: "plain", "snake", "lpt" or "greedy", see `_planner.deal`.
         work: work of a sequence by its length; by default that of BERT-large's layers.
         node_size: ranks of a node, neighbours in number; by default all ranks.
         reader_timeout: seconds that a stream may take for a step.

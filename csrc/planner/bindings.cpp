@@ -154,8 +154,8 @@ py::array_t<int64_t> deal_py(const py::array& lengths, const py::array& counts,
   const auto counts_view = view<int64_t>(counts, "counts", "int64");
   Dealing how;
   if (!parse_dealing(dealing, how)) {
-    throw std::invalid_argument("dealing: expected 'plain', 'snake' or 'lpt', got '" + dealing +
-                                "'");
+    throw std::invalid_argument("dealing: expected 'plain', 'snake', 'lpt' or 'greedy', got '" +
+                                dealing + "'");
   }
   std::vector<int64_t> ranks;
   {
@@ -216,9 +216,10 @@ constexpr char kDealDoc[] =
 
 lengths: uint16 [N], all examples, rank after rank. counts: int64 [ranks], how many each rank has.
 dealing: "plain" (longest first, round after round), "snake" (every second round backwards), "lpt"
-(each to the rank with the least work so far; Graham, 1969). group_ranks: examples stay within
-groups of so many neighbouring ranks. Returns int64 [N], the rank that gets each example; numbers
-of examples differ by one at most within a group. A pure function, the same on every rank.
+(each to the rank with the least work so far that has a place left; Graham, 1969), which all give
+ranks of a group equally many examples, but for one; "greedy" (lpt without places) does not.
+group_ranks: examples stay within groups of so many neighbouring ranks. Returns int64 [N], the rank
+that gets each example. A pure function, the same on every rank.
 ValueError or TypeError names the bad argument.)";
 
 constexpr char kLengthGroupsDoc[] = R"(Splits sequences into groups of similar length.

@@ -17,6 +17,8 @@ bool parse_dealing(std::string_view name, Dealing& dealing) {
     dealing = Dealing::kSnake;
   else if (name == "lpt")
     dealing = Dealing::kLpt;
+  else if (name == "greedy")
+    dealing = Dealing::kGreedy;
   else
     return false;
   return true;
@@ -26,16 +28,18 @@ void deal(std::span<const int64_t> works, int64_t num_ranks, Dealing dealing,
           std::vector<uint32_t>& ranks) {
   const auto count = static_cast<int64_t>(works.size());
   ranks.resize(count);
-  if (dealing == Dealing::kLpt) {
-    // (work so far, rank) of the ranks that have a place left, the lightest first. Each has as many
-    // places as divide evenly; then, for the lightest examples, one more.
+  if (dealing == Dealing::kLpt || dealing == Dealing::kGreedy) {
+    // (work so far, rank) of the ranks that have a place left, the lightest first. For lpt each has
+    // as many places as divide evenly; then, for the lightest examples, one more.
     using Seat = std::pair<int64_t, uint32_t>;
     std::priority_queue<Seat, std::vector<Seat>, std::greater<>> seats;
     std::vector<int64_t> load(num_ranks, 0), places(num_ranks, 0);
     for (int64_t i = 0; i < count; ++i) {
       if (seats.empty()) {
         for (int64_t rank = 0; rank < num_ranks; ++rank) {
-          places[rank] = i == 0 ? std::max<int64_t>(count / num_ranks, 1) : 1;
+          places[rank] = dealing == Dealing::kGreedy ? count
+                         : i == 0                    ? std::max<int64_t>(count / num_ranks, 1)
+                                                     : 1;
           seats.push({load[rank], static_cast<uint32_t>(rank)});
         }
       }

@@ -3,7 +3,9 @@
 //
 // Examples come longest first. `plain` deals them round after round, `snake` every second round
 // backwards, `lpt` (longest processing time first; Graham, 1969) each to the rank with the least
-// work so far that has a place left. Numbers of examples per rank differ by one at most.
+// work so far that has a place left. Numbers of examples per rank differ by one at most. `greedy`
+// is `lpt` as it was published, without places: work is more equal where ranks have few examples,
+// and numbers of examples are not.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +17,9 @@
 
 namespace bert_unpad::planner {
 
-enum class Dealing { kPlain, kSnake, kLpt };
+enum class Dealing { kPlain, kSnake, kLpt, kGreedy };
 
-// "plain", "snake" or "lpt"; false for anything else.
+// "plain", "snake", "lpt" or "greedy"; false for anything else.
 bool parse_dealing(std::string_view name, Dealing& dealing);
 
 // Writes to ranks[i] which of `num_ranks` ranks gets the i-th example; works[i] is its work.

@@ -39,7 +39,8 @@ DrawnStrategy DrawnStrategy::parse(std::string_view name) {
   if (count == 1) return strategy;
   if (count != 3 || (parts[1] != "group" && parts[1] != "world")) fail();
   strategy.exchange = parts[1] == "group" ? Exchange::kGroup : Exchange::kWorld;
-  if (!parse_dealing(parts[2], strategy.dealing)) fail();
+  // Plans have equally many examples on all ranks.
+  if (!parse_dealing(parts[2], strategy.dealing) || strategy.dealing == Dealing::kGreedy) fail();
   return strategy;
 }
 

@@ -28,9 +28,10 @@ class BatchingConfig:
     exchange: Literal["none", "group", "world", "hierarchical"] = "world"
     """exchange: how far examples travel: not at all, within a machine, or to any rank; hierarchical
     is as world, in two hops: within machines, then across."""
-    dealing: Literal["plain", "snake", "lpt"] = "lpt"
+    dealing: Literal["plain", "snake", "lpt", "greedy"] = "lpt"
     """exchange: how a step's examples are dealt out, longest first: round after round, with every
-    second round backwards, or each to the rank with the least work so far."""
+    second round backwards, or each to the rank with the least work so far. greedy does the last
+    without giving ranks equally many examples, which evens out small batches."""
     shuffle_buffer: int = 8192
     """exchange: examples that each rank shuffles at a time."""
     reader_timeout: float = 120.0
