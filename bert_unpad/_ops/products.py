@@ -25,6 +25,7 @@ _ops = torch.ops.bert_unpad
 
 
 @functools.cache
+@torch.compiler.assume_constant_result  # a compiler could not look into what it calls
 def cpu_multiplies_bf16() -> bool:
     """Whether this CPU has bf16 matrix or dot-product instructions."""
     from bert_unpad import _C
