@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -71,6 +73,11 @@ class BertEncoder(nn.Module):
         super().__init__()
         self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
         self.recompute = "none"
+        self.frozen_layers = 0
+        """This many layers from the bottom, and the embeddings below them, run forward only: they
+        save nothing for a backward pass. Whoever sets it also clears their `requires_grad`."""
+        self.kept: Sequence[bool] | None = None
+        """Which layers training runs, by index; the others hand on what they get. None: all."""
 
     @property
     def fp8(self) -> bool:
@@ -123,15 +130,23 @@ class BertEncoder(nn.Module):
         count = BertLayer.RNG_KEYS
         if rng is None:
             rng = (None,) * (count * len(self.layer))
-        for index, layer in enumerate(self.layer):
-            last = index == len(self.layer) - 1
+        kept = self.kept if self.training and self.kept is not None else [True] * len(self.layer)
+        run = [index for index, is_kept in enumerate(kept) if is_kept]
+        if not run and rows is not None:
+            x = x.index_select(0, rows.positions)
+        for index in run:
+            layer = self.layer[index]
             arguments = (
                 x,
                 batch,
-                rows if last else None,
+                rows if index == run[-1] else None,
                 rng[count * index : count * (index + 1)],
                 self.recompute == "gelu" and self.training,
             )
+            if self.training and index < self.frozen_layers:
+                with torch.no_grad():
+                    x = layer(*arguments)
+                continue
             if self.recompute == "layer" and self.training:
                 # All randomness of a layer is in its keys, so there is no state to restore.
                 x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)

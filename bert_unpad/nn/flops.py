@@ -4,13 +4,15 @@ The count is that of the model, not of this implementation (Chowdhery et al., 20
 arXiv:2204.02311, appendix B): every layer for every real token, attention within each sequence,
 logits for masked tokens only; a multiply-add is 2 operations; the backward pass costs twice the
 forward pass. Embedding look-ups, normalisation, GELU, softmax and anything computed twice are not
-counted. The last layer's shortcut (see `QueryRows`) is not deducted: it makes a step faster, so it
-shows as a higher MFU, and figures stay comparable with other implementations.
+counted. A layer that runs forward only is counted so. The last layer's shortcut (see `QueryRows`)
+is not deducted: it makes a step faster, so it shows as a higher MFU, and figures stay comparable
+with other implementations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -26,6 +28,19 @@ MASKED_FRACTION = 0.15
 Lengths = PackedInputs | VarlenBatch | Tensor | np.ndarray | Sequence[int]
 
 
+class _Forward(NamedTuple):
+    """Operations of parts of one forward pass."""
+
+    layer: int
+    """One layer."""
+    heads: int
+    """Everything above the layers."""
+    qkv: int
+    """Of a layer: the product that makes queries, keys and values."""
+    decoder: int
+    """Of the heads: the product with the word embedding."""
+
+
 def forward_flops(config: BertConfig, lengths: Lengths, num_masked: int | None = None) -> int:
     """Operations of one forward pass, including both pretraining heads.
 
@@ -35,6 +50,40 @@ def forward_flops(config: BertConfig, lengths: Lengths, num_masked: int | None =
         num_masked: tokens whose logits are needed. By default those of the `PackedInputs`, for
             anything else 15 % of the tokens.
     """
+    parts = _forward_parts(config, lengths, num_masked)
+    return config.num_hidden_layers * parts.layer + parts.heads
+
+
+def training_flops(
+    config: BertConfig,
+    lengths: Lengths,
+    num_masked: int | None = None,
+    *,
+    layers: int | None = None,
+    frozen_layers: int = 0,
+    frozen_decoder: bool = False,
+) -> int:
+    """Operations of one forward and backward pass: 3 times `forward_flops` if all is trained.
+
+    Args:
+        config: the model.
+        lengths: see `forward_flops`.
+        num_masked: see `forward_flops`.
+        layers: how many run; by default all of the model.
+        frozen_layers: of these, the lowest that run forward only. The layer above them needs no
+            gradient of its input, which saves it a third of the query, key and value product.
+        frozen_decoder: the word embedding gets no gradient, so the logits' backward pass is one
+            product instead of two.
+    """
+    parts = _forward_parts(config, lengths, num_masked)
+    layers = config.num_hidden_layers if layers is None else layers
+    flops = 3 * (layers * parts.layer + parts.heads) - 2 * frozen_layers * parts.layer
+    if frozen_layers:
+        flops -= parts.qkv if frozen_layers < layers else 0
+    return flops - (parts.decoder if frozen_decoder else 0)
+
+
+def _forward_parts(config: BertConfig, lengths: Lengths, num_masked: int | None) -> _Forward:
     if isinstance(lengths, PackedInputs):
         num_masked = lengths.num_masked if num_masked is None else num_masked
         lengths = lengths.batch
@@ -48,14 +97,15 @@ def forward_flops(config: BertConfig, lengths: Lengths, num_masked: int | None =
     # queries, keys, values, output projection: 4 hidden^2; feed-forward: 2 hidden * intermediate
     dense = 2 * tokens * (4 * hidden**2 + 2 * hidden * config.intermediate_size)
     attention = 2 * int((sizes**2).sum()) * 2 * hidden  # QK^T and PV
-    mlm = 2 * num_masked * (hidden**2 + hidden * config.vocab_size)
+    transform = 2 * num_masked * hidden**2
+    decoder = 2 * num_masked * hidden * config.vocab_size
     next_sentence = 2 * int((sizes > 0).sum()) * (hidden**2 + 2 * hidden)
-    return config.num_hidden_layers * (dense + attention) + mlm + next_sentence
-
-
-def training_flops(config: BertConfig, lengths: Lengths, num_masked: int | None = None) -> int:
-    """Operations of one forward and backward pass: 3 times `forward_flops`."""
-    return 3 * forward_flops(config, lengths, num_masked)
+    return _Forward(
+        layer=dense + attention,
+        heads=transform + decoder + next_sentence,
+        qkv=2 * tokens * 3 * hidden**2,
+        decoder=decoder,
+    )
 
 
 def padded_training_flops(

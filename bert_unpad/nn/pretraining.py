@@ -25,7 +25,19 @@ from bert_unpad.nn.flops import Lengths, training_flops
 from bert_unpad.nn.heads import BertPooler, BertPreTrainingHeads
 from bert_unpad.nn.rng import draw_rng_keys
 
-__all__ = ["BertForPreTraining", "BertModel", "PreTrainingOutput"]
+__all__ = ["BertForPreTraining", "BertModel", "PreTrainingOutput", "initialize"]
+
+
+@torch.no_grad()
+def initialize(module: nn.Module, std: float) -> None:
+    """Draws weights from a normal distribution; biases become 0, LayerNorms 1 and 0."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear | nn.Embedding):
+            part.weight.normal_(0.0, std)
+        if isinstance(part, nn.Linear):
+            part.bias.zero_()
+        if isinstance(part, nn.LayerNorm):
+            part.reset_parameters()
 
 
 class PreTrainingOutput(NamedTuple):
@@ -81,7 +93,9 @@ class BertModel(nn.Module):
             rng_keys = self.draw_rng_keys(inputs.device)
         count = 1 + BertLayer.RNG_KEYS * len(self.encoder.layer)
         keys = (None,) * count if rng_keys is None else rng_keys.unbind()
-        x = self.embeddings(inputs, keys[0])
+        frozen = self.training and self.encoder.frozen_layers > 0
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+            x = self.embeddings(inputs, keys[0])
         return self.encoder(x, inputs.batch, inputs.query_rows if rows_only else None, keys[1:])
 
 
@@ -102,13 +116,7 @@ class BertForPreTraining(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Weights from a normal distribution (initializer_range), biases 0, LayerNorm 1 and 0."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                module.weight.normal_(0.0, self.config.initializer_range)
-            if isinstance(module, nn.Linear):
-                module.bias.zero_()
-            if isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
+        initialize(self, self.config.initializer_range)
         self.word_embeddings[self.config.vocab_size :].zero_()
         self.cls.predictions.bias.zero_()
 
@@ -168,8 +176,20 @@ class BertForPreTraining(nn.Module):
         return mlm[:, : self.config.vocab_size], nsp
 
     def num_flops(self, lengths: Lengths, num_masked: int | None = None) -> int:
-        """Model FLOPs of a forward and backward pass; see `bert_unpad.nn.flops`."""
-        return training_flops(self.config, lengths, num_masked)
+        """Model FLOPs of a forward and backward pass as training does it now.
+
+        Layers that run forward only (`encoder.frozen_layers`) count as such, those left out
+        (`encoder.kept`) not at all; see `bert_unpad.nn.flops`.
+        """
+        encoder = self.bert.encoder
+        return training_flops(
+            self.config,
+            lengths,
+            num_masked,
+            layers=len(encoder.layer) if encoder.kept is None else sum(encoder.kept),
+            frozen_layers=encoder.frozen_layers,
+            frozen_decoder=not self.word_embeddings.requires_grad,
+        )
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Writes config.json and model.safetensors for Hugging Face; see `weights.save`."""

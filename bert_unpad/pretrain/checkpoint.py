@@ -132,6 +132,10 @@ class Checkpointer:
         if self._error is not None:
             raise self._error
 
+    def load_rest(self, path: Path) -> dict[str, Any]:
+        """What `save` was given as `rest`, which says what model and optimizer to load into."""
+        return self._load(path, {})
+
     def load(
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> dict[str, Any]:
@@ -140,13 +144,8 @@ class Checkpointer:
         Returns:
             What `save` was given as `rest`.
         """
-        state = _state(model, optimizer) | {"rest": ""}
-        dcp.load(
-            state,
-            checkpoint_id=path,
-            process_group=self._ranks.checkpoint_group,
-            no_dist=self._ranks.world_size == 1,
-        )
+        state = _state(model, optimizer)
+        rest = self._load(path, state)
         model.load_state_dict(state["model"])
         given = [dict(group) for group in optimizer.param_groups]
         # Its parameter groups are asked for anew: only their names of parameters are needed.
@@ -156,6 +155,16 @@ class Checkpointer:
         )
         for group, values in zip(optimizer.param_groups, given, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
+        return rest
+
+    def _load(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
+        state["rest"] = ""
+        dcp.load(
+            state,
+            checkpoint_id=path,
+            process_group=self._ranks.checkpoint_group,
+            no_dist=self._ranks.world_size == 1,
+        )
         return json.loads(state["rest"])
 
     def load_local(self, path: Path) -> dict[str, Any] | None:

@@ -20,7 +20,6 @@ from bert_unpad.data.dataset import ExampleDataset
 from bert_unpad.data.exchange import ExampleExchange, ExchangedStep
 from bert_unpad.data.stream import ShardStream
 from bert_unpad.data.stream_position import StreamPosition
-from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.config import BatchingConfig, ConfigError
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.steps import FeedState, Step, StepCollator
@@ -110,12 +109,7 @@ class ExchangedFeed:
 
     @contextmanager
     def steps(
-        self,
-        collator: PackedCollator,
-        model: BertForPreTraining,
-        *,
-        pin_memory: bool,
-        buckets: Buckets | None = None,
+        self, collator: PackedCollator, *, pin_memory: bool, buckets: Buckets | None = None
     ) -> Iterator[Iterator[tuple[Step, FeedState]]]:
         """Steps from where the run stands, without end; all ranks enter and leave together.
 
@@ -123,14 +117,12 @@ class ExchangedFeed:
 
         Args:
             collator: whose masks to make.
-            model: counts its floating-point operations.
             pin_memory: put steps into page-locked memory, for a GPU.
             buckets: what passes are padded to; None to leave them as they are.
         """
         batching = self._batching
         collate = StepCollator(
             lambda examples, epoch: pack_examples(examples, collator.masker, epoch),
-            model,
             batching.accumulation,
             buckets,
         )

@@ -23,18 +23,20 @@ from torch import Tensor, nn
 
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.checkpoint import Checkpointer
-from bert_unpad.pretrain.clipping import Clipping, step_if
+from bert_unpad.pretrain.clipping import step_if
 from bert_unpad.pretrain.config import PretrainConfig
 from bert_unpad.pretrain.display import Display
 from bert_unpad.pretrain.evaluate import Evaluator
 from bert_unpad.pretrain.graphs import GraphRunner
+from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
 from bert_unpad.pretrain.interrupt import StopRequest
 from bert_unpad.pretrain.metrics import JsonLines, Stopwatch, Window, averages
 from bert_unpad.pretrain.optimizer import set_lr
 from bert_unpad.pretrain.peak import MatmulPeak
 from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.run import Progress
-from bert_unpad.pretrain.schedule import lr_factor, warmup_updates
+from bert_unpad.pretrain.schedule import warmup_updates
+from bert_unpad.pretrain.stages import Stages
 from bert_unpad.pretrain.steps import FeedState, Step
 
 __all__ = ["Trainer", "accumulate_gradient", "seed_step"]
@@ -111,14 +113,11 @@ class Trainer:
         run_dir: where metrics.jsonl goes.
         ranks: the processes of the run.
         model: the bare model.
-        replica: the same as it is called: see `model.replicate`.
-        clipping: of the replica's gradients.
-        optimizer: of the model.
+        stages: what trains of it, and how; ready to train.
         checkpointer: saves the run.
         evaluator: measures the model on held-out examples; None to do without.
         progress: where the run stands.
         total_steps: updates of the whole run.
-        max_seq_length: what examples would be padded to, in tokens.
         peak: matrix-multiply rate of this process.
         autocast: context of the forward pass.
         graphs: runs the passes; None to run them one operator after another.
@@ -130,15 +129,12 @@ class Trainer:
         run_dir: Path,
         ranks: Ranks,
         model: BertForPreTraining,
-        replica: nn.Module,
-        clipping: Clipping,
-        optimizer: torch.optim.Optimizer,
+        stages: Stages,
         checkpointer: Checkpointer,
         evaluator: Evaluator | None,
         progress: Progress,
         *,
         total_steps: int,
-        max_seq_length: int,
         peak: MatmulPeak,
         autocast: AbstractContextManager,
         graphs: GraphRunner | None = None,
@@ -146,15 +142,12 @@ class Trainer:
         self.config = config
         self.ranks = ranks
         self.model = model
-        self.replica = replica
-        self.clipping = clipping
-        self.optimizer = optimizer
+        self.stages = stages
         self.checkpointer = checkpointer
         self.evaluator = evaluator
         self.progress = progress
         self.total_steps = total_steps
         self.warmup_steps = warmup_updates(config.schedule, total_steps)
-        self.max_seq_length = max_seq_length
         rate = torch.tensor(peak.flops_per_second, dtype=torch.float64, device=ranks.device)
         self.peak_flops = float(ranks.sum(rate))
         self.autocast = autocast
@@ -187,6 +180,7 @@ class Trainer:
         )
         self._saved_step = progress.step
         self._norm: Tensor | None = None
+        self._rows: int | None = None
         self._skipped_in_row = 0
 
     def _open(self, path: Path) -> JsonLines:
@@ -196,7 +190,7 @@ class Trainer:
         if self.metrics is not None:
             self.metrics.write(line)
 
-    def run(self, steps: Iterator[tuple[Step, FeedState]], stop: StopRequest) -> bool:
+    def run(self, stop: StopRequest) -> bool:
         """Trains until the last step, the target accuracy, or a request to stop.
 
         The state is on disk when this returns.
@@ -207,15 +201,40 @@ class Trainer:
         Raises:
             FloatingPointError: the loss is no longer finite.
         """
+        progress, stopped = self.progress, False
+        while not (stopped or progress.target_reached):
+            with self.stages.steps() as steps:
+                stopped = self._run_stage(steps, stop)
+            if progress.step == self.total_steps:
+                break
+            if not (stopped or progress.target_reached):
+                self.stages.begin(progress)
+        if self._saved_step != progress.step:
+            self._save()
+        self.checkpointer.wait()
+        self._close()
+        return not stopped
+
+    def _run_stage(self, steps: Iterator[tuple[Step, FeedState]], stop: StopRequest) -> bool:
+        """Trains to the end of the stage, the run or the target; whether a signal has stopped it.
+
+        No sum of a step is left open.
+        """
         progress = self.progress
         pending: HostSums | None = None
         stopped = False
-        while progress.step < self.total_steps and not progress.target_reached and not stopped:
+        end = min(self.stages.stage.end, self.total_steps)
+        if self.stages.is_last:
+            end = self.total_steps
+        while progress.step < end and not progress.target_reached and not stopped:
             asked = time.perf_counter()
             step, feed = next(steps)
-            waited = time.perf_counter() - asked
-            own = step.counts | {"stop": stop.signal is not None, "data_wait": waited}
-            counts = HostSums(self.ranks, own)
+            own = {
+                "data_wait": time.perf_counter() - asked,
+                "flops": self._choose_layers(step),
+                "stop": stop.signal is not None,
+            }
+            counts = HostSums(self.ranks, step.counts | own)
             if pending is not None and self._settle(pending):
                 counts.on_host()  # every rank has joined in this sum, and drops it
                 stopped = True
@@ -236,44 +255,45 @@ class Trainer:
                     self._log()
             if due["checkpoint"] and not last:
                 self._save()
-        if self._saved_step != progress.step:
-            self._save()
-        self.checkpointer.wait()
-        self._close()
-        return not stopped
+        if pending is not None and not stopped:
+            stopped = self._settle(pending)
+        return stopped
+
+    def _choose_layers(self, step: Step) -> int:
+        """Decides which layers this update trains; its floating-point operations on this rank."""
+        kept = self.stages.growth.kept
+        if kept is not None:
+            self.model.bert.encoder.kept = kept(self.progress.step)
+        return self.model.num_flops(step.lengths, step.num_masked)
 
     def _update(self, step: Step, counts: HostSums) -> None:
         """One update of the parameters."""
         config, done = self.config, self.progress.step
         seed_step(config.seed, done, self.ranks.rank)
+        stages = self.stages
         accumulate_gradient(
-            self.replica,
+            stages.replica,
             step,
             counts,
             self.ranks,
             self.autocast,
             self.window,
-            self.clipping.in_backward,
+            stages.clipping.in_backward,
             self.graphs,
         )
-        gradient = self.clipping.finish()
+        gradient = stages.clipping.finish()
+        stages.forget_left_out()
         self._norm = gradient.norm
         self.window.add_gradient(gradient)
-        set_lr(self.optimizer, self._lr(done))
-        step_if(self.optimizer, gradient.finite)
-        self.clipping.exchange.average(self.model.parameters())
+        set_lr(stages.optimizer, self._lr(done))
+        step_if(stages.optimizer, gradient.finite)
+        stages.clipping.exchange.average(self.model.parameters())
         # Graphs write into gradients that stay where they are.
-        self.optimizer.zero_grad(set_to_none=self.graphs is None)
+        stages.optimizer.zero_grad(set_to_none=self.graphs is None)
 
     def _lr(self, done: int) -> float:
-        schedule = self.config.schedule
-        return self.config.optimizer.lr * lr_factor(
-            done,
-            total_steps=self.total_steps,
-            warmup_steps=self.warmup_steps,
-            start_warmup_step=schedule.start_warmup_step,
-            power=schedule.power,
-            end_share=schedule.end_lr_share,
+        return self.config.optimizer.lr * staged_lr_factor(
+            done, self.config.schedule, self.stages.growth, self.total_steps, self.warmup_steps
         )
 
     def _advance(self, step: Step, feed: FeedState) -> None:
@@ -282,8 +302,7 @@ class Trainer:
         progress.epoch = step.epoch
         progress.sampler = feed.sampler
         self.window.add_counts({"steps": 1})
-        if feed.rows is not None:
-            self.window.add_counts({"rows": feed.rows})
+        self._rows = feed.rows
         if feed.straggler_efficiency is not None:
             self.window.add_counts({"straggler_efficiency": feed.straggler_efficiency})
         if self.examples is not None:
@@ -295,7 +314,10 @@ class Trainer:
         """Books the sums of a step; returns whether some rank has been asked to stop by then."""
         sums = counts.on_host()
         stop = sums.pop("stop") > 0
-        self.window.add_counts(sums)
+        longest = self.stages.stage.max_seq_length
+        rows = sums["sequences"] if self._rows is None else self._rows
+        self.window.add_counts(sums | {"slots": rows * longest})
+        sums["padded"] = sums["sequences"] * longest
         self.progress.add(sums)
         return stop
 
@@ -314,6 +336,7 @@ class Trainer:
             "kind": "train",
             "step": progress.step,
             "epoch": progress.epoch,
+            "layers": self.stages.stage.layers,
             **means,
             "lr": self._lr(progress.step - 1),
             "gradient_norm": None if self._norm is None else float(self._norm),
@@ -324,7 +347,7 @@ class Trainer:
             "seconds": seconds,
             "tokens_per_second": sums["tokens"] / elapsed,
             "sequences_per_second": sums["sequences"] / elapsed,
-            "fill": sums["tokens"] / (sums.get("rows", sums["sequences"]) * self.max_seq_length),
+            "fill": sums["tokens"] / sums["slots"],
             "straggler_efficiency": sums["straggler_efficiency"] / sums["steps"],
             "mfu": sums["flops"] / elapsed / self.peak_flops,
             "data_wait": sums["data_wait"] / sums["steps"] / self.ranks.world_size,
@@ -358,7 +381,7 @@ class Trainer:
     def _evaluate(self) -> None:
         if self.evaluator is None:
             return
-        self.clipping.exchange.synchronise(self.model)
+        self.stages.clipping.exchange.synchronise(self.model)
         with self.watch.paused():
             result = self.evaluator(self.model)
         line = {"kind": "evaluation", "step": self.progress.step, **result}
@@ -371,17 +394,18 @@ class Trainer:
     def _save(self) -> None:
         progress = self.progress
         progress.window = self.window.fold()
-        progress.clip = self.clipping.state_dict()
-        self.clipping.exchange.synchronise(self.model, self.optimizer)
+        clipping, optimizer = self.stages.clipping, self.stages.optimizer
+        progress.clip = clipping.state_dict()
+        clipping.exchange.synchronise(self.model, optimizer)
         if progress.window.get("steps"):
             self._check(averages(progress.window)["loss"])
         progress.seconds = self.watch.seconds
         self.checkpointer.save(
             progress.step,
             self.model,
-            self.optimizer,
+            optimizer,
             progress.to_json(),
-            self.clipping.exchange.local_state(),
+            clipping.exchange.local_state(),
         )
         self._saved_step = progress.step
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -18,27 +18,21 @@ from torch.distributed.checkpoint import CheckpointException
 
 from bert_unpad import ops
 from bert_unpad._malloc import keep_freed_memory
-from bert_unpad.batch.buckets import Buckets
 from bert_unpad.data import DamagedDataError, PreparedData, prepare
 from bert_unpad.data.cache import default_cache_dir
-from bert_unpad.data.packed_sampler import PackedSampler
-from bert_unpad.data.sampler import BalancedSampler, WorkModel
-from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.checkpoint import Checkpointer, newest_checkpoint
-from bert_unpad.pretrain.clipping import Clipping
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
 from bert_unpad.pretrain.evaluate import Evaluator
-from bert_unpad.pretrain.exchanged import ExchangedFeed
 from bert_unpad.pretrain.graphs import GraphRunner, check_graphs
+from bert_unpad.pretrain.growth import Setting, plan_growth
 from bert_unpad.pretrain.interrupt import StopRequest
 from bert_unpad.pretrain.loop import Trainer
-from bert_unpad.pretrain.model import build_model, replicate
-from bert_unpad.pretrain.optimizer import build_optimizer
+from bert_unpad.pretrain.model import build_model
 from bert_unpad.pretrain.peak import measure_matmul_peak
 from bert_unpad.pretrain.ranks import Ranks, join_ranks
 from bert_unpad.pretrain.report import is_reported, write_report
 from bert_unpad.pretrain.run import Progress, open_run_dir, save_settings
-from bert_unpad.pretrain.steps import FeedState, Step, StepCollator, endless_steps
+from bert_unpad.pretrain.stages import Stages
 
 __all__ = ["main", "pretrain"]
 
@@ -93,7 +87,15 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
     except (DamagedDataError, FileNotFoundError, ImportError, ValueError) as error:
         raise ConfigError("data", str(error)) from error
     model = build_model(config, data.tokenizer.vocab_size, config.data.max_seq_length)
-    sampler = _sampler(config, data, ranks, WorkModel.for_hidden(model.config.hidden_size))
+    growth = plan_growth(
+        config.growth,
+        Setting(
+            config.seed,
+            config.schedule.total_steps or sys.maxsize,  # none, which has no borders, takes epochs
+            model.config.num_hidden_layers,
+            config.data.max_seq_length,
+        ),
+    )
     evaluator = _evaluator(config, data, ranks)
     run_dir = Path(config.run_dir)
     if ranks.is_first:
@@ -102,12 +104,20 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
     model.to(ranks.device)
     if ranks.device.type == "cuda":
         ops.time_algorithms(default_cache_dir() / "cublaslt_algorithms.txt")
-    optimizer = build_optimizer(model, config.optimizer)
     progress = Progress()
     if found is not None:
+        progress = Progress(**checkpointer.load_rest(found))
+    stages = Stages(config, growth, ranks, model, data, progress.stage)
+    if found is not None:
+        if progress.layers not in (None, stages.stage.layers):
+            raise ConfigError(
+                "growth",
+                f"{found} has {progress.layers} layers, this stage {stages.stage.layers}: go on "
+                "with the growth that the run began with, or give another run_dir",
+            )
         try:
-            progress = Progress(**checkpointer.load(found, model, optimizer))
-            sampler.load_state_dict(progress.sampler)
+            checkpointer.load(found, model, stages.optimizer)
+            stages.sampler.load_state_dict(progress.sampler)
         except (CheckpointException, ValueError) as error:
             raise ConfigError(
                 "resume",
@@ -117,40 +127,31 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
         logger.info("continuing from %s", found)
     if ranks.is_first:
         save_settings(run_dir, resolved)
-    total_steps = _total_steps(config, sampler, progress)
+    total_steps = _total_steps(config, stages, progress)
 
     if progress.step < total_steps and not progress.target_reached:
         peak = measure_matmul_peak(ranks.device, _DTYPES[config.precision])
         logger.info("peak of one process: %s", peak)
-        clipping = Clipping(config.clip, ranks, model, config.comm)
-        graphs, replica = None, model
-        if config.cuda_graphs:
-            graphs = GraphRunner(model, _autocast(config, ranks))
-        else:
-            replica = replicate(model, ranks, config.compile, clipping)
-        clipping.load_state_dict(progress.clip)
-        clipping.exchange.begin(progress.step)
+        stages.begin(progress)
+        graphs = GraphRunner(model, _autocast(config, ranks)) if config.cuda_graphs else None
         if found is not None and (local := checkpointer.load_local(found)) is not None:
-            clipping.exchange.load_local_state(local)
+            stages.clipping.exchange.load_local_state(local)
         trainer = Trainer(
             config,
             run_dir,
             ranks,
             model,
-            replica,
-            clipping,
-            optimizer,
+            stages,
             checkpointer,
             evaluator,
             progress,
             total_steps=total_steps,
-            max_seq_length=config.data.max_seq_length,
             peak=peak,
             autocast=_autocast(config, ranks),
             graphs=graphs,
         )
-        with StopRequest() as stop, _steps(config, sampler, data, model, ranks) as steps:
-            finished = trainer.run(steps, stop)
+        with StopRequest() as stop:
+            finished = trainer.run(stop)
         if not finished:
             logger.info("stopped by a signal; saved at step %d of %d", progress.step, total_steps)
             ranks.barrier()
@@ -211,73 +212,9 @@ def _evaluator(config: PretrainConfig, data: PreparedData, ranks: Ranks) -> Eval
     )
 
 
-def _sampler(
-    config: PretrainConfig, data: PreparedData, ranks: Ranks, work: WorkModel
-) -> BalancedSampler | PackedSampler | ExchangedFeed:
-    """What says who trains on what, at the beginning of the first epoch."""
-    batching = config.batching
-    if batching.strategy == "exchange":
-        if data.train.has_masks:
-            raise ConfigError(
-                "batching.strategy",
-                f"exchange does not carry the masks that {config.data.source} brings; use "
-                "stratified, or convert it: python -m bert_unpad.data.hdf5 to-shards --unmask",
-            )
-        return ExchangedFeed(data.train, ranks, batching, config.seed, work)
-    place = (data.train.lengths, ranks.world_size, ranks.rank, batching.per_rank(ranks.world_size))
-    if batching.strategy == "packed":
-        packed = PackedSampler(
-            *place,
-            config.seed,
-            row_tokens=config.data.max_seq_length,
-            max_sequences=batching.max_sequences_per_row,
-            method=batching.row_packing,
-            work=work,
-        )
-        logger.info(
-            "%d sequences in %d rows of %d tokens: %.2f %% of them are real",
-            *(len(data.train), packed.rows, config.data.max_seq_length, 100 * packed.fill),
-        )
-        return packed
-    return BalancedSampler(*place, config.seed, batching.strategy, work=work)
-
-
-def _steps(
-    config: PretrainConfig,
-    sampler: BalancedSampler | PackedSampler | ExchangedFeed,
-    data: PreparedData,
-    model: BertForPreTraining,
-    ranks: Ranks,
-) -> AbstractContextManager[Iterator[tuple[Step, FeedState]]]:
-    """Steps from where the sampler stands; its threads end with the context."""
-    pin_memory = ranks.device.type == "cuda"
-    accumulation = config.batching.accumulation
-    buckets = None
-    if config.cuda_graphs:
-        buckets = Buckets(
-            -(-config.batching.per_rank(ranks.world_size) // accumulation),
-            config.data.max_seq_length,
-            config.data.masked_lm_prob,
-        )
-    if isinstance(sampler, ExchangedFeed):
-        return sampler.steps(data.collator(), model, pin_memory=pin_memory, buckets=buckets)
-    return closing(
-        endless_steps(
-            StepCollator(data.collator(), model, accumulation, buckets),
-            sampler,
-            prefetch=config.batching.prefetch,
-            pin_memory=pin_memory,
-            efficiency=ranks.is_first,
-        )
-    )
-
-
-def _total_steps(
-    config: PretrainConfig,
-    sampler: BalancedSampler | PackedSampler | ExchangedFeed,
-    progress: Progress,
-) -> int:
+def _total_steps(config: PretrainConfig, stages: Stages, progress: Progress) -> int:
     """Updates of the whole run. Epochs are counted in what the sampler still has to give."""
+    sampler = stages.sampler
     if config.schedule.total_steps is not None:
         return config.schedule.total_steps
     whole_epochs = config.schedule.epochs - sampler.epoch - 1

@@ -14,7 +14,7 @@ from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.exchange import SETTLING_PASSES
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["build_model", "replicate"]
+__all__ = ["add_gradients_in_products", "build_model", "replicate"]
 
 
 def build_model(config: PretrainConfig, vocab_size: int, max_seq_length: int) -> BertForPreTraining:
@@ -47,16 +47,24 @@ def build_model(config: PretrainConfig, vocab_size: int, max_seq_length: int) ->
             raise ConfigError("model.preset", str(error)) from error
     model.bert.encoder.recompute = config.recompute
     model.bert.encoder.fp8 = config.precision == "fp8"
-    if config.batching.accumulation > 1:
-        # What the later passes of a step add to the gradients is then added within their products.
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                ops.accumulate_in_place(module.weight)
+    add_gradients_in_products(model, config)
     return model.train()
 
 
+def add_gradients_in_products(model: nn.Module, config: PretrainConfig) -> None:
+    """Lets later passes of a step add to weight gradients within the products that make them."""
+    if config.batching.accumulation > 1:
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                ops.accumulate_in_place(module.weight)
+
+
 def replicate(
-    model: BertForPreTraining, ranks: Ranks, compiled: bool, clipping: Clipping | None = None
+    model: BertForPreTraining,
+    ranks: Ranks,
+    compiled: bool,
+    clipping: Clipping | None = None,
+    leaves_out: bool = False,
 ) -> nn.Module:
     """The model as the loop calls it: compiled if asked for, and in DDP with more than one rank.
 
@@ -65,6 +73,9 @@ def replicate(
     empty batch, whose gradients are zero, puts that behind the run before it begins, so that a
     resumed run adds in the same order as one that was never interrupted; a second one shows the new
     buckets to whoever clips them.
+
+    `leaves_out` says that updates may leave layers out. DDP then looks for parameters that are not
+    part of a loss, and exchanges their buckets all the same.
     """
     if compiled:
         model.compile(dynamic=True)
@@ -80,6 +91,7 @@ def replicate(
         bucket_cap_mb=1 + sum(p.numel() for p in model.parameters()) // 2**17
         if one_bucket
         else None,
+        find_unused_parameters=leaves_out,
     )
     if clipping is not None:
         clipping.attach(replica)

@@ -73,7 +73,6 @@ def _summary(
     train = [line for line in lines if line["kind"] == "train"]
     start = [line for line in lines if line["kind"] == "start"][-1]
     evaluation = next((line for line in reversed(lines) if line["kind"] == "evaluation"), None)
-    rectangle = progress.sequences * data.config.max_seq_length
     return {
         "steps": progress.step,
         "epochs": progress.sequences / len(data.train),
@@ -83,7 +82,7 @@ def _summary(
         "tokens_per_second": progress.tokens / progress.seconds,
         "sequences_per_second": progress.sequences / progress.seconds,
         "mfu": progress.flops / progress.seconds / start["peak_flops"],
-        "padding_avoided": 1 - progress.tokens / rectangle,
+        "padding_avoided": 1 - progress.tokens / progress.padded,
         "straggler_efficiency": statistics.fmean(line["straggler_efficiency"] for line in train),
         "train_loss_last": train[-1]["loss"],
         "held_out": None if evaluation is None else _without(evaluation, "kind", "step"),

@@ -29,10 +29,16 @@ class Progress:
     sequences: int = 0
     tokens: int = 0
     """Real tokens trained on."""
+    padded: int = 0
+    """Tokens that the same sequences would be with padding."""
     flops: float = 0.0
     """Of the model, forward and backward."""
     seconds: float = 0.0
     """Spent training."""
+    stage: int = 0
+    """The stage of growth that the latest update was made in."""
+    layers: int | None = None
+    """Encoder layers of that stage; None: all that the configuration asks for."""
     target_reached: bool = False
     """Whether evaluation.target_accuracy has ended the run."""
     sampler: dict[str, Any] = field(default_factory=dict)
@@ -52,6 +58,7 @@ class Progress:
         """Counts an update's examples."""
         self.sequences += int(counts["sequences"])
         self.tokens += int(counts["tokens"])
+        self.padded += int(counts["padded"])
         self.flops += counts["flops"]
 
 

@@ -8,7 +8,7 @@ belongs to, because the sampler itself is ahead of training by what waits in the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from bert_unpad.batch.buckets import Buckets
 from bert_unpad.data import ExampleBatch, Prefetcher
 from bert_unpad.data.packed_sampler import PackedSampler
 from bert_unpad.data.sampler import BalancedSampler
-from bert_unpad.nn import BertForPreTraining
 
 __all__ = ["FeedState", "Step", "StepCollator", "count_labels", "endless_steps"]
 
@@ -35,8 +34,12 @@ class Step:
     indices: np.ndarray
     """int64: the examples, as places in the training set (or ids, if it has no places)."""
     counts: dict[str, float]
-    """Of this rank: masked (tokens with a label), pairs (next-sentence labels), sequences, tokens,
-    flops (of the model, forward and backward)."""
+    """Of this rank: masked (tokens with a label), pairs (of next-sentence labels), sequences and
+    tokens."""
+    lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """int: real tokens of each sequence of all passes."""
+    num_masked: int = 0
+    """Tokens of them whose logits are needed."""
 
     def pin_memory(self) -> Step:
         """The same step in page-locked memory."""
@@ -54,7 +57,6 @@ class StepCollator:
 
     Args:
         collator: makes one packed batch of what the step is made of.
-        model: counts its floating-point operations.
         accumulation: passes per step.
         buckets: what passes are padded to; None to leave them as they are.
     """
@@ -62,12 +64,10 @@ class StepCollator:
     def __init__(
         self,
         collator: Callable[[NDArray[np.integer] | ExampleBatch, int], PackedInputs],
-        model: BertForPreTraining,
         accumulation: int,
         buckets: Buckets | None = None,
     ) -> None:
         self._collator = collator
-        self._model = model
         self._accumulation = accumulation
         self._buckets = buckets
 
@@ -77,18 +77,19 @@ class StepCollator:
             self._collator(examples[first :: self._accumulation], epoch)
             for first in range(self._accumulation)
         )
+        lengths = [np.asarray(inputs.batch.lengths) for inputs in passes]
+        num_masked = sum(inputs.num_masked for inputs in passes)
         labels = [count_labels(inputs) for inputs in passes]
         counts = {
             "masked": sum(masked for masked, _ in labels),
             "pairs": sum(pairs for _, pairs in labels),
             "sequences": len(examples),
             "tokens": sum(inputs.batch.total for inputs in passes),
-            "flops": sum(self._model.num_flops(inputs) for inputs in passes),
         }
         if self._buckets is not None:  # padding counts for nothing
             passes = tuple(self._buckets.pad(inputs) for inputs in passes)
         indices = examples.ids if isinstance(examples, ExampleBatch) else examples
-        return Step(passes, epoch, indices, counts)
+        return Step(passes, epoch, indices, counts, np.concatenate(lengths), num_masked)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from bert_unpad.data import DataConfig
 from bert_unpad.pretrain.config.batching import BatchingConfig
 from bert_unpad.pretrain.config.communication import CommConfig
 from bert_unpad.pretrain.config.errors import ConfigError
+from bert_unpad.pretrain.config.growth import GrowthConfig
 from bert_unpad.pretrain.config.model import ModelConfig
 from bert_unpad.pretrain.config.output import CheckpointConfig, EvaluationConfig, LoggingConfig
 from bert_unpad.pretrain.config.run import PretrainConfig, read_config
@@ -23,6 +24,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "EvaluationConfig",
+    "GrowthConfig",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",

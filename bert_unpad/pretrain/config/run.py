@@ -13,6 +13,7 @@ from bert_unpad.data import DataConfig
 from bert_unpad.pretrain.config.batching import BatchingConfig
 from bert_unpad.pretrain.config.communication import CommConfig, check_comm
 from bert_unpad.pretrain.config.errors import ConfigError
+from bert_unpad.pretrain.config.growth import GrowthConfig, check_growth
 from bert_unpad.pretrain.config.model import ModelConfig
 from bert_unpad.pretrain.config.output import CheckpointConfig, EvaluationConfig, LoggingConfig
 from bert_unpad.pretrain.config.update import (
@@ -55,6 +56,7 @@ class PretrainConfig:
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    growth: GrowthConfig = field(default_factory=GrowthConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -80,6 +82,8 @@ class PretrainConfig:
         check_comm(self.comm, self.clip)
         if self.cuda_graphs and self.compile:
             raise ConfigError("cuda_graphs", "give this or compile, not both")
+        check_growth(self.growth)
+        self._check_growth_fits()
         at_least = {
             "batching.global_batch_size": 1,
             "batching.batch_size_per_rank": 1,
@@ -120,6 +124,21 @@ class PretrainConfig:
         for value in self.optimizer.betas:
             if not 0 <= value < 1:
                 raise ConfigError("optimizer.betas", f"expected numbers in [0, 1), got {value!r}")
+
+    def _check_growth_fits(self) -> None:
+        name = self.growth.name
+        if name != "none" and self.schedule.total_steps is None:
+            raise ConfigError("growth.name", f"{name} needs schedule.total_steps, not epochs")
+        if name in ("mslt", "stacking") and self.model.weights is not None:
+            raise ConfigError("growth.name", f"{name} begins with fresh weights, not model.preset")
+        if name != "none" and self.comm.hook != "allreduce":
+            raise ConfigError("comm.hook", f"growth.name {name} needs allreduce")
+        if name != "none" and self.cuda_graphs:
+            raise ConfigError("cuda_graphs", f"growth.name {name} goes without")
+        if name == "layer_drop" and self.compile:
+            raise ConfigError(
+                "compile", "growth.name layer_drop would compile anew for each choice of layers"
+            )
 
     def _get(self, key: str):
         value = self

@@ -1,0 +1,50 @@
+"""Schedules of what trains when: one small file each, and what they are made of.
+
+A new one is a function `(GrowthConfig, Setting) -> Growth` in a file of its own, its name in
+`SCHEDULES` and in `GrowthConfig.name`.
+"""
+
+from collections.abc import Callable
+
+from bert_unpad.pretrain.config import GrowthConfig
+from bert_unpad.pretrain.growth.grow import add_layers, cut_layers, freeze, next_optimizer
+from bert_unpad.pretrain.growth.layer_drop import layer_drop
+from bert_unpad.pretrain.growth.lengths import lengths
+from bert_unpad.pretrain.growth.mslt import mslt
+from bert_unpad.pretrain.growth.plan import Growth, Setting, Stage
+from bert_unpad.pretrain.growth.stacking import stacking
+
+__all__ = [
+    "SCHEDULES",
+    "Growth",
+    "Setting",
+    "Stage",
+    "add_layers",
+    "cut_layers",
+    "freeze",
+    "next_optimizer",
+    "plan_growth",
+]
+
+
+def _none(config: GrowthConfig, setting: Setting) -> Growth:
+    """One stage that trains everything."""
+    return Growth((Stage(setting.total_steps, setting.layers, setting.max_seq_length),))
+
+
+SCHEDULES: dict[str, Callable[[GrowthConfig, Setting], Growth]] = {
+    "none": _none,
+    "mslt": mslt,
+    "stacking": stacking,
+    "layer_drop": layer_drop,
+    "lengths": lengths,
+}
+
+
+def plan_growth(config: GrowthConfig, setting: Setting) -> Growth:
+    """The schedule that the configuration names.
+
+    Raises:
+        ConfigError: it does not fit the model, the data or the number of updates.
+    """
+    return SCHEDULES[config.name](config, setting)

@@ -1,0 +1,120 @@
+"""What happens to model and optimizer at the border of a stage."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+import torch
+from torch import nn
+
+from bert_unpad.nn import BertForPreTraining
+from bert_unpad.nn.encoder import BertLayer
+from bert_unpad.nn.pretraining import initialize
+from bert_unpad.pretrain.config import OptimizerConfig
+from bert_unpad.pretrain.growth.plan import Stage
+from bert_unpad.pretrain.optimizer import build_optimizer
+
+__all__ = ["add_layers", "cut_layers", "freeze", "next_optimizer"]
+
+_STREAM = 0x4752  # keeps this use of (seed, layers) apart from others'
+
+Copies = dict[nn.Parameter, nn.Parameter]
+
+
+def cut_layers(model: BertForPreTraining, layers: int) -> None:
+    """Takes the topmost layers away, so that `layers` are left."""
+    del model.bert.encoder.layer[layers:]
+    _note_layers(model)
+
+
+def add_layers(model: BertForPreTraining, sources: tuple[int | None, ...], seed: int) -> Copies:
+    """Puts layers on top.
+
+    Args:
+        model: grows in place.
+        sources: for each new layer, the one that it is a copy of; None for a fresh one.
+        seed: of fresh weights, which depend on it and on the layer's number alone.
+
+    Returns:
+        Each new parameter that is a copy, with what it is a copy of.
+    """
+    encoder = model.bert.encoder
+    layers, fp8 = encoder.layer, encoder.fp8
+    device = model.word_embeddings.device
+    copies: Copies = {}
+    for source in sources:
+        if source is None:
+            layer = BertLayer(model.config)
+            (state,) = np.random.SeedSequence([seed, len(layers), _STREAM]).generate_state(
+                1, np.uint64
+            )
+            torch.manual_seed(int(state >> np.uint64(1)))
+            initialize(layer, model.config.initializer_range)
+            layer = layer.to(device).train(model.training)
+        else:
+            layer = copy.deepcopy(layers[source])
+            for ours, theirs in zip(layer.parameters(), layers[source].parameters(), strict=True):
+                copies[ours] = theirs
+        layers.append(layer)
+    encoder.fp8 = fp8  # of each layer
+    _note_layers(model)
+    return copies
+
+
+def _note_layers(model: BertForPreTraining) -> None:
+    count = len(model.bert.encoder.layer)
+    model.config = dataclasses.replace(model.config, num_hidden_layers=count)
+    model.bert.config = model.config
+
+
+def freeze(model: BertForPreTraining, stage: Stage) -> None:
+    """Makes exactly the stage's parameters require gradients; drops the gradients of all."""
+    model.zero_grad()
+    bert = model.bert
+    bert.encoder.frozen_layers = stage.frozen
+    model.requires_grad_(True)
+    bert.pooler.requires_grad_(stage.pooler)
+    if stage.frozen:
+        bert.encoder.layer[: stage.frozen].requires_grad_(False)
+        bert.embeddings.requires_grad_(False)
+        bert.embeddings.word_embeddings.requires_grad_(stage.decoder)
+
+
+def next_optimizer(
+    model: nn.Module,
+    config: OptimizerConfig,
+    old: torch.optim.Optimizer | None = None,
+    copies: Copies | None = None,
+) -> torch.optim.Optimizer:
+    """An optimizer of the parameters that train now, and of no others.
+
+    Parameters that have trained before keep their states, copies get those of their originals, and
+    others begin with zeros: all have states, so any checkpoint holds the same tensors.
+
+    Args:
+        model: after `add_layers` and `freeze`.
+        config: of the optimizer.
+        old: of the stage before, if there was one.
+        copies: what `add_layers` has returned.
+    """
+    new = build_optimizer(model, config)
+    known = {} if old is None else old.state
+    for group in new.param_groups:
+        for parameter in group["params"]:
+            origin = parameter if parameter in known else (copies or {}).get(parameter)
+            if origin in known:
+                new.state[parameter] = {key: value.clone() for key, value in known[origin].items()}
+            else:
+                new.state[parameter] = _zeros(parameter)
+    return new
+
+
+def _zeros(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    """What the optimizers would make in their first update, all of which have AdamW's names."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+    }

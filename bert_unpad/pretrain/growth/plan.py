@@ -1,0 +1,101 @@
+"""What a schedule of growth is: a list of stages, and what one update leaves out.
+
+A schedule only says what is to be; the trainer makes it so at each border (see `grow` and
+`pretrain.stages`), in the way it resumes from a checkpoint. A new schedule is one function that
+returns a `Growth`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+from bert_unpad.pretrain.config import ConfigError, GrowthConfig
+
+__all__ = ["Growth", "Setting", "Stage", "equal_shares", "stage_ends"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a schedule is made for."""
+
+    seed: int
+    total_steps: int
+    """Updates of the run."""
+    layers: int
+    """Encoder layers that the model shall have in the end."""
+    max_seq_length: int
+    """Longest example in the end, in tokens."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of a run in which the same parameters train, on the same data."""
+
+    end: int
+    """Updates made when it ends."""
+    layers: int
+    """Encoder layers."""
+    max_seq_length: int
+    """Longest example, in tokens."""
+    frozen: int = 0
+    """Layers from the bottom, and the embeddings below them, that run forward only."""
+    decoder: bool = True
+    """Whether the word embedding learns as the decoder, if layers are frozen."""
+    pooler: bool = True
+    """Whether the pooler trains."""
+    sources: tuple[int | None, ...] = ()
+    """For each layer that this stage adds: the one to copy, None for a fresh one."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A schedule."""
+
+    stages: tuple[Stage, ...]
+    learning_rate: Literal["continue", "rewarm", "restart"] = "continue"
+    kept: Callable[[int], tuple[bool, ...]] | None = field(default=None)
+    """Maps the number of updates made to which layers the next one trains; the same on all ranks.
+    None: all of them, always."""
+
+    def index(self, step: int) -> int:
+        """The stage that the update after `step` updates belongs to."""
+        for index, stage in enumerate(self.stages):
+            if step < stage.end:
+                return index
+        return len(self.stages) - 1
+
+    def begin(self, index: int) -> int:
+        """Updates made when a stage begins."""
+        return self.stages[index - 1].end if index else 0
+
+
+def equal_shares(config: GrowthConfig, stages: int) -> list[float]:
+    """The shares of the updates given, or equal ones."""
+    if config.shares is None:
+        return [(1.0 - (config.joint_share or 0.0)) / stages] * stages
+    if len(config.shares) != stages:
+        raise ConfigError(
+            "growth.shares", f"expected one for each of {stages} stages, got {len(config.shares)}"
+        )
+    return config.shares
+
+
+def stage_ends(shares: Sequence[float], total_steps: int) -> list[int]:
+    """Updates made at the end of each stage; the last is the end of the run.
+
+    Raises:
+        ConfigError: there are too few updates to give each stage one.
+    """
+    ends, done = [], 0.0
+    for share in shares:
+        done += share
+        ends.append(round(done * total_steps))
+    ends[-1] = total_steps
+    if any(end <= begin for begin, end in pairwise([0, *ends])):
+        raise ConfigError(
+            "growth.shares", f"a stage gets no update: of {total_steps}, they end after {ends}"
+        )
+    return ends
