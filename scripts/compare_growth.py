@@ -52,12 +52,14 @@ def plan(name: str, seed: int, options: argparse.Namespace) -> Growth:
     return plan_growth(GrowthConfig(**CONTENDERS[name]), setting)
 
 
-def train(name: str, seed: int, options: argparse.Namespace) -> list[dict]:
-    """The log of one run; of what is in the folder if it is complete."""
+def train(name: str, seed: int, options: argparse.Namespace) -> list[dict] | None:
+    """The log of one run; of what is in the folder if it is complete. None with --finished."""
     folder = f"{name.replace(', ', '-').replace(' ', '-').replace('%', 'percent')}-{seed}"
     run_dir = options.folder / options.key / folder
     if is_reported(run_dir, options.steps):
         return read_json_lines(run_dir / "metrics.jsonl")
+    if options.finished:
+        return None
     settings = {
         "config": ROOT / "configs" / "quickstart.yaml",
         "run_dir": run_dir,
@@ -186,6 +188,7 @@ def compare() -> None:
     parser.add_argument("--examples", type=int, default=400, help="of an evaluation")
     parser.add_argument("--rounds", type=int, default=15, help="of measuring the cost")
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--finished", action="store_true", help="take the runs that are complete")
     parser.add_argument("--no-cost", action="store_true", help="train only, write nothing")
     options = parser.parse_args()
     options.folder = options.folder.resolve()
@@ -196,7 +199,10 @@ def compare() -> None:
     logs = {}
     for seed in range(options.seeds):
         for name in options.only:
-            logs[name, seed] = train(name, seed, options)
+            lines = train(name, seed, options)
+            if lines is None:
+                continue
+            logs[name, seed] = lines
             last = [line for line in logs[name, seed] if line["kind"] == "evaluation"][-1]
             print(f"{name:<22} seed {seed}: held out {last['mlm_loss']:.3f}", flush=True)
     if options.no_cost:
@@ -221,8 +227,13 @@ def compare() -> None:
         for name in options.only
         for growth in [plan(name, 0, options)]
     }
-    settings = {k: v for k, v in vars(options).items() if k not in ("folder", "only", "no_cost")}
-    command = " ".join(["python", "scripts/compare_growth.py", *sys.argv[1:]])
+    settings = {
+        k: v
+        for k, v in vars(options).items()
+        if k not in ("folder", "key", "only", "no_cost", "finished")
+    }
+    given = [f'"{text}"' if " " in text else text for text in sys.argv[1:]]
+    command = " ".join(["python", "scripts/compare_growth.py", *given])
     payload = {**settings, "layers": LAYERS, "contenders": CONTENDERS}
     path = harness.save("growth", "cpu", command, {**payload, "stages": stages, "runs": results})
     draw(path.with_suffix(".png"), results)
@@ -231,11 +242,12 @@ def compare() -> None:
 
 def print_table(results: list[dict]) -> None:
     """Means over seeds."""
-    print(f"\n{'':<22} final loss   worse  cheaper  CPU s  CPU s to full's loss")
+    print(f"\n{'':<22} seeds  final loss   worse  cheaper  CPU s  CPU s to full's loss")
     for name in dict.fromkeys(run["contender"] for run in results):
         runs = [run for run in results if run["contender"] == name]
         reached = [run.get("cpu_seconds_to_loss_of_full") for run in runs]
         cells = [
+            f"{len(runs):5d} ",
             f"{statistics.mean(run['final_mlm_loss'] for run in runs):10.3f}",
             f"{statistics.mean(run.get('worse', 0) for run in runs):7.1%}",
             f"{statistics.mean(run.get('cheaper', 0) for run in runs):7.2f}x",
