@@ -1,0 +1,113 @@
+"""Does a model train as well in bf16 and in 8 bits? Precisions on one model, in one table.
+
+    python scripts/compare_precision.py                        # 1 seed, 300 steps
+    python scripts/compare_precision.py --seeds 3 --steps 900
+
+Trains the quickstart model with each precision and seed, on one process of one thread. A CPU rounds
+as a GPU does and multiplies in fp32, so losses can be compared and times cannot. Runs are kept in
+--folder and not repeated. Writes benchmarks/results/cpu/precision.json and precision.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import harness
+from bert_unpad.pretrain.metrics import read_json_lines
+from bert_unpad.pretrain.report import is_reported
+
+ROOT = Path(__file__).resolve().parent.parent
+PRECISIONS = ("fp32", "bf16", "fp8")
+
+
+def train(precision: str, seed: int, options: argparse.Namespace) -> list[dict]:
+    """The evaluations of one run; of what is in the folder if it is complete."""
+    run_dir = options.folder / f"{precision}-seed{seed}-steps{options.steps}"
+    if not is_reported(run_dir, options.steps):
+        settings = {
+            "config": ROOT / "configs" / "quickstart.yaml",
+            "run_dir": run_dir,
+            "seed": seed,
+            "device": "cpu",
+            "threads": 1,
+            "precision": precision,
+            "schedule.total_steps": options.steps,
+            "evaluation.every": max(options.steps // 6, 1),
+            "evaluation.examples": 1000,
+            "logging.plots": "false",
+            "logging.progress": "lines",
+        }
+        command = [sys.executable, "-m", "bert_unpad.pretrain"]
+        command += [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        if done.returncode:
+            raise SystemExit(f"{precision} has failed:\n{done.stderr[-4000:]}")
+    lines = read_json_lines(run_dir / "metrics.jsonl")
+    return [
+        {name: line[name] for name in ("step", "mlm_loss", "mlm_accuracy")}
+        for line in lines
+        if line["kind"] == "evaluation"
+    ]
+
+
+def draw(path: Path, runs: list[dict]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot(xlabel="update", ylabel="held-out masked-token loss (nats)")
+    for number, precision in enumerate(PRECISIONS):
+        for run in (run for run in runs if run["precision"] == precision):
+            curve = run["evaluations"]
+            axes.plot(
+                [point["step"] for point in curve],
+                [point["mlm_loss"] for point in curve],
+                color=f"C{number}",
+                label=precision if run["seed"] == 0 else None,
+            )
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "compare-precision")
+    options = parser.parse_args()
+    options.folder = options.folder.resolve()
+    runs = []
+    for seed in range(options.seeds):
+        for precision in PRECISIONS:
+            evaluations = train(precision, seed, options)
+            runs.append({"precision": precision, "seed": seed, "evaluations": evaluations})
+            last = evaluations[-1]
+            print(f"{precision}, seed {seed}: {last['mlm_loss']:.3f}", flush=True)
+    table = []
+    for precision in PRECISIONS:
+        last = [run["evaluations"][-1] for run in runs if run["precision"] == precision]
+        losses = [point["mlm_loss"] for point in last]
+        table.append(
+            {
+                "precision": precision,
+                "mlm_loss": statistics.mean(losses),
+                "mlm_loss_range": [min(losses), max(losses)],
+                "mlm_accuracy": statistics.mean(point["mlm_accuracy"] for point in last),
+            }
+        )
+        print(
+            f"{precision:5s} {table[-1]['mlm_loss']:.3f} ({min(losses):.3f} .. {max(losses):.3f})"
+        )
+    payload = {"steps": options.steps, "seeds": options.seeds, "table": table, "runs": runs}
+    path = harness.save("precision", "cpu", "python " + " ".join(sys.argv), payload)
+    draw(path.with_suffix(".png"), runs)
+    print(f"written to {path} and {path.with_suffix('.png').name}")
+
+
+if __name__ == "__main__":
+    main()
