@@ -21,8 +21,8 @@ from bert_unpad.batch import PackedInputs
 from bert_unpad.batch.buckets import Buckets
 from bert_unpad.nn import BertForPreTraining, PreTrainingOutput
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
+from bert_unpad.pretrain.gradient import accumulate_gradient, seed_step
 from bert_unpad.pretrain.graphs import GraphRunner, StaticPass, check_graphs, sizes
-from bert_unpad.pretrain.loop import accumulate_gradient, seed_step
 from bert_unpad.pretrain.metrics import Window
 from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.steps import Step, StepCollator

@@ -25,7 +25,7 @@ from bert_unpad.batch import PackedInputs, VarlenBatch, pad, unpad
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.pretrain.clipping import Clipping, step_if
 from bert_unpad.pretrain.config import ClipConfig, OptimizerConfig
-from bert_unpad.pretrain.loop import accumulate_gradient, seed_step
+from bert_unpad.pretrain.gradient import accumulate_gradient, seed_step
 from bert_unpad.pretrain.metrics import Window
 from bert_unpad.pretrain.optimizer import build_optimizer, set_lr
 from bert_unpad.pretrain.ranks import HostSums, Ranks

@@ -11,7 +11,7 @@ from mp import run_ranks
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import BertConfig, BertForPreTraining
-from bert_unpad.pretrain.loop import accumulate_gradient
+from bert_unpad.pretrain.gradient import accumulate_gradient
 from bert_unpad.pretrain.metrics import Window, averages
 from bert_unpad.pretrain.model import replicate
 from bert_unpad.pretrain.ranks import HostSums, Ranks

@@ -1,11 +1,9 @@
 """The training loop.
 
 One step is: start adding up the counts of the global batch over the ranks, run forward and backward
-on this rank's packed examples, clip, update. Losses are divided by the counts of the GLOBAL batch
-(masked tokens, next-sentence pairs), so the gradient is that of the global batch however many
-sequences and tokens each rank has got. The host never waits for a result of the step it is in: it
-looks at the sums of the step before, which also carry a request to stop, so all ranks stop at the
-same step.
+on this rank's packed examples (gradient.py), clip, update. The host never waits for a result of the
+step it is in: it looks at the sums of the step before, which also carry a request to stop, so all
+ranks stop at the same step.
 """
 
 from __future__ import annotations
@@ -13,13 +11,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.checkpoint import Checkpointer
@@ -27,6 +24,7 @@ from bert_unpad.pretrain.clipping import step_if
 from bert_unpad.pretrain.config import PretrainConfig
 from bert_unpad.pretrain.display import Display
 from bert_unpad.pretrain.evaluate import Evaluator
+from bert_unpad.pretrain.gradient import accumulate_gradient, seed_step
 from bert_unpad.pretrain.graphs import GraphRunner
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
 from bert_unpad.pretrain.interrupt import StopRequest
@@ -39,70 +37,10 @@ from bert_unpad.pretrain.schedule import warmup_updates
 from bert_unpad.pretrain.stages import Stages
 from bert_unpad.pretrain.steps import FeedState, Step
 
-__all__ = ["Trainer", "accumulate_gradient", "seed_step"]
+__all__ = ["Trainer"]
 
 # Updates in a row that may be left out because gradients are not finite, before the run ends.
 _MAX_SKIPPED = 20
-
-
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seeds PyTorch's generators for one step on one rank.
-
-    A step's random numbers then depend on nothing that came before, and a resumed run needs no
-    generator state.
-    """
-    (state,) = np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)
-    torch.manual_seed(int(state >> np.uint64(1)))
-
-
-def accumulate_gradient(
-    model: nn.Module,
-    step: Step,
-    counts: HostSums,
-    ranks: Ranks,
-    autocast: AbstractContextManager,
-    window: Window,
-    in_backward: bool = True,
-    graphs: GraphRunner | None = None,
-) -> None:
-    """Adds the gradient of the global batch's loss to the parameters' `.grad`, on every rank.
-
-    The loss is the mean over the global batch's masked tokens plus the mean over its next-sentence
-    pairs. DDP averages gradients over ranks, hence the factor of the number of ranks.
-
-    Args:
-        model: bare, or in DDP; gradients are exchanged in the last pass only.
-        step: this rank's inputs.
-        counts: being added up over all ranks; must begin with masked, pairs.
-        ranks: the processes of the run.
-        autocast: context of the forward pass.
-        window: gets this rank's losses and correct predictions.
-        in_backward: whether DDP exchanges gradients; else `.grad` is this rank's part, times the
-            number of ranks.
-        graphs: runs the passes instead, on the bare model; `in_backward` is of no account then.
-    """
-    scale: Tensor | None = None
-    for number, inputs in enumerate(step.passes):
-        if graphs is not None:
-            scale = _loss_factors(counts, ranks) if scale is None else scale
-            window.add_outputs(graphs(inputs, scale))
-            continue
-        last = number == len(step.passes) - 1
-        whole = last and in_backward
-        exchange = nullcontext() if whole or ranks.world_size == 1 else model.no_sync()
-        with exchange:
-            with autocast:
-                outputs = model(inputs.to(ranks.device, non_blocking=True))
-            scale = _loss_factors(counts, ranks) if scale is None else scale
-            loss = outputs.mlm_loss_sum * scale[0] + outputs.nsp_loss_sum * scale[1]
-            loss.backward()
-        window.add_outputs(outputs)
-
-
-def _loss_factors(counts: HostSums, ranks: Ranks) -> Tensor:
-    """What the sums of the two losses are multiplied by, float32 [2]."""
-    # Clamped: a global batch without a label of one kind has a loss of 0 for it.
-    return (ranks.world_size / counts.on_device()[:2].clamp(min=1)).float()
 
 
 class Trainer:
