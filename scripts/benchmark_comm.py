@@ -5,7 +5,8 @@
 The processes run in two network namespaces joined by a link of limited rate; where the rights for
 that are missing it says so and uses loopback. Gloo, DDP with small buckets, one thread a process.
 All contenders take turns in the same run, and every figure is a ratio to `none` in the same round.
-Writes benchmarks/results/cpu/comm.json, an entry a rate.
+Writes benchmarks/results/cpu/comm.json, an entry a rate, and comm_<rate>.png: when one step of each
+computes its backward pass and when its gradients travel.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import harness
+from benchmarks import harness, timeline
 from benchmarks.network import Hosts, loopback, two_hosts
 from benchmarks.processes import run_ranks
 from bert_unpad.batch import PackedInputs, VarlenBatch
@@ -128,8 +129,13 @@ def work(options: argparse.Namespace) -> None:
             if number >= options.warmup:
                 seconds[name].append(float(taken))
     buckets = len(contenders["bucket"].clip.report().norms)
+    timelines = {}
+    for mode, step in contenders.items():
+        dist.barrier()
+        timelines[mode] = timeline.record(step)
     if dist.get_rank() == 0:
-        print(json.dumps({"seconds": seconds, "parameters": parameters, "buckets": buckets}))
+        sizes = {"parameters": parameters, "buckets": buckets}
+        print(json.dumps({"seconds": seconds, "timelines": timelines, **sizes}))
     dist.destroy_process_group()
 
 
@@ -179,6 +185,8 @@ def main() -> None:
             }
         )
         print(f"{name:<32} {rows[-1]['seconds']:8.3f} s   {rows[-1]['to_none']:6.3f} of none")
+    picture = harness.RESULTS / "cpu" / f"comm_{link}.png"
+    timeline.draw(picture, result.pop("timelines"), link)
     settings = {k: v for k, v in vars(options).items() if k not in ("worker", "rate")}
     entry = {"link": link, **settings, **result, "results": rows}
     path = harness.RESULTS / "cpu" / "comm.json"
