@@ -120,11 +120,11 @@ def test_a_pass_refuses_other_sizes() -> None:
         static.load(inputs, None, scaled(ONE))
 
 
-def make_step(model: BertForPreTraining, padded: bool) -> Step:
+def make_step(padded: bool) -> Step:
     """Three passes, one of them without tokens."""
     batches = [make_inputs(lengths, 3, masked_fraction=0.15) for lengths in ([9, 4], [20, 7], [])]
     collate = StepCollator(
-        lambda numbers, epoch: batches[numbers[0]], model, 3, BUCKETS if padded else None
+        lambda numbers, epoch: batches[numbers[0]], 3, BUCKETS if padded else None
     )
     return collate(torch.arange(3).numpy(), 0)
 
@@ -135,7 +135,7 @@ def test_the_trainer_counts_and_sums_the_same() -> None:
     results = []
     for graphs in (False, True):
         model = make_model(**DROPOUT)
-        step = make_step(model, padded=graphs)
+        step = make_step(padded=graphs)
         window = Window(ranks)
         seed_step(1, 2, 0)
         runner = Uncaptured(model) if graphs else None

@@ -1,23 +1,18 @@
-"""Schedules of growth: their plans, what a stage leaves out, whole runs across stage borders."""
+"""Schedules of growth: their plans, and what a stage leaves out."""
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
-from mp import run_ranks, start_ranks
+from mp import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
-from bert_unpad.data import DataConfig, prepare
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.nn.flops import forward_flops
-from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import (
     ConfigError,
     GrowthConfig,
@@ -37,10 +32,8 @@ from bert_unpad.pretrain.growth import (
 )
 from bert_unpad.pretrain.growth.layer_drop import keep_probabilities
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
-from bert_unpad.pretrain.metrics import read_json_lines
 from bert_unpad.pretrain.schedule import lr_factor
 
-TIMEOUT = 300
 SETTING = Setting(seed=3, total_steps=100, layers=12, max_seq_length=128)
 
 
@@ -325,160 +318,3 @@ def test_frozen_layers_exchange_nothing():
     everything = sum(p.nbytes for p in BertForPreTraining(CONFIG).parameters())
     assert other == (exchanged, trained)
     assert exchanged == trained < everything - 2 * layer
-
-
-STEPS = 12
-MSLT = {"growth": {"name": "mslt", "layers": [1, 2, 4], "joint_share": 0.25}}
-BUCKET = {"clip": {"mode": "bucket", "policy": "adaptive", "max_norm": 0.3}}
-# What a run is told, and the checkpoints that another one goes on from: before, at and after
-# borders of stages (3, 6, 9; 4, 8; 6).
-RUNS = {
-    "mslt": (MSLT | BUCKET, (3, 8)),
-    "fresh": (
-        {
-            "growth": MSLT["growth"]
-            | {"new_layers": "fresh", "decoder": "frozen", "learning_rate": "rewarm"},
-            "optimizer": {"name": "fused_adam"},
-        },
-        (6,),
-    ),
-    "stacking": ({"growth": {"name": "stacking"}, "clip": {"mode": "before"}}, (3,)),
-    "layer_drop": ({"growth": {"name": "layer_drop", "theta": 0.2, "gamma": 9.0}} | BUCKET, (1,)),
-    "lengths": ({"growth": {"name": "lengths", "lengths": [16, 32]}}, (6,)),
-}
-
-
-def _settings(folder: Path) -> dict:
-    return {
-        "seed": 3,
-        "device": "cpu",
-        "threads": 1,
-        "model": {
-            "hidden_size": 16,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-            "max_position_embeddings": 32,
-        },
-        "data": {
-            "source": str(folder / "corpus.txt"),
-            "cache_dir": str(folder / "cache"),
-            "max_seq_length": 32,
-            "vocab_size": 100,
-            "validation_share": 0.1,
-        },
-        "batching": {"global_batch_size": 12},
-        "optimizer": {"lr": 3e-3},
-        "schedule": {"total_steps": STEPS, "warmup_steps": 2},
-        "checkpoint": {"every": 1, "keep_last": 99},
-        "evaluation": {"every": 0, "examples": 20},
-        "logging": {"every": 1, "plots": False, "progress": "lines", "examples": True},
-    }
-
-
-def _all(commands: list[list[str]]) -> int:
-    """Runs one after the other, in this process."""
-    return max(main(arguments) for arguments in commands)
-
-
-def _train(folder: Path, ranks: int, names: list[str]) -> None:
-    """Starts, or continues, runs in folders whose names begin with that of an entry in RUNS."""
-    commands = []
-    for name in names:
-        file = folder / f"{name}.yaml"
-        settings = _settings(folder)
-        for section, values in RUNS[name.split("@")[0]][0].items():
-            settings[section] = settings.get(section, {}) | values
-        file.write_text(yaml.safe_dump(settings))
-        commands.append(["--config", str(file), "--run_dir", str(folder / name)])
-    processes = start_ranks(_all, ranks, commands, log=folder / "log")
-    for process in processes:
-        process.join(timeout=TIMEOUT)
-    late = [process.kill() for process in processes if process.is_alive()]
-    output = (folder / "log.0").read_text()
-    assert not late, f"not finished in {TIMEOUT} s:\n{output}"
-    assert [process.exitcode for process in processes] == [0] * ranks, output
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Holds a run of each kind, on two ranks, that nothing has interrupted."""
-    path = tmp_path_factory.mktemp("growth")
-    words = ["kalo", "mitu", "soka", "lumi", "tesa", "rano", "pilu", "demo"]
-    documents = [
-        "\n".join(
-            " ".join(words[(d * 7 + s * 5 + w * w) % 8] for w in range(3 + (d + s) % 7)) + "."
-            for s in range(2 + d % 4)
-        )
-        + f" d{d}."
-        for d in range(120)
-    ]
-    (path / "corpus.txt").write_text("\n\n".join(documents) + "\n")
-    prepare(DataConfig(**_settings(path)["data"]), progress=False)
-    _train(path, 2, list(RUNS))
-    return path
-
-
-def _lines(run: Path) -> list[dict]:
-    lines = [x for x in read_json_lines(run / "metrics.jsonl") if x["kind"] == "train"]
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    return lines
-
-
-def _truncated(folder: Path, name: str, step: int, to: str) -> None:
-    """A run as it would be if it had been killed after the checkpoint of a step."""
-    shutil.copytree(folder / name, folder / to)
-    (folder / to / "summary.json").unlink()
-    for checkpoint in (folder / to / "checkpoints").glob("step-*"):
-        if int(checkpoint.name.removeprefix("step-")) > step:
-            shutil.rmtree(checkpoint)
-
-
-def test_runs_go_through_their_stages(folder):
-    layers = {name: [line["layers"] for line in _lines(folder / name)] for name in RUNS}
-    assert layers["mslt"] == [1] * 3 + [2] * 3 + [4] * 6
-    assert layers["stacking"] == [1] * 4 + [2] * 4 + [4] * 4
-    assert layers["layer_drop"] == [4] * 12
-    for name in RUNS:
-        lines = _lines(folder / name)
-        assert lines[-1]["loss"] < lines[0]["loss"], name
-    tokens = [line["tokens"] for line in _lines(folder / "lengths")]
-    assert tokens[5] <= 16 * 12 * 6 < tokens[11]
-    saved = folder / "mslt" / "model"
-    assert BertForPreTraining.from_pretrained(saved).config.num_hidden_layers == 4
-
-
-def test_a_run_goes_on_across_borders_with_the_same_bits(folder):
-    resumed = {f"{name}@{step}": (name, step) for name in RUNS for step in RUNS[name][1]}
-    for to, (name, step) in resumed.items():
-        _truncated(folder, name, step, to)
-    _train(folder, 2, list(resumed))
-    same = ("loss", "mlm_accuracy", "gradient_norm", "clipped_share", "lr", "tokens", "layers")
-    for to, (name, _) in resumed.items():
-        for ours, theirs in zip(_lines(folder / to), _lines(folder / name), strict=True):
-            assert [ours[key] for key in same] == [theirs[key] for key in same], (to, ours["step"])
-        weights = [
-            BertForPreTraining.from_pretrained(folder / run / "model").state_dict()
-            for run in (to, name)
-        ]
-        for key, value in weights[0].items():
-            assert torch.equal(value, weights[1][key]), (to, key)
-
-
-def test_a_run_goes_on_in_another_stage_on_another_number_of_ranks(folder):
-    names = ["mslt@5 on 1", "lengths@7 on 1"]
-    for to in names:
-        name, step = to.removesuffix(" on 1").split("@")
-        _truncated(folder, name, int(step), to)
-    _train(folder, 1, names)
-    for to in names:
-        ours, theirs = _lines(folder / to), _lines(folder / to.split("@")[0])
-        assert [line["layers"] for line in ours] == [line["layers"] for line in theirs]
-        assert ours[-1]["loss"] == pytest.approx(theirs[-1]["loss"], rel=0.1)
-
-
-def test_a_checkpoint_of_other_stages_is_refused(folder, capsys):
-    _truncated(folder, "mslt", 5, "mslt@other")
-    arguments = ["--config", str(folder / "mslt.yaml"), "--run_dir", str(folder / "mslt@other")]
-    assert main([*arguments, "--growth.layers", "[1, 3, 4]"]) == 2
-    assert "growth: " in capsys.readouterr().err
