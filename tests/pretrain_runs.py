@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import yaml
 from mp import start_ranks
@@ -18,27 +19,49 @@ from bert_unpad.pretrain.metrics import read_json_lines
 
 __all__ = [
     "GLOBAL_BATCH",
+    "WORDS",
     "finish",
     "losses",
     "make_folder",
     "run",
     "settings",
     "start",
+    "tiny_settings",
     "uses",
     "wait_for_step",
+    "write_corpus",
 ]
 
 TIMEOUT = 60
+# Words of a made-up language, for short documents.
+WORDS = ["kalo", "mitu", "soka", "lumi", "tesa", "rano", "pilu", "demo"]
 GLOBAL_BATCH = 12
 
 
-def settings(folder: Path) -> dict:
-    """A tiny model on made-up text, two passes over it, on whatever number of ranks."""
-    return {
-        "seed": 11,
+def write_corpus(
+    folder: Path, words: Sequence[str], documents: int, shortest: int = 2, lengths: int = 9
+) -> None:
+    """Writes `corpus.txt`: documents of 2 to 5 sentences of `shortest` words and up."""
+    text = [
+        "\n".join(
+            " ".join(
+                words[(d * 7 + s * 5 + w * w) % len(words)]
+                for w in range(shortest + (d + s) % lengths)
+            )
+            + "."
+            for s in range(2 + d % 4)
+        )
+        + f" d{d}."
+        for d in range(documents)
+    ]
+    (folder / "corpus.txt").write_text("\n\n".join(text) + "\n")
+
+
+def tiny_settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A tiny model on `corpus.txt`. Of a section, `changes` are added to what is here."""
+    values: dict[str, Any] = {
         "device": "cpu",
         "threads": 1,
-        "recompute": "gelu",
         "model": {
             "hidden_size": 16,
             "num_hidden_layers": 2,
@@ -50,30 +73,34 @@ def settings(folder: Path) -> dict:
             "source": str(folder / "corpus.txt"),
             "cache_dir": str(folder / "cache"),
             "max_seq_length": 32,
-            "vocab_size": 120,
-            "validation_share": 0.1,
         },
-        "batching": {"global_batch_size": GLOBAL_BATCH},
-        "optimizer": {"lr": 1e-3},
-        "schedule": {"epochs": 2, "warmup_share": 0.1},
-        "checkpoint": {"every": 4, "keep_last": 2},
         "evaluation": {"every": 0, "examples": 20},
-        "logging": {"every": 1, "examples": True, "plots": False},
+        "logging": {"every": 1, "plots": False},
     }
+    for name, change in changes.items():
+        values[name] = values.get(name, {}) | change if isinstance(change, dict) else change
+    return values
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """Two passes over the text, on whatever number of ranks."""
+    return tiny_settings(
+        folder,
+        seed=11,
+        recompute="gelu",
+        data={"vocab_size": 120, "validation_share": 0.1},
+        batching={"global_batch_size": GLOBAL_BATCH},
+        optimizer={"lr": 1e-3},
+        schedule={"epochs": 2, "warmup_share": 0.1},
+        checkpoint={"every": 4, "keep_last": 2},
+        logging={"examples": True},
+    )
 
 
 def make_folder(path: Path) -> None:
     """Prepares a corpus, its data and a configuration, `run.yaml`."""
     words = ["".join(pair) for pair in itertools.product(["ka", "lo", "mi", "tu"], repeat=2)]
-    documents = [
-        "\n".join(
-            " ".join(words[(d * 7 + s * 5 + w * w) % 16] for w in range(2 + (d + s) % 9)) + "."
-            for s in range(2 + d % 4)
-        )
-        + f" d{d}."
-        for d in range(150)
-    ]
-    (path / "corpus.txt").write_text("\n\n".join(documents) + "\n")
+    write_corpus(path, words, documents=150)
     values = settings(path)
     (path / "run.yaml").write_text(yaml.safe_dump(values))
     prepare(DataConfig(**values["data"]), progress=False)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from mp import free_port, start_ranks
+from pretrain_runs import tiny_settings, write_corpus
 
 from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import read_config
@@ -26,38 +27,15 @@ ROOT = Path(__file__).parents[1]
 
 def _settings(folder: Path) -> dict:
     words = ["".join(pair) for pair in itertools.product(["ka", "lo", "mi"], repeat=2)]
-    documents = [
-        "\n".join(
-            " ".join(words[(d * 7 + s * 5 + w * w) % 9] for w in range(2 + (d + s) % 9)) + "."
-            for s in range(2 + d % 4)
-        )
-        + f" d{d}."
-        for d in range(100)
-    ]
-    (folder / "corpus.txt").write_text("\n\n".join(documents) + "\n")
-    return {
-        "seed": 5,
-        "device": "cpu",
-        "threads": 1,
-        "model": {
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-            "max_position_embeddings": 32,
-        },
-        "data": {
-            "source": str(folder / "corpus.txt"),
-            "cache_dir": str(folder / "cache"),
-            "max_seq_length": 32,
-            "vocab_size": 100,
-        },
-        "batching": {"global_batch_size": 8},
-        "schedule": {"total_steps": STEPS, "warmup_steps": 2},
-        "checkpoint": {"every": 1},
-        "evaluation": {"every": 0, "examples": 20},
-        "logging": {"every": 1, "plots": False},
-    }
+    write_corpus(folder, words, documents=100)
+    return tiny_settings(
+        folder,
+        seed=5,
+        data={"vocab_size": 100},
+        batching={"global_batch_size": 8},
+        schedule={"total_steps": STEPS, "warmup_steps": 2},
+        checkpoint={"every": 1},
+    )
 
 
 def _worker(agent: int, rank: int) -> int:

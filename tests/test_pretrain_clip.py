@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from mp import start_ranks
+from pretrain_runs import WORDS, tiny_settings, write_corpus
 from torch import nn
 
 from bert_unpad.data import DataConfig, prepare
@@ -29,41 +30,18 @@ MODES = ["bucket", "before", "after", "none"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("clip")
-    words = ["kalo", "mitu", "soka", "lumi", "tesa", "rano", "pilu", "demo"]
-    documents = [
-        "\n".join(
-            " ".join(words[(d * 7 + s * 5 + w * w) % 8] for w in range(3 + (d + s) % 7)) + "."
-            for s in range(2 + d % 4)
-        )
-        + f" d{d}."
-        for d in range(120)
-    ]
-    (path / "corpus.txt").write_text("\n\n".join(documents) + "\n")
-    settings = {
-        "seed": 3,
-        "device": "cpu",
-        "threads": 1,
-        "model": {
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-            "max_position_embeddings": 32,
-        },
-        "data": {
-            "source": str(path / "corpus.txt"),
-            "cache_dir": str(path / "cache"),
-            "max_seq_length": 32,
-            "vocab_size": 100,
-            "validation_share": 0.1,
-        },
-        "batching": {"global_batch_size": 16},
-        "optimizer": {"lr": 3e-3},
-        "schedule": {"total_steps": STEPS, "warmup_steps": 2},
-        "checkpoint": {"every": 7, "keep_last": 9},
-        "evaluation": {"every": 0, "examples": 0},
-        "logging": {"every": 1, "plots": False, "progress": "none"},
-    }
+    write_corpus(path, WORDS, documents=120, shortest=3, lengths=7)
+    settings = tiny_settings(
+        path,
+        seed=3,
+        data={"vocab_size": 100, "validation_share": 0.1},
+        batching={"global_batch_size": 16},
+        optimizer={"lr": 3e-3},
+        schedule={"total_steps": STEPS, "warmup_steps": 2},
+        checkpoint={"every": 7, "keep_last": 9},
+        evaluation={"examples": 0},
+        logging={"progress": "none"},
+    )
     (path / "run.yaml").write_text(yaml.safe_dump(settings))
     prepare(DataConfig(**settings["data"]), progress=False)
     return path

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from mp import start_ranks
+from pretrain_runs import WORDS, tiny_settings, write_corpus
 
 from bert_unpad.data import DataConfig, prepare
 from bert_unpad.nn import BertForPreTraining
@@ -39,31 +40,17 @@ RUNS = {
 
 
 def _settings(folder: Path) -> dict:
-    return {
-        "seed": 3,
-        "device": "cpu",
-        "threads": 1,
-        "model": {
-            "hidden_size": 16,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-            "max_position_embeddings": 32,
-        },
-        "data": {
-            "source": str(folder / "corpus.txt"),
-            "cache_dir": str(folder / "cache"),
-            "max_seq_length": 32,
-            "vocab_size": 100,
-            "validation_share": 0.1,
-        },
-        "batching": {"global_batch_size": 12},
-        "optimizer": {"lr": 3e-3},
-        "schedule": {"total_steps": STEPS, "warmup_steps": 2},
-        "checkpoint": {"every": 1, "keep_last": 99},
-        "evaluation": {"every": 0, "examples": 20},
-        "logging": {"every": 1, "plots": False, "progress": "lines", "examples": True},
-    }
+    return tiny_settings(
+        folder,
+        seed=3,
+        model={"num_hidden_layers": 4},
+        data={"vocab_size": 100, "validation_share": 0.1},
+        batching={"global_batch_size": 12},
+        optimizer={"lr": 3e-3},
+        schedule={"total_steps": STEPS, "warmup_steps": 2},
+        checkpoint={"every": 1, "keep_last": 99},
+        logging={"progress": "lines", "examples": True},
+    )
 
 
 def _all(commands: list[list[str]]) -> int:
@@ -94,16 +81,7 @@ def _train(folder: Path, ranks: int, names: list[str]) -> None:
 def folder(tmp_path_factory) -> Path:
     """Holds a run of each kind, on two ranks, that nothing has interrupted."""
     path = tmp_path_factory.mktemp("growth")
-    words = ["kalo", "mitu", "soka", "lumi", "tesa", "rano", "pilu", "demo"]
-    documents = [
-        "\n".join(
-            " ".join(words[(d * 7 + s * 5 + w * w) % 8] for w in range(3 + (d + s) % 7)) + "."
-            for s in range(2 + d % 4)
-        )
-        + f" d{d}."
-        for d in range(120)
-    ]
-    (path / "corpus.txt").write_text("\n\n".join(documents) + "\n")
+    write_corpus(path, WORDS, documents=120, shortest=3, lengths=7)
     prepare(DataConfig(**_settings(path)["data"]), progress=False)
     _train(path, 2, list(RUNS))
     return path
