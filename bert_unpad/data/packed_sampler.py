@@ -17,7 +17,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bert_unpad._planner import WorkModel, pack
-from bert_unpad.data.sampler import as_lengths, check_at_least, efficiency, lengths_checksum
+from bert_unpad.data.sampler import (
+    as_lengths,
+    check_at_least,
+    check_same_data,
+    check_setup,
+    efficiency,
+    lengths_checksum,
+)
 
 __all__ = ["PackedSampler"]
 
@@ -65,14 +72,7 @@ class PackedSampler:
         work: WorkModel | None = None,
     ) -> None:
         self.lengths = as_lengths(lengths)
-        if len(self.lengths) == 0:
-            raise ValueError("lengths: expected at least one example, got none")
-        check_at_least("num_replicas", num_replicas, 1)
-        check_at_least("batch_size", batch_size, 1)
-        if not 0 <= seed < 2**63:
-            raise ValueError(f"seed: expected 0 to 2**63 - 1, got {seed}")
-        if not 0 <= rank < num_replicas:
-            raise ValueError(f"rank: expected 0 to {num_replicas - 1}, got {rank}")
+        check_setup(self.lengths, num_replicas, rank, batch_size, seed)
         self.rank = rank
         self.seed = seed
         self._num_replicas = num_replicas
@@ -188,12 +188,7 @@ class PackedSampler:
             raise ValueError(f"state: not a state of PackedSampler ({error!r})") from error
         if version != _STATE_VERSION:
             raise ValueError(f"state: expected version {_STATE_VERSION}, got {version}")
-        ours = len(self.lengths), self._lengths_checksum()
-        if data != ours:
-            raise ValueError(
-                "state: saved with other data: (num_examples, lengths_crc32) = "
-                f"{data}, these lengths have {ours}"
-            )
+        check_same_data(data, (len(self.lengths), self._lengths_checksum()))
         if packing != self._packing and rows_done > 0:
             raise ValueError(
                 f"state: saved within an epoch of rows made by {packing}, expected {self._packing}"

@@ -108,15 +108,8 @@ class BalancedSampler:
         pool_steps: int = 64,
     ) -> None:
         self.lengths = as_lengths(lengths)
-        if len(self.lengths) == 0:
-            raise ValueError("lengths: expected at least one example, got none")
-        check_at_least("num_replicas", num_replicas, 1)
-        check_at_least("batch_size", batch_size, 1)
+        check_setup(self.lengths, num_replicas, rank, batch_size, seed)
         check_at_least("pool_steps", pool_steps, 1)
-        if not 0 <= seed < 2**63:
-            raise ValueError(f"seed: expected 0 to 2**63 - 1, got {seed}")
-        if not 0 <= rank < num_replicas:
-            raise ValueError(f"rank: expected 0 to {num_replicas - 1}, got {rank}")
         if strategy not in ("stratified", "random"):
             raise ValueError(f"strategy: expected 'stratified' or 'random', got {strategy!r}")
         work = WorkModel.for_hidden() if work is None else work
@@ -249,12 +242,7 @@ class BalancedSampler:
             raise ValueError(f"state: expected version {_STATE_VERSION}, got {version}")
         if epoch < 0 or not 0 <= seed < 2**63:
             raise ValueError(f"state: epoch or seed out of range: {epoch}, {seed}")
-        ours = len(self.lengths), self._lengths_checksum()
-        if data != ours:
-            raise ValueError(
-                "state: saved with other data: (num_examples, lengths_crc32) = "
-                f"{data}, these lengths have {ours}"
-            )
+        check_same_data(data, (len(self.lengths), self._lengths_checksum()))
         left = len(self.lengths)
         for part in history:
             if left <= 0:
@@ -350,6 +338,29 @@ def efficiency(work: NDArray[np.float64]) -> NDArray[np.float64]:
 def lengths_checksum(lengths: NDArray[np.uint16]) -> int:
     """CRC-32 by which a saved position tells whether it is of these lengths."""
     return zlib.crc32(lengths.astype("<u2", copy=False).data)
+
+
+def check_setup(
+    lengths: NDArray[np.uint16], num_replicas: int, rank: int, batch_size: int, seed: int
+) -> None:
+    """Raise ValueError, naming the argument, unless a sampler can be made of them."""
+    if len(lengths) == 0:
+        raise ValueError("lengths: expected at least one example, got none")
+    check_at_least("num_replicas", num_replicas, 1)
+    check_at_least("batch_size", batch_size, 1)
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed: expected 0 to 2**63 - 1, got {seed}")
+    if not 0 <= rank < num_replicas:
+        raise ValueError(f"rank: expected 0 to {num_replicas - 1}, got {rank}")
+
+
+def check_same_data(saved: tuple[int, int], ours: tuple[int, int]) -> None:
+    """Raise ValueError unless a state's number of examples and lengths' CRC-32 are `ours`."""
+    if saved != ours:
+        raise ValueError(
+            "state: saved with other data: (num_examples, lengths_crc32) = "
+            f"{saved}, these lengths have {ours}"
+        )
 
 
 def check_at_least(name: str, value: int, least: int) -> None:
