@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -24,13 +23,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import growth_cost, harness
+from benchmarks.training_runs import ROOT, trained
 from bert_unpad.pretrain.config import GrowthConfig
 from bert_unpad.pretrain.growth import Growth, Setting, plan_growth
-from bert_unpad.pretrain.metrics import read_json_lines
 from bert_unpad.pretrain.report import is_reported
 from bert_unpad.pretrain.run import write_text
 
-ROOT = Path(__file__).resolve().parent.parent
 LAYERS = 12
 CONTENDERS = {
     "full": {},
@@ -56,16 +54,10 @@ def train(name: str, seed: int, options: argparse.Namespace) -> list[dict] | Non
     """The log of one run; of what is in the folder if it is complete. None with --finished."""
     folder = f"{name.replace(', ', '-').replace(' ', '-').replace('%', 'percent')}-{seed}"
     run_dir = options.folder / options.key / folder
-    if is_reported(run_dir, options.steps):
-        return read_json_lines(run_dir / "metrics.jsonl")
-    if options.finished:
+    if options.finished and not is_reported(run_dir, options.steps):
         return None
     settings = {
-        "config": ROOT / "configs" / "quickstart.yaml",
-        "run_dir": run_dir,
         "seed": seed,
-        "device": "cpu",
-        "threads": 1,
         "model.hidden_size": options.hidden,
         "model.num_hidden_layers": LAYERS,
         "model.num_attention_heads": max(options.hidden // 32, 1),
@@ -75,21 +67,13 @@ def train(name: str, seed: int, options: argparse.Namespace) -> list[dict] | Non
         "data.vocab_size": options.vocab,
         "batching.global_batch_size": options.batch,
         "optimizer.lr": options.lr,
-        "schedule.total_steps": options.steps,
         "checkpoint.every": 100,
         "checkpoint.keep_last": 1,
         "evaluation.every": options.evaluate,
         "evaluation.examples": options.examples,
-        "logging.plots": "false",
-        "logging.progress": "lines",
         **{f"growth.{key}": value for key, value in CONTENDERS[name].items()},
     }
-    command = [sys.executable, "-m", "bert_unpad.pretrain"]
-    command += [text for key, value in settings.items() for text in (f"--{key}", str(value))]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    if done.returncode:
-        raise SystemExit(f"{name} has failed:\n{done.stderr[-4000:]}")
-    return read_json_lines(run_dir / "metrics.jsonl")
+    return trained(run_dir, options.steps, settings)
 
 
 def measure(options: argparse.Namespace) -> dict[str, dict]:

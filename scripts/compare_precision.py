@@ -12,43 +12,27 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import harness
-from bert_unpad.pretrain.metrics import read_json_lines
-from bert_unpad.pretrain.report import is_reported
+from benchmarks.training_runs import ROOT, trained
 
-ROOT = Path(__file__).resolve().parent.parent
 PRECISIONS = ("fp32", "bf16", "fp8")
 
 
 def train(precision: str, seed: int, options: argparse.Namespace) -> list[dict]:
     """The evaluations of one run; of what is in the folder if it is complete."""
     run_dir = options.folder / f"{precision}-seed{seed}-steps{options.steps}"
-    if not is_reported(run_dir, options.steps):
-        settings = {
-            "config": ROOT / "configs" / "quickstart.yaml",
-            "run_dir": run_dir,
-            "seed": seed,
-            "device": "cpu",
-            "threads": 1,
-            "precision": precision,
-            "schedule.total_steps": options.steps,
-            "evaluation.every": max(options.steps // 6, 1),
-            "evaluation.examples": 1000,
-            "logging.plots": "false",
-            "logging.progress": "lines",
-        }
-        command = [sys.executable, "-m", "bert_unpad.pretrain"]
-        command += [text for key, value in settings.items() for text in (f"--{key}", str(value))]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-        if done.returncode:
-            raise SystemExit(f"{precision} has failed:\n{done.stderr[-4000:]}")
-    lines = read_json_lines(run_dir / "metrics.jsonl")
+    settings = {
+        "seed": seed,
+        "precision": precision,
+        "evaluation.every": max(options.steps // 6, 1),
+        "evaluation.examples": 1000,
+    }
+    lines = trained(run_dir, options.steps, settings)
     return [
         {name: line[name] for name in ("step", "mlm_loss", "mlm_accuracy")}
         for line in lines
