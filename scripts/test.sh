@@ -14,8 +14,8 @@ case ${1:-} in
     cat <<'TEXT'
 usage: bash scripts/test.sh [--fresh] [PYTEST ARGUMENT...]
 
-Makes .venv (with --fresh a new one), builds bert_unpad and runs the tests,
-e.g. bash scripts/test.sh tests/test_batch.py -k mask
+Makes .venv (with --fresh a new one), builds bert_unpad and runs the tests in
+two processes (-n 0: in one), e.g. bash scripts/test.sh tests/test_batch.py -k mask
 TEXT
     exit
     ;;
@@ -28,7 +28,9 @@ cd "$ROOT"
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 start=$SECONDS status=0
-"$PY" -m pytest --color=auto "$@" 2>&1 | tee "$log" || status=${PIPESTATUS[0]}
+# A file's tests stay in one process, as they share what is costly to make. Not more than two: large
+# GPU tests take up to 32 GB each.
+"$PY" -m pytest --color=auto -n 2 --dist loadfile "$@" 2>&1 | tee "$log" || status=${PIPESTATUS[0]}
 summary=$(grep -E '[0-9]+ (passed|failed|error|skipped|deselected)' "$log" | tail -n 1 || true)
 [[ $status -eq 0 ]] || fail "the tests failed (pytest's exit code is $status): ${summary:-no test ran}"
 step "Tests passed in $((SECONDS - start)) s: $summary"

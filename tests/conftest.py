@@ -1,7 +1,6 @@
-"""Fixtures that several test files share, and hooks."""
+"""Fixtures that several test files share."""
 
 import pytest
-from compile_ahead import pytest_collection_finish  # noqa: F401
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 One library is one .cpp file that includes the .cu files it runs. It is compiled again when a file
 that it includes, the compiler or a flag has changed.
-
-    python build.py clip.cpp loss.cpp    # compiles these, one after the other
 """
 
 import ctypes
@@ -14,7 +12,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -132,9 +129,3 @@ def _compile(command: list[str], stem: str, variant: str) -> Path:
         temporary.unlink(missing_ok=True)
         depfile.unlink(missing_ok=True)
     return library
-
-
-if __name__ == "__main__":
-    os.nice(5)  # beside tests, which come first
-    for name in sys.argv[1:]:
-        load(HERE / name)
