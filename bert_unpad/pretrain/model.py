@@ -65,6 +65,7 @@ def replicate(
     compiled: bool,
     clipping: Clipping | None = None,
     leaves_out: bool = False,
+    bucket_mb: float | None = None,
 ) -> nn.Module:
     """The model as the loop calls it: compiled if asked for, and in DDP with more than one rank.
 
@@ -75,22 +76,27 @@ def replicate(
     buckets to whoever clips them.
 
     `leaves_out` says that updates may leave layers out. DDP then looks for parameters that are not
-    part of a loss, and exchanges their buckets all the same.
+    part of a loss, and exchanges their buckets all the same. `bucket_mb` bounds the buckets; None
+    leaves that to DDP.
+
+    Raises:
+        ConfigError: a bound on buckets where all gradients must be in one.
     """
     if compiled:
         model.compile(dynamic=True)
     if ranks.world_size == 1:
         return model
     cuda = ranks.device.type == "cuda"
-    one_bucket = clipping is not None and clipping.one_bucket
+    if clipping is not None and clipping.one_bucket:
+        if bucket_mb is not None:
+            raise ConfigError("comm.bucket_mb", "comm.hook power_sgd has one bucket only on CPUs")
+        # More than all gradients take: 8 bytes for each.
+        bucket_mb = 1 + sum(p.numel() for p in model.parameters()) // 2**17
     replica = DistributedDataParallel(
         model,
         device_ids=[ranks.device] if cuda else None,
         gradient_as_bucket_view=True,
-        # More than all gradients take: 8 bytes for each.
-        bucket_cap_mb=1 + sum(p.numel() for p in model.parameters()) // 2**17
-        if one_bucket
-        else None,
+        bucket_cap_mb=bucket_mb,
         find_unused_parameters=leaves_out,
     )
     if clipping is not None:

@@ -129,6 +129,7 @@ class Stages:
             self.replica = replicate(
                 *(model, self._ranks, config.compile, self.clipping),
                 leaves_out=self.growth.kept is not None,
+                bucket_mb=config.comm.bucket_mb,
             )
         self.clipping.load_state_dict(clip)
         self.clipping.exchange.begin(progress.step)

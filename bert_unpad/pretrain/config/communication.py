@@ -11,8 +11,12 @@ from bert_unpad.pretrain.config.update import ClipConfig
 
 @dataclass
 class CommConfig:
-    """PyTorch's communication hooks, which exchange what clip.mode bucket has clipped."""
+    """How gradients travel: in which pieces, and by which of PyTorch's communication hooks."""
 
+    bucket_mb: float | None = None
+    """Greatest size of the pieces in which gradients are exchanged while the backward pass goes on,
+    in MiB; by default DDP's 25. Smaller ones overlap more, and cost more round trips.
+    Neither clip.mode before nor power_sgd on CPUs has pieces."""
     hook: Literal["allreduce", "power_sgd", "post_local_sgd"] = "allreduce"
     """power_sgd: gradients travel as products of two thin matrices (Vogels et al., 2019). What its
     error feedback adds is not bounded by clip. post_local_sgd: ranks average their gradients with
@@ -36,6 +40,11 @@ def check_comm(comm: CommConfig, clip: ClipConfig) -> None:
     Raises:
         ConfigError: see its message.
     """
+    if comm.bucket_mb is not None:
+        if not comm.bucket_mb > 0:
+            raise ConfigError("comm.bucket_mb", f"expected a number > 0, got {comm.bucket_mb!r}")
+        if clip.mode == "before":
+            raise ConfigError("comm.bucket_mb", "clip.mode before exchanges all gradients at once")
     if comm.hook == "allreduce":
         return
     if clip.mode == "before":
