@@ -1,8 +1,7 @@
-"""HDF5 files in MLPerf's layouts: reading, checking, converting, and training from them."""
+"""HDF5 files in MLPerf's layouts: reading and checking."""
 
 from __future__ import annotations
 
-import os
 import pickle
 
 import numpy as np
@@ -12,86 +11,32 @@ from bert_unpad.data import (
     DamagedDataError,
     DataConfig,
     PackedCollator,
-    ShardDataset,
     WordPieceTokenizer,
     prepare,
 )
-from bert_unpad.data.masking import TokenMasker, most_frequent_token_rate
+from bert_unpad.data.masking import most_frequent_token_rate
 from bert_unpad.data.sampler import BalancedSampler
-from bert_unpad.data.tokenizer import SPECIAL_TOKENS
 
 h5py = pytest.importorskip("h5py")
 
-from bert_unpad.data.hdf5 import Hdf5Dataset, write_hdf5  # noqa: E402
-from bert_unpad.data.hdf5.cli import main, write_shard  # noqa: E402
-from bert_unpad.data.hdf5.index import find_files  # noqa: E402
+from hdf5_files import (  # noqa: E402
+    EXAMPLES,
+    LONGEST,
+    VOCAB,
+    damage,
+    open_folder,
+    raw_examples,
+    write_folder,
+    write_raw,
+)
 
-VOCAB = [*SPECIAL_TOKENS, *(f"w{i}" for i in range(95))]
-LONGEST, PREDICTIONS, EXAMPLES = 24, 6, 90
+from bert_unpad.data.hdf5 import Hdf5Dataset  # noqa: E402
+from bert_unpad.data.hdf5.index import find_files  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return WordPieceTokenizer(VOCAB)
-
-
-def raw_examples(seed=0):
-    """Random examples as plain lists, made without the package: (ids, segments, positions, labels,
-    next sentence)."""
-    rng = np.random.default_rng(seed)
-    examples = []
-    for _ in range(EXAMPLES):
-        length = int(rng.integers(6, LONGEST + 1))
-        second = int(rng.integers(3, length - 1))
-        ids = rng.integers(5, 100, length)
-        ids[[0, second - 1, length - 1]] = 2, 3, 3
-        ordinary = [i for i in range(length) if i not in (0, second - 1, length - 1)]
-        count = min(int(rng.integers(1, PREDICTIONS + 1)), len(ordinary))
-        positions = np.sort(rng.choice(ordinary, count, replace=False))
-        labels = rng.integers(5, 100, count)
-        segments = (np.arange(length) >= second).astype(int)
-        examples.append((ids, segments, positions, labels, int(rng.integers(2))))
-    return examples
-
-
-def write_raw(path, examples, layout):
-    """A file as MLPerf's preparation writes it, with h5py alone."""
-    columns = list(zip(*examples, strict=True))
-    kinds = {"input_ids": "i2", "segment_ids": "i1", "masked_lm_positions": "i2"}
-    kinds |= {"masked_lm_ids": "i2"}
-    with h5py.File(path, "w") as file:
-        for (name, kind), rows in zip(kinds.items(), columns, strict=False):
-            if layout == "variable":
-                data = file.create_dataset(name, (len(rows),), h5py.vlen_dtype(np.dtype(kind)))
-                for i, row in enumerate(rows):
-                    data[i] = row
-            else:
-                width = PREDICTIONS if name.startswith("masked") else LONGEST
-                padded = [np.pad(row, (0, width - len(row))) for row in rows]
-                file.create_dataset(name, data=np.array(padded, kind))
-        if layout == "fixed":
-            mask = [np.arange(LONGEST) < len(row) for row in columns[0]]
-            file.create_dataset("input_mask", data=np.array(mask, "i1"))
-        file.create_dataset("next_sentence_labels", data=np.array(columns[4], "i1"))
-
-
-def write_folder(folder, examples, layout, each=20):
-    folder.mkdir(parents=True)
-    for number, begin in enumerate(range(0, len(examples), each)):
-        write_raw(folder / f"part_{number}.hdf5", examples[begin : begin + each], layout)
-    return folder
-
-
-def open_folder(folder, tokenizer, cache, **options):
-    return Hdf5Dataset(
-        find_files(folder),
-        vocab_size=tokenizer.vocab_size,
-        unmaskable_ids=tokenizer.unmaskable_ids,
-        max_seq_length=LONGEST,
-        cache_dir=cache,
-        progress=False,
-        **options,
-    )
 
 
 @pytest.fixture(scope="module", params=["variable", "fixed"])
@@ -163,19 +108,6 @@ def test_index_is_cached_until_a_file_changes(tmp_path, tokenizer, monkeypatch):
     [*_, newest] = sorted((tmp_path / "hdf5").iterdir(), key=lambda path: path.stat().st_mtime_ns)
     newest.write_bytes(newest.read_bytes()[:50])
     assert len(open_folder(folder, tokenizer, tmp_path)) == EXAMPLES - 17
-
-
-def damage(path, how):
-    if how == "truncated":
-        os.truncate(path, os.path.getsize(path) // 2)
-    elif how == "no HDF5":
-        path.write_bytes(b"x" * 1000)
-    elif how == "gone":
-        path.unlink()
-        path.mkdir()  # the name is still found
-    else:
-        with h5py.File(path, "r+") as file:
-            how(file)
 
 
 def replace(name, data, **options):
@@ -266,53 +198,6 @@ def test_too_long_examples_and_bad_arguments(tmp_path, tokenizer):
         prepare(DataConfig(source="hdf5:no/such", cache_dir=str(tmp_path)))
 
 
-def test_round_trips_through_shards_and_both_layouts(dataset, tokenizer, tmp_path):
-    everything = dataset.batch(np.arange(EXAMPLES))
-
-    def same(batch, tokens=None):
-        assert batch.lengths.tolist() == everything.lengths.tolist()
-        assert batch.second_starts.tolist() == everything.second_starts.tolist()
-        assert batch.next_sentence_labels.tolist() == everything.next_sentence_labels.tolist()
-        assert batch.tokens.tolist() == (everything.tokens if tokens is None else tokens).tolist()
-        if tokens is None:
-            for name in ("counts", "positions", "labels"):
-                left, right = getattr(batch.masks, name), getattr(everything.masks, name)
-                assert left.tolist() == right.tolist()
-
-    write_shard(dataset, tmp_path / "shard")
-    shard = ShardDataset(tmp_path / "shard")
-    assert shard.has_masks
-    same(shard.batch(np.arange(EXAMPLES)))
-    assert most_frequent_token_rate(shard) == most_frequent_token_rate(dataset)
-    write_shard(dataset, tmp_path / "true", unmask=True)
-    true = ShardDataset(tmp_path / "true")
-    assert not true.has_masks
-    same(true.batch(np.arange(EXAMPLES)), everything.true_tokens())
-    for target in ("variable", "fixed"):
-        options = {"layout": target, "max_predictions": PREDICTIONS}
-        paths = write_hdf5(shard, tmp_path / target, examples_per_file=32, **options)
-        assert [path.name for path in paths][-1] == "part_00002_of_00003.hdf5"
-        same(open_folder(tmp_path / target, tokenizer, tmp_path).batch(np.arange(EXAMPLES)))
-    with pytest.raises(FileExistsError, match="expected a folder without HDF5 files"):
-        write_hdf5(shard, tmp_path / "fixed")
-    with pytest.raises(ValueError, match=f"max_predictions: expected at least {PREDICTIONS}"):
-        write_hdf5(shard, tmp_path / "few", layout="fixed", max_predictions=PREDICTIONS - 1)
-    with pytest.raises(ValueError, match="masker: expected one"):
-        write_hdf5(true, tmp_path / "bare")
-
-
-def test_drawn_masks_are_those_of_the_collator(dataset, tokenizer, tmp_path):
-    write_shard(dataset, tmp_path / "true", unmask=True)
-    true = ShardDataset(tmp_path / "true")
-    write_hdf5(true, tmp_path / "h", masker=TokenMasker(tokenizer, seed=3))
-    written = open_folder(tmp_path / "h", tokenizer, tmp_path)
-    indices = np.arange(0, EXAMPLES, 4)
-    given = PackedCollator(written, tokenizer)(indices, epoch=5)
-    drawn = PackedCollator(true, tokenizer, seed=3)(indices, epoch=0)
-    for name in ("input_ids", "masked_positions", "masked_labels", "token_type_ids"):
-        assert getattr(given, name).equal(getattr(drawn, name))
-
-
 def test_sampler_resumes_over_files(dataset):
     def sampler():
         return BalancedSampler(dataset.lengths, 2, 1, 4, seed=2)
@@ -326,84 +211,6 @@ def test_sampler_resumes_over_files(dataset):
     second = sampler()
     second.load_state_dict(first.state_dict())
     assert [dataset.batch(indices).tokens.tolist() for indices in second] == steps[3:]
-
-
-def test_generate_check_convert_and_open(tmp_path, capsys, layout):
-    text = "\n\n".join(f"One w{i} two. Three w{i + 1} four five. Six w{i % 7}." for i in range(60))
-    (tmp_path / "corpus.txt").write_text(text)
-    cache = ["--cache-dir", str(tmp_path / "cache"), "--max-seq-length", "32"]
-    source = ["--source", str(tmp_path / "corpus.txt"), "--layout", layout, "--vocab-size", "80"]
-    limits = ["--max-predictions", "5", "--examples-per-file", "16"]
-    assert main(["generate", str(tmp_path / "h"), *source, *cache, *limits]) == 0
-    assert "train: " in capsys.readouterr().out
-    given = ["--source", f"hdf5:{tmp_path / 'h'}", *cache]
-    assert main(["check", *given]) == 0
-    assert "validation: " in capsys.readouterr().out
-    assert main(["to-shards", str(tmp_path / "s"), *given]) == 0
-    config = {"max_seq_length": 32, "cache_dir": str(tmp_path / "cache")}
-    files, shards = (
-        prepare(DataConfig(source=f"{kind}:{tmp_path / folder}", **config))
-        for kind, folder in (("hdf5", "h"), ("shards", "s"))
-    )
-    assert len(files.train) == len(shards.train) > 32
-    assert len(files.validation) == files.statistics["validation_examples"] > 0
-    for split in ("train", "validation"):
-        left, right = (data.collator(split)(np.arange(5), 0) for data in (files, shards))
-        assert left.input_ids.equal(right.input_ids)
-        assert left.masked_labels.equal(right.masked_labels)
-
-    [*_, last] = sorted((tmp_path / "h" / "train").iterdir())
-    damage(last, "truncated")
-    assert main(["check", *given]) == 1
-    assert last.name in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stopped:
-        main(["check", "--source", "stdlib"])
-    assert stopped.value.code == 2
-    assert "--source: expected hdf5:PATH" in capsys.readouterr().err
-
-
-def test_a_run_trains_on_files_and_resumes(tmp_path, tokenizer, capsys):
-    pytest.importorskip("jsonargparse")
-    import yaml
-
-    from bert_unpad.pretrain import main as pretrain
-    from bert_unpad.pretrain.metrics import read_json_lines
-
-    folder = write_folder(tmp_path / "data" / "train", raw_examples(), "variable").parent
-    write_folder(folder / "validation", raw_examples(seed=1)[:20], "fixed")
-    (folder / "tokenizer").mkdir()
-    tokenizer.save(folder / "tokenizer")
-    settings = {
-        "run_dir": str(tmp_path / "whole"),
-        "device": "cpu",
-        "model": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-        | {"intermediate_size": 32, "max_position_embeddings": 32},
-        "data": {"source": f"hdf5:{folder}", "cache_dir": str(tmp_path), "max_seq_length": 24},
-        "batching": {"global_batch_size": 12},
-        "schedule": {"total_steps": 10, "warmup_steps": 0},  # more than an epoch
-        "checkpoint": {"every": 4},
-        "evaluation": {"examples": 20},
-        "logging": {"every": 1, "plots": False, "progress": "none"},
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
-    run = ["--config", str(tmp_path / "run.yaml")]
-    parted = [*run, f"--run_dir={tmp_path / 'parted'}"]
-    assert pretrain([*parted, "--schedule.total_steps=6", "--schedule.power=0"]) == 0
-    assert pretrain([*parted, "--schedule.power=0"]) == 0
-    assert pretrain([*run, "--schedule.power=0"]) == 0
-    losses = [
-        [
-            line["loss"]
-            for line in read_json_lines(tmp_path / name / "metrics.jsonl")
-            if line["kind"] == "train"
-        ]
-        for name in ("parted", "whole")
-    ]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 10
-    damage(folder / "train" / "part_3.hdf5", "truncated")
-    assert pretrain(["--resume=must", *run]) == 2
-    assert "part_3.hdf5: expected a complete HDF5 file" in capsys.readouterr().err
 
 
 def test_data_without_held_out_examples(tmp_path, tokenizer):
