@@ -146,7 +146,7 @@ def test_hf_fingerprint_follows_content_and_options(calls):
     assert HuggingFaceSource("name").fingerprint() == first
     assert HuggingFaceSource("name?limit=5").fingerprint() != first
     other = HuggingFaceSource("name")
-    other._load()._fingerprint = "changed"
+    other.load()._fingerprint = "changed"
     assert other.fingerprint() != first
 
 

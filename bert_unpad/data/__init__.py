@@ -9,21 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bert_unpad.data.collate import PackedCollator, Prefetcher, pack_examples
+    from bert_unpad.data.config import DataConfig
     from bert_unpad.data.example_batch import ExampleBatch
     from bert_unpad.data.exchange import ExampleExchange, ExchangedStep, ExchangeError
     from bert_unpad.data.histogram import sample_lengths, wikipedia_lengths
     from bert_unpad.data.masking import MaskedTokens, TokenMasker, most_frequent_token_rate
     from bert_unpad.data.packed_sampler import PackedSampler
-    from bert_unpad.data.preparation import DataConfig, PreparedData, prepare
+    from bert_unpad.data.preparation import PreparedData, prepare
     from bert_unpad.data.sampler import BalancedSampler
     from bert_unpad.data.shards import DamagedDataError, Example, ShardDataset, ShardWriter
     from bert_unpad.data.stream import ExampleStream, IterableStream, ShardStream
+    from bert_unpad.data.text_stream import TextStream
     from bert_unpad.data.tokenizer import WordPieceTokenizer
 
 _HOME = {
     "BalancedSampler": "sampler",
     "DamagedDataError": "shards",
-    "DataConfig": "preparation",
+    "DataConfig": "config",
     "Example": "shards",
     "ExampleBatch": "example_batch",
     "ExampleExchange": "exchange",
@@ -39,6 +41,7 @@ _HOME = {
     "ShardDataset": "shards",
     "ShardStream": "stream",
     "ShardWriter": "shards",
+    "TextStream": "text_stream",
     "TokenMasker": "masking",
     "WordPieceTokenizer": "tokenizer",
     "most_frequent_token_rate": "masking",
@@ -67,6 +70,7 @@ __all__ = [
     "ShardDataset",
     "ShardStream",
     "ShardWriter",
+    "TextStream",
     "TokenMasker",
     "WordPieceTokenizer",
     "most_frequent_token_rate",

@@ -61,6 +61,27 @@ def split_sentences(text: str) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
+def sentences_of(text: str) -> list[str]:
+    """`split_sentences` of a text that need not be valid Unicode.
+
+    A lone surrogate (possible in a string literal) cannot be stored as UTF-8.
+    """
+    return split_sentences(text.encode("utf-8", "replace").decode("utf-8"))
+
+
+def is_held_out(sentences: list[str], share: float) -> bool:
+    """Whether `Spool.held_out` chooses a document, if it chooses at least two."""
+    return _hash(_digest(sentences)) < int(share * 2**64)
+
+
+def _digest(sentences: list[str]) -> bytes:
+    return hashlib.sha256(" ".join(sentences).encode("utf-8")).digest()
+
+
+def _hash(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "big")
+
+
 def _is_abbreviation(text: str, end: int) -> bool:
     word = text[text.rfind(" ", 0, end) + 1 : end].lstrip("\"'([")
     initial = len(word) == 1 and word.isupper() and word != "I"
@@ -134,8 +155,7 @@ class Spool:
                     saved_at = len(self._hashes)
                 previous = position
                 advance(1)
-                # A lone surrogate (possible in a string literal) cannot be stored as UTF-8.
-                sentences = split_sentences(text.encode("utf-8", "replace").decode("utf-8"))
+                sentences = sentences_of(text)
                 if sentences and self._add(sentences):
                     file.write("\n".join(sentences) + "\n\n")
         self.hashes = np.array(self._hashes, np.uint64)
@@ -144,12 +164,12 @@ class Spool:
 
     def _add(self, sentences: list[str]) -> bool:
         """Notes a document; False if it came before."""
-        digest = hashlib.sha256(" ".join(sentences).encode("utf-8")).digest()
+        digest = _digest(sentences)
         if digest[:16] in self._seen:
             self.duplicates += 1
             return False
         self._seen.add(digest[:16])
-        self._hashes.append(int.from_bytes(digest[:8], "big"))
+        self._hashes.append(_hash(digest))
         self._counts.append(len(sentences))
         return True
 
@@ -229,22 +249,11 @@ def tokenize(
             pairs would throw away most of it (text without full stops, tables).
         advance: called with the number of sentences done, now and then.
     """
-    sentence_lengths, document_lengths = array("q"), array("q")
+    lengths = _Lengths()
     with path.open("wb") as file:
 
         def encode(block: list[list[str]]) -> None:
-            encoded = iter(tokenizer.encode_batch([s for document in block for s in document]))
-            ids: list[int] = []
-            for document in block:
-                before = len(sentence_lengths)
-                for _ in document:
-                    sentence = next(encoded)
-                    ids += sentence
-                    whole, rest = divmod(len(sentence), longest)
-                    sentence_lengths.extend([longest] * whole + [rest] * (rest > 0))
-                if len(sentence_lengths) > before:
-                    document_lengths.append(len(sentence_lengths) - before)
-            np.array(ids, np.int32).tofile(file)
+            np.array(lengths.encode(block, tokenizer, longest), np.int32).tofile(file)
 
         block: list[list[str]] = []
         pending = 0
@@ -258,9 +267,42 @@ def tokenize(
         encode(block)
         advance(pending)
     tokens = np.memmap(path, np.int32, mode="r") if path.stat().st_size else np.empty(0, np.int32)
-    return TokenizedCorpus(
-        tokens.view(np.ndarray), _offsets(sentence_lengths), _offsets(document_lengths)
-    )
+    return lengths.corpus(tokens.view(np.ndarray))
+
+
+def tokenize_in_memory(
+    documents: list[list[str]], tokenizer: WordPieceTokenizer, longest: int
+) -> TokenizedCorpus:
+    """As `tokenize`, for few documents."""
+    lengths = _Lengths()
+    return lengths.corpus(np.array(lengths.encode(documents, tokenizer, longest), np.int32))
+
+
+class _Lengths:
+    """Lengths of sentences in tokens and of documents in sentences, collected while encoding."""
+
+    def __init__(self) -> None:
+        self._sentences, self._documents = array("q"), array("q")
+
+    def encode(
+        self, block: list[list[str]], tokenizer: WordPieceTokenizer, longest: int
+    ) -> list[int]:
+        """Ids of some more documents."""
+        encoded = iter(tokenizer.encode_batch([s for document in block for s in document]))
+        ids: list[int] = []
+        for document in block:
+            before = len(self._sentences)
+            for _ in document:
+                sentence = next(encoded)
+                ids += sentence
+                whole, rest = divmod(len(sentence), longest)
+                self._sentences.extend([longest] * whole + [rest] * (rest > 0))
+            if len(self._sentences) > before:
+                self._documents.append(len(self._sentences) - before)
+        return ids
+
+    def corpus(self, tokens: NDArray[np.integer]) -> TokenizedCorpus:
+        return TokenizedCorpus(tokens, _offsets(self._sentences), _offsets(self._documents))
 
 
 def _offsets(lengths: array) -> NDArray[np.int64]:

@@ -22,6 +22,7 @@ from bert_unpad.data.tokenizer import WordPieceTokenizer
 
 MIN_SEQ_LENGTH = 5  # [CLS] a [SEP] b [SEP] with one token each
 SPECIAL_PER_PAIR = 3
+Plan = tuple[int, int, int, int, int]  # see `PairPlanner.plan`
 _BLOCK = 4096  # examples gathered at a time: about 1 MB of tokens at length 128
 
 
@@ -63,7 +64,7 @@ class PairPlanner:
         self.short_seq_prob = short_seq_prob
         self.random = random.Random(seed)
 
-    def plan(self, document: int) -> Iterator[tuple[int, int, int, int, int]]:
+    def plan(self, document: int) -> Iterator[Plan]:
         """Yield (a begin, a end, b begin, b end, label) for each pair of a document.
 
         Begins and ends are places in `corpus.tokens`.
@@ -159,28 +160,37 @@ def write_examples(
         short_seq_prob=short_seq_prob,
         seed=seed,
     )
-    plans: list[tuple[int, int, int, int, int]] = []
+    plans: list[Plan] = []
     written = pending = 0
     for document in (d for _ in range(dupe_factor) for d in range(corpus.documents)):
         plans.extend(planner.plan(document))
         pending += 1
         if len(plans) >= _BLOCK:
-            _append(corpus.tokens, tokenizer, writer, plans)
+            writer.append(*gather_pairs(corpus.tokens, tokenizer, plans))
             advance(pending)
             written, pending, plans = written + len(plans), 0, []
     if plans:
-        _append(corpus.tokens, tokenizer, writer, plans)
+        writer.append(*gather_pairs(corpus.tokens, tokenizer, plans))
     advance(pending)
     return written + len(plans)
 
 
-def _append(
+def gather_pairs(
     tokens: NDArray[np.integer],
     tokenizer: WordPieceTokenizer,
-    writer: ShardWriter,
-    plans: list[tuple[int, int, int, int, int]],
-) -> None:
-    """Gather the tokens of planned pairs and lay special tokens around them."""
+    plans: list[Plan],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Gather the tokens of planned pairs and lay special tokens around them.
+
+    Args:
+        tokens: of the corpus that was planned for.
+        tokenizer: gives the ids of [CLS] and [SEP].
+        plans: B pairs, at least one, from `PairPlanner.plan`.
+
+    Returns:
+        Tokens of all examples end to end [sum of lengths]; lengths, index of the second segment's
+        first token, next-sentence label [B].
+    """
     a, a_end, b, b_end, labels = np.array(plans, np.int64).T
     second_starts = a_end - a + 2
     has_b = b_end > b
@@ -193,4 +203,4 @@ def _append(
         sizes = source_end - source
         step = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         packed[np.repeat(target, sizes) + step] = tokens[np.repeat(source, sizes) + step]
-    writer.append(packed, lengths, second_starts, labels)
+    return packed, lengths, second_starts, labels

@@ -26,14 +26,13 @@ from tqdm import tqdm
 
 from bert_unpad.data.cache import cache_lock, default_cache_dir
 from bert_unpad.data.collate import PackedCollator
+from bert_unpad.data.config import DataConfig
 from bert_unpad.data.corpus import Spool, tokenize
 from bert_unpad.data.dataset import ExampleDataset
-from bert_unpad.data.examples import MIN_SEQ_LENGTH, SPECIAL_PER_PAIR, write_examples
-from bert_unpad.data.masking import check_masking_arguments
+from bert_unpad.data.examples import SPECIAL_PER_PAIR, write_examples
 from bert_unpad.data.ready import is_ready, open_ready
 from bert_unpad.data.shards import (
     MANIFEST,
-    MAX_LENGTH,
     DamagedDataError,
     ShardDataset,
     ShardWriter,
@@ -42,7 +41,9 @@ from bert_unpad.data.shards import (
     write_synced,
 )
 from bert_unpad.data.sources import HuggingFaceSource, Source, file_sha256, open_source
-from bert_unpad.data.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
+from bert_unpad.data.stream import ShardStream
+from bert_unpad.data.text_stream import TextStream, is_streamed, parse_streamed
+from bert_unpad.data.tokenizer import WordPieceTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -54,83 +55,19 @@ _PLACES = ("source", "cache_dir", "vocab_file", "file_per_document", "verify")
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """What data to train on and how examples are made of it.
-
-    Attributes:
-        source: `stdlib` (docstrings of Python's standard library), `hf:NAME?...` (a data set of the
-            `datasets` library, see `HuggingFaceSource`), the path of a text file or folder, or
-            `hdf5:PATH` or `shards:PATH` for examples that are made already (see `ready`), of which
-            only max_seq_length, vocab_file, lowercase and, without masks of their own, the masking
-            settings still matter.
-        cache_dir: folder of the cache; None: `$XDG_CACHE_HOME/bert_unpad` or `~/.cache/bert_unpad`.
-        max_seq_length: longest example in tokens, [CLS] and both [SEP] included; 5 to 65,535.
-        vocab_size: size of the vocabulary to train (a small corpus gives a smaller one).
-        vocab_file: a BERT vocabulary to use instead of training one.
-        lowercase: lower-case and strip accents.
-        short_seq_prob: probability that a document aims at examples of a random shorter length.
-        masked_lm_prob: share of a sequence's tokens to predict.
-        whole_word: mask whole words.
-        max_predictions_per_seq: most predicted tokens per sequence; None: no limit.
-        dupe_factor: passes over the training documents, each with other random pairs. Masks are new
-            in every epoch anyway.
-        validation_share: share of the documents that are held out.
-        seed: of pairs and masks. Which documents are held out depends on their text alone.
-        file_per_document: for paths: a file is a document (otherwise a blank line ends one).
-        verify: compare the digests of all cached files when opening them, not only their sizes.
-
-    Raises:
-        ValueError: a number is out of range; the message names the argument.
-    """
-
-    source: str = "stdlib"
-    cache_dir: str | None = None
-    max_seq_length: int = 128
-    vocab_size: int = 8192
-    vocab_file: str | None = None
-    lowercase: bool = True
-    short_seq_prob: float = 0.1
-    masked_lm_prob: float = 0.15
-    whole_word: bool = False
-    max_predictions_per_seq: int | None = None
-    dupe_factor: int = 1
-    validation_share: float = 0.05
-    seed: int = 0
-    file_per_document: bool = False
-    verify: bool = True
-
-    def __post_init__(self) -> None:
-        if not MIN_SEQ_LENGTH <= self.max_seq_length <= MAX_LENGTH:
-            raise ValueError(
-                f"max_seq_length: expected {MIN_SEQ_LENGTH} ([CLS] a [SEP] b [SEP]) to "
-                f"{MAX_LENGTH:,} tokens, got {self.max_seq_length}"
-            )
-        smallest = len(SPECIAL_TOKENS) + 1
-        if self.vocab_size < smallest:
-            raise ValueError(f"vocab_size: expected at least {smallest}, got {self.vocab_size}")
-        if not 0 <= self.short_seq_prob <= 1:
-            raise ValueError(f"short_seq_prob: expected 0 to 1, got {self.short_seq_prob}")
-        if self.dupe_factor < 1:
-            raise ValueError(f"dupe_factor: expected at least 1, got {self.dupe_factor}")
-        if not 0 <= self.validation_share < 1:
-            raise ValueError(
-                f"validation_share: expected 0 or more and less than 1, got {self.validation_share}"
-            )
-        check_masking_arguments(self.masked_lm_prob, self.max_predictions_per_seq)
-
-
-@dataclass(frozen=True)
 class PreparedData:
     """Examples and what they were made with: an opened cache, or a source that is ready.
 
     Attributes:
         train, validation: the examples; documents of one never occur in the other. `validation` is
-            empty if `validation_share` is 0 or the corpus is a single document.
+            empty if `validation_share` is 0 or the corpus is a single document. Of a `stream:`,
+            both are of its sample.
         tokenizer: the vocabulary they were made with.
         path: folder of this cache entry, or of the source.
         config: what `prepare` was called with.
         statistics: counts for `train_` and `validation_`: examples, tokens and, of a build,
             documents; and of a build the documents and duplicates of the corpus.
+        streamed: the text to train on, which `open_stream` reads; None if that is `train`.
     """
 
     train: ExampleDataset
@@ -139,6 +76,34 @@ class PreparedData:
     path: Path
     config: DataConfig
     statistics: dict[str, int]
+    streamed: HuggingFaceSource | None = None
+
+    def open_stream(
+        self, rank: int, num_ranks: int, *, seed: int = 0, shuffle_buffer: int = 8192
+    ) -> ShardStream | TextStream:
+        """One rank's part of the training examples, in an order of its own.
+
+        Args:
+            rank, num_ranks, seed, shuffle_buffer: see `ShardStream` and `TextStream`.
+        """
+        if self.streamed is None:
+            return ShardStream(
+                self.train, rank, num_ranks, seed=seed, shuffle_buffer=shuffle_buffer
+            )
+        return TextStream(
+            self.streamed.load(),
+            self.tokenizer,
+            rank,
+            num_ranks,
+            column=self.streamed.column,
+            max_seq_length=self.config.max_seq_length,
+            short_seq_prob=self.config.short_seq_prob,
+            held_out_share=self.config.validation_share,
+            pair_seed=self.config.seed,
+            seed=seed,
+            shuffle_buffer=shuffle_buffer,
+            name=self.streamed.name,
+        )
 
     def collator(self, split: str = "train", seed: int | None = None) -> PackedCollator:
         """A collator for one split with the configuration's masking.
@@ -162,7 +127,8 @@ class PreparedData:
 def prepare(config: DataConfig, progress: bool | None = None) -> PreparedData:
     """Open the cache for a configuration, building it first if it is missing or damaged.
 
-    A source that is ready (`hdf5:`, `shards:`) is opened as it is.
+    A source that is ready (`hdf5:`, `shards:`) is opened as it is; of a `stream:` only the sample
+    is prepared.
 
     Safe to call from many processes at once (all ranks of a run): one builds, the others wait.
 
@@ -174,11 +140,13 @@ def prepare(config: DataConfig, progress: bool | None = None) -> PreparedData:
         DamagedDataError: a file of a source that is ready is wrong.
         FileNotFoundError: `source` or `vocab_file` does not exist.
         ImportError: the source needs a package that is not installed.
-        ValueError: the corpus holds no text, the vocabulary lacks special tokens, or `vocab_size`
-            is too small for the corpus's letters.
+        ValueError: a setting does not fit the source, the corpus holds no text, the vocabulary
+            lacks special tokens, or `vocab_size` is too small for the corpus's letters.
     """
     if is_ready(config.source):
         return _open_ready(config, progress)
+    if is_streamed(config.source):
+        return _open_streamed(config, progress)
     cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
     tokenizer = None
     if config.vocab_file is not None:
@@ -214,6 +182,24 @@ def _open_ready(config: DataConfig, progress: bool | None) -> PreparedData:
             f"{split}_tokens": int(dataset.lengths.sum(dtype=np.int64)),
         }
     return PreparedData(train, validation, tokenizer, path, config, statistics)
+
+
+def _open_streamed(config: DataConfig, progress: bool | None) -> PreparedData:
+    if config.dupe_factor != 1:
+        raise ValueError(
+            f"dupe_factor: expected 1 for {config.source}, of which an epoch reads each document "
+            f"once, got {config.dupe_factor}"
+        )
+    whole, sample = parse_streamed(config.source)
+    data = prepare(dataclasses.replace(config, source=f"hf:{sample}"), progress)
+    held_out = data.statistics["validation_documents"]
+    # A single one may have been chosen for want of others (`Spool.held_out`), not by its text.
+    if config.validation_share > 0 and held_out < 2:
+        raise ValueError(
+            f"validation_share: expected at least 2 held-out documents in the sample of "
+            f"{config.source}, got {held_out}; raise it or the option sample, or set it to 0"
+        )
+    return dataclasses.replace(data, config=config, streamed=HuggingFaceSource(whole))
 
 
 def _settings(config: DataConfig, source: Source) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from bert_unpad.data.shards import ShardDataset
 from bert_unpad.data.tokenizer import WordPieceTokenizer
 
 if TYPE_CHECKING:
-    from bert_unpad.data.preparation import DataConfig
+    from bert_unpad.data.config import DataConfig
 
 __all__ = ["is_ready", "open_ready"]
 

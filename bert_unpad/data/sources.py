@@ -255,7 +255,8 @@ class HuggingFaceSource:
         """Where `documents` stood, for JSON, before the newest rows that it has read (it reads
         1,000 at a time); None among the first, or if there is no way to resume."""
 
-    def _load(self) -> Any:
+    def load(self) -> Any:
+        """The data set as `datasets` opens it."""
         if self._dataset is None:
             try:
                 datasets = importlib.import_module("datasets")
@@ -282,7 +283,7 @@ class HuggingFaceSource:
         return self._dataset
 
     def fingerprint(self) -> str:
-        dataset = self._load()
+        dataset = self.load()
         content = None if self.streaming else dataset._fingerprint
         version = str(getattr(dataset.info, "version", None))
         return hashlib.sha256(
@@ -295,7 +296,7 @@ class HuggingFaceSource:
         Args:
             position: an earlier `position`, to go on from there.
         """
-        dataset, left = self._load(), self.limit
+        dataset, left = self.load(), self.limit
         if position is not None:
             dataset.load_state_dict(position["stream"])
             left = position["left"]

@@ -19,7 +19,15 @@ from bert_unpad.data.sampler import lengths_checksum
 from bert_unpad.data.shards import MAX_LENGTH, Example
 from bert_unpad.data.splitmix import splitmix64
 
-__all__ = ["ExampleStream", "IterableStream", "ShardStream", "token_dtype"]
+__all__ = [
+    "ExampleStream",
+    "IterableStream",
+    "ShardStream",
+    "check_rank",
+    "refuse_other_ranks",
+    "shuffle_by_key",
+    "token_dtype",
+]
 
 
 class ExampleStream(Protocol):
@@ -57,6 +65,25 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 65_536 else np.uint32)
 
 
+def check_rank(rank: int, num_ranks: int) -> None:
+    """Raises ValueError unless `rank` is 0 to num_ranks - 1."""
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"rank: expected 0 to {num_ranks - 1}, got {rank}")
+
+
+def refuse_other_ranks(epoch: int, past: Sequence[Sequence[int]], num_ranks: int) -> None:
+    """`ExampleStream.continue_after` of a stream that no other number of ranks can divide.
+
+    Raises:
+        ValueError: something has been read in the epoch.
+    """
+    if any(any(positions) for positions in past):
+        raise ValueError(
+            f"state: saved with {len(past[-1])} ranks in the middle of epoch {epoch}; such a "
+            f"stream goes on with as many ranks only, not with {num_ranks}"
+        )
+
+
 class ShardStream:
     """One rank's contiguous part of a data set, read in order through a shuffle buffer.
 
@@ -83,8 +110,7 @@ class ShardStream:
         seed: int = 0,
         shuffle_buffer: int = 8192,
     ) -> None:
-        if not 0 <= rank < num_ranks:
-            raise ValueError(f"rank: expected 0 to {num_ranks - 1}, got {rank}")
+        check_rank(rank, num_ranks)
         if shuffle_buffer < 1:
             raise ValueError(f"shuffle_buffer: expected 1 or more, got {shuffle_buffer}")
         self.dataset = dataset
@@ -152,7 +178,7 @@ class ShardStream:
             first = number * self._buffer
             indices = np.asarray(part[first : first + self._buffer], np.int64)
             if self._buffer > 1:
-                indices = _shuffle(indices, self._seed, epoch, segment, rank, number)
+                indices = shuffle_by_key(indices, self._seed, epoch, segment, rank, number)
             yield indices[max(start - first, 0) :]
 
 
@@ -183,8 +209,7 @@ class IterableStream:
         vocab_size: int,
         name: str = "",
     ) -> None:
-        if not 0 <= rank < num_ranks:
-            raise ValueError(f"rank: expected 0 to {num_ranks - 1}, got {rank}")
+        check_rank(rank, num_ranks)
         self.vocab_size = vocab_size
         self._make = make
         self._rank = rank
@@ -197,11 +222,7 @@ class IterableStream:
 
     def continue_after(self, epoch: int, past: Sequence[Sequence[int]]) -> None:
         """Raises ValueError unless nothing has been read in the epoch so far."""
-        if any(any(positions) for positions in past):
-            raise ValueError(
-                f"state: saved with {len(past[-1])} ranks in the middle of epoch {epoch}; such a "
-                f"stream goes on with as many ranks only, not with {self._num_ranks}"
-            )
+        refuse_other_ranks(epoch, past, self._num_ranks)
 
     def batches(self, epoch: int, start: int, batch_size: int) -> Iterator[ExampleBatch]:
         """See `ExampleStream`.
@@ -249,7 +270,7 @@ def _parts(
     return [population[first:last] for first, last in itertools.pairwise(ends)]
 
 
-def _shuffle(indices: NDArray[np.int64], *key: int) -> NDArray[np.int64]:
+def shuffle_by_key(indices: NDArray[np.int64], *key: int) -> NDArray[np.int64]:
     """Distinct indices in an order drawn from the key; unlike numpy's, the same in all versions."""
     state = np.zeros(1, np.uint64)
     for word in key:

@@ -6,6 +6,7 @@ ahead of the next: reading, exchanging, collating, training.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,10 +17,10 @@ import torch.distributed as dist
 from bert_unpad._planner import WorkModel
 from bert_unpad.batch.buckets import Buckets
 from bert_unpad.data import PackedCollator, Prefetcher, pack_examples
-from bert_unpad.data.dataset import ExampleDataset
 from bert_unpad.data.exchange import ExampleExchange, ExchangedStep
 from bert_unpad.data.stream import ShardStream
 from bert_unpad.data.stream_position import StreamPosition
+from bert_unpad.data.text_stream import TextStream
 from bert_unpad.pretrain.config import BatchingConfig, ConfigError
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.steps import FeedState, Step, StepCollator
@@ -33,13 +34,12 @@ _STOP_SECONDS_AFTER_ERROR = 2.0
 
 
 class ExchangedFeed:
-    """Steps of a data set that all ranks read, each its own part, and balance by exchange.
+    """Steps of examples that all ranks read, each its own part, and balance by exchange.
 
     Args:
-        dataset: the examples.
+        stream: this rank's examples.
         ranks: the processes of the run.
         batching: how.
-        seed: of the shuffling.
         work: work of a sequence by its length.
 
     Raises:
@@ -48,23 +48,16 @@ class ExchangedFeed:
 
     def __init__(
         self,
-        dataset: ExampleDataset,
+        stream: ShardStream | TextStream,
         ranks: Ranks,
         batching: BatchingConfig,
-        seed: int,
         work: WorkModel,
     ) -> None:
         self._ranks = ranks
         self._batching = batching
         self._batch_size = batching.per_rank(ranks.world_size)
         self._work = work
-        self._stream = ShardStream(
-            dataset,
-            ranks.rank,
-            ranks.world_size,
-            seed=seed,
-            shuffle_buffer=batching.shuffle_buffer,
-        )
+        self._stream = stream
         self._position = StreamPosition.begin(0, ranks.world_size)
         self._node_size = self._common_node_size()
 
@@ -89,7 +82,11 @@ class ExchangedFeed:
 
     @property
     def steps_left(self) -> int:
-        """Steps of the current epoch still to come: as many as the rank with the most needs."""
+        """Steps of the current epoch still to come: as many as the rank with the most needs.
+
+        Of streamed text nobody knows (AttributeError), so the configuration refuses to count in
+        epochs then.
+        """
         sizes = self._stream.part_sizes(self._position.epoch)
         left = (size - at for size, at in zip(sizes, self._position.positions, strict=True))
         return -(-max(left) // self._batch_size)
@@ -106,6 +103,19 @@ class ExchangedFeed:
             ValueError: the state is damaged, or of other data, seed or shuffle_buffer.
         """
         self._position = StreamPosition.load(state, self._stream, self._ranks.world_size)
+
+    def local_state(self, state: Mapping[str, Any]) -> str | None:
+        """What lets this rank go on at a state without reading what comes before; None: nothing."""
+        if not isinstance(self._stream, TextStream) or not state:
+            return None
+        at = StreamPosition.load(state, self._stream, self._ranks.world_size)
+        place = self._stream.place(at.epoch, at.positions[self._ranks.rank])
+        return None if place is None else json.dumps(place)
+
+    def load_local_state(self, local: str) -> None:
+        """Makes use of what `local_state` returned on this rank."""
+        if isinstance(self._stream, TextStream):
+            self._stream.go_to(json.loads(local))
 
     @contextmanager
     def steps(

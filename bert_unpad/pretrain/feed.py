@@ -38,7 +38,13 @@ def build_sampler(
                 f"exchange does not carry the masks that {config.data.source} brings; use "
                 "stratified, or convert it: python -m bert_unpad.data.hdf5 to-shards --unmask",
             )
-        return ExchangedFeed(data.train, ranks, batching, config.seed, work)
+        stream = data.open_stream(
+            ranks.rank,
+            ranks.world_size,
+            seed=config.seed,
+            shuffle_buffer=batching.shuffle_buffer,
+        )
+        return ExchangedFeed(stream, ranks, batching, work)
     place = (data.train.lengths, ranks.world_size, ranks.rank, batching.per_rank(ranks.world_size))
     if batching.strategy == "packed":
         longest = data.config.max_seq_length

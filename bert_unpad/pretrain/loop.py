@@ -343,7 +343,7 @@ class Trainer:
             self.model,
             optimizer,
             progress.to_json(),
-            clipping.exchange.local_state(),
+            self.stages.local_state(progress),
         )
         self._saved_step = progress.step
 

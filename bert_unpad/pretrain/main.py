@@ -135,7 +135,7 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
         stages.begin(progress)
         graphs = GraphRunner(model, _autocast(config, ranks)) if config.cuda_graphs else None
         if found is not None and (local := checkpointer.load_local(found)) is not None:
-            stages.clipping.exchange.load_local_state(local)
+            stages.load_local_state(local)
         trainer = Trainer(
             config,
             run_dir,

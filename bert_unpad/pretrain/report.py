@@ -75,7 +75,8 @@ def _summary(
     evaluation = next((line for line in reversed(lines) if line["kind"] == "evaluation"), None)
     return {
         "steps": progress.step,
-        "epochs": progress.sequences / len(data.train),
+        # Nobody knows how many examples streamed text makes.
+        "epochs": None if data.streamed is not None else progress.sequences / len(data.train),
         "sequences": progress.sequences,
         "tokens": progress.tokens,
         "seconds": progress.seconds,
@@ -105,7 +106,7 @@ def _without(line: dict[str, Any], *names: str) -> dict[str, Any]:
 
 def _table(summary: dict[str, Any]) -> str:
     rows = [
-        ("steps", f"{summary['steps']:,}  ({summary['epochs']:.2f} epochs)"),
+        ("steps", f"{summary['steps']:,}{_epochs(summary['epochs'])}"),
         ("sequences, real tokens", f"{summary['sequences']:,}, {summary['tokens']:,}"),
         ("training time", f"{summary['seconds']:,.1f} s on {summary['ranks']} rank(s)"),
         ("real tokens/s, sequences/s", _rates(summary)),
@@ -124,6 +125,10 @@ def _table(summary: dict[str, Any]) -> str:
         ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(["", *(f"{name:<{width}}  {value}" for name, value in rows)])
+
+
+def _epochs(value: float | None) -> str:
+    return "" if value is None else f"  ({value:.2f} epochs)"
 
 
 def _rates(summary: dict[str, Any]) -> str:

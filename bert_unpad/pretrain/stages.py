@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from bert_unpad.data.sampler import WorkModel
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.clipping import Clipping
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
+from bert_unpad.pretrain.exchanged import ExchangedFeed
 from bert_unpad.pretrain.feed import Sampler, build_sampler, feed_steps
 from bert_unpad.pretrain.growth import Growth, Stage, add_layers, cut_layers, freeze, next_optimizer
 from bert_unpad.pretrain.model import add_gradients_in_products, replicate
@@ -135,18 +137,35 @@ class Stages:
         self.clipping.exchange.begin(progress.step)
         progress.stage, progress.layers = self.index, self.stage.layers
 
+    def local_state(self, progress: Progress) -> dict[str, Any] | None:
+        """What of this rank a checkpoint keeps for as many ranks; None: nothing."""
+        stream = None
+        if isinstance(self.sampler, ExchangedFeed):
+            stream = self.sampler.local_state(progress.sampler)
+        local = {"comm": self.clipping.exchange.local_state(), "stream": stream}
+        return {key: value for key, value in local.items() if value is not None} or None
+
+    def load_local_state(self, local: dict[str, Any]) -> None:
+        """Continues from `local_state`, after `begin`."""
+        if "comm" in local:
+            self.clipping.exchange.load_local_state(local["comm"])
+        if "stream" in local and isinstance(self.sampler, ExchangedFeed):
+            self.sampler.load_local_state(local["stream"])
+
     def _enter(self, index: int, progress: Progress) -> None:
         before, self.index = self.stage, index
         copies = add_layers(self._model, self.stage.sources, self._config.seed)
         add_gradients_in_products(self._model, self._config)
         freeze(self._model, self.stage)
         self.optimizer = next_optimizer(self._model, self._config.optimizer, self.optimizer, copies)
-        state = progress.sampler
+        state, feed = progress.sampler, self.sampler
         if before.max_seq_length != self.stage.max_seq_length:
             state = progress.sampler = {}  # other data
         self._feed()
         if state:
             self.sampler.load_state_dict(state)
+            if isinstance(feed, ExchangedFeed) and (local := feed.local_state(state)) is not None:
+                self.sampler.load_local_state(local)
 
     def _feed(self) -> None:
         config, data = self._config, self._data

@@ -14,11 +14,13 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from bert_unpad.data.config import DataConfig
 from bert_unpad.data.dataset import ExampleDataset
 from bert_unpad.data.hdf5.write import write_hdf5
 from bert_unpad.data.masking import TokenMasker
-from bert_unpad.data.preparation import DataConfig, PreparedData, prepare
+from bert_unpad.data.preparation import PreparedData, prepare
 from bert_unpad.data.shards import DamagedDataError, ShardWriter
+from bert_unpad.data.text_stream import is_streamed
 
 __all__ = ["main", "write_shard"]
 
@@ -85,6 +87,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _generate(options: argparse.Namespace) -> None:
+    if is_streamed(options.source):
+        raise ValueError(
+            f"--source: {options.source} is read while it is trained on; give hf: for stream:"
+        )
     data = prepare(
         DataConfig(
             source=options.source,

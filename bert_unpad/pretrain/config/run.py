@@ -10,6 +10,7 @@ from typing import Literal
 import jsonargparse
 
 from bert_unpad.data import DataConfig
+from bert_unpad.data.text_stream import is_streamed
 from bert_unpad.pretrain.config.batching import BatchingConfig
 from bert_unpad.pretrain.config.communication import CommConfig, check_comm
 from bert_unpad.pretrain.config.errors import ConfigError
@@ -82,6 +83,8 @@ class PretrainConfig:
         check_comm(self.comm, self.clip)
         if self.cuda_graphs and self.compile:
             raise ConfigError("cuda_graphs", "give this or compile, not both")
+        if is_streamed(self.data.source):
+            self._check_streamed()
         check_growth(self.growth)
         self._check_growth_fits()
         at_least = {
@@ -124,6 +127,20 @@ class PretrainConfig:
         for value in self.optimizer.betas:
             if not 0 <= value < 1:
                 raise ConfigError("optimizer.betas", f"expected numbers in [0, 1), got {value!r}")
+
+    def _check_streamed(self) -> None:
+        if self.batching.strategy != "exchange":
+            raise ConfigError(
+                "batching.strategy",
+                f"{self.batching.strategy} needs the lengths of all examples, which data.source "
+                f"{self.data.source} cannot give: use exchange",
+            )
+        if self.schedule.total_steps is None:
+            raise ConfigError(
+                "schedule.total_steps",
+                f"give this instead of epochs: nobody knows how long data.source "
+                f"{self.data.source} is",
+            )
 
     def _check_growth_fits(self) -> None:
         name = self.growth.name
