@@ -24,6 +24,7 @@ __all__ = [
     "losses",
     "make_folder",
     "run",
+    "run_in_turn",
     "settings",
     "start",
     "tiny_settings",
@@ -132,6 +133,27 @@ def run(folder: Path, name: str, world_size: int, *arguments: str) -> str:
     codes, output = finish(folder, name, start(folder, name, world_size, *arguments))
     assert codes == [0] * world_size, output
     return output
+
+
+def _in_turn(commands: list[list[str]]) -> int:
+    for command in commands:
+        if code := main(command):
+            return code
+    return 0
+
+
+def run_in_turn(
+    folder: Path, world_size: int, runs: dict[str, list[str]], common: Sequence[str] = ()
+) -> None:
+    """Runs that must finish, each in a folder of its name, in the same processes.
+
+    Starting a process takes longer than a run. `common` comes before the settings of each.
+    """
+    first = ["--config", str(folder / "run.yaml"), *common]
+    commands = [[*first, "--run_dir", str(folder / name), *more] for name, more in runs.items()]
+    processes = start_ranks(_in_turn, world_size, commands, log=folder / "runs.log")
+    codes, output = finish(folder, "runs", processes, len(runs))
+    assert codes == [0] * world_size, output
 
 
 def wait_for_step(

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from mp import run_ranks, start_ranks
-from pretrain_runs import finish, losses, make_folder
+from mp import run_ranks
+from pretrain_runs import losses, make_folder, run_in_turn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.optim import FusedAdam
-from bert_unpad.pretrain import main
 from bert_unpad.pretrain.clipping import Clipping, step_if
 from bert_unpad.pretrain.config import ClipConfig, CommConfig, ConfigError, read_config
 from bert_unpad.pretrain.ranks import Ranks
@@ -32,28 +31,12 @@ BASE += ["--checkpoint.every", "7", "--checkpoint.keep_last", "9", "--logging.ex
 BASE += ["--logging.progress", "none"]
 
 
-def _one_by_one(commands: list[list[str]]) -> int:
-    """Several runs in this process: starting a process takes longer than a run."""
-    for command in commands:
-        if code := main(command):
-            return code
-    return 0
-
-
-def train(folder: Path, runs: dict[str, list[str]]) -> None:
-    """Runs name -> settings on two ranks, each in a folder of its name."""
-    common = ["--config", str(folder / "run.yaml"), *BASE]
-    commands = [[*common, "--run_dir", str(folder / name), *more] for name, more in runs.items()]
-    processes = start_ranks(_one_by_one, 2, commands, log=folder / "runs.log")
-    codes, output = finish(folder, "runs", processes, len(runs))
-    assert codes == [0, 0], output
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("comm")
     make_folder(path)
-    train(path, {"plain": BUCKET, "power": [*POWER, *BUCKET], "local": [*LOCAL, *BUCKET]})
+    runs = {"plain": BUCKET, "power": [*POWER, *BUCKET], "local": [*LOCAL, *BUCKET]}
+    run_in_turn(path, 2, runs, BASE)
     return path
 
 
@@ -83,7 +66,7 @@ def test_a_resumed_run_goes_on_as_one_without_interruption(folder):
         for saved in (folder / f"{name}-resumed" / "checkpoints").iterdir():
             if int(saved.name.removeprefix("step-")) > 7:
                 shutil.rmtree(saved)
-    train(folder, {f"{name}-resumed": more for name, more in names.items()})
+    run_in_turn(folder, 2, {f"{name}-resumed": more for name, more in names.items()}, BASE)
     for name in names:
         assert losses(folder / f"{name}-resumed") == losses(folder / name), name
 

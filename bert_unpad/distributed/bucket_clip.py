@@ -82,6 +82,8 @@ class BucketClip:
         wire_dtype: float32 buckets travel as bfloat16 or float16; None sends each as it is.
         error_feedback: what the cast to `wire_dtype` loses is added to the next step's gradient,
             before that is clipped; takes float32 memory as large as the gradient.
+        loss_scale: float32 [] on the device, what the loss was multiplied by; buckets are divided
+            by it first, so that norms, bounds and what is left over are of the unscaled gradient.
 
     Raises:
         ValueError: for an unknown policy, or a number or dtype out of range.
@@ -93,6 +95,7 @@ class BucketClip:
         policy: Policy = "equal",
         wire_dtype: torch.dtype | None = None,
         error_feedback: bool = False,
+        loss_scale: Tensor | None = None,
     ) -> None:
         if not max_norm > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
@@ -111,6 +114,7 @@ class BucketClip:
         self.policy = policy
         self.wire_dtype = wire_dtype
         self.error_feedback = error_feedback
+        self.loss_scale = loss_scale
         self._shares: Shares | None = None
         self._wires: dict[int, Tensor] = {}
         self._residuals: dict[int, Tensor] = {}
@@ -186,6 +190,8 @@ class BucketClip:
         buffer, index = bucket.buffer(), bucket.index()
         if index == 0:
             self._pass = []  # a pass that an error has ended may have left some
+        if self.loss_scale is not None:
+            buffer.div_(self.loss_scale)
         share = self._attached().next(buffer.numel(), buffer.device)
         if isinstance(share, Tensor):
             max_norm: float | Tensor = share.sqrt() * self.max_norm

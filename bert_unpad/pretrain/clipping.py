@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bert_unpad.distributed import BucketClip, ClipBefore
 from bert_unpad.pretrain.config import ClipConfig, CommConfig
 from bert_unpad.pretrain.exchange import build_exchange
+from bert_unpad.pretrain.loss_scale import LossScale
 from bert_unpad.pretrain.ranks import Ranks
 
 __all__ = ["Clipping", "GradientReport", "step_if"]
@@ -51,15 +52,23 @@ class Clipping:
         ranks: the processes of the run.
         model: bare, on its device.
         comm: how gradients travel.
+        loss_scale: what losses are multiplied by; None for 1. Gradients are divided by it before
+            anything else looks at them, so bounds and norms are of the unscaled gradient.
 
     Raises:
         ConfigError: `comm` does not fit the number of ranks.
     """
 
     def __init__(
-        self, config: ClipConfig, ranks: Ranks, model: nn.Module, comm: CommConfig | None = None
+        self,
+        config: ClipConfig,
+        ranks: Ranks,
+        model: nn.Module,
+        comm: CommConfig | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.exchange = build_exchange(comm or CommConfig(), ranks)
+        self._loss_scale = loss_scale
         self._max_norm = config.max_norm
         self._ranks = ranks
         self._model = model
@@ -73,9 +82,15 @@ class Clipping:
             return
         if self._mode == "before":
             self._before = ClipBefore(model.parameters(), config.max_norm, wire)
-        elif self._mode == "bucket" or wire is not None:
-            max_norm = config.max_norm if self._mode == "bucket" else math.inf
-            self._bucket = BucketClip(max_norm, config.policy, wire, config.error_feedback)
+        # A hook's memory outlives a change of the scale, so what it gets must be unscaled.
+        elif self._mode == "bucket" or wire is not None or (loss_scale and self.exchange.hook):
+            self._bucket = BucketClip(
+                config.max_norm if self._mode == "bucket" else math.inf,
+                config.policy,
+                wire,
+                config.error_feedback,
+                None if loss_scale is None else loss_scale.value,
+            )
 
     @property
     def in_backward(self) -> bool:
@@ -98,8 +113,13 @@ class Clipping:
 
     def finish(self) -> GradientReport:
         """Makes `.grad` the clipped average, after the backward passes of a step."""
+        if self._loss_scale is not None and self._bucket is None:
+            self._loss_scale.unscale_(self._model.parameters())
         report = self._clip()
-        return dataclasses.replace(report, finite=self.exchange.settle(report.finite))
+        finite = self.exchange.settle(report.finite)
+        if self._loss_scale is not None:
+            self._loss_scale.update(finite)
+        return dataclasses.replace(report, finite=finite)
 
     def _clip(self) -> GradientReport:
         if self._before is not None:

@@ -39,6 +39,7 @@ def accumulate_gradient(
     window: Window,
     in_backward: bool = True,
     graphs: GraphRunner | None = None,
+    loss_scale: Tensor | None = None,
 ) -> None:
     """Adds the gradient of the global batch's loss to the parameters' `.grad`, on every rank.
 
@@ -55,11 +56,12 @@ def accumulate_gradient(
         in_backward: whether DDP exchanges gradients; else `.grad` is this rank's part, times the
             number of ranks.
         graphs: runs the passes instead, on the bare model; `in_backward` is of no account then.
+        loss_scale: float32 [] on the device, what the loss is multiplied by; None: 1.
     """
     scale: Tensor | None = None
     for number, inputs in enumerate(step.passes):
         if graphs is not None:
-            scale = _loss_factors(counts, ranks) if scale is None else scale
+            scale = _loss_factors(counts, ranks, loss_scale) if scale is None else scale
             window.add_outputs(graphs(inputs, scale))
             continue
         last = number == len(step.passes) - 1
@@ -68,13 +70,14 @@ def accumulate_gradient(
         with exchange:
             with autocast:
                 outputs = model(inputs.to(ranks.device, non_blocking=True))
-            scale = _loss_factors(counts, ranks) if scale is None else scale
+            scale = _loss_factors(counts, ranks, loss_scale) if scale is None else scale
             loss = outputs.mlm_loss_sum * scale[0] + outputs.nsp_loss_sum * scale[1]
             loss.backward()
         window.add_outputs(outputs)
 
 
-def _loss_factors(counts: HostSums, ranks: Ranks) -> Tensor:
+def _loss_factors(counts: HostSums, ranks: Ranks, loss_scale: Tensor | None) -> Tensor:
     """What the sums of the two losses are multiplied by, float32 [2]."""
     # Clamped: a global batch without a label of one kind has a loss of 0 for it.
-    return (ranks.world_size / counts.on_device()[:2].clamp(min=1)).float()
+    factors = (ranks.world_size / counts.on_device()[:2].clamp(min=1)).float()
+    return factors if loss_scale is None else factors * loss_scale

@@ -218,6 +218,7 @@ class Trainer:
             self.window,
             stages.clipping.in_backward,
             self.graphs,
+            None if stages.loss_scale is None else stages.loss_scale.value,
         )
         gradient = stages.clipping.finish()
         stages.forget_left_out()
@@ -270,6 +271,7 @@ class Trainer:
         self._check_skipped(sums)
         if not self.ranks.is_first:
             return
+        scale = self.stages.loss_scale
         line = {
             "kind": "train",
             "step": progress.step,
@@ -280,6 +282,7 @@ class Trainer:
             "gradient_norm": None if self._norm is None else float(self._norm),
             "clipped_share": sums["clipped"] / sums["clippable"] if sums["clippable"] else None,
             "skipped_steps": int(sums["skipped"]),
+            "loss_scale": None if scale is None else float(scale.value),
             "tokens": progress.tokens,
             "sequences": progress.sequences,
             "seconds": seconds,
@@ -333,7 +336,7 @@ class Trainer:
         progress = self.progress
         progress.window = self.window.fold()
         clipping, optimizer = self.stages.clipping, self.stages.optimizer
-        progress.clip = clipping.state_dict()
+        self.stages.record(progress)
         clipping.exchange.synchronise(self.model, optimizer)
         if progress.window.get("steps"):
             self._check(averages(progress.window)["loss"])

@@ -39,7 +39,12 @@ __all__ = ["main", "pretrain"]
 logger = logging.getLogger(__name__)
 
 # Of the activations.
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,6 +123,8 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
         try:
             checkpointer.load(found, model, stages.optimizer)
             stages.sampler.load_state_dict(progress.sampler)
+            if stages.loss_scale is not None:
+                stages.loss_scale.load_state_dict(progress.loss_scale)
         except (CheckpointException, ValueError) as error:
             raise ConfigError(
                 "resume",

@@ -85,6 +85,7 @@ def _summary(
         "mfu": progress.flops / progress.seconds / start["peak_flops"],
         "padding_avoided": 1 - progress.tokens / progress.padded,
         "straggler_efficiency": statistics.fmean(line["straggler_efficiency"] for line in train),
+        "skipped_steps": sum(line["skipped_steps"] for line in train),
         "train_loss_last": train[-1]["loss"],
         "held_out": None if evaluation is None else _without(evaluation, "kind", "step"),
         "most_frequent_token_rate": most_frequent,
@@ -113,6 +114,7 @@ def _table(summary: dict[str, Any]) -> str:
         ("MFU", f"{summary['mfu']:.3f} of {summary['peak']} per rank"),
         ("padding avoided", f"{summary['padding_avoided']:.1%} of the padded batch"),
         ("straggler efficiency", f"{summary['straggler_efficiency']:.4f}  (mean / max work)"),
+        ("steps left out (not finite)", f"{summary['skipped_steps']:,}"),
         ("training loss at the end", f"{summary['train_loss_last']:.4f}"),
     ]
     held_out = summary["held_out"]

@@ -45,6 +45,8 @@ class Progress:
     """State of the sampler after the latest update."""
     clip: dict[str, Any] = field(default_factory=dict)
     """What the next step's clipping depends on."""
+    loss_scale: dict[str, Any] = field(default_factory=dict)
+    """Of fp16; empty in other precisions."""
     window: dict[str, float] = field(default_factory=dict)
     """Sums of the log's current interval."""
     window_seconds: float = 0.0

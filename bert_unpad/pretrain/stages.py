@@ -26,6 +26,7 @@ from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.exchanged import ExchangedFeed
 from bert_unpad.pretrain.feed import Sampler, build_sampler, feed_steps
 from bert_unpad.pretrain.growth import Growth, Stage, add_layers, cut_layers, freeze, next_optimizer
+from bert_unpad.pretrain.loss_scale import LossScale
 from bert_unpad.pretrain.model import add_gradients_in_products, replicate
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.run import Progress
@@ -55,6 +56,7 @@ class Stages:
     sampler: Sampler
     replica: nn.Module | None
     clipping: Clipping | None
+    loss_scale: LossScale | None
 
     def __init__(
         self,
@@ -76,6 +78,9 @@ class Stages:
         freeze(model, self.stage)
         self.optimizer = next_optimizer(model, config.optimizer)
         self.replica = self.clipping = None
+        self.loss_scale = None
+        if config.precision == "fp16":
+            self.loss_scale = LossScale(config.loss_scale, ranks.device)
         self._feed()
 
     @property
@@ -125,7 +130,7 @@ class Stages:
                 *(self.index + 1, len(self.growth.stages), self.stage.end, self.stage.layers),
                 *(self.stage.layers - self.stage.frozen, self.stage.max_seq_length),
             )
-        self.clipping = Clipping(config.clip, self._ranks, model, config.comm)
+        self.clipping = Clipping(config.clip, self._ranks, model, config.comm, self.loss_scale)
         self.replica = model  # which CUDA graphs run as it is
         if not config.cuda_graphs:
             self.replica = replicate(
@@ -178,6 +183,11 @@ class Stages:
         self._stage_data = data
         work = WorkModel.for_hidden(self._model.config.hidden_size)
         self.sampler = build_sampler(config, data, self._ranks, work)
+
+    def record(self, progress: Progress) -> None:
+        """Puts what the next update's gradient depends on into `progress`; all must call it."""
+        progress.clip = self.clipping.state_dict()
+        progress.loss_scale = {} if self.loss_scale is None else self.loss_scale.state_dict()
 
     def steps(self) -> AbstractContextManager[Iterator[tuple[Step, FeedState]]]:
         """The steps to come, from where the sampler stands; see `feed.feed_steps`."""

@@ -14,7 +14,12 @@ from bert_unpad.pretrain.config.growth import GrowthConfig
 from bert_unpad.pretrain.config.model import ModelConfig
 from bert_unpad.pretrain.config.output import CheckpointConfig, EvaluationConfig, LoggingConfig
 from bert_unpad.pretrain.config.run import PretrainConfig, read_config
-from bert_unpad.pretrain.config.update import ClipConfig, OptimizerConfig, ScheduleConfig
+from bert_unpad.pretrain.config.update import (
+    ClipConfig,
+    LossScaleConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+)
 
 __all__ = [
     "BatchingConfig",
@@ -26,6 +31,7 @@ __all__ = [
     "EvaluationConfig",
     "GrowthConfig",
     "LoggingConfig",
+    "LossScaleConfig",
     "ModelConfig",
     "OptimizerConfig",
     "PretrainConfig",

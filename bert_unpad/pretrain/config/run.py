@@ -19,9 +19,11 @@ from bert_unpad.pretrain.config.model import ModelConfig
 from bert_unpad.pretrain.config.output import CheckpointConfig, EvaluationConfig, LoggingConfig
 from bert_unpad.pretrain.config.update import (
     ClipConfig,
+    LossScaleConfig,
     OptimizerConfig,
     ScheduleConfig,
     check_clip,
+    check_loss_scale,
 )
 
 
@@ -36,10 +38,11 @@ class PretrainConfig:
     one; never sets an earlier run's folder aside and starts anew."""
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """Type of the activations; parameters and optimizer states are fp32 in all. fp8: bf16, with the
-    products of the encoder's linear layers in 8 bits (twice the rate of bf16 on a GPU from sm_89
-    on; a CPU only rounds as such a GPU does, and is slower)."""
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    """Type of the activations; parameters and optimizer states are fp32 in all. fp16: with scaled
+    losses, see loss_scale; a CPU keeps its activations so and multiplies them in fp32. fp8: bf16,
+    with the products of the encoder's linear layers in 8 bits (twice the rate of bf16 on a GPU from
+    sm_89 on; a CPU only rounds as such a GPU does, and is slower)."""
     threads: int | None = None
     """CPU threads per process; by default OMP_NUM_THREADS, or cores / processes on this machine
     (also where torchrun alone has set OMP_NUM_THREADS to 1)."""
@@ -58,6 +61,7 @@ class PretrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     growth: GrowthConfig = field(default_factory=GrowthConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -80,6 +84,7 @@ class PretrainConfig:
         if self.schedule.warmup_steps is not None and self.schedule.warmup_share is not None:
             raise ConfigError("schedule.warmup_share", "give this or warmup_steps, not both")
         check_clip(self.clip)
+        check_loss_scale(self.loss_scale)
         check_comm(self.comm, self.clip)
         if self.cuda_graphs and self.compile:
             raise ConfigError("cuda_graphs", "give this or compile, not both")
@@ -103,6 +108,7 @@ class PretrainConfig:
             "optimizer.eps": 0,
             "optimizer.weight_decay": 0,
             "clip.max_norm": 0,
+            "loss_scale.growth_interval": 1,
             "comm.start": 0,
             "comm.power_sgd_rank": 1,
             "comm.local_sgd_period": 2,

@@ -7,6 +7,8 @@ from typing import Literal
 
 from bert_unpad.pretrain.config.errors import ConfigError
 
+_FLOAT32_MAX = 3.4028234e38  # the scale is a float32 on the device
+
 
 @dataclass
 class OptimizerConfig:
@@ -58,6 +60,41 @@ class ClipConfig:
     error_feedback: bool = False
     """Add what the cast to wire_dtype loses to the next step's gradient (takes memory for one more
     gradient; a resumed run begins without it)."""
+
+
+@dataclass
+class LossScaleConfig:
+    """precision fp16: what losses are multiplied by, so that gradients do not underflow."""
+
+    initial: float = 65536.0
+    """At the beginning."""
+    growth_factor: float = 2.0
+    """What it is multiplied by after growth_interval updates without an overflow."""
+    backoff_factor: float = 0.5
+    """What it is multiplied by after an overflow, whose update is left out."""
+    growth_interval: int = 2000
+    """Updates in a row."""
+
+
+def check_loss_scale(scale: LossScaleConfig) -> None:
+    """Checks the ranges.
+
+    Raises:
+        ConfigError: see its message.
+    """
+    if not 0 < scale.initial <= _FLOAT32_MAX:
+        raise ConfigError(
+            "loss_scale.initial", f"expected a finite number > 0, got {scale.initial!r}"
+        )
+    if not 1 < scale.growth_factor <= _FLOAT32_MAX:
+        raise ConfigError(
+            "loss_scale.growth_factor", f"expected a number > 1, got {scale.growth_factor!r}"
+        )
+    if not 0 < scale.backoff_factor < 1:
+        raise ConfigError(
+            "loss_scale.backoff_factor",
+            f"expected a number between 0 and 1, got {scale.backoff_factor!r}",
+        )
 
 
 def check_clip(clip: ClipConfig) -> None:

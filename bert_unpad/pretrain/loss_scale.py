@@ -1,0 +1,64 @@
+"""Loss scaling for fp16: Micikevicius et al., "Mixed precision training" (ICLR 2018).
+
+Gradients of fp16 activations underflow below 6e-8, so the loss is multiplied by a large number and
+gradients are divided by it again; where one overflows, the update is left out and the number is
+halved. `torch.amp.GradScaler` does this too, but finds what is not finite in a pass of its own over
+the gradients after the backward pass. Here a bucket is divided before it is clipped, while the
+backward pass goes on, and the average's being finite, which the clipping knows already and which is
+the same on all ranks, moves the scale. Its rule for that is GradScaler's, as are the settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bert_unpad.pretrain.config import LossScaleConfig
+
+__all__ = ["LossScale"]
+
+
+class LossScale:
+    """The scale and how it moves; everything stays on the device, and the host waits for nothing.
+
+    Args:
+        config: says how it moves.
+        device: of the model.
+    """
+
+    def __init__(self, config: LossScaleConfig, device: torch.device) -> None:
+        self._config = config
+        self.value = torch.full((), config.initial, dtype=torch.float32, device=device)
+        """float32 []: what losses are multiplied by."""
+        self._good = torch.zeros((), dtype=torch.int32, device=device)  # updates since it moved
+
+    def unscale_(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Divides the gradients that are there by the scale, in place."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if gradients:
+            torch._foreach_div_(gradients, self.value)
+
+    def update(self, finite: Tensor) -> None:
+        """After a step: halves the scale, or doubles it after many steps without an overflow.
+
+        Args:
+            finite: bool [], whether the averaged gradient is; the same on all ranks.
+        """
+        config = self._config
+        torch._amp_update_scale_(
+            *(self.value, self._good, (~finite).float()),
+            *(config.growth_factor, config.backoff_factor, config.growth_interval),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and the updates since it moved, as JSON. Waits for the device."""
+        return {"scale": float(self.value), "growth_tracker": int(self._good)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state_dict`; an empty one changes nothing."""
+        if state:
+            self.value.fill_(state["scale"])
+            self._good.fill_(state["growth_tracker"])
