@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if missing:
             return 0
         model = step_model(options, fitted)
-        counts = read_counts(options)
+        counts = read_counts(options.histogram)
         lengths = take_lengths(options, counts)
         common = {"seed": options.seed, "pool_steps": options.pool_steps, "model": model}
         results = [

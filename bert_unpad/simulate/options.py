@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bert_unpad._arguments import above_zero, not_below_zero, not_negative, positive
 from bert_unpad.data.histogram import (
     all_lengths,
     measure_histogram,
@@ -37,8 +38,8 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     setup = parser.add_argument_group("setup")
-    setup.add_argument("--ranks", type=_positive, help="number of ranks")
-    setup.add_argument("--batch", type=_positive, help="examples per rank and step")
+    setup.add_argument("--ranks", type=positive, help="number of ranks")
+    setup.add_argument("--batch", type=positive, help="examples per rank and step")
     setup.add_argument(
         "--strategy",
         type=_strategies,
@@ -58,9 +59,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="examples to draw from the histogram, or 'all' for exactly those it counts",
     )
     setup.add_argument(
-        "--pool-steps", type=_positive, default=64, help="steps that are balanced together"
+        "--pool-steps", type=positive, default=64, help="steps that are balanced together"
     )
-    setup.add_argument("--seed", type=_not_negative, default=0, help="of the draw and the plan")
+    setup.add_argument("--seed", type=not_negative, default=0, help="of the draw and the plan")
 
     cost = parser.add_argument_group("what computing costs")
     cost.add_argument(
@@ -70,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     cost.add_argument(
         "--tflops",
-        type=_above_zero,
+        type=above_zero,
         default=TYPICAL_FLOPS / 1e12,
         help="10^12 model FLOP/s that a rank sustains in training",
     )
@@ -94,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     cluster = Cluster()
     network.add_argument(
         "--ranks-per-node",
-        type=_positive,
+        type=positive,
         default=cluster.ranks_per_node,
         help="also the neighbouring ranks that exchange examples in '/group/' strategies",
     )
@@ -104,13 +105,13 @@ def make_parser() -> argparse.ArgumentParser:
     ):
         network.add_argument(
             f"--{name}-latency",
-            type=_not_below_zero,
+            type=not_below_zero,
             default=link.latency * 1e6,
             help=f"microseconds of a message {where}",
         )
         network.add_argument(
             f"--{name}-bandwidth",
-            type=_above_zero,
+            type=above_zero,
             default=link.bandwidth / 1e9,
             help=f"GB/s of a rank in each direction {where}",
         )
@@ -124,7 +125,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--wire", choices=tuple(_WIRE_BYTES), default="fp32", help="type gradients travel in"
     )
     network.add_argument(
-        "--bucket-mb", type=_above_zero, default=25.0, help="MiB of gradients reduced together"
+        "--bucket-mb", type=above_zero, default=25.0, help="MiB of gradients reduced together"
     )
     network.add_argument(
         "--overlap",
@@ -190,20 +191,24 @@ def step_model(options: argparse.Namespace, fitted: ComputeCost | None) -> StepM
     )
 
 
-def read_counts(options: argparse.Namespace) -> NDArray[np.int64]:
-    """The histogram that the options name.
+def read_counts(name: str, option: str = "--histogram") -> NDArray[np.int64]:
+    """The histogram that an option names.
+
+    Args:
+        name: `wikipedia`, a text file of counts, or a folder of prepared data.
+        option: whose value that is, for messages.
 
     Raises:
         ValueError: it is none; the message names the option.
     """
-    if options.histogram == "wikipedia":
+    if name == "wikipedia":
         return wikipedia_lengths()
     try:
-        if Path(options.histogram).is_dir():
-            return measure_histogram(options.histogram)
-        return read_histogram(options.histogram)
+        if Path(name).is_dir():
+            return measure_histogram(name)
+        return read_histogram(name)
     except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"argument --histogram: {error}") from error
+        raise ValueError(f"argument {option}: {error}") from error
 
 
 def take_lengths(options: argparse.Namespace, counts: NDArray[np.int64]) -> NDArray[np.uint16]:
@@ -233,43 +238,8 @@ def _cost(text: str) -> ComputeCost:
         raise ValueError(f"argument --cost: {error}") from error
 
 
-def _integer(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if not least <= value < 2**31:
-        raise argparse.ArgumentTypeError(f"expected an integer of {least} or more, got {text!r}")
-    return value
-
-
-def _positive(text: str) -> int:
-    return _integer(text, 1)
-
-
-def _not_negative(text: str) -> int:
-    return _integer(text, 0)
-
-
-def _above_zero(text: str) -> float:
-    value = _not_below_zero(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return value
-
-
-def _not_below_zero(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of 0 or more, got {text!r}")
-    return value
-
-
 def _samples(text: str) -> int | None:
-    return None if text == "all" else _integer(text, 1)
+    return None if text == "all" else positive(text)
 
 
 def _strategies(text: str) -> list[str]:

@@ -19,7 +19,7 @@ from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.nn.flops import MASKED_FRACTION
 from bert_unpad.simulate.compute import ComputeCost
 
-__all__ = ["default_batches", "fit_step_cost", "least_times", "random_inputs"]
+__all__ = ["default_batches", "fit_step_cost", "least_times", "random_inputs", "run_pass"]
 
 
 def default_batches(max_seq_length: int) -> list[list[int]]:
@@ -58,6 +58,25 @@ def random_inputs(config: BertConfig, lengths: ArrayLike, seed: int = 0) -> Pack
         masked_labels=ids[positions],
         next_sentence_labels=torch.randint(2, (batch.batch_size,), generator=generator),
     )
+
+
+def run_pass(
+    model: torch.nn.Module, inputs: PackedInputs, dtype: torch.dtype = torch.float32
+) -> None:
+    """A forward and backward pass of the mean loss of the batch's tokens; waits for a GPU.
+
+    Args:
+        model: a `BertForPreTraining`, or a wrapper of one.
+        inputs: on the model's device.
+        dtype: of the activations (autocast).
+    """
+    device = inputs.device
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+        outputs = model(inputs)
+    loss = outputs.mlm_loss_sum + outputs.nsp_loss_sum
+    (loss / inputs.batch.total).backward()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def least_times(
@@ -127,10 +146,7 @@ def fit_step_cost(
     inputs = [random_inputs(config, lengths, seed).to(device) for lengths in batches]
 
     def step(number: int) -> None:
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-            outputs = model(inputs[number])
-        loss = outputs.mlm_loss_sum + outputs.nsp_loss_sum
-        (loss / inputs[number].batch.total).backward()
+        run_pass(model, inputs[number], dtype)
         optimizer.step()
         optimizer.zero_grad()
         if device.type == "cuda":

@@ -1,0 +1,32 @@
+"""Plans a training run: the best configuration for given hardware, its time and its cost.
+
+As a command: `python -m bert_unpad.plan --help`. In code: a `Workload` (what is trained), a
+`Device` (`card_device` of a `CARDS` entry, or `calibrate`), a `Cluster` of `bert_unpad.simulate`,
+and a `Planner` of them; `best` and `curve` choose.
+"""
+
+from bert_unpad.plan.candidates import Allowed, Candidate
+from bert_unpad.plan.cards import CARDS, Card
+from bert_unpad.plan.choose import Choice, alternatives, best, curve
+from bert_unpad.plan.device import Device, card_device
+from bert_unpad.plan.links import intra_node_link, network_link
+from bert_unpad.plan.step import Planner, UpdateTime
+from bert_unpad.plan.workload import Workload
+
+__all__ = [
+    "CARDS",
+    "Allowed",
+    "Candidate",
+    "Card",
+    "Choice",
+    "Device",
+    "Planner",
+    "UpdateTime",
+    "Workload",
+    "alternatives",
+    "best",
+    "card_device",
+    "curve",
+    "intra_node_link",
+    "network_link",
+]

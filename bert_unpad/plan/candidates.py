@@ -1,0 +1,93 @@
+"""The configurations that a plan chooses from: settings that memory or speed depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+__all__ = ["COMPRESSIONS", "RECOMPUTE", "Allowed", "Candidate", "candidates"]
+
+COMPRESSIONS = ("none", "bf16", "power_sgd")
+"""none: gradients travel in fp32; bf16: `clip.wire_dtype: bf16`; power_sgd: `comm.hook`."""
+RECOMPUTE = ("none", "gelu", "layer")
+"""`recompute` of the trainer."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One configuration on some nodes."""
+
+    nodes: int
+    batch: int
+    """Sequences of a forward and backward pass on one rank."""
+    accumulation: int = 1
+    """Passes of an update."""
+    compression: str = "none"
+    sharded: bool = False
+    """Whether each rank keeps the optimizer's state of its part of the parameters only."""
+    recompute: str = "none"
+    local_sgd_period: int = 1
+    """Updates between averages over all nodes (`comm.hook: post_local_sgd`); 1: in each."""
+
+    @property
+    def complexity(self) -> tuple[int, ...]:
+        """Orders configurations of like speed: the fewest means, each as mild as possible."""
+        return (
+            int(self.local_sgd_period > 1),
+            COMPRESSIONS.index(self.compression),
+            RECOMPUTE.index(self.recompute),
+            int(self.sharded),
+            self.accumulation,
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON keeps it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What may be used."""
+
+    compressions: Sequence[str] = ("none", "bf16")
+    """Of `COMPRESSIONS`. PowerSGD is left out by default since it changes what is learned more."""
+    sharded: Sequence[bool] = (False, True)
+    recompute: Sequence[str] = RECOMPUTE
+    local_sgd_periods: Sequence[int] = (1,)
+    """1 for averaging in every update."""
+
+
+def candidates(
+    nodes: int, gpus_per_node: int, global_batch: int, allowed: Allowed
+) -> Iterator[Candidate]:
+    """All configurations for some nodes; none if the global batch does not divide by the ranks.
+
+    The trainer takes a global batch that is a multiple of the ranks; passes of unequal size would
+    be no faster than equal ones, so accumulation divides a rank's part.
+    """
+    ranks = nodes * gpus_per_node
+    if global_batch % ranks:
+        return
+    part = global_batch // ranks
+    # One rank exchanges and shards nothing; on one node all averages are of the node.
+    compressions = allowed.compressions if ranks > 1 else ("none",)
+    sharded = allowed.sharded if ranks > 1 else (False,)
+    periods = allowed.local_sgd_periods if nodes > 1 else (1,)
+    for accumulation in (n for n in range(1, part + 1) if part % n == 0):
+        for compression in compressions:
+            for period in periods:
+                if period > 1 and compression != "none":
+                    continue  # the trainer has one hook at a time, and it takes fp32
+                for shard in sharded:
+                    if period > 1 and shard:
+                        continue  # ranks of other nodes have other states in between
+                    for recompute in allowed.recompute:
+                        yield Candidate(
+                            nodes=nodes,
+                            batch=part // accumulation,
+                            accumulation=accumulation,
+                            compression=compression,
+                            sharded=shard,
+                            recompute=recompute,
+                            local_sgd_period=period,
+                        )

@@ -1,0 +1,101 @@
+"""GPUs that a plan may name: memory, rates, and a price to start from.
+
+Rates are dense (without structured sparsity), products of 16 bits added up in fp32, from NVIDIA's
+data sheets and white papers: A100, H100, H200, L4, L40S, V100, T4 (data sheets); GeForce RTX 3090
+and 4090 (Ampere GA102 and Ada white papers), RTX 2080 Ti (Turing white paper); A10G (the data sheet
+that AWS publishes with its G5 instances). They are peaks: what training sustains of them is an
+assumption of its own (`SUSTAINED_SHARE`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CARDS", "SUSTAINED_SHARE", "Card", "find_card"]
+
+SUSTAINED_SHARE = 0.4
+"""Share of the peak that a step's model FLOPs are assumed to reach (MFU). An assumption: this
+package has not been measured on a GPU yet. Published BERT-large results of others on A100 GPUs (305
+to 367 sequences/s of about 0.49 TFLOP) come to 0.48 to 0.58; cards with a higher ratio of
+arithmetic to memory bandwidth reach less."""
+
+# The operators are compiled for compute capability 8.0 and later: they use its bf16 tensor cores
+# and asynchronous copies.
+_LEAST_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class Card:
+    """One model of GPU."""
+
+    name: str
+    memory_gb: float
+    """10^9 bytes."""
+    tflops_16bit: float
+    """10^12 operations/s of 16-bit products (bf16 from compute capability 8.0 on, else fp16)."""
+    tflops_fp32: float
+    """10^12 operations/s in fp32, without tensor cores."""
+    bandwidth_gbs: float
+    """10^9 bytes/s of its memory."""
+    capability: tuple[int, int]
+    """Compute capability."""
+    nvlink: bool
+    """Whether servers with several of them usually join them by NVLink."""
+    price: float
+    """US dollars an hour: a round figure of on-demand cloud prices of 2025, to compare cards by;
+    prices differ by more than a factor of 3 between clouds, so give your own."""
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether its tensor cores multiply bf16."""
+        return self.capability >= (8, 0)
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether this package's CUDA operators run on it."""
+        return self.capability >= _LEAST_CAPABILITY
+
+    def peak(self, precision: str) -> float:
+        """Operations/s of the products that `precision` (bf16 or fp32) trains with."""
+        return 1e12 * (self.tflops_16bit if precision == "bf16" else self.tflops_fp32)
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card("a100-40", 40, 312, 19.5, 1555, (8, 0), True, 2.0),
+        Card("a100-80", 80, 312, 19.5, 2039, (8, 0), True, 2.5),
+        Card("h100", 80, 989, 67, 3350, (9, 0), True, 4.0),
+        Card("h100-pcie", 80, 756, 51, 2000, (9, 0), False, 3.0),
+        Card("h200", 141, 989, 67, 4800, (9, 0), True, 5.0),
+        Card("l4", 24, 121, 30.3, 300, (8, 9), False, 0.8),
+        Card("a10g", 24, 70, 35, 600, (8, 6), False, 1.0),
+        Card("l40s", 48, 362, 91.6, 864, (8, 9), False, 1.9),
+        Card("rtx3090", 24, 71, 35.6, 936, (8, 6), False, 0.25),
+        Card("rtx4090", 24, 165, 82.6, 1008, (8, 9), False, 0.4),
+        Card("v100", 32, 125, 15.7, 900, (7, 0), True, 3.0),
+        Card("t4", 16, 65, 8.1, 320, (7, 5), False, 0.5),
+        Card("rtx2080ti", 11, 53.8, 13.4, 616, (7, 5), False, 0.1),
+    )
+}
+"""By name; h100 is the SXM card."""
+
+
+def find_card(name: str) -> Card:
+    """The card of that name, if plans can be made for it.
+
+    Raises:
+        ValueError: it is not in the table, or this package's CUDA operators do not run on it.
+    """
+    if name not in CARDS:
+        raise ValueError(f"argument --card: expected one of {', '.join(CARDS)}, got {name!r}")
+    card = CARDS[name]
+    if not card.is_supported:
+        usable = ", ".join(known.name for known in CARDS.values() if known.is_supported)
+        raise ValueError(
+            f"argument --card: {name} has compute capability "
+            f"{card.capability[0]}.{card.capability[1]}; the CUDA operators need "
+            f"{_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]} or later, so there is nothing to plan "
+            f"for it. Expected one of {usable}"
+        )
+    return card

@@ -1,0 +1,177 @@
+"""The best configuration of each number of nodes, what it costs, and what holds it back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bert_unpad.plan.candidates import COMPRESSIONS, Allowed, Candidate, candidates
+from bert_unpad.plan.memory import Memory
+from bert_unpad.plan.step import Planner, UpdateTime
+
+__all__ = ["TIE", "Choice", "alternatives", "best", "curve", "why_none"]
+
+TIE = 0.01
+"""A simpler configuration goes before one that is faster by less than this share: predictions are
+not as exact."""
+
+_DAY = 24 * 3600.0
+_LOCAL_SGD_PERIOD = 8  # the trainer's default
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A configuration, and what a whole run with it takes."""
+
+    candidate: Candidate
+    ranks: int
+    time: UpdateTime
+    memory: Memory
+    memory_seconds: float
+    """By which an update would be shorter with memory without end."""
+    updates: int
+    price: float | None
+    """Of one card and hour."""
+
+    @property
+    def days(self) -> float:
+        """Of the whole run, without evaluation, checkpoints and restarts."""
+        return self.updates * self.time.total / _DAY
+
+    @property
+    def cost(self) -> float | None:
+        """Of all cards for that long; None without a price."""
+        return None if self.price is None else self.days * 24 * self.ranks * self.price
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Shares of an update, together 1: computing, network, memory, stragglers.
+
+        Network is what communication adds, with the computing of compression. Memory is what its
+        limit costs: passes computed again, or an exchange that is slower so that all fits.
+        """
+        total, time = self.time.total, self.time
+        # What memory costs is part of recomputing first, then of the exchange, then of the rest.
+        left = self.memory_seconds
+        parts = {}
+        for name, seconds in (
+            ("compute", time.compute + time.recompute + time.update),
+            ("network", time.network + time.compress),
+            ("stragglers", time.straggler),
+        ):
+            parts[name] = seconds
+        for name, most in (
+            ("compute", time.recompute),
+            ("network", parts["network"]),
+            ("compute", parts["compute"] - time.recompute),
+        ):
+            taken = min(left, most)
+            parts[name] -= taken
+            left -= taken
+        parts["memory"] = self.memory_seconds - left
+        return {
+            name: parts[name] / total for name in ("compute", "network", "memory", "stragglers")
+        }
+
+    @property
+    def bottleneck(self) -> str:
+        """The largest of `shares`."""
+        shares = self.shares
+        return max(shares, key=shares.__getitem__)
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON keeps it."""
+        return {
+            **self.candidate.to_dict(),
+            "ranks": self.ranks,
+            "update_seconds": self.time.to_dict(),
+            "memory_bytes": self.memory.to_dict(),
+            "shares": self.shares,
+            "bottleneck": self.bottleneck,
+            "updates": self.updates,
+            "days": self.days,
+            "cost": self.cost,
+        }
+
+
+def best(
+    planner: Planner, nodes: int, allowed: Allowed, price: float | None = None
+) -> Choice | None:
+    """The fastest configuration that fits, or a simpler one that is as fast within 1 %.
+
+    Args:
+        planner: predicts.
+        nodes: how many.
+        allowed: what may be used.
+        price: of one card and hour.
+
+    Returns:
+        None where there is none; `why_none` says why.
+    """
+    work = planner.workload
+    found = [
+        (planner.update_time(candidate), candidate)
+        for candidate in candidates(
+            nodes, planner.cluster.ranks_per_node, work.global_batch, allowed
+        )
+    ]
+    fitting = [(time, candidate) for time, candidate in found if planner.fits(candidate)]
+    if not fitting:
+        return None
+    least = min(time.total for time, _ in fitting)
+    time, chosen = min(
+        ((time, candidate) for time, candidate in fitting if time.total <= least * (1 + TIE)),
+        key=lambda pair: (pair[1].complexity, pair[0].total),
+    )
+    # Against the fastest that fits, not the simplest: the tie is no matter of memory.
+    without_limit = min(time.total for time, _ in found)
+    return Choice(
+        candidate=chosen,
+        ranks=planner.ranks(nodes),
+        time=time,
+        memory=planner.memory(chosen),
+        memory_seconds=least - without_limit,
+        updates=work.updates,
+        price=price,
+    )
+
+
+def why_none(planner: Planner, nodes: int, allowed: Allowed) -> str:
+    """Why there is no configuration for so many nodes."""
+    work, ranks = planner.workload, planner.ranks(nodes)
+    if work.global_batch % ranks:
+        return f"a global batch of {work.global_batch:,} does not divide by {ranks:,} ranks"
+    least = min(
+        planner.memory(candidate).total
+        for candidate in candidates(
+            nodes, planner.cluster.ranks_per_node, work.global_batch, allowed
+        )
+    )
+    return (
+        f"the smallest configuration needs {least / 1e9:.1f} GB a rank, of which "
+        f"{planner.device.name} gives {planner.device.memory / 1e9:.1f}"
+    )
+
+
+def curve(
+    planner: Planner, most_nodes: int, allowed: Allowed, price: float | None = None
+) -> list[Choice]:
+    """The best of each number of nodes from 1 on, where there is one."""
+    found = (best(planner, nodes, allowed, price) for nodes in range(1, most_nodes + 1))
+    return [choice for choice in found if choice is not None]
+
+
+def alternatives(
+    planner: Planner, nodes: int, allowed: Allowed, price: float | None = None
+) -> list[Choice]:
+    """The best with each way to exchange gradients, those that are not allowed too."""
+    ways: Sequence[tuple[str, int]] = [(name, 1) for name in COMPRESSIONS]
+    if nodes > 1:
+        ways = [*ways, ("none", _LOCAL_SGD_PERIOD)]
+    found = []
+    for compression, period in ways if planner.ranks(nodes) > 1 else ():
+        one = Allowed((compression,), allowed.sharded, allowed.recompute, (period,))
+        choice = best(planner, nodes, one, price)
+        if choice is not None:
+            found.append(choice)
+    return found

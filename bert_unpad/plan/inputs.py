@@ -1,0 +1,203 @@
+"""What the options mean: a workload, a device, a cluster, what may be used."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bert_unpad.nn.config import BertConfig
+from bert_unpad.plan.calibrate import calibrate
+from bert_unpad.plan.candidates import Allowed
+from bert_unpad.plan.cards import find_card
+from bert_unpad.plan.device import Device, card_device
+from bert_unpad.plan.links import intra_node_link, network_link
+from bert_unpad.plan.workload import STRATEGIES, Workload, cap_lengths
+from bert_unpad.simulate.network import Cluster, Link
+from bert_unpad.simulate.options import model_config, read_counts
+
+__all__ = ["QUICKSTART", "allowed_of", "hardware_of", "workload_of"]
+
+QUICKSTART = {
+    "vocab_size": 8192,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 128,
+}
+"""Sizes of configs/quickstart.yaml."""
+
+
+def workload_of(options: argparse.Namespace) -> Workload:
+    """The workload; what no option says is the recipe's, then the default.
+
+    Raises:
+        OSError, ValueError: a file cannot be read or is none; the message names the option.
+    """
+    recipe: dict[str, Any] = {}
+    if options.model.endswith((".yaml", ".yml")):
+        recipe = _recipe(options.model, options.set)
+    elif options.set:
+        raise ValueError("argument --set: expected --model to be a recipe (YAML)")
+    config = recipe.get("config") or _config(options.model)
+
+    def given(name: str, default: Any) -> Any:
+        value = getattr(options, name)
+        return recipe.get(name, default) if value is None else value
+
+    longest = given("max_length", config.max_position_embeddings)
+    if longest > config.max_position_embeddings:
+        raise ValueError(
+            f"argument --max-length: expected at most {config.max_position_embeddings}, the "
+            f"model's positions, got {longest}"
+        )
+    counts = cap_lengths(read_counts(options.data, "--data"), longest)
+    global_batch = given("global_batch", 256)
+    steps, epochs = options.steps, options.epochs
+    if steps is None and epochs is None:
+        steps, epochs = recipe.get("steps"), recipe.get("epochs")
+    if steps is None:
+        examples = options.examples or int(counts.sum())
+        if options.tokens is not None:
+            mean = float(counts @ np.arange(len(counts))) / float(counts.sum())
+            examples = options.tokens / mean
+        steps = max(math.ceil((1 if epochs is None else epochs) * examples / global_batch), 1)
+    elif options.examples is not None or options.tokens is not None:
+        name = "--examples" if options.examples is not None else "--tokens"
+        raise ValueError(f"argument {name}: expected with --epochs, not where steps are given")
+    return Workload(
+        config=config,
+        counts=counts,
+        global_batch=global_batch,
+        updates=steps,
+        precision=given("precision", "bf16"),
+        optimizer=given("optimizer", "adamw"),
+        strategy=given("strategy", "stratified"),
+    )
+
+
+def hardware_of(
+    options: argparse.Namespace, workload: Workload
+) -> tuple[Device, Cluster, float | None, list[str]]:
+    """The device of a rank, the cluster, the price of a card and hour, and what is assumed.
+
+    Raises:
+        ValueError: an option is out of range; the message names it.
+    """
+    assumed = []
+    measured: Link | None = None
+    price = options.price
+    usual_link = "pcie"
+    if options.calibrate is not None:
+        found = calibrate(
+            workload,
+            device=options.device,
+            seconds=options.calibrate,
+            memory_share=options.memory_share,
+        )
+        device, measured = found.device, found.link
+        if price is None:
+            assumed.append("no price was given, so costs are left out (--price)")
+    else:
+        card = find_card(options.card)
+        device = card_device(
+            card, workload, sustained=options.sustained, memory_share=options.memory_share
+        )
+        usual_link = "nvlink" if card.nvlink else "pcie"
+        assumed.append(
+            f"passes reach {options.sustained:.0%} of the card's peak of "
+            f"{card.peak(workload.precision) / 1e12:g} TFLOP/s in {workload.precision}: an "
+            "assumption, not a measurement (--sustained, --calibrate)"
+        )
+        if price is None:
+            price = card.price
+            assumed.append(f"a card costs {price:g} an hour, a round figure of 2025 (--price)")
+    node = intra_node_link(options.intra_node or usual_link)
+    network = network_link(
+        options.network,
+        options.gpus_per_node,
+        adapters=options.adapters,
+        latency=None if options.latency is None else options.latency * 1e-6,
+    )
+    if measured is not None:
+        # torchrun's processes on one host measure what lies within a node.
+        if _is_one_host():
+            node = measured
+        else:
+            network = measured
+    cluster = Cluster(options.gpus_per_node, node, network)
+    return device, cluster, price, assumed
+
+
+def allowed_of(options: argparse.Namespace) -> Allowed:
+    """What may be used."""
+    return Allowed(
+        compressions=options.compression,
+        sharded={"yes": (True,), "no": (False,), "auto": (False, True)}[options.sharding],
+        recompute=options.recompute,
+        local_sgd_periods=(1,) if options.local_sgd == 1 else (1, options.local_sgd),
+    )
+
+
+def _config(name: str) -> BertConfig:
+    if name == "quickstart":
+        return BertConfig(**QUICKSTART)
+    try:
+        return model_config({"base": "bert-base", "large": "bert-large"}.get(name, name))
+    except ValueError as error:
+        if Path(name).is_file():
+            raise
+        raise ValueError(
+            "argument --model: expected base, large, quickstart, a config.json or a recipe "
+            f"(YAML), got {name!r}"
+        ) from error
+
+
+def _recipe(path: str, overrides: list[str]) -> dict[str, Any]:
+    """What a plan reads of a recipe, under the options' names."""
+    # Reading recipes needs the trainer's own packages, which a plan does without otherwise.
+    from bert_unpad.pretrain.config import read_config
+
+    if not Path(path).is_file():
+        raise ValueError(f"argument --model: expected a recipe, got {path!r}, which is no file")
+    for override in overrides:
+        if "=" not in override:
+            raise ValueError(f"argument --set: expected KEY=VALUE, got {override!r}")
+    run, _ = read_config(["--config", path, *(f"--{override}" for override in overrides)])
+    batching = run.batching
+    if batching.strategy not in STRATEGIES:
+        raise ValueError(
+            f"{path}: expected batching.strategy stratified or random, got {batching.strategy!r} "
+            "(--set batching.strategy=stratified)"
+        )
+    vocabulary = run.data.vocab_size
+    if run.data.vocab_file is not None:
+        vocabulary = _lines(Path(run.data.vocab_file))
+    found: dict[str, Any] = {
+        "config": run.model.resolve(vocabulary),
+        "max_length": run.data.max_seq_length,
+        "precision": run.precision,
+        "optimizer": run.optimizer.name,
+        "strategy": batching.strategy,
+        "steps": run.schedule.total_steps,
+        "epochs": run.schedule.epochs,
+    }
+    if batching.global_batch_size is not None:
+        found["global_batch"] = batching.global_batch_size
+    return found
+
+
+def _lines(vocabulary: Path) -> int:
+    """Tokens of a vocabulary; that of BERT's own where the file is on another machine."""
+    if not vocabulary.is_file():
+        return BertConfig.vocab_size
+    return len(vocabulary.read_text("utf-8").splitlines())
+
+
+def _is_one_host() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")

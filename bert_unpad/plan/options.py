@@ -1,0 +1,165 @@
+"""The options of `python -m bert_unpad.plan`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from bert_unpad._arguments import above_zero, not_below_zero, positive, share
+from bert_unpad.plan.candidates import COMPRESSIONS, RECOMPUTE
+from bert_unpad.plan.cards import CARDS, SUSTAINED_SHARE
+from bert_unpad.plan.workload import OPTIMIZERS, PRECISIONS, STRATEGIES
+
+__all__ = ["make_parser"]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's parser."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bert_unpad.plan",
+        description="Finds the fastest configuration of a training run on given hardware and says "
+        "how long it takes, what it costs and what holds it back, for 1 to --nodes nodes.",
+    )
+    _add_run(parser.add_argument_group("what is trained"))
+    _add_hardware(parser.add_argument_group("on what"))
+    _add_choice(parser.add_argument_group("what may be used"))
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    output.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw time against cost (png, pdf, svg)"
+    )
+    return parser
+
+
+def _add_run(run: argparse._ArgumentGroup) -> None:
+    run.add_argument(
+        "--model",
+        default="base",
+        help="base (default), large, quickstart, a config.json in Hugging Face's layout, or a "
+        "recipe (YAML), whose batch, updates, precision, optimizer and lengths then count where "
+        "no option says otherwise",
+    )
+    run.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="overrides a key of the recipe, as model.preset=bert-large",
+    )
+    run.add_argument(
+        "--data",
+        default="wikipedia",
+        help="lengths: wikipedia (default), a text file whose line i is the number of sequences "
+        "of length i, or a folder of prepared data",
+    )
+    run.add_argument(
+        "--max-length", type=positive, help="longest sequence; longer ones count as cut off"
+    )
+    run.add_argument("--global-batch", type=positive, help="sequences of an update (default 256)")
+    amount = run.add_mutually_exclusive_group()
+    amount.add_argument("--steps", type=positive, help="updates of the run")
+    amount.add_argument("--epochs", type=above_zero, help="passes over the data (default 1)")
+    size = run.add_mutually_exclusive_group()
+    size.add_argument(
+        "--examples", type=positive, help="sequences of an epoch (default: as many as --data has)"
+    )
+    size.add_argument("--tokens", type=above_zero, help="the same, as real tokens: 3.3e9")
+    run.add_argument("--precision", choices=PRECISIONS, help="default bf16")
+    run.add_argument("--optimizer", choices=OPTIMIZERS, help="default adamw")
+    run.add_argument("--strategy", choices=STRATEGIES, help="default stratified")
+
+
+def _add_hardware(hardware: argparse._ArgumentGroup) -> None:
+    what = hardware.add_mutually_exclusive_group()
+    what.add_argument("--card", default="a100-80", help=f"one of {', '.join(CARDS)}")
+    what.add_argument(
+        "--calibrate",
+        nargs="?",
+        type=above_zero,
+        const=60.0,
+        metavar="SECONDS",
+        help="instead of --card: measure this machine's device, for 60 s if nothing else is given; "
+        "started by torchrun, the link between its processes too",
+    )
+    hardware.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="for --calibrate (default cpu)"
+    )
+    hardware.add_argument("--gpus-per-node", type=positive, default=8, help="default 8")
+    hardware.add_argument("--nodes", type=positive, default=1, help="most nodes (default 1)")
+    hardware.add_argument(
+        "--network", default="10G", help="of a node: 100M, 1G, 10G (default), ..., IB, IB-NDR"
+    )
+    hardware.add_argument(
+        "--adapters", type=positive, default=1, help="of that kind in a node (default 1)"
+    )
+    hardware.add_argument(
+        "--latency",
+        type=not_below_zero,
+        metavar="MICROSECONDS",
+        help="of a message between nodes (default 30, InfiniBand 10)",
+    )
+    hardware.add_argument(
+        "--intra-node",
+        help="within a node: nvlink, pcie, or GB/s of a rank (default: what the card usually has)",
+    )
+    hardware.add_argument(
+        "--sustained",
+        type=share,
+        default=SUSTAINED_SHARE,
+        metavar="SHARE",
+        help="of a card's peak that the model's FLOPs reach (MFU): an assumption, default "
+        f"{SUSTAINED_SHARE}",
+    )
+    hardware.add_argument(
+        "--memory-share",
+        type=share,
+        default=0.9,
+        metavar="SHARE",
+        help="of a card's memory that a run may use (default 0.9)",
+    )
+    hardware.add_argument(
+        "--price", type=not_below_zero, help="of a card and hour (default: the table's)"
+    )
+
+
+def _add_choice(choice: argparse._ArgumentGroup) -> None:
+    choice.add_argument(
+        "--compression",
+        type=_names(COMPRESSIONS),
+        default=["none", "bf16"],
+        help="comma-separated, of none,bf16,power_sgd (default none,bf16: power_sgd changes more "
+        "of what is learned)",
+    )
+    choice.add_argument(
+        "--recompute",
+        type=_names(RECOMPUTE),
+        default=list(RECOMPUTE),
+        help="comma-separated, of none,gelu,layer (default all)",
+    )
+    choice.add_argument(
+        "--sharding",
+        choices=("yes", "no", "auto"),
+        default="auto",
+        help="the optimizer's state over all ranks (default auto)",
+    )
+    choice.add_argument(
+        "--local-sgd",
+        type=positive,
+        default=1,
+        metavar="UPDATES",
+        help="average over nodes only so often, where that is faster; 1 (default): always",
+    )
+
+
+def _names(known: Sequence[str]):
+    def names(text: str) -> list[str]:
+        found = text.split(",")
+        for name in found:
+            if name not in known:
+                raise argparse.ArgumentTypeError(
+                    f"expected a comma-separated list of {', '.join(known)}, got {name!r}"
+                )
+        return found
+
+    return names

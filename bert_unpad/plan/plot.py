@@ -1,0 +1,56 @@
+"""Draws time against cost, a point for each number of nodes; matplotlib is imported only then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from bert_unpad._files import replacing
+from bert_unpad.plan.choose import Choice
+
+__all__ = ["plot_curve"]
+
+
+def plot_curve(choices: Sequence[Choice], title: str, path: Path) -> None:
+    """Draws days against cost, or against nodes where there is no price.
+
+    Args:
+        choices: at least one, of ascending numbers of nodes.
+        title: over the plot.
+        path: the image to write; its suffix selects the format (png, pdf, svg).
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: matplotlib cannot write that format.
+        OSError: the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "plotting needs matplotlib: pip install matplotlib", name="matplotlib"
+        ) from error
+    priced = choices[0].cost is not None
+    days = [choice.days for choice in choices]
+    nodes = [choice.candidate.nodes for choice in choices]
+    across = [choice.cost for choice in choices] if priced else nodes
+    # A bare Figure draws without a display and leaves pyplot's global state alone.
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(across, days, color="0.7", zorder=1)
+    for kind in dict.fromkeys(choice.bottleneck for choice in choices):
+        chosen = [i for i, choice in enumerate(choices) if choice.bottleneck == kind]
+        axes.scatter([across[i] for i in chosen], [days[i] for i in chosen], label=kind, zorder=2)
+    for x, y, count in zip(across, days, nodes, strict=True):
+        axes.annotate(
+            f"{count} node{'s' * (count > 1)}", (x, y), xytext=(6, 4), textcoords="offset points"
+        )
+    axes.set_title(title)
+    axes.set_xlabel("cost of the run" if priced else "nodes")
+    axes.set_ylabel("days")
+    axes.margins(x=0.15, y=0.12)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(title="bottleneck")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=path.suffix.removeprefix(".") or "png", dpi=150)
