@@ -264,7 +264,8 @@ def test_candidates():
         ("power_sgd", 1),
         ("none", 8),
     ]
-    assert "does not divide by 12 ranks" in why_none(planner, 3, Allowed())
+    why = why_none(planner, 3, Allowed())
+    assert why == "a global batch of 512 does not divide by 12 ranks; 516 would"
 
 
 def test_workloads_are_checked():
@@ -274,7 +275,7 @@ def test_workloads_are_checked():
     for changes, message in (
         ({"global_batch": 0}, "global_batch: expected 1 or more"),
         ({"updates": -1}, "updates: expected 1 or more"),
-        ({"precision": "fp8"}, "precision: expected one of bf16, fp32"),
+        ({"precision": "fp8"}, "precision: expected one of bf16, fp16, fp32"),
         ({"optimizer": "sgd"}, "optimizer: expected one of adamw"),
         ({"strategy": "packed"}, "strategy: expected one of stratified, random"),
         ({"counts": np.array([5, 0])}, "counts: expected at least one sequence"),

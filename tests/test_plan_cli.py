@@ -115,7 +115,7 @@ def test_bad_input(arguments, message, capsys):
 
 
 def workload(*arguments: str) -> Workload:
-    return workload_of(make_parser().parse_args(arguments))
+    return workload_of(make_parser().parse_args(arguments))[0]
 
 
 def test_what_is_trained():
@@ -134,6 +134,10 @@ def test_recipes():
     )
     assert (work.global_batch, work.updates, work.precision) == (32, 900, "fp32")
     assert (work.longest, work.optimizer) == (128, "adamw")
+    changed = ["--set=comm.bucket_mb=2", "--set=precision=fp16"]
+    options = make_parser().parse_args([f"--model={CONFIGS / 'quickstart.yaml'}", *changed])
+    work, bucket_mb = workload_of(options)
+    assert (bucket_mb, work.precision) == (2, "fp16")
     path = CONFIGS / "bert_large_mlperf.yaml"
     work = workload(f"--model={path}", "--set=model.preset=bert-large", "--global-batch=64")
     assert (work.global_batch, work.updates, work.optimizer) == (64, 6700, "lamb")

@@ -56,8 +56,8 @@ class Card:
         return self.capability >= _LEAST_CAPABILITY
 
     def peak(self, precision: str) -> float:
-        """Operations/s of the products that `precision` (bf16 or fp32) trains with."""
-        return 1e12 * (self.tflops_16bit if precision == "bf16" else self.tflops_fp32)
+        """Operations/s of the products that `precision` (bf16, fp16 or fp32) trains with."""
+        return 1e12 * (self.tflops_fp32 if precision == "fp32" else self.tflops_16bit)
 
 
 CARDS = {

@@ -140,7 +140,11 @@ def why_none(planner: Planner, nodes: int, allowed: Allowed) -> str:
     """Why there is no configuration for so many nodes."""
     work, ranks = planner.workload, planner.ranks(nodes)
     if work.global_batch % ranks:
-        return f"a global batch of {work.global_batch:,} does not divide by {ranks:,} ranks"
+        nearest = max(round(work.global_batch / ranks), 1) * ranks
+        return (
+            f"a global batch of {work.global_batch:,} does not divide by {ranks:,} ranks; "
+            f"{nearest:,} would"
+        )
     least = min(
         planner.memory(candidate).total
         for candidate in candidates(

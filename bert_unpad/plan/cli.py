@@ -45,9 +45,9 @@ def make_plan(options: argparse.Namespace) -> Plan:
     Raises:
         OSError, ValueError: an option is out of range or nothing fits; the message says which.
     """
-    workload = workload_of(options)
+    workload, bucket_mb = workload_of(options)
     device, cluster, price, assumed = hardware_of(options, workload)
-    planner = Planner(workload, device, cluster)
+    planner = Planner(workload, device, cluster, None if bucket_mb is None else bucket_mb * 2**20)
     allowed = allowed_of(options)
     found = curve(planner, options.nodes, allowed, price)
     there = {choice.candidate.nodes for choice in found}

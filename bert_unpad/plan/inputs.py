@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from bert_unpad.nn.config import BertConfig
-from bert_unpad.plan.calibrate import calibrate
 from bert_unpad.plan.candidates import Allowed
 from bert_unpad.plan.cards import find_card
 from bert_unpad.plan.device import Device, card_device
@@ -33,8 +32,10 @@ QUICKSTART = {
 """Sizes of configs/quickstart.yaml."""
 
 
-def workload_of(options: argparse.Namespace) -> Workload:
-    """The workload; what no option says is the recipe's, then the default.
+def workload_of(options: argparse.Namespace) -> tuple[Workload, float | None]:
+    """The workload, and the limit of DDP's buckets in MiB if one is given.
+
+    What no option says is the recipe's, then the default.
 
     Raises:
         OSError, ValueError: a file cannot be read or is none; the message names the option.
@@ -70,7 +71,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
     elif options.examples is not None or options.tokens is not None:
         name = "--examples" if options.examples is not None else "--tokens"
         raise ValueError(f"argument {name}: expected with --epochs, not where steps are given")
-    return Workload(
+    workload = Workload(
         config=config,
         counts=counts,
         global_batch=global_batch,
@@ -79,6 +80,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
         optimizer=given("optimizer", "adamw"),
         strategy=given("strategy", "stratified"),
     )
+    return workload, given("bucket_mb", None)
 
 
 def hardware_of(
@@ -94,6 +96,9 @@ def hardware_of(
     price = options.price
     usual_link = "pcie"
     if options.calibrate is not None:
+        # Needs the trainer's own packages, which a plan does without otherwise.
+        from bert_unpad.plan.calibrate import calibrate
+
         found = calibrate(
             workload,
             device=options.device,
@@ -160,7 +165,6 @@ def _config(name: str) -> BertConfig:
 
 def _recipe(path: str, overrides: list[str]) -> dict[str, Any]:
     """What a plan reads of a recipe, under the options' names."""
-    # Reading recipes needs the trainer's own packages, which a plan does without otherwise.
     from bert_unpad.pretrain.config import read_config
 
     if not Path(path).is_file():
@@ -184,6 +188,7 @@ def _recipe(path: str, overrides: list[str]) -> dict[str, Any]:
         "precision": run.precision,
         "optimizer": run.optimizer.name,
         "strategy": batching.strategy,
+        "bucket_mb": run.comm.bucket_mb,
         "steps": run.schedule.total_steps,
         "epochs": run.schedule.epochs,
     }

@@ -40,7 +40,8 @@ _LINK_SIZES = tuple(4**n for n in range(5, 13))
 
 def dtype_of(workload: Workload) -> torch.dtype:
     """Of the activations."""
-    return torch.bfloat16 if workload.precision == "bf16" else torch.float32
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    return names[workload.precision]
 
 
 def time_together(step: Callable[[], object], device: torch.device) -> float:

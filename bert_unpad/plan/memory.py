@@ -20,7 +20,7 @@ class Memory:
     """Bytes of one rank at the peak of a step."""
 
     weights: float
-    """In fp32, and with bf16 their 16-bit copies, kept from the forward to the backward pass."""
+    """In fp32, and with 16-bit activations copies in their type, kept for the backward pass."""
     gradients: float
     """In fp32; DDP's buckets are their only storage (`gradient_as_bucket_view`)."""
     optimizer: float
@@ -96,4 +96,4 @@ def memory_of(workload: Workload, candidate: Candidate, ranks: int) -> Memory:
 
 
 def _bytes(precision: str) -> int:
-    return {"bf16": 2, "fp32": 4}[precision]
+    return 4 if precision == "fp32" else 2

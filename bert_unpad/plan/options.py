@@ -66,6 +66,11 @@ def _add_run(run: argparse._ArgumentGroup) -> None:
     )
     size.add_argument("--tokens", type=above_zero, help="the same, as real tokens: 3.3e9")
     run.add_argument("--precision", choices=PRECISIONS, help="default bf16")
+    run.add_argument(
+        "--bucket-mb",
+        type=above_zero,
+        help="MiB of gradients exchanged together (default: DDP's 25, the first 1)",
+    )
     run.add_argument("--optimizer", choices=OPTIMIZERS, help="default adamw")
     run.add_argument("--strategy", choices=STRATEGIES, help="default stratified")
 

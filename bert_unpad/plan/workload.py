@@ -15,7 +15,7 @@ from bert_unpad.simulate.step import num_parameters
 
 __all__ = ["PRECISIONS", "Workload", "cap_lengths"]
 
-PRECISIONS = ("bf16", "fp32")
+PRECISIONS = ("bf16", "fp16", "fp32")
 STRATEGIES = ("stratified", "random")
 OPTIMIZERS = ("adamw", "fused_adam", "lamb", "lans")
 
@@ -45,7 +45,7 @@ class Workload:
     """Sequences of an update, over all ranks."""
     updates: int
     precision: str = "bf16"
-    """bf16 or fp32: of the activations."""
+    """bf16, fp16 or fp32: of the activations."""
     optimizer: str = "adamw"
     strategy: str = "stratified"
     """How sequences are dealt to ranks: stratified or random."""
