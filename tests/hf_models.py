@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-transformers = pytest.importorskip("transformers", minversion="5.0")
+transformers = pytest.importorskip("transformers", minversion="4.57")
+UNPADS = int(transformers.__version__.split(".")[0]) >= 5
+needs_unpad = pytest.mark.skipif(not UNPADS, reason="hf.unpad needs transformers 5.0")
 
 BATCH, SEQLEN, VOCAB, CHOICES = 4, 11, 61, 2
 
@@ -69,8 +71,13 @@ def family_of(name: str) -> str:
     return max((f for f in HEADS if name.startswith(f)), key=len)
 
 
-def make(name: str, dropout: float = 0.0, seed: int = 0, **changes) -> nn.Module:
-    """A model of the class with weights large enough for every part to matter."""
+def make(
+    name: str, dropout: float = 0.0, seed: int = 0, attention: str | None = None, **changes
+) -> nn.Module:
+    """A model of the class with weights large enough for every part to matter.
+
+    `attention` names its implementation; None leaves the choice to transformers.
+    """
     family = family_of(name)
     if family == "DistilBert":
         rates = {
@@ -93,7 +100,7 @@ def make(name: str, dropout: float = 0.0, seed: int = 0, **changes) -> nn.Module
         fields = {**fields, "num_labels": 2}
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**fields | changes)
-    model = getattr(transformers, name)(config).train()
+    model = getattr(transformers, name)._from_config(config, attn_implementation=attention).train()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from hf_models import MASKS, assert_same_step, call_arguments, clone, make, run
+from hf_models import MASKS, assert_same_step, call_arguments, clone, make, needs_unpad, run
 from torch.nn import functional
 
 from bert_unpad import hf
 
+pytestmark = needs_unpad
 MASK = MASKS["right"]
 LENGTHS = MASK.sum(1)
 LABELLED = ("BertForMaskedLM", "BertForPreTraining", "RobertaForMaskedLM", "DistilBertForMaskedLM")

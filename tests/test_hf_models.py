@@ -14,13 +14,17 @@ from hf_models import (
     call_arguments,
     clone,
     make,
+    needs_unpad,
     real,
     run,
 )
 
 from bert_unpad import hf
 
-pytestmark = pytest.mark.filterwarnings("ignore::bert_unpad.hf.StockFallbackWarning")
+pytestmark = [
+    needs_unpad,
+    pytest.mark.filterwarnings("ignore::bert_unpad.hf.StockFallbackWarning"),
+]
 
 
 def reads_first(name: str) -> bool:

@@ -1,25 +1,26 @@
-"""Packed input, the collator that makes it, and the attention-only implementation."""
+"""Packed input and the collator that makes it."""
 
 import pytest
 import torch
 from hf_models import (
-    BATCH,
     MASKS,
-    SEQLEN,
     VOCAB,
     assert_same_step,
     call_arguments,
     clone,
     make,
+    needs_unpad,
     run,
-    transformers,
 )
 
 from bert_unpad import hf
 from bert_unpad.batch import VarlenBatch
 from bert_unpad.batch import unpad as pack
 
-pytestmark = pytest.mark.filterwarnings("ignore::bert_unpad.hf.StockFallbackWarning")
+pytestmark = [
+    needs_unpad,
+    pytest.mark.filterwarnings("ignore::bert_unpad.hf.StockFallbackWarning"),
+]
 LENGTHS = VarlenBatch.from_mask(MASKS["right"])
 
 
@@ -179,57 +180,10 @@ def test_collated_batches_train():
     assert losses[-1] < losses[0] - 1
 
 
-@pytest.mark.parametrize("kind", [k for k in MASKS if k != "empty"])
-@pytest.mark.parametrize("name", ["BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM"])
-def test_attention_implementation(name, kind, packed_calls):
-    mask = MASKS[kind]
-    stock = make(name)
-    ours = clone(stock)
-    ours.set_attn_implementation("bert_unpad")
-    call = call_arguments(name, mask)
-    assert_same_step(run(ours, call), run(stock, call), mask)
-    assert packed_calls == [BATCH * SEQLEN if mask is None else int(mask.sum())] * 2
-
-
-def test_attention_implementation_leaves_other_attention_to_sdpa(packed_calls):
-    call = call_arguments("BertModel", MASKS["right"], labels=False)
-    # A 4-D mask.
-    stock = make("BertModel").eval()
-    ours = clone(stock)
-    ours.set_attn_implementation("bert_unpad")
-    full = call | {"attention_mask": MASKS["right"][:, None, None].bool().expand(-1, 1, SEQLEN, -1)}
-    assert torch.equal(ours(**full)[0], stock(**full)[0])
-    # A decoder, with a cache and with cross-attention.
-    stock = make("BertModel", is_decoder=True, add_cross_attention=True).eval()
-    ours = clone(stock)
-    ours.set_attn_implementation("bert_unpad")
-    states = torch.randn(BATCH, 5, 64, generator=torch.Generator().manual_seed(0))
-    seen = torch.ones(BATCH, 5, dtype=torch.int64)
-    seen[1, 3:] = 0
-    more = {"encoder_hidden_states": states, "encoder_attention_mask": seen}
-    for extra in ({"use_cache": False}, {**more, "use_cache": True}):
-        got, want = ours(**call, **extra), stock(**call, **extra)
-        keep = MASKS["right"].bool()
-        torch.testing.assert_close(got[0][keep], want[0][keep], rtol=1e-5, atol=1e-5)
-    assert packed_calls == []
-
-
-def test_attention_implementation_reads_a_mask_anew_when_it_changes():
-    stock = make("BertModel").eval()
-    ours = clone(stock)
-    ours.set_attn_implementation("bert_unpad")
-    call = call_arguments("BertModel", MASKS["right"].clone(), labels=False)
-    ours(**call)
-    call["attention_mask"][0, 7:] = 0
-    keep = call["attention_mask"].bool()
-    torch.testing.assert_close(ours(**call)[0][keep], stock(**call)[0][keep], rtol=1e-5, atol=1e-5)
-
-
 def test_attention_implementation_takes_packed_input():
     stock = make("BertModel").eval()
     call = call_arguments("BertModel", MASKS["right"], labels=False)
     want = pack(stock(**call)[0], LENGTHS)
-    ours = transformers.BertModel._from_config(stock.config, attn_implementation="bert_unpad")
-    ours.load_state_dict(stock.state_dict())
+    ours = make("BertModel", attention="bert_unpad")
     packed = packed_arguments(call) | {"position_ids": LENGTHS.position_ids[None]}
     torch.testing.assert_close(ours.eval()(**packed)[0][0], want, rtol=1e-5, atol=1e-5)

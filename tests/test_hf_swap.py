@@ -17,6 +17,7 @@ from hf_models import (
     clone,
     gradients,
     make,
+    needs_unpad,
     run,
     transformers,
 )
@@ -25,6 +26,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from bert_unpad import hf
 
+pytestmark = needs_unpad
 MASK = MASKS["right"]
 
 
@@ -43,13 +45,6 @@ def test_old_transformers_is_refused(monkeypatch, version, since):
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
     with pytest.raises(ImportError, match=rf"needs transformers >= {since}, but {version[:4]}"):
         hf.unpad(nn.Linear(2, 2)) if since == "5.0" else hf._versions.require_transformers()
-
-
-def test_a_bert_without_the_attention_interface_is_refused(monkeypatch):
-    modeling = sys.modules["transformers.models.bert.modeling_bert"]
-    monkeypatch.delattr(modeling, "ALL_ATTENTION_FUNCTIONS")
-    with pytest.raises(ImportError, match="does not: pip install"):
-        hf._versions.require_attention_interface()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,11 +2,21 @@
 
 import pytest
 import torch
-from hf_models import MASKS, assert_same_step, call_arguments, clone, gradients, make, transformers
+from hf_models import (
+    MASKS,
+    assert_same_step,
+    call_arguments,
+    clone,
+    gradients,
+    make,
+    needs_unpad,
+    transformers,
+)
 from mp import run_ranks
 
 from bert_unpad import hf
 
+pytestmark = needs_unpad
 MASK = MASKS["right"]
 WORDS = [
     "[PAD]",

@@ -1,15 +1,13 @@
 """Hugging Face BERT without padding: `unpad(model)` swaps packed layers in, in place.
 
 Importing this package needs transformers, and registers the attention implementation "bert_unpad".
-`unpad` needs transformers 5.0; the implementation alone would do with 4.57, if BERT's attention can
-be chosen there. `import bert_unpad` never imports transformers: `bert_unpad.hf` is loaded when it
-is first used.
+`unpad` needs transformers 5.0; the implementation alone does with 4.57. `import bert_unpad` never
+imports transformers: `bert_unpad.hf` is loaded when it is first used.
 """
 
-from bert_unpad.hf._versions import require_attention_interface, require_transformers
+from bert_unpad.hf._versions import has_attention_tables, require_transformers
 
 require_transformers()
-require_attention_interface()
 
 from bert_unpad.hf.attention import register as _register  # noqa: E402
 from bert_unpad.hf.collator import DataCollatorForPackedMLM  # noqa: E402
@@ -26,3 +24,7 @@ __all__ = [
 ]
 
 _register()
+if has_attention_tables():
+    from bert_unpad.hf import tables
+
+    tables.register()

@@ -36,17 +36,11 @@ def require_transformers(
         )
 
 
-def require_attention_interface() -> None:
-    """Raises an ImportError where BERT's attention cannot be chosen by name.
+def has_attention_tables() -> bool:
+    """Whether BERT looks its attention up in a table of classes, not by the attention interface.
 
-    Not a matter of the version number alone: 4.57.6 has the interface, but a BERT that looks its
-    attention up in a table of its own and would end with a KeyError.
+    Not a matter of the version number alone: 4.57.6 has the interface, which other models use.
     """
     from transformers.models.bert import modeling_bert
 
-    if not hasattr(modeling_bert, "ALL_ATTENTION_FUNCTIONS"):
-        version = ".".join(map(str, transformers_version()))
-        raise ImportError(
-            f"bert_unpad.hf needs a transformers whose BERT uses the attention interface; that of "
-            f"{version} does not: pip install 'transformers>=5.0'"
-        )
+    return not hasattr(modeling_bert, "ALL_ATTENTION_FUNCTIONS")
