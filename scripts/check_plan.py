@@ -102,7 +102,7 @@ def work(options: argparse.Namespace) -> None:
         torch.manual_seed(0)
         model = BertForPreTraining(workload.config).train()
         compress = {name: CompressionTimer(workload, model, name, alone) for name in COMPRESSIONS}
-        passes = PassTimer(workload, model)
+        passes = PassTimer(workload, model, rows=4)  # up to as many tokens as the updates have
         updates, taken = {}, {}
         for name in COMPRESSIONS:
             contender = Contender(workload, name, options.bucket_mb)
@@ -171,7 +171,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=2000)
-    parser.add_argument("--sequences", type=int, default=8, help="of a rank and update")
+    parser.add_argument("--sequences", type=int, default=4, help="of a rank and update")
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--bucket-mb", type=float, default=2.0)
     parser.add_argument("--name", default="plan_check", help="of the JSON file")

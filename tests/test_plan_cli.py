@@ -11,12 +11,13 @@ import pytest
 import torch.distributed as dist
 
 from bert_unpad.nn import BertConfig
-from bert_unpad.plan import Workload
-from bert_unpad.plan.calibrate import calibrate
+from bert_unpad.plan import Device, Workload, intra_node_link, network_link
+from bert_unpad.plan.calibrate import Calibration
 from bert_unpad.plan.cli import main
-from bert_unpad.plan.inputs import QUICKSTART, workload_of
+from bert_unpad.plan.inputs import QUICKSTART, hardware_of, workload_of
 from bert_unpad.plan.measure import fit_link
 from bert_unpad.plan.options import make_parser
+from bert_unpad.simulate import ComputeCost, Link
 from tests.mp import run_ranks
 from tests.test_plan import TINY, all_of
 
@@ -35,7 +36,7 @@ def planned() -> dict:
 def test_the_json_is_stable(planned):
     assert planned["format"] == "bert_unpad plan, version 1"
     assert list(planned) == [
-        *("format", "inputs", "assumed", "best", "cheapest_nodes", "curve", "alternatives"),
+        *("format", "inputs", "basis", "best", "cheapest_nodes", "curve", "alternatives"),
         "left_out",
     ]
     assert list(planned["inputs"]) == [
@@ -77,7 +78,7 @@ def test_the_tables(capsys, tmp_path):
     assert "Bottleneck: computing, " in printed
     assert "All 2 nodes would take " in printed
     assert "lost to the network" in printed
-    assert "an assumption, not a measurement" in printed
+    assert "assumed: passes reach 40% of the card's peak of 312 TFLOP/s" in printed
     assert "a card costs 2.5 an hour" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -167,18 +168,41 @@ def test_the_command_calibrates(tmp_path, capsys):
     assert device["update"] > 0
     assert set(device["compress"]) == {"none", "bf16", "power_sgd"}
     assert found["inputs"]["price"] is found["best"]["cost"] is None
+    assert found["basis"][0].startswith("measured on this CPU: a pass takes ")
     assert not dist.is_initialized()
 
 
-def _calibrate(rank: int, world_size: int):
-    found = calibrate(Workload(TINY, all_of(64), 8, 1, precision="fp32"), seconds=1.0)
-    return found, dist.is_initialized()
+def _hardware(rank: int, world_size: int):
+    options = make_parser().parse_args(["--calibrate=1", "--gpus-per-node=4", "--network=1G"])
+    work = Workload(TINY, all_of(64), 8, 1, precision="fp32")
+    return hardware_of(options, work), dist.is_initialized()
 
 
 def test_ranks_calibrate_together():
-    (first, there), (second, _) = run_ranks(_calibrate, 2)
+    (first, there), (second, _) = run_ranks(_hardware, 2)
     assert first == second  # all agree on the means
     assert there  # a process group that was there stays
-    assert first.link.bandwidth > 0
-    assert first.device.one_bucket
-    assert len(first.timings) == 5
+    device, cluster, price, basis = first
+    assert device.one_bucket
+    assert price is None
+    rate = f"{cluster.node.bandwidth / 1e9:.3g} GB/s"
+    assert basis[-1].startswith(f"measured between ranks of a node: {rate}")
+    assert cluster.network == network_link("1G", 4)
+
+
+def test_a_link_measured_between_nodes_is_shared(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    device = Device("this CPU", 1e9, ComputeCost(1e-6, 1e-9, 1e-3), 0.1)
+    found = Calibration(device, Link(1e-4, 1e9), [])
+    monkeypatch.setattr("bert_unpad.plan.calibrate.calibrate", lambda *_, **__: found)
+    options = make_parser().parse_args(["--calibrate", "--gpus-per-node=4", "--price=1"])
+    work = Workload(TINY, all_of(64), 8, 1)
+    _, cluster, price, basis = hardware_of(options, work)
+    assert cluster.network == Link(1e-4, 0.25e9)
+    assert cluster.node == intra_node_link("pcie")
+    assert price == 1
+    assert basis == [
+        "measured on this CPU: a pass takes 1 ms and 1.06 us a token, an update 100 ms",
+        "measured between nodes: 1 GB/s and 100 us a message",
+    ]

@@ -46,7 +46,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
         OSError, ValueError: an option is out of range or nothing fits; the message says which.
     """
     workload, bucket_mb = workload_of(options)
-    device, cluster, price, assumed = hardware_of(options, workload)
+    device, cluster, price, basis = hardware_of(options, workload)
     planner = Planner(workload, device, cluster, None if bucket_mb is None else bucket_mb * 2**20)
     allowed = allowed_of(options)
     found = curve(planner, options.nodes, allowed, price)
@@ -62,7 +62,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
         planner=planner,
         nodes=options.nodes,
         price=price,
-        assumed=assumed,
+        basis=basis,
         curve=found,
         alternatives=alternatives(planner, found[-1].candidate.nodes, allowed, price),
         left_out=left_out,

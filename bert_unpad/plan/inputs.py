@@ -86,15 +86,22 @@ def workload_of(options: argparse.Namespace) -> tuple[Workload, float | None]:
 def hardware_of(
     options: argparse.Namespace, workload: Workload
 ) -> tuple[Device, Cluster, float | None, list[str]]:
-    """The device of a rank, the cluster, the price of a card and hour, and what is assumed.
+    """The device of a rank, the cluster, the price of a card and hour, and what they rest on.
 
     Raises:
         ValueError: an option is out of range; the message names it.
     """
-    assumed = []
+    basis = []
     measured: Link | None = None
     price = options.price
-    usual_link = "pcie"
+    # Links before the device: a name that is none must not cost a calibration first.
+    node = intra_node_link(options.intra_node or "pcie")
+    network = network_link(
+        options.network,
+        options.gpus_per_node,
+        adapters=options.adapters,
+        latency=None if options.latency is None else options.latency * 1e-6,
+    )
     if options.calibrate is not None:
         # Needs the trainer's own packages, which a plan does without otherwise.
         from bert_unpad.plan.calibrate import calibrate
@@ -106,37 +113,43 @@ def hardware_of(
             memory_share=options.memory_share,
         )
         device, measured = found.device, found.link
+        cost, per_token = device.passes, workload.mean_square / workload.mean_length
+        basis.append(
+            f"measured on {device.name}: a pass takes {cost.fixed * 1e3:.3g} ms and "
+            f"{1e6 * (cost.linear + cost.quadratic * per_token):.3g} us a token, an "
+            f"update {device.update * 1e3:.3g} ms"
+        )
         if price is None:
-            assumed.append("no price was given, so costs are left out (--price)")
+            basis.append("no price was given, so costs are left out (--price)")
     else:
         card = find_card(options.card)
         device = card_device(
             card, workload, sustained=options.sustained, memory_share=options.memory_share
         )
-        usual_link = "nvlink" if card.nvlink else "pcie"
-        assumed.append(
-            f"passes reach {options.sustained:.0%} of the card's peak of "
-            f"{card.peak(workload.precision) / 1e12:g} TFLOP/s in {workload.precision}: an "
-            "assumption, not a measurement (--sustained, --calibrate)"
+        if options.intra_node is None and card.nvlink:
+            node = intra_node_link("nvlink")
+        basis.append(
+            f"assumed: passes reach {options.sustained:.0%} of the card's peak of "
+            f"{card.peak(workload.precision) / 1e12:g} TFLOP/s in {workload.precision}; "
+            "nothing was measured (--sustained, --calibrate)"
         )
         if price is None:
             price = card.price
-            assumed.append(f"a card costs {price:g} an hour, a round figure of 2025 (--price)")
-    node = intra_node_link(options.intra_node or usual_link)
-    network = network_link(
-        options.network,
-        options.gpus_per_node,
-        adapters=options.adapters,
-        latency=None if options.latency is None else options.latency * 1e-6,
-    )
+            basis.append(
+                f"assumed: a card costs {price:g} an hour, a round figure of 2025 (--price)"
+            )
     if measured is not None:
-        # torchrun's processes on one host measure what lies within a node.
+        rate = f"{measured.bandwidth / 1e9:.3g} GB/s and {measured.latency * 1e6:.3g} us a message"
         if _is_one_host():
             node = measured
+            basis.append(f"measured between ranks of a node: {rate}")
         else:
-            network = measured
+            # One ring through all ranks passes the link of each node once: its rate is the node's,
+            # of which a rank has its share in a hierarchical allreduce.
+            network = Link(measured.latency, measured.bandwidth / options.gpus_per_node)
+            basis.append(f"measured between nodes: {rate}")
     cluster = Cluster(options.gpus_per_node, node, network)
-    return device, cluster, price, assumed
+    return device, cluster, price, basis
 
 
 def allowed_of(options: argparse.Namespace) -> Allowed:

@@ -28,7 +28,8 @@ class Plan:
     nodes: int
     """The most that were asked for."""
     price: float | None
-    assumed: Sequence[str]
+    basis: Sequence[str]
+    """What was assumed and what was measured, a sentence each."""
     curve: Sequence[Choice]
     """The best of each number of nodes that has one."""
     alternatives: Sequence[Choice]
@@ -66,7 +67,7 @@ class Plan:
                 "cluster": self.planner.cluster.to_dict(),
                 "price": self.price,
             },
-            "assumed": list(self.assumed),
+            "basis": list(self.basis),
             "best": self.best.to_dict(),
             "cheapest_nodes": None if cheapest is None else cheapest.candidate.nodes,
             "curve": [choice.to_dict() for choice in self.curve],
@@ -99,8 +100,8 @@ class Plan:
                 "gradients (power_sgd and local SGD change what is learned):",
                 *_table(self.alternatives),
             ]
-        lines += ["", "Evaluation, checkpoints and restarts are not counted. Assumed:"]
-        lines += [f"- {text}" for text in self.assumed]
+        lines += ["", "Evaluation, checkpoints and restarts are not counted. Figures rest on:"]
+        lines += [f"- {text}" for text in self.basis]
         return "\n".join(lines)
 
 
