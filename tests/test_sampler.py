@@ -10,13 +10,14 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from bert_unpad.data.epoch_sampler import as_lengths
 from bert_unpad.data.histogram import (
     all_lengths,
     read_histogram,
     sample_lengths,
     wikipedia_lengths,
 )
-from bert_unpad.data.sampler import BalancedSampler, WorkModel, as_lengths
+from bert_unpad.data.sampler import BalancedSampler, WorkModel
 
 STRATEGIES = ("stratified", "random")
 

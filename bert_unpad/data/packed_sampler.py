@@ -17,21 +17,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bert_unpad._planner import WorkModel, pack
-from bert_unpad.data.sampler import (
-    as_lengths,
-    check_at_least,
-    check_same_data,
-    check_setup,
-    efficiency,
-    lengths_checksum,
-)
+from bert_unpad.data.epoch_sampler import EpochSampler, check_at_least
+from bert_unpad.data.sampler import efficiency
 
 __all__ = ["PackedSampler"]
 
-_STATE_VERSION = 1
 
-
-class PackedSampler:
+class PackedSampler(EpochSampler):
     """Yields one array of example indices per step: those in this rank's rows.
 
     Every example is met once an epoch, by one rank. All ranks have the same number of steps and
@@ -71,10 +63,7 @@ class PackedSampler:
         method: Literal["best_fit", "shortest_first"] = "best_fit",
         work: WorkModel | None = None,
     ) -> None:
-        self.lengths = as_lengths(lengths)
-        check_setup(self.lengths, num_replicas, rank, batch_size, seed)
-        self.rank = rank
-        self.seed = seed
+        super().__init__(lengths, num_replicas, rank, batch_size, seed)
         self._num_replicas = num_replicas
         self._global_rows = num_replicas * batch_size
         self._packing = {
@@ -83,16 +72,9 @@ class PackedSampler:
             "method": method,
         }
         self._work = WorkModel.for_hidden() if work is None else work
-        self._checksum: int | None = None
-        self._turn = 0
         self._move(epoch=0, rows_done=0, steps_done=0)
         self.rows = len(self._plan()[1]) - 1
         self.fill = int(self.lengths.sum(dtype=np.int64)) / (self.rows * row_tokens)
-
-    @property
-    def epoch(self) -> int:
-        """Number of the current pass over the data; moves on when an iterator ends."""
-        return self._epoch
 
     @property
     def step(self) -> int:
@@ -120,20 +102,6 @@ class PackedSampler:
         check_at_least("epoch", epoch, 0)
         self._move(epoch, rows_done=0, steps_done=0)
 
-    def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        """Batches from the current position to the end of the epoch.
-
-        Yields:
-            int64 [B], indices of the examples in this rank's rows, longest first.
-
-        Raises:
-            RuntimeError: the sampler was moved, or iterated anew, since this iterator was made.
-        """
-        if self.steps_left == 0:
-            self.set_epoch(self._epoch + 1)
-        self._turn += 1
-        return self._batches(self._turn)
-
     def _batches(self, turn: int) -> Iterator[NDArray[np.int64]]:
         while self._is_current(turn) and self.steps_left > 0:
             first = self._rows_done
@@ -142,11 +110,6 @@ class PackedSampler:
             self._steps_done += 1
             yield self._examples(self.rank)
         self.set_epoch(self._epoch + 1)
-
-    def _is_current(self, turn: int) -> bool:
-        if turn != self._turn:
-            raise RuntimeError("the sampler was moved or iterated anew while being iterated")
-        return True
 
     def straggler_efficiency(self) -> float:
         """Mean work over greatest work of a rank in the step last handed out; 1.0 before it."""
@@ -160,11 +123,7 @@ class PackedSampler:
     def state_dict(self) -> dict[str, Any]:
         """The position, as plain values that JSON keeps exactly."""
         return {
-            "version": _STATE_VERSION,
-            "seed": self.seed,
-            "epoch": self._epoch,
-            "num_examples": len(self.lengths),
-            "lengths_crc32": self._lengths_checksum(),
+            **self._common_state(),
             "packing": dict(self._packing),
             "rows_done": self._rows_done,
             "steps_done": self._steps_done,
@@ -179,22 +138,17 @@ class PackedSampler:
             ValueError: the state is damaged, of another version, of other data, or, within an
                 epoch, of other rows.
         """
+        epoch, seed = self._read_common(state)
         try:
-            names = ("version", "seed", "epoch", "rows_done", "steps_done")
-            version, seed, epoch, rows_done, steps_done = (int(state[name]) for name in names)
-            data = int(state["num_examples"]), int(state["lengths_crc32"])
+            rows_done, steps_done = (int(state[name]) for name in ("rows_done", "steps_done"))
             packing = dict(state["packing"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"state: not a state of PackedSampler ({error!r})") from error
-        if version != _STATE_VERSION:
-            raise ValueError(f"state: expected version {_STATE_VERSION}, got {version}")
-        check_same_data(data, (len(self.lengths), self._lengths_checksum()))
+            raise self._no_state(error) from error
         if packing != self._packing and rows_done > 0:
             raise ValueError(
                 f"state: saved within an epoch of rows made by {packing}, expected {self._packing}"
             )
-        in_range = epoch >= 0 and 0 <= seed < 2**63 and steps_done >= 0
-        if not in_range or not 0 <= rows_done <= self.rows:
+        if steps_done < 0 or not 0 <= rows_done <= self.rows:
             raise ValueError(f"state: a number is out of range in {state}")
         self.seed = seed
         if rows_done == self.rows:
@@ -225,8 +179,3 @@ class PackedSampler:
         parts = [indices[bounds[row] : bounds[row + 1]] for row in rows]
         chosen = np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64)
         return chosen[np.argsort(-self.lengths[chosen].astype(np.int64), kind="stable")]
-
-    def _lengths_checksum(self) -> int:
-        if self._checksum is None:
-            self._checksum = lengths_checksum(self.lengths)
-        return self._checksum

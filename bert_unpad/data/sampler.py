@@ -9,7 +9,6 @@ to come, and those are planned anew for the new ranks.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -18,17 +17,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bert_unpad._planner import Plan, WorkModel
+from bert_unpad.data.epoch_sampler import EpochSampler, check_at_least
 
-__all__ = [
-    "BalancedSampler",
-    "WorkModel",
-    "as_lengths",
-    "check_at_least",
-    "efficiency",
-    "lengths_checksum",
-]
-
-_STATE_VERSION = 1
+__all__ = ["BalancedSampler", "WorkModel", "efficiency"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +48,7 @@ class _Segment:
         return _Segment(**{**asdict(self), "steps": steps})
 
 
-class BalancedSampler:
+class BalancedSampler(EpochSampler):
     """Yields one array of example indices per step, with equal work on all ranks in every step.
 
     Every example is met once an epoch, by one rank. All ranks have the same number of steps and
@@ -107,24 +98,15 @@ class BalancedSampler:
         work: WorkModel | None = None,
         pool_steps: int = 64,
     ) -> None:
-        self.lengths = as_lengths(lengths)
-        check_setup(self.lengths, num_replicas, rank, batch_size, seed)
+        super().__init__(lengths, num_replicas, rank, batch_size, seed)
         check_at_least("pool_steps", pool_steps, 1)
         if strategy not in ("stratified", "random"):
             raise ValueError(f"strategy: expected 'stratified' or 'random', got {strategy!r}")
         work = WorkModel.for_hidden() if work is None else work
-        self.rank = rank
-        self.seed = seed
         self._setup = _Segment(
             num_replicas, batch_size, strategy, pool_steps, work.linear, work.quadratic
         )
-        self._checksum: int | None = None
         self._move(epoch=0, past=(), done=0)
-
-    @property
-    def epoch(self) -> int:
-        """Number of the current pass over the data; moves on when an iterator ends."""
-        return self._epoch
 
     @property
     def step(self) -> int:
@@ -146,20 +128,6 @@ class BalancedSampler:
         """Moves to the beginning of an epoch."""
         check_at_least("epoch", epoch, 0)
         self._move(epoch, past=(), done=0)
-
-    def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        """Batches from the current position to the end of the epoch.
-
-        Yields:
-            int64 [batch_size], indices of this rank's examples, longest first.
-
-        Raises:
-            RuntimeError: the sampler was moved, or iterated anew, since this iterator was made.
-        """
-        if self.steps_left == 0:
-            self.set_epoch(self._epoch + 1)
-        self._turn += 1
-        return self._batches(self._turn)
 
     def _batches(self, turn: int) -> Iterator[NDArray[np.int64]]:
         indices, begins, first, last = np.empty(0, np.int64), [0], 0, 0
@@ -214,11 +182,7 @@ class BalancedSampler:
             raise ValueError(f"steps_done: expected {self._past_steps} to {end}, got {steps_done}")
         history = [*self._past, self._setup.at(done)] if done else self._past
         return {
-            "version": _STATE_VERSION,
-            "seed": self.seed,
-            "epoch": self._epoch,
-            "num_examples": len(self.lengths),
-            "lengths_crc32": self._lengths_checksum(),
+            **self._common_state(),
             "history": [asdict(part) for part in history],
         }
 
@@ -232,17 +196,11 @@ class BalancedSampler:
         Raises:
             ValueError: the state is damaged, of another version or of other data.
         """
+        epoch, seed = self._read_common(state)
         try:
-            version, epoch, seed = (int(state[key]) for key in ("version", "epoch", "seed"))
-            data = int(state["num_examples"]), int(state["lengths_crc32"])
             history = tuple(_segment(entry) for entry in state["history"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"state: not a state of BalancedSampler ({error!r})") from error
-        if version != _STATE_VERSION:
-            raise ValueError(f"state: expected version {_STATE_VERSION}, got {version}")
-        if epoch < 0 or not 0 <= seed < 2**63:
-            raise ValueError(f"state: epoch or seed out of range: {epoch}, {seed}")
-        check_same_data(data, (len(self.lengths), self._lengths_checksum()))
+            raise self._no_state(error) from error
         left = len(self.lengths)
         for part in history:
             if left <= 0:
@@ -265,12 +223,7 @@ class BalancedSampler:
         self._done = done  # steps of the current plan
         self._plan: Plan | None = None
         self._efficiencies: tuple[int, NDArray[np.float64]] = (0, np.empty(0))
-        self._turn = getattr(self, "_turn", 0) + 1
-
-    def _is_current(self, turn: int) -> bool:
-        if turn != self._turn:
-            raise RuntimeError("the sampler was moved or iterated anew while being iterated")
-        return True
+        self._turn += 1
 
     def _current_plan(self) -> Plan:
         if self._plan is None:
@@ -297,30 +250,6 @@ class BalancedSampler:
             population=population,
         )
 
-    def _lengths_checksum(self) -> int:
-        if self._checksum is None:
-            self._checksum = lengths_checksum(self.lengths)
-        return self._checksum
-
-
-def as_lengths(lengths: ArrayLike) -> NDArray[np.uint16]:
-    """Checks lengths and gives them the planner's type, without a copy where they have it.
-
-    Raises:
-        TypeError: not integers.
-        ValueError: not one-dimensional, or not all in 0 to 65,535.
-    """
-    array = np.asarray(lengths)
-    if array.ndim != 1:
-        raise ValueError(f"lengths: expected one dimension [N], got shape {list(array.shape)}")
-    if array.size == 0:
-        return np.empty(0, np.uint16)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"lengths: expected integers, got {array.dtype}")
-    if array.dtype != np.uint16 and not 0 <= array.min() <= array.max() <= 65_535:
-        raise ValueError(f"lengths: expected 0 to 65535 tokens, got {array.min()} to {array.max()}")
-    return np.ascontiguousarray(array, np.uint16)
-
 
 def efficiency(work: NDArray[np.float64]) -> NDArray[np.float64]:
     """Straggler efficiency of steps: mean over greatest work of the ranks.
@@ -333,40 +262,6 @@ def efficiency(work: NDArray[np.float64]) -> NDArray[np.float64]:
     """
     greatest = work.max(axis=1)
     return np.divide(work.mean(axis=1), greatest, out=np.ones(len(work)), where=greatest > 0)
-
-
-def lengths_checksum(lengths: NDArray[np.uint16]) -> int:
-    """CRC-32 by which a saved position tells whether it is of these lengths."""
-    return zlib.crc32(lengths.astype("<u2", copy=False).data)
-
-
-def check_setup(
-    lengths: NDArray[np.uint16], num_replicas: int, rank: int, batch_size: int, seed: int
-) -> None:
-    """Raise ValueError, naming the argument, unless a sampler can be made of them."""
-    if len(lengths) == 0:
-        raise ValueError("lengths: expected at least one example, got none")
-    check_at_least("num_replicas", num_replicas, 1)
-    check_at_least("batch_size", batch_size, 1)
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"seed: expected 0 to 2**63 - 1, got {seed}")
-    if not 0 <= rank < num_replicas:
-        raise ValueError(f"rank: expected 0 to {num_replicas - 1}, got {rank}")
-
-
-def check_same_data(saved: tuple[int, int], ours: tuple[int, int]) -> None:
-    """Raise ValueError unless a state's number of examples and lengths' CRC-32 are `ours`."""
-    if saved != ours:
-        raise ValueError(
-            "state: saved with other data: (num_examples, lengths_crc32) = "
-            f"{saved}, these lengths have {ours}"
-        )
-
-
-def check_at_least(name: str, value: int, least: int) -> None:
-    """Raise ValueError, naming the argument, unless `value` is at least `least`."""
-    if value < least:
-        raise ValueError(f"{name}: expected {least} or more, got {value}")
 
 
 def _segment(entry: dict[str, Any]) -> _Segment:

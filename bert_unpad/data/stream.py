@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad.data.dataset import ExampleDataset
+from bert_unpad.data.epoch_sampler import lengths_checksum
 from bert_unpad.data.example_batch import ExampleBatch
-from bert_unpad.data.sampler import lengths_checksum
 from bert_unpad.data.shards import MAX_LENGTH, Example
 from bert_unpad.data.splitmix import splitmix64
 

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bert_unpad._planner import Plan, pack
-from bert_unpad.data.sampler import as_lengths, efficiency
+from bert_unpad.data.epoch_sampler import as_lengths
+from bert_unpad.data.sampler import efficiency
 from bert_unpad.simulate.step import StepModel, StepTime
 
 __all__ = ["STRATEGIES", "Fill", "SimulationResult", "simulate"]
