@@ -9,6 +9,7 @@ few sorts instead of a loop over its tokens.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,36 @@ class MaskedTokens(NamedTuple):
     input_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     labels: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """T tokens of B sequences, of which some are to be chosen."""
+
+    input_ids: NDArray[np.int64]
+    """[T]"""
+    sequence: NDArray[np.int64]
+    """[T], whose each token is."""
+    position: NDArray[np.int64]
+    """[T], place in its sequence."""
+    hashes: NDArray[np.uint64]
+    """[T], random."""
+    begins: NDArray[np.int64]
+    """[B], where each sequence begins."""
+    quota: NDArray[np.int64]
+    """[B], how many tokens of each to choose."""
+
+    def random_order(self, items: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(sequence, position) of some tokens, sorted by sequence and at random within each.
+
+        The key carries the position, so keys are unique and the order does not depend on how a sort
+        treats ties (and sorting values is faster than sorting indices).
+        """
+        key = self.sequence[items].astype(np.uint64) << np.uint64(40)
+        key |= (self.hashes[items] >> np.uint64(40)) << np.uint64(16)
+        key |= self.position[items].astype(np.uint64)
+        key.sort()
+        return (key >> np.uint64(40)).astype(np.int64), (key & np.uint64(0xFFFF)).astype(np.int64)
 
 
 class TokenMasker:
@@ -121,7 +152,7 @@ class TokenMasker:
         if self.max_predictions_per_seq is not None:
             quota = np.minimum(quota, self.max_predictions_per_seq)
         choose = self._choose_words if self.whole_word else self._choose_tokens
-        positions = choose(input_ids, candidates, sequence, position, hashes, begins, quota)
+        positions = choose(candidates, _Batch(input_ids, sequence, position, hashes, begins, quota))
 
         labels = input_ids[positions]
         second = splitmix64(hashes[positions] ^ np.uint64(GAMMA))
@@ -143,50 +174,33 @@ class TokenMasker:
         indices = np.asarray(example_indices, np.int64).astype(np.uint64)
         return splitmix64(key + indices * np.uint64(GAMMA))
 
-    def _choose_tokens(
-        self,
-        input_ids: NDArray[np.int64],
-        candidates: NDArray[np.int64],
-        sequence: NDArray[np.int64],
-        position: NDArray[np.int64],
-        hashes: NDArray[np.uint64],
-        begins: NDArray[np.int64],
-        quota: NDArray[np.int64],
-    ) -> NDArray[np.int64]:
+    def _choose_tokens(self, candidates: NDArray[np.int64], batch: _Batch) -> NDArray[np.int64]:
         """The `quota` candidates of each sequence with the smallest hashes, ascending."""
-        owner, place = _random_order(candidates, sequence, position, hashes)
-        rank = np.arange(len(owner)) - _group_begins(owner, len(quota))[owner]
-        chosen = rank < quota[owner]
-        return np.sort(begins[owner[chosen]] + place[chosen])
+        owner, place = batch.random_order(candidates)
+        rank = np.arange(len(owner)) - _group_begins(owner, len(batch.quota))[owner]
+        chosen = rank < batch.quota[owner]
+        return np.sort(batch.begins[owner[chosen]] + place[chosen])
 
-    def _choose_words(
-        self,
-        input_ids: NDArray[np.int64],
-        candidates: NDArray[np.int64],
-        sequence: NDArray[np.int64],
-        position: NDArray[np.int64],
-        hashes: NDArray[np.uint64],
-        begins: NDArray[np.int64],
-        quota: NDArray[np.int64],
-    ) -> NDArray[np.int64]:
+    def _choose_words(self, candidates: NDArray[np.int64], batch: _Batch) -> NDArray[np.int64]:
         """Words in random order, each that still fits its sequence's quota; tokens ascending."""
         if not len(candidates):
             return candidates
         # A continuation whose beginning was cut off (by truncation) begins a word itself.
-        is_head = ~self._is_continuation[input_ids[candidates]] | (position[candidates] == 0)
+        is_head = ~self._is_continuation[batch.input_ids[candidates]]
+        is_head |= batch.position[candidates] == 0
         is_head[0] = True
         is_head[1:] |= candidates[1:] - candidates[:-1] > 1
         word = np.cumsum(is_head) - 1
         heads = candidates[is_head]
         sizes = np.bincount(word)
 
-        owner, place = _random_order(heads, sequence, position, hashes)
-        number = np.empty(len(input_ids), np.int64)
+        owner, place = batch.random_order(heads)
+        number = np.empty(len(batch.input_ids), np.int64)
         number[heads] = np.arange(len(heads))
-        order = number[begins[owner] + place]  # word numbers in random order
+        order = number[batch.begins[owner] + place]  # word numbers in random order
         size = sizes[order]
         taken = np.zeros(len(order), bool)
-        left = quota.copy()
+        left = batch.quota.copy()
         # Greedy without a loop over words: accept, in each sequence, the longest run of still
         # fitting words that fits as a whole. The word that ends a run can never fit again, so a few
         # rounds reach what going through the words one by one gives.
@@ -194,17 +208,17 @@ class TokenMasker:
         while len(open_):
             open_owner, open_size = owner[open_], size[open_]
             total = np.cumsum(open_size)
-            first = _group_begins(open_owner, len(quota))[open_owner]
+            first = _group_begins(open_owner, len(batch.quota))[open_owner]
             fits = total - (total[first] - open_size[first]) <= left[open_owner]
             taken[open_[fits]] = True
             left -= np.bincount(
-                open_owner[fits], open_size[fits].astype(float), minlength=len(quota)
+                open_owner[fits], open_size[fits].astype(float), minlength=len(batch.quota)
             ).astype(np.int64)
             open_ = open_[~fits]
             open_ = open_[size[open_] <= left[owner[open_]]]
 
         first_of_owner = np.concatenate(([0], np.flatnonzero(owner[1:] != owner[:-1]) + 1))
-        none_fits = left[owner[first_of_owner]] == quota[owner[first_of_owner]]
+        none_fits = left[owner[first_of_owner]] == batch.quota[owner[first_of_owner]]
         taken[first_of_owner[none_fits]] = True
 
         most = np.zeros(len(sizes), np.int64)
@@ -222,24 +236,6 @@ def check_masking_arguments(masked_lm_prob: float, max_predictions_per_seq: int 
         raise ValueError(
             f"max_predictions_per_seq: expected None or at least 1, got {max_predictions_per_seq}"
         )
-
-
-def _random_order(
-    items: NDArray[np.int64],
-    sequence: NDArray[np.int64],
-    position: NDArray[np.int64],
-    hashes: NDArray[np.uint64],
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(sequence, position) of items, sorted by sequence and at random within each.
-
-    The key carries the position, so keys are unique and the order does not depend on how a sort
-    treats ties (and sorting values is faster than sorting indices).
-    """
-    key = sequence[items].astype(np.uint64) << np.uint64(40)
-    key |= (hashes[items] >> np.uint64(40)) << np.uint64(16)
-    key |= position[items].astype(np.uint64)
-    key.sort()
-    return (key >> np.uint64(40)).astype(np.int64), (key & np.uint64(0xFFFF)).astype(np.int64)
 
 
 def _group_begins(owner: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
