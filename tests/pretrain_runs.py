@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from mp import start_ranks
+from mp import free_port, start_ranks
 
 from bert_unpad.data import DataConfig, prepare
 from bert_unpad.pretrain import main
@@ -135,23 +136,36 @@ def run(folder: Path, name: str, world_size: int, *arguments: str) -> str:
     return output
 
 
-def _in_turn(commands: list[list[str]]) -> int:
-    for command in commands:
+def _in_turn(commands: list[tuple[int, list[str]]], node_size: int | None) -> int:
+    if node_size is not None:
+        os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % node_size)
+        os.environ["LOCAL_WORLD_SIZE"] = str(node_size)
+    for port, command in commands:
+        # A store of their own: that of the run before lives on while anything refers to it.
+        os.environ["MASTER_PORT"] = str(port)
         if code := main(command):
             return code
     return 0
 
 
 def run_in_turn(
-    folder: Path, world_size: int, runs: dict[str, list[str]], common: Sequence[str] = ()
+    folder: Path,
+    world_size: int,
+    runs: dict[str, list[str]],
+    common: Sequence[str] = (),
+    node_size: int | None = None,
 ) -> None:
     """Runs that must finish, each in a folder of its name, in the same processes.
 
-    Starting a process takes longer than a run. `common` comes before the settings of each.
+    Starting a process takes longer than a run. `common` comes before the settings of each; with a
+    `node_size` every so many ranks count as a machine.
     """
     first = ["--config", str(folder / "run.yaml"), *common]
-    commands = [[*first, "--run_dir", str(folder / name), *more] for name, more in runs.items()]
-    processes = start_ranks(_in_turn, world_size, commands, log=folder / "runs.log")
+    commands = [
+        (free_port(), [*first, "--run_dir", str(folder / name), *more])
+        for name, more in runs.items()
+    ]
+    processes = start_ranks(_in_turn, world_size, commands, node_size, log=folder / "runs.log")
     codes, output = finish(folder, "runs", processes, len(runs))
     assert codes == [0] * world_size, output
 

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from bert_unpad.pretrain.optimizer import local_optimizer
 from bert_unpad.pretrain.ranks import Ranks
 
 __all__ = ["Checkpointer", "newest_checkpoint"]
@@ -147,13 +148,14 @@ class Checkpointer:
         state = _state(model, optimizer)
         rest = self._load(path, state)
         model.load_state_dict(state["model"])
-        given = [dict(group) for group in optimizer.param_groups]
+        local = local_optimizer(optimizer)
+        given = [dict(group) for group in local.param_groups]
         # Its parameter groups are asked for anew: only their names of parameters are needed.
-        groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
+        groups = get_optimizer_state_dict(model, local)["param_groups"]
         set_optimizer_state_dict(
-            model, optimizer, {"state": state["optimizer"], "param_groups": groups}
+            model, local, {"state": state["optimizer"], "param_groups": groups}
         )
-        for group, values in zip(optimizer.param_groups, given, strict=True):
+        for group, values in zip(local.param_groups, given, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
         return rest
 
@@ -200,7 +202,8 @@ class Checkpointer:
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         "model": model.state_dict(),
-        "optimizer": get_optimizer_state_dict(model, optimizer)["state"],
+        # By the parameters' names: ranks that keep some of the states hand in, and ask for, these.
+        "optimizer": get_optimizer_state_dict(model, local_optimizer(optimizer))["state"],
     }
 
 

@@ -20,6 +20,7 @@ from bert_unpad.distributed import BucketClip, ClipBefore
 from bert_unpad.pretrain.config import ClipConfig, CommConfig
 from bert_unpad.pretrain.exchange import build_exchange
 from bert_unpad.pretrain.loss_scale import LossScale
+from bert_unpad.pretrain.optimizer import local_optimizer
 from bert_unpad.pretrain.ranks import Ranks
 
 __all__ = ["Clipping", "GradientReport", "step_if"]
@@ -164,8 +165,9 @@ def step_if(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
     Optimizers with PyTorch's `found_inf` (its fused ones) leave the update out on the device;
     others make the host wait for `finite`.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.found_inf = (~finite).float()
+    local = local_optimizer(optimizer)
+    if getattr(local, "_step_supports_amp_scaling", False):
+        local.found_inf = (~finite).float()
         optimizer.step()
     elif bool(finite):
         optimizer.step()

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
 from bert_unpad._planner import WorkModel
 from bert_unpad.batch.buckets import Buckets
 from bert_unpad.data import PackedCollator, Prefetcher, pack_examples
@@ -21,7 +19,8 @@ from bert_unpad.data.exchange import ExampleExchange, ExchangedStep
 from bert_unpad.data.stream import ShardStream
 from bert_unpad.data.stream_position import StreamPosition
 from bert_unpad.data.text_stream import TextStream
-from bert_unpad.pretrain.config import BatchingConfig, ConfigError
+from bert_unpad.pretrain.config import BatchingConfig
+from bert_unpad.pretrain.nodes import common_node_size
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.steps import FeedState, Step, StepCollator
 
@@ -65,15 +64,8 @@ class ExchangedFeed:
         """None where nodes do not matter."""
         if self._ranks.world_size == 1 or self._batching.exchange not in ("group", "hierarchical"):
             return None
-        sizes = [0] * self._ranks.world_size
-        dist.all_gather_object(sizes, self._ranks.node_size, group=self._ranks.checkpoint_group)
-        if len(set(sizes)) > 1:
-            raise ConfigError(
-                "batching.exchange",
-                f"{self._batching.exchange} needs as many processes on every machine, got "
-                f"{sorted(set(sizes))}; use world",
-            )
-        return self._ranks.node_size
+        exchange = self._batching.exchange
+        return common_node_size(self._ranks, "batching.exchange", exchange, "world")
 
     @property
     def epoch(self) -> int:

@@ -29,7 +29,7 @@ from bert_unpad.pretrain.graphs import GraphRunner
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
 from bert_unpad.pretrain.interrupt import StopRequest
 from bert_unpad.pretrain.metrics import JsonLines, Stopwatch, Window, averages
-from bert_unpad.pretrain.optimizer import set_lr
+from bert_unpad.pretrain.optimizer import set_lr, state_bytes
 from bert_unpad.pretrain.peak import MatmulPeak
 from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.run import Progress
@@ -120,6 +120,7 @@ class Trainer:
         self._norm: Tensor | None = None
         self._rows: int | None = None
         self._skipped_in_row = 0
+        self._reported_stage: int | None = None
 
     def _open(self, path: Path) -> JsonLines:
         return JsonLines(path, self.progress.step)
@@ -269,6 +270,7 @@ class Trainer:
         means = averages(sums)
         self._check(means["loss"])
         self._check_skipped(sums)
+        self._report_state()
         if not self.ranks.is_first:
             return
         scale = self.stages.loss_scale
@@ -300,6 +302,14 @@ class Trainer:
         self._write(line)
         left = (self.total_steps - progress.step) * elapsed / sums["steps"]
         self.display.update(line, remaining_seconds=left)
+
+    def _report_state(self) -> None:
+        """Says once a stage how much of the optimizer's state each rank keeps."""
+        if self._reported_stage == self.stages.index:
+            return
+        self._reported_stage = self.stages.index
+        found = [int(size) for size in self.ranks.gather(state_bytes(self.stages.optimizer))]
+        self._write({"kind": "optimizer", "step": self.progress.step, "state_bytes": found})
 
     def _check(self, loss: float) -> None:
         """Ends a run that has diverged, before it saves a checkpoint of that."""

@@ -50,6 +50,12 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
+    def gather(self, value: float) -> list[float]:
+        """A host number of each rank, by rank, on all of them; waits."""
+        values = torch.zeros(self.world_size, dtype=torch.float64, device=self.device)
+        values[self.rank] = value
+        return self.sum(values).tolist()
+
     def from_first(self, value: Any) -> Any:
         """Rank 0's value of a small picklable object, on every rank."""
         if self.world_size == 1:

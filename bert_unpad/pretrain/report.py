@@ -72,6 +72,7 @@ def _summary(
 ) -> dict[str, Any]:
     train = [line for line in lines if line["kind"] == "train"]
     start = [line for line in lines if line["kind"] == "start"][-1]
+    state = [line for line in lines if line["kind"] == "optimizer"][-1]["state_bytes"]
     evaluation = next((line for line in reversed(lines) if line["kind"] == "evaluation"), None)
     return {
         "steps": progress.step,
@@ -90,6 +91,7 @@ def _summary(
         "held_out": None if evaluation is None else _without(evaluation, "kind", "step"),
         "most_frequent_token_rate": most_frequent,
         "target_reached": progress.target_reached,
+        "optimizer_bytes_per_rank": max(state),
         "parameters": sum(p.numel() for p in model.parameters()),
         "ranks": start["ranks"],
         "device": start["device"],
@@ -114,6 +116,7 @@ def _table(summary: dict[str, Any]) -> str:
         ("MFU", f"{summary['mfu']:.3f} of {summary['peak']} per rank"),
         ("padding avoided", f"{summary['padding_avoided']:.1%} of the padded batch"),
         ("straggler efficiency", f"{summary['straggler_efficiency']:.4f}  (mean / max work)"),
+        ("optimizer state", f"{summary['optimizer_bytes_per_rank'] / 1e6:,.2f} MB on a rank"),
         ("steps left out (not finite)", f"{summary['skipped_steps']:,}"),
         ("training loss at the end", f"{summary['train_loss_last']:.4f}"),
     ]

@@ -28,6 +28,7 @@ from bert_unpad.pretrain.feed import Sampler, build_sampler, feed_steps
 from bert_unpad.pretrain.growth import Growth, Stage, add_layers, cut_layers, freeze, next_optimizer
 from bert_unpad.pretrain.loss_scale import LossScale
 from bert_unpad.pretrain.model import add_gradients_in_products, replicate
+from bert_unpad.pretrain.optimizer import shard_group
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.run import Progress
 from bert_unpad.pretrain.steps import FeedState, Step
@@ -76,7 +77,8 @@ class Stages:
         self._config, self._ranks, self._model, self._data = config, ranks, model, data
         cut_layers(model, self.stage.layers)
         freeze(model, self.stage)
-        self.optimizer = next_optimizer(model, config.optimizer)
+        self._shard_group = shard_group(config.optimizer, ranks)
+        self.optimizer = next_optimizer(model, config.optimizer, group=self._shard_group)
         self.replica = self.clipping = None
         self.loss_scale = None
         if config.precision == "fp16":
@@ -162,7 +164,9 @@ class Stages:
         copies = add_layers(self._model, self.stage.sources, self._config.seed)
         add_gradients_in_products(self._model, self._config)
         freeze(self._model, self.stage)
-        self.optimizer = next_optimizer(self._model, self._config.optimizer, self.optimizer, copies)
+        self.optimizer = next_optimizer(
+            self._model, self._config.optimizer, self.optimizer, copies, self._shard_group
+        )
         state, feed = progress.sampler, self.sampler
         if before.max_seq_length != self.stage.max_seq_length:
             state = progress.sampler = {}  # other data

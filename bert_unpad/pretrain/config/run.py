@@ -86,6 +86,10 @@ class PretrainConfig:
         check_clip(self.clip)
         check_loss_scale(self.loss_scale)
         check_comm(self.comm, self.clip)
+        if self.comm.hook == "post_local_sgd" and self.optimizer.shard != "none":
+            raise ConfigError(
+                "optimizer.shard", "comm.hook post_local_sgd, with models of their own, needs none"
+            )
         if self.cuda_graphs and self.compile:
             raise ConfigError("cuda_graphs", "give this or compile, not both")
         if is_streamed(self.data.source):
@@ -158,6 +162,8 @@ class PretrainConfig:
             raise ConfigError("comm.hook", f"growth.name {name} needs allreduce")
         if name != "none" and self.cuda_graphs:
             raise ConfigError("cuda_graphs", f"growth.name {name} goes without")
+        if name in ("mslt", "stacking") and self.optimizer.shard != "none":
+            raise ConfigError("optimizer.shard", f"growth.name {name} needs none")
         if name == "layer_drop" and self.compile:
             raise ConfigError(
                 "compile", "growth.name layer_drop would compile anew for each choice of layers"

@@ -22,6 +22,9 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
     weight_decay: float = 0.01
+    shard: Literal["none", "node", "world"] = "none"
+    """Who keeps the optimizer's state: every rank all of it; or the ranks of each machine, or all,
+    a part each. Updated weights then travel within the machine, or between all ranks."""
 
 
 @dataclass

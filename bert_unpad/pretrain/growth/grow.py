@@ -7,6 +7,7 @@ import dataclasses
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from bert_unpad.nn import BertForPreTraining
@@ -14,7 +15,7 @@ from bert_unpad.nn.encoder import BertLayer
 from bert_unpad.nn.pretraining import initialize
 from bert_unpad.pretrain.config import OptimizerConfig
 from bert_unpad.pretrain.growth.plan import Stage
-from bert_unpad.pretrain.optimizer import build_optimizer
+from bert_unpad.pretrain.optimizer import build_optimizer, local_optimizer
 
 __all__ = ["add_layers", "cut_layers", "freeze", "next_optimizer"]
 
@@ -87,6 +88,7 @@ def next_optimizer(
     config: OptimizerConfig,
     old: torch.optim.Optimizer | None = None,
     copies: Copies | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer of the parameters that train now, and of no others.
 
@@ -98,16 +100,20 @@ def next_optimizer(
         config: of the optimizer.
         old: of the stage before, if there was one.
         copies: what `add_layers` has returned.
+        group: of ranks that share the state out; the parameters must then be those of `old`.
     """
-    new = build_optimizer(model, config)
-    known = {} if old is None else old.state
-    for group in new.param_groups:
-        for parameter in group["params"]:
+    new = build_optimizer(model, config, group)
+    local = local_optimizer(new)
+    known = {} if old is None else local_optimizer(old).state
+    for some in local.param_groups:
+        for parameter in some["params"]:
             origin = parameter if parameter in known else (copies or {}).get(parameter)
             if origin in known:
-                new.state[parameter] = {key: value.clone() for key, value in known[origin].items()}
+                local.state[parameter] = {
+                    key: value.clone() for key, value in known[origin].items()
+                }
             else:
-                new.state[parameter] = _zeros(parameter)
+                local.state[parameter] = _zeros(parameter)
     return new
 
 
