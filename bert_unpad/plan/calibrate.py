@@ -19,7 +19,7 @@ import torch.distributed as dist
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.plan.candidates import COMPRESSIONS
 from bert_unpad.plan.device import Device
-from bert_unpad.plan.measure import CompressionTimer, PassTimer, agree, fit_link, link_times
+from bert_unpad.plan.measure import CompressionTimer, PassTimer, fit_link, link_times
 from bert_unpad.plan.workload import Workload
 from bert_unpad.simulate.compute import ComputeCost
 from bert_unpad.simulate.network import Link
@@ -85,20 +85,23 @@ def calibrate(
         model = BertForPreTraining(workload.config).to(device).train()
 
         def left(share: float) -> float:
-            return share * seconds - agree(time.perf_counter() - begin, device)
+            """Seconds to that share of the time, as the first rank's clock has it."""
+            spent = torch.tensor([time.perf_counter() - begin], device=device)
+            dist.broadcast(spent, 0)
+            return share * seconds - float(spent)
 
         compress = {}
         for number, name in enumerate(COMPRESSIONS, start=1):  # one copy of the model at a time
             timer = CompressionTimer(workload, model, name, alone)
-            _sample(timer, left(0.1 * number), device)
+            _sample(timer, left(0.1 * number))
             compress[name] = timer.median()
             del timer
         passes = PassTimer(workload, model)
-        once = agree(passes.sample(), device)
+        once = passes.sample()
         rows = max((n for n in (4, 16) if 5 * n * once <= left(0.9)), default=1)
         if rows > 1:
             passes = PassTimer(workload, model, rows)
-        _sample(passes, left(0.9), device)
+        _sample(passes, left(0.9))
         link = None
         if dist.get_world_size() > 1:
             link = fit_link(*link_times(device, max(left(1.0), 1.0)), dist.get_world_size())
@@ -134,9 +137,9 @@ def measured_device(
     ]
 
 
-def _sample(timer: PassTimer | CompressionTimer, seconds: float, device: torch.device) -> None:
+def _sample(timer: PassTimer | CompressionTimer, seconds: float) -> None:
     """Three samples, or as many more (up to 50) as the time allows; as many on all ranks."""
-    once = max(agree(timer.sample(), device), 1e-6)
+    once = max(timer.sample(), 1e-6)
     for _ in range(round(min(max(seconds / once - 1, 2), 50))):
         timer.sample()
 

@@ -2,7 +2,7 @@
 
 Each is sampled again and again, in turn with whatever else is measured, and its median counts: on a
 machine that slows down and speeds up, all then see the same of both. With several ranks all sample
-at once, and the mean over the ranks is taken.
+at once, and the slowest counts, as all will wait for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from bert_unpad.simulate.timing import random_inputs, run_pass
 __all__ = [
     "CompressionTimer",
     "PassTimer",
-    "agree",
     "dtype_of",
     "fit_link",
     "link_times",
@@ -45,23 +44,19 @@ def dtype_of(workload: Workload) -> torch.dtype:
 
 
 def time_together(step: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a step that all ranks begin at the same time."""
-    if _ranks() > 1:
+    """Seconds of a step that all ranks begin at the same time, on the slowest of them."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
+        start = time.perf_counter()
+        step()
+        _wait(device)
+        taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=device)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        return float(taken)
     start = time.perf_counter()
     step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    _wait(device)
     return time.perf_counter() - start
-
-
-def agree(value: float, device: torch.device) -> float:
-    """The mean over the ranks."""
-    if _ranks() == 1:
-        return value
-    total = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(total)
-    return float(total) / _ranks()
 
 
 class PassTimer:
@@ -96,8 +91,7 @@ class PassTimer:
     def medians(self) -> tuple[list[float], float]:
         """Of each batch's pass, and of the update."""
         columns = [statistics.median(column) for column in zip(*self._rounds, strict=True)]
-        *passes, update = [agree(seconds, self._device) for seconds in columns]
-        return passes, update
+        return columns[:-1], columns[-1]
 
     def _round(self) -> list[float]:
         taken = [
@@ -152,8 +146,7 @@ class CompressionTimer:
 
     def median(self) -> float:
         """Seconds of the exchange's computing, at least 0."""
-        found = statistics.median(self._exchanged) - statistics.median(self._bare)
-        return max(agree(found, self._device), 0.0)
+        return max(statistics.median(self._exchanged) - statistics.median(self._bare), 0.0)
 
     def _run(self) -> None:
         run_pass(self._replica, self._inputs, self._dtype)
@@ -175,11 +168,11 @@ def link_times(device: torch.device, seconds: float) -> tuple[list[float], list[
         def exchange(tensor: torch.Tensor = tensor) -> None:
             dist.all_reduce(tensor)
 
-        once = agree(time_together(exchange, device), device)
+        once = time_together(exchange, device)
         rounds = round(min(max(share / once, 3), 50))
         taken = [time_together(exchange, device) for _ in range(rounds)]
         sizes.append(4.0 * numbers)
-        times.append(agree(statistics.median(taken), device))
+        times.append(statistics.median(taken))
         if len(times) > 1 and times[-1] > share:
             break
     return sizes, times
@@ -208,5 +201,6 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float], ranks: int) -> Li
     return Link(float(latency), float(1 / per_byte))
 
 
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
