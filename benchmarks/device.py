@@ -1,6 +1,6 @@
-"""The folder name of the first GPU's results; empty where PyTorch sees none.
+"""What a GPU's name tells: the folder of its results, and its peak by the data sheet.
 
-    python -m benchmarks.device
+    python -m benchmarks.device     # the first GPU's folder; empty where PyTorch sees none
 
 Needs PyTorch alone, so that scripts/gpu_check.sh can ask before anything is built.
 """
@@ -10,6 +10,20 @@ from __future__ import annotations
 import re
 
 import torch
+
+# Dense bf16 FLOP/s from NVIDIA's data sheets, which state twice that for sparse matrices of the
+# Hopper cards. A slice of a card (MIG) has another name.
+_DENSE_BF16 = {
+    r"NVIDIA H100 80GB HBM3|NVIDIA H200": 989.4e12,
+    r"NVIDIA H100 NVL|NVIDIA H200 NVL": 835.5e12,
+    r"NVIDIA H100 PCIe": 756e12,
+    r"NVIDIA A100-(SXM4|PCIE)-\w+|NVIDIA A100 80GB PCIe": 312e12,
+}
+
+
+def data_sheet_peak(name: str) -> float | None:
+    """Dense bf16 FLOP/s of the GPU with this name; None if it is not in the table."""
+    return next((peak for known, peak in _DENSE_BF16.items() if re.fullmatch(known, name)), None)
 
 
 def folder(name: str) -> str:

@@ -82,29 +82,33 @@ def memory_of(
     """
     first()
     optimizer.zero_grad(set_to_none=True)
-    before = _reset_peak()
+    before = reset_peak()
     step()
-    peak = _status("VmHWM")
+    return Memory(state_bytes(optimizer), process_bytes("VmHWM") - before)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What stays between steps: parameters and the optimizer's state."""
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
     for values in optimizer.state.values():
         tensors += [v for v in values.values() if isinstance(v, torch.Tensor)]
-    return Memory(sum(t.untyped_storage().nbytes() for t in tensors), peak - before)
+    return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
-def _status(key: str) -> int:
-    """A memory figure of this process, in bytes."""
+def process_bytes(key: str) -> int:
+    """A memory figure of this process: VmRSS is what is resident now, VmHWM its peak (Linux)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
     raise KeyError(key)
 
 
-def _reset_peak() -> int:
+def reset_peak() -> int:
     """Gives freed memory back, resets the peak, and returns what is resident now."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+    return process_bytes("VmRSS")
 
 
 def matmul_peak(dtype: torch.dtype, size: int = 2048, tries: int = 9) -> float:

@@ -27,7 +27,7 @@ from transformers.models.bert.modeling_bert import BertLayer as StockLayer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import harness
-from benchmarks.peers import unpadded_layer
+from benchmarks.peers import by_sequence, unpadded_layer
 from bert_unpad.batch import VarlenBatch
 from bert_unpad.nn import BertConfig, BertEncoder
 from bert_unpad.nn.rng import draw_rng_keys
@@ -62,7 +62,7 @@ def contenders(device: str) -> dict[str, tuple[torch.nn.Module, Callable[[], Ten
         return out[0] if isinstance(out, tuple) else out
 
     found["hf"] = (stock, hugging_face)
-    found["plain unpadded"] = (stock, lambda: unpadded_layer(stock, x, [tokens]))
+    found["plain unpadded"] = (stock, lambda: unpadded_layer(stock, x, batch, by_sequence))
     return found
 
 

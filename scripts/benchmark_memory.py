@@ -25,7 +25,7 @@ from transformers.models.bert.modeling_bert import BertLayer as StockLayer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import harness
-from benchmarks.peers import unpadded_layer
+from benchmarks.peers import by_sequence, unpadded_layer
 from benchmarks.saved import Saved, saved_by
 from bert_unpad.batch import VarlenBatch, pad
 from bert_unpad.data.histogram import sample_lengths
@@ -61,7 +61,7 @@ def contenders(
         layer = StockLayer(config).train()
 
         def unpadded(layer: StockLayer = layer) -> Saved:
-            return saved_by(lambda: unpadded_layer(layer, x, batch.lengths.tolist()), layer)
+            return saved_by(lambda: unpadded_layer(layer, x, batch, by_sequence), layer)
 
         def padded(layer: StockLayer = layer) -> Saved:
             hidden = pad(x.detach(), batch).requires_grad_()

@@ -1,10 +1,16 @@
 """One full BERT pretraining step (forward, backward, AdamW) against its peers, in one run.
 
-    python scripts/benchmark_model.py --device cpu
+    python scripts/benchmark_model.py --device cpu               # BERT-base, 8 sequences
+    python scripts/benchmark_model.py --device cuda              # BERT-large, 48 sequences, bf16
+    python scripts/benchmark_model.py --device cuda --only "hf padded"
+    python scripts/benchmark_model.py --device cuda --size tiny --rehearse   # on a CPU, no figures
 
 Sequence lengths are drawn from the Wikipedia histogram; every contender gets the same batch, the
-same sizes and the same dropout rate. Memory is measured first, each contender in a process of its
-own; then time, all of them in turns. Writes benchmarks/results/<device>/model.json.
+same sizes and the same dropout rate. Writes benchmarks/results/<device>/model.json.
+
+On a CPU memory is measured first, each contender in a process of its own; then time, all of them in
+turns. On a GPU each contender takes turns with ours, and its time is split up by kinds of kernels,
+with a plot of that in model.png: see benchmarks/model_gpu.py.
 """
 
 from __future__ import annotations
@@ -16,99 +22,51 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import harness
-from benchmarks.peers import Peers
-from bert_unpad.batch import PackedInputs, VarlenBatch
-from bert_unpad.data.histogram import sample_lengths
-from bert_unpad.nn import BertConfig, BertForPreTraining
+from benchmarks import harness, model_steps
+from benchmarks.model_contenders import CONTENDERS, OURS, Setup
+from benchmarks.model_gpu import Run, show_table
+from benchmarks.model_plot import draw
+from benchmarks.model_steps import VOCAB, make_inputs, make_step
+from benchmarks.peers import PaddedInputs, Peers, by_sequence
+from benchmarks.step_device import Gpu, Host
+from bert_unpad import ops
+from bert_unpad.batch import PackedInputs
+from bert_unpad.data.cache import default_cache_dir
+from bert_unpad.nn import BertForPreTraining
+from bert_unpad.nn.flops import training_flops
 
 PEERS = {
     "plain unpadded": "unpadded",
     "hf padded, logits at labels": "labels",
     "hf padded": "padded",
 }
-VOCAB = 30522
-SIZES = {"base": (768, 12, 12), "small": (256, 4, 4)}
-
-
-def make_inputs(sequences: int, max_length: int, seed: int, vocab: int) -> PackedInputs:
-    """A packed batch of random tokens, 15 % of them masked, longest sequence first."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = sorted(
-        (min(int(n), max_length) for n in sample_lengths(sequences, seed)), reverse=True
-    )
-    # The padded peers get max_length columns, as fixed-length pretraining data does.
-    mask = torch.arange(max_length) < torch.tensor(lengths)[:, None]
-    batch = VarlenBatch.from_mask(mask)
-    ids = torch.randint(1000, vocab, (batch.total,), generator=generator)
-    masked = torch.rand(batch.total, generator=generator) < 0.15
-    masked[batch.cu_seqlens[:-1].long()] = False
-    positions = masked.nonzero().flatten()
-    return PackedInputs.build(
-        batch=batch,
-        input_ids=ids.index_fill(0, positions, 103),
-        masked_positions=positions,
-        masked_labels=ids[positions],
-        next_sentence_labels=torch.randint(0, 2, (sequences,), generator=generator),
-    )
-
-
-def make_step(
-    loss: Callable[[PackedInputs], torch.Tensor],
-    optimizer: torch.optim.Optimizer,
-    inputs: PackedInputs,
-    dtype: torch.dtype,
-) -> Callable[[], None]:
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            value = loss(inputs)
-        value.backward()
-        optimizer.step()
-
-    return step
 
 
 def losses(
     args: argparse.Namespace, kinds: Collection[str]
-) -> dict[str, tuple[Callable[[PackedInputs], torch.Tensor], torch.optim.Optimizer]]:
+) -> dict[str, tuple[Callable[[Any], torch.Tensor], torch.optim.Optimizer]]:
     """Loss and optimizer of the contenders named in `kinds`; the peers share one model."""
-    hidden, layers, heads = SIZES[args.size]
-    fields = {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * hidden,
-        "hidden_dropout_prob": args.dropout,
-        "attention_probs_dropout_prob": args.dropout,
-    }
     torch.manual_seed(0)
     found = {}
     if "bert_unpad" in kinds:
-        ours = BertForPreTraining(BertConfig(**fields)).train()
-
-        def our_loss(x: PackedInputs) -> torch.Tensor:
-            out = ours(x)
-            return out.mlm_loss_sum / len(x.masked_labels) + out.nsp_loss_sum / x.batch.batch_size
-
-        found["bert_unpad"] = (our_loss, adamw(ours))
+        ours = BertForPreTraining(model_steps.config(args.size, args.dropout)).train()
+        found["bert_unpad"] = (model_steps.our_loss(ours), model_steps.adamw(ours))
     if any(kind in PEERS for kind in kinds):
-        stock = transformers.BertForPreTraining(
-            transformers.BertConfig(**fields, attn_implementation="sdpa")
-        ).train()
-        peers, adam = Peers(stock).train(), adamw(stock)
-        found |= {k: (getattr(peers, how), adam) for k, how in PEERS.items() if k in kinds}
+        stock = model_steps.hugging_face(args.size, args.dropout)
+        peers, adam = Peers(stock).train(), model_steps.adamw(stock)
+        ways = {
+            "unpadded": lambda x: peers.unpadded(x, by_sequence),
+            "labels": lambda x: peers.labels(PaddedInputs.build(x)),
+            "padded": lambda x: peers.padded(PaddedInputs.build(x)),
+        }
+        found |= {k: (ways[how], adam) for k, how in PEERS.items() if k in kinds}
     return found
-
-
-def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
 
 def measure_memory(args: argparse.Namespace, inputs: PackedInputs) -> harness.Memory:
@@ -161,42 +119,103 @@ def measure_peaks() -> dict[str, float]:
     }
 
 
-def main() -> None:
+def run_on_gpu(args: argparse.Namespace) -> None:
+    """The whole of `--device cuda`, or a rehearsal of it on the CPU."""
+    device = Host() if args.rehearse else Gpu()
+    names = [name for name in CONTENDERS if args.only is None or args.only in name]
+    if not names:
+        raise SystemExit(f"--only {args.only}: no contender has that in its name: "
+                         f"{', '.join(CONTENDERS)}")  # fmt: skip
+    if not args.rehearse:  # as the trainer does; the first step of a kind waits for it
+        ops.time_algorithms(default_cache_dir() / "cublaslt_algorithms.txt")
+    torch.manual_seed(args.seed)
+    inputs = make_inputs(args.sequences, args.max_length, args.seed, VOCAB, even=True)
+    setup = Setup(args.size, args.dropout, args.max_length, inputs, device.device)
+
+    def save(report: dict[str, Any]) -> None:
+        if not args.rehearse:
+            harness.save(args.name, device.folder, "python " + " ".join(sys.argv), report)
+
+    run = Run(device, setup, args.rounds, save)
+    print(f"{inputs.batch.total} tokens of {args.sequences} x {args.max_length}, "
+          f"{run.flops / 1e12:.3f} TFLOP a step; matmul peak {run.peak / 1e12:.1f} TFLOP/s",
+          flush=True)  # fmt: skip
+    report = run.measure(names, args.start_within)
+    run.end()
+    show_table(report)
+    if not args.rehearse:
+        folder = harness.RESULTS / device.folder
+        print(f"written to {folder / args.name}.json")
+        try:
+            draw(folder / f"{args.name}.png", report)
+        except ImportError:
+            print("no plot: matplotlib is not installed")
+    failed = [name for name in OURS if name in report["not_run"]]
+    if failed and not args.rehearse:
+        raise SystemExit(f"of our own, {' and '.join(failed)} did not run")
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", choices=["cpu"], default="cpu")
-    parser.add_argument("--size", choices=list(SIZES), default="base")
-    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--size", choices=list(model_steps.SIZES), help="default: base on a CPU, large on a GPU"
+    )
+    parser.add_argument("--sequences", type=int, help="default: 8 on a CPU, 48 on a GPU")
     parser.add_argument("--max-length", type=int, default=512)
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=1, help="rounds that do not count")
+    parser.add_argument("--rounds", type=int, help="default: 3 on a CPU, 10 on a GPU")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--allocator", choices=["heap", "default"], default="heap")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "both"], default="both")
     parser.add_argument("--only", help="run only the contenders whose name contains this")
-    parser.add_argument("--memory-of", help="print only the memory of this contender, as JSON")
-    parser.add_argument(
-        "--keep-times", action="store_true", help="measure only memory anew; times stay in the JSON"
-    )
     parser.add_argument("--name", default="model", help="name of the JSON file")
-    args = parser.parse_args()
-    both = [torch.float32, torch.bfloat16]
-    args.dtypes = both if args.dtype == "both" else [getattr(torch, args.dtype)]
+    cpu = parser.add_argument_group("on a CPU")
+    cpu.add_argument("--warmup", type=int, help="rounds that do not count (default: 1)")
+    cpu.add_argument("--allocator", choices=["heap", "default"], help="default: heap")
+    cpu.add_argument("--dtype", choices=["float32", "bfloat16", "both"], help="default: both")
+    cpu.add_argument("--memory-of", help="print only the memory of this contender, as JSON")
+    cpu.add_argument(
+        "--keep-times",
+        action="store_true",
+        default=None,
+        help="measure only memory anew; times stay in the JSON",
+    )
+    gpu = parser.add_argument_group("on a GPU")
+    gpu.add_argument(
+        "--start-within",
+        type=float,
+        metavar="SECONDS",
+        help="contenders whose turn comes later are left out",
+    )
+    gpu.add_argument("--rehearse", action="store_true", default=None, help="try it out on a CPU")
+    args = parser.parse_args(given)
+    on_gpu = args.device == "cuda"
+    for group, fits in ((cpu, not on_gpu), (gpu, on_gpu)):
+        for action in group._group_actions:
+            if not fits and getattr(args, action.dest) is not None:
+                parser.error(f"{action.option_strings[0]} does not go with --device {args.device}")
+    defaults = {"size": "base", "sequences": 8, "rounds": 3, "warmup": 1, "allocator": "heap"}
+    if on_gpu:
+        defaults = {"size": "large", "sequences": 48, "rounds": 10, "start_within": float("inf")}
+    for key, value in defaults.items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
+    return args
 
+
+def main() -> None:
+    args = arguments()
+    if args.device == "cuda":
+        run_on_gpu(args)
+        return
+    dtypes = {"float32": [torch.float32], "bfloat16": [torch.bfloat16]}
+    args.dtypes = dtypes.get(args.dtype, [torch.float32, torch.bfloat16])
     allocator = harness.fix_allocator(args.allocator)
     inputs = make_inputs(args.sequences, args.max_length, args.seed, VOCAB)
     if args.memory_of:
         print(json.dumps(dataclasses.asdict(measure_memory(args, inputs))))
         return
     tokens = inputs.batch.total
-    hidden, layers, heads = SIZES[args.size]
-    config = BertConfig(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        intermediate_size=4 * hidden,
-    )  # fmt: skip
-    from bert_unpad.nn.flops import training_flops
-
-    flops = training_flops(config, inputs)
+    flops = training_flops(model_steps.config(args.size, args.dropout), inputs)
     names = [
         f"{kind}, {str(dtype).removeprefix('torch.')}"
         for dtype in args.dtypes

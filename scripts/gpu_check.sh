@@ -8,8 +8,8 @@
 #   tests       the GPU tests
 #   memcheck    small ones of them under compute-sanitizer
 #   racecheck   the same, for races in shared memory
-#   benchmarks  operators and optimizers against their peers
-#               (benchmarks/results/<device>/ops_*.json, optim.json)
+#   benchmarks  operators, optimizers and whole training steps against their peers
+#               (benchmarks/results/<device>/ops_*.json, optim.json, model.json, model.png)
 #
 # What happened is added to benchmarks/results/<device>/gpu_check.json, where steps of earlier runs
 # stay until they run again. The steps' output is kept in build/gpu_check/.
@@ -96,6 +96,9 @@ for part in "${parts[@]}"; do
         step "benchmarks_$op" "$python" scripts/benchmark_ops.py --device cuda --op "$op"
       done
       step benchmarks_optim "$python" scripts/benchmark_optim.py --device cuda
+      # The last contenders are compiled, which takes up to two minutes each.
+      step benchmarks_model "$python" scripts/benchmark_model.py --device cuda \
+        --start-within "$((limit - 150))"
       ;;
   esac
 done

@@ -52,8 +52,9 @@ def build_model(config: PretrainConfig, vocab_size: int, max_seq_length: int) ->
 
 
 def add_gradients_in_products(model: nn.Module, config: PretrainConfig) -> None:
-    """Lets later passes of a step add to weight gradients within the products that make them."""
-    if config.batching.accumulation > 1:
+    """Lets passes add to weight gradients that are there within the products that make them: later
+    ones of a step, and all with CUDA graphs, whose gradients stay."""
+    if config.batching.accumulation > 1 or config.cuda_graphs:
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 ops.accumulate_in_place(module.weight)
