@@ -1,8 +1,16 @@
 """Gradients between ranks: clipping before they are averaged, while the backward pass goes on."""
 
+from bert_unpad.distributed.allreduce import HierarchicalAllreduce
 from bert_unpad.distributed.before import ClipBefore
 from bert_unpad.distributed.bounds import POLICIES
 from bert_unpad.distributed.bucket_clip import BucketClip, ClipReport
 from bert_unpad.distributed.sharded import ShardedClip
 
-__all__ = ["POLICIES", "BucketClip", "ClipBefore", "ClipReport", "ShardedClip"]
+__all__ = [
+    "POLICIES",
+    "BucketClip",
+    "ClipBefore",
+    "ClipReport",
+    "HierarchicalAllreduce",
+    "ShardedClip",
+]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bert_unpad.distributed.allreduce import Allreduce
 from bert_unpad.distributed.bucket_clip import ClipReport
 from bert_unpad.ops import clip_bucket_
 
@@ -31,6 +32,8 @@ class ClipBefore:
         wire_dtype: bfloat16 or float16 for the exchange; None for the gradients' own (float32 if
             they differ).
         group: the ranks; by default all.
+        allreduce: sums over these ranks, for example `HierarchicalAllreduce`; by default
+            `torch.distributed.all_reduce`.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class ClipBefore:
         max_norm: float,
         wire_dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
+        allreduce: Allreduce | None = None,
     ) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
         if not self._parameters:
@@ -55,6 +59,7 @@ class ClipBefore:
         self._max_norm = float(max_norm)
         self._bound = torch.full((1,), self._max_norm, device=self._flat.device)
         self._group = group
+        self._allreduce = allreduce
 
     def exchange(self) -> ClipReport:
         """Replaces every `.grad`, after a backward pass under `no_sync`."""
@@ -69,7 +74,10 @@ class ClipBefore:
             factor=1.0 / dist.get_world_size(self._group),
             out=None if self._wire is self._flat else self._wire,
         )
-        dist.all_reduce(self._wire, group=self._group)
+        if self._allreduce is None:
+            dist.all_reduce(self._wire, group=self._group)
+        else:
+            self._allreduce(self._wire).wait()
         for parameter, part in zip(self._parameters, self._wire.split(self._sizes), strict=True):
             parameter.grad.copy_(part.view_as(parameter))
         return ClipReport(norm.reshape(1), self._bound, self._wire[:1].isfinite().all())

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from bert_unpad.distributed.allreduce import Allreduce
 from bert_unpad.distributed.bounds import Policy, Shares
 from bert_unpad.ops import clip_bucket_
 
@@ -122,7 +123,11 @@ class BucketClip:
         self._last: list[tuple[Tensor, float | Tensor, Tensor]] = []
 
     def attach(
-        self, model: DistributedDataParallel, hook: Hook | None = None, state: Any = None
+        self,
+        model: DistributedDataParallel,
+        hook: Hook | None = None,
+        state: Any = None,
+        allreduce: Allreduce | None = None,
     ) -> "BucketClip":
         """Makes this the communication hook of `model`, which may have no other; returns self.
 
@@ -132,10 +137,12 @@ class BucketClip:
                 `powerSGD_hook` or `post_localSGD_hook`; must average. What it adds itself (the
                 error feedback of PowerSGD) is not bounded.
             state: the hook's own.
+            allreduce: sums what travels over all of the model's ranks, for example
+                `HierarchicalAllreduce`; by default `torch.distributed.all_reduce`.
 
         Raises:
             RuntimeError: this BucketClip, or another hook, is attached already.
-            ValueError: a `hook` together with a wire dtype.
+            ValueError: a `hook` together with a wire dtype, or with an allreduce.
         """
         if self._shares is not None:
             raise RuntimeError("this BucketClip is attached to a model already")
@@ -143,6 +150,8 @@ class BucketClip:
             raise ValueError(
                 "a hook exchanges the bucket in its own dtype: wire_dtype must be None"
             )
+        if hook is not None and allreduce is not None:
+            raise ValueError("give a hook or an allreduce, not both")
         ignored = set(getattr(model, "parameters_to_ignore", ()))
         numel = sum(
             parameter.numel()
@@ -152,6 +161,7 @@ class BucketClip:
         self._group = model.process_group
         self._world_size = dist.get_world_size(self._group)
         self._hook, self._hook_state = hook, state
+        self._allreduce = self._flat if allreduce is None else allreduce
         model.register_comm_hook(self, _clip_and_exchange)
         self._shares = Shares(self.policy, numel)
         return self
@@ -212,10 +222,12 @@ class BucketClip:
             self._attached().end(torch.stack([norm for norm, _, _ in self._last]))
         if self._hook is not None:
             return self._hook(self._hook_state, bucket)
+        sent = self._allreduce(wire)
+        return sent if wire is buffer else sent.then(lambda future: buffer.copy_(future.value()))
+
+    def _flat(self, wire: Tensor) -> torch.futures.Future[Tensor]:
         sent = dist.all_reduce(wire, group=self._group, async_op=True).get_future()
-        if wire is buffer:
-            return sent.then(lambda future: future.value()[0])
-        return sent.then(lambda future: buffer.copy_(future.value()[0]))
+        return sent.then(lambda future: future.value()[0])
 
     def _wire(self, index: int, buffer: Tensor) -> Tensor:
         if self.wire_dtype is None or buffer.dtype != torch.float32:

@@ -82,7 +82,9 @@ class Clipping:
         if ranks.world_size == 1:
             return
         if self._mode == "before":
-            self._before = ClipBefore(model.parameters(), config.max_norm, wire)
+            self._before = ClipBefore(
+                model.parameters(), config.max_norm, wire, allreduce=self.exchange.allreduce
+            )
         # A hook's memory outlives a change of the scale, so what it gets must be unscaled.
         elif self._mode == "bucket" or wire is not None or (loss_scale and self.exchange.hook):
             self._bucket = BucketClip(
@@ -107,7 +109,11 @@ class Clipping:
         """Takes over DDP's exchange where the mode asks for it; before the first backward pass."""
         if self._bucket is not None:
             assert isinstance(replica, DistributedDataParallel)
-            self._bucket.attach(replica, self.exchange.hook, self.exchange.state)
+            exchange = self.exchange
+            if exchange.allreduce is not None:
+                self._bucket.attach(replica, allreduce=exchange.allreduce)
+            else:
+                self._bucket.attach(replica, exchange.hook, exchange.state)
         elif self.exchange.hook is not None:
             assert isinstance(replica, DistributedDataParallel)
             replica.register_comm_hook(self.exchange.state, self.exchange.hook)

@@ -1,4 +1,4 @@
-"""PyTorch's communication hooks in a run: PowerSGD and post-local SGD, with what they keep.
+"""How gradients travel in a run: in two hops, by PowerSGD or post-local SGD, with what they keep.
 
 `replicate` settles DDP's buckets by two passes before the run begins, so a hook's memory, which
 goes by bucket, fits a resumed run too. Those two passes count as iterations of the hooks.
@@ -21,10 +21,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
+from bert_unpad.distributed.allreduce import Allreduce, HierarchicalAllreduce, allreduce_hook
 from bert_unpad.pretrain.config import CommConfig, ConfigError
+from bert_unpad.pretrain.nodes import common_node_size
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["SETTLING_PASSES", "Exchange", "LocalSGD", "PowerSGD", "build_exchange"]
+__all__ = ["SETTLING_PASSES", "Exchange", "Hierarchical", "LocalSGD", "PowerSGD", "build_exchange"]
 
 SETTLING_PASSES = 2
 _MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")  # of PowerSGDState, by bucket
@@ -35,6 +37,8 @@ class Exchange:
 
     hook: Any = None
     state: Any = None
+    allreduce: Allreduce | None = None
+    """Sums over all ranks, where `hook` does nothing but that and divide."""
     one_bucket = False
     """Whether DDP must put all gradients into one bucket."""
 
@@ -57,6 +61,15 @@ class Exchange:
 
     def load_local_state(self, state: dict[str, Any]) -> None:
         """Continues from `local_state`."""
+
+
+class Hierarchical(Exchange):
+    """Within machines first, then between them, see `HierarchicalAllreduce`."""
+
+    def __init__(self, config: CommConfig, ranks: Ranks) -> None:
+        size = common_node_size(ranks, "comm.hook", config.hook, "allreduce")
+        self.hook = allreduce_hook
+        self.state = self.allreduce = HierarchicalAllreduce(size)
 
 
 class PowerSGD(Exchange):
@@ -170,4 +183,5 @@ def build_exchange(config: CommConfig, ranks: Ranks) -> Exchange:
     """
     if ranks.world_size == 1 or config.hook == "allreduce":
         return Exchange()
-    return {"power_sgd": PowerSGD, "post_local_sgd": LocalSGD}[config.hook](config, ranks)
+    kinds = {"hierarchical": Hierarchical, "power_sgd": PowerSGD, "post_local_sgd": LocalSGD}
+    return kinds[config.hook](config, ranks)

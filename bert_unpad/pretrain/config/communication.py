@@ -11,16 +11,18 @@ from bert_unpad.pretrain.config.update import ClipConfig
 
 @dataclass
 class CommConfig:
-    """How gradients travel: in which pieces, and by which of PyTorch's communication hooks."""
+    """How gradients travel: in which pieces, and by which communication hook."""
 
     bucket_mb: float | None = None
     """Greatest size of the pieces in which gradients are exchanged while the backward pass goes on,
     in MiB; by default DDP's 25. Smaller ones overlap more, and cost more round trips.
     Neither clip.mode before nor power_sgd on CPUs has pieces."""
-    hook: Literal["allreduce", "power_sgd", "post_local_sgd"] = "allreduce"
-    """power_sgd: gradients travel as products of two thin matrices (Vogels et al., 2019). What its
-    error feedback adds is not bounded by clip. post_local_sgd: ranks average their gradients with
-    those of their group only, and their models with all ranks now and then (Lin et al., 2020)."""
+    hook: Literal["allreduce", "hierarchical", "power_sgd", "post_local_sgd"] = "allreduce"
+    """hierarchical: an allreduce in two hops, to the first rank of each machine, between these, and
+    back. power_sgd: gradients travel as products of two thin matrices (Vogels et al., 2019). What
+    its error feedback adds is not bounded by clip. post_local_sgd: ranks average their gradients
+    with those of their group only, and their models with all ranks now and then (Lin et al.,
+    2020)."""
     start: int = 1000
     """Updates that begin the run with plain allreduces."""
     power_sgd_rank: int = 2
@@ -45,7 +47,7 @@ def check_comm(comm: CommConfig, clip: ClipConfig) -> None:
             raise ConfigError("comm.bucket_mb", f"expected a number > 0, got {comm.bucket_mb!r}")
         if clip.mode == "before":
             raise ConfigError("comm.bucket_mb", "clip.mode before exchanges all gradients at once")
-    if comm.hook == "allreduce":
+    if comm.hook in ("allreduce", "hierarchical"):
         return
     if clip.mode == "before":
         raise ConfigError(
