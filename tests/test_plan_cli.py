@@ -45,7 +45,7 @@ def test_the_json_is_stable(planned):
     ]
     for choice in (planned["best"], *planned["curve"], *planned["alternatives"]):
         assert list(choice) == [
-            *("nodes", "batch", "accumulation", "compression", "sharded", "recompute"),
+            *("nodes", "batch", "accumulation", "compression", "shard", "recompute"),
             *("local_sgd_period", "ranks", "update_seconds", "memory_bytes", "shares"),
             *("bottleneck", "updates", "days", "cost"),
         ]
@@ -100,6 +100,7 @@ def test_the_tables(capsys, tmp_path):
         (["--nodes=0"], "argument --nodes: expected an integer of 1"),
         (["--price=-1"], "argument --price: expected a number of 0"),
         (["--sustained=1.5"], "argument --sustained: expected a share"),
+        (["--shard=rack"], "argument --shard: expected a comma-separated"),
         (["--compression=fp8"], "argument --compression: expected a comma-separated"),
         (["--steps=5", "--epochs=1"], "not allowed with argument"),
         (["--steps=5", "--tokens=1e9"], "argument --tokens: expected with --epochs"),
@@ -193,7 +194,7 @@ def test_ranks_calibrate_together():
 def test_a_link_measured_between_nodes_is_shared(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    device = Device("this CPU", 1e9, ComputeCost(1e-6, 1e-9, 1e-3), 0.1)
+    device = Device("this CPU", 1e9, ComputeCost(1e-6, 1e-9, 1e-3), 0.07, 0.03)
     found = Calibration(device, Link(1e-4, 1e9), [])
     monkeypatch.setattr("bert_unpad.plan.calibrate.calibrate", lambda *_, **__: found)
     options = make_parser().parse_args(["--calibrate", "--gpus-per-node=4", "--price=1"])

@@ -116,13 +116,14 @@ def measured_device(
     memory_share: float = 0.9,
 ) -> tuple[Device, list[dict[str, float]]]:
     """The device that timings describe, and each batch's measured and fitted seconds."""
-    seconds, update = passes.medians()
+    seconds, clip, update = passes.medians()
     cost = ComputeCost.fit(passes.batches, seconds)
     found = Device(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU",
         memory=_memory(device) * memory_share,
         passes=cost,
         update=update,
+        clip=clip,
         compress=dict(compress),
         one_bucket=device.type == "cpu",
     )

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-__all__ = ["COMPRESSIONS", "RECOMPUTE", "Allowed", "Candidate", "candidates"]
+__all__ = ["COMPRESSIONS", "RECOMPUTE", "SHARDS", "Allowed", "Candidate", "candidates"]
 
 COMPRESSIONS = ("none", "bf16", "power_sgd")
 """none: gradients travel in fp32; bf16: `clip.wire_dtype: bf16`; power_sgd: `comm.hook`."""
 RECOMPUTE = ("none", "gelu", "layer")
 """`recompute` of the trainer."""
+SHARDS = ("none", "node", "world")
+"""`optimizer.shard` of the trainer: who shares the optimizer's state out."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,7 @@ class Candidate:
     accumulation: int = 1
     """Passes of an update."""
     compression: str = "none"
-    sharded: bool = False
-    """Whether each rank keeps the optimizer's state of its part of the parameters only."""
+    shard: str = "none"
     recompute: str = "none"
     local_sgd_period: int = 1
     """Updates between averages over all nodes (`comm.hook: post_local_sgd`); 1: in each."""
@@ -36,7 +37,7 @@ class Candidate:
             int(self.local_sgd_period > 1),
             COMPRESSIONS.index(self.compression),
             RECOMPUTE.index(self.recompute),
-            int(self.sharded),
+            SHARDS.index(self.shard),
             self.accumulation,
         )
 
@@ -51,7 +52,7 @@ class Allowed:
 
     compressions: Sequence[str] = ("none", "bf16")
     """Of `COMPRESSIONS`. PowerSGD is left out by default since it changes what is learned more."""
-    sharded: Sequence[bool] = (False, True)
+    shards: Sequence[str] = SHARDS
     recompute: Sequence[str] = RECOMPUTE
     local_sgd_periods: Sequence[int] = (1,)
     """1 for averaging in every update."""
@@ -71,15 +72,19 @@ def candidates(
     part = global_batch // ranks
     # One rank exchanges and shards nothing; on one node all averages are of the node.
     compressions = allowed.compressions if ranks > 1 else ("none",)
-    sharded = allowed.sharded if ranks > 1 else (False,)
+    shards = [
+        shard
+        for shard in allowed.shards
+        if shard == "none" or (gpus_per_node > 1 if shard == "node" else nodes > 1)
+    ]
     periods = allowed.local_sgd_periods if nodes > 1 else (1,)
     for accumulation in (n for n in range(1, part + 1) if part % n == 0):
         for compression in compressions:
             for period in periods:
                 if period > 1 and compression != "none":
                     continue  # the trainer has one hook at a time, and it takes fp32
-                for shard in sharded:
-                    if period > 1 and shard:
+                for shard in shards:
+                    if period > 1 and shard != "none":
                         continue  # ranks of other nodes have other states in between
                     for recompute in allowed.recompute:
                         yield Candidate(
@@ -87,7 +92,7 @@ def candidates(
                             batch=part // accumulation,
                             accumulation=accumulation,
                             compression=compression,
-                            sharded=shard,
+                            shard=shard,
                             recompute=recompute,
                             local_sgd_period=period,
                         )

@@ -174,7 +174,7 @@ def alternatives(
         ways = [*ways, ("none", _LOCAL_SGD_PERIOD)]
     found = []
     for compression, period in ways if planner.ranks(nodes) > 1 else ():
-        one = Allowed((compression,), allowed.sharded, allowed.recompute, (period,))
+        one = Allowed((compression,), allowed.shards, allowed.recompute, (period,))
         choice = best(planner, nodes, one, price)
         if choice is not None:
             found.append(choice)

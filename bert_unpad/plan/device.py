@@ -40,7 +40,9 @@ class Device:
     passes: ComputeCost
     """A forward and backward pass, without the update."""
     update: float
-    """Seconds of clipping and updating, not sharded."""
+    """Seconds of the optimizer, not sharded."""
+    clip: float = 0.0
+    """Seconds of clipping the average."""
     compress: Mapping[str, float] = field(default_factory=dict)
     """Seconds of an exchange's computing by compression, where that is not 0."""
     one_bucket: bool = False
@@ -49,7 +51,7 @@ class Device:
     def __post_init__(self) -> None:
         if not self.memory > 0:
             raise ValueError(f"memory: expected bytes above 0, got {self.memory}")
-        for name, value in {"update": self.update, **self.compress}.items():
+        for name, value in {"update": self.update, "clip": self.clip, **self.compress}.items():
             if not value >= 0:
                 raise ValueError(f"{name}: expected seconds of 0 or more, got {value}")
 
@@ -79,6 +81,7 @@ def card_device(
         name=card.name,
         memory=card.memory_gb * 1e9 * memory_share,
         passes=ComputeCost.from_rate(workload.config, sustained * card.peak(workload.precision)),
-        update=(_UPDATE_BYTES[workload.optimizer] + _CLIP_BYTES) * seconds,
+        update=_UPDATE_BYTES[workload.optimizer] * seconds,
+        clip=_CLIP_BYTES * seconds,
         compress={name: size * seconds for name, size in _COMPRESS_BYTES.items()},
     )

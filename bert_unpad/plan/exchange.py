@@ -72,7 +72,7 @@ def exposed_seconds(
 
 
 def weights_seconds(
-    parameters: int, cluster: Cluster, ranks: int, *, sharded: bool, local_sgd_period: int
+    parameters: int, cluster: Cluster, ranks: int, *, sharers: int, local_sgd_period: int
 ) -> float:
     """Seconds of an update for exchanging weights (fp32), which nothing hides.
 
@@ -80,10 +80,12 @@ def weights_seconds(
         parameters: of the model.
         cluster: what it runs on.
         ranks: of the run.
-        sharded: each rank updates a part, which all others then receive (an all-gather: half of a
-            ring allreduce).
+        sharers: ranks each of which updates a part, which all others of them then receive (an
+            all-gather: half of a ring allreduce); 1: none.
         local_sgd_period: updates between averages of the weights; 1: none.
     """
-    whole = cluster.allreduce(4.0 * parameters, ranks)
-    seconds = whole / 2 if sharded else 0.0
-    return seconds + (whole / local_sgd_period if local_sgd_period > 1 else 0.0)
+    size = 4.0 * parameters
+    seconds = cluster.allreduce(size, sharers) / 2
+    if local_sgd_period > 1:
+        seconds += cluster.allreduce(size, ranks) / local_sgd_period
+    return seconds

@@ -117,7 +117,7 @@ def hardware_of(
         basis.append(
             f"measured on {device.name}: a pass takes {cost.fixed * 1e3:.3g} ms and "
             f"{1e6 * (cost.linear + cost.quadratic * per_token):.3g} us a token, an "
-            f"update {device.update * 1e3:.3g} ms"
+            f"update {1e3 * (device.clip + device.update):.3g} ms"
         )
         if price is None:
             basis.append("no price was given, so costs are left out (--price)")
@@ -156,7 +156,7 @@ def allowed_of(options: argparse.Namespace) -> Allowed:
     """What may be used."""
     return Allowed(
         compressions=options.compression,
-        sharded={"yes": (True,), "no": (False,), "auto": (False, True)}[options.sharding],
+        shards=options.shard,
         recompute=options.recompute,
         local_sgd_periods=(1,) if options.local_sgd == 1 else (1, options.local_sgd),
     )

@@ -60,7 +60,7 @@ def time_together(step: Callable[[], object], device: torch.device) -> float:
 
 
 class PassTimer:
-    """Passes of several batches, and an update (clipping and optimizer).
+    """Passes of several batches, clipping, and the optimizer.
 
     Args:
         workload: whose model, precision, optimizer and longest sequence are used.
@@ -84,27 +84,28 @@ class PassTimer:
         self._round()  # loads what is loaded lazily, makes the optimizer's state
 
     def sample(self) -> float:
-        """Times each batch and the update once; returns their seconds together."""
+        """Times each batch, clipping and the optimizer once; returns their seconds together."""
         self._rounds.append(self._round())
         return sum(self._rounds[-1])
 
-    def medians(self) -> tuple[list[float], float]:
-        """Of each batch's pass, and of the update."""
+    def medians(self) -> tuple[list[float], float, float]:
+        """Of each batch's pass, of clipping, and of the optimizer."""
         columns = [statistics.median(column) for column in zip(*self._rounds, strict=True)]
-        return columns[:-1], columns[-1]
+        *passes, clip, update = columns
+        return passes, clip, update
 
     def _round(self) -> list[float]:
         taken = [
             time_together(lambda one=one: run_pass(self._model, one, self._dtype), self._device)
             for one in self._inputs
         ]
-        taken.append(time_together(self._update, self._device))
+        taken.append(time_together(self._clip, self._device))
+        taken.append(time_together(self._optimizer.step, self._device))
         self._optimizer.zero_grad()
         return taken
 
-    def _update(self) -> None:
+    def _clip(self) -> None:
         nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
-        self._optimizer.step()
 
 
 class CompressionTimer:

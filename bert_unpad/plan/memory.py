@@ -59,13 +59,13 @@ def layer_bytes_per_token(config: BertConfig, precision: str, recompute: str) ->
     return kept * size + 4 * config.num_attention_heads + 16
 
 
-def memory_of(workload: Workload, candidate: Candidate, ranks: int) -> Memory:
+def memory_of(workload: Workload, candidate: Candidate, sharers: int) -> Memory:
     """The memory of a rank.
 
     Args:
         workload: what is trained.
         candidate: the configuration.
-        ranks: of the run.
+        sharers: ranks that share the optimizer's state out; 1: none does.
     """
     config, parameters = workload.config, workload.parameters
     size = _bytes(workload.precision)
@@ -88,7 +88,7 @@ def memory_of(workload: Workload, candidate: Candidate, ranks: int) -> Memory:
     return Memory(
         weights=parameters * (4 + (2 if size == 2 else 0)),
         gradients=4 * parameters,
-        optimizer=8 * parameters / (ranks if candidate.sharded else 1),
+        optimizer=8 * parameters * workload.shard_share(sharers),
         exchange=exchange * parameters,
         activations=tokens * layers,
         logits=masked * head * size,

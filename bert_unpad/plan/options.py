@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bert_unpad._arguments import above_zero, not_below_zero, positive, share
-from bert_unpad.plan.candidates import COMPRESSIONS, RECOMPUTE
+from bert_unpad.plan.candidates import COMPRESSIONS, RECOMPUTE, SHARDS
 from bert_unpad.plan.cards import CARDS, SUSTAINED_SHARE
 from bert_unpad.plan.workload import OPTIMIZERS, PRECISIONS, STRATEGIES
 
@@ -143,10 +143,11 @@ def _add_choice(choice: argparse._ArgumentGroup) -> None:
         help="comma-separated, of none,gelu,layer (default all)",
     )
     choice.add_argument(
-        "--sharding",
-        choices=("yes", "no", "auto"),
-        default="auto",
-        help="the optimizer's state over all ranks (default auto)",
+        "--shard",
+        type=_names(SHARDS),
+        default=list(SHARDS),
+        help="who shares the optimizer's state out: comma-separated, of none,node,world (default "
+        "all)",
     )
     choice.add_argument(
         "--local-sgd",

@@ -134,7 +134,7 @@ def _settings(choice: Choice) -> list[str]:
         f"  sequences of a rank and pass  {candidate.batch}",
         f"  batching.accumulation         {candidate.accumulation}",
         f"  exchange                      {exchange if choice.ranks > 1 else 'none'}",
-        f"  optimizer state               {'sharded' if candidate.sharded else 'on every rank'}",
+        f"  optimizer.shard               {candidate.shard}",
         f"  recompute                     {candidate.recompute}",
         f"  memory of a rank              {choice.memory.total / 1e9:.1f} GB "
         f"({choice.memory.state / 1e9:.1f} of state)",
@@ -159,7 +159,7 @@ def _duration(days: float) -> str:
 
 def _table(choices: Sequence[Choice]) -> list[str]:
     lines = [
-        f"{'nodes':>5}{'batch':>7}{'passes':>8}  {'exchange':<12}{'sharded':<9}{'recompute':<11}"
+        f"{'nodes':>5}{'batch':>7}{'passes':>8}  {'exchange':<12}{'shard':<7}{'recompute':<11}"
         f"{'GB':>6}{'ms':>11}{'days':>10}{'cost':>13}  bottleneck"
     ]
     for choice in choices:
@@ -168,7 +168,7 @@ def _table(choices: Sequence[Choice]) -> list[str]:
         cost = "-" if choice.cost is None else f"{choice.cost:,.2f}"
         lines.append(
             f"{one.nodes:>5}{one.batch:>7}{one.accumulation:>8}  {exchange:<12}"
-            f"{'yes' if one.sharded else 'no':<9}{one.recompute:<11}"
+            f"{one.shard:<7}{one.recompute:<11}"
             f"{choice.memory.total / 1e9:>6.1f}{choice.time.total * 1e3:>11,.1f}"
             f"{choice.days:>10,.4g}{cost:>13}  {choice.bottleneck}"
         )

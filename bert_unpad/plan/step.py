@@ -94,9 +94,14 @@ class Planner:
         """Of so many nodes."""
         return nodes * self.cluster.ranks_per_node
 
+    def sharers(self, candidate: Candidate) -> int:
+        """Ranks that share the optimizer's state out; 1: none does."""
+        nodes = {"none": 0, "node": 1, "world": candidate.nodes}[candidate.shard]
+        return max(self.ranks(nodes), 1)
+
     def memory(self, candidate: Candidate) -> Memory:
         """What a rank needs."""
-        return memory_of(self.workload, candidate, self.ranks(candidate.nodes))
+        return memory_of(self.workload, candidate, self.sharers(candidate))
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether that is in its memory."""
@@ -133,7 +138,7 @@ class Planner:
             work.parameters,
             self.cluster,
             ranks,
-            sharded=candidate.sharded,
+            sharers=self.sharers(candidate),
             local_sgd_period=candidate.local_sgd_period,
         )
         return UpdateTime(
@@ -142,7 +147,7 @@ class Planner:
             straggler=straggler,
             compress=device.compress.get(candidate.compression, 0.0) if ranks > 1 else 0.0,
             network=network,
-            update=device.update / (ranks if candidate.sharded else 1),
+            update=device.clip + device.update * work.shard_share(self.sharers(candidate)),
         )
 
     def _again(self, recompute: str) -> float:

@@ -99,6 +99,15 @@ class Workload:
         lengths = [round(self.mean_length)] * 64
         return training_flops(self.config, lengths, layers=0) / training_flops(self.config, lengths)
 
+    def shard_share(self, ranks: int) -> float:
+        """Share of the parameters that the rank with the most has, where so many share them out.
+
+        PyTorch's ZeroRedundancyOptimizer gives each rank whole parameters, so the largest, the word
+        embedding, is a bound.
+        """
+        largest = self.config.padded_vocab_size * self.config.hidden_size
+        return max(1 / ranks, largest / self.parameters) if ranks > 1 else 1.0
+
     def most_tokens(self, sequences: int) -> int:
         """Tokens that a pass with so many sequences is given memory for.
 
