@@ -22,8 +22,9 @@ import torch
 
 import bert_unpad
 from benchmarks import device as gpu
-from bert_unpad import _C
+from bert_unpad import _C, ops
 from bert_unpad._malloc import keep_freed_memory
+from bert_unpad.data.cache import default_cache_dir
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -132,6 +133,11 @@ def memory_peak(bytes_moved: int = 256 << 20, tries: int = 9) -> float:
         target.copy_(source)
         times.append(time.perf_counter() - start)
     return bytes_moved / min(times)
+
+
+def time_algorithms() -> None:
+    """Lets cuBLASLt's algorithms be timed, with choices in the file that the trainer keeps."""
+    ops.time_algorithms(default_cache_dir() / "cublaslt_algorithms.txt")
 
 
 def gpu_folder() -> str:

@@ -164,8 +164,8 @@ class Run:
         try:
             kernels = kernel_profile.record(contender.step, PROFILED, self.device.device)
             return kernel_profile.summarise(kernels, PROFILED, seconds)
-        except (RuntimeError, ValueError) as error:  # a profiler that may not look
-            return {"error": str(error).strip().splitlines()[0]}
+        except Exception as error:  # a profiler that may not look: the times stand all the same
+            return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
 
     def _finish(self, name: str) -> None:
         if name in self._rows:

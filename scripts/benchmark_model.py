@@ -35,9 +35,7 @@ from benchmarks.model_plot import draw
 from benchmarks.model_steps import VOCAB, make_inputs, make_step
 from benchmarks.peers import PaddedInputs, Peers, by_sequence
 from benchmarks.step_device import Gpu, Host
-from bert_unpad import ops
 from bert_unpad.batch import PackedInputs
-from bert_unpad.data.cache import default_cache_dir
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.nn.flops import training_flops
 
@@ -127,7 +125,7 @@ def run_on_gpu(args: argparse.Namespace) -> None:
         raise SystemExit(f"--only {args.only}: no contender has that in its name: "
                          f"{', '.join(CONTENDERS)}")  # fmt: skip
     if not args.rehearse:  # as the trainer does; the first step of a kind waits for it
-        ops.time_algorithms(default_cache_dir() / "cublaslt_algorithms.txt")
+        harness.time_algorithms()
     torch.manual_seed(args.seed)
     inputs = make_inputs(args.sequences, args.max_length, args.seed, VOCAB, even=True)
     setup = Setup(args.size, args.dropout, args.max_length, inputs, device.device)
