@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from mp import run_ranks
-from pretrain_runs import losses, make_folder, run_in_turn
+from mp import run_ranks, start_ranks
+from pretrain_runs import finish, losses, make_folder, run_in_turn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,6 +20,7 @@ from bert_unpad.pretrain.clipping import Clipping, step_if
 from bert_unpad.pretrain.config import ClipConfig, CommConfig, ConfigError, read_config
 from bert_unpad.pretrain.ranks import Ranks
 
+ROOT = Path(__file__).resolve().parents[1]
 STEPS = 18
 POWER = ["--comm.hook", "power_sgd", "--comm.start", "3"]
 LOCAL = ["--comm.hook", "post_local_sgd", "--comm.start", "3", "--comm.local_sgd_group", "1"]
@@ -164,3 +166,26 @@ def test_groups_that_do_not_fit(size, message):
     comm = CommConfig(hook="post_local_sgd", local_sgd_group=size)
     with pytest.raises(ConfigError, match=message):
         Clipping(ClipConfig(), ranks, nn.Linear(2, 2), comm)
+
+
+def _tune(arguments: list[str]) -> int:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import tune_buckets
+
+    return tune_buckets.main(arguments)
+
+
+def test_buckets_are_sized_by_measurement(folder):
+    arguments = ["--sizes", "0.01", "1", "--rounds", "2", "--config", str(folder / "run.yaml")]
+    arguments += BUCKET
+    codes, output = finish(
+        folder, "tune", start_ranks(_tune, 2, arguments, log=folder / "tune.log")
+    )
+    assert codes == [0, 0], output
+    lines = [line for line in output.splitlines() if "bucket_mb" in line]
+    assert [line.split(":")[0] for line in lines[:2]] == [
+        "comm.bucket_mb 0.01",
+        "comm.bucket_mb 1",
+    ]
+    seconds = {line.split()[1].rstrip(":"): float(line.split()[2]) for line in lines[:2]}
+    assert lines[2] == f"fastest: --comm.bucket_mb {min(seconds, key=seconds.get)}"

@@ -72,12 +72,13 @@ def _check(run: Path) -> None:
 
 
 def test_recipes_train(tmp_path: Path) -> None:
-    folders = [tmp_path / "first", tmp_path / "second"]
+    folders = [tmp_path / name for name in ("first", "second", "cluster")]
     for folder in folders:
         folder.mkdir()
     first = _train(CONFIGS / "bert_base_phase1.yaml", folders[0])
     _check(first)
     _check(_train(CONFIGS / "bert_large_mlperf.yaml", folders[1], first / "model"))
+    _check(_train(CONFIGS / "cluster_fp16.yaml", folders[2]))
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

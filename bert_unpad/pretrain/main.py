@@ -34,7 +34,7 @@ from bert_unpad.pretrain.report import is_reported, write_report
 from bert_unpad.pretrain.run import Progress, open_run_dir, save_settings
 from bert_unpad.pretrain.stages import Stages
 
-__all__ = ["main", "pretrain"]
+__all__ = ["forward_context", "main", "pretrain"]
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
         peak = measure_matmul_peak(ranks.device, _DTYPES[config.precision])
         logger.info("peak of one process: %s", peak)
         stages.begin(progress)
-        graphs = GraphRunner(model, _autocast(config, ranks)) if config.cuda_graphs else None
+        graphs = GraphRunner(model, forward_context(config, ranks)) if config.cuda_graphs else None
         if found is not None and (local := checkpointer.load_local(found)) is not None:
             stages.load_local_state(local)
         trainer = Trainer(
@@ -154,7 +154,7 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
             progress,
             total_steps=total_steps,
             peak=peak,
-            autocast=_autocast(config, ranks),
+            autocast=forward_context(config, ranks),
             graphs=graphs,
         )
         with StopRequest() as stop:
@@ -189,7 +189,8 @@ def _check_packages(config: PretrainConfig) -> None:
         )
 
 
-def _autocast(config: PretrainConfig, ranks: Ranks) -> AbstractContextManager:
+def forward_context(config: PretrainConfig, ranks: Ranks) -> AbstractContextManager:
+    """The autocast of forward passes, in the configuration's precision."""
     return torch.autocast(
         ranks.device.type,
         dtype=_DTYPES[config.precision],
@@ -215,7 +216,7 @@ def _evaluator(config: PretrainConfig, data: PreparedData, ranks: Ranks) -> Eval
         settings.examples,
         settings.batch_size,
         ranks,
-        _autocast(config, ranks),
+        forward_context(config, ranks),
     )
 
 
