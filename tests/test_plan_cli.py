@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from bert_unpad.nn import BertConfig
-from bert_unpad.plan import Device, Workload, intra_node_link, network_link
+from bert_unpad.plan import Candidate, Device, Workload, intra_node_link, network_link
 from bert_unpad.plan.calibrate import Calibration
 from bert_unpad.plan.cli import main
 from bert_unpad.plan.inputs import QUICKSTART, hardware_of, workload_of
@@ -36,8 +36,8 @@ def planned() -> dict:
 def test_the_json_is_stable(planned):
     assert planned["format"] == "bert_unpad plan, version 1"
     assert list(planned) == [
-        *("format", "inputs", "basis", "best", "cheapest_nodes", "curve", "alternatives"),
-        "left_out",
+        *("format", "inputs", "basis", "best", "arguments", "cheapest_nodes", "curve"),
+        *("alternatives", "left_out"),
     ]
     assert list(planned["inputs"]) == [
         *("parameters", "global_batch", "updates", "mean_length", "longest", "precision"),
@@ -144,6 +144,24 @@ def test_recipes():
     work = workload(f"--model={path}", "--set=model.preset=bert-large", "--global-batch=64")
     assert (work.global_batch, work.updates, work.optimizer) == (64, 6700, "lamb")
     assert work.parameters == pytest.approx(336e6, rel=0.01)
+
+
+def test_the_trainer_takes_what_is_planned():
+    config = pytest.importorskip("bert_unpad.pretrain.config")
+    recipe = ["--config", str(CONFIGS / "quickstart.yaml")]
+    for candidate in (
+        Candidate(2, 4, 4, "bf16", "world", "layer"),
+        Candidate(2, 4, 4, "power_sgd", "node", "gelu"),
+        Candidate(2, 16, local_sgd_period=4),
+    ):
+        run, _ = config.read_config([*recipe, *candidate.trainer_arguments(128)])
+        assert run.batching.global_batch_size == 128
+        assert run.batching.accumulation == candidate.accumulation
+        assert (run.optimizer.shard, run.recompute) == (candidate.shard, candidate.recompute)
+        assert (run.clip.wire_dtype == "bf16") == (candidate.compression == "bf16")
+        assert (run.comm.hook == "power_sgd") == (candidate.compression == "power_sgd")
+        assert (run.comm.hook == "post_local_sgd") == (candidate.local_sgd_period > 1)
+        assert run.comm.local_sgd_period in (candidate.local_sgd_period, 8)
 
 
 def test_links_are_fitted():

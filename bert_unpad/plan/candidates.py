@@ -41,6 +41,21 @@ class Candidate:
             self.accumulation,
         )
 
+    def trainer_arguments(self, global_batch: int) -> list[str]:
+        """What `python -m bert_unpad.pretrain` is told to train so, besides its recipe."""
+        hook = {"power_sgd": "power_sgd"}.get(self.compression, "allreduce")
+        arguments = {
+            "batching.global_batch_size": global_batch,
+            "batching.accumulation": self.accumulation,
+            "clip.wire_dtype": "bf16" if self.compression == "bf16" else "fp32",
+            "comm.hook": hook if self.local_sgd_period == 1 else "post_local_sgd",
+            "optimizer.shard": self.shard,
+            "recompute": self.recompute,
+        }
+        if self.local_sgd_period > 1:
+            arguments["comm.local_sgd_period"] = self.local_sgd_period
+        return [f"--{key}={value}" for key, value in arguments.items()]
+
     def to_dict(self) -> dict[str, object]:
         """As JSON keeps it."""
         return asdict(self)

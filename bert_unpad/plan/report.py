@@ -48,6 +48,10 @@ class Plan:
         """On any number of nodes; None without a price."""
         return None if self.price is None else min(self.curve, key=lambda choice: choice.cost or 0)
 
+    @property
+    def _arguments(self) -> list[str]:
+        return self.best.candidate.trainer_arguments(self.planner.workload.global_batch)
+
     def to_dict(self) -> dict[str, object]:
         """As JSON keeps it."""
         work, cheapest = self.planner.workload, self.cheapest
@@ -69,6 +73,7 @@ class Plan:
             },
             "basis": list(self.basis),
             "best": self.best.to_dict(),
+            "arguments": self._arguments,
             "cheapest_nodes": None if cheapest is None else cheapest.candidate.nodes,
             "curve": [choice.to_dict() for choice in self.curve],
             "alternatives": [choice.to_dict() for choice in self.alternatives],
@@ -83,6 +88,7 @@ class Plan:
             f"{work.longest}), {work.precision}, on {self.planner.device.name}",
             "",
             *_settings(best),
+            "the trainer's options for that: " + " ".join(self._arguments),
             "",
             bottleneck_sentence(best),
             *_fewer_nodes(best, self.curve[-1]),
