@@ -7,15 +7,17 @@ are sent to the device in every step, from page-locked memory where that is a GP
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import transformers
 from torch import Tensor
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.data.histogram import sample_lengths
 from bert_unpad.nn import BertConfig
+
+if TYPE_CHECKING:
+    import transformers
 
 VOCAB = 30522
 # hidden size, layers, heads
@@ -88,7 +90,13 @@ def config(size: str, dropout: float) -> BertConfig:
 def hugging_face(
     size: str, dropout: float, vocab: int | None = None
 ) -> transformers.BertForPreTraining:
-    """In training mode, with sdpa, on PyTorch's default device."""
+    """In training mode, with sdpa, on PyTorch's default device.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    import transformers
+
     return transformers.BertForPreTraining(
         transformers.BertConfig(
             **fields(size, dropout), vocab_size=vocab or VOCAB, attn_implementation="sdpa"
