@@ -45,6 +45,8 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "+ bf16": OVERLAP | BF16,
     "+ PowerSGD": CLIP | {"comm.hook": "power_sgd"},
     "+ local SGD": OVERLAP | LOCAL,
+    # PowerSGD is another exchange, and goes with neither of the others.
+    "all that go together": OVERLAP | BF16 | LOCAL,
 }
 LAST = 10  # updates whose mean is the final training loss
 SENT = 8  # place of the sent bytes behind a device's name in /proc/net/dev

@@ -1,4 +1,4 @@
-"""Which size of buckets is fastest on this cluster: times a configuration's own passes with each.
+r"""Which size of buckets is fastest on this cluster: times a configuration's own passes with each.
 
     # as training is launched, with the same file
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \

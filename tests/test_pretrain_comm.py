@@ -38,6 +38,7 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("comm")
     make_folder(path)
     runs = {"plain": BUCKET, "power": [*POWER, *BUCKET], "local": [*LOCAL, *BUCKET]}
+    runs["local, bf16"] = [*runs["local"], "--clip.wire_dtype", "bf16"]
     run_in_turn(path, 2, runs, BASE)
     return path
 
@@ -59,6 +60,12 @@ def test_hooks_train_as_well_and_begin_when_told(folder):
         found = _mean_losses(folder, name)
         assert found[:4] == pytest.approx(plain[:4], rel=1e-6)
         assert found[4:] != pytest.approx(plain[4:], rel=1e-6)
+
+
+def test_local_gradients_may_travel_in_16_bits(folder):
+    found, want = (_mean_losses(folder, name) for name in ("local, bf16", "local"))
+    assert found != want
+    assert found == pytest.approx(want, rel=1e-2)
 
 
 def test_a_resumed_run_goes_on_as_one_without_interruption(folder):
@@ -146,7 +153,7 @@ def test_all_ranks_leave_a_step_out_together_and_go_on(both_ranks, hook, mode):
     ("settings", "message"),
     [
         ([*POWER, "--clip.mode", "before"], "comm.hook: power_sgd needs another clip.mode"),
-        ([*LOCAL, "--clip.wire_dtype", "bf16"], "clip.wire_dtype: comm.hook post_local_sgd"),
+        ([*POWER, "--clip.wire_dtype", "bf16"], "clip.wire_dtype: comm.hook power_sgd"),
         ([*POWER, "--comm.power_sgd_rank", "0"], "comm.power_sgd_rank: expected a number >= 1"),
         ([*LOCAL, "--comm.local_sgd_period", "1"], "comm.local_sgd_period: expected .* >= 2"),
         ([*LOCAL, "--comm.start", "-1"], "comm.start: expected a number >= 0"),

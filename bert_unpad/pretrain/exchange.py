@@ -13,10 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
-    PostLocalSGDState,
-    post_localSGD_hook,
-)
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
@@ -119,6 +115,26 @@ class PowerSGD(Exchange):
         self.state.rng.set_state((kind, keys.numpy(), *rest))
 
 
+class LocalAllreduce:
+    """An allreduce over all ranks, or over a group as if the others had its gradients as well.
+
+    PyTorch's post_localSGD_hook is the same for buckets that travel as they are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.alone = False
+        """Whether the group keeps to itself now."""
+        self._group = group
+        self._groups = dist.get_world_size() // dist.get_world_size(group)
+
+    def __call__(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
+        group = self._group if self.alone else None
+        sent = dist.all_reduce(tensor, group=group, async_op=True).get_future()
+        if not self.alone:
+            return sent.then(lambda future: future.value()[0])
+        return sent.then(lambda future: future.value()[0].mul_(self._groups))
+
+
 class LocalSGD(Exchange):
     """Lin et al., "Don't use large mini-batches, use local SGD" (ICLR 2020), arXiv:1808.07217.
 
@@ -141,12 +157,8 @@ class LocalSGD(Exchange):
                 f"all {size} ranks are one group, so nothing is left out; give a smaller number",
             )
         group, _ = dist.new_subgroups(group_size=size)
-        self.hook = post_localSGD_hook
-        self.state = PostLocalSGDState(
-            process_group=None,
-            subgroup=group,
-            start_localSGD_iter=config.start + SETTLING_PASSES,
-        )
+        self.hook = allreduce_hook
+        self.state = self.allreduce = self._local = LocalAllreduce(group)
         self._ranks = ranks
         self._averager = PeriodicModelAverager(config.local_sgd_period, warmup_steps=config.start)
 
@@ -155,14 +167,15 @@ class LocalSGD(Exchange):
         return self._averager.step > self._averager.warmup_steps
 
     def begin(self, done: int) -> None:
-        self.state.iter = done + SETTLING_PASSES
         self._averager.step = done
+        self._local.alone = done >= self._averager.warmup_steps
 
     def settle(self, finite: Tensor) -> Tensor:
         return self._ranks.sum((~finite).float()) == 0
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
         self._averager.average_parameters(parameters)
+        self._local.alone = self._averager.step >= self._averager.warmup_steps
 
     def synchronise(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         if not self._apart:

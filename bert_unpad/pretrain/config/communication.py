@@ -53,7 +53,7 @@ def check_comm(comm: CommConfig, clip: ClipConfig) -> None:
         raise ConfigError(
             "comm.hook", f"{comm.hook} needs another clip.mode than before, which exchanges alone"
         )
-    if clip.wire_dtype != "fp32":
+    if comm.hook == "power_sgd" and clip.wire_dtype != "fp32":
         raise ConfigError(
             "clip.wire_dtype", f"comm.hook {comm.hook} exchanges gradients as they are: needs fp32"
         )
