@@ -116,7 +116,7 @@ def measured_device(
     memory_share: float = 0.9,
 ) -> tuple[Device, list[dict[str, float]]]:
     """The device that timings describe, and each batch's measured and fitted seconds."""
-    seconds, clip, update = passes.medians()
+    seconds, accumulate, clip, update = passes.medians()
     cost = ComputeCost.fit(passes.batches, seconds)
     found = Device(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU",
@@ -124,6 +124,7 @@ def measured_device(
         passes=cost,
         update=update,
         clip=clip,
+        accumulate=accumulate,
         compress=dict(compress),
         one_bucket=device.type == "cpu",
     )

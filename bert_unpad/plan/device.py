@@ -16,9 +16,11 @@ _STREAMED = 0.8
 
 # Bytes that an update reads and writes for each parameter: gradient, parameter and two moments
 # read, the last three written; LAMB and LANS read what they have written once more to take norms
-# (see docs/gpu-queue.md). Clipping reads the gradient for its norm, then scales it.
+# (see docs/gpu-queue.md). Clipping reads the gradient for its norm, then scales it;
+# accumulation reads two and writes one.
 _UPDATE_BYTES = {"adamw": 28, "fused_adam": 28, "lamb": 40, "lans": 40}
 _CLIP_BYTES = 12
+_ACCUMULATE_BYTES = 12
 
 # The same for compressing: bf16 reads fp32 and writes 2 bytes, and back. PowerSGD adds the error to
 # the gradient (3 passes of 4 bytes), copies it (2), multiplies it by Q and its transpose by P (2),
@@ -43,6 +45,8 @@ class Device:
     """Seconds of the optimizer, not sharded."""
     clip: float = 0.0
     """Seconds of clipping the average."""
+    accumulate: float = 0.0
+    """Seconds that each pass of an update after the first takes to add to the gradients."""
     compress: Mapping[str, float] = field(default_factory=dict)
     """Seconds of an exchange's computing by compression, where that is not 0."""
     one_bucket: bool = False
@@ -51,7 +55,8 @@ class Device:
     def __post_init__(self) -> None:
         if not self.memory > 0:
             raise ValueError(f"memory: expected bytes above 0, got {self.memory}")
-        for name, value in {"update": self.update, "clip": self.clip, **self.compress}.items():
+        seconds = {"update": self.update, "clip": self.clip, "accumulate": self.accumulate}
+        for name, value in {**seconds, **self.compress}.items():
             if not value >= 0:
                 raise ValueError(f"{name}: expected seconds of 0 or more, got {value}")
 
@@ -83,5 +88,6 @@ def card_device(
         passes=ComputeCost.from_rate(workload.config, sustained * card.peak(workload.precision)),
         update=_UPDATE_BYTES[workload.optimizer] * seconds,
         clip=_CLIP_BYTES * seconds,
+        accumulate=_ACCUMULATE_BYTES * seconds,
         compress={name: size * seconds for name, size in _COMPRESS_BYTES.items()},
     )

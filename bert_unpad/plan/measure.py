@@ -11,6 +11,8 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -59,6 +61,24 @@ def time_together(step: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
+class PassTimes(NamedTuple):
+    """Seconds."""
+
+    passes: list[float]
+    """Of each batch, which makes new gradients."""
+    accumulate: float
+    """That a pass takes longer which adds to gradients that are there."""
+    clip: float
+    update: float
+    """Of the optimizer."""
+
+
+# Tokens and their squares vary independently, and so tell linear from quadratic and fixed cost:
+# part of the longest sequence, and how many of that length.
+_SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (4, 4))
+_SMALLEST = 3
+
+
 class PassTimer:
     """Passes of several batches, clipping, and the optimizer.
 
@@ -70,9 +90,7 @@ class PassTimer:
 
     def __init__(self, workload: Workload, model: nn.Module, rows: int = 1) -> None:
         longest = workload.longest
-        # Tokens and their squares vary independently, and so tell linear from quadratic and fixed.
-        shapes = ((1, 1), (2, 1), (4, 1), (8, 1), (4, 4))
-        self.batches = [[max(longest // part, 2)] * (count * rows) for part, count in shapes]
+        self.batches = [[max(longest // part, 2)] * (count * rows) for part, count in _SHAPES]
         self._model = model
         self._device = next(model.parameters()).device
         self._dtype = dtype_of(workload)
@@ -88,20 +106,21 @@ class PassTimer:
         self._rounds.append(self._round())
         return sum(self._rounds[-1])
 
-    def medians(self) -> tuple[list[float], float, float]:
-        """Of each batch's pass, of clipping, and of the optimizer."""
-        columns = [statistics.median(column) for column in zip(*self._rounds, strict=True)]
-        *passes, clip, update = columns
-        return passes, clip, update
+    def medians(self) -> PassTimes:
+        """Of everything."""
+        *passes, again, clip, update = (
+            statistics.median(column) for column in zip(*self._rounds, strict=True)
+        )
+        return PassTimes(passes, max(again - passes[_SMALLEST], 0.0), clip, update)
 
     def _round(self) -> list[float]:
-        taken = [
-            time_together(lambda one=one: run_pass(self._model, one, self._dtype), self._device)
-            for one in self._inputs
-        ]
-        taken.append(time_together(self._clip, self._device))
-        taken.append(time_together(self._optimizer.step, self._device))
-        self._optimizer.zero_grad()
+        steps = [partial(run_pass, self._model, one, self._dtype) for one in self._inputs]
+        taken = []
+        for step in steps:
+            self._optimizer.zero_grad()  # as in the first pass of an update
+            taken.append(time_together(step, self._device))
+        for step in (steps[_SMALLEST], self._clip, self._optimizer.step):
+            taken.append(time_together(step, self._device))
         return taken
 
     def _clip(self) -> None:
@@ -140,7 +159,9 @@ class CompressionTimer:
 
     def sample(self) -> float:
         """Times a pass with the exchange and one without; returns their seconds together."""
+        self._replica.zero_grad()
         self._exchanged.append(time_together(self._run, self._device))
+        self._replica.zero_grad()
         with self._replica.no_sync():
             self._bare.append(time_together(self._run, self._device))
         return self._exchanged[-1] + self._bare[-1]

@@ -115,13 +115,12 @@ class Planner:
         """
         work, device, ranks = self.workload, self.device, self.ranks(candidate.nodes)
         passes, cost = candidate.accumulation, device.passes
-        plain = passes * cost.fixed + candidate.batch * passes * (
+        fixed = passes * cost.fixed + (passes - 1) * device.accumulate
+        plain = fixed + candidate.batch * passes * (
             cost.linear * work.mean_length + cost.quadratic * work.mean_square
         )
         again = self._again(candidate.recompute)
-        straggler = self._straggler_share(ranks, candidate.batch * passes) * (
-            plain - passes * cost.fixed
-        )
+        straggler = self._straggler_share(ranks, candidate.batch * passes) * (plain - fixed)
         slowest = (plain * (1 + again) + straggler) / passes
         backward = slowest * (1 - _FORWARD / (1 + again))
         local = candidate.local_sgd_period > 1
