@@ -17,6 +17,7 @@ from torch import Tensor
 pytest.importorskip("tqdm", reason="the trainer needs the extra `pretrain`")
 pytest.importorskip("jsonargparse", reason="the trainer needs the extra `pretrain`")
 
+from bert_unpad import ops
 from bert_unpad.batch import PackedInputs
 from bert_unpad.batch.buckets import Buckets
 from bert_unpad.nn import BertForPreTraining, PreTrainingOutput
@@ -65,8 +66,14 @@ class Uncaptured:
         return self.passes[key].run()
 
 
-def test_buffers_serve_every_batch_of_their_sizes() -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_buffers_serve_every_batch_of_their_sizes(in_place: bool) -> None:
+    """Weight gradients added within products, as the trainer lets them, are the same bits too."""
     model = make_model(**DROPOUT)
+    if in_place:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                ops.accumulate_in_place(module.weight)
     batches = [
         padded_inputs([12, 9, 0, 5, 1]),
         padded_inputs([24, 24, 3], 2),
@@ -77,7 +84,7 @@ def test_buffers_serve_every_batch_of_their_sizes() -> None:
     for number, inputs in enumerate([*batches, batches[0]]):
         torch.manual_seed(number)
         out, want = backward(model, inputs)
-        model.zero_grad()
+        model.zero_grad(set_to_none=not in_place)
         torch.manual_seed(number)
         got = run(inputs, scaled(ONE))
         for a, b in zip(got, out, strict=True):
