@@ -1,6 +1,6 @@
 """What each way of saving bytes buys on a slow link: real runs of the trainer on two hosts.
 
-    python scripts/benchmark_cluster.py                    # 96 updates each, below 10 minutes
+    python scripts/benchmark_cluster.py                    # 88 updates each, below 10 minutes
     python scripts/benchmark_cluster.py --rate 1gbit --steps 240
 
 Trains the quickstart's model on its text, each contender with the same seed, examples and number of
@@ -121,12 +121,14 @@ def summarise(run_dir: Path, options: argparse.Namespace) -> dict[str, Any]:
     (held_out,) = (line for line in lines if line["kind"] == "evaluation")
     seconds = [line["seconds"] for line in train]
     steps = [b - a for a, b in itertools.pairwise(seconds)][options.start :]
-    sent = json.loads((run_dir / "sent.json").read_text())[options.start :]
+    every = json.loads((run_dir / "sent.json").read_text())
+    sent = every[options.start :]
     return {
         "step_seconds": statistics.median(steps),
         "mean_step_seconds": statistics.fmean(steps),
         "step_seconds_range": [min(steps), max(steps)],
         "bytes_per_step": (sent[-1] - sent[0]) / (len(sent) - 1),
+        "total_bytes": every[-1] - every[0],  # but for the last update
         "total_seconds": seconds[-1],
         "final_training_loss": statistics.fmean(line["loss"] for line in train[-LAST:]),
         "held_out_mlm_loss": held_out["mlm_loss"],
@@ -137,11 +139,14 @@ def summarise(run_dir: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    print(f"{'':<20} {'step: median, mean':>20} {'MB/step':>9} {'total':>9}  held-out loss")
+    print(
+        f"{'':<22} {'step: median, mean':>20} {'MB/step':>9} {'MB':>8} {'total':>9}  held-out loss"
+    )
     for row in rows:
+        step = f"{row['step_seconds']:.3f}, {row['mean_step_seconds']:.3f} s"
+        per_step, total = row["bytes_per_step"] / 1e6, row["total_bytes"] / 1e6
         print(
-            f"{row['contender']:<20} {row['step_seconds']:>9.3f}, "
-            f"{row['mean_step_seconds']:>7.3f} s {row['bytes_per_step'] / 1e6:>9.2f} "
+            f"{row['contender']:<22} {step:>20} {per_step:>9.2f} {total:>8.0f} "
             f"{row['total_seconds']:>7.1f} s  {row['held_out_mlm_loss']:.4f}"
         )
 
@@ -173,7 +178,7 @@ def compare() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/benchmark_cluster"))
     parser.add_argument("--rate", default="200mbit", help="of the link, as tc reads it")
-    parser.add_argument("--steps", type=int, default=96, help="updates of each run")
+    parser.add_argument("--steps", type=int, default=88, help="updates of each run")
     parser.add_argument("--batch", type=int, default=32, help="sequences, of both hosts")
     parser.add_argument("--start", type=int, default=16, help="first updates, by plain allreduces")
     parser.add_argument("--period", type=int, default=8, help="updates between averages of models")
