@@ -359,6 +359,8 @@ class Trainer:
             self.stages.local_state(progress),
         )
         self._saved_step = progress.step
+        if not self.config.checkpoint.background:
+            self.checkpointer.wait()
 
     def _close(self) -> None:
         self.progress.seconds = self.watch.seconds

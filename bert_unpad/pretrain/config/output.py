@@ -16,6 +16,9 @@ class CheckpointConfig:
     """Updates between checkpoints; 0 saves at the end and on SIGTERM only."""
     keep_last: int = 2
     """Older ones are deleted."""
+    background: bool = True
+    """Train on while a checkpoint is written. False waits until it is on disk: then a worker that
+    dies loses at most one update that was made, with `every: 1`; in the background, two."""
 
 
 @dataclass
