@@ -107,9 +107,12 @@ class Tuner:
             study.enqueue_trial(trial.params)
         counted = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
         done = len(study.get_trials(states=counted))
-        # A seed of its own for every start: the same one would draw the first trials again.
+        # A seed of its own for every start, also after one that was stopped in its first trial: the
+        # same one would draw the first trials again.
         study.sampler = optuna.samplers.TPESampler(
-            n_startup_trials=RANDOM_TRIALS, multivariate=True, seed=options.seed + done
+            n_startup_trials=RANDOM_TRIALS,
+            multivariate=True,
+            seed=options.seed + len(study.get_trials()),
         )
         study.optimize(lambda trial: self.score(trial, optimizer), max(options.trials - done, 0))
         return study
