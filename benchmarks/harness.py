@@ -23,6 +23,7 @@ import torch
 import bert_unpad
 from benchmarks import device as gpu
 from bert_unpad import _C, ops
+from bert_unpad._files import write_text
 from bert_unpad._malloc import keep_freed_memory
 from bert_unpad.data.cache import default_cache_dir
 
@@ -189,8 +190,6 @@ def save(name: str, device: str, command: str, payload: dict[str, Any]) -> Path:
     folder = RESULTS / device
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    temporary = path.with_suffix(".tmp")
     report = {"command": command, "machine": machine(), **payload}
-    temporary.write_text(json.dumps(report, indent=1) + "\n")
-    os.replace(temporary, path)
+    write_text(path, json.dumps(report, indent=1) + "\n")
     return path

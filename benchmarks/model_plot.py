@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kernel_families import FAMILIES
-from bert_unpad._files import replacing
+from bert_unpad._plots import new_figure, save_figure
 
 __all__ = ["draw"]
 
@@ -23,10 +23,9 @@ def draw(path: Path, report: Mapping[str, Any]) -> None:
         ImportError: matplotlib is not installed.
     """
     from matplotlib import colormaps
-    from matplotlib.figure import Figure
 
     rows = [row for row in report["results"] if "families" in row["kernels"]]
-    figure = Figure(figsize=(10, 1.6 + 0.45 * len(rows)), layout="constrained")
+    figure = new_figure(10, 1.6 + 0.45 * len(rows))
     axes = figure.add_subplot(xlabel="milliseconds of a step")
     colours = dict(zip(FAMILIES, colormaps["tab20"].colors, strict=False))
     for place, row in enumerate(reversed(rows)):
@@ -44,5 +43,4 @@ def draw(path: Path, report: Mapping[str, Any]) -> None:
     handles = [axes.barh(0, 0, color=colours[kind]) for kind in seen]
     handles.append(axes.barh(0, 0, color="white", edgecolor="grey"))
     figure.legend(handles, [*seen, "idle"], loc="outside lower center", ncols=5, fontsize=8)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=120, format="png")
+    save_figure(figure, path)

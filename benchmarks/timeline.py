@@ -11,6 +11,8 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
+from bert_unpad._plots import new_figure, save_figure
+
 __all__ = ["draw", "record"]
 
 Intervals = list[tuple[float, float]]
@@ -40,9 +42,7 @@ def record(step: Callable[[], object]) -> dict[str, Intervals]:
 
 def draw(path: Path, timelines: Mapping[str, Mapping[str, Intervals]], link: str) -> None:
     """Two lanes for each way of clipping: backward pass above, communication below."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 1 + 0.8 * len(timelines)), layout="constrained")
+    figure = new_figure(9, 1 + 0.8 * len(timelines))
     axes = figure.add_subplot(xlabel=f"seconds of one step of rank 0, link of {link}")
     colours = {"backward": "C0", "communication": "C3"}
     ticks = {}
@@ -61,4 +61,4 @@ def draw(path: Path, timelines: Mapping[str, Mapping[str, Intervals]], link: str
         ticks[-row - 0.2] = name
     axes.set_yticks(list(ticks), list(ticks.values()))
     axes.legend(loc="lower right")
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import harness
 from benchmarks.network import Hosts, loopback, two_hosts
 from benchmarks.processes import run_ranks
+from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.data import DataConfig, prepare
 from bert_unpad.pretrain import loop, main
 from bert_unpad.pretrain.config import read_config
@@ -152,9 +153,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def draw(path: Path, rows: list[dict[str, Any]], link: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = new_figure(8, 4.5)
     axes = figure.subplots()
     for row in rows:
         losses = row["losses"]
@@ -169,9 +168,7 @@ def draw(path: Path, rows: list[dict[str, Any]], link: str) -> None:
     )
     axes.grid(alpha=0.3)
     axes.legend()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    os.replace(temporary, path)
+    save_figure(figure, path)
 
 
 def compare() -> None:

@@ -31,6 +31,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import harness
+from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.data import DataConfig, ExampleExchange, ShardStream, prepare
 from bert_unpad.pretrain import loop
 from bert_unpad.pretrain.config import read_config
@@ -191,9 +192,7 @@ def summarise_alone(folder: Path, scope: str) -> dict[str, float]:
 
 
 def draw(path: Path, runs: list[dict[str, Any]]) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = new_figure(10, 4)
     bars, curves = figure.subplots(1, 2, width_ratios=(1, 2))
     for number, strategy in enumerate(STRATEGIES):
         mine = [run for run in runs if run["strategy"] == strategy]
@@ -208,9 +207,7 @@ def draw(path: Path, runs: list[dict[str, Any]]) -> None:
     curves.legend()
     for axes in (bars, curves):
         axes.grid(alpha=0.3)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    figure.savefig(temporary, format="png", dpi=100)
-    os.replace(temporary, path)
+    save_figure(figure, path)
 
 
 def launch_workers(log: Path) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import harness
 from benchmarks.processes import run_ranks
+from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.pretrain import loop, main
 from bert_unpad.pretrain.metrics import read_json_lines
 
@@ -154,10 +154,8 @@ def show(rows: list[dict]) -> None:
 
 def draw(path: Path, results: list[dict]) -> None:
     """A panel a poison, a line a run."""
-    from matplotlib.figure import Figure
-
     poisons = list(dict.fromkeys(run["poison"] for run in results))
-    figure = Figure(figsize=(6.5 * len(poisons), 4.5), layout="constrained")
+    figure = new_figure(6.5 * len(poisons), 4.5)
     panels = figure.subplots(1, len(poisons), sharey=True, squeeze=False)[0]
     for axes, poison in zip(panels, poisons, strict=True):
         for number, name in enumerate(CONTENDERS):
@@ -176,9 +174,7 @@ def draw(path: Path, results: list[dict]) -> None:
         axes.grid(alpha=0.3)
     panels[0].set(ylabel="training loss (nats, mean of 5 steps)")
     panels[0].legend()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    os.replace(temporary, path)
+    save_figure(figure, path)
 
 
 def compare() -> None:

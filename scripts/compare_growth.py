@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from itertools import pairwise
@@ -24,10 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import growth_cost, harness
 from benchmarks.training_runs import ROOT, trained
+from bert_unpad._files import write_text
+from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.pretrain.config import GrowthConfig
 from bert_unpad.pretrain.growth import Growth, Setting, plan_growth
 from bert_unpad.pretrain.report import is_reported
-from bert_unpad.pretrain.run import write_text
 
 LAYERS = 12
 CONTENDERS = {
@@ -132,9 +132,7 @@ def compare_with_full(results: list[dict]) -> None:
 
 
 def draw(path: Path, results: list[dict]) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 5), layout="constrained")
+    figure = new_figure(11, 5)
     curves, trade = figure.subplots(1, 2)
     for number, name in enumerate(CONTENDERS):
         runs = [run for run in results if run["contender"] == name]
@@ -153,9 +151,7 @@ def draw(path: Path, results: list[dict]) -> None:
     for axes in (curves, trade):
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    os.replace(temporary, path)
+    save_figure(figure, path)
 
 
 def compare() -> None:

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import harness
 from benchmarks.training_runs import ROOT, trained
+from bert_unpad._plots import new_figure, save_figure
 
 PRECISIONS = ("fp32", "bf16", "fp8")
 
@@ -41,9 +42,7 @@ def train(precision: str, seed: int, options: argparse.Namespace) -> list[dict]:
 
 
 def draw(path: Path, runs: list[dict]) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = new_figure(7, 4.2)
     axes = figure.add_subplot(xlabel="update", ylabel="held-out masked-token loss (nats)")
     for number, precision in enumerate(PRECISIONS):
         for run in (run for run in runs if run["precision"] == precision):
@@ -55,7 +54,7 @@ def draw(path: Path, runs: list[dict]) -> None:
                 label=precision if run["seed"] == 0 else None,
             )
     axes.legend()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import optuna
 
 from benchmarks import harness
+from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.pretrain.metrics import read_json_lines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -185,9 +186,7 @@ def report(tuner: Tuner, studies: dict[str, optuna.Study]) -> dict:
 
 def draw(path: Path, rows: dict) -> None:
     """Trials as they came, and the training loss of the best settings."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = new_figure(11, 4.5)
     left, right = figure.subplots(1, 2)
     for number, (name, row) in enumerate(rows.items()):
         color = f"C{number}"
@@ -208,9 +207,7 @@ def draw(path: Path, rows: dict) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    os.replace(temporary, path)
+    save_figure(figure, path)
 
 
 def main() -> None:

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
+from bert_unpad._files import write_text
+
 logger = logging.getLogger(__name__)
 
 TEXT_SUFFIXES = ("", ".txt", ".text", ".md", ".rst")
@@ -137,10 +139,8 @@ def _read_document_cache(path: Path) -> list[str] | None:
 
 def _write_document_cache(path: Path, documents: list[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     stored = {"sha256": _documents_sha256(documents), "documents": documents}
-    temporary.write_text(json.dumps(stored), "utf-8")
-    os.replace(temporary, path)
+    write_text(path, json.dumps(stored))
 
 
 def _documents_sha256(documents: list[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bert_unpad._files import replacing
+from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.plan.choose import Choice
 
 __all__ = ["plot_curve"]
@@ -24,18 +24,11 @@ def plot_curve(choices: Sequence[Choice], title: str, path: Path) -> None:
         ValueError: matplotlib cannot write that format.
         OSError: the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "plotting needs matplotlib: pip install matplotlib", name="matplotlib"
-        ) from error
     priced = choices[0].cost is not None
     days = [choice.days for choice in choices]
     nodes = [choice.candidate.nodes for choice in choices]
     across = [choice.cost for choice in choices] if priced else nodes
-    # A bare Figure draws without a display and leaves pyplot's global state alone.
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = new_figure(7, 4.5)
     axes = figure.subplots()
     axes.plot(across, days, color="0.7", zorder=1)
     for kind in dict.fromkeys(choice.bottleneck for choice in choices):
@@ -52,5 +45,4 @@ def plot_curve(choices: Sequence[Choice], title: str, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(title="bottleneck")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.removeprefix(".") or "png", dpi=150)
+    save_figure(figure, path)

@@ -8,7 +8,6 @@ run first drops the lines past its checkpoint, so that every step is there once.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bert_unpad._files import write_text
 from bert_unpad.nn import PreTrainingOutput
 from bert_unpad.pretrain.clipping import GradientReport
 from bert_unpad.pretrain.ranks import Ranks
@@ -44,9 +44,7 @@ class JsonLines:
 
     def __init__(self, path: Path, step: int) -> None:
         kept = [line for line in read_json_lines(path) if line["step"] <= step] if step else []
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, path)
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, values: Mapping[str, Any]) -> None:

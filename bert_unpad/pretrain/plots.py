@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from bert_unpad._plots import new_figure, save_figure
 
 __all__ = ["draw_run"]
 
@@ -18,12 +19,9 @@ def draw_run(path: Path, lines: Sequence[dict[str, Any]], most_frequent_rate: fl
         lines: of metrics.jsonl.
         most_frequent_rate: accuracy of always guessing the most frequent token, for comparison.
     """
-    # The object interface: it needs no display, and leaves pyplot's global state alone.
-    from matplotlib.figure import Figure
-
     train = [line for line in lines if line["kind"] == "train"]
     held_out = [line for line in lines if line["kind"] == "evaluation"]
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    figure = new_figure(11, 7)
     (loss, accuracy), (speed, shares) = figure.subplots(2, 2)
 
     _curve(loss, train, "loss", "training: both tasks")
@@ -50,9 +48,7 @@ def draw_run(path: Path, lines: Sequence[dict[str, Any]], most_frequent_rate: fl
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    os.replace(temporary, path)
+    save_figure(figure, path)
 
 
 def _curve(axes: Any, lines: Sequence[dict[str, Any]], name: str, label: str, **style: Any) -> None:

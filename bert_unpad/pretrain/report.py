@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+from bert_unpad._files import write_text
 from bert_unpad.data import PreparedData, most_frequent_token_rate
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.config import PretrainConfig
 from bert_unpad.pretrain.fill_mask import FilledText, fill_masks
 from bert_unpad.pretrain.metrics import read_json_lines
 from bert_unpad.pretrain.plots import draw_run
-from bert_unpad.pretrain.run import Progress, write_text
+from bert_unpad.pretrain.run import Progress
 
 __all__ = ["is_reported", "write_report"]
 

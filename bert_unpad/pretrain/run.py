@@ -11,9 +11,10 @@ from typing import Any
 
 import yaml
 
+from bert_unpad._files import write_text
 from bert_unpad.pretrain.config import PretrainConfig
 
-__all__ = ["Progress", "open_run_dir", "save_settings", "write_text"]
+__all__ = ["Progress", "open_run_dir", "save_settings"]
 
 logger = logging.getLogger(__name__)
 
@@ -99,13 +100,6 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flat
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file that appears whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _set_aside(folder: Path) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bert_unpad._files import replacing
+from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.simulate.epoch import SimulationResult
 
 __all__ = ["plot_results"]
@@ -28,21 +28,13 @@ def plot_results(
         ValueError: matplotlib cannot write that format.
         OSError: the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "plotting needs matplotlib: pip install matplotlib", name="matplotlib"
-        ) from error
     panels = 2 if curve else 1
-    # A bare Figure draws without a display and leaves pyplot's global state alone.
-    figure = Figure(figsize=(7 * panels, 4), layout="constrained")
+    figure = new_figure(7 * panels, 4)
     axes = figure.subplots(1, panels, squeeze=False)[0]
     _draw_steps(axes[0], results)
     if curve:
         _draw_scaling(axes[1], curve)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.removeprefix(".") or "png", dpi=150)
+    save_figure(figure, path)
 
 
 def _draw_steps(axes, results: Sequence[SimulationResult]) -> None:
