@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from benchmarks.network import Hosts, loopback
 
-__all__ = ["run_ranks"]
+__all__ = ["next_port", "run_ranks"]
 
 
 def _free_port() -> int:
@@ -66,3 +66,12 @@ def run_ranks(
     if any(process.returncode for process in processes):
         raise SystemExit("a process has failed; its message is above")
     return outputs[0]
+
+
+def next_port() -> None:
+    """Gives the ranks another port to meet at; all of them call it before they join once more.
+
+    At the same port a rank may still find the store of the group before, which lives on while
+    anything refers to it, and then waits there.
+    """
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import harness
 from benchmarks.network import Hosts, loopback, two_hosts
-from benchmarks.processes import run_ranks
+from benchmarks.processes import next_port, run_ranks
 from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.data import DataConfig, prepare
 from bert_unpad.pretrain import loop, main
@@ -83,6 +83,7 @@ def counted() -> Iterator[list[int]]:
 def work(runs: list[list]) -> int:
     """What each rank does: the runs one after the other."""
     for path, arguments in runs:
+        next_port()
         with counted() as seen:
             if code := main(arguments):
                 return code

@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import harness
-from benchmarks.processes import run_ranks
+from benchmarks.processes import next_port, run_ranks
 from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.pretrain import loop, main
 from bert_unpad.pretrain.metrics import read_json_lines
@@ -65,6 +65,7 @@ def poisoned(factor: float, every: int) -> Iterator[None]:
 def work(runs: list[list]) -> int:
     """What each rank does: the runs one after the other, a diverged one ending early."""
     for factor, every, arguments in runs:
+        next_port()
         with poisoned(factor, every):
             try:
                 code = main(arguments)

@@ -22,6 +22,7 @@ __all__ = [
     "GLOBAL_BATCH",
     "WORDS",
     "finish",
+    "in_turn",
     "losses",
     "make_folder",
     "run",
@@ -136,12 +137,14 @@ def run(folder: Path, name: str, world_size: int, *arguments: str) -> str:
     return output
 
 
-def _in_turn(commands: list[tuple[int, list[str]]], node_size: int | None) -> int:
+def in_turn(commands: list[tuple[int, list[str]]], node_size: int | None = None) -> int:
+    """What each rank does: runs one after the other, each with a port of its own for its store."""
     if node_size is not None:
         os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % node_size)
         os.environ["LOCAL_WORLD_SIZE"] = str(node_size)
     for port, command in commands:
-        # A store of their own: that of the run before lives on while anything refers to it.
+        # The store of the run before lives on while anything refers to it, and ranks that found it
+        # instead of the new one would wait there.
         os.environ["MASTER_PORT"] = str(port)
         if code := main(command):
             return code
@@ -165,7 +168,7 @@ def run_in_turn(
         (free_port(), [*first, "--run_dir", str(folder / name), *more])
         for name, more in runs.items()
     ]
-    processes = start_ranks(_in_turn, world_size, commands, node_size, log=folder / "runs.log")
+    processes = start_ranks(in_turn, world_size, commands, node_size, log=folder / "runs.log")
     codes, output = finish(folder, "runs", processes, len(runs))
     assert codes == [0] * world_size, output
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from mp import start_ranks
-from pretrain_runs import WORDS, tiny_settings, write_corpus
+from mp import free_port, start_ranks
+from pretrain_runs import WORDS, in_turn, tiny_settings, write_corpus
 from torch import nn
 
 from bert_unpad.data import DataConfig, prepare
-from bert_unpad.pretrain import loop, main
+from bert_unpad.pretrain import loop
 from bert_unpad.pretrain.clipping import Clipping, step_if
 from bert_unpad.pretrain.config import ClipConfig
 from bert_unpad.pretrain.metrics import read_json_lines
@@ -73,11 +73,11 @@ def _poison(factor: float):
         loop.accumulate_gradient = honest
 
 
-def _runs(runs: list[tuple[list[str], float]]) -> int:
+def _runs(runs: list[tuple[tuple[int, list[str]], float]]) -> int:
     """Several runs, one after the other, in this process."""
-    for arguments, factor in runs:
+    for command, factor in runs:
         with _poison(factor):
-            code = main(arguments)
+            code = in_turn([command])
         if code:
             return code
     return 0
@@ -85,8 +85,9 @@ def _runs(runs: list[tuple[list[str], float]]) -> int:
 
 def _train(folder: Path, runs: dict[str, tuple[float, list[str]]]) -> dict[str, list[dict]]:
     """The lines of the log of each run on two ranks: name -> (factor of the poison, settings)."""
+    config = ["--config", str(folder / "run.yaml")]
     commands = [
-        (["--config", str(folder / "run.yaml"), "--run_dir", str(folder / name), *settings], factor)
+        ((free_port(), [*config, "--run_dir", str(folder / name), *settings]), factor)
         for name, (factor, settings) in runs.items()
     ]
     processes = start_ranks(_runs, 2, commands, log=folder / "log")

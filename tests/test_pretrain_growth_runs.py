@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from mp import start_ranks
-from pretrain_runs import WORDS, tiny_settings, write_corpus
+from mp import free_port, start_ranks
+from pretrain_runs import WORDS, in_turn, tiny_settings, write_corpus
 
 from bert_unpad.data import DataConfig, prepare
 from bert_unpad.nn import BertForPreTraining
@@ -53,11 +53,6 @@ def _settings(folder: Path) -> dict:
     )
 
 
-def _all(commands: list[list[str]]) -> int:
-    """Runs one after the other, in this process."""
-    return max(main(arguments) for arguments in commands)
-
-
 def _train(folder: Path, ranks: int, names: list[str]) -> None:
     """Starts, or continues, runs in folders whose names begin with that of an entry in RUNS."""
     commands = []
@@ -67,8 +62,8 @@ def _train(folder: Path, ranks: int, names: list[str]) -> None:
         for section, values in RUNS[name.split("@")[0]][0].items():
             settings[section] = settings.get(section, {}) | values
         file.write_text(yaml.safe_dump(settings))
-        commands.append(["--config", str(file), "--run_dir", str(folder / name)])
-    processes = start_ranks(_all, ranks, commands, log=folder / "log")
+        commands.append((free_port(), ["--config", str(file), "--run_dir", str(folder / name)]))
+    processes = start_ranks(in_turn, ranks, commands, log=folder / "log")
     for process in processes:
         process.join(timeout=TIMEOUT)
     late = [process.kill() for process in processes if process.is_alive()]
