@@ -1,10 +1,19 @@
-"""Types of command-line arguments: numbers within bounds, for argparse's `type`."""
+"""Types of command-line arguments, for argparse's `type`: numbers within bounds, lists of names."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 
-__all__ = ["above_zero", "integer", "not_below_zero", "not_negative", "positive", "share"]
+__all__ = [
+    "above_zero",
+    "integer",
+    "names_of",
+    "not_below_zero",
+    "not_negative",
+    "positive",
+    "share",
+]
 
 
 def integer(text: str, least: int) -> int:
@@ -53,3 +62,18 @@ def share(text: str) -> float:
     if value > 1:
         raise argparse.ArgumentTypeError(f"expected a share above 0 and at most 1, got {text!r}")
     return value
+
+
+def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """The type of a comma-separated list of some of these names."""
+
+    def names(text: str) -> list[str]:
+        found = text.split(",")
+        for name in found:
+            if name not in known:
+                raise argparse.ArgumentTypeError(
+                    f"expected a comma-separated list of {', '.join(known)}, got {name!r}"
+                )
+        return found
+
+    return names

@@ -22,29 +22,22 @@ from collections.abc import Sequence
 
 import torch
 
-from bert_unpad.batch import PackedInputs, VarlenBatch
+from bert_unpad.batch import PackedInputs
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.clipping import Clipping
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
 from bert_unpad.pretrain.main import forward_context
 from bert_unpad.pretrain.model import build_model, replicate
 from bert_unpad.pretrain.ranks import Ranks, join_ranks
+from bert_unpad.simulate.timing import random_inputs
 
 
-def make_inputs(config: PretrainConfig, ranks: Ranks) -> PackedInputs:
-    """One pass's sequences on this rank, of random tokens, 15 % of them masked."""
+def make_inputs(model: BertForPreTraining, config: PretrainConfig, ranks: Ranks) -> PackedInputs:
+    """One pass's sequences on this rank."""
     count = max(1, config.batching.per_rank(ranks.world_size) // config.batching.accumulation)
-    batch = VarlenBatch.from_lengths([max(3, config.data.max_seq_length // 2)] * count)
-    draw = torch.Generator().manual_seed(ranks.rank)
-    ids = torch.randint(0, config.data.vocab_size, (batch.total,), generator=draw)
-    positions = torch.arange(0, batch.total, 7)
-    return PackedInputs.build(
-        batch=batch,
-        input_ids=ids,
-        masked_positions=positions,
-        masked_labels=ids[positions],
-        next_sentence_labels=torch.randint(0, 2, (count,), generator=draw),
-    )
+    # At least 4 tokens, of which one is masked.
+    lengths = [max(4, config.data.max_seq_length // 2)] * count
+    return random_inputs(model.config, lengths, seed=ranks.rank).to(ranks.device)
 
 
 def seconds_of(
@@ -54,7 +47,7 @@ def seconds_of(
     gc.collect()  # the hooks of the DDP before go with it, which is part of reference cycles
     clipping = Clipping(config.clip, ranks, model, config.comm)
     replica = replicate(model, ranks, config.compile, clipping, bucket_mb=size)
-    inputs = make_inputs(config, ranks).to(ranks.device)
+    inputs = make_inputs(model, config, ranks)
     found = []
     for number in range(rounds + 1):  # the first does not count
         ranks.barrier()

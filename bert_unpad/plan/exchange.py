@@ -41,9 +41,7 @@ def power_sgd_bytes(gradients: Sequence[Gradient]) -> tuple[float, float, float]
 
 def wire_bytes(buckets: Sequence[Bucket], compression: str) -> float:
     """Bytes of a whole gradient as it travels, before the allreduce's own factor."""
-    if compression == "power_sgd":
-        return sum(sum(power_sgd_bytes(bucket.gradients)) for bucket in buckets)
-    return sum(bucket.numel for bucket in buckets) * (2.0 if compression == "bf16" else 4.0)
+    return sum(sum(_sent_bytes(bucket, compression)) for bucket in buckets)
 
 
 def exposed_seconds(
@@ -62,10 +60,7 @@ def exposed_seconds(
         return 0.0
     time = 0.0
     for bucket in buckets:
-        if compression == "power_sgd":
-            parts = power_sgd_bytes(bucket.gradients)
-        else:
-            parts = (bucket.numel * (2.0 if compression == "bf16" else 4.0),)
+        parts = _sent_bytes(bucket, compression)
         seconds = sum(cluster.allreduce(size, ranks) for size in parts if size)
         time = max(time, bucket.ready * backward) + seconds
     return max(time - backward, 0.0)
@@ -89,3 +84,10 @@ def weights_seconds(
     if local_sgd_period > 1:
         seconds += cluster.allreduce(size, ranks) / local_sgd_period
     return seconds
+
+
+def _sent_bytes(bucket: Bucket, compression: str) -> tuple[float, ...]:
+    """Of each allreduce of a bucket."""
+    if compression == "power_sgd":
+        return power_sgd_bytes(bucket.gradients)
+    return (bucket.numel * (2.0 if compression == "bf16" else 4.0),)

@@ -47,18 +47,19 @@ def dtype_of(workload: Workload) -> torch.dtype:
 
 def time_together(step: Callable[[], object], device: torch.device) -> float:
     """Seconds of a step that all ranks begin at the same time, on the slowest of them."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    if several:
         dist.barrier()
-        start = time.perf_counter()
-        step()
-        _wait(device)
-        taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=device)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-        return float(taken)
     start = time.perf_counter()
     step()
-    _wait(device)
-    return time.perf_counter() - start
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    taken = time.perf_counter() - start
+    if not several:
+        return taken
+    slowest = torch.tensor([taken], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
 
 
 class PassTimes(NamedTuple):
@@ -221,8 +222,3 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float], ranks: int) -> Li
     if latency < 0 or per_byte <= 0:  # noise; the largest size then says most of what matters
         latency, per_byte = 0.0, seconds[-1] / terms[-1, 1]
     return Link(float(latency), float(1 / per_byte))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
-from bert_unpad._arguments import above_zero, not_below_zero, positive, share
+from bert_unpad._arguments import above_zero, names_of, not_below_zero, positive, share
 from bert_unpad.plan.candidates import COMPRESSIONS, RECOMPUTE, SHARDS
 from bert_unpad.plan.cards import CARDS, SUSTAINED_SHARE
 from bert_unpad.plan.workload import OPTIMIZERS, PRECISIONS, STRATEGIES
@@ -131,20 +130,20 @@ def _add_hardware(hardware: argparse._ArgumentGroup) -> None:
 def _add_choice(choice: argparse._ArgumentGroup) -> None:
     choice.add_argument(
         "--compression",
-        type=_names(COMPRESSIONS),
+        type=names_of(COMPRESSIONS),
         default=["none", "bf16"],
         help="comma-separated, of none,bf16,power_sgd (default none,bf16: power_sgd changes more "
         "of what is learned)",
     )
     choice.add_argument(
         "--recompute",
-        type=_names(RECOMPUTE),
+        type=names_of(RECOMPUTE),
         default=list(RECOMPUTE),
         help="comma-separated, of none,gelu,layer (default all)",
     )
     choice.add_argument(
         "--shard",
-        type=_names(SHARDS),
+        type=names_of(SHARDS),
         default=list(SHARDS),
         help="who shares the optimizer's state out: comma-separated, of none,node,world (default "
         "all)",
@@ -156,16 +155,3 @@ def _add_choice(choice: argparse._ArgumentGroup) -> None:
         metavar="UPDATES",
         help="average over nodes only so often, where that is faster; 1 (default): always",
     )
-
-
-def _names(known: Sequence[str]):
-    def names(text: str) -> list[str]:
-        found = text.split(",")
-        for name in found:
-            if name not in known:
-                raise argparse.ArgumentTypeError(
-                    f"expected a comma-separated list of {', '.join(known)}, got {name!r}"
-                )
-        return found
-
-    return names

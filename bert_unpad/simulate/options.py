@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad._arguments import above_zero, not_below_zero, not_negative, positive
+from bert_unpad._arguments import above_zero, names_of, not_below_zero, not_negative, positive
 from bert_unpad.data.histogram import (
     all_lengths,
     measure_histogram,
@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     setup.add_argument("--batch", type=positive, help="examples per rank and step")
     setup.add_argument(
         "--strategy",
-        type=_strategies,
+        type=names_of(STRATEGIES),
         default="stratified,random",
         help="comma-separated, of: " + ", ".join(STRATEGIES),
     )
@@ -240,13 +240,3 @@ def _cost(text: str) -> ComputeCost:
 
 def _samples(text: str) -> int | None:
     return None if text == "all" else positive(text)
-
-
-def _strategies(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in STRATEGIES:
-            raise argparse.ArgumentTypeError(
-                f"expected a comma-separated list of {', '.join(STRATEGIES)}, got {name!r}"
-            )
-    return names
