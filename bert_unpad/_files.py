@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["replacing", "write_text"]
+__all__ = ["replacing", "set_aside", "sync_folder", "write_text"]
 
 
 @contextlib.contextmanager
@@ -30,3 +30,26 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Writes a file of UTF-8 by `replacing`."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def set_aside(path: Path, ending: str) -> Path:
+    """Renames a file or folder to `<path>.<ending>-<n>`, with the first n that is free.
+
+    Returns:
+        The new path.
+    """
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}.{ending}-{number}")):
+        number += 1
+    os.rename(path, aside)
+    return aside
+
+
+def sync_folder(path: Path) -> None:
+    """Makes new names in the folder survive a power failure."""
+    if os.name == "posix":
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,16 +1,23 @@
-"""Checkpoints: complete or invisible, a snapshot of one moment, loadable by any number of ranks."""
+"""Checkpoints: whole or left out, a snapshot of one moment, loadable by any number of ranks."""
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from mp import run_ranks
+from torch.distributed.checkpoint import CheckpointException
 
-from bert_unpad.pretrain.checkpoint import Checkpointer, newest_checkpoint
+from bert_unpad.pretrain.checkpoint import Checkpointer
+from bert_unpad.pretrain.checkpoint_files import newest_checkpoint, write_checksums
+from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.metrics import JsonLines, Window, read_json_lines
 from bert_unpad.pretrain.ranks import Ranks
 
@@ -117,11 +124,143 @@ def test_a_failed_save_is_reported(tmp_path):
     model, optimizer = _make(seed=0)
     _train(model, optimizer, range(1))
     checkpointer = Checkpointer(tmp_path / "here", 2, ALONE)
-    (tmp_path / "here" / "step-000000001").mkdir()
-    (tmp_path / "here" / "step-000000001" / "in the way").touch()
+    (tmp_path / "here" / ".saving-step-000000001").write_text("in the way")
     checkpointer.save(1, model, optimizer, {})
-    with pytest.raises(OSError, match="step-000000001"):
+    with pytest.raises(CheckpointException, match="saving-step-000000001"):
         checkpointer.wait()
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "no metadata": (".metadata", Path.unlink),
+    "half of the metadata": (".metadata", _cut),
+    "half of the tensors": ("__0_0.distcp", _cut),
+    "a bit of the tensors": ("__0_0.distcp", _flip_a_bit),
+    "no checksums": ("checksums.json", Path.unlink),
+    "half of the checksums": ("checksums.json", _cut),
+    "other checksums": ("checksums.json", lambda path: path.write_text('{"files": {}}')),
+    "a list of checksums": ("checksums.json", lambda path: path.write_text("[]")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_newest_whole_checkpoint_is_found(tmp_path, caplog, damage):
+    model, optimizer = _make(seed=0)
+    _train(model, optimizer, range(1))
+    checkpointer = Checkpointer(tmp_path, 2, ALONE)
+    for step in (3, 7):
+        checkpointer.save(step, model, optimizer, {"step": step})
+    checkpointer.wait()
+    old, new = tmp_path / "step-000000003", tmp_path / "step-000000007"
+    caplog.clear()
+    assert newest_checkpoint(tmp_path) == new
+    assert not caplog.messages
+    file, apply = DAMAGES[damage]
+    apply(new / file)
+    assert newest_checkpoint(tmp_path) == old
+    (message,) = caplog.messages
+    assert f"{new} is damaged and left out: {file}" in message
+    assert checkpointer.load(old, model, optimizer) == {"step": 3}
+    # It neither stands in the way of new ones nor counts as one of the last two.
+    for step in (5, 7):
+        checkpointer.save(step, model, optimizer, {"step": step})
+    checkpointer.wait()
+    assert newest_checkpoint(tmp_path) == new
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == ["step-000000005", new.name, f"{new.name}.damaged-1"]
+
+
+def test_only_damaged_checkpoints_are_an_error(tmp_path):
+    model, optimizer = _make(seed=0)
+    checkpointer = Checkpointer(tmp_path, 2, ALONE)
+    checkpointer.save(3, model, optimizer, {})
+    checkpointer.wait()
+    (tmp_path / "step-000000003" / ".metadata").unlink()
+    with pytest.raises(ConfigError, match=r"resume: expected a whole .* step-000000003: \.metad"):
+        newest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_is_called_like_a_checkpoint_does_not_stop_a_save(tmp_path, kind):
+    model, optimizer = _make(seed=0)
+    checkpointer = Checkpointer(tmp_path, 2, ALONE)
+    in_the_way = tmp_path / "step-000000003"
+    if kind == "folder":
+        in_the_way.mkdir()
+        (in_the_way / "__0_0.distcp").touch()
+    else:
+        in_the_way.touch()
+    checkpointer.save(3, model, optimizer, {})
+    checkpointer.wait()
+    assert newest_checkpoint(tmp_path) == in_the_way
+    assert (tmp_path / "step-000000003.damaged-1").exists()
+
+
+class _Call:
+    """A pickle of it calls `os.mkdir(path)` when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+    def __deepcopy__(self, memo: dict) -> _Call:
+        return self  # saving copies the state
+
+
+def _save_poisoned(directory: Path, file: str, poison: _Call) -> Path:
+    """A checkpoint with right checksums, of which a file or entry calls a function when read."""
+    model, optimizer = _make(seed=0)
+    _train(model, optimizer, range(1))
+    checkpointer = Checkpointer(directory, 2, ALONE)
+    if file == "optimizer":
+        optimizer.state[model[0].weight]["poison"] = poison
+    checkpointer.save(1, model, optimizer, {})
+    checkpointer.wait()
+    path = directory / "step-000000001"
+    if file == ".metadata":
+        metadata = pickle.loads((path / file).read_bytes())
+        metadata.planner_data = poison
+        (path / file).write_bytes(pickle.dumps(metadata))
+    files = json.loads((path / "checksums.json").read_text())["files"]
+    write_checksums(path, files)
+    assert newest_checkpoint(directory) == path
+    return path
+
+
+@pytest.mark.parametrize("file", [".metadata", "optimizer"])
+def test_nothing_in_a_checkpoint_is_called(tmp_path, file):
+    path = _save_poisoned(tmp_path, file, _Call(tmp_path / "made"))
+    checkpointer = Checkpointer(tmp_path, 2, ALONE)
+    model, optimizer = _make(seed=0)
+    _train(model, optimizer, range(1))
+    if file == "optimizer":
+        optimizer.state[model[0].weight]["poison"] = 0
+    shown = r"__0_0\.distcp: entry optimizer\S+poison" if file == "optimizer" else r"\.metadata"
+    with pytest.raises(ConfigError, match=rf"resume: {path}/{shown}: it names \w+\.mkdir"):
+        checkpointer.load(path, model, optimizer)
+    assert not (tmp_path / "made").exists()
+
+
+def test_what_is_local_to_a_rank_comes_back(tmp_path):
+    model, optimizer = _make(seed=0)
+    checkpointer = Checkpointer(tmp_path, 2, ALONE)
+    local = {"memory": torch.arange(5), "position": [1, "two", None]}
+    checkpointer.save(1, model, optimizer, {}, local)
+    checkpointer.wait()
+    loaded = checkpointer.load_local(newest_checkpoint(tmp_path))
+    assert torch.equal(loaded["memory"], local["memory"])
+    assert loaded["position"] == local["position"]
 
 
 def test_metrics_of_steps_past_the_checkpoint_are_dropped(tmp_path):

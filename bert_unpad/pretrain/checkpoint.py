@@ -2,10 +2,10 @@
 
 PyTorch's distributed checkpointing writes them: the state is copied to host memory, training goes
 on, and a background thread writes the copy, each rank its share. The files go to a folder with a
-temporary name, which rank 0 renames once every rank has finished; a folder named `step-<n>` is
-therefore complete. Contents: model, optimizer state (hyperparameters come from the configuration),
-and a JSON text with everything else. Any number of ranks can load what any other number has saved,
-from a folder that all of them see.
+temporary name, which rank 0 renames once every rank has finished and checksums are written
+(checkpoint_files.py), so nothing incomplete is ever named `step-<n>`. Contents: model, optimizer
+state (hyperparameters come from the configuration), and a JSON text with everything else. Any
+number of ranks can load what any other number has saved, from a folder that all of them see.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
+import pickle
 import shutil
 import threading
 import warnings
@@ -24,35 +24,28 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 
+from bert_unpad._files import sync_folder
+from bert_unpad.pretrain.checkpoint_files import (
+    all_checkpoints,
+    checkpoint_name,
+    set_damaged_aside,
+    write_checksums,
+)
+from bert_unpad.pretrain.checkpoint_reader import CheckpointPlanner, CheckpointReader
+from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.optimizer import local_optimizer
 from bert_unpad.pretrain.ranks import Ranks
+from bert_unpad.pretrain.run_lock import RunLock
 
-__all__ = ["Checkpointer", "newest_checkpoint"]
+__all__ = ["Checkpointer"]
 
-_COMPLETE = re.compile(r"step-(\d{9})")
 _SAVING, _DELETING = ".saving-", ".deleting-"
-
-
-def _complete(directory: Path) -> list[Path]:
-    """All complete checkpoints, oldest first."""
-    if not directory.is_dir():
-        return []
-    return sorted(
-        path
-        for path in directory.iterdir()
-        if _COMPLETE.fullmatch(path.name) and (path / ".metadata").is_file()
-    )
-
-
-def newest_checkpoint(directory: Path) -> Path | None:
-    """The complete checkpoint with the highest step, or None."""
-    found = _complete(directory)
-    return found[-1] if found else None
 
 
 class Checkpointer:
@@ -62,12 +55,16 @@ class Checkpointer:
         directory: where they are; made if missing.
         keep_last: how many complete ones stay.
         ranks: the processes of the run; every one of them has to make the same calls.
+        lock: of the run, on rank 0; kept as long as a checkpoint is being written.
     """
 
-    def __init__(self, directory: Path, keep_last: int, ranks: Ranks) -> None:
+    def __init__(
+        self, directory: Path, keep_last: int, ranks: Ranks, lock: RunLock | None = None
+    ) -> None:
         self.directory = directory
         self._keep_last = keep_last
         self._ranks = ranks
+        self._lock = lock
         self._future: Future | None = None
         self._published = threading.Event()
         self._error: BaseException | None = None
@@ -99,7 +96,7 @@ class Checkpointer:
             local: tensors and plain values of this rank alone, for as many ranks as there are now.
         """
         self.wait()
-        name = f"step-{step:09d}"
+        name = checkpoint_name(step)
         temporary = self.directory / (_SAVING + name)
         self._published.clear()
         state = _state(model, optimizer)
@@ -115,6 +112,8 @@ class Checkpointer:
             process_group=self._ranks.checkpoint_group,
             no_dist=self._ranks.world_size == 1,
         )
+        if self._lock is not None:
+            self._lock.retain()
         self._future.add_done_callback(
             lambda future: self._publish(future, temporary, self.directory / name)
         )
@@ -142,8 +141,15 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Loads a checkpoint into the bare model and its optimizer, in place.
 
+        The run goes on from it, so newer ones, which `newest_checkpoint` has found damaged, are
+        renamed.
+
         Returns:
             What `save` was given as `rest`.
+
+        Raises:
+            ConfigError: the checkpoint holds what may not be unpickled.
+            CheckpointException: it does not fit the model or the optimizer.
         """
         state = _state(model, optimizer)
         rest = self._load(path, state)
@@ -157,27 +163,43 @@ class Checkpointer:
         )
         for group, values in zip(local.param_groups, given, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
+        if self._ranks.is_first:
+            set_damaged_aside(x for x in all_checkpoints(self.directory) if x.name > path.name)
         return rest
 
     def _load(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
         state["rest"] = ""
-        dcp.load(
-            state,
-            checkpoint_id=path,
-            process_group=self._ranks.checkpoint_group,
-            no_dist=self._ranks.world_size == 1,
-        )
+        self._read(path, state, no_dist=self._ranks.world_size == 1)
         return json.loads(state["rest"])
 
     def load_local(self, path: Path) -> dict[str, Any] | None:
         """What `save` was given as `local` on this rank, if there were as many ranks then."""
-        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        if self._local_key not in saved:
+        if self._local_key not in CheckpointReader(path).read_metadata().state_dict_metadata:
             return None
         state = {self._local_key: b""}
         # Each rank reads what no other one does.
-        dcp.load(state, checkpoint_id=path, no_dist=True)
+        self._read(path, state, no_dist=True)
         return torch.load(io.BytesIO(state[self._local_key]), weights_only=True)
+
+    def _read(self, path: Path, state: dict[str, Any], no_dist: bool) -> None:
+        """Fills the state from a checkpoint, in place."""
+        reader = CheckpointReader(path)
+        try:
+            reader.read_metadata()  # PyTorch would look for other metadata if this failed
+            dcp.load(
+                state,
+                storage_reader=reader,
+                planner=CheckpointPlanner(),
+                process_group=self._ranks.checkpoint_group,
+                no_dist=no_dist,
+            )
+        except pickle.UnpicklingError as error:
+            raise ConfigError("resume", str(error)) from error
+        except CheckpointException as error:
+            for failure, _ in error.failures.values():
+                if isinstance(failure, pickle.UnpicklingError):
+                    raise ConfigError("resume", f"{path}/{failure}") from error
+            raise
 
     @property
     def _local_key(self) -> str:
@@ -187,15 +209,21 @@ class Checkpointer:
         # Runs in the writing thread. On rank 0 the future ends after all ranks have written.
         try:
             if self._ranks.is_first and future.exception() is None:
+                written = CheckpointReader(temporary).read_metadata().storage_data.values()
+                write_checksums(temporary, (item.relative_path for item in written))
+                if os.path.lexists(final):
+                    set_damaged_aside([final])
                 os.rename(temporary, final)
-                _sync_folder(self.directory)
-                for old in _complete(self.directory)[: -self._keep_last]:
+                sync_folder(self.directory)
+                for old in all_checkpoints(self.directory)[: -self._keep_last]:
                     doomed = old.with_name(_DELETING + old.name)
                     os.rename(old, doomed)
                     shutil.rmtree(doomed)
         except BaseException as error:  # raised again by wait(), in the training thread
             self._error = error
         finally:
+            if self._lock is not None:
+                self._lock.release()
             self._published.set()
 
 
@@ -205,13 +233,3 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         # By the parameters' names: ranks that keep some of the states hand in, and ask for, these.
         "optimizer": get_optimizer_state_dict(model, local_optimizer(optimizer))["state"],
     }
-
-
-def _sync_folder(path: Path) -> None:
-    """Makes a rename in the folder survive a power failure."""
-    if os.name == "posix":
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -28,7 +28,7 @@ from bert_unpad.pretrain.gradient import accumulate_gradient, seed_step
 from bert_unpad.pretrain.graphs import GraphRunner
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
 from bert_unpad.pretrain.interrupt import StopRequest
-from bert_unpad.pretrain.metrics import JsonLines, Stopwatch, Window, averages
+from bert_unpad.pretrain.metrics import JsonLines, Stopwatch, Window, averages, examples_path
 from bert_unpad.pretrain.optimizer import set_lr, state_bytes
 from bert_unpad.pretrain.peak import MatmulPeak
 from bert_unpad.pretrain.ranks import HostSums, Ranks
@@ -95,7 +95,7 @@ class Trainer:
         self.metrics = self._open(run_dir / "metrics.jsonl") if ranks.is_first else None
         self.examples = None
         if config.logging.examples:
-            self.examples = self._open(run_dir / f"examples.rank{ranks.rank}.jsonl")
+            self.examples = self._open(examples_path(run_dir, ranks.rank))
         self.display = Display(
             config.logging, run_dir, progress.step, total_steps, silent=not ranks.is_first
         )

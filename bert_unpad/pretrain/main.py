@@ -1,7 +1,8 @@
 """From the command line to a finished run: the order of events, and nothing else.
 
-Exit codes: 0 finished; 2 wrong settings; 143 (SIGTERM) or 130 (SIGINT): saved and stopped, the
-same command continues; anything else is an error. torchrun reports its own code, 1, for all but 0.
+Exit codes: 0 finished; 2 wrong settings, or another run uses the folder; 143 (SIGTERM) or 130
+(SIGINT): saved and stopped, the same command continues; anything else is an error. torchrun reports
+its own code, 1, for all but 0.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ from bert_unpad import ops
 from bert_unpad._malloc import keep_freed_memory
 from bert_unpad.data import DamagedDataError, PreparedData, prepare
 from bert_unpad.data.cache import default_cache_dir
-from bert_unpad.pretrain.checkpoint import Checkpointer, newest_checkpoint
+from bert_unpad.pretrain.checkpoint import Checkpointer
+from bert_unpad.pretrain.checkpoint_files import newest_checkpoint
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
 from bert_unpad.pretrain.evaluate import Evaluator
 from bert_unpad.pretrain.graphs import GraphRunner, check_graphs
 from bert_unpad.pretrain.growth import Setting, plan_growth
 from bert_unpad.pretrain.interrupt import StopRequest
 from bert_unpad.pretrain.loop import Trainer
+from bert_unpad.pretrain.metrics import drop_later_examples
 from bert_unpad.pretrain.model import build_model
 from bert_unpad.pretrain.peak import measure_matmul_peak
 from bert_unpad.pretrain.ranks import Ranks, join_ranks
 from bert_unpad.pretrain.report import is_reported, write_report
-from bert_unpad.pretrain.run import Progress, open_run_dir, save_settings
+from bert_unpad.pretrain.run import Progress, on_first, save_settings
+from bert_unpad.pretrain.run_lock import RunLock, run_lock
 from bert_unpad.pretrain.stages import Stages
 
 __all__ = ["forward_context", "main", "pretrain"]
@@ -78,15 +82,21 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
         The exit code, see the module.
 
     Raises:
-        ConfigError: a setting does not fit the data, the machine or the saved run.
+        ConfigError: a setting does not fit the data, the machine or the saved run, or another run
+            uses the folder.
     """
     _check_packages(config)
     check_graphs(config, ranks)
-    found = ranks.from_first(newest_checkpoint(config.checkpoint_dir))
+    with run_lock(config, ranks) as lock:
+        return _pretrain(config, resolved, ranks, lock)
+
+
+def _pretrain(config: PretrainConfig, resolved: str, ranks: Ranks, lock: RunLock | None) -> int:
+    found = None
+    if config.resume != "never":
+        found = on_first(ranks, lambda: newest_checkpoint(config.checkpoint_dir))
     if config.resume == "must" and found is None:
-        raise ConfigError("resume", f"there is no complete checkpoint in {config.checkpoint_dir}")
-    if config.resume == "never":
-        found = None
+        raise ConfigError("resume", f"there is no checkpoint in {config.checkpoint_dir}")
     try:
         data = prepare(config.data, progress=None if ranks.is_first else False)
     except (DamagedDataError, FileNotFoundError, ImportError, ValueError) as error:
@@ -103,9 +113,9 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
     )
     evaluator = _evaluator(config, data, ranks)
     run_dir = Path(config.run_dir)
-    if ranks.is_first:
-        open_run_dir(config)
-    checkpointer = Checkpointer(config.checkpoint_dir, config.checkpoint.keep_last, ranks)
+    if lock is not None and config.resume == "never":
+        lock.set_aside()
+    checkpointer = Checkpointer(config.checkpoint_dir, config.checkpoint.keep_last, ranks, lock)
     model.to(ranks.device)
     if ranks.device.type == "cuda":
         ops.time_algorithms(default_cache_dir() / "cublaslt_algorithms.txt")
@@ -125,6 +135,8 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
             stages.sampler.load_state_dict(progress.sampler)
             if stages.loss_scale is not None:
                 stages.loss_scale.load_state_dict(progress.loss_scale)
+        except ConfigError:
+            raise
         except (CheckpointException, ValueError) as error:
             raise ConfigError(
                 "resume",
@@ -134,6 +146,9 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
         logger.info("continuing from %s", found)
     if ranks.is_first:
         save_settings(run_dir, resolved)
+        drop_later_examples(
+            run_dir, progress.step, ranks.world_size if config.logging.examples else 0
+        )
     total_steps = _total_steps(config, stages, progress)
 
     if progress.step < total_steps and not progress.target_reached:

@@ -28,6 +28,8 @@ __all__ = [
     "Stopwatch",
     "Window",
     "averages",
+    "drop_later_examples",
+    "examples_path",
     "read_json_lines",
     "stack_outputs",
 ]
@@ -43,8 +45,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, step: int) -> None:
-        kept = [line for line in read_json_lines(path) if line["step"] <= step] if step else []
-        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        _drop_later(path, step)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, values: Mapping[str, Any]) -> None:
@@ -55,6 +56,28 @@ class JsonLines:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def examples_path(run_dir: Path, rank: int) -> Path:
+    """The file of which examples a rank used in each step."""
+    return run_dir / f"examples.rank{rank}.jsonl"
+
+
+def drop_later_examples(run_dir: Path, step: int, first_rank: int) -> None:
+    """Drops the lines past `step` from the files that an earlier start with more ranks has left.
+
+    Args:
+        first_rank: ranks from here on open no file of their own now.
+    """
+    for path in run_dir.glob("examples.rank*.jsonl"):
+        number = path.name.removeprefix("examples.rank").removesuffix(".jsonl")
+        if number.isdecimal() and int(number) >= first_rank:
+            _drop_later(path, step)
+
+
+def _drop_later(path: Path, step: int) -> None:
+    kept = [line for line in read_json_lines(path) if line["step"] <= step] if step else []
+    write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -1,22 +1,25 @@
-"""A run's folder and its progress: where things are, what a checkpoint holds besides tensors."""
+"""A run's progress, which a checkpoint holds besides tensors, and its settings."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from bert_unpad._files import write_text
-from bert_unpad.pretrain.config import PretrainConfig
+from bert_unpad.pretrain.config import ConfigError
+from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["Progress", "open_run_dir", "save_settings"]
+__all__ = ["Progress", "on_first", "save_settings"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -65,18 +68,24 @@ class Progress:
         self.flops += counts["flops"]
 
 
-def open_run_dir(config: PretrainConfig) -> None:
-    """Makes the run's folder.
+def on_first(ranks: Ranks, action: Callable[[], T]) -> T:
+    """Calls `action` on rank 0 alone; its result, a small picklable object, on all ranks.
 
-    With `resume: never`, what an earlier run has left is set aside first: the folder, and that of
-    the checkpoints if it lies elsewhere, get the ending `.previous-<n>`.
+    Raises:
+        ConfigError: on all ranks, if `action` raises it.
     """
-    run_dir = Path(config.run_dir)
-    if config.resume == "never":
-        for folder in (run_dir, config.checkpoint_dir):
-            if folder.exists():
-                logger.info("resume is never: %s is now %s", folder, _set_aside(folder))
-    run_dir.mkdir(parents=True, exist_ok=True)
+    result, failure = None, None
+    if ranks.is_first:
+        try:
+            result = action()
+        except ConfigError as error:
+            failure = error
+    # The exception itself would not pickle.
+    result, reason = ranks.from_first((result, failure and (failure.key, str(failure))))
+    if reason is not None:
+        key, message = reason
+        raise ConfigError(key, message.removeprefix(f"{key}: ")) from failure
+    return result
 
 
 def save_settings(run_dir: Path, resolved: str) -> None:
@@ -100,11 +109,3 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flat
-
-
-def _set_aside(folder: Path) -> Path:
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.previous-{number}")).exists():
-        number += 1
-    os.rename(folder, aside)
-    return aside
