@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections import Counter
@@ -28,7 +29,7 @@ from pretrain_runs import (
 )
 
 from bert_unpad.data import DataConfig, prepare
-from bert_unpad.pretrain.checkpoint import newest_checkpoint
+from bert_unpad.pretrain.checkpoint_files import newest_checkpoint
 from bert_unpad.pretrain.metrics import read_json_lines
 
 
@@ -79,7 +80,9 @@ def test_the_control_is_complete(folder, control):
 
 def test_killed_and_resumed_on_as_many_ranks(folder, control, killed):
     shutil.copytree(killed, folder / "same")
-    assert "continuing from" in run(folder, "same", 2)
+    output = run(folder, "same", 2)
+    assert "continuing from" in output
+    assert re.search(r"taking over \S+/same/\.lock from process \d+ on host", output)
     assert losses(folder / "same") == losses(control)
     assert uses(folder / "same") == uses(control)
 
@@ -93,6 +96,32 @@ def test_killed_and_resumed_on_more_ranks(folder, control, killed):
     # Other examples share a batch now, but the run goes on from where it was.
     ends = [list(losses(path).values())[-1][0] for path in (folder / "more", control)]
     assert ends[0] == pytest.approx(ends[1], rel=0.1)
+
+
+def test_killed_and_resumed_on_fewer_ranks(folder, control, killed):
+    """The rank that is gone has written of steps past the checkpoint, which are made again."""
+    shutil.copytree(killed, folder / "fewer")
+    run(folder, "fewer", 1)
+    assert uses(folder / "fewer") == uses(control)
+
+
+def test_damaged_checkpoints_are_left_out(folder, control):
+    run_dir = folder / "damaged"
+    shutil.copytree(control, run_dir)
+    older, newest = sorted((run_dir / "checkpoints").iterdir())
+    tensors = newest / "__0_0.distcp"
+    os.truncate(tensors, tensors.stat().st_size - 1)
+    output = run(folder, "damaged", 2, "--resume", "must")
+    assert f"{newest} is damaged and left out: __0_0.distcp: expected" in output
+    assert f"continuing from {older}" in output
+    assert losses(run_dir) == losses(control)
+    for path in (run_dir / "checkpoints").glob("step-?????????"):
+        (path / ".metadata").unlink()
+    lines = (run_dir / "metrics.jsonl").read_text()
+    codes, output = finish(folder, "damaged", start(folder, "damaged", 2))
+    assert codes == [2, 2]
+    assert "resume: expected a whole checkpoint" in output
+    assert (run_dir / "metrics.jsonl").read_text() == lines
 
 
 def test_sigterm_to_one_rank_saves_and_stops_all(folder, control):
