@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from pretrain_runs import finish, losses, make_folder, start, wait_for_step
 
-from bert_unpad.pretrain import run_lock
+from bert_unpad.pretrain import checkpoint, run_lock
 from bert_unpad.pretrain.config import ConfigError
+from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.run_lock import RunLock
 
 ELSEWHERE = {"host": "elsewhere", "boot": "b", "pid": 4321, "since": "2025-01-02 03:04:05 +0000"}
@@ -83,6 +85,30 @@ def test_one_at_a_time_and_nothing_left(folder):
     folder.mkdir()
     _lock(folder).release()
     assert list(folder.iterdir()) == []
+
+
+def test_a_run_that_fails_keeps_the_lock_until_its_checkpoint_is_written(folder, monkeypatch):
+    go_on = threading.Event()
+    write = checkpoint.write_checksums
+
+    def write_late(*arguments) -> None:
+        go_on.wait()
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write_checksums", write_late)
+    lock = _lock(folder)
+    model = torch.nn.Linear(2, 2)
+    ranks = Ranks(0, 1, torch.device("cpu"), None)
+    checkpointer = checkpoint.Checkpointer(folder / "checkpoints", 2, ranks, lock)
+    checkpointer.save(1, model, torch.optim.AdamW(model.parameters()), {})
+    lock.release()
+    try:
+        with pytest.raises(ConfigError):
+            _lock(folder)
+    finally:
+        go_on.set()
+    checkpointer.wait()
+    _lock(folder).release()
 
 
 def test_none_of_several_folders_stays_locked_when_one_is_taken(tmp_path):

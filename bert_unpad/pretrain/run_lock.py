@@ -134,7 +134,7 @@ class _FolderLock:
         # Anything that this run still wrote would damage the other one.
         print(
             f"pretrain: error: {self._key}: {_who(owner)} has taken over {self._folder}, because "
-            f"this process stood still for more than {_DEAD_AFTER:.0f} s; it ends now",
+            f"this run stood still for {_DEAD_AFTER:.0f} s or {self._path} was deleted; it ends",
             file=sys.stderr,
             flush=True,
         )
@@ -184,13 +184,13 @@ class RunLock:
         self._mutex = threading.Lock()
         self._users = 1
         self._released = threading.Event()
+        threading.Thread(target=self._touch_all, name="run-lock", daemon=True).start()
         try:
             for lock in self._locks:
                 lock.take()
         except BaseException:
             self._release_all()
             raise
-        threading.Thread(target=self._touch_all, name="run-lock", daemon=True).start()
 
     def set_aside(self) -> None:
         """Renames folders that are not empty to `<folder>.previous-<n>`, and locks new ones."""
@@ -202,12 +202,12 @@ class RunLock:
                     lock.take()
 
     def retain(self) -> None:
-        """Has the lock outlast one more `release`, as while a background thread writes."""
+        """Asks for one more `release` before the folders are free, as while a thread writes."""
         with self._mutex:
             self._users += 1
 
     def release(self) -> None:
-        """Gives the folders free when everyone who retained them has called this."""
+        """Frees the folders after as many calls as there were of `retain`, and one."""
         with self._mutex:
             self._users -= 1
             if self._users == 0:
