@@ -17,7 +17,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from bert_unpad.hf.fallback import warn_stock
+from bert_unpad.hf.fallback import recording_reason, warn_stock
 from bert_unpad.hf.models import missing_operator
 from bert_unpad.hf.packing import Packing
 
@@ -99,7 +99,7 @@ def _reason(module, query, key, value, mask, kwargs) -> str | None:
         return f"its tensors are {query.dtype}"
     if query.shape[-1] > 128:
         return f"its heads have dimension {query.shape[-1]}"
-    return missing_operator(query.device.type)
+    return recording_reason() or missing_operator(query.device.type)
 
 
 def _packing(query: Tensor, mask: Tensor | None, kwargs) -> Packing:

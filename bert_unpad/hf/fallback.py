@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-__all__ = ["StockFallbackWarning", "warn_stock"]
+__all__ = ["StockFallbackWarning", "recording_reason", "warn_stock"]
 
 
 class StockFallbackWarning(UserWarning):
@@ -16,9 +16,26 @@ class StockFallbackWarning(UserWarning):
 _said: set[tuple[str, str]] = set()
 
 
+def _in_onnx_export() -> bool:
+    """Whether `torch.onnx.export` runs the model; plain `torch.export` keeps our operators."""
+    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
+
+
+def recording_reason() -> str | None:
+    """Why the graph that this call is recorded for cannot hold our operators, or None."""
+    if torch.jit.is_tracing():
+        return "the model is being traced"
+    if _in_onnx_export():
+        return "ONNX has none of its operators"
+    return None
+
+
 def warn_stock(where: str, reason: str) -> None:
     """Warns that `where` runs the stock modules; once in a process for each reason."""
-    if torch.compiler.is_compiling() or (where, reason) in _said:
+    # An ONNX export counts as compiling, but runs this code in Python.
+    if torch.compiler.is_compiling() and not _in_onnx_export():
+        return
+    if (where, reason) in _said:
         return
     _said.add((where, reason))
     warnings.warn(

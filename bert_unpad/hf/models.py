@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bert_unpad import ops as _registers_operators  # noqa: F401
 from bert_unpad.batch.rows import gather_rows
 from bert_unpad.hf.dense import untouched
-from bert_unpad.hf.fallback import warn_stock
+from bert_unpad.hf.fallback import recording_reason, warn_stock
 from bert_unpad.hf.layers import LayerAdapter
 from bert_unpad.hf.packing import Packing
 
@@ -120,8 +120,8 @@ def packing_or_reason(model: PackedModel, call: dict[str, Any]) -> Packing | str
         value = call.get(name)
         if value is not None and value is not False:
             return f"{name} is given"
-    if torch.jit.is_tracing():
-        return "the model is being traced"
+    if reason := recording_reason():
+        return reason
     if reason := static_reason(model, model._bert_unpad_adapter, model._bert_unpad_layer):
         return reason
     source = call.get("input_ids")
