@@ -3,35 +3,53 @@
     python examples/embedding_server.py path/to/bert --port 8080
     curl -d '{"texts": ["the cat sat", "a dog"]}' localhost:8080
 
-Requests wait in a bounded queue; one thread takes as many as fit `--max-tokens` and runs them as
-one batch. Without padding a batch costs what its tokens cost, so texts of all lengths may be mixed,
-and the token count alone says how long a batch takes. A full queue answers 503 at once instead of
-making everybody wait. A vector is the mean of its text's last hidden states.
+Texts wait in a bounded queue; one thread takes as many as fit `--max-tokens` and runs them as one
+batch. Without padding a batch costs what its tokens cost, so texts of all lengths may be mixed, and
+the token count alone says how long a batch takes. A vector is the mean of its text's last hidden
+states.
+
+Each connection is one request and one answer. Errors are JSON too: {"error": "..."} with
+
+    400  the request is not HTTP, or its body is not JSON with a list of texts
+    405  it is not a POST
+    408  it did not arrive within `--timeout` seconds
+    413  its body is larger than `--max-body`, or has more texts than may ever wait
+    500  the model failed on one of these texts; other requests of the batch are not affected
+    503  too many texts or connections wait; answered at once, before the texts are tokenized
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import collections
+import contextlib
 import json
-import queue
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from http import HTTPStatus
 from typing import NamedTuple
 
 import torch
-import transformers
 
-from bert_unpad import hf
+from bert_unpad._arguments import above_zero, not_negative, positive
+from bert_unpad._extras import packages_of
+
+with packages_of("serve"):
+    import h11
+    import transformers
+
+    from bert_unpad import hf
 
 
-class Request(NamedTuple):
-    """One text that waits."""
+class Refused(Exception):
+    """A request gets an error instead of vectors."""
 
-    ids: list[int]
-    answer: Future[list[float]]
+    def __init__(self, status: HTTPStatus, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
 class Encoder:
@@ -41,10 +59,13 @@ class Encoder:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model = transformers.AutoModel.from_pretrained(path, add_pooling_layer=False)
         self.model = hf.unpad(model.eval())
-        self.max_length = model.config.max_position_embeddings
+        # RoBERTa's positions begin after the padding token's id.
+        first = getattr(model.embeddings, "padding_idx", -1) + 1
+        positions = model.config.max_position_embeddings - first
+        self.max_length = min(positions, self.tokenizer.model_max_length)
 
-    def tokenize(self, text: str) -> list[int]:
-        return self.tokenizer(text, truncation=True, max_length=self.max_length)["input_ids"]
+    def tokenize(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(texts, truncation=True, max_length=self.max_length)["input_ids"]
 
     @torch.inference_mode()
     def encode(self, texts: list[list[int]]) -> list[list[float]]:
@@ -54,11 +75,19 @@ class Encoder:
         return (states.sum(1) / batch["attention_mask"].sum(1, keepdim=True)).tolist()
 
 
+class Waiting(NamedTuple):
+    """One text that waits."""
+
+    ids: list[int]
+    vector: Future[list[float]]
+
+
 class Batcher(threading.Thread):
-    """Takes requests from a bounded queue and runs them together."""
+    """Runs texts of several requests together."""
 
     def __init__(
         self,
+        tokenize: Callable[[list[str]], list[list[int]]],
         encode: Callable[[list[list[int]]], list[list[float]]],
         max_tokens: int = 4096,
         max_waiting: int = 1024,
@@ -67,111 +96,297 @@ class Batcher(threading.Thread):
         """Starts nothing yet.
 
         Args:
+            tokenize: texts -> the token ids of each.
             encode: token ids of some texts -> a vector of each.
-            max_tokens: of a batch; a longer text is a batch of its own.
-            max_waiting: requests that may wait.
-            patience: seconds that a request waits for company.
+            max_tokens: of a batch; a longer text is a batch by itself.
+            max_waiting: texts that may wait.
+            patience: seconds that a text waits for others to share its batch.
         """
         super().__init__(daemon=True)
-        self._encode, self._max_tokens, self._patience = encode, max_tokens, patience
-        self._waiting: queue.Queue[Request | None] = queue.Queue(max_waiting)
+        self._tokenize, self._encode = tokenize, encode
+        self._max_tokens, self._max_waiting, self._patience = max_tokens, max_waiting, patience
+        self._changed = threading.Condition()
+        # All below are read and written under `_changed`.
+        self._queue: collections.deque[Waiting] = collections.deque()
+        self._tokens = 0  # in the queue
+        self._places = 0  # taken by texts in the queue or on their way to it
+        self._stopped = False
 
-    def submit(self, ids: list[int]) -> Future[list[float]]:
-        """Queues a text; raises queue.Full at once if too many wait."""
-        request = Request(ids, Future())
-        self._waiting.put_nowait(request)
-        return request.answer
+    def submit(self, texts: list[str]) -> list[Future[list[float]]]:
+        """Queues all of these texts or none.
+
+        Raises:
+            Refused: there are too many, or a text has no tokens.
+        """
+        if len(texts) > self._max_waiting:
+            raise Refused(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"texts: expected at most {self._max_waiting}, got {len(texts)}",
+            )
+        with self._changed:
+            if self._stopped or self._places + len(texts) > self._max_waiting:
+                raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many texts wait")
+            self._places += len(texts)
+        try:
+            found = [Waiting(ids, Future()) for ids in self._tokenize(texts)] if texts else []
+            for number, waiting in enumerate(found):
+                if not waiting.ids:
+                    raise Refused(HTTPStatus.BAD_REQUEST, f"texts[{number}]: it has no tokens")
+        except BaseException:
+            with self._changed:
+                self._places -= len(texts)
+            raise
+        with self._changed:
+            self._queue.extend(found)
+            self._tokens += sum(len(waiting.ids) for waiting in found)
+            self._changed.notify()
+        return [waiting.vector for waiting in found]
 
     def stop(self) -> None:
         """Ends the thread after what is waiting."""
-        self._waiting.put(None)
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
         self.join()
 
     def run(self) -> None:
-        request = self._waiting.get()
-        while request is not None:
-            batch, request = self._collect(request)
-            try:
-                vectors = self._encode([member.ids for member in batch])
-            except Exception as error:  # the requests' error, not the server's end
-                for member in batch:
-                    member.answer.set_exception(error)
+        while batch := self._collect():
+            # A server that ends has cancelled what it does not wait for any more.
+            self._answer([w for w in batch if w.vector.set_running_or_notify_cancel()])
+
+    def _collect(self) -> list[Waiting]:
+        """The next batch; empty at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._stopped)
+            self._changed.wait_for(
+                lambda: self._tokens >= self._max_tokens or self._stopped, self._patience
+            )
+            batch, tokens = [], 0
+            while self._queue and (
+                not batch or tokens + len(self._queue[0].ids) <= self._max_tokens
+            ):
+                batch.append(self._queue.popleft())
+                tokens += len(batch[-1].ids)
+            self._tokens -= tokens
+            self._places -= len(batch)
+        return batch
+
+    def _answer(self, batch: list[Waiting]) -> None:
+        try:
+            vectors = self._encode([waiting.ids for waiting in batch]) if batch else []
+            answers = list(zip(batch, vectors, strict=True))
+        except Exception as error:
+            if len(batch) == 1:
+                batch[0].vector.set_exception(error)
+            else:  # each by itself, so that only the text that fails gets the error
+                for waiting in batch:
+                    self._answer([waiting])
+            return
+        for waiting, vector in answers:
+            waiting.vector.set_result(vector)
+
+
+def read_texts(body: bytes) -> list[str]:
+    """The texts of a request's body.
+
+    Raises:
+        Refused: it is something else.
+    """
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(HTTPStatus.BAD_REQUEST, f"body: expected JSON: {error}") from None
+    texts = message.get("texts") if isinstance(message, dict) else None
+    if not isinstance(texts, list):
+        raise Refused(HTTPStatus.BAD_REQUEST, 'body: expected {"texts": [...]}')
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            found = type(text).__name__
+            raise Refused(
+                HTTPStatus.BAD_REQUEST, f"texts[{number}]: expected a string, got {found}"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can name half of a surrogate pair
+            raise Refused(
+                HTTPStatus.BAD_REQUEST,
+                f"texts[{number}]: expected Unicode text, got a lone surrogate at {error.start}",
+            ) from None
+    return texts
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one client may take."""
+
+    body: int = 1 << 20
+    """Bytes of a request's body."""
+    seconds: float = 10
+    """To send a request; and as long again to take the answer."""
+    connections: int = 256
+
+
+class Connection:
+    """One request and its answer."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: Limits
+    ) -> None:
+        self._reader, self._writer, self._limits = reader, writer, limits
+        self._http = h11.Connection(h11.SERVER)
+        self._head = False
+
+    async def receive(self) -> bytes:
+        """The body of a POST.
+
+        Raises:
+            Refused: it is too large, too slow, or something else.
+            ConnectionError: the client has gone without a request.
+        """
+        try:
+            return await asyncio.wait_for(self._receive(), self._limits.seconds)
+        except h11.RemoteProtocolError as error:
+            raise Refused(HTTPStatus(error.error_status_hint), str(error)) from None
+        except asyncio.TimeoutError:
+            raise Refused(
+                HTTPStatus.REQUEST_TIMEOUT,
+                f"expected the whole request within {self._limits.seconds:g} s",
+            ) from None
+
+    async def _receive(self) -> bytes:
+        body = bytearray()
+        while True:
+            event = self._http.next_event()
+            if event is h11.NEED_DATA:
+                if self._http.they_are_waiting_for_100_continue:
+                    self._send(h11.InformationalResponse(status_code=100, headers=[]))
+                self._http.receive_data(await self._reader.read(1 << 16))
+            elif isinstance(event, h11.Request):
+                self._head = event.method == b"HEAD"
+                if event.method != b"POST":
+                    raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, "expected a POST")
+                self._check_size(int(dict(event.headers).get(b"content-length", 0)))
+            elif isinstance(event, h11.Data):
+                body += event.data
+                self._check_size(len(body))
+            elif isinstance(event, h11.EndOfMessage):
+                return bytes(body)
             else:
-                for member, vector in zip(batch, vectors, strict=True):
-                    member.answer.set_result(vector)
-            if request is _NOTHING:
-                request = self._waiting.get()
+                raise ConnectionError("no request came")
 
-    def _collect(self, first: Request) -> tuple[list[Request], Request | None]:
-        """A batch that begins with `first`, and what came next but is not part of it."""
-        batch, tokens = [first], len(first.ids)
-        deadline = time.monotonic() + self._patience
-        while tokens < self._max_tokens:
-            try:
-                request = self._waiting.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                return batch, _NOTHING
-            if request is None or tokens + len(request.ids) > self._max_tokens:
-                return batch, request
-            batch.append(request)
-            tokens += len(request.ids)
-        return batch, _NOTHING
+    def _check_size(self, size: int) -> None:
+        if size > self._limits.body:
+            raise Refused(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"body: expected at most {self._limits.body} bytes",
+            )
 
+    async def send(self, status: HTTPStatus, body: bytes) -> None:
+        """Sends the answer, waits until the client has it, and closes.
 
-_NOTHING = Request([], Future())  # nothing came
+        Raises:
+            OSError: the client has gone.
+            asyncio.TimeoutError: it is too slow.
+        """
+        headers = [
+            ("Content-Type", "application/json"),
+            ("Content-Length", str(len(body))),
+            ("Connection", "close"),
+        ]
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:
+            headers.append(("Allow", "POST"))
+        self._send(h11.Response(status_code=status, headers=headers, reason=status.phrase))
+        if not self._head:
+            self._send(h11.Data(data=body))
+        await asyncio.wait_for(self._finish(), self._limits.seconds)
 
+    def _send(self, event: h11.Event) -> None:
+        self._writer.write(self._http.send(event))
 
-def make_server(encoder: Encoder, batcher: Batcher, port: int) -> ThreadingHTTPServer:
-    """An HTTP server on 127.0.0.1: POST {"texts": [...]} -> {"embeddings": [[...], ...]}."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            try:
-                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
-                texts = body["texts"]
-                if not isinstance(texts, list) or not all(isinstance(t, str) for t in texts):
-                    raise ValueError("texts must be a list of strings")
-            except (ValueError, KeyError, TypeError) as error:
-                return self.answer(400, {"error": f'expected {{"texts": [...]}}: {error}'})
-            try:
-                answers = [batcher.submit(encoder.tokenize(text)) for text in texts]
-            except queue.Full:
-                return self.answer(503, {"error": "too many requests wait"})
-            try:
-                self.answer(200, {"embeddings": [answer.result() for answer in answers]})
-            except Exception as error:
-                self.answer(500, {"error": str(error)})
-
-        def answer(self, status: int, body: dict) -> None:
-            data = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args) -> None:
+    async def _finish(self) -> None:
+        await self._writer.drain()
+        self._writer.write_eof()
+        # Closing while the client still sends would take the answer away from it.
+        while await self._reader.read(1 << 16):
             pass
+        self._writer.close()
+        await self._writer.wait_closed()
 
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+
+class Server:
+    """HTTP: POST {"texts": [...]} -> {"embeddings": [[...], ...]}."""
+
+    def __init__(self, batcher: Batcher, limits: Limits | None = None) -> None:
+        self._batcher, self._limits = batcher, limits or Limits()
+        self._open = 0
+        # One thread, since a tokenizer is not for several; the event loop stays free.
+        self._worker = ThreadPoolExecutor(1)
+
+    async def listen(self, port: int) -> asyncio.Server:
+        """On 127.0.0.1; a port of 0 is any free one."""
+        return await asyncio.start_server(self._handle, "127.0.0.1", port)
+
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = Connection(reader, writer, self._limits)
+        self._open += 1
+        try:
+            try:
+                if self._open > self._limits.connections:
+                    raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections are open")
+                body = await self._answer(await connection.receive())
+                status = HTTPStatus.OK
+            except Refused as refused:
+                body = json.dumps({"error": str(refused)}).encode()
+                status = refused.status
+            await connection.send(status, body)
+        except (OSError, asyncio.TimeoutError):
+            pass  # the client has gone, or does not take its answer
+        finally:
+            self._open -= 1
+            writer.transport.abort()
+
+    async def _answer(self, body: bytes) -> bytes:
+        in_worker = asyncio.get_running_loop().run_in_executor
+        try:
+            waiting = await in_worker(self._worker, lambda: self._batcher.submit(read_texts(body)))
+            vectors = await asyncio.gather(*map(asyncio.wrap_future, waiting))
+            return await in_worker(self._worker, write_vectors, vectors)
+        except Refused:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, reason) from error
+
+
+def write_vectors(vectors: list[list[float]]) -> bytes:
+    """The body of an answer; a ValueError if a number has no form in JSON (nan, infinity)."""
+    return json.dumps({"embeddings": vectors}, allow_nan=False).encode()
+
+
+async def serve(batcher: Batcher, port: int, limits: Limits) -> None:
+    server = await Server(batcher, limits).listen(port)
+    print(f"listening on http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    async with server:
+        await server.serve_forever()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", help="directory or name of a model with its tokenizer")
-    parser.add_argument("--port", type=int, default=8080)
-    parser.add_argument("--max-tokens", type=int, default=4096, help="of a batch")
-    parser.add_argument("--max-waiting", type=int, default=1024, help="texts in the queue")
+    parser.add_argument("--port", type=not_negative, default=8080, help="0: any free one")
+    parser.add_argument("--max-tokens", type=positive, default=4096, help="of a batch")
+    parser.add_argument("--max-waiting", type=positive, default=1024, help="texts in the queue")
+    parser.add_argument("--max-body", type=positive, default=Limits.body, help="bytes of a request")
+    parser.add_argument(
+        "--timeout", type=above_zero, default=Limits.seconds, help="seconds to send a request"
+    )
     args = parser.parse_args()
     encoder = Encoder(args.model)
-    batcher = Batcher(encoder.encode, args.max_tokens, args.max_waiting)
+    batcher = Batcher(encoder.tokenize, encoder.encode, args.max_tokens, args.max_waiting)
     batcher.start()
-    server = make_server(encoder, batcher, args.port)
-    print(f"listening on http://127.0.0.1:{server.server_port}", flush=True)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        batcher.stop()
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve(batcher, args.port, Limits(args.max_body, args.timeout)))
+    batcher.stop()
 
 
 if __name__ == "__main__":

@@ -19,11 +19,17 @@ import time
 from pathlib import Path
 
 import numpy as np
-import transformers
+import torch
 
-from bert_unpad import hf
+from bert_unpad._extras import packages_of
 from bert_unpad.data import WordPieceTokenizer
 from bert_unpad.data.sources import StdlibSource
+
+with packages_of("hf"):
+    import accelerate  # noqa: F401  transformers' Trainer needs it
+    import transformers
+
+    from bert_unpad import hf
 
 MIN_WORDS = 4  # shorter docstrings ("See help(type(self)).") tell nothing
 EVALUATED = 0.2  # of the documents, drawn at random
@@ -109,6 +115,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             warmup_steps=50,
             save_strategy="no",
             report_to="none",
+            dataloader_pin_memory=torch.cuda.is_available(),
         ),
         train_dataset=data[held:],
         eval_dataset=data[:held],

@@ -22,13 +22,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import harness
-from bert_unpad import hf
+from bert_unpad._extras import packages_of
 from bert_unpad.data.histogram import sample_lengths
+
+with packages_of("hf"):
+    import transformers
+
+    from bert_unpad import hf
 
 VOCAB = 30522
 CONTENDERS = ("stock padded", "stock sorted", "bert_unpad")

@@ -20,17 +20,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor
-from transformers.models.bert.modeling_bert import BertLayer as StockLayer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import harness
 from benchmarks.peers import by_sequence, unpadded_layer
+from bert_unpad._extras import packages_of
 from bert_unpad.batch import VarlenBatch
 from bert_unpad.nn import BertConfig, BertEncoder
 from bert_unpad.nn.rng import draw_rng_keys
+
+with packages_of("hf"):
+    import transformers
+    from transformers.models.bert.modeling_bert import BertLayer as StockLayer
 
 SIZES = {"cpu": (1, 64, 2), "meta": (512, 768, 12)}  # tokens, hidden size, heads
 

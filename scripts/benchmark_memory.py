@@ -18,19 +18,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor
-from transformers.models.bert.modeling_bert import BertLayer as StockLayer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import harness
 from benchmarks.peers import by_sequence, unpadded_layer
 from benchmarks.saved import Saved, saved_by
+from bert_unpad._extras import packages_of
 from bert_unpad.batch import VarlenBatch, pad
 from bert_unpad.data.histogram import sample_lengths
 from bert_unpad.nn import BertConfig, BertEncoder
 from bert_unpad.nn.rng import draw_rng_keys
+
+with packages_of("hf"):
+    import transformers
+    from transformers.models.bert.modeling_bert import BertLayer as StockLayer
 
 SIZES = {"base": (768, 12), "large": (1024, 16)}
 MAX_LENGTH = 512

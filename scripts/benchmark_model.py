@@ -35,6 +35,7 @@ from benchmarks.model_plot import draw
 from benchmarks.model_steps import VOCAB, make_inputs, make_step
 from benchmarks.peers import PaddedInputs, Peers, by_sequence
 from benchmarks.step_device import Gpu, Host
+from bert_unpad._extras import packages_of
 from bert_unpad.batch import PackedInputs
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.nn.flops import training_flops
@@ -220,6 +221,9 @@ def main() -> None:
         for kind in ("bert_unpad", *PEERS)
     ]
     names = [name for name in names if args.only is None or args.only in name]
+    if any(name.rsplit(", ", 1)[0] in PEERS for name in names):
+        with packages_of("hf"):
+            import transformers  # noqa: F401  before anything is measured
     print(
         f"{tokens} tokens of {args.sequences} x {args.max_length}, {flops / 1e12:.3f} TFLOP a step"
     )

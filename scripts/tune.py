@@ -23,11 +23,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import optuna
-
 from benchmarks import harness
+from bert_unpad._extras import packages_of
 from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.pretrain.metrics import read_json_lines
+
+with packages_of("tune"):
+    import optuna
 
 ROOT = Path(__file__).resolve().parent.parent
 # LAMB's learning rate counts relative to each weight's norm, Adam's is the size of a step: spaces

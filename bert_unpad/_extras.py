@@ -1,0 +1,26 @@
+"""What a command says where the packages of an optional extra are not installed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["packages_of"]
+
+
+@contextmanager
+def packages_of(extra: str) -> Iterator[None]:
+    """Imports within, of packages that `bert_unpad[extra]` installs; for commands, not libraries.
+
+    Raises:
+        SystemExit: one of them is not installed. The exit code is 2, and a line says what to do.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "bert_unpad"):  # an error of ours
+            raise
+        print(f"this needs {package}: pip install 'bert_unpad[{extra}]'", file=sys.stderr)
+        raise SystemExit(2) from None
