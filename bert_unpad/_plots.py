@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bert_unpad._files import replacing
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["new_figure", "save_figure"]
+__all__ = ["label_points", "new_figure", "save_figure"]
+
+# Places of a label around its point: (x, y) in points, with the side of the text that is there.
+_PLACES = [
+    (x, y, {-1: "right", 0: "center", 1: "left"}[x], {-1: "top", 0: "center", 1: "bottom"}[y])
+    for x, y in ((0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1), (1, 0), (-1, 0))
+]
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -27,6 +35,40 @@ def new_figure(width: float, height: float) -> Figure:
         ) from error
     # Not pyplot, whose state is global.
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def label_points(axes: Axes, points: Sequence[tuple[float, float]], labels: Sequence[str]) -> None:
+    """Writes a label next to each point, where it covers no line, point, legend or other label.
+
+    A label for which there is no such place in the frame is left out; the first ones come first.
+    To be called when everything else is drawn and the limits are set.
+    """
+    from matplotlib.transforms import Bbox
+
+    figure = axes.get_figure()
+    figure.draw_without_rendering()  # gives everything its place
+    frame = axes.get_window_extent()
+    paths = [line.get_path().transformed(line.get_transform()) for line in axes.lines]
+    marker = 4 * figure.dpi / 72
+    taken = [
+        Bbox.from_bounds(x - marker, y - marker, 2 * marker, 2 * marker)
+        for x, y in axes.transData.transform(points)
+    ]
+    if axes.get_legend() is not None:
+        taken.append(axes.get_legend().get_window_extent())
+    for point, label in zip(points, labels, strict=True):
+        note = axes.annotate(label, point, xytext=(0, 0), textcoords="offset points")
+        for x, y, horizontal, vertical in _PLACES:
+            note.set(position=(6 * x, 6 * y), ha=horizontal, va=vertical)
+            box = note.get_window_extent()
+            free = frame.containsx(box.x0) and frame.containsx(box.x1)
+            free = free and frame.containsy(box.y0) and frame.containsy(box.y1)
+            free = free and not any(path.intersects_bbox(box, filled=False) for path in paths)
+            if free and not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+        else:
+            note.remove()
 
 
 def save_figure(figure: Figure, path: Path) -> None:

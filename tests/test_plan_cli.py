@@ -79,7 +79,7 @@ def test_the_tables(capsys, tmp_path):
     assert "All 2 nodes would take " in printed
     assert "lost to the network" in printed
     assert "assumed: passes reach 40% of the card's peak of 312 TFLOP/s" in printed
-    assert "a card costs 2.5 an hour" in printed
+    assert "a card costs 2.5 US dollars an hour" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

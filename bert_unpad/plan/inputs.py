@@ -136,7 +136,8 @@ def hardware_of(
         if price is None:
             price = card.price
             basis.append(
-                f"assumed: a card costs {price:g} an hour, a round figure of 2025 (--price)"
+                f"assumed: a card costs {price:g} US dollars an hour, "
+                "a round figure of 2025 (--price)"
             )
     if measured is not None:
         rate = f"{measured.bandwidth / 1e9:.3g} GB/s and {measured.latency * 1e6:.3g} us a message"

@@ -123,7 +123,9 @@ def _add_hardware(hardware: argparse._ArgumentGroup) -> None:
         help="of a card's memory that a run may use (default 0.9)",
     )
     hardware.add_argument(
-        "--price", type=not_below_zero, help="of a card and hour (default: the table's)"
+        "--price",
+        type=not_below_zero,
+        help="of a card and hour, in any currency (default: the table's, in US dollars)",
     )
 
 

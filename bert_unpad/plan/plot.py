@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bert_unpad._plots import new_figure, save_figure
+from bert_unpad._plots import label_points, new_figure, save_figure
 from bert_unpad.plan.choose import Choice
 
 __all__ = ["plot_curve"]
@@ -34,15 +34,18 @@ def plot_curve(choices: Sequence[Choice], title: str, path: Path) -> None:
     for kind in dict.fromkeys(choice.bottleneck for choice in choices):
         chosen = [i for i, choice in enumerate(choices) if choice.bottleneck == kind]
         axes.scatter([across[i] for i in chosen], [days[i] for i in chosen], label=kind, zorder=2)
-    for x, y, count in zip(across, days, nodes, strict=True):
-        axes.annotate(
-            f"{count} node{'s' * (count > 1)}", (x, y), xytext=(6, 4), textcoords="offset points"
-        )
     axes.set_title(title)
-    axes.set_xlabel("cost of the run" if priced else "nodes")
+    axes.set_xlabel("cost of the run (in the currency of --price)" if priced else "nodes")
     axes.set_ylabel("days")
-    axes.margins(x=0.15, y=0.12)
-    axes.set_ylim(bottom=0)
+    axes.margins(x=0.15)
+    axes.set_ylim(0, 1.15 * max(days))
     axes.grid(alpha=0.3)
     axes.legend(title="bottleneck")
+    fastest = min(range(len(days)), key=days.__getitem__)
+    order = list(dict.fromkeys([fastest, 0, len(days) - 1, *range(len(days))]))
+    label_points(
+        axes,
+        [(across[i], days[i]) for i in order],
+        [f"{nodes[i]} node{'s' * (nodes[i] > 1)}" for i in order],
+    )
     save_figure(figure, path)

@@ -133,7 +133,7 @@ def _settings(choice: Choice) -> list[str]:
             "within nodes, weights between nodes every "
             f"{candidate.local_sgd_period} updates (comm.hook: post_local_sgd)"
         )
-    cost = "" if choice.cost is None else f", cost {choice.cost:,.2f}"
+    cost = "" if choice.cost is None else f", cost {choice.cost:,.2f} (in the currency of --price)"
     return [
         f"{_plural(candidate.nodes, 'node')}, {_plural(choice.ranks, 'rank')}: "
         f"{_duration(choice.days)}{cost}, {choice.time.total * 1e3:,.1f} ms an update",
