@@ -31,6 +31,7 @@ def library(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.filterwarnings("error:.*pin_memory")  # a CPU has no use for it
 def test_finetune(library, tmp_path, packed_calls):
     names, pairs = finetune.labelled_texts(library, 5)
     assert names == ["fish", "birds"]
