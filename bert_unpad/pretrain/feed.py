@@ -32,12 +32,6 @@ def build_sampler(
     """
     batching = config.batching
     if batching.strategy == "exchange":
-        if data.train.has_masks:
-            raise ConfigError(
-                "batching.strategy",
-                f"exchange does not carry the masks that {config.data.source} brings; use "
-                "stratified, or convert it: python -m bert_unpad.data.hdf5 to-shards --unmask",
-            )
         stream = data.open_stream(
             ranks.rank,
             ranks.world_size,
