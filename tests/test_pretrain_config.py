@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -73,11 +77,87 @@ def test_unknown_key_in_a_file(tmp_path, capsys):
         (["--evaluation.target_accuracy", "72"], "evaluation.target_accuracy"),
         (["--checkpoint.keep_last", "0"], "checkpoint.keep_last"),
         (["--data.max_seq_length", "2"], "data: max_seq_length"),
+        (["--threads", "5000"], r"threads: expected a number in 1 \.\. 4096, got 5000"),
+        (["--rank_timeout", "0"], "rank_timeout: expected a number"),
+        (["--data.seed", "-1"], "data.seed: expected a number >= 0"),
     ],
 )
 def test_settings_that_do_not_fit(arguments, key):
     with pytest.raises(ConfigError, match=key):
         read_config([*BASE, *arguments])
+
+
+def _refusals(kind: type, value: object) -> Iterator[tuple[str, ConfigError]]:
+    """What every setting that may be such a number, or several, says of a value."""
+    config, _ = read_config(BASE)
+    sections = {f"{x}.": y for x, y in vars(config).items() if dataclasses.is_dataclass(y)}
+    for prefix, section in ({"": config} | sections).items():
+        for name, hint in typing.get_type_hints(type(section)).items():
+            hints = {hint, *typing.get_args(hint)}
+            several = any(
+                typing.get_origin(x) in (list, tuple) and kind in typing.get_args(x) for x in hints
+            )
+            if kind not in hints and not several:
+                continue
+            before = getattr(section, name)
+            object.__setattr__(section, name, [value] if several else value)
+            with pytest.raises(ConfigError) as refused:
+                config.validate()
+            object.__setattr__(section, name, before)
+            yield f"{prefix}{name}", refused.value
+
+
+# Of all settings, so that a new one cannot be forgotten.
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_numbers_are_finite(value):
+    refusals = dict(_refusals(float, value))
+    assert {"optimizer.lr", "optimizer.betas", "growth.shares", "comm.bucket_mb"} <= set(refusals)
+    for key, error in refusals.items():
+        assert str(error) == f"{key}: expected a finite number, got {value}"
+
+
+@pytest.mark.parametrize("value", [2**63, 2**64, -(2**63) - 1])
+def test_integers_have_64_bits(value):
+    refusals = dict(_refusals(int, value))
+    assert {"seed", "data.seed", "threads", "growth.layers"} <= set(refusals)
+    for key, error in refusals.items():
+        assert str(error).startswith(f"{key}: expected an integer of at most 64 bits")
+
+
+def test_numbers_are_checked_where_they_are_read():
+    for key, value, message in (
+        ("seed", str(2**63), "seed: expected an integer of at most 64 bits"),
+        ("optimizer.lr", ".inf", r"optimizer\.lr: expected a finite number, got inf"),
+        ("optimizer.lr", "1" + 400 * "0", "expected numbers of 64 bits"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_config([*BASE, f"--{key}", value])
+
+
+def test_the_greatest_seed_is_allowed():
+    config, _ = read_config([*BASE, "--seed", str(2**63 - 1)])
+    assert config.seed == 2**63 - 1
+
+
+@pytest.mark.parametrize("key", ["run_dir", "data.cache_dir", "checkpoint.dir"])
+@pytest.mark.parametrize("path", ["", " ", "a\0b"])
+def test_folders_have_names(key, path):
+    with pytest.raises(ConfigError, match=rf"{key}: expected the path of a folder, got "):
+        read_config([*BASE, f"--{key}", path])
+
+
+@pytest.mark.parametrize("content", [b"\x80\x81", b"\x1f\x8b\x08", "seed: 1".encode("utf-16")])
+def test_a_binary_file_is_no_configuration(content, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match="config: expected a YAML file in UTF-8"):
+        read_config([*BASE, "--config", str(file)])
+
+
+def test_a_folder_whose_sizes_are_damaged(tmp_path):
+    (tmp_path / "config.json").write_text('{"hidden_size": ')
+    with pytest.raises(ConfigError, match=r"model\.preset: .*config\.json: "):
+        ModelConfig(preset=str(tmp_path)).resolve(1000)
 
 
 def test_model_sizes():
@@ -90,6 +170,8 @@ def test_model_sizes():
         ModelConfig(vocab_size=10).resolve(1000)
     with pytest.raises(ConfigError, match="num_attention_heads"):
         ModelConfig(num_attention_heads=7).resolve(1000)
+    with pytest.raises(ConfigError, match=r"model\.type_vocab_size: expected at least 2 .*, got 1"):
+        ModelConfig(type_vocab_size=1).resolve(1000)
 
 
 def test_global_batch_must_split_evenly():

@@ -18,7 +18,7 @@ from bert_unpad.pretrain.model import build_model
 
 pytest.importorskip("h5py")
 
-from hdf5_files import EXAMPLES, LONGEST, VOCAB, raw_examples, write_folder  # noqa: E402
+from hdf5_files import EXAMPLES, LONGEST, VOCAB, raw_examples, write_folder
 
 STEPS = 14
 GLOBAL_BATCH = 8  # so an epoch ends within the run

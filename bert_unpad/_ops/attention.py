@@ -1,6 +1,7 @@
 """Variable-length attention: fake kernels and autograd over the C++ operators."""
 
 import math
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -11,6 +12,9 @@ from bert_unpad._ops import rng as _rng
 from bert_unpad.batch import VarlenBatch
 
 _ops = torch.ops.bert_unpad
+
+HEAD_DIMS: dict[str, Collection[int]] = {"cpu": range(1, 129), "cuda": (32, 64, 128)}
+"""Widths of one attention head that there are kernels for, by type of device."""
 
 
 def varlen_attention(
@@ -31,7 +35,7 @@ def varlen_attention(
 
     Args:
         qkv: [tokens, 3, heads, head_dim], float32, bfloat16 or float16; any outer strides,
-            contiguous in the last dimension; head_dim <= 128 on a CPU.
+            contiguous in the last dimension; head_dim 1 to 128 on a CPU, 32, 64 or 128 on a GPU.
         batch: a VarlenBatch, or its int32 `cu_seqlens` [sequences + 1] on the data's device.
         max_seqlen: longest sequence, in tokens; needed with a bare `cu_seqlens`.
         dropout_p: probability in [0, 1) that an attention weight is dropped.

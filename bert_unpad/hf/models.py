@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bert_unpad import ops as _registers_operators  # noqa: F401
+from bert_unpad._ops.attention import HEAD_DIMS
 from bert_unpad.batch.rows import gather_rows
 from bert_unpad.hf.dense import untouched
 from bert_unpad.hf.fallback import recording_reason, warn_stock
@@ -92,7 +93,7 @@ def static_reason(
         return missing
     for layer in getattr(model, adapter.stack).layer:
         head_dim = layers.head_dim(layer)
-        if head_dim > 128 or (device == "cuda" and head_dim not in (32, 64, 128)):
+        if head_dim not in HEAD_DIMS.get(device, HEAD_DIMS["cpu"]):
             return f"attention heads of dimension {head_dim} are not served on {device}"
         if not all(untouched(module) for module in layers.containers(layer)):
             return "a module inside its layers has a hook"

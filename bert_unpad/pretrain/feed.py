@@ -10,7 +10,7 @@ from bert_unpad.batch.buckets import Buckets
 from bert_unpad.data import PreparedData
 from bert_unpad.data.packed_sampler import PackedSampler
 from bert_unpad.data.sampler import BalancedSampler, WorkModel
-from bert_unpad.pretrain.config import ConfigError, PretrainConfig
+from bert_unpad.pretrain.config import PretrainConfig
 from bert_unpad.pretrain.exchanged import ExchangedFeed
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.steps import FeedState, Step, StepCollator, endless_steps

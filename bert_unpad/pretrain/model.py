@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad import ops
+from bert_unpad._ops.attention import HEAD_DIMS
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.clipping import Clipping
@@ -14,7 +15,7 @@ from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.exchange import SETTLING_PASSES
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["add_gradients_in_products", "build_model", "replicate"]
+__all__ = ["add_gradients_in_products", "build_model", "check_model", "replicate"]
 
 
 def build_model(config: PretrainConfig, vocab_size: int, max_seq_length: int) -> BertForPreTraining:
@@ -49,6 +50,24 @@ def build_model(config: PretrainConfig, vocab_size: int, max_seq_length: int) ->
     model.bert.encoder.fp8 = config.precision == "fp8"
     add_gradients_in_products(model, config)
     return model.train()
+
+
+def check_model(config: PretrainConfig, device: torch.device) -> None:
+    """Checks the model's sizes as far as that takes no data.
+
+    Raises:
+        ConfigError: a size does not fit, or the device has no kernel for the width of a head.
+    """
+    sizes = config.model.resolve(vocab_size=1)
+    served = HEAD_DIMS[device.type]
+    if sizes.head_dim not in served:
+        wanted = f"1 to {max(served)}" if isinstance(served, range) else f"one of {list(served)}"
+        raise ConfigError(
+            "model.num_attention_heads",
+            f"expected hidden_size / num_attention_heads to be {wanted} on this device "
+            f"({device.type}), got {sizes.hidden_size} / {sizes.num_attention_heads} = "
+            f"{sizes.head_dim}",
+        )
 
 
 def add_gradients_in_products(model: nn.Module, config: PretrainConfig) -> None:

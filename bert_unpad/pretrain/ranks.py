@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
+from bert_unpad.pretrain.config.ranges import MAX_THREADS
 
 __all__ = ["HostSums", "Ranks", "join_ranks", "threads_per_process"]
 
@@ -156,6 +157,11 @@ def threads_per_process(config: PretrainConfig, local_world_size: int) -> int:
     # torchrun sets OMP_NUM_THREADS=1 where the user sets nothing, which would idle most cores.
     by_torchrun = given == "1" and "TORCHELASTIC_RUN_ID" in os.environ
     if given and not by_torchrun:
-        return int(given)
+        first = given.partition(",")[0].strip()  # the others are those of nested regions
+        if not (first.isdecimal() and 1 <= int(first) <= MAX_THREADS):
+            raise ConfigError(
+                "OMP_NUM_THREADS", f"expected an integer of 1 to {MAX_THREADS}, got {given!r}"
+            )
+        return int(first)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // local_world_size)

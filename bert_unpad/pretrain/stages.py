@@ -33,9 +33,12 @@ from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.run import Progress
 from bert_unpad.pretrain.steps import FeedState, Step
 
-__all__ = ["Stages"]
+__all__ = ["DATA_ERRORS", "Stages"]
 
 logger = logging.getLogger(__name__)
+
+DATA_ERRORS = (DamagedDataError, FileNotFoundError, ImportError, PermissionError, ValueError)
+"""What `prepare` raises where settings or files are wrong."""
 
 
 class Stages:
@@ -204,5 +207,5 @@ def _prepare(config: PretrainConfig, max_seq_length: int, ranks: Ranks) -> Prepa
             replace(config.data, max_seq_length=max_seq_length),
             progress=None if ranks.is_first else False,
         )
-    except (DamagedDataError, FileNotFoundError, ImportError, ValueError) as error:
+    except DATA_ERRORS as error:
         raise ConfigError("growth.lengths", str(error)) from error

@@ -67,12 +67,6 @@ def check_growth(growth: GrowthConfig) -> None:
     for key, value in asdict(growth).items():
         if key not in own and value != getattr(GrowthConfig, key):
             raise ConfigError(f"growth.{key}", f"growth.name {growth.name} does not read this")
-    for key in ("joint_share", "theta"):
-        value = getattr(growth, key)
-        if value is not None and not 0 <= value <= 1:
-            raise ConfigError(f"growth.{key}", f"expected a number in 0 .. 1, got {value!r}")
-    if growth.gamma is not None and not growth.gamma >= 0:
-        raise ConfigError("growth.gamma", f"expected a number >= 0, got {growth.gamma!r}")
     if growth.name == "lengths" and growth.lengths is None:
         raise ConfigError("growth.lengths", "growth.name lengths needs it, as in [128, 512]")
     for key in ("layers", "lengths"):

@@ -59,13 +59,21 @@ class ModelConfig:
                     f"expected one of {sorted(PRESETS)} or a folder with config.json, "
                     f"got {self.preset!r}",
                 )
-            values = BertConfig.from_json(path).to_dict()
+            try:
+                values = BertConfig.from_json(path).to_dict()
+            except ValueError as error:
+                raise ConfigError("model.preset", f"{path}: {error}") from error
         else:
             values = {"vocab_size": vocab_size, **PRESETS[self.preset]}
         try:
             config = BertConfig.from_dict(values | self.overrides())
         except ValueError as error:
             raise ConfigError("model", str(error)) from error
+        if config.type_vocab_size < 2:
+            raise ConfigError(
+                "model.type_vocab_size",
+                f"expected at least 2 (an example has two segments), got {config.type_vocab_size}",
+            )
         if config.vocab_size < vocab_size:
             raise ConfigError(
                 "model.vocab_size",

@@ -17,6 +17,7 @@ from bert_unpad.pretrain.config.errors import ConfigError
 from bert_unpad.pretrain.config.growth import GrowthConfig, check_growth
 from bert_unpad.pretrain.config.model import ModelConfig
 from bert_unpad.pretrain.config.output import CheckpointConfig, EvaluationConfig, LoggingConfig
+from bert_unpad.pretrain.config.ranges import check_ranges
 from bert_unpad.pretrain.config.update import (
     ClipConfig,
     LossScaleConfig,
@@ -46,6 +47,9 @@ class PretrainConfig:
     threads: int | None = None
     """CPU threads per process; by default OMP_NUM_THREADS, or cores / processes on this machine
     (also where torchrun alone has set OMP_NUM_THREADS to 1)."""
+    rank_timeout: float = 300.0
+    """Seconds that ranks wait for one that does not come along, or does not join, before the run
+    ends and names it."""
     compile: bool = False
     """Run the model through torch.compile."""
     cuda_graphs: bool = False
@@ -79,6 +83,7 @@ class PretrainConfig:
         Raises:
             ConfigError: see its message.
         """
+        check_ranges(self)
         _exactly_one(self.batching, "batching", "global_batch_size", "batch_size_per_rank")
         _exactly_one(self.schedule, "schedule", "total_steps", "epochs")
         if self.schedule.warmup_steps is not None and self.schedule.warmup_share is not None:
@@ -96,44 +101,6 @@ class PretrainConfig:
             self._check_streamed()
         check_growth(self.growth)
         self._check_growth_fits()
-        at_least = {
-            "batching.global_batch_size": 1,
-            "batching.batch_size_per_rank": 1,
-            "batching.accumulation": 1,
-            "batching.prefetch": 1,
-            "batching.max_sequences_per_row": 1,
-            "batching.shuffle_buffer": 1,
-            "batching.reader_timeout": 1,
-            "schedule.total_steps": 1,
-            "schedule.epochs": 1,
-            "schedule.warmup_steps": 0,
-            "schedule.power": 0,
-            "optimizer.lr": 0,
-            "optimizer.eps": 0,
-            "optimizer.weight_decay": 0,
-            "clip.max_norm": 0,
-            "loss_scale.growth_interval": 1,
-            "comm.start": 0,
-            "comm.power_sgd_rank": 1,
-            "comm.local_sgd_period": 2,
-            "comm.local_sgd_group": 1,
-            "checkpoint.every": 0,
-            "checkpoint.keep_last": 1,
-            "evaluation.every": 0,
-            "evaluation.examples": 0,
-            "evaluation.batch_size": 1,
-            "logging.every": 1,
-            "threads": 1,
-            "seed": 0,
-        }
-        for key, bound in at_least.items():
-            value = self._get(key)
-            if value is not None and not value >= bound:
-                raise ConfigError(key, f"expected a number >= {bound}, got {value!r}")
-        for key in ("schedule.warmup_share", "schedule.end_lr_share", "evaluation.target_accuracy"):
-            value = self._get(key)
-            if value is not None and not 0 <= value <= 1:
-                raise ConfigError(key, f"expected a number in 0 .. 1, got {value!r}")
         for value in self.optimizer.betas:
             if not 0 <= value < 1:
                 raise ConfigError("optimizer.betas", f"expected numbers in [0, 1), got {value!r}")
@@ -169,12 +136,6 @@ class PretrainConfig:
                 "compile", "growth.name layer_drop would compile anew for each choice of layers"
             )
 
-    def _get(self, key: str):
-        value = self
-        for name in key.split("."):
-            value = getattr(value, name)
-        return value
-
 
 def _exactly_one(section: object, name: str, first: str, second: str) -> None:
     given = [getattr(section, key) is not None for key in (first, second)]
@@ -204,12 +165,19 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[PretrainConfig,
         The configuration, and the same resolved in full as YAML.
 
     Raises:
-        ConfigError: a number is out of range, or settings contradict each other.
+        ConfigError: a file is no text, a number is out of range, or settings contradict each other.
         SystemExit: (code 2) a key is unknown or a value has the wrong type; the message on stderr
             names the key.
     """
     parser = _parser()
-    parsed = parser.parse_args(None if arguments is None else list(arguments))
+    try:
+        parsed = parser.parse_args(None if arguments is None else list(arguments))
+    except UnicodeDecodeError as error:
+        raise ConfigError("config", f"expected a YAML file in UTF-8, got bytes: {error}") from error
+    except OverflowError as error:  # of an integer of some 300 digits
+        raise ConfigError(
+            "config", f"expected numbers of 64 bits, got a larger one: {error}"
+        ) from error
     del parsed["config"]
     text = parser.dump(parsed)
     try:
