@@ -17,6 +17,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -36,12 +37,13 @@ class HierarchicalAllreduce:
 
     Args:
         node_size: ranks of a node, which are consecutive; divides the number of all ranks.
+        timeout: of the groups; None: PyTorch's.
 
     Raises:
         ValueError: it does not.
     """
 
-    def __init__(self, node_size: int) -> None:
+    def __init__(self, node_size: int, timeout: timedelta | None = None) -> None:
         world_size, rank = dist.get_world_size(), dist.get_rank()
         if node_size < 1 or world_size % node_size:
             raise ValueError(
@@ -49,8 +51,8 @@ class HierarchicalAllreduce:
             )
         self._leader = rank - rank % node_size
         self._leads = rank == self._leader
-        self._node, _ = dist.new_subgroups(group_size=node_size)
-        self._leaders = dist.new_group(list(range(0, world_size, node_size)))
+        self._node, _ = dist.new_subgroups(group_size=node_size, timeout=timeout)
+        self._leaders = dist.new_group(list(range(0, world_size, node_size)), timeout=timeout)
         self._todo: queue.SimpleQueue[Callable[[], None] | None] | None = None
         self._stream: torch.cuda.Stream | None = None
 

@@ -65,7 +65,7 @@ class Hierarchical(Exchange):
     def __init__(self, config: CommConfig, ranks: Ranks) -> None:
         size = common_node_size(ranks, "comm.hook", config.hook, "allreduce")
         self.hook = allreduce_hook
-        self.state = self.allreduce = HierarchicalAllreduce(size)
+        self.state = self.allreduce = HierarchicalAllreduce(size, ranks.timeout)
 
 
 class PowerSGD(Exchange):
@@ -156,7 +156,7 @@ class LocalSGD(Exchange):
                 "comm.local_sgd_group",
                 f"all {size} ranks are one group, so nothing is left out; give a smaller number",
             )
-        group, _ = dist.new_subgroups(group_size=size)
+        group, _ = dist.new_subgroups(group_size=size, timeout=ranks.timeout)
         self.hook = allreduce_hook
         self.state = self.allreduce = self._local = LocalAllreduce(group)
         self._ranks = ranks

@@ -145,6 +145,8 @@ class ExchangedFeed:
             work=self._work,
             node_size=self._node_size,
             reader_timeout=batching.reader_timeout,
+            # A rank joins a round as late as its reader lets it, and as training does.
+            timeout=batching.reader_timeout + self._ranks.timeout.total_seconds(),
             state=self._position.state(self._stream.identity()),
         )
         prefetcher = Prefetcher(make_step, exchange, depth=batching.prefetch)

@@ -168,6 +168,7 @@ class Trainer:
         while progress.step < end and not progress.target_reached and not stopped:
             asked = time.perf_counter()
             step, feed = next(steps)
+            self.ranks.at_step(progress.step + 1)
             own = {
                 "data_wait": time.perf_counter() - asked,
                 "flops": self._choose_layers(step),

@@ -104,6 +104,7 @@ def _pretrain(config: PretrainConfig, resolved: str, ranks: Ranks, lock: RunLock
         data = prepare(config.data, progress=None if ranks.is_first else False)
     except DATA_ERRORS as error:
         raise ConfigError("data", str(error)) from error
+    ranks.meet()  # a machine may have had to prepare data that another one had
     model = build_model(config, data.tokenizer.vocab_size, config.data.max_seq_length)
     growth = plan_growth(
         config.growth,

@@ -35,5 +35,5 @@ def common_node_size(ranks: Ranks, key: str, wish: str, instead: str) -> int:
 
 def node_group(ranks: Ranks, node_size: int) -> dist.ProcessGroup:
     """The ranks of this machine, which torchrun numbers consecutively; every rank must call it."""
-    group, _ = dist.new_subgroups(group_size=node_size)
+    group, _ = dist.new_subgroups(group_size=node_size, timeout=ranks.timeout)
     return group

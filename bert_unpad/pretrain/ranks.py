@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.config.ranges import MAX_THREADS
+from bert_unpad.pretrain.watch import RankWatch, open_store
 
 __all__ = ["HostSums", "Ranks", "join_ranks", "threads_per_process"]
 
@@ -34,11 +36,25 @@ class Ranks:
     """gloo; None in a run of one process."""
     node_size: int = 1
     """Processes of the run on this machine."""
+    timeout: timedelta = timedelta(seconds=PretrainConfig.rank_timeout)
+    """Of the collectives of all groups."""
+    watch: RankWatch | None = None
+    """What the ranks know of each other; None in a run of one process."""
 
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0, which alone writes files and talks to the user."""
         return self.rank == 0
+
+    def at_step(self, step: int) -> None:
+        """Lets the other ranks know that this one begins an update; costs nothing."""
+        if self.watch is not None:
+            self.watch.at(step)
+
+    def meet(self) -> None:
+        """Waits for all ranks however long they take, see `RankWatch.meet`."""
+        if self.watch is not None:
+            self.watch.meet()
 
     def barrier(self) -> None:
         """Waits for all ranks, on the host."""
@@ -109,10 +125,13 @@ class HostSums:
 def join_ranks(config: PretrainConfig) -> Iterator[Ranks]:
     """Joins the processes that torchrun (or the like) has started; leaves them at the end.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without them this process is alone.
+    Reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, and MASTER_ADDR and MASTER_PORT with
+    more than one process; without them this process is alone.
 
     Raises:
-        ConfigError: device is cuda and this process has no GPU.
+        ConfigError: device is cuda and this process has no GPU, or a variable is missing.
+        RankError: ranks have not joined within `rank_timeout`, or one does not come along in what
+            is done with the result.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
@@ -120,13 +139,23 @@ def join_ranks(config: PretrainConfig) -> Iterator[Ranks]:
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     device = _device(config, local_rank)
     torch.set_num_threads(threads_per_process(config, local_world_size))
-    group = None
-    if world_size > 1:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend)
-        group = dist.new_group(backend="gloo")
+    if world_size == 1:
+        yield Ranks(rank, world_size, device, None, local_world_size)
+        return
+    store = open_store(rank, config.rank_timeout)
+    watch = RankWatch(store, rank, world_size, config.rank_timeout)
+    timeout = timedelta(seconds=config.rank_timeout)
     try:
-        yield Ranks(rank, world_size, device, group, local_world_size)
+        with watch.explained():
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=dist.PrefixStore("groups", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+            )
+            group = dist.new_group(backend="gloo", timeout=timeout)
+            yield Ranks(rank, world_size, device, group, local_world_size, timeout, watch)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -183,6 +183,7 @@ class Stages:
         config, data = self._config, self._data
         if self.stage.max_seq_length != config.data.max_seq_length:
             data = _prepare(config, self.stage.max_seq_length, self._ranks)
+            self._ranks.meet()
             if data.tokenizer.vocabulary != self._data.tokenizer.vocabulary:
                 raise ConfigError(
                     "growth.lengths", "examples of different lengths need the same vocabulary"

@@ -1,0 +1,304 @@
+"""Ranks watch each other, so that a run that one rank holds up can say which.
+
+Each rank keeps a record in the store that all of them see: host, process, step, and a count that a
+background thread raises. Where a collective fails or times out, the ranks that are left read the
+records of all: a rank whose count stands still has been stopped or killed, one whose count moves
+while its step does not hangs. NCCL ends a process without an exception, so the thread also says by
+itself who is behind before that happens. Training only ever sets an attribute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from bert_unpad.pretrain.config import ConfigError
+
+__all__ = ["RankError", "RankWatch", "open_store"]
+
+logger = logging.getLogger(__name__)
+
+Record = dict[str, Any]
+T = TypeVar("T")
+
+_LONGEST_PERIOD = 1.0  # seconds between two beats
+_GRACE_SECONDS = 5.0  # for other ranks to say that they have lost some rank as well
+_STORE_SECONDS = 5.0  # for the store to answer
+_MAX_TEXT = 2000  # characters of an error that other ranks are told
+_LOOKS = (0.5, 0.8)  # shares of the time limit when the thread looks at the others by itself
+
+
+class RankError(RuntimeError):
+    """Other ranks do not come along, or have not joined.
+
+    Attributes:
+        ranks: which; none if that is not known.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = list(ranks)
+
+
+def open_store(rank: int, timeout: float) -> dist.Store:
+    """The store at MASTER_ADDR and MASTER_PORT: torchrun keeps it, or else rank 0.
+
+    Raises:
+        ConfigError: the variables are not set.
+        RankError: nobody keeps a store there within `timeout` seconds.
+    """
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():
+        raise ConfigError(
+            "MASTER_ADDR",
+            "expected the host of rank 0, and its port in MASTER_PORT, as torchrun sets them; got "
+            f"{host!r} and {port!r}",
+        )
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return dist.TCPStore(
+            *(host, int(port)),
+            is_master=rank == 0 and not kept,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except dist.DistError as error:
+        if rank == 0:
+            raise
+        raise RankError(
+            f"rank {rank}: rank 0 has not joined within {timeout:g} s (rank_timeout): nothing "
+            f"answers at {host}:{port}",
+            [0],
+        ) from error
+
+
+class RankWatch:
+    """This rank's record, and its view of those of others. Every rank makes one.
+
+    Args:
+        store: that all ranks see.
+        rank, world_size: of this process, and of all.
+        timeout: seconds that ranks wait for one.
+
+    Raises:
+        RankError: not all ranks have joined within that time.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
+        self._store = dist.PrefixStore("bert_unpad", store)
+        self._rank, self._timeout = rank, timeout
+        self._keys = [str(number) for number in range(world_size)]
+        self._period = min(_LONGEST_PERIOD, timeout / 20)
+        self._meetings = 0
+        self._moved = time.monotonic()
+        host, pid = socket.gethostname(), os.getpid()
+        self._record: Record = {"host": host, "pid": pid, "step": 0, "beat": 0, "ended": ""}
+        self._join()
+        self._keeper = self._read()[0]
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="bert_unpad-watch", daemon=True)
+        self._thread.start()
+
+    def at(self, step: int) -> None:
+        """Notes that this rank begins an update, numbered from 1."""
+        self._record["step"] = step
+        self._moved = time.monotonic()
+
+    def meet(self) -> None:
+        """Waits until all ranks have come here, for as long as those that have not are alive.
+
+        For work that may take one rank much longer than others.
+
+        Raises:
+            RankError: one has failed, or shows no sign of life within the time limit.
+        """
+        self._meetings += 1
+        key = f"meeting/{self._meetings}"
+        self._store.add(key, 1)
+        before, since = self._read(), time.monotonic()
+        while self._store.add(key, 0) < len(self._keys):
+            time.sleep(self._period)
+            failed = self._store.add("failed", 0) > 0
+            if failed or time.monotonic() - since > self._timeout:
+                now = self._read()
+                if failed or _silent(before, now):
+                    raise self._error(before, now, "waited for all ranks in vain")
+                before, since = now, time.monotonic()
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Of an error inside, says which ranks are to blame, if it may be others; ends the watch.
+
+        Raises:
+            RankError: in place of an error of a collective.
+        """
+        try:
+            yield
+        except RankError:
+            self._end("lost")
+            raise
+        except BaseException as error:
+            if not _is_lost(error):
+                self._end(f"{type(error).__name__}: {error}"[:_MAX_TEXT])
+                raise
+            raise self._explain(str(error)) from error
+        else:
+            self._end("done")
+        finally:
+            self._closed.set()
+            self._thread.join(_STORE_SECONDS)
+
+    def _join(self) -> None:
+        self._publish()
+        try:
+            self._store.wait(self._keys, timedelta(seconds=self._timeout))
+        except dist.DistError as error:
+            here = _within(_STORE_SECONDS, self._here)
+            if here is None:
+                message = "rank 0 has ended while ranks were joining; see its output"
+                raise RankError(f"rank {self._rank}: {message}", [0]) from error
+            missing = [rank for rank in range(len(self._keys)) if rank not in here]
+            raise RankError(
+                f"rank {self._rank}: ranks {missing} of {len(self._keys)} have not joined within "
+                f"{self._timeout:g} s (rank_timeout); here are {', '.join(here.values())}",
+                missing,
+            ) from error
+
+    def _here(self) -> dict[int, str]:
+        """The ranks that have joined."""
+        found = [rank for rank, key in enumerate(self._keys) if self._store.check([key])]
+        return {rank: _name(rank, json.loads(self._store.get(str(rank)))) for rank in found}
+
+    def _publish(self) -> None:
+        self._record["beat"] += 1
+        self._store.set(str(self._rank), json.dumps(self._record))
+
+    def _read(self) -> list[Record]:
+        """All ranks' records."""
+        return [json.loads(text) for text in self._store.multi_get(self._keys)]
+
+    def _run(self) -> None:
+        """The thread. Ends with the store, which rank 0 may have taken along."""
+        looks: list[list[Record]] = []
+        with contextlib.suppress(RuntimeError):
+            while not self._closed.wait(self._period):
+                self._publish()
+                self._keeper = json.loads(self._store.get("0"))
+                waited = time.monotonic() - self._moved
+                if waited < _LOOKS[0] * self._timeout:
+                    looks.clear()
+                elif len(looks) < 2 and waited > _LOOKS[len(looks)] * self._timeout:
+                    looks.append(self._read())
+                    if len(looks) == 2 and (found := self._behind(*looks)):
+                        logger.error(
+                            "rank %d has made no step for %.0f s of %g (rank_timeout): %s",
+                            *(self._rank, waited, self._timeout, "; ".join(found.values())),
+                        )
+
+    def _end(self, how: str) -> None:
+        """Tells the other ranks that this one ends, and how."""
+        self._record["ended"] = how
+
+        def tell() -> None:
+            self._publish()
+            if how != "done":
+                self._store.add("failed", 1)
+
+        _within(_STORE_SECONDS, tell)
+
+    def _explain(self, text: str) -> RankError:
+        """Who is to blame for a collective that has failed here."""
+        self._end("lost")
+
+        def look() -> tuple[list[Record], list[Record]]:
+            until = time.monotonic() + _GRACE_SECONDS
+            before = now = self._read()
+            while not all(record["ended"] for record in now) and time.monotonic() < until:
+                time.sleep(self._period)
+                now = self._read()
+            return before, now
+
+        looks = _within(_GRACE_SECONDS + _STORE_SECONDS, look)
+        if looks is not None:
+            return self._error(*looks, text)
+        return RankError(
+            f"rank {self._rank}, at step {self._record['step']}: {_name(0, self._keeper)}, which "
+            f"keeps the run's store, has ended or does not answer; see its output ({text})",
+            [0],
+        )
+
+    def _error(self, before: list[Record], now: list[Record], text: str) -> RankError:
+        found = self._behind(before, now)
+        blamed = "; ".join(found.values()) or "no rank is behind"
+        return RankError(
+            f"rank {self._rank}, at step {self._record['step']}: {blamed} ({text})", list(found)
+        )
+
+    def _behind(self, before: list[Record], now: list[Record]) -> dict[int, str]:
+        """The ranks that hold the others up, by the clearest sign there is, and what is known."""
+        names = [_name(rank, record) for rank, record in enumerate(now)]
+        newest = max(record["step"] for record in now)
+        failed = {
+            rank: f"{names[rank]} has failed: {record['ended']}"
+            for rank, record in enumerate(now)
+            if record["ended"] not in ("", "done", "lost")
+        }
+        silent = {rank: f"{names[rank]} does not answer" for rank in _silent(before, now)}
+        running = [rank for rank, record in enumerate(now) if not record["ended"]]
+        late = [rank for rank in running if now[rank]["step"] < newest]
+        if not late and self._record["ended"]:  # as those have that wait for it
+            late = running
+        return (
+            failed
+            or silent
+            or {rank: f"{names[rank]} runs, but does not come along" for rank in late}
+        )
+
+
+def _within(seconds: float, function: Callable[[], T]) -> T | None:
+    """What a function of the store returns; None if it fails or takes longer."""
+    results: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            results.append(function())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
+
+
+def _silent(before: list[Record], now: list[Record]) -> list[int]:
+    """The ranks that run, as far as anyone knows, and show no sign of life between two looks."""
+    return [
+        rank
+        for rank, (old, new) in enumerate(zip(before, now, strict=True))
+        if not new["ended"] and old["beat"] == new["beat"]
+    ]
+
+
+def _name(rank: int, record: Record) -> str:
+    seen = f"last seen at step {record['step']}" if record["step"] else "seen before its first step"
+    return f"rank {rank} (host {record['host']}, process {record['pid']}, {seen})"
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether an error says that ranks have lost each other. gloo has no type of its own for it."""
+    chain, at = [], error
+    while at is not None and at not in chain:
+        chain.append(at)
+        at = at.__cause__ or at.__context__
+    return any(isinstance(x, dist.DistError) or "/gloo/" in str(x) for x in chain)
