@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from tolerances import STEP, assert_same_gradients, assert_same_values
 from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="4.57")
@@ -176,23 +177,12 @@ def real(values: dict[str, torch.Tensor], mask: torch.Tensor | None) -> dict[str
     }
 
 
-def assert_same_step(got, want, mask, tolerance: float = 1e-5, skip: tuple[str, ...] = ()) -> None:
+def assert_same_step(got, want, mask, tolerance: float = STEP) -> None:
     """Outputs at real tokens, losses and gradients of two steps agree."""
     outputs, expected = real(got[0], mask), real(want[0], mask)
     assert list(outputs) == list(expected)
-    for key in outputs.keys() - set(skip):
-        scale = max(1.0, expected[key].abs().max().item())
-        torch.testing.assert_close(
-            outputs[key], expected[key], rtol=tolerance, atol=tolerance * scale,
-            msg=lambda text, key=key: f"{key}: {text}",
-        )  # fmt: skip
-    assert got[1].keys() == want[1].keys()
-    # Some gradients are zero but for rounding, that of a key's bias for one: measure all of them
-    # against the largest.
-    floor = 1e-2 * max(grad.norm().item() for grad in want[1].values())
-    for key, grad in want[1].items():
-        error = (got[1][key] - grad).norm().item() / max(grad.norm().item(), floor)
-        assert error < tolerance, f"gradient of {key}: {error:.1e}"
+    assert_same_values(outputs, expected, tolerance)
+    assert_same_gradients(got[1], want[1], tolerance)
 
 
 def clone(model: nn.Module) -> nn.Module:

@@ -16,6 +16,7 @@ from hf_models import (
     needs_unpad,
     run,
 )
+from tolerances import assert_same_values
 from torch import nn
 
 from bert_unpad import hf
@@ -63,7 +64,7 @@ def test_other_attention_is_left_to_transformers(packed_calls):
     shape = (-1, 1, SEQLEN, -1) if UNPADS else (-1, SEQLEN, -1)
     each = MASKS["right"].bool().view(BATCH, *[1] * (len(shape) - 2), SEQLEN).expand(shape)
     full = call | {"attention_mask": each}
-    torch.testing.assert_close(ours(**full)[0], stock(**full)[0], rtol=1e-5, atol=1e-5)
+    assert_same_values(ours(**full)[0], stock(**full)[0])
     # A decoder, with a cache and with cross-attention.
     decoder = {"is_decoder": True, "add_cross_attention": True}
     stock = make("BertModel", **decoder).eval()
@@ -74,7 +75,7 @@ def test_other_attention_is_left_to_transformers(packed_calls):
     more = {"encoder_hidden_states": states, "encoder_attention_mask": seen}
     for extra in ({"use_cache": False}, {**more, "use_cache": True}):
         got, want = ours(**call, **extra), stock(**call, **extra)
-        torch.testing.assert_close(got[0][keep], want[0][keep], rtol=1e-5, atol=1e-5)
+        assert_same_values(got[0][keep], want[0][keep])
     assert packed_calls == []
 
 
@@ -84,7 +85,7 @@ def test_a_mask_is_read_anew_when_it_changes():
     ours(**call)
     call["attention_mask"][0, 7:] = 0
     keep = call["attention_mask"].bool()
-    torch.testing.assert_close(ours(**call)[0][keep], stock(**call)[0][keep], rtol=1e-5, atol=1e-5)
+    assert_same_values(ours(**call)[0][keep], stock(**call)[0][keep])
 
 
 @needs_unpad
@@ -146,7 +147,7 @@ def test_a_class_made_for_a_table(kind, packed_calls):
         out = module(x, added)[0][keep]
         found.append((out, *torch.autograd.grad((out * probe).sum(), [x, module.key.weight])))
     for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert_same_values(got, want)
     assert packed_calls == [int(keep.sum())]
     heads = torch.tensor([1.0, 0.0])[:, None, None]
     torch.testing.assert_close(ours(x, added, heads)[0], stock(x, added, heads)[0])

@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
+from tolerances import assert_same_gradients, assert_same_values
 from torch.utils.flop_counter import FlopCounterMode
 
 from bert_unpad.batch import PackedInputs, VarlenBatch, pad, unpad
@@ -99,7 +100,7 @@ def test_loss_and_gradients_equal_transformers(tmp_path, hidden_act):
     got = model(packed)
     loss = got.mlm_loss_sum / packed.num_masked + got.nsp_loss_sum / 3
     loss.backward()
-    torch.testing.assert_close(loss, want.loss, rtol=1e-5, atol=1e-5)
+    assert_same_values(loss, want.loss)
 
     stock_grads = {name: p.grad for name, p in stock.named_parameters()}
     # Our gradients, renamed and split the same way as the parameters they belong to.
@@ -107,7 +108,7 @@ def test_loss_and_gradients_equal_transformers(tmp_path, hidden_act):
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
     own_grads = weights.to_hf_state_dict(model)
-    torch.testing.assert_close(own_grads, stock_grads, rtol=1e-4, atol=1e-5)
+    assert_same_gradients(own_grads, stock_grads)
 
 
 @pytest.mark.parametrize("padding", MASKS)
@@ -123,13 +124,13 @@ def test_logits_equal_transformers_for_any_padding(tmp_path, padding):
         hidden = model.encode(packed)
         want_hidden = stock.bert(**{k: padded[k] for k in list(padded)[:3]}).last_hidden_state
     batch = packed.batch
-    torch.testing.assert_close(mlm, unpad(want.prediction_logits, batch), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(mlm_masked, mlm[packed.masked_positions], rtol=1e-5, atol=1e-5)
+    assert_same_values(mlm, unpad(want.prediction_logits, batch))
+    assert_same_values(mlm_masked, mlm[packed.masked_positions])
     kept = padded["attention_mask"][..., None]
-    torch.testing.assert_close(pad(hidden, batch), want_hidden * kept, rtol=1e-5, atol=1e-5)
+    assert_same_values(pad(hidden, batch), want_hidden * kept)
     # transformers pools column 0, which only right padding leaves to a token
     if padding == "right":
-        torch.testing.assert_close(nsp, want.seq_relationship_logits, rtol=1e-5, atol=1e-5)
+        assert_same_values(nsp, want.seq_relationship_logits)
 
 
 def test_transformers_reads_what_we_write(tmp_path):
@@ -145,8 +146,8 @@ def test_transformers_reads_what_we_write(tmp_path):
         want = stock.eval()(**padded)
         mlm, nsp = model.logits(packed, all_positions=True)
     expected = unpad(want.prediction_logits, packed.batch)
-    torch.testing.assert_close(mlm, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(nsp, want.seq_relationship_logits, rtol=1e-5, atol=1e-5)
+    assert_same_values(mlm, expected)
+    assert_same_values(nsp, want.seq_relationship_logits)
     written = sorted(path.name for path in folder.iterdir())
     assert written == ["config.json", "model.safetensors"]
     assert json.loads((folder / "config.json").read_text())["use_cache"] is True

@@ -123,11 +123,11 @@ class Buckets:
 def pad_to(inputs: PackedInputs, bucket: Bucket) -> PackedInputs:
     """The same batch with the sizes of a bucket, on the host.
 
-    The model's losses and correct predictions are the same, bit for bit, as far as a matrix product
-    computes a row alike whatever the number of rows (of very few it may not); our operators do,
-    but for attention's backward pass on a GPU, which takes one of two kernels by the sizes.
-    Gradients of weights are sums over more rows, which are zero: the same up to the order of the
-    sums, which matrix products choose by the number of rows.
+    The model's losses and gradients are those of the batch, to rounding. A matrix library chooses a
+    product's routine, and so the order of its sums, by the number of rows, each on each processor
+    in its own way. Our operators compute a real row bit for bit alike, but for attention's backward
+    pass on a GPU, which takes one of two kernels by the sizes. Of batches padded to the same bucket
+    what the added tokens are changes no bit.
 
     Args:
         inputs: on the CPU.

@@ -1,0 +1,61 @@
+"""How far apart two ways to compute the same numbers may be: by the dtype, and by magnitudes.
+
+Which routine a matrix library takes, and so in which order it adds, depends on the processor and
+on the shapes. So results of the same operations on equal shapes are the same bits, and are compared
+as bits; those of other shapes, or of other operations, are equal to rounding, and compared by what
+is here. No bound was measured on some machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["STEP", "assert_same_gradients", "assert_same_values"]
+
+# Of fp32 results of the tests' tiny models, relative: about 30 products of up to 96 terms follow
+# one another in a step, of whose 3,000 roundings a random walk leaves 55 units. Twice that for two
+# results that are both rounded, and twice more for what a LayerNorm or a softmax magnifies.
+STEP = 256 * torch.finfo(torch.float32).eps
+
+
+def assert_same_values(got: Any, want: Any, tolerance: float = STEP, name: str = "") -> None:
+    """Tensors, or lists and dicts of such, each to `tolerance` of its largest entry.
+
+    Or of 1, where all are smaller: a loss is what is left between logits. What is not
+    floating-point must be equal.
+    """
+    if isinstance(want, Mapping):
+        assert got.keys() == want.keys(), name
+        for key, value in want.items():
+            assert_same_values(got[key], value, tolerance, f"{name}{key}: ")
+    elif isinstance(want, Sequence):
+        assert len(got) == len(want), name
+        for index, value in enumerate(want):
+            assert_same_values(got[index], value, tolerance, f"{name}{index}: ")
+    else:
+        exact = not want.is_floating_point() or want.numel() == 0
+        limit = 0.0 if exact else tolerance * max(1.0, want.abs().max().item())
+        torch.testing.assert_close(got, want, rtol=0.0, atol=limit, msg=lambda m: f"{name}{m}")
+
+
+def assert_same_gradients(
+    got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float = STEP
+) -> None:
+    """Gradients by the names of parameters: each to `tolerance` of its norm.
+
+    Some are sums that cancel, that of a key's bias altogether: what is left of them is the rounding
+    of their terms. These are the terms of the gradient of the weight beside it too. So a bias is
+    measured against the larger of the two norms, and nothing against less than 1 % of the largest.
+    """
+    assert got.keys() == want.keys()
+    norms = {name: gradient.norm().item() for name, gradient in want.items()}
+    floor = 1e-2 * max(norms.values())
+    for name, gradient in want.items():
+        beside = norms.get(name.removesuffix("bias") + "weight", 0.0)
+        limit = tolerance * max(norms[name], beside, floor)
+        error = (got[name] - gradient).norm().item()
+        assert error <= limit, f"gradient of {name}: error {error:.1e} > {limit:.1e}"
