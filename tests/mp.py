@@ -11,24 +11,42 @@ import os
 import pickle
 import socket
 import sys
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["free_port", "run_ranks", "start_ranks"]
+__all__ = ["TIMEOUT", "free_port", "join_ranks", "run_ranks", "start_ranks"]
+
+# Seconds. Only there so that a hang ends: many times what any test takes on a busy machine.
+TIMEOUT = 900.0
+# Seconds that the other ranks have to answer as well, once one has failed.
+_GRACE = 60.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "bert_unpad.pretrain"])
 
 
+# Sockets of the ports given out last.
+_reserved: deque[socket.socket] = deque(maxlen=200)
+
+
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody uses right now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A TCP port of 127.0.0.1 that nobody uses, reserved for a store of PyTorch's.
+
+    A run may open it minutes later, while other processes ask for ports as well. So a socket stays
+    bound to it: the system gives the port to nobody who asks for any, and as that socket does not
+    listen, a server that says SO_REUSEADDR, as PyTorch's store does, can have the port.
+    """
+    holder = socket.socket()
+    holder.bind(("127.0.0.1", 0))
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _reserved.append(holder)
+    return holder.getsockname()[1]
 
 
 def start_ranks(
@@ -54,21 +72,42 @@ def start_ranks(
     return processes
 
 
+def join_ranks(processes: list[BaseProcess], timeout: float = TIMEOUT) -> list[int]:
+    """Waits until the processes have ended; once one has failed, the others have a minute left.
+
+    Returns:
+        Those that had to be killed, by rank.
+    """
+    deadline = time.monotonic() + timeout
+    failed = False
+    while running := [process for process in processes if process.is_alive()]:
+        if not failed and any(process.exitcode for process in processes):
+            failed, deadline = True, min(deadline, time.monotonic() + _GRACE)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        wait([process.sentinel for process in running], left)
+    for process in running:
+        process.kill()
+        process.join()
+    return [rank for rank, process in enumerate(processes) if process in running]
+
+
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = TIMEOUT
 ) -> list[Any]:
     """Calls `function(rank, world_size, *args)` in new processes of one thread, joined by gloo.
 
     Args:
         function: a function at the top level of a module; it and its result must pickle.
-        timeout: seconds that each rank has.
+        timeout: seconds that the ranks have.
 
     Returns:
         The results, by rank.
 
     Raises:
         TimeoutError: a process has not answered in time. All are killed then.
-        RuntimeError: a process has failed; its traceback is the message.
+        RuntimeError: a process has failed; the traceback of the first one is the message.
     """
     port = free_port()
     pipes, processes = [], []
@@ -82,23 +121,40 @@ def run_ranks(
         pipes.append(ours)
         processes.append(process)
     try:
-        results = []
-        for rank, pipe in enumerate(pipes):
-            if not pipe.poll(timeout):
-                raise TimeoutError(f"rank {rank} of {world_size} gave no result in {timeout} s")
-            try:
-                failed, result = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                raise RuntimeError(f"rank {rank} of {world_size} died") from None
-            if failed:
-                raise RuntimeError(f"rank {rank} of {world_size} failed:\n{result}")
-            results.append(result)
-        return results
+        return _answers(pipes, timeout)
     finally:
         for process in processes:
             process.join(timeout=5)
             if process.is_alive():
                 process.kill()
+
+
+def _answers(pipes: list[Connection], timeout: float) -> list[Any]:
+    """What each rank sends, in whatever order they do; see `run_ranks`."""
+    results: dict[int, Any] = {}
+    failure = ""
+    deadline = time.monotonic() + timeout
+    while len(results) < len(pipes):
+        missing = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(missing, max(deadline - time.monotonic(), 0.0))
+        if not ready:
+            break
+        for pipe in ready:
+            rank = pipes.index(pipe)
+            try:
+                failed, results[rank] = pickle.loads(pipe.recv_bytes())
+                text = f"failed:\n{results[rank]}" if failed else ""
+            except EOFError:
+                results[rank], text = None, "died"
+            if text and not failure:
+                failure = f"rank {rank} of {len(pipes)} {text}"
+                deadline = min(deadline, time.monotonic() + _GRACE)
+    if failure:
+        raise RuntimeError(failure)
+    if len(results) < len(pipes):
+        late = [rank for rank in range(len(pipes)) if rank not in results]
+        raise TimeoutError(f"ranks {late} of {len(pipes)} gave no result in {timeout} s")
+    return [results[rank] for rank in range(len(pipes))]
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -6,36 +6,38 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import yaml
-from mp import free_port, start_ranks
+from mp import TIMEOUT, free_port, join_ranks, start_ranks
 
 from bert_unpad.data import DataConfig, prepare
 from bert_unpad.pretrain import main
-from bert_unpad.pretrain.metrics import read_json_lines
+from bert_unpad.pretrain.metrics import JsonLines, read_json_lines
 
 __all__ = [
     "GLOBAL_BATCH",
     "WORDS",
     "finish",
+    "go_on",
     "in_turn",
     "losses",
     "make_folder",
+    "pause_after",
     "run",
     "run_in_turn",
     "settings",
     "start",
+    "start_pausing",
     "tiny_settings",
     "uses",
-    "wait_for_step",
+    "wait_until_paused",
     "write_corpus",
 ]
 
-TIMEOUT = 60
 # Words of a made-up language, for short documents.
 WORDS = ["kalo", "mitu", "soka", "lumi", "tesa", "rano", "pilu", "demo"]
 GLOBAL_BATCH = 12
@@ -115,19 +117,13 @@ def start(folder: Path, name: str, world_size: int, *arguments: str) -> list[Bas
     return start_ranks(main, world_size, command, log=folder / f"{name}.log")
 
 
-def finish(
-    folder: Path, name: str, processes: list[BaseProcess], runs: int = 1
-) -> tuple[list[int], str]:
-    """Exit codes, and the output of rank 0, of processes that make so many runs."""
-    deadline = time.monotonic() + TIMEOUT * runs
-    for process in processes:
-        process.join(timeout=max(deadline - time.monotonic(), 0))
-    late = [process for process in processes if process.is_alive()]
-    for process in late:
-        process.kill()
-    output = (folder / f"{name}.log.0").read_text()
-    assert not late, f"{len(late)} of {len(processes)} ranks did not end:\n{output}"
-    return [process.exitcode for process in processes], output
+def finish(folder: Path, name: str, processes: list[BaseProcess]) -> tuple[list[int], str]:
+    """Exit codes of processes, and what they wrote: rank 0, or all where some did not end."""
+    late = join_ranks(processes)
+    outputs = [(folder / f"{name}.log.{rank}").read_text() for rank in range(len(processes))]
+    codes = [process.exitcode for process in processes]
+    assert not late, "\n".join([f"ranks {late} did not end, exit codes {codes}:", *outputs])
+    return codes, outputs[0]
 
 
 def run(folder: Path, name: str, world_size: int, *arguments: str) -> str:
@@ -169,23 +165,60 @@ def run_in_turn(
         for name, more in runs.items()
     ]
     processes = start_ranks(in_turn, world_size, commands, node_size, log=folder / "runs.log")
-    codes, output = finish(folder, "runs", processes, len(runs))
+    codes, output = finish(folder, "runs", processes)
     assert codes == [0] * world_size, output
 
 
-def wait_for_step(
-    run_dir: Path, processes: list[BaseProcess], enough: Callable[[int], bool]
-) -> None:
-    """Waits until the number of the step logged last is enough."""
+def pause_after(step: int, signs: Path) -> None:
+    """Lets this process, if it is rank 0, stand still once it has logged a step, until `go_on`.
+
+    So a test meets a run at that step, however slow or fast the machine is. The other ranks wait
+    for rank 0 in their next sum. `signs` begins the names of two files that are the signals.
+    """
+    write = JsonLines.write
+
+    def pausing(lines: JsonLines, values: Mapping[str, Any]) -> None:
+        write(lines, values)
+        if values.get("kind") == "train" and values["step"] == step:
+            signs.with_suffix(".paused").touch()
+            end = time.monotonic() + TIMEOUT
+            while not signs.with_suffix(".go").exists() and time.monotonic() < end:
+                time.sleep(0.005)
+
+    JsonLines.write = pausing
+
+
+def wait_until_paused(signs: Path, alive: Callable[[], bool], log: Path) -> None:
+    """Waits until a run has come to the step where it pauses; fails if it is no longer alive."""
     deadline = time.monotonic() + TIMEOUT
-    while time.monotonic() < deadline:
-        lines = [x for x in read_json_lines(run_dir / "metrics.jsonl") if x["kind"] == "train"]
-        if lines and enough(lines[-1]["step"]):
-            return
-        if not all(process.is_alive() for process in processes):
-            break
+    while not signs.with_suffix(".paused").exists():
+        assert alive(), f"ended before its pause:\n{log.read_text()}"
+        assert time.monotonic() < deadline, f"did not get to its pause:\n{log.read_text()}"
         time.sleep(0.005)
-    raise AssertionError(f"{run_dir} did not get that far")
+
+
+def go_on(signs: Path) -> None:
+    """Ends a pause."""
+    signs.with_suffix(".go").touch()
+
+
+def _main_pausing(step: int, signs: Path, command: list[str]) -> int:
+    pause_after(step, signs)
+    return main(command)
+
+
+def start_pausing(
+    folder: Path, name: str, world_size: int, step: int, *arguments: str
+) -> list[BaseProcess]:
+    """As `start`; returns once the run stands still after a step, until `go_on(folder / name)`."""
+    signs = folder / name
+    command = ["--config", str(folder / "run.yaml"), "--run_dir", str(folder / name), *arguments]
+    log = folder / f"{name}.log"
+    processes = start_ranks(_main_pausing, world_size, step, signs, command, log=log)
+    wait_until_paused(
+        signs, lambda: all(process.is_alive() for process in processes), folder / f"{name}.log.0"
+    )
+    return processes
 
 
 def losses(run_dir: Path) -> dict[int, tuple[float, ...]]:

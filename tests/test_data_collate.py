@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from mp import TIMEOUT
 
 from bert_unpad.data import (
     PackedCollator,
@@ -107,9 +108,9 @@ def prefetch_threads():
 
 
 def wait_until(condition):
-    end = time.monotonic() + 10
+    end = time.monotonic() + TIMEOUT
     while not condition():
-        assert time.monotonic() < end, "waited 10 s"
+        assert time.monotonic() < end, f"waited {TIMEOUT} s"
         time.sleep(0.005)
 
 

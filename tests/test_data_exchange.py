@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -224,26 +225,25 @@ class _Faulty(IterableStream):
                 if self.how == "times out":
                     raise TimeoutError("server gone")
                 if self.how == "sleeps":
-                    threading.Event().wait(30)
+                    threading.Event().wait()  # for good: who waits for it never ends
             yield batch
 
 
 def _faulty(rank: int, world_size: int, how: str):
-    started = time.monotonic()
     stream = _Faulty(rank, world_size, how)
-    with ExampleExchange(stream, batch_size=4, reader_timeout=1.0) as exchange:
+    # Long enough for a reader that works, also on a busy machine.
+    with ExampleExchange(stream, batch_size=4, reader_timeout=6.0) as exchange:
         for _ in range(3):
             next(exchange)
         with pytest.raises(ExchangeError) as caught:
             next(exchange)
-    cause = type(caught.value.__cause__).__name__
-    return str(caught.value), caught.value.ranks, cause, time.monotonic() - started
+    return str(caught.value), caught.value.ranks, type(caught.value.__cause__).__name__
 
 
 FAULTS = [
     ("fails", "rank 1: its reader failed: OSError: disk on fire", "OSError"),
     ("times out", "rank 1: its reader failed: TimeoutError: server gone", "TimeoutError"),
-    ("sleeps", "rank 1: its reader gave no examples for 1 s", "TimeoutError"),
+    ("sleeps", "rank 1: its reader gave no examples for 6 s", "TimeoutError"),
 ]
 
 
@@ -262,11 +262,10 @@ def troubles() -> list:
 def test_a_faulty_reader_is_named_on_all_ranks(troubles, number):
     _, message, cause = FAULTS[number]
     ranks = [faults[number] for faults, *_ in troubles]
-    for rank, (text, faulty, found, seconds) in enumerate(ranks):
+    for rank, (text, faulty, found) in enumerate(ranks):
         assert text.startswith(message)
         assert faulty == [1]
         assert found == (cause if rank == 1 else "NoneType")
-        assert seconds < 20
 
 
 def _one_leaves(rank: int, world_size: int):
@@ -285,25 +284,31 @@ def _one_leaves(rank: int, world_size: int):
     return caught.value.ranks
 
 
-def _one_cannot_wait(rank: int, world_size: int) -> float:
-    """Rank 0 gives up while others have no reason to join in another round."""
+def _one_cannot_wait(rank: int, world_size: int) -> list[str]:
+    """Rank 0 gives up while others have no reason to join in another round; what it logs."""
     exchange = ExampleExchange(_stream(rank, world_size, [1000] * 3), batch_size=4)
     next(exchange)
+    while not exchange._ready:  # the last round that the others have room for
+        time.sleep(0.005)
     if rank == 0:
-        started = time.monotonic()
+        logged = []
+        handler = logging.Handler()
+        handler.emit = lambda record: logged.append(record.getMessage())
+        logging.getLogger("bert_unpad").addHandler(handler)
         exchange.close(0.5)
         dist.barrier()
-        return time.monotonic() - started
+        return logged
     dist.barrier()
     with pytest.raises(ExchangeError):  # told so, or cut off in the middle of a round
         for _ in exchange:
             pass
     exchange.close()
-    return 0.0
+    return []
 
 
 def test_a_rank_that_cannot_wait_for_the_others(troubles):
-    assert all(seconds < 10 for _, _, seconds, _ in troubles)
+    text = "rank 0: some rank has not stopped exchanging examples within 0.5 s"
+    assert [logged for _, _, logged, _ in troubles] == [[text], [], []]
 
 
 def test_a_rank_that_leaves_tells_the_others(troubles):
@@ -324,7 +329,7 @@ def _one_dies(rank: int, world_size: int, report: Path):
 
 def test_a_rank_that_dies_ends_the_others(tmp_path):
     with pytest.raises(RuntimeError, match="rank 1 of 2 died"):
-        run_ranks(_one_dies, 2, tmp_path / "report", timeout=30)
+        run_ranks(_one_dies, 2, tmp_path / "report")
     assert (tmp_path / "report").read_text().startswith("rank 0: ")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mp import TIMEOUT
 
 import bert_unpad.data
 from bert_unpad.data import DataConfig, ShardWriter, WordPieceTokenizer, prepare
@@ -167,7 +168,7 @@ def test_processes_at_once_build_once_and_alike(text_file, tmp_path):
         )
         for number, cache in enumerate(["shared", "shared", "own"])
     ]
-    results = [process.communicate(timeout=120) for process in processes]
+    results = [process.communicate(timeout=TIMEOUT) for process in processes]
     assert [process.returncode for process in processes] == [0] * 3, results
     outputs = [out.replace("shared", "*").replace("own", "*") for out, _ in results]
     assert len(set(outputs)) == 1
@@ -179,7 +180,7 @@ def test_lock_waits_for_its_holder_and_outlives_no_process(tmp_path):
     path = tmp_path / "x.lock"
     script = (
         "import fcntl, sys, time\nfile = open(sys.argv[1], 'a')\nfcntl.flock(file, fcntl.LOCK_EX)\n"
-        "print('held', flush=True)\ntime.sleep(60)\n"
+        "print('held', flush=True)\ntime.sleep(3600)\n"
     )
     acquired = threading.Event()
 
@@ -194,7 +195,7 @@ def test_lock_waits_for_its_holder_and_outlives_no_process(tmp_path):
         thread.start()
         assert not acquired.wait(0.2)
         holder.kill()
-        assert acquired.wait(10)
+        assert acquired.wait(TIMEOUT)
 
 
 def test_failed_build_leaves_nothing(config, monkeypatch):
@@ -299,7 +300,7 @@ def test_without_the_pretrain_extra_lengths_work_and_the_rest_says_what_to_insta
         "except ImportError as error:\n    print(error)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT, check=True
     )
     assert "pip install 'bert_unpad[pretrain]'" in done.stdout
 

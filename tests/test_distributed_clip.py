@@ -167,10 +167,7 @@ def _variants(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gradients_are_clipped_then_averaged(world_size):
-    if world_size == 1:
-        run_ranks(_variants, 1)
-    else:
-        run_ranks(_variants, world_size, timeout=100)
+    run_ranks(_variants, world_size)
 
 
 def _mixed(rank: int, world_size: int) -> None:

@@ -7,21 +7,27 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
-from mp import free_port, start_ranks
-from pretrain_runs import tiny_settings, write_corpus
+from mp import TIMEOUT, free_port, join_ranks, start_ranks
+from pretrain_runs import go_on, tiny_settings, wait_until_paused, write_corpus
 
 from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import read_config
 from bert_unpad.pretrain.metrics import read_json_lines
 
-TIMEOUT = 180
 STEPS = 30
 KILLED_AT = 6
+# Python runs this first in every process; the workers are those with a rank.
+PAUSE = """
+import os
+if "RANK" in os.environ:
+    from pathlib import Path
+    from pretrain_runs import pause_after
+    pause_after({step}, Path({signs!r}))
+"""
 ROOT = Path(__file__).parents[1]
 
 
@@ -76,13 +82,14 @@ def test_a_worker_killed_under_torchrun_is_replaced(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(_settings(tmp_path)))
     run = tmp_path / "killed"
+    (tmp_path / "sitecustomize.py").write_text(PAUSE.format(step=KILLED_AT, signs=str(run)))
     command = ["bash", str(ROOT / "launch" / "torchrun.sh")]
     environment = {
         "MASTER": f"127.0.0.1:{free_port()}",
         "GPUS": "2",  # processes: the configuration asks for the CPU
         "RESTARTS": "1",
         "PYTHON": sys.executable,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "tests"))),
         "PET_MONITOR_INTERVAL": "0.1",
     }
     with (tmp_path / "log").open("w") as log:
@@ -97,13 +104,9 @@ def test_a_worker_killed_under_torchrun_is_replaced(tmp_path):
             log=tmp_path / "control.log",
         )
         try:
-            deadline = time.monotonic() + TIMEOUT
-            while len(done := _lines(run, "train")) < KILLED_AT:
-                assert agent.poll() is None, (tmp_path / "log").read_text()
-                assert time.monotonic() < deadline, "the run does not get on"
-                time.sleep(0.005)
+            wait_until_paused(run, lambda: agent.poll() is None, tmp_path / "log")
             os.kill(_worker(agent.pid, 1), signal.SIGKILL)
-            killed_at = done[-1]["step"]
+            go_on(run)
             agent.wait(timeout=TIMEOUT)
         finally:
             agent.kill()
@@ -112,9 +115,8 @@ def test_a_worker_killed_under_torchrun_is_replaced(tmp_path):
     starts = [line["step"] for line in _lines(run, "start")]
     assert len(starts) == 2, output
     # A step is logged before its checkpoint is written, for which the next one waits.
-    assert starts[0] == 0 < killed_at - 1 <= starts[1] < STEPS
-    for process in control:
-        process.join(timeout=TIMEOUT)
+    assert starts[0] == 0 < KILLED_AT - 1 <= starts[1] < STEPS
+    assert join_ranks(control) == []
     assert [process.exitcode for process in control] == [0, 0]
     ours, theirs = (_lines(path, "train") for path in (run, tmp_path / "control"))
     assert [line["step"] for line in ours] == list(range(1, STEPS + 1))

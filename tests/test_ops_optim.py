@@ -76,8 +76,9 @@ def test_ten_steps_against_float64(name: str) -> None:
         truth.step(grads)
         state.step(grads, RULES[name])
     for got, start, want in zip(state.params, state.start, truth.params, strict=True):
-        # Where decay and gradient cancel, L2 divides a rounding error by a root as small.
-        close = 1e-5 if name.startswith("l2") else 2e-6
+        # Where decay and gradient, each of 0.3, cancel, to 1e-5 in the worst of 70,000 numbers, L2
+        # divides their two roundings by what is left: 4e-3 of a step of 0.01.
+        close = 4e-5 if name.startswith("l2") else 2e-6
         torch.testing.assert_close(got.double(), want, rtol=2e-7, atol=close)
         if got.numel() > 100:
             assert (got - start).abs().median() > 1e-3

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from mp import free_port, start_ranks
-from pretrain_runs import WORDS, in_turn, tiny_settings, write_corpus
+from pretrain_runs import WORDS, finish, in_turn, tiny_settings, write_corpus
 from torch import nn
 
 from bert_unpad.data import DataConfig, prepare
@@ -21,7 +21,6 @@ from bert_unpad.pretrain.config import ClipConfig
 from bert_unpad.pretrain.metrics import read_json_lines
 from bert_unpad.pretrain.ranks import Ranks
 
-TIMEOUT = 90
 STEPS = 24
 POISONED = 8  # the step, on rank 1
 MODES = ["bucket", "before", "after", "none"]
@@ -90,13 +89,9 @@ def _train(folder: Path, runs: dict[str, tuple[float, list[str]]]) -> dict[str, 
         ((free_port(), [*config, "--run_dir", str(folder / name), *settings]), factor)
         for name, (factor, settings) in runs.items()
     ]
-    processes = start_ranks(_runs, 2, commands, log=folder / "log")
-    for process in processes:
-        process.join(timeout=TIMEOUT)
-    late = [process.kill() for process in processes if process.is_alive()]
-    output = (folder / "log.0").read_text() + (folder / "log.1").read_text()
-    assert not late, f"not finished in {TIMEOUT} s:\n{output}"
-    assert [process.exitcode for process in processes] == [0, 0], output
+    processes = start_ranks(_runs, 2, commands, log=folder / "train.log")
+    codes, output = finish(folder, "train", processes)
+    assert codes == [0, 0], output
     return {
         name: [
             line

@@ -9,14 +9,13 @@ import pytest
 import torch
 import yaml
 from mp import free_port, start_ranks
-from pretrain_runs import WORDS, in_turn, tiny_settings, write_corpus
+from pretrain_runs import WORDS, finish, in_turn, tiny_settings, write_corpus
 
 from bert_unpad.data import DataConfig, prepare
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain import main
 from bert_unpad.pretrain.metrics import read_json_lines
 
-TIMEOUT = 300
 STEPS = 12
 MSLT = {"growth": {"name": "mslt", "layers": [1, 2, 4], "joint_share": 0.25}}
 BUCKET = {"clip": {"mode": "bucket", "policy": "adaptive", "max_norm": 0.3}}
@@ -63,13 +62,9 @@ def _train(folder: Path, ranks: int, names: list[str]) -> None:
             settings[section] = settings.get(section, {}) | values
         file.write_text(yaml.safe_dump(settings))
         commands.append((free_port(), ["--config", str(file), "--run_dir", str(folder / name)]))
-    processes = start_ranks(in_turn, ranks, commands, log=folder / "log")
-    for process in processes:
-        process.join(timeout=TIMEOUT)
-    late = [process.kill() for process in processes if process.is_alive()]
-    output = (folder / "log.0").read_text()
-    assert not late, f"not finished in {TIMEOUT} s:\n{output}"
-    assert [process.exitcode for process in processes] == [0] * ranks, output
+    processes = start_ranks(in_turn, ranks, commands, log=folder / "train.log")
+    codes, output = finish(folder, "train", processes)
+    assert codes == [0] * ranks, output
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from mp import start_ranks
+from mp import TIMEOUT, start_ranks
 
 from bert_unpad.data import WordPieceTokenizer
 from bert_unpad.nn import BertForPreTraining
@@ -58,7 +58,7 @@ def run_dir(tmp_path_factory) -> Path:
     for log in ("first", "second"):
         arguments = ["--config", str(folder / "run.yaml")]
         (process,) = start_ranks(main, 1, arguments, log=folder / log)
-        process.join(timeout=60)
+        process.join(timeout=TIMEOUT)
         assert process.exitcode == 0, (folder / f"{log}.0").read_text()
     return folder / "run"
 

@@ -19,13 +19,14 @@ import torch
 from pretrain_runs import (
     GLOBAL_BATCH,
     finish,
+    go_on,
     losses,
     make_folder,
     run,
     settings,
     start,
+    start_pausing,
     uses,
-    wait_for_step,
 )
 
 from bert_unpad.data import DataConfig, prepare
@@ -50,19 +51,15 @@ def control(folder) -> Path:
 def killed(folder, control) -> Path:
     """A run of two ranks that SIGKILL has ended in the first epoch, between two checkpoints."""
     run_dir = folder / "killed"
-    processes = start(folder, "killed", 2)
-
-    def past_a_checkpoint(step: int) -> bool:
-        saved = newest_checkpoint(run_dir / "checkpoints")
-        return saved is not None and step > int(saved.name.removeprefix("step-"))
-
-    wait_for_step(run_dir, processes, past_a_checkpoint)
-    for process in processes:
+    # Every fourth step is saved in the background, after the one before it.
+    processes = start_pausing(folder, "killed", 2, 10)
+    saved = newest_checkpoint(run_dir / "checkpoints")
+    assert int(saved.name.removeprefix("step-")) in (4, 8)
+    for process in reversed(processes):  # rank 0 pauses, and so does not see that rank 1 ends
         os.kill(process.pid, signal.SIGKILL)
     codes, _ = finish(folder, "killed", processes)
     assert codes == [-signal.SIGKILL] * 2
-    done = len(read_json_lines(run_dir / "metrics.jsonl"))
-    assert done < len(read_json_lines(control / "metrics.jsonl")) - 3, "killed too late to tell"
+    assert len(losses(run_dir)) == 10 < len(losses(control)) // 2
     return run_dir
 
 
@@ -126,12 +123,13 @@ def test_damaged_checkpoints_are_left_out(folder, control):
 
 def test_sigterm_to_one_rank_saves_and_stops_all(folder, control):
     run_dir = folder / "stopped"
-    processes = start(folder, "stopped", 2, "--checkpoint.every", "0")
-    wait_for_step(run_dir, processes, lambda step: step >= 6)
+    processes = start_pausing(folder, "stopped", 2, 6, "--checkpoint.every", "0")
     for _ in range(2):  # as from a job manager and from torchrun
         os.kill(processes[1].pid, signal.SIGTERM)
+    go_on(run_dir)
     codes, output = finish(folder, "stopped", processes)
     assert codes == [143, 143], output
+    assert 6 <= len(losses(run_dir)) <= 8
     assert len(list((run_dir / "checkpoints").glob("step-*"))) == 1
     output = run(folder, "stopped", 2)
     assert "settings changed since the last start: checkpoint.every: 0 -> 4" in output

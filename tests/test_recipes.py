@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from mp import start_ranks
+from mp import TIMEOUT, start_ranks
 
 from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import read_config
@@ -56,7 +56,7 @@ def _train(recipe: Path, folder: Path, start: Path | None = None) -> Path:
     (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
     arguments = ["--config", str(folder / "tiny.yaml")]
     (process,) = start_ranks(main, 1, arguments, log=folder / "log")
-    process.join(timeout=60)
+    process.join(timeout=TIMEOUT)
     assert process.exitcode == 0, (folder / "log.0").read_text()
     return folder / "run"
 

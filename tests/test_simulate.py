@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from mp import TIMEOUT
 
 from bert_unpad.data.histogram import measure_histogram, sample_lengths
 from bert_unpad.data.sampler import BalancedSampler
@@ -71,7 +72,7 @@ def test_command_prints_a_table():
         [*command, "--samples=1000", "--strategy=random", "--no-scaling"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIMEOUT,
         check=True,
     )
     assert "4 ranks x 2, 1,000 examples, 125 steps" in found.stdout
