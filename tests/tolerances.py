@@ -49,13 +49,16 @@ def assert_same_gradients(
 
     Some are sums that cancel, that of a key's bias altogether: what is left of them is the rounding
     of their terms. These are the terms of the gradient of the weight beside it too. So a bias is
-    measured against the larger of the two norms, and nothing against less than 1 % of the largest.
+    measured against the larger of the two norms (a tenth of the largest of all, where that weight
+    is frozen or there is none), and nothing against less than 1 % of the largest.
     """
     assert got.keys() == want.keys()
     norms = {name: gradient.norm().item() for name, gradient in want.items()}
-    floor = 1e-2 * max(norms.values())
+    largest = max(norms.values())
     for name, gradient in want.items():
-        beside = norms.get(name.removesuffix("bias") + "weight", 0.0)
-        limit = tolerance * max(norms[name], beside, floor)
+        beside = 0.01 * largest
+        if name.endswith("bias"):
+            beside = max(beside, norms.get(name.removesuffix("bias") + "weight", 0.1 * largest))
+        limit = tolerance * max(norms[name], beside)
         error = (got[name] - gradient).norm().item()
         assert error <= limit, f"gradient of {name}: error {error:.1e} > {limit:.1e}"
