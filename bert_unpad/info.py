@@ -59,11 +59,11 @@ def collect() -> dict[str, Any]:
 
 
 def _modules() -> dict[str, dict[str, Any]]:
-    missing = {"_C": _library.cpu_missing, "_C_cuda": _library.cuda_missing, "_planner": None}
+    missing = {"_C": _library.cpu_missing, "_C_cuda": _library.cuda_missing, "_balancer": None}
     try:
-        importlib.import_module("bert_unpad._planner")
+        importlib.import_module("bert_unpad._balancer")
     except ImportError as error:
-        missing["_planner"] = str(error)
+        missing["_balancer"] = str(error)
     return {
         name: {"loaded": why is None, "missing": why, "files": _library.built_files(name)}
         for name, why in missing.items()

@@ -4,7 +4,7 @@ What a file is called says how it is compiled, so that a new operator needs no b
   csrc/*.cpp, csrc/cpu/*.cpp, csrc/<family>/*_cpu.cpp   once, into _C
   csrc/<family>/*_simd.cpp                              once per CPU instruction set, into _C
   csrc/<family>/*.cu, csrc/**/*_cuda.cpp                by nvcc, into _C_cuda
-  csrc/planner/*.cpp                                    once, into _planner (pybind11, no torch)
+  csrc/balancer/*.cpp                                    once, into _balancer (pybind11, no torch)
 
 setuptools' own CUDAExtension is not used: it imports torch, refuses to build CUDA under a CPU-only
 PyTorch, and cannot compile one file for several instruction sets.
@@ -84,7 +84,7 @@ def sources(*patterns: str) -> list[Path]:
 
 def extensions() -> list[Extension]:
     """The modules to build; NativeBuild ignores everything in them but the names."""
-    names = ["_C", "_planner"]
+    names = ["_C", "_balancer"]
     if find_nvcc():
         names.append("_C_cuda")
     return [Extension(f"bert_unpad.{name}", sources=[]) for name in names]
@@ -225,7 +225,7 @@ class NativeBuild(build_ext):
 
         flags = [*flags, f"-isystem{pybind11.get_include()}"]
         objects = [ninja.compile("cxx", source, flags) for source in sources("planner/*.cpp")]
-        ninja.link("ld", "_planner.so", objects, ["-lpthread"])
+        ninja.link("ld", "_balancer.so", objects, ["-lpthread"])
 
     def _cuda_module(self, ninja: NinjaFile, nvcc: str, stable: list[str], torch: Path) -> None:
         arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_CUDA_ARCHS
@@ -241,7 +241,7 @@ class NativeBuild(build_ext):
         cpp = [*flags, *stable, f"-I{sysconfig.get_path('include')}"]
         cpp += [f"-DBERT_UNPAD_CUDA_ARCHS={names}"]
         # ptxas reports registers and spills on stderr; kept beside the object for
-        # scripts/check_cuda_build.py.
+        # benchmarks/cuda_build.py.
         compile_command = f"{nvcc} -MD -MF $out.d $flags -c $in -o $out 2> $out.log"
         ninja.rule("nvcc", f"{compile_command} || (cat $out.log && false)", True, "CUDA")
         ninja.rule("nvld", f"{nvcc} -shared $in $flags -o $out", False, "link")

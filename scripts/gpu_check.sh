@@ -32,7 +32,7 @@ for part in "${parts[@]}"; do
   fi
 done
 
-device=$("$python" -m benchmarks.device)
+device=$("$python" -m benchmarks.lib.device)
 if [ -z "$device" ]; then
   echo "gpu_check: $python's PyTorch sees no GPU" >&2
   exit 2
@@ -54,7 +54,7 @@ step() {
   report "$name" --status "$status" --seconds $((SECONDS - begin))
 }
 
-report() { "$python" scripts/gpu_report.py --device "$device" --logs "$logs" "$@" || failed=1; }
+report() { "$python" benchmarks/gpu_report.py --device "$device" --logs "$logs" "$@" || failed=1; }
 
 # Only these files hold GPU tests; others need packages that a GPU machine may lack.
 gpu_tests=(tests/test_cuda*.py)
@@ -86,18 +86,18 @@ for part in "${parts[@]}"; do
   case $part in
     build)
       step build "$python" setup.py build_ext --inplace
-      step ptxas "$python" scripts/check_cuda_build.py
+      step ptxas "$python" benchmarks/cuda_build.py
       step info "$python" -m bert_unpad.info
       ;;
     tests) tests ;;
     memcheck | racecheck) sanitizer "$part" ;;
     benchmarks)
       for op in attention gelu loss norm mlp; do
-        step "benchmarks_$op" "$python" scripts/benchmark_ops.py --device cuda --op "$op"
+        step "benchmarks_$op" "$python" benchmarks/ops.py --device cuda --op "$op"
       done
-      step benchmarks_optim "$python" scripts/benchmark_optim.py --device cuda
+      step benchmarks_optim "$python" benchmarks/optim.py --device cuda
       # The last contenders are compiled, which takes up to two minutes each.
-      step benchmarks_model "$python" scripts/benchmark_model.py --device cuda \
+      step benchmarks_model "$python" benchmarks/model.py --device cuda \
         --start-within "$((limit - 150))"
       ;;
   esac

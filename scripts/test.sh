@@ -15,7 +15,7 @@ case ${1:-} in
 usage: bash scripts/test.sh [--fresh] [PYTEST ARGUMENT...]
 
 Makes .venv (with --fresh a new one), builds bert_unpad and runs the tests in
-two processes (-n 0: in one), e.g. bash scripts/test.sh tests/test_batch.py -k mask
+two processes (-n 0: in one), e.g. bash scripts/test.sh tests/batch/test_batch.py -k mask
 TEXT
     exit
     ;;

@@ -67,10 +67,10 @@ print(json.dumps(results))
 
 # What needs more than the quickstart installs; and the extra that has it.
 NEEDS = {
-    "scripts/benchmark_model.py": "hf",
-    "scripts/benchmark_hf.py": "hf",
-    "scripts/benchmark_memory.py": "hf",
-    "scripts/benchmark_host.py": "hf",
+    "benchmarks/model.py": "hf",
+    "benchmarks/hf.py": "hf",
+    "benchmarks/memory.py": "hf",
+    "benchmarks/host.py": "hf",
     "examples/finetune.py": "hf",
     "examples/embedding_server.py": "serve",
 }

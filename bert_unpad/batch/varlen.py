@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bert_unpad import _planner
+from bert_unpad import _balancer
 from bert_unpad.batch._fields import map_tensors
 
 __all__ = ["LengthGroup", "VarlenBatch"]
@@ -84,7 +84,7 @@ class VarlenBatch:
     @cached_property
     def groups(self) -> tuple[LengthGroup, ...]:
         """At most 4 groups of sequences of similar length, longest first; computed on first use."""
-        found = _planner.length_groups(self.lengths.numpy(), MAX_GROUPS)
+        found = _balancer.length_groups(self.lengths.numpy(), MAX_GROUPS)
         return tuple(LengthGroup(int(longest), tuple(members)) for longest, members in found)
 
     @cached_property

@@ -10,45 +10,45 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bert_unpad.data.collate import PackedCollator, Prefetcher, pack_examples
     from bert_unpad.data.config import DataConfig
-    from bert_unpad.data.example_batch import ExampleBatch
-    from bert_unpad.data.exchange import ExampleExchange, ExchangedStep, ExchangeError
-    from bert_unpad.data.histogram import sample_lengths, wikipedia_lengths
+    from bert_unpad.data.store.example_batch import ExampleBatch
+    from bert_unpad.data.streams.exchange import ExampleExchange, ExchangedStep, ExchangeError
+    from bert_unpad.data.sampling.histogram import sample_lengths, wikipedia_lengths
     from bert_unpad.data.masking import MaskedTokens, TokenMasker, most_frequent_token_rate
-    from bert_unpad.data.packed_sampler import PackedSampler
+    from bert_unpad.data.sampling.packed_sampler import PackedSampler
     from bert_unpad.data.preparation import PreparedData, prepare
-    from bert_unpad.data.sampler import BalancedSampler
-    from bert_unpad.data.shards import DamagedDataError, Example, ShardDataset, ShardWriter
-    from bert_unpad.data.stream import ExampleStream, IterableStream, ShardStream
-    from bert_unpad.data.text_stream import TextStream
-    from bert_unpad.data.tokenizer import WordPieceTokenizer
+    from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
+    from bert_unpad.data.store.shards import DamagedDataError, Example, ShardDataset, ShardWriter
+    from bert_unpad.data.streams.stream import ExampleStream, IterableStream, ShardStream
+    from bert_unpad.data.streams.text_stream import TextStream
+    from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 
 _HOME = {
-    "BalancedSampler": "sampler",
-    "DamagedDataError": "shards",
+    "BalancedSampler": "sampling.balanced_sampler",
+    "DamagedDataError": "store.shards",
     "DataConfig": "config",
-    "Example": "shards",
-    "ExampleBatch": "example_batch",
-    "ExampleExchange": "exchange",
-    "ExampleStream": "stream",
-    "ExchangeError": "exchange",
-    "ExchangedStep": "exchange",
-    "IterableStream": "stream",
+    "Example": "store.shards",
+    "ExampleBatch": "store.example_batch",
+    "ExampleExchange": "streams.exchange",
+    "ExampleStream": "streams.stream",
+    "ExchangeError": "streams.exchange",
+    "ExchangedStep": "streams.exchange",
+    "IterableStream": "streams.stream",
     "MaskedTokens": "masking",
     "PackedCollator": "collate",
-    "PackedSampler": "packed_sampler",
+    "PackedSampler": "sampling.packed_sampler",
     "Prefetcher": "collate",
     "PreparedData": "preparation",
-    "ShardDataset": "shards",
-    "ShardStream": "stream",
-    "ShardWriter": "shards",
-    "TextStream": "text_stream",
+    "ShardDataset": "store.shards",
+    "ShardStream": "streams.stream",
+    "ShardWriter": "store.shards",
+    "TextStream": "streams.text_stream",
     "TokenMasker": "masking",
-    "WordPieceTokenizer": "tokenizer",
+    "WordPieceTokenizer": "text.tokenizer",
     "most_frequent_token_rate": "masking",
     "pack_examples": "collate",
     "prepare": "preparation",
-    "sample_lengths": "histogram",
-    "wikipedia_lengths": "histogram",
+    "sample_lengths": "sampling.histogram",
+    "wikipedia_lengths": "sampling.histogram",
 }
 
 __all__ = [

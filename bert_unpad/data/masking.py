@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad.data.dataset import ExampleDataset
+from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.splitmix import GAMMA, splitmix64
-from bert_unpad.data.tokenizer import WordPieceTokenizer
+from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 
 _MASK64 = (1 << 64) - 1
 _MASKED = int(0.8 * 2**32)  # of what is predicted: 80 % becomes [MASK],

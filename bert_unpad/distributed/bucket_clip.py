@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.distributed.allreduce import Allreduce
-from bert_unpad.distributed.bounds import Policy, Shares
+from bert_unpad.distributed.bucket_shares import Policy, Shares
 from bert_unpad.ops import clip_bucket_
 
 __all__ = ["BucketClip", "ClipReport"]

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from bert_unpad._ops.optim import adam_
+from bert_unpad.ops.optim import adam_
 from bert_unpad.optim.base import Bucket, FusedOptimizer
 
 __all__ = ["FusedAdam"]

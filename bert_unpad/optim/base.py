@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from bert_unpad._ops.optim import multi_tensor_l2norm
+from bert_unpad.ops.optim import multi_tensor_l2norm
 
 __all__ = ["Bucket", "FusedOptimizer"]
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bert_unpad._ops.optim import lamb_, multi_tensor_l2norm
+from bert_unpad.ops.optim import lamb_, multi_tensor_l2norm
 from bert_unpad.optim.base import Bucket, FusedOptimizer
 
 __all__ = ["FusedLAMB"]

@@ -6,12 +6,12 @@ and a `Planner` of them; `best` and `curve` choose.
 """
 
 from bert_unpad.plan.candidates import Allowed, Candidate
-from bert_unpad.plan.cards import CARDS, Card
+from bert_unpad.costs.cards import CARDS, Card
 from bert_unpad.plan.choose import Choice, alternatives, best, curve
-from bert_unpad.plan.device import Device, card_device
-from bert_unpad.plan.links import intra_node_link, network_link
+from bert_unpad.costs.device import Device, card_device
+from bert_unpad.costs.links import intra_node_link, network_link
 from bert_unpad.plan.step import Planner, UpdateTime
-from bert_unpad.plan.workload import Workload
+from bert_unpad.costs.workload import Workload
 
 __all__ = [
     "CARDS",

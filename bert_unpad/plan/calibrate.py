@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.plan.candidates import COMPRESSIONS
-from bert_unpad.plan.device import Device
-from bert_unpad.plan.measure import CompressionTimer, PassTimer, fit_link, link_times
-from bert_unpad.plan.workload import Workload
-from bert_unpad.simulate.compute import ComputeCost
-from bert_unpad.simulate.network import Link
+from bert_unpad.costs.device import Device
+from bert_unpad.costs.measure import CompressionTimer, PassTimer, fit_link, link_times
+from bert_unpad.costs.workload import Workload
+from bert_unpad.costs.compute import ComputeCost
+from bert_unpad.costs.network import Link
 
 __all__ = ["Calibration", "calibrate", "measured_device", "process_group"]
 

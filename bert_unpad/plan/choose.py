@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bert_unpad.plan.candidates import COMPRESSIONS, Allowed, Candidate, candidates
-from bert_unpad.plan.memory import Memory
+from bert_unpad.costs.memory import Memory
 from bert_unpad.plan.step import Planner, UpdateTime
 
 __all__ = ["TIE", "Choice", "alternatives", "best", "curve", "why_none"]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.config.ranges import MAX_THREADS
-from bert_unpad.pretrain.watch import RankWatch, open_store
+from bert_unpad.pretrain.rank_watch import RankWatch, open_store
 
 __all__ = ["HostSums", "Ranks", "join_ranks", "threads_per_process"]
 

@@ -5,11 +5,11 @@ As a command: `python -m bert_unpad.simulate --help`. The cost models stand alon
 `StepModel` (all of it).
 """
 
-from bert_unpad.simulate.compute import ComputeCost
+from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.simulate.epoch import STRATEGIES, Fill, SimulationResult, simulate
-from bert_unpad.simulate.network import Cluster, Link, Overlap
+from bert_unpad.costs.network import Cluster, Link, Overlap
 from bert_unpad.simulate.scaling import scaling_curve
-from bert_unpad.simulate.step import StepModel, StepTime
+from bert_unpad.costs.step import StepModel, StepTime
 
 __all__ = [
     "STRATEGIES",

@@ -7,7 +7,7 @@ import json
 import platform
 from collections.abc import Sequence
 
-from bert_unpad.simulate.compute import ComputeCost
+from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.simulate.epoch import Fill, SimulationResult, simulate
 from bert_unpad.simulate.options import (
     make_parser,
@@ -18,7 +18,7 @@ from bert_unpad.simulate.options import (
 )
 from bert_unpad.simulate.plot import plot_results
 from bert_unpad.simulate.scaling import scaling_curve
-from bert_unpad.simulate.step import StepModel
+from bert_unpad.costs.step import StepModel
 
 __all__ = ["main"]
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _fit(options: argparse.Namespace) -> ComputeCost:
     import torch
 
-    from bert_unpad.simulate.timing import fit_step_cost
+    from bert_unpad.costs.timing import fit_step_cost
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]
     cost, timings = fit_step_cost(model_config(options.model), device=options.device, dtype=dtype)

@@ -1,6 +1,6 @@
 """One epoch on all ranks: how much of each step the ranks spend working rather than waiting.
 
-The plans are those that training follows (`bert_unpad.data.sampler` asks the same planner); only
+The plans are those that training follows (`bert_unpad.data.sampling.balanced_sampler` asks the same planner); only
 the time of a step is a model, in which a rank is busy in proportion to its work.
 """
 
@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from bert_unpad._planner import Plan, pack
-from bert_unpad.data.epoch_sampler import as_lengths
-from bert_unpad.data.sampler import efficiency
-from bert_unpad.simulate.step import StepModel, StepTime
+from bert_unpad._balancer import Plan, pack
+from bert_unpad.data.sampling.epoch_sampler import as_lengths
+from bert_unpad.data.sampling.balanced_sampler import efficiency
+from bert_unpad.costs.step import StepModel, StepTime
 
 __all__ = ["STRATEGIES", "Fill", "SimulationResult", "simulate"]
 
-# What travels of an example (`bert_unpad.data.example_batch`): ids as uint16 and a record; before
+# What travels of an example (`bert_unpad.data.store.example_batch`): ids as uint16 and a record; before
 # that its length as int64, from its rank to all others of the exchange, so that they can plan.
 TOKEN_BYTES, EXAMPLE_BYTES, LENGTH_BYTES = 2, 12, 8
 
@@ -105,7 +105,7 @@ def simulate(
         ranks: number of ranks.
         batch: examples per rank and step.
         strategy: one of `STRATEGIES`.
-        seed, pool_steps: see `bert_unpad.data.sampler.BalancedSampler`.
+        seed, pool_steps: see `bert_unpad.data.sampling.balanced_sampler.BalancedSampler`.
         model: what computing and communication cost, and how many ranks a node (`/group/`) has; by
             default `StepModel()`.
 

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "cpu/types.h"
-#include "device/philox.h"
+#include "common/types.h"
+#include "common/philox.h"
 
 namespace bert_unpad {
 

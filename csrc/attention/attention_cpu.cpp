@@ -5,7 +5,7 @@
 #include "attention/attention.h"
 #include "attention/operators.h"
 #include "attention/schedule.h"
-#include "checks.h"
+#include "common/checks.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
 #include "cpu/rng.h"

@@ -5,8 +5,8 @@
 // call each and exchange halves.
 #pragma once
 
-#include "device/philox.h"
-#include "device/primitives.h"
+#include "common/philox.h"
+#include "cuda/primitives.h"
 
 namespace bert_unpad {
 

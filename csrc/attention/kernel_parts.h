@@ -3,12 +3,12 @@
 #pragma once
 
 #include "attention/attention_cuda.h"
-#include "device/math.h"
-#include "device/primitives.h"
-#include "device/reduce.h"
-#include "device/site.h"
-#include "device/swizzle.h"
-#include "device/vector.h"
+#include "cuda/math.h"
+#include "cuda/primitives.h"
+#include "cuda/reduce.h"
+#include "cuda/site.h"
+#include "cuda/swizzle.h"
+#include "cuda/vector.h"
 
 namespace bert_unpad {
 

@@ -7,7 +7,7 @@
 #include <tuple>
 
 #include "attention/attention.h"
-#include "checks.h"
+#include "common/checks.h"
 
 namespace bert_unpad {
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "checks.h"
+#include "common/checks.h"
 
 namespace bert_unpad {
 

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <optional>
 
-#include "checks.h"
+#include "common/checks.h"
 
 namespace bert_unpad {
 

@@ -8,8 +8,8 @@
 #include "clip/clip_cuda.h"
 #include "clip/coefficient.h"
 #include "cuda/launch.h"
-#include "device/reduce.h"
-#include "device/vector.h"
+#include "cuda/reduce.h"
+#include "cuda/vector.h"
 
 namespace bert_unpad::cuda {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "cpu/types.h"
+#include "common/types.h"
 
 namespace bert_unpad::cuda {
 

@@ -1,7 +1,7 @@
 // The factor that a bucket is multiplied with; one function for the CPU and the GPU.
 #pragma once
 
-#include "device/macros.h"
+#include "common/macros.h"
 
 namespace bert_unpad {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cpu/simd.h"
-#include "device/philox.h"
+#include "common/philox.h"
 
 namespace bert_unpad::BERT_UNPAD_ISA {
 

@@ -1,8 +1,8 @@
 // Reads an operator's rng argument on the CPU.
 #pragma once
 
-#include "checks.h"
-#include "device/philox.h"
+#include "common/checks.h"
+#include "common/philox.h"
 
 namespace bert_unpad {
 

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "checks.h"
+#include "common/checks.h"
 #include "cpu/parallel.h"
 
 namespace bert_unpad {

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/types.h"
+#include "common/types.h"
 
 #if defined(__AVX2__)
 // GCC 12 takes the `__m512 __Y = __Y;` by which its own header says "any value" for a mistake.

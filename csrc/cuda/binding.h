@@ -5,7 +5,7 @@
 
 #include <optional>
 
-#include "checks.h"
+#include "common/checks.h"
 #include "cuda/stream.h"
 
 namespace bert_unpad::cuda {

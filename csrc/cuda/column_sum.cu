@@ -3,8 +3,8 @@
 #include "cuda/column_sum.h"
 
 #include "cuda/launch.h"
-#include "device/reduce.h"
-#include "device/vector.h"
+#include "cuda/reduce.h"
+#include "cuda/vector.h"
 
 namespace bert_unpad::cuda {
 namespace {

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "cpu/types.h"
+#include "common/types.h"
 
 namespace bert_unpad::cuda {
 

@@ -1,7 +1,7 @@
 // Starting kernels: dtype dispatch and launch geometry, without torch.
 //
 // The only file with <<<>>>; a launcher calls launch() and never the kernel. Without nvcc launch()
-// runs the kernel in the host model (tests/host_cuda), whose cuda_runtime.h is found first.
+// runs the kernel in the host model (gpu_model), whose cuda_runtime.h is found first.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,10 +9,10 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cpu/types.h"
+#include "common/types.h"
 #include "cuda/error.h"
 #ifndef __CUDACC__
-#include "host_cuda/machine.h"
+#include "gpu_model/block/machine.h"
 #endif
 
 namespace bert_unpad::cuda {

@@ -6,7 +6,7 @@
 
 #include <exception>
 
-#include "mlp/algorithms.h"
+#include "linear/algorithms.h"
 
 // The macro holds the bare list, commas included.
 #define BU_STRINGIFY_TEXT(...) #__VA_ARGS__

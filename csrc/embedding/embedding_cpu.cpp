@@ -3,7 +3,7 @@
 
 #include <tuple>
 
-#include "checks.h"
+#include "common/checks.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
 #include "cpu/rng.h"

@@ -6,7 +6,7 @@
 #include <tuple>
 
 #include "cuda/binding.h"
-#include "device/philox.h"
+#include "common/philox.h"
 #include "embedding/operands.h"
 
 namespace bert_unpad::cuda {

@@ -11,7 +11,7 @@
 #include <algorithm>
 
 #include "cuda/launch.h"
-#include "device/vector.h"
+#include "cuda/vector.h"
 
 namespace bert_unpad::cuda {
 namespace {

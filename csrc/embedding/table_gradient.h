@@ -1,7 +1,7 @@
 // Gradients of embedding tables from sorted tokens. No torch here.
 #pragma once
 
-#include "cpu/types.h"
+#include "common/types.h"
 #include "embedding/token_sort.h"
 
 namespace bert_unpad::cuda {

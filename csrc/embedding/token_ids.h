@@ -1,7 +1,7 @@
 // Reads ids on the device, where nobody has looked at them before.
 #pragma once
 
-#include "device/primitives.h"
+#include "cuda/primitives.h"
 #include "embedding/token_sort.h"
 
 namespace bert_unpad::cuda {

@@ -3,7 +3,7 @@
 // same names.
 #pragma once
 
-#include "checks.h"
+#include "common/checks.h"
 
 namespace bert_unpad {
 

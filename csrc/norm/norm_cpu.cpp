@@ -1,7 +1,7 @@
 // CPU bindings of dropout + residual + LayerNorm: checks, row chunks, dispatch.
 #include <tuple>
 
-#include "checks.h"
+#include "common/checks.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
 #include "cpu/rng.h"

@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "checks.h"
+#include "common/checks.h"
 
 namespace bert_unpad {
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cpu/types.h"
+#include "common/types.h"
 
 namespace bert_unpad::cuda {
 

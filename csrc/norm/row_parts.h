@@ -2,10 +2,10 @@
 // columns of a row, which is 16 bytes of bf16 and what one Philox call decides on.
 #pragma once
 
-#include "device/philox.h"
-#include "device/primitives.h"
-#include "device/reduce.h"
-#include "device/vector.h"
+#include "common/philox.h"
+#include "cuda/primitives.h"
+#include "cuda/reduce.h"
+#include "cuda/vector.h"
 
 namespace bert_unpad {
 

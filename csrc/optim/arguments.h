@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "checks.h"
+#include "common/checks.h"
 #include "optim/optim.h"
 
 namespace bert_unpad {

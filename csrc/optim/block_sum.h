@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "device/reduce.h"
+#include "cuda/reduce.h"
 #include "optim/table.h"
 
 namespace bert_unpad::cuda {

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "device/macros.h"
+#include "common/macros.h"
 
 namespace bert_unpad {
 

@@ -1,6 +1,6 @@
 // Norms and scaling of a list of tensors: a block a chunk, then a block a tensor.
 #include "cuda/launch.h"
-#include "device/vector.h"
+#include "cuda/vector.h"
 #include "optim/block_sum.h"
 #include "optim/optim_cuda.h"
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cpu/types.h"
+#include "common/types.h"
 #include "optim/coefficients.h"
 
 namespace bert_unpad {

@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "device/macros.h"
-#include "device/primitives.h"
+#include "common/macros.h"
+#include "cuda/primitives.h"
 
 namespace bert_unpad::cuda {
 

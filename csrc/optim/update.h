@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "cuda/launch.h"
-#include "device/vector.h"
+#include "cuda/vector.h"
 #include "optim/block_sum.h"
 #include "optim/optim_cuda.h"
 

@@ -14,8 +14,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad.data.example_batch import ExampleBatch, Masks
-from bert_unpad.data.shards import MAX_LENGTH, DamagedDataError
+from bert_unpad.data.store.example_batch import ExampleBatch, Masks
+from bert_unpad.data.store.shards import MAX_LENGTH, DamagedDataError
 
 __all__ = ["COLUMNS", "Layout", "index_file", "layout_of", "open_file", "read_rows"]
 

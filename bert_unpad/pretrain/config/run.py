@@ -10,7 +10,7 @@ from typing import Literal
 import jsonargparse
 
 from bert_unpad.data import DataConfig
-from bert_unpad.data.text_stream import is_streamed
+from bert_unpad.data.streams.text_stream import is_streamed
 from bert_unpad.pretrain.config.batching import BatchingConfig
 from bert_unpad.pretrain.config.communication import CommConfig, check_comm
 from bert_unpad.pretrain.config.errors import ConfigError

@@ -11,7 +11,7 @@ from bert_unpad.pretrain.growth.grow import add_layers, cut_layers, freeze, next
 from bert_unpad.pretrain.growth.layer_drop import layer_drop
 from bert_unpad.pretrain.growth.lengths import lengths
 from bert_unpad.pretrain.growth.mslt import mslt
-from bert_unpad.pretrain.growth.plan import Growth, Setting, Stage
+from bert_unpad.pretrain.growth.stage import Growth, Setting, Stage
 from bert_unpad.pretrain.growth.stacking import stacking
 
 __all__ = [

@@ -14,8 +14,8 @@ from bert_unpad.nn import BertForPreTraining
 from bert_unpad.nn.encoder import BertLayer
 from bert_unpad.nn.pretraining import initialize
 from bert_unpad.pretrain.config import OptimizerConfig
-from bert_unpad.pretrain.growth.plan import Stage
-from bert_unpad.pretrain.optimizer import build_optimizer, local_optimizer
+from bert_unpad.pretrain.growth.stage import Stage
+from bert_unpad.pretrain.update.optimizer import build_optimizer, local_optimizer
 
 __all__ = ["add_layers", "cut_layers", "freeze", "next_optimizer"]
 

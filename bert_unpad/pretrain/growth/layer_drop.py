@@ -14,7 +14,7 @@ import math
 import numpy as np
 
 from bert_unpad.pretrain.config import GrowthConfig
-from bert_unpad.pretrain.growth.plan import Growth, Setting, Stage
+from bert_unpad.pretrain.growth.stage import Growth, Setting, Stage
 
 __all__ = ["keep_probabilities", "layer_drop"]
 

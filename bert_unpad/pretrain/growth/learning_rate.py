@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bert_unpad.pretrain.config import ScheduleConfig
-from bert_unpad.pretrain.growth.plan import Growth
-from bert_unpad.pretrain.schedule import lr_factor
+from bert_unpad.pretrain.growth.stage import Growth
+from bert_unpad.pretrain.update.schedule import lr_factor
 
 __all__ = ["staged_lr_factor"]
 

@@ -7,7 +7,7 @@ sequences. Each stage has data of its own, made of the same documents with the s
 from __future__ import annotations
 
 from bert_unpad.pretrain.config import ConfigError, GrowthConfig
-from bert_unpad.pretrain.growth.plan import Growth, Setting, Stage, equal_shares, stage_ends
+from bert_unpad.pretrain.growth.stage import Growth, Setting, Stage, equal_shares, stage_ends
 
 __all__ = ["lengths"]
 

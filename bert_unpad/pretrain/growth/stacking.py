@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from bert_unpad.pretrain.config import ConfigError, GrowthConfig
-from bert_unpad.pretrain.growth.plan import Growth, Setting, Stage, equal_shares, stage_ends
+from bert_unpad.pretrain.growth.stage import Growth, Setting, Stage, equal_shares, stage_ends
 
 __all__ = ["stacking"]
 

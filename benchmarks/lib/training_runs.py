@@ -1,0 +1,44 @@
+"""Runs of the trainer that comparisons are made of: started once, then read from their folder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bert_unpad.pretrain.output.metrics import read_json_lines
+from bert_unpad.pretrain.output.report import is_reported
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def trained(run_dir: Path, steps: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The log of a run on one process of one thread of a CPU; of what is there if it is complete.
+
+    Args:
+        run_dir: of the run, which is made or continued unless it has been reported.
+        steps: `schedule.total_steps`.
+        settings: by their keys, in addition to the quickstart's.
+
+    Raises:
+        SystemExit: the run has failed; the message ends with what it said.
+    """
+    if not is_reported(run_dir, steps):
+        every = {
+            "config": ROOT / "configs" / "quickstart.yaml",
+            "run_dir": run_dir,
+            "device": "cpu",
+            "threads": 1,
+            "schedule.total_steps": steps,
+            "logging.plots": "false",
+            "logging.progress": "lines",
+        }
+        command = [sys.executable, "-m", "bert_unpad.pretrain"]
+        for key, value in (every | dict(settings)).items():
+            command += [f"--{key}", str(value)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        if done.returncode:
+            raise SystemExit(f"{run_dir.name} has failed:\n{done.stderr[-4000:]}")
+    return read_json_lines(run_dir / "metrics.jsonl")

@@ -1,0 +1,243 @@
+"""Single operators, forward plus backward, against the same formula in plain PyTorch, in one run.
+
+    python -m benchmarks.ops --device cpu
+    python -m benchmarks.ops --device cuda                             # all, one by one
+    python -m benchmarks.ops --device cuda --op attention
+    python -m benchmarks.ops --device cuda --op loss --rehearse        # on a CPU, no figures
+
+On a CPU attention runs on one BERT-base layer's heads with lengths drawn from the Wikipedia
+histogram; on a GPU on BERT-large's, see benchmarks/lib/attention.py. The other operators on a GPU:
+benchmarks/cuda_*.py.
+Writes benchmarks/results/<device>/ops.json, or ops_<op>.json; on a GPU a file an operator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.lib import (
+    attention,
+    cuda_gelu,
+    cuda_loss,
+    cuda_mlp,
+    cuda_norm,
+    harness,
+    memory_bound,
+)
+from benchmarks.lib.attention_peers import CONTENDERS, OURS
+from bert_unpad import ops
+from bert_unpad.batch import VarlenBatch, pad, unpad
+from bert_unpad.data.sampling.histogram import sample_lengths
+
+# What is timed on a GPU besides attention.
+CUDA_CASES = {
+    "gelu": cuda_gelu.cases,
+    "loss": cuda_loss.cases,
+    "mlp": cuda_mlp.cases,
+    "norm": cuda_norm.cases,
+}
+HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 12, 64, 768, 3072
+
+
+@dataclass
+class Case:
+    """One operator at one setting: how to run it, who else runs it, and its cost."""
+
+    name: str
+    contenders: dict[str, Callable[[], Tensor]]
+    inputs: list[Tensor]
+    flops: int = 0  # of forward and backward, without recomputation
+    bytes: int = 0  # that forward and backward must read and write at least
+
+
+def attention_case(dtype: torch.dtype, dropout_p: float, sequences: int, seed: int) -> Case:
+    lengths = [int(n) for n in sample_lengths(sequences, seed)]
+    mask = torch.arange(512) < torch.tensor(lengths)[:, None]
+    batch = VarlenBatch.from_mask(mask)
+    qkv = torch.randn(batch.total, 3, HEADS, HEAD_DIM).to(dtype).requires_grad_()
+
+    def sdpa(x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        q, k, v = x.unbind(-4)
+        q, k, v = (t.transpose(-3, -2) for t in (q, k, v))
+        out = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=attn_mask, dropout_p=dropout_p
+        )
+        return out.transpose(-3, -2)
+
+    def loop() -> Tensor:
+        return torch.cat([sdpa(x.transpose(0, 1)[None])[0] for x in qkv.split(lengths)])
+
+    def padded() -> Tensor:
+        x = pad(qkv, batch).transpose(1, 2)
+        return unpad(sdpa(x, mask[:, None, None, :]), batch)
+
+    squares = sum(n * n for n in lengths)
+    return Case(
+        f"varlen_attention, dropout {dropout_p}",
+        {
+            "bert_unpad": lambda: ops.varlen_attention(qkv, batch, dropout_p=dropout_p),
+            "sdpa, one call a sequence": loop,
+            "sdpa, padded": padded,
+        },
+        [qkv],
+        flops=(2 + 5) * 2 * squares * HEADS * HEAD_DIM,
+    )
+
+
+def norm_case(dtype: torch.dtype, p: float, rows: int) -> Case:
+    x, residual = (torch.randn(rows, HIDDEN).to(dtype).requires_grad_() for _ in range(2))
+    weight, bias, x_bias = (torch.randn(HIDDEN).to(dtype).requires_grad_() for _ in range(3))
+
+    def eager() -> Tensor:
+        dropped = functional.dropout(x + x_bias, p)
+        return functional.layer_norm(residual + dropped, (HIDDEN,), weight, bias, 1e-12)
+
+    # forward: read x, residual; write y and the normalised sum's input; backward: read dy and that
+    # input; write dx, dresidual
+    return Case(
+        f"dropout_add_layer_norm, dropout {p}",
+        {
+            "bert_unpad": lambda: ops.dropout_add_layer_norm(
+                x, residual, weight, bias, p=p, x_bias=x_bias
+            ),
+            "eager": eager,
+        },
+        [x, residual, weight, bias, x_bias],
+        bytes=8 * x.numel() * x.element_size(),
+    )
+
+
+def gelu_case(dtype: torch.dtype, approximate: str, rows: int) -> Case:
+    x = torch.randn(rows, INTERMEDIATE).to(dtype).requires_grad_()
+    bias = torch.randn(INTERMEDIATE).to(dtype).requires_grad_()
+    # forward: read x, write y; backward: read dy and x, write dx
+    return Case(
+        f"bias_gelu, {'erf' if approximate == 'none' else approximate}",
+        {
+            "bert_unpad": lambda: ops.bias_gelu(x, bias, approximate=approximate),
+            "eager": lambda: functional.gelu(x + bias, approximate=approximate),
+        },
+        [x, bias],
+        bytes=5 * x.numel() * x.element_size(),
+    )
+
+
+def run(case: Case, rounds: int) -> dict[str, harness.Timing]:
+    with torch.no_grad():
+        gradient = torch.randn_like(case.contenders["bert_unpad"]())
+
+    def step(forward: Callable[[], Tensor]) -> Callable[[], None]:
+        def both() -> None:
+            for tensor in case.inputs:
+                tensor.grad = None
+            forward().backward(gradient)
+
+        return both
+
+    return harness.interleave(
+        {name: step(forward) for name, forward in case.contenders.items()}, rounds, warmup=2
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--op", choices=["attention", *CUDA_CASES, "all"], default="all")
+    parser.add_argument("--sequences", type=int, help="default: 8 on a CPU, 48 on a GPU")
+    parser.add_argument("--rows", type=int, default=2048, help="tokens of the other operators")
+    parser.add_argument("--rounds", type=int, help="default: 11 on a CPU, 50 on a GPU")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--allocator", choices=["heap", "default"], default="heap")
+    parser.add_argument(
+        "--skip",
+        action="append",
+        default=[],
+        metavar="PEER",
+        choices=[name for name in CONTENDERS if name not in OURS],
+        help="leave a contender on the GPU out, should it break the CUDA context",
+    )
+    parser.add_argument("--rehearse", action="store_true", help="try --device cuda out on a CPU")
+    args = parser.parse_args()
+    on_gpu = args.device == "cuda"
+    sequences, rounds = (
+        args.sequences or (48 if on_gpu else 8),
+        args.rounds or (50 if on_gpu else 11),
+    )
+    if args.rehearse and not on_gpu:
+        parser.error("--rehearse goes with --device cuda")
+    if on_gpu:
+        device = "cpu" if args.rehearse else "cuda"
+        names = ["attention", *CUDA_CASES] if args.op == "all" else [args.op]
+        if not {"attention", *CUDA_CASES}.issuperset(names):
+            parser.error(f"--op {args.op} is not timed on a GPU yet")
+        for name in names:
+            if name == "attention":
+                payload = attention.run(device, sequences, rounds, args.seed, args.skip)
+            else:
+                payload = memory_bound.run(CUDA_CASES[name], device, rounds, args.seed)
+            if not args.rehearse:
+                folder, command = harness.gpu_folder(), "python " + " ".join(sys.argv)
+                print(f"\nwritten to {harness.save(f'ops_{name}', folder, command, payload)}")
+        return
+    if args.op in ("loss", "mlp"):
+        parser.error(f"--op {args.op} is timed on a GPU only: add --device cuda")
+
+    allocator = harness.fix_allocator(args.allocator)
+    torch.manual_seed(args.seed)
+    matmul, memory = harness.matmul_peak(torch.float32), harness.memory_peak()
+    print(f"peaks: fp32 matmul {matmul / 1e9:.0f} GFLOP/s, copy {memory / 1e9:.1f} GB/s")
+    print(f"allocator: {allocator}\n")
+    print(f"{'operator':38s}{'dtype':>10s}{'ms':>9s}{'of peak':>9s}   bert_unpad is faster than")
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        cases = []
+        if args.op in ("attention", "all"):
+            cases += [attention_case(dtype, p, sequences, args.seed) for p in (0.1, 0.0)]
+        if args.op in ("norm", "all"):
+            cases += [norm_case(dtype, p, args.rows) for p in (0.1, 0.0)]
+        if args.op in ("gelu", "all"):
+            cases += [gelu_case(dtype, a, args.rows) for a in ("none", "tanh")]
+        for case in cases:
+            timings = run(case, rounds)
+            seconds = timings["bert_unpad"].median
+            share = case.flops / seconds / matmul if case.flops else case.bytes / seconds / memory
+            ratios = {
+                name: timing.median / seconds
+                for name, timing in timings.items()
+                if name != "bert_unpad"
+            }
+            rows.append(
+                {
+                    "op": case.name,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "seconds": {name: timing.median for name, timing in timings.items()},
+                    "faster_than": ratios,
+                    "share_of_peak": share,
+                    "peak": "fp32 matmul" if case.flops else "memory copy",
+                }
+            )
+            against = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
+            print(
+                f"{case.name:38s}{rows[-1]['dtype']:>10s}{seconds * 1e3:9.2f}{share:9.1%}   "
+                f"{against}",
+                flush=True,
+            )
+    path = harness.save(
+        "ops" if args.op == "all" else f"ops_{args.op}",
+        args.device,
+        "python " + " ".join(sys.argv),
+        {"matmul_peak": matmul, "memory_peak": memory, "allocator": allocator, "results": rows},
+    )  # fmt: skip
+    print(f"\nwritten to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What one rank's hardware costs a step (passes, updates, compression), and that of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from bert_unpad.costs.cards import SUSTAINED_SHARE, Card
+from bert_unpad.costs.workload import Workload
+from bert_unpad.costs.compute import ComputeCost
+
+__all__ = ["Device", "card_device"]
+
+# Share of a GPU's memory bandwidth that kernels which only stream reach; 0.8 to 0.9 is usual.
+_STREAMED = 0.8
+
+# Bytes that an update reads and writes for each parameter: gradient, parameter and two moments
+# read, the last three written; LAMB and LANS read what they have written once more to take norms
+# (see docs/gpu-queue.md). Clipping reads the gradient for its norm, then scales it;
+# accumulation reads two and writes one.
+_UPDATE_BYTES = {"adamw": 28, "fused_adam": 28, "lamb": 40, "lans": 40}
+_CLIP_BYTES = 12
+_ACCUMULATE_BYTES = 12
+
+# The same for compressing: bf16 reads fp32 and writes 2 bytes, and back. PowerSGD adds the error to
+# the gradient (3 passes of 4 bytes), copies it (2), multiplies it by Q and its transpose by P (2),
+# writes PQ^T (1) and takes the new error (3).
+_COMPRESS_BYTES = {"none": 0, "bf16": 12, "power_sgd": 44}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One rank's hardware, for one workload.
+
+    Raises:
+        ValueError: a number is negative, or the memory is not positive.
+    """
+
+    name: str
+    memory: float
+    """Bytes that a run may use."""
+    passes: ComputeCost
+    """A forward and backward pass, without the update."""
+    update: float
+    """Seconds of the optimizer, not sharded."""
+    clip: float = 0.0
+    """Seconds of clipping the average."""
+    accumulate: float = 0.0
+    """Seconds that each pass of an update after the first takes to add to the gradients."""
+    compress: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of an exchange's computing by compression, where that is not 0."""
+    one_bucket: bool = False
+    """Whether PowerSGD has one bucket for all gradients, as the trainer gives it on CPUs."""
+
+    def __post_init__(self) -> None:
+        if not self.memory > 0:
+            raise ValueError(f"memory: expected bytes above 0, got {self.memory}")
+        seconds = {"update": self.update, "clip": self.clip, "accumulate": self.accumulate}
+        for name, value in {**seconds, **self.compress}.items():
+            if not value >= 0:
+                raise ValueError(f"{name}: expected seconds of 0 or more, got {value}")
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON keeps it."""
+        return asdict(self)
+
+
+def card_device(
+    card: Card,
+    workload: Workload,
+    *,
+    sustained: float = SUSTAINED_SHARE,
+    memory_share: float = 0.9,
+) -> Device:
+    """A GPU of the table, as its data sheet and two assumptions have it.
+
+    Args:
+        card: of compute capability 8.0 or later.
+        workload: what is trained.
+        sustained: share of the peak that the model's FLOPs reach.
+        memory_share: of its memory that a run may use: CUDA's context, cuBLASLt's workspaces and
+            gaps between blocks take the rest.
+    """
+    seconds = workload.parameters / (_STREAMED * card.bandwidth_gbs * 1e9)
+    return Device(
+        name=card.name,
+        memory=card.memory_gb * 1e9 * memory_share,
+        passes=ComputeCost.from_rate(workload.config, sustained * card.peak(workload.precision)),
+        update=_UPDATE_BYTES[workload.optimizer] * seconds,
+        clip=_CLIP_BYTES * seconds,
+        accumulate=_ACCUMULATE_BYTES * seconds,
+        compress={name: size * seconds for name, size in _COMPRESS_BYTES.items()},
+    )

@@ -1,0 +1,224 @@
+"""What a calibration times on a rank: passes and updates, compression, allreduces.
+
+Each is sampled again and again, in turn with whatever else is measured, and its median counts: on a
+machine that slows down and speeds up, all then see the same of both. With several ranks all sample
+at once, and the slowest counts, as all will wait for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bert_unpad.costs.replica import SETTLING_PASSES, make_replica
+from bert_unpad.costs.workload import Workload
+from bert_unpad.pretrain.config import OptimizerConfig
+from bert_unpad.pretrain.update.optimizer import build_optimizer
+from bert_unpad.costs.network import Link
+from bert_unpad.costs.timing import random_inputs, run_pass
+
+__all__ = [
+    "CompressionTimer",
+    "PassTimer",
+    "dtype_of",
+    "fit_link",
+    "link_times",
+    "time_together",
+]
+
+_LINK_SIZES = tuple(4**n for n in range(5, 13))
+"""Numbers of an allreduce: 4 KiB to 64 MiB."""
+
+
+def dtype_of(workload: Workload) -> torch.dtype:
+    """Of the activations."""
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    return names[workload.precision]
+
+
+def time_together(step: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a step that all ranks begin at the same time, on the slowest of them."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    if several:
+        dist.barrier()
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    taken = time.perf_counter() - start
+    if not several:
+        return taken
+    slowest = torch.tensor([taken], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+class PassTimes(NamedTuple):
+    """Seconds."""
+
+    passes: list[float]
+    """Of each batch, which makes new gradients."""
+    accumulate: float
+    """That a pass takes longer which adds to gradients that are there."""
+    clip: float
+    update: float
+    """Of the optimizer."""
+
+
+# Tokens and their squares vary independently, and so tell linear from quadratic and fixed cost:
+# part of the longest sequence, and how many of that length.
+_SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (4, 4))
+_SMALLEST = 3
+
+
+class PassTimer:
+    """Passes of several batches, clipping, and the optimizer.
+
+    Args:
+        workload: whose model, precision, optimizer and longest sequence are used.
+        model: in training mode, on its device; its weights hardly change.
+        rows: multiplies every batch, so that a fast device has enough to do.
+    """
+
+    def __init__(self, workload: Workload, model: nn.Module, rows: int = 1) -> None:
+        longest = workload.longest
+        self.batches = [[max(longest // part, 2)] * (count * rows) for part, count in _SHAPES]
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._dtype = dtype_of(workload)
+        self._optimizer = build_optimizer(model, OptimizerConfig(name=workload.optimizer, lr=1e-6))
+        self._inputs = [
+            random_inputs(workload.config, lengths).to(self._device) for lengths in self.batches
+        ]
+        self._rounds: list[list[float]] = []
+        self._round()  # loads what is loaded lazily, makes the optimizer's state
+
+    def sample(self) -> float:
+        """Times each batch, clipping and the optimizer once; returns their seconds together."""
+        self._rounds.append(self._round())
+        return sum(self._rounds[-1])
+
+    def medians(self) -> PassTimes:
+        """Of everything."""
+        *passes, again, clip, update = (
+            statistics.median(column) for column in zip(*self._rounds, strict=True)
+        )
+        return PassTimes(passes, max(again - passes[_SMALLEST], 0.0), clip, update)
+
+    def _round(self) -> list[float]:
+        steps = [partial(run_pass, self._model, one, self._dtype) for one in self._inputs]
+        taken = []
+        for step in steps:
+            self._optimizer.zero_grad()  # as in the first pass of an update
+            taken.append(time_together(step, self._device))
+        for step in (steps[_SMALLEST], self._clip, self._optimizer.step):
+            taken.append(time_together(step, self._device))
+        return taken
+
+    def _clip(self) -> None:
+        nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+
+
+class CompressionTimer:
+    """What an exchange computes: how much longer a pass through DDP takes than one without.
+
+    In a group of one rank, so that nothing travels.
+
+    Args:
+        workload: what is trained.
+        model: copied.
+        compression: none, bf16 or power_sgd.
+        alone: the group of this rank.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        model: nn.Module,
+        compression: str,
+        alone: dist.ProcessGroup,
+    ) -> None:
+        self._device = next(model.parameters()).device
+        self._replica = make_replica(copy.deepcopy(model), compression, alone)
+        # As little else as possible, of which the difference is taken.
+        lengths = [min(workload.longest, 8)]
+        self._inputs = random_inputs(workload.config, lengths).to(self._device)
+        self._dtype = dtype_of(workload)
+        self._exchanged: list[float] = []
+        self._bare: list[float] = []
+        for _ in range(SETTLING_PASSES):
+            self._run()
+
+    def sample(self) -> float:
+        """Times a pass with the exchange and one without; returns their seconds together."""
+        self._replica.zero_grad()
+        self._exchanged.append(time_together(self._run, self._device))
+        self._replica.zero_grad()
+        with self._replica.no_sync():
+            self._bare.append(time_together(self._run, self._device))
+        return self._exchanged[-1] + self._bare[-1]
+
+    def median(self) -> float:
+        """Seconds of the exchange's computing, at least 0."""
+        return max(statistics.median(self._exchanged) - statistics.median(self._bare), 0.0)
+
+    def _run(self) -> None:
+        run_pass(self._replica, self._inputs, self._dtype)
+
+
+def link_times(device: torch.device, seconds: float) -> tuple[list[float], list[float]]:
+    """Bytes and median seconds of allreduces among all ranks.
+
+    Args:
+        device: where the tensors lie.
+        seconds: that it may take, about; large sizes are left out of a slow network.
+    """
+    share = seconds / len(_LINK_SIZES)
+    sizes, times = [], []
+    for numbers in _LINK_SIZES:
+        tensor = torch.zeros(numbers, device=device)
+        dist.all_reduce(tensor)
+
+        def exchange(tensor: torch.Tensor = tensor) -> None:
+            dist.all_reduce(tensor)
+
+        once = time_together(exchange, device)
+        rounds = round(min(max(share / once, 3), 50))
+        taken = [time_together(exchange, device) for _ in range(rounds)]
+        sizes.append(4.0 * numbers)
+        times.append(statistics.median(taken))
+        if len(times) > 1 and times[-1] > share:
+            break
+    return sizes, times
+
+
+def fit_link(sizes: Sequence[float], seconds: Sequence[float], ranks: int) -> Link:
+    """Latency and bandwidth of ring allreduces with the least relative error, neither negative.
+
+    Args:
+        sizes: bytes of each, ascending; at least 2.
+        seconds: that each took.
+        ranks: that took part, 2 or more.
+
+    Raises:
+        ValueError: there are fewer than 2 sizes or ranks.
+    """
+    if len(sizes) < 2 or len(seconds) != len(sizes):
+        raise ValueError(f"sizes, seconds: expected 2 or more of both, got {len(sizes)}")
+    if ranks < 2:
+        raise ValueError(f"ranks: expected 2 or more, got {ranks}")
+    terms = np.array([[2 * (ranks - 1), 2 * (ranks - 1) / ranks * size] for size in sizes])
+    scaled = terms / np.asarray(seconds)[:, None]
+    (latency, per_byte), *_ = np.linalg.lstsq(scaled, np.ones(len(sizes)), rcond=None)
+    if latency < 0 or per_byte <= 0:  # noise; the largest size then says most of what matters
+        latency, per_byte = 0.0, seconds[-1] / terms[-1, 1]
+    return Link(float(latency), float(1 / per_byte))

@@ -1,0 +1,99 @@
+"""Bytes that a rank needs for a configuration.
+
+What a layer keeps per token is counted, not estimated: benchmarks/results/cpu/memory.json, by
+`benchmarks/memory.py`, agrees with the formula here to the byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from bert_unpad.nn.config import BertConfig
+from bert_unpad.plan.candidates import Candidate
+from bert_unpad.costs.workload import Workload
+
+__all__ = ["Memory", "layer_bytes_per_token", "memory_of"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at the peak of a step."""
+
+    weights: float
+    """In fp32, and with 16-bit activations copies in their type, kept for the backward pass."""
+    gradients: float
+    """In fp32; DDP's buckets are their only storage (`gradient_as_bucket_view`)."""
+    optimizer: float
+    """Two moments in fp32; a part of them where sharded."""
+    exchange: float
+    """Buffers on the wire, error feedback."""
+    activations: float
+    """Kept for the backward pass, and what one layer's backward pass needs besides."""
+    logits: float
+    """Of masked tokens, and the head's activations; the loss's gradient overwrites the logits."""
+
+    @property
+    def state(self) -> float:
+        """What does not depend on the batch."""
+        return self.weights + self.gradients + self.optimizer + self.exchange
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.state + self.activations + self.logits
+
+    def to_dict(self) -> dict[str, float]:
+        """As JSON keeps it, with the total."""
+        return {**asdict(self), "total": self.total}
+
+
+def layer_bytes_per_token(config: BertConfig, precision: str, recompute: str) -> int:
+    """What one encoder layer keeps for its backward pass; see docs/architecture.md."""
+    size = _bytes(precision)
+    if recompute == "layer":
+        return config.hidden_size * size
+    kept = 8 * config.hidden_size + 2 * config.intermediate_size
+    if recompute == "gelu":
+        kept -= config.intermediate_size
+    # log-sum-exp of each head; mean and reciprocal deviation of two LayerNorms
+    return kept * size + 4 * config.num_attention_heads + 16
+
+
+def memory_of(workload: Workload, candidate: Candidate, sharers: int) -> Memory:
+    """The memory of a rank.
+
+    Args:
+        workload: what is trained.
+        candidate: the configuration.
+        sharers: ranks that share the optimizer's state out; 1: none does.
+    """
+    config, parameters = workload.config, workload.parameters
+    size = _bytes(workload.precision)
+    tokens = workload.most_tokens(candidate.batch)
+    masked = workload.most_masked(tokens)
+    # bf16: the buffers that travel; PowerSGD: its error feedback and a copy to compute that from.
+    exchange = {"none": 0, "bf16": 2, "power_sgd": 8}[candidate.compression]
+    layers = config.num_hidden_layers * layer_bytes_per_token(
+        config, workload.precision, candidate.recompute
+    )
+    if candidate.recompute == "layer":  # the one that is being computed again
+        layers += layer_bytes_per_token(config, workload.precision, "none")
+    # The embedding's sum and output; the gradients of the GELU's output and input, of a layer's
+    # input and of its two residuals.
+    layers += (
+        2 * config.hidden_size + 2 * config.intermediate_size + 3 * config.hidden_size
+    ) * size
+    # Gathered states, the transform's three outputs; gradients of as many at most.
+    head = config.padded_vocab_size + 8 * config.hidden_size
+    return Memory(
+        weights=parameters * (4 + (2 if size == 2 else 0)),
+        gradients=4 * parameters,
+        optimizer=8 * parameters * workload.shard_share(sharers),
+        exchange=exchange * parameters,
+        activations=tokens * layers,
+        logits=masked * head * size,
+    )
+
+
+def _bytes(precision: str) -> int:
+    return 4 if precision == "fp32" else 2

@@ -1,0 +1,1 @@
+"""Which examples each rank trains on in each step, and the lengths that this depends on."""

@@ -1,0 +1,1 @@
+"""Examples on disk and in memory, and the cache folder."""

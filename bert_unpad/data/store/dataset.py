@@ -1,0 +1,66 @@
+"""What is asked of a set of examples, whatever file format they are in."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bert_unpad.data.store.example_batch import ExampleBatch
+
+__all__ = ["ExampleDataset", "NoExamples"]
+
+
+class ExampleDataset(Protocol):
+    """Examples by index.
+
+    Attributes:
+        lengths: uint16 [N], tokens of each example.
+        vocab_size: number of ids.
+        unmaskable_ids: ids that are never predicted.
+        max_seq_length: longest allowed example, in tokens.
+        has_masks: whether the examples bring their masks.
+    """
+
+    lengths: NDArray[np.uint16]
+    vocab_size: int
+    unmaskable_ids: tuple[int, ...]
+    max_seq_length: int
+    has_masks: bool
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: NDArray[np.integer]) -> ExampleBatch:
+        """Examples at indices [B], each of 0 to len - 1, in the order given; ids are indices."""
+
+    def target_counts(self) -> NDArray[np.int64]:
+        """int64 [vocab_size]: how often each token is to be predicted, or, without masks, may be.
+
+        Ids in `unmaskable_ids` count 0.
+        """
+
+
+class NoExamples:
+    """An empty set: the held-out examples of data that has none. See `ExampleDataset`."""
+
+    has_masks = False
+
+    def __init__(self, like: ExampleDataset) -> None:
+        self.lengths = np.empty(0, np.uint16)
+        self.vocab_size = like.vocab_size
+        self.unmaskable_ids = like.unmaskable_ids
+        self.max_seq_length = like.max_seq_length
+
+    def __len__(self) -> int:
+        return 0
+
+    def batch(self, indices: NDArray[np.integer]) -> ExampleBatch:
+        """No examples, the only ones there are."""
+        if len(indices):
+            raise IndexError(f"indices: expected none, got {len(indices)}")
+        return ExampleBatch.empty(np.dtype(np.int64))
+
+    def target_counts(self) -> NDArray[np.int64]:
+        """Zeros."""
+        return np.zeros(self.vocab_size, np.int64)

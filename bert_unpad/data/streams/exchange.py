@@ -1,0 +1,395 @@
+"""Equal work without a global index: ranks read their own examples and exchange them, ahead of use.
+
+Works in rounds, one a step, in a background thread. In a round each rank reads its share of the
+step, all ranks tell each other the lengths, each of them deals the examples out by the same rule
+(`_balancer.deal`) and examples travel to their new ranks. A round takes place on all ranks or on
+none: a rank whose reader has failed, is late, or that is about to stop says so together with its
+lengths, and all of them drop that round. (Balancing by exchange in background threads is the method
+of Baidu's MLPerf BERT submission.)
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bert_unpad._balancer import WorkModel, deal
+from bert_unpad.data.collate import Prefetcher
+from bert_unpad.data.store.example_batch import ExampleBatch
+from bert_unpad.data.sampling.balanced_sampler import efficiency
+from bert_unpad.data.streams.stream import ExampleStream, token_dtype
+from bert_unpad.data.streams.position import StreamPosition
+from bert_unpad.data.streams.transport import Transport
+
+__all__ = ["ExampleExchange", "ExchangeError", "ExchangedStep"]
+
+logger = logging.getLogger(__name__)
+
+_OK, _FAILED, _LATE, _STOPPING = range(4)
+# What each rank says in a round: status, examples read, its position in the epoch after them, a
+# digest of the plan before, checksums of what it has read and been given before; then the lengths,
+# with the numbers of given masks in higher bits.
+_FIELDS = 6
+_LENGTH_BITS = 16  # lengths are uint16 everywhere
+_WAIT_SLICE = 0.25  # seconds between two looks at whether the exchange was closed meanwhile
+_READ_AHEAD = 2  # steps that wait in front of the exchange
+_MAX_TEXT = 4000  # characters of an error that other ranks are told
+
+
+class ExchangeError(RuntimeError):
+    """A rank's reader has failed or is late, or ranks do not agree; raised on all ranks.
+
+    Attributes:
+        ranks: whose fault it is; none if that is not known.
+    """
+
+    def __init__(self, message: str, ranks: list[int]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+@dataclass(frozen=True)
+class ExchangedStep:
+    """What one rank gets in one step."""
+
+    examples: ExampleBatch
+    """Longest first."""
+    epoch: int
+    state: dict[str, Any]
+    """Where all ranks stand after this step; the same on all of them. See `ExampleExchange`."""
+    straggler_efficiency: float
+    """Mean over greatest work of a rank, by the work model."""
+    seconds: float
+    """From the first word to the other ranks to having the examples; waiting for them included."""
+    bytes_sent: int
+    """Of examples, to other ranks."""
+
+
+class ExampleExchange(Iterator[ExchangedStep]):
+    """Steps of examples from streams, epoch after epoch without end.
+
+    Every example that some rank's stream gives is used once an epoch by one rank; a checksum over
+    all ranks proves it at each epoch's end. An epoch ends when all streams have ended. In each
+    group of ranks that exchanges, numbers of examples differ by one at most (not with "greedy").
+
+    All ranks must make one with the same arguments (but for the stream) and take the same steps.
+    Use it as a context manager, or call `close()` on all ranks.
+
+    Args:
+        stream: this rank's.
+        batch_size: examples that each rank reads for a step.
+        exchange: "none", "group" (within a node), "world", or "hierarchical" (as far as world, but
+            within nodes first, then across).
+        dealing: "plain", "snake", "lpt" or "greedy", see `_balancer.deal`.
+        work: work of a sequence by its length; by default that of BERT-large's layers.
+        node_size: ranks of a node, neighbours in number; by default all ranks.
+        reader_timeout: seconds that a stream may take for a step.
+        timeout: seconds after which an operation fails that some rank does not join: more than any
+            pause of training (a rank that has enough steps in its queue joins no further one).
+        depth: finished steps that may wait.
+        state: go on from there: `ExchangedStep.state` of the last step trained on. With another
+            number of ranks what is left of the epoch is divided anew, if the stream can do that.
+
+    Raises:
+        ValueError: an argument is out of range or differs between ranks, or the state is damaged or
+            of another stream.
+    """
+
+    def __init__(
+        self,
+        stream: ExampleStream,
+        *,
+        batch_size: int,
+        exchange: str = "world",
+        dealing: str = "lpt",
+        work: WorkModel | None = None,
+        node_size: int | None = None,
+        reader_timeout: float = 120.0,
+        timeout: float = 1800.0,
+        depth: int = 1,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size: expected 1 or more, got {batch_size}")
+        if depth < 1:
+            raise ValueError(f"depth: expected 1 or more, got {depth}")
+        if not reader_timeout > 0:
+            raise ValueError(f"reader_timeout: expected more than 0 s, got {reader_timeout}")
+        self._stream = stream
+        self._batch_size = batch_size
+        self._dealing = dealing
+        self._work = WorkModel.for_hidden() if work is None else work
+        self._reader_timeout = reader_timeout
+        none, nobody = np.empty(0, np.uint16), np.zeros(1, np.int64)
+        deal(none, nobody, dealing=dealing, group_ranks=1, work=self._work)  # checks `dealing`
+        self._transport = Transport(exchange, node_size, timeout)
+        self.rank, self.num_ranks = self._transport.rank, self._transport.num_ranks
+        self._identity = stream.identity()
+        self._nothing = ExampleBatch.empty(token_dtype(stream.vocab_size), stream.has_masks)
+        self._position = StreamPosition.begin(0, self.num_ranks)
+        try:
+            self._agree(exchange, state)  # so that loading fails on all ranks or on none
+            if state is not None:
+                self._position = StreamPosition.load(state, stream, self.num_ranks)
+        except BaseException:
+            self._transport.close()
+            raise
+        self._plan_digest = 0
+        self._sums = np.zeros(2, np.uint64)  # of what this rank has read, and of what it was given
+        self._in_epoch = sum(map(sum, [self._position.positions, *self._position.past]))
+        self._closed = False
+        self._ready: deque[ExchangedStep | BaseException | None] = deque()
+        self._filled = threading.Semaphore(0)
+        self._room = threading.Semaphore(depth)
+        self._reader = Prefetcher(
+            lambda batch, _: batch,
+            self._read(self._position.epoch, self._position.positions[self.rank]),
+            depth=_READ_AHEAD,
+        )
+        self._thread = threading.Thread(target=self._run, name="bert_unpad-exchange", daemon=True)
+        self._thread.start()
+
+    def _agree(self, exchange: str, state: Mapping[str, Any] | None) -> None:
+        mine = {
+            "batch_size": self._batch_size,
+            "exchange": exchange,
+            "dealing": self._dealing,
+            "work": (self._work.linear, self._work.quadratic),
+            "node_size": self._transport.node_size,
+            "stream.vocab_size": self._stream.vocab_size,
+            "stream.has_masks": self._stream.has_masks,
+            "stream.identity()": self._identity,
+            "state": state,
+        }
+        for rank, theirs in enumerate(self._transport.share_object(mine)):
+            for name, value in mine.items():
+                if theirs[name] != value:
+                    raise ValueError(
+                        f"{name}: expected the same on all ranks, got {value} on rank {self.rank} "
+                        f"and {theirs[name]} on rank {rank}"
+                    )
+
+    def _read(self, epoch: int, start: int) -> Iterator[ExampleBatch]:
+        """This rank's share of each step; no examples at an epoch's end."""
+        while True:
+            for batch in self._stream.batches(epoch, start, self._batch_size):
+                yield replace(batch, tokens=batch.tokens.astype(self._nothing.tokens.dtype))
+            yield self._nothing
+            epoch, start = epoch + 1, 0
+
+    def __next__(self) -> ExchangedStep:
+        """The next step; waits for it.
+
+        Raises:
+            ExchangeError: some rank's reader has failed or is late.
+            StopIteration: the exchange was closed.
+        """
+        self._filled.acquire()
+        item = self._ready.popleft()
+        if item is None or isinstance(item, BaseException):
+            self._ready.append(None)
+            self._filled.release()
+            if item is None:
+                raise StopIteration
+            raise item
+        self._room.release()
+        return item
+
+    def close(self, seconds: float = 10.0) -> None:
+        """Stops on this rank, and on the others once they have used up what waits there.
+
+        Returns when all ranks have agreed to stop, or have failed; after this many seconds the
+        groups are torn down instead. May be called twice, and while another thread waits in
+        `next()`.
+        """
+        self._closed = True
+        self._room.release()
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            logger.warning(
+                "rank %d: some rank has not stopped exchanging examples within %g s",
+                *(self.rank, seconds),
+            )
+            self._transport.abort()
+        else:
+            self._transport.close()
+        self._reader.close(_WAIT_SLICE)
+        self._put(None)
+
+    def __enter__(self) -> ExampleExchange:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _put(self, item: ExchangedStep | BaseException | None) -> None:
+        self._ready.append(item)
+        self._filled.release()
+
+    def _run(self) -> None:
+        """The thread: rounds until something ends them."""
+        ended = False
+        try:
+            while True:
+                self._room.acquire()
+                step = None
+                while step is None:  # more than once where an epoch ends
+                    status, batch, error = self._take(ended)
+                    ended = not len(batch)
+                    step = self._round(status, batch, error)
+                    ended = ended and step is not None
+                self._put(step)
+        except _Stopped:
+            self._put(None)
+        except ExchangeError as error:
+            self._put(error)
+        except BaseException as error:
+            broken = ExchangeError(
+                f"rank {self.rank}: the exchange of examples broke down "
+                f"{self._where()}: {type(error).__name__}: {error}",
+                [],
+            )
+            broken.__cause__ = error
+            self._put(broken)
+
+    def _take(self, ended: bool) -> tuple[int, ExampleBatch, BaseException | None]:
+        """How reading went, and this rank's share of a step: empty where its epoch has ended."""
+        nothing = self._nothing
+        deadline = time.monotonic() + self._reader_timeout
+        while not self._closed:
+            if ended:
+                return _OK, nothing, None
+            left = deadline - time.monotonic()
+            try:
+                batch = self._reader.next_within(max(min(_WAIT_SLICE, left), 0.0))
+            except TimeoutError as error:
+                # The reader itself may have raised this one: then its thread has ended.
+                if self._reader.ended:
+                    return _FAILED, nothing, error
+                if left <= _WAIT_SLICE:
+                    return _LATE, nothing, error
+            except BaseException as error:
+                return _FAILED, nothing, error
+            else:
+                return _OK, batch, None
+        return _STOPPING, nothing, None
+
+    def _round(
+        self, status: int, batch: ExampleBatch, error: BaseException | None
+    ) -> ExchangedStep | None:
+        """One step, on all ranks; None if all ranks have come to the epoch's end.
+
+        Raises:
+            _Stopped: this rank wants to stop, and it or another one has said so.
+            ExchangeError: something is wrong, or another rank wants to stop.
+        """
+        started = time.perf_counter()
+        row = np.zeros(_FIELDS + self._batch_size, np.int64)
+        position = self._position.positions[self.rank] + len(batch)
+        row[:_FIELDS] = status, len(batch), position, self._plan_digest, *self._sums.view(np.int64)
+        row[_FIELDS : _FIELDS + len(batch)] = batch.lengths
+        if batch.masks is not None:
+            row[_FIELDS : _FIELDS + len(batch)] |= batch.masks.counts << _LENGTH_BITS
+        rows = self._transport.share(row)
+        self._check(rows, error)
+        counts = np.ascontiguousarray(rows[:, 1])
+        sizes = rows[:, _FIELDS:][np.arange(self._batch_size) < counts[:, None]]
+        lengths = sizes & ((1 << _LENGTH_BITS) - 1)
+        mask_counts = sizes >> _LENGTH_BITS if self._stream.has_masks else None
+        if not len(lengths):
+            self._end_epoch(rows)
+            return None
+        holders = np.repeat(np.arange(self.num_ranks), counts)
+        receivers = deal(
+            lengths.astype(np.uint16),
+            counts,
+            dealing=self._dealing,
+            group_ranks=self._transport.group_ranks,
+            work=self._work,
+        )
+        self._plan_digest = zlib.crc32(receivers.astype("<i8", copy=False).data)
+        sent = self._transport.bytes_sent
+        examples = self._transport.exchange(batch, lengths, holders, receivers, mask_counts)
+        seconds = time.perf_counter() - started
+        self._position = self._position.moved(rows[:, 2].tolist())
+        self._in_epoch += len(lengths)
+        self._sums += np.array([batch.checksum(), examples.checksum()])
+        linear, quadratic = self._work.linear, self._work.quadratic
+        work = np.bincount(
+            receivers, lengths * (linear + quadratic * lengths), minlength=self.num_ranks
+        )
+        return ExchangedStep(
+            examples.longest_first(),
+            self._position.epoch,
+            self._position.state(self._identity),
+            float(efficiency(work[None])[0]),
+            seconds,
+            self._transport.bytes_sent - sent,
+        )
+
+    def _where(self) -> str:
+        return f"in epoch {self._position.epoch}, after {self._in_epoch} examples of all ranks"
+
+    def _check(self, rows: NDArray[np.int64], error: BaseException | None) -> None:
+        """Ends the round unless every rank is well: by what all know, so that all end it."""
+        statuses, digests = rows[:, 0], rows[:, 3]
+        faulty = np.flatnonzero((statuses == _FAILED) | (statuses == _LATE)).tolist()
+        if faulty:
+            text = "" if error is None else f"{type(error).__name__}: {error}"[:_MAX_TEXT]
+            texts = self._transport.share_object(text)
+            reasons = [
+                f"rank {rank}: its reader failed: {texts[rank]}"
+                if statuses[rank] == _FAILED
+                else f"rank {rank}: its reader gave no examples for {self._reader_timeout:g} s "
+                "(reader_timeout)"
+                for rank in faulty
+            ]
+            raise ExchangeError(f"{'; '.join(reasons)} ({self._where()})", faulty) from error
+        stopping = np.flatnonzero(statuses == _STOPPING).tolist()
+        if stopping and self._closed:
+            raise _Stopped
+        if stopping:
+            raise ExchangeError(
+                f"ranks {stopping} have stopped exchanging examples ({self._where()})", stopping
+            )
+        differing = np.flatnonzero(digests != digests[0]).tolist()
+        if differing:
+            raise ExchangeError(
+                f"ranks {differing} have dealt the examples of the last step out otherwise than "
+                f"rank 0 ({self._where()})",
+                differing,
+            )
+
+    def _end_epoch(self, rows: NDArray[np.int64]) -> None:
+        read, given = rows[:, 4:6].view(np.uint64).sum(axis=0)
+        if read != given:
+            raise ExchangeError(
+                f"examples were lost, repeated or altered between ranks ({self._where()})",
+                list(range(self.num_ranks)),
+            )
+        if not self._in_epoch:
+            raise ExchangeError(
+                f"no rank's stream gave an example in epoch {self._position.epoch}",
+                list(range(self.num_ranks)),
+            )
+        self._position = StreamPosition.begin(self._position.epoch + 1, self.num_ranks)
+        self._in_epoch = 0
+
+
+class _Stopped(Exception):
+    """A rank has told the others that it stops, and this one was to stop as well."""

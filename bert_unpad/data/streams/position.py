@@ -1,0 +1,79 @@
+"""Where the ranks stand in their streams: the part of an exchange that a checkpoint keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bert_unpad.data.streams.stream import ExampleStream
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """How many examples of an epoch each rank has used."""
+
+    epoch: int
+    positions: list[int]
+    """By rank, since the ranks have last changed in this epoch."""
+    past: list[list[int]]
+    """The same when they changed, for each time they did."""
+
+    @classmethod
+    def begin(cls, epoch: int, num_ranks: int) -> StreamPosition:
+        """The beginning of an epoch."""
+        return cls(epoch, [0] * num_ranks, [])
+
+    @classmethod
+    def load(
+        cls, state: Mapping[str, Any], stream: ExampleStream, num_ranks: int
+    ) -> StreamPosition:
+        """Reads what `state` returned, and prepares the stream to go on from there.
+
+        Args:
+            state: of this number of ranks or of another one; then what is left of the epoch is
+                divided anew.
+            stream: of any rank.
+            num_ranks: how many ranks go on.
+
+        Raises:
+            ValueError: the state is damaged or of another stream, or the stream cannot go on with
+                another number of ranks.
+        """
+        try:
+            version, epoch = int(state["version"]), int(state["epoch"])
+            positions = [int(n) for n in state["positions"]]
+            past = [[int(n) for n in entry] for entry in state["past"]]
+            identity = dict(state["stream"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"state: not a state of ExampleExchange ({error!r})") from error
+        if version != _VERSION:
+            raise ValueError(f"state: expected version {_VERSION}, got {version}")
+        if epoch < 0 or not positions or any(n < 0 for entry in [positions, *past] for n in entry):
+            raise ValueError("state: expected an epoch and positions of 0 or more")
+        if identity != stream.identity():
+            raise ValueError(
+                f"state: saved with another stream: {identity}, this one is {stream.identity()}"
+            )
+        if len(positions) != num_ranks:
+            past = [*past, positions] if any(positions) else past
+            positions = [0] * num_ranks
+        if past:
+            stream.continue_after(epoch, past)
+        return cls(epoch, positions, past)
+
+    def state(self, identity: dict[str, Any]) -> dict[str, Any]:
+        """As JSON values, with the stream's identity."""
+        return {
+            "version": _VERSION,
+            "epoch": self.epoch,
+            "positions": self.positions,
+            "past": self.past,
+            "stream": identity,
+        }
+
+    def moved(self, positions: list[int]) -> StreamPosition:
+        """Further on in the same epoch."""
+        return StreamPosition(self.epoch, positions, self.past)

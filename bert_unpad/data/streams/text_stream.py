@@ -1,0 +1,278 @@
+"""Text that is read while it is trained on: a stream of the `datasets` library, one part per rank.
+
+    stream:NAME?config=...&split=...&sample=ROWS
+
+Nothing is read through beforehand but a sample, the first rows, which gives the vocabulary and the
+held-out documents. The rest is tokenized a buffer of documents at a time, in a thread of its own,
+while examples of the buffer before are in use. A buffer depends on its place in the epoch alone,
+and `datasets` can go on reading where one began: so a run resumes without reading anything twice
+but the buffer that it was in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlencode
+
+import numpy as np
+
+from bert_unpad.data.collate import Prefetcher
+from bert_unpad.data.text.corpus import is_held_out, sentences_of, tokenize_in_memory
+from bert_unpad.data.store.example_batch import ExampleBatch
+from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR, PairPlanner, gather_pairs
+from bert_unpad.data.streams.stream import check_rank, refuse_other_ranks, shuffle_by_key, token_dtype
+from bert_unpad.data.text.tokenizer import WordPieceTokenizer
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+__all__ = ["TextStream", "is_streamed", "parse_streamed"]
+
+_PREFIX = "stream:"
+_SAMPLE = 20_000  # rows: some 20 MB of text, enough for a vocabulary of 30,000
+_CHARACTERS_PER_TOKEN = 4  # of English, about; decides only how much text a buffer takes in
+
+
+def is_streamed(source: str) -> bool:
+    """Whether a `DataConfig.source` names text that is read while it is trained on."""
+    return source.startswith(_PREFIX)
+
+
+def parse_streamed(source: str) -> tuple[str, str]:
+    """Specifications, for `HuggingFaceSource`, of the whole stream and of its sample.
+
+    Raises:
+        ValueError: an option is wrong.
+    """
+    name, _, query = source.removeprefix(_PREFIX).partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    sample = options.pop("sample", str(_SAMPLE))
+    if not sample.isdecimal() or int(sample) < 1:
+        raise ValueError(f"source={source!r}: sample must be a positive number of rows")
+    for option in ("streaming", "limit"):
+        if option in options:
+            raise ValueError(f"source={source!r}: stream: has no option {option}")
+    options["streaming"] = "true"
+    whole = f"{name}?{urlencode(options)}"
+    return whole, f"{whole}&limit={sample}"
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """Documents that become examples together."""
+
+    number: int
+    """In the epoch."""
+    documents: list[list[str]]
+    before: dict[str, Any] | None
+    """State of the data set before these documents; None at its beginning."""
+
+
+_Begin = tuple[int, int, int, dict[str, Any] | None]
+
+
+class TextStream:
+    """One rank's part of a data set's rows as examples. See `ExampleStream`.
+
+    Each row is a document. Second segments that do not follow are from other documents of the same
+    buffer. Documents are not compared with each other: what is there twice is used twice. Resuming
+    takes as many ranks as before.
+
+    Args:
+        dataset: rows of text, the same on all ranks; what `load_dataset(..., streaming=True)`
+            returns. Its shards are divided among the ranks where their number is a multiple of the
+            number of ranks, else its rows are.
+        tokenizer: text to ids.
+        rank: this one, 0 to num_ranks - 1.
+        num_ranks: how many share the data set.
+        column: with the text.
+        max_seq_length: longest example in tokens, at least 5.
+        short_seq_prob: see `PairPlanner`.
+        held_out_share: documents that are left out, as `Spool.held_out` chooses them.
+        pair_seed: of the choice of pairs.
+        seed: of the shuffling.
+        shuffle_buffer: examples that are made and shuffled at a time, about.
+        name: of the data, to tell a position saved for other data.
+
+    Raises:
+        TypeError: `dataset` is not a stream.
+        ValueError: an argument is out of range.
+    """
+
+    has_masks = False
+
+    def __init__(
+        self,
+        dataset: IterableDataset,
+        tokenizer: WordPieceTokenizer,
+        rank: int,
+        num_ranks: int,
+        *,
+        column: str = "text",
+        max_seq_length: int = 128,
+        short_seq_prob: float = 0.1,
+        held_out_share: float = 0.0,
+        pair_seed: int = 0,
+        seed: int = 0,
+        shuffle_buffer: int = 8192,
+        name: str = "",
+    ) -> None:
+        check_rank(rank, num_ranks)
+        if shuffle_buffer < 1:
+            raise ValueError(f"shuffle_buffer: expected 1 or more, got {shuffle_buffer}")
+        if not hasattr(dataset, "load_state_dict"):
+            raise TypeError(
+                "dataset: expected an IterableDataset of `datasets` (streaming=True), got "
+                f"{type(dataset).__name__}"
+            )
+        self.vocab_size = tokenizer.vocab_size
+        self._dataset, self._column = dataset, column
+        self._tokenizer = tokenizer
+        self._rank, self._num_ranks = rank, num_ranks
+        self._max_seq_length, self._short_seq_prob = max_seq_length, short_seq_prob
+        self._held_out_share = held_out_share
+        self._pair_seed, self._seed = pair_seed, seed
+        self._buffer = shuffle_buffer
+        self._name = name
+        # Where buffers began, as far as training may still be there: epoch, examples before, number
+        # and state of the data set. The reading thread appends.
+        self._begins: deque[_Begin] = deque()
+        self._go_to: _Begin | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """See `ExampleStream`."""
+        tokenizer = self._tokenizer
+        vocabulary = hashlib.sha256("\n".join(tokenizer.vocabulary).encode()).hexdigest()
+        return {
+            "name": self._name,
+            "column": self._column,
+            "vocabulary": vocabulary,
+            "lowercase": tokenizer.lowercase,
+            "max_seq_length": self._max_seq_length,
+            "short_seq_prob": self._short_seq_prob,
+            "held_out_share": self._held_out_share,
+            "pair_seed": self._pair_seed,
+            "seed": self._seed,
+            "shuffle_buffer": self._buffer,
+        }
+
+    def continue_after(self, epoch: int, past: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError unless nothing has been read in the epoch so far."""
+        refuse_other_ranks(epoch, past, self._num_ranks)
+
+    def place(self, epoch: int, position: int) -> dict[str, Any] | None:
+        """What to give `go_to` in another process, to go on at that position of the epoch.
+
+        Args:
+            epoch: the epoch.
+            position: how many examples of it this rank has used; may only grow from call to call.
+
+        Returns:
+            The beginning of the buffer that the position is in, as JSON values; None if it has not
+            been read by this object, and at the beginning of an epoch.
+        """
+        while len(self._begins) > 1 and self._begins[1][:2] <= (epoch, position):
+            self._begins.popleft()
+        if not self._begins or self._begins[0][:2] > (epoch, position):
+            return None
+        found, examples, number, state = self._begins[0]
+        if found != epoch or state is None:
+            return None
+        return {"epoch": epoch, "examples": examples, "buffer": number, "state": state}
+
+    def go_to(self, place: dict[str, Any]) -> None:
+        """Where the next `batches` of that epoch need not read what comes before; from `place`."""
+        self._go_to = (place["epoch"], place["examples"], place["buffer"], place["state"])
+
+    def batches(self, epoch: int, start: int, batch_size: int) -> Iterator[ExampleBatch]:
+        """See `ExampleStream`.
+
+        Raises:
+            ValueError: the data set has no such column, or a row has something else there.
+        """
+        position, number, state = 0, 0, None
+        if self._go_to is not None and (epoch, 0) <= self._go_to[:2] <= (epoch, start):
+            _, position, number, state = self._go_to
+        while self._begins and self._begins[-1][:2] >= (epoch, position):
+            self._begins.pop()  # of an earlier call
+        left = ExampleBatch.empty(token_dtype(self.vocab_size))
+        with Prefetcher(self._examples, self._buffers(number, state), epoch=epoch, depth=1) as made:
+            for buffer, examples in made:
+                self._begins.append((epoch, position, buffer.number, buffer.before))
+                ids = (position + np.arange(len(examples))) * self._num_ranks + self._rank
+                examples.ids[:] = ids
+                skipped = max(start - position, 0)
+                position += len(examples)
+                left = ExampleBatch.concatenate([left, examples[skipped:]])
+                full = len(left) // batch_size * batch_size
+                for first in range(0, full, batch_size):
+                    yield left[first : first + batch_size]
+                left = left[full:]
+        if len(left):
+            yield left
+
+    def _buffers(self, number: int, state: dict[str, Any] | None) -> Iterator[_Buffer]:
+        """This rank's documents, from the beginning of a buffer on."""
+        part = importlib.import_module("datasets.distributed").split_dataset_by_node(
+            self._dataset, self._rank, self._num_ranks
+        )
+        if state is not None:
+            part.load_state_dict(state)
+        enough = self._buffer * self._max_seq_length * _CHARACTERS_PER_TOKEN
+        documents: list[list[str]] = []
+        size = 0
+        for row in part:
+            text = self._text(row)
+            sentences = sentences_of(text)
+            if not sentences or is_held_out(sentences, self._held_out_share):
+                continue
+            documents.append(sentences)
+            size += len(text)
+            if size >= enough:
+                yield _Buffer(number, documents, state)
+                number, documents, size, state = number + 1, [], 0, part.state_dict()
+        if documents:
+            yield _Buffer(number, documents, state)
+
+    def _text(self, row: dict[str, Any]) -> str:
+        if self._column not in row:
+            raise ValueError(
+                f"column: {self._name or 'the data set'} has no column {self._column!r}; expected "
+                f"one of {', '.join(row)}"
+            )
+        text = row[self._column]
+        if text is not None and not isinstance(text, str):
+            raise ValueError(
+                f"column: expected text in column {self._column!r} of "
+                f"{self._name or 'the data set'}, got {type(text).__name__}"
+            )
+        return text or ""
+
+    def _examples(self, buffer: _Buffer, epoch: int) -> tuple[_Buffer, ExampleBatch]:
+        """All examples of a buffer, shuffled; without their ids."""
+        tokenizer = self._tokenizer
+        corpus = tokenize_in_memory(
+            buffer.documents, tokenizer, self._max_seq_length - SPECIAL_PER_PAIR
+        )
+        planner = PairPlanner(
+            corpus,
+            tokenizer.is_continuation,
+            max_seq_length=self._max_seq_length,
+            short_seq_prob=self._short_seq_prob,
+            seed=f"{self._pair_seed}, {epoch}, {self._rank}, {buffer.number}",
+        )
+        plans = [pair for document in range(corpus.documents) for pair in planner.plan(document)]
+        dtype = token_dtype(self.vocab_size)
+        if not plans:
+            return buffer, ExampleBatch.empty(dtype)
+        if self._buffer > 1:
+            key = (self._seed, epoch, self._rank, buffer.number)
+            plans = [plans[i] for i in shuffle_by_key(np.arange(len(plans)), *key)]
+        tokens, lengths, second_starts, labels = gather_pairs(corpus.tokens, tokenizer, plans)
+        ids = np.zeros(len(plans), np.int64)
+        return buffer, ExampleBatch(ids, lengths, second_starts, labels, tokens.astype(dtype))

@@ -1,0 +1,131 @@
+"""Clipping before the average under FSDP2, where a gradient is reduced to shards.
+
+FSDP hands the whole gradient of one group of parameters to its reduce-scatter: the one place where
+a rank's own contribution can still be bounded. The groups are fixed, so the bounds are too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from bert_unpad.distributed.bucket_shares import Policy
+from bert_unpad.distributed.bucket_clip import ClipReport
+from bert_unpad.ops import clip_bucket_
+
+__all__ = ["ShardedClip"]
+
+
+class ShardedClip:
+    """`BucketClip` for `fully_shard`: a bucket is one module that `fully_shard` was called on.
+
+    The squares of the bounds add up to max_norm^2, so the average's norm is at most max_norm; a
+    group that is not finite arrives as NaN on all ranks. Gradients must be reduced in float32 or
+    bfloat16. With one rank FSDP does not call its reduce-scatter, and nothing is clipped.
+
+    Args:
+        max_norm: bound on the averaged gradient's norm.
+        policy: equal or numel.
+
+    Raises:
+        ValueError: for another policy, or a max_norm that is not positive.
+    """
+
+    def __init__(self, max_norm: float, policy: Policy = "numel") -> None:
+        if policy not in ("equal", "numel"):
+            raise ValueError(f"policy must be equal or numel under FSDP, got {policy!r}")
+        if not max_norm > 0:
+            raise ValueError(f"max_norm must be positive, got {max_norm}")
+        self._max_norm = float(max_norm)
+        self._policy = policy
+        self._groups: list[_ClippedReduceScatter] = []
+
+    def attach(self, model: nn.Module) -> ShardedClip:
+        """Takes over the reduce-scatter of every group in `model`; returns self.
+
+        Args:
+            model: after all calls of `fully_shard`.
+
+        Raises:
+            ValueError: there is no group with a parameter that requires a gradient.
+        """
+        sizes: dict[FSDPModule, int] = {}
+        _count_groups(model, None, sizes, set())
+        total = sum(sizes.values())
+        if not total:
+            raise ValueError("model has no parameters that fully_shard manages")
+        for module, size in sizes.items():
+            if not size:
+                continue
+            share = size / total if self._policy == "numel" else 1 / sum(map(bool, sizes.values()))
+            group = _ClippedReduceScatter(math.sqrt(share) * self._max_norm)
+            module.set_custom_reduce_scatter(group)
+            self._groups.append(group)
+        return self
+
+    def report(self) -> ClipReport:
+        """Of each group's latest reduction, in the order of `model.modules()`.
+
+        Raises:
+            RuntimeError: nothing was reduced yet.
+        """
+        seen = [group for group in self._groups if group.norm is not None]
+        if not seen:
+            raise RuntimeError("no gradient has been reduced yet")
+        norms = torch.stack([group.norm for group in seen])
+        bounds = torch.tensor([group.bound for group in seen]).to(norms.device)
+        return ClipReport(norms, bounds, torch.stack([group.finite for group in seen]).all())
+
+
+def _count_groups(
+    module: nn.Module, owner: FSDPModule | None, sizes: dict[FSDPModule, int], seen: set[int]
+) -> None:
+    """Adds a module's parameters to the group of the nearest module that is sharded."""
+    if isinstance(module, FSDPModule):
+        owner = module
+        sizes.setdefault(owner, 0)
+    for parameter in module.parameters(recurse=False):
+        if owner is not None and parameter.requires_grad and id(parameter) not in seen:
+            seen.add(id(parameter))
+            sizes[owner] += parameter.numel()
+    for child in module.children():
+        _count_groups(child, owner, sizes, seen)
+
+
+class _ClippedReduceScatter(ReduceScatter):
+    def __init__(self, bound: float) -> None:
+        self.bound = bound
+        self.norm: Tensor | None = None
+        self.finite: Tensor | None = None
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if op != dist.ReduceOp.AVG:
+            raise RuntimeError(
+                "ShardedClip: FSDP asks for another reduction than the average; reduce in float32 "
+                "or bfloat16, and set no divide factor"
+            )
+        self.norm = clip_bucket_(input_tensor, self.bound, factor=1.0 / group.size())
+        if async_op:
+            raise RuntimeError("ShardedClip: FSDP asks for an asynchronous reduction")
+        dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group)
+        # NaN has spread over the whole input of a rank, so any number of the sum shows it.
+        self.finite = output_tensor[:1].isfinite().all()
+        return None

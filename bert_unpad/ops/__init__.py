@@ -1,0 +1,38 @@
+"""The functional operators, on `torch.ops.bert_unpad`.
+
+Activations are float32, bfloat16 or float16, packed as [tokens, ...]; statistics, softmax and sums
+are computed in float32. Every operator works under `torch.compile(fullgraph=True)` and has an
+autograd formula, except those that end in an underscore: they write into what they are given.
+"""
+
+from bert_unpad.ops.attention import varlen_attention, varlen_cross_attention
+from bert_unpad.ops.clip import clip_bucket_
+from bert_unpad.ops.embedding import embedding_layer_norm
+from bert_unpad.ops.fp8 import fp8_linear
+from bert_unpad.ops.gelu import bias_gelu
+from bert_unpad.ops.linear_layer import linear, linear_residual
+from bert_unpad.ops.loss import masked_cross_entropy
+from bert_unpad.ops.feed_forward import mlp
+from bert_unpad.ops.norm import dropout_add_layer_norm
+from bert_unpad.ops.optim import adam_, lamb_, multi_tensor_l2norm, multi_tensor_scale_
+from bert_unpad.ops.products import accumulate_in_place, time_algorithms
+
+__all__ = [
+    "accumulate_in_place",
+    "adam_",
+    "bias_gelu",
+    "clip_bucket_",
+    "dropout_add_layer_norm",
+    "embedding_layer_norm",
+    "fp8_linear",
+    "lamb_",
+    "linear",
+    "linear_residual",
+    "masked_cross_entropy",
+    "mlp",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale_",
+    "time_algorithms",
+    "varlen_attention",
+    "varlen_cross_attention",
+]

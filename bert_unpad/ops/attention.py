@@ -1,0 +1,196 @@
+"""Variable-length attention: fake kernels and autograd over the C++ operators."""
+
+import math
+from collections.abc import Collection
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bert_unpad import _library as _library  # schemas must exist
+from bert_unpad.ops import rng as _rng
+from bert_unpad.batch import VarlenBatch
+
+_ops = torch.ops.bert_unpad
+
+HEAD_DIMS: dict[str, Collection[int]] = {"cpu": range(1, 129), "cuda": (32, 64, 128)}
+"""Widths of one attention head that there are kernels for, by type of device."""
+
+
+def varlen_attention(
+    qkv: Tensor,
+    batch: VarlenBatch | Tensor,
+    max_seqlen: int | None = None,
+    *,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    rng: Tensor | None = None,
+    schedule: Literal["list", "groups"] = "list",
+) -> Tensor:
+    """Self-attention over packed sequences: softmax(q k^T * scale), dropout, times v.
+
+    No token sees another sequence, and no padding is computed. Exact attention, one pass over the
+    keys' strip of scores; the backward pass recomputes them from the log-sum-exp, as in Dao et al.,
+    "FlashAttention" (NeurIPS 2022).
+
+    Args:
+        qkv: [tokens, 3, heads, head_dim], float32, bfloat16 or float16; any outer strides,
+            contiguous in the last dimension; head_dim 1 to 128 on a CPU, 32, 64 or 128 on a GPU.
+        batch: a VarlenBatch, or its int32 `cu_seqlens` [sequences + 1] on the data's device.
+        max_seqlen: longest sequence, in tokens; needed with a bare `cu_seqlens`.
+        dropout_p: probability in [0, 1) that an attention weight is dropped.
+        scale: factor of q k^T; None means 1 / sqrt(head_dim).
+        rng: int64 [2] (seed, offset) on the data's device; None draws one from PyTorch's default
+            generator. The mask is a pure function of it and of (sequence, head, row, column).
+        schedule: how a GPU starts the sequences of a VarlenBatch, longest first in both: "list" in
+            one launch; "groups" in one launch for each of `batch.groups`, side by side. Results are
+            the same bit for bit; which is faster depends on the device. A CPU ignores it, as does a
+            bare `cu_seqlens`, whose sequences are started as they lie.
+
+    Returns:
+        [tokens, heads, head_dim] of qkv's dtype.
+
+    Raises:
+        RuntimeError: for a shape, dtype, device or `cu_seqlens` that does not fit, naming it.
+        ValueError: qkv does not have four dimensions, `schedule` is unknown, or `max_seqlen` is
+            missing.
+    """
+    if schedule not in ("list", "groups"):
+        raise ValueError(f"varlen_attention: schedule must be 'list' or 'groups', got {schedule!r}")
+    order = groups = None
+    if isinstance(batch, VarlenBatch):
+        cu_seqlens, max_seqlen, order = batch.cu_seqlens, batch.max_seqlen, batch.order
+        if schedule == "groups":
+            groups = batch.group_sizes
+    elif max_seqlen is None:
+        raise ValueError("varlen_attention: max_seqlen is needed with a bare cu_seqlens")
+    else:
+        cu_seqlens = batch
+    if qkv.dim() != 4:
+        raise ValueError(
+            "varlen_attention: qkv must have shape [tokens, 3, heads, head_dim], "
+            f"got {list(qkv.shape)}"
+        )
+    scale = 1.0 / math.sqrt(qkv.shape[-1]) if scale is None else scale
+    rng = _rng.draw(dropout_p, rng, qkv.device)
+    return _ops.varlen_attention(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, order, groups)[
+        0
+    ]
+
+
+def varlen_cross_attention(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    rng: Tensor | None = None,
+    order: Tensor | None = None,
+) -> Tensor:
+    """Attention of packed queries over packed keys of the same sequences.
+
+    The last layer of a BERT uses it to compute only the rows that a loss reads. A sequence without
+    keys gives zeros.
+
+    Args:
+        q: [query tokens, heads, head_dim]; dtypes and strides as in `varlen_attention`.
+        kv: [key tokens, 2, heads, head_dim], q's dtype.
+        cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1] on the data's device.
+        max_seqlen_q, max_seqlen_k: longest run of queries and of keys, in tokens.
+        dropout_p, scale, rng: as in `varlen_attention`; the mask's row counts the queries of a
+            sequence.
+        order: int32 [sequences] on the data's device, the sequences as a GPU starts them;
+            `VarlenBatch.order` of the keys is best. Results do not depend on it. None: as they lie.
+
+    Returns:
+        [query tokens, heads, head_dim] of q's dtype.
+
+    Raises:
+        RuntimeError: for a shape, dtype, device or cu_seqlens that does not fit, naming it.
+        ValueError: q does not have three dimensions.
+    """
+    if q.dim() != 3:
+        raise ValueError(
+            "varlen_cross_attention: q must have shape [query tokens, heads, head_dim], "
+            f"got {list(q.shape)}"
+        )
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    rng = _rng.draw(dropout_p, rng, q.device)
+    return _ops.varlen_cross_attention(
+        q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p, rng, order
+    )[0]
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@torch.library.register_fake("bert_unpad::varlen_attention")
+def _(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, order=None, groups=None):
+    tokens, _, heads, head_dim = qkv.shape
+    out = qkv.new_empty((tokens, heads, head_dim))
+    return out, qkv.new_empty((heads, tokens), dtype=torch.float32)
+
+
+@torch.library.register_fake("bert_unpad::varlen_attention_backward")
+def _(
+    dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, dropout_p, rng, order=None, groups=None
+):  # fmt: skip
+    return qkv.new_empty(qkv.shape)
+
+
+@torch.library.register_fake("bert_unpad::varlen_cross_attention")
+def _(
+    q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p, rng,
+    order=None, groups=None,
+):  # fmt: skip
+    tokens, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((heads, tokens), dtype=torch.float32)
+
+
+@torch.library.register_fake("bert_unpad::varlen_cross_attention_backward")
+def _(
+    dout, q, kv, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p,
+    rng, order=None, groups=None,
+):  # fmt: skip
+    return q.new_empty(q.shape), kv.new_empty(kv.shape)
+
+
+def _setup(ctx, inputs, output):
+    qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, order, groups = inputs
+    ctx.save_for_backward(qkv, *output, cu_seqlens, rng, order, groups)
+    ctx.scalars = max_seqlen, scale, dropout_p
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, dout, _dlse):
+    qkv, out, lse, cu_seqlens, rng, order, groups = ctx.saved_tensors
+    dqkv = _ops.varlen_attention_backward(
+        _last_contiguous(dout), qkv, out, lse, cu_seqlens, *ctx.scalars, rng, order, groups
+    )
+    return dqkv, None, None, None, None, None, None, None
+
+
+def _cross_setup(ctx, inputs, output):
+    q, kv, cu_q, cu_k, max_q, max_k, scale, dropout_p, rng, order, groups = inputs
+    ctx.save_for_backward(q, kv, *output, cu_q, cu_k, rng, order, groups)
+    ctx.scalars = max_q, max_k, scale, dropout_p
+    ctx.mark_non_differentiable(output[1])
+
+
+def _cross_backward(ctx, dout, _dlse):
+    q, kv, out, lse, cu_q, cu_k, rng, order, groups = ctx.saved_tensors
+    dq, dkv = _ops.varlen_cross_attention_backward(
+        _last_contiguous(dout), q, kv, out, lse, cu_q, cu_k, *ctx.scalars, rng, order, groups
+    )
+    return dq, dkv, None, None, None, None, None, None, None, None, None
+
+
+torch.library.register_autograd("bert_unpad::varlen_attention", _backward, setup_context=_setup)
+torch.library.register_autograd(
+    "bert_unpad::varlen_cross_attention", _cross_backward, setup_context=_cross_setup
+)

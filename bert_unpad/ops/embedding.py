@@ -1,0 +1,105 @@
+"""Embeddings + LayerNorm + dropout: fake kernels and autograd over the C++ operator."""
+
+import torch
+from torch import Tensor
+
+from bert_unpad import _library as _library  # schemas must exist
+from bert_unpad.ops import rng as _rng
+
+_ops = torch.ops.bert_unpad
+
+
+def embedding_layer_norm(
+    input_ids: Tensor,
+    position_ids: Tensor,
+    token_type_ids: Tensor,
+    word: Tensor,
+    position: Tensor,
+    token_type: Tensor,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    *,
+    p: float = 0.0,
+    eps: float = 1e-12,
+    out_dtype: torch.dtype | None = None,
+    rng: Tensor | None = None,
+) -> Tensor:
+    """dropout(LayerNorm(word[input_ids] + position[position_ids] + token_type[token_type_ids])).
+
+    The embeddings of BERT (Devlin et al., NAACL 2019), of real tokens only. The backward pass sorts
+    the tokens by id and sums each table row in token order, without atomics: the same bits for any
+    number of threads. The tables' gradients are dense.
+
+    Args:
+        input_ids, position_ids, token_type_ids: int64 [tokens].
+        word, position, token_type: [entries, hidden], all float32 or all of the output's dtype.
+        ln_weight, ln_bias: [hidden], both float32 or both of the output's dtype.
+        p: probability in [0, 1) that an element of the output is dropped. Pass 0 in evaluation.
+        eps: added to the variance.
+        out_dtype: float32, bfloat16 or float16; None means the tables' dtype.
+        rng: int64 [2] (seed, offset) on the data's device; None draws one from PyTorch's default
+            generator. The mask is a pure function of it and of (token, column).
+
+    Returns:
+        [tokens, hidden] of out_dtype.
+
+    Raises:
+        RuntimeError: for a shape, dtype, device or probability that does not fit, naming it; on a
+            CPU also for an id outside its table.
+    """
+    rng = _rng.draw(p, rng, word.device)
+    return _ops.embedding_layer_norm(
+        input_ids.contiguous(),
+        position_ids.contiguous(),
+        token_type_ids.contiguous(),
+        word,
+        position,
+        token_type,
+        ln_weight,
+        ln_bias,
+        p,
+        eps,
+        word.dtype if out_dtype is None else out_dtype,
+        rng,
+    )[0]
+
+
+@torch.library.register_fake("bert_unpad::embedding_layer_norm")
+def _(
+    input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, p, eps,
+    out_dtype, rng,
+):  # fmt: skip
+    tokens = input_ids.shape[0]
+    statistics = [word.new_empty((tokens,), dtype=torch.float32) for _ in range(2)]
+    return word.new_empty((tokens, word.shape[1]), dtype=out_dtype), *statistics
+
+
+@torch.library.register_fake("bert_unpad::embedding_layer_norm_backward")
+def _(
+    dy, input_ids, position_ids, token_type_ids, word, position, token_type, weight, mean, rstd, p,
+    rng,
+):  # fmt: skip
+    tables = [t.new_empty(t.shape) for t in (word, position, token_type)]
+    return *tables, weight.new_empty(weight.shape), weight.new_empty(weight.shape)
+
+
+def _setup(ctx, inputs, output):
+    *tensors, _bias, p, _eps, _out_dtype, rng = inputs
+    _y, mean, rstd = output
+    ctx.save_for_backward(*tensors, mean, rstd, rng)
+    ctx.p = p
+    ctx.mark_non_differentiable(mean, rstd)
+
+
+def _backward(ctx, dy, _dmean, _drstd):
+    *tensors, mean, rstd, rng = ctx.saved_tensors
+    dword, dposition, dtoken_type, dweight, dbias = _ops.embedding_layer_norm_backward(
+        dy.contiguous(), *tensors, mean, rstd, ctx.p, rng
+    )
+    none = None
+    return (
+        none, none, none, dword, dposition, dtoken_type, dweight, dbias, none, none, none, none,
+    )  # fmt: skip
+
+
+torch.library.register_autograd("bert_unpad::embedding_layer_norm", _backward, setup_context=_setup)

@@ -1,0 +1,154 @@
+"""Linear layers in 8 bits: current scaling, a tensor at a time.
+
+Micikevicius et al., "FP8 Formats for Deep Learning" (2022, arXiv:2209.05433): E4M3 for activations
+and weights, E5M2, with its larger range, for gradients. Each matrix is divided by its own largest
+value before it is rounded, so nothing has to be remembered from step to step. Sums are fp32,
+results of the activations' dtype, weights and their gradients fp32.
+
+On a GPU from sm_89 on these are cuBLASLt's 8-bit products, at twice the rate of 16 bits; the
+matrices that the backward pass needs are kept in 8 bits, half of what 16-bit layers keep. On a CPU
+the same roundings are done and the products taken in fp32: slower than without, to see what 8 bits
+do to a training run.
+"""
+
+import torch
+from torch import Tensor
+
+from bert_unpad.ops import products
+from bert_unpad.ops.linear_layer import check_linear
+
+_ops = torch.ops.bert_unpad
+# cuBLASLt's smallest step in 8 bits.
+_MULTIPLE = 16
+
+
+def _formats(e5m2: bool) -> torch.dtype:
+    return torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
+
+
+def _padded(rows: int) -> int:
+    return (rows + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
+
+
+@torch.library.register_fake("bert_unpad::quantize_fp8")
+def _(x, e5m2, transpose):
+    rows, columns = x.shape
+    dtype = _formats(e5m2)
+    kept = (columns, _padded(rows)) if transpose else (0, 0)
+    return (
+        x.new_empty((rows, columns), dtype=dtype),
+        x.new_empty(kept, dtype=dtype),
+        x.new_empty((), dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("bert_unpad::fp8_product")
+def _(a, b, a_scale, b_scale, bias, dtype, sum_over_tokens):
+    return a.new_empty((b.shape[0], a.shape[0]), dtype=dtype)
+
+
+@torch.library.impl("bert_unpad::quantize_fp8", "CPU")
+def _(x, e5m2, transpose):
+    dtype = _formats(e5m2)
+    limits = torch.finfo(dtype)
+    wide = x.float()
+    largest = wide.abs().nan_to_num(0, posinf=torch.inf).amax() if x.numel() else wide.new_zeros(())
+    zero = largest == 0
+    scale = torch.where(zero, 1.0, largest / limits.max)
+    inverse = torch.where(zero, 1.0, (limits.max / largest).clamp(max=torch.finfo(wide.dtype).max))
+    q = (wide * inverse).clamp(limits.min, limits.max).to(dtype)
+    if not transpose:
+        return q, q.new_empty((0, 0)), scale
+    rows, columns = x.shape
+    kept = torch.zeros(columns, _padded(rows), dtype=dtype)
+    kept[:, :rows] = q.t()
+    return q, kept, scale
+
+
+@torch.library.impl("bert_unpad::fp8_product", "CPU")
+def _(a, b, a_scale, b_scale, bias, dtype, sum_over_tokens):
+    y = (b.float() @ a.float().t()) * (a_scale * b_scale)
+    return (y if bias is None else y + bias).to(dtype)
+
+
+def quantize_fp8(x: Tensor, e5m2: bool, transpose: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """x / scale in 8 bits, with the scale that makes the largest value the format's largest.
+
+    Args:
+        x: [rows, columns], float32, bfloat16 or float16; columns a multiple of 16.
+        e5m2: the format of gradients; else E4M3.
+        transpose: also return the transposed matrix.
+
+    Returns:
+        q [rows, columns]; q transposed, [columns, rows padded with zeros to a multiple of 16] or
+        [0, 0]; the scale, float32 []. Values that are not finite give NaN.
+
+    Raises:
+        RuntimeError: for a shape or dtype that does not fit.
+    """
+    return _ops.quantize_fp8(x, e5m2, transpose)
+
+
+class _Fp8Linear(torch.autograd.Function):
+    """x weight^T + bias, all three products of the layer in 8 bits."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        q, q_kept, scale = quantize_fp8(x, False, needs_weight)
+        w, w_kept, w_scale = quantize_fp8(weight, False, needs_x)
+        low_bias = None if bias is None else bias.to(x.dtype)
+        y = _ops.fp8_product(w, q, w_scale, scale, low_bias, x.dtype, False)
+        ctx.save_for_backward(q_kept, scale, w_kept, w_scale)
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor):
+        x_kept, scale, w_kept, w_scale = ctx.saved_tensors
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        dx = dweight = dbias = None
+        q, q_kept, dy_scale = quantize_fp8(dy.contiguous(), True, needs_weight)
+        with products.no_autocast(dy.device.type):
+            if needs_x:
+                dx = _ops.fp8_product(w_kept, q, w_scale, dy_scale, None, x_dtype, False)
+            if needs_weight:
+                dweight = _ops.fp8_product(
+                    x_kept, q_kept, scale, dy_scale, None, weight_dtype, True
+                )
+            if needs_bias:
+                dbias = dy.sum(0, dtype=torch.float32).to(bias_dtype)
+        return dx, dweight, dbias
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias with 8-bit products, see the module.
+
+    Args:
+        x: [rows, in_features], float32, bfloat16 or float16; in_features a multiple of 16.
+        weight: [out_features, in_features], x's dtype or float32; out_features a multiple of 16.
+        bias: [out_features] or None, x's dtype or float32.
+
+    Returns:
+        [rows, out_features] of x's dtype. A matrix with a value that is not finite gives NaN.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit.
+        RuntimeError: on a GPU without 8-bit products (before sm_89).
+    """
+    if x.dim() != 2:
+        raise ValueError(f"fp8_linear: x must have shape [rows, in_features], got {list(x.shape)}")
+    check_linear(x, weight, bias)
+    if weight.shape[0] % _MULTIPLE or weight.shape[1] % _MULTIPLE:
+        raise ValueError(
+            f"fp8_linear: weight must have multiples of 16 rows and columns, got "
+            f"{list(weight.shape)}"
+        )
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
+        raise RuntimeError(
+            "fp8_linear: 8-bit products need a GPU of compute capability 8.9 or later, this is "
+            f"{torch.cuda.get_device_name(x.device)}"
+        )
+    return _Fp8Linear.apply(x.contiguous(), weight.contiguous(), bias)

@@ -1,0 +1,105 @@
+"""Linear layers whose weights stay fp32 while activations are bf16 or fp16."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bert_unpad.ops import products
+
+
+class _Linear(torch.autograd.Function):
+    """x weight^T + bias, and x itself: the gradient of the second result joins x's in its product.
+
+    Gradients come back in each argument's own dtype.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        dtype = products.product_dtype(x)
+        wide = weight.to(dtype)
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        y = products.forward(flat, wide, None if bias is None else bias.to(dtype))
+        ctx.save_for_backward(flat, wide, weight, bias)
+        ctx.set_materialize_grads(False)
+        return y.view(*x.shape[:-1], y.shape[-1]), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor | None, addend: Tensor | None):
+        if dy is None:
+            return addend, None, None
+        x, wide, weight, bias = ctx.saved_tensors
+        shape = (*dy.shape[:-1], x.shape[1])
+        dy = dy.reshape(-1, dy.shape[-1]).contiguous()
+        dx = dweight = dbias = None
+        # A backward pass that is run within autocast would take its products in another dtype.
+        with products.no_autocast(dy.device.type):
+            if ctx.needs_input_grad[0]:
+                flat = None if addend is None else addend.reshape(x.shape).contiguous()
+                dx = products.dgrad(dy, wide, flat).view(shape)
+            if ctx.needs_input_grad[1]:
+                dweight, dbias = products.wgrad(dy, x, weight, bias)
+            elif ctx.needs_input_grad[2]:
+                dbias = dy.sum(0, dtype=torch.float32).to(bias.dtype)
+        return dx, dweight, dbias
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias, in x's dtype, with weights of x's dtype or fp32.
+
+    On a GPU, 16-bit products are cuBLASLt's where the features are multiples of 8.
+
+    Args:
+        x: [..., in_features], float32, bfloat16 or float16.
+        weight: [out_features, in_features], x's dtype or float32 (master weights).
+        bias: [out_features] or None, x's dtype or float32.
+
+    Returns:
+        [..., out_features] of x's dtype. Products are accumulated in fp32.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit.
+    """
+    check_linear(x, weight, bias)
+    dtype = products.product_dtype(x)
+    with products.no_autocast(x.device.type):
+        same = weight.dtype == x.dtype == dtype and (bias is None or bias.dtype == dtype)
+        if same and not products.fused(x, weight):
+            return functional.linear(x, weight, bias)
+        return _Linear.apply(x, weight, bias)[0]
+
+
+def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`linear(x, weight, bias)`, and x for the residual connection around what follows.
+
+    The gradient of that second result is added to x's within the product that computes the latter,
+    where autograd would need another pass over memory.
+
+    Args:
+        x, weight, bias: as `linear` takes them.
+
+    Returns:
+        [..., out_features] and [..., in_features], both of x's dtype.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit.
+    """
+    check_linear(x, weight, bias)
+    with products.no_autocast(x.device.type):
+        return _Linear.apply(x, weight, bias)
+
+
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            "linear: expected x [..., in_features] and weight [out_features, in_features], "
+            f"got {list(x.shape)} and {list(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"linear: bias must have shape [{weight.shape[0]}], got {list(bias.shape)}"
+        )
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.dtype not in (x.dtype, torch.float32):
+            raise ValueError(
+                f"linear: {name} must be {x.dtype} like x or torch.float32, got {parameter.dtype}"
+            )

@@ -1,0 +1,1 @@
+"""What each rank trains on in each step, by the batching strategy."""

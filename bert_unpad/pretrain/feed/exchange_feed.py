@@ -1,0 +1,161 @@
+"""Feeds the training loop from streams: each rank reads its own part, ranks exchange examples.
+
+The counterpart of the sampler and `endless_steps`. Four threads hand steps on, each a bounded queue
+ahead of the next: reading, exchanging, collating, training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from bert_unpad._balancer import WorkModel
+from bert_unpad.batch.graph_shapes import Buckets
+from bert_unpad.data import PackedCollator, Prefetcher, pack_examples
+from bert_unpad.data.streams.exchange import ExampleExchange, ExchangedStep
+from bert_unpad.data.streams.stream import ShardStream
+from bert_unpad.data.streams.position import StreamPosition
+from bert_unpad.data.streams.text_stream import TextStream
+from bert_unpad.pretrain.config import BatchingConfig
+from bert_unpad.pretrain.node_groups import common_node_size
+from bert_unpad.pretrain.ranks import Ranks
+from bert_unpad.pretrain.feed.steps import FeedState, Step, StepCollator
+
+__all__ = ["ExchangedFeed"]
+
+# Seconds that a rank waits for the others to stop as well. All stop after the same step, so no more
+# than a step lies between them; where one has failed, nobody may be left to wait for.
+_STOP_SECONDS = 60.0
+_STOP_SECONDS_AFTER_ERROR = 2.0
+
+
+class ExchangedFeed:
+    """Steps of examples that all ranks read, each its own part, and balance by exchange.
+
+    Args:
+        stream: this rank's examples.
+        ranks: the processes of the run.
+        batching: how.
+        work: work of a sequence by its length.
+
+    Raises:
+        ConfigError: machines have different numbers of processes, and the exchange is by machine.
+    """
+
+    def __init__(
+        self,
+        stream: ShardStream | TextStream,
+        ranks: Ranks,
+        batching: BatchingConfig,
+        work: WorkModel,
+    ) -> None:
+        self._ranks = ranks
+        self._batching = batching
+        self._batch_size = batching.per_rank(ranks.world_size)
+        self._work = work
+        self._stream = stream
+        self._position = StreamPosition.begin(0, ranks.world_size)
+        self._node_size = self._common_node_size()
+
+    def _common_node_size(self) -> int | None:
+        """None where nodes do not matter."""
+        if self._ranks.world_size == 1 or self._batching.exchange not in ("group", "hierarchical"):
+            return None
+        exchange = self._batching.exchange
+        return common_node_size(self._ranks, "batching.exchange", exchange, "world")
+
+    @property
+    def epoch(self) -> int:
+        """Number of the current pass over the data."""
+        return self._position.epoch
+
+    @property
+    def steps_left(self) -> int:
+        """Steps of the current epoch still to come: as many as the rank with the most needs.
+
+        Of streamed text nobody knows (AttributeError), so the configuration refuses to count in
+        epochs then.
+        """
+        sizes = self._stream.part_sizes(self._position.epoch)
+        left = (size - at for size, at in zip(sizes, self._position.positions, strict=True))
+        return -(-max(left) // self._batch_size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of a whole epoch."""
+        return -(-max(self._stream.part_sizes(self._position.epoch + 1)) // self._batch_size)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where a run stood, on any number of ranks.
+
+        Raises:
+            ValueError: the state is damaged, or of other data, seed or shuffle_buffer.
+        """
+        self._position = StreamPosition.load(state, self._stream, self._ranks.world_size)
+
+    def local_state(self, state: Mapping[str, Any]) -> str | None:
+        """What lets this rank go on at a state without reading what comes before; None: nothing."""
+        if not isinstance(self._stream, TextStream) or not state:
+            return None
+        at = StreamPosition.load(state, self._stream, self._ranks.world_size)
+        place = self._stream.place(at.epoch, at.positions[self._ranks.rank])
+        return None if place is None else json.dumps(place)
+
+    def load_local_state(self, local: str) -> None:
+        """Makes use of what `local_state` returned on this rank."""
+        if isinstance(self._stream, TextStream):
+            self._stream.go_to(json.loads(local))
+
+    @contextmanager
+    def steps(
+        self, collator: PackedCollator, *, pin_memory: bool, buckets: Buckets | None = None
+    ) -> Iterator[Iterator[tuple[Step, FeedState]]]:
+        """Steps from where the run stands, without end; all ranks enter and leave together.
+
+        `next()` raises ExchangeError on all ranks where a rank's reader fails or is late.
+
+        Args:
+            collator: whose masks to make.
+            pin_memory: put steps into page-locked memory, for a GPU.
+            buckets: what passes are padded to; None to leave them as they are.
+        """
+        batching = self._batching
+        collate = StepCollator(
+            lambda examples, epoch: pack_examples(examples, collator.masker, epoch),
+            batching.accumulation,
+            buckets,
+        )
+
+        def make_step(given: ExchangedStep, _: int) -> tuple[Step, FeedState]:
+            step = collate(given.examples, given.epoch)
+            counts = {"exchange_seconds": given.seconds, "exchange_bytes": given.bytes_sent}
+            step = replace(step, counts=step.counts | counts)
+            if pin_memory:
+                step = step.pin_memory()
+            return step, FeedState(given.state, given.straggler_efficiency)
+
+        exchange = ExampleExchange(
+            self._stream,
+            batch_size=self._batch_size,
+            exchange=batching.exchange,
+            dealing=batching.dealing,
+            work=self._work,
+            node_size=self._node_size,
+            reader_timeout=batching.reader_timeout,
+            # A rank joins a round as late as its reader lets it, and as training does.
+            timeout=batching.reader_timeout + self._ranks.timeout.total_seconds(),
+            state=self._position.state(self._stream.identity()),
+        )
+        prefetcher = Prefetcher(make_step, exchange, depth=batching.prefetch)
+        patience = _STOP_SECONDS
+        try:
+            yield prefetcher
+        except BaseException:
+            patience = _STOP_SECONDS_AFTER_ERROR
+            raise
+        finally:
+            exchange.close(patience)
+            prefetcher.close()

@@ -1,0 +1,143 @@
+"""Feeds the training loop: what one rank does in one step, prepared ahead in a background thread.
+
+A step is one update of the parameters. The sampler gives this rank's examples for it; accumulation
+cuts them into as many forward and backward passes. The sampler's state travels with the step it
+belongs to, because the sampler itself is ahead of training by what waits in the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bert_unpad.batch import PackedInputs
+from bert_unpad.batch.graph_shapes import Buckets
+from bert_unpad.data import ExampleBatch, Prefetcher
+from bert_unpad.data.sampling.packed_sampler import PackedSampler
+from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
+
+__all__ = ["FeedState", "Step", "StepCollator", "count_labels", "endless_steps"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rank's part of one update."""
+
+    passes: tuple[PackedInputs, ...]
+    """The inputs of each forward and backward pass; some or all may be empty."""
+    epoch: int
+    """Number of the pass over the data."""
+    indices: np.ndarray
+    """int64: the examples, as places in the training set (or ids, if it has no places)."""
+    counts: dict[str, float]
+    """Of this rank: masked (tokens with a label), pairs (of next-sentence labels), sequences and
+    tokens."""
+    lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """int: real tokens of each sequence of all passes."""
+    num_masked: int = 0
+    """Tokens of them whose logits are needed."""
+
+    def pin_memory(self) -> Step:
+        """The same step in page-locked memory."""
+        return replace(self, passes=tuple(inputs.pin_memory() for inputs in self.passes))
+
+
+def count_labels(inputs: PackedInputs) -> tuple[int, int]:
+    """Masked tokens and next-sentence labels that the losses of host inputs add up over."""
+    masked = int((inputs.masked_labels >= 0).sum())
+    return masked, int((inputs.query_rows.cls_labels >= 0).sum())
+
+
+class StepCollator:
+    """Makes a `Step` of examples or their indices; a function of them and the epoch alone.
+
+    Args:
+        collator: makes one packed batch of what the step is made of.
+        accumulation: passes per step.
+        buckets: what passes are padded to; None to leave them as they are.
+    """
+
+    def __init__(
+        self,
+        collator: Callable[[NDArray[np.integer] | ExampleBatch, int], PackedInputs],
+        accumulation: int,
+        buckets: Buckets | None = None,
+    ) -> None:
+        self._collator = collator
+        self._accumulation = accumulation
+        self._buckets = buckets
+
+    def __call__(self, examples: NDArray[np.integer] | ExampleBatch, epoch: int) -> Step:
+        """Dealing every n-th example to a pass keeps passes alike where examples are sorted."""
+        passes = tuple(
+            self._collator(examples[first :: self._accumulation], epoch)
+            for first in range(self._accumulation)
+        )
+        lengths = [np.asarray(inputs.batch.lengths) for inputs in passes]
+        num_masked = sum(inputs.num_masked for inputs in passes)
+        labels = [count_labels(inputs) for inputs in passes]
+        counts = {
+            "masked": sum(masked for masked, _ in labels),
+            "pairs": sum(pairs for _, pairs in labels),
+            "sequences": len(examples),
+            "tokens": sum(inputs.batch.total for inputs in passes),
+        }
+        if self._buckets is not None:  # padding counts for nothing
+            passes = tuple(self._buckets.pad(inputs) for inputs in passes)
+        indices = examples.ids if isinstance(examples, ExampleBatch) else examples
+        return Step(passes, epoch, indices, counts, np.concatenate(lengths), num_masked)
+
+
+@dataclass(frozen=True)
+class FeedState:
+    """What the sampler says of one step."""
+
+    sampler: dict[str, Any]
+    """Its state after the step."""
+    straggler_efficiency: float | None
+    """Mean work over greatest work of a rank; None where nobody asks for it."""
+    rows: int | None = None
+    """Rows that the step's sequences are packed into, over all ranks; None: a row for each."""
+
+
+def endless_steps(
+    collator: StepCollator,
+    sampler: BalancedSampler | PackedSampler,
+    *,
+    prefetch: int,
+    pin_memory: bool,
+    efficiency: bool,
+) -> Iterator[tuple[Step, FeedState]]:
+    """Steps from where the sampler stands, one epoch after another, without end.
+
+    Args:
+        collator: makes the steps.
+        sampler: says which examples.
+        prefetch: steps prepared ahead.
+        pin_memory: put them into page-locked memory, for a GPU.
+        efficiency: work out the straggler efficiency of each step, which takes the plan of all
+            ranks and so is for one rank to do.
+    """
+
+    def state() -> FeedState:
+        return FeedState(
+            sampler.state_dict(),
+            sampler.straggler_efficiency() if efficiency else None,
+            sampler.rows_in_step if isinstance(sampler, PackedSampler) else None,
+        )
+
+    while True:
+        with Prefetcher(
+            collator,
+            sampler,
+            epoch=sampler.epoch,
+            depth=prefetch,
+            pin_memory=pin_memory,
+            get_state=state,
+        ) as prefetcher:
+            for step in prefetcher:
+                yield step, prefetcher.state

@@ -1,0 +1,84 @@
+"""Who trains on what, by the batching strategy, and the steps that come of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing
+
+from bert_unpad.batch.graph_shapes import Buckets
+from bert_unpad.data import PreparedData
+from bert_unpad.data.sampling.packed_sampler import PackedSampler
+from bert_unpad.data.sampling.balanced_sampler import BalancedSampler, WorkModel
+from bert_unpad.pretrain.config import PretrainConfig
+from bert_unpad.pretrain.feed.exchange_feed import ExchangedFeed
+from bert_unpad.pretrain.ranks import Ranks
+from bert_unpad.pretrain.feed.steps import FeedState, Step, StepCollator, endless_steps
+
+__all__ = ["Sampler", "build_sampler", "feed_steps"]
+
+logger = logging.getLogger(__name__)
+
+Sampler = BalancedSampler | PackedSampler | ExchangedFeed
+
+
+def build_sampler(
+    config: PretrainConfig, data: PreparedData, ranks: Ranks, work: WorkModel
+) -> Sampler:
+    """What says who trains on what, at the beginning of the first epoch.
+
+    Raises:
+        ConfigError: the strategy does not fit the data.
+    """
+    batching = config.batching
+    if batching.strategy == "exchange":
+        stream = data.open_stream(
+            ranks.rank,
+            ranks.world_size,
+            seed=config.seed,
+            shuffle_buffer=batching.shuffle_buffer,
+        )
+        return ExchangedFeed(stream, ranks, batching, work)
+    place = (data.train.lengths, ranks.world_size, ranks.rank, batching.per_rank(ranks.world_size))
+    if batching.strategy == "packed":
+        longest = data.config.max_seq_length
+        packed = PackedSampler(
+            *place,
+            config.seed,
+            row_tokens=longest,
+            max_sequences=batching.max_sequences_per_row,
+            method=batching.row_packing,
+            work=work,
+        )
+        logger.info(
+            "%d sequences in %d rows of %d tokens: %.2f %% of them are real",
+            *(len(data.train), packed.rows, longest, 100 * packed.fill),
+        )
+        return packed
+    return BalancedSampler(*place, config.seed, batching.strategy, work=work)
+
+
+def feed_steps(
+    config: PretrainConfig, sampler: Sampler, data: PreparedData, ranks: Ranks
+) -> AbstractContextManager[Iterator[tuple[Step, FeedState]]]:
+    """Steps from where the sampler stands, without end; its threads end with the context."""
+    pin_memory = ranks.device.type == "cuda"
+    accumulation = config.batching.accumulation
+    buckets = None
+    if config.cuda_graphs:
+        buckets = Buckets(
+            -(-config.batching.per_rank(ranks.world_size) // accumulation),
+            config.data.max_seq_length,
+            config.data.masked_lm_prob,
+        )
+    if isinstance(sampler, ExchangedFeed):
+        return sampler.steps(data.collator(), pin_memory=pin_memory, buckets=buckets)
+    return closing(
+        endless_steps(
+            StepCollator(data.collator(), accumulation, buckets),
+            sampler,
+            prefetch=config.batching.prefetch,
+            pin_memory=pin_memory,
+            efficiency=ranks.is_first,
+        )
+    )

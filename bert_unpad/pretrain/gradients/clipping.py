@@ -1,0 +1,179 @@
+"""From a step's gradient on every rank to one update: clipping, exchange, and steps to leave out.
+
+`clip.mode` says where clipping stands: `bucket` and `before` bound what each rank contributes,
+`after` bounds the average. Whatever the mode, an average that is not finite is the same on all
+ranks, so all of them leave out that update without asking each other, on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bert_unpad.distributed import BucketClip, ClipBefore
+from bert_unpad.pretrain.config import ClipConfig, CommConfig
+from bert_unpad.pretrain.gradients.comm_hooks import build_exchange
+from bert_unpad.pretrain.gradients.loss_scale import LossScale
+from bert_unpad.pretrain.update.optimizer import local_optimizer
+from bert_unpad.pretrain.ranks import Ranks
+
+__all__ = ["Clipping", "GradientReport", "step_if"]
+
+WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """What a step's gradient was like; tensors on the device."""
+
+    norm: Tensor
+    """float32 []: before clipping; of the average, or (bucket, before) of this rank's gradient."""
+    clipped: Tensor
+    """int64 []: parts of the gradient that were clipped on this rank."""
+    parts: int
+    """Of how many: buckets, or 1; 0 where nothing is clipped."""
+    finite: Tensor
+    """bool []: whether the averaged gradient is; the same on all ranks."""
+
+
+class Clipping:
+    """Clips and exchanges gradients as `clip` in the configuration says.
+
+    One rank has nothing to overlap: its whole gradient is one bucket, so all modes but `none` are
+    the same.
+
+    Args:
+        config: says how.
+        ranks: the processes of the run.
+        model: bare, on its device.
+        comm: how gradients travel.
+        loss_scale: what losses are multiplied by; None for 1. Gradients are divided by it before
+            anything else looks at them, so bounds and norms are of the unscaled gradient.
+
+    Raises:
+        ConfigError: `comm` does not fit the number of ranks.
+    """
+
+    def __init__(
+        self,
+        config: ClipConfig,
+        ranks: Ranks,
+        model: nn.Module,
+        comm: CommConfig | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self.exchange = build_exchange(comm or CommConfig(), ranks)
+        self._loss_scale = loss_scale
+        self._max_norm = config.max_norm
+        self._ranks = ranks
+        self._model = model
+        self._mode = config.mode
+        if ranks.world_size == 1 and config.mode != "none":
+            self._mode = "after"
+        wire = WIRE_DTYPES[config.wire_dtype]
+        self._bucket: BucketClip | None = None
+        self._before: ClipBefore | None = None
+        if ranks.world_size == 1:
+            return
+        if self._mode == "before":
+            self._before = ClipBefore(
+                model.parameters(), config.max_norm, wire, allreduce=self.exchange.allreduce
+            )
+        # A hook's memory outlives a change of the scale, so what it gets must be unscaled.
+        elif self._mode == "bucket" or wire is not None or (loss_scale and self.exchange.hook):
+            self._bucket = BucketClip(
+                config.max_norm if self._mode == "bucket" else math.inf,
+                config.policy,
+                wire,
+                config.error_feedback,
+                None if loss_scale is None else loss_scale.value,
+            )
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether DDP exchanges gradients; if not, all passes run under `no_sync`."""
+        return self._before is None
+
+    @property
+    def one_bucket(self) -> bool:
+        """Whether DDP must put all gradients into one bucket."""
+        return self.exchange.one_bucket
+
+    def attach(self, replica: nn.Module) -> None:
+        """Takes over DDP's exchange where the mode asks for it; before the first backward pass."""
+        if self._bucket is not None:
+            assert isinstance(replica, DistributedDataParallel)
+            exchange = self.exchange
+            if exchange.allreduce is not None:
+                self._bucket.attach(replica, allreduce=exchange.allreduce)
+            else:
+                self._bucket.attach(replica, exchange.hook, exchange.state)
+        elif self.exchange.hook is not None:
+            assert isinstance(replica, DistributedDataParallel)
+            replica.register_comm_hook(self.exchange.state, self.exchange.hook)
+
+    def finish(self) -> GradientReport:
+        """Makes `.grad` the clipped average, after the backward passes of a step."""
+        if self._loss_scale is not None and self._bucket is None:
+            self._loss_scale.unscale_(self._model.parameters())
+        report = self._clip()
+        finite = self.exchange.settle(report.finite)
+        if self._loss_scale is not None:
+            self._loss_scale.update(finite)
+        return dataclasses.replace(report, finite=finite)
+
+    def _clip(self) -> GradientReport:
+        if self._before is not None:
+            report = self._before.exchange()
+        elif self._mode == "bucket":
+            report = self._bucket.report()
+        else:
+            return self._of_the_average()
+        return GradientReport(report.norm, report.clipped, len(report.norms), report.finite)
+
+    def _of_the_average(self) -> GradientReport:
+        parameters = [p for p in self._model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        clips = self._mode == "after"
+        if clips:
+            nn.utils.clip_grads_with_norm_(parameters, self._max_norm, norm)
+        clipped = (norm > self._max_norm).long() if clips else torch.zeros_like(norm).long()
+        return GradientReport(norm, clipped, int(clips), norm.isfinite())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step's clipping depends on, of all ranks, as JSON; all must call it."""
+        if self._bucket is None:
+            return {}
+        state = self._bucket.state_dict()
+        ranks, device = self._ranks, self._ranks.device
+        count = len(state["squares"])
+        squares = torch.zeros(ranks.world_size, count, dtype=torch.float64, device=device)
+        squares[ranks.rank] = torch.tensor(state["squares"], dtype=torch.float64)
+        return {"sizes": state["sizes"], "squares": ranks.sum(squares).tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from `state_dict`; other numbers of ranks start anew."""
+        if self._bucket is None or len(state.get("squares", ())) != self._ranks.world_size:
+            return
+        squares = state["squares"][self._ranks.rank]
+        self._bucket.load_state_dict({"sizes": state["sizes"], "squares": squares})
+
+
+def step_if(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
+    """Makes an update unless the gradient is not finite; then weights and states stay as they are.
+
+    Optimizers with PyTorch's `found_inf` (its fused ones) leave the update out on the device;
+    others make the host wait for `finite`.
+    """
+    local = local_optimizer(optimizer)
+    if getattr(local, "_step_supports_amp_scaling", False):
+        local.found_inf = (~finite).float()
+        optimizer.step()
+    elif bool(finite):
+        optimizer.step()

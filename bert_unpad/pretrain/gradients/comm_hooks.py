@@ -1,0 +1,200 @@
+"""How gradients travel in a run: in two hops, by PowerSGD or post-local SGD, with what they keep.
+
+`replicate` settles DDP's buckets by two passes before the run begins, so a hook's memory, which
+goes by bucket, fits a resumed run too. Those two passes count as iterations of the hooks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+
+from bert_unpad.distributed.allreduce import Allreduce, HierarchicalAllreduce, allreduce_hook
+from bert_unpad.pretrain.config import CommConfig, ConfigError
+from bert_unpad.pretrain.node_groups import common_node_size
+from bert_unpad.pretrain.ranks import Ranks
+
+__all__ = ["SETTLING_PASSES", "Exchange", "Hierarchical", "LocalSGD", "PowerSGD", "build_exchange"]
+
+SETTLING_PASSES = 2
+_MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")  # of PowerSGDState, by bucket
+
+
+class Exchange:
+    """A hook, its state, and what has to happen around it; this one is DDP's own allreduce."""
+
+    hook: Any = None
+    state: Any = None
+    allreduce: Allreduce | None = None
+    """Sums over all ranks, where `hook` does nothing but that and divide."""
+    one_bucket = False
+    """Whether DDP must put all gradients into one bucket."""
+
+    def begin(self, done: int) -> None:
+        """Called once before training, behind the settling passes, with the updates made so far."""
+
+    def settle(self, finite: Tensor) -> Tensor:
+        """After a step's exchange: whether (bool []) all ranks may update; the same on all."""
+        return finite
+
+    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+        """After each update, while there still are gradients."""
+
+    def synchronise(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Makes the model, and the optimizer's state if given, the same on all ranks."""
+
+    def local_state(self) -> dict[str, Any] | None:
+        """What a checkpoint must keep of this rank; None for nothing."""
+        return None
+
+    def load_local_state(self, state: dict[str, Any]) -> None:
+        """Continues from `local_state`."""
+
+
+class Hierarchical(Exchange):
+    """Within machines first, then between them, see `HierarchicalAllreduce`."""
+
+    def __init__(self, config: CommConfig, ranks: Ranks) -> None:
+        size = common_node_size(ranks, "comm.hook", config.hook, "allreduce")
+        self.hook = allreduce_hook
+        self.state = self.allreduce = HierarchicalAllreduce(size, ranks.timeout)
+
+
+class PowerSGD(Exchange):
+    """Low-rank compression: Vogels et al., "PowerSGD" (NeurIPS 2019), arXiv:1905.13727."""
+
+    def __init__(self, config: CommConfig, ranks: Ranks) -> None:
+        self.hook = powerSGD_hook
+        self.state = PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=config.power_sgd_rank,
+            start_powerSGD_iter=config.start + SETTLING_PASSES,
+            use_error_feedback=config.power_sgd_error_feedback,
+        )
+        # The hook starts its second collective when the first has ended. gloo calls back from
+        # threads of its own, so with several buckets ranks would start theirs in different orders.
+        self.one_bucket = ranks.device.type == "cpu"
+        self._device = ranks.device
+
+    def begin(self, done: int) -> None:
+        self.state.iter = done + SETTLING_PASSES
+
+    def settle(self, finite: Tensor) -> Tensor:
+        """A gradient that is not finite must not stay in the memory, which then starts anew.
+
+        Matrices of zeros would stay zero for ever; any others that are the same on all ranks do.
+        """
+        for error in self.state.error_dict.values():
+            error.masked_fill_(~finite, 0.0)
+        for index, q in self.state.q_memory_dict.items():
+            fresh = torch.arange(q.numel(), dtype=q.dtype, device=q.device).cos_()
+            self.state.q_memory_dict[index] = torch.where(finite, q, fresh)
+        return finite
+
+    def local_state(self) -> dict[str, Any]:
+        memory = {
+            key: {index: t.cpu() for index, t in getattr(self.state, key).items()}
+            for key in _MEMORY
+        }
+        kind, keys, *rest = self.state.rng.get_state(legacy=True)
+        return {**memory, "rng": (kind, torch.from_numpy(keys), *rest)}
+
+    def load_local_state(self, state: dict[str, Any]) -> None:
+        for key in _MEMORY:
+            memory = {index: t.to(self._device) for index, t in state[key].items()}
+            setattr(self.state, key, memory)
+        kind, keys, *rest = state["rng"]
+        self.state.rng.set_state((kind, keys.numpy(), *rest))
+
+
+class LocalAllreduce:
+    """An allreduce over all ranks, or over a group as if the others had its gradients as well.
+
+    PyTorch's post_localSGD_hook is the same for buckets that travel as they are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.alone = False
+        """Whether the group keeps to itself now."""
+        self._group = group
+        self._groups = dist.get_world_size() // dist.get_world_size(group)
+
+    def __call__(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
+        group = self._group if self.alone else None
+        sent = dist.all_reduce(tensor, group=group, async_op=True).get_future()
+        if not self.alone:
+            return sent.then(lambda future: future.value()[0])
+        return sent.then(lambda future: future.value()[0].mul_(self._groups))
+
+
+class LocalSGD(Exchange):
+    """Lin et al., "Don't use large mini-batches, use local SGD" (ICLR 2020), arXiv:1808.07217.
+
+    From `start` on the ranks' models and optimizer states differ, except where `synchronise` has
+    just made them the same. Whether a step is left out stays common to all.
+    """
+
+    def __init__(self, config: CommConfig, ranks: Ranks) -> None:
+        size = config.local_sgd_group
+        if size is None:
+            size = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+        if ranks.world_size % size:
+            raise ConfigError(
+                "comm.local_sgd_group",
+                f"{size} does not divide the number of ranks ({ranks.world_size})",
+            )
+        if size == ranks.world_size:
+            raise ConfigError(
+                "comm.local_sgd_group",
+                f"all {size} ranks are one group, so nothing is left out; give a smaller number",
+            )
+        group, _ = dist.new_subgroups(group_size=size, timeout=ranks.timeout)
+        self.hook = allreduce_hook
+        self.state = self.allreduce = self._local = LocalAllreduce(group)
+        self._ranks = ranks
+        self._averager = PeriodicModelAverager(config.local_sgd_period, warmup_steps=config.start)
+
+    @property
+    def _apart(self) -> bool:
+        return self._averager.step > self._averager.warmup_steps
+
+    def begin(self, done: int) -> None:
+        self._averager.step = done
+        self._local.alone = done >= self._averager.warmup_steps
+
+    def settle(self, finite: Tensor) -> Tensor:
+        return self._ranks.sum((~finite).float()) == 0
+
+    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._averager.average_parameters(parameters)
+        self._local.alone = self._averager.step >= self._averager.warmup_steps
+
+    def synchronise(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        if not self._apart:
+            return
+        average_parameters(iter(model.parameters()), dist.group.WORLD)
+        for parameter in model.parameters():
+            state = {} if optimizer is None else optimizer.state[parameter]
+            for _, value in sorted(state.items()):
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    self._ranks.sum(value).div_(self._ranks.world_size)
+
+
+def build_exchange(config: CommConfig, ranks: Ranks) -> Exchange:
+    """What `comm` in the configuration asks for; one rank exchanges nothing.
+
+    Raises:
+        ConfigError: groups that do not fit the number of ranks.
+    """
+    if ranks.world_size == 1 or config.hook == "allreduce":
+        return Exchange()
+    kinds = {"hierarchical": Hierarchical, "power_sgd": PowerSGD, "post_local_sgd": LocalSGD}
+    return kinds[config.hook](config, ranks)

@@ -1,0 +1,228 @@
+"""Forward and backward passes as CUDA graphs: one launch a pass instead of hundreds.
+
+Batches come padded to buckets (`bert_unpad.batch.graph_shapes`), so that few different sizes occur. For
+each of them, the first batch runs a few times as usual, on a stream of its own, and is then
+captured, whole: forward pass, loss, backward pass into `.grad`. From then on a pass copies its
+inputs into the captured buffers and replays. All that differs from pass to pass is in buffers: the
+batch, the loss's factors, and the dropout keys, which are drawn outside as the model itself would
+draw them. Attention takes part without changes: its launches follow from the bucket's sizes and
+bounds, and lengths and order are read on the device.
+
+After PyTorch's rules (docs.pytorch.org, "CUDA semantics", CUDA graphs): warm-up and
+capture share one stream, all captures one memory pool; gradients lie outside of it and keep their
+place; autocast caches no casts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bert_unpad.batch import PackedInputs
+from bert_unpad.batch._fields import map_tensors, tensor_fields
+from bert_unpad.batch.varlen import DEVICE_TENSORS
+from bert_unpad.nn import BertForPreTraining, PreTrainingOutput
+from bert_unpad.pretrain.config import ConfigError, PretrainConfig
+from bert_unpad.pretrain.ranks import Ranks
+
+__all__ = ["GraphRunner", "StaticPass", "check_graphs", "sizes"]
+
+# Passes before a capture: libraries load kernels, allocate workspaces and choose algorithms in the
+# first; PyTorch's own recipes take three.
+_WARMUP = 3
+
+
+def check_graphs(config: PretrainConfig, ranks: Ranks) -> None:
+    """Checks that a run with `cuda_graphs` can have them.
+
+    Raises:
+        ConfigError: see its message.
+    """
+    if not config.cuda_graphs:
+        return
+    if ranks.device.type != "cuda":
+        raise ConfigError("cuda_graphs", f"needs a GPU, but this run is on the {ranks.device.type}")
+    if ranks.world_size > 1 and config.clip.mode != "before":
+        raise ConfigError(
+            "cuda_graphs",
+            f"with {ranks.world_size} ranks needs clip.mode before, got {config.clip.mode}: the "
+            "others exchange gradients from hooks within the backward pass, which a graph replays "
+            "without",
+        )
+
+
+def sizes(inputs: PackedInputs) -> tuple[int, ...]:
+    """What a captured pass takes for granted of its inputs."""
+    batch, rows = inputs.batch, inputs.query_rows
+    bounds = (batch.total, batch.max_seqlen, batch.seqlen, rows.max_seqlen)
+    return (*bounds, *(tensor.shape[0] for tensor in _tensors(inputs)))
+
+
+class StaticPass:
+    """One forward and backward pass whose inputs are buffers that keep their place.
+
+    Args:
+        model: in training mode.
+        autocast: context of the forward pass.
+        inputs: of the sizes that the buffers will have; copied.
+        rng_keys: likewise, or None for a model without dropout; not copied.
+    """
+
+    def __init__(
+        self,
+        model: BertForPreTraining,
+        autocast: AbstractContextManager,
+        inputs: PackedInputs,
+        rng_keys: Tensor | None,
+    ) -> None:
+        device = model.word_embeddings.device
+        self._model = model
+        self._autocast = autocast
+        self._inputs = _own_copy(inputs, device)
+        self._sizes = sizes(inputs)
+        self._scale = torch.zeros(2, device=device)
+        self._rng_keys = None if rng_keys is None else torch.zeros_like(rng_keys)
+
+    def load(self, inputs: PackedInputs, rng_keys: Tensor | None, scale: Tensor) -> None:
+        """Copies what the next pass works on; the host does not wait.
+
+        Args:
+            inputs: on the host (in page-locked memory for a GPU) or the device.
+            rng_keys: int64 [keys, 2], from `model.bert.draw_rng_keys`; None without dropout.
+            scale: float32 [2], the factors of the two losses.
+
+        Raises:
+            ValueError: the inputs have other sizes, or dropout was switched on or off.
+        """
+        if sizes(inputs) != self._sizes:
+            raise ValueError(f"inputs must have sizes {self._sizes}, got {sizes(inputs)}")
+        if (rng_keys is None) != (self._rng_keys is None):
+            raise ValueError("rng_keys must be given if and only if the pass was made with dropout")
+        for mine, given in zip(_tensors(self._inputs), _tensors(inputs), strict=True):
+            mine.copy_(given, non_blocking=True)
+        if rng_keys is not None:
+            self._rng_keys.copy_(rng_keys)
+        self._scale.copy_(scale)
+
+    def run(self) -> PreTrainingOutput:
+        """Adds the gradient of the scaled losses to `.grad`; returns the sums, detached."""
+        with self._autocast:
+            outputs = self._model(self._inputs, self._rng_keys)
+        loss = outputs.mlm_loss_sum * self._scale[0] + outputs.nsp_loss_sum * self._scale[1]
+        loss.backward()
+        return PreTrainingOutput(*(value.detach() for value in outputs))
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    static: StaticPass
+    outputs: PreTrainingOutput
+
+
+class GraphRunner:
+    """Runs passes of a model by replaying graphs; captures one where sizes are new.
+
+    Every parameter that requires a gradient gets a `.grad` that must stay: clear it with
+    `zero_grad(set_to_none=False)`. When sizes are new, no autograd graph may be alive that ends at
+    the parameters: its ends belong to the stream that it was made on, and cannot be captured.
+
+    Args:
+        model: on a GPU, in training mode, not in DDP, not compiled.
+        autocast: context of the forward pass, with `cache_enabled=False`.
+
+    Raises:
+        ValueError: the model is not on a GPU.
+    """
+
+    def __init__(self, model: BertForPreTraining, autocast: AbstractContextManager) -> None:
+        self._device = model.word_embeddings.device
+        if self._device.type != "cuda":
+            raise ValueError(f"model must be on a GPU, got {self._device}")
+        self._model = model
+        self._autocast = autocast
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self._gradients = [parameter.grad for parameter in self._parameters]
+        self._stream = torch.cuda.Stream(self._device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[tuple[int, ...], _Captured] = {}
+
+    @property
+    def graphs(self) -> int:
+        """Graphs captured so far."""
+        return len(self._captured)
+
+    def __call__(self, inputs: PackedInputs, scale: Tensor) -> PreTrainingOutput:
+        """Adds a batch's gradient to `.grad`.
+
+        Args:
+            inputs: padded to a bucket, in page-locked memory or on the device.
+            scale: float32 [2] on the device, the factors of the two losses.
+
+        Returns:
+            The model's sums, which the next pass of these sizes overwrites.
+
+        Raises:
+            RuntimeError: a parameter's `.grad` is not the one that the graphs write.
+        """
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            if parameter.grad is not gradient:
+                raise RuntimeError(
+                    "a parameter's .grad was replaced, but captured passes write into the first "
+                    "one: clear gradients with zero_grad(set_to_none=False)"
+                )
+        keys = self._model.bert.draw_rng_keys(self._device)
+        captured = self._captured.get(sizes(inputs))
+        if captured is None:
+            captured = self._captured[sizes(inputs)] = self._capture(inputs, keys, scale)
+        captured.static.load(inputs, keys, scale)
+        captured.graph.replay()
+        return captured.outputs
+
+    def _capture(self, inputs: PackedInputs, keys: Tensor | None, scale: Tensor) -> _Captured:
+        static = StaticPass(self._model, self._autocast, inputs, keys)
+        static.load(inputs, keys, scale)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            # Into gradients that are thrown away.
+            for parameter in self._parameters:
+                parameter.grad = None
+            for _ in range(_WARMUP):
+                static.run()
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: the thread that prepares batches allocates page-locked memory meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            outputs = static.run()
+        return _Captured(graph, static, outputs)
+
+
+def _tensors(inputs: PackedInputs) -> list[Tensor]:
+    """All tensors that are on the data's device."""
+    batch, rows = inputs.batch, inputs.query_rows
+    return [
+        *(getattr(batch, name) for name in DEVICE_TENSORS),
+        *(getattr(rows, name) for name in tensor_fields(rows)),
+        *(getattr(inputs, name) for name in tensor_fields(inputs)),
+    ]
+
+
+def _own_copy(inputs: PackedInputs, device: torch.device) -> PackedInputs:
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.to(device, copy=True)
+
+    copied = map_tensors(inputs, tensor_fields(inputs), copy)
+    return dataclasses.replace(
+        copied,
+        batch=map_tensors(inputs.batch, DEVICE_TENSORS, copy),
+        query_rows=map_tensors(inputs.query_rows, tensor_fields(inputs.query_rows), copy),
+    )

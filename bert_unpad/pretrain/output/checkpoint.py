@@ -1,0 +1,235 @@
+"""Checkpoints that a run killed at any moment can resume from.
+
+PyTorch's distributed checkpointing writes them: the state is copied to host memory, training goes
+on, and a background thread writes the copy, each rank its share. The files go to a folder with a
+temporary name, which rank 0 renames once every rank has finished and checksums are written
+(checkpoint_files.py), so nothing incomplete is ever named `step-<n>`. Contents: model, optimizer
+state (hyperparameters come from the configuration), and a JSON text with everything else. Any
+number of ranks can load what any other number has saved, from a folder that all of them see.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+import threading
+import warnings
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from bert_unpad._files import sync_folder
+from bert_unpad.pretrain.output.checkpoint_files import (
+    all_checkpoints,
+    checkpoint_name,
+    set_damaged_aside,
+    write_checksums,
+)
+from bert_unpad.pretrain.output.checkpoint_reader import CheckpointPlanner, CheckpointReader
+from bert_unpad.pretrain.config import ConfigError
+from bert_unpad.pretrain.update.optimizer import local_optimizer
+from bert_unpad.pretrain.ranks import Ranks
+from bert_unpad.pretrain.output.run_lock import RunLock
+
+__all__ = ["Checkpointer"]
+
+_SAVING, _DELETING = ".saving-", ".deleting-"
+
+
+class Checkpointer:
+    """Saves and loads the checkpoints of one run.
+
+    Args:
+        directory: where they are; made if missing.
+        keep_last: how many complete ones stay.
+        ranks: the processes of the run; every one of them has to make the same calls.
+        lock: of the run, on rank 0; kept as long as a checkpoint is being written.
+    """
+
+    def __init__(
+        self, directory: Path, keep_last: int, ranks: Ranks, lock: RunLock | None = None
+    ) -> None:
+        self.directory = directory
+        self._keep_last = keep_last
+        self._ranks = ranks
+        self._lock = lock
+        self._future: Future | None = None
+        self._published = threading.Event()
+        self._error: BaseException | None = None
+        if ranks.world_size == 1:
+            # One process is what is meant, so there is nothing to warn of.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        if ranks.is_first:
+            directory.mkdir(parents=True, exist_ok=True)
+            for path in directory.iterdir():
+                if path.name.startswith((_SAVING, _DELETING)):
+                    shutil.rmtree(path)
+        ranks.barrier()
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        rest: dict[str, Any],
+        local: dict[str, Any] | None = None,
+    ) -> None:
+        """Starts to save; returns when the state is copied, before it is written.
+
+        Args:
+            step: updates made so far.
+            model: the bare model, not wrapped in DDP.
+            optimizer: of that model.
+            rest: anything that JSON can hold; rank 0's is saved.
+            local: tensors and plain values of this rank alone, for as many ranks as there are now.
+        """
+        self.wait()
+        name = checkpoint_name(step)
+        temporary = self.directory / (_SAVING + name)
+        self._published.clear()
+        state = _state(model, optimizer)
+        if self._ranks.is_first:  # what several ranks hand in, any one of them may get to write
+            state["rest"] = json.dumps(rest)
+        if local is not None:
+            buffer = io.BytesIO()
+            torch.save(local, buffer)
+            state[self._local_key] = buffer.getvalue()
+        self._future = dcp.async_save(
+            state,
+            checkpoint_id=temporary,
+            process_group=self._ranks.checkpoint_group,
+            no_dist=self._ranks.world_size == 1,
+        )
+        if self._lock is not None:
+            self._lock.retain()
+        self._future.add_done_callback(
+            lambda future: self._publish(future, temporary, self.directory / name)
+        )
+
+    def wait(self) -> None:
+        """Waits until the checkpoint being saved, if any, is complete on disk.
+
+        Raises:
+            Exception: whatever has kept it from being written.
+        """
+        if self._future is None:
+            return
+        future, self._future = self._future, None
+        future.result()
+        self._published.wait()
+        if self._error is not None:
+            raise self._error
+
+    def load_rest(self, path: Path) -> dict[str, Any]:
+        """What `save` was given as `rest`, which says what model and optimizer to load into."""
+        return self._load(path, {})
+
+    def load(
+        self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """Loads a checkpoint into the bare model and its optimizer, in place.
+
+        The run goes on from it, so newer ones, which `newest_checkpoint` has found damaged, are
+        renamed.
+
+        Returns:
+            What `save` was given as `rest`.
+
+        Raises:
+            ConfigError: the checkpoint holds what may not be unpickled.
+            CheckpointException: it does not fit the model or the optimizer.
+        """
+        state = _state(model, optimizer)
+        rest = self._load(path, state)
+        model.load_state_dict(state["model"])
+        local = local_optimizer(optimizer)
+        given = [dict(group) for group in local.param_groups]
+        # Its parameter groups are asked for anew: only their names of parameters are needed.
+        groups = get_optimizer_state_dict(model, local)["param_groups"]
+        set_optimizer_state_dict(
+            model, local, {"state": state["optimizer"], "param_groups": groups}
+        )
+        for group, values in zip(local.param_groups, given, strict=True):
+            group.update({key: value for key, value in values.items() if key != "params"})
+        if self._ranks.is_first:
+            set_damaged_aside(x for x in all_checkpoints(self.directory) if x.name > path.name)
+        return rest
+
+    def _load(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
+        state["rest"] = ""
+        self._read(path, state, no_dist=self._ranks.world_size == 1)
+        return json.loads(state["rest"])
+
+    def load_local(self, path: Path) -> dict[str, Any] | None:
+        """What `save` was given as `local` on this rank, if there were as many ranks then."""
+        if self._local_key not in CheckpointReader(path).read_metadata().state_dict_metadata:
+            return None
+        state = {self._local_key: b""}
+        # Each rank reads what no other one does.
+        self._read(path, state, no_dist=True)
+        return torch.load(io.BytesIO(state[self._local_key]), weights_only=True)
+
+    def _read(self, path: Path, state: dict[str, Any], no_dist: bool) -> None:
+        """Fills the state from a checkpoint, in place."""
+        reader = CheckpointReader(path)
+        try:
+            reader.read_metadata()  # PyTorch would look for other metadata if this failed
+            dcp.load(
+                state,
+                storage_reader=reader,
+                planner=CheckpointPlanner(),
+                process_group=self._ranks.checkpoint_group,
+                no_dist=no_dist,
+            )
+        except pickle.UnpicklingError as error:
+            raise ConfigError("resume", str(error)) from error
+        except CheckpointException as error:
+            for failure, _ in error.failures.values():
+                if isinstance(failure, pickle.UnpicklingError):
+                    raise ConfigError("resume", f"{path}/{failure}") from error
+            raise
+
+    @property
+    def _local_key(self) -> str:
+        return f"local.{self._ranks.rank}-of-{self._ranks.world_size}"
+
+    def _publish(self, future: Future, temporary: Path, final: Path) -> None:
+        # Runs in the writing thread. On rank 0 the future ends after all ranks have written.
+        try:
+            if self._ranks.is_first and future.exception() is None:
+                written = CheckpointReader(temporary).read_metadata().storage_data.values()
+                write_checksums(temporary, (item.relative_path for item in written))
+                if os.path.lexists(final):
+                    set_damaged_aside([final])
+                os.rename(temporary, final)
+                sync_folder(self.directory)
+                for old in all_checkpoints(self.directory)[: -self._keep_last]:
+                    doomed = old.with_name(_DELETING + old.name)
+                    os.rename(old, doomed)
+                    shutil.rmtree(doomed)
+        except BaseException as error:  # raised again by wait(), in the training thread
+            self._error = error
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+            self._published.set()
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "model": model.state_dict(),
+        # By the parameters' names: ranks that keep some of the states hand in, and ask for, these.
+        "optimizer": get_optimizer_state_dict(model, local_optimizer(optimizer))["state"],
+    }

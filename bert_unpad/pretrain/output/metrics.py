@@ -1,0 +1,191 @@
+"""What a run measures while it trains: sums on the device, JSON lines on disk.
+
+Losses are added up on the device and read once per logging interval, so a step never makes the host
+wait. `metrics.jsonl` is the record: one line per interval or evaluation, flushed at once; a resumed
+run first drops the lines past its checkpoint, so that every step is there once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bert_unpad._files import write_text
+from bert_unpad.nn import PreTrainingOutput
+from bert_unpad.pretrain.gradients.clipping import GradientReport
+from bert_unpad.pretrain.ranks import Ranks
+
+__all__ = [
+    "SUMS",
+    "JsonLines",
+    "Stopwatch",
+    "Window",
+    "averages",
+    "drop_later_examples",
+    "examples_path",
+    "read_json_lines",
+    "stack_outputs",
+]
+
+
+class JsonLines:
+    """A file of JSON objects, one a line, each with a `step`.
+
+    Args:
+        path: the file.
+        step: the step a run continues from: lines of later steps, and a torn last line, are
+            dropped first. 0 starts an empty file.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        _drop_later(path, step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Appends a line and hands it to the operating system."""
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def examples_path(run_dir: Path, rank: int) -> Path:
+    """The file of which examples a rank used in each step."""
+    return run_dir / f"examples.rank{rank}.jsonl"
+
+
+def drop_later_examples(run_dir: Path, step: int, first_rank: int) -> None:
+    """Drops the lines past `step` from the files that an earlier start with more ranks has left.
+
+    Args:
+        first_rank: ranks from here on open no file of their own now.
+    """
+    for path in run_dir.glob("examples.rank*.jsonl"):
+        number = path.name.removeprefix("examples.rank").removesuffix(".jsonl")
+        if number.isdecimal() and int(number) >= first_rank:
+            _drop_later(path, step)
+
+
+def _drop_later(path: Path, step: int) -> None:
+    kept = [line for line in read_json_lines(path) if line["step"] <= step] if step else []
+    write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """All complete lines of a file; none if it does not exist."""
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break  # the process was killed while writing this line
+    return lines
+
+
+class Stopwatch:
+    """Seconds spent training; evaluation does not count."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
+        self._started = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Up to now."""
+        return self._seconds + time.perf_counter() - self._started
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stands still inside."""
+        self._seconds = self.seconds
+        try:
+            yield
+        finally:
+            self._started = time.perf_counter()
+
+
+SUMS = ("mlm_loss", "mlm_correct", "nsp_loss", "nsp_correct")
+_GRADIENT_SUMS = ("clipped", "clippable", "skipped")
+
+
+def stack_outputs(outputs: PreTrainingOutput) -> Tensor:
+    """The four sums that the model returns, as float64 [4] on the device, in the order of SUMS.
+
+    float64 holds sums of many fp32 values of like size exactly, so the mean of an interval does not
+    depend on whether a checkpoint has cut it in two.
+    """
+    return torch.stack([value.detach().double() for value in outputs])
+
+
+class Window:
+    """Sums since the last line of the log, over all ranks.
+
+    What the model returns stays on the device until `close`; counts are global and on the host
+    already. `fold` makes everything a JSON object, which a checkpoint between two lines carries.
+    """
+
+    def __init__(self, ranks: Ranks, state: Mapping[str, Any] | None = None) -> None:
+        self._ranks = ranks
+        self._local = torch.zeros(len(SUMS), dtype=torch.float64, device=ranks.device)
+        self._gradient = torch.zeros(len(_GRADIENT_SUMS), dtype=torch.float64, device=ranks.device)
+        self._global = dict(state) if state else {}
+
+    def add_outputs(self, outputs: PreTrainingOutput) -> None:
+        """Adds this rank's sums, on the device."""
+        self._local += stack_outputs(outputs)
+
+    def add_gradient(self, gradient: GradientReport) -> None:
+        """Adds what was clipped on this rank, and whether all ranks left the update out."""
+        self._gradient[0] += gradient.clipped
+        self._gradient[1] += gradient.parts
+        if self._ranks.is_first:
+            self._gradient[2] += ~gradient.finite
+
+    def add_counts(self, counts: Mapping[str, float]) -> None:
+        """Adds host numbers that are the same on all ranks."""
+        for name, value in counts.items():
+            self._global[name] = self._global.get(name, 0.0) + value
+
+    def fold(self) -> dict[str, float]:
+        """All sums so far as host numbers; all ranks must call it. Waits for the device."""
+        sums = self._ranks.sum(torch.cat([self._local, self._gradient])).tolist()
+        self.add_counts(dict(zip(SUMS + _GRADIENT_SUMS, sums, strict=True)))
+        self._local.zero_()
+        self._gradient.zero_()
+        return dict(self._global)
+
+    def close(self) -> dict[str, float]:
+        """`fold`, and start over."""
+        sums = self.fold()
+        self._global = {}
+        return sums
+
+
+def averages(sums: Mapping[str, float]) -> dict[str, float | None]:
+    """Mean losses (nats) and accuracies (0 .. 1) of sums and counts; None where nothing counts.
+
+    `loss` is what training minimises: the mean masked-token loss plus the mean next-sentence loss.
+    """
+
+    def mean(total: str, count: str) -> float | None:
+        return sums[total] / sums[count] if sums[count] else None
+
+    mlm, nsp = mean("mlm_loss", "masked"), mean("nsp_loss", "pairs")
+    return {
+        "loss": (mlm or 0.0) + (nsp or 0.0),
+        "mlm_loss": mlm,
+        "mlm_accuracy": mean("mlm_correct", "masked"),
+        "nsp_loss": nsp,
+        "nsp_accuracy": mean("nsp_correct", "pairs"),
+    }

@@ -1,0 +1,153 @@
+"""The end of a run: the model in Hugging Face's layout, a summary, plots, and a look at its words.
+
+Everything is worked out from metrics.jsonl and the model, so a run that is killed after its last
+step gets the same report when it is started again. summary.json is written last and says that the
+report is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bert_unpad._files import write_text
+from bert_unpad.data import PreparedData, most_frequent_token_rate
+from bert_unpad.nn import BertForPreTraining
+from bert_unpad.pretrain.config import PretrainConfig
+from bert_unpad.pretrain.output.fill_mask import FilledText, fill_masks
+from bert_unpad.pretrain.output.metrics import read_json_lines
+from bert_unpad.pretrain.output.plots import draw_run
+from bert_unpad.pretrain.output.run_dir import Progress
+
+__all__ = ["is_reported", "write_report"]
+
+_FILLED_EXAMPLES = 2
+_SHOWN_GUESSES = 12
+
+
+def is_reported(run_dir: Path, step: int) -> bool:
+    """Whether the folder holds the complete report of a run that ended at `step`."""
+    path = run_dir / "summary.json"
+    return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["steps"] == step
+
+
+def write_report(
+    config: PretrainConfig,
+    run_dir: Path,
+    data: PreparedData,
+    model: BertForPreTraining,
+    progress: Progress,
+) -> None:
+    """Writes model/, training.png and summary.json into the run's folder, and prints them.
+
+    Call it on rank 0 alone.
+    """
+    model_dir = run_dir / "model"
+    model.save_pretrained(model_dir)
+    data.tokenizer.save(model_dir)
+    lines = read_json_lines(run_dir / "metrics.jsonl")
+    held_out = len(data.validation) > 0
+    most_frequent = most_frequent_token_rate(data.validation) if held_out else None
+    summary = _summary(lines, data, model, progress, most_frequent)
+    if config.logging.plots:
+        draw_run(run_dir / "training.png", lines, most_frequent)
+    print(_table(summary))
+    if held_out:
+        for filled in fill_masks(model, data, _FILLED_EXAMPLES):
+            print(_sample(filled))
+    print(f"\nModel, plots and metrics: {run_dir}")
+    write_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def _summary(
+    lines: list[dict[str, Any]],
+    data: PreparedData,
+    model: BertForPreTraining,
+    progress: Progress,
+    most_frequent: float | None,
+) -> dict[str, Any]:
+    train = [line for line in lines if line["kind"] == "train"]
+    start = [line for line in lines if line["kind"] == "start"][-1]
+    state = [line for line in lines if line["kind"] == "optimizer"][-1]["state_bytes"]
+    evaluation = next((line for line in reversed(lines) if line["kind"] == "evaluation"), None)
+    return {
+        "steps": progress.step,
+        # Nobody knows how many examples streamed text makes.
+        "epochs": None if data.streamed is not None else progress.sequences / len(data.train),
+        "sequences": progress.sequences,
+        "tokens": progress.tokens,
+        "seconds": progress.seconds,
+        "tokens_per_second": progress.tokens / progress.seconds,
+        "sequences_per_second": progress.sequences / progress.seconds,
+        "mfu": progress.flops / progress.seconds / start["peak_flops"],
+        "padding_avoided": 1 - progress.tokens / progress.padded,
+        "straggler_efficiency": statistics.fmean(line["straggler_efficiency"] for line in train),
+        "skipped_steps": sum(line["skipped_steps"] for line in train),
+        "train_loss_last": train[-1]["loss"],
+        "held_out": None if evaluation is None else _without(evaluation, "kind", "step"),
+        "most_frequent_token_rate": most_frequent,
+        "target_reached": progress.target_reached,
+        "optimizer_bytes_per_rank": max(state),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "ranks": start["ranks"],
+        "device": start["device"],
+        "precision": start["precision"],
+        "threads_per_rank": start["threads"],
+        "peak": start["peak"],
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _without(line: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name not in names}
+
+
+def _table(summary: dict[str, Any]) -> str:
+    rows = [
+        ("steps", f"{summary['steps']:,}{_epochs(summary['epochs'])}"),
+        ("sequences, real tokens", f"{summary['sequences']:,}, {summary['tokens']:,}"),
+        ("training time", f"{summary['seconds']:,.1f} s on {summary['ranks']} rank(s)"),
+        ("real tokens/s, sequences/s", _rates(summary)),
+        ("MFU", f"{summary['mfu']:.3f} of {summary['peak']} per rank"),
+        ("padding avoided", f"{summary['padding_avoided']:.1%} of the padded batch"),
+        ("straggler efficiency", f"{summary['straggler_efficiency']:.4f}  (mean / max work)"),
+        ("optimizer state", f"{summary['optimizer_bytes_per_rank'] / 1e6:,.2f} MB on a rank"),
+        ("steps left out (not finite)", f"{summary['skipped_steps']:,}"),
+        ("training loss at the end", f"{summary['train_loss_last']:.4f}"),
+    ]
+    held_out = summary["held_out"]
+    if held_out is not None:
+        rows += [
+            ("held out: loss", _number(held_out["loss"])),
+            ("held out: masked-token accuracy", _number(held_out["mlm_accuracy"])),
+            ("   always the most frequent token", _number(summary["most_frequent_token_rate"])),
+            ("held out: next-sentence accuracy", _number(held_out["nsp_accuracy"])),
+        ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(["", *(f"{name:<{width}}  {value}" for name, value in rows)])
+
+
+def _epochs(value: float | None) -> str:
+    return "" if value is None else f"  ({value:.2f} epochs)"
+
+
+def _rates(summary: dict[str, Any]) -> str:
+    return f"{summary['tokens_per_second']:,.0f}, {summary['sequences_per_second']:,.1f}"
+
+
+def _number(value: float | None) -> str:
+    return "no labels" if value is None else f"{value:.4f}"
+
+
+def _sample(filled: FilledText) -> str:
+    guesses = (
+        f"   {truth!r} -> {guess!r} ({probability:.0%}){' *' if truth == guess else ''}"
+        for truth, guess, probability in filled.guesses[:_SHOWN_GUESSES]
+    )
+    return "\n".join([f"\nHeld-out text:  {filled.text}", *guesses])

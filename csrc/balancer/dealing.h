@@ -1,0 +1,36 @@
+// How examples are dealt out among ranks: the part that a plan made ahead (drawn.h) and a plan made
+// while training, of lengths that ranks have just told each other, have in common.
+//
+// Examples come longest first. `plain` deals them round after round, `snake` every second round
+// backwards, `lpt` (longest processing time first; Graham, 1969) each to the rank with the least
+// work so far that has a place left. Numbers of examples per rank differ by one at most. `greedy`
+// is `lpt` as it was published, without places: work is more equal where ranks have few examples,
+// and numbers of examples are not.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "work_model.h"
+
+namespace bert_unpad::balancer {
+
+enum class Dealing { kPlain, kSnake, kLpt, kGreedy };
+
+// "plain", "snake", "lpt" or "greedy"; false for anything else.
+bool parse_dealing(std::string_view name, Dealing& dealing);
+
+// Writes to ranks[i] which of `num_ranks` ranks gets the i-th example; works[i] is its work.
+void deal(std::span<const int64_t> works, int64_t num_ranks, Dealing dealing,
+          std::vector<uint32_t>& ranks);
+
+// Deals out what all ranks have read for one step. `lengths` holds all examples, rank after rank;
+// `counts` says how many each rank has. Examples stay within groups of `group_ranks` neighbouring
+// ranks. Returns each example's new rank. A pure function of its arguments, computed in integers:
+// all ranks get the same. Throws std::invalid_argument.
+std::vector<int64_t> deal_step(std::span<const uint16_t> lengths, std::span<const int64_t> counts,
+                               int64_t group_ranks, Dealing dealing, const WorkModel& work);
+
+}  // namespace bert_unpad::balancer

@@ -1,0 +1,64 @@
+// Strategies that draw each global batch first and may exchange its examples between ranks
+// afterwards: what training without a global length index can do, and the baselines of every
+// comparison.
+//
+// Sampling. `random`: one permutation of the examples an epoch, cut into global batches, which do
+// not depend on the number of ranks as long as num_replicas * batch_size stays the same. `quotas`:
+// in every step each rank takes equally many examples of each quarter of the length range. Example
+// j of a global batch falls to rank j mod num_replicas.
+//
+// Exchange. The examples of a step are sorted by work among `exchange_ranks` neighbouring ranks, or
+// all of them, and dealt anew: see dealing.h.
+#pragma once
+
+#include <string_view>
+
+#include "dealing.h"
+#include "epoch_plan.h"
+
+namespace bert_unpad::balancer {
+
+enum class Sampling { kRandom, kQuotas };
+enum class Exchange { kNone, kGroup, kWorld };
+
+struct DrawnStrategy {
+  Sampling sampling;
+  Exchange exchange;
+  Dealing dealing;
+
+  // "random" or "quotas", alone or followed by "/group/" or "/world/" and "plain", "snake" or
+  // "lpt". Throws std::invalid_argument.
+  static DrawnStrategy parse(std::string_view name);
+};
+
+class DrawnPlan final : public Plan {
+ public:
+  DrawnPlan(std::span<const uint16_t> lengths, std::span<const uint32_t> population,
+            const PlanOptions& options, DrawnStrategy strategy);
+
+  std::pair<int64_t, int64_t> block(int64_t step) const override;
+  void rank_steps(int64_t rank, int64_t first, int64_t last, std::vector<uint32_t>& indices,
+                  std::vector<int64_t>& ends) const override;
+  std::vector<double> work(int64_t first, int64_t last) const override;
+  std::vector<int64_t> received(int64_t first, int64_t last) const override;
+
+ private:
+  // A group's examples in one step and the rank, counted within the group, that each goes to.
+  struct Deal {
+    std::vector<uint32_t> indices;  // longest first
+    std::vector<int64_t> works;
+    std::vector<uint32_t> rank;
+  };
+  struct Group {
+    int64_t first_rank, ranks;
+  };
+
+  void draw_by_quotas();
+  Group group_of(int64_t rank) const;
+  void deal(int64_t step, Group group, Deal& result) const;
+
+  DrawnStrategy strategy_;
+  int64_t group_ranks_;
+};
+
+}  // namespace bert_unpad::balancer

@@ -1,0 +1,115 @@
+// Argument checks and small tensor helpers that the CPU and CUDA bindings share.
+//
+// Errors are std::runtime_error, Python's RuntimeError, and name the operator and the argument. Of
+// an exception that leaves a kernel the stable ABI keeps the message but, from PyTorch 2.15 on, not
+// the type: all arrive as RuntimeError, which is what TORCH_CHECK gives in any version.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "common/types.h"
+
+namespace bert_unpad {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+template <class... Args>
+inline void check(bool ok, const Args&... message) {
+  if (ok) [[likely]]
+    return;
+  std::ostringstream text;
+  (text << ... << message);
+  throw std::runtime_error(text.str());
+}
+
+inline std::string shape_string(const Tensor& t) {
+  std::ostringstream text;
+  text << '[';
+  for (int64_t i = 0; i < t.dim(); ++i) text << (i ? ", " : "") << t.size(i);
+  text << ']';
+  return text.str();
+}
+
+// -1 in `sizes` matches anything.
+inline void check_shape(const Tensor& t, std::initializer_list<int64_t> sizes, const char* op,
+                        const char* name, const char* expected) {
+  bool ok = t.dim() == static_cast<int64_t>(sizes.size());
+  int64_t i = 0;
+  for (int64_t size : sizes) {
+    if (!ok) break;
+    ok = size < 0 || t.size(i) == size;
+    ++i;
+  }
+  check(ok, op, ": ", name, " must have shape ", expected, ", got ", shape_string(t));
+}
+
+inline void check_contiguous(const Tensor& t, const char* op, const char* name) {
+  check(t.is_contiguous(), op, ": ", name, " must be contiguous");
+}
+
+inline void check_dtype(const Tensor& t, ScalarType dtype, const char* op, const char* name,
+                        const char* expected) {
+  check(t.scalar_type() == dtype, op, ": ", name, " must be ", expected);
+}
+
+inline void check_same_device(const Tensor& t, const Tensor& like, const char* op,
+                              const char* name) {
+  check(t.is_cpu() == like.is_cpu() && t.is_cuda() == like.is_cuda() &&
+            t.get_device_index() == like.get_device_index(),
+        op, ": ", name, " must be on the same device as the other tensors");
+}
+
+// fp32, bf16 or fp16; anything else is an error.
+inline DType storage_dtype(const Tensor& t, const char* op, const char* name) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    default:
+      throw std::runtime_error(std::string(op) + ": " + name +
+                               " must be float32, bfloat16 or float16");
+  }
+}
+
+// Shape, dtype and device of `like`, contiguous.
+inline void check_like(const Tensor& t, const Tensor& like, const char* op, const char* name,
+                       const char* like_name) {
+  bool same = t.dim() == like.dim();
+  for (int64_t i = 0; same && i < t.dim(); ++i) same = t.size(i) == like.size(i);
+  check(same, op, ": ", name, " must have the shape of ", like_name, ", ", shape_string(like),
+        ", got ", shape_string(t));
+  check(t.scalar_type() == like.scalar_type(), op, ": ", name, " must have the dtype of ",
+        like_name);
+  check_contiguous(t, op, name);
+  check_same_device(t, like, op, name);
+}
+
+// A parameter: contiguous, [n], on the data's device, in fp32 or the activations' dtype.
+inline void check_parameter(const Tensor& t, int64_t n, const Tensor& like, const char* op,
+                            const char* name) {
+  check(t.dim() == 1 && t.size(0) == n, op, ": ", name, " must have shape [", n, "], got ",
+        shape_string(t));
+  check(t.scalar_type() == ScalarType::Float || t.scalar_type() == like.scalar_type(), op, ": ",
+        name, " must be float32 or of the input's dtype");
+  check_contiguous(t, op, name);
+  check_same_device(t, like, op, name);
+}
+
+inline void check_probability(double p, const char* op, const char* name) {
+  check(p >= 0.0 && p < 1.0, op, ": ", name, " must be in [0, 1), got ", p);
+}
+
+}  // namespace bert_unpad

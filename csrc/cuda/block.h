@@ -1,0 +1,38 @@
+// Threads of a block: barriers, shuffles, and what stops a kernel that got impossible arguments.
+#pragma once
+
+#include <cassert>
+#include <cstdint>
+
+#include "common/macros.h"
+
+namespace bert_unpad {
+
+// Waits for all threads of the block; orders their accesses to shared and global memory.
+BU_DEVICE void sync_block() { __syncthreads(); }
+
+// The same for the 32 threads of a warp.
+BU_DEVICE void sync_warp() { __syncwarp(); }
+
+// The value of the lane whose number differs by `mask`; all 32 lanes take part.
+BU_DEVICE float shuffle_xor(float value, int mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+BU_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+// The value itself, which the compiler will keep in a register and not compute again at each use.
+BU_DEVICE uint32_t hold(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// Arguments that only the device can see (the values in cu_seqlens) and that do not fit end the
+// kernel: PyTorch reports "device-side assert triggered", and the message is on stderr.
+#define BU_REQUIRE(condition, message)                                          \
+  do {                                                                          \
+    if (!(condition)) __assert_fail(message, __FILE__, __LINE__, "bert_unpad"); \
+  } while (false)
+
+}  // namespace bert_unpad

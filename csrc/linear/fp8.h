@@ -1,0 +1,55 @@
+// 8-bit matrix products on a GPU: quantisation of a matrix, and the one form that cuBLASLt has for
+// them. No torch here.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "common/types.h"
+#include "linear/matmul.h"
+
+namespace bert_unpad::cuda {
+
+// Rows of a transposed matrix are padded with zeros to this: cuBLASLt's smallest step in 8 bits.
+inline constexpr int64_t kFp8Multiple = 16;
+inline constexpr int64_t fp8_padded(int64_t n) {
+  return (n + kFp8Multiple - 1) / kFp8Multiple * kFp8Multiple;
+}
+
+// x [rows, columns] of `dtype`, columns a multiple of 16, at an address that is one, too.
+struct QuantizeParams {
+  DType dtype;
+  bool e5m2;
+  int64_t rows, columns;
+  const void* x;
+  uint8_t* q;             // [rows, columns]
+  uint8_t* q_transposed;  // [columns, fp8_padded(rows)]; null: not wanted
+  float* scale;           // what q is to be multiplied with
+  float* partials;        // [quantize_partials(p)]: scratch memory
+};
+
+int64_t quantize_partials(const QuantizeParams& p);
+
+// scale = max |x| / the format's largest value (1 for a matrix of zeros), q = round(x / scale),
+// which is NaN where x is not finite. Current scaling, a tensor at a time: no history, so that
+// nothing has to be saved with a run.
+void quantize_fp8(const QuantizeParams& p, cudaStream_t stream);
+
+// y [b.rows, a.rows] = (a_scale * b_scale) b a^T + bias, of row-major 8-bit a [a_rows, k] and
+// b [b_rows, k]; bias [a_rows] of out_dtype or null.
+struct Fp8Product {
+  bool a_e5m2, b_e5m2;
+  int64_t a_rows, b_rows, k;
+  TokenDim tokens;
+  const void *a, *b;
+  const float *a_scale, *b_scale;
+  const void* bias;
+  void* out;
+  DType out_dtype;
+  bool fast_accumulation;
+};
+
+Matmul fp8_matmul(const Fp8Product& p);
+
+}  // namespace bert_unpad::cuda

@@ -1,0 +1,117 @@
+// CUDA binding of 8-bit products: checks, outputs, workspace, stream.
+#include "linear/fp8.h"
+
+#include <optional>
+#include <tuple>
+
+#include "cuda/binding.h"
+#include "linear/workspace.h"
+
+namespace bert_unpad::cuda {
+namespace {
+
+bool is_e5m2(const Tensor& t, const char* op, const char* name) {
+  const ScalarType type = t.scalar_type();
+  check(type == ScalarType::Float8_e4m3fn || type == ScalarType::Float8_e5m2, op, ": ", name,
+        " must be float8_e4m3fn or float8_e5m2");
+  return type == ScalarType::Float8_e5m2;
+}
+
+void check_aligned(const Tensor& t, const char* op, const char* name) {
+  check(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0, op, ": ", name,
+        " must begin at a multiple of 16 bytes");
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize(Tensor x, bool e5m2, bool transpose) {
+  const char* op = "quantize_fp8";
+  check_shape(x, {-1, -1}, op, "x", "[rows, columns]");
+  check_contiguous(x, op, "x");
+  check(x.size(1) % kFp8Multiple == 0, op, ": x must have a multiple of 16 columns, got ",
+        shape_string(x));
+  check_aligned(x, op, "x");
+  const ScalarType type = e5m2 ? ScalarType::Float8_e5m2 : ScalarType::Float8_e4m3fn;
+  QuantizeParams p{};
+  p.dtype = storage_dtype(x, op, "x");
+  p.e5m2 = e5m2;
+  p.rows = x.size(0);
+  p.columns = x.size(1);
+  p.x = x.const_data_ptr();
+  const Call call(x, op);
+  Tensor q = torch::stable::new_empty(x, {p.rows, p.columns}, type);
+  Tensor q_transposed = torch::stable::new_empty(
+      x, {transpose ? p.columns : 0, transpose ? fp8_padded(p.rows) : 0}, type);
+  Tensor scale = torch::stable::new_empty(x, {}, ScalarType::Float);
+  Tensor partials = torch::stable::new_empty(x, {quantize_partials(p)}, ScalarType::Float);
+  p.q = static_cast<uint8_t*>(q.mutable_data_ptr());
+  p.q_transposed = transpose ? static_cast<uint8_t*>(q_transposed.mutable_data_ptr()) : nullptr;
+  p.scale = scale.mutable_data_ptr<float>();
+  p.partials = partials.mutable_data_ptr<float>();
+  if (p.columns == 0 || p.rows == 0) {
+    torch::stable::fill_(scale, 1.0);
+  } else {
+    quantize_fp8(p, call.stream);
+  }
+  return {q, q_transposed, scale};
+}
+
+void check_operand(const Tensor& t, const Tensor& scale, const Tensor& like, const char* op,
+                   const char* name) {
+  check_shape(t, {-1, -1}, op, name, "[rows, k]");
+  check_contiguous(t, op, name);
+  check_same_device(t, like, op, name);
+  check_aligned(t, op, name);
+  check_dtype(scale, ScalarType::Float, op, "scale", "float32");
+  check(scale.numel() == 1, op, ": the scale of ", name, " must have one element");
+  check_same_device(scale, like, op, "scale");
+}
+
+Tensor product(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, std::optional<Tensor> bias,
+               ScalarType dtype, bool sum_over_tokens) {
+  const char* op = "fp8_product";
+  check_operand(a, a_scale, a, op, "a");
+  check_operand(b, b_scale, a, op, "b");
+  check(a.size(1) == b.size(1) && a.size(1) % kFp8Multiple == 0, op,
+        ": a and b must have the same number of columns, a multiple of 16, got ", shape_string(a),
+        " and ", shape_string(b));
+  check(a.size(0) % kFp8Multiple == 0, op, ": a must have a multiple of 16 rows, got ",
+        shape_string(a));
+  Tensor out = torch::stable::new_empty(a, {b.size(0), a.size(0)}, dtype);
+  Fp8Product p{};
+  p.a_e5m2 = is_e5m2(a, op, "a");
+  p.b_e5m2 = is_e5m2(b, op, "b");
+  check(!(p.a_e5m2 && p.b_e5m2), op, ": one of a and b must be float8_e4m3fn");
+  p.a_rows = a.size(0);
+  p.b_rows = b.size(0);
+  p.k = a.size(1);
+  p.tokens = sum_over_tokens ? TokenDim::kK : TokenDim::kN;
+  p.a = a.const_data_ptr();
+  p.b = b.const_data_ptr();
+  p.a_scale = a_scale.const_data_ptr<float>();
+  p.b_scale = b_scale.const_data_ptr<float>();
+  p.out = out.mutable_data_ptr();
+  p.out_dtype = storage_dtype(out, op, "dtype");
+  // Forward passes bear shorter sums; gradients are summed in full (Micikevicius et al., 2022).
+  p.fast_accumulation = !p.a_e5m2 && !p.b_e5m2;
+  if (bias) {
+    check_parameter(*bias, p.a_rows, out, op, "bias");
+    check(bias->scalar_type() == dtype, op, ": bias must have the result's dtype");
+    p.bias = bias->const_data_ptr();
+  }
+  if (out.numel() == 0) return out;
+  if (p.k == 0) {
+    torch::stable::zero_(out);
+    return out;
+  }
+  const Call call(a, op);
+  matmul(fp8_matmul(p), Workspace(a), call.stream, op);
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CUDA, m) {
+  m.impl("quantize_fp8", TORCH_BOX(&quantize));
+  m.impl("fp8_product", TORCH_BOX(&product));
+}
+
+}  // namespace bert_unpad::cuda

@@ -1,0 +1,121 @@
+// Every operator's schema, in one place. Implementations are registered per device by
+// csrc/<family>/*_cpu.cpp and *_cuda.cpp; fake kernels and autograd are Python's (bert_unpad/ops).
+//
+// `rng` is an int64 tensor [2] (seed, offset) on the operator's device; it is needed where the
+// dropout probability is not 0.
+//
+// `order` and `groups` say in which order attention on a GPU takes the sequences; results do not
+// depend on them (csrc/attention/schedule.h).
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(bert_unpad, m) {
+  m.def(
+      "varlen_attention(Tensor qkv, Tensor cu_seqlens, SymInt max_seqlen, float scale, "
+      "float dropout_p, Tensor? rng, Tensor? order=None, Tensor? groups=None) "
+      "-> (Tensor out, Tensor lse)");
+  m.def(
+      "varlen_attention_backward(Tensor dout, Tensor qkv, Tensor out, Tensor lse, "
+      "Tensor cu_seqlens, SymInt max_seqlen, float scale, float dropout_p, Tensor? rng, "
+      "Tensor? order=None, Tensor? groups=None) -> Tensor");
+  m.def(
+      "varlen_cross_attention(Tensor q, Tensor kv, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+      "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float dropout_p, Tensor? rng, "
+      "Tensor? order=None, Tensor? groups=None) -> (Tensor out, Tensor lse)");
+  m.def(
+      "varlen_cross_attention_backward(Tensor dout, Tensor q, Tensor kv, Tensor out, Tensor lse, "
+      "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+      "float scale, float dropout_p, Tensor? rng, Tensor? order=None, Tensor? groups=None) "
+      "-> (Tensor dq, Tensor dkv)");
+
+  // Results that nobody asked for or that equal another come back as empty tensors [0]: dresidual
+  // where p is 0 (it equals dx) or there is no residual, a bias's gradient where there is no bias.
+  m.def(
+      "dropout_add_layer_norm(Tensor x, Tensor? x_bias, Tensor? residual, Tensor weight, "
+      "Tensor bias, float p, float eps, Tensor? rng) -> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def(
+      "dropout_add_layer_norm_backward(Tensor dy, Tensor x, Tensor? x_bias, Tensor? residual, "
+      "Tensor weight, Tensor mean, Tensor rstd, float p, Tensor? rng) "
+      "-> (Tensor dx, Tensor dresidual, Tensor dx_bias, Tensor dweight, Tensor dbias)");
+
+  m.def("bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor");
+  m.def(
+      "bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool tanh) "
+      "-> (Tensor dx, Tensor dbias)");
+
+  // The products of a linear layer on [tokens, features] matrices. With `gelu` the result is the
+  // tanh GELU of `pre`, the product with its bias, else pre is empty [0]; linear_dgrad with `pre`
+  // multiplies by that GELU's derivative. linear_wgrad_ adds to dweight. dbias is empty [0] where
+  // `bias` is false.
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias, bool gelu) -> (Tensor y, Tensor pre)");
+  m.def("linear_dgrad(Tensor dy, Tensor weight, Tensor? addend, Tensor? pre) -> Tensor");
+  m.def(
+      "linear_wgrad(Tensor dy, Tensor x, bool bias, ScalarType dtype) "
+      "-> (Tensor dweight, Tensor dbias)");
+  m.def("linear_wgrad_(Tensor dy, Tensor x, Tensor(a!) dweight, bool bias) -> Tensor dbias");
+
+  // 8 bits: scale is float32 [], what q is to be multiplied with. q_transposed [columns, rows] has
+  // its columns padded to a multiple of 16 with zeros; it is [0, 0] where it is not wanted.
+  // fp8_product = (b * b_scale) (a * a_scale)^T + bias: [a_rows, k], [b_rows, k] -> [b_rows,
+  // a_rows]; with `sum_over_tokens` k counts tokens, else b_rows does.
+  m.def(
+      "quantize_fp8(Tensor x, bool e5m2, bool transpose) "
+      "-> (Tensor q, Tensor q_transposed, Tensor scale)");
+  m.def(
+      "fp8_product(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, "
+      "ScalarType dtype, bool sum_over_tokens) -> Tensor");
+
+  m.def(
+      "embedding_layer_norm(Tensor input_ids, Tensor position_ids, Tensor token_type_ids, "
+      "Tensor word, Tensor position, Tensor token_type, Tensor weight, Tensor bias, float p, "
+      "float eps, ScalarType out_dtype, Tensor? rng) -> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def(
+      "embedding_layer_norm_backward(Tensor dy, Tensor input_ids, Tensor position_ids, "
+      "Tensor token_type_ids, Tensor word, Tensor position, Tensor token_type, Tensor weight, "
+      "Tensor mean, Tensor rstd, float p, Tensor? rng) "
+      "-> (Tensor dword, Tensor dposition, Tensor dtoken_type, Tensor dweight, Tensor dbias)");
+
+  m.def(
+      "masked_cross_entropy(Tensor logits, Tensor labels, SymInt vocab_size, int ignore_index) "
+      "-> (Tensor loss_sum, Tensor correct, Tensor lse)");
+  m.def(
+      "masked_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor labels, Tensor lse, "
+      "SymInt vocab_size, int ignore_index) -> Tensor");
+  // Writes the gradient into the logits.
+  m.def(
+      "masked_cross_entropy_backward_(Tensor dloss, Tensor(a!) logits, Tensor labels, Tensor lse, "
+      "SymInt vocab_size, int ignore_index) -> ()");
+
+  // Return the norm, fp32 []. `bound` is a factor of max_norm that the device knows.
+  m.def("clip_bucket_(Tensor(a!) bucket, float max_norm, Tensor? bound, float factor) -> Tensor");
+  m.def(
+      "clip_bucket_into(Tensor bucket, Tensor(a!) out, Tensor(b!)? residual, float max_norm, "
+      "Tensor? bound, float factor) -> Tensor");
+
+  // Lists of tensors. `masters` is empty or has the float32 weights of 16-bit params; `steps`,
+  // `lr`, `grad_scale` and `norm` are float32 scalars on the tensors' device. Where `norm` (of the
+  // gradient that was handed in) is not finite, nothing but `skipped` changes.
+  m.def("multi_tensor_l2norm(Tensor[] tensors) -> (Tensor total, Tensor each)");
+  m.def("multi_tensor_scale_(Tensor(a!)[] tensors, Tensor factor) -> ()");
+  m.def(
+      "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+      "Tensor(d!)[] masters, Tensor(e!)[] steps, Tensor lr, Tensor? grad_scale, Tensor? norm, "
+      "Tensor(f!)? skipped, float beta1, float beta2, float eps, float weight_decay, "
+      "float max_grad_norm, bool decoupled, bool bias_correction, bool maximize) -> ()");
+  m.def(
+      "lamb_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+      "Tensor(d!)[] masters, Tensor(e!)[] steps, Tensor lr, Tensor? grad_scale, Tensor? norm, "
+      "Tensor? grad_norms, Tensor(f!)? skipped, float beta1, float beta2, float eps, "
+      "float weight_decay, float max_grad_norm, bool grad_averaging, bool bias_correction, "
+      "bool trust_ratio, bool nesterov, bool maximize) -> ()");
+  // Its two halves, for shards: between them `sums`, squares of norms by tensor, are added up.
+  m.def(
+      "lamb_moments_(Tensor[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+      "Tensor(c!)[] exp_avg_sqs, Tensor[] masters, Tensor(e!)[] steps, Tensor lr, "
+      "Tensor? grad_scale, Tensor? norm, Tensor? grad_norms, Tensor(f!)? skipped, float beta1, "
+      "float beta2, float eps, float weight_decay, float max_grad_norm, bool grad_averaging, "
+      "bool bias_correction, bool nesterov, bool maximize) -> (Tensor sums, Tensor coefficients)");
+  m.def(
+      "lamb_apply_(Tensor(a!)[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, "
+      "Tensor(d!)[] masters, Tensor sums, Tensor coefficients, float beta1, float eps, "
+      "float weight_decay, bool trust_ratio, bool nesterov) -> ()");
+}

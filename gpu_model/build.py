@@ -1,0 +1,131 @@
+"""Compiles kernel sources for the host model, with the C++ compiler that $CXX names.
+
+One library is one .cpp file that includes the .cu files it runs. It is compiled again when a file
+that it includes, the compiler or a flag has changed.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CSRC = ROOT / "csrc"
+HERE = ROOT / "tests" / "host_cuda"
+BUILD = ROOT / "build" / "host_cuda"
+FLAGS = [
+    *("-O2", "-g1", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden"),
+    # Fortified longjmp refuses to change stacks.
+    "-U_FORTIFY_SOURCE",
+    # Messages name files from the root of the tree.
+    f"-ffile-prefix-map={ROOT}/=",
+    *(f"-I{folder}" for folder in (CSRC, ROOT / "tests", HERE / "include")),
+]
+# Variables that a kernel forgets to set get a value that shows in the results.
+PATTERN = "-ftrivial-auto-var-init=pattern"
+X86_64_V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
+
+
+def compiler() -> list[str] | None:
+    """$CXX, which may hold options, or g++; None if it is not there."""
+    command = os.environ.get("CXX", "g++").split()
+    path = shutil.which(command[0])
+    return None if path is None else [path, *command[1:]]
+
+
+@cache
+def _optional_flags(command: tuple[str, ...]) -> list[str]:
+    """Those that this processor and this compiler know."""
+    flags = []
+    info = Path("/proc/cpuinfo")
+    if platform.machine() == "x86_64" and info.exists():
+        lines = [line for line in info.read_text().splitlines() if line.startswith("flags")]
+        if lines and set(lines[0].split()) >= X86_64_V3:
+            flags.append("-march=x86-64-v3")
+    trial = [*command, PATTERN, "-fsyntax-only", "-x", "c++", os.devnull]
+    if subprocess.run(trial, capture_output=True).returncode == 0:
+        flags.append(PATTERN)
+    return flags
+
+
+@cache
+def _version(command: tuple[str, ...]) -> str:
+    return subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+
+
+def _digest(command: Sequence[str], files: Iterable[str]) -> str:
+    """Of how and from what a library is made; "" if a file is gone."""
+    digest = hashlib.sha256("\0".join(command).encode())
+    for name in sorted(files):
+        path = ROOT / name
+        if not path.is_file():
+            return ""
+        digest.update(name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _included(depfile: Path) -> list[str]:
+    """The files of this tree in a make rule written by the compiler."""
+    names = depfile.read_text().replace("\\\n", " ").partition(": ")[2].split()
+    paths = [Path(name).resolve() for name in names]
+    return [str(path.relative_to(ROOT)) for path in paths if path.is_relative_to(ROOT)]
+
+
+def load(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
+    """The library of one .cpp file, compiled if need be into build/host_cuda.
+
+    Args:
+        source: includes "gpu_model/block/c_api.h" first, then kernels, and exports functions with
+            BU_EXPORT.
+        flags: more compiler options.
+
+    Raises:
+        RuntimeError: there is no compiler, or it reports an error.
+    """
+    source = Path(source).resolve()
+    cxx = compiler()
+    if cxx is None:
+        raise RuntimeError(f"no C++ compiler: {os.environ.get('CXX', 'g++')!r} was not found")
+    command = [*cxx, *FLAGS, *_optional_flags(tuple(cxx)), *flags, str(source)]
+    variant = hashlib.sha256(f"{command}{_version(tuple(cxx))}".encode()).hexdigest()[:8]
+    BUILD.mkdir(parents=True, exist_ok=True)
+    # Whoever comes second waits, and finds the library made.
+    with (BUILD / f"{source.stem}-{variant}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # What the last build included, and the digest of that.
+        record = BUILD / f"{source.stem}-{variant}.json"
+        made = json.loads(record.read_text()) if record.exists() else {"files": [], "digest": ""}
+        library = BUILD / f"{source.stem}-{variant}-{made['digest']}.so"
+        if not made["digest"] or _digest(command, made["files"]) != made["digest"]:
+            stale, library = library, _compile(command, source.stem, variant)
+            if stale != library:
+                stale.unlink(missing_ok=True)
+    return ctypes.CDLL(str(library))
+
+
+def _compile(command: list[str], stem: str, variant: str) -> Path:
+    # Renamed at the end: a process that is killed leaves nothing that looks like a library.
+    temporary = BUILD / f"{stem}-{variant}.{os.getpid()}.tmp"
+    depfile = temporary.with_suffix(".d")
+    outputs = ["-MD", "-MF", str(depfile), "-o", str(temporary)]
+    try:
+        done = subprocess.run([*command, *outputs], capture_output=True, text=True, cwd=ROOT)
+        if done.returncode:
+            raise RuntimeError(f"{stem}.cpp does not compile:\n{done.stderr}")
+        files = _included(depfile)
+        digest = _digest(command, files)
+        library = BUILD / f"{stem}-{variant}-{digest}.so"
+        os.replace(temporary, library)
+        temporary.write_text(json.dumps({"files": files, "digest": digest}))
+        os.replace(temporary, BUILD / f"{stem}-{variant}.json")
+    finally:
+        temporary.unlink(missing_ok=True)
+        depfile.unlink(missing_ok=True)
+    return library

@@ -1,0 +1,40 @@
+// Variable-length attention on the host model: the launchers and all kernels.
+#include "gpu_model/block/c_api.h"
+//
+#include "attention/attention.cu"
+#include "attention/backward_d128.cu"
+#include "attention/backward_d32.cu"
+#include "attention/backward_d64.cu"
+#include "attention/forward_d128.cu"
+#include "attention/forward_d32.cu"
+#include "attention/forward_d64.cu"
+#include "attention/fp32.cu"
+
+using bert_unpad::AttentionGroup;
+using bert_unpad::cuda::AttentionArgs;
+
+// The layout of AttentionArgs is mirrored in tests/support/model_attention.py.
+BU_EXPORT int64_t attention_args_size() { return sizeof(AttentionArgs); }
+
+BU_EXPORT int attention(int backward, const AttentionArgs* args, const AttentionGroup* groups,
+                        int64_t group_count) {
+  return bert_unpad::host::guarded([&] {
+    const auto run =
+        backward ? bert_unpad::cuda::attention_backward : bert_unpad::cuda::attention_forward;
+    run(*args, {groups, static_cast<size_t>(group_count)}, nullptr);
+  });
+}
+
+// The choices of attention/plan.h.
+BU_EXPORT int attention_plan(int64_t sequences, int64_t heads, int64_t max_q, int64_t max_k,
+                             int64_t head_dim, int64_t sms, int64_t shared_bytes, int64_t* out) {
+  return bert_unpad::host::guarded([&] {
+    const int d = static_cast<int>(head_dim), q = static_cast<int>(max_q);
+    const int k = static_cast<int>(max_k);
+    out[0] = bert_unpad::forward_row_tiles(q, d);
+    out[1] =
+        bert_unpad::backward_is_fused(static_cast<int>(sequences), static_cast<int>(heads), q, k, d,
+                                      {static_cast<int>(sms), static_cast<uint32_t>(shared_bytes)});
+    out[2] = bert_unpad::fused_warps(k, d);
+  });
+}

@@ -1,0 +1,44 @@
+// embedding_layer_norm, and the sort in its backward pass, on the host model.
+#include "gpu_model/block/c_api.h"
+//
+#include "cuda/column_sum.cu"
+#include "embedding/embedding.cu"
+#include "embedding/table_gradient.cu"
+#include "embedding/token_sort.cu"
+
+using bert_unpad::cuda::EmbeddingParams;
+
+BU_EXPORT int64_t embedding_params_size() { return sizeof(EmbeddingParams); }
+
+BU_EXPORT int embedding_forward(const EmbeddingParams* p) {
+  return bert_unpad::host::guarded([&] { bert_unpad::cuda::embedding_layer_norm(*p, nullptr); });
+}
+
+// Rows of partials and of pieces, 32-bit words for the sort, floats of a row of scratch memory.
+BU_EXPORT int embedding_scratch(const EmbeddingParams* p, int64_t* sizes) {
+  return bert_unpad::host::guarded([&] {
+    sizes[0] = bert_unpad::cuda::embedding_layer_norm_partial_rows(*p);
+    sizes[1] = bert_unpad::cuda::embedding_pieces(p->norm.rows);
+    sizes[2] = bert_unpad::cuda::token_sort_words(p->tokens);
+    sizes[3] = bert_unpad::cuda::embedding_stride(p->norm.hidden);
+  });
+}
+
+BU_EXPORT int embedding_backward(const EmbeddingParams* p) {
+  return bert_unpad::host::guarded(
+      [&] { bert_unpad::cuda::embedding_layer_norm_backward(*p, nullptr); });
+}
+
+// ids and order of one table, sorted, and where each id begins.
+BU_EXPORT int embedding_sort(const bert_unpad::cuda::TokenIds* tokens, int64_t table,
+                             int32_t* space, int32_t* ids, int32_t* order, int32_t* first) {
+  return bert_unpad::host::guarded([&] {
+    const auto sorted = bert_unpad::cuda::sort_tokens("sort", *tokens, space, nullptr);
+    std::copy_n(sorted.ids[table], tokens->count, ids);
+    std::copy_n(sorted.order[table], tokens->count, order);
+    std::copy_n(sorted.first[table], tokens->entries[table] + 1, first);
+  });
+}
+BU_EXPORT int embedding_sort_words(const bert_unpad::cuda::TokenIds* tokens, int64_t* words) {
+  return bert_unpad::host::guarded([&] { *words = bert_unpad::cuda::token_sort_words(*tokens); });
+}

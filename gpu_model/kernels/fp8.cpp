@@ -1,0 +1,66 @@
+// Quantisation to 8 bits on the host model, and 8-bit products on the model of cuBLASLt.
+#include "gpu_model/block/c_api.h"
+//
+#include "gpu_model/block/cublaslt.h"
+//
+#include "linear/algorithms_cuda.cpp"
+#include "linear/fp8_product_cuda.cpp"
+#include "linear/matmul_cuda.cpp"
+#include "linear/quantize_fp8.cu"
+
+using bert_unpad::DType;
+namespace cuda = bert_unpad::cuda;
+
+BU_EXPORT int fp8_partials(int64_t dtype, int64_t rows, int64_t columns, int64_t* out) {
+  cuda::QuantizeParams p{};
+  p.dtype = static_cast<DType>(dtype);
+  p.rows = rows;
+  p.columns = columns;
+  return bert_unpad::host::guarded([&] { *out = cuda::quantize_partials(p); });
+}
+
+BU_EXPORT int fp8_quantize(int64_t dtype, int e5m2, int64_t rows, int64_t columns, const void* x,
+                           void* q, void* q_transposed, float* scale, float* partials) {
+  cuda::QuantizeParams p{};
+  p.dtype = static_cast<DType>(dtype);
+  p.e5m2 = e5m2 != 0;
+  p.rows = rows;
+  p.columns = columns;
+  p.x = x;
+  p.q = static_cast<uint8_t*>(q);
+  p.q_transposed = static_cast<uint8_t*>(q_transposed);
+  p.scale = scale;
+  p.partials = partials;
+  return bert_unpad::host::guarded([&] { cuda::quantize_fp8(p, nullptr); });
+}
+
+BU_EXPORT int fp8_product(int a_e5m2, int b_e5m2, int64_t a_rows, int64_t b_rows, int64_t k,
+                          int sum_over_tokens, const void* a, const void* b, const float* a_scale,
+                          const float* b_scale, const void* bias, void* out, int64_t out_dtype) {
+  cuda::Fp8Product p{};
+  p.a_e5m2 = a_e5m2 != 0;
+  p.b_e5m2 = b_e5m2 != 0;
+  p.a_rows = a_rows;
+  p.b_rows = b_rows;
+  p.k = k;
+  p.tokens = sum_over_tokens != 0 ? cuda::TokenDim::kK : cuda::TokenDim::kN;
+  p.a = a;
+  p.b = b;
+  p.a_scale = a_scale;
+  p.b_scale = b_scale;
+  p.bias = bias;
+  p.out = out;
+  p.out_dtype = static_cast<DType>(out_dtype);
+  return bert_unpad::host::guarded([&] {
+    const auto none = [](size_t) -> void* { return nullptr; };
+    cuda::matmul(cuda::fp8_matmul(p), none, nullptr, "fp8_product");
+  });
+}
+
+// The conversion alone.
+BU_EXPORT int fp8_convert(const float* x, int64_t count, int e5m2, uint8_t* out) {
+  for (int64_t i = 0; i < count; ++i)
+    out[i] = static_cast<uint8_t>(e5m2 ? bert_unpad::to_fp8<bert_unpad::E5M2>(x[i])
+                                       : bert_unpad::to_fp8<bert_unpad::E4M3>(x[i]));
+  return 0;
+}

@@ -1,0 +1,76 @@
+// The operators over lists of tensors on the host model. Lists are arrays of pointers and sizes.
+#include "gpu_model/block/c_api.h"
+//
+#include "optim/adam.cu"
+#include "optim/lamb.cu"
+#include "optim/multi_tensor.cu"
+
+using bert_unpad::Coefficients;
+using bert_unpad::DType;
+using bert_unpad::PlainTensor;
+using bert_unpad::UpdateRule;
+using bert_unpad::UpdateTensor;
+namespace cuda = bert_unpad::cuda;
+
+namespace {
+
+struct PlainLists {
+  std::vector<PlainTensor> tensors;
+  std::vector<DType> dtypes;
+
+  PlainLists(int64_t count, void* const* data, const int64_t* sizes, const int64_t* kinds) {
+    for (int64_t i = 0; i < count; ++i) {
+      tensors.push_back({data[i], sizes[i]});
+      dtypes.push_back(static_cast<DType>(kinds[i]));
+    }
+  }
+};
+
+}  // namespace
+
+BU_EXPORT int optim_norm(int64_t count, void* const* data, const int64_t* sizes,
+                         const int64_t* dtypes, float* partials, float* total, float* each) {
+  return bert_unpad::host::guarded([&] {
+    const PlainLists lists(count, data, sizes, dtypes);
+    cuda::multi_tensor_l2norm(lists.tensors, lists.dtypes, partials, total, each, nullptr);
+  });
+}
+
+BU_EXPORT int optim_scale(int64_t count, void* const* data, const int64_t* sizes,
+                          const int64_t* dtypes, const float* factor) {
+  return bert_unpad::host::guarded([&] {
+    const PlainLists lists(count, data, sizes, dtypes);
+    cuda::multi_tensor_scale(lists.tensors, lists.dtypes, factor, nullptr);
+  });
+}
+
+// `arrays`: param, grad, exp_avg, exp_avg_sq, master (or null) and step of each tensor. `numbers`:
+// beta1, beta2, eps, weight_decay, max_grad_norm; `flags`: decoupled, bias_correction,
+// grad_averaging, trust_ratio, nesterov, maximize. LAMB where `sums` is given, else Adam.
+BU_EXPORT int optim_update(int64_t count, void* const* arrays, const int64_t* sizes,
+                           int64_t param_dtype, int64_t grad_dtype, const double* numbers,
+                           const int64_t* flags, const float* lr, const float* grad_scale,
+                           const float* norm, const float* own_norms, int64_t* skipped,
+                           float* coefficients, float* partials, float* sums) {
+  return bert_unpad::host::guarded([&] {
+    std::vector<UpdateTensor> tensors;
+    std::vector<float*> steps;
+    for (int64_t i = 0; i < count; ++i) {
+      const auto array = [&](int k) { return static_cast<float*>(arrays[6 * i + k]); };
+      tensors.push_back({arrays[6 * i], arrays[6 * i + 1], array(2), array(3), array(4), sizes[i]});
+      steps.push_back(array(5));
+    }
+    const UpdateRule rule{numbers[0],    numbers[1],    numbers[2],    numbers[3],
+                          numbers[4],    flags[0] != 0, flags[1] != 0, flags[2] != 0,
+                          flags[3] != 0, flags[4] != 0, flags[5] != 0};
+    auto* rows = reinterpret_cast<Coefficients*>(coefficients);
+    cuda::advance_steps("test", rule, steps, {lr, grad_scale, norm, own_norms, skipped}, rows,
+                        nullptr);
+    const cuda::UpdateCall call{
+        "test",  rule, static_cast<DType>(param_dtype), static_cast<DType>(grad_dtype),
+        tensors, rows};
+    if (sums == nullptr) return cuda::adam(call, nullptr);
+    cuda::lamb_moments(call, partials, sums, nullptr);
+    cuda::lamb_apply(call, sums, nullptr);
+  });
+}

@@ -1,0 +1,64 @@
+"""The primitives that kernels are made of, on a GPU: the checks that the host model passes too."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.cuda_checks import GPU_ONLY
+from gpu_model import conformance
+
+ROOT = Path(__file__).resolve().parent.parent
+DTYPES = [torch.bfloat16, torch.float16]
+
+pytestmark = GPU_ONLY
+
+
+@pytest.fixture(scope="module")
+def call(tmp_path_factory):
+    """Runs an exported function of conformance.cu, compiled for this GPU, and waits for it."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    compiler = shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
+    if compiler is None:
+        pytest.skip("needs nvcc")
+    library = tmp_path_factory.mktemp("conformance") / "conformance.so"
+    command = [compiler, "-std=c++20", "--expt-relaxed-constexpr", "-arch=native", "-shared"]
+    command += ["-Xcompiler=-fPIC", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}"]
+    command += [str(ROOT / "tests" / "host_cuda" / "conformance.cu"), "-o", str(library)]
+    subprocess.run(command, check=True)
+    functions = ctypes.CDLL(str(library))
+
+    def run(name: str, *arguments: torch.Tensor | int) -> None:
+        torch.cuda.synchronize()
+        status = getattr(functions, name)(
+            *(
+                ctypes.c_void_p(x.data_ptr()) if isinstance(x, torch.Tensor) else ctypes.c_int64(x)
+                for x in arguments
+            )
+        )
+        assert status == 0, f"{name}: error {status}"
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mma(call, dtype):
+    conformance.check_mma(call, "cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pack(call, dtype):
+    conformance.check_pack(call, "cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tile_of_attention(call, dtype):
+    conformance.check_tile(call, "cuda", dtype)
+
+
+@pytest.mark.parametrize("check", ["check_matrices", "check_shuffle", "check_copy"])
+def test_data_movement(call, check):
+    getattr(conformance, check)(call, "cuda")

@@ -1,0 +1,254 @@
+"""Passes from buffers that keep their place, and, on a GPU, captured ones against eager ones.
+
+Without a GPU, the same buffers serve one batch after another, and nothing but their contents may
+differ from pass to pass: what a replay needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+
+import pytest
+import torch
+from tests.nn.test_bert import TINY, backward, make_inputs, make_model
+from torch import Tensor
+
+pytest.importorskip("tqdm", reason="the trainer needs the extra `pretrain`")
+pytest.importorskip("jsonargparse", reason="the trainer needs the extra `pretrain`")
+
+from bert_unpad import ops
+from bert_unpad.batch import PackedInputs
+from bert_unpad.batch.graph_shapes import Buckets
+from bert_unpad.nn import BertForPreTraining, PreTrainingOutput
+from bert_unpad.pretrain.config import ConfigError, PretrainConfig
+from bert_unpad.pretrain.gradients.accumulate import accumulate_gradient, seed_step
+from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner, StaticPass, check_graphs, sizes
+from bert_unpad.pretrain.output.metrics import Window
+from bert_unpad.pretrain.ranks import HostSums, Ranks
+from bert_unpad.pretrain.feed.steps import Step, StepCollator
+
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+DROPOUT = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3}
+# Twice the share that batches have, so that chance exceeds it nowhere.
+BUCKETS = Buckets(sequences=5, max_seqlen=TINY.max_position_embeddings, masked_share=0.3)
+ONE = [1.0, 1.0]
+
+
+def padded_inputs(lengths: list[int], seed: int = 1) -> PackedInputs:
+    return BUCKETS.pad(make_inputs(lengths, seed, masked_fraction=0.15))
+
+
+def scaled(values: list[float], device: torch.device | str = "cpu") -> Tensor:
+    return torch.tensor(values, device=device)
+
+
+def gradients(model: BertForPreTraining) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters()]
+
+
+class Uncaptured:
+    """As `GraphRunner`, but a replay runs the pass anew."""
+
+    def __init__(self, model: BertForPreTraining) -> None:
+        self.model = model
+        self.passes: dict[tuple[int, ...], StaticPass] = {}
+
+    def __call__(self, inputs: PackedInputs, scale: Tensor) -> PreTrainingOutput:
+        keys = self.model.bert.draw_rng_keys(torch.device("cpu"))
+        key = sizes(inputs)
+        if key not in self.passes:
+            self.passes[key] = StaticPass(self.model, nullcontext(), inputs, keys)
+        self.passes[key].load(inputs, keys, scale)
+        return self.passes[key].run()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_buffers_serve_every_batch_of_their_sizes(in_place: bool) -> None:
+    """Weight gradients added within products, as the trainer lets them, are the same bits too."""
+    model = make_model(**DROPOUT)
+    if in_place:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                ops.accumulate_in_place(module.weight)
+    batches = [
+        padded_inputs([12, 9, 0, 5, 1]),
+        padded_inputs([24, 24, 3], 2),
+        padded_inputs([7, 24]),
+    ]
+    assert len({sizes(inputs) for inputs in batches}) == 1
+    run = Uncaptured(model)
+    for number, inputs in enumerate([*batches, batches[0]]):
+        torch.manual_seed(number)
+        out, want = backward(model, inputs)
+        model.zero_grad(set_to_none=not in_place)
+        torch.manual_seed(number)
+        got = run(inputs, scaled(ONE))
+        for a, b in zip(got, out, strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(gradients(model), want.values(), strict=True):
+            assert torch.equal(a, b)
+    assert len(run.passes) == 1
+
+
+def test_random_numbers_are_an_input() -> None:
+    """Same buffers, same batch: masks follow the keys given, and the generator is left alone."""
+    model, inputs = make_model(**DROPOUT), padded_inputs([12, 9, 3])
+    keys = [model.bert.draw_rng_keys(torch.device("cpu")) for _ in range(2)]
+    static = StaticPass(model, nullcontext(), inputs, keys[0])
+    state = torch.get_rng_state()
+    losses = []
+    for given in (keys[0], keys[1], keys[0]):
+        static.load(inputs, given, scaled(ONE))
+        losses.append(static.run().mlm_loss_sum.item())
+    assert losses[0] == losses[2] != losses[1]
+    assert torch.equal(torch.get_rng_state(), state)
+    # They are the ones that the model would have drawn.
+    torch.manual_seed(8)
+    expected = model(inputs).mlm_loss_sum
+    torch.manual_seed(8)
+    static.load(inputs, model.bert.draw_rng_keys(torch.device("cpu")), scaled(ONE))
+    assert torch.equal(static.run().mlm_loss_sum, expected.detach())
+
+
+def test_a_pass_refuses_other_sizes() -> None:
+    model, inputs = make_model(**DROPOUT), padded_inputs([12, 9])
+    keys = model.bert.draw_rng_keys(torch.device("cpu"))
+    static = StaticPass(model, nullcontext(), inputs, keys)
+    with pytest.raises(ValueError, match="inputs must have sizes"):
+        static.load(make_inputs([12, 9]), keys, scaled(ONE))
+    batch = dataclasses.replace(inputs.batch, max_seqlen=23)
+    with pytest.raises(ValueError, match="inputs must have sizes"):
+        static.load(dataclasses.replace(inputs, batch=batch), keys, scaled(ONE))
+    with pytest.raises(ValueError, match="rng_keys must be given if and only if"):
+        static.load(inputs, None, scaled(ONE))
+
+
+def make_step(padded: bool) -> Step:
+    """Three passes, one of them without tokens."""
+    batches = [make_inputs(lengths, 3, masked_fraction=0.15) for lengths in ([9, 4], [20, 7], [])]
+    collate = StepCollator(
+        lambda numbers, epoch: batches[numbers[0]], 3, BUCKETS if padded else None
+    )
+    return collate(torch.arange(3).numpy(), 0)
+
+
+def test_the_trainer_counts_and_sums_the_same() -> None:
+    """Up to rounding: a product of few rows may take another routine, and sums have more zeros."""
+    ranks = Ranks(0, 1, torch.device("cpu"), None)
+    results = []
+    for graphs in (False, True):
+        model = make_model(**DROPOUT)
+        step = make_step(padded=graphs)
+        window = Window(ranks)
+        seed_step(1, 2, 0)
+        runner = Uncaptured(model) if graphs else None
+        counts = HostSums(ranks, step.counts)
+        accumulate_gradient(model, step, counts, ranks, nullcontext(), window, graphs=runner)
+        results.append((step.counts, window.fold(), gradients(model)))
+    (counts, sums, want), (padded_counts, padded_sums, got) = results
+    assert counts == padded_counts
+    assert sums == pytest.approx(padded_sums, rel=1e-6)
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() <= 1e-6 * b.abs().max()
+
+
+def make_config(**changes) -> PretrainConfig:
+    config = PretrainConfig(cuda_graphs=True)
+    config.batching.batch_size_per_rank, config.schedule.total_steps = 4, 1
+    for name, value in changes.items():
+        setattr(config, name, value)
+    config.clip = dataclasses.replace(config.clip, mode=changes.get("mode", "after"))
+    return config
+
+
+def test_what_cannot_be_captured_is_refused() -> None:
+    cuda = torch.device("cuda")
+    with pytest.raises(ConfigError, match="cuda_graphs: needs a GPU, but this run is on the cpu"):
+        check_graphs(make_config(), Ranks(0, 1, torch.device("cpu"), None))
+    with pytest.raises(ConfigError, match=r"with 2 ranks needs clip\.mode before, got bucket"):
+        check_graphs(make_config(mode="bucket"), Ranks(0, 2, cuda, None))
+    check_graphs(make_config(mode="before"), Ranks(0, 2, cuda, None))
+    check_graphs(make_config(mode="bucket"), Ranks(0, 1, cuda, None))
+    with pytest.raises(ConfigError, match="cuda_graphs: give this or compile"):
+        make_config(compile=True).validate()
+    with pytest.raises(ValueError, match="model must be on a GPU, got cpu"):
+        GraphRunner(make_model(), nullcontext())
+
+
+class TestOnAGpu:
+    pytestmark = GPU
+
+    @pytest.mark.parametrize("recompute", ["none", "gelu", "layer"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_replayed_pass_equals_the_eager_one(self, dtype: torch.dtype, recompute: str) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        autocast = torch.autocast(
+            "cuda", dtype, enabled=dtype != torch.float32, cache_enabled=False
+        )
+        model = make_model(hidden_size=64, num_attention_heads=2, **DROPOUT).to(device)
+        model.bert.encoder.recompute = recompute
+        lengths = [[12, 9, 0, 5, 1], [24, 24, 3], [24] * 5, [], [1], [24, 24, 3]]
+        batches = [padded_inputs(given, seed) for seed, given in enumerate(lengths)]
+        scale = scaled([0.5, 0.25], device)
+        expected = []
+        for number, inputs in enumerate(batches):
+            torch.manual_seed(number)
+            model.zero_grad()
+            with autocast:
+                out = model(inputs.to(device))
+            (out.mlm_loss_sum * scale[0] + out.nsp_loss_sum * scale[1]).backward()
+            expected.append(([value.detach().clone() for value in out], gradients(model)))
+        del out  # its graph's ends at the parameters belong to this stream
+        runner = GraphRunner(model, autocast)
+        for _ in range(2):  # with captures between replays, and then replays alone
+            for number, inputs in enumerate(batches):
+                torch.manual_seed(number)
+                model.zero_grad(set_to_none=False)
+                got = runner(inputs.pin_memory(), scale)
+                for a, b in zip(got, expected[number][0], strict=True):
+                    assert torch.equal(a, b)
+                for a, b in zip(gradients(model), expected[number][1], strict=True):
+                    assert torch.equal(a, b)
+        assert runner.graphs == len({sizes(inputs) for inputs in batches})
+
+    def test_replays_accumulate_and_draw_fresh_masks(self) -> None:
+        model = make_model(**DROPOUT).cuda()
+        runner = GraphRunner(model, nullcontext())
+        inputs, scale = padded_inputs([12, 9, 3]).pin_memory(), scaled(ONE, "cuda")
+        torch.manual_seed(0)
+        losses = [runner(inputs, scale).mlm_loss_sum.item() for _ in range(3)]
+        assert len(set(losses)) == 3
+        summed = gradients(model)
+        model.zero_grad(set_to_none=False)
+        torch.manual_seed(0)
+        parts = []
+        for _ in range(3):
+            model.zero_grad(set_to_none=False)
+            runner(inputs, scale)
+            parts.append(gradients(model))
+        for total, *each in zip(summed, *parts, strict=True):
+            torch.testing.assert_close(total, sum(each), rtol=1e-5, atol=1e-5)
+
+    def test_a_replay_does_not_make_the_host_wait(self) -> None:
+        model = make_model(**DROPOUT).cuda()
+        runner = GraphRunner(model, nullcontext())
+        inputs, scale = padded_inputs([12, 9, 3]).pin_memory(), scaled(ONE, "cuda")
+        runner(inputs, scale)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out = runner(inputs, scale)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert out.mlm_loss_sum.isfinite()
+
+    def test_a_replaced_gradient_is_refused(self) -> None:
+        model = make_model().cuda()
+        runner = GraphRunner(model, nullcontext())
+        model.zero_grad()
+        with pytest.raises(RuntimeError, match=r"\.grad was replaced"):
+            runner(padded_inputs([3]).pin_memory(), scaled(ONE, "cuda"))

@@ -1,0 +1,227 @@
+"""HDF5 files in MLPerf's layouts: reading and checking."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from bert_unpad.data import (
+    DamagedDataError,
+    DataConfig,
+    PackedCollator,
+    WordPieceTokenizer,
+    prepare,
+)
+from bert_unpad.data.masking import most_frequent_token_rate
+from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
+
+h5py = pytest.importorskip("h5py")
+
+from tests.support.hdf5_files import (
+    EXAMPLES,
+    LONGEST,
+    VOCAB,
+    damage,
+    open_folder,
+    raw_examples,
+    write_folder,
+    write_raw,
+)
+
+from bert_unpad.data.hdf5 import Hdf5Dataset
+from bert_unpad.data.hdf5.index import find_files
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return WordPieceTokenizer(VOCAB)
+
+
+@pytest.fixture(scope="module", params=["variable", "fixed"])
+def layout(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def dataset(layout, tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(layout)
+    write_folder(folder / "data", raw_examples(), layout)
+    return open_folder(folder / "data", tokenizer, folder / "cache", max_open=2)
+
+
+def test_batches_are_the_examples_in_any_order(dataset):
+    examples = raw_examples()
+    assert dataset.lengths.tolist() == [len(example[0]) for example in examples]
+    rng = np.random.default_rng(1)
+    for indices in (rng.permutation(EXAMPLES), np.array([7, 7, 3, 89]), np.empty(0, np.int64)):
+        batch = dataset.batch(indices)
+        ids, segments, positions, labels, following = (
+            zip(*(examples[i] for i in indices), strict=True) if len(indices) else ([],) * 5
+        )
+        assert batch.ids.tolist() == indices.tolist()
+        assert batch.tokens.tolist() == [t for row in ids for t in row]
+        assert batch.second_starts.tolist() == [int((row == 0).sum()) for row in segments]
+        assert batch.masks.counts.tolist() == [len(row) for row in positions]
+        assert batch.masks.positions.tolist() == [p for row in positions for p in row]
+        assert batch.masks.labels.tolist() == [t for row in labels for t in row]
+        assert batch.next_sentence_labels.tolist() == list(following)
+    assert len(dataset._open) <= 2
+
+
+def test_given_masks_are_kept_in_every_epoch(dataset, tokenizer):
+    collator = PackedCollator(dataset, tokenizer, seed=1)
+    examples = raw_examples()
+    first, second = (collator(np.array([4, 9]), epoch) for epoch in (0, 1))
+    order = sorted([4, 9], key=lambda i: -len(examples[i][0]))
+    assert first.input_ids.tolist() == [t for i in order for t in examples[i][0]]
+    assert first.masked_labels.tolist() == [t for i in order for t in examples[i][3]]
+    begins = [0, len(examples[order[0]][0])]
+    assert first.masked_positions.tolist() == [
+        b + p for b, i in zip(begins, order, strict=True) for p in examples[i][2]
+    ]
+    for name in ("input_ids", "masked_positions", "masked_labels"):
+        assert getattr(first, name).equal(getattr(second, name))
+    labels = np.concatenate([example[3] for example in examples])
+    expected = np.bincount(labels).max() / len(labels)
+    assert most_frequent_token_rate(dataset) == pytest.approx(expected)
+
+
+def test_pickled_by_its_files(dataset):
+    copy = pickle.loads(pickle.dumps(dataset))
+    dataset.close()
+    np.testing.assert_array_equal(
+        copy.batch(np.arange(9)).tokens, dataset.batch(np.arange(9)).tokens
+    )
+
+
+def test_index_is_cached_until_a_file_changes(tmp_path, tokenizer, monkeypatch):
+    folder = write_folder(tmp_path / "data", raw_examples(), "variable")
+    first = open_folder(folder, tokenizer, tmp_path)
+    monkeypatch.setattr("bert_unpad.data.hdf5.index.index_file", None)  # must not be called
+    again = open_folder(folder, tokenizer, tmp_path)
+    np.testing.assert_array_equal(again.lengths, first.lengths)
+    monkeypatch.undo()
+    write_raw(folder / "part_1.hdf5", raw_examples(seed=5)[:3], "variable")
+    assert len(open_folder(folder, tokenizer, tmp_path)) == EXAMPLES - 17
+    [*_, newest] = sorted((tmp_path / "hdf5").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    newest.write_bytes(newest.read_bytes()[:50])
+    assert len(open_folder(folder, tokenizer, tmp_path)) == EXAMPLES - 17
+
+
+def replace(name, data, **options):
+    def change(file):
+        del file[name]
+        file.create_dataset(name, data=data, **options)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("truncated", "expected a complete HDF5 file"),
+        ("no HDF5", "expected a complete HDF5 file"),
+        (lambda file: file.pop("masked_lm_ids"), "there is no masked_lm_ids"),
+        (replace("segment_ids", np.zeros((20, 9), "i1")), r"segment_ids: expected shape \[N\]"),
+        (replace("next_sentence_labels", np.zeros(7, "i1")), r"with N = \[20\], got \(7,\)"),
+        (replace("next_sentence_labels", np.zeros(20)), "expected integers, got float64"),
+        (replace("input_ids", np.zeros(20, "i2")), "input_ids: expected integers of variable len"),
+    ],
+)
+def test_wrong_files_are_named_when_indexed(how, message, tmp_path, tokenizer):
+    folder = write_folder(tmp_path / "data", raw_examples(), "variable")
+    damage(folder / "part_2.hdf5", how)
+    with pytest.raises(DamagedDataError, match=rf"part_2\.hdf5: .*{message}"):
+        open_folder(folder, tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("segment_ids", [0, 0, 1], r"segment_ids\[3\]: expected \d+ values, got 3"),
+        ("input_ids", "ids", r"input_ids: expected ids of 0 to 99 \(the vocabulary\)"),
+        ("segment_ids", "falling", "segment_ids: expected 0s followed by 1s"),
+        ("masked_lm_positions", [1, 2], r"masked_lm_ids\[3\]: expected 2 values"),
+        ("masked_lm_positions", "outside", "masked positions: expected them ascending and inside"),
+        ("masked_lm_ids", "outside", "masked labels: expected ids of 0 to 99"),
+        ("next_sentence_labels", 2, "next_sentence_labels: expected 0 or 1"),
+    ],
+)
+def test_wrong_examples_are_named_when_read(name, row, message, tmp_path, tokenizer):
+    folder = write_folder(tmp_path / "data", raw_examples(), "variable")
+    with h5py.File(folder / "part_1.hdf5", "r+") as file:
+        size = len(file[name][3]) if name != "next_sentence_labels" else 0
+        made = {
+            "ids": np.full(size, 100),
+            "falling": np.arange(size)[::-1] > size // 2,
+            "outside": np.full(size, 300),
+        }
+        file[name][3] = made[row] if isinstance(row, str) else row
+    dataset = open_folder(folder, tokenizer, tmp_path)
+    dataset.batch(np.arange(20))
+    with pytest.raises(DamagedDataError, match=rf"part_1\.hdf5: {message}"):
+        dataset.batch(np.array([5, 23]))
+
+
+def test_fixed_layout_is_checked(tmp_path, tokenizer):
+    folder = write_folder(tmp_path / "data", raw_examples(), "fixed")
+    with h5py.File(folder / "part_0.hdf5", "r+") as file:
+        mask = file["input_mask"][0]
+        mask[1] = 0
+        mask[-1] = 1
+        file["input_mask"][0] = mask
+    with pytest.raises(DamagedDataError, match=r"part_0\.hdf5: expected padding at the end"):
+        open_folder(folder, tokenizer, tmp_path).batch(np.array([0]))
+    damage(folder / "part_0.hdf5", replace("masked_lm_ids", np.zeros((20, 3), "i2")))
+    with pytest.raises(DamagedDataError, match=r"masked_lm_ids: expected the shape of masked_lm_p"):
+        open_folder(folder, tokenizer, tmp_path)
+
+
+def test_too_long_examples_and_bad_arguments(tmp_path, tokenizer):
+    folder = write_folder(tmp_path / "data", raw_examples(), "variable")
+    about = {"vocab_size": 100, "unmaskable_ids": (), "cache_dir": tmp_path}
+    files = find_files(folder)
+    with pytest.raises(DamagedDataError, match=r"hdf5: expected examples of 1 to 9 tokens"):
+        Hdf5Dataset(files, max_seq_length=9, **about)
+    with pytest.raises(ValueError, match="max_open: expected 1 or more"):
+        Hdf5Dataset(files, max_seq_length=24, max_open=0, **about)
+    with pytest.raises(FileNotFoundError, match="expected an HDF5 file, or a folder with files"):
+        find_files(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="vocab_file: expected the vocabulary"):
+        prepare(DataConfig(source=f"hdf5:{folder}", cache_dir=str(tmp_path)))
+    with pytest.raises(ValueError, match=r"expected hdf5:PATH or hdf5:PATH\?validation=PATH"):
+        prepare(DataConfig(source=f"hdf5:{folder}?split=x", cache_dir=str(tmp_path)))
+    with pytest.raises(FileNotFoundError, match="source: no/such does not exist"):
+        prepare(DataConfig(source="hdf5:no/such", cache_dir=str(tmp_path)))
+
+
+def test_sampler_resumes_over_files(dataset):
+    def sampler():
+        return BalancedSampler(dataset.lengths, 2, 1, 4, seed=2)
+
+    whole = sampler()
+    steps = [dataset.batch(indices).tokens.tolist() for indices in whole]
+    first = sampler()
+    iterator = iter(first)
+    for _ in range(3):
+        next(iterator)
+    second = sampler()
+    second.load_state_dict(first.state_dict())
+    assert [dataset.batch(indices).tokens.tolist() for indices in second] == steps[3:]
+
+
+def test_data_without_held_out_examples(tmp_path, tokenizer):
+    folder = write_folder(tmp_path / "data", raw_examples(), "fixed")
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join(VOCAB) + "\n")
+    common = {"cache_dir": str(tmp_path), "vocab_file": str(vocab), "max_seq_length": LONGEST}
+    data = prepare(DataConfig(source=f"hdf5:{folder}", **common))
+    assert (len(data.train), len(data.validation)) == (EXAMPLES, 0)
+    assert most_frequent_token_rate(data.validation) == 0
+    assert data.collator("validation")(np.empty(0, np.int64), 0).batch.total == 0
+    one = folder / "part_0.hdf5"
+    data = prepare(DataConfig(source=f"hdf5:{folder}?validation={one}", **common))
+    assert len(data.validation) == 20

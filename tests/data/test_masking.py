@@ -1,0 +1,220 @@
+"""Masks: against a plain loop over tokens, their statistics, and what they depend on."""
+
+import numpy as np
+import pytest
+
+from bert_unpad.data import (
+    ShardDataset,
+    ShardWriter,
+    TokenMasker,
+    WordPieceTokenizer,
+    most_frequent_token_rate,
+)
+from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
+
+M64 = (1 << 64) - 1
+GAMMA = 0x9E3779B97F4A7C15
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = [f"w{i}" for i in range(600)] + [f"##p{i}" for i in range(395)]
+    return WordPieceTokenizer([*SPECIAL_TOKENS, *words])
+
+
+def batch(tokenizer, lengths, seed=0):
+    """Packed random pairs; lengths below 5 are sequences of ordinary tokens only."""
+    rng = np.random.default_rng(seed)
+    parts = []
+    for length in lengths:
+        ids = rng.integers(5, tokenizer.vocab_size, length)
+        if length >= 5:
+            ids[[0, rng.integers(2, length - 2), -1]] = [
+                tokenizer.cls_id,
+                tokenizer.sep_id,
+                tokenizer.sep_id,
+            ]
+        parts.append(ids)
+    return np.concatenate([*parts, np.empty(0, np.int64)]).astype(np.int64), np.array(lengths)
+
+
+def mix(x):
+    """splitmix64 on Python integers."""
+    x = (x + GAMMA) & M64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & M64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & M64
+    return x ^ (x >> 31)
+
+
+def reference(tokenizer, ids, *, index, seed, epoch, prob, whole_word, cap):
+    """(seen ids, positions) of one sequence, token by token."""
+    state = mix((mix((mix(seed & M64) + epoch) & M64) + index * GAMMA) & M64)
+    hashes = [mix((state + place * GAMMA) & M64) for place in range(len(ids))]
+    words = []
+    for place, token in enumerate(ids):
+        if token in tokenizer.unmaskable_ids:
+            continue
+        continues = whole_word and tokenizer.is_continuation[token]
+        if continues and words and words[-1][-1] == place - 1:
+            words[-1].append(place)
+        else:
+            words.append([place])
+    words.sort(key=lambda word: (hashes[word[0]] >> 40, word[0]))
+    quota = max(1, round(len(ids) * prob))
+    quota = min(quota, cap) if cap else quota
+    chosen = []
+    for word in words:
+        if len(chosen) + len(word) <= quota:
+            chosen += word
+    if words and not chosen:
+        chosen = words[0][:cap]
+    chosen.sort()
+    seen = list(ids)
+    ordinary = [t for t in range(tokenizer.vocab_size) if t not in range(5)]
+    for place in chosen:
+        second = mix(hashes[place] ^ GAMMA)
+        if second >> 32 < int(0.8 * 2**32):
+            seen[place] = tokenizer.mask_id
+        elif second >> 32 < int(0.9 * 2**32):
+            seen[place] = ordinary[((second & 0xFFFFFFFF) * len(ordinary)) >> 32]
+    return seen, chosen
+
+
+@pytest.mark.parametrize("whole_word", [False, True])
+@pytest.mark.parametrize(("prob", "cap"), [(0.15, None), (0.15, 4), (0.5, None), (0.02, 1)])
+def test_equals_a_loop_over_tokens(tokenizer, whole_word, prob, cap):
+    rng = np.random.default_rng(3)
+    ids, lengths = batch(tokenizer, [128, 0, 1, 5, *rng.integers(1, 120, 40), 0])
+    indices = rng.integers(0, 2**40, len(lengths))
+    masker = TokenMasker(
+        tokenizer,
+        masked_lm_prob=prob,
+        whole_word=whole_word,
+        max_predictions_per_seq=cap,
+        seed=-7,
+    )
+    before = ids.copy()
+    result = masker(ids, lengths, indices, epoch=11)
+    np.testing.assert_array_equal(ids, before)
+    begin, seen, positions = 0, [], []
+    for length, index in zip(lengths.tolist(), indices.tolist(), strict=True):
+        expected, chosen = reference(
+            tokenizer,
+            ids[begin : begin + length].tolist(),
+            index=index,
+            seed=-7,
+            epoch=11,
+            prob=prob,
+            whole_word=whole_word,
+            cap=cap,
+        )
+        seen += expected
+        positions += [begin + place for place in chosen]
+        assert bool(chosen) == (length > 0)
+        begin += length
+    np.testing.assert_array_equal(result.input_ids, seen)
+    np.testing.assert_array_equal(result.positions, positions)
+    np.testing.assert_array_equal(result.labels, ids[positions])
+
+
+def test_shares_are_15_percent_and_80_10_10(tokenizer):
+    ids, lengths = batch(tokenizer, [100] * 2000)
+    result = TokenMasker(tokenizer)(ids, lengths, np.arange(2000), 0)
+    assert len(result.positions) == 15 * 2000
+    seen = result.input_ids[result.positions]
+    masked = np.mean(seen == tokenizer.mask_id)
+    kept = np.mean(seen == result.labels)
+    assert abs(masked - 0.8) < 0.01  # 4 standard errors
+    assert abs(kept - 0.1) < 0.008
+    random = seen[(seen != tokenizer.mask_id) & (seen != result.labels)]
+    assert random.min() >= 5  # never a special token
+    assert len(np.unique(random)) > 900  # of 995; all are equally likely
+    untouched = np.delete(np.arange(len(ids)), result.positions)
+    np.testing.assert_array_equal(result.input_ids[untouched], ids[untouched])
+
+
+def test_every_position_is_equally_likely(tokenizer):
+    ids = np.tile(np.r_[tokenizer.cls_id, np.arange(5, 45), tokenizer.sep_id], 4000)
+    result = TokenMasker(tokenizer)(ids, np.full(4000, 42), np.arange(4000), 0)
+    counts = np.bincount(result.positions % 42, minlength=42)
+    assert counts[0] == counts[41] == 0
+    expected = 4000 * 6 / 40
+    assert np.sum((counts[1:41] - expected) ** 2 / expected) < 75  # chi-squared, 39 degrees
+
+
+def test_depends_on_seed_epoch_and_index_only(tokenizer):
+    ids, lengths = batch(tokenizer, [60] * 30)
+    masker = TokenMasker(tokenizer, seed=5)
+    indices = np.arange(100, 130)
+    whole = masker(ids, lengths, indices, 2)
+    order = np.random.default_rng(0).permutation(30)
+    shuffled = masker(ids.reshape(30, 60)[order].ravel(), lengths, indices[order], 2)
+    np.testing.assert_array_equal(
+        shuffled.input_ids.reshape(30, 60), whole.input_ids.reshape(30, 60)[order]
+    )
+    part = masker(ids[:600], lengths[:10], indices[:10], 2)
+    np.testing.assert_array_equal(part.input_ids, whole.input_ids[:600])
+
+    def overlap(other):
+        return len(np.intersect1d(other.positions, whole.positions)) / len(whole.positions)
+
+    assert overlap(masker(ids, lengths, indices, 2)) == 1
+    assert overlap(masker(ids, lengths, indices, 3)) < 0.3
+    assert overlap(masker(ids, lengths, indices + 1, 2)) < 0.3
+    assert overlap(TokenMasker(tokenizer, seed=6)(ids, lengths, indices, 2)) < 0.3
+
+
+def test_whole_words_stay_whole(tokenizer):
+    ids, lengths = batch(tokenizer, [100] * 50)
+    result = TokenMasker(tokenizer, whole_word=True)(ids, lengths, np.arange(50), 0)
+    chosen = np.zeros(len(ids), bool)
+    chosen[result.positions] = True
+    ordinary = ~np.isin(ids, tokenizer.unmaskable_ids)
+    continues = np.flatnonzero(tokenizer.is_continuation[ids] & ordinary & np.roll(ordinary, 1))
+    np.testing.assert_array_equal(chosen[continues], chosen[continues - 1])
+    assert chosen[continues].any()
+    counts = chosen.reshape(50, 100).sum(1)
+    assert counts.max() <= 15
+    assert counts.mean() > 14
+
+
+def test_empty_batches_and_unmaskable_sequences(tokenizer):
+    for whole_word in (False, True):
+        masker = TokenMasker(tokenizer, whole_word=whole_word)
+        empty = np.empty(0, np.int64)
+        for lengths in (empty, np.zeros(3, np.int64)):
+            result = masker(empty, lengths, np.arange(len(lengths)), 0)
+            assert [array.dtype for array in result] == [np.int64] * 3
+            assert [len(array) for array in result] == [0] * 3
+        special = np.array([tokenizer.cls_id, tokenizer.sep_id])
+        result = masker(special, np.array([2]), np.array([0]), 0)
+        assert len(result.positions) == 0
+        np.testing.assert_array_equal(result.input_ids, special)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"masked_lm_prob": 0.0}, {"masked_lm_prob": 1.0}, {"max_predictions_per_seq": 0}],
+)
+def test_bad_arguments_are_named(tokenizer, bad):
+    with pytest.raises(ValueError, match=f"{next(iter(bad))}: expected"):
+        TokenMasker(tokenizer, **bad)
+
+
+def test_sizes_must_fit(tokenizer):
+    ids = np.arange(5, 15)
+    for lengths, indices in (([9], [0]), ([10], [0, 1])):
+        with pytest.raises(ValueError, match="lengths: expected"):
+            TokenMasker(tokenizer)(ids, np.array(lengths), np.array(indices), 0)
+
+
+def test_most_frequent_token_rate_leaves_special_tokens_out(tmp_path):
+    about = {"vocab_size": 20, "unmaskable_ids": (0, 2, 3, 4), "max_seq_length": 20}
+    one = np.ones(1, np.int64)
+    with ShardWriter(tmp_path / "a", **about) as writer:
+        tokens = np.array([2, 7, 7, 7, 9, 3, 1, 8, 3, 3, 3])
+        writer.append(tokens, np.array([len(tokens)]), one, one)
+    assert most_frequent_token_rate(ShardDataset(tmp_path / "a")) == 3 / 6
+    with ShardWriter(tmp_path / "b", **about):
+        pass
+    assert most_frequent_token_rate(ShardDataset(tmp_path / "b")) == 0

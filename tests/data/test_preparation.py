@@ -1,0 +1,324 @@
+"""Preparing data: the cache's key, damage, several processes at once, both parts, errors."""
+
+import dataclasses
+import logging
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support.processes import TIMEOUT
+
+import bert_unpad.data
+from bert_unpad.data import DataConfig, ShardWriter, WordPieceTokenizer, prepare
+from bert_unpad.data.store.cache import cache_lock
+from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
+
+WORDS = ["the", "of", "packed", "token", "batch", "model", "reads", "every", "then", "learns"]
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    rng = random.Random(0)
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    documents = []
+    for number in range(200):
+        sentences = []
+        for _ in range(rng.randint(1, 8)):
+            words = [rng.choice(WORDS) for _ in range(rng.randint(3, 12))]
+            sentences.append(f"N{number} {' '.join(words)}.")
+        documents.append("\n".join(sentences))
+    path.write_text("\n\n".join([*documents, documents[3], documents[5]]))
+    return path
+
+
+@pytest.fixture
+def config(text_file, tmp_path):
+    return DataConfig(
+        source=str(text_file),
+        cache_dir=str(tmp_path / "cache"),
+        max_seq_length=48,
+        vocab_size=200,
+        validation_share=0.1,
+    )
+
+
+def builds(caplog):
+    return sum("training a vocabulary" in record.message for record in caplog.records)
+
+
+def test_builds_once_then_opens(config, caplog):
+    caplog.set_level(logging.INFO)
+    first = prepare(config, progress=False)
+    again = prepare(config, progress=False)
+    assert builds(caplog) == 1
+    assert again.path == first.path
+    np.testing.assert_array_equal(again.train.tokens, first.train.tokens)
+    counts = first.statistics
+    assert (counts["documents"], counts["duplicates"]) == (200, 2)
+    assert counts["train_documents"] + counts["validation_documents"] == 200
+    assert counts["train_examples"] == len(first.train)
+    assert counts["validation_tokens"] == len(first.validation.tokens)
+    assert first.train.lengths.max() == 48
+    assert sorted(p.name for p in first.path.iterdir()) == [
+        *("manifest.json", "tokenizer", "train", "validation")
+    ]
+    assert [p.name for p in first.path.parent.iterdir()] == [first.path.name]
+
+
+def test_no_document_is_in_both_parts(config):
+    data = prepare(config, progress=False)
+
+    def numbers(dataset):
+        """The documents of a part: each sentence begins with its document's number."""
+        text = " ".join(data.tokenizer.decode(example.input_ids) for example in dataset)
+        return {word for word in text.split() if word[0] == "n" and word[1:].isdigit()}
+
+    train, validation = numbers(data.train), numbers(data.validation)
+    assert len(train) > 100
+    assert len(validation) > 5
+    assert not train & validation
+
+
+def test_key_follows_content_and_settings_but_not_masking(config, text_file, tmp_path):
+    path = prepare(config, progress=False).path
+    for change in (
+        {"masked_lm_prob": 0.3, "whole_word": True, "max_predictions_per_seq": 5},
+        {"verify": False},
+    ):
+        assert prepare(dataclasses.replace(config, **change), progress=False).path == path
+    paths = {path}
+    for change in (
+        {"max_seq_length": 32},
+        {"vocab_size": 150},
+        {"lowercase": False},
+        {"short_seq_prob": 0.5},
+        {"dupe_factor": 2},
+        {"validation_share": 0.2},
+        {"seed": 1},
+        {"file_per_document": True},
+    ):
+        paths.add(prepare(dataclasses.replace(config, **change), progress=False).path)
+    other = tmp_path / "other.txt"
+    other.write_bytes(text_file.read_bytes())
+    copy = dataclasses.replace(config, source=str(other))
+    assert prepare(copy, progress=False).path == path  # the content counts, not the name
+    other.write_text(other.read_text() + " More.")
+    paths.add(prepare(copy, progress=False).path)
+    assert len(paths) == 10
+
+
+def test_held_out_documents_do_not_depend_on_the_seed(config):
+    first = prepare(config, progress=False)
+    other = prepare(dataclasses.replace(config, seed=1, dupe_factor=3), progress=False)
+    # The same training text gives the same vocabulary and document counts, with other pairs.
+    assert other.tokenizer.vocabulary == first.tokenizer.vocabulary
+    assert other.statistics["validation_documents"] == first.statistics["validation_documents"]
+    assert not np.array_equal(other.train.tokens[:300], first.train.tokens[:300])
+    assert len(other.train) > 2.5 * len(first.train)
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "tokenizer/vocab.txt", "train/tokens.bin", "validation/manifest.json"]
+)
+@pytest.mark.parametrize("damage", ["truncate", "alter", "remove"])
+def test_damaged_caches_are_reported_and_rebuilt(config, caplog, name, damage):
+    data = prepare(config, progress=False)
+    tokens = data.train.tokens.copy()
+    file = data.path / name
+    content = file.read_bytes()
+    if damage == "truncate":
+        file.write_bytes(content[:-20])
+    elif damage == "remove":
+        file.unlink()
+    else:
+        middle = len(content) // 2
+        file.write_bytes(content[:middle] + b"\x01" + content[middle + 1 :])
+    rebuilt = prepare(config, progress=False)
+    (warning,) = (r.message for r in caplog.records if r.levelno == logging.WARNING)
+    assert "rebuilding damaged data" in warning
+    assert str(file) in warning
+    assert "expected" in warning
+    np.testing.assert_array_equal(rebuilt.train.tokens, tokens)
+    assert file.read_bytes() == content
+
+
+BUILD = """
+import logging, sys
+from bert_unpad.data import DataConfig, prepare
+logging.basicConfig(level=logging.INFO)
+data = prepare(DataConfig(source=sys.argv[1], cache_dir=sys.argv[2], vocab_size=200), False)
+print(data.path, int(data.train.tokens.astype(int).sum()), len(data.validation))
+"""
+
+
+def test_processes_at_once_build_once_and_alike(text_file, tmp_path):
+    """Two processes share a cache and one has its own; hash seeds differ between them."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUILD, str(text_file), str(tmp_path / cache)],
+            env={**os.environ, "PYTHONHASHSEED": str(number), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, cache in enumerate(["shared", "shared", "own"])
+    ]
+    results = [process.communicate(timeout=TIMEOUT) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 3, results
+    outputs = [out.replace("shared", "*").replace("own", "*") for out, _ in results]
+    assert len(set(outputs)) == 1
+    assert [err.count("training a vocabulary") for _, err in results[2:]] == [1]
+    assert sum(err.count("training a vocabulary") for _, err in results[:2]) == 1
+
+
+def test_lock_waits_for_its_holder_and_outlives_no_process(tmp_path):
+    path = tmp_path / "x.lock"
+    script = (
+        "import fcntl, sys, time\nfile = open(sys.argv[1], 'a')\nfcntl.flock(file, fcntl.LOCK_EX)\n"
+        "print('held', flush=True)\ntime.sleep(3600)\n"
+    )
+    acquired = threading.Event()
+
+    def acquire():
+        with cache_lock(path):
+            acquired.set()
+
+    command = [sys.executable, "-c", script, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        thread = threading.Thread(target=acquire, daemon=True)
+        thread.start()
+        assert not acquired.wait(0.2)
+        holder.kill()
+        assert acquired.wait(TIMEOUT)
+
+
+def test_failed_build_leaves_nothing(config, monkeypatch):
+    def fail(self):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "close", fail)
+        with pytest.raises(OSError, match="disk full"):
+            prepare(config, progress=False)
+    assert list((Path(config.cache_dir) / "prepared").iterdir()) == []
+    data = prepare(config, progress=False)
+    assert [p.name for p in data.path.parent.iterdir()] == [data.path.name]
+
+
+def test_vocab_file_is_used_and_keyed_by_content(config, tmp_path):
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join([*SPECIAL_TOKENS, "n", "##1", *WORDS, "."]))
+    config = dataclasses.replace(config, vocab_file=str(vocab))
+    data = prepare(config, progress=False)
+    assert data.tokenizer.vocabulary == WordPieceTokenizer.from_vocab_file(vocab).vocabulary
+    assert prepare(dataclasses.replace(config, vocab_size=999), progress=False).path == data.path
+    vocab.write_text(vocab.read_text() + "\nq")
+    assert prepare(config, progress=False).path != data.path
+
+
+def test_collator_takes_the_masking_of_the_configuration(config):
+    data = prepare(dataclasses.replace(config, max_predictions_per_seq=2), progress=False)
+    inputs = data.collator()(np.arange(20), 0)
+    assert len(inputs.masked_positions) == sum(
+        min(2, max(1, round(0.15 * length))) for length in data.train.lengths[:20].tolist()
+    )
+    held_out = data.collator("validation", seed=9)
+    assert held_out.dataset is data.validation
+    assert held_out.masker.seed == 9
+    with pytest.raises(ValueError, match="split: expected"):
+        data.collator("test")
+
+
+def test_validation_share_zero_and_single_documents(config, tmp_path, caplog):
+    assert len(prepare(dataclasses.replace(config, validation_share=0.0), False).validation) == 0
+    assert "validation part is empty" not in caplog.text
+    path = tmp_path / "one.txt"
+    path.write_text("The one document that is here. It has two sentences in it here.")
+    data = prepare(dataclasses.replace(config, source=str(path)), progress=False)
+    assert len(data.train) == 1
+    assert len(data.validation) == 0
+    assert "validation part is empty" in caplog.text
+    assert data.collator("validation")(np.empty(0, np.int64), 0).batch.total == 0
+
+
+def test_progress_bars_only_if_asked(config, capsys):
+    prepare(config)  # stderr is no terminal here
+    assert capsys.readouterr().err == ""
+    prepare(dataclasses.replace(config, seed=2), progress=True)
+    shown = capsys.readouterr().err
+    for step in ("reading", "tokenizing train", "pairing validation"):
+        assert step in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_seq_length": 4}, r"max_seq_length: expected 5 .* to 65,535 tokens, got 4"),
+        ({"max_seq_length": 65_536}, "max_seq_length: expected .* got 65536"),
+        ({"vocab_size": 5}, "vocab_size: expected at least 6"),
+        ({"short_seq_prob": 1.5}, "short_seq_prob: expected 0 to 1"),
+        ({"dupe_factor": 0}, "dupe_factor: expected at least 1"),
+        ({"validation_share": 1.0}, "validation_share: expected"),
+        ({"masked_lm_prob": 0}, "masked_lm_prob: expected"),
+        ({"max_predictions_per_seq": -1}, "max_predictions_per_seq: expected"),
+    ],
+)
+def test_bad_settings_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**change)
+
+
+def test_bad_inputs_are_named(config, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"source: .*nothing does not exist; expected"):
+        prepare(dataclasses.replace(config, source=str(tmp_path / "nothing")))
+    with pytest.raises(FileNotFoundError, match=r"vocab_file: .*nothing does not exist"):
+        prepare(dataclasses.replace(config, vocab_file=str(tmp_path / "nothing")))
+    blank = tmp_path / "blank.txt"
+    blank.write_text(" \n\n \n")
+    with pytest.raises(ValueError, match=r"source: .*blank\.txt holds no text"):
+        prepare(dataclasses.replace(config, source=str(blank)))
+    controls = tmp_path / "controls.txt"
+    controls.write_text("\x01\x02")
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join([*SPECIAL_TOKENS, "a"]))
+    empty = dataclasses.replace(config, source=str(controls), vocab_file=str(vocab))
+    with pytest.raises(ValueError, match="holds no text that the tokenizer knows"):
+        prepare(empty)
+
+
+def test_without_the_pretrain_extra_lengths_work_and_the_rest_says_what_to_install():
+    script = (
+        "import sys\nsys.modules['tokenizers'] = sys.modules['tqdm'] = None\n"
+        "import bert_unpad.data\nassert bert_unpad.data.wikipedia_lengths().sum() > 0\n"
+        "try:\n    from bert_unpad.data import prepare\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT, check=True
+    )
+    assert "pip install 'bert_unpad[pretrain]'" in done.stdout
+
+
+def test_every_exported_name_exists():
+    for name in bert_unpad.data.__all__:
+        assert getattr(bert_unpad.data, name).__name__ == name
+    assert set(bert_unpad.data._HOME) == set(bert_unpad.data.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        bert_unpad.data.nothing  # noqa: B018
+
+
+@pytest.mark.slow
+def test_standard_library(tmp_path):
+    """The default source: thousands of documents, nearly no unknown words."""
+    data = prepare(DataConfig(cache_dir=str(tmp_path)), progress=False)
+    assert data.tokenizer.vocab_size == 8192
+    assert data.statistics["documents"] > 3000
+    assert len(data.train.tokens) > 300_000
+    assert np.mean(data.train.tokens == data.tokenizer.unk_id) < 1e-3
+    assert abs(np.mean(data.train.next_sentence_labels) - 0.5) < 0.02

@@ -1,0 +1,209 @@
+"""Sentence pairs: true lengths, labels, truncation, documents of one sentence, determinism."""
+
+import numpy as np
+import pytest
+
+from bert_unpad.data import ShardDataset, ShardWriter, WordPieceTokenizer
+from bert_unpad.data.text.corpus import Spool, TokenizedCorpus, tokenize
+from bert_unpad.data.text.pairs import PairPlanner, write_examples
+from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
+
+FIRST = len(SPECIAL_TOKENS)
+VOCAB = 60_000
+
+
+def corpus_of(documents):
+    """A corpus whose tokens are all different, so a token tells where it came from."""
+    lengths = [n for document in documents for n in document]
+    return TokenizedCorpus(
+        FIRST + np.arange(sum(lengths), dtype=np.int32),
+        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        np.concatenate([[0], np.cumsum([len(d) for d in documents])]).astype(np.int64),
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return WordPieceTokenizer([*SPECIAL_TOKENS, *(f"w{i}" for i in range(VOCAB - FIRST))])
+
+
+def examples_of(corpus, tokenizer, folder, *, seed=0, short=0.1, longest=64, passes=1):
+    about = {"vocab_size": tokenizer.vocab_size, "unmaskable_ids": tokenizer.unmaskable_ids}
+    with ShardWriter(folder, max_seq_length=longest, **about) as writer:
+        count = write_examples(
+            corpus,
+            tokenizer,
+            writer,
+            max_seq_length=longest,
+            short_seq_prob=short,
+            dupe_factor=passes,
+            seed=seed,
+        )
+    dataset = ShardDataset(folder)
+    assert len(dataset) == count
+    return dataset
+
+
+def segments(example, tokenizer):
+    ids, second = example.input_ids, example.second_start
+    assert ids[0] == tokenizer.cls_id
+    assert ids[second - 1] == ids[-1] == tokenizer.sep_id
+    a, b = ids[1 : second - 1], ids[second:-1]
+    for segment in (a, b):
+        assert len(segment)
+        np.testing.assert_array_equal(np.diff(segment), 1)  # a run of neighbours in the corpus
+    return a, b
+
+
+class Listed:
+    """A source of given documents."""
+
+    name = "listed"
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def documents(self):
+        return iter(self.texts)
+
+
+def test_pairs_are_what_their_labels_say(tokenizer, tmp_path):
+    rng = np.random.default_rng(1)
+    documents = [rng.integers(1, 30, rng.integers(1, 12)).tolist() for _ in range(300)]
+    corpus = corpus_of(documents)
+    dataset = examples_of(corpus, tokenizer, tmp_path / "shard")
+    ends = corpus.sentence_offsets[corpus.document_offsets[1:]] + FIRST
+    labels, covered, longest = [], set(), 0
+    for index in range(len(dataset)):
+        example = dataset[index]
+        a, b = segments(example, tokenizer)
+        document_a, document_b = np.searchsorted(ends, [a[0], b[0]], side="right")
+        assert np.searchsorted(ends, a[-1], side="right") == document_a
+        assert np.searchsorted(ends, b[-1], side="right") == document_b
+        assert (document_a != document_b) == bool(example.next_sentence_label)
+        if example.next_sentence_label == 0 and len(example.input_ids) < 64:
+            assert b[0] == a[-1] + 1  # untruncated: b goes on where a ends
+        labels.append(example.next_sentence_label)
+        covered |= set(a.tolist()) | set(b.tolist())
+        longest = max(longest, len(example.input_ids))
+    assert longest == 64
+    assert abs(np.mean(labels) - 0.5) < 3 * 0.5 / np.sqrt(len(labels))
+    assert len(covered) > 0.9 * len(corpus.tokens)  # only truncation drops text
+
+
+def test_documents_of_one_sentence_give_both_labels(tokenizer, tmp_path):
+    dataset = examples_of(corpus_of([[12]] * 400), tokenizer, tmp_path / "shard", short=0.0)
+    assert len(dataset) == 400
+    assert 150 < dataset.next_sentence_labels.sum() < 250
+    for index in np.flatnonzero(dataset.next_sentence_labels == 0):
+        a, b = segments(dataset[index], tokenizer)
+        assert len(a) + len(b) == 12
+        assert b[0] == a[-1] + 1
+
+
+def test_a_sentence_is_cut_between_words_only(tokenizer):
+    continues = np.zeros(VOCAB, bool)
+    continues[FIRST + 1 : FIRST + 10] = True
+    continues[FIRST + 6] = False  # words of 6 and 4 pieces
+    planner = PairPlanner(corpus_of([[10]]), continues, max_seq_length=32, short_seq_prob=0, seed=0)
+    assert {pair for _ in range(50) for pair in planner.plan(0)} == {(0, 6, 6, 10, 0)}
+
+
+def test_single_word_documents(tokenizer, tmp_path):
+    alone = examples_of(corpus_of([[1]]), tokenizer, tmp_path / "alone")
+    assert alone[0].input_ids.tolist() == [tokenizer.cls_id, FIRST, tokenizer.sep_id]
+    assert alone[0].second_start == 3
+    assert alone[0].next_sentence_label == -100
+
+    two = examples_of(corpus_of([[1], [1]]), tokenizer, tmp_path / "two")
+    assert two.next_sentence_labels.tolist() == [1, 1]
+
+
+def test_single_document_has_no_random_next(tokenizer, tmp_path):
+    dataset = examples_of(corpus_of([[9] * 40]), tokenizer, tmp_path / "shard", passes=5)
+    assert len(dataset) > 20
+    assert set(dataset.next_sentence_labels.tolist()) == {0}
+
+
+def test_truncation_equals_one_token_at_a_time():
+    """Sizes after the closed form against Google's loop."""
+    rng = np.random.default_rng(2)
+    planner = PairPlanner(
+        corpus_of([[1]]), np.zeros(VOCAB, bool), max_seq_length=20, short_seq_prob=0, seed=0
+    )
+    for a, b in rng.integers(1, 50, (300, 2)).tolist():
+        expected_a, expected_b = a, b
+        while expected_a + expected_b > 17:
+            if expected_a > expected_b:
+                expected_a -= 1
+            else:
+                expected_b -= 1
+        begin_a, end_a, begin_b, end_b = planner._truncate(100, 100 + a, 500, 500 + b)
+        assert (end_a - begin_a, end_b - begin_b) == (expected_a, expected_b)
+        assert 100 <= begin_a < end_a <= 100 + a
+        assert 500 <= begin_b < end_b <= 500 + b
+
+
+@pytest.mark.parametrize("longest", [5, 6, 64])
+def test_lengths_stay_in_bounds_and_short_targets_happen(tokenizer, tmp_path, longest):
+    corpus = corpus_of([[7, 3, 1, 20, 2, 5] * 3] * 60)
+    plain = examples_of(corpus, tokenizer, tmp_path / "0", longest=longest, short=0.0)
+    short = examples_of(corpus, tokenizer, tmp_path / "1", longest=longest, short=1.0)
+    assert plain.lengths.min() >= 5
+    assert plain.lengths.max() == short.lengths.max() == longest
+    if longest == 64:
+        assert short.lengths.mean() < 0.8 * plain.lengths.mean()
+
+
+def test_pairs_follow_from_the_seed(tokenizer, tmp_path):
+    corpus = corpus_of([[5, 9, 4, 11]] * 50)
+    first, same, other = (
+        examples_of(corpus, tokenizer, tmp_path / name, seed=seed, passes=2)
+        for name, seed in (("a", "3, train"), ("b", "3, train"), ("c", "4, train"))
+    )
+    np.testing.assert_array_equal(first.tokens, same.tokens)
+    assert not np.array_equal(first.tokens[:500], other.tokens[:500])
+    half = len(first) // 2  # the second pass pairs anew
+    assert not np.array_equal(first.tokens[:500], first.tokens[first.offsets[half] :][:500])
+
+
+def test_spool_drops_duplicates_and_splits_by_text(tmp_path):
+    texts = [f"Document {i}. It has two sentences." for i in range(400)]
+    spool = Spool(tmp_path / "1", Listed([*texts, "", texts[7].replace(" ", "\n"), " \n"]))
+    assert (spool.documents, spool.duplicates) == (400, 1)
+    assert spool.sentences.tolist() == [2] * 400
+    held_out = spool.held_out(0.1)
+    assert 20 < held_out.sum() < 65
+    parts = [list(spool.read(held_out)), list(spool.read(~held_out))]
+    assert len(parts[0]) == held_out.sum()
+    assert sorted(" ".join(d) for part in parts for d in part) == sorted(texts)
+
+    # The same documents are held out of a corpus that has grown and is in another order.
+    grown = Spool(tmp_path / "2", Listed(["New. One.", *texts[::-1]]))
+    again = [d for d in grown.read(grown.held_out(0.1)) if d != ["New.", "One."]]
+    assert sorted(again) == sorted(parts[0])
+
+
+def test_small_corpora_still_give_both_parts(tmp_path):
+    for count in (2, 3):
+        spool = Spool(tmp_path / str(count), Listed([f"Text {i}." for i in range(count)]))
+        for share in (0.001, 0.999):
+            assert 0 < spool.held_out(share).sum() < count
+        assert not spool.held_out(0.0).any()
+    assert not Spool(tmp_path / "one", Listed(["Only one."])).held_out(0.5).any()
+
+
+def test_unpaired_surrogates_do_not_stop_a_build(tmp_path):
+    spool = Spool(tmp_path / "spool", Listed(["A \ud800 lone surrogate."]))
+    assert list(spool.read(np.ones(1, bool))) == [["A ? lone surrogate."]]
+
+
+def test_tokenize_cuts_long_sentences_and_drops_empty_ones(tmp_path):
+    tokenizer = WordPieceTokenizer([*SPECIAL_TOKENS, "a", "b"])
+    documents = [["a b", "\x00"], ["\x00"], ["a " * 25], ["b"]]
+    done = []
+    corpus = tokenize(documents, tokenizer, tmp_path / "ids", longest=10, advance=done.append)
+    assert corpus.tokens.tolist() == [5, 6, *[5] * 25, 6]
+    assert corpus.sentence_offsets.tolist() == [0, 2, 12, 22, 27, 28]
+    assert corpus.document_offsets.tolist() == [0, 1, 4, 5]
+    assert sum(done) == 5

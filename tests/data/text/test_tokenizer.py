@@ -1,0 +1,97 @@
+"""WordPiece: special ids, training, vocabulary files, whole-word information."""
+
+import random
+
+import numpy as np
+import pytest
+
+from bert_unpad.data import WordPieceTokenizer
+from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
+
+TEXTS = ["The cat sat on the mat.", "A cat sits; the dogs sat, sitting.", "Cats and mats and dogs"]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return WordPieceTokenizer.train(lambda: [TEXTS] * 3, 80)
+
+
+def test_trained_vocabulary_begins_with_the_special_tokens(trained):
+    assert trained.vocabulary[:5] == SPECIAL_TOKENS
+    assert (trained.pad_id, trained.unk_id, trained.cls_id) == (0, 1, 2)
+    assert (trained.sep_id, trained.mask_id) == (3, 4)
+    assert trained.unmaskable_ids == (0, 2, 3, 4)
+    assert trained.vocab_size <= 80
+
+
+def test_ids_round_trip_and_continuations_are_marked(trained):
+    (ids,) = trained.encode_batch(["The  cats SAT"])
+    assert trained.decode(ids) == "the cats sat"
+    pieces = [trained.vocabulary[i] for i in ids]
+    assert [p.startswith("##") for p in pieces] == trained.is_continuation[ids].tolist()
+
+
+def test_training_is_repeatable():
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefgh0123", k=rng.randint(1, 8))) for _ in range(400)]
+    found = {WordPieceTokenizer.train(lambda: [words] * 2, 300).vocabulary for _ in range(10)}
+    assert len(found) == 1
+    assert len(found.pop()) == 300
+
+
+def test_rare_letters_are_left_out():
+    texts = [["aab aac aad"] * 3, ["bbe"]]
+    limited = WordPieceTokenizer.train(lambda: texts, 80, limit_alphabet=2)
+    assert {t for t in limited.vocabulary[5:] if len(t) == 1} == {"a", "b"}
+    assert limited.encode_batch(["e"]) == [[limited.unk_id]]
+
+
+def test_case_is_kept_if_asked():
+    cased = WordPieceTokenizer.train(lambda: [TEXTS] * 3, 80, lowercase=False)
+    assert cased.decode(cased.encode_batch(["The cat"])[0]) == "The cat"
+
+
+def test_special_tokens_in_text_are_ordinary_characters(trained):
+    (ids,) = trained.encode_batch(["cat [SEP] dog [MASK]"])
+    assert not set(ids) & set(trained.unmaskable_ids)
+
+
+def test_save_and_load(trained, tmp_path):
+    trained.save(tmp_path / "tokenizer")
+    loaded = WordPieceTokenizer.load(tmp_path / "tokenizer")
+    assert loaded.vocabulary == trained.vocabulary
+    assert loaded.lowercase == trained.lowercase
+    assert loaded.encode_batch(TEXTS) == trained.encode_batch(TEXTS)
+
+
+def test_transformers_reads_what_is_saved(trained, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    trained.save(tmp_path)
+    theirs = transformers.BertTokenizerFast.from_pretrained(tmp_path)
+    expected = [theirs.cls_token_id, *trained.encode_batch(TEXTS[:1])[0], theirs.sep_token_id]
+    assert theirs(TEXTS[0])["input_ids"] == expected
+    assert theirs.mask_token_id == trained.mask_id
+
+
+def test_vocab_file_may_hold_special_tokens_anywhere(tmp_path):
+    path = tmp_path / "vocab.txt"
+    tokens = ["[PAD]", "[unused0]", "a", "b", "##b", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "\u2028"]
+    path.write_text("\n".join(tokens), "utf-8")  # no line end after the last one; one odd token
+    tokenizer = WordPieceTokenizer.from_vocab_file(path)
+    assert tokenizer.vocab_size == 10
+    assert tokenizer.encode_batch(["a ab q"]) == [[2, 2, 4, 5]]
+    assert tokenizer.mask_id == 8
+    assert np.flatnonzero(tokenizer.is_continuation).tolist() == [4]
+
+
+def test_bad_vocabularies_are_named(tmp_path):
+    path = tmp_path / "vocab.txt"
+    with pytest.raises(FileNotFoundError, match=r"vocab_file: .*vocab\.txt does not exist"):
+        WordPieceTokenizer.from_vocab_file(path)
+    path.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\na\n")
+    with pytest.raises(ValueError, match=r"vocab_file: .*vocab\.txt.*missing: \[MASK\]"):
+        WordPieceTokenizer.from_vocab_file(path)
+    with pytest.raises(ValueError, match="'a' is there twice"):
+        WordPieceTokenizer([*SPECIAL_TOKENS, "a", "a"])
+    with pytest.raises(ValueError, match="vocab_size: expected at least"):
+        WordPieceTokenizer.train(lambda: [TEXTS], 10)

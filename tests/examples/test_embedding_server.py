@@ -1,0 +1,359 @@
+"""The embedding server: vectors, batches, and an answer to every request."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("tokenizers")
+pytest.importorskip("h11")
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import embedding_server
+from embedding_server import Batcher, Limits, Refused, Server
+
+from bert_unpad.data import WordPieceTokenizer
+
+WAIT = 60  # seconds; nothing here takes long
+
+
+class Model:
+    """Stands in for a model: the vector of a text is the number of its words, its tokens."""
+
+    def __init__(self) -> None:
+        self.tokenized: list[str] = []
+        self.batches: list[list[int]] = []
+
+    def tokenize(self, texts: list[str]) -> list[list[int]]:
+        self.tokenized += texts
+        if "untokenizable" in texts:
+            raise OSError("no vocabulary")
+        return [[len(word) for word in text.split()] for text in texts]
+
+    def encode(self, texts: list[list[int]]) -> list[list[float]]:
+        self.batches.append([len(ids) for ids in texts])
+        if any(13 in ids for ids in texts):
+            raise OSError("13 letters")
+        if any(14 in ids for ids in texts):
+            return []
+        return [[float("nan") if 15 in ids else len(ids)] for ids in texts]
+
+    def batcher(self, **options) -> Batcher:
+        return Batcher(self.tokenize, self.encode, **options)
+
+
+@contextlib.contextmanager
+def serving(batcher: Batcher, limits: Limits | None = None) -> Iterator[int]:
+    """The port of a server that runs in this process."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    listening = Server(batcher, limits).listen(0)
+    server = asyncio.run_coroutine_threadsafe(listening, loop).result(WAIT)
+    batcher.start()
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        batcher.stop()
+        loop.call_soon_threadsafe(server.close)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def answer_of(client: socket.socket) -> tuple[int, dict]:
+    response = http.client.HTTPResponse(client)
+    response.begin()
+    return response.status, json.loads(response.read())
+
+
+def talk(port: int, request: bytes, half_close: bool = False) -> tuple[int, dict]:
+    """Status and body of the answer to these bytes."""
+    with socket.create_connection(("127.0.0.1", port), WAIT) as client:
+        client.sendall(request)
+        if half_close:
+            client.shutdown(socket.SHUT_WR)
+        return answer_of(client)
+
+
+def post(body: bytes, *headers: str, length: object = None) -> bytes:
+    """A request; `length` is its Content-Length, False for none."""
+    lines = ["POST / HTTP/1.1", "Host: here", *headers]
+    if length is not False:
+        lines.append(f"Content-Length: {len(body) if length is None else length}")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def chunked(*chunks: bytes) -> bytes:
+    body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in (*chunks, b""))
+    return post(body, "Transfer-Encoding: chunked", length=False)
+
+
+GOOD = b'{"texts": ["one two three", "one"]}'
+VECTORS = (200, {"embeddings": [[3], [1]]})
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture(scope="module")
+def port(model) -> Iterator[int]:
+    with serving(model.batcher(max_waiting=8), Limits(body=300_000, seconds=WAIT)) as port:
+        yield port
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        post(GOOD),
+        post(GOOD + b"and more", length=len(GOOD)),
+        chunked(GOOD[:5], GOOD[5:]),
+        post(GOOD).replace(b"HTTP/1.1", b"HTTP/1.0"),
+        post(GOOD.decode().encode("utf-16")),
+    ],
+)
+@pytest.mark.parametrize("half_close", [False, True])
+def test_good_requests(port, request_, half_close):
+    assert talk(port, request_, half_close) == VECTORS
+
+
+def test_no_texts_have_no_vectors(port):
+    assert talk(port, post(b'{"texts": []}')) == (200, {"embeddings": []})
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "message"),
+    [
+        (post(b""), 400, "body: expected JSON"),
+        (post(b"nothing"), 400, "body: expected JSON"),
+        (post(b"\xff\xff\xff"), 400, "body: expected JSON"),
+        (post(b"1" * 5000), 400, "body: expected"),
+        (post(b"[" * 200_000), 400, "body: expected JSON"),
+        (post(b'{"texts": ' + b'{"a":' * 40_000), 400, "body: expected JSON"),
+        (post(b"[]"), 400, 'body: expected {"texts": [...]}'),
+        (post(b"null"), 400, 'body: expected {"texts": [...]}'),
+        (post(b'{"text": ["a"]}'), 400, 'body: expected {"texts": [...]}'),
+        (post(b'{"texts": "a"}'), 400, 'body: expected {"texts": [...]}'),
+        (post(b'{"texts": ["a", 1]}'), 400, "texts[1]: expected a string, got int"),
+        (post(b'{"texts": [null]}'), 400, "texts[0]: expected a string, got NoneType"),
+        (post(b'{"texts": ["a", "b\\ud800"]}'), 400, "texts[1]: expected Unicode text"),
+        (post(b'{"texts": ["a", ""]}'), 400, "texts[1]: it has no tokens"),
+        (post(GOOD, length=False), 400, "body: expected JSON"),
+        (post(GOOD, length=-1), 400, "Content-Length"),
+        (post(GOOD, length="many"), 400, "Content-Length"),
+        (post(GOOD, "Content-Length: 3"), 400, "Content-Length"),
+        (post(GOOD, length=5), 400, "body: expected JSON"),
+        (post(GOOD, length=300_001), 413, "body: expected at most 300000 bytes"),
+        (chunked(*[b"a" * 1000] * 400), 413, "body: expected at most 300000 bytes"),
+        (post(b"xyz\r\n", "Transfer-Encoding: chunked", length=False), 400, "chunk"),
+        (post(GOOD, "Transfer-Encoding: gzip", length=False), 501, "Transfer-Encoding"),
+        (post(GOOD, "X: " + "a" * 200_000), 431, "too long"),
+        (post(json.dumps({"texts": ["a"] * 9}).encode()), 413, "texts: expected at most 8, got 9"),
+        (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", 405, "expected a POST"),
+        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400, "illegal request line"),
+        (post(b'{"texts": ["untokenizable"]}'), 500, "OSError: no vocabulary"),
+        (post(b'{"texts": ["thirteenchars"]}'), 500, "OSError: 13 letters"),
+        (post(b'{"texts": ["fourteen-chars"]}'), 500, "ValueError"),
+        (post(b'{"texts": ["fifteen-letters"]}'), 500, "ValueError"),
+    ],
+)  # fmt: skip
+def test_bad_requests_are_answered(port, model, request_, status, message):
+    model.tokenized.clear()
+    model.batches.clear()
+    found, body = talk(port, request_)
+    assert found == status
+    assert list(body) == ["error"]
+    assert message in body["error"]
+    if status != 500:
+        assert not model.batches
+        assert model.tokenized in ([], ["a", ""])
+    assert talk(port, post(GOOD)) == VECTORS
+
+
+def test_half_a_body_is_answered(port):
+    status, body = talk(port, post(GOOD, length=500), half_close=True)
+    assert status == 400
+    assert "without sending complete message body" in body["error"]
+
+
+def test_who_sends_all_of_a_large_body_gets_the_answer(port):
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
+    client.request("POST", "/", b"a" * 20_000_000)
+    assert client.getresponse().status == 413
+    client.close()
+
+
+def test_a_body_is_asked_for_where_a_client_waits_for_that(port):
+    with socket.create_connection(("127.0.0.1", port), WAIT) as client:
+        client.sendall(post(GOOD, "Expect: 100-continue")[: -len(GOOD)])
+        assert client.recv(1000).startswith(b"HTTP/1.1 100 ")
+        client.sendall(GOOD)
+        assert answer_of(client) == VECTORS
+
+
+def test_other_methods_learn_which_is_right(port):
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
+    client.request("HEAD", "/")
+    response = client.getresponse()
+    assert (response.status, response.headers["Allow"], response.read()) == (405, "POST", b"")
+    client.close()
+
+
+def test_clients_that_go_disturb_nobody(port):
+    for sent in (b"", b"POST", post(GOOD)):
+        with socket.create_connection(("127.0.0.1", port), WAIT) as client:
+            client.sendall(sent)
+    assert talk(port, post(GOOD)) == VECTORS
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST / HTTP/1.1\r\nX-", post(b"", length=9999)])
+def test_slow_clients_time_out(sent):
+    with serving(Model().batcher(), Limits(seconds=0.5)) as port:
+        with socket.create_connection(("127.0.0.1", port), WAIT) as client:
+            client.sendall(sent)
+            deadline = time.monotonic() + WAIT
+            while not select.select([client], [], [], 0.05)[0]:
+                assert time.monotonic() < deadline
+                if sent:
+                    client.sendall(b"a")  # never idle for long, and never done
+            status, body = answer_of(client)
+        assert status == 408
+        assert body == {"error": "expected the whole request within 0.5 s"}
+
+
+def test_connections_are_bounded():
+    with (
+        serving(Model().batcher(), Limits(seconds=WAIT, connections=1)) as port,
+        socket.create_connection(("127.0.0.1", port), WAIT) as first,
+    ):
+        assert talk(port, post(GOOD))[0] == 503
+        first.sendall(post(GOOD))
+        assert answer_of(first) == VECTORS
+
+
+def test_all_texts_of_a_request_are_queued_or_none():
+    model = Model()
+    batcher = model.batcher(max_waiting=3)
+    answers = batcher.submit(["one", "one two"])
+    for texts, status in ((["a", "b"], 503), (["a"] * 4, 413)):
+        with pytest.raises(Refused) as refused:
+            batcher.submit(texts)
+        assert refused.value.status == status
+    assert model.tokenized == ["one", "one two"]
+    for text in ("untokenizable", ""):  # gives its place back
+        with pytest.raises((OSError, Refused)):
+            batcher.submit([text])
+    answers += batcher.submit(["one two three"])
+    batcher.start()
+    assert [answer.result(WAIT) for answer in answers] == [[1], [2], [3]]
+    batcher.stop()
+    assert model.batches == [[1, 2, 3]]
+    with pytest.raises(Refused):
+        batcher.submit(["late"])
+
+
+def test_an_error_reaches_only_the_text_that_has_it():
+    model = Model()
+    batcher = model.batcher()
+    first = batcher.submit(["one", "one two"])
+    (bad,) = batcher.submit(["thirteenchars"])
+    (short,) = batcher.submit(["fourteen-chars"])
+    (cancelled,) = batcher.submit(["one"])
+    cancelled.cancel()
+    batcher.start()
+    assert [answer.result(WAIT) for answer in first] == [[1], [2]]
+    with pytest.raises(OSError, match="13 letters"):
+        bad.result(WAIT)
+    with pytest.raises(ValueError):
+        short.result(WAIT)
+    assert batcher.submit(["a b c d"])[0].result(WAIT) == [4]
+    batcher.stop()
+    assert model.batches == [[1, 2, 1, 1], [1], [2], [1], [1], [4]]
+
+
+def test_requests_that_arrive_together_share_a_batch():
+    model = Model()
+    busy, go_on = threading.Event(), threading.Event()
+
+    def encode(texts):
+        busy.set()
+        assert go_on.wait(WAIT)
+        return model.encode(texts)
+
+    batcher = Batcher(model.tokenize, encode, max_tokens=5)
+    with serving(batcher) as port, ThreadPoolExecutor(3) as clients:
+        first = clients.submit(talk, port, post(b'{"texts": ["a"]}'))
+        assert busy.wait(WAIT)
+        others = [clients.submit(talk, port, post(GOOD)) for _ in range(2)]
+        deadline = time.monotonic() + WAIT
+        while len(batcher._queue) < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        go_on.set()
+        assert first.result(WAIT) == (200, {"embeddings": [[1]]})
+        assert [other.result(WAIT) for other in others] == [VECTORS] * 2
+    assert model.batches == [[1], [3, 1], [3, 1]]
+
+
+WORDS = ["salmon trout carp pike", "raven eagle heron swan"]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    WordPieceTokenizer.train(lambda: [WORDS * 5], vocab_size=90).save(folder)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=90, hidden_size=32, num_hidden_layers=1, num_attention_heads=1,
+        intermediate_size=64, max_position_embeddings=16,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(folder)
+    return embedding_server.Encoder(str(folder))
+
+
+def test_vectors_do_not_depend_on_the_batch(encoder):
+    batches = []
+
+    def encode(texts):
+        batches.append([len(text) for text in texts])
+        return encoder.encode(texts)
+
+    texts = ["salmon", "raven eagle heron swan", "", "carp pike", "trout " * 40, "eagle \0"]
+    with serving(Batcher(encoder.tokenize, encode, max_tokens=20)) as port:
+        status, body = talk(port, post(json.dumps({"texts": texts}).encode()))
+    assert status == 200
+    for text, vector in zip(texts, body["embeddings"], strict=True):
+        (ids,) = encoder.tokenize([text])
+        assert len(ids) <= 16
+        (alone,) = encoder.encode([ids])
+        torch.testing.assert_close(torch.tensor(vector), torch.tensor(alone))
+    assert sum(map(len, batches)) == 6
+    assert all(sum(batch) <= 20 for batch in batches)
+
+
+def test_texts_are_cut_to_the_positions_that_there_are(tmp_path):
+    WordPieceTokenizer.train(lambda: [WORDS * 5], vocab_size=90).save(tmp_path)
+    config = transformers.RobertaConfig(
+        vocab_size=90, hidden_size=32, num_hidden_layers=1, num_attention_heads=1,
+        intermediate_size=64, max_position_embeddings=16, pad_token_id=0,
+    )  # fmt: skip
+    transformers.RobertaModel(config).save_pretrained(tmp_path)
+    encoder = embedding_server.Encoder(str(tmp_path))
+    (ids,) = encoder.tokenize(["trout " * 40])
+    assert len(ids) == 15  # positions count from the padding token's id
+    assert len(encoder.encode([ids])[0]) == 32

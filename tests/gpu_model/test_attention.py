@@ -1,0 +1,307 @@
+"""The CUDA attention kernels, run on the host model of a thread block.
+
+Values and gradients against the plain reference, dropout masks against the CPU operator, the same
+bits from every schedule and every order of threads, and a check that each barrier is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from tests.support import reference
+import torch
+from tests.support.model_attention import attention, model, plan
+from tests.support.model_checks import assert_every_site_is_needed
+from gpu_model.build import compiler
+from gpu_model.model import POLICIES, SHARED_BYTES
+from tests.support.op_checks import RNG
+from torch import Tensor
+
+from bert_unpad import ops
+from bert_unpad.batch import VarlenBatch
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
+
+# Around the kernels' tiles: of 16 and 64 rows, in fp32 of 16 rows and 32 counterparts.
+EDGES = [200, 0, 1, 15, 16, 17, 63, 64, 65]
+FP32_EDGES = [70, 0, 1, 15, 16, 17, 31, 32, 33]
+NAMES = ["out", "dq", "dk", "dv"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Multiprocessors: with one, every batch fills the device and the fused backward kernel runs; with
+# many, the two kernels that share a head's tiles.
+FUSED, SPLIT = 1, 10_000
+# The kernels for fp32 know no such choice.
+KERNELS = [
+    pytest.param(torch.float32, FUSED, id="float32"),
+    pytest.param(torch.bfloat16, FUSED, id="bfloat16-fused"),
+    pytest.param(torch.bfloat16, SPLIT, id="bfloat16-split"),
+    pytest.param(torch.float16, FUSED, id="float16-fused"),
+    pytest.param(torch.float16, SPLIT, id="float16-split"),
+]
+FP32_AND_BF16 = KERNELS[:3]
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    kernels = model()
+    kernels.configure()
+    kernels.set_device((9, 0), FUSED)
+    kernels.statistics(reset=True)
+    return kernels
+
+
+def inputs(lengths: Sequence[int], dtype: torch.dtype, heads: int = 2, head_dim: int = 64):
+    """q, k, v as views of one packed qkv, and dout."""
+    total = sum(lengths)
+    qkv = torch.randn(total, 3, heads, head_dim).to(dtype)
+    return (*qkv.unbind(1), torch.randn(total, heads, head_dim).to(dtype))
+
+
+def compare(
+    dtype: torch.dtype,
+    q_lengths: Sequence[int],
+    k_lengths: Sequence[int] | None = None,
+    *,
+    heads: int = 2,
+    head_dim: int = 64,
+    p: float = 0.0,
+    scale: float | None = None,
+) -> None:
+    k_lengths = q_lengths if k_lengths is None else k_lengths
+    q, dout = (torch.randn(sum(q_lengths), heads, head_dim).to(dtype) for _ in range(2))
+    kv = torch.randn(sum(k_lengths), 2, heads, head_dim).to(dtype)
+
+    def ours() -> list[Tensor]:
+        results = attention(q, *kv.unbind(1), dout, q_lengths, k_lengths, p=p, rng=RNG, scale=scale)
+        return [results[name] for name in NAMES]
+
+    def plain(precision: torch.dtype) -> list[Tensor]:
+        a, b = (x.to(precision, copy=True).requires_grad_() for x in (q, kv))
+        out = reference.varlen_cross_attention(a, b, q_lengths, k_lengths, p, RNG, scale)
+        out.backward(dout.to(precision))
+        return [out.detach(), a.grad, *b.grad.unbind(1)]
+
+    reference.assert_as_good_as_pytorch(ours, plain, dtype, NAMES)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize(("dtype", "sms"), KERNELS)
+def test_matches_the_reference(kernels, dtype, p, sms):
+    torch.manual_seed(0)
+    kernels.set_device((9, 0), sms)
+    compare(dtype, FP32_EDGES if dtype == torch.float32 else EDGES, p=p)
+
+
+@pytest.mark.parametrize("sms", [FUSED, SPLIT], ids=["fused", "split"])
+@pytest.mark.parametrize("lengths", [[127, 128, 129], [511], [512], [513]], ids=str)
+def test_lengths_of_several_tiles(kernels, lengths, sms):
+    torch.manual_seed(1)
+    kernels.set_device((9, 0), sms)
+    compare(torch.bfloat16, lengths, heads=1, p=0.1)
+
+
+@pytest.mark.parametrize("head_dim", [32, 128])
+@pytest.mark.parametrize(("dtype", "sms"), KERNELS)
+def test_other_head_dims(kernels, dtype, head_dim, sms):
+    torch.manual_seed(head_dim)
+    kernels.set_device((9, 0), sms)
+    several = 66 if dtype == torch.float32 else 130  # tiles
+    compare(dtype, [33, 0, several, 5], head_dim=head_dim, p=0.1)
+
+
+def test_a_long_sequence_among_short_ones():
+    """Longer than what the fused backward kernel takes."""
+    torch.manual_seed(2)
+    assert not plan(3, 1, 641, 641, 64, FUSED, SHARED_BYTES[9, 0])[1]
+    compare(torch.bfloat16, [3, 641, 40], heads=1, p=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [-0.3, 1.0])
+def test_any_scale(dtype, scale):
+    torch.manual_seed(3)
+    compare(dtype, [70, 12], head_dim=32, scale=scale)
+
+
+@pytest.mark.parametrize(("dtype", "sms"), [KERNELS[0], *KERNELS[3:]])
+def test_queries_and_keys_of_different_lengths(kernels, dtype, sms):
+    torch.manual_seed(4)
+    kernels.set_device((9, 0), sms)
+    compare(dtype, [3, 0, 40, 17, 0, 80], [70, 5, 33, 129, 0, 20], p=0.1)
+
+
+@pytest.mark.parametrize(("dtype", "sms"), FP32_AND_BF16)
+def test_queries_without_keys_and_keys_without_queries(kernels, dtype, sms):
+    kernels.set_device((9, 0), sms)
+    q, dout = (torch.randn(5, 2, 64).to(dtype) for _ in range(2))
+    k, v = (torch.randn(4, 2, 64).to(dtype) for _ in range(2))
+    results = attention(q, k, v, dout, [5, 0], [0, 4])
+    assert torch.equal(results["lse"], torch.full((2, 5), -torch.inf))
+    for name in NAMES:
+        assert torch.equal(results[name], torch.zeros_like(results[name])), name
+
+
+def test_a_batch_without_tokens():
+    empty = torch.empty(0, 2, 64, dtype=torch.bfloat16)
+    assert attention(empty, empty, empty, empty, [0, 0], [0, 0])["out"].shape == (0, 2, 64)
+    assert attention(empty, empty, empty, empty, [], [])["dq"].shape == (0, 2, 64)
+
+
+def test_strides_do_not_matter():
+    torch.manual_seed(5)
+    lengths = [20, 65]
+    wide = torch.randn(85, 4, 3, 80).to(torch.bfloat16)  # heads and rows far apart
+    q, k, v = (wide[:, :2, i, :64] for i in range(3))
+    dout = torch.randn(2, 85, 64).to(torch.bfloat16).transpose(0, 1)
+    strided = attention(q, k, v, dout, lengths, lengths, p=0.1, rng=RNG)
+    plain = attention(*(x.contiguous() for x in (q, k, v, dout)), lengths, lengths, p=0.1, rng=RNG)
+    assert all(torch.equal(strided[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_masks_are_those_of_the_cpu_operator(dtype, p):
+    """With one-hot values the output shows which weights were kept, 64 keys at a time."""
+    torch.manual_seed(6)
+    long = 70 if dtype == torch.float32 else 150  # several tiles
+    lengths = [long, 33]
+    q, k, _, _ = inputs(lengths, dtype)
+    batch = VarlenBatch.from_lengths(lengths)
+    for first in range(0, max(lengths), 64):
+        v = torch.zeros_like(q)
+        for start, length in ((0, long), (long, 33)):
+            keys = torch.arange(length)[first : first + 64]
+            v[start + keys, :, keys - first] = 1
+        ours = attention(q, k, v, None, lengths, lengths, p=p, rng=RNG)["out"]
+        qkv = torch.stack([q, k, v], 1)
+        cpu = ops.varlen_attention(qkv, batch, dropout_p=p, rng=RNG)
+        assert torch.equal(ours == 0, cpu == 0)
+        assert (ours == 0).sum() > 0
+
+
+@pytest.mark.parametrize("sms", [FUSED, SPLIT], ids=["fused", "split"])
+def test_same_bits_from_every_schedule(kernels, sms):
+    torch.manual_seed(7)
+    kernels.set_device((9, 0), sms)
+    lengths = [20, 140, 0, 64, 100, 7, 65]  # tiles of 64 and 128, the last ones not full
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    q, k, v, dout = inputs(lengths, torch.bfloat16)
+
+    def run(**schedule: object) -> dict[str, Tensor]:
+        return attention(q, k, v, dout, lengths, lengths, p=0.1, rng=RNG, **schedule)
+
+    as_they_lie = run()
+    for schedule in (
+        {"order": order},
+        {"order": order, "groups": [(1, 140, 140), (1, 100, 100), (2, 65, 65), (3, 20, 20)]},
+        {"order": order, "groups": [(4, 140, 140), (3, 20, 20)]},
+        {"order": order, "groups": [(0, 0, 0), (7, 140, 140)]},
+        {"max_seqlen": 500},
+    ):
+        other = run(**schedule)
+        for name, x in as_they_lie.items():
+            assert torch.equal(x, other[name]), (name, schedule)
+
+
+@pytest.mark.parametrize(("dtype", "sms"), FP32_AND_BF16)
+def test_same_bits_from_every_order_of_threads(kernels, dtype, sms):
+    torch.manual_seed(8)
+    kernels.set_device((9, 0), sms)
+    lengths = [50, 16] if dtype == torch.float32 else [129, 16, 70]  # several tiles
+    q, k, v, dout = inputs(lengths, dtype, heads=1)
+    first = attention(q, k, v, dout, lengths, lengths, p=0.1, rng=RNG)
+    for policy in POLICIES:
+        for seed in (1, 2):
+            kernels.configure(policy, seed)
+            again = attention(q, k, v, dout, lengths, lengths, p=0.1, rng=RNG)
+            assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("sms", [FUSED, SPLIT], ids=["fused", "split"])
+def test_shared_memory_is_read_without_bank_conflicts(kernels, head_dim, sms):
+    kernels.set_device((9, 0), sms)
+    q, k, v, dout = inputs([130], torch.bfloat16, heads=1, head_dim=head_dim)
+    attention(q, k, v, dout, [130], [130])
+    statistics = kernels.statistics()
+    assert statistics.load_matrices > 0
+    assert statistics.bank_conflict_cycles == 0
+
+
+@pytest.mark.parametrize(("dtype", "sms"), FP32_AND_BF16)
+def test_every_barrier_and_wait_is_needed(kernels, dtype, sms):
+    torch.manual_seed(9)
+    kernels.set_device((9, 0), sms)
+    # Several tiles, several passes over the keys.
+    lengths = [70, 20] if dtype == torch.float32 else [200, 40]
+    q, k, v, dout = inputs(lengths, dtype, heads=1)
+    sites = assert_every_site_is_needed(
+        kernels,
+        lambda: attention(q, k, v, dout, lengths, lengths),
+        policies=["in_order"],
+    )
+    assert len(sites) >= 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reading_beyond_a_buffer_is_caught(kernels, dtype, monkeypatch):
+    """The last row of every operand is left out of what kernels may read."""
+    register = kernels.register
+
+    def short(x: Tensor, writable: bool = True) -> Tensor:
+        return register(x[:-64] if x.dtype == dtype and x.dim() == 1 else x, writable)
+
+    monkeypatch.setattr(kernels, "register", short)
+    q, k, v, _ = inputs([40], dtype, heads=1)
+    with pytest.raises(RuntimeError, match=r"csrc/attention/.*out of bounds"):
+        attention(q, k, v, None, [40], [40])
+
+
+@pytest.mark.parametrize(
+    ("cu", "message"),
+    [
+        ([0, 30, 20, 40], "must not decrease"),
+        ([1, 10, 20, 40], "must start with 0"),
+        ([0, 10, 20, 39], "must end at the number of tokens"),
+        ([0, 10, 20, 41], "must end at the number of tokens"),
+        ([0, 5, 36, 40], "longer than max_seqlen"),
+        ([0, -5, 20, 40], "must not decrease"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_impossible_cu_seqlens_stop_the_kernel(dtype, cu, message):
+    q, k, v, _ = inputs([40], dtype)
+    bad = torch.tensor(cu, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=message):
+        attention(q, k, v, None, [10, 10, 20], [10, 10, 20], max_seqlen=30, cu=(bad, bad))
+
+
+def test_impossible_order_stops_the_kernel():
+    q, k, v, _ = inputs([10, 10], torch.bfloat16)
+    with pytest.raises(RuntimeError, match="order must hold sequence numbers"):
+        attention(q, k, v, None, [10, 10], [10, 10], order=[0, 2])
+
+
+class TestPlan:
+    """sequences, heads, max_q, max_k, head_dim, multiprocessors, shared bytes."""
+
+    A100, H100 = SHARED_BYTES[8, 0], SHARED_BYTES[9, 0]
+
+    @pytest.mark.parametrize(
+        ("head_dim", "shared", "longest"),
+        [(64, H100, 512), (64, A100, 384), (32, H100, 1024), (32, A100, 512), (128, H100, 0)],
+    )
+    def test_backward_is_fused_while_its_sums_fit(self, head_dim, shared, longest):
+        for length in (1, 64, 128, 384, 512, 1024, 8192):
+            fused = plan(48, 16, length, length, head_dim, 132, shared)[1]
+            assert fused == (length <= longest), length
+
+    def test_backward_is_split_where_whole_heads_leave_multiprocessors_idle(self):
+        assert plan(9, 16, 512, 512, 64, 132, self.H100)[1]
+        assert not plan(8, 16, 512, 512, 64, 132, self.H100)[1]
+
+    def test_tile_shapes(self):
+        assert plan(48, 16, 64, 64, 64, 132, self.H100)[::2] == (1, 4)
+        assert plan(48, 16, 65, 65, 64, 132, self.H100)[::2] == (2, 8)
+        assert plan(48, 16, 512, 512, 32, 132, self.H100)[::2] == (1, 4)

@@ -1,0 +1,132 @@
+"""Quantisation to 8 bits on the host model, and 8-bit products on a model of cuBLASLt."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from tests.support.model_checks import DTYPES, assert_every_site_is_needed
+from gpu_model import build
+from gpu_model.model import POLICIES, Model
+
+from bert_unpad.ops.fp8 import quantize_fp8  # on a CPU: by PyTorch
+
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+FORMATS = {False: torch.float8_e4m3fn, True: torch.float8_e5m2}  # by `e5m2`
+
+
+@pytest.fixture(scope="module")
+def fp8():
+    return Model(build.load(build.HERE / "fp8.cpp"))
+
+
+def aligned(values: torch.Tensor) -> torch.Tensor:
+    """A copy that begins at a multiple of 16 bytes."""
+    memory = torch.empty(values.numel() + 16, dtype=values.dtype)
+    first = -(memory.data_ptr() // memory.element_size()) % 16
+    return memory[first : first + values.numel()].view(values.shape).copy_(values)
+
+
+@pytest.mark.parametrize("e5m2", FORMATS)
+def test_conversion_is_that_of_pytorch(fp8, e5m2):
+    """All upper halves of a float32, with lower halves on both sides of a tie."""
+    upper = torch.arange(2**16, dtype=torch.int32) << 16
+    x = torch.cat([upper + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(
+        torch.float32
+    )
+    got = torch.empty(len(x), dtype=torch.uint8)
+    fp8.call("fp8_convert", x, len(x), e5m2, got)
+    got = got.view(FORMATS[e5m2])
+    largest = torch.finfo(FORMATS[e5m2]).max
+    want = x.clamp(-largest, largest).to(FORMATS[e5m2])
+    nan = x.isnan()
+    assert got[nan].float().isnan().all()
+    assert torch.equal(got[~nan].view(torch.uint8), want[~nan].view(torch.uint8))
+
+
+def quantize(model, x, e5m2, transpose=True):
+    rows, columns = x.shape
+    padded = (rows + 15) // 16 * 16
+    count = ctypes.c_int64()
+    model.call("fp8_partials", DTYPES[x.dtype], rows, columns, ctypes.byref(count))
+    x = aligned(x)
+    q = aligned(torch.full((rows, columns), 0x55, dtype=torch.uint8))
+    kept = aligned(torch.full((columns, padded), 0x55, dtype=torch.uint8)) if transpose else None
+    scale, partials = torch.full((1,), torch.nan), torch.full((count.value,), torch.nan)
+    model.clear()
+    model.register(x, writable=False)
+    for tensor in (q, kept, scale, partials):
+        if tensor is not None:
+            model.register(tensor)
+    model.call("fp8_quantize", DTYPES[x.dtype], e5m2, rows, columns, x, q, kept, scale, partials)
+    dtype = FORMATS[e5m2]
+    return q.view(dtype), None if kept is None else kept.view(dtype), scale
+
+
+# One row; a tile and a bit; several tiles for a block.
+SHAPES = [(1, 16), (66, 80), (200, 144)]
+
+
+@pytest.mark.parametrize("e5m2", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_quantisation(fp8, shape, dtype, e5m2):
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
+    want, want_kept, want_scale = quantize_fp8(x, e5m2)
+    assert want_scale * torch.finfo(FORMATS[e5m2]).max == x.float().abs().max()
+    for number, policy in enumerate(POLICIES):
+        fp8.configure(policy, seed=3)
+        fp8.set_device(multiprocessors=1 + number)
+        q, kept, scale = quantize(fp8, x, e5m2)
+        assert torch.equal(scale[0], want_scale)
+        assert torch.equal(q.view(torch.uint8), want.view(torch.uint8))
+        assert torch.equal(kept.view(torch.uint8), want_kept.view(torch.uint8))
+    q, kept, _ = quantize(fp8, x, e5m2, transpose=False)
+    assert kept is None
+    assert torch.equal(q.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-44, torch.inf, -torch.inf, torch.nan])
+def test_quantisation_of_odd_values(fp8, value):
+    fp8.configure()
+    x = torch.zeros(3, 16)
+    x[1, 5] = value
+    got, want = quantize(fp8, x, False), quantize_fp8(x, False)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.float().flatten(), b.float().flatten(), equal_nan=True)
+    back = got[0].float() * got[2]
+    assert back[1, 5].isfinite() == torch.tensor(value).isfinite()
+    assert not torch.isfinite(torch.tensor(value)) or back.count_nonzero() <= 1
+
+
+def test_every_barrier_is_needed(fp8):
+    fp8.set_device(multiprocessors=1)
+    x = torch.randn(130, 144)
+    sites = assert_every_site_is_needed(fp8, lambda: quantize(fp8, x, False), seeds=range(3))
+    assert [site.kind for site in sites] == ["sync_block"] * 3
+
+
+@pytest.mark.parametrize("sum_over_tokens", [False, True])
+@pytest.mark.parametrize("b_e5m2", [False, True])
+def test_product(fp8, b_e5m2, sum_over_tokens):
+    generator = torch.Generator().manual_seed(2)
+    a, b = (torch.randn(s, generator=generator) for s in ((32, 48), (21, 48)))
+    qa, _, a_scale = quantize_fp8(a, False)
+    qb, _, b_scale = quantize_fp8(b, b_e5m2)
+    bias = torch.randn(32, generator=generator).bfloat16()
+    want = (qb.double() * b_scale.double()) @ (qa.double() * a_scale.double()).T
+    for with_bias, out_dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        out = torch.full((21, 32), torch.nan, dtype=out_dtype)
+        fp8.clear()
+        for tensor in (qa, qb):
+            fp8.register(tensor, writable=False)
+        fp8.register(out)
+        fp8.call(
+            "fp8_product",
+            *(False, b_e5m2, 32, 21, 48, sum_over_tokens, qa, qb, a_scale, b_scale),
+            *(bias if with_bias else None, out, DTYPES[out_dtype]),
+        )
+        exact = want + bias.double() if with_bias else want
+        tolerance = 2 * torch.finfo(out_dtype).eps
+        torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)

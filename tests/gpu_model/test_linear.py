@@ -1,0 +1,219 @@
+"""The linear layer's GPU products, run on a model of cuBLASLt (gpu_model/block/cublaslt.h)."""
+
+import ctypes
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpu_model import build
+from gpu_model.model import Model
+
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/common/types.h
+LOW = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(scope="module")
+def library():
+    model = Model(build.load(build.HERE / "linear.cpp"))
+    yield model
+    model.clear()
+
+
+@pytest.fixture(autouse=True)
+def fresh(library):
+    library.clear()
+    library.call("set_algorithm_file", b"")
+    library.call("set_library", 3, False)
+
+
+class Counts:
+    """What the model of cuBLASLt has been asked for since the test began."""
+
+    def __init__(self, library):
+        values = (ctypes.c_int64 * 7)()
+        library.call("library_counts", values)
+        self.heuristics, self.products, self.algorithm, *self.alignments = values
+
+
+def inputs(library, dtype, *shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return [library.register(tensor, writable=False) for tensor in tensors]
+
+
+def output(library, shape, dtype):
+    return library.register(torch.full(shape, torch.nan, dtype=dtype))
+
+
+def check(got, want):
+    """One rounding of a sum."""
+    tolerance = 2 * torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+# One token; tokens that fill no bucket; a whole bucket and one more.
+TOKENS = (1, 37, 129)
+SIZES = (24, 40)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_forward(library, dtype, tokens):
+    in_features, out_features = SIZES
+    x, weight, bias = inputs(
+        library, dtype, (tokens, in_features), (out_features, in_features), (out_features,)
+    )
+    sizes = (DTYPES[dtype], tokens, in_features, out_features)
+    want = x.double() @ weight.double().T
+    y = output(library, (tokens, out_features), dtype)
+    library.call("linear_forward", *sizes, x, weight, None, y, None)
+    check(y, want)
+    library.call("linear_forward", *sizes, x, weight, bias, y, None)
+    check(y, want + bias.double())
+    pre = output(library, (tokens, out_features), dtype)
+    library.call("linear_forward", *sizes, x, weight, bias, y, pre)
+    check(pre, want + bias.double())
+    check(y, F.gelu(want + bias.double(), approximate="tanh"))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_gradient_of_the_input(library, dtype, tokens):
+    in_features, out_features = SIZES
+    dy, weight, other = inputs(
+        library,
+        dtype,
+        (tokens, out_features),
+        (out_features, in_features),
+        (tokens, in_features),
+        seed=1,
+    )
+    sizes = (DTYPES[dtype], tokens, in_features, out_features)
+    want = dy.double() @ weight.double()
+    dx = output(library, (tokens, in_features), dtype)
+    library.call("linear_dgrad", *sizes, dy, weight, None, None, dx)
+    check(dx, want)
+    library.call("linear_dgrad", *sizes, dy, weight, other, None, dx)
+    check(dx, want + other.double())
+    library.call("linear_dgrad", *sizes, dy, weight, None, other, dx)
+    pre = other.double().requires_grad_()
+    F.gelu(pre, approximate="tanh").backward(want)
+    check(dx, pre.grad)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_gradient_of_the_weight(library, dtype, tokens):
+    in_features, out_features = SIZES
+    dy, x = inputs(library, dtype, (tokens, out_features), (tokens, in_features), seed=2)
+    sizes = (DTYPES[dtype], tokens, in_features, out_features)
+    want = dy.double().T @ x.double()
+    for out_dtype in (dtype, torch.float32):
+        dweight = output(library, (out_features, in_features), out_dtype)
+        dbias = output(library, (out_features,), out_dtype)
+        library.call("linear_wgrad", *sizes, dy, x, False, dweight, DTYPES[out_dtype], None)
+        check(dweight, want)
+        library.call("linear_wgrad", *sizes, dy, x, False, dweight, DTYPES[out_dtype], dbias)
+        check(dweight, want)
+        check(dbias, dy.double().sum(0))
+        before = dweight.double()
+        library.call("linear_wgrad", *sizes, dy, x, True, dweight, DTYPES[out_dtype], None)
+        check(dweight, before + want)
+
+
+def aligned(library, values, offset=0):
+    """The values in registered memory, `offset` elements behind a multiple of 256 bytes."""
+    room = 256 // values.element_size()
+    memory = torch.empty(values.numel() + room + offset, dtype=values.dtype)
+    first = -(memory.data_ptr() // values.element_size()) % room + offset
+    library.register(memory)
+    return memory[first : first + values.numel()].view(values.shape).copy_(values)
+
+
+def forward_once(library, tokens, in_features, out_features, offset=0):
+    """One product, with x `offset` elements behind a multiple of 256 bytes."""
+    library.clear()
+    x = aligned(library, torch.randn(tokens, in_features).bfloat16(), offset)
+    weight = aligned(library, torch.randn(out_features, in_features).bfloat16())
+    y = aligned(library, torch.full((tokens, out_features), torch.nan).bfloat16())
+    library.call("linear_forward", 1, tokens, in_features, out_features, x, weight, None, y, None)
+    check(y, x.double() @ weight.double().T)
+
+
+def test_an_algorithm_serves_a_bucket_of_token_counts(library):
+    for tokens in (128, 5, 77):
+        forward_once(library, tokens, 48, 16)
+    assert Counts(library).heuristics == 1
+    forward_once(library, 129, 48, 16)
+    assert Counts(library).heuristics == 2
+
+
+def test_nothing_is_timed_without_a_file(library):
+    forward_once(library, 3, 56, 16)
+    counts = Counts(library)
+    assert (counts.algorithm, counts.products) == (0, 1)
+
+
+def test_the_fastest_algorithm_is_kept_in_the_file(library, tmp_path):
+    path = tmp_path / "algorithms.txt"
+    library.call("set_algorithm_file", str(path).encode())
+    forward_once(library, 3, 64, 16)
+    assert Counts(library).algorithm == 1  # 1 ms, where the others take 3 and 2
+    assert len(path.read_text().splitlines()) == 1
+    forward_once(library, 3, 72, 16)
+    lines = path.read_text().splitlines()
+    assert len(lines) == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["algorithms.txt"]
+    # A later process takes it from there: the kind of the second product, in another bucket's
+    # name, so that this thread has no plan for it yet.
+    library.call("set_library", 3, False)
+    kind = next(line for line in lines if "-72-" in line)
+    path.write_text(kind.replace("-128-", "-256-") + "\n")
+    library.call("set_algorithm_file", str(path).encode())
+    forward_once(library, 200, 72, 16)
+    counts = Counts(library)
+    assert (counts.algorithm, counts.heuristics, counts.products) == (1, 0, 1)
+
+
+def test_what_another_process_has_written_stays(library, tmp_path):
+    path = tmp_path / "algorithms.txt"
+    library.call("set_algorithm_file", str(path).encode())
+    forward_once(library, 3, 80, 16)
+    path.write_text(path.read_text() + "another 0 1 2 3 4 5 6 7 8\n")
+    forward_once(library, 3, 88, 16)
+    assert {line.split()[0] for line in path.read_text().splitlines()} >= {"another"}
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_a_broken_file_is_named(library, tmp_path):
+    path = tmp_path / "algorithms.txt"
+    path.write_text("kind 0 1 2 3\n")
+    with pytest.raises(RuntimeError, match=r"algorithms.txt, line 1: expected .* delete the file"):
+        library.call("set_algorithm_file", str(path).encode())
+
+
+def test_an_algorithm_that_refuses_the_exact_tokens_is_replaced(library, tmp_path):
+    library.call("set_library", 1, False)
+    forward_once(library, 128, 96, 16)
+    # From now on the only algorithm that the plan knows refuses all but whole buckets.
+    library.call("set_library", 1, True)
+    with pytest.raises(RuntimeError, match="no algorithm for m = 16, n = 100, k = 96"):
+        forward_once(library, 100, 96, 16)
+    library.call("set_library", 2, True)  # now the first takes any number
+    forward_once(library, 100, 96, 16)
+    assert Counts(library).products == 1
+
+
+def test_alignment_is_told(library):
+    forward_once(library, 4, 104, 16, offset=8)
+    assert Counts(library).alignments[1] == 16  # x is matrix B
+    assert Counts(library).heuristics == 1
+    forward_once(library, 4, 104, 16)
+    assert Counts(library).alignments[1] == 256
+    assert Counts(library).heuristics == 2
+
+
+def test_sizes_that_no_algorithm_takes(library):
+    with pytest.raises(RuntimeError, match="BERT_UNPAD_CUBLASLT=0 leaves linear layers to PyTorch"):
+        forward_once(library, 4, 12, 16)

@@ -1,0 +1,168 @@
+"""The CUDA kernels of dropout_add_layer_norm, run on the host model of a thread block.
+
+Values and gradients against the plain reference, masks against the CPU operator, the same bits from
+every order of threads, and a check that each barrier is needed.
+"""
+
+from __future__ import annotations
+
+import pytest
+from tests.support import reference
+import torch
+from tests.support.model_checks import assert_every_site_is_needed
+from gpu_model.build import compiler
+from gpu_model.model import POLICIES
+from tests.support.model_norm import layer_norm, model
+from tests.support.op_checks import RNG, results_of
+from torch import Tensor
+
+from bert_unpad import ops
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NAMES = ["y", "dx", "dresidual", "dweight", "dbias", "dx_bias"]
+# A lane has no, some or all of its groups of columns; one warp a row, several, and rows for the
+# general kernel: odd, and longer than any other takes.
+WIDTHS = [8, 64, 128, 768, 1000, 1024, 2056, 4096, 7, 4104]
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    kernels = model()
+    kernels.configure()
+    kernels.set_device(multiprocessors=1)
+    return kernels
+
+
+def draw(
+    rows: int, hidden: int, dtype: torch.dtype, parameter_dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], Tensor]:
+    """x, residual, weight, bias, x_bias; and the gradient of y."""
+    params = [1 + 0.3 * torch.randn(hidden), torch.randn(hidden), torch.randn(hidden)]
+    inputs = [torch.randn(rows, hidden).to(dtype) for _ in range(3)]
+    return inputs[:2] + [t.to(parameter_dtype) for t in params], inputs[2]
+
+
+def compare(inputs: list[Tensor | None], dy: Tensor, p: float, eps: float = 1e-12) -> None:
+    def plain(x, residual, weight, bias, x_bias):
+        return reference.dropout_add_layer_norm(
+            x, residual, weight, bias, p=p, eps=eps, x_bias=x_bias, rng=RNG
+        )
+
+    names = NAMES[:1] + [n for n, x in zip(NAMES[1:], inputs, strict=True) if x is not None]
+    results = layer_norm(*inputs, dy, p=p, eps=eps, rng=RNG)
+    reference.assert_as_good_as_pytorch(
+        lambda: [results[name] for name in names],
+        lambda precision: results_of(plain, inputs, dy, precision),
+        dy.dtype,
+        names,
+    )
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("hidden", WIDTHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matches_the_reference(dtype: torch.dtype, hidden: int, p: float) -> None:
+    torch.manual_seed(hidden)
+    # More rows than the device's blocks take at once where that is quick.
+    rows = 45 if hidden <= 64 else 9 if hidden <= 1024 else 3
+    compare(*draw(rows, hidden, dtype), p)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("hidden", [13, 264])
+@pytest.mark.parametrize("missing", [(1,), (4,), (1, 4)], ids=["residual", "x_bias", "both"])
+def test_optional_inputs(missing: tuple[int, ...], hidden: int, p: float) -> None:
+    torch.manual_seed(0)
+    inputs, dy = draw(5, hidden, torch.float32)
+    compare([None if i in missing else x for i, x in enumerate(inputs)], dy, p)
+
+
+@pytest.mark.parametrize("hidden", [13, 40])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_parameters_in_the_dtype_of_x(dtype: torch.dtype, hidden: int) -> None:
+    torch.manual_seed(1)
+    compare(*draw(21, hidden, dtype, dtype), 0.1, eps=1e-3)
+
+
+def test_addresses_that_do_not_allow_vector_loads() -> None:
+    torch.manual_seed(2)
+    inputs, dy = draw(3, 64, torch.bfloat16)
+    store = torch.empty(3 * 64 + 1, dtype=torch.bfloat16)
+    shifted = store[1:].view(3, 64)
+    assert shifted.data_ptr() % 16 != 0
+    compare([shifted.copy_(inputs[0]), *inputs[1:]], dy, 0.1)
+    compare(inputs, shifted.copy_(dy), 0.1)
+
+
+@pytest.mark.parametrize("hidden", [13, 64])
+@pytest.mark.parametrize("rows", [0, 1])
+def test_none_or_one_row(rows: int, hidden: int) -> None:
+    torch.manual_seed(3)
+    inputs, dy = draw(rows, hidden, torch.bfloat16)
+    compare(inputs, dy, 0.1)
+    if rows == 0:
+        results = layer_norm(*inputs, dy, p=0.1, rng=RNG)
+        for name in ("dweight", "dbias", "dx_bias"):
+            assert not results[name].any()
+
+
+@pytest.mark.parametrize("hidden", [13, 72, 1032])
+def test_masks_are_those_of_the_cpu_operator(hidden: int) -> None:
+    torch.manual_seed(4)
+    inputs, dy = draw(11, hidden, torch.float32)
+    for p in (0.1, 0.5, 0.9):
+        got = layer_norm(*inputs, dy, p=p, rng=RNG)
+        *operands, x_bias = inputs
+        want = results_of(
+            lambda *t, p=p, b=x_bias: ops.dropout_add_layer_norm(*t, p=p, x_bias=b, rng=RNG),
+            operands,
+            dy,
+        )
+        assert torch.equal(got["dx"] == 0, want[1] == 0)
+        torch.testing.assert_close(got["dx"], want[1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got["y"], want[0], rtol=1e-4, atol=1e-5)
+
+
+def test_large_offset_does_not_cancel() -> None:
+    torch.manual_seed(5)
+    for hidden in (60, 64):
+        inputs, dy = draw(4, hidden, torch.float32)
+        inputs[0] += 1000.0
+        got = layer_norm(*inputs[:4], None, dy)["y"]
+        wide = [t.double() for t in inputs[:4]]
+        # Rounding x + residual to fp32 costs 1e-4 here; a one-pass variance would cost 1e-1.
+        assert (got - reference.dropout_add_layer_norm(*wide)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("hidden", [13, 64, 520, 1032])
+def test_same_bits_in_any_order_of_threads_and_blocks(kernels, hidden: int) -> None:
+    torch.manual_seed(6)
+    kernels.set_device(multiprocessors=2)
+    inputs, dy = draw(15, hidden, torch.bfloat16)
+    runs = []
+    for policy in POLICIES:
+        for seed in range(2):
+            kernels.configure(policy, seed)
+            runs.append(layer_norm(*inputs, dy, p=0.1, rng=RNG))
+    for run in runs[1:]:
+        for name, x in run.items():
+            assert torch.equal(x, runs[0][name]), name
+
+
+@pytest.mark.parametrize(
+    ("hidden", "barriers"),
+    # After the parameters, forward and backward; between the sums over warps, and in sum_over_y;
+    # in sums over a row that a block holds.
+    [(64, 4), (1032, 4), (13, 2)],
+)
+def test_every_barrier_is_needed(kernels, hidden: int, barriers: int) -> None:
+    torch.manual_seed(7)
+    inputs, dy = draw(5, hidden, torch.bfloat16)
+
+    def run() -> None:
+        layer_norm(*inputs, dy, p=0.1, rng=RNG)
+
+    sites = assert_every_site_is_needed(kernels, run)
+    assert len(sites) == barriers, sites

@@ -1,0 +1,190 @@
+"""Packed input and the collator that makes it."""
+
+import pytest
+import torch
+from tests.support.hf_models import (
+    MASKS,
+    VOCAB,
+    assert_same_step,
+    call_arguments,
+    clone,
+    make,
+    needs_unpad,
+    run,
+)
+from tests.support.tolerances import assert_same_values
+
+from bert_unpad import hf
+from bert_unpad.batch import VarlenBatch
+from bert_unpad.batch import unpad as pack
+
+pytestmark = [
+    needs_unpad,
+    pytest.mark.filterwarnings("ignore::bert_unpad.hf.StockFallbackWarning"),
+]
+LENGTHS = VarlenBatch.from_mask(MASKS["right"])
+
+
+def packed_arguments(call: dict, lengths: VarlenBatch = LENGTHS) -> dict:
+    """The same call with the tokens of the mask packed into one row."""
+    columns = ("input_ids", "token_type_ids")
+    packed = {k: pack(v, lengths)[None] for k, v in call.items() if k in columns}
+    for key in ("labels", "next_sentence_label"):
+        if key in call:
+            value = call[key]
+            packed[key] = pack(value, lengths)[None] if value.dim() == 2 else value
+    packed["cu_seq_lens_q"] = packed["cu_seq_lens_k"] = lengths.cu_seqlens
+    packed["max_length_q"] = packed["max_length_k"] = lengths.max_seqlen
+    return packed
+
+
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BertForPreTraining", "BertForMaskedLM", "BertForSequenceClassification",
+        "BertForTokenClassification", "DistilBertForMaskedLM", "ElectraForMaskedLM",
+        "RobertaForMaskedLM",
+    ],
+)  # fmt: skip
+def test_packed_input_equals_the_padded_batch(name, positions):
+    stock = make(name)
+    ours = hf.unpad(clone(stock))
+    call = call_arguments(name, MASKS["right"])
+    if name.startswith("Roberta"):  # which counts positions of tokens that are no padding
+        call["input_ids"][call["input_ids"] == 1] = 2
+    want, packed = run(stock, call), packed_arguments(call)
+    if positions:
+        offset = 2 if name.startswith("Roberta") else 0
+        packed["position_ids"] = (LENGTHS.position_ids + offset)[None]
+    got = run(ours, packed)
+    assert_same_values(got[0]["loss"], want[0]["loss"])
+    for key, value in got[0].items():
+        expected = want[0][key]
+        if expected.dim() == 3:
+            expected = pack(expected, LENGTHS)[None]
+        assert_same_values(value, expected)
+    assert_same_step(({}, got[1]), ({}, want[1]), None)
+
+
+def test_packed_input_that_makes_no_sense_is_refused():
+    ours = hf.unpad(make("BertModel"))
+    ids = torch.zeros(1, 6, dtype=torch.int64)
+
+    def cu(*values):
+        return torch.tensor(values, dtype=torch.int32)
+
+    assert ours(input_ids=ids, cu_seq_lens_q=cu(0, 2, 6)).pooler_output.shape == (2, 64)
+    with pytest.raises(ValueError, match="must rise from 0 to the number of tokens, 6"):
+        ours(input_ids=ids, cu_seq_lens_q=cu(0, 2, 5))
+    with pytest.raises(ValueError, match="lengths must be >= 0"):
+        ours(input_ids=ids, cu_seq_lens_q=cu(0, 7, 6))
+    with pytest.raises(ValueError, match="not both"):
+        ours(input_ids=ids, attention_mask=torch.ones(1, 6), cu_seq_lens_q=cu(0, 6))
+    with pytest.raises(ValueError, match=r"must have shape \[1, tokens\]"):
+        ours(input_ids=ids.expand(2, 6), cu_seq_lens_q=cu(0, 12))
+    with pytest.raises(ValueError, match="empty sequence, which has no first token"):
+        ours(input_ids=ids, cu_seq_lens_q=cu(0, 6, 6))
+    head = hf.unpad(make("RobertaForSequenceClassification"))
+    with pytest.raises(ValueError, match="does not fit this model's head"):
+        head(input_ids=ids, cu_seq_lens_q=cu(0, 2, 6))
+
+
+class Tokenizer:
+    """What the collator reads of a tokenizer."""
+
+    mask_token_id = 4
+    all_special_ids = (0, 2, 3)
+
+    def __len__(self) -> int:
+        return VOCAB
+
+
+def examples(count: int = 50, **more) -> list[dict]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for index in range(count):
+        length = 3 + index % 20
+        ids = torch.randint(5, VOCAB, (length,), generator=generator)
+        ids[0], ids[-1] = 2, 3
+        types = (torch.arange(length) > length // 2).long().tolist()
+        found.append({"input_ids": ids.tolist(), "token_type_ids": types} | more)
+    return found
+
+
+def test_collator_packs_and_masks_as_bert_does():
+    features = examples(400, next_sentence_label=1)
+    batch = hf.DataCollatorForPackedMLM(Tokenizer(), seed=1)(features)
+    original = torch.tensor([token for f in features for token in f["input_ids"]])
+    total = len(original)
+    for key in ("input_ids", "labels", "token_type_ids", "position_ids"):
+        assert batch[key].shape == (1, total)
+        assert batch[key].dtype == torch.int64
+    lengths = torch.tensor([len(f["input_ids"]) for f in features])
+    assert torch.equal(batch["cu_seq_lens_q"].diff(), lengths.int())
+    assert batch["cu_seq_lens_q"].dtype == torch.int32
+    assert batch["max_length_q"] == batch["max_length_k"] == 22
+    assert torch.equal(batch["position_ids"][0], VarlenBatch.from_lengths(lengths).position_ids)
+    types = [t for f in features for t in f["token_type_ids"]]
+    assert batch["token_type_ids"][0].tolist() == types
+    assert batch["next_sentence_label"].tolist() == [1] * 400
+    ids, labels = batch["input_ids"][0], batch["labels"][0]
+    chosen = labels != -100
+    assert torch.equal(labels[chosen], original[chosen])
+    assert torch.equal(ids[~chosen], original[~chosen])
+    special = (original == 2) | (original == 3)
+    assert not (chosen & special).any()
+    count = int(chosen.sum())
+    assert abs(count / int((~special).sum()) - 0.15) < 0.02
+    assert abs((ids[chosen] == 4).sum().item() / count - 0.8) < 0.06
+    assert abs((ids[chosen] == original[chosen]).sum().item() / count - 0.1) < 0.05
+    again = hf.DataCollatorForPackedMLM(Tokenizer(), seed=1)(features)
+    assert torch.equal(again["input_ids"], batch["input_ids"])
+
+
+def test_collator_keeps_labels_and_drops_padding():
+    feature = {
+        "input_ids": [2, 7, 8, 3, 0],
+        "attention_mask": [1, 1, 1, 1, 0],
+        "labels": [-100, 9, -100, -100, -100],
+    }
+    batch = hf.DataCollatorForPackedMLM(Tokenizer())([feature, feature])
+    assert batch["input_ids"].tolist() == [[2, 7, 8, 3] * 2]
+    assert batch["labels"].tolist() == [[-100, 9, -100, -100] * 2]
+    assert "token_type_ids" not in batch
+    special = {"input_ids": [2, 7, 8], "special_tokens_mask": [1, 1, 1]}
+    masked = hf.DataCollatorForPackedMLM(Tokenizer(), mlm_probability=0.99)([special])
+    assert masked["labels"].tolist() == [[-100] * 3]
+
+
+def test_collator_refuses():
+    collator = hf.DataCollatorForPackedMLM(Tokenizer())
+    with pytest.raises(ValueError, match="at least one example"):
+        collator([])
+    with pytest.raises(ValueError, match="all features must have token_type_ids, or none"):
+        collator([*examples(1), {"input_ids": [2, 3]}])
+    with pytest.raises(ValueError, match="mlm_probability must be in"):
+        hf.DataCollatorForPackedMLM(Tokenizer(), mlm_probability=0.0)
+
+
+def test_collated_batches_train():
+    ours = hf.unpad(make("BertForMaskedLM"))
+    batch = hf.DataCollatorForPackedMLM(Tokenizer(), seed=0)(examples(6))
+    losses = []
+    optimizer = torch.optim.Adam(ours.parameters(), lr=1e-2)
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = ours(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1
+
+
+def test_attention_implementation_takes_packed_input():
+    stock = make("BertModel").eval()
+    call = call_arguments("BertModel", MASKS["right"], labels=False)
+    want = pack(stock(**call)[0], LENGTHS)
+    ours = make("BertModel", attention="bert_unpad")
+    packed = packed_arguments(call) | {"position_ids": LENGTHS.position_ids[None]}
+    assert_same_values(ours.eval()(**packed)[0][0], want)

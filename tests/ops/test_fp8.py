@@ -1,0 +1,152 @@
+"""Linear layers in 8 bits: rounding, gradients, and a model that trains with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.nn.test_bert import make_inputs, make_model
+from torch import Tensor
+from torch.library import opcheck
+
+from bert_unpad import ops
+from bert_unpad.ops.fp8 import quantize_fp8
+
+FORMATS = {False: torch.float8_e4m3fn, True: torch.float8_e5m2}  # by `e5m2`
+
+
+def draw(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+@pytest.mark.parametrize("e5m2", FORMATS)
+@pytest.mark.parametrize("factor", [1e-30, 1.0, 1e30])
+def test_rounding_is_relative_to_the_largest_value(factor, e5m2) -> None:
+    (x,) = draw((37, 48))
+    q, kept, scale = quantize_fp8(x * factor, e5m2)
+    assert q.dtype == kept.dtype == FORMATS[e5m2]
+    largest = torch.finfo(q.dtype).max
+    assert q.float().abs().max() == largest
+    assert torch.equal(kept[:, :37].float(), q.float().T)
+    assert kept.shape == (48, 48)
+    assert not kept[:, 37:].float().any()
+    error = (q.double() * scale.double() - x.double() * factor).abs()
+    relative = torch.finfo(q.dtype).eps / 2 * (x.double() * factor).abs()
+    smallest = torch.finfo(q.dtype).smallest_normal * torch.finfo(q.dtype).eps / 2 * scale.double()
+    assert (error <= 1.001 * torch.maximum(relative, smallest)).all()
+
+
+def emulated(x: Tensor, e5m2: bool = False) -> Tensor:
+    q, _, scale = quantize_fp8(x, e5m2, False)
+    return q.double() * scale.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 37])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_are_those_of_the_rounded_matrices(rows, dtype, bias) -> None:
+    x, weight, b, dy = draw((rows, 48), (32, 48), (32,), (rows, 32))
+    x, dy = x.to(dtype).requires_grad_(), dy.to(dtype)
+    weight.requires_grad_()
+    b.requires_grad_()
+    y = ops.fp8_linear(x, weight, b if bias else None)
+    y.backward(dy)
+    want = emulated(x.detach()) @ emulated(weight.detach()).T
+    want = want + b.detach().to(dtype).double() if bias else want
+    low = emulated(dy, True)
+    wanted = [want, low @ emulated(weight.detach()), low.T @ emulated(x.detach())]
+    for got, exact in zip([y.detach(), x.grad, weight.grad], wanted, strict=True):
+        tolerance = 2 * torch.finfo(got.dtype).eps * 4
+        torch.testing.assert_close(got.double(), exact, rtol=tolerance, atol=tolerance)
+    if bias:
+        torch.testing.assert_close(b.grad, dy.float().sum(0))
+
+
+def test_only_what_is_asked_for_is_computed_and_kept() -> None:
+    x, weight = draw((5, 16), (32, 16))
+    weight.requires_grad_()
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = ops.fp8_linear(x, weight)
+    # Not the weight, whose copy only the input's gradient needs.
+    assert sorted(t.numel() for t in kept if t.numel() > 1) == [16 * 16]
+    assert all(t.element_size() == 1 for t in kept if t.numel() > 1)
+    y.sum().backward()
+    assert weight.grad is not None
+
+
+def test_operators() -> None:
+    x, other = draw((5, 32), (16, 32))
+    for e5m2 in (False, True):
+        for transpose in (False, True):
+            opcheck(torch.ops.bert_unpad.quantize_fp8.default, (x, e5m2, transpose))
+    a, _, a_scale = quantize_fp8(other, False)
+    b, _, b_scale = quantize_fp8(x, True)
+    for bias in (None, torch.randn(16).bfloat16()):
+        arguments = (a, b, a_scale, b_scale, bias, torch.bfloat16, False)
+        # The schema's test multiplies its inputs, which PyTorch cannot in 8 bits.
+        opcheck(torch.ops.bert_unpad.fp8_product.default, arguments, test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("recompute", ["none", "gelu", "layer"])
+def test_a_model_trains(recompute) -> None:
+    """A few steps: near those of bf16, and the same bits whatever is computed again."""
+    losses = {}
+    for fp8 in (False, True):
+        model = make_model(hidden_size=32, num_attention_heads=2, intermediate_size=64)
+        model.train()
+        model.bert.encoder.fp8 = fp8
+        model.bert.encoder.recompute = recompute
+        assert model.bert.encoder.fp8 == fp8
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        inputs = make_inputs()
+        losses[fp8] = []
+        for step in range(8):
+            torch.manual_seed(step)
+            with torch.autocast("cpu", torch.bfloat16):
+                out = model(inputs)
+            loss = out.mlm_loss_sum / len(inputs.masked_labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[fp8].append(loss.item())
+    assert losses[True] != losses[False]
+    assert losses[True][-1] < losses[True][0] - 0.1
+    assert losses[True] == pytest.approx(losses[False], rel=0.05)
+
+
+def test_compiled() -> None:
+    x, weight, bias, dy = draw((37, 48), (32, 48), (32,), (37, 32))
+    results = []
+    torch._dynamo.reset()
+    compiled = torch.compile(ops.fp8_linear, fullgraph=True, backend="aot_eager")
+    for function in (ops.fp8_linear, compiled):
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        y = function(*leaves)
+        y.backward(dy)
+        results.append([y.detach(), *(t.grad for t in leaves)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_value_that_is_not_finite_is_not_hidden() -> None:
+    for value in (torch.inf, torch.nan):
+        x, weight = draw((5, 16), (16, 16))
+        x[2, 3] = value
+        y = ops.fp8_linear(x, weight)
+        assert y[2].isnan().all()
+
+
+def test_bad_input() -> None:
+    x, weight = draw((5, 16), (24, 16))
+    with pytest.raises(ValueError, match=r"fp8_linear: x must have shape \[rows, in_features\]"):
+        ops.fp8_linear(x[None], weight)
+    with pytest.raises(ValueError, match=r"weight must have multiples of 16 .* got \[24, 16\]"):
+        ops.fp8_linear(x, weight)
+    with pytest.raises(ValueError, match="expected x"):
+        ops.fp8_linear(x, weight.T)

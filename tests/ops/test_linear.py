@@ -1,0 +1,296 @@
+"""Linear layers and the feed-forward half, against plain formulas.
+
+The parts that only a GPU takes (products with epilogues) run here too: on a CPU the operators
+behind them are PyTorch's products, so what autograd makes of them can be compared.
+"""
+
+from __future__ import annotations
+
+from tests.support import processes as mp
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from tests.support.reference import assert_as_good_as_pytorch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.library import opcheck
+from torch.nn.parallel import DistributedDataParallel
+
+from bert_unpad import ops
+from bert_unpad.ops import products
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FORMS = ["none", "tanh"]
+SIZES = (48, 96)
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "fused"])
+def fused(request, monkeypatch) -> bool:
+    """Whether products are those of a GPU, with their epilogues."""
+    if request.param:
+        monkeypatch.setattr(products, "fused", lambda x, weight: True)
+    return request.param
+
+
+def leaves(tensors: list[Tensor | None], dtype: torch.dtype | None = None) -> list[Tensor | None]:
+    """Copies that want gradients, in `dtype` or as they are."""
+    return [
+        None if t is None else t.detach().to(dtype or t.dtype, copy=True).requires_grad_()
+        for t in tensors
+    ]
+
+
+def gradients(outputs: tuple[Tensor, ...], douts: list[Tensor], inputs: list[Tensor | None]):
+    torch.autograd.backward(outputs, [d.to(o.dtype) for d, o in zip(douts, outputs, strict=True)])
+    return [*(o.detach() for o in outputs), *(t.grad for t in inputs if t is not None)]
+
+
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In x's dtype, as autocast has it."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def draw(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("low_weights", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [(0,), (1,), (37,), (3, 5)])
+def test_linear(fused, rows, dtype, low_weights, bias) -> None:
+    x, weight, b, dy, residual = draw(
+        (*rows, SIZES[0]), (SIZES[1], SIZES[0]), (SIZES[1],), (*rows, SIZES[1]), (*rows, SIZES[0])
+    )
+    low = dtype if low_weights else torch.float32
+    given = [x.to(dtype), weight.to(low), b.to(low) if bias else None]
+    names = ["y", "residual", "dx", "dweight", "dbias"]
+
+    def ours():
+        inputs = leaves(given)
+        return gradients(ops.linear_residual(*inputs), [dy, residual], inputs)
+
+    def plain(precision: torch.dtype):
+        inputs = leaves(given, torch.float64 if precision == torch.float64 else None)
+        return gradients((plain_linear(*inputs), inputs[0] * 1), [dy, residual], inputs)
+
+    assert_as_good_as_pytorch(ours, plain, dtype, names[: 5 if bias else 4])
+    # Alone it is the same, without the residual's gradient.
+    inputs, alone = leaves(given), leaves(given)
+    both = gradients(ops.linear_residual(*inputs), [dy, torch.zeros_like(x)], inputs)
+    one = gradients((ops.linear(*alone),), [dy], alone)
+    for got, want in zip(one, [both[0], *both[2:]], strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def plain_mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, form: str) -> Tensor:
+    return plain_linear(F.gelu(plain_linear(x, weight1, bias1), approximate=form), weight2, None)
+
+
+def draw_mlp(rows: int, dtype: torch.dtype, low: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """x, weights, bias; and the gradients of both results."""
+    hidden, inner = SIZES
+    x, weight1, bias1, weight2, dy, residual = draw(
+        (rows, hidden), (inner, hidden), (inner,), (32, inner), (rows, 32), (rows, hidden), seed=1
+    )
+    given = [x.to(dtype), (weight1 / 4).to(low), bias1.to(low), (weight2 / 4).to(low)]
+    return given, [dy.to(dtype), residual.to(dtype)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("low_weights", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 37])
+def test_mlp(fused, rows, dtype, low_weights, form) -> None:
+    given, douts = draw_mlp(rows, dtype, dtype if low_weights else torch.float32)
+
+    def ours():
+        inputs = leaves(given)
+        return gradients(ops.mlp(*inputs, approximate=form), douts, inputs)
+
+    def plain(precision: torch.dtype):
+        inputs = leaves(given, torch.float64 if precision == torch.float64 else None)
+        return gradients((plain_mlp(*inputs, form), inputs[0] * 1), douts, inputs)
+
+    names = ["y", "residual", "dx", "dweight1", "dbias1", "dweight2"]
+    assert_as_good_as_pytorch(ours, plain, dtype, names)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_recomputing_the_gelu_changes_no_bit(dtype, form) -> None:
+    given, douts = draw_mlp(19, dtype, torch.float32)
+    results = []
+    for recompute in (False, True):
+        inputs = leaves(given)
+        outputs = ops.mlp(*inputs, approximate=form, recompute=recompute)
+        with torch.autocast("cpu", torch.bfloat16):  # some run the backward pass within autocast
+            results.append(gradients(outputs, douts, inputs))
+    for kept, again in zip(*results, strict=True):
+        assert torch.equal(kept, again)
+
+
+@pytest.mark.parametrize("frozen", [{0}, {1}, {2}, {3}, {0, 1}, {1, 2}, {0, 1, 2}])
+def test_mlp_leaves_out_what_nobody_asks_for(fused, frozen) -> None:
+    given, douts = draw_mlp(5, torch.float32, torch.float32)
+    everything = leaves(given)
+    gradients(ops.mlp(*everything, approximate="tanh"), douts, everything)
+    some = leaves(given)
+    for i in frozen:
+        some[i].requires_grad_(False)
+    outputs = ops.mlp(*some, approximate="tanh")
+    torch.autograd.backward(outputs[0], douts[0])
+    assert [i for i, t in enumerate(some) if t.grad is None] == sorted(frozen)
+    for got, want in zip(some[1:], everything[1:], strict=True):
+        if got.grad is not None:
+            torch.testing.assert_close(got.grad, want.grad)
+
+
+def test_only_the_residual_may_be_used() -> None:
+    given, douts = draw_mlp(5, torch.float32, torch.float32)
+    inputs = leaves(given)
+    ops.mlp(*inputs)[1].backward(douts[1])
+    assert torch.equal(inputs[0].grad, douts[1])
+    assert inputs[1].grad is None
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_mlp_compiles(recompute) -> None:
+    """A compiler would join equal nodes of the two passes; AOTAutograd's graphs show what it has
+    kept: the GELU in both only where it is to be computed again."""
+    graphs = []
+
+    def keep(module: torch.fx.GraphModule, _inputs) -> torch.fx.GraphModule:
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    def run(function, inputs):
+        return gradients(function(*inputs, recompute=recompute), douts, inputs)
+
+    given, douts = draw_mlp(7, torch.float32, torch.float32)
+    torch._dynamo.reset()
+    backend = aot_autograd(
+        fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+    )
+    compiled = torch.compile(ops.mlp, fullgraph=True, backend=backend, dynamic=True)
+    for got, want in zip(run(compiled, leaves(given)), run(ops.mlp, leaves(given)), strict=True):
+        torch.testing.assert_close(got, want)
+    operators = [[str(node.target) for node in graph.nodes] for graph in graphs]
+    gelus = [names.count("bert_unpad.bias_gelu.default") for names in operators]
+    assert gelus == [1, 1 if recompute else 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators(dtype) -> None:
+    x, weight, bias, dy, pre = (
+        t.to(dtype) for t in draw((5, 16), (8, 16), (8,), (5, 8), (5, 16), seed=2)
+    )
+    for gelu in (False, True):
+        opcheck(torch.ops.bert_unpad.linear.default, (x, weight, bias, gelu))
+    for addend, argument in ((None, None), (x, None), (None, pre)):
+        opcheck(torch.ops.bert_unpad.linear_dgrad.default, (dy, weight, addend, argument))
+    for with_bias in (False, True):
+        opcheck(torch.ops.bert_unpad.linear_wgrad.default, (dy, x, with_bias, torch.float32))
+        dweight = torch.randn(8, 16)
+        opcheck(torch.ops.bert_unpad.linear_wgrad_.default, (dy, x, dweight, with_bias))
+
+
+class TestAccumulation:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_adds_to_the_gradient_that_is_there(self, fused, dtype) -> None:
+        given, douts = draw_mlp(9, dtype, torch.float32)
+        plain, added = leaves(given), leaves(given)
+        for weight in (added[1], added[3]):
+            ops.accumulate_in_place(weight)
+        places = []
+        for _ in range(3):
+            for inputs in (plain, added):
+                torch.autograd.backward(ops.mlp(*inputs), douts)
+            places.append((added[1].grad.data_ptr(), added[3].grad.data_ptr()))
+        assert places[0] == places[1] == places[2]
+        for got, want in zip(added, plain, strict=True):
+            torch.testing.assert_close(got.grad, want.grad)
+
+    def test_can_be_taken_back(self) -> None:
+        x, weight = draw((3, 8), (16, 8))
+        weight.requires_grad_()
+        ops.accumulate_in_place(weight)
+        ops.linear_residual(x, weight)[0].sum().backward()
+        seen = []
+        weight.register_hook(seen.append)
+        ops.linear_residual(x, weight)[0].sum().backward()
+        assert seen == [None]  # it was added without autograd
+        ops.accumulate_in_place(weight, False)
+        ops.linear_residual(x, weight)[0].sum().backward()
+        torch.testing.assert_close(weight.grad, 3 * seen[1])
+
+    def test_goes_straight_into_the_buckets_of_ddp(self) -> None:
+        first, second = mp.run_ranks(ddp_gradients, 2)
+        for got, want in zip(first, second, strict=True):
+            assert torch.equal(got, want)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, residual = ops.mlp(x, self.inner.weight, self.inner.bias, self.outer.weight)
+        return (y + residual).square().sum()
+
+
+def ddp_gradients(rank: int, world_size: int) -> list[Tensor]:
+    """Two steps of two passes each: gradients averaged in place are those of plain autograd."""
+    results = []
+    for in_place in (False, True):
+        layer = Layer()
+        for weight in (layer.inner.weight, layer.outer.weight):
+            ops.accumulate_in_place(weight, in_place)
+        replica = DistributedDataParallel(layer, gradient_as_bucket_view=True)
+        torch.manual_seed(1 + rank)
+        places = set()
+        for _ in range(3):
+            for parameter in layer.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+            with replica.no_sync():
+                replica(torch.randn(4, 8)).backward()
+            replica(torch.randn(4, 8)).backward()
+            places.add(layer.inner.weight.grad.data_ptr())
+        results.append([parameter.grad.clone() for parameter in layer.parameters()])
+        assert len(places) <= 2  # DDP lays its buckets anew once, after the first step
+    for plain, added in zip(*results, strict=True):
+        torch.testing.assert_close(added, plain)
+    return results[1]
+
+
+def test_bad_input() -> None:
+    x, weight1, weight2 = draw((5, 24), (40, 24), (16, 40))
+    bias1 = torch.zeros(40)
+    with pytest.raises(ValueError, match=r"expected x \[..., in_features\] and weight"):
+        ops.linear_residual(x, weight2)
+    with pytest.raises(ValueError, match=r"bias must have shape \[40\], got \[3\]"):
+        ops.linear(x, weight1, torch.zeros(3))
+    with pytest.raises(ValueError, match=r"weight must be torch.bfloat16 like x or torch.float32"):
+        ops.linear(x.bfloat16(), weight1.half())
+    with pytest.raises(ValueError, match=r"mlp: x must have shape \[rows, features\]"):
+        ops.mlp(x[None], weight1, bias1, weight2)
+    with pytest.raises(ValueError, match="expected x"):
+        ops.mlp(x, weight1, bias1, weight1)
+    with pytest.raises(ValueError, match='approximate must be "none" or "tanh"'):
+        ops.mlp(x, weight1, bias1, weight2, approximate="erf")
+
+
+def test_the_switch(monkeypatch) -> None:
+    products._cublaslt_wanted.cache_clear()
+    monkeypatch.setenv("BERT_UNPAD_CUBLASLT", "no")
+    with pytest.raises(ValueError, match="BERT_UNPAD_CUBLASLT must be 0 or 1, got 'no'"):
+        products._cublaslt_wanted()
+    monkeypatch.setenv("BERT_UNPAD_CUBLASLT", "0")
+    assert not products._cublaslt_wanted()
+    products._cublaslt_wanted.cache_clear()

@@ -1,0 +1,250 @@
+"""Norm, scaling, Adam and LAMB over lists of tensors, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.support.op_checks import assert_same_bits_whatever_the_threads
+from tests.support.optim_reference import Rule, Truth, draw_state
+from torch import Tensor
+from torch.library import opcheck
+
+from bert_unpad import ops
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Below and above a vector, a strip and a chunk of 32,768 elements; nothing at all.
+SIZES = [(1,), (5,), (0,), (3, 77), (129, 300), (70_001,)]
+PAIRS = [
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16),
+    (torch.float16, torch.float32),
+]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, None])
+def test_norm_in_total_and_of_each(dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    kinds = [dtype] * len(SIZES) if dtype else DTYPES * 2
+    tensors = [torch.randn(size).to(kind) for size, kind in zip(SIZES, kinds, strict=True)]
+    total, each = ops.multi_tensor_l2norm(tensors)
+    exact = torch.stack([t.double().norm() for t in tensors])
+    torch.testing.assert_close(each.double(), exact, rtol=1e-6, atol=0)
+    torch.testing.assert_close(total.double(), exact.norm(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_norm_keeps_what_is_not_finite(value: float) -> None:
+    tensors = [torch.ones(40_000), torch.ones(33)]
+    tensors[1][32] = value
+    total, each = ops.multi_tensor_l2norm(tensors)
+    assert not total.isfinite()
+    assert each.isfinite().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scale(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    tensors = [torch.randn(size).to(dtype) for size in SIZES]
+    want = [(t.float() * 0.37).to(dtype) for t in tensors]
+    ops.multi_tensor_scale_(tensors, torch.tensor(0.37))
+    assert all(torch.equal(a, b) for a, b in zip(tensors, want, strict=True))
+
+
+RULES = {
+    "adamw": Rule("adam", weight_decay=0.1),
+    "l2, ascending": Rule("adam", weight_decay=0.1, decoupled=False, maximize=True),
+    "no bias correction": Rule("adam", bias_correction=False, grad_scale=0.25),
+    "clipped": Rule("adam", max_grad_norm=0.5, grad_scale=2.0),
+    "lamb": Rule("lamb", weight_decay=0.1, max_grad_norm=1.0, grad_scale=0.5),
+    "lamb, sums": Rule("lamb", grad_averaging=False, bias_correction=False, maximize=True),
+    "no trust ratio": Rule("lamb", weight_decay=0.1, trust_ratio=False),
+    "lans": Rule("lamb", weight_decay=0.1, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_ten_steps_against_float64(name: str) -> None:
+    torch.manual_seed(2)
+    state = draw_state(SIZES, torch.float32)
+    truth = Truth(state.params, RULES[name])
+    for _ in range(10):
+        grads = [torch.randn(size) for size in SIZES]
+        truth.step(grads)
+        state.step(grads, RULES[name])
+    for got, start, want in zip(state.params, state.start, truth.params, strict=True):
+        # Where decay and gradient, each of 0.3, cancel, to 1e-5 in the worst of 70,000 numbers, L2
+        # divides their two roundings by what is left: 4e-3 of a step of 0.01.
+        close = 4e-5 if name.startswith("l2") else 2e-6
+        torch.testing.assert_close(got.double(), want, rtol=2e-7, atol=close)
+        if got.numel() > 100:
+            assert (got - start).abs().median() > 1e-3
+    for got, want in zip(state.exp_avg_sqs, truth.second, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-12)
+    assert all(step == 10 for step in state.steps)
+
+
+@pytest.mark.parametrize(("param", "grad"), PAIRS)
+@pytest.mark.parametrize("rule", ["adamw", "lamb", "lans"])
+def test_16_bit_weights_are_roundings_of_their_masters(rule, param, grad) -> None:
+    torch.manual_seed(3)
+    state = draw_state(SIZES, param, masters=param != torch.float32)
+    truth = Truth(state.masters or state.params, RULES[rule])
+    for _ in range(4):
+        grads = [torch.randn(size).to(grad) for size in SIZES]
+        truth.step(grads)
+        state.step(grads, RULES[rule])
+    for got, want in zip(state.masters or state.params, truth.params, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=2e-7, atol=2e-6)
+    for weight, master in zip(state.params, state.masters, strict=False):
+        assert torch.equal(weight, master.to(param))
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lamb"])
+@pytest.mark.parametrize("param", [torch.bfloat16, torch.float16])
+def test_without_masters_a_step_is_rounded_once(rule: str, param: torch.dtype) -> None:
+    torch.manual_seed(4)
+    state = draw_state(SIZES, param)
+    truth = Truth(state.params, RULES[rule])
+    grads = [torch.randn(size).to(param) for size in SIZES]
+    truth.step(grads)
+    state.step(grads, RULES[rule])
+    for got, want in zip(state.params, truth.params, strict=True):
+        torch.testing.assert_close(
+            got.double(), want, rtol=0.51 * torch.finfo(param).eps, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lamb", "lans"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_skips_the_step(rule: str, value: float) -> None:
+    torch.manual_seed(5)
+    state = draw_state(SIZES, torch.bfloat16, masters=True)
+    state.step([torch.randn(size) for size in SIZES], RULES[rule])
+    before = [t.clone() for t in state.everything()]
+    grads = [torch.randn(size) for size in SIZES]
+    grads[4][3, 5] = value
+    skipped = torch.zeros((), dtype=torch.int64)
+    for count in (1, 2):
+        state.step(grads, RULES[rule], skipped=skipped, check=True)
+        assert skipped == count
+        assert all(torch.equal(a, b) for a, b in zip(before, state.everything(), strict=True))
+    state.step([torch.randn(size) for size in SIZES], RULES[rule], skipped=skipped, check=True)
+    assert skipped == 2
+    assert not torch.equal(before[-1], state.everything()[-1])
+
+
+@pytest.mark.parametrize("rule", ["lamb", "lans"])
+def test_halves_of_lamb_are_the_whole(rule: str) -> None:
+    torch.manual_seed(6)
+    one, other = (draw_state(SIZES, torch.float32, seed=7) for _ in range(2))
+    for _ in range(2):
+        grads = [torch.randn(size) for size in SIZES]
+        one.step(grads, RULES[rule])
+        other.step(grads, RULES[rule], halves=True)
+    assert all(torch.equal(a, b) for a, b in zip(one.everything(), other.everything(), strict=True))
+
+
+def test_zero_weights_and_gradients_have_a_ratio_of_one() -> None:
+    state = draw_state([(40,), (40,)], torch.float32)
+    state.params[0].zero_()
+    rule = Rule("lamb", weight_decay=0.0)
+    grads = [torch.randn(40), torch.zeros(40)]
+    truth = Truth(state.params, rule)
+    truth.step(grads)
+    state.step(grads, rule)
+    for got, want in zip(state.params, truth.params, strict=True):
+        assert got.isfinite().all()
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lamb", "lans"])
+def test_same_bits_whatever_the_threads(rule: str) -> None:
+    def run() -> list[Tensor]:
+        torch.manual_seed(8)
+        state = draw_state([*SIZES, (200_000,)], torch.float32, seed=9)
+        for _ in range(2):
+            state.step([torch.randn(p.shape) for p in state.params], RULES[rule])
+        return [*state.everything(), *ops.multi_tensor_l2norm(state.params)]
+
+    assert_same_bits_whatever_the_threads(run)
+
+
+def test_nothing_to_do() -> None:
+    ops.adam_([], [], [], [], [], lr=torch.tensor(0.1))
+    ops.lamb_([], [], [], [], [], lr=torch.tensor(0.1))
+    ops.multi_tensor_scale_([], torch.tensor(2.0))
+
+
+def test_opcheck() -> None:
+    state = draw_state([(3, 5), (7,)], torch.float32)
+    grads = [torch.randn(p.shape) for p in state.params]
+    lists = (state.params, grads, state.exp_avgs, state.exp_avg_sqs)
+    lr, norm = torch.tensor(0.1), torch.tensor(1.0)
+    skipped = torch.zeros((), dtype=torch.int64)
+    numbers = (0.9, 0.999, 1e-6, 0.1)
+    op = torch.ops.bert_unpad
+    opcheck(op.multi_tensor_l2norm, (grads,))
+    opcheck(op.multi_tensor_scale_, (grads, lr))
+    rest = (lr, norm, norm, skipped, *numbers, 1.0, True, True, False)
+    opcheck(op.adam_, (*lists, [], state.steps, *rest))
+    rest = (lr, norm, norm, None, skipped, *numbers, 1.0, True, True, True, False, False)
+    opcheck(op.lamb_, (*lists, [], state.steps, *rest))
+    rest = (*rest[:-3], *rest[-2:])
+    opcheck(op.lamb_moments_, (*lists, [], state.steps, *rest))
+    sums, coefficients = op.lamb_moments_(*lists, [], state.steps, *rest)
+    opcheck(op.lamb_apply_, (*lists, [], sums, coefficients, 0.9, 1e-6, 0.1, True, False))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"params": [torch.zeros(4).double()]},
+            r"params\[0\] must be float32, bfloat16 or float16",
+        ),
+        ({"params": [torch.zeros(4, 2)[:, 0]]}, r"params\[0\] must be contiguous"),
+        ({"grads": []}, "grads must have as many tensors as params, 1, got 0"),
+        ({"grads": [torch.zeros(5)]}, r"grads\[0\] must have the shape of params\[0\], \[4\]"),
+        ({"exp_avgs": [torch.zeros(4).half()]}, r"exp_avgs\[0\] must be float32"),
+        ({"exp_avg_sqs": [torch.zeros(3)]}, r"exp_avg_sqs\[0\] must have the shape"),
+        ({"masters": [torch.zeros(4)]}, "masters are for parameters of 16 bits"),
+        ({"steps": [torch.zeros(2)]}, r"steps\[0\] must have one element, got \[2\]"),
+        ({"lr": torch.tensor(1, dtype=torch.int64)}, "lr must be float32"),
+        ({"skipped": torch.zeros(())}, "skipped must be int64"),
+        ({"betas": (1.0, 0.9)}, r"beta1 must be in \[0, 1\), got 1"),
+        ({"eps": -1.0}, "eps must be >= 0, got -1"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm needs norm"),
+    ],
+)
+def test_bad_arguments_are_named(change: dict, message: str) -> None:
+    arguments = {
+        "params": [torch.zeros(4)],
+        "grads": [torch.zeros(4)],
+        "exp_avgs": [torch.zeros(4)],
+        "exp_avg_sqs": [torch.zeros(4)],
+        "steps": [torch.zeros(())],
+        "lr": torch.tensor(0.1),
+    }
+    for function in (ops.adam_, ops.lamb_):
+        with pytest.raises(RuntimeError, match=message):
+            function(**(arguments | change))
+
+
+def test_other_bad_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="tensors must not be empty"):
+        ops.multi_tensor_l2norm([])
+    with pytest.raises(RuntimeError, match=r"tensors\[1\] must be contiguous"):
+        ops.multi_tensor_l2norm([torch.zeros(2), torch.zeros(4, 4).t()[1:]])
+    with pytest.raises(RuntimeError, match="factor must be float32"):
+        ops.multi_tensor_scale_([torch.zeros(2)], torch.tensor(1))
+    state = draw_state([(4,)], torch.float32)
+    with pytest.raises(RuntimeError, match="grad_norms go with nesterov"):
+        ops.lamb_(
+            *(state.params, state.params, state.exp_avgs, state.exp_avg_sqs, state.steps),
+            lr=torch.tensor(0.1),
+            nesterov=True,
+        )

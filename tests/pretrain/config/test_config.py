@@ -1,0 +1,194 @@
+"""The configuration: files and overrides, and errors that name the key."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bert_unpad.pretrain.config import ConfigError, ModelConfig, read_config
+from bert_unpad.pretrain.update.schedule import warmup_updates
+
+BASE = ["--batching.global_batch_size", "8", "--schedule.total_steps", "10"]
+
+
+def test_overrides_go_before_the_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("optimizer: {lr: 0.5, eps: 1e-8}\ndata: {max_seq_length: 64}\n")
+    config, text = read_config(["--config", str(file), "--optimizer.lr", "3e-4", *BASE])
+    assert config.optimizer.lr == 3e-4
+    assert config.optimizer.eps == 1e-8
+    assert config.data.max_seq_length == 64
+    assert yaml.safe_load(text)["optimizer"]["lr"] == 3e-4
+
+
+def test_the_saved_configuration_repeats_the_run(tmp_path):
+    config, text = read_config(["--optimizer.betas", "[0.8, 0.95]", "--threads", "2", *BASE])
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    again, same = read_config(["--config", str(file)])
+    assert again == config
+    assert same == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--optimizer.lrr", "1"], "optimizer.lrr"),
+        (["--optimizer.lr", "fast"], "optimizer.lr"),
+        (["--batching.strategy", "sorted"], "batching.strategy"),
+        (["--config", "no-such-file.yaml"], "no-such-file.yaml"),
+    ],
+)
+def test_what_jsonargparse_refuses(arguments, named, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        read_config([*BASE, *arguments])
+    assert stopped.value.code == 2
+    assert named in capsys.readouterr().err.split("error:")[-1]
+
+
+def test_unknown_key_in_a_file(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text("optimizer: {learning_rate: 0.5}\n")
+    with pytest.raises(SystemExit):
+        read_config(["--config", str(file), *BASE])
+    error = capsys.readouterr().err
+    assert "optimizer" in error
+    assert "learning_rate" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["--batching.batch_size_per_rank", "4"], "batching.batch_size_per_rank"),
+        (["--batching.global_batch_size", "null"], "batching.global_batch_size"),
+        (["--schedule.epochs", "2"], "schedule.epochs"),
+        (["--schedule.warmup_steps", "2", "--schedule.warmup_share", "0.1"], "warmup_share"),
+        (["--clip.mode", "bucket", "--clip.max_norm", "0"], "clip.max_norm"),
+        (["--clip.wire_dtype", "fp16"], "clip.wire_dtype"),
+        (["--clip.error_feedback", "true"], "clip.error_feedback"),
+        (["--optimizer.betas", "[0.9, 1.0]"], "optimizer.betas"),
+        (["--optimizer.lr", "-1"], "optimizer.lr"),
+        (["--evaluation.target_accuracy", "72"], "evaluation.target_accuracy"),
+        (["--checkpoint.keep_last", "0"], "checkpoint.keep_last"),
+        (["--data.max_seq_length", "2"], "data: max_seq_length"),
+        (["--threads", "5000"], r"threads: expected a number in 1 \.\. 4096, got 5000"),
+        (["--rank_timeout", "0"], "rank_timeout: expected a number"),
+        (["--data.seed", "-1"], "data.seed: expected a number >= 0"),
+    ],
+)
+def test_settings_that_do_not_fit(arguments, key):
+    with pytest.raises(ConfigError, match=key):
+        read_config([*BASE, *arguments])
+
+
+def _refusals(kind: type, value: object) -> Iterator[tuple[str, ConfigError]]:
+    """What every setting that may be such a number, or several, says of a value."""
+    config, _ = read_config(BASE)
+    sections = {f"{x}.": y for x, y in vars(config).items() if dataclasses.is_dataclass(y)}
+    for prefix, section in ({"": config} | sections).items():
+        for name, hint in typing.get_type_hints(type(section)).items():
+            hints = {hint, *typing.get_args(hint)}
+            several = any(
+                typing.get_origin(x) in (list, tuple) and kind in typing.get_args(x) for x in hints
+            )
+            if kind not in hints and not several:
+                continue
+            before = getattr(section, name)
+            object.__setattr__(section, name, [value] if several else value)
+            with pytest.raises(ConfigError) as refused:
+                config.validate()
+            object.__setattr__(section, name, before)
+            yield f"{prefix}{name}", refused.value
+
+
+# Of all settings, so that a new one cannot be forgotten.
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_numbers_are_finite(value):
+    refusals = dict(_refusals(float, value))
+    assert {"optimizer.lr", "optimizer.betas", "growth.shares", "comm.bucket_mb"} <= set(refusals)
+    for key, error in refusals.items():
+        assert str(error) == f"{key}: expected a finite number, got {value}"
+
+
+@pytest.mark.parametrize("value", [2**63, 2**64, -(2**63) - 1])
+def test_integers_have_64_bits(value):
+    refusals = dict(_refusals(int, value))
+    assert {"seed", "data.seed", "threads", "growth.layers"} <= set(refusals)
+    for key, error in refusals.items():
+        assert str(error).startswith(f"{key}: expected an integer of at most 64 bits")
+
+
+def test_numbers_are_checked_where_they_are_read():
+    for key, value, message in (
+        ("seed", str(2**63), "seed: expected an integer of at most 64 bits"),
+        ("optimizer.lr", ".inf", r"optimizer\.lr: expected a finite number, got inf"),
+        ("optimizer.lr", "1" + 400 * "0", "expected numbers of 64 bits"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_config([*BASE, f"--{key}", value])
+
+
+def test_the_greatest_seed_is_allowed():
+    config, _ = read_config([*BASE, "--seed", str(2**63 - 1)])
+    assert config.seed == 2**63 - 1
+
+
+@pytest.mark.parametrize("key", ["run_dir", "data.cache_dir", "checkpoint.dir"])
+@pytest.mark.parametrize("path", ["", " ", "a\0b"])
+def test_folders_have_names(key, path):
+    with pytest.raises(ConfigError, match=rf"{key}: expected the path of a folder, got "):
+        read_config([*BASE, f"--{key}", path])
+
+
+@pytest.mark.parametrize("content", [b"\x80\x81", b"\x1f\x8b\x08", "seed: 1".encode("utf-16")])
+def test_a_binary_file_is_no_configuration(content, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match="config: expected a YAML file in UTF-8"):
+        read_config([*BASE, "--config", str(file)])
+
+
+def test_a_folder_whose_sizes_are_damaged(tmp_path):
+    (tmp_path / "config.json").write_text('{"hidden_size": ')
+    with pytest.raises(ConfigError, match=r"model\.preset: .*config\.json: "):
+        ModelConfig(preset=str(tmp_path)).resolve(1000)
+
+
+def test_model_sizes():
+    large = ModelConfig(preset="bert-large", hidden_dropout_prob=0.0).resolve(vocab_size=1000)
+    assert (large.hidden_size, large.num_hidden_layers, large.vocab_size) == (1024, 24, 1000)
+    assert large.hidden_dropout_prob == 0.0
+    with pytest.raises(ConfigError, match=r"model\.preset"):
+        ModelConfig(preset="bert-huge").resolve(1000)
+    with pytest.raises(ConfigError, match=r"model\.vocab_size"):
+        ModelConfig(vocab_size=10).resolve(1000)
+    with pytest.raises(ConfigError, match="num_attention_heads"):
+        ModelConfig(num_attention_heads=7).resolve(1000)
+    with pytest.raises(ConfigError, match=r"model\.type_vocab_size: expected at least 2 .*, got 1"):
+        ModelConfig(type_vocab_size=1).resolve(1000)
+
+
+def test_global_batch_must_split_evenly():
+    config, _ = read_config(BASE)
+    assert config.batching.per_rank(4) == 2
+    with pytest.raises(ConfigError, match=r"batching\.global_batch_size"):
+        config.batching.per_rank(3)
+
+
+RECIPES = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_valid(recipe):
+    config, _ = read_config(["--config", str(recipe)])
+    assert config.run_dir == f"runs/{recipe.stem}"
+    warmup_updates(config.schedule, config.schedule.total_steps)
+    if config.model.weights is None:
+        sizes = config.model.resolve(config.data.vocab_size)
+        assert sizes.max_position_embeddings >= config.data.max_seq_length

@@ -1,0 +1,105 @@
+"""Recipes of configs/ train: two updates of a tiny model at the recipe's own lengths and settings.
+
+One that starts with fresh weights, and from its model one that starts from a checkpoint.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.support.processes import TIMEOUT, start_ranks
+
+from bert_unpad.pretrain import main
+from bert_unpad.pretrain.config import read_config
+from bert_unpad.pretrain.output.metrics import read_json_lines
+from bert_unpad.pretrain.update.schedule import lr_factor, warmup_updates
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+TINY = {
+    "model": {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    },
+    "data": {"vocab_size": 150, "validation_share": 0.2},
+    "batching": {"global_batch_size": 4},
+    "schedule": {"total_steps": 2},
+    "evaluation": {"examples": 4, "batch_size": 4},
+    "logging": {"every": 1},
+}
+
+
+def _train(recipe: Path, folder: Path, start: Path | None = None) -> Path:
+    """Runs it on made-up text, from the model in `start` if it needs one; the run's folder."""
+    words = ["cat", "dog", "mat", "rain", "red", "sat", "ran", "fell", "the", "a"]
+    documents = []
+    for d in range(20):
+        lines = (" ".join(words[(d * s + w) % 10] for w in range(5 + s)) for s in range(1, 25))
+        documents.append("\n".join([f"Number {d}.", *lines]))
+    (folder / "corpus.txt").write_text("\n\n".join(documents) + "\n")
+    settings = yaml.safe_load(recipe.read_text())
+    for section, values in TINY.items():
+        settings[section] = settings.get(section, {}) | values
+    settings["data"] |= {
+        "source": str(folder / "corpus.txt"),
+        "cache_dir": str(folder / "cache"),
+    }
+    settings |= {"run_dir": str(folder / "run"), "device": "cpu"}
+    if start is not None and "vocab_file" in settings["data"]:
+        settings["model"]["preset"] = str(start)
+        settings["data"]["vocab_file"] = str(start / "vocab.txt")
+    if "warmup_steps" in settings["schedule"]:
+        settings["schedule"]["warmup_steps"] = 1
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    arguments = ["--config", str(folder / "tiny.yaml")]
+    (process,) = start_ranks(main, 1, arguments, log=folder / "log")
+    process.join(timeout=TIMEOUT)
+    assert process.exitcode == 0, (folder / "log.0").read_text()
+    return folder / "run"
+
+
+def _check(run: Path) -> None:
+    lines = read_json_lines(run / "metrics.jsonl")
+    train = [line for line in lines if line["kind"] == "train"]
+    assert [line["step"] for line in train] == [1, 2]
+    for line in train:
+        assert 0 < line["loss"] < 10
+        assert line["gradient_norm"] > 0
+    assert [line["step"] for line in lines if line["kind"] == "evaluation"] == [2]
+
+
+def test_recipes_train(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("first", "second", "cluster")]
+    for folder in folders:
+        folder.mkdir()
+    first = _train(CONFIGS / "bert_base_phase1.yaml", folders[0])
+    _check(first)
+    _check(_train(CONFIGS / "bert_large_mlperf.yaml", folders[1], first / "model"))
+    _check(_train(CONFIGS / "cluster_fp16.yaml", folders[2]))
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_is_a_valid_configuration(path: Path) -> None:
+    config, _ = read_config(["--config", str(path)])
+    schedule = config.schedule
+    warmup = warmup_updates(schedule, schedule.total_steps)
+    rates = [
+        config.optimizer.lr
+        * lr_factor(
+            step,
+            total_steps=schedule.total_steps,
+            warmup_steps=warmup,
+            start_warmup_step=schedule.start_warmup_step,
+            power=schedule.power,
+            end_share=schedule.end_lr_share,
+        )
+        for step in (0, warmup + schedule.start_warmup_step, schedule.total_steps)
+    ]
+    assert rates[1] == pytest.approx(config.optimizer.lr, rel=0.05)
+    if path.stem == "bert_large_adam_16384":
+        # Update 1 is the 17th of the warm-up's 82.
+        assert rates[0] == pytest.approx(3.92994e-4 * 17 / 82)
+        assert rates[2] == pytest.approx(4.94549e-5, rel=1e-4)

@@ -1,0 +1,160 @@
+"""Runs in fp16: scaled losses, unscaled bounds, overflows, and resuming with the scale."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.pretrain_runs import losses, make_folder, run_in_turn
+from torch import nn
+
+from bert_unpad.batch import PackedInputs, VarlenBatch
+from bert_unpad.nn import BertConfig, BertForPreTraining
+from bert_unpad.pretrain.config import ConfigError, LossScaleConfig, read_config
+from bert_unpad.pretrain.gradients.loss_scale import LossScale
+from bert_unpad.pretrain.output.metrics import read_json_lines
+
+STEPS = 12
+BASE = ["--schedule.epochs", "null", "--schedule.total_steps", str(STEPS), "--optimizer.lr", "3e-3"]
+BASE += ["--schedule.warmup_share", "0", "--checkpoint.every", "5", "--checkpoint.keep_last", "9"]
+BASE += ["--logging.progress", "none", "--logging.examples", "false", "--clip.max_norm", "1.4"]
+BASE += ["--loss_scale.initial", "1024", "--loss_scale.growth_interval", "4"]
+FP16 = ["--precision", "fp16"]
+BUCKET = ["--clip.mode", "bucket", "--clip.policy", "adaptive", "--comm.bucket_mb", "0.01"]
+POWER = ["--clip.mode", "after", "--comm.hook", "power_sgd", "--comm.start", "2"]
+# 2^60 and 2^35 overflow whatever the gradient; 2^10 does not.
+OVERFLOW = ["--loss_scale.initial", str(2.0**60), "--loss_scale.backoff_factor", str(2.0**-25)]
+RUNS = {
+    "fp32": BUCKET,
+    "bucket": [*BUCKET, *FP16],
+    "before": ["--clip.mode", "before", *FP16],
+    "after": ["--clip.mode", "after", *FP16],
+    "bf16 wire": ["--clip.mode", "none", "--clip.wire_dtype", "bf16", *FP16],
+    "power": [*POWER, *FP16],
+    "power fp32": POWER,
+    "overflow": [*BUCKET, *FP16, *OVERFLOW, "--batching.accumulation", "2"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("fp16")
+    make_folder(path)
+    run_in_turn(path, 2, RUNS, BASE)
+    return path
+
+
+def _train_lines(run_dir: Path) -> list[dict]:
+    return [x for x in read_json_lines(run_dir / "metrics.jsonl") if x["kind"] == "train"]
+
+
+@pytest.mark.parametrize("name", ["bucket", "before", "after", "bf16 wire", "power"])
+def test_norms_bounds_and_losses_are_those_of_fp32(folder, name):
+    plain = _train_lines(folder / ("power fp32" if name == "power" else "fp32"))
+    scaled = _train_lines(folder / name)
+    for a, b in zip(plain, scaled, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=0.02), b["step"]
+        assert b["skipped_steps"] == 0
+    if name in ("bucket", "before", "power"):
+        # None of these knows a scale of 1024 in its gradient, nor in its bound.
+        factor = scaled[0]["gradient_norm"] / plain[0]["gradient_norm"]
+        assert factor == pytest.approx(1, rel=0.01)
+    if name == "bucket":
+        shares = [[line["clipped_share"] for line in run] for run in (plain, scaled)]
+        assert sum(shares[1]) / STEPS == pytest.approx(sum(shares[0]) / STEPS, abs=0.05)
+        assert 0 < sum(shares[0]) / STEPS < 1
+    assert [line["loss_scale"] for line in scaled] == [1024.0] * 3 + [2048.0] * 4 + [4096.0] * 4 + [
+        8192.0
+    ]
+    assert {line["loss_scale"] for line in plain} == {None}
+
+
+def test_updates_that_overflow_are_left_out_and_counted(folder):
+    lines = _train_lines(folder / "overflow")
+    assert [line["skipped_steps"] for line in lines] == [1, 1] + [0] * (STEPS - 2)
+    assert [line["loss_scale"] for line in lines[:3]] == [2.0**35, 2.0**10, 2.0**10]
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
+    assert json.loads((folder / "overflow" / "summary.json").read_text())["skipped_steps"] == 2
+
+
+def test_a_resumed_run_goes_on_with_its_scale(folder):
+    shutil.copytree(folder / "overflow", folder / "resumed")
+    for saved in (folder / "resumed" / "checkpoints").iterdir():
+        if int(saved.name.removeprefix("step-")) > 5:  # between two moves of the scale
+            shutil.rmtree(saved)
+    run_in_turn(folder, 2, {"resumed": RUNS["overflow"]}, BASE)
+    assert losses(folder / "resumed") == losses(folder / "overflow")
+    whole, resumed = (_train_lines(folder / name) for name in ("overflow", "resumed"))
+    scales = [line["loss_scale"] for line in whole]
+    assert [line["loss_scale"] for line in resumed] == scales
+    assert len(set(scales[5:])) > 1
+
+
+def test_the_scale_moves_as_that_of_grad_scaler():
+    settings = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
+    ours = LossScale(LossScaleConfig(initial=2.0**10, **settings), torch.device("cpu"))
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**10, **settings)
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    draw = torch.Generator().manual_seed(0)
+    for step in range(40):
+        finite = bool(torch.rand((), generator=draw) < 0.8)
+        theirs.scale(weight.sum() * (1.0 if finite else torch.inf)).backward()
+        weight_grad = weight.grad.clone()
+        theirs.unscale_(optimizer)
+        theirs_grad, weight.grad = weight.grad, weight_grad
+        ours.unscale_([weight])
+        torch.testing.assert_close(weight.grad, theirs_grad, rtol=0, atol=0, equal_nan=True)
+        theirs.update()
+        ours.update(torch.tensor(finite))
+        optimizer.zero_grad()
+        assert float(ours.value) == theirs.get_scale(), step
+        if step == 20:  # from here on with what a checkpoint keeps
+            state = json.loads(json.dumps(ours.state_dict()))
+            ours = LossScale(LossScaleConfig(**settings), torch.device("cpu"))
+            ours.load_state_dict(state)
+
+
+def test_fp16_is_fp16_on_a_cpu():
+    config = BertConfig(
+        vocab_size=40,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+    )
+    torch.manual_seed(0)
+    model = BertForPreTraining(config)
+    seen = []
+    for layer in model.bert.encoder.layer:
+        layer.register_forward_hook(lambda _, given, out: seen.append(out.dtype))
+    batch = VarlenBatch.from_lengths([5, 3])
+    ids = torch.arange(8)
+    inputs = PackedInputs.build(
+        batch=batch, input_ids=ids, masked_positions=ids[::3], masked_labels=ids[::3]
+    )
+    with torch.autocast("cpu", dtype=torch.float16):
+        outputs = model(inputs)
+    outputs.mlm_loss_sum.backward()
+    assert seen == [torch.float16]
+    assert outputs.mlm_loss_sum.dtype == torch.float32
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("initial", "0", "expected a finite number > 0"),
+        ("initial", "1e300", "expected a finite number > 0"),
+        ("growth_factor", "1", "expected a number > 1"),
+        ("backoff_factor", "1", "expected a number between 0 and 1"),
+        ("growth_interval", "0", "expected a number >= 1"),
+    ],
+)
+def test_bad_settings_are_named(key, value, message):
+    needed = ["--batching.global_batch_size", "8", "--schedule.total_steps", "3"]
+    with pytest.raises(ConfigError, match=f"loss_scale.{key}: {message}"):
+        read_config([*needed, f"--loss_scale.{key}", value])

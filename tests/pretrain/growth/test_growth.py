@@ -1,0 +1,320 @@
+"""Schedules of growth: their plans, and what a stage leaves out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tests.support.processes import run_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+from bert_unpad.batch import PackedInputs, VarlenBatch
+from bert_unpad.nn import BertConfig, BertForPreTraining
+from bert_unpad.nn.flops import forward_flops
+from bert_unpad.pretrain.config import (
+    ConfigError,
+    GrowthConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    read_config,
+)
+from bert_unpad.pretrain.growth import (
+    Growth,
+    Setting,
+    Stage,
+    add_layers,
+    cut_layers,
+    freeze,
+    next_optimizer,
+    plan_growth,
+)
+from bert_unpad.pretrain.growth.layer_drop import keep_probabilities
+from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
+from bert_unpad.pretrain.update.schedule import lr_factor
+
+SETTING = Setting(seed=3, total_steps=100, layers=12, max_seq_length=128)
+
+
+def _plan(**settings) -> tuple[Stage, ...]:
+    return plan_growth(GrowthConfig(**settings), SETTING).stages
+
+
+def test_stages_of_multi_stage_training():
+    stages = _plan(name="mslt", layers=[3, 5, 12], shares=[0.2, 0.3, 0.4], joint_share=0.1)
+    assert [stage.end for stage in stages] == [20, 50, 90, 100]
+    assert [stage.layers for stage in stages] == [3, 5, 12, 12]
+    assert [stage.frozen for stage in stages] == [0, 3, 5, 0]
+    # Copies of the layers on top, around again where there are fewer than new ones.
+    assert [stage.sources for stage in stages] == [(), (1, 2), (0, 1, 2, 3, 4, 0, 1), ()]
+    fresh = _plan(name="mslt", layers=[4, 12], new_layers="fresh", pooler="frozen")
+    assert [stage.sources for stage in fresh] == [(), (None,) * 8]
+    assert [stage.pooler for stage in fresh] == [True, False]
+    assert [stage.layers for stage in _plan(name="mslt")] == [3, 6, 9, 12]
+
+
+def test_stages_of_stacking_and_lengths():
+    stages = _plan(name="stacking")
+    assert [stage.layers for stage in stages] == [3, 6, 12]
+    assert [stage.sources for stage in stages] == [(), (0, 1, 2), (0, 1, 2, 3, 4, 5)]
+    assert [stage.end for stage in stages] == [33, 67, 100]
+    assert not any(stage.frozen for stage in stages)
+    stages = _plan(name="lengths", lengths=[32, 128], shares=[0.9, 0.1])
+    assert [(stage.end, stage.max_seq_length) for stage in stages] == [(90, 32), (100, 128)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"name": "mslt", "layers": [3, 6]}, "growth.layers"),
+        ({"name": "stacking", "layers": [3, 12]}, "growth.layers"),
+        ({"name": "lengths", "lengths": [32, 64]}, "growth.lengths"),
+        ({"name": "mslt", "layers": [3, 12], "shares": [0.999, 0.001]}, "growth.shares"),
+    ],
+)
+def test_plans_that_do_not_fit(settings, key):
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        plan_growth(GrowthConfig(**settings), SETTING)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["--growth.layers", "[1, 2]"], "growth.layers"),
+        (["--growth.name", "mslt", "--growth.theta", "0.3"], "growth.theta"),
+        (["--growth.name", "mslt", "--growth.layers", "[3, 2]"], "growth.layers"),
+        (["--growth.name", "mslt", "--growth.shares", "[0.5, 0.4]"], "growth.shares"),
+        (["--growth.name", "stacking", "--growth.joint_share", "0.1"], "growth.joint_share"),
+        (["--growth.name", "lengths"], "growth.lengths"),
+        (["--growth.name", "layer_drop", "--growth.theta", "2"], "growth.theta"),
+        (["--growth.name", "layer_drop", "--compile", "true"], "compile"),
+        (["--growth.name", "mslt", "--model.preset", "here"], "growth.name"),
+        (
+            ["--growth.name", "mslt", "--schedule.total_steps", "null", "--schedule.epochs", "1"],
+            "growth.name",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit(arguments, key):
+    base = ["--batching.global_batch_size", "8", "--schedule.total_steps", "10"]
+    with pytest.raises(ConfigError, match=rf"^{key.replace('.', '[.]')}: "):
+        read_config([*base, *arguments])
+
+
+def test_layers_are_dropped_as_often_as_the_paper_says():
+    setting = Setting(seed=5, total_steps=1000, layers=6, max_seq_length=8)
+    config = GrowthConfig(name="layer_drop", theta=0.4, gamma=0.01)
+    growth = plan_growth(config, setting)
+    assert growth.kept(17) == plan_growth(config, setting).kept(17)
+    chosen = np.array([growth.kept(step) for step in range(1000)])
+    expected = np.array([keep_probabilities(6, step, 0.4, 0.01) for step in range(1000)])
+    assert keep_probabilities(6, 0, 0.4, 0.01) == [1.0] * 6
+    assert expected[999] == pytest.approx(1 - np.arange(6) / 6 * 0.6, abs=1e-3)
+    assert chosen[:, 0].all()
+    # Sums of 1,000 draws: within 4 standard deviations of at most 16.
+    assert np.abs(chosen.sum(0) - expected.sum(0)).max() < 64
+
+
+def test_learning_rate_in_stages():
+    schedule = ScheduleConfig(total_steps=100)
+    stages = (Stage(40, 2, 8), Stage(100, 4, 8))
+
+    def factors(mode: str) -> list[float]:
+        growth = Growth(stages, mode)
+        return [staged_lr_factor(step, schedule, growth, 100, 10) for step in range(100)]
+
+    plain = [lr_factor(step, total_steps=100, warmup_steps=10) for step in range(100)]
+    assert factors("continue") == plain
+    rewarm = factors("rewarm")
+    assert rewarm[:40] == plain[:40]
+    assert rewarm[40:46] == pytest.approx([plain[40 + i] * (i + 1) / 6 for i in range(6)])
+    assert rewarm[46:] == plain[46:]
+    restart = factors("restart")
+    assert restart[:40] == [lr_factor(i, total_steps=40, warmup_steps=4) for i in range(40)]
+    assert restart[40:] == [lr_factor(i, total_steps=60, warmup_steps=6) for i in range(60)]
+
+
+CONFIG = BertConfig(
+    vocab_size=50,
+    hidden_size=16,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    intermediate_size=32,
+    initializer_range=0.3,
+)
+LENGTHS = [5, 9, 3]
+
+
+def _inputs() -> PackedInputs:
+    draw = np.random.default_rng(1)
+    return PackedInputs.build(
+        VarlenBatch.from_lengths(LENGTHS),
+        torch.from_numpy(draw.integers(0, 50, 17)),
+        masked_positions=torch.tensor([1, 6, 7, 15]),
+        masked_labels=torch.from_numpy(draw.integers(0, 50, 4)),
+        next_sentence_labels=torch.tensor([0, 1, 1]),
+    )
+
+
+def _frozen(decoder: bool = True) -> tuple[BertForPreTraining, Stage]:
+    """Two layers frozen below two that train."""
+    torch.manual_seed(2)
+    model = BertForPreTraining(CONFIG).train()
+    stage = Stage(10, 4, 8, frozen=2, decoder=decoder)
+    freeze(model, stage)
+    return model, stage
+
+
+def _loss(model: torch.nn.Module) -> torch.Tensor:
+    torch.manual_seed(4)
+    outputs = model(_inputs())
+    return outputs.mlm_loss_sum + outputs.nsp_loss_sum
+
+
+@pytest.mark.parametrize("decoder", [True, False])
+def test_a_frozen_layer_has_no_gradient_and_no_state(decoder):
+    model, _ = _frozen(decoder)
+    optimizer = next_optimizer(model, OptimizerConfig(name="fused_adam"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    loss = _loss(model)
+    loss.backward()
+    optimizer.step()
+    frozen = ("bert.embeddings.", "bert.encoder.layer.0.", "bert.encoder.layer.1.")
+    for name, parameter in model.named_parameters():
+        trains = not name.startswith(frozen) or (decoder and "word_embeddings" in name)
+        assert (parameter.grad is not None) == trains, name
+        assert (parameter in optimizer.state) == trains, name
+        assert torch.equal(parameter, before[name]) != trains, name
+    # The loss, and the gradient of what trains, are those of a model that trains as a whole.
+    model.load_state_dict(before)
+    ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    freeze(model, Stage(10, 4, 8))
+    whole = _loss(model)
+    assert torch.equal(loss, whole)
+    whole.backward()
+    for name, parameter in model.named_parameters():
+        if name in ours and "word_embeddings" not in name:
+            torch.testing.assert_close(ours[name], parameter.grad, msg=name)
+
+
+def _saved_bytes(model: BertForPreTraining) -> int:
+    """Bytes of activations that a forward pass keeps for the backward pass."""
+    owned = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned and tensor.is_floating_point():
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = _loss(model)
+    del loss
+    return sum(seen.values())
+
+
+def test_frozen_layers_save_no_activations():
+    model, _ = _frozen()
+    with_frozen = _saved_bytes(model)
+    shallow, _ = _frozen()
+    del shallow.bert.encoder.layer[:2]  # what trains, and nothing below it
+    shallow.bert.encoder.frozen_layers = 0
+    embeddings = shallow.bert.embeddings
+    embeddings.forward = torch.no_grad()(embeddings.forward)
+    assert with_frozen == _saved_bytes(shallow)
+    freeze(model, Stage(10, 4, 8))
+    assert _saved_bytes(model) > 1.5 * with_frozen
+
+
+def test_flops_count_frozen_layers_forward_only_and_dropped_ones_not_at_all():
+    model, _ = _frozen()
+    inputs = _inputs()
+    forward = forward_flops(CONFIG, inputs)
+    tokens, hidden = sum(LENGTHS), CONFIG.hidden_size
+    one = forward - forward_flops(replace(CONFIG, num_hidden_layers=3), inputs)
+    qkv = 2 * tokens * 3 * hidden**2
+    assert model.num_flops(inputs) == 3 * forward - 2 * 2 * one - qkv
+    freeze(model, Stage(10, 4, 8, frozen=2, decoder=False))
+    decoder = 2 * inputs.num_masked * hidden * CONFIG.vocab_size
+    assert model.num_flops(inputs) == 3 * forward - 4 * one - qkv - decoder
+    freeze(model, Stage(10, 4, 8))
+    assert model.num_flops(inputs) == 3 * forward
+    model.bert.encoder.kept = (True, False, True, False)
+    assert model.num_flops(inputs) == 3 * (forward - 2 * one)
+
+
+def test_layers_left_out_hand_on_what_they_get():
+    config = replace(CONFIG, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = BertForPreTraining(config).train()
+    model.bert.encoder.kept = (True, False, True, False)
+    loss = _loss(model)
+    loss.backward()
+    layers = model.bert.encoder.layer
+    assert [layer.output.dense.weight.grad is not None for layer in layers] == [1, 0, 1, 0]
+    model.eval()
+    assert not torch.equal(_loss(model), loss)  # evaluation runs all layers
+    model.bert.encoder.kept = (False,) * 4
+    assert torch.isfinite(_loss(model.train()))
+    del layers[3], layers[1]
+    model.bert.encoder.kept = None
+    assert torch.equal(_loss(model), loss)
+
+
+def test_new_layers_are_copies_with_states_or_fresh():
+    torch.manual_seed(0)
+    model = BertForPreTraining(CONFIG).train()
+    cut_layers(model, 2)
+    assert model.config.num_hidden_layers == model.bert.config.num_hidden_layers == 2
+    old = next_optimizer(model, OptimizerConfig())
+    _loss(model).backward()
+    old.step()
+    copies = add_layers(model, (1, None), seed=7)
+    stage = Stage(10, 4, 8, frozen=2)
+    freeze(model, stage)
+    new = next_optimizer(model, OptimizerConfig(), old, copies)
+    below, copied, fresh = list(model.bert.encoder.layer)[1:]
+    for source, copy, random in zip(
+        below.parameters(), copied.parameters(), fresh.parameters(), strict=True
+    ):
+        assert torch.equal(source, copy)
+        assert source not in new.state
+        for name, value in old.state[source].items():
+            assert torch.equal(new.state[copy][name], value)
+            assert new.state[copy][name] is not value
+            assert not new.state[random][name].any()
+    bias = model.cls.predictions.bias  # trains on, with its state
+    assert float(new.state[bias]["step"]) == 1
+    again = BertForPreTraining(CONFIG)
+    cut_layers(again, 3)
+    add_layers(again, (None,), seed=7)
+    for one, other in zip(
+        fresh.parameters(), again.bert.encoder.layer[3].parameters(), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def _bucket_bytes(rank: int, world_size: int) -> tuple[int, int]:
+    """Bytes that DDP exchanges in a stage with frozen layers, and of the parameters that train."""
+    model, _ = _frozen()
+    replica = DistributedDataParallel(model)
+    sizes = []
+
+    def count(state: None, bucket):
+        sizes.append(bucket.buffer().nbytes)
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    replica.register_comm_hook(None, count)
+    _loss(replica).backward()
+    return sum(sizes), sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+
+def test_frozen_layers_exchange_nothing():
+    (exchanged, trained), other = run_ranks(_bucket_bytes, 2)
+    layer = sum(p.nbytes for p in BertForPreTraining(CONFIG).bert.encoder.layer[0].parameters())
+    everything = sum(p.nbytes for p in BertForPreTraining(CONFIG).parameters())
+    assert other == (exchanged, trained)
+    assert exchanged == trained < everything - 2 * layer

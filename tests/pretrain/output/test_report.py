@@ -1,0 +1,163 @@
+"""One whole run, from the command line to the report, and what a second start of it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tests.support.processes import TIMEOUT, start_ranks
+
+from bert_unpad.data import WordPieceTokenizer
+from bert_unpad.nn import BertForPreTraining
+from bert_unpad.pretrain import main, peak
+from bert_unpad.pretrain.config import ConfigError, LoggingConfig, read_config
+from bert_unpad.pretrain.output.display import Display
+from bert_unpad.pretrain.output.metrics import read_json_lines
+from bert_unpad.pretrain.output.matmul_peak import MatmulPeak, measure_matmul_peak
+from bert_unpad.pretrain.ranks import threads_per_process
+
+TEXT = ["The cat sat on the mat.", "A dog ran after the cat.", "The mat was red.", "Rain fell."]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    """A finished run of one rank in bf16, two passes per update, and a second start of it."""
+    folder = tmp_path_factory.mktemp("report")
+    documents = ["\n".join([*TEXT[d % 3 :], f"Number {d}."]) for d in range(60)]
+    (folder / "corpus.txt").write_text("\n\n".join(documents) + "\n")
+    settings = {
+        "run_dir": str(folder / "run"),
+        "device": "cpu",
+        "precision": "bf16",
+        "recompute": "layer",
+        "model": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+        },
+        "data": {
+            "source": str(folder / "corpus.txt"),
+            "cache_dir": str(folder / "cache"),
+            "max_seq_length": 24,
+            "vocab_size": 150,
+            "validation_share": 0.2,
+        },
+        "batching": {"batch_size_per_rank": 4, "accumulation": 2},
+        "optimizer": {"lr": 5e-3},
+        "schedule": {"total_steps": 25, "warmup_steps": 5},
+        "evaluation": {"every": 10},
+        "logging": {"every": 5},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    for log in ("first", "second"):
+        arguments = ["--config", str(folder / "run.yaml")]
+        (process,) = start_ranks(main, 1, arguments, log=folder / log)
+        process.join(timeout=TIMEOUT)
+        assert process.exitcode == 0, (folder / f"{log}.0").read_text()
+    return folder / "run"
+
+
+def test_metrics_and_summary(run_dir):
+    lines = read_json_lines(run_dir / "metrics.jsonl")
+    train = [line for line in lines if line["kind"] == "train"]
+    assert [line["step"] for line in train] == [5, 10, 15, 20, 25]
+    assert [x["step"] for x in lines if x["kind"] == "evaluation"] == [10, 20, 25]
+    assert train[-1]["loss"] < train[0]["loss"] - 0.5
+    assert [line["lr"] for line in train][:2] == [5e-3, pytest.approx(5e-3 * 16 / 20)]
+    for line in train:
+        assert 0 < line["fill"] <= 1
+        assert line["straggler_efficiency"] == 1
+        assert 0 < line["mfu"] < 1
+        assert line["gradient_norm"] > 0
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == 25
+    assert summary["sequences"] == train[-1]["sequences"]
+    assert summary["padding_avoided"] == pytest.approx(
+        1 - summary["tokens"] / (summary["sequences"] * 24)
+    )
+    assert summary["held_out"]["mlm_accuracy"] == lines[-1]["mlm_accuracy"]
+    assert 0 < summary["most_frequent_token_rate"] < 1
+
+
+def test_what_is_shown(run_dir):
+    first, second = ((run_dir.parent / f"{name}.0").read_text() for name in ("first", "second"))
+    for shown in ("step 25/25", "most frequent token", "Held-out text:", "[MASK]", "ETA"):
+        assert shown in first
+    assert "nothing to do: all 25 steps are done" in second
+    assert "step 25/25" not in second
+
+
+def test_exported_files(run_dir):
+    assert (run_dir / "training.png").read_bytes().startswith(b"\x89PNG")
+    model = BertForPreTraining.from_pretrained(run_dir / "model")
+    tokenizer = WordPieceTokenizer.load(run_dir / "model")
+    assert model.config.vocab_size == tokenizer.vocab_size
+    assert model.config.hidden_size == 32
+    saved = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert saved["optimizer"]["lr"] == 5e-3
+    assert saved["batching"]["strategy"] == "stratified"
+
+
+def test_peak_is_measured():
+    peak = measure_matmul_peak(torch.device("cpu"), torch.float32)
+    assert 1e8 < peak.flops_per_second < 1e15
+    assert "float32 matmul 1024" in str(peak)
+
+
+def test_peak_is_that_of_the_products_that_are_made(monkeypatch):
+    rates = {torch.bfloat16: 5e10, torch.float32: 2e11}
+    monkeypatch.setattr(peak, "_measure", lambda device, dtype: MatmulPeak(rates[dtype], 8, dtype))
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        assert measure_matmul_peak(torch.device(device), torch.bfloat16).dtype == dtype
+    rates[torch.bfloat16] = 4e11
+    assert measure_matmul_peak(torch.device("cpu"), torch.bfloat16).dtype == torch.bfloat16
+    assert measure_matmul_peak(torch.device("cpu"), torch.float32).dtype == torch.float32
+
+
+def test_tensorboard_shows_every_step_once(tmp_path):
+    """Of a run that was killed after step 4 and resumed from the checkpoint of step 2."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = LoggingConfig(tensorboard=True, progress="none")
+    line = {"kind": "train", "loss": 1.0, "mlm_accuracy": None, "tokens_per_second": 1.0}
+    line |= {"fill": 0.5, "straggler_efficiency": 1.0, "mfu": 0.5}
+    for done, last in ((0, 4), (2, 3)):
+        display = Display(config, tmp_path, step=done, total=9, silent=False)
+        for step in range(done + 1, last + 1):
+            display.update(line | {"step": step, "loss": 10.0 * last + step}, 0.0)
+        display.close()
+    read = events.EventAccumulator(str(tmp_path))
+    read.Reload()
+    assert [(e.step, e.value) for e in read.Scalars("train/loss")] == [(1, 41), (2, 42), (3, 33)]
+    assert "train/mlm_accuracy" not in read.Tags()["scalars"]
+
+
+def test_tensorboard_missing_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"logging\.tensorboard.*bert_unpad\[tensorboard\]"):
+        Display(LoggingConfig(tensorboard=True), tmp_path, step=0, total=1, silent=False)
+
+
+def test_threads_per_process(monkeypatch):
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    config, _ = read_config(
+        ["--batching.global_batch_size", "1", "--schedule.total_steps", "1", "--device", "cpu"]
+    )
+    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert threads_per_process(config, 1) == cores
+    assert threads_per_process(config, 2 * cores) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert threads_per_process(config, 1) == 1
+    # torchrun sets 1 where the user has set nothing, so under torchrun 1 means nothing.
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert threads_per_process(config, 1) == cores
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads_per_process(config, 1) == 3
+    config.threads = 5
+    assert threads_per_process(config, 1) == 5

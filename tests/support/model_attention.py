@@ -1,0 +1,140 @@
+"""Runs the CUDA attention kernels on the host model, on torch CPU tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from functools import cache
+
+from tests.support import reference
+import torch
+from tests.support.model_checks import DTYPES, load_kernels
+from gpu_model.model import Model
+from tests.support.op_checks import cu_seqlens
+from torch import Tensor
+
+
+class Packed(ctypes.Structure):
+    _fields_ = (
+        ("p", ctypes.c_void_p),
+        ("token_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+    )
+
+
+class Args(ctypes.Structure):
+    """AttentionArgs of csrc/attention/attention_cuda.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("dtype", "heads", "head_dim", "sequences")),
+        *((name, ctypes.c_int64) for name in ("q_tokens", "k_tokens")),
+        *((name, ctypes.c_int) for name in ("max_q", "max_k")),
+        ("scale", ctypes.c_float),
+        ("keep_threshold", ctypes.c_uint32),
+        *((name, ctypes.c_void_p) for name in ("rng", "cu_q", "cu_k", "order")),
+        *((name, Packed) for name in ("q", "k", "v", "out", "dout")),
+        *((name, Packed) for name in ("out_w", "dq", "dk", "dv")),
+        *((name, ctypes.c_void_p) for name in ("lse", "delta")),
+    )
+
+
+@cache
+def model() -> Model:
+    """The kernels' library; compiled on first use."""
+    return load_kernels("attention", "attention_args_size", Args)
+
+
+def packed(x: Tensor) -> Packed:
+    """[tokens, heads, head_dim], contiguous in the last dimension."""
+    return Packed(x.data_ptr(), x.stride(0), x.stride(1))
+
+
+def plan(
+    sequences: int, heads: int, max_q: int, max_k: int, head_dim: int, sms: int, shared_bytes: int
+) -> tuple[int, bool, int]:
+    """Row tiles of the forward kernel; whether backward is fused; warps of the fused kernel."""
+    out = torch.zeros(3, dtype=torch.int64)
+    model().call("attention_plan", sequences, heads, max_q, max_k, head_dim, sms, shared_bytes, out)
+    return int(out[0]), bool(out[1]), int(out[2])
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None,
+    q_lengths: Sequence[int],
+    k_lengths: Sequence[int],
+    *,
+    p: float = 0.0,
+    rng: Tensor | None = None,
+    scale: float | None = None,
+    order: Sequence[int] | None = None,
+    groups: Sequence[tuple[int, int, int]] = (),
+    max_seqlen: int | None = None,
+    cu: tuple[Tensor, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """out and lse; with `dout` dq, dk, dv too. Operands may be strided views.
+
+    Results begin as NaN, so what a kernel leaves out shows. A wrong `cu` can be given on purpose.
+    """
+    kernels = model()
+    heads, head_dim = q.shape[1:]
+    cu_q, cu_k = cu or (cu_seqlens(q_lengths), cu_seqlens(k_lengths))
+    longest = [
+        max(n, default=0) if max_seqlen is None else max_seqlen for n in (q_lengths, k_lengths)
+    ]
+    results = {
+        "out": torch.full(q.shape, math.nan, dtype=q.dtype),
+        "lse": torch.full((heads, q.shape[0]), math.nan),
+    }
+    if dout is not None:
+        for name, x in (("dq", q), ("dk", k), ("dv", v)):
+            results[name] = torch.full(x.shape, math.nan, dtype=x.dtype)
+    delta = torch.full((heads, q.shape[0]), math.nan)
+    rng = None if p == 0.0 else rng
+    order_t = None if order is None else torch.tensor(order, dtype=torch.int32)
+
+    kernels.clear()
+    bases = {x.untyped_storage().data_ptr(): x for x in (q, k, v, dout) if x is not None}
+    for x in bases.values():
+        whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+        kernels.register(whole, writable=False)
+    small = {x.data_ptr(): x for x in (cu_q, cu_k, rng, order_t) if x is not None}
+    for x in small.values():
+        kernels.register(x, writable=False)
+    for x in (*results.values(), delta):
+        kernels.register(x)
+
+    args = Args(
+        dtype=DTYPES[q.dtype],
+        heads=heads,
+        head_dim=head_dim,
+        sequences=len(q_lengths),
+        q_tokens=q.shape[0],
+        k_tokens=k.shape[0],
+        max_q=longest[0],
+        max_k=longest[1],
+        scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
+        keep_threshold=reference.keep_threshold(p),
+        rng=None if rng is None else rng.data_ptr(),
+        cu_q=cu_q.data_ptr(),
+        cu_k=cu_k.data_ptr(),
+        order=None if order_t is None else order_t.data_ptr(),
+        q=packed(q),
+        k=packed(k),
+        v=packed(v),
+        out_w=packed(results["out"]),
+        lse=results["lse"].data_ptr(),
+        delta=delta.data_ptr(),
+    )
+    flat = [number for group in groups for number in group]
+    group_array = (ctypes.c_int * len(flat))(*flat)
+    kernels.call("attention", False, ctypes.byref(args), group_array, len(groups))
+    if dout is not None:
+        args.out, args.dout = packed(results["out"]), packed(dout)
+        for name in ("dq", "dk", "dv"):
+            setattr(args, name, packed(results[name]))
+        kernels.call("attention", True, ctypes.byref(args), group_array, len(groups))
+    return results

@@ -1,0 +1,133 @@
+"""Runs the CUDA kernels of dropout_add_layer_norm on the host model, on torch CPU tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+from tests.support import reference
+import torch
+from tests.support.model_checks import DTYPES, load_kernels
+from gpu_model.model import Model
+from torch import Tensor
+
+
+class RowNormParams(ctypes.Structure):
+    """Of csrc/norm/row_params.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("dtype", "parameter_dtype")),
+        *((name, ctypes.c_int64) for name in ("rows", "hidden")),
+        ("eps", ctypes.c_float),
+        ("keep_threshold", ctypes.c_uint32),
+        *((name, ctypes.c_void_p) for name in ("rng", "weight", "bias", "dy", "mean", "rstd")),
+        *((name, ctypes.c_void_p) for name in ("dweight", "dbias", "partials")),
+    )
+
+
+class LayerNormParams(ctypes.Structure):
+    """Of csrc/norm/norm_cuda.h."""
+
+    _fields_ = (
+        ("norm", RowNormParams),
+        ("x_bias_dtype", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("x", "x_bias", "residual", "y", "dx")),
+        *((name, ctypes.c_void_p) for name in ("dresidual", "dx_bias")),
+    )
+
+
+@cache
+def model() -> Model:
+    """The kernels' library; compiled on first use."""
+    return load_kernels("norm", "norm_params_size", LayerNormParams)
+
+
+class Buffers:
+    """Tensors that kernels may touch, and their addresses."""
+
+    def __init__(self, kernels: Model) -> None:
+        self.kernels = kernels
+        self.alive: list[Tensor] = []
+        kernels.clear()
+
+    def read(self, x: Tensor | None) -> int | None:
+        if x is None:
+            return None
+        self.alive.append(self.kernels.register(x, writable=False))
+        return x.data_ptr()
+
+    def write(self, x: Tensor | None) -> int | None:
+        if x is None:
+            return None
+        # Every element has to be written: NaN would show.
+        self.alive.append(self.kernels.register(x.fill_(torch.nan)))
+        return x.data_ptr()
+
+
+def row_norm_params(
+    buffers: Buffers, dtype: torch.dtype, rows: int, weight: Tensor, bias: Tensor, p: float,
+    eps: float, rng: Tensor | None, dy: Tensor,
+) -> tuple[RowNormParams, dict[str, Tensor]]:  # fmt: skip
+    """What all kernels with a LayerNorm get, and the results that it points to."""
+    results = {
+        "mean": torch.empty(rows),
+        "rstd": torch.empty(rows),
+        "dweight": torch.empty_like(weight),
+        "dbias": torch.empty_like(bias),
+    }
+    params = RowNormParams(
+        dtype=DTYPES[dtype],
+        parameter_dtype=DTYPES[weight.dtype],
+        rows=rows,
+        hidden=len(weight),
+        eps=eps,
+        keep_threshold=reference.keep_threshold(p),
+        rng=buffers.read(rng) if p else None,
+        weight=buffers.read(weight),
+        bias=buffers.read(bias),
+        dy=buffers.read(dy),
+        **{name: buffers.write(x) for name, x in results.items()},
+    )
+    return params, results
+
+
+def layer_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    x_bias: Tensor | None,
+    dy: Tensor,
+    *,
+    p: float = 0.0,
+    eps: float = 1e-12,
+    rng: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """x, residual and dy are [rows, hidden]. y, dx, dresidual, dweight, dbias, dx_bias, mean and
+    rstd; without what there is no operand for, and with dresidual = dx where p is 0."""
+    kernels = model()
+    buffers = Buffers(kernels)
+    norm, results = row_norm_params(
+        buffers, x.dtype, len(x), weight, bias, p, eps, rng, dy
+    )  # fmt: skip
+    results |= {"y": torch.empty_like(x), "dx": torch.empty_like(x)}
+    if residual is not None and p:
+        results["dresidual"] = torch.empty_like(x)
+    if x_bias is not None:
+        results["dx_bias"] = torch.empty_like(x_bias)
+    params = LayerNormParams(
+        norm=norm,
+        x_bias_dtype=0 if x_bias is None else DTYPES[x_bias.dtype],
+        x=buffers.read(x),
+        x_bias=buffers.read(x_bias),
+        residual=buffers.read(residual),
+        **{name: buffers.write(results.get(name)) for name in ("y", "dx", "dresidual", "dx_bias")},
+    )
+    kernels.call("norm_forward", ctypes.byref(params))
+    count = ctypes.c_int64()
+    kernels.call("norm_partial_rows", ctypes.byref(params), ctypes.byref(count))
+    params.norm.partials = buffers.write(torch.empty(3, count.value, x.shape[1]))
+    kernels.call("norm_backward", ctypes.byref(params))
+    if residual is not None and not p:
+        results["dresidual"] = results["dx"]
+    return results

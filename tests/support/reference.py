@@ -1,0 +1,202 @@
+"""Plain-PyTorch references of the operators, readable line by line and as exact as their input.
+
+Given float64 tensors they are the truth that the operators are measured against; given bf16 they
+show what plain PyTorch makes of the same formula in that precision. `philox` draws the dropout
+masks of csrc/common/philox.h again, in numpy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+MASK32 = np.uint64(0xFFFFFFFF)
+
+
+def philox(counter: Sequence[np.ndarray | int], key: tuple[int, int]) -> list[np.ndarray]:
+    """Philox4x32-10 (Salmon et al., SC 2011) of arrays of 4 x 32-bit counters."""
+    c = [np.asarray(x, dtype=np.uint64) for x in np.broadcast_arrays(*counter)]
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        c = [
+            (p1 >> np.uint64(32)) ^ c[1] ^ np.uint64(k0),
+            p1 & MASK32,
+            (p0 >> np.uint64(32)) ^ c[3] ^ np.uint64(k1),
+            p0 & MASK32,
+        ]
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c
+
+
+def _key(rng: Tensor) -> tuple[tuple[int, int], int]:
+    seed, offset = (int(x) % 2**64 for x in rng)
+    return (seed % 2**32, (seed >> 32) ^ (offset >> 32)), offset % 2**32
+
+
+def keep_threshold(p: float) -> int:
+    """Of 65,536 values, how many keep an element."""
+    return int((1.0 - p) * 65536.0 + 0.5)
+
+
+def _kept(words: list[np.ndarray], half: np.ndarray, p: float) -> Tensor:
+    word = np.choose(half >> 1, words) >> np.uint64(16) * (half & 1).astype(np.uint64)
+    return torch.from_numpy((word & np.uint64(0xFFFF)) < keep_threshold(p))
+
+
+def row_mask(rng: Tensor, p: float, rows: int, columns: int) -> Tensor:
+    """Which elements of [rows, columns] row dropout keeps."""
+    key, offset = _key(rng)
+    row, column = np.arange(rows)[:, None], np.arange(columns)[None]
+    words = philox((column >> 3, row, 0, offset), key)
+    return _kept(words, np.broadcast_to(column & 7, (rows, columns)), p)
+
+
+@lru_cache(maxsize=1024)
+def _attention_mask(
+    key: tuple[int, int], offset: int, p: float, stream: int, rows: int, columns: int
+) -> Tensor:
+    r, c = np.arange(rows)[:, None], np.arange(columns)[None]
+    words = philox(((c >> 4) * 4 + ((c >> 1) & 3), (r >> 4) * 8 + (r & 7), 1 + stream, offset), key)
+    return _kept(words, ((r >> 3) & 1) * 4 + ((c >> 3) & 1) * 2 + (c & 1), p)
+
+
+def attention_mask(rng: Tensor, p: float, stream: int, rows: int, columns: int) -> Tensor:
+    """Which weights [rows, columns] of one sequence and head attention dropout keeps.
+
+    `stream` is sequence * heads + head.
+    """
+    return _attention_mask(*_key(rng), p, stream, rows, columns)
+
+
+def dropout_scale(p: float) -> float:
+    """The reciprocal of the true keep rate."""
+    return 65536.0 / keep_threshold(p)
+
+
+def varlen_cross_attention(
+    q: Tensor,
+    kv: Tensor,
+    q_lengths: Sequence[int],
+    k_lengths: Sequence[int],
+    p: float = 0.0,
+    rng: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """q [Tq, H, D], kv [Tk, 2, H, D] -> [Tq, H, D], a sequence and a head at a time."""
+    heads, head_dim = q.shape[1:]
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    outs = []
+    pairs = zip(q.split(list(q_lengths)), kv.split(list(k_lengths)), strict=True)
+    for sequence, (qs, kvs) in enumerate(pairs):
+        k, v = kvs.unbind(1)
+        weights = torch.softmax(torch.einsum("ihd,jhd->hij", qs, k) * scale, dim=-1)
+        if p > 0.0 and rng is not None:
+            masks = [
+                attention_mask(rng, p, sequence * heads + h, len(qs), len(k)) for h in range(heads)
+            ]
+            weights = weights * torch.stack(masks).to(q.device) * dropout_scale(p)
+        outs.append(torch.einsum("hij,jhd->ihd", weights, v))
+    return torch.cat(outs)
+
+
+def varlen_attention(
+    qkv: Tensor,
+    lengths: Sequence[int],
+    p: float = 0.0,
+    rng: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """qkv [T, 3, H, D] -> [T, H, D]."""
+    return varlen_cross_attention(qkv[:, 0], qkv[:, 1:], lengths, lengths, p, rng, scale)
+
+
+def dropout_add_layer_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    p: float = 0.0,
+    eps: float = 1e-12,
+    x_bias: Tensor | None = None,
+    rng: Tensor | None = None,
+) -> Tensor:
+    """LN(residual + dropout(x + x_bias)) over the last dimension."""
+    y = x if x_bias is None else x + x_bias.to(x.dtype)
+    if p > 0.0 and rng is not None:
+        flat = y.reshape(-1, y.shape[-1])
+        y = (flat * row_mask(rng, p, *flat.shape)).view_as(y) * dropout_scale(p)
+    if residual is not None:
+        y = residual + y
+    return functional.layer_norm(y, y.shape[-1:], weight.to(y.dtype), bias.to(y.dtype), eps)
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str = "none") -> Tensor:
+    """gelu(x + bias)."""
+    return functional.gelu(x if bias is None else x + bias.to(x.dtype), approximate=approximate)
+
+
+def embedding_layer_norm(
+    input_ids: Tensor,
+    position_ids: Tensor,
+    token_type_ids: Tensor,
+    word: Tensor,
+    position: Tensor,
+    token_type: Tensor,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    *,
+    p: float = 0.0,
+    eps: float = 1e-12,
+    rng: Tensor | None = None,
+) -> Tensor:
+    """dropout(LN(word + position + token type))."""
+    x = word[input_ids] + position[position_ids] + token_type[token_type_ids]
+    y = functional.layer_norm(x, x.shape[-1:], ln_weight, ln_bias, eps)
+    if p > 0.0 and rng is not None:
+        y = y * row_mask(rng, p, *y.shape) * dropout_scale(p)
+    return y
+
+
+def masked_cross_entropy(
+    logits: Tensor, labels: Tensor, vocab_size: int | None = None, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """Sum of the losses and number of correct predictions."""
+    logits = logits[:, :vocab_size]
+    loss = functional.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
+    return loss, (logits.argmax(-1) == labels).sum()
+
+
+def assert_as_good_as_pytorch(
+    ours: Callable[[], Sequence[Tensor]],
+    plain: Callable[[torch.dtype], Sequence[Tensor]],
+    dtype: torch.dtype,
+    names: Sequence[str],
+) -> None:
+    """The error rule of every operator test.
+
+    `plain(dtype)` computes the reference in that dtype. In bf16 and fp16 our largest error against
+    fp64 may be twice that of plain PyTorch; in fp32 it may be 1e-5 of the largest value. A small
+    absolute term covers results that plain PyTorch gets exactly right.
+    """
+    truth = plain(torch.float64)
+    peer = plain(dtype) if dtype != torch.float32 else truth
+    for name, a, b, t in zip(names, ours(), peer, truth, strict=True):
+        if t.numel() == 0:
+            assert a.shape == t.shape, name
+            continue
+        error, largest = (a.double() - t).abs().max().item(), t.abs().max().item()
+        if dtype == torch.float32:
+            limit = 1e-5 * max(largest, 1e-3)
+        else:
+            limit = (
+                2 * (b.double() - t).abs().max().item() + torch.finfo(dtype).eps * 0.01 * largest
+            )
+        assert error <= limit, f"{name}: error {error:.3g} > {limit:.3g} (largest {largest:.3g})"
