@@ -23,13 +23,13 @@ from collections.abc import Sequence
 import torch
 
 from bert_unpad.batch import PackedInputs
+from bert_unpad.costs.timing import random_inputs
 from bert_unpad.nn import BertForPreTraining
-from bert_unpad.pretrain.gradients.clipping import Clipping
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
+from bert_unpad.pretrain.gradients.clipping import Clipping
 from bert_unpad.pretrain.main import forward_context
 from bert_unpad.pretrain.model import build_model, replicate
 from bert_unpad.pretrain.ranks import Ranks, join_ranks
-from bert_unpad.costs.timing import random_inputs
 
 
 def make_inputs(model: BertForPreTraining, config: PretrainConfig, ranks: Ranks) -> PackedInputs:

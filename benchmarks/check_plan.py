@@ -21,7 +21,6 @@ import statistics
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,9 +29,6 @@ import torch.distributed as dist
 from benchmarks.lib import harness
 from benchmarks.lib.network import Hosts, loopback, two_hosts
 from benchmarks.lib.processes import run_ranks
-from bert_unpad.nn import BertConfig, BertForPreTraining
-from bert_unpad.plan.calibrate import measured_device, process_group
-from bert_unpad.plan.candidates import COMPRESSIONS, Candidate
 from bert_unpad.costs.links import network_link
 from bert_unpad.costs.measure import (
     CompressionTimer,
@@ -41,13 +37,16 @@ from bert_unpad.costs.measure import (
     link_times,
     time_together,
 )
+from bert_unpad.costs.network import Cluster
 from bert_unpad.costs.replica import SETTLING_PASSES, make_replica
-from bert_unpad.plan.step import Planner
+from bert_unpad.costs.timing import random_inputs, run_pass
 from bert_unpad.costs.workload import Workload
+from bert_unpad.nn import BertConfig, BertForPreTraining
+from bert_unpad.plan.calibrate import measured_device, process_group
+from bert_unpad.plan.candidates import COMPRESSIONS, Candidate
+from bert_unpad.plan.step import Planner
 from bert_unpad.pretrain.config import OptimizerConfig
 from bert_unpad.pretrain.update.optimizer import build_optimizer
-from bert_unpad.costs.network import Cluster
-from bert_unpad.costs.timing import random_inputs, run_pass
 
 TOLERANCE = 0.15
 RANKS = 2
@@ -153,7 +152,9 @@ def compare(planner: Planner, candidate: Candidate, taken: list[float]) -> dict:
 
 def measure(hosts: Hosts, arguments: list[str]) -> dict:
     """Runs both processes; returns what the first has printed."""
-    output = run_ranks([sys.executable, __file__, "--worker", *arguments], RANKS, hosts, 600)
+    output = run_ranks(
+        [sys.executable, "-m", "benchmarks.check_plan", "--worker", *arguments], RANKS, hosts, 600
+    )
     return json.loads(output.splitlines()[-1])
 
 

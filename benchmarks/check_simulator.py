@@ -30,11 +30,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.lib import harness
-from bert_unpad.data.sampling.histogram import sample_lengths
+from bert_unpad.costs.timing import fit_step_cost, random_inputs
 from bert_unpad.data.sampling.balanced_sampler import BalancedSampler, efficiency
+from bert_unpad.data.sampling.histogram import sample_lengths
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.simulate import ComputeCost, StepModel, simulate
-from bert_unpad.costs.timing import fit_step_cost, random_inputs
 
 EQUAL = "same batch"
 EQUAL_OF = "random"  # where those batches, of rank 0, come from: long and short ones

@@ -200,7 +200,7 @@ def compare() -> None:
         (poison, options.poison_every, settings_of(name, seed, run_dir, options))
         for run_dir, name, poison, seed in cases
     ]
-    command = [sys.executable, __file__, "--worker", json.dumps(jobs)]
+    command = [sys.executable, "-m", "benchmarks.clipping", "--worker", json.dumps(jobs)]
     run_ranks(command, options.ranks)  # its output is dropped
     results = [
         {"contender": name, "poison": poison, "seed": seed}

@@ -193,7 +193,7 @@ def compare() -> None:
         jobs.append([str(folder / "sent.json"), arguments])
         config, _ = read_config(arguments)
         _prepare(config.data)
-    command = [sys.executable, __file__, "--worker", json.dumps(jobs)]
+    command = [sys.executable, "-m", "benchmarks.cluster", "--worker", json.dumps(jobs)]
     load = os.getloadavg()[0]  # above 1: the machine has other work to do
     link = options.rate
     try:

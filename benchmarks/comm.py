@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -139,7 +138,7 @@ def work(options: argparse.Namespace) -> None:
 
 def measure(hosts: Hosts, arguments: list[str]) -> dict:
     """Runs both processes; returns what the first has printed."""
-    command = [sys.executable, __file__, "--worker", *arguments]
+    command = [sys.executable, "-m", "benchmarks.comm", "--worker", *arguments]
     output = run_ranks(command, 2, hosts, timeout=900)
     return json.loads(output.splitlines()[-1])
 

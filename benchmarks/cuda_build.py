@@ -15,9 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
-import cuda_kernels
-import cuda_sass
-import cuda_table
+from benchmarks.lib import cuda_kernels, cuda_sass, cuda_table
 
 
 def show(kernels: list[cuda_kernels.Kernel]) -> list[str]:

@@ -210,7 +210,15 @@ def draw(path: Path, runs: list[dict[str, Any]]) -> None:
 
 def launch_workers(log: Path) -> None:
     launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    command = [sys.executable, "-m", *launch, __file__, "--worker", *sys.argv[1:]]
+    command = [
+        sys.executable,
+        "-m",
+        *launch,
+        "-m",
+        "benchmarks.exchange",
+        "--worker",
+        *sys.argv[1:],
+    ]
     with log.open("w") as file:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, stdout=file, stderr=file, check=False)

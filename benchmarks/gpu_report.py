@@ -11,13 +11,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+
 
 def git(*arguments: str) -> str | None:
     """What git prints; None outside a repository or without git."""

@@ -14,10 +14,8 @@ there PyTorch's own operators work out shapes in Python, which makes its layers 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor

@@ -11,16 +11,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
-from benchmarks.lib import harness, optim
+from benchmarks.lib import harness, optim_steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
-        "--model", choices=optim.SIZES, help="default: bert-base on a CPU, bert-large on a GPU"
+        "--model",
+        choices=optim_steps.SIZES,
+        help="default: bert-base on a CPU, bert-large on a GPU",
     )
     parser.add_argument("--rounds", type=int, help="default: 9 on a CPU, 50 on a GPU")
     parser.add_argument("--allocator", choices=["heap", "default"], default="heap")
@@ -29,11 +30,11 @@ def main() -> None:
     on_gpu = args.device == "cuda"
     allocator = harness.fix_allocator(args.allocator)
     model = args.model or ("bert-large" if on_gpu else "bert-base")
-    report = optim.run(args.device, model, args.rounds or (50 if on_gpu else 9))
+    report = optim_steps.run(args.device, model, args.rounds or (50 if on_gpu else 9))
     if not args.dry:
         settings = {"allocator": allocator, "load_average": os.getloadavg()[0]}
         command = "python " + " ".join(sys.argv)
-        path = harness.save("optim", optim.folder(args.device), command, settings | report)
+        path = harness.save("optim", optim_steps.folder(args.device), command, settings | report)
         print(f"written to {path}")
 
 

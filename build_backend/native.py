@@ -185,7 +185,7 @@ class NativeBuild(build_ext):
         ninja.rule("cxx", f"{cxx} -MD -MF $out.d $flags -c $in -o $out", True, "C++")
         ninja.rule("ld", f"{cxx} -shared $in $flags -o $out", False, "link")
         self._cpu_module(ninja, cpp + stable, torch)
-        self._planner_module(ninja, cpp)
+        self._balancer_module(ninja, cpp)
         nvcc = find_nvcc()
         if nvcc:
             self._cuda_module(ninja, nvcc, stable, torch)
@@ -220,11 +220,11 @@ class NativeBuild(build_ext):
             ]
         ninja.link("ld", "_C.so", objects, [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lpthread"])
 
-    def _planner_module(self, ninja: NinjaFile, flags: list[str]) -> None:
+    def _balancer_module(self, ninja: NinjaFile, flags: list[str]) -> None:
         import pybind11
 
         flags = [*flags, f"-isystem{pybind11.get_include()}"]
-        objects = [ninja.compile("cxx", source, flags) for source in sources("planner/*.cpp")]
+        objects = [ninja.compile("cxx", source, flags) for source in sources("balancer/*.cpp")]
         ninja.link("ld", "_balancer.so", objects, ["-lpthread"])
 
     def _cuda_module(self, ninja: NinjaFile, nvcc: str, stable: list[str], torch: Path) -> None:

@@ -16,17 +16,20 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
-HERE = ROOT / "tests" / "host_cuda"
-BUILD = ROOT / "build" / "host_cuda"
+MODEL = ROOT / "gpu_model" / "block"
+KERNELS = ROOT / "gpu_model" / "kernels"
+BUILD = ROOT / "build" / "gpu_model"
 FLAGS = [
     *("-O2", "-g1", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden"),
     # Fortified longjmp refuses to change stacks.
     "-U_FORTIFY_SOURCE",
     # Messages name files from the root of the tree.
     f"-ffile-prefix-map={ROOT}/=",
-    *(f"-I{folder}" for folder in (CSRC, ROOT / "tests", HERE / "include")),
+    *(f"-I{folder}" for folder in (CSRC, ROOT, MODEL / "include")),
+    # What csrc/cuda/primitives.h includes where nvcc does not compile it.
+    '-DBU_GPU_MODEL="gpu_model/block/primitives.h"',
 ]
 # Variables that a kernel forgets to set get a value that shows in the results.
 PATTERN = "-ftrivial-auto-var-init=pattern"
@@ -79,7 +82,7 @@ def _included(depfile: Path) -> list[str]:
 
 
 def load(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
-    """The library of one .cpp file, compiled if need be into build/host_cuda.
+    """The library of one .cpp file, compiled if need be into build/gpu_model.
 
     Args:
         source: includes "gpu_model/block/c_api.h" first, then kernels, and exports functions with

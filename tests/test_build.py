@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.paths import ROOT
+
 BUILD = ROOT / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
 ISAS = ["avx512_bf16", "avx512", "avx2", "generic"]
 

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from cuda_kernels import Kernel
+from benchmarks.lib.cuda_kernels import Kernel
 
 # Registers that a thread of the kernels with these names may use, on the architectures that they
 # were tuned for: the last step before one block of 128 threads less fits on an SM. Launch bounds

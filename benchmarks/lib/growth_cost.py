@@ -34,7 +34,7 @@ from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.pretrain.config import OptimizerConfig
 from bert_unpad.pretrain.growth import Growth, Stage, freeze, next_optimizer
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # What of a stage its cost depends on.
 _FIELDS = ("layers", "frozen", "decoder", "pooler")
 

@@ -27,7 +27,7 @@ from bert_unpad._files import write_text
 from bert_unpad._malloc import keep_freed_memory
 from bert_unpad.data.store.cache import default_cache_dir
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.output.report import is_reported
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def trained(run_dir: Path, steps: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""What a training step costs: computing, the network, memory, machines; what `simulate` and `plan` share."""
+"""What a training step costs; `simulate` and `plan` are commands over these models."""

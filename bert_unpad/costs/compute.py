@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from bert_unpad._files import replacing
 from bert_unpad._balancer import WorkModel
+from bert_unpad._files import replacing
 from bert_unpad.nn.config import BertConfig
 from bert_unpad.nn.flops import training_flops
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from bert_unpad.costs.cards import SUSTAINED_SHARE, Card
-from bert_unpad.costs.workload import Workload
 from bert_unpad.costs.compute import ComputeCost
+from bert_unpad.costs.workload import Workload
 
 __all__ = ["Device", "card_device"]
 

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bert_unpad.costs.network import Link
 from bert_unpad.costs.replica import SETTLING_PASSES, make_replica
+from bert_unpad.costs.timing import random_inputs, run_pass
 from bert_unpad.costs.workload import Workload
 from bert_unpad.pretrain.config import OptimizerConfig
 from bert_unpad.pretrain.update.optimizer import build_optimizer
-from bert_unpad.costs.network import Link
-from bert_unpad.costs.timing import random_inputs, run_pass
 
 __all__ = [
     "CompressionTimer",

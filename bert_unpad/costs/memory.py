@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from bert_unpad.costs.workload import Workload
 from bert_unpad.nn.config import BertConfig
 from bert_unpad.plan.candidates import Candidate
-from bert_unpad.costs.workload import Workload
 
 __all__ = ["Memory", "layer_bytes_per_token", "memory_of"]
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from bert_unpad.distributed import BucketClip
 from bert_unpad.costs.sync import POWER_SGD_RANK
+from bert_unpad.distributed import BucketClip
 
 __all__ = ["SETTLING_PASSES", "make_replica"]
 

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad.nn.config import PRESETS, BertConfig
 from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.costs.network import Cluster, Overlap
+from bert_unpad.nn.config import PRESETS, BertConfig
 
 __all__ = ["StepModel", "StepTime"]
 

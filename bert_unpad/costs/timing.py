@@ -15,9 +15,9 @@ import torch
 from numpy.typing import ArrayLike
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
+from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.nn.flops import MASKED_FRACTION
-from bert_unpad.costs.compute import ComputeCost
 
 __all__ = ["default_batches", "fit_step_cost", "least_times", "random_inputs", "run_pass"]
 

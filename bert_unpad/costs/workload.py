@@ -9,9 +9,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from bert_unpad.costs.step import num_parameters
 from bert_unpad.nn.config import BertConfig
 from bert_unpad.nn.flops import MASKED_FRACTION, training_flops
-from bert_unpad.costs.step import num_parameters
 
 __all__ = ["PRECISIONS", "Workload", "cap_lengths"]
 

@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
+from bert_unpad.data.masking import MaskedTokens, TokenMasker
 from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.store.example_batch import ExampleBatch
-from bert_unpad.data.masking import MaskedTokens, TokenMasker
 from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bert_unpad.data.text.pairs import MIN_SEQ_LENGTH
 from bert_unpad.data.masking import check_masking_arguments
 from bert_unpad.data.store.shards import MAX_LENGTH
+from bert_unpad.data.text.pairs import MIN_SEQ_LENGTH
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from bert_unpad.distributed.bucket_shares import Policy
 from bert_unpad.distributed.bucket_clip import ClipReport
+from bert_unpad.distributed.bucket_shares import Policy
 from bert_unpad.ops import clip_bucket_
 
 __all__ = ["ShardedClip"]

@@ -25,6 +25,6 @@ __all__ = [
 
 _register()
 if has_attention_tables():
-    from bert_unpad.hf import tables
+    from bert_unpad.hf import attention_v4
 
-    tables.register()
+    attention_v4.register()

@@ -18,11 +18,11 @@ from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
 
 from bert_unpad import ops
 from bert_unpad.batch.rows import gather_rows
-from bert_unpad.hf.plain_modules import dense, untouched
 from bert_unpad.hf.fallback import warn_stock
 from bert_unpad.hf.models import STOCK, PackedModel, bind, packing_or_reason
 from bert_unpad.hf.outputs import LazyTensor, lazy_output_class
 from bert_unpad.hf.packing import IGNORE, Packing
+from bert_unpad.hf.plain_modules import dense, untouched
 
 __all__ = ["HeadAdapter", "PackedFirst", "PackedMlm", "PackedTokenLabels"]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from bert_unpad.batch.rows import gather_rows
-from bert_unpad.hf import dense
+from bert_unpad.hf import plain_modules
 from bert_unpad.hf.packing import Packing
 
 __all__ = ["BERT", "DISTILBERT", "LayerAdapter", "LayerParts", "PackedLayer"]
@@ -116,20 +116,20 @@ class PackedLayer:
         heads = (parts.heads, self._bert_unpad_layer.head_dim(self))
         last = packing.last
         if last is None or last.layer is not self:
-            qkv = dense.project_side_by_side((parts.query, parts.key, parts.value), x[0])
+            qkv = plain_modules.project_side_by_side((parts.query, parts.key, parts.value), x[0])
             out = packing.attend(qkv.unflatten(2, heads), p)
         else:
             last.input = x
-            kv = dense.project_side_by_side((parts.key, parts.value), x[0])
+            kv = plain_modules.project_side_by_side((parts.key, parts.value), x[0])
             x = gather_rows(x[0], last.positions)[None]
-            q = dense.dense(parts.query, x[0])
+            q = plain_modules.dense(parts.query, x[0])
             out = packing.attend_last(q.unflatten(1, heads), kv.unflatten(2, heads), p)
-        out, bias = dense.project(parts.attention_out, out.flatten(1)[None])
-        x = dense.close_block(out, bias, x, parts.attention_norm, parts.attention_dropout)
-        out, bias = dense.project(parts.ffn_in, x)
-        out = dense.activation(parts.ffn_activation, out, bias)
-        out, bias = dense.project(parts.ffn_out, out)
-        return dense.close_block(out, bias, x, parts.ffn_norm, parts.ffn_dropout)
+        out, bias = plain_modules.project(parts.attention_out, out.flatten(1)[None])
+        x = plain_modules.close_block(out, bias, x, parts.attention_norm, parts.attention_dropout)
+        out, bias = plain_modules.project(parts.ffn_in, x)
+        out = plain_modules.activation(parts.ffn_activation, out, bias)
+        out, bias = plain_modules.project(parts.ffn_out, out)
+        return plain_modules.close_block(out, bias, x, parts.ffn_norm, parts.ffn_dropout)
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), "bert_unpad")))

@@ -8,11 +8,11 @@ autograd formula, except those that end in an underscore: they write into what t
 from bert_unpad.ops.attention import varlen_attention, varlen_cross_attention
 from bert_unpad.ops.clip import clip_bucket_
 from bert_unpad.ops.embedding import embedding_layer_norm
+from bert_unpad.ops.feed_forward import mlp
 from bert_unpad.ops.fp8 import fp8_linear
 from bert_unpad.ops.gelu import bias_gelu
 from bert_unpad.ops.linear_layer import linear, linear_residual
 from bert_unpad.ops.loss import masked_cross_entropy
-from bert_unpad.ops.feed_forward import mlp
 from bert_unpad.ops.norm import dropout_add_layer_norm
 from bert_unpad.ops.optim import adam_, lamb_, multi_tensor_l2norm, multi_tensor_scale_
 from bert_unpad.ops.products import accumulate_in_place, time_algorithms

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bert_unpad import _library as _library  # schemas must exist
-from bert_unpad.ops import rng as _rng
 from bert_unpad.batch import VarlenBatch
+from bert_unpad.ops import rng as _rng
 
 _ops = torch.ops.bert_unpad
 

@@ -1,9 +1,9 @@
 """The matrix products of a linear layer, forward and backward, and who computes them.
 
 On a GPU, 16-bit products are cuBLASLt's, with what surrounds them done in their epilogues
-(csrc/linear/matmul.h): the bias and the tanh GELU, the GELU's derivative, the bias's gradient, the sum
-with a residual's gradient, the sum with a gradient that is already there. All other products are
-PyTorch's.
+(csrc/linear/matmul.h): the bias and the tanh GELU, the GELU's derivative, the bias's gradient, the
+sum with a residual's gradient, the sum with a gradient that is already there. All other products
+are PyTorch's.
 
 The numbers of a CPU without 16-bit instructions are widened: on one with AVX-512 but no bf16,
 PyTorch's bf16 matmul reaches 50 GFLOP/s where its fp32 matmul reaches 240. The product is taken in

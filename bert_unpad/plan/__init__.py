@@ -5,13 +5,13 @@ As a command: `python -m bert_unpad.plan --help`. In code: a `Workload` (what is
 and a `Planner` of them; `best` and `curve` choose.
 """
 
-from bert_unpad.plan.candidates import Allowed, Candidate
 from bert_unpad.costs.cards import CARDS, Card
-from bert_unpad.plan.choose import Choice, alternatives, best, curve
 from bert_unpad.costs.device import Device, card_device
 from bert_unpad.costs.links import intra_node_link, network_link
-from bert_unpad.plan.step import Planner, UpdateTime
 from bert_unpad.costs.workload import Workload
+from bert_unpad.plan.candidates import Allowed, Candidate
+from bert_unpad.plan.choose import Choice, alternatives, best, curve
+from bert_unpad.plan.step import Planner, UpdateTime
 
 __all__ = [
     "CARDS",

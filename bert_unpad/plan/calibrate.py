@@ -16,13 +16,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bert_unpad.nn import BertForPreTraining
-from bert_unpad.plan.candidates import COMPRESSIONS
+from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.costs.device import Device
 from bert_unpad.costs.measure import CompressionTimer, PassTimer, fit_link, link_times
-from bert_unpad.costs.workload import Workload
-from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.costs.network import Link
+from bert_unpad.costs.workload import Workload
+from bert_unpad.nn import BertForPreTraining
+from bert_unpad.plan.candidates import COMPRESSIONS
 
 __all__ = ["Calibration", "calibrate", "measured_device", "process_group"]
 

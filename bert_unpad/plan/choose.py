@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bert_unpad.plan.candidates import COMPRESSIONS, Allowed, Candidate, candidates
 from bert_unpad.costs.memory import Memory
+from bert_unpad.plan.candidates import COMPRESSIONS, Allowed, Candidate, candidates
 from bert_unpad.plan.step import Planner, UpdateTime
 
 __all__ = ["TIE", "Choice", "alternatives", "best", "curve", "why_none"]

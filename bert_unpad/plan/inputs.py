@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from bert_unpad.nn.config import BertConfig
-from bert_unpad.plan.candidates import Allowed
 from bert_unpad.costs.cards import find_card
 from bert_unpad.costs.device import Device, card_device
 from bert_unpad.costs.links import intra_node_link, network_link
-from bert_unpad.costs.workload import STRATEGIES, Workload, cap_lengths
 from bert_unpad.costs.network import Cluster, Link
+from bert_unpad.costs.workload import STRATEGIES, Workload, cap_lengths
+from bert_unpad.nn.config import BertConfig
+from bert_unpad.plan.candidates import Allowed
 from bert_unpad.simulate.options import model_config, read_counts
 
 __all__ = ["QUICKSTART", "allowed_of", "hardware_of", "workload_of"]

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 from bert_unpad._arguments import above_zero, names_of, not_below_zero, positive, share
-from bert_unpad.plan.candidates import COMPRESSIONS, RECOMPUTE, SHARDS
 from bert_unpad.costs.cards import CARDS, SUSTAINED_SHARE
 from bert_unpad.costs.workload import OPTIMIZERS, PRECISIONS, STRATEGIES
+from bert_unpad.plan.candidates import COMPRESSIONS, RECOMPUTE, SHARDS
 
 __all__ = ["make_parser"]
 

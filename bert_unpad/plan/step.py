@@ -10,17 +10,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from functools import cache
 
-from bert_unpad.data.sampling.histogram import sample_lengths
-from bert_unpad.costs.gradient_buckets import Bucket, fill_buckets, gradients
-from bert_unpad.plan.candidates import Candidate
-from bert_unpad.costs.device import Device
-from bert_unpad.costs.sync import exposed_seconds, weights_seconds
-from bert_unpad.costs.memory import Memory, memory_of
-from bert_unpad.costs.workload import Workload
 from bert_unpad.costs.compute import ComputeCost
-from bert_unpad.simulate.epoch import simulate
+from bert_unpad.costs.device import Device
+from bert_unpad.costs.gradient_buckets import Bucket, fill_buckets, gradients
+from bert_unpad.costs.memory import Memory, memory_of
 from bert_unpad.costs.network import Cluster
 from bert_unpad.costs.step import StepModel
+from bert_unpad.costs.sync import exposed_seconds, weights_seconds
+from bert_unpad.costs.workload import Workload
+from bert_unpad.data.sampling.histogram import sample_lengths
+from bert_unpad.plan.candidates import Candidate
+from bert_unpad.simulate.epoch import simulate
 
 __all__ = ["Planner", "UpdateTime"]
 

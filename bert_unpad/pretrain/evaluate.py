@@ -10,9 +10,9 @@ import torch
 from bert_unpad.batch import PackedInputs
 from bert_unpad.data import PackedCollator, Prefetcher
 from bert_unpad.nn import BertForPreTraining
+from bert_unpad.pretrain.feed.steps import count_labels
 from bert_unpad.pretrain.output.metrics import SUMS, averages, stack_outputs
 from bert_unpad.pretrain.ranks import Ranks
-from bert_unpad.pretrain.feed.steps import count_labels
 
 __all__ = ["Evaluator"]
 

@@ -10,8 +10,8 @@ from bert_unpad import ops
 from bert_unpad.ops.attention import HEAD_DIMS
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import BertForPreTraining
-from bert_unpad.pretrain.gradients.clipping import Clipping
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
+from bert_unpad.pretrain.gradients.clipping import Clipping
 from bert_unpad.pretrain.gradients.comm_hooks import SETTLING_PASSES
 from bert_unpad.pretrain.ranks import Ranks
 

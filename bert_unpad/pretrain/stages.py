@@ -21,17 +21,17 @@ from torch import nn
 from bert_unpad.data import DamagedDataError, PreparedData, prepare
 from bert_unpad.data.sampling.balanced_sampler import WorkModel
 from bert_unpad.nn import BertForPreTraining
-from bert_unpad.pretrain.gradients.clipping import Clipping
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.feed.exchange_feed import ExchangedFeed
-from bert_unpad.pretrain.feed.strategies import Sampler, build_sampler, feed_steps
-from bert_unpad.pretrain.growth import Growth, Stage, add_layers, cut_layers, freeze, next_optimizer
-from bert_unpad.pretrain.gradients.loss_scale import LossScale
-from bert_unpad.pretrain.model import add_gradients_in_products, replicate
-from bert_unpad.pretrain.update.optimizer import shard_group
-from bert_unpad.pretrain.ranks import Ranks
-from bert_unpad.pretrain.output.run_dir import Progress
 from bert_unpad.pretrain.feed.steps import FeedState, Step
+from bert_unpad.pretrain.feed.strategies import Sampler, build_sampler, feed_steps
+from bert_unpad.pretrain.gradients.clipping import Clipping
+from bert_unpad.pretrain.gradients.loss_scale import LossScale
+from bert_unpad.pretrain.growth import Growth, Stage, add_layers, cut_layers, freeze, next_optimizer
+from bert_unpad.pretrain.model import add_gradients_in_products, replicate
+from bert_unpad.pretrain.output.run_dir import Progress
+from bert_unpad.pretrain.ranks import Ranks
+from bert_unpad.pretrain.update.optimizer import shard_group
 
 __all__ = ["DATA_ERRORS", "Stages"]
 

@@ -6,10 +6,10 @@ As a command: `python -m bert_unpad.simulate --help`. The cost models stand alon
 """
 
 from bert_unpad.costs.compute import ComputeCost
-from bert_unpad.simulate.epoch import STRATEGIES, Fill, SimulationResult, simulate
 from bert_unpad.costs.network import Cluster, Link, Overlap
-from bert_unpad.simulate.scaling import scaling_curve
 from bert_unpad.costs.step import StepModel, StepTime
+from bert_unpad.simulate.epoch import STRATEGIES, Fill, SimulationResult, simulate
+from bert_unpad.simulate.scaling import scaling_curve
 
 __all__ = [
     "STRATEGIES",

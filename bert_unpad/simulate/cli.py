@@ -8,6 +8,7 @@ import platform
 from collections.abc import Sequence
 
 from bert_unpad.costs.compute import ComputeCost
+from bert_unpad.costs.step import StepModel
 from bert_unpad.simulate.epoch import Fill, SimulationResult, simulate
 from bert_unpad.simulate.options import (
     make_parser,
@@ -18,7 +19,6 @@ from bert_unpad.simulate.options import (
 )
 from bert_unpad.simulate.plot import plot_results
 from bert_unpad.simulate.scaling import scaling_curve
-from bert_unpad.costs.step import StepModel
 
 __all__ = ["main"]
 

@@ -1,7 +1,7 @@
 """One epoch on all ranks: how much of each step the ranks spend working rather than waiting.
 
-The plans are those that training follows (`bert_unpad.data.sampling.balanced_sampler` asks the same planner); only
-the time of a step is a model, in which a rank is busy in proportion to its work.
+Examples are dealt to ranks as in training (`bert_unpad.data.sampling.balanced_sampler` asks the same
+balancer); only the time of a step is a model, in which a rank is busy in proportion to its work.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bert_unpad._balancer import Plan, pack
-from bert_unpad.data.sampling.epoch_sampler import as_lengths
-from bert_unpad.data.sampling.balanced_sampler import efficiency
 from bert_unpad.costs.step import StepModel, StepTime
+from bert_unpad.data.sampling.balanced_sampler import efficiency
+from bert_unpad.data.sampling.epoch_sampler import as_lengths
 
 __all__ = ["STRATEGIES", "Fill", "SimulationResult", "simulate"]
 
-# What travels of an example (`bert_unpad.data.store.example_batch`): ids as uint16 and a record; before
-# that its length as int64, from its rank to all others of the exchange, so that they can plan.
+# What travels of an example (`bert_unpad.data.store.example_batch`): ids as uint16 and a record;
+# before that its length as int64, from its rank to all others of the exchange, so that they can plan.
 TOKEN_BYTES, EXAMPLE_BYTES, LENGTH_BYTES = 2, 12, 8
 
 _EXCHANGES = [f"/{who}/{how}" for who in ("group", "world") for how in ("plain", "snake", "lpt")]

@@ -9,6 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad._arguments import above_zero, names_of, not_below_zero, not_negative, positive
+from bert_unpad.costs.compute import ComputeCost
+from bert_unpad.costs.network import Cluster, Link, Overlap
+from bert_unpad.costs.step import TYPICAL_FLOPS, StepModel, num_parameters
 from bert_unpad.data.sampling.histogram import (
     all_lengths,
     measure_histogram,
@@ -17,10 +20,7 @@ from bert_unpad.data.sampling.histogram import (
     wikipedia_lengths,
 )
 from bert_unpad.nn.config import PRESETS, BertConfig
-from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.simulate.epoch import STRATEGIES
-from bert_unpad.costs.network import Cluster, Link, Overlap
-from bert_unpad.costs.step import TYPICAL_FLOPS, StepModel, num_parameters
 
 __all__ = ["make_parser", "model_config", "read_counts", "step_model", "take_lengths"]
 

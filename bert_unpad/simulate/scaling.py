@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from bert_unpad.costs.step import StepModel
 from bert_unpad.data.sampling.histogram import sample_lengths
 from bert_unpad.simulate.epoch import SimulationResult, simulate
-from bert_unpad.costs.step import StepModel
 
 __all__ = ["SCALING_RANKS", "scaling_curve"]
 

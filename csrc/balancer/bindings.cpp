@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "dealing.h"
+#include "epoch_plan.h"
 #include "groups.h"
 #include "pack.h"
-#include "epoch_plan.h"
 
 namespace py = pybind11;
 

@@ -134,7 +134,7 @@ void DrawnPlan::deal(int64_t step, Group group, Deal& result) const {
   });
   result.works.clear();
   for (uint32_t index : result.indices) result.works.push_back(work_.units[lengths_[index]]);
-  planner::deal(result.works, group.ranks, strategy_.dealing, result.rank);
+  balancer::deal(result.works, group.ranks, strategy_.dealing, result.rank);
 }
 
 void DrawnPlan::rank_steps(int64_t rank, int64_t first, int64_t last,

@@ -2,8 +2,8 @@
 // layouts in the order that row-wise kernels read them: 16-bit words in column order.
 #pragma once
 
-#include "cpu/simd.h"
 #include "common/philox.h"
+#include "cpu/simd.h"
 
 namespace bert_unpad::BERT_UNPAD_ISA {
 

@@ -12,7 +12,7 @@
 #include "common/types.h"
 #include "cuda/error.h"
 #ifndef __CUDACC__
-#include "gpu_model/block/machine.h"
+#include BU_GPU_MODEL
 #endif
 
 namespace bert_unpad::cuda {

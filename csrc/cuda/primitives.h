@@ -12,5 +12,5 @@
 #include "cuda/memory.h"
 #include "cuda/mma.h"
 #else
-#include "gpu_model/block/primitives.h"
+#include BU_GPU_MODEL  // the header of a stand-in for a GPU, which its build names
 #endif

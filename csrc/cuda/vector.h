@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "common/types.h"
 #include "common/macros.h"
+#include "common/types.h"
 #include "cuda/primitives.h"
 #include "cuda/site.h"
 

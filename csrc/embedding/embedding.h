@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "common/types.h"
 #include "common/philox.h"
+#include "common/types.h"
 
 namespace bert_unpad {
 

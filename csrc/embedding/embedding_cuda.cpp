@@ -5,8 +5,8 @@
 #include <optional>
 #include <tuple>
 
-#include "cuda/binding.h"
 #include "common/philox.h"
+#include "cuda/binding.h"
 #include "embedding/operands.h"
 
 namespace bert_unpad::cuda {

@@ -7,8 +7,8 @@
 #include <cfloat>
 #include <cmath>
 
-#include "cuda/launch.h"
 #include "cuda/fp8.h"
+#include "cuda/launch.h"
 #include "cuda/reduce.h"
 #include "cuda/vector.h"
 #include "linear/fp8.h"

@@ -4,8 +4,8 @@
 #include <optional>
 #include <tuple>
 
-#include "cuda/binding.h"
 #include "common/philox.h"
+#include "cuda/binding.h"
 #include "norm/operands.h"
 
 namespace bert_unpad::cuda {

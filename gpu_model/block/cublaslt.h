@@ -1,8 +1,8 @@
-// Stands in for cuBLASLt where its callers run on the host: the functions of csrc/linear/cublaslt.h,
-// written from NVIDIA's documentation of cublasLtMatmul. It refuses what the documentation rules
-// out (attributes of the wrong size, leading dimensions, epilogues without their vectors), computes
-// in double and rounds once, and counts time by algorithm instead of measuring it. What a GPU's
-// library supports beyond that, and its speed, it does not show.
+// Stands in for cuBLASLt where its callers run on the host: the functions of
+// csrc/linear/cublaslt.h, written from NVIDIA's documentation of cublasLtMatmul. It refuses what
+// the documentation rules out (attributes of the wrong size, leading dimensions, epilogues without
+// their vectors), computes in double and rounds once, and counts time by algorithm instead of
+// measuring it. What a GPU's library supports beyond that, and its speed, it does not show.
 #pragma once
 
 #include <cmath>

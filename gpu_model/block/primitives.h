@@ -11,8 +11,8 @@
 #include <string>
 #include <utility>
 
-#include "common/types.h"
 #include "common/macros.h"
+#include "common/types.h"
 #include "gpu_model/block/convert.h"
 #include "gpu_model/block/machine.h"
 

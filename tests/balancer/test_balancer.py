@@ -9,11 +9,11 @@ import time
 
 import numpy as np
 import pytest
-from tests.support.plans import BERT_LARGE, batches, global_batches, make_plan
 
 from bert_unpad import _balancer
-from bert_unpad.data.sampling.histogram import sample_lengths
 from bert_unpad.data.sampling.balanced_sampler import WorkModel, efficiency
+from bert_unpad.data.sampling.histogram import sample_lengths
+from tests.support.plans import BERT_LARGE, batches, global_batches, make_plan
 
 STRATEGIES = [
     *("stratified", "random", "quotas"),

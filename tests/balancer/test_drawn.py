@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.support.plans import batches, make_plan
 
 from bert_unpad._balancer import deal
-from bert_unpad.data.sampling.histogram import sample_lengths
 from bert_unpad.data.sampling.balanced_sampler import WorkModel, efficiency
+from bert_unpad.data.sampling.histogram import sample_lengths
+from tests.support.plans import batches, make_plan
 
 
 def test_quotas_give_every_rank_equally_many_of_a_length():

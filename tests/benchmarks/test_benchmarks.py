@@ -7,8 +7,6 @@ on the meta device, which checks their arguments against PyTorch's schemas and s
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch

@@ -1,21 +1,17 @@
 """The report of scripts/gpu_check.sh: parts run on their own add to it."""
 
-import importlib.util
 import json
 import subprocess
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks import gpu_report
+from tests.support.paths import ROOT
 
 
 @pytest.fixture
 def report(monkeypatch):
-    spec = importlib.util.spec_from_file_location("gpu_report", ROOT / "benchmarks/gpu_report.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return gpu_report
 
 
 def run(report, monkeypatch, *arguments: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +11,8 @@ from torch.autograd import DeviceType
 
 from benchmarks.lib.kernel_families import FAMILIES, OTHER, family
 from benchmarks.lib.kernel_profile import Kernel, busy, kernels_of, record, summarise
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 NATIVE = "void at::native::"
 EVENTS = "TensorIteratorBase&)::{lambda()#1}::operator()() const::{lambda(float)#1}"
 

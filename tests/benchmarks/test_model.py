@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +19,6 @@ from benchmarks.lib.step_device import Host
 from bert_unpad.nn import BertForPreTraining, PreTrainingOutput
 from bert_unpad.nn.weights import load_state_dict
 
-ROOT = Path(__file__).resolve().parent.parent
-
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch) -> None:
@@ -36,11 +32,7 @@ def make_inputs(sequences: int = 5, max_length: int = 24):
 
 
 def script():
-    path = ROOT / "scripts" / "benchmark_model.py"
-    spec = importlib.util.spec_from_file_location("benchmark_model", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("benchmarks.model")
 
 
 def test_all_ways_give_the_same_loss() -> None:
@@ -111,7 +103,7 @@ class Uncaptured:
 
 def test_a_rehearsal_gives_a_whole_report(monkeypatch, tmp_path, capsys) -> None:
     pytest.importorskip("jsonargparse", reason="the trainer needs the extra `pretrain`")
-    from bert_unpad.pretrain import graphs
+    from bert_unpad.pretrain.gradients import cuda_graphs as graphs
 
     monkeypatch.setattr(graphs, "GraphRunner", Uncaptured)
     written = []

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from tests.support import processes as mp
 import torch
 import torch.distributed as dist
 
 from benchmarks.lib import timeline
+from tests.support import processes as mp
 
 
 def recorded(rank: int, world_size: int) -> dict[str, timeline.Intervals]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 from pathlib import Path
 
@@ -11,10 +10,7 @@ import pytest
 
 optuna = pytest.importorskip("optuna", reason="the search needs the extra `tune`")
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "tune.py"
-spec = importlib.util.spec_from_file_location("tune", SCRIPT)
-tune = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tune)
+from benchmarks import tune  # noqa: E402
 
 
 def lines_of(run_dir: Path, lr: float, best: float) -> list[dict]:

@@ -10,12 +10,12 @@ import struct
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_convert import CONFIG, assert_same_tensors, checkpoint, run  # noqa: F401
 
 from bert_unpad.convert import google
 from bert_unpad.convert.crc32c import crc32c
 from bert_unpad.convert.sstable import read_table, table
 from bert_unpad.convert.tensor_bundle import TensorBundle, write_bundle
+from tests.convert.test_convert import CONFIG, assert_same_tensors, checkpoint, run  # noqa: F401
 
 
 def slow_crc(data: bytes) -> int:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from bert_unpad._balancer import Plan, WorkModel
+from bert_unpad.costs.step import num_parameters
+from bert_unpad.costs.timing import default_batches, fit_step_cost, random_inputs
 from bert_unpad.data.sampling.histogram import sample_lengths, wikipedia_lengths
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.nn.config import PRESETS
@@ -25,8 +27,6 @@ from bert_unpad.simulate import (
 )
 from bert_unpad.simulate.cli import main
 from bert_unpad.simulate.epoch import EXAMPLE_BYTES, LENGTH_BYTES, TOKEN_BYTES
-from bert_unpad.costs.step import num_parameters
-from bert_unpad.costs.timing import default_batches, fit_step_cost, random_inputs
 
 TINY = BertConfig(
     vocab_size=64,

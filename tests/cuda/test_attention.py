@@ -1,21 +1,21 @@
 """Variable-length attention on a GPU: values, dropout masks, and that bits repeat.
 
-Values are held against float64 by the rule of tests/support/reference.py, dropout masks against the CPU's
-bit for bit. How the operators are called is in test_cuda_attention_calls.py.
+Values are held against float64 by the rule of tests/support/reference.py, dropout masks against the
+CPU's bit for bit. How the operators are called is in test_attention_calls.py.
 """
 
 from __future__ import annotations
 
 import pytest
-from tests.support import reference
 import torch
-from tests.support.cuda_attention import FULL, LENGTHS, SCHEDULES, heads_for, random_qkv, results
-from tests.support.cuda_checks import DTYPES, GPU_ONLY, assert_same_bits
-from tests.support.op_checks import RNG, compare_attention, compare_cross_attention, cu_seqlens
 from torch import Tensor
 
 from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch
+from tests.support import reference
+from tests.support.cuda_attention import FULL, LENGTHS, SCHEDULES, heads_for, random_qkv, results
+from tests.support.cuda_checks import DTYPES, GPU_ONLY, assert_same_bits
+from tests.support.op_checks import RNG, compare_attention, compare_cross_attention, cu_seqlens
 
 pytestmark = GPU_ONLY
 

@@ -10,6 +10,11 @@ import sys
 
 import pytest
 import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from bert_unpad import ops
+from bert_unpad.batch import VarlenBatch
 from tests.support.cuda_attention import FULL, LENGTHS, SCHEDULES, heads_for, random_qkv, results
 from tests.support.cuda_checks import (
     DTYPES,
@@ -19,11 +24,6 @@ from tests.support.cuda_checks import (
     assert_same_bits,
 )
 from tests.support.op_checks import RNG, cu_seqlens
-from torch import Tensor
-from torch.library import opcheck
-
-from bert_unpad import ops
-from bert_unpad.batch import VarlenBatch
 
 pytestmark = GPU_ONLY
 

@@ -8,12 +8,12 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.cuda_checks import GPU_ONLY, assert_runs_on_the_current_stream
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad import ops
 from bert_unpad.distributed import BucketClip
+from tests.support.cuda_checks import GPU_ONLY, assert_runs_on_the_current_stream
 
 built = pytest.mark.skipif(find_spec("bert_unpad._C_cuda") is None, reason="built without nvcc")
 

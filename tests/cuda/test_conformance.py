@@ -4,14 +4,14 @@ import ctypes
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
-from tests.support.cuda_checks import GPU_ONLY
-from gpu_model import conformance
 
-ROOT = Path(__file__).resolve().parent.parent
+from gpu_model import conformance
+from tests.support.cuda_checks import GPU_ONLY
+from tests.support.paths import ROOT
+
 DTYPES = [torch.bfloat16, torch.float16]
 
 pytestmark = GPU_ONLY
@@ -26,8 +26,8 @@ def call(tmp_path_factory):
         pytest.skip("needs nvcc")
     library = tmp_path_factory.mktemp("conformance") / "conformance.so"
     command = [compiler, "-std=c++20", "--expt-relaxed-constexpr", "-arch=native", "-shared"]
-    command += ["-Xcompiler=-fPIC", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}"]
-    command += [str(ROOT / "tests" / "host_cuda" / "conformance.cu"), "-o", str(library)]
+    command += ["-Xcompiler=-fPIC", f"-I{ROOT / 'csrc'}", f"-I{ROOT}"]
+    command += [str(ROOT / "gpu_model" / "kernels" / "conformance.cu"), "-o", str(library)]
     subprocess.run(command, check=True)
     functions = ctypes.CDLL(str(library))
 

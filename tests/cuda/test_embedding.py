@@ -6,8 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from tests.support import reference
 import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from bert_unpad import ops
+from tests.support import reference
 from tests.support.cuda_checks import (
     DTYPES,
     GPU_ONLY,
@@ -16,10 +20,6 @@ from tests.support.cuda_checks import (
     assert_same_bits,
 )
 from tests.support.op_checks import RNG, results_of
-from torch import Tensor
-from torch.library import opcheck
-
-from bert_unpad import ops
 
 pytestmark = GPU_ONLY
 

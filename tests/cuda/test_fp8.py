@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+
+from bert_unpad import ops
+from bert_unpad.ops.fp8 import quantize_fp8
 from tests.support.cuda_checks import (
     DTYPES,
     GPU_ONLY,
@@ -11,10 +15,6 @@ from tests.support.cuda_checks import (
     assert_runs_on_the_current_stream,
     assert_same_bits,
 )
-from torch import Tensor
-
-from bert_unpad import ops
-from bert_unpad.ops.fp8 import quantize_fp8
 
 pytestmark = [
     *GPU_ONLY,

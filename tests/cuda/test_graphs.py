@@ -11,8 +11,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from tests.nn.test_bert import TINY, backward, make_inputs, make_model
 from torch import Tensor
+
+from tests.nn.test_bert import TINY, backward, make_inputs, make_model
 
 pytest.importorskip("tqdm", reason="the trainer needs the extra `pretrain`")
 pytest.importorskip("jsonargparse", reason="the trainer needs the extra `pretrain`")
@@ -22,11 +23,11 @@ from bert_unpad.batch import PackedInputs
 from bert_unpad.batch.graph_shapes import Buckets
 from bert_unpad.nn import BertForPreTraining, PreTrainingOutput
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
+from bert_unpad.pretrain.feed.steps import Step, StepCollator
 from bert_unpad.pretrain.gradients.accumulate import accumulate_gradient, seed_step
 from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner, StaticPass, check_graphs, sizes
 from bert_unpad.pretrain.output.metrics import Window
 from bert_unpad.pretrain.ranks import HostSums, Ranks
-from bert_unpad.pretrain.feed.steps import Step, StepCollator
 
 GPU = [
     pytest.mark.gpu,

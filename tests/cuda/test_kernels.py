@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+from benchmarks.lib import cuda_kernels, cuda_sass, cuda_table
+
 NAME = "_ZN10bert_unpad24attention_forward_kernelINS_4bf16ELi64EEEvv"
 
 SASS = f"""
@@ -48,12 +45,8 @@ arch = sm_80
 
 
 @pytest.fixture
-def scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    names = ("cuda_kernels", "cuda_sass", "cuda_table")
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return [importlib.import_module(name) for name in names]
+def scripts():
+    return [cuda_kernels, cuda_sass, cuda_table]
 
 
 def test_instructions_are_counted_by_kernel_and_architecture(scripts):

@@ -7,16 +7,16 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+from bert_unpad import ops
+from bert_unpad.ops import products
 from tests.support.cuda_checks import (
     GPU_ONLY,
     assert_graph_takes_new_values,
     assert_runs_on_the_current_stream,
     assert_same_bits,
 )
-from torch import Tensor
-
-from bert_unpad import ops
-from bert_unpad.ops import products
 
 pytestmark = GPU_ONLY
 LOW = [torch.bfloat16, torch.float16]

@@ -6,8 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from tests.support import reference
 import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from bert_unpad import ops
+from tests.support import reference
 from tests.support.cuda_checks import (
     DTYPES,
     GPU_ONLY,
@@ -15,10 +19,6 @@ from tests.support.cuda_checks import (
     assert_runs_on_the_current_stream,
     assert_same_bits,
 )
-from torch import Tensor
-from torch.library import opcheck
-
-from bert_unpad import ops
 
 pytestmark = GPU_ONLY
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tests.support import reference
 import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from bert_unpad import ops
+from tests.support import reference
 from tests.support.cuda_checks import (
     DTYPES,
     GPU_ONLY,
@@ -13,10 +17,6 @@ from tests.support.cuda_checks import (
     assert_same_bits,
 )
 from tests.support.op_checks import RNG, results_of
-from torch import Tensor
-from torch.library import opcheck
-
-from bert_unpad import ops
 
 pytestmark = GPU_ONLY
 

@@ -12,10 +12,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support.cuda_checks import DTYPES, GPU_ONLY, assert_runs_on_the_current_stream
 
 import bert_unpad
 from bert_unpad import ops
+from tests.support.cuda_checks import DTYPES, GPU_ONLY, assert_runs_on_the_current_stream
 
 built = pytest.mark.skipif(find_spec("bert_unpad._C_cuda") is None, reason="built without nvcc")
 

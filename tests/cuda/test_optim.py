@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.cuda_checks import DTYPES, GPU_ONLY, assert_runs_on_the_current_stream, assert_same_bits
-from tests.support.optim_reference import Rule, Truth, draw_state
 from torch import Tensor, nn
 
 from bert_unpad import ops
 from bert_unpad.optim import FusedAdam, FusedLAMB
+from tests.support.cuda_checks import (
+    DTYPES,
+    GPU_ONLY,
+    assert_runs_on_the_current_stream,
+    assert_same_bits,
+)
+from tests.support.optim_reference import Rule, Truth, draw_state
 
 pytestmark = GPU_ONLY
 # Below and above a vector and a block's 16,384 elements; nothing at all; an address that is no

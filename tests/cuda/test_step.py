@@ -14,22 +14,23 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import pytest
 import torch
-from tests.support.cuda_checks import GPU_ONLY
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.cuda_checks import GPU_ONLY
 
 pytest.importorskip("tqdm", reason="the trainer needs the extra `pretrain`")
 pytest.importorskip("jsonargparse", reason="the trainer needs the extra `pretrain`")
 
 from bert_unpad.batch import PackedInputs, VarlenBatch, pad, unpad
 from bert_unpad.nn import BertConfig, BertForPreTraining
-from bert_unpad.pretrain.gradients.clipping import Clipping, step_if
 from bert_unpad.pretrain.config import ClipConfig, OptimizerConfig
-from bert_unpad.pretrain.gradients.accumulate import accumulate_gradient, seed_step
-from bert_unpad.pretrain.output.metrics import Window
-from bert_unpad.pretrain.update.optimizer import build_optimizer, set_lr
-from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.feed.steps import Step, count_labels
+from bert_unpad.pretrain.gradients.accumulate import accumulate_gradient, seed_step
+from bert_unpad.pretrain.gradients.clipping import Clipping, step_if
+from bert_unpad.pretrain.output.metrics import Window
+from bert_unpad.pretrain.ranks import HostSums, Ranks
+from bert_unpad.pretrain.update.optimizer import build_optimizer, set_lr
 
 LENGTHS = [[40, 17, 0, 5], [33, 8], []]  # of a step's passes
 

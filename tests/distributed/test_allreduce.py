@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.processes import run_ranks
-from tests.support.pretrain_runs import losses, make_folder, run_in_turn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.distributed import BucketClip, HierarchicalAllreduce
+from tests.support.pretrain_runs import losses, make_folder, run_in_turn
+from tests.support.processes import run_ranks
 
 SIZES = (1, 7, 1000, 0, 33)
 

@@ -12,12 +12,12 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.processes import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.distributed import POLICIES, BucketClip, ClipBefore
 from bert_unpad.distributed.bucket_shares import Shares
+from tests.support.processes import run_ranks
 
 C = 0.5
 STEPS = 4

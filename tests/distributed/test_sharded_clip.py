@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.processes import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from bert_unpad.distributed import ShardedClip
+from tests.support.processes import run_ranks
 
 C = 0.5
 

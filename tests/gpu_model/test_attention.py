@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from tests.support import reference
 import torch
-from tests.support.model_attention import attention, model, plan
-from tests.support.model_checks import assert_every_site_is_needed
-from gpu_model.build import compiler
-from gpu_model.model import POLICIES, SHARED_BYTES
-from tests.support.op_checks import RNG
 from torch import Tensor
 
 from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch
+from gpu_model.build import compiler
+from gpu_model.model import POLICIES, SHARED_BYTES
+from tests.support import reference
+from tests.support.model_attention import attention, model, plan
+from tests.support.model_checks import assert_every_site_is_needed
+from tests.support.op_checks import RNG
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 

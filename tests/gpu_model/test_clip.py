@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
-from tests.support.model_checks import DTYPES, assert_every_site_is_needed
+
 from gpu_model import build
 from gpu_model.model import POLICIES, Model
+from tests.support.model_checks import DTYPES, assert_every_site_is_needed
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 F32, BF16, F16 = DTYPES
@@ -21,7 +22,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def model():
-    return Model(build.load(build.HERE / "clip.cpp"))
+    return Model(build.load(build.KERNELS / "clip.cpp"))
 
 
 def run(model, case, size, share, *, factor=0.5, shift=0, poison=None):

@@ -8,12 +8,12 @@ import math
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
+from tests.support.paths import CSRC
+
 SOURCE = """
 #include "cuda/gelu.h"
 using namespace bert_unpad;

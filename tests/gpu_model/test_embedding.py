@@ -9,16 +9,16 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from tests.support import reference
 import torch
-from tests.support.model_checks import assert_every_site_is_needed
-from gpu_model.build import compiler
-from gpu_model.model import POLICIES
-from tests.support.model_embedding import embedding, model, sort
-from tests.support.op_checks import RNG, embedding_ids, embedding_operands, results_of
 from torch import Tensor
 
 from bert_unpad import ops
+from gpu_model.build import compiler
+from gpu_model.model import POLICIES
+from tests.support import reference
+from tests.support.model_checks import assert_every_site_is_needed
+from tests.support.model_embedding import embedding, model, sort
+from tests.support.op_checks import RNG, embedding_ids, embedding_operands, results_of
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 

@@ -6,11 +6,11 @@ import ctypes
 
 import pytest
 import torch
-from tests.support.model_checks import DTYPES, assert_every_site_is_needed
-from gpu_model import build
-from gpu_model.model import POLICIES, Model
 
 from bert_unpad.ops.fp8 import quantize_fp8  # on a CPU: by PyTorch
+from gpu_model import build
+from gpu_model.model import POLICIES, Model
+from tests.support.model_checks import DTYPES, assert_every_site_is_needed
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 FORMATS = {False: torch.float8_e4m3fn, True: torch.float8_e5m2}  # by `e5m2`
@@ -18,7 +18,7 @@ FORMATS = {False: torch.float8_e4m3fn, True: torch.float8_e5m2}  # by `e5m2`
 
 @pytest.fixture(scope="module")
 def fp8():
-    return Model(build.load(build.HERE / "fp8.cpp"))
+    return Model(build.load(build.KERNELS / "fp8.cpp"))
 
 
 def aligned(values: torch.Tensor) -> torch.Tensor:

@@ -5,16 +5,17 @@ import ctypes
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support.model_checks import DTYPES, assert_every_site_is_needed
+
 from gpu_model import build
 from gpu_model.model import POLICIES, Model
+from tests.support.model_checks import DTYPES, assert_every_site_is_needed
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")
 def gelu():
-    return Model(build.load(build.HERE / "gelu.cpp"))
+    return Model(build.load(build.KERNELS / "gelu.cpp"))
 
 
 def run_gelu(model, dtype, bias_dtype, shape, tanh, seed=0):

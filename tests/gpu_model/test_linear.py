@@ -5,6 +5,7 @@ import ctypes
 import pytest
 import torch
 import torch.nn.functional as F
+
 from gpu_model import build
 from gpu_model.model import Model
 
@@ -15,7 +16,7 @@ LOW = (torch.bfloat16, torch.float16)
 
 @pytest.fixture(scope="module")
 def library():
-    model = Model(build.load(build.HERE / "linear.cpp"))
+    model = Model(build.load(build.KERNELS / "linear.cpp"))
     yield model
     model.clear()
 

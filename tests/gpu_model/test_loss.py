@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.support import reference
 import torch
-from tests.support.model_checks import DTYPES, assert_every_site_is_needed
+from torch import Tensor
+
 from gpu_model import build
 from gpu_model.model import POLICIES, Model
-from torch import Tensor
+from tests.support import reference
+from tests.support.model_checks import DTYPES, assert_every_site_is_needed
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 DLOSS = 0.37
@@ -16,7 +17,7 @@ DLOSS = 0.37
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return Model(build.load(build.HERE / "loss.cpp"))
+    return Model(build.load(build.KERNELS / "loss.cpp"))
 
 
 def unaligned(x: Tensor, elements: int) -> Tensor:

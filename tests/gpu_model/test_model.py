@@ -6,15 +6,15 @@ message.
 
 import re
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
-from tests.support.model_checks import NEEDED, assert_every_site_is_needed
+
 from gpu_model import build, conformance
 from gpu_model.model import POLICIES, Model
+from tests.support.model_checks import NEEDED, assert_every_site_is_needed
 
-HERE = Path(__file__).resolve().parent / "host_cuda"
+HERE = build.KERNELS
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 
@@ -164,7 +164,8 @@ def test_fault_is_reported_with_block_thread_and_line(faults, name, policy):
         with pytest.raises(RuntimeError, match=FAULTS[name]) as error:
             run(faults, name)
         head = re.match(
-            rf"{name}: block \(0, 0, 0\), thread \(\d+, 0, 0\), gpu_model/kernels/faults.cpp:(\d+): ",
+            rf"{name}: block \(0, 0, 0\), thread \(\d+, 0, 0\), "
+            r"gpu_model/kernels/faults.cpp:(\d+): ",
             str(error.value),
         )
         assert head is not None, str(error.value)

@@ -7,16 +7,16 @@ every order of threads, and a check that each barrier is needed.
 from __future__ import annotations
 
 import pytest
-from tests.support import reference
 import torch
-from tests.support.model_checks import assert_every_site_is_needed
-from gpu_model.build import compiler
-from gpu_model.model import POLICIES
-from tests.support.model_norm import layer_norm, model
-from tests.support.op_checks import RNG, results_of
 from torch import Tensor
 
 from bert_unpad import ops
+from gpu_model.build import compiler
+from gpu_model.model import POLICIES
+from tests.support import reference
+from tests.support.model_checks import assert_every_site_is_needed
+from tests.support.model_norm import layer_norm, model
+from tests.support.op_checks import RNG, results_of
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 

@@ -7,11 +7,12 @@ import dataclasses
 
 import pytest
 import torch
-from tests.support.model_checks import DTYPES, assert_every_site_is_needed
+from torch import Tensor
+
 from gpu_model import build
 from gpu_model.model import POLICIES, Model
+from tests.support.model_checks import DTYPES, assert_every_site_is_needed
 from tests.support.optim_reference import Rule, State, Truth, draw_state
-from torch import Tensor
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 CHUNK = 1 << 14  # kBlockElements
@@ -23,7 +24,7 @@ MANY = [(1 + i % 5,) for i in range(70)]
 
 @pytest.fixture(scope="module")
 def model():
-    return Model(build.load(build.HERE / "optim.cpp"))
+    return Model(build.load(build.KERNELS / "optim.cpp"))
 
 
 def _register(model: Model, tensors: list[Tensor], writable: bool = True) -> None:

@@ -4,6 +4,8 @@ import warnings
 
 import pytest
 import torch
+
+from bert_unpad import hf
 from tests.support.hf_models import (
     BATCH,
     MASKS,
@@ -19,8 +21,6 @@ from tests.support.hf_models import (
     run,
 )
 from tests.support.tolerances import assert_same_values
-
-from bert_unpad import hf
 
 pytestmark = [
     needs_unpad,

@@ -2,6 +2,10 @@
 
 import pytest
 import torch
+
+from bert_unpad import hf
+from bert_unpad.batch import VarlenBatch
+from bert_unpad.batch import unpad as pack
 from tests.support.hf_models import (
     MASKS,
     VOCAB,
@@ -13,10 +17,6 @@ from tests.support.hf_models import (
     run,
 )
 from tests.support.tolerances import assert_same_values
-
-from bert_unpad import hf
-from bert_unpad.batch import VarlenBatch
-from bert_unpad.batch import unpad as pack
 
 pytestmark = [
     needs_unpad,

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+
+from bert_unpad import hf
 from tests.support.hf_models import (
     MASKS,
     assert_same_step,
@@ -14,8 +16,6 @@ from tests.support.hf_models import (
 )
 from tests.support.processes import run_ranks
 from tests.support.tolerances import assert_same_values
-
-from bert_unpad import hf
 
 pytestmark = needs_unpad
 MASK = MASKS["right"]

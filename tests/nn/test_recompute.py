@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.nn.test_bert import TINY, backward, make_inputs, make_model
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from bert_unpad.nn import BertForPreTraining
+from tests.nn.test_bert import TINY, backward, make_inputs, make_model
 
 DROPOUT = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3}
 

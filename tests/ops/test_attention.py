@@ -5,8 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.support import reference
 import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
+
+from bert_unpad import ops
+from bert_unpad.batch import VarlenBatch
+from tests.support import reference
 from tests.support.op_checks import (
     RNG,
     assert_compiles_to_the_same_bits,
@@ -15,12 +21,6 @@ from tests.support.op_checks import (
     cu_seqlens,
     results_of_every_isa,
 )
-from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.library import opcheck
-
-from bert_unpad import ops
-from bert_unpad.batch import VarlenBatch
 
 LENGTHS = [200, 0, 1, 15, 16, 17, 63, 64, 65, 129]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -5,8 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from tests.support import reference
 import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from bert_unpad import ops
+from tests.support import reference
 from tests.support.op_checks import (
     assert_compiles_to_the_same_bits,
     assert_same_bits_whatever_the_threads,
@@ -14,10 +18,6 @@ from tests.support.op_checks import (
     embedding_operands,
     results_of,
 )
-from torch import Tensor
-from torch.library import opcheck
-
-from bert_unpad import ops
 
 RNG = torch.tensor([31415926, 2])
 ENTRIES = (90, 20, 2)  # word, position, token type

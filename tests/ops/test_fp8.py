@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.nn.test_bert import make_inputs, make_model
 from torch import Tensor
 from torch.library import opcheck
 
 from bert_unpad import ops
 from bert_unpad.ops.fp8 import quantize_fp8
+from tests.nn.test_bert import make_inputs, make_model
 
 FORMATS = {False: torch.float8_e4m3fn, True: torch.float8_e5m2}  # by `e5m2`
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+
 from tests.support.op_checks import results_of_every_isa
 
 # Whole vectors, strips and tails of every width; the same inputs for all instruction sets.

@@ -6,12 +6,10 @@ behind them are PyTorch's products, so what autograd makes of them can be compar
 
 from __future__ import annotations
 
-from tests.support import processes as mp
 import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from tests.support.reference import assert_as_good_as_pytorch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.library import opcheck
@@ -19,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad import ops
 from bert_unpad.ops import products
+from tests.support import processes as mp
+from tests.support.reference import assert_as_good_as_pytorch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMS = ["none", "tanh"]

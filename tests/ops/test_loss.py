@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.support import reference
 import torch
-from tests.support.op_checks import assert_same_bits_whatever_the_threads
 from torch import Tensor
 from torch.library import opcheck
 
 from bert_unpad import ops
+from tests.support import reference
+from tests.support.op_checks import assert_same_bits_whatever_the_threads
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

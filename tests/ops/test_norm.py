@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from tests.support import reference
 import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from bert_unpad import ops
+from tests.support import reference
 from tests.support.op_checks import (
     assert_compiles_to_the_same_bits,
     assert_same_bits_whatever_the_threads,
     results_of,
 )
-from torch import Tensor
-from torch.library import opcheck
-
-from bert_unpad import ops
 
 RNG = torch.tensor([987654321, 7])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.op_checks import assert_same_bits_whatever_the_threads
-from tests.support.optim_reference import Rule, Truth, draw_state
 from torch import Tensor
 from torch.library import opcheck
 
 from bert_unpad import ops
+from tests.support.op_checks import assert_same_bits_whatever_the_threads
+from tests.support.optim_reference import Rule, Truth, draw_state
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Below and above a vector, a strip and a chunk of 32,768 elements; nothing at all.

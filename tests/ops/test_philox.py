@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.support import reference
 import torch
 
 from bert_unpad import ops
+from tests.support import reference
 
 
 def test_reference_gives_the_published_vectors() -> None:

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from tests.support.optim_reference import Rule, Truth
 from torch import Tensor, nn
 
 from bert_unpad.optim import FusedAdam, FusedLAMB, decay_groups
+from tests.support.optim_reference import Rule, Truth
 
 SIZES = [(40, 30), (30,), (7, 11), (1,)]
 

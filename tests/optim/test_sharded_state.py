@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from tests.support.processes import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.optim import FusedAdam, FusedLAMB
+from tests.support.processes import run_ranks
 
 OPTIMIZERS = {
     "adam": (FusedAdam, {"lr": 1e-2, "weight_decay": 0.1}),

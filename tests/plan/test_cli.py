@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from bert_unpad.costs.measure import fit_link
 from bert_unpad.nn import BertConfig
 from bert_unpad.plan import Candidate, Device, Workload, intra_node_link, network_link
 from bert_unpad.plan.calibrate import Calibration
 from bert_unpad.plan.cli import main
 from bert_unpad.plan.inputs import QUICKSTART, hardware_of, workload_of
-from bert_unpad.costs.measure import fit_link
 from bert_unpad.plan.options import make_parser
 from bert_unpad.simulate import ComputeCost, Link
-from tests.mp import run_ranks
-from tests.test_plan import TINY, all_of
+from tests.plan.test_plan import TINY, all_of
+from tests.support.paths import CONFIGS
+from tests.support.processes import run_ranks
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 SMALL = ["--model=large", "--global-batch=512", "--steps=1000", "--nodes=3", "--network=1G"]
 
 

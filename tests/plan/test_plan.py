@@ -13,6 +13,17 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.lib.saved_activations import saved_by
+from bert_unpad.costs.cards import find_card
+from bert_unpad.costs.gradient_buckets import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    fill_buckets,
+    gradients,
+)
+from bert_unpad.costs.memory import layer_bytes_per_token, memory_of
+from bert_unpad.costs.sync import exposed_seconds, power_sgd_bytes, wire_bytes
+from bert_unpad.costs.timing import random_inputs
+from bert_unpad.costs.workload import cap_lengths
 from bert_unpad.data.sampling.histogram import wikipedia_lengths
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.nn.config import PRESETS
@@ -30,15 +41,9 @@ from bert_unpad.plan import (
     intra_node_link,
     network_link,
 )
-from bert_unpad.costs.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, fill_buckets, gradients
 from bert_unpad.plan.candidates import RECOMPUTE, candidates
-from bert_unpad.costs.cards import find_card
 from bert_unpad.plan.choose import why_none
-from bert_unpad.costs.sync import exposed_seconds, power_sgd_bytes, wire_bytes
-from bert_unpad.costs.memory import layer_bytes_per_token, memory_of
-from bert_unpad.costs.workload import cap_lengths
 from bert_unpad.simulate import Cluster, ComputeCost, Link
-from bert_unpad.costs.timing import random_inputs
 
 BASE, LARGE = (BertConfig(**PRESETS[name]) for name in ("bert-base", "bert-large"))
 TINY = BertConfig(

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tests.support.processes import TIMEOUT
 
-from bert_unpad.data.sampling.histogram import measure_histogram, sample_lengths
 from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
+from bert_unpad.data.sampling.histogram import measure_histogram, sample_lengths
 from bert_unpad.data.store.shards import ShardWriter
 from bert_unpad.simulate import Fill, StepModel, simulate
 from bert_unpad.simulate.cli import main

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.op_checks import RNG
 from torch import Tensor
 
 from bert_unpad import ops
+from tests.support.op_checks import RNG
 
 # Around the edges of fragments, warps and blocks.
 LENGTHS = [200, 0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513]

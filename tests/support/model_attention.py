@@ -7,12 +7,13 @@ import math
 from collections.abc import Sequence
 from functools import cache
 
-from tests.support import reference
 import torch
-from tests.support.model_checks import DTYPES, load_kernels
-from gpu_model.model import Model
-from tests.support.op_checks import cu_seqlens
 from torch import Tensor
+
+from gpu_model.model import Model
+from tests.support import reference
+from tests.support.model_checks import DTYPES, load_kernels
+from tests.support.op_checks import cu_seqlens
 
 
 class Packed(ctypes.Structure):

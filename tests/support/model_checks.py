@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Iterable
 
 import torch
-from gpu_model.build import HERE, load
+
+from gpu_model.build import KERNELS, load
 from gpu_model.model import POLICIES, Model, Site
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/common/types.h
@@ -18,7 +19,7 @@ NEEDED = r"race: |was never written|not waited for|never waited for"
 def load_kernels(name: str, size_function: str, params: type[ctypes.Structure]) -> Model:
     """The library of gpu_model/<name>.cpp, compiled if need be. Its `size_function` says how
     long the struct is that `params` mirrors."""
-    kernels = Model(load(HERE / f"{name}.cpp"))
+    kernels = Model(load(KERNELS / f"{name}.cpp"))
     size = getattr(kernels.library, size_function)
     size.restype = ctypes.c_int64
     assert size() == ctypes.sizeof(params)

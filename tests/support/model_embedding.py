@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-from tests.support.model_checks import DTYPES, load_kernels
-from gpu_model.model import Model
-from tests.support.model_norm import Buffers, RowNormParams, row_norm_params
 from torch import Tensor
+
+from gpu_model.model import Model
+from tests.support.model_checks import DTYPES, load_kernels
+from tests.support.model_norm import Buffers, RowNormParams, row_norm_params
 
 
 class TokenIds(ctypes.Structure):

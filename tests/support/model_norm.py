@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
-from tests.support import reference
 import torch
-from tests.support.model_checks import DTYPES, load_kernels
-from gpu_model.model import Model
 from torch import Tensor
+
+from gpu_model.model import Model
+from tests.support import reference
+from tests.support.model_checks import DTYPES, load_kernels
 
 
 class RowNormParams(ctypes.Structure):

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from tests.support import reference
 import torch
 from torch import Tensor
 
 from bert_unpad import _C, ops
 from bert_unpad.batch import VarlenBatch
+from tests.support import reference
 
 # The key of every test's dropout masks, where no other is asked for.
 RNG = torch.tensor([123456789, 42])

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from bert_unpad._files import replacing
-from bert_unpad.data.store.cache import cache_lock
 from bert_unpad.data.hdf5.layout import index_file
+from bert_unpad.data.store.cache import cache_lock
 from bert_unpad.data.store.shards import DamagedDataError
 
 __all__ = ["find_files", "length_index"]

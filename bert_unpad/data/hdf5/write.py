@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad._files import replacing
-from bert_unpad.data.store.dataset import ExampleDataset
-from bert_unpad.data.store.example_batch import ExampleBatch, Masks
 from bert_unpad.data.hdf5.layout import COLUMNS, Layout
 from bert_unpad.data.masking import TokenMasker
+from bert_unpad.data.store.dataset import ExampleDataset
+from bert_unpad.data.store.example_batch import ExampleBatch, Masks
 
 __all__ = ["masked_batch", "write_hdf5"]
 

@@ -35,7 +35,11 @@ def wikipedia_lengths() -> NDArray[np.int64]:
 
     Source: see the module's docstring.
     """
-    text = resources.files("bert_unpad.data").joinpath("wikipedia_lengths_512.txt").read_text()
+    text = (
+        resources.files("bert_unpad.data.sampling")
+        .joinpath("wikipedia_lengths_512.txt")
+        .read_text()
+    )
     return _parse(text, "wikipedia_lengths_512.txt")
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bert_unpad._balancer import WorkModel, pack
-from bert_unpad.data.sampling.epoch_sampler import EpochSampler, check_at_least
 from bert_unpad.data.sampling.balanced_sampler import efficiency
+from bert_unpad.data.sampling.epoch_sampler import EpochSampler, check_at_least
 
 __all__ = ["PackedSampler"]
 

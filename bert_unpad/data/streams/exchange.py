@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 
 from bert_unpad._balancer import WorkModel, deal
 from bert_unpad.data.collate import Prefetcher
-from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.sampling.balanced_sampler import efficiency
-from bert_unpad.data.streams.stream import ExampleStream, token_dtype
+from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.streams.position import StreamPosition
+from bert_unpad.data.streams.stream import ExampleStream, token_dtype
 from bert_unpad.data.streams.transport import Transport
 
 __all__ = ["ExampleExchange", "ExchangeError", "ExchangedStep"]

@@ -22,10 +22,15 @@ from urllib.parse import parse_qsl, urlencode
 import numpy as np
 
 from bert_unpad.data.collate import Prefetcher
-from bert_unpad.data.text.corpus import is_held_out, sentences_of, tokenize_in_memory
 from bert_unpad.data.store.example_batch import ExampleBatch
+from bert_unpad.data.streams.stream import (
+    check_rank,
+    refuse_other_ranks,
+    shuffle_by_key,
+    token_dtype,
+)
+from bert_unpad.data.text.corpus import is_held_out, sentences_of, tokenize_in_memory
 from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR, PairPlanner, gather_pairs
-from bert_unpad.data.streams.stream import check_rank, refuse_other_ranks, shuffle_by_key, token_dtype
 from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 
 if TYPE_CHECKING:

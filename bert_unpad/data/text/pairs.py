@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad.data.text.corpus import TokenizedCorpus
 from bert_unpad.data.store.shards import ShardWriter
+from bert_unpad.data.text.corpus import TokenizedCorpus
 from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 
 MIN_SEQ_LENGTH = 5  # [CLS] a [SEP] b [SEP] with one token each

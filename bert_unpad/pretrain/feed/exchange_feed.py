@@ -16,13 +16,13 @@ from bert_unpad._balancer import WorkModel
 from bert_unpad.batch.graph_shapes import Buckets
 from bert_unpad.data import PackedCollator, Prefetcher, pack_examples
 from bert_unpad.data.streams.exchange import ExampleExchange, ExchangedStep
-from bert_unpad.data.streams.stream import ShardStream
 from bert_unpad.data.streams.position import StreamPosition
+from bert_unpad.data.streams.stream import ShardStream
 from bert_unpad.data.streams.text_stream import TextStream
 from bert_unpad.pretrain.config import BatchingConfig
+from bert_unpad.pretrain.feed.steps import FeedState, Step, StepCollator
 from bert_unpad.pretrain.node_groups import common_node_size
 from bert_unpad.pretrain.ranks import Ranks
-from bert_unpad.pretrain.feed.steps import FeedState, Step, StepCollator
 
 __all__ = ["ExchangedFeed"]
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from bert_unpad.batch import PackedInputs
 from bert_unpad.batch.graph_shapes import Buckets
 from bert_unpad.data import ExampleBatch, Prefetcher
-from bert_unpad.data.sampling.packed_sampler import PackedSampler
 from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
+from bert_unpad.data.sampling.packed_sampler import PackedSampler
 
 __all__ = ["FeedState", "Step", "StepCollator", "count_labels", "endless_steps"]
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bert_unpad.pretrain.feed.steps import Step
 from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner
 from bert_unpad.pretrain.output.metrics import Window
 from bert_unpad.pretrain.ranks import HostSums, Ranks
-from bert_unpad.pretrain.feed.steps import Step
 
 __all__ = ["accumulate_gradient", "seed_step"]
 

@@ -20,8 +20,8 @@ from bert_unpad.distributed import BucketClip, ClipBefore
 from bert_unpad.pretrain.config import ClipConfig, CommConfig
 from bert_unpad.pretrain.gradients.comm_hooks import build_exchange
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
-from bert_unpad.pretrain.update.optimizer import local_optimizer
 from bert_unpad.pretrain.ranks import Ranks
+from bert_unpad.pretrain.update.optimizer import local_optimizer
 
 __all__ = ["Clipping", "GradientReport", "step_if"]
 

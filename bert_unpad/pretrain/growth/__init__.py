@@ -11,8 +11,8 @@ from bert_unpad.pretrain.growth.grow import add_layers, cut_layers, freeze, next
 from bert_unpad.pretrain.growth.layer_drop import layer_drop
 from bert_unpad.pretrain.growth.lengths import lengths
 from bert_unpad.pretrain.growth.mslt import mslt
-from bert_unpad.pretrain.growth.stage import Growth, Setting, Stage
 from bert_unpad.pretrain.growth.stacking import stacking
+from bert_unpad.pretrain.growth.stage import Growth, Setting, Stage
 
 __all__ = [
     "SCHEDULES",

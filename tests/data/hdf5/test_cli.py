@@ -10,6 +10,8 @@ from bert_unpad.data.masking import TokenMasker, most_frequent_token_rate
 
 pytest.importorskip("h5py")
 
+from bert_unpad.data.hdf5 import write_hdf5
+from bert_unpad.data.hdf5.cli import main, write_shard
 from tests.support.hdf5_files import (
     EXAMPLES,
     PREDICTIONS,
@@ -19,9 +21,6 @@ from tests.support.hdf5_files import (
     raw_examples,
     write_folder,
 )
-
-from bert_unpad.data.hdf5 import write_hdf5
-from bert_unpad.data.hdf5.cli import main, write_shard
 
 
 @pytest.fixture(scope="module")

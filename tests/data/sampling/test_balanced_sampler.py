@@ -10,6 +10,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from bert_unpad.data.sampling.balanced_sampler import BalancedSampler, WorkModel
 from bert_unpad.data.sampling.epoch_sampler import as_lengths
 from bert_unpad.data.sampling.histogram import (
     all_lengths,
@@ -17,7 +18,6 @@ from bert_unpad.data.sampling.histogram import (
     sample_lengths,
     wikipedia_lengths,
 )
-from bert_unpad.data.sampling.balanced_sampler import BalancedSampler, WorkModel
 
 STRATEGIES = ("stratified", "random")
 

@@ -10,8 +10,8 @@ import pytest
 
 from bert_unpad._balancer import WorkModel
 from bert_unpad.data import PackedSampler
-from bert_unpad.data.sampling.histogram import sample_lengths
 from bert_unpad.data.sampling.balanced_sampler import efficiency
+from bert_unpad.data.sampling.histogram import sample_lengths
 
 
 def samplers(lengths, ranks, rows, **options):

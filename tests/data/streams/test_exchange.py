@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
-from tests.support.processes import run_ranks
 
-from bert_unpad.data.store.example_batch import ExampleBatch, Masks
-from bert_unpad.data.streams.exchange import ExampleExchange, ExchangeError
-from bert_unpad.data.sampling.histogram import sample_lengths
 from bert_unpad.data.sampling.balanced_sampler import WorkModel
+from bert_unpad.data.sampling.histogram import sample_lengths
+from bert_unpad.data.store.example_batch import ExampleBatch, Masks
 from bert_unpad.data.store.shards import Example, ShardDataset, ShardWriter
+from bert_unpad.data.streams.exchange import ExampleExchange, ExchangeError
 from bert_unpad.data.streams.stream import IterableStream, ShardStream
+from tests.support.processes import run_ranks
 
 VOCABULARY = 1000
 WORK = WorkModel(1.0, 0.001)

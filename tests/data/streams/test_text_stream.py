@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from tests.support.pretrain_runs import WORDS, losses, tiny_settings, uses
 
 from bert_unpad.data import DataConfig, TokenMasker, WordPieceTokenizer, pack_examples, prepare
-from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.hdf5.cli import main as hdf5_main
+from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.streams.text_stream import TextStream
 from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import ConfigError, read_config
+from tests.support.pretrain_runs import WORDS, losses, tiny_settings, uses
 
 datasets = pytest.importorskip("datasets")
 

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from bert_unpad.data import corpus
+from bert_unpad.data.text import corpus
 from bert_unpad.data.text.corpus import Spool
 from bert_unpad.data.text.sources import HuggingFaceSource
 

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.processes import run_ranks, start_ranks
-from tests.support.pretrain_runs import finish, losses, make_folder, run_in_turn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.optim import FusedAdam
-from bert_unpad.pretrain.gradients.clipping import Clipping, step_if
 from bert_unpad.pretrain.config import ClipConfig, CommConfig, ConfigError, read_config
+from bert_unpad.pretrain.gradients.clipping import Clipping, step_if
 from bert_unpad.pretrain.ranks import Ranks
+from tests.support.pretrain_runs import finish, losses, make_folder, run_in_turn
+from tests.support.processes import run_ranks, start_ranks
 
-ROOT = Path(__file__).resolve().parents[1]
 STEPS = 18
 POWER = ["--comm.hook", "power_sgd", "--comm.start", "3"]
 LOCAL = ["--comm.hook", "post_local_sgd", "--comm.start", "3", "--comm.local_sgd_group", "1"]
@@ -176,10 +174,9 @@ def test_groups_that_do_not_fit(size, message):
 
 
 def _tune(arguments: list[str]) -> int:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    import tune_buckets
+    from benchmarks import bucket_size
 
-    return tune_buckets.main(arguments)
+    return bucket_size.main(arguments)
 
 
 def test_buckets_are_sized_by_measurement(folder):

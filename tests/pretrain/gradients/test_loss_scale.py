@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.pretrain_runs import losses, make_folder, run_in_turn
 from torch import nn
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
@@ -16,6 +15,7 @@ from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.pretrain.config import ConfigError, LossScaleConfig, read_config
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
 from bert_unpad.pretrain.output.metrics import read_json_lines
+from tests.support.pretrain_runs import losses, make_folder, run_in_turn
 
 STEPS = 12
 BASE = ["--schedule.epochs", "null", "--schedule.total_steps", str(STEPS), "--optimizer.lr", "3e-3"]

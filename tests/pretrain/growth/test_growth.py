@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.support.processes import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
@@ -33,6 +32,7 @@ from bert_unpad.pretrain.growth import (
 from bert_unpad.pretrain.growth.layer_drop import keep_probabilities
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
 from bert_unpad.pretrain.update.schedule import lr_factor
+from tests.support.processes import run_ranks
 
 SETTING = Setting(seed=3, total_steps=100, layers=12, max_seq_length=128)
 

@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.support.pretrain_runs import losses, make_folder, run_in_turn
 
 from bert_unpad.pretrain.config import ConfigError, read_config
 from bert_unpad.pretrain.output.metrics import read_json_lines
+from tests.support.pretrain_runs import losses, make_folder, run_in_turn
 
 BASE = ["--schedule.epochs", "null", "--schedule.total_steps", "6", "--optimizer.lr", "3e-3"]
 BASE += ["--checkpoint.every", "3", "--checkpoint.keep_last", "9", "--logging.progress", "none"]
