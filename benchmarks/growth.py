@@ -5,8 +5,8 @@
 
 Trains a model of 12 layers on the quickstart text, with each schedule and seed, on one process of
 one thread. What an update of each stage costs is measured apart (benchmarks/lib/growth_cost.py),
-with all stages taking turns: seconds of CPU time, bytes of gradients that a rank hands to the exchange,
-and memory. The cost of a run is that of its updates. Both are kept in --folder and not repeated; a
+with all stages taking turns: seconds of CPU time, bytes of gradients that a rank sends, and memory.
+The cost of a run is that of its updates. Both are kept in --folder and not repeated; a
 run that was stopped goes on. Writes benchmarks/results/cpu/growth.json and growth.png.
 """
 

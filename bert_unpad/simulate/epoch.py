@@ -1,7 +1,7 @@
 """One epoch on all ranks: how much of each step the ranks spend working rather than waiting.
 
-Examples are dealt to ranks as in training (`bert_unpad.data.sampling.balanced_sampler` asks the same
-balancer); only the time of a step is a model, in which a rank is busy in proportion to its work.
+The same balancer that training uses deals the examples to the ranks; only the time of a step is a
+model, in which a rank is busy in proportion to its work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bert_unpad.data.sampling.epoch_sampler import as_lengths
 __all__ = ["STRATEGIES", "Fill", "SimulationResult", "simulate"]
 
 # What travels of an example (`bert_unpad.data.store.example_batch`): ids as uint16 and a record;
-# before that its length as int64, from its rank to all others of the exchange, so that they can plan.
+# before that its length as int64, from its rank to all others of the exchange.
 TOKEN_BYTES, EXAMPLE_BYTES, LENGTH_BYTES = 2, 12, 8
 
 _EXCHANGES = [f"/{who}/{how}" for who in ("group", "world") for how in ("plain", "snake", "lpt")]

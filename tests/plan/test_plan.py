@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,6 +43,7 @@ from bert_unpad.plan import (
 from bert_unpad.plan.candidates import RECOMPUTE, candidates
 from bert_unpad.plan.choose import why_none
 from bert_unpad.simulate import Cluster, ComputeCost, Link
+from tests.support.paths import ROOT
 
 BASE, LARGE = (BertConfig(**PRESETS[name]) for name in ("bert-base", "bert-large"))
 TINY = BertConfig(
@@ -126,7 +126,7 @@ def test_power_sgd_sends_thin_matrices():
 
 
 def test_layers_keep_what_was_counted():
-    path = Path(__file__).parent.parent / "benchmarks/results/cpu/memory.json"
+    path = ROOT / "benchmarks/results/cpu/memory.json"
     rows = [r for r in json.loads(path.read_text())["results"] if "bert_unpad" in r["contender"]]
     assert len(rows) == 12
     for row in rows:

@@ -1,9 +1,10 @@
 """Forward and backward passes as CUDA graphs: one launch a pass instead of hundreds.
 
-Batches come padded to a few shapes (`bert_unpad.batch.graph_shapes`). For each of them, the first batch runs a few times as usual, on a stream of its own, and is then
-captured, whole: forward pass, loss, backward pass into `.grad`. From then on a pass copies its
-inputs into the captured buffers and replays. All that differs from pass to pass is in buffers: the
-batch, the loss's factors, and the dropout keys, which are drawn outside as the model itself would
+Batches come padded to a few shapes (`bert_unpad.batch.graph_shapes`). The first batch of each shape
+runs a few times as usual, on a stream of its own, and is then captured, whole: forward pass, loss,
+backward pass into `.grad`. From then on a pass copies its inputs into the captured buffers and
+replays. All that differs from pass to pass is in buffers: the batch, the loss's factors, and the
+dropout keys, which are drawn outside as the model itself would
 draw them. Attention takes part without changes: its launches follow from the bucket's sizes and
 bounds, and lengths and order are read on the device.
 
