@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT
+
 for package in ("jsonargparse", "tokenizers", "matplotlib"):  # of the quickstart
     pytest.importorskip(package)
 
-ROOT = Path(__file__).resolve().parent.parent
 
 # Runs each command in a fork, without what the quickstart does not install. The packages that all
 # of them need are imported once.
@@ -67,10 +68,10 @@ print(json.dumps(results))
 
 # What needs more than the quickstart installs; and the extra that has it.
 NEEDS = {
-    "benchmarks/model.py": "hf",
-    "benchmarks/hf.py": "hf",
-    "benchmarks/memory.py": "hf",
-    "benchmarks/host.py": "hf",
+    "benchmarks.model": "hf",
+    "benchmarks.hf": "hf",
+    "benchmarks.memory": "hf",
+    "benchmarks.host": "hf",
     "examples/finetune.py": "hf",
     "examples/embedding_server.py": "serve",
 }
@@ -98,16 +99,17 @@ def readme_commands() -> list[list[str]]:
 
 def test_every_command_runs_or_says_what_to_install(tmp_path):
     commands = readme_commands()
-    assert {command[0] for command in commands} > set(NEEDS)
+    commands = [["-m", *c[1:]] if c[0] == "-m" else [str(ROOT / c[0]), *c[1:]] for c in commands]
+    names = [c[1] if c[0] == "-m" else str(Path(c[0]).relative_to(ROOT)) for c in commands]
+    assert set(names) > set(NEEDS)
     short, expected = [], []
-    for first, *rest in commands:
-        extra = NEEDS.get(first) if "cuda" not in rest else None
-        path = first if first == "-m" else str(ROOT / first)
+    for name, command in zip(names, commands, strict=True):
+        extra = NEEDS.get(name) if "cuda" not in command else None
         if extra is None:
             # All imports are those of the whole command; of a module keep its name.
-            short.append([path, *(rest[:1] if first == "-m" else []), "--help"])
+            short.append([*command[: 2 if command[0] == "-m" else 1], "--help"])
         else:
-            short.append([path, *rest])
+            short.append(command)
         expected.append(extra)
     hidden = ("transformers", "accelerate", "peft", "h5py", "optuna", "h11")
     results = run_hidden(short, hidden, tmp_path)

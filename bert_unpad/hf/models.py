@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from bert_unpad import ops as _registers_operators  # noqa: F401
-from bert_unpad.ops.attention import HEAD_DIMS
 from bert_unpad.batch.rows import gather_rows
-from bert_unpad.hf.plain_modules import untouched
 from bert_unpad.hf.fallback import recording_reason, warn_stock
 from bert_unpad.hf.layers import LayerAdapter
 from bert_unpad.hf.packing import Packing
+from bert_unpad.hf.plain_modules import untouched
+from bert_unpad.ops.attention import HEAD_DIMS
 
 __all__ = ["STOCK", "ModelAdapter", "PackedModel", "bind", "first_is_read", "packing_or_reason"]
 

@@ -19,23 +19,23 @@ import torch
 from torch import Tensor
 
 from bert_unpad.nn import BertForPreTraining
-from bert_unpad.pretrain.output.checkpoint import Checkpointer
-from bert_unpad.pretrain.gradients.clipping import step_if
 from bert_unpad.pretrain.config import PretrainConfig
-from bert_unpad.pretrain.output.display import Display
 from bert_unpad.pretrain.evaluate import Evaluator
+from bert_unpad.pretrain.feed.steps import FeedState, Step
 from bert_unpad.pretrain.gradients.accumulate import accumulate_gradient, seed_step
+from bert_unpad.pretrain.gradients.clipping import step_if
 from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
 from bert_unpad.pretrain.interrupt import StopRequest
-from bert_unpad.pretrain.output.metrics import JsonLines, Stopwatch, Window, averages, examples_path
-from bert_unpad.pretrain.update.optimizer import set_lr, state_bytes
+from bert_unpad.pretrain.output.checkpoint import Checkpointer
+from bert_unpad.pretrain.output.display import Display
 from bert_unpad.pretrain.output.matmul_peak import MatmulPeak
-from bert_unpad.pretrain.ranks import HostSums, Ranks
+from bert_unpad.pretrain.output.metrics import JsonLines, Stopwatch, Window, averages, examples_path
 from bert_unpad.pretrain.output.run_dir import Progress
-from bert_unpad.pretrain.update.schedule import warmup_updates
+from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.stages import Stages
-from bert_unpad.pretrain.feed.steps import FeedState, Step
+from bert_unpad.pretrain.update.optimizer import set_lr, state_bytes
+from bert_unpad.pretrain.update.schedule import warmup_updates
 
 __all__ = ["Trainer"]
 

@@ -21,22 +21,22 @@ from bert_unpad import ops
 from bert_unpad._malloc import keep_freed_memory
 from bert_unpad.data import PreparedData, prepare
 from bert_unpad.data.store.cache import default_cache_dir
-from bert_unpad.pretrain.output.checkpoint import Checkpointer
-from bert_unpad.pretrain.output.checkpoint_files import newest_checkpoint
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
 from bert_unpad.pretrain.evaluate import Evaluator
-from bert_unpad.pretrain.output.folders import check_folders
 from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner, check_graphs
 from bert_unpad.pretrain.growth import Setting, plan_growth
 from bert_unpad.pretrain.interrupt import StopRequest
 from bert_unpad.pretrain.loop import Trainer
-from bert_unpad.pretrain.output.metrics import drop_later_examples
 from bert_unpad.pretrain.model import build_model, check_model
+from bert_unpad.pretrain.output.checkpoint import Checkpointer
+from bert_unpad.pretrain.output.checkpoint_files import newest_checkpoint
+from bert_unpad.pretrain.output.folders import check_folders
 from bert_unpad.pretrain.output.matmul_peak import measure_matmul_peak
-from bert_unpad.pretrain.ranks import Ranks, join_ranks
+from bert_unpad.pretrain.output.metrics import drop_later_examples
 from bert_unpad.pretrain.output.report import is_reported, write_report
 from bert_unpad.pretrain.output.run_dir import Progress, on_first, save_settings
 from bert_unpad.pretrain.output.run_lock import RunLock, run_lock
+from bert_unpad.pretrain.ranks import Ranks, join_ranks
 from bert_unpad.pretrain.stages import DATA_ERRORS, Stages
 
 __all__ = ["forward_context", "main", "pretrain"]

@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad import ops
-from bert_unpad.ops.attention import HEAD_DIMS
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import BertForPreTraining
+from bert_unpad.ops.attention import HEAD_DIMS
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.gradients.clipping import Clipping
 from bert_unpad.pretrain.gradients.comm_hooks import SETTLING_PASSES

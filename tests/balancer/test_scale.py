@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.processes import TIMEOUT
 
 from bert_unpad import _balancer
 from bert_unpad.data.sampling.histogram import sample_lengths
+from tests.support.processes import TIMEOUT
 
 # A process of its own, which loads nothing but numpy and the planner, so that its peak is theirs.
 # CPU time, as a test machine may have other work, beside that of a sort, as it may be slow.

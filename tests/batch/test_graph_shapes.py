@@ -7,13 +7,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tests.nn.test_bert import TINY, backward, make_inputs, make_model
-from tests.support.tolerances import assert_same_gradients, assert_same_values
 
 from bert_unpad import ops
 from bert_unpad.batch import PackedInputs, VarlenBatch, pad, unpad
 from bert_unpad.batch.graph_shapes import Bucket, Buckets, pad_to
 from bert_unpad.nn import BertForPreTraining
+from tests.nn.test_bert import TINY, backward, make_inputs, make_model
+from tests.support.tolerances import assert_same_gradients, assert_same_values
 
 BATCHES = [[12, 9, 0, 5, 1], [24, 24, 24, 24, 24, 24], [3] * 9, [], [0, 0], [1]]
 BUCKETS = Buckets(sequences=6, max_seqlen=TINY.max_position_embeddings, masked_share=0.15)

@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+
 from tests.support.tolerances import assert_same_values
 
 pytest.importorskip("transformers")

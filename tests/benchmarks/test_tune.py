@@ -10,7 +10,7 @@ import pytest
 
 optuna = pytest.importorskip("optuna", reason="the search needs the extra `tune`")
 
-from benchmarks import tune  # noqa: E402
+from benchmarks import tune
 
 
 def lines_of(run_dir: Path, lr: float, best: float) -> list[dict]:

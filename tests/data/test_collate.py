@@ -7,7 +7,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from tests.support.processes import TIMEOUT
 
 from bert_unpad.data import (
     PackedCollator,
@@ -17,6 +16,7 @@ from bert_unpad.data import (
     WordPieceTokenizer,
 )
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
+from tests.support.processes import TIMEOUT
 
 
 @pytest.fixture(scope="module")

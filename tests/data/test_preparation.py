@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.processes import TIMEOUT
 
 import bert_unpad.data
 from bert_unpad.data import DataConfig, ShardWriter, WordPieceTokenizer, prepare
 from bert_unpad.data.store.cache import cache_lock
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
+from tests.support.processes import TIMEOUT
 
 WORDS = ["the", "of", "packed", "token", "batch", "model", "reads", "every", "then", "learns"]
 

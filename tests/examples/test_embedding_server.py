@@ -6,12 +6,10 @@ import http.client
 import json
 import select
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +18,9 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("tokenizers")
 pytest.importorskip("h11")
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-import embedding_server
-from embedding_server import Batcher, Limits, Refused, Server
-
 from bert_unpad.data import WordPieceTokenizer
+from examples import embedding_server
+from examples.embedding_server import Batcher, Limits, Refused, Server
 
 WAIT = 60  # seconds; nothing here takes long
 

@@ -1,6 +1,5 @@
 """The example of fine-tuning runs, and does what it says, on a tiny model."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
 pytest.importorskip("tokenizers")
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-import finetune
+from examples import finetune
 
 WORDS = {"fish": "salmon trout carp pike", "birds": "raven eagle heron swan"}
 

@@ -4,6 +4,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import nn
+
+from bert_unpad import hf
+from bert_unpad.hf import attention_v4
 from tests.support.hf_models import (
     BATCH,
     MASKS,
@@ -17,10 +21,6 @@ from tests.support.hf_models import (
     run,
 )
 from tests.support.tolerances import assert_same_values
-from torch import nn
-
-from bert_unpad import hf
-from bert_unpad.hf import tables
 
 pytestmark = pytest.mark.filterwarnings("ignore::bert_unpad.hf.StockFallbackWarning")
 CASES = [
@@ -134,7 +134,7 @@ class TableAttention(nn.Module):
 def test_a_class_made_for_a_table(kind, packed_calls):
     torch.manual_seed(0)
     stock = TableAttention()
-    ours = tables.packed_bert_attention(TableAttention)()
+    ours = attention_v4.packed_bert_attention(TableAttention)()
     ours.load_state_dict(stock.state_dict())
     mask, keep, added = MASKS[kind], torch.ones(BATCH, SEQLEN, dtype=torch.bool), None
     if mask is not None:
@@ -156,6 +156,6 @@ def test_a_class_made_for_a_table(kind, packed_calls):
 
 
 def test_a_transformers_without_tables_is_refused(monkeypatch):
-    monkeypatch.setattr(tables.importlib, "import_module", lambda name: ModuleType(name))
+    monkeypatch.setattr(attention_v4.importlib, "import_module", lambda name: ModuleType(name))
     with pytest.raises(ImportError, match="neither uses the attention interface nor has BERT_SELF"):
-        tables.register()
+        attention_v4.register()

@@ -2,11 +2,19 @@
 
 import pytest
 import torch
-from tests.support.hf_models import MASKS, assert_same_step, call_arguments, clone, make, needs_unpad, run
-from tests.support.tolerances import assert_same_values
 from torch.nn import functional
 
 from bert_unpad import hf
+from tests.support.hf_models import (
+    MASKS,
+    assert_same_step,
+    call_arguments,
+    clone,
+    make,
+    needs_unpad,
+    run,
+)
+from tests.support.tolerances import assert_same_values
 
 pytestmark = needs_unpad
 MASK = MASKS["right"]
@@ -23,16 +31,16 @@ FIRST = (
 @pytest.fixture
 def ffn_rows(monkeypatch):
     """Watches how many rows the feed-forward half of each layer computes."""
-    from bert_unpad.hf import dense
+    from bert_unpad.hf import plain_modules
 
     rows = []
-    original = dense.activation
+    original = plain_modules.activation
 
     def activation(module, x, bias):
         rows.append(x.shape[:-1].numel())
         return original(module, x, bias)
 
-    monkeypatch.setattr(dense, "activation", activation)
+    monkeypatch.setattr(plain_modules, "activation", activation)
     return rows
 
 

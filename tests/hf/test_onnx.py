@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.support.hf_models import MASKS, call_arguments, clone, make, needs_unpad
 
 from bert_unpad import hf
 from bert_unpad.hf import fallback
+from tests.support.hf_models import MASKS, call_arguments, clone, make, needs_unpad
 
 UNPADDED = ("BertModel", "RobertaForMaskedLM", "DistilBertForSequenceClassification")
 # Without dynamo, the stock BertModel cannot be exported: it gets an argument twice.

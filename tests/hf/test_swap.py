@@ -8,6 +8,10 @@ import sys
 
 import pytest
 import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from bert_unpad import hf
 from tests.support.hf_models import (
     MASKS,
     NAMES,
@@ -23,10 +27,6 @@ from tests.support.hf_models import (
 )
 from tests.support.processes import TIMEOUT
 from tests.support.tolerances import STEP
-from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
-
-from bert_unpad import hf
 
 pytestmark = needs_unpad
 MASK = MASKS["right"]

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support.tolerances import assert_same_gradients, assert_same_values
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.nn.flops import forward_flops, padded_training_flops, training_flops
+from tests.support.tolerances import assert_same_gradients, assert_same_values
 
 TINY = BertConfig(
     vocab_size=61,

@@ -8,12 +8,12 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.tolerances import assert_same_gradients, assert_same_values
 from torch.utils.flop_counter import FlopCounterMode
 
 from bert_unpad.batch import PackedInputs, VarlenBatch, pad, unpad
 from bert_unpad.nn import BertConfig, BertForPreTraining, weights
 from bert_unpad.nn.flops import forward_flops
+from tests.support.tolerances import assert_same_gradients, assert_same_values
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.support.processes import TIMEOUT, free_port, join_ranks, start_ranks
-from tests.support.pretrain_runs import go_on, tiny_settings, wait_until_paused, write_corpus
 
 from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import read_config
 from bert_unpad.pretrain.output.metrics import read_json_lines
+from tests.support.paths import ROOT
+from tests.support.pretrain_runs import go_on, tiny_settings, wait_until_paused, write_corpus
+from tests.support.processes import TIMEOUT, free_port, join_ranks, start_ranks
 
 STEPS = 30
 KILLED_AT = 6
@@ -28,7 +29,6 @@ if "RANK" in os.environ:
     from tests.support.pretrain_runs import pause_after
     pause_after({step}, Path({signs!r}))
 """
-ROOT = Path(__file__).parents[1]
 
 
 def _settings(folder: Path) -> dict:
@@ -89,7 +89,7 @@ def test_a_worker_killed_under_torchrun_is_replaced(tmp_path):
         "GPUS": "2",  # processes: the configuration asks for the CPU
         "RESTARTS": "1",
         "PYTHON": sys.executable,
-        "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "tests"))),
+        "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT))),
         "PET_MONITOR_INTERVAL": "0.1",
     }
     with (tmp_path / "log").open("w") as log:

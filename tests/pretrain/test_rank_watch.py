@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.processes import free_port, run_ranks, start_ranks
-from tests.support.pretrain_runs import TIMEOUT, make_folder
 
 from bert_unpad.distributed import HierarchicalAllreduce
 from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
 from bert_unpad.pretrain.loop import Trainer
 from bert_unpad.pretrain.node_groups import node_group
-from bert_unpad.pretrain.ranks import Ranks, join_ranks
 from bert_unpad.pretrain.rank_watch import RankError, RankWatch, open_store
+from bert_unpad.pretrain.ranks import Ranks, join_ranks
+from tests.support.pretrain_runs import TIMEOUT, make_folder
+from tests.support.processes import free_port, run_ranks, start_ranks
 
 HOST = socket.gethostname()
 

@@ -16,6 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from bert_unpad.data import DataConfig, prepare
+from bert_unpad.pretrain.output.checkpoint_files import newest_checkpoint
+from bert_unpad.pretrain.output.metrics import read_json_lines
 from tests.support.pretrain_runs import (
     GLOBAL_BATCH,
     finish,
@@ -28,10 +32,6 @@ from tests.support.pretrain_runs import (
     start_pausing,
     uses,
 )
-
-from bert_unpad.data import DataConfig, prepare
-from bert_unpad.pretrain.output.checkpoint_files import newest_checkpoint
-from bert_unpad.pretrain.output.metrics import read_json_lines
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ import sys
 
 import numpy as np
 import pytest
-from tests.support.processes import TIMEOUT
 
 from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
 from bert_unpad.data.sampling.histogram import measure_histogram, sample_lengths
 from bert_unpad.data.store.shards import ShardWriter
 from bert_unpad.simulate import Fill, StepModel, simulate
 from bert_unpad.simulate.cli import main
+from tests.support.processes import TIMEOUT
 
 
 def test_simulation_is_of_what_the_sampler_does():

@@ -6,8 +6,9 @@ import copy
 
 import pytest
 import torch
-from tests.support.tolerances import STEP, assert_same_gradients, assert_same_values
 from torch import nn
+
+from tests.support.tolerances import STEP, assert_same_gradients, assert_same_values
 
 transformers = pytest.importorskip("transformers", minversion="4.57")
 UNPADS = int(transformers.__version__.split(".")[0]) >= 5

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tests.support.processes import TIMEOUT, free_port, join_ranks, start_ranks
 
 from bert_unpad.data import DataConfig, prepare
 from bert_unpad.pretrain import main
 from bert_unpad.pretrain.output.metrics import JsonLines, read_json_lines
+from tests.support.processes import TIMEOUT, free_port, join_ranks, start_ranks
 
 __all__ = [
     "GLOBAL_BATCH",

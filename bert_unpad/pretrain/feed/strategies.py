@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, closing
 
 from bert_unpad.batch.graph_shapes import Buckets
 from bert_unpad.data import PreparedData
-from bert_unpad.data.sampling.packed_sampler import PackedSampler
 from bert_unpad.data.sampling.balanced_sampler import BalancedSampler, WorkModel
+from bert_unpad.data.sampling.packed_sampler import PackedSampler
 from bert_unpad.pretrain.config import PretrainConfig
 from bert_unpad.pretrain.feed.exchange_feed import ExchangedFeed
-from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.feed.steps import FeedState, Step, StepCollator, endless_steps
+from bert_unpad.pretrain.ranks import Ranks
 
 __all__ = ["Sampler", "build_sampler", "feed_steps"]
 

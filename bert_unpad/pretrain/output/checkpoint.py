@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from bert_unpad._files import sync_folder
+from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.output.checkpoint_files import (
     all_checkpoints,
     checkpoint_name,
@@ -38,10 +39,9 @@ from bert_unpad.pretrain.output.checkpoint_files import (
     write_checksums,
 )
 from bert_unpad.pretrain.output.checkpoint_reader import CheckpointPlanner, CheckpointReader
-from bert_unpad.pretrain.config import ConfigError
-from bert_unpad.pretrain.update.optimizer import local_optimizer
-from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.output.run_lock import RunLock
+from bert_unpad.pretrain.ranks import Ranks
+from bert_unpad.pretrain.update.optimizer import local_optimizer
 
 __all__ = ["Checkpointer"]
 

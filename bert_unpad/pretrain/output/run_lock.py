@@ -27,8 +27,8 @@ from typing import Any
 
 from bert_unpad._files import set_aside
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
-from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.output.run_dir import on_first
+from bert_unpad.pretrain.ranks import Ranks
 
 __all__ = ["RunLock", "run_lock"]
 

@@ -19,9 +19,9 @@ from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
 
 h5py = pytest.importorskip("h5py")
 
-from bert_unpad.data.hdf5 import Hdf5Dataset  # noqa: E402
-from bert_unpad.data.hdf5.index import find_files  # noqa: E402
-from tests.support.hdf5_files import (  # noqa: E402
+from bert_unpad.data.hdf5 import Hdf5Dataset
+from bert_unpad.data.hdf5.index import find_files
+from tests.support.hdf5_files import (
     EXAMPLES,
     LONGEST,
     VOCAB,

@@ -6,13 +6,13 @@ import dataclasses
 import math
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import yaml
 
 from bert_unpad.pretrain.config import ConfigError, ModelConfig, read_config
 from bert_unpad.pretrain.update.schedule import warmup_updates
+from tests.support.paths import CONFIGS
 
 BASE = ["--batching.global_batch_size", "8", "--schedule.total_steps", "10"]
 
@@ -181,7 +181,7 @@ def test_global_batch_must_split_evenly():
         config.batching.per_rank(3)
 
 
-RECIPES = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+RECIPES = sorted(CONFIGS.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.support.processes import TIMEOUT, start_ranks
 
 from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import read_config
 from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.update.schedule import lr_factor, warmup_updates
+from tests.support.paths import CONFIGS
+from tests.support.processes import TIMEOUT, start_ranks
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 TINY = {
     "model": {
         "hidden_size": 16,

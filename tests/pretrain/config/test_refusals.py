@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tests.support.pretrain_runs import tiny_settings, write_corpus
 
 from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import ConfigError, read_config
-from bert_unpad.pretrain.output.folders import check_folders
 from bert_unpad.pretrain.model import check_model
+from bert_unpad.pretrain.output.folders import check_folders
 from bert_unpad.pretrain.ranks import Ranks, threads_per_process
+from tests.support.pretrain_runs import tiny_settings, write_corpus
 
 ALONE = Ranks(0, 1, torch.device("cpu"), None)
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from bert_unpad.pretrain.output.metrics import read_json_lines
 from tests.support.pretrain_runs import (
     finish,
     go_on,
@@ -19,8 +21,6 @@ from tests.support.pretrain_runs import (
     start_pausing,
     uses,
 )
-
-from bert_unpad.pretrain.output.metrics import read_json_lines
 
 # Without dropout losses depend on the global batches alone, not on which rank trains on what.
 EXCHANGE = (

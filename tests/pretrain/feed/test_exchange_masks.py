@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from tests.support.pretrain_runs import losses, run_in_turn, tiny_settings, uses
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.config import read_config
-from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.model import build_model
+from bert_unpad.pretrain.output.metrics import read_json_lines
+from tests.support.pretrain_runs import losses, run_in_turn, tiny_settings, uses
 
 pytest.importorskip("h5py")
 

@@ -7,16 +7,16 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from tests.support.processes import run_ranks
-from tests.support.tolerances import STEP, assert_same_gradients
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import BertConfig, BertForPreTraining
+from bert_unpad.pretrain.feed.strategies.steps import Step, count_labels
 from bert_unpad.pretrain.gradients.accumulate import accumulate_gradient
-from bert_unpad.pretrain.output.metrics import Window, averages
 from bert_unpad.pretrain.model import replicate
+from bert_unpad.pretrain.output.metrics import Window, averages
 from bert_unpad.pretrain.ranks import HostSums, Ranks
-from bert_unpad.pretrain.feed.steps import Step, count_labels
+from tests.support.processes import run_ranks
+from tests.support.tolerances import STEP, assert_same_gradients
 
 LENGTHS = [9, 3, 7, 12, 1, 5, 8, 4]
 # Which sequences of the global batch each rank gets; the last split leaves one rank without any.

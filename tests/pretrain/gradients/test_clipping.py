@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tests.support.processes import free_port, start_ranks
-from tests.support.pretrain_runs import WORDS, finish, in_turn, tiny_settings, write_corpus
 from torch import nn
 
 from bert_unpad.data import DataConfig, prepare
 from bert_unpad.pretrain import loop
-from bert_unpad.pretrain.gradients.clipping import Clipping, step_if
 from bert_unpad.pretrain.config import ClipConfig
+from bert_unpad.pretrain.gradients.clipping import Clipping, step_if
 from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.ranks import Ranks
+from tests.support.pretrain_runs import WORDS, finish, in_turn, tiny_settings, write_corpus
+from tests.support.processes import free_port, start_ranks
 
 STEPS = 24
 POISONED = 8  # the step, on rank 1

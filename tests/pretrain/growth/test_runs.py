@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tests.support.processes import free_port, start_ranks
-from tests.support.pretrain_runs import WORDS, finish, in_turn, tiny_settings, write_corpus
 
 from bert_unpad.data import DataConfig, prepare
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain import main
 from bert_unpad.pretrain.output.metrics import read_json_lines
+from tests.support.pretrain_runs import WORDS, finish, in_turn, tiny_settings, write_corpus
+from tests.support.processes import free_port, start_ranks
 
 STEPS = 12
 MSLT = {"growth": {"name": "mslt", "layers": [1, 2, 4], "joint_share": 0.25}}

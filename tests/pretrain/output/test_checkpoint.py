@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.processes import run_ranks
 from torch.distributed.checkpoint import CheckpointException
 
+from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.output.checkpoint import Checkpointer
 from bert_unpad.pretrain.output.checkpoint_files import newest_checkpoint, write_checksums
-from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.output.metrics import JsonLines, Window, read_json_lines
 from bert_unpad.pretrain.ranks import Ranks
+from tests.support.processes import run_ranks
 
 ALONE = Ranks(0, 1, torch.device("cpu"), None)
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tests.support.processes import TIMEOUT, start_ranks
 
 from bert_unpad.data import WordPieceTokenizer
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain import main, peak
 from bert_unpad.pretrain.config import ConfigError, LoggingConfig, read_config
 from bert_unpad.pretrain.output.display import Display
-from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.output.matmul_peak import MatmulPeak, measure_matmul_peak
+from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.ranks import threads_per_process
+from tests.support.processes import TIMEOUT, start_ranks
 
 TEXT = ["The cat sat on the mat.", "A dog ran after the cat.", "The mat was red.", "Rain fell."]
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.pretrain_runs import finish, losses, make_folder, start, wait_for_step
 
 from bert_unpad.pretrain import checkpoint, run_lock
 from bert_unpad.pretrain.config import ConfigError
-from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.output.run_lock import RunLock
+from bert_unpad.pretrain.ranks import Ranks
+from tests.support.pretrain_runs import finish, losses, make_folder, start, wait_for_step
 
 ELSEWHERE = {"host": "elsewhere", "boot": "b", "pid": 4321, "since": "2025-01-02 03:04:05 +0000"}
 
