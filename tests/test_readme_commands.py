@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -82,7 +83,14 @@ def run_hidden(
 ) -> list[tuple[int, str]]:
     """Exit code and output of each command, without these packages."""
     command = [sys.executable, "-c", RUN, json.dumps([hidden, commands])]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=folder, timeout=500)
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        timeout=500,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0
     return json.loads(done.stdout)
 

@@ -23,7 +23,7 @@ from bert_unpad.batch import PackedInputs
 from bert_unpad.batch.graph_shapes import Buckets
 from bert_unpad.nn import BertForPreTraining, PreTrainingOutput
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
-from bert_unpad.pretrain.feed.strategies.steps import Step, StepCollator
+from bert_unpad.pretrain.feed.steps import Step, StepCollator
 from bert_unpad.pretrain.gradients.accumulate import accumulate_gradient, seed_step
 from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner, StaticPass, check_graphs, sizes
 from bert_unpad.pretrain.output.metrics import Window

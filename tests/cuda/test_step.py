@@ -25,7 +25,7 @@ pytest.importorskip("jsonargparse", reason="the trainer needs the extra `pretrai
 from bert_unpad.batch import PackedInputs, VarlenBatch, pad, unpad
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.pretrain.config import ClipConfig, OptimizerConfig
-from bert_unpad.pretrain.feed.strategies.steps import Step, count_labels
+from bert_unpad.pretrain.feed.steps import Step, count_labels
 from bert_unpad.pretrain.gradients.accumulate import accumulate_gradient, seed_step
 from bert_unpad.pretrain.gradients.clipping import Clipping, step_if
 from bert_unpad.pretrain.output.metrics import Window

@@ -10,7 +10,7 @@ import torch
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import BertConfig, BertForPreTraining
-from bert_unpad.pretrain.feed.strategies.steps import Step, count_labels
+from bert_unpad.pretrain.feed.steps import Step, count_labels
 from bert_unpad.pretrain.gradients.accumulate import accumulate_gradient
 from bert_unpad.pretrain.model import replicate
 from bert_unpad.pretrain.output.metrics import Window, averages

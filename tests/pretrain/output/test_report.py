@@ -13,8 +13,9 @@ import yaml
 
 from bert_unpad.data import WordPieceTokenizer
 from bert_unpad.nn import BertForPreTraining
-from bert_unpad.pretrain import main, peak
+from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import ConfigError, LoggingConfig, read_config
+from bert_unpad.pretrain.output import matmul_peak
 from bert_unpad.pretrain.output.display import Display
 from bert_unpad.pretrain.output.matmul_peak import MatmulPeak, measure_matmul_peak
 from bert_unpad.pretrain.output.metrics import read_json_lines
@@ -112,7 +113,9 @@ def test_peak_is_measured():
 
 def test_peak_is_that_of_the_products_that_are_made(monkeypatch):
     rates = {torch.bfloat16: 5e10, torch.float32: 2e11}
-    monkeypatch.setattr(peak, "_measure", lambda device, dtype: MatmulPeak(rates[dtype], 8, dtype))
+    monkeypatch.setattr(
+        matmul_peak, "_measure", lambda device, dtype: MatmulPeak(rates[dtype], 8, dtype)
+    )
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         assert measure_matmul_peak(torch.device(device), torch.bfloat16).dtype == dtype
     rates[torch.bfloat16] = 4e11

@@ -16,11 +16,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from bert_unpad.pretrain import checkpoint, run_lock
 from bert_unpad.pretrain.config import ConfigError
+from bert_unpad.pretrain.output import checkpoint, run_lock
 from bert_unpad.pretrain.output.run_lock import RunLock
 from bert_unpad.pretrain.ranks import Ranks
-from tests.support.pretrain_runs import finish, losses, make_folder, start, wait_for_step
+from tests.support.pretrain_runs import (
+    finish,
+    go_on,
+    losses,
+    make_folder,
+    start,
+    start_pausing,
+)
 
 ELSEWHERE = {"host": "elsewhere", "boot": "b", "pid": 4321, "since": "2025-01-02 03:04:05 +0000"}
 
@@ -230,14 +237,12 @@ def test_a_file_system_without_flocks(folder, monkeypatch):
 def test_a_second_run_is_refused_on_all_ranks_and_the_first_goes_on(tmp_path):
     make_folder(tmp_path)
     run_dir = tmp_path / "run"
-    first = start(tmp_path, "run", 1)
-    wait_for_step(run_dir, first, lambda step: step >= 5)
-    os.kill(first[0].pid, signal.SIGSTOP)
+    first = start_pausing(tmp_path, "run", 1, 5)
     before = sorted(path.relative_to(run_dir) for path in run_dir.rglob("*"))
     arguments = ("--run_dir", str(run_dir), "--resume", "never")
     codes, output = finish(tmp_path, "second", start(tmp_path, "second", 2, *arguments))
     after = sorted(path.relative_to(run_dir) for path in run_dir.rglob("*"))
-    os.kill(first[0].pid, signal.SIGCONT)
+    go_on(run_dir)
     assert codes == [2, 2], output
     assert after == before
     for text in (output, (tmp_path / "second.log.1").read_text()):
