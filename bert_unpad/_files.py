@@ -1,13 +1,15 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and JSON files from outside."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-__all__ = ["replacing", "set_aside", "sync_folder", "write_text"]
+__all__ = ["read_json_object", "replacing", "set_aside", "sync_folder", "write_text"]
 
 
 @contextlib.contextmanager
@@ -53,3 +55,21 @@ def sync_folder(path: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads a JSON file that holds an object.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it holds something else, or is damaged; the message names the file.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path} does not exist; expected a JSON file") from error
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or nested too deeply
+        raise ValueError(f"{path}: expected JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(found).__name__}")
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -16,6 +15,12 @@ LAYOUTS = {"hf": huggingface, "google": google, "nvidia": nvidia}
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command.
+
+    Returns:
+        The exit status: 0, 1 for a checkpoint that cannot be converted, or 2 where a file is not
+        there.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m bert_unpad.convert",
         description="Converts BERT pretraining checkpoints between the layouts in use.",
@@ -31,21 +36,31 @@ def main(argv: list[str] | None = None) -> int:
         help="list what is missing or unknown and convert all the same, unknown tensors too",
     )
     args = parser.parse_args(argv)
+
+    def fail(message: object, status: int = 1) -> int:
+        print(f"{parser.prog}: {message}", file=sys.stderr)
+        return status
+
+    if args.config is not None and not args.config.is_file():
+        return fail(f"--config: {args.config} does not exist; expected a JSON file", 2)
     try:
         conversion = LAYOUTS[args.source_layout].read(args.source, args.config)
-        conversion.check_shapes()
-    except (OSError, ValueError, json.JSONDecodeError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
+        conversion.check_tensors()
+    except FileNotFoundError as error:
+        return fail(f"source: {error}", 2)
+    except (OSError, ValueError) as error:
+        return fail(error)
     report = conversion.report()
     for label, names in (("missing", report.missing), ("unknown", report.unexpected)):
         for name in names:
             print(f"{label}: {name}", file=sys.stderr)
     if report and not args.allow_partial:
-        print(f"{parser.prog}: nothing written; --allow-partial converts the rest", file=sys.stderr)
-        return 1
+        return fail("nothing written; --allow-partial converts the rest")
     for note in conversion.notes:
         print(note, file=sys.stderr)
-    LAYOUTS[args.target_layout].write(conversion, args.target)
+    try:
+        LAYOUTS[args.target_layout].write(conversion, args.target)
+    except (OSError, ValueError) as error:
+        return fail(f"target: {error}")
     print(f"{len(conversion)} tensors written to {args.target}")
     return 0

@@ -32,18 +32,11 @@ class Conversion(dict[str, Tensor]):
             unexpected=tuple(sorted(self.keys() - wanted.keys())),
         )
 
-    def check_shapes(self) -> None:
-        """Raises a ValueError that names the tensors whose shape is not the configuration's."""
+    def check_tensors(self) -> None:
+        """Raises a ValueError that names the tensors of a wrong shape or dtype."""
         wanted = expected_shapes(self.config)
-        wrong = [
-            f"{name} is {list(self[name].shape)}, expected {list(wanted[name])}"
-            for name in sorted(wanted.keys() & self.keys())
-            if tuple(self[name].shape) != wanted[name]
-        ]
-        if wrong:
-            raise ValueError(
-                f"tensors whose shape does not fit the configuration: {'; '.join(wrong)}"
-            )
+        common = sorted(wanted.keys() & self.keys())
+        weights.check_tensors(self, {name: wanted[name] for name in common})
 
 
 def expected_shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:

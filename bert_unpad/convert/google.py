@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from bert_unpad.convert.conversion import Conversion, expected_shapes
-from bert_unpad.convert.tensor_bundle import TensorBundle, write_bundle
+from bert_unpad.convert.tensor_bundle import TensorBundle, index_path, write_bundle
 from bert_unpad.nn.config import BertConfig
 
 __all__ = ["google_name", "read", "write"]
@@ -57,6 +57,11 @@ def read(path: Path, config_path: Path | None = None) -> Conversion:
             of TensorFlow 2's objects.
     """
     prefix = _prefix(path)
+    if not index_path(prefix).is_file():
+        raise FileNotFoundError(
+            f"{index_path(prefix)} does not exist; expected a checkpoint's prefix or index, or a "
+            "folder with one checkpoint"
+        )
     config = BertConfig.from_json(config_path or prefix.with_name(CONFIG_FILE))
     bundle = TensorBundle(prefix)
     if "_CHECKPOINTABLE_OBJECT_GRAPH" in bundle.keys():  # noqa: SIM118

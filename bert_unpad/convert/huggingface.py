@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 
 from bert_unpad._files import replacing
 from bert_unpad.convert.conversion import Conversion
 from bert_unpad.nn import weights
 from bert_unpad.nn.config import BertConfig
+from bert_unpad.nn.weight_files import WEIGHTS_FILE, read_tensors
 
 __all__ = ["read", "write"]
 
@@ -22,14 +22,17 @@ def read(path: Path, config_path: Path | None = None) -> Conversion:
     """Reads a directory; `config_path` replaces its config.json.
 
     Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: the configuration is not that of such a model.
+        FileNotFoundError: the directory or a file is missing.
+        ValueError: the configuration is not that of such a model, a file is damaged, or the index
+            names a file outside the directory.
     """
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"{path} does not exist; expected a folder with {weights.CONFIG_FILE} and "
+            f"{WEIGHTS_FILE}"
+        )
     config = BertConfig.from_json(config_path or path / weights.CONFIG_FILE)
-    tensors: dict[str, Tensor] = {}
-    for file in weights._weight_files(path):
-        tensors.update(load_file(file))
-    found = dict(weights._modern_names(tensors))
+    found = dict(weights._modern_names(read_tensors(path)))
     weights._drop_derived(found)
     return Conversion(found, config)
 
@@ -38,7 +41,7 @@ def write(conversion: Conversion, path: Path) -> None:
     """Writes a directory, which is made if need be; each file appears whole or not at all."""
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.contiguous() for name, t in conversion.items()}
-    with replacing(path / weights.WEIGHTS_FILE) as temporary:
+    with replacing(path / WEIGHTS_FILE) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
     values = conversion.config.to_dict() | {"architectures": ["BertForPreTraining"]}
     dtypes = {str(t.dtype).removeprefix("torch.") for t in tensors.values()}

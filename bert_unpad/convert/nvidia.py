@@ -6,9 +6,12 @@ decoder's tied weight is written out, and the vocabulary is padded to a multiple
 
 from __future__ import annotations
 
+import pickle
 import re
+import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +30,13 @@ _WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 _DECODER = "cls.predictions.decoder.weight"
 _MLM_BIAS = "cls.predictions.bias"
 _VOCAB = (_WORD_EMBEDDINGS, _DECODER, _MLM_BIAS)
+
+# What PyTorch raises of a damaged file: it runs the file's instructions, which allow only tensors
+# and plain values to be made, but does not check what they are given.
+_DAMAGE = (
+    *(pickle.UnpicklingError, RuntimeError, EOFError, struct.error, MemoryError, AssertionError),
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+)
 
 
 def from_nvidia(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
@@ -50,7 +60,7 @@ def from_nvidia(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, 
     if decoder is not None:
         found.setdefault(_WORD_EMBEDDINGS, decoder)
     for name in _VOCAB:
-        if name in found and found[name].shape[0] == config.padded_vocab_size:
+        if name in found and found[name].shape[:1] == (config.padded_vocab_size,):
             found[name] = found[name][: config.vocab_size]
     return found
 
@@ -81,27 +91,50 @@ def read(path: Path, config_path: Path | None = None) -> Conversion:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: no configuration is given, or the file is not such a checkpoint.
+        ValueError: no configuration is given, or the file is damaged or no such checkpoint.
     """
     if config_path is None:
         raise ValueError("layout nvidia holds no configuration: give --config")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; expected a file of torch.save")
     config = BertConfig.from_json(config_path)
-    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    loaded = _load(path)
     # DeepLearningExamples wraps the weights together with the optimizer's state.
     tensors = loaded.get("model", loaded) if isinstance(loaded, dict) else loaded
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise ValueError(f"{path} holds no state dict of tensors")
+    if not isinstance(tensors, dict) or not all(map(_is_named_tensor, tensors.items())):
+        raise ValueError(f"{path} holds no state dict of tensors, each stored as a whole")
     found = from_nvidia(tensors, config)
     before = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     notes = [
-        f"{name}: left out {before[name].shape[0] - found[name].shape[0]} rows that pad the "
-        "vocabulary"
+        f"{name}: left out {len(before[name]) - len(found[name])} rows that pad the vocabulary"
         for name in _VOCAB
-        if name in found and name in before and before[name].shape[0] > found[name].shape[0]
+        if name in found and name in before and before[name].shape != found[name].shape
     ]
     if tensors is not loaded:
         notes += [f"left out: {name}" for name in loaded if name != "model"]
     return Conversion(found, config, tuple(notes))
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except _DAMAGE as error:
+        # What follows the first line is advice of PyTorch, to trust the file.
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"{path}: expected a complete file of tensors ({reason})") from error
+
+
+def _is_named_tensor(item: tuple[object, object]) -> bool:
+    """Whether this is a name and a dense tensor in memory; a small file may declare a huge one."""
+    name, tensor = item
+    return (
+        isinstance(name, str)
+        and isinstance(tensor, Tensor)
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.is_quantized or tensor.is_nested)
+        and tensor.nbytes <= tensor.untyped_storage().nbytes()
+    )
 
 
 def write(conversion: Conversion, path: Path) -> None:

@@ -34,7 +34,7 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
             raise ValueError("the data ends within a number")
         value |= (data[at] & 0x7F) << shift
         at += 1
-        if data[at - 1] < 0x80:
+        if data[at - 1] < 0x80 and value < 1 << 64:
             return value, at
     raise ValueError("a number has more than 64 bits")
 
@@ -59,8 +59,19 @@ def read_table(data: bytes) -> dict[bytes, bytes]:
     _, at = _handle(data, len(data) - _FOOTER)  # of the block of meta data, which is empty
     index, _ = _handle(data, at)
     pairs: dict[bytes, bytes] = {}
-    for _, handle in _entries(_block(data, index)):
-        pairs.update(_entries(_block(data, _handle(handle, 0)[0])))
+    # A small table cannot stand for a huge one: no block is read twice, and keys that share bytes
+    # are together no longer than they can be where every 16th is whole.
+    read, room = 0, _RESTART_INTERVAL * len(data)
+    for _, entry in _entries(_block(data, index)):
+        (offset, size), _ = _handle(entry, 0)
+        if offset < read:
+            raise ValueError(f"the block at {offset} begins within the one before")
+        read = offset + size
+        for key, value in _entries(_block(data, (offset, size))):
+            room -= len(key)
+            if room < 0:
+                raise ValueError("its keys are longer than the table can hold")
+            pairs[key] = value
     return pairs
 
 

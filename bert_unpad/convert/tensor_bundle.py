@@ -9,6 +9,7 @@ tensorflow/core/util/tensor_bundle/tensor_bundle.cc, which writes the index unco
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -79,10 +80,10 @@ class TensorBundle:
         try:
             entries = read_table(path.read_bytes())
             header = dict(_fields(entries.pop(b"", b"")))
-            self._shards = header.get(1, 0)
+            self._shards = _integer(header, 1)
             if self._shards < 1:
                 raise ValueError("it has no header of a tensor bundle")
-            if header.get(2, 0):
+            if _integer(header, 2):
                 raise ValueError("its tensors are big-endian")
             self._entries = {key.decode(): _entry(value) for key, value in entries.items()}
         except ValueError as error:
@@ -110,19 +111,19 @@ class TensorBundle:
         dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
             raise ValueError(f"{name} has TensorFlow's dtype number {entry.dtype}: not supported")
-        expected = int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize
+        if math.prod(size for size in entry.shape if size) * dtype.itemsize >= 1 << 63:
+            raise ValueError(f"{name}: {list(entry.shape)} is no shape of a tensor")
+        expected = math.prod(entry.shape) * dtype.itemsize
         if entry.size != expected:
             raise ValueError(
                 f"{name}: {list(entry.shape)} of {dtype} are {expected} bytes, got {entry.size}"
             )
         path = data_path(self.prefix, entry.shard, self._shards)
-        with open(path, "rb") as file:
-            file.seek(entry.offset)
-            data = np.fromfile(file, np.uint8, entry.size)
-        if data.size != entry.size:
+        if entry.offset + entry.size > path.stat().st_size:
             raise ValueError(
                 f"{path} is cut off: {name} is at {entry.offset} to {entry.offset + entry.size}"
             )
+        data = np.fromfile(path, np.uint8, entry.size, offset=entry.offset)
         if masked_crc32c(data) != entry.crc:
             raise ValueError(f"{path} is damaged: the checksum of {name} is wrong")
         if not data.size:  # of which PyTorch refuses a view
@@ -161,14 +162,14 @@ def write_bundle(prefix: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _entry(message: bytes) -> _Entry:
     found = dict(_fields(message))
-    shape = [value for number, value in _fields(found.get(2, b"")) if number == 2]
+    shape = [value for number, value in _fields(_bytes(found.get(2, b""))) if number == 2]
     return _Entry(
-        dtype=found.get(1, 0),
-        shape=tuple(dict(_fields(dimension)).get(1, 0) for dimension in shape),
-        shard=found.get(3, 0),
-        offset=found.get(4, 0),
-        size=found.get(5, 0),
-        crc=found.get(6, 0),
+        dtype=_integer(found, 1),
+        shape=tuple(_integer(dict(_fields(_bytes(dimension))), 1) for dimension in shape),
+        shard=_integer(found, 3),
+        offset=_integer(found, 4),
+        size=_integer(found, 5),
+        crc=_integer(found, 6),
         sliced=7 in found,
     )
 
@@ -195,6 +196,19 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
         else:
             raise ValueError(f"a field has wire type {kind}: this is no protocol buffer")
         yield tag >> 3, value
+
+
+def _integer(fields: Mapping[int, Any], number: int) -> int:
+    value = fields.get(number, 0)
+    if not isinstance(value, int):
+        raise ValueError(f"expected a number in field {number}")
+    return value
+
+
+def _bytes(value: object) -> bytes:
+    if not isinstance(value, bytes):
+        raise ValueError("expected a message within a message")
+    return value
 
 
 def _number(field: int, value: int) -> bytes:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from bert_unpad._files import replacing
+from bert_unpad._files import read_json_object, replacing
 
 __all__ = ["PRESETS", "BertConfig"]
 
@@ -47,6 +47,11 @@ _REQUIRED = {
     "tie_word_embeddings": True,
 }
 
+# Far above any model in use. A damaged file cannot ask for more memory than a machine can count, or
+# for more layers than can be listed.
+_MAX_SIZE = 2**24
+_MAX_LAYERS = 1024
+
 # Tensor cores want the vocabulary's dimension in steps of 16 bytes, which is 8 of bf16 or fp16.
 _VOCAB_MULTIPLE = 8
 
@@ -58,9 +63,9 @@ class BertConfig:
     The fields have the names and defaults of Hugging Face's `BertConfig`.
 
     Raises:
-        ValueError: a size is not positive, hidden_size is not a multiple of num_attention_heads, a
-            probability lies outside [0, 1), hidden_act is not a GELU, or `extra` asks for a model
-            that this one is not (see the error's text).
+        ValueError: a size is not positive or above any model in use, hidden_size is not a multiple
+            of num_attention_heads, a probability lies outside [0, 1), hidden_act is not a GELU, or
+            `extra` asks for a model that this one is not (see the error's text).
     """
 
     vocab_size: int = 30522
@@ -92,8 +97,9 @@ class BertConfig:
             "type_vocab_size",
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+            most = _MAX_LAYERS if name == "num_hidden_layers" else _MAX_SIZE
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise ValueError(f"{name} must be an integer >= 1 and <= {most}, got {value!r}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) must be a multiple of "
@@ -101,13 +107,13 @@ class BertConfig:
             )
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             value = getattr(self, name)
-            if not 0 <= value < 1:
+            if not _is_finite(value) or not 0 <= value < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {value!r}")
         for name in ("initializer_range", "layer_norm_eps"):
             value = getattr(self, name)
-            if not value > 0:
+            if not _is_finite(value) or not value > 0:
                 raise ValueError(f"{name} must be > 0, got {value!r}")
-        if self.hidden_act not in _GELU:
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in _GELU:
             raise ValueError(f"hidden_act must be one of {sorted(_GELU)}, got {self.hidden_act!r}")
         for name, value in _REQUIRED.items():
             if self.extra.get(name, value) != value:
@@ -149,15 +155,23 @@ class BertConfig:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is not a JSON object, or not the configuration of such a model.
+            ValueError: it is not a JSON object, or not the configuration of such a model; the
+                message names the file.
         """
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}")
-        return cls.from_dict(values)
+        values = read_json_object(path)
+        try:
+            return cls.from_dict(values)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Writes a config.json; the file appears whole or not at all."""
         text = json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
+
+
+def _is_finite(value: object) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) <= sys.float_info.max

@@ -208,6 +208,4 @@ class BertForPreTraining(nn.Module):
             overrides: fields of the configuration to replace, for example a dropout rate.
         """
         config = weights.read_config(directory, overrides)
-        model = cls(config)
-        weights.load(model, directory, strict=strict)
-        return model
+        return weights.load(lambda: cls(config), directory, strict=strict)

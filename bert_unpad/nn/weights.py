@@ -9,22 +9,21 @@ reported by name; nothing is dropped in silence.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from bert_unpad._files import replacing
 from bert_unpad.nn.config import BertConfig
+from bert_unpad.nn.weight_files import WEIGHTS_FILE, read_tensors
 
 if TYPE_CHECKING:
     from bert_unpad.nn.pretraining import BertForPreTraining
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["LoadReport", "load", "load_state_dict", "read_config", "save", "to_hf_state_dict"]
 
 CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 _QKV = re.compile(r"(.*\.attention\.self\.)qkv\.(weight|bias)")
 _QKV_PARTS = ("query", "key", "value")
@@ -99,9 +96,19 @@ def load_state_dict(
         What was missing and unexpected.
 
     Raises:
-        ValueError: strict and something is missing or unexpected; a shape does not fit; the
-            decoder is not tied to the word embedding.
+        ValueError: strict and something is missing or unexpected; a shape does not fit; a tensor
+            is not of floating point; the decoder is not tied to the word embedding.
     """
+    report, pairs = _match(model, tensors, strict)
+    for target, tensor in pairs:
+        target.copy_(tensor)
+    return report
+
+
+def _match(
+    model: BertForPreTraining, tensors: Mapping[str, Tensor], strict: bool
+) -> tuple[LoadReport, list[tuple[Tensor, Tensor]]]:
+    """What is missing and unexpected, and each tensor of the model with the one for it."""
     found = dict(_modern_names(tensors))
     _drop_derived(found)
     targets = {
@@ -117,17 +124,31 @@ def load_state_dict(
         raise ValueError(
             f"the checkpoint does not fit the model ({report}); strict=False loads the rest"
         )
-    common = targets.keys() & found.keys()
+    common = sorted(targets.keys() & found.keys())
+    check_tensors(found, {name: targets[name].shape for name in common})
+    return report, [(targets[name], found[name]) for name in common]
+
+
+def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Checks that the tensors that `shapes` names have these shapes, and are of floating point.
+
+    Raises:
+        ValueError: they have not; the message names them.
+    """
     wrong = [
-        f"{name} is {list(found[name].shape)}, expected {list(targets[name].shape)}"
-        for name in sorted(common)
-        if found[name].shape != targets[name].shape
+        f"{name} is {list(tensors[name].shape)}, expected {list(shape)}"
+        for name, shape in shapes.items()
+        if tensors[name].shape != torch.Size(shape)
     ]
     if wrong:
         raise ValueError(f"tensors whose shape does not fit the configuration: {'; '.join(wrong)}")
-    for name in common:
-        targets[name].copy_(found[name])
-    return report
+    wrong = [
+        f"{name} is {tensors[name].dtype}"
+        for name in shapes
+        if not tensors[name].is_floating_point()
+    ]
+    if wrong:
+        raise ValueError(f"expected tensors of floating point, but {'; '.join(wrong)}")
 
 
 def read_config(
@@ -145,23 +166,30 @@ def read_config(
 
 
 def load(
-    model: BertForPreTraining, directory: str | os.PathLike[str], strict: bool = True
-) -> LoadReport:
-    """Reads model.safetensors, or the shards that its index names, into the model.
+    make: Callable[[], BertForPreTraining], directory: str | os.PathLike[str], strict: bool = True
+) -> BertForPreTraining:
+    """Makes a model and fills it from model.safetensors, or from the shards that its index names.
 
-    Args and errors are those of `load_state_dict`; what does not fit is logged if not strict.
+    What does not fit is logged if not strict.
+
+    Args:
+        make: gives the model. Called first without memory for the weights, to see that they fit.
+        directory: holds the files.
+        strict: see `load_state_dict`, as for its errors.
 
     Raises:
         FileNotFoundError: no safetensors weights there, or a shard is missing.
+        ValueError: also where a file is damaged, or the index names a file outside the folder.
     """
-    tensors: dict[str, Tensor] = {}
-    for file in _weight_files(Path(directory)):
-        with safe_open(file, framework="pt") as opened:
-            tensors.update((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
+    tensors = read_tensors(Path(directory))
+    with torch.device("meta"):
+        outline = make()
+    _match(outline, tensors, strict)
+    model = make()
     report = load_state_dict(model, tensors, strict=strict)
     if report:
         logger.warning("%s: %s", directory, report)
-    return report
+    return model
 
 
 def save(model: BertForPreTraining, directory: str | os.PathLike[str]) -> None:
@@ -216,17 +244,3 @@ def _drop_derived(found: dict[str, Tensor]) -> None:
         position_ids.flatten(), torch.arange(position_ids.numel())
     ):
         del found[_POSITION_IDS]
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    if (directory / WEIGHTS_FILE).is_file():
-        return [directory / WEIGHTS_FILE]
-    index = directory / INDEX_FILE
-    if not index.is_file():
-        raise FileNotFoundError(f"{directory} holds neither {WEIGHTS_FILE} nor {INDEX_FILE}")
-    shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    files = [directory / shard for shard in sorted(set(shards))]
-    lacking = [file.name for file in files if not file.is_file()]
-    if lacking:
-        raise FileNotFoundError(f"{index} names files that are not there: {', '.join(lacking)}")
-    return files

@@ -91,8 +91,6 @@ def test_missing_and_unknown_tensors_are_listed(checkpoint, tmp_path, capsys):
 
 
 def test_refuses(checkpoint, tmp_path, capsys):
-    assert run(tmp_path / "nothing", tmp_path / "out") == 1
-    assert "No such file" in capsys.readouterr().err
     assert run(checkpoint, tmp_path / "model.pt", "--to", "nvidia") == 0
     assert run(tmp_path / "model.pt", tmp_path / "out", "--from", "nvidia") == 1
     assert "give --config" in capsys.readouterr().err
@@ -109,3 +107,28 @@ def test_refuses(checkpoint, tmp_path, capsys):
     assert run(tmp_path / "shape.pt", tmp_path / "out", "--from", "nvidia", *config) == 1
     assert "bert.pooler.dense.bias is [3], expected [32]" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("hf", "nothing does not exist; expected a folder with config.json and model.safetensors"),
+        ("google", "nothing.index does not exist; expected a checkpoint's prefix or index"),
+        ("nvidia", "nothing does not exist; expected a file of torch.save"),
+    ],
+)
+def test_a_source_that_is_not_there_is_named(checkpoint, tmp_path, capsys, layout, expected):
+    config = ("--config", checkpoint / "config.json")
+    assert run(tmp_path / "nothing", tmp_path / "out", "--from", layout, *config) == 2
+    error = capsys.readouterr().err
+    assert f"source: {tmp_path / expected}" in error
+    assert "Errno" not in error
+    assert run(checkpoint, tmp_path / "out", "--config", tmp_path / "c.json") == 2
+    assert f"--config: {tmp_path / 'c.json'} does not exist" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_that_cannot_be_written_is_named(checkpoint, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert run(checkpoint, tmp_path / "file" / "out") == 1
+    assert "target: " in capsys.readouterr().err
