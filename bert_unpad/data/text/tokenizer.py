@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from bert_unpad._files import read_json_object
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUATION = "##"
+_MAX_WORD = 100  # characters; of longer words BERT's tokenizers make [UNK], this one too
 
 
 class WordPieceTokenizer:
@@ -60,7 +63,8 @@ class WordPieceTokenizer:
         )
         self.unmaskable_ids = tuple(sorted((self.pad_id, self.cls_id, self.sep_id, self.mask_id)))
         self.is_continuation = np.array([t.startswith(CONTINUATION) for t in vocabulary])
-        self._tokenizer = _pipeline(models.WordPiece(ids, unk_token="[UNK]"), lowercase)
+        model = models.WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=_MAX_WORD)
+        self._tokenizer = _pipeline(model, lowercase)
 
     @property
     def vocab_size(self) -> int:
@@ -76,6 +80,9 @@ class WordPieceTokenizer:
     ) -> WordPieceTokenizer:
         """Learn at most `vocab_size` tokens; the same texts always give the same vocabulary.
 
+        Words of more than 100 characters are left out: they become [UNK] anyway, and the time to
+        learn from a word grows with the square of its length.
+
         Args:
             read: called twice, gives an iterable of lists of texts.
             vocab_size: most tokens, special tokens and letters included. A small corpus gives
@@ -90,7 +97,7 @@ class WordPieceTokenizer:
         # The trainer numbers continuing letters in the order of a hash map of words, and breaks
         # ties between merges by these numbers: two runs give two vocabularies. So a first pass
         # without merges finds the letters, and a second is given them all, sorted.
-        learner = _pipeline(models.WordPiece(unk_token="[UNK]"), lowercase)
+        learner = _learner(lowercase)
         letters: Counter[str] = Counter()
         # Its own normalizer: the learner is locked while it trains, asking it would never return.
         normalizer = normalizers.BertNormalizer(lowercase=lowercase)
@@ -114,7 +121,7 @@ class WordPieceTokenizer:
                 f"vocab_size: expected at least {len(base)} for the special tokens and the letters "
                 f"of this corpus, got {vocab_size}"
             )
-        learner = _pipeline(models.WordPiece(unk_token="[UNK]"), lowercase)
+        learner = _learner(lowercase)
         learner.train_from_iterator(read(), _trainer(vocab_size, base, limit_alphabet=0))
         ids = learner.get_vocab()
         return cls(sorted(ids, key=ids.__getitem__), lowercase)
@@ -125,16 +132,16 @@ class WordPieceTokenizer:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: a special token is missing or a token is there twice.
+            ValueError: it is not UTF-8, a special token is missing or a token is there twice.
         """
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(
                 f"vocab_file: {path} does not exist; expected a file with one token a line"
             )
-        # Not splitlines(): real vocabularies hold characters that it takes for line ends.
-        lines = [line.rstrip("\r") for line in path.read_text("utf-8").rstrip("\n").split("\n")]
         try:
+            # Not splitlines(): real vocabularies hold characters that it takes for line ends.
+            lines = [line.rstrip("\r") for line in path.read_text("utf-8").rstrip("\n").split("\n")]
             return cls(lines, lowercase)
         except ValueError as error:
             raise ValueError(f"vocab_file: {path}: {error}") from error
@@ -150,10 +157,18 @@ class WordPieceTokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> WordPieceTokenizer:
-        """Read what `save` wrote (or the slow-tokenizer files of a Hugging Face BERT)."""
+        """Read what `save` wrote (or the slow-tokenizer files of a Hugging Face BERT).
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: a file is damaged; the message names it.
+        """
         folder = Path(folder)
-        config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
-        return cls.from_vocab_file(folder / "vocab.txt", config.get("do_lower_case", True))
+        path = folder / "tokenizer_config.json"
+        lowercase = read_json_object(path).get("do_lower_case", True)
+        if not isinstance(lowercase, bool):
+            raise ValueError(f"{path}: do_lower_case: expected true or false, got {lowercase!r}")
+        return cls.from_vocab_file(folder / "vocab.txt", lowercase)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without special tokens."""
@@ -170,6 +185,14 @@ def _pipeline(model: models.Model, lowercase: bool) -> Tokenizer:
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix=CONTINUATION)
+    return tokenizer
+
+
+def _learner(lowercase: bool) -> Tokenizer:
+    """A tokenizer to train, which does not see words that are too long."""
+    tokenizer = _pipeline(models.WordPiece(unk_token="[UNK]"), lowercase)
+    too_long = pre_tokenizers.Split(Regex(f".{{{_MAX_WORD + 1},}}"), "removed")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([tokenizer.pre_tokenizer, too_long])
     return tokenizer
 
 

@@ -46,6 +46,21 @@ def test_rare_letters_are_left_out():
     assert limited.encode_batch(["e"]) == [[limited.unk_id]]
 
 
+def test_words_of_more_than_100_characters_are_not_learned_from():
+    """They become [UNK]; to learn from one takes time in proportion to its length squared."""
+    long = "xy" * 50  # 100 characters
+    longer = f"z{'qw' * 50}"  # 101
+    texts = [f"a cat {long}. a cat, {longer}.{longer}"] * 3
+    tokenizer = WordPieceTokenizer.train(lambda: [texts], 300)
+    assert long in tokenizer.vocabulary
+    assert not set("zqw") & set("".join(tokenizer.vocabulary[5:]))
+    x, unknown = tokenizer.vocabulary.index(long), tokenizer.unk_id
+    assert tokenizer.encode_batch([long, f"{long}x", longer]) == [[x], [unknown], [unknown]]
+    # Accents are stripped before the letters are counted.
+    accents = "e\u0301" * 100
+    assert "e" * 100 in WordPieceTokenizer.train(lambda: [[accents] * 3], 300).vocabulary
+
+
 def test_case_is_kept_if_asked():
     cased = WordPieceTokenizer.train(lambda: [TEXTS] * 3, 80, lowercase=False)
     assert cased.decode(cased.encode_batch(["The cat"])[0]) == "The cat"
@@ -91,6 +106,12 @@ def test_bad_vocabularies_are_named(tmp_path):
     path.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\na\n")
     with pytest.raises(ValueError, match=r"vocab_file: .*vocab\.txt.*missing: \[MASK\]"):
         WordPieceTokenizer.from_vocab_file(path)
+    path.write_bytes(b"[PAD]\n\xff\n")
+    with pytest.raises(ValueError, match=r"vocab_file: .*vocab\.txt: .*can't decode byte"):
+        WordPieceTokenizer.from_vocab_file(path)
+    (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": "no"}')
+    with pytest.raises(ValueError, match=r"config\.json: do_lower_case: expected true or false"):
+        WordPieceTokenizer.load(tmp_path)
     with pytest.raises(ValueError, match="'a' is there twice"):
         WordPieceTokenizer([*SPECIAL_TOKENS, "a", "a"])
     with pytest.raises(ValueError, match="vocab_size: expected at least"):
