@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bert_unpad.data.collate import PackedCollator, Prefetcher, pack_examples
     from bert_unpad.data.config import DataConfig
+    from bert_unpad.data.store.example_batch import ExampleBatch
+    from bert_unpad.data.streams.exchange import ExampleExchange, ExchangedStep, ExchangeError
+    from bert_unpad.data.sampling.histogram import sample_lengths, wikipedia_lengths
     from bert_unpad.data.masking import MaskedTokens, TokenMasker, most_frequent_token_rate
     from bert_unpad.data.preparation import PreparedData, prepare
     from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
     from bert_unpad.data.sampling.histogram import sample_lengths, wikipedia_lengths
     from bert_unpad.data.sampling.packed_sampler import PackedSampler
     from bert_unpad.data.store.example_batch import ExampleBatch
-    from bert_unpad.data.store.shards import DamagedDataError, Example, ShardDataset, ShardWriter
+    from bert_unpad.data.store.manifest import DamagedDataError
+    from bert_unpad.data.store.shards import Example, ShardDataset, ShardWriter
     from bert_unpad.data.streams.exchange import ExampleExchange, ExchangedStep, ExchangeError
     from bert_unpad.data.streams.stream import ExampleStream, IterableStream, ShardStream
     from bert_unpad.data.streams.text_stream import TextStream
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "BalancedSampler": "sampling.balanced_sampler",
-    "DamagedDataError": "store.shards",
+    "DamagedDataError": "store.manifest",
     "DataConfig": "config",
     "Example": "store.shards",
     "ExampleBatch": "store.example_batch",

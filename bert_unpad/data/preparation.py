@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import time
 import uuid
 from dataclasses import dataclass
@@ -26,30 +27,33 @@ from tqdm import tqdm
 
 from bert_unpad.data.collate import PackedCollator
 from bert_unpad.data.config import DataConfig
-from bert_unpad.data.store.cache import cache_lock, default_cache_dir
+from bert_unpad.data.text.corpus import Spool, tokenize
 from bert_unpad.data.store.dataset import ExampleDataset
-from bert_unpad.data.store.open_examples import is_ready, open_ready
-from bert_unpad.data.store.shards import (
+from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR, write_examples
+from bert_unpad.data.manifest import (
     MANIFEST,
     DamagedDataError,
-    ShardDataset,
-    ShardWriter,
     check_digest,
+    count_of,
     read_manifest,
     write_synced,
 )
+from bert_unpad.data.store.open_examples import is_ready, open_ready
+from bert_unpad.data.store.shards import ShardDataset, ShardWriter
+from bert_unpad.data.text.sources import HuggingFaceSource, Source, file_sha256, open_source
 from bert_unpad.data.streams.stream import ShardStream
 from bert_unpad.data.streams.text_stream import TextStream, is_streamed, parse_streamed
-from bert_unpad.data.text.corpus import Spool, tokenize
-from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR, write_examples
-from bert_unpad.data.text.sources import HuggingFaceSource, Source, file_sha256, open_source
 from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "bert_unpad prepared data, version 1"
+FORMAT = "bert_unpad prepared data, version 2"
 _STALE_SECONDS = 24 * 3600
 _SPLITS = ("train", "validation")
+_PROVEN = (
+    *("tokenizer/vocab.txt", "tokenizer/tokenizer_config.json"),
+    *(f"{split}/{MANIFEST}" for split in _SPLITS),
+)
 _MASKING_SETTINGS = ("masked_lm_prob", "whole_word", "max_predictions_per_seq")
 _PLACES = ("source", "cache_dir", "vocab_file", "file_per_document", "verify")
 
@@ -216,7 +220,10 @@ def _settings(config: DataConfig, source: Source) -> dict[str, Any]:
 def _open(path: Path, config: DataConfig) -> PreparedData:
     manifest = read_manifest(path / MANIFEST, FORMAT)
     try:
-        statistics, digests = dict(manifest["statistics"]), dict(manifest["sha256"])
+        statistics = dict(manifest["statistics"])
+        for name in statistics.keys() | {"validation_documents"}:
+            count_of(statistics, name, sys.maxsize)
+        digests = {name: manifest["sha256"][name] for name in _PROVEN}
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedDataError(
             f"{path / MANIFEST} is damaged; expected an entry {error}"
@@ -338,14 +345,12 @@ def _fill(
             *(100 * dataset.fill, config.max_seq_length),
         )
     shutil.rmtree(work)
-    names = ["tokenizer/vocab.txt", "tokenizer/tokenizer_config.json"]
-    names += [f"{split}/{MANIFEST}" for split in _SPLITS]
     manifest = {
         "format": FORMAT,
         "source": source.name,
         "settings": settings,
         "statistics": statistics,
-        "sha256": {name: file_sha256(folder / name) for name in names},
+        "sha256": {name: file_sha256(folder / name) for name in _PROVEN},
     }
     write_synced(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 

@@ -18,9 +18,10 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad.data.hdf5.index import length_index
-from bert_unpad.data.hdf5.layout import open_file, read_rows
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks
+from bert_unpad.data.hdf5.datasets import open_file
+from bert_unpad.data.hdf5.index import length_index
+from bert_unpad.data.hdf5.layout import layout_of, read_rows
 
 __all__ = ["Hdf5Dataset"]
 
@@ -124,6 +125,11 @@ class Hdf5Dataset:
             while len(self._open) >= self._max_open:
                 self._open.popitem(last=False)[1].close()
             file = open_file(self.files[number])
+            try:
+                layout_of(file)  # the index may be from the cache, and older than the file
+            except BaseException:
+                file.close()
+                raise
         self._open[number] = file
         return file
 

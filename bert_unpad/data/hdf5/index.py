@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import struct
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,13 +22,16 @@ from tqdm import tqdm
 
 from bert_unpad._files import replacing
 from bert_unpad.data.hdf5.layout import index_file
-from bert_unpad.data.store.cache import cache_lock
-from bert_unpad.data.store.shards import DamagedDataError
 
 __all__ = ["find_files", "length_index"]
 
 logger = logging.getLogger(__name__)
 
+# What numpy and zipfile raise of a damaged archive.
+_DAMAGE = (
+    *(OSError, EOFError, LookupError, ValueError, TypeError, MemoryError, RuntimeError),
+    *(zipfile.BadZipFile, zlib.error, struct.error),
+)
 _SUFFIXES = (".hdf5", ".h5")
 
 
@@ -99,9 +104,14 @@ def _load(path: Path, files: int) -> tuple[NDArray[np.uint16], NDArray[np.int64]
     try:
         with np.load(path, allow_pickle=False) as stored:  # a zip archive: reading checks its CRC
             lengths, begins = stored["lengths"], stored["begins"]
-        if len(begins) != files + 1 or begins[-1] != len(lengths) or lengths.dtype != np.uint16:
-            raise DamagedDataError(f"{path} does not fit the files")
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile, DamagedDataError) as error:
+        if (
+            (lengths.dtype, begins.dtype) != (np.uint16, np.int64)
+            or (lengths.ndim, begins.shape) != (1, (files + 1,))
+            or (begins[0], begins[-1]) != (0, len(lengths))
+            or (np.diff(begins) < 0).any()
+        ):
+            raise ValueError("it does not fit the files")
+    except _DAMAGE as error:
         logger.warning("indexing again, as %s is damaged (%s)", path, error)
         return None
     return lengths, begins

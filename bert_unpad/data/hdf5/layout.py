@@ -15,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks
-from bert_unpad.data.store.shards import MAX_LENGTH, DamagedDataError
+from bert_unpad.data.hdf5.datasets import has_dataset, open_dataset, open_file, read_dataset
+from bert_unpad.data.manifest import DamagedDataError
+from bert_unpad.data.store.shards import MAX_LENGTH
 
-__all__ = ["COLUMNS", "Layout", "index_file", "layout_of", "open_file", "read_rows"]
+__all__ = ["COLUMNS", "Layout", "index_file", "layout_of", "read_rows"]
 
 Layout = Literal["variable", "fixed"]
 
@@ -28,19 +30,8 @@ COLUMNS = (
     "masked_lm_ids",
     "next_sentence_labels",
 )
-_BLOCK = 4096  # rows read at a time while indexing: 4 MB of ids in the fixed layout
-
-
-def open_file(path: Path) -> h5py.File:
-    """Opens a file for reading.
-
-    Raises:
-        DamagedDataError: it is missing, truncated or no HDF5 file; the message names it.
-    """
-    try:
-        return h5py.File(path, "r")
-    except OSError as error:
-        raise DamagedDataError(f"{path}: expected a complete HDF5 file ({error})") from error
+_BLOCK = 4096  # rows read at a time while indexing: 2 MB of input_mask in the fixed layout
+_MAX_VALUES = 2**22  # of them, at most
 
 
 def layout_of(file: h5py.File) -> Layout:
@@ -53,13 +44,14 @@ def layout_of(file: h5py.File) -> Layout:
     def fail(message: str) -> DamagedDataError:
         return DamagedDataError(f"{file.filename}: {message}")
 
-    missing = [name for name in COLUMNS if not isinstance(file.get(name), h5py.Dataset)]
+    missing = [name for name in COLUMNS if not has_dataset(file, name)]
     if missing:
         raise fail(f"expected datasets {', '.join(COLUMNS)}; there is no {', '.join(missing)}")
-    fixed = "input_mask" in file
-    rows = file["input_ids"].shape[:1]
-    for name in (*COLUMNS, "input_mask") if fixed else COLUMNS:
-        data = file[name]
+    fixed = has_dataset(file, "input_mask")
+    names = (*COLUMNS, "input_mask") if fixed else COLUMNS
+    columns = {name: open_dataset(file, name) for name in names}
+    rows = columns["input_ids"].shape[:1]
+    for name, data in columns.items():
         vlen = h5py.check_vlen_dtype(data.dtype)
         flat = name == "next_sentence_labels"
         if data.shape[:1] != rows or data.ndim != (2 if fixed and not flat else 1):
@@ -68,17 +60,20 @@ def layout_of(file: h5py.File) -> Layout:
         if (vlen is not None) != (not fixed and not flat):
             kind = "of one length (input_mask is there)" if fixed else "of variable length"
             raise fail(f"{name}: expected integers {kind}, got {data.dtype}")
-        if (data.dtype if vlen is None else vlen).kind not in "iu":
-            raise fail(f"{name}: expected integers, got {data.dtype if vlen is None else vlen}")
+        values = np.dtype(data.dtype if vlen is None else vlen)  # of strings, vlen is `str`
+        if values.kind not in "iu":
+            raise fail(f"{name}: expected integers, got {values}")
+        if data.shape[1:] > (MAX_LENGTH,):
+            raise fail(f"{name}: expected rows of at most {MAX_LENGTH:,}, got {data.shape}")
     for first, second in (
         ("input_ids", "segment_ids"),
         ("input_ids", "input_mask"),
         ("masked_lm_positions", "masked_lm_ids"),
     ):
-        if fixed and file[first].shape != file[second].shape:
+        if fixed and columns[first].shape != columns[second].shape:
             raise fail(
-                f"{second}: expected the shape of {first}, {file[first].shape}, got "
-                f"{file[second].shape}"
+                f"{second}: expected the shape of {first}, {columns[first].shape}, got "
+                f"{columns[second].shape}"
             )
     return "fixed" if fixed else "variable"
 
@@ -92,21 +87,21 @@ def index_file(path: Path, max_seq_length: int) -> NDArray[np.uint16]:
     """
     with open_file(path) as file:
         fixed = layout_of(file) == "fixed"
-        column = file["input_mask" if fixed else "input_ids"]
-        lengths = np.empty(len(column), np.int64)
-        for begin in range(0, len(column), _BLOCK):
-            rows = _read(file, column.name, slice(begin, begin + _BLOCK))
-            if fixed:
-                lengths[begin : begin + len(rows)] = rows.sum(axis=1, dtype=np.int64)
-            else:
-                lengths[begin : begin + len(rows)] = [len(row) for row in rows]
-    longest = min(max_seq_length, MAX_LENGTH)
-    if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= longest:
-        raise DamagedDataError(
-            f"{path}: expected examples of 1 to {longest} tokens (data.max_seq_length), got "
-            f"{lengths.min()} to {lengths.max()}"
-        )
-    return lengths.astype(np.uint16)
+        column = "input_mask" if fixed else "input_ids"
+        count, *width = file[column].shape
+        block = min(_BLOCK, max(_MAX_VALUES // max(*width, 1), 1)) if fixed else _BLOCK
+        parts = [np.empty(0, np.uint16)]
+        for begin in range(0, count, block):
+            rows = read_dataset(file, column, slice(begin, begin + block))
+            lengths = rows.sum(axis=1, dtype=np.int64) if fixed else _sizes(rows)
+            longest = min(max_seq_length, MAX_LENGTH)
+            if not 1 <= lengths.min() <= lengths.max() <= longest:
+                raise DamagedDataError(
+                    f"{path}: expected examples of 1 to {longest} tokens (data.max_seq_length), "
+                    f"got {lengths.min()} to {lengths.max()}"
+                )
+            parts.append(lengths.astype(np.uint16))
+    return np.concatenate(parts)
 
 
 def read_rows(
@@ -115,7 +110,7 @@ def read_rows(
     """Examples of one file; their ids are the rows.
 
     Args:
-        file: opened.
+        file: opened, and seen by `layout_of`.
         rows: int64 [B], ascending, no two alike.
         lengths: int64 [B], what the index says of them.
         vocab_size: number of ids.
@@ -123,11 +118,11 @@ def read_rows(
     Raises:
         DamagedDataError: an example is wrong; the message names the file and what was expected.
     """
-    fixed = "input_mask" in file  # the rest of the layout was checked when it was indexed
-    ids, segments, positions, labels = (_read(file, name, rows) for name in COLUMNS[:4])
-    next_sentence = _read(file, COLUMNS[4], rows).astype(np.int64)
+    fixed = has_dataset(file, "input_mask")
+    ids, segments, positions, labels = (read_dataset(file, name, rows) for name in COLUMNS[:4])
+    next_sentence = read_dataset(file, COLUMNS[4], rows).astype(np.int64)
     if fixed:
-        mask = _read(file, "input_mask", rows) != 0
+        mask = read_dataset(file, "input_mask", rows) != 0
         counts = _leading(positions != 0)
         begins = [row[:length] for row, length in zip(mask, lengths, strict=True)]
         if not all(row.all() for row in begins) or (mask.sum(axis=1) != lengths).any():
@@ -166,13 +161,6 @@ def read_rows(
     except ValueError as error:
         raise DamagedDataError(f"{file.filename}: {error}") from error
     return ExampleBatch(rows, lengths, second_starts, next_sentence, ids.astype(np.int64), masks)
-
-
-def _read(file: h5py.File, name: str, rows: NDArray[np.int64] | slice) -> NDArray:
-    try:
-        return file[name][rows]
-    except (OSError, RuntimeError) as error:  # HDF5's own errors about unreadable blocks
-        raise DamagedDataError(f"{file.filename}: {name} cannot be read ({error})") from error
 
 
 def _sizes(rows: Sequence[NDArray]) -> NDArray[np.int64]:

@@ -267,7 +267,7 @@ def efficiency(work: NDArray[np.float64]) -> NDArray[np.float64]:
 def _segment(entry: dict[str, Any]) -> _Segment:
     part = _Segment(**{field.name: entry[field.name] for field in fields(_Segment)})
     integers = (part.num_replicas, part.batch_size, part.pool_steps, part.steps)
-    if not all(isinstance(value, int) and value >= 1 for value in integers):
+    if not all(isinstance(value, int) and 1 <= value < 2**31 for value in integers):
         raise ValueError(f"history: expected counts of 1 or more in {entry}")
     WorkModel(part.linear, part.quadratic)
     if part.strategy not in ("stratified", "random"):

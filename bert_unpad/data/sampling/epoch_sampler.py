@@ -103,11 +103,11 @@ class EpochSampler(ABC):
         names = ("version", "epoch", "seed", "num_examples", "lengths_crc32")
         try:
             version, epoch, seed, *data = (int(state[name]) for name in names)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise self._no_state(error) from error
         if version != _STATE_VERSION:
             raise ValueError(f"state: expected version {_STATE_VERSION}, got {version}")
-        if epoch < 0 or not 0 <= seed < 2**63:
+        if not 0 <= epoch < 2**62 or not 0 <= seed < 2**63:
             raise ValueError(f"state: epoch or seed out of range: {epoch}, {seed}")
         if tuple(data) != self._data():
             raise ValueError(

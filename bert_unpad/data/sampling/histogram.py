@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad.data.store.shards import MANIFEST, ShardDataset
+from bert_unpad.data.manifest import MANIFEST
+from bert_unpad.data.store.shards import ShardDataset
 
 __all__ = [
     "all_lengths",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 _MAX_LENGTH = 65_535  # lengths are uint16
+_MAX_DIGITS = 13  # of a count: 65,535 of them add up to less than 2^63
 
 
 def wikipedia_lengths() -> NDArray[np.int64]:
@@ -53,7 +55,11 @@ def read_histogram(path: str | PathLike[str]) -> NDArray[np.int64]:
         OSError: the file cannot be read.
         ValueError: a line is not a count, there are more than 65,535 lines, or all counts are 0.
     """
-    return _parse(Path(path).read_text(), str(path))
+    try:
+        text = Path(path).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected text of UTF-8 ({error})") from error
+    return _parse(text, str(path))
 
 
 def measure_histogram(path: str | PathLike[str]) -> NDArray[np.int64]:
@@ -119,7 +125,8 @@ def _parse(text: str, name: str) -> NDArray[np.int64]:
         raise ValueError(f"{name}: expected at most {_MAX_LENGTH} lengths, got {len(lines)}")
     counts = np.zeros(len(lines) + 1, np.int64)
     for number, line in enumerate(lines, start=1):
-        if not (line.strip().isascii() and line.strip().isdigit()):
+        count = line.strip()
+        if not (count.isascii() and count.isdigit() and len(count) <= _MAX_DIGITS):
             raise ValueError(f"{name}, line {number}: expected a number of sequences, got {line!r}")
         counts[number] = int(line)
     if not counts.any():

@@ -142,7 +142,7 @@ class PackedSampler(EpochSampler):
         try:
             rows_done, steps_done = (int(state[name]) for name in ("rows_done", "steps_done"))
             packing = dict(state["packing"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise self._no_state(error) from error
         if packing != self._packing and rows_done > 0:
             raise ValueError(

@@ -24,15 +24,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks, ragged_places
-from bert_unpad.data.text.sources import file_sha256
+from bert_unpad.data.manifest import (
+    MANIFEST,
+    DamagedDataError,
+    check_digest,
+    count_of,
+    read_manifest,
+    write_synced,
+)
 
-MANIFEST = "manifest.json"
 FORMAT = "bert_unpad shard, version 1"
 MAX_LENGTH = 65_535  # lengths are uint16
-
-
-class DamagedDataError(RuntimeError):
-    """A file of prepared data is missing, truncated or altered."""
+_MAX_VOCAB = 2**24  # far above any vocabulary in use
+_DTYPES = {
+    "tokens": (np.uint16, np.uint32),
+    "offsets": (np.int64,),
+    "second_starts": (np.uint16,),
+    "next_sentence_labels": (np.int8,),
+    "masked_offsets": (np.int64,),
+    "masked_positions": (np.uint16,),
+    "masked_labels": (np.uint16, np.uint32),
+}
+"""The arrays of a shard, and what each may hold; the masks' ones are not in every shard."""
+_OF_MASKS = ("masked_offsets", "masked_positions", "masked_labels")
 
 
 @dataclass(frozen=True)
@@ -81,6 +95,8 @@ class ShardWriter:
             raise ValueError(
                 f"max_seq_length: expected 1 to {MAX_LENGTH:,} tokens, got {max_seq_length}"
             )
+        if not 0 < vocab_size <= _MAX_VOCAB:
+            raise ValueError(f"vocab_size: expected 1 to {_MAX_VOCAB:,}, got {vocab_size}")
         self._temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}")
         self._temporary.mkdir(parents=True)
         self._about = {
@@ -88,21 +104,12 @@ class ShardWriter:
             "unmaskable_ids": list(unmaskable_ids),
             "max_seq_length": max_seq_length,
         }
-        token_dtype = np.uint16 if vocab_size <= 65_536 else np.uint32
-        dtypes = {
-            "tokens": token_dtype,
-            "offsets": np.int64,
-            "second_starts": np.uint16,
-            "next_sentence_labels": np.int8,
-        }
-        if has_masks:
-            dtypes |= {
-                "masked_offsets": np.int64,
-                "masked_positions": np.uint16,
-                "masked_labels": token_dtype,
-            }
+        # The first type that an array may hold takes ids up to 65,535, the last one all.
+        wide = -1 if vocab_size > 65_536 else 0
         self._columns = {
-            name: _Column(self._temporary / f"{name}.bin", dtype) for name, dtype in dtypes.items()
+            name: _Column(self._temporary / f"{name}.bin", dtypes[wide])
+            for name, dtypes in _DTYPES.items()
+            if has_masks or name not in _OF_MASKS
         }
         self._ends = {"offsets": 0, "masked_offsets": 0}
         for name in self._ends.keys() & self._columns.keys():
@@ -208,42 +215,6 @@ class _Column:
         return {"dtype": self.dtype.name, "count": self.count, "sha256": self.digest.hexdigest()}
 
 
-def write_synced(path: Path, text: str) -> None:
-    """Write text and wait until it is on the disk (a rename may otherwise outlive its content)."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_manifest(path: Path, expected_format: str) -> dict:
-    """Read a JSON manifest of a given format.
-
-    Raises:
-        DamagedDataError: it is missing, no JSON, or of another format.
-    """
-    try:
-        manifest = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise DamagedDataError(f"{path} is missing; expected the manifest of this data") from error
-    except ValueError as error:
-        raise DamagedDataError(f"{path} is damaged; expected JSON ({error})") from error
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != expected_format:
-        raise DamagedDataError(f"{path}: expected format {expected_format!r}, found {found!r}")
-    return manifest
-
-
-def check_digest(path: Path, expected: str) -> None:
-    """Raise DamagedDataError, naming the file, unless its SHA-256 is `expected`."""
-    try:
-        found = file_sha256(path)
-    except FileNotFoundError as error:
-        raise DamagedDataError(f"{path} is missing; expected SHA-256 {expected}") from error
-    if found != expected:
-        raise DamagedDataError(f"{path} was altered: expected SHA-256 {expected}, found {found}")
-
-
 class ShardDataset:
     """A shard opened for reading; its arrays are memory-mapped, so opening costs no memory.
 
@@ -264,7 +235,7 @@ class ShardDataset:
 
     Raises:
         DamagedDataError: a file is missing, truncated or altered; the message names it and says
-            what was expected.
+            what was expected. Reading may raise it too: examples are checked when they are read.
     """
 
     def __init__(self, path: str | Path, verify: bool = True) -> None:
@@ -272,18 +243,19 @@ class ShardDataset:
         manifest = read_manifest(self.path / MANIFEST, FORMAT)
         try:
             files = manifest["files"]
-            self.vocab_size = int(manifest["vocab_size"])
-            self.unmaskable_ids = tuple(manifest["unmaskable_ids"])
-            self.max_seq_length = int(manifest["max_seq_length"])
-            self.tokens = self._map(files, "tokens.bin", verify)
-            self.offsets = self._map(files, "offsets.bin", verify)
-            self.second_starts = self._map(files, "second_starts.bin", verify)
-            self.next_sentence_labels = self._map(files, "next_sentence_labels.bin", verify)
+            self.vocab_size = count_of(manifest, "vocab_size", _MAX_VOCAB)
+            ids = dict(enumerate(manifest["unmaskable_ids"]))
+            self.unmaskable_ids = tuple(count_of(ids, i, self.vocab_size - 1) for i in ids)
+            self.max_seq_length = count_of(manifest, "max_seq_length", MAX_LENGTH)
             self.has_masks = "masked_offsets.bin" in files
+            self.tokens = self._map(files, "tokens", verify)
+            self.offsets = self._map(files, "offsets", verify)
+            self.second_starts = self._map(files, "second_starts", verify)
+            self.next_sentence_labels = self._map(files, "next_sentence_labels", verify)
             if self.has_masks:
-                self.masked_offsets = self._map(files, "masked_offsets.bin", verify)
-                self.masked_positions = self._map(files, "masked_positions.bin", verify)
-                self.masked_labels = self._map(files, "masked_labels.bin", verify)
+                self.masked_offsets = self._map(files, "masked_offsets", verify)
+                self.masked_positions = self._map(files, "masked_positions", verify)
+                self.masked_labels = self._map(files, "masked_labels", verify)
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedDataError(
                 f"{self.path / MANIFEST} is damaged; expected an entry for {error}"
@@ -301,12 +273,20 @@ class ShardDataset:
                 f"{len(self.tokens)} by 1 to {self.max_seq_length}, one more than examples"
             )
         self.lengths = lengths.astype(np.uint16)
+        if (self.second_starts > self.lengths).any():
+            raise DamagedDataError(
+                f"{self.path / 'second_starts.bin'} is damaged: expected places within the examples"
+            )
+        if not np.isin(self.next_sentence_labels, (0, 1, -100)).all():
+            raise DamagedDataError(
+                f"{self.path / 'next_sentence_labels.bin'} is damaged: expected 0, 1 or -100"
+            )
         if self.has_masks and (
             len(self.masked_offsets) != len(self.offsets)
             or self.masked_offsets[0] != 0
             or self.masked_offsets[-1] != len(self.masked_positions)
             or len(self.masked_positions) != len(self.masked_labels)
-            or (np.diff(self.masked_offsets) < 0).any()
+            or (self.masked_offsets[1:] < self.masked_offsets[:-1]).any()
         ):
             raise DamagedDataError(
                 f"{self.path / 'masked_offsets.bin'} is damaged: expected offsets that rise from 0 "
@@ -314,9 +294,13 @@ class ShardDataset:
             )
 
     def _map(self, files: dict, name: str, verify: bool) -> NDArray:
-        path, about = self.path / name, files[name]
+        path = self.path / f"{name}.bin"
+        about = files[path.name]
+        names = [np.dtype(dtype).name for dtype in _DTYPES[name]]
+        if about["dtype"] not in names:
+            raise ValueError(f"dtype: {' or '.join(names)} of {path.name}, got {about['dtype']!r}")
         dtype = np.dtype(about["dtype"]).newbyteorder("<")
-        expected = about["count"] * dtype.itemsize
+        expected = count_of(about, "count", 2**60) * dtype.itemsize
         found = path.stat().st_size if path.exists() else None
         if found != expected:
             state = "is missing" if found is None else f"has {found:,} bytes"
@@ -336,10 +320,19 @@ class ShardDataset:
         index = int(index) % len(self)
         span = slice(self.offsets[index], self.offsets[index + 1])
         return Example(
-            self.tokens[span].astype(np.int64),
+            self._checked(self.tokens[span], "tokens").astype(np.int64),
             int(self.second_starts[index]),
             int(self.next_sentence_labels[index]),
         )
+
+    def _checked(self, ids: NDArray, name: str) -> NDArray:
+        """Ids just read; they index tables, so a wrong one must not go on."""
+        if len(ids) and ids.max() >= self.vocab_size:
+            raise DamagedDataError(
+                f"{self.path / name}.bin is damaged: expected ids of 0 to {self.vocab_size - 1}, "
+                f"got {ids.max()}"
+            )
+        return ids
 
     def batch(self, indices: NDArray[np.integer]) -> ExampleBatch:
         """Several examples, read in one operation; their ids are their places in the shard.
@@ -359,21 +352,28 @@ class ShardDataset:
                 self.masked_positions[places].astype(np.int64),
                 self.masked_labels[places].astype(np.int64),
             )
+            try:
+                masks.check(lengths, self.vocab_size)
+            except ValueError as error:
+                raise DamagedDataError(f"{self.path} is damaged: {error}") from error
+        tokens = self.tokens[ragged_places(self.offsets[indices], lengths)]
         return ExampleBatch(
             indices,
             lengths,
             self.second_starts[indices].astype(np.int64),
             self.next_sentence_labels[indices].astype(np.int64),
-            self.tokens[ragged_places(self.offsets[indices], lengths)],
+            self._checked(tokens, "tokens"),
             masks,
         )
 
     def target_counts(self) -> NDArray[np.int64]:
         """See `ExampleDataset`."""
-        ids = self.masked_labels if self.has_masks else self.tokens
+        name = "masked_labels" if self.has_masks else "tokens"
+        ids = getattr(self, name)
         counts = np.zeros(self.vocab_size, np.int64)
         for begin in range(0, len(ids), 1 << 24):  # in pieces: bincount makes int64 of its input
-            counts += np.bincount(ids[begin : begin + (1 << 24)], minlength=len(counts))
+            piece = self._checked(ids[begin : begin + (1 << 24)], name)
+            counts += np.bincount(piece, minlength=len(counts))
         counts[list(self.unmaskable_ids)] = 0
         return counts
 

@@ -47,12 +47,14 @@ class StreamPosition:
             positions = [int(n) for n in state["positions"]]
             past = [[int(n) for n in entry] for entry in state["past"]]
             identity = dict(state["stream"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise ValueError(f"state: not a state of ExampleExchange ({error!r})") from error
         if version != _VERSION:
             raise ValueError(f"state: expected version {_VERSION}, got {version}")
-        if epoch < 0 or not positions or any(n < 0 for entry in [positions, *past] for n in entry):
-            raise ValueError("state: expected an epoch and positions of 0 or more")
+        entries = [positions, *past]
+        counts = [epoch, *(n for entry in entries for n in entry)]
+        if not all(entries) or not all(0 <= n < 2**62 for n in counts):
+            raise ValueError("state: expected an epoch and positions of 0 to 2**62 - 1")
         if identity != stream.identity():
             raise ValueError(
                 f"state: saved with another stream: {identity}, this one is {stream.identity()}"

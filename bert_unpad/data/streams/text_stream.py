@@ -191,8 +191,18 @@ class TextStream:
         return {"epoch": epoch, "examples": examples, "buffer": number, "state": state}
 
     def go_to(self, place: dict[str, Any]) -> None:
-        """Where the next `batches` of that epoch need not read what comes before; from `place`."""
-        self._go_to = (place["epoch"], place["examples"], place["buffer"], place["state"])
+        """Where the next `batches` of that epoch need not read what comes before; from `place`.
+
+        Raises:
+            ValueError: it is nothing that `place` returned.
+        """
+        try:
+            *counts, state = (place[name] for name in ("epoch", "examples", "buffer", "state"))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"place: not a place of TextStream ({error!r})") from error
+        if not isinstance(state, dict) or not all(isinstance(n, int) and n >= 0 for n in counts):
+            raise ValueError(f"place: expected counts of 0 or more and a state, got {place}")
+        self._go_to = (*counts, state)
 
     def batches(self, epoch: int, start: int, batch_size: int) -> Iterator[ExampleBatch]:
         """See `ExampleStream`.

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad._files import replacing
+from bert_unpad._files import read_json_object, replacing
+from bert_unpad.data.manifest import count_of
 from bert_unpad.data.text.sources import Source
 from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 
@@ -184,12 +186,8 @@ class Spool:
 
     def _resume(self, source: Source, advance: Callable[[int], object]) -> Iterator[str]:
         """The documents to come; what an interrupted reading has left is taken in again."""
-        try:
-            state = json.loads(self._position_path.read_text("utf-8"))
-            complete = self.path.stat().st_size >= state["size"]
-        except FileNotFoundError:
-            complete = False
-        if not complete:
+        state = self._saved()
+        if state is None:
             self.path.unlink(missing_ok=True)
             return iter(source.documents())
         os.truncate(self.path, state["size"])
@@ -199,6 +197,19 @@ class Spool:
         advance(len(self._hashes) + self.duplicates)
         logger.info("continuing after %d documents of an interrupted run", len(self._hashes))
         return source.documents(state["position"])
+
+    def _saved(self) -> dict[str, Any] | None:
+        """What `_save` wrote, if it and the file that it is about are there and intact."""
+        try:
+            state = read_json_object(self._position_path)
+            size, _ = (count_of(state, name, sys.maxsize) for name in ("size", "duplicates"))
+            complete = "position" in state and self.path.stat().st_size >= size
+            return state if complete else None
+        except FileNotFoundError:
+            return None
+        except (KeyError, ValueError) as error:
+            logger.warning("reading again: %s is damaged (%s)", self._position_path, error)
+            return None
 
     def held_out(self, share: float) -> NDArray[np.bool_]:
         """Which documents to hold out, bool [documents]; about `share` of them.

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
-from bert_unpad._files import write_text
+from bert_unpad._files import read_json_object, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -126,10 +126,11 @@ def _read_document_cache(path: Path) -> list[str] | None:
     if not path.exists():
         return None
     try:
-        stored = json.loads(path.read_text("utf-8"))
+        stored = read_json_object(path)
         documents = stored["documents"]
-        intact = stored["sha256"] == _documents_sha256(documents)
-    except (ValueError, KeyError, TypeError):
+        intact = isinstance(documents, list) and all(isinstance(text, str) for text in documents)
+        intact = intact and stored["sha256"] == _documents_sha256(documents)
+    except (ValueError, KeyError):
         intact = False
     if not intact:
         logger.warning("%s is damaged (its digest does not fit): collecting it again", path)

@@ -32,6 +32,9 @@ from tests.support.hdf5_files import (
     write_raw,
 )
 
+from bert_unpad.data.hdf5 import Hdf5Dataset  # noqa: E402
+from bert_unpad.data.hdf5.index import find_files, length_index  # noqa: E402
+
 
 @pytest.fixture(scope="module")
 def tokenizer():
@@ -136,6 +139,129 @@ def test_wrong_files_are_named_when_indexed(how, message, tmp_path, tokenizer):
         open_folder(folder, tokenizer, tmp_path)
 
 
+def link(name, target):
+    def change(file):
+        del file[name]
+        file[name] = target
+
+    return change
+
+
+def virtual(name, path):
+    def change(file):
+        shape, dtype = file[name].shape, file[name].dtype
+        layout = h5py.VirtualLayout(shape, dtype)
+        layout[:] = h5py.VirtualSource(path, name, shape)
+        del file[name]
+        file.create_virtual_dataset(name, layout)
+
+    return change
+
+
+def raw(name, path):
+    def change(file):
+        shape, dtype = file[name].shape, file[name].dtype
+        del file[name]
+        file.create_dataset(name, shape, dtype, external=[(path, 0, h5py.h5f.UNLIMITED)])
+
+    return change
+
+
+def through_a_group(name, path):
+    def change(file):
+        del file[name]
+        file["group"] = h5py.ExternalLink(path, "/")
+        file[name] = h5py.SoftLink(f"/group/{name}")
+
+    return change
+
+
+@pytest.mark.parametrize("name", ["input_ids", "input_mask", "next_sentence_labels"])
+@pytest.mark.parametrize("how", ["link", "through a group", "raw", "virtual"])
+def test_values_in_other_files_are_refused(tmp_path, tokenizer, monkeypatch, name, how):
+    folder = write_folder(tmp_path / "data", raw_examples(), "fixed")
+    other = tmp_path / "other.hdf5"
+    if how == "raw":
+        with h5py.File(folder / "part_0.hdf5") as file:
+            other.write_bytes(file[name][()].tobytes())
+    else:
+        write_raw(other, raw_examples()[:20], "fixed")
+    path = str(other)
+    change = {
+        "link": link(name, h5py.ExternalLink(path, name)),
+        "through a group": through_a_group(name, path),
+        "raw": raw(name, path),
+        "virtual": virtual(name, path),
+    }[how]
+    damage(folder / "part_0.hdf5", change)
+    message = rf"part_0\.hdf5: {name}: expected (a dataset of|values in) this file"
+    with pytest.raises(DamagedDataError, match=message):
+        open_folder(folder, tokenizer, tmp_path)
+    # A file that was exchanged after it was indexed is looked at again when it is opened.
+    monkeypatch.setattr(
+        "bert_unpad.data.hdf5.dataset.length_index",
+        lambda files, *_: (np.full(20 * len(files), 6, np.uint16), np.arange(len(files) + 1) * 20),
+    )
+    with pytest.raises(DamagedDataError, match=message):
+        open_folder(folder, tokenizer, tmp_path).batch(np.array([3]))
+
+
+def declared(rows, chunks=None):
+    """Replaces all datasets by such as declare many rows, of which none is written."""
+
+    def change(file):
+        for name in list(file):
+            shape, kind = (rows, *file[name].shape[1:]), file[name].dtype
+            if isinstance(chunks, tuple):
+                shape = tuple(max(pair) for pair in zip(shape, chunks, strict=False))
+            fill = None if h5py.check_vlen_dtype(kind) else 1
+            parts = chunks[: len(shape)] if isinstance(chunks, tuple) else chunks
+            del file[name]
+            file.create_dataset(name, shape, kind, chunks=parts, fillvalue=fill)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("layout", "how", "message"),
+    [
+        ("fixed", declared(10**12), r"not all were written"),
+        ("fixed", declared(10**12, chunks=True), r"not all were written"),
+        ("fixed", replace("input_mask", h5py.Empty("i1")), "input_mask: expected values, got none"),
+        ("fixed", replace("input_ids", np.zeros((20, 70_000), "i1")), "rows of at most 65,535"),
+        ("fixed", lambda file: link("input_ids", np.dtype("i4"))(file), "got a datatype"),
+        ("fixed", declared(2**15, chunks=(2**15, 2**14)), "expected chunks of at most"),
+        ("variable", replace("input_ids", ["text"] * 20), "input_ids: expected integers, got"),
+        ("variable", declared(10**12, chunks=(4096,)), "not all were written"),
+    ],
+)
+def test_absurd_datasets_are_named(layout, how, message, tmp_path, tokenizer):
+    folder = write_folder(tmp_path / "data", raw_examples(), layout)
+    damage(folder / "part_0.hdf5", how)
+    with pytest.raises(DamagedDataError, match=rf"part_0\.hdf5: .*{message}"):
+        open_folder(folder, tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("masked_lm_positions", np.full((20, 6), -1, "i8")),
+        ("masked_lm_positions", np.full((20, 6), 2**64 - 1, "u8")),
+        ("masked_lm_positions", np.full((20, 6), 2**62, "i8")),
+        ("masked_lm_ids", np.full((20, 6), 2**64 - 1, "u8")),
+        ("input_ids", np.full((20, LONGEST), 2**64 - 1, "u8")),
+        ("segment_ids", np.full((20, LONGEST), -(2**63), "i8")),
+        ("next_sentence_labels", np.full(20, 2**63, "u8")),
+    ],
+)
+def test_absurd_values_are_named(name, data, tmp_path, tokenizer):
+    folder = write_folder(tmp_path / "data", raw_examples(), "fixed")
+    damage(folder / "part_0.hdf5", replace(name, data))
+    dataset = open_folder(folder, tokenizer, tmp_path)
+    with pytest.raises(DamagedDataError, match=r"part_0\.hdf5: "):
+        dataset.batch(np.arange(20))
+
+
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
@@ -224,3 +350,31 @@ def test_data_without_held_out_examples(tmp_path, tokenizer):
     one = folder / "part_0.hdf5"
     data = prepare(DataConfig(source=f"hdf5:{folder}?validation={one}", **common))
     assert len(data.validation) == 20
+
+
+def save_arrays(path, **arrays):
+    with path.open("wb") as file:
+        np.savez(file, **arrays)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-30]),
+        lambda path: np.save(path.open("wb"), np.ones(3)),
+        lambda path: save_arrays(path, lengths=np.ones(2, np.uint16), begins=np.array([0.0, 2.0])),
+        lambda path: save_arrays(path, lengths=np.ones(2, np.uint16), begins=np.array([1, 2])),
+        lambda path: save_arrays(path, lengths=np.ones(2, np.uint16), begins=np.array(5)),
+    ],
+)
+def test_a_damaged_index_of_lengths_is_made_again(tmp_path, damage, monkeypatch):
+    source = tmp_path / "x.hdf5"
+    source.touch()
+    made = np.array([3, 4, 5], np.uint16)
+    monkeypatch.setattr("bert_unpad.data.hdf5.index.index_file", lambda *_: made)
+    length_index([source], 9, tmp_path, progress=False)
+    (stored,) = (tmp_path / "hdf5").iterdir()
+    damage(stored)
+    lengths, begins = length_index([source], 9, tmp_path, progress=False)
+    assert (lengths.tolist(), begins.tolist()) == ([3, 4, 5], [0, 3])

@@ -277,9 +277,12 @@ def test_bad_states_are_refused():
     refused("other data", num_examples=99)
     refused("not a state", history=[{}])
     refused("not a state", epoch=None)
+    refused("not a state", epoch=float("inf"))
+    refused("out of range", epoch=2**64)
     refused("out of range", epoch=-1)
     part = good["history"][0]
     refused("not a state", history=[part | {"steps": 0}])
+    refused("not a state", history=[part | {"pool_steps": 2**70}])
     refused("not a state", history=[part | {"strategy": "sorted"}])
     refused("more steps than the epoch", history=[part | {"steps": 11}])
     refused("after the end", history=[part | {"steps": 10}, part])

@@ -92,6 +92,7 @@ def test_states_and_arguments_are_checked():
         ({"rows_done": 10**6}, "a number is out of range"),
         ({"packing": {}}, "saved within an epoch of rows made by"),
         ({"seed": None}, "not a state of PackedSampler"),
+        ({"rows_done": float("inf")}, "not a state of PackedSampler"),
     ):
         with pytest.raises(ValueError, match=message):
             PackedSampler(lengths, 1, 0, 2).load_state_dict(state | change)

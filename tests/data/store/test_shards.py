@@ -1,5 +1,6 @@
 """Shards: what is written is read back, appears whole or not at all, and damage is named."""
 
+import hashlib
 import json
 import pickle
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from bert_unpad.data import DamagedDataError, ShardDataset, ShardWriter
+from bert_unpad.data.example_batch import Masks
 
 
 def write(path, vocab_size=1000, count=50, seed=0):
@@ -145,7 +147,8 @@ def test_damaged_manifests_are_named(tmp_path):
     manifest = json.loads(file.read_text())
     for text, message in (
         ("{", "expected JSON"),
-        ("[]", "expected format"),
+        ("[]", "must hold a JSON object, got list"),
+        ("[" * 100_000, "expected JSON"),
         (json.dumps({**manifest, "format": "other"}), "expected format .*found 'other'"),
         (json.dumps({**manifest, "files": {}}), "expected an entry for 'tokens.bin'"),
     ):
@@ -155,3 +158,76 @@ def test_damaged_manifests_are_named(tmp_path):
     file.unlink()
     with pytest.raises(DamagedDataError, match=r"manifest\.json is missing"):
         ShardDataset(tmp_path / "shard")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("vocab_size", float("inf")),
+        ("vocab_size", 2**40),
+        ("vocab_size", "1000"),
+        ("max_seq_length", 10**9),
+        ("unmaskable_ids", [-1]),
+        ("unmaskable_ids", [1000]),
+        ("unmaskable_ids", ["0"]),
+        ("unmaskable_ids", 5),
+        ("files", []),
+        ("files", 5),
+        ("count", -4),
+        ("count", float("nan")),
+        ("count", 10**30),
+        ("dtype", "object"),
+        ("dtype", "float64"),
+        ("dtype", ["int64"]),
+    ],
+)
+def test_forged_manifests_are_named(tmp_path, key, value):
+    write(tmp_path / "shard")
+    file = tmp_path / "shard" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    (manifest if key in manifest else manifest["files"]["offsets.bin"])[key] = value
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(DamagedDataError, match=r"manifest\.json is damaged; expected an entry for"):
+        ShardDataset(tmp_path / "shard", verify=False)
+
+
+def forge(folder, name, place, value):
+    """Changes a number of a shard's array, and the digest in the manifest with it."""
+    file, about = folder / name, folder / "manifest.json"
+    manifest = json.loads(about.read_text())
+    array = np.fromfile(file, manifest["files"][name]["dtype"])
+    array[place] = value
+    array.tofile(file)
+    manifest["files"][name]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    about.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(
+    ("name", "place", "value", "message"),
+    [
+        ("tokens.bin", 7, 1000, r"tokens\.bin is damaged: expected ids of 0 to 999"),
+        ("offsets.bin", 1, -1, r"offsets\.bin is damaged"),
+        ("offsets.bin", 1, 2**63 - 1, r"offsets\.bin is damaged"),
+        ("second_starts.bin", 0, 65_535, r"second_starts\.bin is damaged"),
+        ("next_sentence_labels.bin", 0, 2, r"next_sentence_labels\.bin is damaged"),
+        ("masked_offsets.bin", slice(1, 3), [2**63 - 1, -2], r"masked_offsets\.bin is damaged"),
+        ("masked_positions.bin", 0, 65_535, "shard is damaged: masked positions"),
+        ("masked_labels.bin", 0, 1000, "damaged: masked labels|damaged: expected ids"),
+    ],
+)
+def test_forged_values_are_refused(tmp_path, name, place, value, message, verify):
+    shard = tmp_path / "shard"
+    about = {"vocab_size": 1000, "unmaskable_ids": (0, 2), "max_seq_length": 40}
+    lengths = np.full(50, 9)
+    masks = Masks(np.full(50, 2), np.tile([1, 3], 50), np.arange(100))
+    with ShardWriter(shard, has_masks=True, **about) as writer:
+        writer.append(np.arange(450), lengths, lengths // 2, lengths % 2, masks)
+    ShardDataset(shard, verify).batch(np.arange(50))
+    forge(shard, name, place, value)
+    with pytest.raises(DamagedDataError, match=message):
+        ShardDataset(shard, verify).batch(np.arange(50))
+    if name in ("tokens.bin", "masked_labels.bin"):
+        read = {"tokens.bin": lambda data: data[0], "masked_labels.bin": ShardDataset.target_counts}
+        with pytest.raises(DamagedDataError, match=message):
+            read[name](ShardDataset(shard, verify))

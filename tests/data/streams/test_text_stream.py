@@ -115,6 +115,18 @@ def test_order_depends_on_seed_and_epoch(folder):
     assert not np.array_equal(first.tokens, read(stream(dataset, seed=4)).tokens)
 
 
+@pytest.mark.parametrize(
+    "change", [{"epoch": None}, {"examples": -1}, {"buffer": float("inf")}, {"state": []}]
+)
+def test_damaged_places_are_refused(folder, change):
+    place = {"epoch": 0, "examples": 0, "buffer": 0, "state": {}}
+    reader = stream(load(folder))
+    reader.go_to(place)
+    for damaged in (place | change, [], {}):
+        with pytest.raises(ValueError, match=r"^place: "):
+            reader.go_to(damaged)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_reading_goes_on_anywhere(folder, num_ranks, monkeypatch):
     """In another process, from a place as JSON; without reading what comes before."""

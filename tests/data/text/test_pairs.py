@@ -167,6 +167,17 @@ def test_pairs_follow_from_the_seed(tokenizer, tmp_path):
     assert not np.array_equal(first.tokens[:500], first.tokens[first.offsets[half] :][:500])
 
 
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "[" * 100_000, '{"size": "1"}', '{"size": -1, "duplicates": 0}']
+)
+def test_a_damaged_position_of_a_spool_is_left_out(tmp_path, text, caplog):
+    (tmp_path / "spool").write_text("Of an interrupted run.\n\n")
+    (tmp_path / "spool.position.json").write_text(text)
+    assert Spool(tmp_path / "spool", Listed(["One text."])).documents == 1
+    assert (tmp_path / "spool").read_text() == "One text.\n\n"
+    assert "spool.position.json is damaged" in caplog.text
+
+
 def test_spool_drops_duplicates_and_splits_by_text(tmp_path):
     texts = [f"Document {i}. It has two sentences." for i in range(400)]
     spool = Spool(tmp_path / "1", Listed([*texts, "", texts[7].replace(" ", "\n"), " \n"]))

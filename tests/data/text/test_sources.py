@@ -1,5 +1,7 @@
 """Corpora: what each source yields, what its fingerprint follows, what it says on failure."""
 
+import hashlib
+import json
 import sys
 import types
 
@@ -50,9 +52,17 @@ def test_damaged_stdlib_cache_is_collected_again(library, tmp_path, caplog):
     source = StdlibSource(tmp_path / "cache", library)
     documents = list(source.documents())
     (cached,) = (tmp_path / "cache").iterdir()
-    cached.write_text(cached.read_text().replace("round", "square"))
-    assert list(StdlibSource(tmp_path / "cache", library).documents()) == documents
-    assert str(cached) in caplog.text
+    digest = hashlib.sha256(json.dumps({"a": 1}).encode()).hexdigest()
+    for damaged in (
+        cached.read_text().replace("round", "square"),
+        "[" * 100_000,
+        "[]",
+        json.dumps({"documents": {"a": 1}, "sha256": digest}),
+    ):
+        cached.write_text(damaged)
+        caplog.clear()
+        assert list(StdlibSource(tmp_path / "cache", library).documents()) == documents
+        assert str(cached) in caplog.text
 
 
 def test_stdlib_without_sources_names_the_folder(tmp_path):
