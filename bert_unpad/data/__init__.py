@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bert_unpad.data.collate import PackedCollator, Prefetcher, pack_examples
     from bert_unpad.data.config import DataConfig
-    from bert_unpad.data.store.example_batch import ExampleBatch
-    from bert_unpad.data.streams.exchange import ExampleExchange, ExchangedStep, ExchangeError
-    from bert_unpad.data.sampling.histogram import sample_lengths, wikipedia_lengths
     from bert_unpad.data.masking import MaskedTokens, TokenMasker, most_frequent_token_rate
     from bert_unpad.data.preparation import PreparedData, prepare
     from bert_unpad.data.sampling.balanced_sampler import BalancedSampler

@@ -27,10 +27,9 @@ from tqdm import tqdm
 
 from bert_unpad.data.collate import PackedCollator
 from bert_unpad.data.config import DataConfig
-from bert_unpad.data.text.corpus import Spool, tokenize
+from bert_unpad.data.store.cache import cache_lock, default_cache_dir
 from bert_unpad.data.store.dataset import ExampleDataset
-from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR, write_examples
-from bert_unpad.data.manifest import (
+from bert_unpad.data.store.manifest import (
     MANIFEST,
     DamagedDataError,
     check_digest,
@@ -40,9 +39,11 @@ from bert_unpad.data.manifest import (
 )
 from bert_unpad.data.store.open_examples import is_ready, open_ready
 from bert_unpad.data.store.shards import ShardDataset, ShardWriter
-from bert_unpad.data.text.sources import HuggingFaceSource, Source, file_sha256, open_source
 from bert_unpad.data.streams.stream import ShardStream
 from bert_unpad.data.streams.text_stream import TextStream, is_streamed, parse_streamed
+from bert_unpad.data.text.corpus import Spool, tokenize
+from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR, write_examples
+from bert_unpad.data.text.sources import HuggingFaceSource, Source, file_sha256, open_source
 from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.hdf5.write import write_hdf5
-from bert_unpad.data.manifest import DamagedDataError
 from bert_unpad.data.masking import TokenMasker
 from bert_unpad.data.preparation import PreparedData, prepare
+from bert_unpad.data.store.dataset import ExampleDataset
+from bert_unpad.data.store.manifest import DamagedDataError
 from bert_unpad.data.store.shards import ShardWriter
 from bert_unpad.data.streams.text_stream import is_streamed
 

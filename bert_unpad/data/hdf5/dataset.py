@@ -18,10 +18,10 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad.data.store.example_batch import ExampleBatch, Masks
-from bert_unpad.data.hdf5.datasets import open_file
+from bert_unpad.data.hdf5.checks import open_file
 from bert_unpad.data.hdf5.index import length_index
 from bert_unpad.data.hdf5.layout import layout_of, read_rows
+from bert_unpad.data.store.example_batch import ExampleBatch, Masks
 
 __all__ = ["Hdf5Dataset"]
 

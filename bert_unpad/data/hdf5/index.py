@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from bert_unpad._files import replacing
 from bert_unpad.data.hdf5.layout import index_file
+from bert_unpad.data.store.cache import cache_lock
 
 __all__ = ["find_files", "length_index"]
 

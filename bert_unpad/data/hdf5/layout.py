@@ -14,9 +14,9 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from bert_unpad.data.hdf5.checks import has_dataset, open_dataset, open_file, read_dataset
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks
-from bert_unpad.data.hdf5.datasets import has_dataset, open_dataset, open_file, read_dataset
-from bert_unpad.data.manifest import DamagedDataError
+from bert_unpad.data.store.manifest import DamagedDataError
 from bert_unpad.data.store.shards import MAX_LENGTH
 
 __all__ = ["COLUMNS", "Layout", "index_file", "layout_of", "read_rows"]

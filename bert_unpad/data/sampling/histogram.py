@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad.data.manifest import MANIFEST
+from bert_unpad.data.store.manifest import MANIFEST
 from bert_unpad.data.store.shards import ShardDataset
 
 __all__ = [

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks, ragged_places
-from bert_unpad.data.manifest import (
+from bert_unpad.data.store.manifest import (
     MANIFEST,
     DamagedDataError,
     check_digest,

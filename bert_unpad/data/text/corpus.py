@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad._files import read_json_object, replacing
-from bert_unpad.data.manifest import count_of
+from bert_unpad.data.store.manifest import count_of
 from bert_unpad.data.text.sources import Source
 from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 

@@ -20,7 +20,7 @@ from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
 h5py = pytest.importorskip("h5py")
 
 from bert_unpad.data.hdf5 import Hdf5Dataset
-from bert_unpad.data.hdf5.index import find_files
+from bert_unpad.data.hdf5.index import find_files, length_index
 from tests.support.hdf5_files import (
     EXAMPLES,
     LONGEST,
@@ -31,9 +31,6 @@ from tests.support.hdf5_files import (
     write_folder,
     write_raw,
 )
-
-from bert_unpad.data.hdf5 import Hdf5Dataset  # noqa: E402
-from bert_unpad.data.hdf5.index import find_files, length_index  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bert_unpad.data import DamagedDataError, ShardDataset, ShardWriter
-from bert_unpad.data.example_batch import Masks
+from bert_unpad.data.store.example_batch import Masks
 
 
 def write(path, vocab_size=1000, count=50, seed=0):

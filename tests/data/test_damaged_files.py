@@ -13,8 +13,8 @@ from bert_unpad.convert import huggingface, nvidia
 from bert_unpad.convert.sstable import read_table, table, write_varint
 from bert_unpad.convert.tensor_bundle import TensorBundle, write_bundle
 from bert_unpad.data import WordPieceTokenizer
-from bert_unpad.data.histogram import read_histogram
-from bert_unpad.data.stream_position import StreamPosition
+from bert_unpad.data.sampling.histogram import read_histogram
+from bert_unpad.data.streams.position import StreamPosition
 from bert_unpad.nn import BertConfig, BertForPreTraining
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

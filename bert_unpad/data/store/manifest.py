@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_unpad._files import read_json_object
-from bert_unpad.data.sources import file_sha256
+from bert_unpad.data.text.sources import file_sha256
 
 __all__ = [
     "MANIFEST",

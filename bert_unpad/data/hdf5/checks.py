@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad.data.manifest import DamagedDataError
+from bert_unpad.data.store.manifest import DamagedDataError
 
 __all__ = ["has_dataset", "open_dataset", "open_file", "read_dataset"]
 
