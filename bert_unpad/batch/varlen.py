@@ -112,7 +112,8 @@ class VarlenBatch:
 
         Raises:
             TypeError: the lengths are not integers.
-            ValueError: they are not 1-D, one is negative, or their sum exceeds the int32 range.
+            ValueError: they are not 1-D, one is negative, or their sum exceeds the int32 range; no
+                memory has been asked for then.
         """
         if device is None:
             device = lengths.device if isinstance(lengths, Tensor) else "cpu"
@@ -126,8 +127,11 @@ class VarlenBatch:
             raise TypeError(f"lengths must be integers, got {host.dtype}")
         if host.size and host.min() < 0:
             raise ValueError(f"lengths must be >= 0, got {int(host.min())}")
-        host = host.astype(np.int64)
+        # Before any memory is asked for, and before a sum of int64 could overflow.
         seqlen = int(host.max(initial=0))
+        _check_total(seqlen)
+        host = host.astype(np.int64)
+        _check_total(int(host.sum()))
         starts = np.cumsum(host) - host
         position_ids = np.arange(int(host.sum())) - np.repeat(starts, host)
         indices = position_ids + np.repeat(np.arange(host.size) * seqlen, host)
@@ -175,8 +179,7 @@ class VarlenBatch:
         device: torch.device,
     ) -> VarlenBatch:
         total = int(indices.size)
-        if total > _INT32_MAX:
-            raise ValueError(f"a batch may hold at most 2**31 - 1 tokens, got {total}")
+        _check_total(total)
         cu_seqlens = np.zeros(lengths.size + 1, np.int32)
         np.cumsum(lengths, out=cu_seqlens[1:])
         cu_seqlens_host = torch.from_numpy(cu_seqlens)
@@ -204,3 +207,8 @@ class VarlenBatch:
     def pin_memory(self) -> VarlenBatch:
         """The same batch in page-locked host memory, for asynchronous copies to an accelerator."""
         return map_tensors(self, DEVICE_TENSORS, Tensor.pin_memory)
+
+
+def _check_total(tokens: int) -> None:
+    if tokens > _INT32_MAX:
+        raise ValueError(f"a batch may hold at most 2**31 - 1 tokens, got {tokens}")

@@ -14,6 +14,7 @@ namespace bert_unpad {
 inline void check_last_contiguous(const Tensor& t, const char* op, const char* name) {
   check(t.numel() == 0 || t.stride(t.dim() - 1) == 1, op, ": ", name,
         " must be contiguous in its last dimension");
+  check_storage(t, op, name);
 }
 
 inline void check_qkv(const Tensor& qkv, const char* op) {

@@ -51,9 +51,7 @@ inline ClipArguments clip_arguments(const char* op, const Tensor& bucket, const 
     a.residual = static_cast<float*>(residual->mutable_data_ptr());
   }
   if (bound) {
-    check(bound->numel() == 1, op, ": bound must have one element, got ", bound->numel());
-    check_dtype(*bound, ScalarType::Float, op, "bound", "float32");
-    check_same_device(*bound, bucket, op, "bound");
+    check_scalar(*bound, ScalarType::Float, bucket, op, "bound", "float32");
     a.bound = static_cast<const float*>(bound->const_data_ptr());
   }
   check(max_norm >= 0.0, op, ": max_norm must be at least 0, got ", max_norm);

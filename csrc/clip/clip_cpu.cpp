@@ -23,7 +23,7 @@ constexpr int64_t kChunk = 16384;
 template <class F>
 void for_chunks(int64_t size, const F& fn) {
   const int64_t chunks = (size + kChunk - 1) / kChunk;
-  torch::stable::parallel_for(0, chunks, 4, [&](int64_t first, int64_t last) {
+  parallel_for(0, chunks, 4, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) fn(i, i * kChunk, std::min(size, (i + 1) * kChunk));
   });
 }

@@ -5,6 +5,7 @@
 // the type: all arrive as RuntimeError, which is what TORCH_CHECK gives in any version.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -53,8 +54,24 @@ inline void check_shape(const Tensor& t, std::initializer_list<int64_t> sizes, c
   check(ok, op, ": ", name, " must have shape ", expected, ", got ", shape_string(t));
 }
 
+// The memory that sizes and strides speak of must be there. It is not where a storage was freed
+// while its tensor lives on (`untyped_storage().resize_(0)`), and reading it would crash.
+inline void check_storage(const Tensor& t, const char* op, const char* name) {
+  const auto sizes = t.sizes(), strides = t.strides();
+  int64_t last = t.storage_offset(), bytes = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] == 0) return;
+    last += (sizes[i] - 1) * strides[i];
+  }
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(t.get(), &bytes));
+  const auto needed = (last + 1) * static_cast<int64_t>(t.element_size());
+  check(bytes >= needed, op, ": ", name, " must have a storage of at least ", needed,
+        " bytes for shape ", shape_string(t), ", got one of ", bytes, "; was it freed?");
+}
+
 inline void check_contiguous(const Tensor& t, const char* op, const char* name) {
   check(t.is_contiguous(), op, ": ", name, " must be contiguous");
+  check_storage(t, op, name);
 }
 
 inline void check_dtype(const Tensor& t, ScalarType dtype, const char* op, const char* name,
@@ -67,6 +84,15 @@ inline void check_same_device(const Tensor& t, const Tensor& like, const char* o
   check(t.is_cpu() == like.is_cpu() && t.is_cuda() == like.is_cuda() &&
             t.get_device_index() == like.get_device_index(),
         op, ": ", name, " must be on the same device as the other tensors");
+}
+
+// One number of `dtype` on the device of `like`.
+inline void check_scalar(const Tensor& t, ScalarType dtype, const Tensor& like, const char* op,
+                         const char* name, const char* expected) {
+  check(t.numel() == 1, op, ": ", name, " must have one element, got ", shape_string(t));
+  check_dtype(t, dtype, op, name, expected);
+  check_same_device(t, like, op, name);
+  check_storage(t, op, name);
 }
 
 // fp32, bf16 or fp16; anything else is an error.

@@ -6,10 +6,28 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <exception>
 #include <memory>
-#include <new>
+#include <stdexcept>
+#include <string>
 
 namespace bert_unpad {
+
+// fn(first, last) for ranges of [begin, end), at least `grain` long, in parallel. An exception of
+// one of them comes out here; PyTorch would put a message of its own in the place of its message.
+template <class F>
+void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& fn) {
+  std::atomic<bool> failed{false};
+  std::exception_ptr error;
+  torch::stable::parallel_for(begin, end, grain, [&](int64_t first, int64_t last) {
+    try {
+      fn(first, last);
+    } catch (...) {
+      if (!failed.exchange(true)) error = std::current_exception();
+    }
+  });
+  if (error) std::rethrow_exception(error);
+}
 
 // fn(i) for i in [0, n), handed out one by one in order, so that unequal tasks sorted longest first
 // keep all threads busy. Which thread runs a task must not change its result.
@@ -17,7 +35,7 @@ template <class F>
 void parallel_tasks(int64_t n, const F& fn) {
   std::atomic<int64_t> next{0};
   const int64_t threads = torch::stable::get_num_threads();
-  torch::stable::parallel_for(0, threads < n ? threads : n, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, threads < n ? threads : n, 1, [&](int64_t begin, int64_t end) {
     for (int64_t worker = begin; worker < end; ++worker)
       for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) fn(i);
   });
@@ -36,7 +54,9 @@ inline float* thread_scratch(int64_t floats) {
     buffer.reset();
     capacity = 0;
     buffer.reset(static_cast<float*>(std::aligned_alloc(4096, bytes)));
-    if (!buffer) throw std::bad_alloc();
+    if (!buffer)
+      throw std::runtime_error("out of memory: a thread could not get " + std::to_string(bytes) +
+                               " bytes of scratch memory");
     capacity = bytes / 4;
   }
   return buffer.get();

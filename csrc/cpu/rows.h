@@ -59,7 +59,7 @@ inline Tensor sum_chunks(const float* partials, int64_t chunks, int64_t stride,
   const int64_t n = param.numel();
   Tensor sums = torch::stable::new_empty(param, {n}, ScalarType::Float);
   auto* out = sums.mutable_data_ptr<float>();
-  torch::stable::parallel_for(0, n, 1024, [&](int64_t begin, int64_t end) {
+  parallel_for(0, n, 1024, [&](int64_t begin, int64_t end) {
     std::fill(out + begin, out + end, 0.0f);
     for (int64_t c = 0; c < chunks; ++c)
       for (int64_t j = begin; j < end; ++j) out[j] += partials[c * stride + j];

@@ -55,21 +55,19 @@ std::tuple<Tensor, Tensor, Tensor> quantize(Tensor x, bool e5m2, bool transpose)
 }
 
 void check_operand(const Tensor& t, const Tensor& scale, const Tensor& like, const char* op,
-                   const char* name) {
+                   const char* name, const char* scale_name) {
   check_shape(t, {-1, -1}, op, name, "[rows, k]");
   check_contiguous(t, op, name);
   check_same_device(t, like, op, name);
   check_aligned(t, op, name);
-  check_dtype(scale, ScalarType::Float, op, "scale", "float32");
-  check(scale.numel() == 1, op, ": the scale of ", name, " must have one element");
-  check_same_device(scale, like, op, "scale");
+  check_scalar(scale, ScalarType::Float, like, op, scale_name, "float32");
 }
 
 Tensor product(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, std::optional<Tensor> bias,
                ScalarType dtype, bool sum_over_tokens) {
   const char* op = "fp8_product";
-  check_operand(a, a_scale, a, op, "a");
-  check_operand(b, b_scale, a, op, "b");
+  check_operand(a, a_scale, a, op, "a", "a_scale");
+  check_operand(b, b_scale, a, op, "b", "b_scale");
   check(a.size(1) == b.size(1) && a.size(1) % kFp8Multiple == 0, op,
         ": a and b must have the same number of columns, a multiple of 16, got ", shape_string(a),
         " and ", shape_string(b));

@@ -38,7 +38,7 @@ std::tuple<Tensor, Tensor, Tensor> masked_cross_entropy(Tensor logits, Tensor la
   };
   std::vector<Row> results(rows);
   const LossKernels& kernels = loss_kernels();
-  torch::stable::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       if (p.labels[i] == ignore_index) {
         p.lse[i] = 0.0f;
@@ -70,7 +70,7 @@ void backward_into(const Tensor& dloss, const Tensor& logits, const Tensor& labe
   p.dloss = *dloss.const_data_ptr<float>();
   p.dlogits = dlogits;
   const LossKernels& kernels = loss_kernels();
-  torch::stable::parallel_for(0, logits.size(0), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, logits.size(0), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) kernels.backward(p, i);
   });
 }

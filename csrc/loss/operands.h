@@ -32,9 +32,7 @@ void set_operands(Params& p, const Tensor& logits, const Tensor& labels, int64_t
 template <class Params>
 void set_saved(Params& p, const Tensor& dloss, const Tensor& logits, const Tensor& lse,
                const char* op) {
-  check_dtype(dloss, ScalarType::Float, op, "dloss", "float32");
-  check(dloss.numel() == 1, op, ": dloss must be a scalar, got shape ", shape_string(dloss));
-  check_same_device(dloss, logits, op, "dloss");
+  check_scalar(dloss, ScalarType::Float, logits, op, "dloss", "float32");
   check_dtype(lse, ScalarType::Float, op, "lse", "float32");
   check_shape(lse, {logits.size(0)}, op, "lse", "[rows]");
   check_contiguous(lse, op, "lse");

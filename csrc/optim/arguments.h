@@ -44,9 +44,7 @@ struct PlainList {
 
 // A float32 scalar on the device of `like`.
 inline void check_scalar(const Tensor& t, const Tensor& like, const char* op, const char* name) {
-  check(t.numel() == 1, op, ": ", name, " must have one element, got ", shape_string(t));
-  check_dtype(t, ScalarType::Float, op, name, "float32");
-  check_same_device(t, like, op, name);
+  check_scalar(t, ScalarType::Float, like, op, name, "float32");
 }
 
 // What adam_ and lamb_ get besides the tensors.
@@ -59,11 +57,7 @@ struct UpdateScalars {
     if (grad_scale) check_scalar(*grad_scale, like, op, "grad_scale");
     if (norm) check_scalar(*norm, like, op, "norm");
     check(norm.has_value() || rule.max_grad_norm == 0.0, op, ": max_grad_norm needs norm");
-    if (!skipped) return;
-    check(skipped->numel() == 1, op, ": skipped must have one element, got ",
-          shape_string(*skipped));
-    check_dtype(*skipped, ScalarType::Long, op, "skipped", "int64");
-    check_same_device(*skipped, like, op, "skipped");
+    if (skipped) check_scalar(*skipped, ScalarType::Long, like, op, "skipped", "int64");
   }
 };
 

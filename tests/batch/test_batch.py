@@ -1,6 +1,8 @@
 """VarlenBatch, unpad and pad, PackedInputs: every mask against plain indexing."""
 
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -92,6 +94,29 @@ def test_from_lengths_without_tokens(lengths):
 def test_from_lengths_refuses(lengths, error, message):
     with pytest.raises(error, match=message):
         VarlenBatch.from_lengths(lengths)
+
+
+TOO_MANY = """
+import resource
+import numpy as np
+import torch
+from bert_unpad.batch import VarlenBatch
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, -1))
+lists = [2**62] * 4, [2**31], [2**31 - 1, 1], [2**63 - 1] * 2
+for lengths in (*lists, torch.tensor([2**62] * 4), np.array([2**64 - 1], np.uint64)):
+    try:
+        VarlenBatch.from_lengths(lengths)
+    except ValueError as error:
+        assert "a batch may hold at most 2**31 - 1 tokens, got " in str(error), error
+    else:
+        raise AssertionError(lengths)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limit on memory")
+def test_from_lengths_refuses_too_many_tokens_before_it_asks_for_memory():
+    subprocess.run([sys.executable, "-c", TOO_MANY], check=True)
 
 
 @pytest.mark.parametrize(
