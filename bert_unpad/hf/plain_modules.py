@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from bert_unpad import ops
 from bert_unpad.ops.products import no_autocast, product_dtype
+from bert_unpad._registration import first_order
 
 __all__ = [
     "activation",
@@ -112,7 +113,7 @@ class _SideBySide(torch.autograd.Function):
         ctx.dtypes = dtype, [parameter.dtype for parameter in parameters]
         wide = [parameter.to(dtype) for parameter in parameters]
         weights, biases = wide[: len(wide) // 2], wide[len(wide) // 2 :]
-        ctx.save_for_backward(x, *weights)
+        ctx.save_for_backward(x, *weights, *parameters[: len(weights)])
         input = x.to(dtype)
         out = input.new_empty((x.shape[0], len(weights), weights[0].shape[0]))
         for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
@@ -121,17 +122,17 @@ class _SideBySide(torch.autograd.Function):
         return out.to(x.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy: Tensor):
+    @first_order("project_side_by_side")
+    def backward(ctx, saved, dy: Tensor):
         # Some run the backward pass under autocast too; the products have their dtype already.
         with no_autocast(dy.device.type):
-            return _SideBySide._gradients(ctx, dy)
+            return _SideBySide._gradients(ctx, saved, dy)
 
     @staticmethod
-    def _gradients(ctx, dy: Tensor):
-        x, *weights = ctx.saved_tensors
+    def _gradients(ctx, saved, dy: Tensor):
         dtype, parameter_dtypes = ctx.dtypes
-        count = len(weights)
+        count = len(parameter_dtypes) // 2
+        x, weights = saved[0], saved[1 : 1 + count]
         dy = dy.to(dtype)
         dx = None
         if ctx.needs_input_grad[0]:

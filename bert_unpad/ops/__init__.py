@@ -1,8 +1,10 @@
 """The functional operators, on `torch.ops.bert_unpad`.
 
 Activations are float32, bfloat16 or float16, packed as [tokens, ...]; statistics, softmax and sums
-are computed in float32. Every operator works under `torch.compile(fullgraph=True)` and has an
-autograd formula, except those that end in an underscore: they write into what they are given.
+are computed in float32. Every operator works under `torch.compile(fullgraph=True)`. All have
+gradients but `multi_tensor_l2norm` and those that end in an underscore, which write into what they
+are given. Second derivatives and forward-mode differentiation raise a NotImplementedError (`linear`
+has both where it is PyTorch's own).
 """
 
 from bert_unpad.ops.attention import varlen_attention, varlen_cross_attention

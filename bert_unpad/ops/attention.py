@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bert_unpad import _library as _library  # schemas must exist
+from bert_unpad.ops import rng as _rng
+from bert_unpad._registration import register_autograd, register_fake
 from bert_unpad.batch import VarlenBatch
 from bert_unpad.ops import rng as _rng
 
@@ -71,7 +72,7 @@ def varlen_attention(
             "varlen_attention: qkv must have shape [tokens, 3, heads, head_dim], "
             f"got {list(qkv.shape)}"
         )
-    scale = 1.0 / math.sqrt(qkv.shape[-1]) if scale is None else scale
+    scale = _scale(qkv) if scale is None else scale
     rng = _rng.draw(dropout_p, rng, qkv.device)
     return _ops.varlen_attention(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, order, groups)[
         0
@@ -118,32 +119,36 @@ def varlen_cross_attention(
             "varlen_cross_attention: q must have shape [query tokens, heads, head_dim], "
             f"got {list(q.shape)}"
         )
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scale = _scale(q) if scale is None else scale
     rng = _rng.draw(dropout_p, rng, q.device)
     return _ops.varlen_cross_attention(
         q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p, rng, order
     )[0]
 
 
+def _scale(x: Tensor) -> float:
+    return 1.0 / math.sqrt(max(x.shape[-1], 1))  # the operator refuses a head_dim of 0
+
+
 def _last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@torch.library.register_fake("bert_unpad::varlen_attention")
+@register_fake("varlen_attention", host=["groups"])
 def _(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, order=None, groups=None):
     tokens, _, heads, head_dim = qkv.shape
     out = qkv.new_empty((tokens, heads, head_dim))
     return out, qkv.new_empty((heads, tokens), dtype=torch.float32)
 
 
-@torch.library.register_fake("bert_unpad::varlen_attention_backward")
+@register_fake("varlen_attention_backward", host=["groups"])
 def _(
     dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, dropout_p, rng, order=None, groups=None
 ):  # fmt: skip
     return qkv.new_empty(qkv.shape)
 
 
-@torch.library.register_fake("bert_unpad::varlen_cross_attention")
+@register_fake("varlen_cross_attention", host=["groups"])
 def _(
     q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p, rng,
     order=None, groups=None,
@@ -152,7 +157,7 @@ def _(
     return q.new_empty(q.shape), q.new_empty((heads, tokens), dtype=torch.float32)
 
 
-@torch.library.register_fake("bert_unpad::varlen_cross_attention_backward")
+@register_fake("varlen_cross_attention_backward", host=["groups"])
 def _(
     dout, q, kv, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p,
     rng, order=None, groups=None,
@@ -167,8 +172,8 @@ def _setup(ctx, inputs, output):
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx, dout, _dlse):
-    qkv, out, lse, cu_seqlens, rng, order, groups = ctx.saved_tensors
+def _backward(ctx, saved, dout, _dlse):
+    qkv, out, lse, cu_seqlens, rng, order, groups = saved
     dqkv = _ops.varlen_attention_backward(
         _last_contiguous(dout), qkv, out, lse, cu_seqlens, *ctx.scalars, rng, order, groups
     )
@@ -182,15 +187,13 @@ def _cross_setup(ctx, inputs, output):
     ctx.mark_non_differentiable(output[1])
 
 
-def _cross_backward(ctx, dout, _dlse):
-    q, kv, out, lse, cu_q, cu_k, rng, order, groups = ctx.saved_tensors
+def _cross_backward(ctx, saved, dout, _dlse):
+    q, kv, out, lse, cu_q, cu_k, rng, order, groups = saved
     dq, dkv = _ops.varlen_cross_attention_backward(
         _last_contiguous(dout), q, kv, out, lse, cu_q, cu_k, *ctx.scalars, rng, order, groups
     )
     return dq, dkv, None, None, None, None, None, None, None, None, None
 
 
-torch.library.register_autograd("bert_unpad::varlen_attention", _backward, setup_context=_setup)
-torch.library.register_autograd(
-    "bert_unpad::varlen_cross_attention", _cross_backward, setup_context=_cross_setup
-)
+register_autograd("varlen_attention", _backward, _setup)
+register_autograd("varlen_cross_attention", _cross_backward, _cross_setup)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bert_unpad import _library as _library  # schemas must exist
+from bert_unpad._registration import register_fake
 
 _ops = torch.ops.bert_unpad
 
@@ -55,11 +55,11 @@ def clip_bucket_(
     return _ops.clip_bucket_(bucket, number, bound, factor)
 
 
-@torch.library.register_fake("bert_unpad::clip_bucket_")
+@register_fake("clip_bucket_")
 def _(bucket, max_norm, bound, factor):
     return bucket.new_empty((), dtype=torch.float32)
 
 
-@torch.library.register_fake("bert_unpad::clip_bucket_into")
+@register_fake("clip_bucket_into")
 def _(bucket, out, residual, max_norm, bound, factor):
     return bucket.new_empty((), dtype=torch.float32)

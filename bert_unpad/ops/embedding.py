@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from bert_unpad import _library as _library  # schemas must exist
 from bert_unpad.ops import rng as _rng
+from bert_unpad._registration import register_autograd, register_fake
 
 _ops = torch.ops.bert_unpad
 
@@ -64,7 +64,7 @@ def embedding_layer_norm(
     )[0]
 
 
-@torch.library.register_fake("bert_unpad::embedding_layer_norm")
+@register_fake("embedding_layer_norm")
 def _(
     input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, p, eps,
     out_dtype, rng,
@@ -74,7 +74,7 @@ def _(
     return word.new_empty((tokens, word.shape[1]), dtype=out_dtype), *statistics
 
 
-@torch.library.register_fake("bert_unpad::embedding_layer_norm_backward")
+@register_fake("embedding_layer_norm_backward")
 def _(
     dy, input_ids, position_ids, token_type_ids, word, position, token_type, weight, mean, rstd, p,
     rng,
@@ -91,8 +91,8 @@ def _setup(ctx, inputs, output):
     ctx.mark_non_differentiable(mean, rstd)
 
 
-def _backward(ctx, dy, _dmean, _drstd):
-    *tensors, mean, rstd, rng = ctx.saved_tensors
+def _backward(ctx, saved, dy, _dmean, _drstd):
+    *tensors, mean, rstd, rng = saved
     dword, dposition, dtoken_type, dweight, dbias = _ops.embedding_layer_norm_backward(
         dy.contiguous(), *tensors, mean, rstd, ctx.p, rng
     )
@@ -102,4 +102,4 @@ def _backward(ctx, dy, _dmean, _drstd):
     )  # fmt: skip
 
 
-torch.library.register_autograd("bert_unpad::embedding_layer_norm", _backward, setup_context=_setup)
+register_autograd("embedding_layer_norm", _backward, _setup)

@@ -19,6 +19,7 @@ from bert_unpad.ops import products
 from bert_unpad.ops.fp8 import fp8_linear
 from bert_unpad.ops.gelu import bias_gelu
 from bert_unpad.ops.linear_layer import check_linear, linear, linear_residual
+from bert_unpad._registration import first_order
 
 _ops = torch.ops.bert_unpad
 
@@ -62,11 +63,11 @@ class _Mlp(torch.autograd.Function):
         return y, x.view_as(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy: Tensor | None, addend: Tensor | None):
+    @first_order("mlp")
+    def backward(ctx, saved, dy: Tensor | None, addend: Tensor | None):
         if dy is None:
             return addend, None, None, None, None, None
-        x, pre, inner, wide1, wide2, weight1, bias1, weight2 = ctx.saved_tensors
+        x, pre, inner, wide1, wide2, weight1, bias1, weight2 = saved
         needs_x, needs_weight1, needs_bias1, needs_weight2, *_ = ctx.needs_input_grad
         dx = dweight1 = dbias1 = dweight2 = None
         dy = dy.contiguous()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bert_unpad.ops import products
 from bert_unpad.ops.linear_layer import check_linear
+from bert_unpad._registration import first_order, register_cpu, register_fake
 
 _ops = torch.ops.bert_unpad
 # cuBLASLt's smallest step in 8 bits.
@@ -30,7 +31,7 @@ def _padded(rows: int) -> int:
     return (rows + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
 
 
-@torch.library.register_fake("bert_unpad::quantize_fp8")
+@register_fake("quantize_fp8")
 def _(x, e5m2, transpose):
     rows, columns = x.shape
     dtype = _formats(e5m2)
@@ -42,12 +43,12 @@ def _(x, e5m2, transpose):
     )
 
 
-@torch.library.register_fake("bert_unpad::fp8_product")
+@register_fake("fp8_product")
 def _(a, b, a_scale, b_scale, bias, dtype, sum_over_tokens):
     return a.new_empty((b.shape[0], a.shape[0]), dtype=dtype)
 
 
-@torch.library.impl("bert_unpad::quantize_fp8", "CPU")
+@register_cpu("quantize_fp8")
 def _(x, e5m2, transpose):
     dtype = _formats(e5m2)
     limits = torch.finfo(dtype)
@@ -65,7 +66,7 @@ def _(x, e5m2, transpose):
     return q, kept, scale
 
 
-@torch.library.impl("bert_unpad::fp8_product", "CPU")
+@register_cpu("fp8_product")
 def _(a, b, a_scale, b_scale, bias, dtype, sum_over_tokens):
     y = (b.float() @ a.float().t()) * (a_scale * b_scale)
     return (y if bias is None else y + bias).to(dtype)
@@ -90,23 +91,28 @@ def quantize_fp8(x: Tensor, e5m2: bool, transpose: bool = True) -> tuple[Tensor,
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """x weight^T + bias, all three products of the layer in 8 bits."""
+    """x weight^T + bias, all three products of the layer in 8 bits.
+
+    The second result is empty. It is saved in the place of x and weight, which are kept in 8 bits
+    only, so that `first_order` can find them.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         needs_x, needs_weight, _ = ctx.needs_input_grad
         q, q_kept, scale = quantize_fp8(x, False, needs_weight)
         w, w_kept, w_scale = quantize_fp8(weight, False, needs_x)
         low_bias = None if bias is None else bias.to(x.dtype)
         y = _ops.fp8_product(w, q, w_scale, scale, low_bias, x.dtype, False)
-        ctx.save_for_backward(q_kept, scale, w_kept, w_scale)
+        inputs = x.new_empty(0)
+        ctx.save_for_backward(q_kept, scale, w_kept, w_scale, inputs)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        return y
+        return y, inputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy: Tensor):
-        x_kept, scale, w_kept, w_scale = ctx.saved_tensors
+    @first_order("fp8_linear")
+    def backward(ctx, saved, dy: Tensor, _):
+        x_kept, scale, w_kept, w_scale, _inputs = saved
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         dx = dweight = dbias = None
@@ -151,4 +157,4 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             "fp8_linear: 8-bit products need a GPU of compute capability 8.9 or later, this is "
             f"{torch.cuda.get_device_name(x.device)}"
         )
-    return _Fp8Linear.apply(x.contiguous(), weight.contiguous(), bias)
+    return _Fp8Linear.apply(x.contiguous(), weight.contiguous(), bias)[0]

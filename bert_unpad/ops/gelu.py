@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bert_unpad import _library as _library  # schemas must exist
+from bert_unpad._registration import register_autograd, register_fake
 
 _ops = torch.ops.bert_unpad
 
@@ -35,12 +35,12 @@ def bias_gelu(
     return _ops.bias_gelu(x.contiguous(), bias, approximate == "tanh")
 
 
-@torch.library.register_fake("bert_unpad::bias_gelu")
+@register_fake("bias_gelu")
 def _(x, bias, tanh):
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("bert_unpad::bias_gelu_backward")
+@register_fake("bias_gelu_backward")
 def _(dy, x, bias, tanh):
     dbias = x.new_empty((0,)) if bias is None else bias.new_empty(bias.shape)
     return x.new_empty(x.shape), dbias
@@ -52,10 +52,10 @@ def _setup(ctx, inputs, output):
     ctx.tanh = tanh
 
 
-def _backward(ctx, dy):
-    x, bias = ctx.saved_tensors
+def _backward(ctx, saved, dy):
+    x, bias = saved
     dx, dbias = _ops.bias_gelu_backward(dy.contiguous(), x, bias, ctx.tanh)
     return dx, None if bias is None else dbias, None
 
 
-torch.library.register_autograd("bert_unpad::bias_gelu", _backward, setup_context=_setup)
+register_autograd("bias_gelu", _backward, _setup)

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bert_unpad.ops import products
+from bert_unpad._registration import first_order
 
 
 class _Linear(torch.autograd.Function):
@@ -19,17 +20,18 @@ class _Linear(torch.autograd.Function):
         wide = weight.to(dtype)
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         y = products.forward(flat, wide, None if bias is None else bias.to(dtype))
-        ctx.save_for_backward(flat, wide, weight, bias)
+        ctx.save_for_backward(x, wide, weight, bias)
         ctx.set_materialize_grads(False)
         return y.view(*x.shape[:-1], y.shape[-1]), x.view_as(x)
 
     @staticmethod
-    def backward(ctx, dy: Tensor | None, addend: Tensor | None):
+    @first_order("linear")
+    def backward(ctx, saved, dy: Tensor | None, addend: Tensor | None):
         if dy is None:
             return addend, None, None
-        x, wide, weight, bias = ctx.saved_tensors
-        shape = (*dy.shape[:-1], x.shape[1])
-        dy = dy.reshape(-1, dy.shape[-1]).contiguous()
+        x, wide, weight, bias = saved
+        shape = x.shape
+        x, dy = (t.reshape(-1, t.shape[-1]).contiguous() for t in (x, dy))
         dx = dweight = dbias = None
         # A backward pass that is run within autocast would take its products in another dtype.
         with products.no_autocast(dy.device.type):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bert_unpad import _library as _library  # schemas must exist
+from bert_unpad._registration import first_order, register_autograd, register_fake
 
 _ops = torch.ops.bert_unpad
 
@@ -60,16 +60,16 @@ class _InplaceBackward(torch.autograd.Function):
         return loss_sum, correct
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dloss, _dcorrect):
-        logits, labels, lse = ctx.saved_tensors
+    @first_order("masked_cross_entropy")
+    def backward(ctx, saved, dloss, _dcorrect):
+        logits, labels, lse = saved
         dlogits = logits.detach()
         _ops.masked_cross_entropy_backward_(dloss, dlogits, labels, lse, *ctx.scalars)
         torch.autograd.graph.increment_version(dlogits)  # so that a later read of it is an error
         return dlogits, None, None, None
 
 
-@torch.library.register_fake("bert_unpad::masked_cross_entropy")
+@register_fake("masked_cross_entropy")
 def _(logits, labels, vocab_size, ignore_index):
     return (
         logits.new_empty((), dtype=torch.float32),
@@ -78,12 +78,12 @@ def _(logits, labels, vocab_size, ignore_index):
     )
 
 
-@torch.library.register_fake("bert_unpad::masked_cross_entropy_backward")
+@register_fake("masked_cross_entropy_backward")
 def _(dloss, logits, labels, lse, vocab_size, ignore_index):
     return logits.new_empty(logits.shape)
 
 
-@torch.library.register_fake("bert_unpad::masked_cross_entropy_backward_")
+@register_fake("masked_cross_entropy_backward_")
 def _(dloss, logits, labels, lse, vocab_size, ignore_index):
     return None
 
@@ -96,10 +96,10 @@ def _setup(ctx, inputs, output):
     ctx.mark_non_differentiable(correct, lse)
 
 
-def _backward(ctx, dloss, _dcorrect, _dlse):
-    logits, labels, lse = ctx.saved_tensors
+def _backward(ctx, saved, dloss, _dcorrect, _dlse):
+    logits, labels, lse = saved
     dlogits = _ops.masked_cross_entropy_backward(dloss, logits, labels, lse, *ctx.scalars)
     return dlogits, None, None, None
 
 
-torch.library.register_autograd("bert_unpad::masked_cross_entropy", _backward, setup_context=_setup)
+register_autograd("masked_cross_entropy", _backward, _setup)

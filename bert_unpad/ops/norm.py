@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from bert_unpad import _library as _library  # schemas must exist
 from bert_unpad.ops import rng as _rng
+from bert_unpad._registration import register_autograd, register_fake
 
 _ops = torch.ops.bert_unpad
 
@@ -51,14 +51,21 @@ def dropout_add_layer_norm(
     ]
 
 
-@torch.library.register_fake("bert_unpad::dropout_add_layer_norm")
+@register_fake("dropout_add_layer_norm")
 def _(x, x_bias, residual, weight, bias, p, eps, rng):
+    torch._check(
+        x.dim() >= 1 and x.shape[-1] >= 1,
+        lambda: (
+            "dropout_add_layer_norm: x must have shape [..., hidden] with hidden >= 1, "
+            f"got {list(x.shape)}"
+        ),
+    )
     rows = x.numel() // x.shape[-1]
     statistics = [x.new_empty((rows,), dtype=torch.float32) for _ in range(2)]
     return x.new_empty(x.shape), *statistics
 
 
-@torch.library.register_fake("bert_unpad::dropout_add_layer_norm_backward")
+@register_fake("dropout_add_layer_norm_backward")
 def _(dy, x, x_bias, residual, weight, mean, rstd, p, rng):
     own_dresidual = residual is not None and p > 0.0
     return (
@@ -78,8 +85,8 @@ def _setup(ctx, inputs, output):
     ctx.mark_non_differentiable(mean, rstd)
 
 
-def _backward(ctx, dy, _dmean, _drstd):
-    x, x_bias, residual, weight, mean, rstd, rng = ctx.saved_tensors
+def _backward(ctx, saved, dy, _dmean, _drstd):
+    x, x_bias, residual, weight, mean, rstd, rng = saved
     dx, dresidual, dx_bias, dweight, dbias = _ops.dropout_add_layer_norm_backward(
         dy.contiguous(), x, x_bias, residual, weight, mean, rstd, ctx.p, rng
     )
@@ -90,6 +97,4 @@ def _backward(ctx, dy, _dmean, _drstd):
     return dx, None if x_bias is None else dx_bias, dresidual, dweight, dbias, None, None, None
 
 
-torch.library.register_autograd(
-    "bert_unpad::dropout_add_layer_norm", _backward, setup_context=_setup
-)
+register_autograd("dropout_add_layer_norm", _backward, _setup)

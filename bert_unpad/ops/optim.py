@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bert_unpad import _library as _library  # schemas must exist
+from bert_unpad._registration import register_autograd, register_fake
 
 _ops = torch.ops.bert_unpad
 
@@ -146,17 +146,20 @@ def lamb_(
     )
 
 
-@torch.library.register_fake("bert_unpad::multi_tensor_l2norm")
+@register_fake("multi_tensor_l2norm")
 def _(tensors):
     return tensors[0].new_empty((), dtype=torch.float32), tensors[0].new_empty(
         (len(tensors),), dtype=torch.float32
     )
 
 
-@torch.library.register_fake("bert_unpad::lamb_moments_")
+@register_fake("lamb_moments_")
 def _(params, grads, exp_avgs, exp_avg_sqs, masters, steps, lr, *rest):
     rows = [lr.new_empty((len(params), width), dtype=torch.float32) for width in (3, 4)]
     return tuple(rows)
+
+
+register_autograd("multi_tensor_l2norm")
 
 
 def _changes_in_place(*arguments):
@@ -164,4 +167,4 @@ def _changes_in_place(*arguments):
 
 
 for _name in ("multi_tensor_scale_", "adam_", "lamb_", "lamb_apply_"):
-    torch.library.register_fake(f"bert_unpad::{_name}")(_changes_in_place)
+    register_fake(_name)(_changes_in_place)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bert_unpad import _library as _library  # schemas must exist
+from bert_unpad._registration import register_cpu, register_fake
 
 _ops = torch.ops.bert_unpad
 
@@ -68,6 +68,7 @@ def fused(x: Tensor, weight: Tensor) -> bool:
         and x.dtype in (torch.bfloat16, torch.float16)
         and weight.shape[0] % 8 == 0
         and weight.shape[1] % 8 == 0
+        and weight.numel() > 0
         and _cublaslt_wanted()
     )
 
@@ -151,24 +152,24 @@ def _target(weight: Tensor) -> Tensor | None:
     return grad if usable and grad.dtype in (torch.float32, weight.dtype) else None
 
 
-@torch.library.register_fake("bert_unpad::linear")
+@register_fake("linear")
 def _(x, weight, bias, gelu):
     shape = (x.shape[0], weight.shape[0])
     return x.new_empty(shape), x.new_empty(shape if gelu else (0,))
 
 
-@torch.library.register_fake("bert_unpad::linear_dgrad")
+@register_fake("linear_dgrad")
 def _(dy, weight, addend, pre):
     return dy.new_empty((dy.shape[0], weight.shape[1]))
 
 
-@torch.library.register_fake("bert_unpad::linear_wgrad")
+@register_fake("linear_wgrad")
 def _(dy, x, bias, dtype):
     sizes = (dy.shape[1], x.shape[1])
     return dy.new_empty(sizes, dtype=dtype), dy.new_empty((sizes[0] if bias else 0,), dtype=dtype)
 
 
-@torch.library.register_fake("bert_unpad::linear_wgrad_")
+@register_fake("linear_wgrad_")
 def _(dy, x, dweight, bias):
     return dweight.new_empty((dy.shape[1] if bias else 0,))
 
@@ -216,4 +217,4 @@ for _name, _function in (
     ("linear_wgrad", _new_wgrad),
     ("linear_wgrad_", _add_wgrad),
 ):
-    torch.library.impl(f"bert_unpad::{_name}", "CPU")(_function)
+    register_cpu(_name)(_function)
