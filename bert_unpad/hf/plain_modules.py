@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from bert_unpad import ops
 from bert_unpad.ops.products import no_autocast, product_dtype
-from bert_unpad._registration import first_order
+from bert_unpad.ops.registration import first_order
 
 __all__ = [
     "activation",

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bert_unpad._registration import register_fake
+from bert_unpad.ops.registration import register_fake
 
 _ops = torch.ops.bert_unpad
 

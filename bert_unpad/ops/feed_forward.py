@@ -19,7 +19,7 @@ from bert_unpad.ops import products
 from bert_unpad.ops.fp8 import fp8_linear
 from bert_unpad.ops.gelu import bias_gelu
 from bert_unpad.ops.linear_layer import check_linear, linear, linear_residual
-from bert_unpad._registration import first_order
+from bert_unpad.ops.registration import first_order
 
 _ops = torch.ops.bert_unpad
 

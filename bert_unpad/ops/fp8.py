@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bert_unpad.ops import products
 from bert_unpad.ops.linear_layer import check_linear
-from bert_unpad._registration import first_order, register_cpu, register_fake
+from bert_unpad.ops.registration import first_order, register_cpu, register_fake
 
 _ops = torch.ops.bert_unpad
 # cuBLASLt's smallest step in 8 bits.

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bert_unpad._registration import register_autograd, register_fake
+from bert_unpad.ops.registration import register_autograd, register_fake
 
 _ops = torch.ops.bert_unpad
 

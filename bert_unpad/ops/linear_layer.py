@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bert_unpad.ops import products
-from bert_unpad._registration import first_order
+from bert_unpad.ops.registration import first_order
 
 
 class _Linear(torch.autograd.Function):

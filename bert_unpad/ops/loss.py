@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bert_unpad._registration import first_order, register_autograd, register_fake
+from bert_unpad.ops.registration import first_order, register_autograd, register_fake
 
 _ops = torch.ops.bert_unpad
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from bert_unpad.ops import rng as _rng
-from bert_unpad._registration import register_autograd, register_fake
+from bert_unpad.ops.registration import register_autograd, register_fake
 
 _ops = torch.ops.bert_unpad
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bert_unpad._registration import register_autograd, register_fake
+from bert_unpad.ops.registration import register_autograd, register_fake
 
 _ops = torch.ops.bert_unpad
 

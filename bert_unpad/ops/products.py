@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bert_unpad._registration import register_cpu, register_fake
+from bert_unpad.ops.registration import register_cpu, register_fake
 
 _ops = torch.ops.bert_unpad
 

@@ -16,7 +16,7 @@ HIDDEN = HEADS * WIDTH
 
 
 def operator_names() -> list[str]:
-    """All operators of csrc/ops.cpp, without the namespace; `hf_*` are Python's own."""
+    """All operators of csrc/schemas.cpp, without the namespace; `hf_*` are Python's own."""
     names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
     return sorted(op for space, op in names if space == "bert_unpad" and not op.startswith("hf_"))
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-import op_examples
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch
-from bert_unpad.hf import dense
+from tests.support import op_examples
 
 TOKENS, HIDDEN = 8, 32
 BATCH = VarlenBatch.from_lengths([3, 5])
@@ -171,7 +170,7 @@ def test_there_is_an_example_of_every_operator() -> None:
 FREED = """
 import sys
 import torch
-import op_examples
+from tests.support import op_examples
 for name in op_examples.operator_names():
     names = [pair[0] for pair in op_examples.tensor_arguments(name, op_examples.example(name))]
     for argument in names:
