@@ -101,6 +101,7 @@ def settings_of(name: str, run_dir: Path, options: argparse.Namespace) -> list[s
         "threads": 1,
         "batching.global_batch_size": options.batch,
         "schedule.total_steps": options.steps,
+        "schedule.warmup_share": 0.1,
         "comm.start": options.start,
         "comm.local_sgd_period": options.period,
         "checkpoint.every": 0,

@@ -1,7 +1,8 @@
-"""What this installation is made of: `python -m bert_unpad.info [--json]`.
+"""What this installation is made of, and whether it works: `python -m bert_unpad.info`.
 
 The first thing to look at, and to paste into a bug report, when an operator is missing or slow. So
-it works, and says why, where the compiled modules cannot be loaded.
+it works, and says why, where the compiled modules cannot be loaded. With --check it runs every
+operator instead, and compares the results with plain PyTorch.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import os
 import platform
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +161,33 @@ def render(info: dict[str, Any]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def main(argv: list[str] | None = None) -> None:
+def _check(kinds: list[str]) -> int:
+    try:
+        from bert_unpad import self_test
+    except ImportError as error:  # the operators are not loaded
+        print(f"check failed: {error}")
+        return 1
+    return 1 if self_test.run(kinds or None) else 0
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bert_unpad.info", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    actions = parser.add_mutually_exclusive_group()
+    actions.add_argument("--json", action="store_true", help="machine-readable output")
+    actions.add_argument(
+        "--check",
+        nargs="*",
+        choices=("cpu", "cuda"),
+        help="run every operator on these devices (default: all that are there) and compare it "
+        "with plain PyTorch in float64; exit code 1 where something is wrong",
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.check is not None:
+        return _check(arguments.check)
     info = collect()
-    if parser.parse_args(argv).json:
-        print(json.dumps(info, indent=2))
-    else:
-        print(render(info))
+    print(json.dumps(info, indent=2) if arguments.json else render(info))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

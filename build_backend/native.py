@@ -8,6 +8,9 @@ What a file is called says how it is compiled, so that a new operator needs no b
 
 setuptools' own CUDAExtension is not used: it imports torch, refuses to build CUDA under a CPU-only
 PyTorch, and cannot compile one file for several instruction sets.
+
+Paths of this tree are given to the compilers relative to the build folder, so that what is compiled
+stays valid when the tree moves or is copied.
 """
 
 import fcntl
@@ -19,13 +22,14 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import cuda_choice
 from setuptools import Extension
 from setuptools.command.build_ext import build_ext
 from torch_location import find_torch
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
-DEFAULT_CUDA_ARCHS = "8.0+PTX;9.0a"
+CUDA_MODULE = "_C_cuda"
 
 # Instruction sets of the *_simd.cpp files, best last; csrc/cpu/isa.h must list the same names.
 X86_ISAS = {
@@ -44,49 +48,13 @@ def isas() -> dict[str, list[str]]:
     return X86_ISAS if platform.machine() in ("x86_64", "AMD64") else {"generic": []}
 
 
-def find_nvcc() -> str | None:
-    """nvcc from $CUDA_HOME, PATH or the usual folder; None where CUDA is off or absent."""
-    wish = os.environ.get("BERT_UNPAD_CUDA", "")
-    if wish not in ("", "0", "1"):
-        raise SystemExit(f"BERT_UNPAD_CUDA must be 0 or 1, not {wish!r}")
-    if wish == "0":
-        return None
-    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")):
-        if home and (Path(home) / "bin" / "nvcc").exists():
-            return str(Path(home) / "bin" / "nvcc")
-    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-    if nvcc is None and wish == "1":
-        raise SystemExit("BERT_UNPAD_CUDA=1, but no nvcc was found on PATH or in $CUDA_HOME/bin")
-    return nvcc
-
-
-def arch_names(arch_list: str) -> list[str]:
-    """The entries of a TORCH_CUDA_ARCH_LIST, which may be separated by `;`, `,` or spaces."""
-    return arch_list.replace(",", " ").replace(";", " ").split()
-
-
-def cuda_arch_flags(arch_list: str) -> list[str]:
-    """-gencode flags for a TORCH_CUDA_ARCH_LIST such as `8.0;9.0a+PTX`."""
-    flags = []
-    for name in arch_names(arch_list):
-        number = name.removesuffix("+PTX").replace(".", "")
-        if not number.rstrip("af").isdigit():
-            raise SystemExit(f"TORCH_CUDA_ARCH_LIST: expected e.g. `8.0;9.0a+PTX`, not {name!r}")
-        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
-        if name.endswith("+PTX"):
-            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
-    return flags
-
-
 def sources(*patterns: str) -> list[Path]:
     return sorted(path for pattern in patterns for path in CSRC.glob(pattern))
 
 
 def extensions() -> list[Extension]:
-    """The modules to build; NativeBuild ignores everything in them but the names."""
-    names = ["_C", "_balancer"]
-    if find_nvcc():
-        names.append("_C_cuda")
+    """All modules. NativeBuild ignores everything in them but the names, and decides on _C_cuda."""
+    names = ["_C", "_balancer", CUDA_MODULE]
     return [Extension(f"bert_unpad.{name}", sources=[]) for name in names]
 
 
@@ -95,6 +63,7 @@ class NinjaFile:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.include = f"-I{os.path.relpath(CSRC, folder)}"
         self.lines = ["ninja_required_version = 1.5"]
         self.targets: list[str] = []
 
@@ -106,7 +75,8 @@ class NinjaFile:
     def compile(self, rule: str, source: Path, flags: list[str], variant: str = "") -> str:
         stem = str(source.relative_to(CSRC)).replace("/", "_")
         obj = f"{rule}_{variant + '_' if variant else ''}{stem}.o"
-        self.lines += [f"build {obj}: {rule} {_escape(source)}", f"  flags = {_join(flags)}"]
+        path = _escape(os.path.relpath(source, self.folder))
+        self.lines += [f"build {obj}: {rule} {path}", f"  flags = {_join(flags)}"]
         return obj
 
     def link(self, rule: str, target: str, objects: list[str], flags: list[str]) -> None:
@@ -166,8 +136,18 @@ def _compiler() -> str:
 class NativeBuild(build_ext):
     """build_ext that writes one build.ninja for all modules and runs it."""
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.torch = find_torch()
+        self.cuda_path = Path(self.get_ext_fullpath(f"bert_unpad.{CUDA_MODULE}"))
+        self.nvcc, self.why_no_cuda = cuda_choice.choose_nvcc(
+            self.torch, already_built=bool(self.inplace) and self.cuda_path.exists()
+        )
+        if self.nvcc is None:
+            self.extensions = [e for e in self.extensions if not e.name.endswith(CUDA_MODULE)]
+
     def run(self) -> None:
-        torch = find_torch()
+        torch = self.torch
         if torch is None:
             raise SystemExit("no PyTorch >= 2.11 was found; install it with `pip install torch`")
         folder = ROOT / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
@@ -176,8 +156,11 @@ class NativeBuild(build_ext):
             *("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden"),
             *("-Wall", "-Wno-psabi", "-Wno-maybe-uninitialized"),
             *("-fno-math-errno", "-fno-trapping-math", "-g1"),
-            f"-ffile-prefix-map={ROOT}=.",
-            f"-I{CSRC}",
+            *(
+                '"-ffile-prefix-map=$$PWD=."',
+                f"-ffile-prefix-map={os.path.relpath(ROOT, folder)}=.",
+            ),
+            ninja.include,
             f"-I{sysconfig.get_path('include')}",
         ]
         stable = ["-isystem", str(torch / "include"), "-DTORCH_TARGET_VERSION=0x020b000000000000"]
@@ -186,14 +169,10 @@ class NativeBuild(build_ext):
         ninja.rule("ld", f"{cxx} -shared $in $flags -o $out", False, "link")
         self._cpu_module(ninja, cpp + stable, torch)
         self._balancer_module(ninja, cpp)
-        nvcc = find_nvcc()
-        if nvcc:
-            self._cuda_module(ninja, nvcc, stable, torch)
+        if self.nvcc:
+            self._cuda_module(ninja, self.nvcc, stable, torch)
         else:
-            why = "no nvcc on PATH or in $CUDA_HOME; for CUDA operators install the CUDA Toolkit"
-            if os.environ.get("BERT_UNPAD_CUDA") == "0":
-                why = "BERT_UNPAD_CUDA=0"
-            print(f"bert_unpad: building the CPU operators only ({why})", file=sys.stderr)
+            print(f"bert_unpad: CPU operators only ({self.why_no_cuda})", file=sys.stderr)
         ninja.run(self.parallel or None, bool(os.environ.get("BERT_UNPAD_VERBOSE")))
         for extension in self.extensions:
             target = Path(self.get_ext_fullpath(extension.name))
@@ -202,6 +181,10 @@ class NativeBuild(build_ext):
             temporary = target.with_suffix(".tmp")
             shutil.copyfile(folder / f"{extension.name.rpartition('.')[2]}.so", temporary)
             os.replace(temporary, target)
+        if self.nvcc is None and self.cuda_path.exists():
+            # Of an earlier build: it may not fit the `_C` that it would now be loaded beside.
+            self.cuda_path.unlink()
+            print(f"bert_unpad: removed {self.cuda_path}, which was not rebuilt", file=sys.stderr)
 
     def get_outputs(self) -> list[str]:
         return [self.get_ext_fullpath(extension.name) for extension in self.extensions]
@@ -228,16 +211,15 @@ class NativeBuild(build_ext):
         ninja.link("ld", "_balancer.so", objects, ["-lpthread"])
 
     def _cuda_module(self, ninja: NinjaFile, nvcc: str, stable: list[str], torch: Path) -> None:
-        arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_CUDA_ARCHS
-        archs = cuda_arch_flags(arch_list)
+        archs = cuda_choice.arch_flags(cuda_choice.arch_list())
         flags = [
             *("-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo", "-Xptxas=-v"),
             "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
-            f"-I{CSRC}",
+            ninja.include,
             *archs,
         ]
         # nvcc splits a macro's value at commas unless they are escaped.
-        names = "\\,".join(arch_names(arch_list))
+        names = "\\,".join(cuda_choice.arch_names(cuda_choice.arch_list()))
         cpp = [*flags, *stable, f"-I{sysconfig.get_path('include')}"]
         cpp += [f"-DBERT_UNPAD_CUDA_ARCHS={names}"]
         # ptxas reports registers and spills on stderr; kept beside the object for

@@ -24,6 +24,12 @@ def torch_version(folder: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def built_with_cuda(folder: Path) -> bool:
+    """Whether this PyTorch is a CUDA build, by its version.py: `cuda = "13.0"` or `cuda = None`."""
+    text = (folder / "version.py").read_text()
+    return re.search(r"^cuda\b[^=\n]*=\s*['\"]", text, re.MULTILINE) is not None
+
+
 def _search_path(python: str) -> list[Path]:
     """Where another interpreter looks for packages, if it is of this Python version.
 

@@ -28,6 +28,23 @@ fail() {
   exit 1
 }
 
+# Prints nvcc's path, looked for where the build does (build_backend/cuda_choice.py); else fails.
+find_nvcc() {
+  local home
+  for home in "${CUDA_HOME:-}" "${CUDA_PATH:-}"; do
+    if [[ -n $home && -x $home/bin/nvcc ]]; then
+      echo "$home/bin/nvcc"
+      return
+    fi
+  done
+  command -v nvcc || command -v /usr/local/cuda/bin/nvcc
+}
+
+# For tests: the CUDA operators are built wherever nvcc is, unless BERT_UNPAD_CUDA says 0.
+want_cuda() {
+  if [[ -z ${BERT_UNPAD_CUDA:-} ]] && find_nvcc >/dev/null; then export BERT_UNPAD_CUDA=1; fi
+}
+
 has_gpu() { [[ -e /dev/nvidia0 ]] || nvidia-smi -L >/dev/null 2>&1; }
 
 # Prints why interpreter $1 cannot be used; nothing if it can.
@@ -44,6 +61,20 @@ else:
     elif not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
         print("has no C headers (Debian, Ubuntu: apt-get install python%s-dev)" % version)
 PY
+}
+
+# Prints why the model cannot be trained on this machine's GPU; nothing if it can. The check itself
+# goes to stderr. A kernel that hangs must not hang the script.
+gpu_problem() {
+  local log status=0
+  log=$(mktemp)
+  timeout 300 "$PY" -m bert_unpad.info --check cuda 2>&1 | tee "$log" >&2 || status=${PIPESTATUS[0]}
+  if [[ $status -eq 124 ]]; then
+    echo "the check of its operators took longer than 300 s"
+  elif [[ $status -ne 0 ]]; then
+    grep -m 1 '^check failed' "$log" || tail -n 1 "$log"
+  fi
+  rm -f "$log"
 }
 
 # Sets PYTHON to the first usable interpreter.

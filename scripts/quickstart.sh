@@ -17,6 +17,9 @@ Makes .venv, builds bert_unpad and pretrains a small BERT with configs/quickstar
   --ranks N   processes to train with (default: one per GPU, 2 on a CPU)
   OPTION...   settings of scripts/pretrain.py, e.g. -- --schedule.total_steps 50
 
+On a machine with an NVIDIA GPU it first checks the operators there, and trains on the CPU where one
+of them is wrong or missing.
+
 Environment: BERT_UNPAD_PYTHON names the Python, BERT_UNPAD_TORCH the PyTorch (a pip requirement).
 TEXT
 }
@@ -56,23 +59,16 @@ run_dir() {
   echo "$dir"
 }
 
-# Whether every operator has a CUDA kernel, so that the model can train on the GPU.
-cuda_is_complete() {
-  "$PY" -m bert_unpad.info --json | "$PY" -c '
-import json, sys
-
-info = json.load(sys.stdin)
-kernels = info["operators"].values()
-sys.exit(not (info["cuda"]["gpus"] and kernels and all(kernel["CUDA"] for kernel in kernels)))'
-}
-
 prepare pretrain
 
 device=()
-if [[ $GPU == yes ]] && ! cuda_is_complete; then
-  note "Training on the CPU: this build cannot use the GPU for all operators;"
-  note "$PY -m bert_unpad.info shows which are missing"
-  device=(--device cpu)
+if [[ $GPU == yes ]]; then
+  step "Checking the operators on the GPU"
+  problem=$(gpu_problem)
+  if [[ -n $problem ]]; then
+    note "Training on the CPU, since the GPU cannot be used: $problem"
+    device=(--device cpu)
+  fi
 fi
 if [[ -z $RANKS ]]; then
   RANKS=2

@@ -14,13 +14,15 @@ case ${1:-} in
     cat <<'TEXT'
 usage: bash scripts/test.sh [--fresh] [PYTEST ARGUMENT...]
 
-Makes .venv (with --fresh a new one), builds bert_unpad and runs the tests in
-two processes (-n 0: in one), e.g. bash scripts/test.sh tests/batch/test_batch.py -k mask
+Makes .venv (with --fresh a new one), builds bert_unpad (where nvcc is found,
+with the CUDA operators unless BERT_UNPAD_CUDA=0) and runs the tests in two
+processes (-n 0: in one), e.g. bash scripts/test.sh tests/batch/test_batch.py -k mask
 TEXT
     exit
     ;;
 esac
 
+want_cuda
 prepare pretrain test
 
 step "Tests"

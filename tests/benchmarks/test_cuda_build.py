@@ -1,10 +1,13 @@
-"""How CUDA is built: which nvcc, which architectures, and the check for spills."""
+"""How CUDA is built: whether, by which nvcc, which architectures, and the check for spills."""
 
 import importlib.util
+import os
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
+from setuptools import Distribution
 
 from tests.support.paths import ROOT
 
@@ -18,9 +21,17 @@ def load(path: str):
 
 
 @pytest.fixture
-def native(monkeypatch):
+def backend(monkeypatch):
+    """The modules of the build, by name."""
     monkeypatch.syspath_prepend(str(ROOT / "build_backend"))
-    return load("build_backend/native.py")
+    for name in ("torch_location", "cuda_choice", "native"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module
+
+
+@pytest.fixture
+def choice(backend):
+    return backend("cuda_choice")
 
 
 @pytest.fixture
@@ -30,48 +41,160 @@ def nvcc(tmp_path, monkeypatch):
     tool.parent.mkdir()
     tool.write_text("#!/bin/sh\n")
     tool.chmod(0o755)
-    for name in ("CUDA_HOME", "CUDA_PATH", "BERT_UNPAD_CUDA"):
+    for name in ("CUDA_HOME", "CUDA_PATH", "BERT_UNPAD_CUDA", "TORCH_CUDA_ARCH_LIST"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tool.parent))
     return tool
 
 
-def test_architectures_of_a_list(native):
+@pytest.fixture
+def torch_with(tmp_path):
+    """Makes the folder of a PyTorch with a CUDA version, or None."""
+
+    def make(cuda: str | None) -> Path:
+        folder = tmp_path / f"torch-{cuda}"
+        folder.mkdir(exist_ok=True)
+        (folder / "version.py").write_text(
+            "from typing import Optional\n"
+            "__all__ = ['__version__', 'debug', 'cuda', 'git_version', 'hip']\n"
+            f"__version__ = '2.13.0'\ncuda: Optional[str] = {cuda!r}\nhip: Optional[str] = None\n"
+        )
+        return folder
+
+    return make
+
+
+def test_architectures_of_a_list(choice):
     flags = [
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_80,code=compute_80",
         "-gencode=arch=compute_90a,code=sm_90a",
     ]
-    assert native.cuda_arch_flags("8.0+PTX;9.0a") == flags
-    assert native.cuda_arch_flags(" 8.0+PTX, 9.0a") == flags
+    assert choice.arch_flags("8.0+PTX;9.0a") == flags
+    assert choice.arch_flags(" 8.0+PTX, 9.0a") == flags
     with pytest.raises(SystemExit, match="'Hopper'"):
-        native.cuda_arch_flags("8.0;Hopper")
+        choice.arch_flags("8.0;Hopper")
 
 
-def test_cuda_is_built_where_nvcc_is(native, nvcc, monkeypatch):
-    assert native.find_nvcc() == str(nvcc)
-    assert "bert_unpad._C_cuda" in [extension.name for extension in native.extensions()]
+def test_cuda_version_is_read_without_importing_torch(backend, torch_with, tmp_path):
+    built_with_cuda = backend("torch_location").built_with_cuda
+    assert built_with_cuda(torch_with("13.0"))
+    assert not built_with_cuda(torch_with(None))
+    (tmp_path / "version.py").write_text("__version__ = '2.13.0'\ncuda = '13.0'\n")
+    assert built_with_cuda(tmp_path)
+
+
+def test_cuda_is_built_where_it_can_be_used(choice, nvcc, torch_with, monkeypatch):
+    monkeypatch.setattr(choice, "has_gpu", lambda: True)
+    assert choice.choose_nvcc(torch_with("13.0"), False) == (str(nvcc), "")
+    path, why = choice.choose_nvcc(torch_with(None), False)
+    assert path is None
+    assert "PyTorch has no CUDA" in why
+    assert "BERT_UNPAD_CUDA=1" in why
+    monkeypatch.setattr(choice, "has_gpu", lambda: False)
+    path, why = choice.choose_nvcc(torch_with("13.0"), False)
+    assert path is None
+    assert "no NVIDIA GPU" in why
+    assert "BERT_UNPAD_CUDA=1" in why
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("BERT_UNPAD_CUDA", "1"), ("TORCH_CUDA_ARCH_LIST", "9.0a")]
+)
+def test_cuda_is_built_anywhere_on_demand(choice, nvcc, torch_with, monkeypatch, variable, value):
+    monkeypatch.setattr(choice, "has_gpu", lambda: False)
+    monkeypatch.setenv(variable, value)
+    assert choice.choose_nvcc(torch_with(None), False) == (str(nvcc), "")
+
+
+def test_a_module_that_is_there_is_kept_current(choice, nvcc, torch_with, monkeypatch):
+    monkeypatch.setattr(choice, "has_gpu", lambda: False)
+    assert choice.choose_nvcc(torch_with(None), True) == (str(nvcc), "")
     monkeypatch.setenv("BERT_UNPAD_CUDA", "0")
-    assert native.find_nvcc() is None
-    assert "bert_unpad._C_cuda" not in [extension.name for extension in native.extensions()]
+    assert choice.choose_nvcc(torch_with("13.0"), True) == (None, "BERT_UNPAD_CUDA=0")
+
+
+def test_a_wrong_wish_is_named(choice, nvcc, torch_with, monkeypatch):
     monkeypatch.setenv("BERT_UNPAD_CUDA", "yes")
-    with pytest.raises(SystemExit, match="must be 0 or 1"):
-        native.find_nvcc()
+    with pytest.raises(SystemExit, match="BERT_UNPAD_CUDA: expected 0 or 1, got 'yes'"):
+        choice.choose_nvcc(torch_with("13.0"), False)
 
 
-def test_cuda_home_wins_over_path(native, nvcc, tmp_path, monkeypatch):
+def test_cuda_home_wins_over_path(choice, nvcc, tmp_path, monkeypatch):
     other = tmp_path / "other" / "bin" / "nvcc"
     other.parent.mkdir(parents=True)
     other.write_text("")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "other"))
-    assert native.find_nvcc() == str(other)
+    assert choice.find_nvcc() == str(other)
 
 
-def test_missing_nvcc_is_an_error_where_cuda_is_demanded(native, nvcc, monkeypatch):
+def test_missing_nvcc_is_an_error_where_cuda_is_demanded(choice, nvcc, torch_with, monkeypatch):
+    monkeypatch.setattr(choice.shutil, "which", lambda name: None)
+    assert "no nvcc" in choice.choose_nvcc(torch_with("13.0"), True)[1]
     monkeypatch.setenv("BERT_UNPAD_CUDA", "1")
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
     with pytest.raises(SystemExit, match="no nvcc was found"):
-        native.find_nvcc()
+        choice.choose_nvcc(torch_with("13.0"), False)
+
+
+@pytest.fixture
+def build_in_place(backend, nvcc, tmp_path, monkeypatch):
+    """Runs `build_ext --inplace` in a tree of empty files, with a stand-in for ninja."""
+    pytest.importorskip("pybind11")
+    native = backend("native")
+
+    def link(ninja, jobs, verbose):
+        # With absolute paths a copy of the tree would have to compile everything again.
+        sources = [line.split()[-1] for line in ninja.lines if line.startswith("build ")]
+        assert "../../csrc/norm/norm_cpu.cpp" in sources
+        assert not [line for line in ninja.lines if str(native.CSRC) in line]
+        ninja.folder.mkdir(parents=True, exist_ok=True)
+        for target in ninja.targets:
+            (ninja.folder / target).write_text(f"new {target}")
+
+    monkeypatch.setattr(native.NinjaFile, "run", link)
+    monkeypatch.setattr(native, "ROOT", tmp_path)
+    monkeypatch.setattr(native, "CSRC", tmp_path / "csrc")
+    for name in ("ops.cpp", "norm/norm_cpu.cpp", "norm/norm_simd.cpp", "norm/norm.cu"):
+        (tmp_path / "csrc" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "csrc" / name).write_text("")
+    monkeypatch.setattr(native, "_compiler", lambda: "g++")
+    monkeypatch.setattr(native.cuda_choice, "has_gpu", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bert_unpad").mkdir()
+
+    def run(cuda: str) -> dict[str, str]:
+        """What the modules hold afterwards."""
+        monkeypatch.setenv("BERT_UNPAD_CUDA", cuda)
+        command = native.NativeBuild(
+            Distribution({"packages": ["bert_unpad"], "ext_modules": native.extensions()})
+        )
+        command.inplace = True
+        command.ensure_finalized()
+        command.run()
+        assert sorted(map(os.path.basename, command.get_outputs())) == sorted(
+            path.name for path in (tmp_path / "bert_unpad").iterdir()
+        )
+        return {p.name.split(".")[0]: p.read_text() for p in (tmp_path / "bert_unpad").iterdir()}
+
+    return run
+
+
+CPU_MODULES = {"_C": "new _C.so", "_planner": "new _planner.so"}
+
+
+def test_no_cuda_module_of_an_earlier_build_is_left_beside_a_new_one(
+    build_in_place, tmp_path, capsys
+):
+    stale = tmp_path / "bert_unpad" / f"_C_cuda{EXTENSION_SUFFIXES[0]}"
+    stale.write_text("stale")
+    assert build_in_place("") == CPU_MODULES | {"_C_cuda": "new _C_cuda.so"}
+    stale.write_text("stale")
+    capsys.readouterr()
+    assert build_in_place("0") == CPU_MODULES
+    said = capsys.readouterr().err
+    assert "CPU operators only (BERT_UNPAD_CUDA=0)" in said
+    assert f"removed {stale}" in said
+    assert build_in_place("1") == CPU_MODULES | {"_C_cuda": "new _C_cuda.so"}
 
 
 REPORT = """\

@@ -28,7 +28,7 @@ def leaf(*shape: int) -> Tensor:
 
 def _projections(x: Tensor, *weights: Tensor) -> Tensor:
     biases = [torch.zeros(len(weight)) for weight in weights]
-    return dense._SideBySide.apply(x, torch.float32, *weights, *biases)
+    return plain_modules._SideBySide.apply(x, torch.float32, *weights, *biases)
 
 
 # The name in the message, the function, and shapes of what it is differentiated by.

@@ -133,7 +133,7 @@ def test_recipes():
     assert work.config == BertConfig(
         **QUICKSTART, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
     )
-    assert (work.global_batch, work.updates, work.precision) == (32, 900, "fp32")
+    assert (work.global_batch, work.updates, work.precision) == (16, 700, "fp32")
     assert (work.longest, work.optimizer) == (128, "adamw")
     changed = ["--set=comm.bucket_mb=2", "--set=precision=fp16"]
     options = make_parser().parse_args([f"--model={CONFIGS / 'quickstart.yaml'}", *changed])

@@ -1,0 +1,126 @@
+"""A short test of this installation's operators: `python -m bert_unpad.info --check`.
+
+Every operator runs forward and backward on small random inputs, new ones each time, and is compared
+with plain PyTorch in float64. It takes seconds and shows whether the compiled kernels work on this
+very device; the tests of the repository cover far more shapes, and every error.
+
+Errors are relative to the largest value of the expected tensor. Dropout masks are read from what
+the operator makes of inputs that show them; the same key then gives the same mask for random ones.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from bert_unpad import _library
+from bert_unpad.self_test import attention, layers, updates  # noqa: F401 (they fill CASES)
+from bert_unpad.self_test.compare import CASES, LIMITS, Inputs, Skip, relative_error
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Outcome:
+    """What the check of one operator on one device found.
+
+    Attributes:
+        operator: its name.
+        errors: the largest relative error for each type that was tried, by its short name.
+        problem: what is wrong, or None.
+        skipped: why the device cannot run this operator at all, or None.
+    """
+
+    operator: str
+    errors: dict[str, float] = field(default_factory=dict)
+    problem: str | None = None
+    skipped: str | None = None
+
+
+def _check_operator(name: str, device: torch.device, seed: int) -> Outcome:
+    outcome = Outcome(name)
+    for short, dtype in DTYPES.items():
+        inputs = Inputs(device, dtype, torch.Generator().manual_seed(seed))
+        outcome.errors[short] = 0.0
+        try:
+            for compared in CASES[name](inputs):
+                error = relative_error(compared)
+                limit = LIMITS[dtype] if compared.limit is None else compared.limit
+                if not error <= limit:  # a NaN is wrong too
+                    raise ArithmeticError(
+                        f"{compared.what}: error {error:.2g}, at most {limit:.2g} expected"
+                    )
+                outcome.errors[short] = max(error, outcome.errors[short])
+        except Skip as reason:
+            return Outcome(name, skipped=str(reason))
+        except Exception as problem:  # whatever an operator raises is what this is there to say
+            first_line = str(problem).strip().split("\n")[0]
+            outcome.problem = f"{short}: {first_line or type(problem).__name__}"
+            return outcome
+    return outcome
+
+
+def check(device: torch.device | str, seed: int) -> Iterator[Outcome]:
+    """Checks every operator on one device.
+
+    Args:
+        device: such as "cpu" or "cuda:0".
+        seed: of the inputs; the same seed draws the same ones.
+
+    Yields:
+        what was found, an operator at a time.
+    """
+    for name in CASES:
+        yield _check_operator(name, torch.device(device), seed)
+
+
+def _line(outcome: Outcome) -> str:
+    if outcome.problem:
+        said = f"FAILED  {outcome.problem}"
+    elif outcome.skipped:
+        said = f"skipped: {outcome.skipped}"
+    else:
+        said = "   ".join(f"{name} {error:.1e}" for name, error in outcome.errors.items())
+    return f"  {outcome.operator:<26}{said}"
+
+
+def _devices(kind: str) -> tuple[list[str], str | None]:
+    """The devices of a kind, and what keeps them all from being checked."""
+    if kind == "cpu":
+        return ["cpu"], None
+    if not torch.cuda.is_available():
+        return [], "PyTorch sees no GPU"
+    return [f"cuda:{i}" for i in range(torch.cuda.device_count())], _library.cuda_missing
+
+
+def run(kinds: Sequence[str] | None = None, seed: int | None = None) -> list[str]:
+    """Checks every operator and prints a line for each.
+
+    Args:
+        kinds: "cpu" and "cuda" (every GPU that is visible). None: the CPU, and GPUs if there are
+            any.
+        seed: of the inputs; None draws one, which is printed.
+
+    Returns:
+        what is wrong, a line for each operator and device; empty if all is well.
+    """
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    if kinds is None:
+        kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    problems = []
+    for kind in kinds:
+        devices, missing = _devices(kind)
+        if missing:
+            problems.append(f"{kind}: {missing}")
+            devices = []
+        for device in devices:
+            print(f"{device}: largest error against float64, inputs from seed {seed}", flush=True)
+            for outcome in check(device, seed):
+                print(_line(outcome), flush=True)
+                if outcome.problem:
+                    problems.append(f"{device}: {outcome.operator}: {outcome.problem}")
+    print("\n".join([f"check failed: {problem}" for problem in problems] or ["all is well"]))
+    return problems

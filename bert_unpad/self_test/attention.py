@@ -1,0 +1,97 @@
+"""Cases of attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from bert_unpad import ops
+from bert_unpad.batch import VarlenBatch
+from bert_unpad.self_test.compare import (
+    DROPOUT,
+    Compared,
+    Inputs,
+    case,
+    check_dropout_rate,
+    compare,
+    dropped,
+)
+
+
+def _attention(
+    q: Tensor,
+    kv: Tensor,
+    q_lengths: Sequence[int],
+    k_lengths: Sequence[int],
+    masks: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """Plain attention, a sequence at a time; a mask is [heads, queries, keys]."""
+    outs = []
+    pairs = zip(q.split(list(q_lengths)), kv.split(list(k_lengths)), strict=True)
+    for i, (queries, keys_values) in enumerate(pairs):
+        keys, values = keys_values.unbind(1)
+        scores = torch.einsum("ihd,jhd->hij", queries, keys) / math.sqrt(q.shape[-1])
+        weights = dropped(scores.softmax(-1), None if masks is None else masks[i])
+        outs.append(torch.einsum("hij,jhd->ihd", weights, values))
+    return torch.cat(outs)
+
+
+def _attention_masks(
+    attend: Callable[[Tensor], Tensor], inputs: Inputs, lengths: Sequence[int], head_dim: int
+) -> list[Tensor]:
+    """What dropout keeps of each sequence's weights, for lengths up to head_dim.
+
+    Equal scores and the identity as values leave each weight in a column of the result.
+    """
+    qkv = torch.zeros(sum(lengths), 3, 2, head_dim, device=inputs.device, dtype=inputs.dtype)
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(inputs.device)
+    qkv[torch.arange(len(qkv), device=inputs.device), 2, :, positions] = 1
+    kept = attend(qkv) != 0
+    parts = zip(kept.split(list(lengths)), lengths, strict=True)
+    masks = [part[:, :, :n].permute(1, 0, 2) for part, n in parts]
+    check_dropout_rate(torch.cat([mask.flatten() for mask in masks]))
+    return masks
+
+
+@case
+def varlen_attention(inputs: Inputs) -> Iterator[Compared]:
+    for head_dim in (32, 64, 128):
+        lengths = [130, 1, 0, 33]
+        batch = VarlenBatch.from_lengths(lengths, inputs.device)
+
+        def plain(qkv, lengths=lengths, masks=None):
+            return _attention(qkv[:, 0], qkv[:, 1:], lengths, lengths, masks)
+
+        qkv = inputs.normal(sum(lengths), 3, 2, head_dim)
+        yield from compare(
+            inputs, lambda x, batch=batch: ops.varlen_attention(x, batch), plain, {"qkv": qkv}
+        )
+        lengths = [head_dim, 3, 29]
+        batch, rng = VarlenBatch.from_lengths(lengths, inputs.device), inputs.rng()
+
+        def attend(x, batch=batch, rng=rng):
+            return ops.varlen_attention(x, batch, dropout_p=DROPOUT, rng=rng)
+
+        masks = _attention_masks(attend, inputs, lengths, head_dim)
+        qkv = inputs.normal(sum(lengths), 3, 2, head_dim)
+        yield from compare(
+            inputs,
+            attend,
+            lambda x, lengths=lengths, masks=masks: plain(x, lengths, masks),
+            {"qkv": qkv},
+        )
+
+
+@case
+def varlen_cross_attention(inputs: Inputs) -> Iterator[Compared]:
+    q_lengths, k_lengths = [3, 1, 20], [70, 5, 41]
+    cu = [VarlenBatch.from_lengths(n, inputs.device).cu_seqlens for n in (q_lengths, k_lengths)]
+    yield from compare(
+        inputs,
+        lambda q, kv: ops.varlen_cross_attention(q, kv, *cu, max(q_lengths), max(k_lengths)),
+        lambda q, kv: _attention(q, kv, q_lengths, k_lengths),
+        {"q": inputs.normal(sum(q_lengths), 2, 64), "kv": inputs.normal(sum(k_lengths), 2, 2, 64)},
+    )

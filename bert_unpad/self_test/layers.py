@@ -1,0 +1,210 @@
+"""Cases of the other operators of a model: embeddings, LayerNorm, products, GELU, loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bert_unpad import ops
+from bert_unpad.self_test.compare import (
+    DROPOUT,
+    Compared,
+    Inputs,
+    Skip,
+    case,
+    check_dropout_rate,
+    compare,
+    dropped,
+)
+
+# Numbers of 8 bits have 3 (E4M3) or 2 (E5M2) bits behind the point; errors up to 0.1 were seen.
+FP8_LIMIT = 0.2
+
+
+@case
+def dropout_add_layer_norm(inputs: Inputs) -> Iterator[Compared]:
+    leaves = {
+        "x": inputs.normal(67, 256),
+        "residual": inputs.normal(67, 256),
+        "weight": 1 + inputs.parameter(256, scale=0.3),
+        "bias": inputs.parameter(256),
+        "x_bias": inputs.parameter(256),
+    }
+
+    def ours(x, residual, weight, bias, x_bias, rng):
+        p = 0.0 if rng is None else DROPOUT
+        return ops.dropout_add_layer_norm(x, residual, weight, bias, p=p, x_bias=x_bias, rng=rng)
+
+    def plain(x, residual, weight, bias, x_bias, kept):
+        sums = residual + dropped(x + x_bias, kept)
+        return functional.layer_norm(sums, sums.shape[-1:], weight, bias, 1e-12)
+
+    # Dropout of ones: LayerNorm puts what is kept above zero, and the rest below.
+    rng, ones = inputs.rng(), torch.ones_like(leaves["x"])
+    unit, zero = torch.ones_like(leaves["bias"]), torch.zeros_like(leaves["bias"])
+    kept = ours(ones, torch.zeros_like(ones), unit, zero, zero, rng) > 0
+    yield from _compare_with_dropout(inputs, ours, plain, leaves, rng, kept)
+
+
+def _compare_with_dropout(
+    inputs: Inputs,
+    ours: Callable[..., Tensor],
+    plain: Callable[..., Tensor],
+    leaves: dict[str, Tensor],
+    rng: Tensor,
+    kept: Tensor,
+) -> Iterator[Compared]:
+    """Without dropout, then with it: ours gets its key as a last argument, plain its mask."""
+    check_dropout_rate(kept)
+    for last, mask in ((None, None), (rng, kept)):
+        yield from compare(
+            inputs,
+            lambda *leaves, last=last: ours(*leaves, last),
+            lambda *leaves, mask=mask: plain(*leaves, mask),
+            leaves,
+        )
+
+
+@case
+def bias_gelu(inputs: Inputs) -> Iterator[Compared]:
+    leaves = {"x": inputs.normal(67, 260), "bias": inputs.parameter(260)}
+    for kind in ("none", "tanh"):
+        yield from compare(
+            inputs,
+            lambda x, bias, kind=kind: ops.bias_gelu(x, bias, approximate=kind),
+            lambda x, bias, kind=kind: functional.gelu(x + bias, approximate=kind),
+            leaves,
+        )
+
+
+@case
+def embedding_layer_norm(inputs: Inputs) -> Iterator[Compared]:
+    entries = (60, 40, 2)
+    ids = [inputs.integers(n, 100) for n in entries]
+    ids[0][::2] = 3  # half of the tokens are one word
+    names = ("words", "positions", "types")
+    leaves = {name: inputs.parameter(n, 256) for name, n in zip(names, entries, strict=True)}
+    leaves |= {"weight": 1 + inputs.parameter(256, scale=0.3), "bias": inputs.parameter(256)}
+
+    def ours(*tables_and_rng):
+        *tables, rng = tables_and_rng
+        p = 0.0 if rng is None else DROPOUT
+        return ops.embedding_layer_norm(*ids, *tables, p=p, out_dtype=inputs.dtype, rng=rng)
+
+    def plain(words, positions, types, weight, bias, kept):
+        sums = words[ids[0]] + positions[ids[1]] + types[ids[2]]
+        return dropped(functional.layer_norm(sums, (256,), weight, bias, 1e-12), kept)
+
+    # LayerNorm with a weight of 0 and a bias of 1 gives ones.
+    rng, *tables, weight, bias = inputs.rng(), *leaves.values()
+    kept = ours(*tables, torch.zeros_like(weight), torch.ones_like(bias), rng) != 0
+    yield from _compare_with_dropout(inputs, ours, plain, leaves, rng, kept)
+
+
+@case
+def masked_cross_entropy(inputs: Inputs) -> Iterator[Compared]:
+    rows, columns, vocab_size = 45, 520, 509
+    logits = inputs.normal(rows, columns, scale=2)
+    wide = logits[:, :vocab_size].double()
+    labels = inputs.integers(vocab_size, rows)
+    # The first of equal logits counts as the largest.
+    places = torch.arange(vocab_size, device=inputs.device)
+    best = torch.where(wide == wide.amax(1, keepdim=True), places, vocab_size).amin(1)
+    labels[::3] = best[::3]
+    labels[1::5] = -100
+    for inplace in (False, True):
+        counts = []
+
+        def ours(logits, inplace=inplace, counts=counts):
+            # In place the gradient goes over the logits, so they must not be the leaf itself.
+            loss, correct = ops.masked_cross_entropy(
+                logits.clone(), labels, vocab_size=vocab_size, inplace_backward=inplace
+            )
+            counts.append(correct)
+            return loss
+
+        yield from compare(
+            inputs,
+            ours,
+            lambda x: functional.cross_entropy(x[:, :vocab_size], labels, reduction="sum"),
+            {"logits": logits},
+        )
+        yield Compared("correct predictions", counts[0], (best == labels).sum(), 0.0)
+
+
+def _both(pair: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.cat(pair, dim=-1)
+
+
+@case
+def linear(inputs: Inputs) -> Iterator[Compared]:
+    leaves = {
+        "x": inputs.normal(37, 64),
+        "weight": inputs.parameter(48, 64),
+        "bias": inputs.parameter(48),
+    }
+
+    def accumulating(x, weight, bias):
+        ops.accumulate_in_place(weight)
+        weight.grad = torch.zeros_like(weight)
+        return ops.linear(x, weight, bias)
+
+    for ours in (lambda *leaves: ops.linear(*leaves), accumulating):
+        yield from compare(inputs, ours, functional.linear, leaves)
+
+
+@case
+def linear_residual(inputs: Inputs) -> Iterator[Compared]:
+    leaves = {"x": inputs.normal(37, 64), "weight": inputs.parameter(48, 64)}
+    yield from compare(
+        inputs,
+        lambda x, weight: _both(ops.linear_residual(x, weight)),
+        lambda x, weight: _both((functional.linear(x, weight), x)),
+        leaves,
+    )
+
+
+@case
+def mlp(inputs: Inputs) -> Iterator[Compared]:
+    leaves = {
+        "x": inputs.normal(37, 64),
+        "weight1": inputs.parameter(128, 64, scale=0.125),
+        "bias1": inputs.parameter(128),
+        "weight2": inputs.parameter(64, 128, scale=0.1),
+    }
+    for kind in ("none", "tanh"):
+
+        def plain(x, weight1, bias1, weight2, kind=kind):
+            inner = functional.gelu(functional.linear(x, weight1, bias1), approximate=kind)
+            return _both((functional.linear(inner, weight2), x))
+
+        for recompute in (False, True):
+            yield from compare(
+                inputs,
+                lambda *leaves, kind=kind, recompute=recompute: _both(
+                    ops.mlp(*leaves, approximate=kind, recompute=recompute)
+                ),
+                plain,
+                leaves,
+            )
+
+
+@case
+def fp8_linear(inputs: Inputs) -> Iterator[Compared]:
+    if inputs.device.type == "cuda" and torch.cuda.get_device_capability(inputs.device) < (8, 9):
+        raise Skip("8-bit products need compute capability 8.9 or later")
+    leaves = {
+        "x": inputs.normal(37, 64),
+        "weight": inputs.parameter(48, 64),
+        "bias": inputs.parameter(48),
+    }
+    yield from compare(
+        inputs,
+        lambda *leaves: ops.fp8_linear(*leaves),
+        functional.linear,
+        leaves,
+        limit=FP8_LIMIT,
+    )

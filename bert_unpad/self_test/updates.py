@@ -1,0 +1,142 @@
+"""Cases of the operators that clipping and the optimizers are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from bert_unpad import ops
+from bert_unpad.self_test.compare import LIMITS, Compared, Inputs, case
+
+
+@case
+def clip_bucket_(inputs: Inputs) -> Iterator[Compared]:
+    max_norm, factor = 3.0, 0.5
+    bucket = inputs.normal(5003)
+    for out in (None, torch.empty(5003, device=inputs.device, dtype=inputs.dtype)):
+        residual = None
+        if out is not None and inputs.dtype != torch.float32:
+            bucket = bucket.float()
+            residual = inputs.parameter(5003, scale=1e-3)
+        wide = bucket.double() + (0.0 if residual is None else residual.double())
+        expected = wide * (max_norm / wide.norm()) * factor
+        result = bucket.clone() if out is None else out
+        norm = ops.clip_bucket_(
+            bucket.clone() if out is not None else result,
+            max_norm,
+            factor=factor,
+            out=out,
+            residual=residual,
+        )
+        yield Compared("norm", norm, wide.norm(), LIMITS[torch.float32])
+        yield Compared("result", result, expected)
+        if residual is not None:
+            kept = result.double() + residual.double() * factor
+            yield Compared("result with what rounding lost", kept, expected, 1e-5)
+
+
+@case
+def multi_tensor_l2norm(inputs: Inputs) -> Iterator[Compared]:
+    tensors = _tensors(inputs)
+    norms = torch.stack([x.double().norm() for x in tensors])
+    total, each = ops.multi_tensor_l2norm(tensors)
+    yield Compared("total", total, norms.norm(), LIMITS[torch.float32])
+    yield Compared("norms", each, norms, LIMITS[torch.float32])
+
+
+@case
+def multi_tensor_scale_(inputs: Inputs) -> Iterator[Compared]:
+    tensors = _tensors(inputs)
+    wide = [x.double() for x in tensors]
+    ops.multi_tensor_scale_(tensors, torch.tensor(0.3, device=inputs.device))
+    for got, x in zip(tensors, wide, strict=True):
+        yield Compared("result", got, x * 0.3)
+
+
+def _tensors(inputs: Inputs, dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [inputs.normal(*shape, dtype=dtype) for shape in ((40, 33), (7,), (4099,))]
+
+
+_LR, _BETAS, _EPS, _DECAY = 0.01, (0.9, 0.99), 1e-6, 0.1
+
+
+class _Updates:
+    """Weights, what an optimizer keeps, and three gradients, for the operators that update."""
+
+    def __init__(self, inputs: Inputs):
+        wide = _tensors(inputs, torch.float32)
+        self.params = [x.to(inputs.dtype) for x in wide]
+        self.masters = [] if inputs.dtype == torch.float32 else wide
+        self.expected = [x.double() for x in (self.masters or self.params)]
+        self.first, self.second = (
+            [torch.zeros_like(x, dtype=torch.float32) for x in wide] for _ in range(2)
+        )
+        self.steps = [torch.zeros((), device=inputs.device) for _ in wide]
+        self.lr = torch.tensor(_LR, device=inputs.device)
+        self.grads = [_tensors(inputs) for _ in range(3)]
+
+    def lists(self, grads: list[Tensor]) -> tuple[list[Tensor], ...]:
+        return self.params, grads, self.first, self.second
+
+    def compared(self, expected: Sequence[Tensor]) -> Iterator[Compared]:
+        pairs = zip(self.params, expected, strict=True)
+        yield from (Compared("weights", got, want) for got, want in pairs)
+        for got, want in zip(self.masters, expected, strict=False):
+            yield Compared("fp32 weights", got, want, LIMITS[torch.float32])
+
+
+@case
+def adam_(inputs: Inputs) -> Iterator[Compared]:
+    state = _Updates(inputs)
+    options = {"betas": _BETAS, "eps": _EPS, "weight_decay": _DECAY}
+    expected = [x.clone().requires_grad_() for x in state.expected]
+    peer = torch.optim.AdamW(expected, lr=_LR, **options)
+    for grads in state.grads:
+        ops.adam_(*state.lists(grads), state.steps, lr=state.lr, masters=state.masters, **options)
+        for x, grad in zip(expected, grads, strict=True):
+            x.grad = grad.double()
+        peer.step()
+    yield from state.compared([x.detach() for x in expected])
+
+
+def _lamb_expected(state: _Updates) -> list[Tensor]:
+    """Three updates in float64, as in the paper."""
+    results = []
+    for i, start in enumerate(state.expected):
+        x, first, second = start, torch.zeros_like(start), torch.zeros_like(start)
+        for step, grads in enumerate(state.grads, 1):
+            grad = grads[i].double()
+            first = _BETAS[0] * first + (1 - _BETAS[0]) * grad
+            second = _BETAS[1] * second + (1 - _BETAS[1]) * grad * grad
+            root = (second / (1 - _BETAS[1] ** step)).sqrt() + _EPS
+            update = first / (1 - _BETAS[0] ** step) / root + _DECAY * x
+            x = x - _LR * x.norm() / update.norm() * update
+        results.append(x)
+    return results
+
+
+@case
+def lamb_(inputs: Inputs) -> Iterator[Compared]:
+    state = _Updates(inputs)
+    options = {"betas": _BETAS, "eps": _EPS, "weight_decay": _DECAY, "masters": state.masters}
+    for grads in state.grads:
+        ops.lamb_(*state.lists(grads), state.steps, lr=state.lr, **options)
+    yield from state.compared(_lamb_expected(state))
+
+
+@case
+def lamb_halves(inputs: Inputs) -> Iterator[Compared]:
+    """lamb_moments_ and lamb_apply_, which sharded states are updated by."""
+    state, op = _Updates(inputs), torch.ops.bert_unpad
+    for grads in state.grads:
+        sums, coefficients = op.lamb_moments_(
+            *(*state.lists(grads), state.masters, state.steps, state.lr, None, None, None, None),
+            *(*_BETAS, _EPS, _DECAY, 0.0, True, True, False, False),
+        )
+        op.lamb_apply_(
+            *(*state.lists(grads), state.masters, sums, coefficients, _BETAS[0], _EPS, _DECAY),
+            *(True, False),
+        )
+    yield from state.compared(_lamb_expected(state))
