@@ -65,7 +65,10 @@ def _import(module: str) -> str | None:
         if files:
             return f"built for another Python ({', '.join(files)}); install again with {_INSTALL}"
         if module == "_C_cuda":
-            return "not built (no nvcc was found when bert_unpad was installed)"
+            return (
+                "not built: install again where nvcc and a GPU are, beside a PyTorch with CUDA; "
+                "BERT_UNPAD_CUDA=1 builds it without the latter two"
+            )
         return f"not built; install the package with {_INSTALL}"
     except ImportError as error:
         return f"cannot be loaded: {error}"

@@ -51,6 +51,9 @@ def test_reasons_for_a_module_that_does_not_load(monkeypatch, tmp_path):
     (tmp_path / f"_broken{EXTENSION_SUFFIXES[0]}").write_bytes(b"not a library")
     assert "cannot be loaded" in _library._import("_broken")
     assert "not built; install" in _library._import("_absent")
+    monkeypatch.setattr(_library, "built_files", lambda module: [])
+    monkeypatch.setitem(sys.modules, "bert_unpad._C_cuda", None)  # as if it were not there
+    assert "BERT_UNPAD_CUDA=1 builds it" in _library._import("_C_cuda")
     foreign = ["_absent.cpython-399-x86_64-linux-gnu.so"]
     monkeypatch.setattr(_library, "built_files", lambda module: foreign)
     assert f"built for another Python ({foreign[0]})" in _library._import("_absent")
@@ -71,16 +74,20 @@ try:
     import bert_unpad.ops
 except ImportError as error:
     print(error, file=sys.stderr)
-sys.argv = ["info", "--json"]
+sys.argv = ["info", "ARGUMENT"]
 runpy.run_module("bert_unpad.info", run_name="__main__")
 """
-    out = subprocess.run(
-        [sys.executable, "-W", "always", "-c", code],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+
+    def run(argument: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-W", "always", "-c", code.replace("ARGUMENT", argument)],
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+
+    out = run("--json")
     assert out.returncode == 0, out.stderr
     found = json.loads(out.stdout)
     assert not found["modules"]["_C"]["loaded"]
@@ -89,3 +96,6 @@ runpy.run_module("bert_unpad.info", run_name="__main__")
     warning, error = (line for line in out.stderr.splitlines() if "operators are missing" in line)
     assert "Warning: bert_unpad's operators are missing: not built" in warning
     assert error.startswith("bert_unpad's operators are missing: not built")
+    out = run("--check")
+    assert out.returncode == 1
+    assert out.stdout.startswith("check failed: bert_unpad's operators are missing: not built")
