@@ -154,7 +154,7 @@ def build_in_place(backend, nvcc, tmp_path, monkeypatch):
     monkeypatch.setattr(native.NinjaFile, "run", link)
     monkeypatch.setattr(native, "ROOT", tmp_path)
     monkeypatch.setattr(native, "CSRC", tmp_path / "csrc")
-    for name in ("ops.cpp", "norm/norm_cpu.cpp", "norm/norm_simd.cpp", "norm/norm.cu"):
+    for name in ("schemas.cpp", "norm/norm_cpu.cpp", "norm/norm_simd.cpp", "norm/norm.cu"):
         (tmp_path / "csrc" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "csrc" / name).write_text("")
     monkeypatch.setattr(native, "_compiler", lambda: "g++")
@@ -179,7 +179,7 @@ def build_in_place(backend, nvcc, tmp_path, monkeypatch):
     return run
 
 
-CPU_MODULES = {"_C": "new _C.so", "_planner": "new _planner.so"}
+CPU_MODULES = {"_C": "new _C.so", "_balancer": "new _balancer.so"}
 
 
 def test_no_cuda_module_of_an_earlier_build_is_left_beside_a_new_one(
