@@ -52,8 +52,8 @@ def register_fake(name: str, *, host: Sequence[str] = ()) -> Callable[[Callable]
 def register_cpu(name: str) -> Callable[[Callable], Callable]:
     """Decorates a function that is what `bert_unpad::name` does on a CPU.
 
-    As in csrc/common/checks.h, a tensor whose storage was freed is an error: PyTorch's own operators
-    would crash.
+    As in csrc/common/checks.h, a tensor whose storage was freed is an error: PyTorch's own
+    operators would crash.
     """
     names = _argument_names(name)
 

@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch
+from bert_unpad.hf import plain_modules
 from tests.support import op_examples
+from tests.support.paths import ROOT
 
 TOKENS, HIDDEN = 8, 32
 BATCH = VarlenBatch.from_lengths([3, 5])
@@ -192,9 +194,9 @@ for name in op_examples.operator_names():
 
 def run(script: str) -> str:
     """What a script writes to stdout; it may crash without taking the tests with it."""
-    path = str(op_examples.__file__).rpartition("/")[0]
-    script = f"import sys\nsys.path.insert(0, {path!r})\n{script}"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, (done.returncode, done.stdout[-200:], done.stderr[-2000:])
     return done.stdout
 
