@@ -194,9 +194,7 @@ for name in op_examples.operator_names():
 
 def run(script: str) -> str:
     """What a script writes to stdout; it may crash without taking the tests with it."""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, (done.returncode, done.stdout[-200:], done.stderr[-2000:])
     return done.stdout
 
