@@ -14,22 +14,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from bert_unpad.batch import PackedInputs
 from bert_unpad.costs.timing import random_inputs
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
-from bert_unpad.pretrain.gradients.clipping import Clipping
-from bert_unpad.pretrain.main import forward_context
-from bert_unpad.pretrain.model import build_model, replicate
-from bert_unpad.pretrain.ranks import Ranks, join_ranks
+from bert_unpad.pretrain.feed.steps import Step, count_labels
+from bert_unpad.pretrain.gradients.sync import GradientSync
+from bert_unpad.pretrain.model import build_model
+from bert_unpad.pretrain.ranks import HostSums, Ranks, join_ranks
+from bert_unpad.pretrain.run import Run
 
 
 def make_inputs(model: BertForPreTraining, config: PretrainConfig, ranks: Ranks) -> PackedInputs:
@@ -44,24 +45,27 @@ def seconds_of(
     size: float, model: BertForPreTraining, config: PretrainConfig, ranks: Ranks, rounds: int
 ) -> float:
     """Median of the slowest rank's seconds, over the rounds."""
-    gc.collect()  # the hooks of the DDP before go with it, which is part of reference cycles
-    clipping = Clipping(config.clip, ranks, model, config.comm)
-    replica = replicate(model, ranks, config.compile, clipping, bucket_mb=size)
+    config = dataclasses.replace(config, comm=dataclasses.replace(config.comm, bucket_mb=size))
+    sync = GradientSync(Run(config, ranks, model))
+    sync.begin()
     inputs = make_inputs(model, config, ranks)
+    masked, pairs = count_labels(inputs)
+    step = Step(
+        (inputs,), 0, np.arange(inputs.batch.batch_size), {"masked": masked, "pairs": pairs}
+    )
     found = []
     for number in range(rounds + 1):  # the first does not count
         ranks.barrier()
         started = time.perf_counter()
-        with forward_context(config, ranks):
-            outputs = replica(inputs)
-        (outputs.mlm_loss_sum / inputs.num_masked + outputs.nsp_loss_sum).backward()
-        clipping.finish()
+        sync.accumulate(step, HostSums(ranks, step.counts))
+        sync.finish()
         if ranks.device.type == "cuda":
             torch.cuda.synchronize(ranks.device)
         taken = max(ranks.gather(time.perf_counter() - started))
         if number:
             found.append(taken)
         model.zero_grad()
+    sync.end()
     return statistics.median(found)
 
 

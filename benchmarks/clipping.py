@@ -19,10 +19,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
+
 from benchmarks.lib import harness
 from benchmarks.lib.processes import next_port, run_ranks
 from bert_unpad._plots import new_figure, save_figure
-from bert_unpad.pretrain import loop, main
+from bert_unpad.pretrain import main
+from bert_unpad.pretrain.gradients.sync import GradientSync
 from bert_unpad.pretrain.output.metrics import read_json_lines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,23 +44,24 @@ LAST = 10  # steps whose mean is the final training loss
 @contextmanager
 def poisoned(factor: float, every: int) -> Iterator[None]:
     """Makes rank 1 multiply its gradient in every `every`-th step."""
-    honest, calls = loop.accumulate_gradient, 0
+    honest, calls = GradientSync.accumulate, 0
 
-    def with_poison(model, step, counts, ranks, *rest):
+    def with_poison(sync: GradientSync, step, counts):
         nonlocal calls
         calls += 1
         handles = []
-        if ranks.rank == 1 and factor != 1 and calls % every == 0:
-            handles = [p.register_hook(lambda g: g * factor) for p in model.parameters()]
-        honest(model, step, counts, ranks, *rest)
+        if dist.get_rank() == 1 and factor != 1 and calls % every == 0:
+            handles = [p.register_hook(lambda g: g * factor) for p in sync.run.model.parameters()]
+        sums = honest(sync, step, counts)
         for handle in handles:
             handle.remove()
+        return sums
 
-    loop.accumulate_gradient = with_poison
+    GradientSync.accumulate = with_poison
     try:
         yield
     finally:
-        loop.accumulate_gradient = honest
+        GradientSync.accumulate = honest
 
 
 def work(runs: list[list]) -> int:

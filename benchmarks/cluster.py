@@ -24,13 +24,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from benchmarks.lib import harness
 from benchmarks.lib.network import Hosts, loopback, two_hosts
 from benchmarks.lib.processes import next_port, run_ranks
 from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.data import DataConfig, prepare
-from bert_unpad.pretrain import loop, main
+from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import read_config
+from bert_unpad.pretrain.gradients.sync import GradientSync
 from bert_unpad.pretrain.output.metrics import read_json_lines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,17 +68,17 @@ def sent_bytes() -> int:
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """Notes the bytes sent so far at the beginning of each update."""
-    honest, seen = loop.accumulate_gradient, []
+    honest, seen = GradientSync.accumulate, []
 
-    def counting(*arguments: Any) -> None:
+    def counting(*arguments: Any) -> Tensor:
         seen.append(sent_bytes())
-        honest(*arguments)
+        return honest(*arguments)
 
-    loop.accumulate_gradient = counting
+    GradientSync.accumulate = counting
     try:
         yield seen
     finally:
-        loop.accumulate_gradient = honest
+        GradientSync.accumulate = honest
 
 
 def work(runs: list[list]) -> int:

@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from benchmarks.lib import harness
 from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.data import DataConfig, ExampleExchange, ShardStream, prepare
-from bert_unpad.pretrain import loop
 from bert_unpad.pretrain.config import read_config
+from bert_unpad.pretrain.gradients.sync import GradientSync
 from bert_unpad.pretrain.main import pretrain
 from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.ranks import Ranks, join_ranks
@@ -87,14 +88,15 @@ def settings(run_dir: Path, strategy: str, seed: int, steps: int) -> list[str]:
 
 def measure_busy() -> list[float]:
     """Makes the trainer note the CPU seconds of its thread in each step's passes."""
-    honest, busy = loop.accumulate_gradient, []
+    honest, busy = GradientSync.accumulate, []
 
-    def timed(*arguments: Any, **options: Any) -> None:
+    def timed(*arguments: Any) -> Tensor:
         started = time.thread_time()
-        honest(*arguments, **options)
+        sums = honest(*arguments)
         busy.append(time.thread_time() - started)
+        return sums
 
-    loop.accumulate_gradient = timed
+    GradientSync.accumulate = timed
     return busy
 
 

@@ -11,7 +11,7 @@ from bert_unpad.batch import PackedInputs
 from bert_unpad.data import PackedCollator, Prefetcher
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.feed.steps import count_labels
-from bert_unpad.pretrain.output.metrics import SUMS, averages, stack_outputs
+from bert_unpad.pretrain.losses import SUMS, averages, stack_outputs
 from bert_unpad.pretrain.ranks import Ranks
 
 __all__ = ["Evaluator"]
@@ -50,7 +50,7 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self, model: BertForPreTraining) -> dict[str, float | None]:
-        """Losses (nats) and accuracies (0 .. 1) over all examples; see `metrics.averages`.
+        """Losses (nats) and accuracies (0 .. 1) over all examples; see `losses.averages`.
 
         All ranks must call it with the same parameters, and get the same result. The model is left
         in training mode.

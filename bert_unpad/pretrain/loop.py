@@ -1,43 +1,43 @@
 """The training loop.
 
 One step is: start adding up the counts of the global batch over the ranks, run forward and backward
-on this rank's packed examples (gradient.py), clip, update. The host never waits for a result of the
-step it is in: it looks at the sums of the step before, which also carry a request to stop, so all
-ranks stop at the same step.
+passes on this rank's packed examples, clip and average the gradient, update. The host never waits
+for a result of the step it is in. It looks at the sums of the step before, which also carry a
+request to stop, so all ranks stop at the same step.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bert_unpad.nn import BertForPreTraining
-from bert_unpad.pretrain.config import PretrainConfig
 from bert_unpad.pretrain.evaluate import Evaluator
 from bert_unpad.pretrain.feed.steps import FeedState, Step
-from bert_unpad.pretrain.gradients.accumulate import accumulate_gradient, seed_step
 from bert_unpad.pretrain.gradients.clipping import step_if
-from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner
+from bert_unpad.pretrain.gradients.sync import seed_step
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
 from bert_unpad.pretrain.interrupt import StopRequest
 from bert_unpad.pretrain.output.checkpoint import Checkpointer
 from bert_unpad.pretrain.output.display import Display
-from bert_unpad.pretrain.output.matmul_peak import MatmulPeak
-from bert_unpad.pretrain.output.metrics import JsonLines, Stopwatch, Window, averages, examples_path
-from bert_unpad.pretrain.output.run_dir import Progress
-from bert_unpad.pretrain.ranks import HostSums, Ranks
+from bert_unpad.pretrain.output.matmul_peak import measure_matmul_peak
+from bert_unpad.pretrain.losses import averages
+from bert_unpad.pretrain.output.metrics import JsonLines, Stopwatch, Window, examples_path
+from bert_unpad.pretrain.ranks import HostSums
+from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.stages import Stages
 from bert_unpad.pretrain.update.optimizer import set_lr, state_bytes
 from bert_unpad.pretrain.update.schedule import warmup_updates
 
 __all__ = ["Trainer"]
+
+logger = logging.getLogger(__name__)
 
 # Updates in a row that may be left out because gradients are not finite, before the run ends.
 _MAX_SKIPPED = 20
@@ -47,57 +47,40 @@ class Trainer:
     """Runs the steps of a run, and between them the log, evaluation and checkpoints.
 
     Args:
-        config: of the run.
-        run_dir: where metrics.jsonl goes.
-        ranks: the processes of the run.
-        model: the bare model.
-        stages: what trains of it, and how; ready to train.
+        run: its settings, processes, model and progress.
+        stages: what trains, and how; ready for the next update.
         checkpointer: saves the run.
         evaluator: measures the model on held-out examples; None to do without.
-        progress: where the run stands.
         total_steps: updates of the whole run.
-        peak: matrix-multiply rate of this process.
-        autocast: context of the forward pass.
-        graphs: runs the passes; None to run them one operator after another.
     """
 
     def __init__(
         self,
-        config: PretrainConfig,
-        run_dir: Path,
-        ranks: Ranks,
-        model: BertForPreTraining,
+        run: Run,
         stages: Stages,
         checkpointer: Checkpointer,
         evaluator: Evaluator | None,
-        progress: Progress,
-        *,
         total_steps: int,
-        peak: MatmulPeak,
-        autocast: AbstractContextManager,
-        graphs: GraphRunner | None = None,
     ) -> None:
-        self.config = config
-        self.ranks = ranks
-        self.model = model
+        config, ranks, progress = run.config, run.ranks, run.progress
+        self.config, self.ranks, self.model, self.progress = config, ranks, run.model, progress
         self.stages = stages
         self.checkpointer = checkpointer
         self.evaluator = evaluator
-        self.progress = progress
         self.total_steps = total_steps
         self.warmup_steps = warmup_updates(config.schedule, total_steps)
-        rate = torch.tensor(peak.flops_per_second, dtype=torch.float64, device=ranks.device)
+        peak = measure_matmul_peak(run.device, run.dtype)
+        logger.info("peak of one process: %s", peak)
+        rate = torch.tensor(peak.flops_per_second, dtype=torch.float64, device=run.device)
         self.peak_flops = float(ranks.sum(rate))
-        self.autocast = autocast
-        self.graphs = graphs
         self.watch = Stopwatch(progress.seconds)
         self.window = Window(ranks, progress.window)
-        self.metrics = self._open(run_dir / "metrics.jsonl") if ranks.is_first else None
+        self.metrics = self._open(run.dir / "metrics.jsonl") if ranks.is_first else None
         self.examples = None
         if config.logging.examples:
-            self.examples = self._open(examples_path(run_dir, ranks.rank))
+            self.examples = self._open(examples_path(run.dir, ranks.rank))
         self.display = Display(
-            config.logging, run_dir, progress.step, total_steps, silent=not ranks.is_first
+            config.logging, run.dir, progress.step, total_steps, silent=not ranks.is_first
         )
         self._every = {
             "log": config.logging.every,
@@ -109,7 +92,7 @@ class Trainer:
                 "kind": "start",
                 "step": progress.step,
                 "ranks": ranks.world_size,
-                "device": _device_name(ranks.device),
+                "device": _device_name(run.device),
                 "precision": config.precision,
                 "threads": torch.get_num_threads(),
                 "peak": str(peak),
@@ -129,7 +112,7 @@ class Trainer:
         if self.metrics is not None:
             self.metrics.write(line)
 
-    def run(self, stop: StopRequest) -> bool:
+    def train(self, stop: StopRequest) -> bool:
         """Trains until the last step, the target accuracy, or a request to stop.
 
         The state is on disk when this returns.
@@ -147,7 +130,7 @@ class Trainer:
             if progress.step == self.total_steps:
                 break
             if not (stopped or progress.target_reached):
-                self.stages.begin(progress)
+                self.stages.begin()
         if self._saved_step != progress.step:
             self._save()
         self.checkpointer.wait()
@@ -208,29 +191,17 @@ class Trainer:
 
     def _update(self, step: Step, counts: HostSums) -> None:
         """One update of the parameters."""
-        config, done = self.config, self.progress.step
-        seed_step(config.seed, done, self.ranks.rank)
-        stages = self.stages
-        accumulate_gradient(
-            stages.replica,
-            step,
-            counts,
-            self.ranks,
-            self.autocast,
-            self.window,
-            stages.clipping.in_backward,
-            self.graphs,
-            None if stages.loss_scale is None else stages.loss_scale.value,
-        )
-        gradient = stages.clipping.finish()
+        stages, sync, done = self.stages, self.stages.sync, self.progress.step
+        seed_step(self.config.seed, done, self.ranks.rank)
+        self.window.add_losses(sync.accumulate(step, counts))
+        gradient = sync.finish()
         stages.forget_left_out()
         self._norm = gradient.norm
         self.window.add_gradient(gradient)
         set_lr(stages.optimizer, self._lr(done))
         step_if(stages.optimizer, gradient.finite)
-        stages.clipping.exchange.average(self.model.parameters())
-        # Graphs write into gradients that stay where they are.
-        stages.optimizer.zero_grad(set_to_none=self.graphs is None)
+        sync.after_update()
+        stages.optimizer.zero_grad(set_to_none=not sync.keeps_gradients)
 
     def _lr(self, done: int) -> float:
         return self.config.optimizer.lr * staged_lr_factor(
@@ -274,7 +245,7 @@ class Trainer:
         self._report_state()
         if not self.ranks.is_first:
             return
-        scale = self.stages.loss_scale
+        scale = self.stages.sync.loss_scale
         line = {
             "kind": "train",
             "step": progress.step,
@@ -333,7 +304,7 @@ class Trainer:
     def _evaluate(self) -> None:
         if self.evaluator is None:
             return
-        self.stages.clipping.exchange.synchronise(self.model)
+        self.stages.sync.synchronise()
         with self.watch.paused():
             result = self.evaluator(self.model)
         line = {"kind": "evaluation", "step": self.progress.step, **result}
@@ -346,9 +317,9 @@ class Trainer:
     def _save(self) -> None:
         progress = self.progress
         progress.window = self.window.fold()
-        clipping, optimizer = self.stages.clipping, self.stages.optimizer
-        self.stages.record(progress)
-        clipping.exchange.synchronise(self.model, optimizer)
+        sync, optimizer = self.stages.sync, self.stages.optimizer
+        progress.gradients = sync.state_dict()
+        sync.synchronise(optimizer)
         if progress.window.get("steps"):
             self._check(averages(progress.window)["loss"])
         progress.seconds = self.watch.seconds
@@ -357,7 +328,7 @@ class Trainer:
             self.model,
             optimizer,
             progress.to_json(),
-            self.stages.local_state(progress),
+            self.stages.local_state(),
         )
         self._saved_step = progress.step
         if not self.config.checkpoint.background:

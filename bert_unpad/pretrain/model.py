@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad import ops
-from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.ops.attention import HEAD_DIMS
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
-from bert_unpad.pretrain.gradients.clipping import Clipping
-from bert_unpad.pretrain.gradients.comm_hooks import SETTLING_PASSES
-from bert_unpad.pretrain.ranks import Ranks
-
-__all__ = ["add_gradients_in_products", "build_model", "check_model", "replicate"]
 
 
 def build_model(config: PretrainConfig, vocab_size: int, max_seq_length: int) -> BertForPreTraining:
@@ -77,55 +70,3 @@ def add_gradients_in_products(model: nn.Module, config: PretrainConfig) -> None:
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 ops.accumulate_in_place(module.weight)
-
-
-def replicate(
-    model: BertForPreTraining,
-    ranks: Ranks,
-    compiled: bool,
-    clipping: Clipping | None = None,
-    leaves_out: bool = False,
-    bucket_mb: float | None = None,
-) -> nn.Module:
-    """The model as the loop calls it: compiled if asked for, and in DDP with more than one rank.
-
-    DDP lays its buckets anew after the first backward pass, which changes the order in which
-    gradients of more than two ranks are added up, and the bounds of `BucketClip`. One pass over an
-    empty batch, whose gradients are zero, puts that behind the run before it begins, so that a
-    resumed run adds in the same order as one that was never interrupted; a second one shows the new
-    buckets to whoever clips them.
-
-    `leaves_out` says that updates may leave layers out. DDP then looks for parameters that are not
-    part of a loss, and exchanges their buckets all the same. `bucket_mb` bounds the buckets; None
-    leaves that to DDP.
-
-    Raises:
-        ConfigError: a bound on buckets where all gradients must be in one.
-    """
-    if compiled:
-        model.compile(dynamic=True)
-    if ranks.world_size == 1:
-        return model
-    cuda = ranks.device.type == "cuda"
-    if clipping is not None and clipping.one_bucket:
-        if bucket_mb is not None:
-            raise ConfigError("comm.bucket_mb", "comm.hook power_sgd has one bucket only on CPUs")
-        # More than all gradients take: 8 bytes for each.
-        bucket_mb = 1 + sum(p.numel() for p in model.parameters()) // 2**17
-    replica = DistributedDataParallel(
-        model,
-        device_ids=[ranks.device] if cuda else None,
-        gradient_as_bucket_view=True,
-        bucket_cap_mb=bucket_mb,
-        find_unused_parameters=leaves_out,
-    )
-    if clipping is not None:
-        clipping.attach(replica)
-    empty = PackedInputs.build(VarlenBatch.from_lengths([]), torch.empty(0, dtype=torch.int64)).to(
-        ranks.device
-    )
-    for _ in range(SETTLING_PASSES):
-        outputs = replica(empty)
-        (outputs.mlm_loss_sum + outputs.nsp_loss_sum).backward()
-        model.zero_grad()
-    return replica

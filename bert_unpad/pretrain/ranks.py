@@ -8,11 +8,11 @@ interleave its collectives with those of training.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from bert_unpad.pretrain.config.ranges import MAX_THREADS
 from bert_unpad.pretrain.rank_watch import RankWatch, open_store
 
 __all__ = ["HostSums", "Ranks", "join_ranks", "threads_per_process"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,25 @@ class Ranks:
         """Waits for all ranks however long they take, see `RankWatch.meet`."""
         if self.watch is not None:
             self.watch.meet()
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Calls `action` on rank 0 alone; its result, a small picklable object, on all ranks.
+
+        Raises:
+            ConfigError: on all ranks, if `action` raises it.
+        """
+        result, failure = None, None
+        if self.is_first:
+            try:
+                result = action()
+            except ConfigError as error:
+                failure = error
+        # The exception itself would not pickle.
+        result, reason = self.from_first((result, failure and (failure.key, str(failure))))
+        if reason is not None:
+            key, message = reason
+            raise ConfigError(key, message.removeprefix(f"{key}: ")) from failure
+        return result
 
     def barrier(self) -> None:
         """Waits for all ranks, on the host."""

@@ -24,10 +24,12 @@ from bert_unpad.batch.graph_shapes import Buckets
 from bert_unpad.nn import BertForPreTraining, PreTrainingOutput
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.feed.steps import Step, StepCollator
-from bert_unpad.pretrain.gradients.accumulate import accumulate_gradient, seed_step
+from bert_unpad.pretrain.gradients import sync as gradient_sync
 from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner, StaticPass, check_graphs, sizes
+from bert_unpad.pretrain.gradients.sync import GradientSync, seed_step
 from bert_unpad.pretrain.output.metrics import Window
 from bert_unpad.pretrain.ranks import HostSums, Ranks
+from bert_unpad.pretrain.run import Run
 
 GPU = [
     pytest.mark.gpu,
@@ -137,18 +139,20 @@ def make_step(padded: bool) -> Step:
     return collate(torch.arange(3).numpy(), 0)
 
 
-def test_the_trainer_counts_and_sums_the_same() -> None:
+def test_the_trainer_counts_and_sums_the_same(monkeypatch) -> None:
     """Up to rounding: a product of few rows may take another routine, and sums have more zeros."""
     ranks = Ranks(0, 1, torch.device("cpu"), None)
     results = []
+    monkeypatch.setattr(gradient_sync, "GraphRunner", lambda model, autocast: Uncaptured(model))
     for graphs in (False, True):
         model = make_model(**DROPOUT)
         step = make_step(padded=graphs)
         window = Window(ranks)
         seed_step(1, 2, 0)
-        runner = Uncaptured(model) if graphs else None
+        sync = GradientSync(Run(PretrainConfig(cuda_graphs=graphs), ranks, model))
+        sync.begin()
         counts = HostSums(ranks, step.counts)
-        accumulate_gradient(model, step, counts, ranks, nullcontext(), window, graphs=runner)
+        window.add_losses(sync.accumulate(step, counts))
         results.append((step.counts, window.fold(), gradients(model)))
     (counts, sums, want), (padded_counts, padded_sums, got) = results
     assert counts == padded_counts

@@ -9,7 +9,7 @@ is page-locked, and the optimizer (fused AdamW has no meta kernels), only the GP
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -24,12 +24,13 @@ pytest.importorskip("jsonargparse", reason="the trainer needs the extra `pretrai
 
 from bert_unpad.batch import PackedInputs, VarlenBatch, pad, unpad
 from bert_unpad.nn import BertConfig, BertForPreTraining
-from bert_unpad.pretrain.config import ClipConfig, OptimizerConfig
+from bert_unpad.pretrain.config import OptimizerConfig, PretrainConfig
 from bert_unpad.pretrain.feed.steps import Step, count_labels
-from bert_unpad.pretrain.gradients.accumulate import accumulate_gradient, seed_step
-from bert_unpad.pretrain.gradients.clipping import Clipping, step_if
+from bert_unpad.pretrain.gradients.clipping import step_if
+from bert_unpad.pretrain.gradients.sync import GradientSync, seed_step
 from bert_unpad.pretrain.output.metrics import Window
 from bert_unpad.pretrain.ranks import HostSums, Ranks
+from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.update.optimizer import build_optimizer, set_lr
 
 LENGTHS = [[40, 17, 0, 5], [33, 8], []]  # of a step's passes
@@ -104,12 +105,13 @@ class NoWaiting(TorchDispatchMode):
 def test_no_step_looks_at_the_device(recompute: str) -> None:
     ranks = Ranks(0, 1, torch.device("meta"), None)
     model = tiny_model(recompute).to("meta")
-    clipping = Clipping(ClipConfig(), ranks, model)
+    sync = GradientSync(Run(PretrainConfig(), ranks, model))
+    sync.begin()
     window, step = Window(ranks), host_step()
     counts = HostSums(ranks, step.counts)
     with NoWaiting():
-        accumulate_gradient(model, step, counts, ranks, nullcontext(), window, clipping.in_backward)
-        gradient = clipping.finish()
+        window.add_losses(sync.accumulate(step, counts))
+        gradient = sync.finish()
         window.add_gradient(gradient)
     assert gradient.norm.device.type == gradient.finite.device.type == "meta"
     assert all(p.grad.device.type == "meta" for p in model.parameters())
@@ -166,17 +168,18 @@ class TestOnAGpu:
     ) -> None:
         ranks = Ranks(0, 1, torch.device("cuda", torch.cuda.current_device()), None)
         model = tiny_model(recompute).to(ranks.device)
-        clipping = Clipping(ClipConfig(), ranks, model)
+        precision = "fp32" if dtype == torch.float32 else "bf16"
+        sync = GradientSync(Run(PretrainConfig(precision=precision), ranks, model))
+        sync.begin()
         optimizer = build_optimizer(model, OptimizerConfig(name=name))
         window, step = Window(ranks), host_step().pin_memory()
-        autocast = torch.autocast("cuda", dtype, enabled=dtype != torch.float32)
         before = [p.detach().clone() for p in model.parameters()]
 
         def update(number: int) -> tuple[HostSums, Tensor]:
             seed_step(1, number, 0)
             counts = HostSums(ranks, step.counts)
-            accumulate_gradient(model, step, counts, ranks, autocast, window, clipping.in_backward)
-            gradient = clipping.finish()
+            window.add_losses(sync.accumulate(step, counts))
+            gradient = sync.finish()
             window.add_gradient(gradient)
             set_lr(optimizer, 1e-3 / (number + 1))
             step_if(optimizer, gradient.finite)

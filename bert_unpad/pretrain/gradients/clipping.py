@@ -1,4 +1,4 @@
-"""From a step's gradient on every rank to one update: clipping, exchange, and steps to leave out.
+"""Clipping a step's gradient, and leaving out updates whose gradient is not finite.
 
 `clip.mode` says where clipping stands: `bucket` and `before` bound what each rank contributes,
 `after` bounds the average. Whatever the mode, an average that is not finite is the same on all
@@ -7,7 +7,6 @@ ranks, so all of them leave out that update without asking each other, on the de
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.distributed import BucketClip, ClipBefore
-from bert_unpad.pretrain.config import ClipConfig, CommConfig
-from bert_unpad.pretrain.gradients.comm_hooks import build_exchange
+from bert_unpad.pretrain.config import ClipConfig
+from bert_unpad.pretrain.gradients.comm_hooks import CommHook
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.update.optimizer import local_optimizer
@@ -43,7 +42,7 @@ class GradientReport:
 
 
 class Clipping:
-    """Clips and exchanges gradients as `clip` in the configuration says.
+    """Bounds the gradient as `clip` in the configuration says, and leaves the average in `.grad`.
 
     One rank has nothing to overlap: its whole gradient is one bucket, so all modes but `none` are
     the same.
@@ -52,12 +51,9 @@ class Clipping:
         config: says how.
         ranks: the processes of the run.
         model: bare, on its device.
-        comm: how gradients travel.
+        hook: how gradients travel.
         loss_scale: what losses are multiplied by; None for 1. Gradients are divided by it before
             anything else looks at them, so bounds and norms are of the unscaled gradient.
-
-    Raises:
-        ConfigError: `comm` does not fit the number of ranks.
     """
 
     def __init__(
@@ -65,10 +61,10 @@ class Clipping:
         config: ClipConfig,
         ranks: Ranks,
         model: nn.Module,
-        comm: CommConfig | None = None,
+        hook: CommHook,
         loss_scale: LossScale | None = None,
     ) -> None:
-        self.exchange = build_exchange(comm or CommConfig(), ranks)
+        self._hook = hook
         self._loss_scale = loss_scale
         self._max_norm = config.max_norm
         self._ranks = ranks
@@ -83,10 +79,10 @@ class Clipping:
             return
         if self._mode == "before":
             self._before = ClipBefore(
-                model.parameters(), config.max_norm, wire, allreduce=self.exchange.allreduce
+                model.parameters(), config.max_norm, wire, allreduce=hook.allreduce
             )
         # A hook's memory outlives a change of the scale, so what it gets must be unscaled.
-        elif self._mode == "bucket" or wire is not None or (loss_scale and self.exchange.hook):
+        elif self._mode == "bucket" or wire is not None or (loss_scale and hook.hook):
             self._bucket = BucketClip(
                 config.max_norm if self._mode == "bucket" else math.inf,
                 config.policy,
@@ -97,47 +93,35 @@ class Clipping:
 
     @property
     def in_backward(self) -> bool:
-        """Whether DDP exchanges gradients; if not, all passes run under `no_sync`."""
+        """Whether DDP averages gradients during the backward pass; if not, `clip` does it."""
         return self._before is None
 
-    @property
-    def one_bucket(self) -> bool:
-        """Whether DDP must put all gradients into one bucket."""
-        return self.exchange.one_bucket
-
     def attach(self, replica: nn.Module) -> None:
-        """Takes over DDP's exchange where the mode asks for it; before the first backward pass."""
+        """Registers DDP's communication hook if one is needed; before the first backward pass."""
+        hook = self._hook
         if self._bucket is not None:
             assert isinstance(replica, DistributedDataParallel)
-            exchange = self.exchange
-            if exchange.allreduce is not None:
-                self._bucket.attach(replica, allreduce=exchange.allreduce)
+            if hook.allreduce is not None:
+                self._bucket.attach(replica, allreduce=hook.allreduce)
             else:
-                self._bucket.attach(replica, exchange.hook, exchange.state)
-        elif self.exchange.hook is not None:
+                self._bucket.attach(replica, hook.hook, hook.state)
+        elif hook.hook is not None:
             assert isinstance(replica, DistributedDataParallel)
-            replica.register_comm_hook(self.exchange.state, self.exchange.hook)
+            replica.register_comm_hook(hook.state, hook.hook)
 
-    def finish(self) -> GradientReport:
+    def clip(self) -> GradientReport:
         """Makes `.grad` the clipped average, after the backward passes of a step."""
         if self._loss_scale is not None and self._bucket is None:
             self._loss_scale.unscale_(self._model.parameters())
-        report = self._clip()
-        finite = self.exchange.settle(report.finite)
-        if self._loss_scale is not None:
-            self._loss_scale.update(finite)
-        return dataclasses.replace(report, finite=finite)
-
-    def _clip(self) -> GradientReport:
         if self._before is not None:
             report = self._before.exchange()
         elif self._mode == "bucket":
             report = self._bucket.report()
         else:
-            return self._of_the_average()
+            return self._clip_average()
         return GradientReport(report.norm, report.clipped, len(report.norms), report.finite)
 
-    def _of_the_average(self) -> GradientReport:
+    def _clip_average(self) -> GradientReport:
         parameters = [p for p in self._model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in parameters])
         clips = self._mode == "after"

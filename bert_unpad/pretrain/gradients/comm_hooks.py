@@ -1,7 +1,8 @@
-"""How gradients travel in a run: in two hops, by PowerSGD or post-local SGD, with what they keep.
+"""DDP communication hooks of a run: two-hop allreduce, PowerSGD, post-local SGD, and their state.
 
-`replicate` settles DDP's buckets by two passes before the run begins, so a hook's memory, which
-goes by bucket, fits a resumed run too. Those two passes count as iterations of the hooks.
+`replicate` runs two empty passes before training, after which DDP's buckets no longer change. The
+memory of a hook is kept per bucket, so it fits a resumed run too. The hooks count these two passes
+as iterations.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from bert_unpad.pretrain.config import CommConfig, ConfigError
 from bert_unpad.pretrain.node_groups import common_node_size
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["SETTLING_PASSES", "Exchange", "Hierarchical", "LocalSGD", "PowerSGD", "build_exchange"]
+__all__ = ["SETTLING_PASSES", "CommHook", "Hierarchical", "LocalSGD", "PowerSGD", "build_comm_hook"]
 
 SETTLING_PASSES = 2
 _MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")  # of PowerSGDState, by bucket
 
 
-class Exchange:
-    """A hook, its state, and what has to happen around it; this one is DDP's own allreduce."""
+class CommHook:
+    """A hook with its state, and what has to happen around it; this base is DDP's own allreduce."""
 
     hook: Any = None
     state: Any = None
@@ -38,15 +39,15 @@ class Exchange:
     one_bucket = False
     """Whether DDP must put all gradients into one bucket."""
 
-    def begin(self, done: int) -> None:
-        """Called once before training, behind the settling passes, with the updates made so far."""
+    def start(self, done: int) -> None:
+        """Called once before training, after the empty passes, with the updates made so far."""
 
-    def settle(self, finite: Tensor) -> Tensor:
-        """After a step's exchange: whether (bool []) all ranks may update; the same on all."""
+    def agree(self, finite: Tensor) -> Tensor:
+        """Whether all ranks may update: bool [], the same on all; once gradients are averaged."""
         return finite
 
-    def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """After each update, while there still are gradients."""
+    def after_update(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Called after each update, while there still are gradients."""
 
     def synchronise(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Makes the model, and the optimizer's state if given, the same on all ranks."""
@@ -59,7 +60,7 @@ class Exchange:
         """Continues from `local_state`."""
 
 
-class Hierarchical(Exchange):
+class Hierarchical(CommHook):
     """Within machines first, then between them, see `HierarchicalAllreduce`."""
 
     def __init__(self, config: CommConfig, ranks: Ranks) -> None:
@@ -68,7 +69,7 @@ class Hierarchical(Exchange):
         self.state = self.allreduce = HierarchicalAllreduce(size, ranks.timeout)
 
 
-class PowerSGD(Exchange):
+class PowerSGD(CommHook):
     """Low-rank compression: Vogels et al., "PowerSGD" (NeurIPS 2019), arXiv:1905.13727."""
 
     def __init__(self, config: CommConfig, ranks: Ranks) -> None:
@@ -84,10 +85,10 @@ class PowerSGD(Exchange):
         self.one_bucket = ranks.device.type == "cpu"
         self._device = ranks.device
 
-    def begin(self, done: int) -> None:
+    def start(self, done: int) -> None:
         self.state.iter = done + SETTLING_PASSES
 
-    def settle(self, finite: Tensor) -> Tensor:
+    def agree(self, finite: Tensor) -> Tensor:
         """A gradient that is not finite must not stay in the memory, which then starts anew.
 
         Matrices of zeros would stay zero for ever; any others that are the same on all ranks do.
@@ -135,7 +136,7 @@ class LocalAllreduce:
         return sent.then(lambda future: future.value()[0].mul_(self._groups))
 
 
-class LocalSGD(Exchange):
+class LocalSGD(CommHook):
     """Lin et al., "Don't use large mini-batches, use local SGD" (ICLR 2020), arXiv:1808.07217.
 
     From `start` on the ranks' models and optimizer states differ, except where `synchronise` has
@@ -166,14 +167,14 @@ class LocalSGD(Exchange):
     def _apart(self) -> bool:
         return self._averager.step > self._averager.warmup_steps
 
-    def begin(self, done: int) -> None:
+    def start(self, done: int) -> None:
         self._averager.step = done
         self._local.alone = done >= self._averager.warmup_steps
 
-    def settle(self, finite: Tensor) -> Tensor:
+    def agree(self, finite: Tensor) -> Tensor:
         return self._ranks.sum((~finite).float()) == 0
 
-    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+    def after_update(self, parameters: Iterable[nn.Parameter]) -> None:
         self._averager.average_parameters(parameters)
         self._local.alone = self._averager.step >= self._averager.warmup_steps
 
@@ -188,13 +189,13 @@ class LocalSGD(Exchange):
                     self._ranks.sum(value).div_(self._ranks.world_size)
 
 
-def build_exchange(config: CommConfig, ranks: Ranks) -> Exchange:
+def build_comm_hook(config: CommConfig, ranks: Ranks) -> CommHook:
     """What `comm` in the configuration asks for; one rank exchanges nothing.
 
     Raises:
         ConfigError: groups that do not fit the number of ranks.
     """
     if ranks.world_size == 1 or config.hook == "allreduce":
-        return Exchange()
+        return CommHook()
     kinds = {"hierarchical": Hierarchical, "power_sgd": PowerSGD, "post_local_sgd": LocalSGD}
     return kinds[config.hook](config, ranks)

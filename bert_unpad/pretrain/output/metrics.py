@@ -18,20 +18,17 @@ import torch
 from torch import Tensor
 
 from bert_unpad._files import write_text
-from bert_unpad.nn import PreTrainingOutput
 from bert_unpad.pretrain.gradients.clipping import GradientReport
+from bert_unpad.pretrain.losses import SUMS
 from bert_unpad.pretrain.ranks import Ranks
 
 __all__ = [
-    "SUMS",
     "JsonLines",
     "Stopwatch",
     "Window",
-    "averages",
     "drop_later_examples",
     "examples_path",
     "read_json_lines",
-    "stack_outputs",
 ]
 
 
@@ -115,17 +112,7 @@ class Stopwatch:
             self._started = time.perf_counter()
 
 
-SUMS = ("mlm_loss", "mlm_correct", "nsp_loss", "nsp_correct")
 _GRADIENT_SUMS = ("clipped", "clippable", "skipped")
-
-
-def stack_outputs(outputs: PreTrainingOutput) -> Tensor:
-    """The four sums that the model returns, as float64 [4] on the device, in the order of SUMS.
-
-    float64 holds sums of many fp32 values of like size exactly, so the mean of an interval does not
-    depend on whether a checkpoint has cut it in two.
-    """
-    return torch.stack([value.detach().double() for value in outputs])
 
 
 class Window:
@@ -141,9 +128,9 @@ class Window:
         self._gradient = torch.zeros(len(_GRADIENT_SUMS), dtype=torch.float64, device=ranks.device)
         self._global = dict(state) if state else {}
 
-    def add_outputs(self, outputs: PreTrainingOutput) -> None:
-        """Adds this rank's sums, on the device."""
-        self._local += stack_outputs(outputs)
+    def add_losses(self, sums: Tensor) -> None:
+        """Adds this rank's sums of losses and correct predictions, as `stack_outputs` has them."""
+        self._local += sums
 
     def add_gradient(self, gradient: GradientReport) -> None:
         """Adds what was clipped on this rank, and whether all ranks left the update out."""
@@ -170,22 +157,3 @@ class Window:
         sums = self.fold()
         self._global = {}
         return sums
-
-
-def averages(sums: Mapping[str, float]) -> dict[str, float | None]:
-    """Mean losses (nats) and accuracies (0 .. 1) of sums and counts; None where nothing counts.
-
-    `loss` is what training minimises: the mean masked-token loss plus the mean next-sentence loss.
-    """
-
-    def mean(total: str, count: str) -> float | None:
-        return sums[total] / sums[count] if sums[count] else None
-
-    mlm, nsp = mean("mlm_loss", "masked"), mean("nsp_loss", "pairs")
-    return {
-        "loss": (mlm or 0.0) + (nsp or 0.0),
-        "mlm_loss": mlm,
-        "mlm_accuracy": mean("mlm_correct", "masked"),
-        "nsp_loss": nsp,
-        "nsp_accuracy": mean("nsp_correct", "pairs"),
-    }

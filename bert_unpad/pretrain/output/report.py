@@ -18,11 +18,11 @@ import torch
 from bert_unpad._files import write_text
 from bert_unpad.data import PreparedData, most_frequent_token_rate
 from bert_unpad.nn import BertForPreTraining
-from bert_unpad.pretrain.config import PretrainConfig
 from bert_unpad.pretrain.output.fill_mask import FilledText, fill_masks
 from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.output.plots import draw_run
-from bert_unpad.pretrain.output.run_dir import Progress
+from bert_unpad.pretrain.progress import Progress
+from bert_unpad.pretrain.run import Run
 
 __all__ = ["is_reported", "write_report"]
 
@@ -36,25 +36,20 @@ def is_reported(run_dir: Path, step: int) -> bool:
     return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["steps"] == step
 
 
-def write_report(
-    config: PretrainConfig,
-    run_dir: Path,
-    data: PreparedData,
-    model: BertForPreTraining,
-    progress: Progress,
-) -> None:
+def write_report(run: Run, data: PreparedData) -> None:
     """Writes model/, training.png and summary.json into the run's folder, and prints them.
 
     Call it on rank 0 alone.
     """
+    run_dir, model = run.dir, run.model
     model_dir = run_dir / "model"
     model.save_pretrained(model_dir)
     data.tokenizer.save(model_dir)
     lines = read_json_lines(run_dir / "metrics.jsonl")
     held_out = len(data.validation) > 0
     most_frequent = most_frequent_token_rate(data.validation) if held_out else None
-    summary = _summary(lines, data, model, progress, most_frequent)
-    if config.logging.plots:
+    summary = _summary(lines, data, model, run.progress, most_frequent)
+    if run.config.logging.plots:
         draw_run(run_dir / "training.png", lines, most_frequent)
     print(_table(summary))
     if held_out:

@@ -27,7 +27,6 @@ from typing import Any
 
 from bert_unpad._files import set_aside
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
-from bert_unpad.pretrain.output.run_dir import on_first
 from bert_unpad.pretrain.ranks import Ranks
 
 __all__ = ["RunLock", "run_lock"]
@@ -249,7 +248,7 @@ def run_lock(config: PretrainConfig, ranks: Ranks) -> Iterator[RunLock | None]:
         lock = RunLock(folders)
 
     try:
-        on_first(ranks, take)
+        ranks.on_first(take)
         yield lock
     finally:
         if lock is not None:

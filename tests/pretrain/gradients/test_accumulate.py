@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 import torch
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import BertConfig, BertForPreTraining
+from bert_unpad.pretrain.config import ClipConfig, PretrainConfig
 from bert_unpad.pretrain.feed.steps import Step, count_labels
-from bert_unpad.pretrain.gradients.accumulate import accumulate_gradient
-from bert_unpad.pretrain.model import replicate
-from bert_unpad.pretrain.output.metrics import Window, averages
+from bert_unpad.pretrain.gradients.sync import GradientSync
+from bert_unpad.pretrain.losses import averages
+from bert_unpad.pretrain.output.metrics import Window
 from bert_unpad.pretrain.ranks import HostSums, Ranks
+from bert_unpad.pretrain.run import Run
 from tests.support.processes import run_ranks
 from tests.support.tolerances import STEP, assert_same_gradients
 
@@ -86,13 +86,14 @@ def _gradients(rank: int, world_size: int) -> list[tuple[dict[str, torch.Tensor]
 
 def _gradient(ranks: Ranks, mine: np.ndarray, passes: int) -> tuple[dict[str, torch.Tensor], dict]:
     model = _model()
-    replica = replicate(model, ranks, compiled=False)
+    sync = GradientSync(Run(PretrainConfig(clip=ClipConfig(mode="none")), ranks, model))
+    sync.begin()
     inputs = tuple(_inputs(mine[first::passes].tolist()) for first in range(passes))
     masked, pairs = np.sum([count_labels(part) for part in inputs], axis=0)
     step = Step(inputs, 0, mine, {"masked": masked, "pairs": pairs})
     window = Window(ranks)
     counts = HostSums(ranks, step.counts)
-    accumulate_gradient(replica, step, counts, ranks, nullcontext(), window)
+    window.add_losses(sync.accumulate(step, counts))
     window.add_counts(counts.on_host())
     gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
     return gradient, averages(window.close())

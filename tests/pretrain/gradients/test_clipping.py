@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
-from torch import nn
+from torch import Tensor, nn
 
 from bert_unpad.data import DataConfig, prepare
-from bert_unpad.pretrain import loop
 from bert_unpad.pretrain.config import ClipConfig
 from bert_unpad.pretrain.gradients.clipping import Clipping, step_if
+from bert_unpad.pretrain.gradients.comm_hooks import CommHook
+from bert_unpad.pretrain.gradients.sync import GradientSync
 from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.ranks import Ranks
 from tests.support.pretrain_runs import WORDS, finish, in_turn, tiny_settings, write_corpus
@@ -49,27 +51,28 @@ def folder(tmp_path_factory) -> Path:
 @contextmanager
 def _poison(factor: float):
     """Multiplies what rank 1 adds to the gradient in one step."""
-    honest = loop.accumulate_gradient
+    honest = GradientSync.accumulate
     calls = 0
 
-    def poisoned(model: nn.Module, step, counts, ranks: Ranks, *rest) -> None:
+    def poisoned(sync: GradientSync, step, counts) -> Tensor:
         nonlocal calls
         calls += 1
         handles = []
-        if ranks.rank == 1 and calls == POISONED:
-            parameters = [p for p in model.parameters() if p.requires_grad]
+        if dist.get_rank() == 1 and calls == POISONED:
+            parameters = [p for p in sync.run.model.parameters() if p.requires_grad]
             if not math.isfinite(factor):
                 parameters = parameters[-1:]
             handles = [p.register_hook(lambda g: g * factor) for p in parameters]
-        honest(model, step, counts, ranks, *rest)
+        sums = honest(sync, step, counts)
         for handle in handles:
             handle.remove()
+        return sums
 
-    loop.accumulate_gradient = poisoned
+    GradientSync.accumulate = poisoned
     try:
         yield
     finally:
-        loop.accumulate_gradient = honest
+        GradientSync.accumulate = honest
 
 
 def _runs(runs: list[tuple[tuple[int, list[str]], float]]) -> int:
@@ -175,7 +178,7 @@ def _model_with_gradient() -> nn.Module:
 def test_one_rank_clips_its_whole_gradient(mode):
     model = _model_with_gradient()
     before = torch.cat([p.grad.flatten() for p in model.parameters()])
-    report = Clipping(ClipConfig(max_norm=0.5, mode=mode), ALONE, model).finish()
+    report = Clipping(ClipConfig(max_norm=0.5, mode=mode), ALONE, model, CommHook()).clip()
     after = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert float(report.norm) == pytest.approx(float(before.norm()))
     assert bool(report.finite)
@@ -191,19 +194,19 @@ def test_one_rank_clips_its_whole_gradient(mode):
 def test_an_update_that_is_left_out_changes_nothing(fused):
     model = _model_with_gradient()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-    clipping = Clipping(ClipConfig(), ALONE, model)
+    clipping = Clipping(ClipConfig(), ALONE, model, CommHook())
 
     def everything() -> list[torch.Tensor]:
         states = [value for state in optimizer.state.values() for value in state.values()]
         return [x.detach().clone() for x in (*model.parameters(), *states)]
 
-    step_if(optimizer, clipping.finish().finite)
+    step_if(optimizer, clipping.clip().finite)
     first = everything()
     assert len(first) == 2 + 2 * 3
     model.weight.grad[1, 2] = math.inf
-    step_if(optimizer, clipping.finish().finite)
+    step_if(optimizer, clipping.clip().finite)
     assert all(torch.equal(a, b) for a, b in zip(first, everything(), strict=True))
     model.weight.grad.fill_(1.0)
     model.bias.grad.fill_(1.0)
-    step_if(optimizer, clipping.finish().finite)
+    step_if(optimizer, clipping.clip().finite)
     assert not any(torch.equal(a, b) for a, b in zip(first, everything(), strict=True))

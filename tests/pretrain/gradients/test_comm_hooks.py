@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bert_unpad.optim import FusedAdam
 from bert_unpad.pretrain.config import ClipConfig, CommConfig, ConfigError, read_config
 from bert_unpad.pretrain.gradients.clipping import Clipping, step_if
+from bert_unpad.pretrain.gradients.comm_hooks import build_comm_hook
 from bert_unpad.pretrain.ranks import Ranks
 from tests.support.pretrain_runs import finish, losses, make_folder, run_in_turn
 from tests.support.processes import run_ranks, start_ranks
@@ -83,13 +84,14 @@ def _steps(rank: int, world_size: int, comm: CommConfig, mode: str) -> dict:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 24))
     ranks = Ranks(rank, world_size, torch.device("cpu"), dist.group.WORLD)
-    clipping = Clipping(ClipConfig(max_norm=0.5, mode=mode), ranks, model, comm)
+    hook = build_comm_hook(comm, ranks)
+    clipping = Clipping(ClipConfig(max_norm=0.5, mode=mode), ranks, model, hook)
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
     clipping.attach(replica)
     for _ in range(2):
         (replica(torch.zeros(1, 24)) * 0).sum().backward()
         model.zero_grad()
-    clipping.exchange.begin(0)
+    hook.start(0)
     optimizer = FusedAdam(model.parameters(), lr=1e-2)
     draw = torch.Generator().manual_seed(rank)
     finite, weights = [], []
@@ -98,13 +100,13 @@ def _steps(rank: int, world_size: int, comm: CommConfig, mode: str) -> dict:
         if (rank, step) == (1, 4):
             x[3, 5] = math.nan
         (replica(x) - x.roll(1, 1)).square().mean().backward()
-        report = clipping.finish()
-        step_if(optimizer, report.finite)
-        clipping.exchange.average(model.parameters())
+        every_finite = hook.agree(clipping.clip().finite)
+        step_if(optimizer, every_finite)
+        hook.after_update(model.parameters())
         optimizer.zero_grad()
-        finite.append(bool(report.finite))
+        finite.append(bool(every_finite))
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]).clone())
-    clipping.exchange.synchronise(model, optimizer)
+    hook.synchronise(model, optimizer)
     states = [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]
     everything = [*(p.detach() for p in model.parameters()), *states]
     return {"finite": finite, "weights": weights, "end": [t.clone() for t in everything]}
@@ -170,7 +172,7 @@ def test_groups_that_do_not_fit(size, message):
     ranks = Ranks(0, 4, torch.device("cpu"), None)
     comm = CommConfig(hook="post_local_sgd", local_sgd_group=size)
     with pytest.raises(ConfigError, match=message):
-        Clipping(ClipConfig(), ranks, nn.Linear(2, 2), comm)
+        build_comm_hook(comm, ranks)
 
 
 def _tune(arguments: list[str]) -> int:

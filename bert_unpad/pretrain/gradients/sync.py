@@ -1,0 +1,179 @@
+"""From a step's inputs to the clipped average gradient on every rank, as the training loop sees it.
+
+Losses are divided by the counts of the GLOBAL batch (masked tokens, next-sentence pairs), so the
+gradient is that of the global batch, however many sequences and tokens each rank has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bert_unpad.pretrain.feed.steps import Step
+from bert_unpad.pretrain.gradients.clipping import Clipping, GradientReport
+from bert_unpad.pretrain.gradients.comm_hooks import CommHook, build_comm_hook
+from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner
+from bert_unpad.pretrain.gradients.loss_scale import LossScale
+from bert_unpad.pretrain.gradients.replica import replicate
+from bert_unpad.pretrain.losses import SUMS, stack_outputs
+from bert_unpad.pretrain.ranks import HostSums
+from bert_unpad.pretrain.run import Run
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seeds PyTorch's generators for one step on one rank.
+
+    A step's random numbers then depend on nothing that came before, and a resumed run needs no
+    generator state.
+    """
+    (state,) = np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)
+    torch.manual_seed(int(state >> np.uint64(1)))
+
+
+class GradientSync:
+    """Runs the backward passes, scales the loss, clips, and averages gradients over the ranks.
+
+    One step is `accumulate`, `finish`, the optimizer's update, `after_update`. All ranks make the
+    same calls.
+
+    Args:
+        run: whose model trains; on its device.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.loss_scale: LossScale | None = None
+        """What losses are multiplied by in fp16; None in other precisions."""
+        if run.config.precision == "fp16":
+            self.loss_scale = LossScale(run.config.loss_scale, run.device)
+        self._hook: CommHook | None = None
+        self._clipping: Clipping | None = None
+        self._replica: nn.Module | None = None
+        self._graphs: GraphRunner | None = None
+        self._clip_state: dict[str, Any] = {}
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether `.grad` must stay where it is, because CUDA graphs write there: only zero it."""
+        return self._graphs is not None
+
+    def begin(self, leaves_out: bool = False) -> None:
+        """Makes ready for the next update, with the parameters that require gradients now.
+
+        Args:
+            leaves_out: whether updates may leave layers out.
+
+        Raises:
+            ConfigError: `comm` does not fit the number of ranks or the device.
+        """
+        run, config = self.run, self.run.config
+        self._hook = build_comm_hook(config.comm, run.ranks)
+        self._clipping = Clipping(config.clip, run.ranks, run.model, self._hook, self.loss_scale)
+        if config.cuda_graphs:
+            self._graphs = GraphRunner(run.model, run.autocast)
+        else:
+            if config.compile:
+                run.model.compile(dynamic=True)
+            self._replica = replicate(
+                *(run.model, run.ranks, self._clipping, self._hook),
+                *(config.comm.bucket_mb, leaves_out),
+            )
+        self._clipping.load_state_dict(self._clip_state)
+        self._clip_state = {}
+        self._hook.start(run.progress.step)
+
+    def end(self) -> None:
+        """Lets go of DDP and its hooks, before the model changes."""
+        self._replica = self._hook = self._clipping = None
+        gc.collect()  # DDP is part of reference cycles, and its hooks go when it does
+
+    def accumulate(self, step: Step, counts: HostSums) -> Tensor:
+        """Adds the gradient of the global batch's loss to the parameters' `.grad`, on every rank.
+
+        The loss is the mean over the global batch's masked tokens plus the mean over its
+        next-sentence pairs. DDP averages over the ranks, hence the factor of their number.
+        Gradients travel in the last pass only.
+
+        Args:
+            step: this rank's inputs.
+            counts: being added up over all ranks; must begin with masked, pairs.
+
+        Returns:
+            This rank's losses and correct predictions, float64 [4] in the order of
+            `losses.SUMS`, on the device.
+        """
+        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.run.device)
+        factors: Tensor | None = None
+        for number, inputs in enumerate(step.passes):
+            if self._graphs is not None:
+                factors = self._loss_factors(counts) if factors is None else factors
+                sums += stack_outputs(self._graphs(inputs, factors))
+                continue
+            with self._travelling(last=number == len(step.passes) - 1):
+                with self.run.autocast:
+                    outputs = self._replica(inputs.to(self.run.device, non_blocking=True))
+                # After the first forward pass, during which the counts were added up.
+                factors = self._loss_factors(counts) if factors is None else factors
+                loss = outputs.mlm_loss_sum * factors[0] + outputs.nsp_loss_sum * factors[1]
+                loss.backward()
+            sums += stack_outputs(outputs)
+        return sums
+
+    def finish(self) -> GradientReport:
+        """Makes `.grad` the clipped average, after `accumulate`."""
+        report = self._clipping.clip()
+        finite = self._hook.agree(report.finite)
+        if self.loss_scale is not None:
+            self.loss_scale.update(finite)
+        return dataclasses.replace(report, finite=finite)
+
+    def after_update(self) -> None:
+        """Averages the models now and then, where each rank updates its own (local SGD)."""
+        self._hook.after_update(self.run.model.parameters())
+
+    def synchronise(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Makes the model, and the optimizer's state if given, the same on all ranks."""
+        self._hook.synchronise(self.run.model, optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step's gradient depends on, of all ranks, as JSON; all must call it."""
+        scale = {} if self.loss_scale is None else self.loss_scale.state_dict()
+        return {"clip": self._clipping.state_dict(), "loss_scale": scale}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state_dict`; before `begin`. An empty one changes nothing."""
+        self._clip_state = dict(state.get("clip", {}))
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(state.get("loss_scale", {}))
+
+    def forget_clipping(self) -> None:
+        """Drops the loaded state of clipping, which belonged to other parameters."""
+        self._clip_state = {}
+
+    def local_state(self) -> dict[str, Any] | None:
+        """What a checkpoint must keep of this rank alone; None for nothing."""
+        return self._hook.local_state()
+
+    def load_local_state(self, state: dict[str, Any]) -> None:
+        """Continues from `local_state`, after `begin`."""
+        self._hook.load_local_state(state)
+
+    def _travelling(self, last: bool) -> AbstractContextManager:
+        """The context of a pass: DDP averages gradients in the last one, unless clipping does."""
+        if self.run.ranks.world_size == 1 or (last and self._clipping.in_backward):
+            return nullcontext()
+        return self._replica.no_sync()
+
+    def _loss_factors(self, counts: HostSums) -> Tensor:
+        """What the sums of the two losses are multiplied by, float32 [2]."""
+        # Clamped: a global batch without a label of one kind has a loss of 0 for it.
+        world_size = self.run.ranks.world_size
+        factors = (world_size / counts.on_device()[:2].clamp(min=1)).float()
+        return factors if self.loss_scale is None else factors * self.loss_scale.value

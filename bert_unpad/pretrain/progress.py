@@ -1,0 +1,51 @@
+"""How far a run is: the part of a checkpoint that is no tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Progress:
+    """How far a run is; the part of a checkpoint that is no tensor. Counts are over all ranks."""
+
+    step: int = 0
+    """Updates made."""
+    epoch: int = 0
+    """Number of the epoch that the latest update's examples are from."""
+    sequences: int = 0
+    tokens: int = 0
+    """Real tokens trained on."""
+    padded: int = 0
+    """Tokens that the same sequences would be with padding."""
+    flops: float = 0.0
+    """Of the model, forward and backward."""
+    seconds: float = 0.0
+    """Spent training."""
+    stage: int = 0
+    """The stage of growth that the latest update was made in."""
+    layers: int | None = None
+    """Encoder layers of that stage; None: all that the configuration asks for."""
+    target_reached: bool = False
+    """Whether evaluation.target_accuracy has ended the run."""
+    sampler: dict[str, Any] = field(default_factory=dict)
+    """State of the sampler after the latest update."""
+    gradients: dict[str, Any] = field(default_factory=dict)
+    """What the next step's gradient depends on, see `GradientSync.state_dict`."""
+    window: dict[str, float] = field(default_factory=dict)
+    """Sums of the log's current interval."""
+    window_seconds: float = 0.0
+    """Of `seconds`, those at the beginning of that interval."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return dataclasses.asdict(self)
+
+    def add(self, counts: dict[str, float]) -> None:
+        """Counts an update's examples."""
+        self.sequences += int(counts["sequences"])
+        self.tokens += int(counts["tokens"])
+        self.padded += int(counts["padded"])
+        self.flops += counts["flops"]
