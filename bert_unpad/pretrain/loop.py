@@ -24,10 +24,10 @@ from bert_unpad.pretrain.gradients.clipping import step_if
 from bert_unpad.pretrain.gradients.sync import seed_step
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
 from bert_unpad.pretrain.interrupt import StopRequest
+from bert_unpad.pretrain.losses import averages
 from bert_unpad.pretrain.output.checkpoint import Checkpointer
 from bert_unpad.pretrain.output.display import Display
 from bert_unpad.pretrain.output.matmul_peak import measure_matmul_peak
-from bert_unpad.pretrain.losses import averages
 from bert_unpad.pretrain.output.metrics import JsonLines, Stopwatch, Window, examples_path
 from bert_unpad.pretrain.ranks import HostSums
 from bert_unpad.pretrain.run import Run

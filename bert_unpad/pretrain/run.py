@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,10 +49,11 @@ class Run:
     @property
     def autocast(self) -> AbstractContextManager:
         """A context for a forward pass in the configuration's precision."""
+        if self.config.precision == "fp32":
+            return nullcontext()
         return torch.autocast(
             self.device.type,
             dtype=self.dtype,
-            enabled=self.config.precision != "fp32",
             # A CUDA graph would read casts that were freed long ago.
             cache_enabled=not self.config.cuda_graphs,
         )

@@ -283,11 +283,11 @@ def test_an_interval_cut_by_a_checkpoint_has_the_same_mean():
     outputs = [torch.rand(4) * 1000 for _ in range(50)]
     whole, first = Window(ALONE), Window(ALONE)
     for values in outputs:
-        whole.add_outputs(tuple(values))
+        whole.add_losses(values.double())
     for values in outputs[:17]:
-        first.add_outputs(tuple(values))
+        first.add_losses(values.double())
     second = Window(ALONE, first.fold())
     for values in outputs[17:]:
-        second.add_outputs(tuple(values))
+        second.add_losses(values.double())
     assert second.close() == whole.close()
     assert all(value == 0 for value in whole.fold().values())

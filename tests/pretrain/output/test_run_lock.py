@@ -143,7 +143,8 @@ def test_an_earlier_run_is_set_aside_under_lock(folder):
 def _start(folder: Path, script: str) -> tuple[subprocess.Popen, str]:
     """A process that holds the folder's lock, and what it prints first."""
     head = (
-        "import os, sys, time\nfrom pathlib import Path\nfrom bert_unpad.pretrain import run_lock\n"
+        "import os, sys, time\nfrom pathlib import Path\n"
+        "from bert_unpad.pretrain.output import run_lock\n"
     )
     take = "lock = run_lock.RunLock({'run_dir': Path(sys.argv[1])})\n"
     process = subprocess.Popen(
@@ -157,9 +158,9 @@ def _start(folder: Path, script: str) -> tuple[subprocess.Popen, str]:
 
 def test_a_killed_owner_does_not_block_the_next_not_even_by_its_children(folder, caplog):
     caplog.set_level("INFO")
-    fork = "TAKE\nchild = os.fork()\nprint(child or 'child', flush=True)\ntime.sleep(600)\n"
+    fork = "TAKE\nchild = os.fork()\nif child: print(child, flush=True)\ntime.sleep(600)\n"
     process, shown = _start(folder, fork)
-    child = int(shown if shown != "child" else process.stdout.readline())
+    child = int(shown)
     try:
         with pytest.raises(ConfigError, match=f"process {process.pid} on host"):
             _lock(folder)
@@ -238,10 +239,12 @@ def test_a_second_run_is_refused_on_all_ranks_and_the_first_goes_on(tmp_path):
     make_folder(tmp_path)
     run_dir = tmp_path / "run"
     first = start_pausing(tmp_path, "run", 1, 5)
+    os.kill(first[0].pid, signal.SIGSTOP)  # which also stops the thread that writes checkpoints
     before = sorted(path.relative_to(run_dir) for path in run_dir.rglob("*"))
     arguments = ("--run_dir", str(run_dir), "--resume", "never")
     codes, output = finish(tmp_path, "second", start(tmp_path, "second", 2, *arguments))
     after = sorted(path.relative_to(run_dir) for path in run_dir.rglob("*"))
+    os.kill(first[0].pid, signal.SIGCONT)
     go_on(run_dir)
     assert codes == [2, 2], output
     assert after == before
