@@ -8,15 +8,9 @@ request to stop, so all ranks stop at the same step.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from bert_unpad.pretrain.evaluate import Evaluator
 from bert_unpad.pretrain.feed.steps import FeedState, Step
@@ -26,9 +20,7 @@ from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
 from bert_unpad.pretrain.interrupt import StopRequest
 from bert_unpad.pretrain.losses import averages
 from bert_unpad.pretrain.output.checkpoint import Checkpointer
-from bert_unpad.pretrain.output.display import Display
-from bert_unpad.pretrain.output.matmul_peak import measure_matmul_peak
-from bert_unpad.pretrain.output.metrics import JsonLines, Stopwatch, Window, examples_path
+from bert_unpad.pretrain.output.log import TrainingLog
 from bert_unpad.pretrain.ranks import HostSums
 from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.stages import Stages
@@ -36,8 +28,6 @@ from bert_unpad.pretrain.update.optimizer import set_lr, state_bytes
 from bert_unpad.pretrain.update.schedule import warmup_updates
 
 __all__ = ["Trainer"]
-
-logger = logging.getLogger(__name__)
 
 # Updates in a row that may be left out because gradients are not finite, before the run ends.
 _MAX_SKIPPED = 20
@@ -62,55 +52,23 @@ class Trainer:
         evaluator: Evaluator | None,
         total_steps: int,
     ) -> None:
-        config, ranks, progress = run.config, run.ranks, run.progress
-        self.config, self.ranks, self.model, self.progress = config, ranks, run.model, progress
+        self.config, self.ranks, self.model = run.config, run.ranks, run.model
+        self.progress = run.progress
         self.stages = stages
         self.checkpointer = checkpointer
         self.evaluator = evaluator
         self.total_steps = total_steps
-        self.warmup_steps = warmup_updates(config.schedule, total_steps)
-        peak = measure_matmul_peak(run.device, run.dtype)
-        logger.info("peak of one process: %s", peak)
-        rate = torch.tensor(peak.flops_per_second, dtype=torch.float64, device=run.device)
-        self.peak_flops = float(ranks.sum(rate))
-        self.watch = Stopwatch(progress.seconds)
-        self.window = Window(ranks, progress.window)
-        self.metrics = self._open(run.dir / "metrics.jsonl") if ranks.is_first else None
-        self.examples = None
-        if config.logging.examples:
-            self.examples = self._open(examples_path(run.dir, ranks.rank))
-        self.display = Display(
-            config.logging, run.dir, progress.step, total_steps, silent=not ranks.is_first
-        )
+        self.warmup_steps = warmup_updates(run.config.schedule, total_steps)
+        self.log = TrainingLog(run, total_steps)
         self._every = {
-            "log": config.logging.every,
-            "evaluation": config.evaluation.every,
-            "checkpoint": config.checkpoint.every,
+            "log": run.config.logging.every,
+            "evaluation": run.config.evaluation.every,
+            "checkpoint": run.config.checkpoint.every,
         }
-        self._write(
-            {
-                "kind": "start",
-                "step": progress.step,
-                "ranks": ranks.world_size,
-                "device": _device_name(run.device),
-                "precision": config.precision,
-                "threads": torch.get_num_threads(),
-                "peak": str(peak),
-                "peak_flops": self.peak_flops,
-            }
-        )
-        self._saved_step = progress.step
-        self._norm: Tensor | None = None
+        self._saved_step = run.progress.step
         self._rows: int | None = None
         self._skipped_in_row = 0
         self._reported_stage: int | None = None
-
-    def _open(self, path: Path) -> JsonLines:
-        return JsonLines(path, self.progress.step)
-
-    def _write(self, line: dict[str, Any]) -> None:
-        if self.metrics is not None:
-            self.metrics.write(line)
 
     def train(self, stop: StopRequest) -> bool:
         """Trains until the last step, the target accuracy, or a request to stop.
@@ -134,7 +92,8 @@ class Trainer:
         if self._saved_step != progress.step:
             self._save()
         self.checkpointer.wait()
-        self._close()
+        self.progress.seconds = self.log.watch.seconds
+        self.log.close()
         return not stopped
 
     def _run_stage(self, steps: Iterator[tuple[Step, FeedState]], stop: StopRequest) -> bool:
@@ -152,13 +111,14 @@ class Trainer:
             asked = time.perf_counter()
             step, feed = next(steps)
             self.ranks.at_step(progress.step + 1)
+            self.stages.choose_layers()
             own = {
                 "data_wait": time.perf_counter() - asked,
-                "flops": self._choose_layers(step),
+                "flops": self.model.num_flops(step.lengths, step.num_masked),
                 "stop": stop.signal is not None,
             }
             counts = HostSums(self.ranks, step.counts | own)
-            if pending is not None and self._settle(pending):
+            if pending is not None and self._book(pending):
                 counts.on_host()  # every rank has joined in this sum, and drops it
                 stopped = True
                 break
@@ -168,7 +128,7 @@ class Trainer:
             last = progress.step == self.total_steps
             due = {name: last or _due(progress.step, every) for name, every in self._every.items()}
             if any(due.values()):
-                stopped = self._settle(pending)
+                stopped = self._book(pending)
                 pending = None
             if due["log"]:
                 self._log()
@@ -179,25 +139,17 @@ class Trainer:
             if due["checkpoint"] and not last:
                 self._save()
         if pending is not None and not stopped:
-            stopped = self._settle(pending)
+            stopped = self._book(pending)
         return stopped
-
-    def _choose_layers(self, step: Step) -> int:
-        """Decides which layers this update trains; its floating-point operations on this rank."""
-        kept = self.stages.growth.kept
-        if kept is not None:
-            self.model.bert.encoder.kept = kept(self.progress.step)
-        return self.model.num_flops(step.lengths, step.num_masked)
 
     def _update(self, step: Step, counts: HostSums) -> None:
         """One update of the parameters."""
         stages, sync, done = self.stages, self.stages.sync, self.progress.step
         seed_step(self.config.seed, done, self.ranks.rank)
-        self.window.add_losses(sync.accumulate(step, counts))
+        self.log.window.add_losses(sync.accumulate(step, counts))
         gradient = sync.finish()
         stages.forget_left_out()
-        self._norm = gradient.norm
-        self.window.add_gradient(gradient)
+        self.log.add_gradient(gradient)
         set_lr(stages.optimizer, self._lr(done))
         step_if(stages.optimizer, gradient.finite)
         sync.after_update()
@@ -213,67 +165,32 @@ class Trainer:
         progress.step += 1
         progress.epoch = step.epoch
         progress.sampler = feed.sampler
-        self.window.add_counts({"steps": 1})
         self._rows = feed.rows
-        if feed.straggler_efficiency is not None:
-            self.window.add_counts({"straggler_efficiency": feed.straggler_efficiency})
-        if self.examples is not None:
-            self.examples.write(
-                {"step": progress.step, "epoch": step.epoch, "examples": step.indices.tolist()}
-            )
+        self.log.add_step(step, feed.straggler_efficiency)
 
-    def _settle(self, counts: HostSums) -> bool:
+    def _book(self, counts: HostSums) -> bool:
         """Books the sums of a step; returns whether some rank has been asked to stop by then."""
         sums = counts.on_host()
         stop = sums.pop("stop") > 0
         longest = self.stages.stage.max_seq_length
         rows = sums["sequences"] if self._rows is None else self._rows
-        self.window.add_counts(sums | {"slots": rows * longest})
+        self.log.window.add_counts(sums | {"slots": rows * longest})
         sums["padded"] = sums["sequences"] * longest
         self.progress.add(sums)
         return stop
 
     def _log(self) -> None:
-        progress = self.progress
-        sums = self.window.close()
-        seconds = self.watch.seconds
-        elapsed = seconds - progress.window_seconds
-        progress.window_seconds = seconds
-        means = averages(sums)
-        self._check(means["loss"])
+        sums, elapsed = self.log.close_interval()
+        self._check_loss(averages(sums)["loss"])
         self._check_skipped(sums)
         self._report_state()
-        if not self.ranks.is_first:
-            return
         scale = self.stages.sync.loss_scale
-        line = {
-            "kind": "train",
-            "step": progress.step,
-            "epoch": progress.epoch,
+        state = {
             "layers": self.stages.stage.layers,
-            **means,
-            "lr": self._lr(progress.step - 1),
-            "gradient_norm": None if self._norm is None else float(self._norm),
-            "clipped_share": sums["clipped"] / sums["clippable"] if sums["clippable"] else None,
-            "skipped_steps": int(sums["skipped"]),
+            "lr": self._lr(self.progress.step - 1),
             "loss_scale": None if scale is None else float(scale.value),
-            "tokens": progress.tokens,
-            "sequences": progress.sequences,
-            "seconds": seconds,
-            "tokens_per_second": sums["tokens"] / elapsed,
-            "sequences_per_second": sums["sequences"] / elapsed,
-            "fill": sums["tokens"] / sums["slots"],
-            "straggler_efficiency": sums["straggler_efficiency"] / sums["steps"],
-            "mfu": sums["flops"] / elapsed / self.peak_flops,
-            "data_wait": sums["data_wait"] / sums["steps"] / self.ranks.world_size,
         }
-        if "exchange_bytes" in sums:
-            rank_steps = sums["steps"] * self.ranks.world_size
-            line["exchange_seconds"] = sums["exchange_seconds"] / rank_steps
-            line["exchange_bytes"] = sums["exchange_bytes"] / sums["steps"]
-        self._write(line)
-        left = (self.total_steps - progress.step) * elapsed / sums["steps"]
-        self.display.update(line, remaining_seconds=left)
+        self.log.show_interval(sums, elapsed, state)
 
     def _report_state(self) -> None:
         """Says once a stage how much of the optimizer's state each rank keeps."""
@@ -281,9 +198,9 @@ class Trainer:
             return
         self._reported_stage = self.stages.index
         found = [int(size) for size in self.ranks.gather(state_bytes(self.stages.optimizer))]
-        self._write({"kind": "optimizer", "step": self.progress.step, "state_bytes": found})
+        self.log.write("optimizer", {"state_bytes": found})
 
-    def _check(self, loss: float) -> None:
+    def _check_loss(self, loss: float) -> None:
         """Ends a run that has diverged, before it saves a checkpoint of that."""
         if not math.isfinite(loss):
             raise FloatingPointError(
@@ -305,24 +222,22 @@ class Trainer:
         if self.evaluator is None:
             return
         self.stages.sync.synchronise()
-        with self.watch.paused():
+        with self.log.watch.paused():
             result = self.evaluator(self.model)
-        line = {"kind": "evaluation", "step": self.progress.step, **result}
-        self._write(line)
-        self.display.evaluated(line)
+        self.log.show_evaluation(result)
         target, accuracy = self.config.evaluation.target_accuracy, result["mlm_accuracy"]
         if target is not None and accuracy is not None and accuracy >= target:
             self.progress.target_reached = True
 
     def _save(self) -> None:
         progress = self.progress
-        progress.window = self.window.fold()
+        progress.window = self.log.window.fold()
         sync, optimizer = self.stages.sync, self.stages.optimizer
         progress.gradients = sync.state_dict()
         sync.synchronise(optimizer)
         if progress.window.get("steps"):
-            self._check(averages(progress.window)["loss"])
-        progress.seconds = self.watch.seconds
+            self._check_loss(averages(progress.window)["loss"])
+        progress.seconds = self.log.watch.seconds
         self.checkpointer.save(
             progress.step,
             self.model,
@@ -333,17 +248,6 @@ class Trainer:
         self._saved_step = progress.step
         if not self.config.checkpoint.background:
             self.checkpointer.wait()
-
-    def _close(self) -> None:
-        self.progress.seconds = self.watch.seconds
-        self.display.close()
-        for file in (self.metrics, self.examples):
-            if file is not None:
-                file.close()
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _due(step: int, every: int) -> bool:

@@ -78,6 +78,11 @@ class Stages:
         """Whether the run ends in this stage, wherever that is."""
         return self.index == len(self.growth.stages) - 1
 
+    def choose_layers(self) -> None:
+        """Decides which layers the next update trains, where growth leaves some out."""
+        if self.growth.kept is not None:
+            self._run.model.bert.encoder.kept = self.growth.kept(self._run.progress.step)
+
     def forget_left_out(self) -> None:
         """Drops the gradients of layers that the update leaves out: they do not change then.
 
