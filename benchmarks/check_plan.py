@@ -200,7 +200,7 @@ def main() -> int:
             )
     ignored = ("worker", "rate", "rates", "name")
     settings = {name: value for name, value in vars(options).items() if name not in ignored}
-    command = " ".join(["python", "benchmarks/check_plan.py", *sys.argv[1:]])
+    command = harness.command()
     payload = {"tolerance": TOLERANCE, "worst": worst, "settings": settings, "links": links}
     print(f"written: {harness.save(options.name, 'cpu', command, payload)}")
     if worst > TOLERANCE:

@@ -208,7 +208,7 @@ def main() -> int:
         "settings": {k: v for k, v in vars(options).items() if k != "folder"},
         "results": rows,
     }
-    command = " ".join(["python", "benchmarks/check_simulator.py", *sys.argv[1:]])
+    command = harness.command()
     print(f"written: {harness.save('simulator_check', 'cpu', command, payload)}")
     return int(
         any(abs(row["points"]) > 100 * TOLERANCE for row in rows if row["strategy"] != EQUAL)

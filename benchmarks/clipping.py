@@ -214,7 +214,7 @@ def compare() -> None:
     rows = table(results)
     show(rows)
     settings = {k: v for k, v in vars(options).items() if k not in ("folder", "only")}
-    said = " ".join(["python", "benchmarks/clipping.py", *sys.argv[1:]])
+    said = harness.command()
     path = harness.save("clipping", "cpu", said, {**settings, "table": rows, "results": results})
     draw(path.with_suffix(".png"), results)
     print(f"written: {path} and {path.with_suffix('.png').name}")

@@ -213,7 +213,7 @@ def compare() -> None:
     ]
     show(rows)
     settings = {k: v for k, v in vars(options).items() if k not in ("folder", "only", "rate")}
-    said = " ".join(["python", "benchmarks/cluster.py", *sys.argv[1:]])
+    said = harness.command()
     payload = {"link": link, **settings, "load_average_before": load, "results": rows}
     path = harness.save("cluster", "cpu", said, payload)
     draw(path.with_suffix(".png"), rows, link)

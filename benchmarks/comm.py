@@ -189,7 +189,7 @@ def main() -> None:
     path = harness.RESULTS / "cpu" / "comm.json"
     links = json.loads(path.read_text())["links"] if path.exists() else []
     links = [old for old in links if old["link"] != link] + [entry]
-    command = " ".join(["python", "benchmarks/comm.py", *arguments])
+    command = harness.command()
     print(f"written: {harness.save('comm', 'cpu', command, {'links': links})}")
 
 

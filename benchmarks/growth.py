@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -210,8 +209,7 @@ def compare() -> None:
         for k, v in vars(options).items()
         if k not in ("folder", "key", "only", "no_cost", "finished")
     }
-    given = [f'"{text}"' if " " in text else text for text in sys.argv[1:]]
-    command = " ".join(["python", "benchmarks/growth.py", *given])
+    command = harness.command()
     payload = {**settings, "layers": LAYERS, "contenders": CONTENDERS}
     path = harness.save("growth", "cpu", command, {**payload, "stages": stages, "runs": results})
     draw(path.with_suffix(".png"), results)

@@ -182,7 +182,14 @@ def measure_memory(args: argparse.Namespace, spec: dict) -> harness.Memory:
 
 
 def memory_in_own_process(spec: dict) -> harness.Memory:
-    command = [sys.executable, *sys.argv, "--memory-of", json.dumps(spec)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.hf",
+        *sys.argv[1:],
+        "--memory-of",
+        json.dumps(spec),
+    ]
     out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     return harness.Memory(**json.loads(out.splitlines()[-1]))
 
@@ -258,7 +265,7 @@ def main() -> None:
         return
     rows = [row for case in cases(args) for row in run_case(args, case)]
     path = harness.save(
-        args.name, args.device, "python " + " ".join(sys.argv),
+        args.name, args.device, harness.command(),
         {
             "transformers": transformers.__version__, "layers": args.layers,
             "lengths": {name: workload(name, args).lengths for name in args.workloads},

@@ -13,7 +13,6 @@ attention, which keeps what FlashAttention does on a GPU. Writes benchmarks/resu
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -126,7 +125,7 @@ def main() -> None:
                     flush=True,
                 )
     path = harness.save(
-        args.name, "cpu", "python " + " ".join(sys.argv),
+        args.name, "cpu", harness.command(),
         {"lengths": lengths, "max_length": MAX_LENGTH, "tokens": batch.total, "fill": batch.fill,
          "dropout": DROPOUT, "results": rows},
     )  # fmt: skip

@@ -76,7 +76,7 @@ def measure_memory(args: argparse.Namespace, inputs: PackedInputs) -> harness.Me
 
 
 def memory_in_own_process(name: str) -> harness.Memory:
-    command = [sys.executable, *sys.argv, "--memory-of", name]
+    command = [sys.executable, "-m", "benchmarks.model", *sys.argv[1:], "--memory-of", name]
     out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     return harness.Memory(**json.loads(out.splitlines()[-1]))
 
@@ -96,7 +96,7 @@ def replace_memory(
     for row in report["results"]:
         row |= memory_fields(memory[f"{row['contender']}, {row['dtype']}"])
     command, _ = report.pop("command"), report.pop("machine")
-    report["memory_command"] = "python " + " ".join(sys.argv)
+    report["memory_command"] = harness.command()
     return harness.save(args.name, args.device, command, report)
 
 
@@ -131,7 +131,7 @@ def run_on_gpu(args: argparse.Namespace) -> None:
 
     def save(report: dict[str, Any]) -> None:
         if not args.rehearse:
-            harness.save(args.name, device.folder, "python " + " ".join(sys.argv), report)
+            harness.save(args.name, device.folder, harness.command(), report)
 
     run = Run(device, setup, args.rounds, save)
     print(f"{inputs.batch.total} tokens of {args.sequences} x {args.max_length}, "
@@ -276,7 +276,7 @@ def main() -> None:
             f"{r['peak_bytes'] / 1e9:9.2f}{ratio:>9s}"
         )
     path = harness.save(
-        args.name, args.device, "python " + " ".join(sys.argv),
+        args.name, args.device, harness.command(),
         {
             "size": args.size, "dropout": args.dropout, "lengths": inputs.batch.lengths.tolist(),
             "max_length": args.max_length, "tokens": tokens, "flops": flops,

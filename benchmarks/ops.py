@@ -14,7 +14,6 @@ Writes benchmarks/results/<device>/ops.json, or ops_<op>.json; on a GPU a file a
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -183,7 +182,7 @@ def main() -> None:
             else:
                 payload = memory_bound.run(CUDA_CASES[name], device, rounds, args.seed)
             if not args.rehearse:
-                folder, command = harness.gpu_folder(), "python " + " ".join(sys.argv)
+                folder, command = harness.gpu_folder(), harness.command()
                 print(f"\nwritten to {harness.save(f'ops_{name}', folder, command, payload)}")
         return
     if args.op in ("loss", "mlp"):
@@ -232,7 +231,7 @@ def main() -> None:
     path = harness.save(
         "ops" if args.op == "all" else f"ops_{args.op}",
         args.device,
-        "python " + " ".join(sys.argv),
+        harness.command(),
         {"matmul_peak": matmul, "memory_peak": memory, "allocator": allocator, "results": rows},
     )  # fmt: skip
     print(f"\nwritten to {path}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from benchmarks.lib import harness, optim_steps
 
@@ -33,7 +32,7 @@ def main() -> None:
     report = optim_steps.run(args.device, model, args.rounds or (50 if on_gpu else 9))
     if not args.dry:
         settings = {"allocator": allocator, "load_average": os.getloadavg()[0]}
-        command = "python " + " ".join(sys.argv)
+        command = harness.command()
         path = harness.save("optim", optim_steps.folder(args.device), command, settings | report)
         print(f"written to {path}")
 

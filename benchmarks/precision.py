@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from pathlib import Path
 
 from benchmarks.lib import harness
@@ -85,7 +84,7 @@ def main() -> None:
             f"{precision:5s} {table[-1]['mlm_loss']:.3f} ({min(losses):.3f} .. {max(losses):.3f})"
         )
     payload = {"steps": options.steps, "seeds": options.seeds, "table": table, "runs": runs}
-    path = harness.save("precision", "cpu", "python " + " ".join(sys.argv), payload)
+    path = harness.save("precision", "cpu", harness.command(), payload)
     draw(path.with_suffix(".png"), runs)
     print(f"written to {path} and {path.with_suffix('.png').name}")
 

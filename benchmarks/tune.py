@@ -236,7 +236,7 @@ def main() -> None:
         for other, steps in row["steps_to_final_training_loss_of"].items():
             print(f"  steps to the final training loss of {other}: {steps}")
     settings = {k: v for k, v in vars(options).items() if k not in ("folder", "device", "config")}
-    command = " ".join(["python", "benchmarks/tune.py", *sys.argv[1:]])
+    command = harness.command()
     payload = {"config": options.config.name, **settings, "results": rows}
     path = harness.save("tune", options.device, command, payload)
     draw(path.with_suffix(".png"), rows)

@@ -54,10 +54,10 @@ step() {
   report "$name" --status "$status" --seconds $((SECONDS - begin))
 }
 
-report() { "$python" benchmarks/gpu_report.py --device "$device" --logs "$logs" "$@" || failed=1; }
+report() { "$python" -m benchmarks.gpu_report --device "$device" --logs "$logs" "$@" || failed=1; }
 
-# Only these files hold GPU tests; others need packages that a GPU machine may lack.
-gpu_tests=(tests/test_cuda*.py)
+# Only this folder holds GPU tests; others need packages that a GPU machine may lack.
+gpu_tests=(tests/cuda)
 
 tests() { step tests "$python" -m pytest "${gpu_tests[@]}" -m gpu --junitxml="$logs/tests.xml"; }
 
@@ -86,18 +86,18 @@ for part in "${parts[@]}"; do
   case $part in
     build)
       step build "$python" setup.py build_ext --inplace
-      step ptxas "$python" benchmarks/cuda_build.py
+      step ptxas "$python" -m benchmarks.cuda_build
       step info "$python" -m bert_unpad.info
       ;;
     tests) tests ;;
     memcheck | racecheck) sanitizer "$part" ;;
     benchmarks)
       for op in attention gelu loss norm mlp; do
-        step "benchmarks_$op" "$python" benchmarks/ops.py --device cuda --op "$op"
+        step "benchmarks_$op" "$python" -m benchmarks.ops --device cuda --op "$op"
       done
-      step benchmarks_optim "$python" benchmarks/optim.py --device cuda
+      step benchmarks_optim "$python" -m benchmarks.optim --device cuda
       # The last contenders are compiled, which takes up to two minutes each.
-      step benchmarks_model "$python" benchmarks/model.py --device cuda \
+      step benchmarks_model "$python" -m benchmarks.model --device cuda \
         --start-within "$((limit - 150))"
       ;;
   esac

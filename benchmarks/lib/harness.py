@@ -11,7 +11,9 @@ import gc
 import json
 import os
 import platform
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -185,11 +187,22 @@ def fix_allocator(wish: str) -> str:
     return f"glibc {platform.libc_ver()[1]}, bert_unpad._malloc.keep_freed_memory()"
 
 
+def command() -> str:
+    """The command line that started this benchmark, as one types it in the checkout's root."""
+    name = Path(sys.argv[0]).stem
+    return shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
+
+
 def save(name: str, device: str, command: str, payload: dict[str, Any]) -> Path:
     """Writes benchmarks/results/<device>/<name>.json, to a temporary name first."""
     folder = RESULTS / device
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    report = {"command": command, "machine": machine(), **payload}
+    report = {
+        "command": command,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        **payload,
+    }
     write_text(path, json.dumps(report, indent=1) + "\n")
     return path
