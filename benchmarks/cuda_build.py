@@ -2,8 +2,8 @@
 
     python -m benchmarks.cuda_build                                      # registers and spills
     python -m benchmarks.cuda_build --sass                               # and instructions
-    python -m benchmarks.cuda_build --table docs/cuda-kernels.md         # writes the table
-    python -m benchmarks.cuda_build --table docs/cuda-kernels.md --check # compares it
+    python -m benchmarks.cuda_build --table docs/development/cuda-kernels.md         # writes the table
+    python -m benchmarks.cuda_build --table docs/development/cuda-kernels.md --check # compares it
 
 A kernel that spills registers, keeps an array in local memory, or lost its tensor cores still gives
 right answers, only slowly, so no test of values sees it. Fails on local memory, on more registers

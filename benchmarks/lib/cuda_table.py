@@ -1,4 +1,4 @@
-"""The table of docs/cuda-kernels.md, and the registers that kernels may use."""
+"""The table of docs/development/cuda-kernels.md, and the registers that kernels may use."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ HEAD = """\
 # CUDA kernels
 
 What the compiler made of each kernel; written by `python -m benchmarks.cuda_build --table \
-docs/cuda-kernels.md`, and checked in CI. Blocks per SM are those that registers and warps allow; \
-shared memory that a launch asks for may allow fewer. Local memory counts spills and stack. fp16 \
-kernels, which are the bf16 ones with other instructions, and the scalar paths of bias + GELU \
+docs/development/cuda-kernels.md`, and checked in CI. Blocks per SM are those that registers and \
+warps allow; shared memory that a launch asks for may allow fewer. Local memory counts spills and \
+stack. fp16 kernels, which are the bf16 ones with other instructions, and the scalar paths of bias + GELU \
 and of the cross-entropy are left out.
 
 nvcc {version}

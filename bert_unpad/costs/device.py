@@ -16,7 +16,7 @@ _STREAMED = 0.8
 
 # Bytes that an update reads and writes for each parameter: gradient, parameter and two moments
 # read, the last three written; LAMB and LANS read what they have written once more to take norms
-# (see docs/gpu-queue.md). Clipping reads the gradient for its norm, then scales it;
+# (see docs/development/gpu-queue.md). Clipping reads the gradient for its norm, then scales it;
 # accumulation reads two and writes one.
 _UPDATE_BYTES = {"adamw": 28, "fused_adam": 28, "lamb": 40, "lans": 40}
 _CLIP_BYTES = 12

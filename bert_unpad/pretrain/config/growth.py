@@ -14,7 +14,7 @@ from bert_unpad.pretrain.config.errors import ConfigError
 
 @dataclass
 class GrowthConfig:
-    """Which layers train in which updates, and at which lengths; see docs/growth.md."""
+    """Which layers train in which updates, and at which lengths; see docs/training/growth.md."""
 
     name: Literal["none", "mslt", "stacking", "layer_drop", "lengths"] = "none"
     """mslt: begin with few layers; each stage adds some on top and trains these alone. stacking:

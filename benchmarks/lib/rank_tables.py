@@ -1,0 +1,193 @@
+"""The sections of docs/benchmarks.md on several ranks: balance, gradients on slow links, plans."""
+
+from __future__ import annotations
+
+import re
+import statistics
+
+from benchmarks.lib.report import (
+    LINK,
+    between,
+    commands,
+    count,
+    figures,
+    names,
+    read,
+    section,
+    source,
+    table,
+)
+
+
+def balance() -> str:
+    """Straggler efficiency: simulated for many ranks, and measured for a few."""
+    return "\n\n".join(filter(None, [_simulated_balance(), _measured_balance()]))
+
+
+def _simulated_balance() -> str:
+    found = [(name, read(name)) for name in names("simulate_*")]
+    if not found:
+        return ""
+    found.sort(key=lambda item: -item[1]["setup"]["ranks"])
+    strategies = list(dict.fromkeys(x["strategy"] for _, r in found for x in r["results"]))
+    lines, rows = [], []
+    for name, result in found:
+        setup = result["setup"]
+        efficiency = {x["strategy"]: x["efficiency"] for x in result["results"]}
+        lines.append(
+            f"python -m bert_unpad.simulate --ranks {setup['ranks']} --batch {setup['batch']} "
+            f"--strategy {','.join(efficiency)} --json"
+        )
+        row = [f"[{setup['ranks']:,} x {setup['batch']}]({LINK}/{name}.json)"]
+        rows.append(row + [f"{efficiency[s]:.4f}" if s in efficiency else "" for s in strategies])
+    setup = found[0][1]["setup"]
+    return section(
+        "Balance of work, simulated",
+        "Straggler efficiency: mean work over greatest work of a rank, per step. **These figures "
+        "are simulated**: the plans are those that training follows, but the work of a sequence is "
+        f"a model (linear and quadratic in its length, for {setup['model']}), and no such cluster "
+        f"was used. Lengths are those of `{setup['histogram']}`; rows are ranks x sequences of a "
+        "rank. `stratified` is what the trainer uses by default, and moves no data. `random` is "
+        "plain shuffling; names with `/` also exchange examples (among which ranks, by which "
+        "rule); `quotas` gives every rank equally many sequences of each length. What these names "
+        "mean: [simulating a cluster](capacity/simulation.md).",
+        commands(*lines),
+        table(["ranks x batch", *(f"`{s}`" for s in strategies)], rows),
+    )
+
+
+def _measured_balance() -> str:
+    parts = []
+    check = read("simulator_check")
+    if check is not None:
+        settings = check["settings"]
+        rows = [
+            [str(x["ranks"]), x["strategy"], f"{x['predicted']:.4f}", f"{x['measured']:.4f}"]
+            for x in check["results"]
+        ]
+        parts += [
+            "**A small model on this machine.** The simulator predicts each step from a cost "
+            "model that was fitted to other batches on one process. The same steps then run by "
+            f"DDP, {settings['batch']} sequences a rank, and the CPU time that each process "
+            "computes is measured. In `same batch` all ranks compute the same, so what it misses "
+            "of 1 is the error of the measurement.",
+            source("simulator_check", check),
+            table(["ranks", "batches", "predicted", "measured"], rows, text_columns=2),
+        ]
+    exchange = read("exchange")
+    if exchange is not None:
+        parts += _exchange(exchange)
+    return section("Balance of work, measured", *parts) if parts else ""
+
+
+def _exchange(found: dict) -> list[str]:
+    runs: dict[str, list[dict]] = {}
+    for run in found["results"]:
+        runs.setdefault(run["strategy"], []).append(run)
+    rows = []
+    for strategy, mine in runs.items():
+        losses = [run["held_out_mlm_loss"] for run in mine]
+        busy = 1 - statistics.fmean(run["idle_share"] for run in mine)
+        planned = 1 - statistics.fmean(run["planned_idle_share"] for run in mine)
+        row = [strategy, f"{planned:.3f}", f"{busy:.3f}"]
+        row += [f"{statistics.fmean(run['wait_share'] for run in mine):.2%}"]
+        hidden = [run["hidden"] for run in mine if run["hidden"] is not None]
+        row += [f"{statistics.fmean(hidden):.1%}" if hidden else ""]
+        row += [f"{statistics.fmean(run['bytes_per_step'] for run in mine):,.0f}"]
+        rows.append([*row, f"{statistics.fmean(losses):.3f}", between(losses, 3)])
+    seeds = len(next(iter(runs.values())))
+    header = ["`batching.strategy`", "efficiency, planned", "efficiency, measured"]
+    header += ["of a step waiting for data", "of the exchange hidden", "bytes a step"]
+    return [
+        f"**Training with an exchange of examples.** {found['ranks']} ranks of "
+        f"{found['batch_size_per_rank']} sequences of at most {found['data']['max_seq_length']} "
+        f"tokens, {found['steps']} steps, {count(seeds, 'seed')}. A rank's work is the CPU time "
+        "of its training thread. The part of the exchange that training does not wait for is "
+        "hidden. `exchange` deals examples out with equal numbers per rank; `exchange-greedy` "
+        "without.",
+        source("exchange", found),
+        table([*header, "held-out loss, mean", "range of seeds"], rows),
+        figures("exchange"),
+    ]
+
+
+def clipping_time() -> str:
+    found = read("comm")
+    if found is None:
+        return ""
+    said, rows = [], []
+    for link in found["links"]:
+        said.append(re.sub(r"--rate \S+", f"--rate {link['link']}", found["command"]))
+        for x in link["results"]:
+            row = [link["link"], x["contender"], f"{1e3 * x['seconds']:.0f}"]
+            rows.append([*row, f"{x['to_none']:.2f}", between(x["to_none_range"])])
+    setup = found["links"][0]
+    more = [line for line in dict.fromkeys(said) if line != found["command"]]
+    return section(
+        "Clipping: what it costs on a slow link",
+        f"Two processes in network namespaces, joined by a link of that rate; "
+        f"{setup['parameters'] / 1e6:.1f} million parameters in {setup['buckets']} buckets, "
+        f"{count(setup['rounds'], 'round')} in turns. The names are those of `clip.mode`, and of "
+        "the type on the wire where there is one. `times none` is the median of the rounds' ratios.",
+        source("comm", found, *more),
+        table(
+            ["link", "", "ms of a step, median", "times `none`", "least and greatest"],
+            rows,
+            text_columns=2,
+        ),
+        figures("comm_*"),
+    )
+
+
+def cluster() -> str:
+    found = read("cluster")
+    if found is None:
+        return ""
+    rows = []
+    for x in found["results"]:
+        settings = ", ".join(f"`{key}: {value}`" for key, value in x["settings"].items())
+        row = [x["contender"], settings, f"{x['step_seconds']:.2f}"]
+        row += [f"{x['bytes_per_step'] / 1e6:.1f}", f"{x['total_seconds']:.0f}"]
+        rows.append([*row, f"{x['held_out_mlm_loss']:.3f}"])
+    return section(
+        "Two hosts on a slow link",
+        f"The quickstart's model on two processes in network namespaces, joined by a link of "
+        f"{found['link']}: {found['steps']} updates of {found['batch']} sequences, one seed. "
+        f"PowerSGD and local SGD begin after {found['start']} updates; local SGD averages the "
+        f"models every {found['period']}. MB are those of an update once the hook works. "
+        "[What to set on a cluster](training/clusters.md#what-to-set).",
+        source("cluster", found),
+        table(
+            ["", "settings", "s of an update, median", "MB", "s of the run", "held-out loss"],
+            rows,
+            text_columns=2,
+        ),
+        figures("cluster"),
+    )
+
+
+def plans() -> str:
+    found = read("plan_check")
+    if found is None:
+        return ""
+    rows = []
+    for link in found["links"]:
+        for x in link["results"]:
+            row = [link["link"], x["compression"], str(x["accumulation"])]
+            row += [f"{x['predicted']:.2f}", f"{x['measured']:.2f}", f"{x['error']:+.1%}"]
+            rows.append(row)
+    settings = found["settings"]
+    return section(
+        "Predicted updates",
+        "Seconds of an update that `python -m bert_unpad.plan` predicts, beside the median of "
+        f"{count(settings['rounds'], 'real update')} between two processes in network namespaces, "
+        "joined by a link of that rate. The prediction knows the rate and a calibration in which "
+        f"both processes compute at once. The largest error is {found['worst']:.1%}; the check "
+        f"fails above {found['tolerance']:.0%}. [How it predicts](capacity/planning.md).",
+        source("plan_check", found),
+        table(
+            ["link", "compression", "passes", "predicted", "measured", "error"],
+            rows,
+            text_columns=2,
+        ),
+    )

@@ -1,0 +1,86 @@
+"""What the sections of docs/benchmarks.md share: reading a result, tables, and where figures are
+from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "cpu"
+LINK = "../benchmarks/results/cpu"  # from docs/benchmarks.md
+
+Result = dict[str, Any]
+
+
+def read(name: str) -> Result | None:
+    """A result of that name; None where that benchmark has written none."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def names(pattern: str) -> list[str]:
+    """The results whose names match, e.g. `hf*`."""
+    return sorted(path.stem for path in RESULTS.glob(f"{pattern}.json"))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> str:
+    """A Markdown table; columns after the first `text_columns` are aligned right."""
+    lines = [header, ["---"] * text_columns + ["---:"] * (len(header) - text_columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def commands(*lines: str) -> str:
+    """A block of commands."""
+    return "\n".join(["```bash", *lines, "```"])
+
+
+def machine_of(result: Result) -> str:
+    """The machine and the versions that a result is from."""
+    machine = result["machine"]
+    place = machine.get("gpu", machine["cpu"])
+    parts = [f"{machine['cores']} cores", f"{machine['threads']} threads a process"]
+    parts += [machine["isa"], f"PyTorch {machine['pytorch']}", f"Python {machine['python']}"]
+    return f"{place}, {', '.join(parts)}".replace(", 1 threads a", ", 1 thread a")
+
+
+def source(name: str, result: Result, *more_commands: str) -> str:
+    """The command that wrote a result, the machine, and the file."""
+    lines = [result["command"], *more_commands]
+    said = "Measured"
+    if "date" in result:
+        said += f" on {result['date']}"
+    if "commit" in result:
+        said += f" at commit {result['commit']}"
+    said += f" on {machine_of(result)} ([{name}.json]({LINK}/{name}.json))."
+    return f"{commands(*lines)}\n\n{said}"
+
+
+def figures(pattern: str) -> str:
+    """A line of links to the figures whose names match; empty where there is none."""
+    found = sorted(path.name for path in RESULTS.glob(f"{pattern}.png"))
+    if not found:
+        return ""
+    return "Figures: " + ", ".join(f"[{name}]({LINK}/{name})" for name in found) + "."
+
+
+def section(title: str, *parts: str) -> str:
+    """A section of the page; parts that are empty are left out."""
+    return "\n\n".join([f"## {title}", *(part.strip() for part in parts if part)])
+
+
+def between(values: Sequence[float], digits: int = 2) -> str:
+    """The least and the greatest value."""
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def precision(dtype: str) -> str:
+    """The short name of a tensor's type."""
+    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype)
+
+
+def count(number: int, noun: str) -> str:
+    """For example `1 seed` or `3 seeds`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,208 @@
+"""The sections of docs/benchmarks.md on the speed and memory of one process."""
+
+from __future__ import annotations
+
+from benchmarks.lib.report import (
+    Result,
+    between,
+    count,
+    figures,
+    names,
+    precision,
+    read,
+    section,
+    source,
+    table,
+)
+
+WORKLOADS = {
+    "wikipedia": "Wikipedia lengths",
+    "glue": "GLUE lengths",
+    "single": "one sequence, nothing to unpad",
+}
+
+
+def operators() -> str:
+    found = read("ops")
+    if found is None:
+        return ""
+    rows = {}
+    for entry in found["results"]:
+        for peer, ratio in entry["faster_than"].items():
+            rows.setdefault((entry["op"], peer), {})[entry["dtype"]] = ratio
+    dtypes = list(dict.fromkeys(entry["dtype"] for entry in found["results"]))
+    return section(
+        "Operators",
+        "Forward and backward pass of one operator. Each entry says how many times faster "
+        "`bert_unpad` is, by medians of rounds in which both take turns.",
+        source("ops", found),
+        table(
+            ["operator", "compared with", *map(precision, dtypes)],
+            (
+                [f"`{op.split(',')[0]}`{op[len(op.split(',')[0]) :]}", peer]
+                + [f"{ratios[d]:.2f}" if d in ratios else "" for d in dtypes]
+                for (op, peer), ratios in rows.items()
+            ),
+            text_columns=2,
+        ),
+    )
+
+
+def peak_is_sound(found: Result) -> bool:
+    """Whether the peak of a step's run is no lower than that of the operators' on the same CPU.
+
+    Both measure the same matrix product. A lower one was measured while something else used the
+    cores, and shares of it would flatter.
+    """
+    ops = read("ops")
+    if ops is None or ops["machine"]["cpu"] != found["machine"]["cpu"]:
+        return False
+    return found["matmul_peak"]["float32"] >= ops["matmul_peak"]
+
+
+def pretraining_step() -> str:
+    found = read("model")
+    if found is None:
+        return ""
+    with_peak = peak_is_sound(found)
+    rounds = len(found["results"][0]["rounds"])
+    header = ["", "", "tokens/s", "seconds, median", "least and greatest round"]
+    header += ["`bert_unpad` is faster by"] + ["of matmul peak"] * with_peak
+    rows = []
+    for entry in found["results"]:
+        row = [entry["contender"], precision(entry["dtype"]), f"{entry['tokens_per_second']:.0f}"]
+        row += [f"{entry['seconds']:.2f}", between(entry["rounds"])]
+        row += [f"{entry['ours_faster_by']:.2f}"]
+        row += [f"{entry['share_of_matmul_peak']:.0%}"] * with_peak
+        gigabytes = (entry.get("step_bytes"), entry.get("peak_bytes"))
+        row += ["" if value is None else f"{value / 1e9:.1f}" for value in gigabytes]
+        rows.append(row)
+    peak = (
+        "The peak is the rate of PyTorch's fp32 matrix product on all cores. " if with_peak else ""
+    )
+    return section(
+        "One pretraining step",
+        f"Forward, backward and AdamW of BERT-{found['size']} on {len(found['lengths'])} sequences "
+        f"of Wikipedia lengths, at most {found['max_length']} tokens, {found['tokens']:,} real "
+        f"ones; dropout {found['dropout']}. **{count(rounds, 'timed round')}**, in which the "
+        'contenders take turns. "Plain unpadded" is plain PyTorch on packed tokens with one SDPA call a sequence '
+        f'and logits at masked positions only; "hf" is Hugging Face. {peak}"GB of a step" is what '
+        'the step adds at its peak (gradients, activations, temporaries), "GB in all" adds weights '
+        "and Adam's state. Memory is measured in a process per contender.",
+        source("model", found, *filter(None, [found.get("memory_command")])),
+        table([*header, "GB of a step", "GB in all"], rows, text_columns=2),
+    )
+
+
+def hugging_face() -> str:
+    parts = []
+    for name in names("hf*"):
+        found = read(name)
+        parts += [source(name, found), _hugging_face_table(found)]
+    if not parts:
+        return ""
+    return section(
+        "Hugging Face models",
+        "BERT-base of transformers after `hf.unpad`, compared with the same model as it is: padded "
+        'in the order in which the sequences come ("padded"), or sorted by length into smaller '
+        'batches ("sorted"). Each entry of these two columns says how many times faster the '
+        "unpadded model is, by medians over the rounds; with one round there is no spread to "
+        "judge it by. Compare rows of one dtype, batch and number of rounds only. A CPU without "
+        "bf16 instructions emulates the stock model's bf16 products, so ratios in bf16 are lower "
+        "on a CPU that has them.",
+        *parts,
+    )
+
+
+def _hugging_face_table(found: Result) -> str:
+    cases = {}
+    for entry in found["results"]:
+        key = tuple(entry[k] for k in ("workload", "task", "dropout", "dtype"))
+        cases.setdefault(key, {})[entry["contender"]] = entry
+    rows = []
+    for (workload, task, dropout, dtype), entries in cases.items():
+        row = [f"{task}, {WORKLOADS[workload]}", f"{dropout:g}", precision(dtype)]
+        row += [str(len(found["lengths"][workload]))]
+        row += [str(len(entries["bert_unpad"]["rounds"]))]
+        for peer in ("stock padded", "stock sorted"):
+            row.append(f"{entries[peer]['ours_faster_by']:.2f}" if peer in entries else "")
+        for who in ("stock padded", "bert_unpad"):
+            size = entries.get(who, {}).get("peak_bytes")
+            row.append("" if size is None else f"{size / 1e9:.1f}")
+        rows.append(row)
+    header = ["", "dropout", "dtype", "sequences", "rounds", "than padded", "than sorted"]
+    return table([*header, "GB, stock padded", "GB, unpadded"], rows)
+
+
+def optimizers() -> str:
+    found = read("optim")
+    if found is None:
+        return ""
+    rows = [
+        [
+            x["contender"],
+            f"{1e3 * x['seconds']:.0f}",
+            between([1e3 * seconds for seconds in x["rounds"]], 0),
+            f"{x['times_of_our_adam']:.2f}",
+        ]
+        for x in found["results"]
+    ]
+    return section(
+        "Optimizers",
+        f"One update of all {found['parameters'] / 1e6:.0f} million parameters of "
+        f"{found['model']}, {precision(found['dtype'])}, {found['rounds']} rounds in turns.",
+        source("optim", found),
+        table(["", "ms, median", "least and greatest", "times `FusedAdam`"], rows),
+    )
+
+
+def memory() -> str:
+    found = read("memory")
+    if found is None:
+        return ""
+    sizes = list(dict.fromkeys((x["size"], x["dtype"]) for x in found["results"]))
+    rows = {}
+    for entry in found["results"]:
+        kept = rows.setdefault(entry["contender"], {})
+        kept[entry["size"], entry["dtype"]] = entry["bytes_per_token"]
+    return section(
+        "What a layer keeps",
+        "Kilobytes that one encoder layer keeps for its backward pass, per real token; dropout "
+        f"{found['dropout']}, {len(found['lengths'])} sequences of Wikipedia lengths, which fill "
+        f'{found["fill"]:.0%} of the padded batch. "Fused attention" keeps what FlashAttention '
+        "keeps on a GPU; without it, PyTorch's attention on a CPU keeps its probabilities where it "
+        "has dropout. These are counted sizes of tensors, so they do not depend on the machine. "
+        "[What each number is](architecture.md#what-a-layer-keeps).",
+        source("memory", found),
+        table(
+            ["", *(f"{size}, {precision(dtype)}" for size, dtype in sizes)],
+            (
+                [contender, *(f"{kept[size] / 1e3:.1f}" for size in sizes)]
+                for contender, kept in rows.items()
+            ),
+        ),
+    )
+
+
+def precisions() -> str:
+    found = read("precision")
+    if found is None:
+        return ""
+    rows = [
+        [
+            x["precision"],
+            f"{x['mlm_loss']:.3f}",
+            between(x["mlm_loss_range"], 3),
+            f"{x['mlm_accuracy']:.1%}",
+        ]
+        for x in found["table"]
+    ]
+    return section(
+        "Precision",
+        f"The quickstart's model after {found['steps']} updates, {count(found['seeds'], 'seed')} "
+        "each, in fp32, bf16 and 8 bits. A CPU rounds to 8 bits as a GPU does, which makes it "
+        "slower, not faster.",
+        source("precision", found),
+        table(["`precision`", "held-out loss", "range of seeds", "masked tokens right"], rows),
+        figures("precision"),
+    )

@@ -1,0 +1,139 @@
+"""The sections of docs/benchmarks.md on what models learn: clipping, growth, tuned optimizers."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from benchmarks.lib.report import (
+    Result,
+    between,
+    count,
+    figures,
+    read,
+    section,
+    source,
+    table,
+)
+
+
+def clipping() -> str:
+    found = read("clipping")
+    if found is None:
+        return ""
+    rows = []
+    for poison in found["poison"]:
+        for entry in found["table"]:
+            if entry["poison"] == poison:
+                said = f"{poison:,.0f} times" if poison != 1 else "no"
+                row = [entry["contender"], said, f"{entry['held_out_mlm_loss']:.3f}"]
+                row += [between(entry["held_out_mlm_loss_range"], 3), str(entry["spikes"])]
+                rows.append(row)
+    return section(
+        "Clipping: what models learn",
+        f"The quickstart's model, {found['steps']} updates of {found['batch']} sequences on "
+        f"{found['ranks']} ranks, learning rate {found['lr']}, bound {found['max_norm']}, "
+        f"{count(found['seeds'], 'seed')}. The names are those of `clip.mode` and `clip.policy`. "
+        "A poisoned rank multiplies its gradient by that factor in one of "
+        f"{found['poison_every']} steps. A spike is a step whose loss is 0.5 above the mean of the "
+        "ten steps before; they are counted over all seeds. "
+        "[What each mode guarantees](training/gradients.md#clipping).",
+        source("clipping", found),
+        table(
+            ["", "poisoned rank", "held-out loss, mean", "range of seeds", "spikes"],
+            rows,
+            text_columns=2,
+        ),
+        figures("clipping"),
+    )
+
+
+def growth() -> str:
+    found = read("growth")
+    if found is None:
+        return ""
+    return section(
+        "Training in stages",
+        f"A model of {found['layers']} layers (hidden size {found['hidden']}, vocabulary "
+        f"{found['vocab']:,}) on the quickstart's text: {found['steps']:,} updates of "
+        f"{found['batch']} sequences of up to {found['length']} tokens, "
+        f"{count(found['seeds'], 'seed')}. Cost is the CPU time of all updates; a stage's is the "
+        f"median of {found['rounds']} rounds in which all stages take turns. Loss is that of "
+        "masked tokens on held-out text. Runs as short as these learn frequent words and "
+        "neighbours only; in longer runs depth counts for more, and the gaps may grow. "
+        "[What the schedules do](training/growth.md).",
+        source("growth", found),
+        _schedules(found),
+        "What an update costs in each stage of `mslt`:",
+        _stages(found),
+        figures("growth"),
+    )
+
+
+def _schedules(found: Result) -> str:
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for run in found["runs"]:
+        runs.setdefault(run["contender"], []).append(run)
+    rows = []
+    for contender, mine in runs.items():
+        mean = {
+            key: statistics.fmean(run[key] for run in mine)
+            for key in ("cheaper", "final_mlm_loss", "final_mlm_accuracy", "worse")
+        }
+        reached = sum(run["cpu_seconds_to_loss_of_full"] is not None for run in mine)
+        row = [contender, f"{mean['cheaper']:.2f}x", f"{mean['final_mlm_loss']:.3f}"]
+        row += [f"{mean['worse']:.1%}", f"{mean['final_mlm_accuracy']:.1%}"]
+        rows.append([*row, f"{reached} of {len(mine)}"])
+    header = ["", "cheaper than full training", "final loss, mean", "above full training"]
+    return table([*header, "masked tokens right", "seeds that reach the loss of `full`"], rows)
+
+
+def _stages(found: Result) -> str:
+    rows = []
+    for name in ("full", "mslt"):
+        for stage in found["stages"].get(name, []):
+            trained = stage["layers"] - stage["frozen"]
+            row = [f"{name}: {stage['layers']} layers, {trained} of them trained"]
+            row += [f"{1e3 * stage['cpu_seconds']:.0f}"]
+            sizes = ("communicated_bytes", "state_bytes", "step_bytes")
+            rows.append([*row, *(f"{stage[size] / 1e6:.2f}" for size in sizes)])
+    header = ["", "CPU ms of an update", "MB exchanged", "MB that stay", "MB of a step"]
+    return table(header, rows)
+
+
+def tuned_optimizers() -> str:
+    found = read("tune")
+    if found is None:
+        return ""
+    rows = []
+    for name, best in found["results"].items():
+        losses = best["held_out_mlm_loss_of_seeds"]
+        settings = best["best_settings"]
+        said = ", ".join(f"`{key.split('.')[-1]}` {_short(v)}" for key, v in settings.items())
+        row = [name, said, f"{statistics.fmean(losses):.3f}", between(losses, 3)]
+        for steps in best["steps_to_final_training_loss_of"].values():
+            reached = ["-" if step is None else str(step) for step in steps]
+            row.append(", ".join(reached))
+        rows.append(row)
+    return section(
+        "Tuned optimizers",
+        f"The best settings of {count(found['trials'], 'trial')} of each optimizer at a batch of "
+        f"{found['batch']}, {found['steps']} updates, trained again with "
+        f"{count(found['seeds'], 'seed')}. So few trials find good settings, not the best. The "
+        "last column has the update of each seed at which the final training loss of the other "
+        "optimizer is reached.",
+        source("tune", found),
+        table(
+            ["", "best settings", "held-out loss, mean", "range of seeds", "reaches the other"],
+            rows,
+            text_columns=2,
+        ),
+        figures("tune"),
+    )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, str):  # a list of numbers as text, e.g. betas
+        numbers = [float(x) for x in value.strip("[]").split(",")]
+        return " and ".join(f"{x:.3g}" for x in numbers)
+    return f"{value:.3g}"

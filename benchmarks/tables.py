@@ -1,0 +1,135 @@
+"""Writes docs/benchmarks.md and README's table from the results, so that no figure goes stale.
+
+    python -m benchmarks.tables           # after a benchmark has written its JSON file
+    python -m benchmarks.tables --check   # writes nothing; fails where a file is out of date
+
+Every figure comes from a file in benchmarks/results/cpu, and so do the command and the machine
+beside it. A benchmark without a file is left out. The sections are in benchmarks/lib/*_tables.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from benchmarks.lib import rank_tables, speed_tables, training_tables
+from benchmarks.lib.report import ROOT, count, machine_of, precision, read, table
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+README = ROOT / "README.md"
+BEGIN = "<!-- written by python -m benchmarks.tables -->"
+END = "<!-- end of what benchmarks.tables has written -->"
+
+HEAD = """\
+# Benchmarks
+
+All figures on this page are from CPUs: **nothing here was measured on a GPU**. \
+`python -m benchmarks.tables` writes this page from the files in \
+[benchmarks/results](../benchmarks/results/cpu); do not change it by hand. Contenders take turns in one run, round by round, under one allocator \
+setting, on machines that others may use at the same time: take the ratios, not the seconds.
+"""
+
+TAIL = """\
+## Without a table here
+
+```bash
+python -m benchmarks.host                 # what the host needs for a layer; writes nothing
+python -m benchmarks.ops --device cuda    # single operators on a GPU
+python -m benchmarks.model --device cuda  # a step on a GPU: time, MFU, memory, kernels
+python -m benchmarks.optim --device cuda  # optimizers on a GPU
+```
+
+`benchmarks/bucket_size.py` measures which size of DDP's buckets is fastest on a cluster \
+([what to set](training/clusters.md#what-to-set)). What still waits for a GPU: \
+[development/gpu-queue.md](development/gpu-queue.md).
+"""
+
+
+def page() -> str:
+    """The text of docs/benchmarks.md."""
+    sections = [
+        speed_tables.operators(),
+        speed_tables.pretraining_step(),
+        speed_tables.hugging_face(),
+        speed_tables.optimizers(),
+        speed_tables.memory(),
+        speed_tables.precisions(),
+        rank_tables.balance(),
+        rank_tables.clipping_time(),
+        training_tables.clipping(),
+        rank_tables.cluster(),
+        training_tables.growth(),
+        training_tables.tuned_optimizers(),
+        rank_tables.plans(),
+    ]
+    return "\n\n".join([HEAD.strip(), *filter(None, sections), TAIL.strip()]) + "\n"
+
+
+def summary() -> str:
+    """README's table: ratios in fp32 on a CPU, each with the number of its rounds."""
+    machines, rows = [], []
+    model, hf, optim, ops = (read(name) for name in ("model", "hf_float32", "optim", "ops"))
+    if model is not None:
+        size = count(len(model["lengths"]), "sequence")
+        for x in model["results"]:
+            if x["dtype"] == "float32" and x["contender"] != "bert_unpad":
+                what = f"pretraining step of BERT-{model['size']}, {size}"
+                rows.append([what, x["contender"], x["ours_faster_by"], len(x["rounds"])])
+        machines.append(machine_of(model))
+    if hf is not None:
+        for x in hf["results"]:
+            padded = x["contender"] == "stock padded" and x["workload"] == "wikipedia"
+            if padded and x["dtype"] == "float32" and (x["task"], x["dropout"]) != ("training", 0):
+                size = count(len(hf["lengths"]["wikipedia"]), "sequence")
+                what = f"`hf.unpad`: {x['task']}, {size}"
+                rows.append([what, "the same model, padded", x["ours_faster_by"], len(x["rounds"])])
+        machines.append(machine_of(hf))
+    if ops is not None:
+        for x in ops["results"]:
+            if x["op"] == "varlen_attention, dropout 0.1" and x["dtype"] == "float32":
+                rows += [
+                    ["attention, dropout 0.1", peer, ratio, None]
+                    for peer, ratio in x["faster_than"].items()
+                ]
+        machines.append(machine_of(ops))
+    if optim is not None:
+        for peer, ratio in optim["faster_than"].items():
+            what = "`FusedLAMB`" if "LAMB" in peer else "`FusedAdam`"
+            rows.append([what, peer, ratio, optim["rounds"]])
+        machines.append(machine_of(optim))
+    written = [
+        [what, peer, f"{ratio:.2f}", "" if rounds is None else str(rounds)]
+        for what, peer, ratio, rounds in rows
+    ]
+    header = ["", "compared with", "times faster", "rounds"]
+    where = "; ".join(dict.fromkeys(machines))
+    said = f"Wikipedia lengths, {precision('float32')}, medians; measured on {where}:"
+    return f"{said}\n\n{table(header, written, text_columns=2)}"
+
+
+def with_summary(text: str) -> str:
+    """README's text with today's table between its two markers."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{summary()}\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="only compare, and write nothing")
+    args = parser.parse_args()
+    stale = []
+    for path, text in ((PAGE, page()), (README, with_summary(README.read_text()))):
+        if path.exists() and path.read_text() == text:
+            continue
+        if args.check:
+            stale.append(str(path.relative_to(ROOT)))
+        else:
+            path.write_text(text)
+            print(f"written: {path.relative_to(ROOT)}")
+    if stale:
+        sys.exit(f"out of date: {', '.join(stale)}; run python -m benchmarks.tables")
+
+
+if __name__ == "__main__":
+    main()
