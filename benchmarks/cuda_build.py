@@ -1,9 +1,10 @@
 """Reads what the compiler made of every CUDA kernel of the last build.
 
-    python -m benchmarks.cuda_build                                      # registers and spills
-    python -m benchmarks.cuda_build --sass                               # and instructions
-    python -m benchmarks.cuda_build --table docs/development/cuda-kernels.md         # writes the table
-    python -m benchmarks.cuda_build --table docs/development/cuda-kernels.md --check # compares it
+    python -m benchmarks.cuda_build                # registers and spills
+    python -m benchmarks.cuda_build --sass         # and instructions
+    TABLE=docs/development/cuda-kernels.md
+    python -m benchmarks.cuda_build --table $TABLE # writes the table
+    python -m benchmarks.cuda_build --table $TABLE --check
 
 A kernel that spills registers, keeps an array in local memory, or lost its tensor cores still gives
 right answers, only slowly, so no test of values sees it. Fails on local memory, on more registers

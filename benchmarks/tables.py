@@ -25,8 +25,9 @@ HEAD = """\
 
 All figures on this page are from CPUs: **nothing here was measured on a GPU**. \
 `python -m benchmarks.tables` writes this page from the files in \
-[benchmarks/results](../benchmarks/results/cpu); do not change it by hand. Contenders take turns in one run, round by round, under one allocator \
-setting, on machines that others may use at the same time: take the ratios, not the seconds.
+[benchmarks/results](../benchmarks/results/cpu); do not change it by hand. Contenders take turns \
+in one run, round by round, under one allocator setting, on machines that others may use at the \
+same time: take the ratios, not the seconds.
 """
 
 TAIL = """\

@@ -33,8 +33,8 @@ HEAD = """\
 What the compiler made of each kernel; written by `python -m benchmarks.cuda_build --table \
 docs/development/cuda-kernels.md`, and checked in CI. Blocks per SM are those that registers and \
 warps allow; shared memory that a launch asks for may allow fewer. Local memory counts spills and \
-stack. fp16 kernels, which are the bf16 ones with other instructions, and the scalar paths of bias + GELU \
-and of the cross-entropy are left out.
+stack. fp16 kernels, which are the bf16 ones with other instructions, and the scalar paths of \
+bias + GELU and of the cross-entropy are left out.
 
 nvcc {version}
 

@@ -128,7 +128,8 @@ def clipping_time() -> str:
         f"Two processes in network namespaces, joined by a link of that rate; "
         f"{setup['parameters'] / 1e6:.1f} million parameters in {setup['buckets']} buckets, "
         f"{count(setup['rounds'], 'round')} in turns. The names are those of `clip.mode`, and of "
-        "the type on the wire where there is one. `times none` is the median of the rounds' ratios.",
+        "the type on the wire where there is one. `times none` is the median of the rounds' "
+        "ratios.",
         source("comm", found, *more),
         table(
             ["link", "", "ms of a step, median", "times `none`", "least and greatest"],

@@ -85,8 +85,9 @@ def pretraining_step() -> str:
         f"Forward, backward and AdamW of BERT-{found['size']} on {len(found['lengths'])} sequences "
         f"of Wikipedia lengths, at most {found['max_length']} tokens, {found['tokens']:,} real "
         f"ones; dropout {found['dropout']}. **{count(rounds, 'timed round')}**, in which the "
-        'contenders take turns. "Plain unpadded" is plain PyTorch on packed tokens with one SDPA call a sequence '
-        f'and logits at masked positions only; "hf" is Hugging Face. {peak}"GB of a step" is what '
+        'contenders take turns. "Plain unpadded" is plain PyTorch on packed tokens with one SDPA '
+        'call a sequence and logits at masked positions only; "hf" is Hugging Face. '
+        f'{peak}"GB of a step" is what '
         'the step adds at its peak (gradients, activations, temporaries), "GB in all" adds weights '
         "and Adam's state. Memory is measured in a process per contender.",
         source("model", found, *filter(None, [found.get("memory_command")])),
