@@ -2,7 +2,7 @@
 //
 // Kernels touch threads, shared memory, asynchronous copies, tensor cores and global memory through
 // these functions only. nvcc takes them from the headers beside this one, where each is a few PTX
-// instructions. A plain C++ compiler takes functions of the same names from host_cuda, which runs a
+// instructions. A plain C++ compiler takes functions of the same names from gpu_model, which runs a
 // block's threads one at a time on a CPU and checks what they do (gpu_model/README.md).
 #pragma once
 
