@@ -17,8 +17,8 @@ from benchmarks.lib.report import ROOT, count, machine_of, precision, read, tabl
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
-BEGIN = "<!-- written by python -m benchmarks.tables -->"
-END = "<!-- end of what benchmarks.tables has written -->"
+BEGIN = "<!-- figures: written by python -m benchmarks.tables -->"
+END = "<!-- end of figures -->"
 
 HEAD = """\
 # Benchmarks
@@ -73,7 +73,7 @@ def summary() -> str:
     if model is not None:
         size = count(len(model["lengths"]), "sequence")
         for x in model["results"]:
-            if x["dtype"] == "float32" and x["contender"] != "bert_unpad":
+            if x["dtype"] == "float32" and x["contender"] in ("plain unpadded", "hf padded"):
                 what = f"pretraining step of BERT-{model['size']}, {size}"
                 rows.append([what, x["contender"], x["ours_faster_by"], len(x["rounds"])])
         machines.append(machine_of(model))

@@ -1,4 +1,4 @@
-"""The README's commands run where only the quickstart has been, or say what to install."""
+"""Documented commands run where only the quickstart has been, or say what to install."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ NEEDS = {
     "benchmarks.hf": "hf",
     "benchmarks.memory": "hf",
     "benchmarks.host": "hf",
+    "benchmarks.tune": "tune",
     "examples/finetune.py": "hf",
     "examples/embedding_server.py": "serve",
 }
@@ -95,9 +96,10 @@ def run_hidden(
     return json.loads(done.stdout)
 
 
-def readme_commands() -> list[list[str]]:
-    """The arguments of Python in every command of the README, and its examples."""
-    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
+def documented_commands() -> list[list[str]]:
+    """The arguments of Python in every command of README and the benchmarks, and the examples."""
+    pages = ("README.md", "docs/benchmarks.md")
+    text = "\n".join((ROOT / page).read_text() for page in pages).replace("\\\n", " ")
     blocks = "".join(re.findall(r"```bash\n(.*?)```", text, re.S))
     found = re.findall(r"^(?:python|torchrun .*?(?=scripts/)) *([^#\n]+)", blocks, re.M)
     found += sorted(set(re.findall(r"\((examples/\w+\.py)\)", text)))
@@ -106,7 +108,7 @@ def readme_commands() -> list[list[str]]:
 
 
 def test_every_command_runs_or_says_what_to_install(tmp_path):
-    commands = readme_commands()
+    commands = documented_commands()
     commands = [["-m", *c[1:]] if c[0] == "-m" else [str(ROOT / c[0]), *c[1:]] for c in commands]
     names = [c[1] if c[0] == "-m" else str(Path(c[0]).relative_to(ROOT)) for c in commands]
     assert set(names) > set(NEEDS)

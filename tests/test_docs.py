@@ -1,0 +1,83 @@
+"""The documents: links, paths and commands exist, and tables are those of the results."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("gpu_model/*.md")])
+# Paths that a page names in backticks are looked for in the checkout.
+FOLDERS = (
+    "benchmarks|bert_unpad|build_backend|configs|csrc|docs|examples|gpu_model|launch|scripts|tests"
+)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.M)
+    kept = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in kept}
+
+
+def broken_link(page: Path, link: str) -> str | None:
+    """What is wrong with a relative link of a page."""
+    target, _, anchor = link.partition("#")
+    path = (page.parent / target).resolve() if target else page
+    if not path.exists():
+        return f"{link}: there is no {target}"
+    if anchor and anchor not in anchors(path):
+        return f"{link}: {name_of(path)} has no such heading"
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    relative = [link for link in links if not re.match(r"[a-z]+:", link)]
+    problems = [broken_link(page, link) for link in relative]
+    assert [problem for problem in problems if problem] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_paths_in_backticks_exist(page):
+    if page.name == "CHANGELOG.md":
+        return  # it may name what was there once
+    paths = re.findall(rf"`((?:{FOLDERS})/[\w./-]*)`", prose(page))
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_benchmarks_that_are_named_exist(page):
+    names = re.findall(r"python -m benchmarks\.(\w+)", page.read_text())
+    missing = [name for name in names if not (ROOT / "benchmarks" / f"{name}.py").exists()]
+    assert missing == []
+
+
+def test_tables_are_those_of_the_results():
+    command = [sys.executable, "-m", "benchmarks.tables", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_readme_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 125
+    assert "GPU" in lines[2]  # the status comes first
