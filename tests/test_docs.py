@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import tables
+from benchmarks.lib import report, speed_tables
 from tests.support.paths import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("gpu_model/*.md")])
@@ -81,3 +83,23 @@ def test_readme_is_short():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 125
     assert "GPU" in lines[2]  # the status comes first
+
+
+def test_shares_of_a_peak_need_a_sound_peak(monkeypatch):
+    """A step's shares are shown only where its peak is no lower than that of the operators."""
+    step = report.read("model")
+    ops = report.read("ops")
+    results = {"model": step, "ops": ops}
+    monkeypatch.setattr(speed_tables, "read", results.get)
+    for rate, shown in ((0.9, False), (1.0, True)):
+        step["matmul_peak"]["float32"] = rate * ops["matmul_peak"]
+        step["machine"]["cpu"] = ops["machine"]["cpu"]
+        assert ("of matmul peak" in speed_tables.pretraining_step()) == shown
+    step["machine"]["cpu"] = "another CPU"
+    assert "of matmul peak" not in speed_tables.pretraining_step()
+
+
+def test_results_that_are_missing_are_left_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert tables.page().count("\n## ") == 1  # what has no table
+    assert "compared with" in tables.summary()
