@@ -1,14 +1,14 @@
-"""Checks the planner against real runs: predicted and measured time of an update.
+"""Checks plans against real runs: predicted and measured time of an update.
 
     python -m benchmarks.check_plan        # exit status 1 if any differs by more than 15 %
 
 Two processes of one thread train a small model over a link of limited rate between two network
-namespaces (DDP on gloo), by each way to exchange gradients and with 1 and 4 passes an update. The
+namespaces (DDP on gloo), by each way to sync gradients and with 1 and 4 passes per update. The
 prediction knows the rate of the link, and what `python -m bert_unpad.plan --calibrate` measures:
 passes, updates and the computing of compression. Both processes measure these at the same time,
-each for itself, so what they take from each other (cores, caches, memory) is in them, but no
-exchange is; and in turn with the updates that they predict, round by round, so that a slow phase of
-the machine hits both. Where the rights for namespaces are missing it says so and uses loopback,
+each for itself, so what they take from each other (cores, caches, memory) counts, but no sync does;
+and in turn with the updates that they predict, round by round, so that a slow phase of the machine
+hits both. Where the rights for namespaces are missing it says so and uses loopback,
 whose rate is measured instead. Writes benchmarks/results/cpu/plan_check.json.
 """
 
@@ -38,13 +38,15 @@ from bert_unpad.costs.measure import (
     time_together,
 )
 from bert_unpad.costs.network import Cluster
-from bert_unpad.costs.replica import SETTLING_PASSES, make_replica
+from bert_unpad.costs.replica import make_replica
+from bert_unpad.costs.sync import COMPRESSIONS
 from bert_unpad.costs.timing import random_inputs, run_pass
 from bert_unpad.costs.workload import Workload
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.plan.calibrate import measured_device, process_group
-from bert_unpad.plan.candidates import COMPRESSIONS, Candidate
-from bert_unpad.plan.step import Planner
+from bert_unpad.plan.candidates import Candidate
+from bert_unpad.plan.choose import update_seconds
+from bert_unpad.plan.planner import Planner
 from bert_unpad.pretrain.config import OptimizerConfig
 from bert_unpad.pretrain.update.optimizer import build_optimizer
 
@@ -53,7 +55,7 @@ RANKS = 2
 
 
 def make_workload(options: argparse.Namespace) -> Workload:
-    """Sequences of one length: what differs between ranks is another check's matter."""
+    """Sequences of one length; benchmarks/check_simulator.py checks what differs between ranks."""
     config = BertConfig(
         vocab_size=options.vocab,
         hidden_size=options.hidden,
@@ -70,7 +72,7 @@ def make_workload(options: argparse.Namespace) -> Workload:
 
 
 class Contender:
-    """A model of its own that exchanges in one way; `update` makes one update."""
+    """A model that syncs gradients in one way; `update` makes one update."""
 
     def __init__(self, workload: Workload, compression: str, bucket_mb: float) -> None:
         torch.manual_seed(0)
@@ -103,8 +105,7 @@ def work(options: argparse.Namespace) -> None:
         updates, taken = {}, {}
         for name in COMPRESSIONS:
             contender = Contender(workload, name, options.bucket_mb)
-            for _ in range(SETTLING_PASSES):
-                contender.update([random_inputs(workload.config, [8])])
+            contender.update([random_inputs(workload.config, [8])])  # makes the optimizer's state
             for accumulation in options.accumulation:
                 candidate = Candidate(RANKS, options.sequences // accumulation, accumulation, name)
                 lengths = [options.length] * candidate.batch
@@ -145,7 +146,7 @@ def compare(planner: Planner, candidate: Candidate, taken: list[float]) -> dict:
         "predicted": predicted.total,
         "measured": measured,
         "error": predicted.total / measured - 1,
-        "parts": predicted.to_dict(),
+        "parts": update_seconds(predicted),
         "rounds": taken,
     }
 

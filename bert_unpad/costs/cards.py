@@ -1,4 +1,4 @@
-"""GPUs that a plan may name: memory, rates, and a price to start from.
+"""GPUs by name: memory, rates, and a price to start from.
 
 Rates are dense (without structured sparsity), products of 16 bits added up in fp32, from NVIDIA's
 data sheets and white papers: A100, H100, H200, L4, L40S, V100, T4 (data sheets); GeForce RTX 3090
@@ -10,8 +10,6 @@ assumption of its own (`SUSTAINED_SHARE`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-__all__ = ["CARDS", "SUSTAINED_SHARE", "Card", "find_card"]
 
 SUSTAINED_SHARE = 0.4
 """Share of the peak that a step's model FLOPs are assumed to reach (MFU). An assumption: this
@@ -30,19 +28,19 @@ class Card:
 
     name: str
     memory_gb: float
-    """10^9 bytes."""
+    """Size of its memory, 10^9 bytes."""
     tflops_16bit: float
-    """10^12 operations/s of 16-bit products (bf16 from compute capability 8.0 on, else fp16)."""
+    """Peak of 16-bit products, 10^12 operations/s: of bf16 where it has that, else of fp16."""
     tflops_fp32: float
-    """10^12 operations/s in fp32, without tensor cores."""
+    """Peak in fp32 without tensor cores, 10^12 operations/s."""
     bandwidth_gbs: float
-    """10^9 bytes/s of its memory."""
+    """Bandwidth of its memory, 10^9 bytes/s."""
     capability: tuple[int, int]
     """Compute capability."""
     nvlink: bool
     """Whether servers with several of them usually join them by NVLink."""
     price: float
-    """US dollars an hour: a round figure of on-demand cloud prices of 2025, to compare cards by;
+    """US dollars per hour: a round figure of on-demand cloud prices of 2025, to compare cards by;
     prices differ by more than a factor of 3 between clouds, so give your own."""
 
     @property

@@ -24,25 +24,23 @@ from bert_unpad._files import replacing
 from bert_unpad.nn.config import BertConfig
 from bert_unpad.nn.flops import training_flops
 
-__all__ = ["ComputeCost"]
-
 _FORMAT = "bert_unpad compute cost, version 1"
 
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """Seconds of computing in one step on one rank; see the module.
+    """Seconds that one rank computes in one step; the formula is in this module's docstring.
 
     Raises:
         ValueError: a coefficient is negative or not finite, or both rates are 0.
     """
 
     linear: float
-    """Seconds a token."""
+    """Seconds per token."""
     quadratic: float = 0.0
-    """Seconds a token squared."""
+    """Seconds per token squared."""
     fixed: float = 0.0
-    """Seconds a step."""
+    """Seconds per step."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -118,7 +116,7 @@ class ComputeCost:
 
     @property
     def work(self) -> WorkModel:
-        """The part that depends on the sequences, as the planner takes it."""
+        """The part that depends on the sequences, as the balancer takes it."""
         return WorkModel(self.linear, self.quadratic)
 
     def seconds(self, lengths: ArrayLike) -> float:

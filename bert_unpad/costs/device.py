@@ -9,8 +9,6 @@ from bert_unpad.costs.cards import SUSTAINED_SHARE, Card
 from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.costs.workload import Workload
 
-__all__ = ["Device", "card_device"]
-
 # Share of a GPU's memory bandwidth that kernels which only stream reach; 0.8 to 0.9 is usual.
 _STREAMED = 0.8
 
@@ -30,7 +28,7 @@ _COMPRESS_BYTES = {"none": 0, "bf16": 12, "power_sgd": 44}
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's hardware, for one workload.
+    """The hardware of one rank, and how fast it is at one workload.
 
     Raises:
         ValueError: a number is negative, or the memory is not positive.
@@ -38,17 +36,17 @@ class Device:
 
     name: str
     memory: float
-    """Bytes that a run may use."""
+    """Bytes of memory that a run may use."""
     passes: ComputeCost
-    """A forward and backward pass, without the update."""
+    """Cost of a forward and backward pass."""
     update: float
     """Seconds of the optimizer, not sharded."""
     clip: float = 0.0
     """Seconds of clipping the average."""
     accumulate: float = 0.0
-    """Seconds that each pass of an update after the first takes to add to the gradients."""
+    """Seconds that each further pass of an update takes to add to the gradients."""
     compress: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of an exchange's computing by compression, where that is not 0."""
+    """Seconds that a sync computes, by compression; 0 for those that are not here."""
     one_bucket: bool = False
     """Whether PowerSGD has one bucket for all gradients, as the trainer gives it on CPUs."""
 
@@ -72,7 +70,7 @@ def card_device(
     sustained: float = SUSTAINED_SHARE,
     memory_share: float = 0.9,
 ) -> Device:
-    """A GPU of the table, as its data sheet and two assumptions have it.
+    """A GPU of the table, from its data sheet and two assumptions.
 
     Args:
         card: of compute capability 8.0 or later.

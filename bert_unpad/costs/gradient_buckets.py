@@ -1,58 +1,58 @@
-"""DDP's buckets: how large each is, and how much of the backward pass is done when it is full.
+"""A model's gradients in the order in which they are complete, and the buckets DDP puts them in.
 
 Gradients come in the order of the backward pass: heads, layers from the last to the first,
 embeddings. The word embedding is the decoder's weight too, so its gradient, the largest of all, is
-complete only at the very end: what its bucket takes nothing can hide. DDP fills buckets with whole
-gradients until one reaches the limit; the first one is small, so that the first exchange begins
-early (torch/nn/parallel/distributed.py).
+complete only at the very end: nothing can hide the sync of its bucket. DDP fills a bucket with
+whole gradients until it reaches the limit; the first limit is small, so that the sync begins early
+(torch/nn/parallel/distributed.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bert_unpad.nn.config import BertConfig
 
-__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "Gradient", "fill_buckets", "gradients"]
-
 BUCKET_BYTES = 25 * 2**20
+"""PyTorch's limit of a bucket."""
 FIRST_BUCKET_BYTES = 2**20
-"""PyTorch's defaults."""
+"""PyTorch's limit of the first bucket."""
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """Of one parameter."""
+    """The gradient of one parameter."""
 
     shape: tuple[int, ...]
     ready: float
-    """Share of the backward pass that is done when it is complete, 0 to 1."""
+    """Share of the backward pass that is done when the gradient is complete, 0 to 1."""
 
     @property
     def numel(self) -> int:
-        """Numbers in it."""
-        return self.shape[0] * (self.shape[1] if len(self.shape) > 1 else 1)
+        """Count of its numbers."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are exchanged together."""
+    """Gradients that are synced together."""
 
     gradients: tuple[Gradient, ...]
 
     @property
     def numel(self) -> int:
-        """Numbers in it."""
+        """Count of its numbers."""
         return sum(gradient.numel for gradient in self.gradients)
 
     @property
     def ready(self) -> float:
-        """Share of the backward pass that is done when it is full."""
+        """Share of the backward pass that is done when the bucket is full, 0 to 1."""
         return max(gradient.ready for gradient in self.gradients)
 
 
-def gradients(config: BertConfig, heads_share: float) -> list[Gradient]:
+def gradients_of(config: BertConfig, heads_share: float = 0.0) -> list[Gradient]:
     """All gradients of `BertForPreTraining`, in the order in which they are complete.
 
     Args:
@@ -64,14 +64,8 @@ def gradients(config: BertConfig, heads_share: float) -> list[Gradient]:
     heads = [(2,), (2, hidden), (hidden,), (hidden, hidden), (vocabulary,)]
     heads += [(hidden,), (hidden,), (hidden,), (hidden, hidden)]
     layer = [(hidden,), (hidden,), (hidden,), (hidden, wide), (wide,), (wide, hidden)]
-    layer += [
-        (hidden,),
-        (hidden,),
-        (hidden,),
-        (hidden, hidden),
-        (3 * hidden,),
-        (3 * hidden, hidden),
-    ]
+    layer += [(hidden,), (hidden,), (hidden,), (hidden, hidden)]
+    layer += [(3 * hidden,), (3 * hidden, hidden)]
     found = list(_spread(heads, 0.0, heads_share))
     share = (1 - heads_share) / config.num_hidden_layers
     for number in range(config.num_hidden_layers):
@@ -81,15 +75,20 @@ def gradients(config: BertConfig, heads_share: float) -> list[Gradient]:
     return found + [Gradient(shape, 1.0) for shape in embeddings]
 
 
+def num_parameters(config: BertConfig) -> int:
+    """Parameters of `BertForPreTraining`, the tied embedding counted once."""
+    return sum(gradient.numel for gradient in gradients_of(config))
+
+
 def fill_buckets(
-    found: list[Gradient],
+    gradients: list[Gradient],
     bucket_bytes: float = BUCKET_BYTES,
     first_bytes: float = FIRST_BUCKET_BYTES,
 ) -> list[Bucket]:
     """Puts fp32 gradients into buckets as DDP does: one is full when it reaches the limit."""
     buckets: list[Bucket] = []
     filling: list[Gradient] = []
-    for gradient in found:
+    for gradient in gradients:
         filling.append(gradient)
         limit = first_bytes if not buckets else bucket_bytes
         if 4 * sum(part.numel for part in filling) >= limit:
@@ -101,9 +100,9 @@ def fill_buckets(
 
 
 def _spread(shapes: list[tuple[int, ...]], start: float, share: float) -> Iterator[Gradient]:
-    """Complete in turn, each after arithmetic in proportion to its size."""
-    total = sum(Gradient(shape, 0).numel for shape in shapes)
+    """Gradients that are complete one after another, each after work in proportion to its size."""
+    total = sum(math.prod(shape) for shape in shapes)
     done = 0
     for shape in shapes:
-        done += Gradient(shape, 0).numel
+        done += math.prod(shape)
         yield Gradient(shape, min(start + share * done / total, 1.0))

@@ -1,12 +1,10 @@
-"""Networks by the names that people buy them under, as what a rank sends and receives through."""
+"""Links by the names that networks are sold under: Ethernet rates, InfiniBand, NVLink, PCIe."""
 
 from __future__ import annotations
 
 import re
 
 from bert_unpad.costs.network import Link
-
-__all__ = ["INTRA_NODE", "PAYLOAD", "intra_node_link", "network_link"]
 
 PAYLOAD = 0.94
 """Share of a link's rate that is data: 1,448 bytes of each 1,538 of an Ethernet frame with TCP/IP
@@ -26,7 +24,7 @@ INTRA_NODE = {
     "nvlink": Link(latency=5e-6, bandwidth=200e9),
     "pcie": Link(latency=10e-6, bandwidth=12e9),
 }
-"""Between the ranks of a node."""
+"""Links between the ranks of a node."""
 
 
 def network_link(
@@ -60,7 +58,7 @@ def network_link(
 
 
 def intra_node_link(name: str) -> Link:
-    """Between the ranks of a node: `nvlink`, `pcie`, or GB/s of a rank in each direction.
+    """The link between the ranks of a node: `nvlink`, `pcie`, or GB/s of a rank in each direction.
 
     Raises:
         ValueError: it is none of these.

@@ -1,8 +1,8 @@
 """What a calibration times on a rank: passes and updates, compression, allreduces.
 
-Each is sampled again and again, in turn with whatever else is measured, and its median counts: on a
-machine that slows down and speeds up, all then see the same of both. With several ranks all sample
-at once, and the slowest counts, as all will wait for it.
+Each is sampled many times, in turn with the others, and its median counts: when the machine slows
+down or speeds up, that hits all of them alike. With several ranks all sample at the same time, and
+the slowest counts, because all wait for it in training.
 """
 
 from __future__ import annotations
@@ -20,33 +20,25 @@ import torch.distributed as dist
 from torch import nn
 
 from bert_unpad.costs.network import Link
-from bert_unpad.costs.replica import SETTLING_PASSES, make_replica
+from bert_unpad.costs.replica import make_replica
 from bert_unpad.costs.timing import random_inputs, run_pass
 from bert_unpad.costs.workload import Workload
+from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.config import OptimizerConfig
 from bert_unpad.pretrain.update.optimizer import build_optimizer
-
-__all__ = [
-    "CompressionTimer",
-    "PassTimer",
-    "dtype_of",
-    "fit_link",
-    "link_times",
-    "time_together",
-]
 
 _LINK_SIZES = tuple(4**n for n in range(5, 13))
 """Numbers of an allreduce: 4 KiB to 64 MiB."""
 
 
 def dtype_of(workload: Workload) -> torch.dtype:
-    """Of the activations."""
+    """The type of the activations."""
     names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     return names[workload.precision]
 
 
 def time_together(step: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a step that all ranks begin at the same time, on the slowest of them."""
+    """Seconds that a step takes on the slowest rank; all ranks begin it at the same time."""
     several = dist.is_initialized() and dist.get_world_size() > 1
     if several:
         dist.barrier()
@@ -63,19 +55,20 @@ def time_together(step: Callable[[], object], device: torch.device) -> float:
 
 
 class PassTimes(NamedTuple):
-    """Seconds."""
+    """Median seconds of what `PassTimer` times."""
 
     passes: list[float]
-    """Of each batch, which makes new gradients."""
+    """A pass of each batch, which makes new gradients."""
     accumulate: float
-    """That a pass takes longer which adds to gradients that are there."""
+    """What a pass takes longer if it adds to gradients that are there."""
     clip: float
+    """Clipping."""
     update: float
-    """Of the optimizer."""
+    """The optimizer."""
 
 
-# Tokens and their squares vary independently, and so tell linear from quadratic and fixed cost:
-# part of the longest sequence, and how many of that length.
+# Batches: what part of the longest length sequences have, and how many there are. Tokens and their
+# squares vary independently, which tells linear from quadratic and fixed cost.
 _SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (4, 4))
 _SMALLEST = 3
 
@@ -108,7 +101,7 @@ class PassTimer:
         return sum(self._rounds[-1])
 
     def medians(self) -> PassTimes:
-        """Of everything."""
+        """The median seconds of everything."""
         *passes, again, clip, update = (
             statistics.median(column) for column in zip(*self._rounds, strict=True)
         )
@@ -129,47 +122,46 @@ class PassTimer:
 
 
 class CompressionTimer:
-    """What an exchange computes: how much longer a pass through DDP takes than one without.
+    """What a sync computes: how much longer a pass takes with it than without.
 
-    In a group of one rank, so that nothing travels.
+    The group is this rank alone, so that nothing travels.
 
     Args:
         workload: what is trained.
         model: copied.
         compression: none, bf16 or power_sgd.
-        alone: the group of this rank.
+        alone: the group of this rank alone.
     """
 
     def __init__(
         self,
         workload: Workload,
-        model: nn.Module,
+        model: BertForPreTraining,
         compression: str,
         alone: dist.ProcessGroup,
     ) -> None:
         self._device = next(model.parameters()).device
         self._replica = make_replica(copy.deepcopy(model), compression, alone)
-        # As little else as possible, of which the difference is taken.
+        # A short batch: only the difference counts.
         lengths = [min(workload.longest, 8)]
         self._inputs = random_inputs(workload.config, lengths).to(self._device)
         self._dtype = dtype_of(workload)
-        self._exchanged: list[float] = []
+        self._synced: list[float] = []
         self._bare: list[float] = []
-        for _ in range(SETTLING_PASSES):
-            self._run()
+        self._run()  # loads what is loaded lazily
 
     def sample(self) -> float:
-        """Times a pass with the exchange and one without; returns their seconds together."""
+        """Times a pass with the sync and one without; returns their seconds together."""
         self._replica.zero_grad()
-        self._exchanged.append(time_together(self._run, self._device))
+        self._synced.append(time_together(self._run, self._device))
         self._replica.zero_grad()
         with self._replica.no_sync():
             self._bare.append(time_together(self._run, self._device))
-        return self._exchanged[-1] + self._bare[-1]
+        return self._synced[-1] + self._bare[-1]
 
     def median(self) -> float:
-        """Seconds of the exchange's computing, at least 0."""
-        return max(statistics.median(self._exchanged) - statistics.median(self._bare), 0.0)
+        """Seconds that the sync computes, at least 0."""
+        return max(statistics.median(self._synced) - statistics.median(self._bare), 0.0)
 
     def _run(self) -> None:
         run_pass(self._replica, self._inputs, self._dtype)
@@ -180,7 +172,7 @@ def link_times(device: torch.device, seconds: float) -> tuple[list[float], list[
 
     Args:
         device: where the tensors lie.
-        seconds: that it may take, about; large sizes are left out of a slow network.
+        seconds: that it may take, about; on a slow network large sizes are left out.
     """
     share = seconds / len(_LINK_SIZES)
     sizes, times = [], []
@@ -188,12 +180,10 @@ def link_times(device: torch.device, seconds: float) -> tuple[list[float], list[
         tensor = torch.zeros(numbers, device=device)
         dist.all_reduce(tensor)
 
-        def exchange(tensor: torch.Tensor = tensor) -> None:
-            dist.all_reduce(tensor)
-
-        once = time_together(exchange, device)
+        allreduce = partial(dist.all_reduce, tensor)
+        once = time_together(allreduce, device)
         rounds = round(min(max(share / once, 3), 50))
-        taken = [time_together(exchange, device) for _ in range(rounds)]
+        taken = [time_together(allreduce, device) for _ in range(rounds)]
         sizes.append(4.0 * numbers)
         times.append(statistics.median(taken))
         if len(times) > 1 and times[-1] > share:
@@ -202,7 +192,7 @@ def link_times(device: torch.device, seconds: float) -> tuple[list[float], list[
 
 
 def fit_link(sizes: Sequence[float], seconds: Sequence[float], ranks: int) -> Link:
-    """Latency and bandwidth of ring allreduces with the least relative error, neither negative.
+    """Fits latency and bandwidth, neither negative, to ring allreduces by least relative error.
 
     Args:
         sizes: bytes of each, ascending; at least 2.

@@ -6,13 +6,10 @@ What a layer keeps per token is counted, not estimated: benchmarks/results/cpu/m
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from bert_unpad.costs.workload import Workload
 from bert_unpad.nn.config import BertConfig
-from bert_unpad.plan.candidates import Candidate
-
-__all__ = ["Memory", "layer_bytes_per_token", "memory_of"]
 
 
 @dataclass(frozen=True)
@@ -24,27 +21,23 @@ class Memory:
     gradients: float
     """In fp32; DDP's buckets are their only storage (`gradient_as_bucket_view`)."""
     optimizer: float
-    """Two moments in fp32; a part of them where sharded."""
-    exchange: float
-    """Buffers on the wire, error feedback."""
+    """Two moments in fp32, or a rank's part of them."""
+    sync: float
+    """Buffers that travel, and PowerSGD's error feedback."""
     activations: float
-    """Kept for the backward pass, and what one layer's backward pass needs besides."""
+    """What layers keep for the backward pass, and what one layer's backward pass needs besides."""
     logits: float
-    """Of masked tokens, and the head's activations; the loss's gradient overwrites the logits."""
+    """Logits of masked tokens, and the head's activations; the loss's gradient overwrites them."""
 
     @property
     def state(self) -> float:
-        """What does not depend on the batch."""
-        return self.weights + self.gradients + self.optimizer + self.exchange
+        """Bytes that do not depend on the batch."""
+        return self.weights + self.gradients + self.optimizer + self.sync
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Bytes of everything."""
         return self.state + self.activations + self.logits
-
-    def to_dict(self) -> dict[str, float]:
-        """As JSON keeps it, with the total."""
-        return {**asdict(self), "total": self.total}
 
 
 def layer_bytes_per_token(config: BertConfig, precision: str, recompute: str) -> int:
@@ -59,37 +52,42 @@ def layer_bytes_per_token(config: BertConfig, precision: str, recompute: str) ->
     return kept * size + 4 * config.num_attention_heads + 16
 
 
-def memory_of(workload: Workload, candidate: Candidate, sharers: int) -> Memory:
+def memory_of(
+    workload: Workload,
+    batch: int,
+    *,
+    compression: str = "none",
+    recompute: str = "none",
+    sharers: int = 1,
+) -> Memory:
     """The memory of a rank.
 
     Args:
         workload: what is trained.
-        candidate: the configuration.
-        sharers: ranks that share the optimizer's state out; 1: none does.
+        batch: sequences of a pass.
+        compression: how gradients travel, of `COMPRESSIONS`.
+        recompute: the trainer's `recompute`.
+        sharers: ranks that share the optimizer's state; 1: none does.
     """
     config, parameters = workload.config, workload.parameters
     size = _bytes(workload.precision)
-    tokens = workload.most_tokens(candidate.batch)
+    tokens = workload.most_tokens(batch)
     masked = workload.most_masked(tokens)
     # bf16: the buffers that travel; PowerSGD: its error feedback and a copy to compute that from.
-    exchange = {"none": 0, "bf16": 2, "power_sgd": 8}[candidate.compression]
-    layers = config.num_hidden_layers * layer_bytes_per_token(
-        config, workload.precision, candidate.recompute
-    )
-    if candidate.recompute == "layer":  # the one that is being computed again
+    sync = {"none": 0, "bf16": 2, "power_sgd": 8}[compression]
+    layers = config.num_hidden_layers * layer_bytes_per_token(config, workload.precision, recompute)
+    if recompute == "layer":  # the one that is being computed again
         layers += layer_bytes_per_token(config, workload.precision, "none")
     # The embedding's sum and output; the gradients of the GELU's output and input, of a layer's
     # input and of its two residuals.
-    layers += (
-        2 * config.hidden_size + 2 * config.intermediate_size + 3 * config.hidden_size
-    ) * size
+    layers += (5 * config.hidden_size + 2 * config.intermediate_size) * size
     # Gathered states, the transform's three outputs; gradients of as many at most.
     head = config.padded_vocab_size + 8 * config.hidden_size
     return Memory(
         weights=parameters * (4 + (2 if size == 2 else 0)),
         gradients=4 * parameters,
         optimizer=8 * parameters * workload.shard_share(sharers),
-        exchange=exchange * parameters,
+        sync=sync * parameters,
         activations=tokens * layers,
         logits=masked * head * size,
     )

@@ -10,7 +10,7 @@ communication challenge for MPP", 1994). Collectives follow from that:
 (rings: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
 2009; trees: Sanders, Speck, Traff, "Two-tree algorithms for full bandwidth broadcast, reduction and
 scan", 2009.) Over several nodes the allreduce is hierarchical: reduce-scatter within each node,
-allreduce of every rank's share among its counterparts in other nodes, all-gather within the node.
+allreduce of each rank's share with its counterparts in other nodes, all-gather within the node.
 Contention, noise and the arithmetic of the reduction are left out.
 """
 
@@ -23,12 +23,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Cluster", "Link", "Overlap"]
-
 
 @dataclass(frozen=True)
 class Link:
-    """What a rank sends and receives through.
+    """What a rank sends and receives through, within its node or to other nodes.
 
     Raises:
         ValueError: latency is negative or bandwidth not positive.
@@ -37,7 +35,7 @@ class Link:
     latency: float
     """alpha, in seconds."""
     bandwidth: float
-    """beta, in bytes/s of one rank in one direction, while it sends as much in the other."""
+    """beta, in bytes/s of one rank in each direction, both at the same time."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.latency) and self.latency >= 0):
@@ -60,16 +58,16 @@ class Link:
         return 2 * math.ceil(math.log2(ranks)) * self.latency + 2 * size / self.bandwidth
 
     def all_to_all(self, size: ArrayLike, peers: int) -> NDArray[np.float64]:
-        """Seconds until a rank has received `size` bytes (any shape) from `peers` others."""
+        """Seconds until a rank has received `size` bytes in all (any shape) from `peers` others."""
         return peers * self.latency + np.asarray(size, np.float64) / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equally many ranks.
+    """Nodes with the same number of ranks each.
 
     The defaults are round figures of a node with 8 GPUs on NVLink and a 200 Gbit/s adapter for
-    each; give those of the cluster that is planned.
+    each; give those of your cluster.
 
     Raises:
         ValueError: `ranks_per_node` is not positive, or the algorithm is unknown.
@@ -81,7 +79,7 @@ class Cluster:
     network: Link = field(default_factory=lambda: Link(latency=10e-6, bandwidth=25e9))
     """Between nodes; the bandwidth is a rank's share of its node's."""
     algorithm: Literal["best", "ring", "tree"] = "best"
-    """Of the allreduce between nodes; best: whichever is faster for the size, as NCCL chooses."""
+    """The allreduce between nodes; best: whichever is faster for the size, as NCCL chooses."""
 
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1:
@@ -108,8 +106,13 @@ class Cluster:
         return 2 * self.node.reduce_scatter(size, local) + between
 
     def exchange(self, near: ArrayLike, far: ArrayLike, ranks: int) -> NDArray[np.float64]:
-        """Seconds of an all-to-all in which a rank receives `near` bytes within its node and `far`
-        from other nodes (any shape), first one, then the other; 0 where nothing is received."""
+        """Seconds of an exchange of examples, an all-to-all within nodes and then one between them.
+
+        Args:
+            near: bytes that a rank receives from its own node, any shape; 0 costs nothing.
+            far: bytes that it receives from other nodes, of the same shape.
+            ranks: all that take part.
+        """
         local = self._local_ranks(ranks)
         near, far = np.asarray(near, np.float64), np.asarray(far, np.float64)
         return np.where(near > 0, self.node.all_to_all(near, local - 1), 0.0) + np.where(
@@ -128,51 +131,3 @@ class Cluster:
                 f"got {ranks}"
             )
         return local
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """How the allreduce of gradients hides behind the backward pass, bucket by bucket as in DDP.
-
-    Bucket i of N is full when (i + 1) / N of the backward pass is done; buckets are reduced one
-    after another, each when it is full on the slowest rank. What is left when the backward pass
-    ends is exposed.
-
-    Raises:
-        ValueError: a size is not positive, or a share lies outside 0 .. 1.
-    """
-
-    gradient_bytes: float
-    """Of the whole gradient as it travels."""
-    bucket_bytes: float = 25 * 2**20
-    """PyTorch's default."""
-    backward_share: float = 2 / 3
-    """Of a step's computing; the backward pass has twice the forward pass's matrix products."""
-    overlapped: bool = True
-    """False: the whole gradient is reduced as one bucket after the backward pass."""
-
-    def __post_init__(self) -> None:
-        for name in ("gradient_bytes", "bucket_bytes"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}: expected more than 0, got {getattr(self, name)}")
-        if not 0 <= self.backward_share <= 1:
-            raise ValueError(f"backward_share: expected 0 to 1, got {self.backward_share}")
-
-    def exposed(self, compute: ArrayLike, cluster: Cluster, ranks: int) -> NDArray[np.float64]:
-        """Seconds by which the allreduce outlasts the computing of the slowest rank.
-
-        Args:
-            compute: seconds of the slowest rank in each step, any shape.
-            cluster: what it runs on.
-            ranks: that take part.
-        """
-        compute = np.asarray(compute, np.float64)
-        if not self.overlapped:
-            return np.full(compute.shape, cluster.allreduce(self.gradient_bytes, ranks))
-        buckets = math.ceil(self.gradient_bytes / self.bucket_bytes)
-        one = cluster.allreduce(self.gradient_bytes / buckets, ranks)
-        # Bucket i is full when the backward pass has (N - 1 - i) / N to go, and N - i buckets are
-        # then to be reduced. The end is set by the bucket for which that takes longest, which, as
-        # it is linear in i, is the last or the first.
-        from_first = buckets * one - compute * self.backward_share * (buckets - 1) / buckets
-        return np.maximum(one, from_first)

@@ -1,51 +1,45 @@
-"""A DDP replica that exchanges its gradients as a candidate says, with what the trainer uses."""
+"""A model in DDP that syncs gradients with one of `COMPRESSIONS`, made as the trainer makes it."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
-import torch
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bert_unpad.costs.sync import POWER_SGD_RANK
-from bert_unpad.distributed import BucketClip
-
-__all__ = ["SETTLING_PASSES", "make_replica"]
-
-SETTLING_PASSES = 4
-"""Passes after which a replica exchanges as it will go on to: DDP lays its buckets anew after the
-first, and PowerSGD compresses from the third on."""
+from bert_unpad.nn import BertForPreTraining
+from bert_unpad.pretrain.config import ClipConfig, CommConfig
+from bert_unpad.pretrain.gradients.clipping import Clipping
+from bert_unpad.pretrain.gradients.comm_hooks import build_comm_hook
+from bert_unpad.pretrain.gradients.replica import replicate
+from bert_unpad.pretrain.ranks import Ranks
 
 
 def make_replica(
-    model: nn.Module, compression: str, group: Any = None, bucket_mb: float | None = None
+    model: BertForPreTraining,
+    compression: str,
+    group: dist.ProcessGroup | None = None,
+    bucket_mb: float | None = None,
 ) -> DistributedDataParallel:
-    """Wraps `model`; `compression` is none, bf16 or power_sgd.
+    """Wraps a model, whose passes then sync gradients as they will go on to.
 
     Args:
         model: on its device; not wrapped before.
         compression: how gradients travel.
         group: of the ranks that average; by default all.
-        bucket_mb: limit of a bucket in MiB; by default PyTorch's.
+        bucket_mb: limit of a bucket in MiB, where the trainer leaves that open; by default DDP's.
     """
-    device = next(model.parameters()).device
-    if compression == "power_sgd" and device.type == "cpu":  # as the trainer: see its exchange.py
-        bucket_mb = 1 + sum(p.numel() for p in model.parameters()) // 2**17
-    replica = DistributedDataParallel(
-        model,
-        device_ids=[device] if device.type == "cuda" else None,
-        process_group=group,
-        gradient_as_bucket_view=True,
-        bucket_cap_mb=bucket_mb,
+    # The trainer does not wrap the model of a single rank; a group of one rank is wrapped here.
+    ranks = Ranks(
+        rank=dist.get_rank(),
+        world_size=max(dist.get_world_size(), 2),
+        device=next(model.parameters()).device,
+        checkpoint_group=None,
     )
-    if compression == "bf16":
-        BucketClip(math.inf, wire_dtype=torch.bfloat16).attach(replica)
-    elif compression == "power_sgd":
-        state = PowerSGDState(
-            process_group=group, matrix_approximation_rank=POWER_SGD_RANK, start_powerSGD_iter=2
-        )
-        replica.register_comm_hook(state, powerSGD_hook)
-    return replica
+    comm = CommConfig(hook="power_sgd" if compression == "power_sgd" else "allreduce", start=0)
+    hook = build_comm_hook(comm, ranks)
+    if group is not None and compression == "power_sgd":
+        hook.state.process_group = group
+    clip = ClipConfig(mode="none", wire_dtype="bf16" if compression == "bf16" else "fp32")
+    clipping = Clipping(clip, ranks, model, hook)
+    return replicate(
+        model, ranks, clipping, hook, None if hook.one_bucket else bucket_mb, group=group
+    )

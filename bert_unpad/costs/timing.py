@@ -19,8 +19,6 @@ from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.nn.flops import MASKED_FRACTION
 
-__all__ = ["default_batches", "fit_step_cost", "least_times", "random_inputs", "run_pass"]
-
 
 def default_batches(max_seq_length: int) -> list[list[int]]:
     """Lengths of the sequences of 8 batches: four lengths, with one and four rows' worth of tokens.

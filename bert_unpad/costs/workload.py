@@ -5,23 +5,25 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad.costs.step import num_parameters
+from bert_unpad._choices import OptimizerName, Precision
+from bert_unpad.costs.gradient_buckets import num_parameters
 from bert_unpad.nn.config import BertConfig
 from bert_unpad.nn.flops import MASKED_FRACTION, training_flops
 
-__all__ = ["PRECISIONS", "Workload", "cap_lengths"]
-
-PRECISIONS = ("bf16", "fp16", "fp32")
+PRECISIONS = tuple(name for name in get_args(Precision) if name != "fp8")
+"""Types of activations whose cost is modelled."""
+OPTIMIZERS = get_args(OptimizerName)
 STRATEGIES = ("stratified", "random")
-OPTIMIZERS = ("adamw", "fused_adam", "lamb", "lans")
+"""Ways to deal sequences to ranks whose stragglers are modelled, of `batching.strategy`."""
 
 
 def cap_lengths(counts: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
-    """The histogram of the same sequences, those longer than `longest` cut off there."""
+    """The histogram of the same sequences, the longer ones cut off at `longest`."""
     if len(counts) <= longest + 1:
         return counts
     capped = counts[: longest + 1].copy()
@@ -31,7 +33,7 @@ def cap_lengths(counts: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A training run, whatever it runs on.
+    """A training run, without what it runs on.
 
     Raises:
         ValueError: a number is out of range, or the lengths do not fit the model.
@@ -44,11 +46,13 @@ class Workload:
     global_batch: int
     """Sequences of an update, over all ranks."""
     updates: int
+    """Updates of the run."""
     precision: str = "bf16"
-    """bf16, fp16 or fp32: of the activations."""
+    """Type of the activations, of `PRECISIONS`."""
     optimizer: str = "adamw"
+    """The optimizer, of `OPTIMIZERS`."""
     strategy: str = "stratified"
-    """How sequences are dealt to ranks: stratified or random."""
+    """How sequences are dealt to ranks, of `STRATEGIES`."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "updates"):
@@ -73,7 +77,7 @@ class Workload:
 
     @cached_property
     def parameters(self) -> int:
-        """Of the model."""
+        """Parameters of the model."""
         return num_parameters(self.config)
 
     @cached_property
@@ -83,12 +87,12 @@ class Workload:
 
     @cached_property
     def mean_length(self) -> float:
-        """Tokens of a sequence."""
+        """Mean tokens of a sequence."""
         return float(self.counts @ np.arange(len(self.counts)) / self.counts.sum())
 
     @cached_property
     def mean_square(self) -> float:
-        """Of the lengths."""
+        """Mean of the squared lengths."""
         return float(self.counts @ np.arange(len(self.counts), dtype=float) ** 2) / float(
             self.counts.sum()
         )
@@ -100,7 +104,7 @@ class Workload:
         return training_flops(self.config, lengths, layers=0) / training_flops(self.config, lengths)
 
     def shard_share(self, ranks: int) -> float:
-        """Share of the parameters that the rank with the most has, where so many share them out.
+        """Largest share of the parameters that one of so many ranks updates.
 
         PyTorch's ZeroRedundancyOptimizer gives each rank whole parameters, so the largest, the word
         embedding, is a bound.
@@ -109,15 +113,15 @@ class Workload:
         return max(1 / ranks, largest / self.parameters) if ranks > 1 else 1.0
 
     def most_tokens(self, sequences: int) -> int:
-        """Tokens that a pass with so many sequences is given memory for.
+        """Tokens that a pass of so many sequences needs memory for.
 
-        Three standard deviations above the mean of independent draws, and never more than if all
-        were of full length. Balanced steps stay below that: their passes are alike.
+        Three standard deviations above the mean of independent draws, at most all of full length.
+        Balanced passes, which are alike, stay below that.
         """
         deviation = math.sqrt(max(self.mean_square - self.mean_length**2, 0.0))
         likely = sequences * self.mean_length + 3 * math.sqrt(sequences) * deviation
         return math.ceil(min(likely, sequences * self.longest))
 
     def most_masked(self, tokens: int) -> int:
-        """Tokens of so many whose logits are computed."""
+        """Masked tokens, whose logits are computed, among so many tokens."""
         return math.ceil(MASKED_FRACTION * tokens)

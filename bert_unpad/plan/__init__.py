@@ -2,16 +2,18 @@
 
 As a command: `python -m bert_unpad.plan --help`. In code: a `Workload` (what is trained), a
 `Device` (`card_device` of a `CARDS` entry, or `calibrate`), a `Cluster` of `bert_unpad.simulate`,
-and a `Planner` of them; `best` and `curve` choose.
+and a `Planner` of them; `best` and `curve` choose. The time of an update is the `StepTime` of
+`bert_unpad.simulate`, here under the name `UpdateTime`.
 """
 
 from bert_unpad.costs.cards import CARDS, Card
 from bert_unpad.costs.device import Device, card_device
 from bert_unpad.costs.links import intra_node_link, network_link
+from bert_unpad.costs.step import StepTime as UpdateTime
 from bert_unpad.costs.workload import Workload
 from bert_unpad.plan.candidates import Allowed, Candidate
 from bert_unpad.plan.choose import Choice, alternatives, best, curve
-from bert_unpad.plan.step import Planner, UpdateTime
+from bert_unpad.plan.planner import Planner
 
 __all__ = [
     "CARDS",

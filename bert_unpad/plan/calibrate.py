@@ -1,4 +1,4 @@
-"""Measures in about a minute what a plan needs of this machine: passes, updates, exchange.
+"""Measures in about a minute what a plan needs of this machine: passes, updates, sync.
 
 Started by torchrun, all ranks measure at the same time, so that what they contend for (cores,
 memory) is in the figures, and then the links between them too.
@@ -20,28 +20,29 @@ from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.costs.device import Device
 from bert_unpad.costs.measure import CompressionTimer, PassTimer, fit_link, link_times
 from bert_unpad.costs.network import Link
+from bert_unpad.costs.sync import COMPRESSIONS
 from bert_unpad.costs.workload import Workload
 from bert_unpad.nn import BertForPreTraining
-from bert_unpad.plan.candidates import COMPRESSIONS
-
-__all__ = ["Calibration", "calibrate", "measured_device", "process_group"]
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured."""
+    """Measurements of this machine."""
 
     device: Device
     link: Link | None
     """Between the ranks of the process group; None if there is one rank only."""
     timings: list[dict[str, float]]
-    """Of each batch: sequences, tokens, measured and fitted seconds of a pass."""
+    """For each batch: sequences, tokens, measured and fitted seconds of a pass."""
 
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[dist.ProcessGroup]:
-    """A group of this rank alone, within torchrun's process group, one that is there, or a new one
-    of one rank; what this makes is ended in the end."""
+    """A group of this rank alone.
+
+    It lies within the process group that is there; if there is none, within a new one, torchrun's
+    or of one rank, which ends with this context.
+    """
     made = not dist.is_initialized()
     if made:
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -85,7 +86,7 @@ def calibrate(
         model = BertForPreTraining(workload.config).to(device).train()
 
         def left(share: float) -> float:
-            """Seconds to that share of the time, as the first rank's clock has it."""
+            """Seconds until that share of the time is used, by the first rank's clock."""
             spent = torch.tensor([time.perf_counter() - begin], device=device)
             dist.broadcast(spent, 0)
             return share * seconds - float(spent)
@@ -147,7 +148,7 @@ def _sample(timer: PassTimer | CompressionTimer, seconds: float) -> None:
 
 
 def _memory(device: torch.device) -> float:
-    """Bytes of a rank."""
+    """Bytes of memory of a rank."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import get_args
 
-__all__ = ["COMPRESSIONS", "RECOMPUTE", "SHARDS", "Allowed", "Candidate", "candidates"]
+from bert_unpad._choices import Shard
+from bert_unpad.costs.sync import COMPRESSIONS
+from bert_unpad.nn.encoder import Recompute
 
-COMPRESSIONS = ("none", "bf16", "power_sgd")
-"""none: gradients travel in fp32; bf16: `clip.wire_dtype: bf16`; power_sgd: `comm.hook`."""
-RECOMPUTE = ("none", "gelu", "layer")
-"""`recompute` of the trainer."""
-SHARDS = ("none", "node", "world")
-"""`optimizer.shard` of the trainer: who shares the optimizer's state out."""
+RECOMPUTE = get_args(Recompute)
+SHARDS = get_args(Shard)
 
 
 @dataclass(frozen=True)
@@ -25,14 +24,17 @@ class Candidate:
     accumulation: int = 1
     """Passes of an update."""
     compression: str = "none"
+    """How gradients travel, of `COMPRESSIONS`."""
     shard: str = "none"
+    """The trainer's `optimizer.shard`."""
     recompute: str = "none"
+    """The trainer's `recompute`."""
     local_sgd_period: int = 1
     """Updates between averages over all nodes (`comm.hook: post_local_sgd`); 1: in each."""
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """Orders configurations of like speed: the fewest means, each as mild as possible."""
+        """Orders configurations of similar speed, the simplest first."""
         return (
             int(self.local_sgd_period > 1),
             COMPRESSIONS.index(self.compression),
@@ -42,8 +44,8 @@ class Candidate:
         )
 
     def trainer_arguments(self, global_batch: int) -> list[str]:
-        """What `python -m bert_unpad.pretrain` is told to train so, besides its recipe."""
-        hook = {"power_sgd": "power_sgd"}.get(self.compression, "allreduce")
+        """The trainer's options for this configuration, to add to those of a recipe."""
+        hook = "power_sgd" if self.compression == "power_sgd" else "allreduce"
         arguments = {
             "batching.global_batch_size": global_batch,
             "batching.accumulation": self.accumulation,
@@ -63,14 +65,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Allowed:
-    """What may be used."""
+    """Settings that candidates may use."""
 
     compressions: Sequence[str] = ("none", "bf16")
-    """Of `COMPRESSIONS`. PowerSGD is left out by default since it changes what is learned more."""
+    """Of `COMPRESSIONS`. By default without PowerSGD, which changes more of what is learned."""
     shards: Sequence[str] = SHARDS
     recompute: Sequence[str] = RECOMPUTE
     local_sgd_periods: Sequence[int] = (1,)
-    """1 for averaging in every update."""
+    """Updates between averages over all nodes; 1: average in each."""
 
 
 def candidates(
@@ -85,7 +87,7 @@ def candidates(
     if global_batch % ranks:
         return
     part = global_batch // ranks
-    # One rank exchanges and shards nothing; on one node all averages are of the node.
+    # One rank syncs and shards nothing; on one node all averages are of the node.
     compressions = allowed.compressions if ranks > 1 else ("none",)
     shards = [
         shard

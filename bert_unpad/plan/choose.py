@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bert_unpad._choices import LOCAL_SGD_PERIOD
 from bert_unpad.costs.memory import Memory
-from bert_unpad.plan.candidates import COMPRESSIONS, Allowed, Candidate, candidates
-from bert_unpad.plan.step import Planner, UpdateTime
-
-__all__ = ["TIE", "Choice", "alternatives", "best", "curve", "why_none"]
+from bert_unpad.costs.step import StepTime
+from bert_unpad.costs.sync import COMPRESSIONS
+from bert_unpad.plan.candidates import Allowed, Candidate, candidates
+from bert_unpad.plan.planner import Planner
 
 TIE = 0.01
 """A simpler configuration goes before one that is faster by less than this share: predictions are
 not as exact."""
 
 _DAY = 24 * 3600.0
-_LOCAL_SGD_PERIOD = 8  # the trainer's default
 
 
 @dataclass(frozen=True)
@@ -25,22 +25,23 @@ class Choice:
 
     candidate: Candidate
     ranks: int
-    time: UpdateTime
+    time: StepTime
     memory: Memory
     memory_seconds: float
-    """By which an update would be shorter with memory without end."""
+    """By which an update would be shorter if memory had no limit."""
     updates: int
+    """Updates of the run."""
     price: float | None
-    """Of one card and hour."""
+    """Price of one card per hour."""
 
     @property
     def days(self) -> float:
-        """Of the whole run, without evaluation, checkpoints and restarts."""
+        """Days of the whole run, without evaluation, checkpoints and restarts."""
         return self.updates * self.time.total / _DAY
 
     @property
     def cost(self) -> float | None:
-        """Of all cards for that long; None without a price."""
+        """Cost of all cards for that long; None without a price."""
         return None if self.price is None else self.days * 24 * self.ranks * self.price
 
     @property
@@ -48,10 +49,10 @@ class Choice:
         """Shares of an update, together 1: computing, network, memory, stragglers.
 
         Network is what communication adds, with the computing of compression. Memory is what its
-        limit costs: passes computed again, or an exchange that is slower so that all fits.
+        limit costs: passes computed again, or a slower sync that needs less of it.
         """
         total, time = self.time.total, self.time
-        # What memory costs is part of recomputing first, then of the exchange, then of the rest.
+        # What memory costs is part of recomputing first, then of the network, then of the rest.
         left = self.memory_seconds
         parts = {}
         for name, seconds in (
@@ -84,8 +85,8 @@ class Choice:
         return {
             **self.candidate.to_dict(),
             "ranks": self.ranks,
-            "update_seconds": self.time.to_dict(),
-            "memory_bytes": self.memory.to_dict(),
+            "update_seconds": update_seconds(self.time),
+            "memory_bytes": _memory_bytes(self.memory),
             "shares": self.shares,
             "bottleneck": self.bottleneck,
             "updates": self.updates,
@@ -94,16 +95,22 @@ class Choice:
         }
 
 
+def update_seconds(time: StepTime) -> dict[str, float]:
+    """The time of an update as a plan's JSON keeps it."""
+    names = ("compute", "recompute", "straggler", "compress", "network", "update", "total")
+    return {name: getattr(time, name) for name in names}
+
+
 def best(
     planner: Planner, nodes: int, allowed: Allowed, price: float | None = None
 ) -> Choice | None:
     """The fastest configuration that fits, or a simpler one that is as fast within 1 %.
 
     Args:
-        planner: predicts.
+        planner: predicts time and memory.
         nodes: how many.
         allowed: what may be used.
-        price: of one card and hour.
+        price: of one card per hour.
 
     Returns:
         None where there is none; `why_none` says why.
@@ -123,7 +130,7 @@ def best(
         ((time, candidate) for time, candidate in fitting if time.total <= least * (1 + TIE)),
         key=lambda pair: (pair[1].complexity, pair[0].total),
     )
-    # Against the fastest that fits, not the simplest: the tie is no matter of memory.
+    # Compared with the fastest that fits, not the simplest: the tie has nothing to do with memory.
     without_limit = min(time.total for time, _ in found)
     return Choice(
         candidate=chosen,
@@ -137,7 +144,7 @@ def best(
 
 
 def why_none(planner: Planner, nodes: int, allowed: Allowed) -> str:
-    """Why there is no configuration for so many nodes."""
+    """Why no configuration is possible on so many nodes."""
     work, ranks = planner.workload, planner.ranks(nodes)
     if work.global_batch % ranks:
         nearest = max(round(work.global_batch / ranks), 1) * ranks
@@ -168,10 +175,10 @@ def curve(
 def alternatives(
     planner: Planner, nodes: int, allowed: Allowed, price: float | None = None
 ) -> list[Choice]:
-    """The best with each way to exchange gradients, those that are not allowed too."""
+    """The best with each way to sync gradients, including those that are not allowed."""
     ways: Sequence[tuple[str, int]] = [(name, 1) for name in COMPRESSIONS]
     if nodes > 1:
-        ways = [*ways, ("none", _LOCAL_SGD_PERIOD)]
+        ways = [*ways, ("none", LOCAL_SGD_PERIOD)]
     found = []
     for compression, period in ways if planner.ranks(nodes) > 1 else ():
         one = Allowed((compression,), allowed.shards, allowed.recompute, (period,))
@@ -179,3 +186,16 @@ def alternatives(
         if choice is not None:
             found.append(choice)
     return found
+
+
+def _memory_bytes(memory: Memory) -> dict[str, float]:
+    """A rank's memory as a plan's JSON keeps it, where `sync` is called exchange."""
+    return {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "exchange": memory.sync,
+        "activations": memory.activations,
+        "logits": memory.logits,
+        "total": memory.total,
+    }

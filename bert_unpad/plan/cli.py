@@ -1,4 +1,4 @@
-"""Command line of the planner: arguments in; tables, JSON or a plot out."""
+"""The command `python -m bert_unpad.plan`: arguments in; tables, JSON or a plot out."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from bert_unpad.plan.choose import alternatives, curve, why_none
 from bert_unpad.plan.inputs import allowed_of, hardware_of, workload_of
 from bert_unpad.plan.options import make_parser
+from bert_unpad.plan.planner import Planner
 from bert_unpad.plan.plot import plot_curve
 from bert_unpad.plan.report import Plan
-from bert_unpad.plan.step import Planner
-
-__all__ = ["main", "make_plan"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,30 +12,18 @@ import numpy as np
 
 from bert_unpad.costs.cards import find_card
 from bert_unpad.costs.device import Device, card_device
+from bert_unpad.costs.inputs import model_config, read_counts
 from bert_unpad.costs.links import intra_node_link, network_link
 from bert_unpad.costs.network import Cluster, Link
 from bert_unpad.costs.workload import STRATEGIES, Workload, cap_lengths
 from bert_unpad.nn.config import BertConfig
 from bert_unpad.plan.candidates import Allowed
-from bert_unpad.simulate.options import model_config, read_counts
-
-__all__ = ["QUICKSTART", "allowed_of", "hardware_of", "workload_of"]
-
-QUICKSTART = {
-    "vocab_size": 8192,
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 1024,
-    "max_position_embeddings": 128,
-}
-"""Sizes of configs/quickstart.yaml."""
 
 
 def workload_of(options: argparse.Namespace) -> tuple[Workload, float | None]:
     """The workload, and the limit of DDP's buckets in MiB if one is given.
 
-    What no option says is the recipe's, then the default.
+    An option goes before the recipe, and that before the default.
 
     Raises:
         OSError, ValueError: a file cannot be read or is none; the message names the option.
@@ -86,7 +74,7 @@ def workload_of(options: argparse.Namespace) -> tuple[Workload, float | None]:
 def hardware_of(
     options: argparse.Namespace, workload: Workload
 ) -> tuple[Device, Cluster, float | None, list[str]]:
-    """The device of a rank, the cluster, the price of a card and hour, and what they rest on.
+    """The device of a rank, the cluster, the price of a card per hour, and what they rest on.
 
     Raises:
         ValueError: an option is out of range; the message names it.
@@ -94,7 +82,7 @@ def hardware_of(
     basis = []
     measured: Link | None = None
     price = options.price
-    # Links before the device: a name that is none must not cost a calibration first.
+    # Links before the device: a wrong name must be found before a calibration, not after it.
     node = intra_node_link(options.intra_node or "pcie")
     network = network_link(
         options.network,
@@ -154,7 +142,7 @@ def hardware_of(
 
 
 def allowed_of(options: argparse.Namespace) -> Allowed:
-    """What may be used."""
+    """The settings that may be used."""
     return Allowed(
         compressions=options.compression,
         shards=options.shard,
@@ -164,21 +152,19 @@ def allowed_of(options: argparse.Namespace) -> Allowed:
 
 
 def _config(name: str) -> BertConfig:
-    if name == "quickstart":
-        return BertConfig(**QUICKSTART)
     try:
         return model_config({"base": "bert-base", "large": "bert-large"}.get(name, name))
     except ValueError as error:
         if Path(name).is_file():
             raise
         raise ValueError(
-            "argument --model: expected base, large, quickstart, a config.json or a recipe "
-            f"(YAML), got {name!r}"
+            "argument --model: expected base, large, a config.json or a recipe (YAML), "
+            f"got {name!r}"
         ) from error
 
 
 def _recipe(path: str, overrides: list[str]) -> dict[str, Any]:
-    """What a plan reads of a recipe, under the options' names."""
+    """What a plan needs of a recipe, under the names of the options."""
     from bert_unpad.pretrain.config import read_config
 
     if not Path(path).is_file():
@@ -212,7 +198,7 @@ def _recipe(path: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def _lines(vocabulary: Path) -> int:
-    """Tokens of a vocabulary; that of BERT's own where the file is on another machine."""
+    """Tokens of a vocabulary; as many as BERT's where the file is on another machine."""
     if not vocabulary.is_file():
         return BertConfig.vocab_size
     return len(vocabulary.read_text("utf-8").splitlines())

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from bert_unpad._arguments import above_zero, names_of, not_below_zero, positive, share
 from bert_unpad.costs.cards import CARDS, SUSTAINED_SHARE
+from bert_unpad.costs.sync import COMPRESSIONS
 from bert_unpad.costs.workload import OPTIMIZERS, PRECISIONS, STRATEGIES
-from bert_unpad.plan.candidates import COMPRESSIONS, RECOMPUTE, SHARDS
-
-__all__ = ["make_parser"]
+from bert_unpad.plan.candidates import RECOMPUTE, SHARDS, Allowed
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,7 +34,7 @@ def _add_run(run: argparse._ArgumentGroup) -> None:
     run.add_argument(
         "--model",
         default="base",
-        help="base (default), large, quickstart, a config.json in Hugging Face's layout, or a "
+        help="base (default), large, a config.json in Hugging Face's layout, or a "
         "recipe (YAML), whose batch, updates, precision, optimizer and lengths then count where "
         "no option says otherwise",
     )
@@ -68,7 +67,7 @@ def _add_run(run: argparse._ArgumentGroup) -> None:
     run.add_argument(
         "--bucket-mb",
         type=above_zero,
-        help="MiB of gradients exchanged together (default: DDP's 25, the first 1)",
+        help="MiB of gradients synced together (default: DDP's 25, the first 1)",
     )
     run.add_argument("--optimizer", choices=OPTIMIZERS, help="default adamw")
     run.add_argument("--strategy", choices=STRATEGIES, help="default stratified")
@@ -133,7 +132,7 @@ def _add_choice(choice: argparse._ArgumentGroup) -> None:
     choice.add_argument(
         "--compression",
         type=names_of(COMPRESSIONS),
-        default=["none", "bf16"],
+        default=list(Allowed.compressions),
         help="comma-separated, of none,bf16,power_sgd (default none,bf16: power_sgd changes more "
         "of what is learned)",
     )

@@ -1,4 +1,4 @@
-"""Draws time against cost, a point for each number of nodes; matplotlib is imported only then."""
+"""Draws time against cost, a point per number of nodes; matplotlib is imported only to draw."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from pathlib import Path
 from bert_unpad._plots import label_points, new_figure, save_figure
 from bert_unpad.plan.choose import Choice
 
-__all__ = ["plot_curve"]
-
 
 def plot_curve(choices: Sequence[Choice], title: str, path: Path) -> None:
     """Draws days against cost, or against nodes where there is no price.
 
     Args:
-        choices: at least one, of ascending numbers of nodes.
+        choices: at least one, in the order of nodes.
         title: over the plot.
         path: the image to write; its suffix selects the format (png, pdf, svg).
 

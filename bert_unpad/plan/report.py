@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bert_unpad.plan.choose import TIE, Choice
-from bert_unpad.plan.step import Planner
-
-__all__ = ["FORMAT", "Plan"]
+from bert_unpad.plan.planner import Planner
 
 FORMAT = "bert_unpad plan, version 1"
 
@@ -22,18 +20,19 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What the command has found."""
+    """A plan: what was asked for, the best configurations, and what they rest on."""
 
     planner: Planner
     nodes: int
-    """The most that were asked for."""
+    """Most nodes that may be used."""
     price: float | None
+    """Price of a card per hour."""
     basis: Sequence[str]
-    """What was assumed and what was measured, a sentence each."""
+    """Sentences that say what was assumed and what was measured."""
     curve: Sequence[Choice]
-    """The best of each number of nodes that has one."""
+    """The best configuration of each number of nodes that has one."""
     alternatives: Sequence[Choice]
-    """On the most nodes of `curve`, the best with each way to exchange gradients."""
+    """On the most nodes of `curve`, the best with each way to sync gradients."""
     left_out: dict[int, str]
     """Numbers of nodes without a configuration, and why."""
 
@@ -45,7 +44,7 @@ class Plan:
 
     @property
     def cheapest(self) -> Choice | None:
-        """On any number of nodes; None without a price."""
+        """The cheapest on any number of nodes; None without a price."""
         return None if self.price is None else min(self.curve, key=lambda choice: choice.cost or 0)
 
     @property
@@ -102,7 +101,7 @@ class Plan:
         if self.alternatives:
             lines += [
                 "",
-                f"{_plural(self.curve[-1].candidate.nodes, 'node')} by each way to exchange "
+                f"{_plural(self.curve[-1].candidate.nodes, 'node')} by each way to sync "
                 "gradients (power_sgd and local SGD change what is learned):",
                 *_table(self.alternatives),
             ]
@@ -123,13 +122,13 @@ def bottleneck_sentence(choice: Choice) -> str:
 def _settings(choice: Choice) -> list[str]:
     """The best configuration, under the trainer's names."""
     candidate = choice.candidate
-    exchange = {
+    sync = {
         "none": "fp32 gradients",
         "bf16": "bf16 gradients (clip.wire_dtype: bf16)",
         "power_sgd": "PowerSGD (comm.hook: power_sgd)",
     }[candidate.compression]
     if candidate.local_sgd_period > 1:
-        exchange = (
+        sync = (
             "within nodes, weights between nodes every "
             f"{candidate.local_sgd_period} updates (comm.hook: post_local_sgd)"
         )
@@ -139,7 +138,7 @@ def _settings(choice: Choice) -> list[str]:
         f"{_duration(choice.days)}{cost}, {choice.time.total * 1e3:,.1f} ms an update",
         f"  sequences of a rank and pass  {candidate.batch}",
         f"  batching.accumulation         {candidate.accumulation}",
-        f"  exchange                      {exchange if choice.ranks > 1 else 'none'}",
+        f"  sync of gradients             {sync if choice.ranks > 1 else 'none'}",
         f"  optimizer.shard               {candidate.shard}",
         f"  recompute                     {candidate.recompute}",
         f"  memory of a rank              {choice.memory.total / 1e9:.1f} GB "
@@ -165,15 +164,15 @@ def _duration(days: float) -> str:
 
 def _table(choices: Sequence[Choice]) -> list[str]:
     lines = [
-        f"{'nodes':>5}{'batch':>7}{'passes':>8}  {'exchange':<12}{'shard':<7}{'recompute':<11}"
+        f"{'nodes':>5}{'batch':>7}{'passes':>8}  {'sync':<12}{'shard':<7}{'recompute':<11}"
         f"{'GB':>6}{'ms':>11}{'days':>10}{'cost':>13}  bottleneck"
     ]
     for choice in choices:
         one = choice.candidate
-        exchange = one.compression if one.local_sgd_period == 1 else f"local {one.local_sgd_period}"
+        sync = one.compression if one.local_sgd_period == 1 else f"local {one.local_sgd_period}"
         cost = "-" if choice.cost is None else f"{choice.cost:,.2f}"
         lines.append(
-            f"{one.nodes:>5}{one.batch:>7}{one.accumulation:>8}  {exchange:<12}"
+            f"{one.nodes:>5}{one.batch:>7}{one.accumulation:>8}  {sync:<12}"
             f"{one.shard:<7}{one.recompute:<11}"
             f"{choice.memory.total / 1e9:>6.1f}{choice.time.total * 1e3:>11,.1f}"
             f"{choice.days:>10,.4g}{cost:>13}  {choice.bottleneck}"

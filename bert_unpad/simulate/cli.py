@@ -6,21 +6,15 @@ import argparse
 import json
 import platform
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from bert_unpad.costs.compute import ComputeCost
+from bert_unpad.costs.inputs import model_config, read_counts
 from bert_unpad.costs.step import StepModel
 from bert_unpad.simulate.epoch import Fill, SimulationResult, simulate
-from bert_unpad.simulate.options import (
-    make_parser,
-    model_config,
-    read_counts,
-    step_model,
-    take_lengths,
-)
+from bert_unpad.simulate.options import make_parser, step_model, take_lengths
 from bert_unpad.simulate.plot import plot_results
 from bert_unpad.simulate.scaling import scaling_curve
-
-__all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if missing:
             return 0
         model = step_model(options, fitted)
-        counts = read_counts(options.histogram)
+        counts = read_counts(options.histogram, "--histogram")
         lengths = take_lengths(options, counts)
         common = {"seed": options.seed, "pool_steps": options.pool_steps, "model": model}
         results = [
@@ -91,7 +85,9 @@ def _as_dict(
             "samples": samples,
             "histogram": options.histogram,
             "model": options.model,
-            **model.to_dict(),
+            "cost": asdict(model.cost),
+            "cluster": asdict(model.cluster),
+            "overlap": asdict(model.overlap),
         },
         "fill_padded": fill.padded,
         "fill_packed": fill.packed,
@@ -110,12 +106,12 @@ def _tables(
         "if packed into rows of that length; all of them if neither",
         "",
         f"{'strategy':<20}{'efficiency':>12}{'5th pct':>10}{'worst':>10}"
-        f"{'exchange KB':>13}{'step ms':>11}{'planned in s':>14}",
+        f"{'exchange KB':>13}{'step ms':>11}{'dealt in s':>14}",
     ]
     lines += [
         f"{result.strategy:<20}{result.efficiency:>12.5f}{result.efficiency_p5:>10.5f}"
         f"{result.efficiency_min:>10.5f}{result.exchange_bytes / 1e3:>13,.1f}"
-        f"{result.step_time.total * 1e3:>11,.2f}{result.plan_seconds:>14.2f}"
+        f"{result.step_time.total * 1e3:>11,.2f}{result.deal_seconds:>14.2f}"
         for result in results
     ]
     if curve:

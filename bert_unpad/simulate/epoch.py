@@ -17,21 +17,21 @@ from bert_unpad.costs.step import StepModel, StepTime
 from bert_unpad.data.sampling.balanced_sampler import efficiency
 from bert_unpad.data.sampling.epoch_sampler import as_lengths
 
-__all__ = ["STRATEGIES", "Fill", "SimulationResult", "simulate"]
-
 # What travels of an example (`bert_unpad.data.store.example_batch`): ids as uint16 and a record;
 # before that its length as int64, from its rank to all others of the exchange.
 TOKEN_BYTES, EXAMPLE_BYTES, LENGTH_BYTES = 2, 12, 8
 
 _EXCHANGES = [f"/{who}/{how}" for who in ("group", "world") for how in ("plain", "snake", "lpt")]
 STRATEGIES = ("stratified", *(s + e for s in ("random", "quotas") for e in ("", *_EXCHANGES)))
-"""What the planner can plan.
+"""How the balancer can deal an epoch.
 
-`stratified` needs every length beforehand and exchanges nothing. `random` and `quotas` draw a
-global batch (`quotas`: every rank equally many examples of each quarter of the length range), and
-leave it at that, or sort it in a `group` of neighbouring ranks or the whole `world` and deal it
-anew: `plain` in turn, `snake` every second round backwards, `lpt` to the rank with the least work
-so far."""
+`stratified` needs all lengths beforehand and exchanges nothing. `random` and `quotas` draw a global
+batch (`quotas`: every rank the same number of examples of each quarter of the length range). They
+leave it at that, or sort it within a `group` of neighbouring ranks or the whole `world` and deal it
+again: `plain` in turn, `snake` with every second round backwards, `lpt` to the rank with the least
+work so far."""
+_STEP_KEYS = (*("compute", "straggler", "allreduce", "exchange", "total", "sequences_per_second"),)
+"""Parts of a `StepTime` that a simulation has."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Fill:
     """Real tokens as a fraction of what rectangles hold."""
 
     padded: float
-    """Every example padded to the longest one."""
+    """With each example padded to the longest one."""
     packed: float
-    """Examples packed into rows of the longest one's length, best fit."""
+    """With examples packed into rows of the longest one's length, best fit."""
 
     @classmethod
     def of(cls, lengths: ArrayLike) -> Fill:
@@ -56,35 +56,36 @@ class Fill:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What a simulated epoch came to; a step's efficiency is mean / greatest work of a rank."""
+    """A simulated epoch; a step's efficiency is mean / greatest work of a rank."""
 
     strategy: str
     ranks: int
     batch: int
     """Examples per rank and step."""
     steps: int
-    """Simulated; the last one of an epoch may not be full."""
+    """Simulated steps; the last one of an epoch may not be full."""
     efficiency: float
-    """Mean over the steps."""
+    """Mean efficiency of the steps."""
     efficiency_p5: float
-    """5th percentile: 95 % of the steps are better."""
+    """5th percentile of the efficiency: 95 % of the steps are better."""
     efficiency_min: float
-    """The worst step."""
+    """Efficiency of the worst step."""
     exchange_bytes: float
-    """Received by a rank in a step, mean: examples and the lengths that the ranks agree by."""
+    """Mean bytes that a rank receives in a step: examples, and lengths by which all agree."""
     exchange_bytes_far: float
-    """Of these, from other nodes."""
+    """Part of `exchange_bytes` that comes from other nodes."""
     step_time: StepTime
-    """Projected, mean over the steps."""
-    plan_seconds: float
-    """Time to plan the steps for all ranks, on this machine, in one thread."""
+    """Projected time of a step, mean over the steps."""
+    deal_seconds: float
+    """Seconds to deal the steps to all ranks, on this machine, in one thread."""
     per_step: NDArray[np.float64] = field(repr=False)
     """float64 [steps]: efficiency of each step."""
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON keeps it: what every machine finds alike, without `per_step`."""
+        """As JSON keeps it: what is the same on every machine, without `per_step`."""
         values = asdict(self)
-        del values["per_step"], values["plan_seconds"]
+        del values["per_step"], values["deal_seconds"]
+        values["step_time"] = {name: values["step_time"][name] for name in _STEP_KEYS}
         return values
 
 
@@ -98,7 +99,7 @@ def simulate(
     pool_steps: int = 64,
     model: StepModel | None = None,
 ) -> SimulationResult:
-    """Plans one epoch for all ranks and adds up their work.
+    """Deals one epoch to all ranks and adds up their work.
 
     Args:
         lengths: integers [N], tokens in each example.
@@ -130,7 +131,7 @@ def simulate(
         exchange_ranks=model.cluster.ranks_per_node,
     )
     busy = plan.work(0, plan.steps) + model.cost.fixed
-    plan_seconds = time.perf_counter() - begin
+    deal_seconds = time.perf_counter() - begin
     per_step = efficiency(busy)
     received = _received_bytes(plan, strategy, ranks, batch, model.cluster.ranks_per_node)
     return SimulationResult(
@@ -144,7 +145,7 @@ def simulate(
         exchange_bytes=float(received.sum(axis=2).mean()),
         exchange_bytes_far=float(received[:, :, 1].mean()),
         step_time=model.step_time(busy, received, len(lengths) / plan.steps),
-        plan_seconds=plan_seconds,
+        deal_seconds=deal_seconds,
         per_step=per_step,
     )
 

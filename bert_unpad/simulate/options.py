@@ -1,4 +1,4 @@
-"""The options of `python -m bert_unpad.simulate`, and what they mean as models and lengths."""
+"""The options of `python -m bert_unpad.simulate`, and the models and lengths they stand for."""
 
 from __future__ import annotations
 
@@ -10,21 +10,16 @@ from numpy.typing import NDArray
 
 from bert_unpad._arguments import above_zero, names_of, not_below_zero, not_negative, positive
 from bert_unpad.costs.compute import ComputeCost
-from bert_unpad.costs.network import Cluster, Link, Overlap
-from bert_unpad.costs.step import TYPICAL_FLOPS, StepModel, num_parameters
-from bert_unpad.data.sampling.histogram import (
-    all_lengths,
-    measure_histogram,
-    read_histogram,
-    sample_lengths,
-    wikipedia_lengths,
-)
-from bert_unpad.nn.config import PRESETS, BertConfig
+from bert_unpad.costs.gradient_buckets import num_parameters
+from bert_unpad.costs.inputs import model_config
+from bert_unpad.costs.network import Cluster, Link
+from bert_unpad.costs.overlap import Overlap
+from bert_unpad.costs.step import TYPICAL_FLOPS, StepModel
+from bert_unpad.data.sampling.histogram import all_lengths, sample_lengths
+from bert_unpad.nn.config import PRESETS
 from bert_unpad.simulate.epoch import STRATEGIES
 
-__all__ = ["make_parser", "model_config", "read_counts", "step_model", "take_lengths"]
-
-_MAX_SAMPLES = 2**32 - 2  # the planner's indices have 32 bits
+_MAX_SAMPLES = 2**32 - 2  # the balancer's indices have 32 bits
 _WIRE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -32,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The command's parser."""
     parser = argparse.ArgumentParser(
         prog="python -m bert_unpad.simulate",
-        description="Plans an epoch for all ranks and reports the straggler efficiency (mean work "
+        description="Deals an epoch to all ranks and reports the straggler efficiency (mean work "
         "over greatest work of a rank, per step) and the projected time of a step, from 8 to 16,384"
         " ranks. 'random' is training without load balancing.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -61,7 +56,12 @@ def make_parser() -> argparse.ArgumentParser:
     setup.add_argument(
         "--pool-steps", type=positive, default=64, help="steps that are balanced together"
     )
-    setup.add_argument("--seed", type=not_negative, default=0, help="of the draw and the plan")
+    setup.add_argument(
+        "--seed",
+        type=not_negative,
+        default=0,
+        help="of the drawn lengths and of their order",
+    )
 
     cost = parser.add_argument_group("what computing costs")
     cost.add_argument(
@@ -146,24 +146,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def model_config(name: str) -> BertConfig:
-    """The model that `--model` names.
-
-    Raises:
-        ValueError: no preset and no configuration that this package can compute.
-        OSError: the file cannot be read.
-    """
-    if name in PRESETS:
-        return BertConfig(**PRESETS[name])
-    if not Path(name).is_file():
-        raise ValueError(
-            f"argument --model: expected {' or '.join(PRESETS)} or a config.json, got {name!r}"
-        )
-    return BertConfig.from_json(Path(name))
-
-
 def step_model(options: argparse.Namespace, fitted: ComputeCost | None) -> StepModel:
-    """The costs that the options describe; `fitted` goes before them.
+    """The costs that the options describe, with `fitted` instead of the computing's if given.
 
     Raises:
         OSError, ValueError: the model or cost file cannot be read or is none.
@@ -191,31 +175,11 @@ def step_model(options: argparse.Namespace, fitted: ComputeCost | None) -> StepM
     )
 
 
-def read_counts(name: str, option: str = "--histogram") -> NDArray[np.int64]:
-    """The histogram that an option names.
-
-    Args:
-        name: `wikipedia`, a text file of counts, or a folder of prepared data.
-        option: whose value that is, for messages.
-
-    Raises:
-        ValueError: it is none; the message names the option.
-    """
-    if name == "wikipedia":
-        return wikipedia_lengths()
-    try:
-        if Path(name).is_dir():
-            return measure_histogram(name)
-        return read_histogram(name)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"argument {option}: {error}") from error
-
-
 def take_lengths(options: argparse.Namespace, counts: NDArray[np.int64]) -> NDArray[np.uint16]:
     """The lengths of the epoch to simulate: drawn, or exactly those counted.
 
     Raises:
-        ValueError: they are too many for the planner.
+        ValueError: they are too many for the balancer.
     """
     samples = int(counts.sum()) if options.samples is None else options.samples
     if samples > _MAX_SAMPLES:

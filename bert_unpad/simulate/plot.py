@@ -1,4 +1,4 @@
-"""Draws simulated epochs and their scaling; matplotlib is imported only when that is asked for."""
+"""Draws simulated epochs and their scaling; matplotlib is imported only to draw."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import numpy as np
 from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.simulate.epoch import SimulationResult
 
-__all__ = ["plot_results"]
-
 
 def plot_results(
     results: Sequence[SimulationResult], curve: Sequence[SimulationResult], path: Path
 ) -> None:
-    """Draws which share of the steps has at most a given efficiency, and the scaling curve.
+    """Draws the share of steps at or below each efficiency, and the scaling curve.
 
     Args:
         results: at least one.

@@ -11,8 +11,6 @@ from bert_unpad.costs.step import StepModel
 from bert_unpad.data.sampling.histogram import sample_lengths
 from bert_unpad.simulate.epoch import SimulationResult, simulate
 
-__all__ = ["SCALING_RANKS", "scaling_curve"]
-
 SCALING_RANKS = tuple(8 * 2**i for i in range(12))  # 8 to 16,384
 
 # Examples simulated at a point, at most: at 0.1 to 0.2 microseconds each, a curve of 12 points
@@ -37,8 +35,8 @@ def scaling_curve(
         batch: examples per rank and step.
         strategies: of `STRATEGIES`.
         ranks: the points of the curve.
-        seed, pool_steps, model: see `simulate`. Fewer steps are taken where they would come to more
-            than 2 million examples, but at least two.
+        seed, pool_steps, model: see `simulate`. Where so many steps have more than 2 million
+            examples, fewer are taken, but at least two.
 
     Returns:
         A result for each number of ranks and, within it, each strategy.

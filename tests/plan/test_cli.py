@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import subprocess
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -14,12 +16,12 @@ from bert_unpad.nn import BertConfig
 from bert_unpad.plan import Candidate, Device, Workload, intra_node_link, network_link
 from bert_unpad.plan.calibrate import Calibration
 from bert_unpad.plan.cli import main
-from bert_unpad.plan.inputs import QUICKSTART, hardware_of, workload_of
+from bert_unpad.plan.inputs import hardware_of, workload_of
 from bert_unpad.plan.options import make_parser
 from bert_unpad.simulate import ComputeCost, Link
-from tests.plan.test_plan import TINY, all_of
+from tests.support.cost_models import TINY, all_of
 from tests.support.paths import CONFIGS
-from tests.support.processes import run_ranks
+from tests.support.processes import TIMEOUT, run_ranks
 
 SMALL = ["--model=large", "--global-batch=512", "--steps=1000", "--nodes=3", "--network=1G"]
 
@@ -131,7 +133,14 @@ def test_recipes():
     pytest.importorskip("jsonargparse")
     work = workload(f"--model={CONFIGS / 'quickstart.yaml'}")
     assert work.config == BertConfig(
-        **QUICKSTART, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        vocab_size=8192,
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=1024,
+        max_position_embeddings=128,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
     assert (work.global_batch, work.updates, work.precision) == (16, 700, "fp32")
     assert (work.longest, work.optimizer) == (128, "adamw")
@@ -161,6 +170,17 @@ def test_the_trainer_takes_what_is_planned():
         assert (run.comm.hook == "power_sgd") == (candidate.compression == "power_sgd")
         assert (run.comm.hook == "post_local_sgd") == (candidate.local_sgd_period > 1)
         assert run.comm.local_sgd_period in (candidate.local_sgd_period, 8)
+
+
+def test_the_commands_need_no_package_of_the_trainer():
+    code = """
+import sys
+import bert_unpad.plan.cli, bert_unpad.simulate.cli
+found = {name.partition(".")[0] for name in sys.modules} & {"jsonargparse", "tokenizers", "yaml"}
+assert not found, found
+assert "bert_unpad.pretrain" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT, check=True)
 
 
 def test_links_are_fitted():

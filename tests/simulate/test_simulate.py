@@ -9,12 +9,16 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
+from bert_unpad.costs.gradient_buckets import num_parameters
+from bert_unpad.costs.timing import fit_step_cost
 from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
 from bert_unpad.data.sampling.histogram import measure_histogram, sample_lengths
 from bert_unpad.data.store.shards import ShardWriter
 from bert_unpad.simulate import Fill, StepModel, simulate
 from bert_unpad.simulate.cli import main
+from tests.support.cost_models import TINY
 from tests.support.processes import TIMEOUT
 
 
@@ -156,3 +160,21 @@ def test_plot_says_what_is_missing(tmp_path, capsys, monkeypatch):
         main(["--ranks=2", "--batch=2", "--samples=50", "--no-scaling", f"--plot={path}"])
     assert "pip install matplotlib" in capsys.readouterr().err
     assert not path.exists()
+
+
+def test_fit_of_a_real_model(tmp_path, capsys):
+    with pytest.raises(ValueError, match="rounds: expected 1 or more"):
+        fit_step_cost(TINY, rounds=0)
+    path, config = tmp_path / "cost.json", tmp_path / "config.json"
+    config.write_text(json.dumps(TINY.to_dict()))
+    assert main([f"--model={config}", f"--fit={path}"]) == 0
+    assert capsys.readouterr().out == ""
+    stored = json.loads(path.read_text())
+    assert stored["threads"] == torch.get_num_threads()
+    assert [timing["tokens"] for timing in stored["timings"]] == [64] * 4 + [256] * 4
+    assert all(timing["seconds"] > 0 for timing in stored["timings"])
+    given = [f"--model={config}", "--ranks=2", "--batch=2", "--samples=50", "--no-scaling"]
+    assert main([*given, f"--cost={path}", "--json"]) == 0
+    setup = json.loads(capsys.readouterr().out)["setup"]
+    assert setup["cost"]["linear"] == stored["linear"]
+    assert setup["overlap"]["gradient_bytes"] == 4 * num_parameters(TINY)

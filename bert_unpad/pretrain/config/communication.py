@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from bert_unpad._choices import LOCAL_SGD_PERIOD, POWER_SGD_RANK
 from bert_unpad.pretrain.config.errors import ConfigError
 from bert_unpad.pretrain.config.update import ClipConfig
 
@@ -25,12 +26,12 @@ class CommConfig:
     2020)."""
     start: int = 1000
     """Updates that begin the run with plain allreduces."""
-    power_sgd_rank: int = 2
+    power_sgd_rank: int = POWER_SGD_RANK
     """Columns of the thin matrices."""
     power_sgd_error_feedback: bool = True
     """Add what the compression loses to the next step's gradient (takes memory for two more
     gradients)."""
-    local_sgd_period: int = 8
+    local_sgd_period: int = LOCAL_SGD_PERIOD
     """Updates between averages of the models; evaluations and checkpoints average them too."""
     local_sgd_group: int | None = None
     """Consecutive ranks that go on averaging gradients; by default those of one machine."""

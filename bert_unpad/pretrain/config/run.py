@@ -9,8 +9,10 @@ from typing import Literal
 
 import jsonargparse
 
+from bert_unpad._choices import Precision
 from bert_unpad.data import DataConfig
 from bert_unpad.data.streams.text_stream import is_streamed
+from bert_unpad.nn.encoder import Recompute
 from bert_unpad.pretrain.config.batching import BatchingConfig
 from bert_unpad.pretrain.config.communication import CommConfig, check_comm
 from bert_unpad.pretrain.config.errors import ConfigError
@@ -39,7 +41,7 @@ class PretrainConfig:
     one; never sets an earlier run's folder aside and starts anew."""
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    precision: Precision = "fp32"
     """Type of the activations; parameters and optimizer states are fp32 in all. fp16: with scaled
     losses, see loss_scale; a CPU keeps its activations so and multiplies them in fp32. fp8: bf16,
     with the products of the encoder's linear layers in 8 bits (twice the rate of bf16 on a GPU from
@@ -56,7 +58,7 @@ class PretrainConfig:
     """Replay each forward and backward pass as one CUDA graph; batches are padded to a few token
     counts, at the end of the packed buffer. Needs a GPU, and clip.mode before with more than one
     rank."""
-    recompute: Literal["none", "gelu", "layer"] = "none"
+    recompute: Recompute = "none"
     """What the backward pass computes again, to save memory: nothing; the GELU's output of each
     layer; or whole layers, of which only the input is kept."""
     model: ModelConfig = field(default_factory=ModelConfig)

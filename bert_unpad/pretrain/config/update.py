@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from bert_unpad._choices import OptimizerName, Shard
 from bert_unpad.pretrain.config.errors import ConfigError
 
 _FLOAT32_MAX = 3.4028234e38  # the scale is a float32 on the device
@@ -14,7 +15,7 @@ _FLOAT32_MAX = 3.4028234e38  # the scale is a float32 on the device
 class OptimizerConfig:
     """The optimizer. Biases and LayerNorm parameters get no weight decay."""
 
-    name: Literal["adamw", "fused_adam", "lamb", "lans"] = "adamw"
+    name: OptimizerName = "adamw"
     """adamw: PyTorch's own; fused_adam: the same by bert_unpad.optim; lamb or lans, for large
     batches, whose learning rate counts relative to each weight's norm."""
     lr: float = 1e-4
@@ -22,7 +23,7 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
     weight_decay: float = 0.01
-    shard: Literal["none", "node", "world"] = "none"
+    shard: Shard = "none"
     """Who keeps the optimizer's state: every rank all of it; or the ranks of each machine, or all,
     a part each. Updated weights then travel within the machine, or between all ranks."""
 

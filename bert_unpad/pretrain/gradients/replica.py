@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,7 +16,12 @@ from bert_unpad.pretrain.ranks import Ranks
 
 
 def wrap_in_ddp(
-    model: nn.Module, ranks: Ranks, hook: CommHook, bucket_mb: float | None, leaves_out: bool
+    model: nn.Module,
+    ranks: Ranks,
+    hook: CommHook,
+    bucket_mb: float | None,
+    leaves_out: bool,
+    group: dist.ProcessGroup | None,
 ) -> DistributedDataParallel:
     """The model in DDP, with buckets as the communication hook needs them.
 
@@ -26,6 +32,7 @@ def wrap_in_ddp(
         bucket_mb: greatest size of a bucket in MiB; None leaves that to DDP.
         leaves_out: whether updates may leave layers out. DDP then looks for parameters that are not
             part of a loss, and averages their buckets all the same.
+        group: the ranks that average; None for all.
 
     Raises:
         ConfigError: a bound on buckets where all gradients must be in one.
@@ -41,6 +48,7 @@ def wrap_in_ddp(
         gradient_as_bucket_view=True,
         bucket_cap_mb=bucket_mb,
         find_unused_parameters=leaves_out,
+        process_group=group,
     )
 
 
@@ -51,6 +59,7 @@ def replicate(
     hook: CommHook,
     bucket_mb: float | None = None,
     leaves_out: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> nn.Module:
     """The model in DDP with its hook attached, ready to train; one rank gets the model itself.
 
@@ -65,7 +74,7 @@ def replicate(
     """
     if ranks.world_size == 1:
         return model
-    replica = wrap_in_ddp(model, ranks, hook, bucket_mb, leaves_out)
+    replica = wrap_in_ddp(model, ranks, hook, bucket_mb, leaves_out, group)
     clipping.attach(replica)
     empty = PackedInputs.build(VarlenBatch.from_lengths([]), torch.empty(0, dtype=torch.int64))
     empty = empty.to(ranks.device)

@@ -1,0 +1,21 @@
+"""Names and defaults of the trainer's settings that cost models know too.
+
+They are not in `bert_unpad.pretrain.config` because `python -m bert_unpad.simulate` and
+`python -m bert_unpad.plan` must run without the packages that the trainer needs.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+"""`precision`: the type of the activations."""
+OptimizerName = Literal["adamw", "fused_adam", "lamb", "lans"]
+"""`optimizer.name`."""
+Shard = Literal["none", "node", "world"]
+"""`optimizer.shard`: which ranks share the optimizer's state out among them."""
+
+POWER_SGD_RANK = 2
+"""Default of `comm.power_sgd_rank`: columns of the thin matrices."""
+LOCAL_SGD_PERIOD = 8
+"""Default of `comm.local_sgd_period`: updates between averages of the models."""

@@ -1,0 +1,125 @@
+"""The cost models, put together for a workload on a device: time and memory of a configuration."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from bert_unpad.costs.device import Device
+from bert_unpad.costs.gradient_buckets import Bucket, fill_buckets, gradients_of
+from bert_unpad.costs.memory import Memory, memory_of
+from bert_unpad.costs.network import Cluster
+from bert_unpad.costs.overlap import BACKWARD_SHARE, BucketOverlap
+from bert_unpad.costs.step import StepModel, StepTime
+from bert_unpad.costs.stragglers import straggler_share
+from bert_unpad.costs.sync import sync_buckets, weights_seconds
+from bert_unpad.costs.workload import Workload
+from bert_unpad.plan.candidates import Candidate
+
+# What `recompute: gelu` adds to a pass: the GELU of each layer once more, which reads and writes a
+# twelfth of what the layer's forward and backward pass move. An estimate.
+_GELU_AGAIN = 0.02
+
+
+class Planner:
+    """Predicts time and memory of a workload on a device, for any configuration.
+
+    Args:
+        workload: what is trained.
+        device: the hardware of one rank.
+        cluster: nodes and links; its `ranks_per_node` is the GPUs of a node.
+        bucket_bytes: limit of DDP's buckets; by default PyTorch's, with its small first bucket.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        device: Device,
+        cluster: Cluster,
+        bucket_bytes: float | None = None,
+    ) -> None:
+        self.workload = workload
+        self.device = device
+        self.cluster = cluster
+        found = gradients_of(workload.config, workload.heads_share)
+        if bucket_bytes is None:
+            self._buckets = fill_buckets(found)
+        else:
+            self._buckets = fill_buckets(found, bucket_bytes, bucket_bytes)
+        self._one_bucket = [Bucket(tuple(found))]
+        self._straggler_share = cache(
+            lambda ranks, batch: straggler_share(workload, device.passes, ranks, batch)
+        )
+
+    def ranks(self, nodes: int) -> int:
+        """Ranks of so many nodes."""
+        return nodes * self.cluster.ranks_per_node
+
+    def sharers(self, candidate: Candidate) -> int:
+        """Ranks that share the optimizer's state; 1: none does."""
+        nodes = {"none": 0, "node": 1, "world": candidate.nodes}[candidate.shard]
+        return max(self.ranks(nodes), 1)
+
+    def memory(self, candidate: Candidate) -> Memory:
+        """The memory that a rank needs."""
+        return memory_of(
+            self.workload,
+            candidate.batch,
+            compression=candidate.compression,
+            recompute=candidate.recompute,
+            sharers=self.sharers(candidate),
+        )
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether a rank has that memory."""
+        return self.memory(candidate).total <= self.device.memory
+
+    def update_time(self, candidate: Candidate) -> StepTime:
+        """Mean time of an update.
+
+        Args:
+            candidate: whose batch, accumulation and ranks make up the global batch.
+        """
+        work, cost, passes = self.workload, self.device.passes, candidate.accumulation
+        ranks, batch = self.ranks(candidate.nodes), candidate.batch * candidate.accumulation
+        dealt = batch * (cost.linear * work.mean_length + cost.quadratic * work.mean_square)
+        compute = passes * cost.fixed + (passes - 1) * self.device.accumulate + dealt
+        slowest = compute + self._straggler_share(ranks, batch) * dealt
+        # Local SGD averages the gradients of a node.
+        syncing = self.cluster.ranks_per_node if candidate.local_sgd_period > 1 else ranks
+        return self._model(candidate, ranks).time_of(
+            compute, np.array([slowest]), syncing, work.global_batch
+        )
+
+    def _model(self, candidate: Candidate, ranks: int) -> StepModel:
+        work, device = self.workload, self.device
+        again = self._again(candidate.recompute)
+        one_bucket = candidate.compression == "power_sgd" and device.one_bucket
+        buckets = self._one_bucket if one_bucket else self._buckets
+        sharers = self.sharers(candidate)
+        return StepModel(
+            cost=device.passes,
+            cluster=self.cluster,
+            overlap=BucketOverlap(
+                sync_buckets(buckets, candidate.compression),
+                (BACKWARD_SHARE + again) / (1 + again),
+            ),
+            passes=candidate.accumulation,
+            recompute=again,
+            compress=device.compress.get(candidate.compression, 0.0) if ranks > 1 else 0.0,
+            weights=weights_seconds(
+                work.parameters,
+                self.cluster,
+                ranks,
+                sharers=sharers,
+                local_sgd_period=candidate.local_sgd_period,
+            ),
+            update=device.clip + device.update * work.shard_share(sharers),
+        )
+
+    def _again(self, recompute: str) -> float:
+        """What a pass computes again, as a share of the pass without that."""
+        if recompute == "layer":
+            return (1 - BACKWARD_SHARE) * (1 - self.workload.heads_share)
+        return _GELU_AGAIN if recompute == "gelu" else 0.0
