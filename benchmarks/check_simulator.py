@@ -1,12 +1,12 @@
 """Checks the simulator against real runs: predicted and measured straggler efficiency.
 
 Processes joined by gloo train a small model by DDP on sequences as long as Wikipedia's, with random
-and with stratified sampling. What each computes in a step is timed while it holds a baton, so that
-one process computes at a time: side by side they slow each other down, by caches and by sharing
-cores, more or less from step to step, and the greatest of a few times grows with their scatter. The
-clock is the CPU time of the thread that trains; all steps are run through several times and the
-least time of each counts, as other programs only ever slow one down. What scatter is left is
-measured too: steps in which all ranks have the same batch, whose efficiency is 1 without it.
+and with stratified sampling. Processes that compute side by side slow each other down (caches,
+shared cores) by varying amounts, and the slowest of several varying times is too high. So they take
+turns: only the process that holds a baton computes. The clock is the CPU time of the thread that
+trains. All steps are run several times and the least time of each counts, because other programs
+only ever slow one down. The error that is left is measured too, in steps in which all ranks have
+the same batch: their true efficiency is 1.
 
 The prediction uses a cost model that is fitted to other batches of the same model on one process,
 and nothing from these runs. Writes benchmarks/results/cpu/simulator_check.json.

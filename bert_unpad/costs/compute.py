@@ -124,6 +124,20 @@ class ComputeCost:
         tokens, squares = _sums(lengths)
         return self.fixed + self.linear * tokens + self.quadratic * squares
 
+    def compare(
+        self, batches: Sequence[ArrayLike], seconds: Sequence[float]
+    ) -> list[dict[str, float]]:
+        """Sequences, tokens, measured and fitted seconds of each timed step, see `fit`."""
+        return [
+            {
+                "sequences": len(lengths),
+                "tokens": int(np.sum(lengths)),
+                "seconds": measured,
+                "fitted": self.seconds(lengths),
+            }
+            for lengths, measured in zip(batches, seconds, strict=True)
+        ]
+
     def save(self, path: str | os.PathLike[str], **about: object) -> None:
         """Writes a JSON file.
 

@@ -8,7 +8,7 @@ longer than a step. Computing and communication are taken not to slow each other
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -91,6 +91,10 @@ class StepModel:
     """Seconds of sending weights."""
     update: float = 0.0
     """Seconds of clipping and optimizer."""
+
+    def to_dict(self) -> dict[str, object]:
+        """The models of computing and communication, as JSON keeps them."""
+        return {name: asdict(getattr(self, name)) for name in ("cost", "cluster", "overlap")}
 
     def step_time(
         self, busy: NDArray[np.float64], received: NDArray[np.float64], sequences: float

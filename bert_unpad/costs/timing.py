@@ -152,12 +152,4 @@ def fit_step_cost(
 
     seconds = least_times(step, len(inputs), rounds, clock)
     cost = ComputeCost.fit(batches, seconds)
-    return cost, [
-        {
-            "sequences": len(lengths),
-            "tokens": int(np.sum(lengths)),
-            "seconds": measured,
-            "fitted": cost.seconds(lengths),
-        }
-        for lengths, measured in zip(batches, seconds, strict=True)
-    ]
+    return cost, cost.compare(batches, seconds)

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -129,15 +128,7 @@ def measured_device(
         compress=dict(compress),
         one_bucket=device.type == "cpu",
     )
-    return found, [
-        {
-            "sequences": len(lengths),
-            "tokens": int(np.sum(lengths)),
-            "seconds": measured,
-            "fitted": cost.seconds(lengths),
-        }
-        for lengths, measured in zip(passes.batches, seconds, strict=True)
-    ]
+    return found, cost.compare(passes.batches, seconds)
 
 
 def _sample(timer: PassTimer | CompressionTimer, seconds: float) -> None:

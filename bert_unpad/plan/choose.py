@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from bert_unpad._choices import LOCAL_SGD_PERIOD
 from bert_unpad.costs.memory import Memory
@@ -190,12 +190,5 @@ def alternatives(
 
 def _memory_bytes(memory: Memory) -> dict[str, float]:
     """A rank's memory as a plan's JSON keeps it, where `sync` is called exchange."""
-    return {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "exchange": memory.sync,
-        "activations": memory.activations,
-        "logits": memory.logits,
-        "total": memory.total,
-    }
+    parts = {**asdict(memory), "total": memory.total}
+    return {"exchange" if name == "sync" else name: size for name, size in parts.items()}

@@ -6,7 +6,6 @@ import argparse
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.costs.inputs import model_config, read_counts
@@ -85,9 +84,7 @@ def _as_dict(
             "samples": samples,
             "histogram": options.histogram,
             "model": options.model,
-            "cost": asdict(model.cost),
-            "cluster": asdict(model.cluster),
-            "overlap": asdict(model.overlap),
+            **model.to_dict(),
         },
         "fill_padded": fill.padded,
         "fill_packed": fill.packed,

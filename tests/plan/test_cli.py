@@ -1,4 +1,4 @@
-"""The planner's command, its calibration, and how it reads recipes."""
+"""The command `python -m bert_unpad.plan`, its calibration, and how it reads recipes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner's picture can be read."""
+"""The picture of a plan can be read."""
 
 from __future__ import annotations
 
