@@ -23,7 +23,7 @@ from benchmarks.lib.training_runs import ROOT, trained
 from bert_unpad._files import write_text
 from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.pretrain.config import GrowthConfig
-from bert_unpad.pretrain.growth import Growth, Setting, plan_growth
+from bert_unpad.pretrain.growth import Growth, Setting, make_growth
 from bert_unpad.pretrain.output.report import is_reported
 
 LAYERS = 12
@@ -44,7 +44,7 @@ CONTENDERS = {
 
 def plan(name: str, seed: int, options: argparse.Namespace) -> Growth:
     setting = Setting(seed, options.steps, LAYERS, options.length)
-    return plan_growth(GrowthConfig(**CONTENDERS[name]), setting)
+    return make_growth(GrowthConfig(**CONTENDERS[name]), setting)
 
 
 def train(name: str, seed: int, options: argparse.Namespace) -> list[dict] | None:

@@ -11,8 +11,8 @@ __all__ = ["StopRequest"]
 class StopRequest:
     """Inside `with`, SIGTERM or SIGINT sets `signal` and does nothing else.
 
-    Further ones change nothing: a process often gets the same signal twice, from whoever stops the
-    job and from torchrun, which passes it on. SIGQUIT and SIGKILL still end a process at once.
+    Further signals change nothing: a process often gets the same one twice, from the job manager
+    and from torchrun, which passes it on. SIGQUIT and SIGKILL still end a process at once.
 
     A run that has saved and stopped exits with `exit_code`: 143 after SIGTERM, 130 after SIGINT,
     which is what a shell reports for a process that the signal has killed.

@@ -22,7 +22,7 @@ from bert_unpad.data.store.cache import default_cache_dir
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
 from bert_unpad.pretrain.evaluate import Evaluator
 from bert_unpad.pretrain.gradients.cuda_graphs import check_graphs
-from bert_unpad.pretrain.growth import Growth, Setting, plan_growth
+from bert_unpad.pretrain.growth import Growth, Setting, make_growth
 from bert_unpad.pretrain.interrupt import StopRequest
 from bert_unpad.pretrain.loop import Trainer
 from bert_unpad.pretrain.model import build_model, check_model
@@ -162,7 +162,7 @@ def _prepare_data(config: PretrainConfig, ranks: Ranks) -> PreparedData:
 def _growth(run: Run) -> Growth:
     """The stages of the run."""
     config = run.config
-    return plan_growth(
+    return make_growth(
         config.growth,
         Setting(
             config.seed,

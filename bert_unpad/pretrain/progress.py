@@ -21,7 +21,7 @@ class Progress:
     padded: int = 0
     """Tokens that the same sequences would be with padding."""
     flops: float = 0.0
-    """Of the model, forward and backward."""
+    """Floating-point operations of the model so far, forward and backward."""
     seconds: float = 0.0
     """Spent training."""
     stage: int = 0
@@ -37,10 +37,10 @@ class Progress:
     window: dict[str, float] = field(default_factory=dict)
     """Sums of the log's current interval."""
     window_seconds: float = 0.0
-    """Of `seconds`, those at the beginning of that interval."""
+    """Value of `seconds` at the beginning of the log's current interval."""
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """All fields as a JSON object."""
         return dataclasses.asdict(self)
 
     def add(self, counts: dict[str, float]) -> None:

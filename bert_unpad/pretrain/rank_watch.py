@@ -56,7 +56,7 @@ def open_store(rank: int, timeout: float) -> dist.Store:
 
     Raises:
         ConfigError: the variables are not set.
-        RankError: nobody keeps a store there within `timeout` seconds.
+        RankError: no process has opened a store there within `timeout` seconds.
     """
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
@@ -296,7 +296,7 @@ def _name(rank: int, record: Record) -> str:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Whether an error says that ranks have lost each other. gloo has no type of its own for it."""
+    """Whether an error says that ranks have lost each other. gloo has no exception type for it."""
     chain, at = [], error
     while at is not None and at not in chain:
         chain.append(at)

@@ -1,7 +1,7 @@
 """The processes of a run: joining them, their devices and threads, and sums over all of them.
 
 A run of one process never touches torch.distributed. With more, gloo carries CPU tensors and NCCL
-carries CUDA tensors; a gloo group of its own serves checkpoints, whose background thread must not
+carries CUDA tensors; a separate gloo group serves checkpoints, whose background thread must not
 interleave its collectives with those of training.
 """
 
@@ -39,7 +39,7 @@ class Ranks:
     node_size: int = 1
     """Processes of the run on this machine."""
     timeout: timedelta = timedelta(seconds=PretrainConfig.rank_timeout)
-    """Of the collectives of all groups."""
+    """Time limit of the collectives of all groups."""
     watch: RankWatch | None = None
     """What the ranks know of each other; None in a run of one process."""
 
@@ -106,7 +106,7 @@ class Ranks:
 class HostSums:
     """A few host numbers, added up over all ranks while the device is busy with something else.
 
-    The sum is on its way when the object exists. `on_device` orders the current CUDA stream behind
+    The sum is started by the constructor. `on_device` makes the current CUDA stream wait for
     it without waiting on the host (gloo has only a wait on the host); `on_host` waits for it.
     """
 
@@ -191,7 +191,7 @@ def _device(config: PretrainConfig, local_rank: int) -> torch.device:
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             "device",
-            f"process {local_rank} of this machine needs a GPU of its own, but PyTorch sees "
+            f"process {local_rank} of this machine needs its own GPU, but PyTorch sees "
             f"{torch.cuda.device_count()}",
         )
     device = torch.device("cuda", local_rank)

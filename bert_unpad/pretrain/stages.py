@@ -1,9 +1,9 @@
-"""The stages of a run: what trains in each, its optimizer, its replica and its data.
+"""The stages of a run: what trains in each, with which optimizer and data.
 
-A border between stages is crossed as a run is resumed, only that nothing goes through a file: the
-model grows, the optimizer is made anew for what trains now and takes over the states it can, DDP
-and clipping are made anew, and examples go on from the sampler's state. So a run that is killed on
-either side of a border repeats the one that was not.
+Entering a stage works like resuming a run, only without a file. The model grows. A new optimizer
+is made for what trains now and takes over the state of parameters that go on training. DDP and
+clipping are made again, and the sampler continues from its state. So a run that is killed before or
+after the border gives the same results as one that was not.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Stages:
 
     @property
     def is_last(self) -> bool:
-        """Whether the run ends in this stage, wherever that is."""
+        """Whether this is the last stage, in which the run ends."""
         return self.index == len(self.growth.stages) - 1
 
     def choose_layers(self) -> None:
@@ -86,7 +86,7 @@ class Stages:
     def forget_left_out(self) -> None:
         """Drops the gradients of layers that the update leaves out: they do not change then.
 
-        They are zero where gradients were exchanged apart from the backward pass.
+        These gradients are zero where ranks averaged them after the backward pass.
         """
         encoder = self._run.model.bert.encoder
         for layer, kept in zip(encoder.layer, encoder.kept or (), strict=False):
@@ -96,8 +96,8 @@ class Stages:
     def begin(self) -> None:
         """Makes ready for the next update, in the stage it belongs to.
 
-        A run that has passed a stage never goes back to it, wherever the configuration puts the
-        border now. Progress says from now on which stage the run is in.
+        A run never returns to a stage that it has passed, even if the configuration has moved the
+        border since. The run's progress records the stage.
         """
         self.sync.end()
         progress = self._run.progress

@@ -1,7 +1,7 @@
 """Feeds the training loop from streams: each rank reads its own part, ranks exchange examples.
 
-The counterpart of the sampler and `endless_steps`. Four threads hand steps on, each a bounded queue
-ahead of the next: reading, exchanging, collating, training.
+Stands in for the sampler and `endless_steps` where there is no index of lengths. Four threads work
+one after another, with a bounded queue between each two: reading, exchanging, collating, training.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bert_unpad.pretrain.ranks import Ranks
 __all__ = ["ExchangedFeed"]
 
 # Seconds that a rank waits for the others to stop as well. All stop after the same step, so no more
-# than a step lies between them; where one has failed, nobody may be left to wait for.
+# than a step lies between them; where one has failed, there may be no rank left to wait for.
 _STOP_SECONDS = 60.0
 _STOP_SECONDS_AFTER_ERROR = 2.0
 
@@ -76,7 +76,7 @@ class ExchangedFeed:
     def steps_left(self) -> int:
         """Steps of the current epoch still to come: as many as the rank with the most needs.
 
-        Of streamed text nobody knows (AttributeError), so the configuration refuses to count in
+        Unknown for streamed text (AttributeError), so the configuration refuses to count in
         epochs then.
         """
         sizes = self._stream.part_sizes(self._position.epoch)

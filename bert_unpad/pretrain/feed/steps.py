@@ -34,15 +34,15 @@ class Step:
     indices: np.ndarray
     """int64: the examples, as places in the training set (or ids, if it has no places)."""
     counts: dict[str, float]
-    """Of this rank: masked (tokens with a label), pairs (of next-sentence labels), sequences and
-    tokens."""
+    """Counts of this rank: masked (tokens with a label), pairs (with a next-sentence label),
+    sequences and tokens."""
     lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """int: real tokens of each sequence of all passes."""
     num_masked: int = 0
     """Tokens of them whose logits are needed."""
 
     def pin_memory(self) -> Step:
-        """The same step in page-locked memory."""
+        """A copy of the step in page-locked memory."""
         return replace(self, passes=tuple(inputs.pin_memory() for inputs in self.passes))
 
 
@@ -99,7 +99,7 @@ class FeedState:
     sampler: dict[str, Any]
     """Its state after the step."""
     straggler_efficiency: float | None
-    """Mean work over greatest work of a rank; None where nobody asks for it."""
+    """Mean work over greatest work of a rank; None where it is not worked out."""
     rows: int | None = None
     """Rows that the step's sequences are packed into, over all ranks; None: a row for each."""
 

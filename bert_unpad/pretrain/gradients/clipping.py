@@ -36,7 +36,7 @@ class GradientReport:
     clipped: Tensor
     """int64 []: parts of the gradient that were clipped on this rank."""
     parts: int
-    """Of how many: buckets, or 1; 0 where nothing is clipped."""
+    """Parts in all: DDP's buckets, or 1; 0 where nothing is clipped."""
     finite: Tensor
     """bool []: whether the averaged gradient is; the same on all ranks."""
 
@@ -142,7 +142,7 @@ class Clipping:
         return {"sizes": state["sizes"], "squares": ranks.sum(squares).tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from `state_dict`; other numbers of ranks start anew."""
+        """Continues from `state_dict`; after a change of the number of ranks it changes nothing."""
         if self._bucket is None or len(state.get("squares", ())) != self._ranks.world_size:
             return
         squares = state["squares"][self._ranks.rank]

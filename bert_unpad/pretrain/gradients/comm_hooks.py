@@ -81,7 +81,7 @@ class PowerSGD(CommHook):
             use_error_feedback=config.power_sgd_error_feedback,
         )
         # The hook starts its second collective when the first has ended. gloo calls back from
-        # threads of its own, so with several buckets ranks would start theirs in different orders.
+        # its own threads, so with several buckets ranks would start theirs in different orders.
         self.one_bucket = ranks.device.type == "cpu"
         self._device = ranks.device
 
@@ -89,9 +89,9 @@ class PowerSGD(CommHook):
         self.state.iter = done + SETTLING_PASSES
 
     def agree(self, finite: Tensor) -> Tensor:
-        """A gradient that is not finite must not stay in the memory, which then starts anew.
+        """Resets the memory after a gradient that is not finite, which would stay in it.
 
-        Matrices of zeros would stay zero for ever; any others that are the same on all ranks do.
+        Q must be the same on all ranks and not zero: a matrix of zeros would stay zero.
         """
         for error in self.state.error_dict.values():
             error.masked_fill_(~finite, 0.0)

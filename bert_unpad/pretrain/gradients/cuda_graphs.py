@@ -1,7 +1,7 @@
 """Forward and backward passes as CUDA graphs: one launch a pass instead of hundreds.
 
 Batches come padded to a few shapes (`bert_unpad.batch.graph_shapes`). The first batch of each shape
-runs a few times as usual, on a stream of its own, and is then captured, whole: forward pass, loss,
+runs a few times as usual, on its own stream, and is then captured, whole: forward pass, loss,
 backward pass into `.grad`. From then on a pass copies its inputs into the captured buffers and
 replays. All that differs from pass to pass is in buffers: the batch, the loss's factors, and the
 dropout keys, which are drawn outside as the model itself would
@@ -69,7 +69,8 @@ class StaticPass:
         model: in training mode.
         autocast: context of the forward pass.
         inputs: of the sizes that the buffers will have; copied.
-        rng_keys: likewise, or None for a model without dropout; not copied.
+        rng_keys: of the shape that the buffer will have, not copied; None for a model without
+            dropout.
     """
 
     def __init__(

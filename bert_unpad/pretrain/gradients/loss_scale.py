@@ -1,11 +1,11 @@
 """Loss scaling for fp16: Micikevicius et al., "Mixed precision training" (ICLR 2018).
 
-Gradients of fp16 activations underflow below 6e-8, so the loss is multiplied by a large number and
-gradients are divided by it again; where one overflows, the update is left out and the number is
-halved. `torch.amp.GradScaler` does this too, but finds what is not finite in a pass of its own over
-the gradients after the backward pass. Here a bucket is divided before it is clipped, while the
-backward pass goes on, and the average's being finite, which the clipping knows already and which is
-the same on all ranks, moves the scale. Its rule for that is GradScaler's, as are the settings.
+Gradients of fp16 activations underflow below 6e-8. So the loss is multiplied by a large number, the
+scale, and gradients are divided by it again. Where a gradient overflows, the update is left out and
+the scale is halved; after many updates without an overflow it is doubled. The rule and the settings
+are those of `torch.amp.GradScaler`, which looks for overflows in an extra pass over the gradients.
+Here each bucket is divided before it is clipped, during the backward pass. Clipping already knows
+whether the averaged gradient is finite, and all ranks agree; that result drives the scale.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Schedules of what trains when: one small file each, and what they are made of.
 
-A new one is a function `(GrowthConfig, Setting) -> Growth` in a file of its own, its name in
+A new one is a function `(GrowthConfig, Setting) -> Growth` in its own file, its name in
 `SCHEDULES` and in `GrowthConfig.name`.
 """
 
@@ -22,8 +22,8 @@ __all__ = [
     "add_layers",
     "cut_layers",
     "freeze",
+    "make_growth",
     "next_optimizer",
-    "plan_growth",
 ]
 
 
@@ -41,7 +41,7 @@ SCHEDULES: dict[str, Callable[[GrowthConfig, Setting], Growth]] = {
 }
 
 
-def plan_growth(config: GrowthConfig, setting: Setting) -> Growth:
+def make_growth(config: GrowthConfig, setting: Setting) -> Growth:
     """The schedule that the configuration names.
 
     Raises:

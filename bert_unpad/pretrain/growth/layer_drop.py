@@ -22,7 +22,7 @@ _STREAM = 0x4C41  # keeps this use of (seed, step) apart from others'
 
 
 def keep_probabilities(layers: int, step: int, theta: float, gamma: float) -> list[float]:
-    """Of each layer, from the bottom, in the update after `step` updates."""
+    """The keep probability of each layer, from the bottom, in the update after `step` updates."""
     now = (1.0 - theta) * math.exp(-gamma * step) + theta
     return [1.0 - index / layers * (1.0 - now) for index in range(layers)]
 

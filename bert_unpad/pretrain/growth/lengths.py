@@ -1,13 +1,13 @@
 """Short sequences first, then long ones, in one run: Devlin et al. (2019, arXiv:1810.04805, A.2).
 
 Attention costs the square of the length, and most of what a model learns it learns from short
-sequences. Each stage has data of its own, made of the same documents with the same vocabulary.
+sequences. Each stage has its own data, made of the same documents with the same vocabulary.
 """
 
 from __future__ import annotations
 
 from bert_unpad.pretrain.config import ConfigError, GrowthConfig
-from bert_unpad.pretrain.growth.stage import Growth, Setting, Stage, equal_shares, stage_ends
+from bert_unpad.pretrain.growth.stage import Growth, Setting, Stage, stage_ends, stage_shares
 
 __all__ = ["lengths"]
 
@@ -24,7 +24,7 @@ def lengths(config: GrowthConfig, setting: Setting) -> Growth:
             "growth.lengths",
             f"the last must be data.max_seq_length, {setting.max_seq_length}, got {longest}",
         )
-    ends = stage_ends(equal_shares(config, len(longest)), setting.total_steps)
+    ends = stage_ends(stage_shares(config, len(longest)), setting.total_steps)
     stages = tuple(
         Stage(end, setting.layers, length) for end, length in zip(ends, longest, strict=True)
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from bert_unpad.pretrain.config import ConfigError, GrowthConfig
-from bert_unpad.pretrain.growth.stage import Growth, Setting, Stage, equal_shares, stage_ends
+from bert_unpad.pretrain.growth.stage import Growth, Setting, Stage, stage_ends, stage_shares
 
 __all__ = ["mslt"]
 
@@ -30,7 +30,7 @@ def mslt(config: GrowthConfig, setting: Setting) -> Growth:
         raise ConfigError(
             "growth.layers", f"the last stage must have the model's {setting.layers}, got {counts}"
         )
-    shares = list(equal_shares(config, len(counts)))
+    shares = list(stage_shares(config, len(counts)))
     joint = config.joint_share or 0.0
     ends = stage_ends([*shares, joint] if joint else shares, setting.total_steps)
     stages = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from bert_unpad.pretrain.config import ConfigError, GrowthConfig
-from bert_unpad.pretrain.growth.stage import Growth, Setting, Stage, equal_shares, stage_ends
+from bert_unpad.pretrain.growth.stage import Growth, Setting, Stage, stage_ends, stage_shares
 
 __all__ = ["stacking"]
 
@@ -28,7 +28,7 @@ def stacking(config: GrowthConfig, setting: Setting) -> Growth:
         )
     if any(count > 2 * below for below, count in pairwise(counts)):
         raise ConfigError("growth.layers", f"a stage may at most double the layers, got {counts}")
-    ends = stage_ends(equal_shares(config, len(counts)), setting.total_steps)
+    ends = stage_ends(stage_shares(config, len(counts)), setting.total_steps)
     stages = tuple(
         # Copies of the topmost layers; of all of them, where the number doubles.
         Stage(end, count, setting.max_seq_length, sources=tuple(range(2 * below - count, below)))

@@ -14,7 +14,7 @@ from typing import Literal
 
 from bert_unpad.pretrain.config import ConfigError, GrowthConfig
 
-__all__ = ["Growth", "Setting", "Stage", "equal_shares", "stage_ends"]
+__all__ = ["Growth", "Setting", "Stage", "stage_ends", "stage_shares"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Growth:
         return self.stages[index - 1].end if index else 0
 
 
-def equal_shares(config: GrowthConfig, stages: int) -> list[float]:
+def stage_shares(config: GrowthConfig, stages: int) -> list[float]:
     """The shares of the updates given, or equal ones."""
     if config.shares is None:
         return [(1.0 - (config.joint_share or 0.0)) / stages] * stages

@@ -156,7 +156,7 @@ class Checkpointer:
         model.load_state_dict(state["model"])
         local = local_optimizer(optimizer)
         given = [dict(group) for group in local.param_groups]
-        # Its parameter groups are asked for anew: only their names of parameters are needed.
+        # Of the parameter groups only the names of the parameters are needed.
         groups = get_optimizer_state_dict(model, local)["param_groups"]
         set_optimizer_state_dict(
             model, local, {"state": state["optimizer"], "param_groups": groups}

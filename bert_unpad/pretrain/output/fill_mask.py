@@ -18,7 +18,7 @@ class FilledText:
     """One example."""
 
     text: str
-    """As the model has seen it."""
+    """The text with its masks, as the model has seen it."""
     guesses: tuple[tuple[str, str, float], ...]
     """For each token to predict: what was there, what the model says, its probability."""
 

@@ -22,7 +22,7 @@ class MatmulPeak:
     """The best rate seen."""
 
     flops_per_second: float
-    """Of one process; a multiply-add is 2 operations."""
+    """Rate of one process; a multiply-add is 2 operations."""
     size: int
     """The matrices were [size, size]."""
     dtype: torch.dtype

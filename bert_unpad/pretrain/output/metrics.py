@@ -64,7 +64,7 @@ def drop_later_examples(run_dir: Path, step: int, first_rank: int) -> None:
     """Drops the lines past `step` from the files that an earlier start with more ranks has left.
 
     Args:
-        first_rank: ranks from here on open no file of their own now.
+        first_rank: the first rank that no longer writes such a file.
     """
     for path in run_dir.glob("examples.rank*.jsonl"):
         number = path.name.removeprefix("examples.rank").removesuffix(".jsonl")
@@ -99,7 +99,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """Up to now."""
+        """Seconds up to now."""
         return self._seconds + time.perf_counter() - self._started
 
     @contextmanager

@@ -38,8 +38,8 @@ def build_optimizer(
     """The optimizer over all parameters; biases and LayerNorm weights are not decayed.
 
     adamw and fused_adam: Loshchilov and Hutter (2019, arXiv:1711.05101). lamb: You et al. (2020,
-    arXiv:1904.00962), lans: Zheng et al. (2020, arXiv:2006.13484); without a bound on the gradient
-    of their own, which `clip` sets.
+    arXiv:1904.00962), lans: Zheng et al. (2020, arXiv:2006.13484); without their
+    own bound on the gradient, which `clip` sets.
 
     Args:
         model: on its device.

@@ -26,8 +26,8 @@ from bert_unpad.pretrain.growth import (
     add_layers,
     cut_layers,
     freeze,
+    make_growth,
     next_optimizer,
-    plan_growth,
 )
 from bert_unpad.pretrain.growth.layer_drop import keep_probabilities
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
@@ -38,7 +38,7 @@ SETTING = Setting(seed=3, total_steps=100, layers=12, max_seq_length=128)
 
 
 def _plan(**settings) -> tuple[Stage, ...]:
-    return plan_growth(GrowthConfig(**settings), SETTING).stages
+    return make_growth(GrowthConfig(**settings), SETTING).stages
 
 
 def test_stages_of_multi_stage_training():
@@ -75,7 +75,7 @@ def test_stages_of_stacking_and_lengths():
 )
 def test_plans_that_do_not_fit(settings, key):
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
-        plan_growth(GrowthConfig(**settings), SETTING)
+        make_growth(GrowthConfig(**settings), SETTING)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_settings_that_do_not_fit(arguments, key):
 def test_layers_are_dropped_as_often_as_the_paper_says():
     setting = Setting(seed=5, total_steps=1000, layers=6, max_seq_length=8)
     config = GrowthConfig(name="layer_drop", theta=0.4, gamma=0.01)
-    growth = plan_growth(config, setting)
-    assert growth.kept(17) == plan_growth(config, setting).kept(17)
+    growth = make_growth(config, setting)
+    assert growth.kept(17) == make_growth(config, setting).kept(17)
     chosen = np.array([growth.kept(step) for step in range(1000)])
     expected = np.array([keep_probabilities(6, step, 0.4, 0.01) for step in range(1000)])
     assert keep_probabilities(6, 0, 0.4, 0.01) == [1.0] * 6
