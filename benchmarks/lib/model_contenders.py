@@ -20,7 +20,7 @@ from benchmarks.lib import model_steps
 from benchmarks.lib.peers import Attend, PaddedInputs, Peers, by_flash, by_flash_attn
 from bert_unpad import ops
 from bert_unpad.batch import PackedInputs
-from bert_unpad.batch.graph_shapes import Buckets
+from bert_unpad.batch.graph_shapes import GraphShapes
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.optim import FusedAdam, decay_groups
 
@@ -75,8 +75,8 @@ def _graph_step(
     autocast = torch.autocast(setup.device.type, torch.bfloat16, cache_enabled=False)
     runner = GraphRunner(model, autocast)
     batch = setup.inputs.batch
-    buckets = Buckets(batch.batch_size, setup.max_length, model_steps.MASKED)
-    inputs = buckets.pad(setup.inputs)
+    shapes = GraphShapes(batch.batch_size, setup.max_length, model_steps.MASKED)
+    inputs = shapes.pad(setup.inputs)
     if setup.device.type == "cuda":
         inputs = inputs.pin_memory()
     scale = torch.tensor([1 / setup.inputs.num_masked, 1 / batch.batch_size], device=setup.device)

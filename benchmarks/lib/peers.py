@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bert_unpad.batch import PackedInputs, VarlenBatch, pad
-from bert_unpad.batch._fields import map_tensors, tensor_fields
+from bert_unpad.batch.tensor_fields import map_tensors, tensor_fields
 
 # q, k, v [T, heads, head_dim], their packing, dropout_p -> [T, heads, head_dim]
 Attend = Callable[[Tensor, Tensor, Tensor, VarlenBatch, float], Tensor]

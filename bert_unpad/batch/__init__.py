@@ -1,7 +1,7 @@
 """Batches without padding.
 
-`VarlenBatch` describes how sequences lie packed, `unpad` and `pad` convert between the padded
-[B, S, ...] and the packed [T, ...] layout, and `PackedInputs` is one packed pretraining batch.
+`VarlenBatch` describes how sequences are packed. `unpad` and `pad` convert between the padded
+[B, S, ...] and the packed [T, ...] layout. `PackedInputs` is one packed pretraining batch.
 """
 
 from bert_unpad.batch.inputs import PackedInputs, QueryRows

@@ -8,46 +8,44 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bert_unpad.batch._fields import map_tensors, tensor_fields
+from bert_unpad.batch.tensor_fields import map_tensors, tensor_fields
 from bert_unpad.batch.varlen import VarlenBatch
 
-__all__ = ["IGNORE", "PackedInputs", "QueryRows"]
-
 IGNORE = -100
-"""The label of what no loss counts."""
+"""The label of tokens and sequences that no loss counts."""
 
 
 @dataclass(frozen=True, eq=False)
 class QueryRows:
     """The rows that the last encoder layer computes: first tokens and masked tokens, Q in all.
 
-    The pretraining loss reads nothing else of the last layer's output, so the layer takes queries
-    (and everything after attention) for these rows alone, and keys and values for all tokens.
+    The pretraining loss reads nothing else of the last layer's output. So the layer computes
+    queries, and everything after attention, for these rows only; keys and values for all tokens.
     N is the number of sequences that are not empty; only they have a first token.
     """
 
     positions: Tensor
-    """int64 [Q], ascending: query row -> row of the packed buffer."""
+    """int64 [Q], ascending: the row of the packed buffer that each query row reads."""
     cu_seqlens: Tensor
     """int32 [B + 1]: sequence b owns the query rows cu_seqlens[b] : cu_seqlens[b + 1]."""
     max_seqlen: int
-    """The most query rows of any one sequence."""
+    """The largest number of query rows of a sequence."""
     mlm_rows: Tensor
-    """int64 [M]: masked token -> query row."""
+    """int64 [M]: the query row of each masked token."""
     cls_rows: Tensor
-    """int64 [N]: sequence that is not empty -> query row of its first token."""
+    """int64 [N]: the query row of each first token."""
     cls_positions: Tensor
-    """int64 [N]: the same -> row of the packed buffer."""
+    """int64 [N]: the row of the packed buffer of each first token."""
     cls_sequences: Tensor
-    """int64 [N]: the same -> index within the batch."""
+    """int64 [N]: the index within the batch of the sequence that each first token starts."""
     cls_labels: Tensor
-    """int64 [N]: next-sentence labels of the same."""
+    """int64 [N]: the next-sentence label of the sequence that each first token starts."""
 
     @classmethod
     def build(
         cls, cu_seqlens: np.ndarray, masked_positions: np.ndarray, labels: Tensor
     ) -> QueryRows:
-        """From the host copies of cu_seqlens [B + 1], masked_positions [M] and labels [B]."""
+        """Derives the rows from host copies of cu_seqlens [B + 1], masked_positions [M], labels [B]."""
         starts = cu_seqlens[:-1].astype(np.int64)
         sequences = np.flatnonzero(np.diff(cu_seqlens))
         first = starts[sequences]
@@ -65,12 +63,12 @@ class QueryRows:
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> QueryRows:
-        """The same rows on `device`."""
+        """Returns the same rows on `device`."""
         names = tensor_fields(self)
         return map_tensors(self, names, lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> QueryRows:
-        """The same rows in page-locked host memory."""
+        """Returns the same rows in page-locked host memory."""
         return map_tensors(self, tensor_fields(self), Tensor.pin_memory)
 
 
@@ -82,19 +80,20 @@ class PackedInputs:
     """
 
     batch: VarlenBatch
+    """How the sequences are packed."""
     input_ids: Tensor
-    """int64 [T]."""
+    """int64 [T]: token ids, with masked tokens replaced."""
     token_type_ids: Tensor
-    """int64 [T]."""
+    """int64 [T]: 0 in the first segment, 1 in the second."""
     masked_positions: Tensor
     """int64 [M], ascending: rows of the packed buffer whose token is to be predicted."""
     masked_labels: Tensor
-    """int64 [M]: the tokens that were there; -100 is left out of the loss."""
+    """int64 [M]: the original tokens at these rows; the loss ignores -100."""
     next_sentence_labels: Tensor
     """int64 [B]: 0 = the second segment follows the first, 1 = it is a random one (Hugging Face's
     convention), -100 = none."""
     query_rows: QueryRows
-    """What the last layer computes; derived by `build`."""
+    """The rows that the last layer computes; `build` derives them."""
 
     @classmethod
     def build(
@@ -108,7 +107,7 @@ class PackedInputs:
     ) -> PackedInputs:
         """Checks host tensors and derives the rows of the last layer from them.
 
-        What is left out is taken as: token types of 0, no masked tokens, no next-sentence labels.
+        Defaults of what is left out: token types of 0, no masked tokens, no next-sentence labels.
 
         Raises:
             TypeError: a tensor is not int64.
@@ -118,14 +117,14 @@ class PackedInputs:
         if token_type_ids is None:
             token_type_ids = torch.zeros(batch.total, dtype=torch.int64)
         if (masked_positions is None) != (masked_labels is None):
-            raise ValueError("masked_positions and masked_labels go together: give both or none")
+            raise ValueError("masked_positions and masked_labels: expected both or none, got one")
         if masked_positions is None or masked_labels is None:
             masked_positions = masked_labels = torch.empty(0, dtype=torch.int64)
         if next_sentence_labels is None:
             next_sentence_labels = torch.full((batch.batch_size,), IGNORE, dtype=torch.int64)
 
         if batch.device.type != "cpu":
-            raise ValueError(f"batch must be on the CPU, got {batch.device}; move the result")
+            raise ValueError(f"batch: expected the CPU, got {batch.device}; move the result")
         masked = masked_positions.shape[0] if masked_positions.dim() else 0
         for name, tensor, size in (
             ("input_ids", input_ids, batch.total),
@@ -135,16 +134,19 @@ class PackedInputs:
             ("next_sentence_labels", next_sentence_labels, batch.batch_size),
         ):
             if tensor.dtype != torch.int64:
-                raise TypeError(f"{name} must be int64, got {tensor.dtype}")
+                raise TypeError(f"{name}: expected int64, got {tensor.dtype}")
             if tensor.device.type != "cpu":
-                raise ValueError(f"{name} must be on the CPU, got {tensor.device}; move the result")
+                raise ValueError(f"{name}: expected the CPU, got {tensor.device}; move the result")
             if tuple(tensor.shape) != (size,):
-                raise ValueError(f"{name} must have shape [{size}], got {list(tensor.shape)}")
+                raise ValueError(f"{name}: expected shape [{size}], got {list(tensor.shape)}")
         positions = masked_positions.numpy()
         if masked and (positions[0] < 0 or positions[-1] >= batch.total):
-            raise ValueError(f"masked_positions must lie in 0 .. {batch.total - 1}")
+            raise ValueError(
+                f"masked_positions: expected rows in 0 .. {batch.total - 1}, "
+                f"got {positions[0]} .. {positions[-1]}"
+            )
         if (np.diff(positions) <= 0).any():
-            raise ValueError("masked_positions must be strictly ascending")
+            raise ValueError("masked_positions: expected strictly ascending rows")
         return cls(
             batch=batch,
             input_ids=input_ids,
@@ -159,20 +161,20 @@ class PackedInputs:
 
     @property
     def device(self) -> torch.device:
-        """The device of the data."""
+        """The device that holds the data."""
         return self.input_ids.device
 
     @property
     def num_masked(self) -> int:
-        """M, the number of masked tokens."""
+        """The number of masked tokens M."""
         return self.masked_positions.shape[0]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedInputs:
-        """The same inputs on `device`; the batch's host tensors stay on the host."""
+        """Returns the same inputs on `device`; the batch's host tensors stay on the host."""
         names = (*tensor_fields(self), "batch", "query_rows")
         return map_tensors(self, names, lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedInputs:
-        """The same inputs in page-locked host memory; `torch.utils.data.DataLoader` calls this."""
+        """Returns the inputs in page-locked host memory; `torch.utils.data.DataLoader` calls it."""
         names = (*tensor_fields(self), "batch", "query_rows")
         return map_tensors(self, names, lambda part: part.pin_memory())

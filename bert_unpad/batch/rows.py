@@ -1,16 +1,14 @@
-"""Gathering and scattering whole rows, each the other's backward pass.
+"""Gather and scatter of whole rows; each is the backward pass of the other.
 
-PyTorch's backward pass of a gather adds rows up, since an index might occur twice: on a GPU with
-float atomics, on a CPU row by row. Here none does (but for rows whose gradient is zero), so a plain
-copy will do: the same bits in every run, and nothing is read first.
+An index might occur twice, so PyTorch's backward pass of a gather adds rows up: with float atomics
+on a GPU, row by row on a CPU. Here no index occurs twice, except for rows whose gradient is zero.
+So the backward pass is a plain copy: it gives the same bits in every run and reads no old values.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-__all__ = ["gather_rows", "scatter_rows"]
 
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
@@ -19,25 +17,25 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     Args:
         x: [R, ...].
         indices: int64 [N], within 0 .. R - 1, on x's device. An index may occur twice only if the
-            rows' gradients are zero: the backward pass keeps one of them.
+            gradients of its rows are zero: the backward pass keeps only one of them.
 
     Returns:
-        [N, ...].
+        The gathered rows, [N, ...].
     """
     return _Gather.apply(x, indices)
 
 
 def scatter_rows(x: Tensor, indices: Tensor, rows: int, value: float = 0) -> Tensor:
-    """The opposite: a buffer filled with `value`, and row i of x at row indices[i]. Differentiable.
+    """Copies row i of x to row indices[i] of a buffer filled with `value`. Differentiable.
 
     Args:
         x: [N, ...].
         indices: int64 [N], as in `gather_rows`.
-        rows: R, of the result.
-        value: of the rows that no index names.
+        rows: number of rows R of the result.
+        value: fills the rows that no index names.
 
     Returns:
-        [R, ...].
+        The buffer, [R, ...].
     """
     return _Scatter.apply(x, indices, rows, value)
 

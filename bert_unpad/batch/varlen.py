@@ -1,8 +1,8 @@
-"""How a batch of sequences of different lengths lies packed end to end, without padding.
+"""How sequences of different lengths are packed end to end, without padding.
 
 Everything that the host has to know about a batch (its lengths, the longest one, the token count,
-the length groups) is worked out here once, on the CPU, so that a training step never waits for the
-device to tell it a size.
+the length groups) is computed here once, on the CPU. So a training step never waits for the device
+to learn a size.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from bert_unpad import _balancer
-from bert_unpad.batch._fields import map_tensors
-
-__all__ = ["LengthGroup", "VarlenBatch"]
+from bert_unpad.batch.tensor_fields import map_tensors
 
 # More groups than this cost more in kernel launches than the finer grid sizes save.
 MAX_GROUPS = 4
@@ -31,43 +29,43 @@ class LengthGroup(NamedTuple):
     """Sequences of similar length, which attention can process with one launch configuration."""
 
     max_seqlen: int
-    """The longest length in the group."""
+    """The length of the longest sequence in the group."""
     sequences: tuple[int, ...]
-    """Indices of the sequences within the batch."""
+    """The indices of the group's sequences within the batch."""
 
 
 @dataclass(frozen=True, eq=False)
 class VarlenBatch:
-    """How B sequences with T tokens in all lie in one packed [T, ...] buffer.
+    """How B sequences with T tokens in all are packed into one [T, ...] buffer.
 
     Sequence b owns the rows `cu_seqlens[b] : cu_seqlens[b + 1]`. Lengths of 0, B = 0 and T = 0 are
     legal. Make one with `from_lengths` or `from_mask`; both validate their argument, once.
     """
 
     lengths: Tensor
-    """int32 [B], on the host."""
+    """int32 [B], on the host: the length of each sequence."""
     cu_seqlens: Tensor
     """int32 [B + 1], on the device of the data: 0, then the running sum of the lengths."""
     cu_seqlens_host: Tensor
-    """int32 [B + 1]: the same numbers on the host."""
+    """int32 [B + 1]: `cu_seqlens` on the host."""
     max_seqlen: int
-    """The longest length; 0 if there is none."""
+    """The length of the longest sequence; 0 if there is none."""
     total: int
-    """T, the number of tokens."""
+    """The number of tokens T."""
     seqlen: int
-    """S, the length of the padded layout: that of the mask, or max_seqlen if made from lengths."""
+    """The length S of the padded layout: that of the mask, or max_seqlen if made from lengths."""
     indices: Tensor
-    """int64 [T], on the device: packed row -> b * seqlen + s, its row in the padded layout."""
+    """int64 [T], on the device: the row b * seqlen + s of each token in the padded layout."""
     position_ids: Tensor
-    """int64 [T], on the device. From lengths: 0 .. length - 1 in each sequence. From a mask: the
-    column s, which is the position that Hugging Face's BERT gives the token."""
+    """int64 [T], on the device: the position of each token. From lengths: 0 .. length - 1 in each
+    sequence. From a mask: the column s, the position that Hugging Face's BERT gives the token."""
     order: Tensor
-    """int32 [B], on the device: the sequences longest first, those of a length as they lie. Started
-    in this order, short ones fill the gaps that the long ones leave."""
+    """int32 [B], on the device: the sequences, longest first; sequences of equal length keep their
+    order. A GPU starts them in this order, so that short ones fill the gaps between long ones."""
 
     @property
     def batch_size(self) -> int:
-        """B, the number of sequences, empty ones included."""
+        """The number of sequences B, including empty ones."""
         return self.lengths.shape[0]
 
     @property
@@ -77,20 +75,21 @@ class VarlenBatch:
 
     @property
     def fill(self) -> float:
-        """Real tokens as a fraction of the padded layout's B * S; 1.0 if that is empty."""
+        """The share of the padded layout's B * S positions that hold tokens; 1.0 if B * S is 0."""
         rows = self.batch_size * self.seqlen
         return self.total / rows if rows else 1.0
 
     @cached_property
     def groups(self) -> tuple[LengthGroup, ...]:
-        """At most 4 groups of sequences of similar length, longest first; computed on first use."""
+        """Up to 4 groups of sequences of similar length, longest first; computed on first use."""
         found = _balancer.length_groups(self.lengths.numpy(), MAX_GROUPS)
         return tuple(LengthGroup(int(longest), tuple(members)) for longest, members in found)
 
     @cached_property
     def group_sizes(self) -> Tensor:
-        """int32 [G, 3], on the host: (sequences, longest query run, longest key run) of each group
-        for self-attention; the groups are consecutive runs of `order`. [[0, 0, 0]] if B is 0.
+        """int32 [G, 3], on the host: number of sequences, longest query length and longest key
+        length of each group, for self-attention. Groups are consecutive parts of `order`. If B is
+        0, this is [[0, 0, 0]].
 
         Computed on first use by code that `torch.compile` cannot trace: read it once before a
         compiled function does.
@@ -108,26 +107,26 @@ class VarlenBatch:
 
         Args:
             lengths: non-negative integers [B].
-            device: where the packed data will be; by default where `lengths` is.
+            device: the device of the packed data; by default that of `lengths`.
 
         Raises:
             TypeError: the lengths are not integers.
-            ValueError: they are not 1-D, one is negative, or their sum exceeds the int32 range; no
-                memory has been asked for then.
+            ValueError: they are not 1-D, one is negative, or their sum exceeds the int32 range
+                (checked before any memory is allocated).
         """
         if device is None:
             device = lengths.device if isinstance(lengths, Tensor) else "cpu"
         host = lengths.detach().cpu().numpy() if isinstance(lengths, Tensor) else lengths
         host = np.asarray(host)
         if host.ndim != 1:
-            raise ValueError(f"lengths must be 1-D [batch], got shape {list(host.shape)}")
+            raise ValueError(f"lengths: expected shape [batch], got {list(host.shape)}")
         if host.size == 0:
             host = host.astype(np.int64)  # numpy calls an empty list float64
         if host.dtype.kind not in "iu":
-            raise TypeError(f"lengths must be integers, got {host.dtype}")
+            raise TypeError(f"lengths: expected integers, got {host.dtype}")
         if host.size and host.min() < 0:
-            raise ValueError(f"lengths must be >= 0, got {int(host.min())}")
-        # Before any memory is asked for, and before a sum of int64 could overflow.
+            raise ValueError(f"lengths: expected 0 or more, got {int(host.min())}")
+        # Check before allocating memory, and before a sum of int64 could overflow.
         seqlen = int(host.max(initial=0))
         _check_total(seqlen)
         host = host.astype(np.int64)
@@ -139,29 +138,29 @@ class VarlenBatch:
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> VarlenBatch:
-        """Describes the tokens that a padded batch's attention mask marks with 1.
+        """Describes the tokens that the attention mask of a padded batch marks with 1.
 
-        The ones may lie anywhere: padding on either side, holes and rows of zeros are all right.
-        A mask on an accelerator is copied to the host, which waits for the device this one time.
+        The ones may be anywhere: padding on either side, holes and rows of zeros are allowed.
+        A mask on an accelerator is copied to the host, which waits for the device this once.
 
         Args:
             mask: [B, S], bool, integer or floating point, of zeros and ones only.
 
         Raises:
-            TypeError: not a tensor, or a complex one.
-            ValueError: not 2-D, or an element is neither 0 nor 1 (for example an additive mask).
+            TypeError: the mask is not a tensor, or is complex.
+            ValueError: it is not 2-D, or holds anything but 0 and 1 (as an additive mask does).
         """
         if not isinstance(mask, Tensor):
-            raise TypeError(f"mask must be a torch.Tensor, got {type(mask).__name__}")
+            raise TypeError(f"mask: expected a torch.Tensor, got {type(mask).__name__}")
         if mask.is_complex():
-            raise TypeError(f"mask must be bool, integer or floating point, got {mask.dtype}")
+            raise TypeError(f"mask: expected bool, integer or floating point, got {mask.dtype}")
         if mask.dim() != 2:
-            raise ValueError(f"mask must be 2-D [batch, seqlen], got shape {list(mask.shape)}")
+            raise ValueError(f"mask: expected shape [batch, seqlen], got {list(mask.shape)}")
         host = mask.detach().cpu()
         ones = host == 1
         if not bool((ones | (host == 0)).all()):
             raise ValueError(
-                "mask must hold only 0 (padding) and 1 (token); "
+                "mask: expected only 0 (padding) and 1 (token); "
                 "an additive mask (0 and a large negative number) is not supported"
             )
         kept = ones.numpy()
@@ -199,16 +198,16 @@ class VarlenBatch:
         return batch if device.type == "cpu" else batch.to(device, non_blocking=True)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> VarlenBatch:
-        """The same batch with its device tensors on `device`; the host tensors stay shared."""
+        """Returns the batch with its device tensors on `device`; host tensors are shared."""
         return map_tensors(
             self, DEVICE_TENSORS, lambda tensor: tensor.to(device, non_blocking=non_blocking)
         )
 
     def pin_memory(self) -> VarlenBatch:
-        """The same batch in page-locked host memory, for asynchronous copies to an accelerator."""
+        """Returns the batch in page-locked host memory, for asynchronous copies to a GPU."""
         return map_tensors(self, DEVICE_TENSORS, Tensor.pin_memory)
 
 
 def _check_total(tokens: int) -> None:
     if tokens > _INT32_MAX:
-        raise ValueError(f"a batch may hold at most 2**31 - 1 tokens, got {tokens}")
+        raise ValueError(f"lengths: expected at most 2**31 - 1 tokens in a batch, got {tokens}")

@@ -85,10 +85,10 @@ def test_from_lengths_without_tokens(lengths):
 @pytest.mark.parametrize(
     ("lengths", "error", "message"),
     [
-        ([[1, 2]], ValueError, "lengths must be 1-D"),
-        ([1, -2], ValueError, "lengths must be >= 0, got -2"),
-        ([1.5, 2.0], TypeError, "lengths must be integers"),
-        (torch.tensor([True]), TypeError, "lengths must be integers"),
+        ([[1, 2]], ValueError, "lengths: expected shape"),
+        ([1, -2], ValueError, "lengths: expected 0 or more, got -2"),
+        ([1.5, 2.0], TypeError, "lengths: expected integers"),
+        (torch.tensor([True]), TypeError, "lengths: expected integers"),
     ],
 )
 def test_from_lengths_refuses(lengths, error, message):
@@ -108,7 +108,7 @@ for lengths in (*lists, torch.tensor([2**62] * 4), np.array([2**64 - 1], np.uint
     try:
         VarlenBatch.from_lengths(lengths)
     except ValueError as error:
-        assert "a batch may hold at most 2**31 - 1 tokens, got " in str(error), error
+        assert "lengths: expected at most 2**31 - 1 tokens in a batch, got " in str(error), error
     else:
         raise AssertionError(lengths)
 """
@@ -122,9 +122,9 @@ def test_from_lengths_refuses_too_many_tokens_before_it_asks_for_memory():
 @pytest.mark.parametrize(
     ("mask", "error", "message"),
     [
-        ([[1, 0]], TypeError, "mask must be a torch.Tensor"),
-        (torch.ones(3), ValueError, "mask must be 2-D"),
-        (torch.ones(1, 1, 2, 2), ValueError, "mask must be 2-D"),
+        ([[1, 0]], TypeError, "mask: expected a torch.Tensor"),
+        (torch.ones(3), ValueError, "mask: expected shape"),
+        (torch.ones(1, 1, 2, 2), ValueError, "mask: expected shape"),
         (torch.tensor([[1, 2]]), ValueError, "only 0"),
         (torch.tensor([[0.0, -1e4]]), ValueError, "additive mask"),
         (torch.tensor([[1.0, float("nan")]]), ValueError, "only 0"),
@@ -174,9 +174,9 @@ def test_unpad_takes_rows_that_are_not_contiguous_and_integers():
 
 def test_unpad_and_pad_refuse_other_shapes():
     batch = VarlenBatch.from_mask(mask_of("holes"))
-    with pytest.raises(ValueError, match=r"x must have shape \[2, 4\]"):
+    with pytest.raises(ValueError, match=r"x: expected shape \[2, 4\]"):
         unpad(torch.zeros(4, 2, 8), batch)
-    with pytest.raises(ValueError, match=r"x must have shape \[5, ...\]"):
+    with pytest.raises(ValueError, match=r"x: expected shape \[5, ...\]"):
         pad(torch.zeros(4, 8), batch)
 
 
@@ -292,14 +292,18 @@ def test_packed_inputs_survive_pickling_and_moving():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"input_ids": torch.arange(7)}, ValueError, r"input_ids must have shape \[8\]"),
-        ({"input_ids": torch.zeros(8)}, TypeError, "input_ids must be int64"),
-        ({"masked_labels": torch.tensor([1])}, ValueError, "masked_labels must have shape"),
-        ({"masked_labels": None}, ValueError, "go together"),
-        ({"masked_positions": torch.tensor([1, 3, 8])}, ValueError, "must lie in 0 .. 7"),
+        ({"input_ids": torch.arange(7)}, ValueError, r"input_ids: expected shape \[8\]"),
+        ({"input_ids": torch.zeros(8)}, TypeError, "input_ids: expected int64"),
+        ({"masked_labels": torch.tensor([1])}, ValueError, "masked_labels: expected shape"),
+        ({"masked_labels": None}, ValueError, "expected both or none"),
+        (
+            {"masked_positions": torch.tensor([1, 3, 8])},
+            ValueError,
+            "got 1 .. 8",
+        ),
         ({"masked_positions": torch.tensor([1, 3, 3])}, ValueError, "strictly ascending"),
         ({"next_sentence_labels": torch.tensor([0])}, ValueError, "next_sentence_labels"),
-        ({"input_ids": torch.arange(8, device="meta")}, ValueError, "must be on the CPU"),
+        ({"input_ids": torch.arange(8, device="meta")}, ValueError, "expected the CPU"),
     ],
 )
 def test_packed_inputs_refuse(change, error, message):

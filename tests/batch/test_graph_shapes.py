@@ -1,4 +1,4 @@
-"""Padding a packed batch to a bucket's sizes: real tokens get the same results."""
+"""Padding a packed batch to a graph shape: real tokens get the same results."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from bert_unpad import ops
 from bert_unpad.batch import PackedInputs, VarlenBatch, pad, unpad
-from bert_unpad.batch.graph_shapes import Bucket, Buckets, pad_to
+from bert_unpad.batch.graph_shapes import GraphShape, GraphShapes, pad_to
 from bert_unpad.nn import BertForPreTraining
 from tests.nn.test_bert import TINY, backward, make_inputs, make_model
 from tests.support.tolerances import assert_same_gradients, assert_same_values
 
 BATCHES = [[12, 9, 0, 5, 1], [24, 24, 24, 24, 24, 24], [3] * 9, [], [0, 0], [1]]
-BUCKETS = Buckets(sequences=6, max_seqlen=TINY.max_position_embeddings, masked_share=0.15)
+SHAPES = GraphShapes(sequences=6, max_seqlen=TINY.max_position_embeddings, masked_share=0.15)
 
 
 def sizes(inputs: PackedInputs) -> tuple[int, ...]:
@@ -28,39 +28,39 @@ def sizes(inputs: PackedInputs) -> tuple[int, ...]:
     )
 
 
-def expected_sizes(bucket: Bucket) -> tuple[int, ...]:
+def expected_sizes(shape: GraphShape) -> tuple[int, ...]:
     return (
-        *(bucket.tokens, bucket.sequences, bucket.max_seqlen, bucket.max_seqlen),
-        *(bucket.max_query_rows, bucket.query_rows, bucket.masked, bucket.first_tokens),
-        bucket.masked,
+        *(shape.tokens, shape.sequences, shape.max_seqlen, shape.max_seqlen),
+        *(shape.max_query_rows, shape.query_rows, shape.masked, shape.first_tokens),
+        shape.masked,
     )
 
 
 @pytest.mark.parametrize("masked_fraction", [0.0, 0.15, 1.0])
 @pytest.mark.parametrize("lengths", BATCHES)
-def test_a_padded_batch_has_the_bucket_s_sizes(lengths: list[int], masked_fraction: float) -> None:
+def test_a_padded_batch_has_the_shape(lengths: list[int], masked_fraction: float) -> None:
     inputs = make_inputs(lengths, masked_fraction=masked_fraction)
-    bucket = BUCKETS.choose(inputs)
-    padded = pad_to(inputs, bucket)
-    assert sizes(padded) == expected_sizes(bucket)
+    shape = SHAPES.choose(inputs)
+    padded = pad_to(inputs, shape)
+    assert sizes(padded) == expected_sizes(shape)
     batch, rows, total = padded.batch, padded.query_rows, inputs.batch.total
     # The packing is valid, and real sequences lie where they lay.
-    assert batch.cu_seqlens[-1] == len(batch.indices) == len(batch.position_ids) == bucket.tokens
+    assert batch.cu_seqlens[-1] == len(batch.indices) == len(batch.position_ids) == shape.tokens
     assert batch.lengths[: len(lengths)].tolist() == lengths
-    assert batch.lengths.max() <= bucket.max_seqlen
-    assert torch.equal(torch.sort(batch.order).values, torch.arange(bucket.sequences).int())
+    assert batch.lengths.max() <= shape.max_seqlen
+    assert torch.equal(torch.sort(batch.order).values, torch.arange(shape.sequences).int())
     assert torch.equal(batch.lengths[batch.order.long()].sort(descending=True).values,
                        batch.lengths[batch.order.long()])  # fmt: skip
     assert torch.equal(padded.input_ids[:total], inputs.input_ids)
     assert torch.equal(batch.position_ids[:total], inputs.batch.position_ids)
-    assert (batch.position_ids < bucket.max_seqlen).all()
-    x = torch.randn(bucket.tokens, 2)
+    assert (batch.position_ids < shape.max_seqlen).all()
+    x = torch.randn(shape.tokens, 2)
     assert torch.equal(unpad(pad(x, batch), batch), x)
     # So are the last layer's rows; what is added lies in the added tokens and has no label.
     count = len(inputs.query_rows.positions)
     assert torch.equal(rows.positions[:count], inputs.query_rows.positions)
     assert (rows.positions[count:] >= total).all()
-    assert (rows.positions[count:] < bucket.tokens).all()
+    assert (rows.positions[count:] < shape.tokens).all()
     assert rows.cu_seqlens[-1] == len(rows.positions)
     assert 0 <= rows.cu_seqlens.diff().min() <= rows.cu_seqlens.diff().max() <= rows.max_seqlen
     assert (rows.mlm_rows[inputs.num_masked :] >= count).all()
@@ -82,7 +82,7 @@ def test_losses_and_gradients_are_those_of_the_batch(lengths: list[int], dropout
     model = make_model(hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
     inputs = make_inputs(lengths, masked_fraction=0.3)
     out, grads = step(model, inputs)
-    padded_out, padded_grads = step(model, BUCKETS.pad(inputs))
+    padded_out, padded_grads = step(model, SHAPES.pad(inputs))
     assert_same_values(padded_out, out)
     assert_same_gradients(padded_grads, grads)
 
@@ -92,7 +92,7 @@ def test_losses_and_gradients_are_those_of_the_batch(lengths: list[int], dropout
 def test_what_the_added_tokens_are_changes_no_bit(lengths: list[int], dtype: torch.dtype) -> None:
     """No real token sees them, and all that they add to a gradient is a zero."""
     model = make_model(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3)
-    padded = BUCKETS.pad(make_inputs(lengths, masked_fraction=0.3))
+    padded = SHAPES.pad(make_inputs(lengths, masked_fraction=0.3))
     other = dataclasses.replace(padded, input_ids=padded.input_ids.clone())
     total = sum(lengths)
     other.input_ids[total:] = torch.randint(1, TINY.vocab_size, other.input_ids[total:].shape)
@@ -142,7 +142,7 @@ def test_autocast_and_recomputing_take_padded_batches() -> None:
     for recompute in ("none", "gelu", "layer"):
         model.bert.encoder.recompute = recompute
         out, grads = step(model, inputs, torch.bfloat16)
-        padded_out, padded_grads = step(model, BUCKETS.pad(inputs), torch.bfloat16)
+        padded_out, padded_grads = step(model, SHAPES.pad(inputs), torch.bfloat16)
         for got, want in ((padded_out[0], out[0]), (padded_out[2], out[2])):
             torch.testing.assert_close(got, want, rtol=tolerance, atol=0.0)
         assert_same_gradients(padded_grads, grads, tolerance)
@@ -151,16 +151,16 @@ def test_autocast_and_recomputing_take_padded_batches() -> None:
 def test_a_batch_from_a_mask_keeps_its_columns() -> None:
     batch = VarlenBatch.from_mask(torch.tensor([[0, 1, 1, 0], [1, 0, 1, 1]]))
     inputs = PackedInputs.build(batch, torch.arange(5))
-    padded = BUCKETS.pad(inputs)
+    padded = SHAPES.pad(inputs)
     assert padded.batch.position_ids[:5].tolist() == [1, 2, 0, 2, 3]
     columns = TINY.max_position_embeddings
     assert padded.batch.indices[:5].tolist() == [1, 2, columns, columns + 2, columns + 3]
 
 
-def test_few_buckets_serve_many_batches() -> None:
+def test_few_shapes_serve_many_batches() -> None:
     """BERT-large's second phase: 48 sequences of the lengths of Wikipedia."""
     draw = np.random.default_rng(0)
-    buckets = Buckets(sequences=48, max_seqlen=512, masked_share=0.15)
+    shapes = GraphShapes(sequences=48, max_seqlen=512, masked_share=0.15)
     chosen, real, padded = set(), 0, 0
     for _ in range(40):
         lengths = np.minimum(draw.geometric(1 / 280, 48) + 5, 512)
@@ -174,28 +174,28 @@ def test_few_buckets_serve_many_batches() -> None:
             masked_positions=torch.from_numpy(masked),
             masked_labels=torch.from_numpy(masked),
         )
-        bucket = buckets.choose(inputs)
-        assert sizes(pad_to(inputs, bucket)) == expected_sizes(bucket)
-        chosen.add(bucket)
-        real, padded = real + inputs.batch.total, padded + bucket.tokens
+        shape = shapes.choose(inputs)
+        assert sizes(pad_to(inputs, shape)) == expected_sizes(shape)
+        chosen.add(shape)
+        real, padded = real + inputs.batch.total, padded + shape.tokens
     assert len(chosen) <= 16
     assert padded < 1.025 * real
-    assert len({bucket.tokens for bucket in chosen}) == len(chosen)  # nothing else varies
+    assert len({shape.tokens for shape in chosen}) == len(chosen)  # nothing else varies
 
 
 def test_what_does_not_fit_is_refused() -> None:
     inputs = make_inputs([12, 9])
-    with pytest.raises(ValueError, match="max_seqlen = 8 tokens, got a batch of length 12"):
-        Buckets(2, 8, 0.15).choose(inputs)
-    with pytest.raises(ValueError, match="masked_share must be in"):
-        Buckets(2, 8, 1.5)
-    with pytest.raises(ValueError, match="sequences must be >= 1"):
-        Buckets(0, 8, 0.15)
-    bucket = BUCKETS.choose(inputs)
+    with pytest.raises(ValueError, match="at most max_seqlen = 8 tokens, got a batch of length 12"):
+        GraphShapes(2, 8, 0.15).choose(inputs)
+    with pytest.raises(ValueError, match="masked_share: expected a share"):
+        GraphShapes(2, 8, 1.5)
+    with pytest.raises(ValueError, match="sequences: expected 1 or more, got 0"):
+        GraphShapes(0, 8, 0.15)
+    shape = SHAPES.choose(inputs)
     for name, value in {
         "tokens": 21, "masked": 3, "first_tokens": 1, "max_seqlen": 11, "max_query_rows": 2,
     }.items():  # fmt: skip
-        with pytest.raises(ValueError, match=f"bucket.{name}: .*does not fit"):
-            pad_to(inputs, dataclasses.replace(bucket, **{name: value}))
-    with pytest.raises(ValueError, match=r"inputs must be on the CPU"):
-        pad_to(inputs.to("meta"), bucket)
+        with pytest.raises(ValueError, match=f"shape.{name}: expected room for the batch"):
+            pad_to(inputs, dataclasses.replace(shape, **{name: value}))
+    with pytest.raises(ValueError, match="inputs: expected a batch on the CPU"):
+        pad_to(inputs.to("meta"), shape)

@@ -20,7 +20,7 @@ pytest.importorskip("jsonargparse", reason="the trainer needs the extra `pretrai
 
 from bert_unpad import ops
 from bert_unpad.batch import PackedInputs
-from bert_unpad.batch.graph_shapes import Buckets
+from bert_unpad.batch.graph_shapes import GraphShapes
 from bert_unpad.nn import BertForPreTraining, PreTrainingOutput
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.feed.steps import Step, StepCollator
@@ -37,12 +37,12 @@ GPU = [
 ]
 DROPOUT = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3}
 # Twice the share that batches have, so that chance exceeds it nowhere.
-BUCKETS = Buckets(sequences=5, max_seqlen=TINY.max_position_embeddings, masked_share=0.3)
+SHAPES = GraphShapes(sequences=5, max_seqlen=TINY.max_position_embeddings, masked_share=0.3)
 ONE = [1.0, 1.0]
 
 
 def padded_inputs(lengths: list[int], seed: int = 1) -> PackedInputs:
-    return BUCKETS.pad(make_inputs(lengths, seed, masked_fraction=0.15))
+    return SHAPES.pad(make_inputs(lengths, seed, masked_fraction=0.15))
 
 
 def scaled(values: list[float], device: torch.device | str = "cpu") -> Tensor:
@@ -134,7 +134,7 @@ def make_step(padded: bool) -> Step:
     """Three passes, one of them without tokens."""
     batches = [make_inputs(lengths, 3, masked_fraction=0.15) for lengths in ([9, 4], [20, 7], [])]
     collate = StepCollator(
-        lambda numbers, epoch: batches[numbers[0]], 3, BUCKETS if padded else None
+        lambda numbers, epoch: batches[numbers[0]], 3, SHAPES if padded else None
     )
     return collate(torch.arange(3).numpy(), 0)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from bert_unpad._balancer import WorkModel
-from bert_unpad.batch.graph_shapes import Buckets
+from bert_unpad.batch.graph_shapes import GraphShapes
 from bert_unpad.data import PackedCollator, Prefetcher, pack_examples
 from bert_unpad.data.streams.exchange import ExampleExchange, ExchangedStep
 from bert_unpad.data.streams.position import StreamPosition
@@ -111,7 +111,7 @@ class ExchangedFeed:
 
     @contextmanager
     def steps(
-        self, collator: PackedCollator, *, pin_memory: bool, buckets: Buckets | None = None
+        self, collator: PackedCollator, *, pin_memory: bool, graph_shapes: GraphShapes | None = None
     ) -> Iterator[Iterator[tuple[Step, FeedState]]]:
         """Steps from where the run stands, without end; all ranks enter and leave together.
 
@@ -120,13 +120,13 @@ class ExchangedFeed:
         Args:
             collator: whose masks to make.
             pin_memory: put steps into page-locked memory, for a GPU.
-            buckets: what passes are padded to; None to leave them as they are.
+            graph_shapes: what passes are padded to; None to leave them as they are.
         """
         batching = self._batching
         collate = StepCollator(
             lambda examples, epoch: pack_examples(examples, collator.masker, epoch),
             batching.accumulation,
-            buckets,
+            graph_shapes,
         )
 
         def make_step(given: ExchangedStep, _: int) -> tuple[Step, FeedState]:

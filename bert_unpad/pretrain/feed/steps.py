@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad.batch import PackedInputs
-from bert_unpad.batch.graph_shapes import Buckets
+from bert_unpad.batch.graph_shapes import GraphShapes
 from bert_unpad.data import ExampleBatch, Prefetcher
 from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
 from bert_unpad.data.sampling.packed_sampler import PackedSampler
@@ -58,18 +58,18 @@ class StepCollator:
     Args:
         collator: makes one packed batch of what the step is made of.
         accumulation: passes per step.
-        buckets: what passes are padded to; None to leave them as they are.
+        graph_shapes: what passes are padded to; None to leave them as they are.
     """
 
     def __init__(
         self,
         collator: Callable[[NDArray[np.integer] | ExampleBatch, int], PackedInputs],
         accumulation: int,
-        buckets: Buckets | None = None,
+        graph_shapes: GraphShapes | None = None,
     ) -> None:
         self._collator = collator
         self._accumulation = accumulation
-        self._buckets = buckets
+        self._graph_shapes = graph_shapes
 
     def __call__(self, examples: NDArray[np.integer] | ExampleBatch, epoch: int) -> Step:
         """Dealing every n-th example to a pass keeps passes alike where examples are sorted."""
@@ -86,8 +86,8 @@ class StepCollator:
             "sequences": len(examples),
             "tokens": sum(inputs.batch.total for inputs in passes),
         }
-        if self._buckets is not None:  # padding counts for nothing
-            passes = tuple(self._buckets.pad(inputs) for inputs in passes)
+        if self._graph_shapes is not None:  # padding counts for nothing
+            passes = tuple(self._graph_shapes.pad(inputs) for inputs in passes)
         indices = examples.ids if isinstance(examples, ExampleBatch) else examples
         return Step(passes, epoch, indices, counts, np.concatenate(lengths), num_masked)
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
 
-from bert_unpad.batch.graph_shapes import Buckets
+from bert_unpad.batch.graph_shapes import GraphShapes
 from bert_unpad.data import PreparedData
 from bert_unpad.data.sampling.balanced_sampler import BalancedSampler, WorkModel
 from bert_unpad.data.sampling.packed_sampler import PackedSampler
@@ -64,18 +64,18 @@ def feed_steps(
     """Steps from where the sampler stands, without end; its threads end with the context."""
     pin_memory = ranks.device.type == "cuda"
     accumulation = config.batching.accumulation
-    buckets = None
+    graph_shapes = None
     if config.cuda_graphs:
-        buckets = Buckets(
+        graph_shapes = GraphShapes(
             -(-config.batching.per_rank(ranks.world_size) // accumulation),
             config.data.max_seq_length,
             config.data.masked_lm_prob,
         )
     if isinstance(sampler, ExchangedFeed):
-        return sampler.steps(data.collator(), pin_memory=pin_memory, buckets=buckets)
+        return sampler.steps(data.collator(), pin_memory=pin_memory, graph_shapes=graph_shapes)
     return closing(
         endless_steps(
-            StepCollator(data.collator(), accumulation, buckets),
+            StepCollator(data.collator(), accumulation, graph_shapes),
             sampler,
             prefetch=config.batching.prefetch,
             pin_memory=pin_memory,

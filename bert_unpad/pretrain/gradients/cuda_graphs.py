@@ -5,7 +5,7 @@ runs a few times as usual, on its own stream, and is then captured, whole: forwa
 backward pass into `.grad`. From then on a pass copies its inputs into the captured buffers and
 replays. All that differs from pass to pass is in buffers: the batch, the loss's factors, and the
 dropout keys, which are drawn outside as the model itself would
-draw them. Attention takes part without changes: its launches follow from the bucket's sizes and
+draw them. Attention takes part without changes: its launches follow from the shape's sizes and
 bounds, and lengths and order are read on the device.
 
 After PyTorch's rules (docs.pytorch.org, "CUDA semantics", CUDA graphs): warm-up and
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from bert_unpad.batch import PackedInputs
-from bert_unpad.batch._fields import map_tensors, tensor_fields
+from bert_unpad.batch.tensor_fields import map_tensors, tensor_fields
 from bert_unpad.batch.varlen import DEVICE_TENSORS
 from bert_unpad.nn import BertForPreTraining, PreTrainingOutput
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
@@ -162,7 +162,7 @@ class GraphRunner:
         """Adds a batch's gradient to `.grad`.
 
         Args:
-            inputs: padded to a bucket, in page-locked memory or on the device.
+            inputs: padded to a graph shape, in page-locked memory or on the device.
             scale: float32 [2] on the device, the factors of the two losses.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Moving all tensors of a dataclass at once."""
+"""Apply a function to all tensors of a dataclass, for example to move them to another device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def tensor_fields(packed) -> tuple[str, ...]:
 
 
 def map_tensors(packed, names, function):
-    """A copy of a dataclass with `function` applied to the named fields; cached values stay."""
+    """Copies a dataclass with `function` applied to the named fields; keeps its cached values."""
     copy = dataclasses.replace(packed, **{name: function(getattr(packed, name)) for name in names})
     cached = {"groups", "group_sizes"} & vars(packed).keys()
     vars(copy).update({name: vars(packed)[name] for name in cached})
