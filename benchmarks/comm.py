@@ -78,7 +78,7 @@ class Contender:
         with nullcontext() if self.before is None else self.replica.no_sync():
             loss_of(self.replica, self.inputs).backward()
         if self.before is not None:
-            self.before.exchange()
+            self.before.sync()
         elif self.mode == "after":
             nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimizer.step()

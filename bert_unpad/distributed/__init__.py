@@ -1,4 +1,4 @@
-"""Gradients between ranks: clipping before they are averaged, while the backward pass goes on."""
+"""Averaging gradients over ranks, clipped before the average while the backward pass still runs."""
 
 from bert_unpad.distributed.allreduce import HierarchicalAllreduce
 from bert_unpad.distributed.bucket_clip import BucketClip, ClipReport

@@ -1,15 +1,15 @@
-"""Sums over ranks in two hops: within each node first, then between nodes.
+"""Sums tensors over ranks in two hops: within each node first, then between nodes.
 
-What crosses the network is one tensor a node, however many ranks a node has, and only as many ranks
-talk across it as there are nodes. A flat ring that a library lays through all ranks does as well
-where it follows the nodes; gloo's does not know of nodes, and NCCL's only where it finds out.
+Each node sends one tensor over the network, however many ranks it has, and only one rank per node
+uses the network. A flat ring through all ranks is as good if neighbours in the ring share a node;
+gloo does not know about nodes, and NCCL does only where it detects them.
 
-The three collectives of one sum depend on each other, and all ranks must start those of several
-sums in the same order. On a CPU a thread of its own runs them one after another, while the backward
-pass goes on; on a GPU a stream of its own does, and the host does not wait. (Started from the
-callbacks of gloo's futures, which run on threads of gloo's, they would mix.)
+One sum takes three collectives, which depend on each other, and all ranks must start the
+collectives of several sums in the same order. On a CPU a separate thread runs them one after
+another while the backward pass continues; on a GPU a separate stream does, and the host does not
+wait. (Callbacks of gloo's futures would not do: they run on gloo's threads, in any order.)
 
-DDP checks the annotations of `allreduce_hook`, which must be objects: this module does without
+DDP needs annotations of `allreduce_hook` that are objects, not strings. So this module must not use
 `from __future__ import annotations`.
 """
 
@@ -23,31 +23,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Allreduce", "HierarchicalAllreduce", "allreduce_hook"]
-
 Allreduce = Callable[[Tensor], torch.futures.Future[Tensor]]
-"""Sums a tensor over all ranks, in place; the future is of that tensor."""
+"""Sums a tensor over all ranks, in place, and returns a future of that tensor."""
 
 
 class HierarchicalAllreduce:
-    """Sums tensors: to the first rank of each node, among these, and back to all of the node.
+    """Sums tensors over all ranks: reduce within nodes, allreduce between nodes, broadcast back.
 
-    The result is the same bits on all ranks, and the same in every run. Every rank must make the
-    object, and sum the same tensors in the same order.
+    The result has the same bits on all ranks and in every run. Every rank must create this object,
+    and sum the same tensors in the same order.
 
     Args:
-        node_size: ranks of a node, which are consecutive; divides the number of all ranks.
-        timeout: of the groups; None: PyTorch's.
+        node_size: number of ranks per node; the ranks of a node are consecutive.
+        timeout: time limit of a collective; None takes PyTorch's default.
 
     Raises:
-        ValueError: it does not.
+        ValueError: node_size does not divide the number of ranks.
     """
 
     def __init__(self, node_size: int, timeout: timedelta | None = None) -> None:
         world_size, rank = dist.get_world_size(), dist.get_rank()
         if node_size < 1 or world_size % node_size:
             raise ValueError(
-                f"node_size must divide the number of ranks ({world_size}), got {node_size}"
+                f"node_size: expected a divisor of the number of ranks ({world_size}), "
+                f"got {node_size}"
             )
         self._leader = rank - rank % node_size
         self._leads = rank == self._leader
@@ -57,21 +56,21 @@ class HierarchicalAllreduce:
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
-        """Sums over all ranks, in place; returns at once.
+        """Starts the sum over all ranks, in place, and returns at once.
 
         Args:
-            tensor: contiguous, float; the same size and dtype on all ranks, and all on a CPU or all
-                on GPUs.
+            tensor: contiguous and floating point; the same size and dtype on all ranks, and on a
+                CPU on all of them or on a GPU on all of them.
 
         Returns:
-            A future of the tensor; of an error, where a collective has failed on a CPU.
+            A future of the tensor. If a collective fails on a CPU, the future raises its error.
         """
         return self._on_stream(tensor) if tensor.is_cuda else self._in_thread(tensor)
 
     def _in_thread(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
         if self._todo is None:
             self._todo = queue.SimpleQueue()
-            # A daemon: where a rank fails, nothing may keep the process from ending.
+            # A daemon thread, so that it cannot keep the process alive after a rank has failed.
             threading.Thread(
                 target=_run_all, args=(self._todo,), name="hierarchical_allreduce", daemon=True
             ).start()
@@ -81,7 +80,7 @@ class HierarchicalAllreduce:
         def run() -> None:
             try:
                 self._sum(tensor)
-            except Exception as error:  # raised again by whoever waits
+            except Exception as error:  # raised again in the thread that waits
                 done.set_exception(error)
             else:
                 done.set_result(tensor)
@@ -97,7 +96,7 @@ class HierarchicalAllreduce:
         with torch.cuda.stream(self._stream):
             self._sum(tensor)
             tensor.record_stream(self._stream)
-            done.set_result(tensor)  # notes where the stream stands
+            done.set_result(tensor)  # records an event on the stream
         return done
 
     def _sum(self, tensor: Tensor) -> None:
@@ -110,9 +109,9 @@ class HierarchicalAllreduce:
 def _run_all(todo: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (work := todo.get()) is not None:
         work()
-        del work  # which refers to the object whose end ends this
+        del work  # it refers to the HierarchicalAllreduce, whose finalizer ends this loop
 
 
 def allreduce_hook(state: Allreduce, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A DDP communication hook that averages by `state`; register the two together."""
+    """A DDP communication hook that averages buckets with the allreduce given as its state."""
     return state(bucket.buffer().div_(dist.get_world_size()))

@@ -1,7 +1,7 @@
-"""BucketClip: a DDP communication hook that clips every bucket before it is added to the others'.
+"""BucketClip: a DDP communication hook that clips each rank's buckets before they are averaged.
 
-DDP checks the hook's parameter name and annotations, which must be objects: this module does
-without `from __future__ import annotations`.
+DDP checks the hook's parameter name, and needs annotations that are objects, not strings. So this
+module must not use `from __future__ import annotations`.
 """
 
 import math
@@ -15,10 +15,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.distributed.allreduce import Allreduce
-from bert_unpad.distributed.bucket_shares import Policy, Shares
+from bert_unpad.distributed.bucket_shares import BucketShares, Policy
 from bert_unpad.ops import clip_bucket_
-
-__all__ = ["BucketClip", "ClipReport"]
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 _FLOAT16_MAX = 65504.0
@@ -26,23 +24,23 @@ _FLOAT16_MAX = 65504.0
 
 @dataclass(frozen=True)
 class ClipReport:
-    """What the last backward pass that exchanged gradients has met. Tensors are on the device."""
+    """Norms and bounds of the last backward pass that synchronised gradients, on the device."""
 
     norms: Tensor
-    """float32 [buckets]: of this rank's gradient, before clipping, in the order of exchange."""
+    """float32 [buckets]: norms of this rank's buckets before clipping, in the order of sending."""
     bounds: Tensor
-    """float32 [buckets]: the bound on each."""
+    """float32 [buckets]: the bound on the norm of each bucket."""
     finite: Tensor
     """bool []: whether the averaged gradient is finite; the same on all ranks."""
 
     @property
     def norm(self) -> Tensor:
-        """float32 []: norm of this rank's whole gradient, before clipping."""
+        """float32 []: the norm of this rank's whole gradient before clipping."""
         return torch.linalg.vector_norm(self.norms)
 
     @property
     def clipped(self) -> Tensor:
-        """int64 []: buckets of this rank that were clipped."""
+        """int64 []: the number of this rank's buckets that were clipped."""
         return (self.norms > self.bounds).sum()
 
 
@@ -50,44 +48,46 @@ class BucketClip:
     """Bounds the norm of the averaged gradient by clipping each rank's buckets as they get ready.
 
     Clipping the whole gradient before the average has to wait for the last bucket, and so gives up
-    the overlap of communication and backward pass. Here bucket b of every rank is clipped to a
-    bound C_b of its own, the squares of which add up to max_norm^2. What a rank sends then has norm
-    at most sqrt(sum C_b^2) = max_norm, and by the triangle inequality so has the average, however
-    large the gradient of one rank. The bounds need not be equal on all ranks. `policy` says how
-    max_norm^2 is shared out among buckets:
+    the overlap of communication and backward pass. Here each rank clips bucket b to a bound C_b,
+    and the squares of these bounds add up to max_norm^2. Then a rank's clipped gradient has norm at
+    most sqrt(sum C_b^2) = max_norm, and by the triangle inequality so has the average, however
+    large the gradient of one rank is. Bounds may differ between ranks. `policy` decides how
+    max_norm^2 is divided among the buckets:
 
     - `equal`: C_b = max_norm / sqrt(N) with N buckets.
     - `numel`: C_b = max_norm * sqrt(n_b / n), with n_b of all n elements in bucket b.
     - `adaptive`: C_b = max_norm * sqrt(s_b), with s_b the bucket's share of this rank's squared
-      norm in the step before (1 % of the budget goes by size, so that no bucket is shut out).
-      Where shares change little from step to step, this keeps the direction of the gradient almost
-      as clipping it as a whole does. Norms that are not finite are left out.
+      norm in the previous step. (1 % of the budget is divided by size, so that every bucket gets
+      some.) If shares change little from step to step, this preserves the gradient's direction
+      almost as well as clipping it as a whole. Norms that are not finite are ignored.
 
-    N and n_b are those of the buckets that DDP really uses. In a pass whose buckets are not those
-    of the pass before (the first; the one after DDP has laid them anew) the bounds go by size from
-    the first new one on: their squares add up to max_norm^2 all the same.
+    N and n_b refer to the buckets that DDP really uses. DDP may rebuild its buckets, as it does
+    after the first pass. If the buckets of a pass differ from those of the previous one, bounds are
+    divided by size from the first new bucket on; their squares still add up to max_norm^2.
 
-    Guaranteed up to rounding: 1e-5 of the norm, and half a unit in the last place of each number
-    that is cast to a 16-bit `wire_dtype`, added up or averaged in it.
+    The bound holds up to rounding: 1e-5 of the norm, and half a unit in the last place of each
+    number that is cast to a 16-bit `wire_dtype`, added up or averaged in it.
 
-    A bucket with an infinity or a NaN arrives as NaN, all of it, on every rank: `report().finite`
-    then is false on all of them, and all can skip the update together.
+    A bucket that holds an infinity or a NaN arrives as NaN throughout, on every rank. Then
+    `report().finite` is false on all ranks, and all can skip the update together.
 
-    The host waits for nothing. Works with accumulation in `no_sync` (the accumulated gradient is
-    clipped, once), `gradient_as_bucket_view`, `static_graph`, `find_unused_parameters` and buckets
-    of different dtypes.
+    The host never waits. Works with accumulation in `no_sync` (the accumulated gradient is clipped
+    once), `gradient_as_bucket_view`, `static_graph`, `find_unused_parameters` and buckets of
+    different dtypes.
 
     Args:
-        max_norm: bound on the averaged gradient's norm; infinity casts only.
+        max_norm: bound on the norm of the averaged gradient; with infinity, buckets are only cast.
         policy: equal, numel or adaptive.
-        wire_dtype: float32 buckets travel as bfloat16 or float16; None sends each as it is.
-        error_feedback: what the cast to `wire_dtype` loses is added to the next step's gradient,
-            before that is clipped; takes float32 memory as large as the gradient.
-        loss_scale: float32 [] on the device, what the loss was multiplied by; buckets are divided
-            by it first, so that norms, bounds and what is left over are of the unscaled gradient.
+        wire_dtype: dtype in which float32 buckets are sent, bfloat16 or float16; None sends each
+            bucket in its own dtype.
+        error_feedback: add the rounding error of the cast to `wire_dtype` to the next step's
+            gradient before it is clipped. Takes as much float32 memory as the gradient.
+        loss_scale: factor that the loss was multiplied by, float32 [] on the device. Buckets are
+            first divided by it, so that norms, bounds and residuals are those of the unscaled
+            gradient.
 
     Raises:
-        ValueError: for an unknown policy, or a number or dtype out of range.
+        ValueError: the policy is unknown, or a number or dtype is out of range.
     """
 
     def __init__(
@@ -99,24 +99,27 @@ class BucketClip:
         loss_scale: Tensor | None = None,
     ) -> None:
         if not max_norm > 0:
-            raise ValueError(f"max_norm must be positive, got {max_norm}")
+            raise ValueError(f"max_norm: expected a number above 0, got {max_norm}")
         if wire_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(
-                f"wire_dtype must be None, torch.bfloat16 or torch.float16, got {wire_dtype}"
+                f"wire_dtype: expected None, torch.bfloat16 or torch.float16, got {wire_dtype}"
             )
         if wire_dtype == torch.float16 and max_norm > _FLOAT16_MAX:
             raise ValueError(
-                f"max_norm must be at most {_FLOAT16_MAX:.0f}, the largest float16, got {max_norm}"
+                f"max_norm: expected at most {_FLOAT16_MAX:.0f}, the largest float16, "
+                f"got {max_norm}"
             )
         if error_feedback and wire_dtype is None:
-            raise ValueError("error_feedback needs a wire_dtype: nothing else is lost")
-        Shares(policy, 0)  # checks the name
+            raise ValueError(
+                "error_feedback: expected False without a wire_dtype, which alone loses precision"
+            )
+        BucketShares(policy, 0)  # checks the name
         self.max_norm = float(max_norm)
         self.policy = policy
         self.wire_dtype = wire_dtype
         self.error_feedback = error_feedback
         self.loss_scale = loss_scale
-        self._shares: Shares | None = None
+        self._shares: BucketShares | None = None
         self._wires: dict[int, Tensor] = {}
         self._residuals: dict[int, Tensor] = {}
         self._pass: list[tuple[Tensor, float | Tensor, Tensor]] = []
@@ -129,29 +132,32 @@ class BucketClip:
         state: Any = None,
         allreduce: Allreduce | None = None,
     ) -> "BucketClip":
-        """Makes this the communication hook of `model`, which may have no other; returns self.
+        """Registers this as the communication hook of `model`, which must not have another one.
 
         Args:
-            model: before its first backward pass.
-            hook: exchanges the clipped bucket instead of an allreduce, for example PyTorch's
-                `powerSGD_hook` or `post_localSGD_hook`; must average. What it adds itself (the
-                error feedback of PowerSGD) is not bounded.
-            state: the hook's own.
-            allreduce: sums what travels over all of the model's ranks, for example
+            model: a model before its first backward pass.
+            hook: averages the clipped bucket instead of an allreduce, for example PyTorch's
+                `powerSGD_hook` or `post_localSGD_hook`. What it adds itself (the error feedback of
+                PowerSGD) is not bounded.
+            state: the state that `hook` is called with.
+            allreduce: sums clipped buckets over all ranks of the model, for example
                 `HierarchicalAllreduce`; by default `torch.distributed.all_reduce`.
 
+        Returns:
+            This object.
+
         Raises:
-            RuntimeError: this BucketClip, or another hook, is attached already.
-            ValueError: a `hook` together with a wire dtype, or with an allreduce.
+            RuntimeError: this BucketClip is attached already, or the model has another hook.
+            ValueError: a `hook` is given together with a wire dtype or an allreduce.
         """
         if self._shares is not None:
-            raise RuntimeError("this BucketClip is attached to a model already")
+            raise RuntimeError("this BucketClip is already attached to a model")
         if hook is not None and self.wire_dtype is not None:
             raise ValueError(
-                "a hook exchanges the bucket in its own dtype: wire_dtype must be None"
+                "hook: expected none with a wire_dtype; a hook sends buckets in their own dtype"
             )
         if hook is not None and allreduce is not None:
-            raise ValueError("give a hook or an allreduce, not both")
+            raise ValueError("hook and allreduce: expected one of them, got both")
         ignored = set(getattr(model, "parameters_to_ignore", ()))
         numel = sum(
             parameter.numel()
@@ -162,44 +168,44 @@ class BucketClip:
         self._world_size = dist.get_world_size(self._group)
         self._hook, self._hook_state = hook, state
         self._allreduce = self._flat if allreduce is None else allreduce
-        model.register_comm_hook(self, _clip_and_exchange)
-        self._shares = Shares(self.policy, numel)
+        model.register_comm_hook(self, _clip_and_sync)
+        self._shares = BucketShares(self.policy, numel)
         return self
 
     def report(self) -> ClipReport:
-        """Of the last backward pass that exchanged gradients. Call it before the next one.
+        """Reports on the last backward pass that synchronised gradients; call it before the next.
 
         Raises:
-            RuntimeError: there was none.
+            RuntimeError: there was no such pass.
         """
         if not self._last:
-            raise RuntimeError("no gradient has been exchanged yet")
+            raise RuntimeError("no gradient has been synchronised yet")
         norms, shares, results = zip(*self._last, strict=True)
         device = norms[0].device
         bounds = torch.stack([_on(share, device) for share in shares]).sqrt() * self.max_norm
-        # What is not finite has spread over all of a bucket, and one number shows it; what a hook
-        # of somebody else's makes of it is not known.
+        # A bucket that is not finite is NaN throughout, so its first number shows it. A hook may
+        # change that, so all its numbers are checked.
         seen = [result if self._hook else result[:1] for result in results]
         finite = torch.stack([result.isfinite().all() for result in seen]).all()
         return ClipReport(torch.stack(norms), bounds, finite)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the bounds of the next step depend on; of this rank. Residuals are not in it."""
+        """Returns what this rank's bounds of the next step depend on; leaves out residuals."""
         return self._attached().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from `state_dict`; it has no effect if the buckets are others by now."""
+        """Continues from `state_dict`; has no effect if the buckets differ by now."""
         self._attached().load_state_dict(state)
 
-    def _attached(self) -> Shares:
+    def _attached(self) -> BucketShares:
         if self._shares is None:
             raise RuntimeError("this BucketClip is not attached to a model")
         return self._shares
 
-    def _exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _sync_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer, index = bucket.buffer(), bucket.index()
         if index == 0:
-            self._pass = []  # a pass that an error has ended may have left some
+            self._pass = []  # an error may have interrupted the previous pass
         if self.loss_scale is not None:
             buffer.div_(self.loss_scale)
         share = self._attached().next(buffer.numel(), buffer.device)
@@ -238,7 +244,7 @@ class BucketClip:
         return wire
 
     def _residual(self, index: int, buffer: Tensor) -> Tensor | None:
-        """What new buckets have left over is unknown, and starts at zero."""
+        """Returns the rounding error of the bucket's last cast; zero for a new bucket."""
         if not self.error_feedback:
             return None
         residual = self._residuals.get(index)
@@ -251,7 +257,7 @@ def _on(share: float | Tensor, device: torch.device) -> Tensor:
     return share if isinstance(share, Tensor) else torch.full((), share, device=device)
 
 
-def _clip_and_exchange(
+def _clip_and_sync(
     state: BucketClip, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    return state._exchange(bucket)
+    return state._sync_bucket(bucket)

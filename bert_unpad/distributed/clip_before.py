@@ -1,7 +1,7 @@
-"""Clipping the whole gradient of a rank before it is averaged, which waits for the backward pass.
+"""Clipping a rank's whole gradient after its backward pass and before the average over ranks.
 
-What bucket-wise clipping is measured against: it keeps the direction of each rank's gradient, and
-exchanges nothing before the last number of it is known.
+Bucket-wise clipping is measured against this: it preserves the direction of each rank's gradient,
+but cannot send anything before the backward pass has ended.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from bert_unpad.distributed.allreduce import Allreduce
 from bert_unpad.distributed.bucket_clip import ClipReport
 from bert_unpad.ops import clip_bucket_
 
-__all__ = ["ClipBefore"]
-
 
 class ClipBefore:
     """Clips this rank's gradient to `max_norm` and averages it over the ranks, in one allreduce.
@@ -26,14 +24,17 @@ class ClipBefore:
     finite arrives as NaN on all ranks.
 
     Args:
-        parameters: those that require a gradient are exchanged; in the same order on all ranks. A
-            gradient of None counts as zero.
+        parameters: parameters whose gradients to average, in the same order on all ranks; those
+            that require no gradient are ignored. A gradient of None counts as zero.
         max_norm: bound on the norm.
-        wire_dtype: bfloat16 or float16 for the exchange; None for the gradients' own (float32 if
-            they differ).
-        group: the ranks; by default all.
+        wire_dtype: dtype in which gradients are sent, bfloat16 or float16; None keeps their own
+            dtype (float32 if they differ).
+        group: the ranks to average over; by default all.
         allreduce: sums over these ranks, for example `HierarchicalAllreduce`; by default
             `torch.distributed.all_reduce`.
+
+    Raises:
+        ValueError: no parameter requires a gradient.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class ClipBefore:
     ) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
         if not self._parameters:
-            raise ValueError("no parameter requires a gradient")
+            raise ValueError("parameters: expected at least one that requires a gradient")
         self._sizes = [p.numel() for p in self._parameters]
         dtypes = {p.dtype for p in self._parameters}
         self._flat = torch.empty(
@@ -61,8 +62,8 @@ class ClipBefore:
         self._group = group
         self._allreduce = allreduce
 
-    def exchange(self) -> ClipReport:
-        """Replaces every `.grad`, after a backward pass under `no_sync`."""
+    def sync(self) -> ClipReport:
+        """Clips and averages every `.grad`, after a backward pass under `no_sync`."""
         parts = self._flat.split(self._sizes)
         for parameter, part in zip(self._parameters, parts, strict=True):
             if parameter.grad is None:

@@ -1,7 +1,7 @@
-"""Clipping before the average under FSDP2, where a gradient is reduced to shards.
+"""Clipping before the average under FSDP2, which reduces gradients to shards.
 
-FSDP hands the whole gradient of one group of parameters to its reduce-scatter: the one place where
-a rank's own contribution can still be bounded. The groups are fixed, so the bounds are too.
+FSDP passes the whole gradient of one group of parameters to its reduce-scatter. Only there can a
+rank's own contribution still be bounded. The groups are fixed, so the bounds are fixed too.
 """
 
 from __future__ import annotations
@@ -19,47 +19,49 @@ from bert_unpad.distributed.bucket_clip import ClipReport
 from bert_unpad.distributed.bucket_shares import Policy
 from bert_unpad.ops import clip_bucket_
 
-__all__ = ["ShardedClip"]
-
 
 class ShardedClip:
-    """`BucketClip` for `fully_shard`: a bucket is one module that `fully_shard` was called on.
+    """`BucketClip` for FSDP2: clips the gradient of each module that `fully_shard` was called on.
 
-    The squares of the bounds add up to max_norm^2, so the average's norm is at most max_norm; a
-    group that is not finite arrives as NaN on all ranks. Gradients must be reduced in float32 or
-    bfloat16. With one rank FSDP does not call its reduce-scatter, and nothing is clipped.
+    The squares of the bounds add up to max_norm^2, so the average's norm is at most max_norm. The
+    gradient of a module that is not finite arrives as NaN on all ranks. Gradients must be reduced
+    in float32 or bfloat16. With one rank FSDP does not call its reduce-scatter, and nothing is
+    clipped.
 
     Args:
         max_norm: bound on the averaged gradient's norm.
-        policy: equal or numel.
+        policy: equal or numel; see `BucketClip`.
 
     Raises:
-        ValueError: for another policy, or a max_norm that is not positive.
+        ValueError: the policy is another one, or max_norm is not positive.
     """
 
     def __init__(self, max_norm: float, policy: Policy = "numel") -> None:
         if policy not in ("equal", "numel"):
-            raise ValueError(f"policy must be equal or numel under FSDP, got {policy!r}")
+            raise ValueError(f"policy: expected equal or numel under FSDP, got {policy!r}")
         if not max_norm > 0:
-            raise ValueError(f"max_norm must be positive, got {max_norm}")
+            raise ValueError(f"max_norm: expected a number above 0, got {max_norm}")
         self._max_norm = float(max_norm)
         self._policy = policy
         self._groups: list[_ClippedReduceScatter] = []
 
     def attach(self, model: nn.Module) -> ShardedClip:
-        """Takes over the reduce-scatter of every group in `model`; returns self.
+        """Replaces the reduce-scatter of every group in `model` by one that clips first.
 
         Args:
-            model: after all calls of `fully_shard`.
+            model: a model after all calls of `fully_shard`.
+
+        Returns:
+            This object.
 
         Raises:
-            ValueError: there is no group with a parameter that requires a gradient.
+            ValueError: no group has a parameter that requires a gradient.
         """
         sizes: dict[FSDPModule, int] = {}
         _count_groups(model, None, sizes, set())
         total = sum(sizes.values())
         if not total:
-            raise ValueError("model has no parameters that fully_shard manages")
+            raise ValueError("model: expected parameters that fully_shard manages, got none")
         for module, size in sizes.items():
             if not size:
                 continue
@@ -70,7 +72,7 @@ class ShardedClip:
         return self
 
     def report(self) -> ClipReport:
-        """Of each group's latest reduction, in the order of `model.modules()`.
+        """Reports on the latest reduction of each group, in the order of `model.modules()`.
 
         Raises:
             RuntimeError: nothing was reduced yet.
@@ -86,7 +88,7 @@ class ShardedClip:
 def _count_groups(
     module: nn.Module, owner: FSDPModule | None, sizes: dict[FSDPModule, int], seen: set[int]
 ) -> None:
-    """Adds a module's parameters to the group of the nearest module that is sharded."""
+    """Adds a module's parameters to the group of the nearest sharded module around it."""
     if isinstance(module, FSDPModule):
         owner = module
         sizes.setdefault(owner, 0)
@@ -119,13 +121,13 @@ class _ClippedReduceScatter(ReduceScatter):
     ) -> dist.Work | None:
         if op != dist.ReduceOp.AVG:
             raise RuntimeError(
-                "ShardedClip: FSDP asks for another reduction than the average; reduce in float32 "
-                "or bfloat16, and set no divide factor"
+                f"ShardedClip: expected FSDP to average, got {op}; reduce in float32 or bfloat16, "
+                "and set no divide factor"
             )
         self.norm = clip_bucket_(input_tensor, self.bound, factor=1.0 / group.size())
         if async_op:
-            raise RuntimeError("ShardedClip: FSDP asks for an asynchronous reduction")
+            raise RuntimeError("ShardedClip: expected a synchronous reduction, got async_op=True")
         dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group)
-        # NaN has spread over the whole input of a rank, so any number of the sum shows it.
+        # A rank's input that is not finite is NaN throughout, so any number of the sum shows it.
         self.finite = output_tensor[:1].isfinite().all()
         return None

@@ -1,4 +1,4 @@
-"""Adam and AdamW."""
+"""FusedAdam: Adam and AdamW in one pass over all parameters."""
 
 from __future__ import annotations
 
@@ -8,37 +8,36 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bert_unpad.ops.optim import adam_
-from bert_unpad.optim.base import Bucket, FusedOptimizer
-
-__all__ = ["FusedAdam"]
+from bert_unpad.optim.base import FusedOptimizer, ParameterList
 
 
 class FusedAdam(FusedOptimizer):
     """AdamW (Loshchilov and Hutter, ICLR 2019), or Adam with L2, in one pass over all parameters.
 
-    State dicts load from `torch.optim.AdamW` and into it. On a GPU steps and a tensor learning rate
-    stay on the device, so a step can be captured in a CUDA graph.
+    State dicts can be exchanged with `torch.optim.AdamW`. On a GPU the step counts, and a learning
+    rate that is a tensor, stay on the device; so a step can be captured in a CUDA graph.
 
     Args:
         params: parameters or groups: float32, bfloat16 or float16, contiguous; also DTensors.
-        lr: learning rate; a tensor to change it between replays of a captured graph.
+        lr: learning rate; a tensor if it should change between replays of a captured graph.
         betas: decay rates of the moments.
         eps: added to the root of the second moment.
-        weight_decay: see `decoupled_weight_decay`.
-        decoupled_weight_decay: AdamW's decay; else it is added to the gradient.
-        bias_correction: of the moments.
-        maximize: ascend.
-        master_weights: keep float32 weights of 16-bit parameters, in the state.
-        max_grad_norm: gradients are divided by max(1, norm / this); None: never.
-        skip_non_finite: leave a step out, and count it in `skipped_steps`, where a gradient is
-            infinite or NaN. Costs a pass over the gradients, as `max_grad_norm` does, which implies
-            it.
-        norm_group: adds the squares of norms up over these processes too: for
-            ZeroRedundancyOptimizer, whose ranks see some of the parameters each.
+        weight_decay: decay rate; see `decoupled_weight_decay`.
+        decoupled_weight_decay: True decays weights as AdamW does; False adds the decay to the
+            gradient.
+        bias_correction: correct the moments' bias towards zero in early steps.
+        maximize: ascend instead of descend.
+        master_weights: keep float32 weights of 16-bit parameters in the state.
+        max_grad_norm: divide gradients by max(1, norm / max_grad_norm); None: do not clip.
+        skip_non_finite: skip a step with an infinite or NaN gradient, and count it in
+            `skipped_steps`. It takes an extra pass over the gradients. `max_grad_norm` implies it
+            and takes the same pass.
+        norm_group: processes to sum squared norms over. ZeroRedundancyOptimizer needs it, because
+            each rank sees only some of the parameters.
         amsgrad: must be False.
 
     Raises:
-        ValueError: for a number out of range, naming it.
+        ValueError: a number is out of range; the message names it.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class FusedAdam(FusedOptimizer):
         amsgrad: bool = False,
     ) -> None:
         if amsgrad:
-            raise ValueError("FusedAdam: amsgrad is not supported")
+            raise ValueError("amsgrad: expected False, got True")
         options = {
             "lr": lr,
             "betas": betas,
@@ -72,11 +71,14 @@ class FusedAdam(FusedOptimizer):
         }
         super().__init__(params, options, max_grad_norm, skip_non_finite, norm_group)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, common: dict[str, Any]) -> None:
-        lists = bucket.lists
+    def _update(
+        self, group: dict[str, Any], parameters: ParameterList, common: dict[str, Any]
+    ) -> None:
+        tensors = parameters.tensors
         adam_(
-            *(lists["param"], lists["grad"], lists["exp_avg"], lists["exp_avg_sq"], lists["step"]),
-            masters=lists["master_param"],
+            *(tensors["param"], tensors["grad"], tensors["exp_avg"], tensors["exp_avg_sq"]),
+            tensors["step"],
+            masters=tensors["master_param"],
             betas=tuple(group["betas"]),
             eps=group["eps"],
             weight_decay=group["weight_decay"],

@@ -1,8 +1,9 @@
-"""What the fused optimizers share: state, its loading, and lists of tensors for the operators.
+"""What the fused optimizers share: their state, loading it, and lists of tensors for the operators.
 
-State and groups have the names of `torch.optim.AdamW`, so that state dicts load both ways. Moments
-and master weights are float32 whatever the parameters are, which `Optimizer.load_state_dict` would
-change; hence the loading of our own. Sharded parameters (DTensor) are updated shard by shard.
+State and groups use the names of `torch.optim.AdamW`, so that state dicts load in both directions.
+Moments and master weights are always float32. `Optimizer.load_state_dict` would cast them to the
+parameters' dtype, so `FusedOptimizer` loads them itself. Each rank updates its shard of a sharded
+parameter (DTensor).
 """
 
 from __future__ import annotations
@@ -18,51 +19,54 @@ from torch.distributed.tensor import DTensor
 
 from bert_unpad.ops.optim import multi_tensor_l2norm
 
-__all__ = ["Bucket", "FusedOptimizer"]
-
 _TENSORS = ("exp_avg", "exp_avg_sq", "master_param")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """A DTensor's shard on this rank; other tensors as they are."""
+    """Returns this rank's shard of a DTensor; other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups over which a DTensor is split."""
+    """Returns the process groups over which a DTensor is sharded."""
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
     return tuple(mesh.get_group(i) for i, p in enumerate(tensor.placements) if p.is_shard())
 
 
-class Bucket:
-    """Parameters of one group that one call of an operator can update."""
+class ParameterList:
+    """Parameters of one group that one call of an operator can update, with gradients and state.
+
+    Args:
+        shards: the process groups over which all of these parameters are sharded.
+    """
 
     def __init__(self, shards: tuple[dist.ProcessGroup, ...]) -> None:
         self.shards = shards
-        self.lists: dict[str, list[Tensor]] = {
+        self.tensors: dict[str, list[Tensor]] = {
             name: [] for name in ("param", "grad", "exp_avg", "exp_avg_sq", "master_param", "step")
         }
 
     def add(self, param: Tensor, grad: Tensor, state: dict[str, Tensor]) -> None:
-        self.lists["param"].append(local(param.detach()))
-        self.lists["grad"].append(grad)
+        """Appends a parameter, its gradient and its state to the lists."""
+        self.tensors["param"].append(local(param.detach()))
+        self.tensors["grad"].append(grad)
         for name in ("exp_avg", "exp_avg_sq", "master_param", "step"):
             if name in state:
-                self.lists[name].append(local(state[name]))
+                self.tensors[name].append(local(state[name]))
 
-    def reduce(self, sums: Tensor) -> Tensor:
-        """Adds sums over shards up, in place."""
+    def sum_over_shards(self, sums: Tensor) -> Tensor:
+        """Adds up each shard's sums, in place."""
         for group in self.shards:
             dist.all_reduce(sums, group=group)
         return sums
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base of FusedAdam and FusedLAMB."""
+    """Base class of FusedAdam and FusedLAMB."""
 
-    _step_supports_amp_scaling = True  # GradScaler hands over grad_scale and found_inf
+    _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf
 
     def __init__(
         self,
@@ -72,8 +76,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         skip_non_finite: bool,
         norm_group: dist.ProcessGroup | None,
     ) -> None:
-        """`options` of a group; those that `torch.optim.AdamW` has besides are added."""
-        name = type(self).__name__
+        """Takes the default options of a group; adds the other options of `torch.optim.AdamW`."""
         defaults = options | {
             "amsgrad": False,
             "foreach": None,
@@ -82,14 +85,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             "fused": None,
         }
         if not isinstance(defaults["lr"], Tensor) and not defaults["lr"] >= 0:
-            raise ValueError(f"{name}: lr must be >= 0, got {defaults['lr']!r}")
+            raise ValueError(f"lr: expected 0 or more, got {defaults['lr']!r}")
         if not all(0 <= beta < 1 for beta in defaults["betas"]):
-            raise ValueError(f"{name}: betas must be in [0, 1), got {defaults['betas']!r}")
+            raise ValueError(f"betas: expected numbers in [0, 1), got {defaults['betas']!r}")
         for key in ("eps", "weight_decay"):
             if not defaults[key] >= 0:
-                raise ValueError(f"{name}: {key} must be >= 0, got {defaults[key]!r}")
+                raise ValueError(f"{key}: expected 0 or more, got {defaults[key]!r}")
         if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"{name}: max_grad_norm must be > 0 or None, got {max_grad_norm!r}")
+            raise ValueError(
+                f"max_grad_norm: expected a number above 0 or None, got {max_grad_norm!r}"
+            )
         self.max_grad_norm = max_grad_norm
         self.skip_non_finite = skip_non_finite
         self.norm_group = norm_group
@@ -105,18 +110,18 @@ class FusedOptimizer(torch.optim.Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
             if group.get("amsgrad"):
-                raise ValueError(f"{type(self).__name__}: amsgrad is not supported")
+                raise ValueError("amsgrad: expected False in all parameter groups, got True")
 
     @property
     def skipped_steps(self) -> int:
-        """Steps left out because a gradient was not finite. Waits for the device."""
+        """The number of steps skipped because a gradient was not finite. Waits for the device."""
         return sum(int(count) for count in self._skipped.values())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of `torch.optim.AdamW`.
 
         Raises:
-            ValueError: it is of an optimizer with amsgrad, or of other parameter groups.
+            ValueError: the state uses amsgrad, or its parameter groups differ from these.
         """
         super().load_state_dict(state_dict)
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -144,8 +149,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             state["master_param"] = param.detach().to(torch.float32, copy=True)
         return state
 
-    def _buckets(self, group: dict[str, Any]) -> list[Bucket]:
-        buckets: dict[Any, Bucket] = {}
+    def _parameter_lists(self, group: dict[str, Any]) -> list[ParameterList]:
+        lists: dict[Any, ParameterList] = {}
         for param in group["params"]:
             if param.grad is None:
                 continue
@@ -153,28 +158,29 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
             if isinstance(param, DTensor) and param.grad.placements != param.placements:
                 raise RuntimeError(
-                    f"{type(self).__name__}: a gradient is placed as {param.grad.placements}, its "
-                    f"parameter as {param.placements}"
+                    f"params: expected gradients placed like their parameter, {param.placements}, "
+                    f"got {param.grad.placements}"
                 )
             if not local(param.detach()).is_contiguous():
-                raise RuntimeError(f"{type(self).__name__}: parameters must be contiguous")
+                raise RuntimeError("params: expected contiguous parameters")
             shards = shard_groups(param)
             state = self._state_of(param, group)
             grad = local(param.grad).contiguous()
             master = "master_param" in state
             key = (param.device, param.dtype, grad.dtype, master, shards)
-            buckets.setdefault(key, Bucket(shards)).add(param, grad, state)
-        return list(buckets.values())
+            lists.setdefault(key, ParameterList(shards)).add(param, grad, state)
+        return list(lists.values())
 
-    def _global_norm(self, buckets: Iterable[Bucket]) -> Tensor | None:
-        """The norm of all gradients, over all shards; float32 []."""
+    def _global_norm(self, lists: Iterable[ParameterList]) -> Tensor | None:
+        """Returns the norm of all gradients over all shards, float32 []."""
         total: Tensor | None = None
-        for bucket in buckets:
-            square = bucket.reduce(multi_tensor_l2norm(bucket.lists["grad"])[0].square())
+        for parameters in lists:
+            square = multi_tensor_l2norm(parameters.tensors["grad"])[0].square()
+            square = parameters.sum_over_shards(square)
             total = square if total is None else total + square.to(total.device)
         if self.norm_group is not None:
             if total is None:  # this rank has no parameters, but the others wait for it
-                raise RuntimeError("norm_group needs parameters with gradients on every rank")
+                raise RuntimeError("norm_group: expected parameters with gradients on every rank")
             dist.all_reduce(total, group=self.norm_group)
         return None if total is None else total.sqrt()
 
@@ -183,56 +189,60 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Updates all parameters that have a gradient.
 
         Args:
-            closure: computes the loss and its gradient anew.
+            closure: computes the loss and its gradient again.
 
         Returns:
-            What the closure returns.
+            The result of the closure; None without one.
 
         Raises:
-            RuntimeError: a gradient is sparse, or a tensor does not fit.
+            RuntimeError: a gradient is sparse, or does not match its parameter.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grouped = [(group, self._buckets(group)) for group in self.param_groups]
-        buckets = [bucket for _, some in grouped for bucket in some]
-        if not buckets and self.norm_group is None:
+        lists = [
+            (group, parameters)
+            for group in self.param_groups
+            for parameters in self._parameter_lists(group)
+        ]
+        if not lists and self.norm_group is None:
             return loss
         scale = getattr(self, "grad_scale", None)
         found = getattr(self, "found_inf", None)
         needs_norm = self.max_grad_norm is not None or self.skip_non_finite
-        norm = self._global_norm(buckets) if needs_norm else None
+        norm = self._global_norm([parameters for _, parameters in lists]) if needs_norm else None
         if found is not None:
             norm = torch.where(
                 found > 0, torch.inf, torch.zeros_like(found) if norm is None else norm
             )
         inverse = None if scale is None else scale.double().reciprocal().float()
         counted: set[torch.device] = set()
-        for group, some in grouped:
-            for bucket in some:
-                device = bucket.lists["param"][0].device
-                if device not in self._skipped:
-                    self._skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
-                common = {
-                    "lr": _scalar(group["lr"], device),
-                    "grad_scale": None if inverse is None else inverse.to(device),
-                    "norm": None if norm is None else norm.to(device),
-                    # Once a step, however many calls it takes.
-                    "skipped": None if counted else self._skipped[device],
-                }
-                counted.add(device)
-                self._update(group, bucket, common)
-                changed = bucket.lists["param"]
-                torch.autograd.graph.increment_version(changed)
+        for group, parameters in lists:
+            device = parameters.tensors["param"][0].device
+            if device not in self._skipped:
+                self._skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
+            common = {
+                "lr": _scalar(group["lr"], device),
+                "grad_scale": None if inverse is None else inverse.to(device),
+                "norm": None if norm is None else norm.to(device),
+                # Only the first call of a step counts it as skipped.
+                "skipped": None if counted else self._skipped[device],
+            }
+            counted.add(device)
+            self._update(group, parameters, common)
+            torch.autograd.graph.increment_version(parameters.tensors["param"])
         return loss
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, common: dict[str, Any]) -> None:
+    def _update(
+        self, group: dict[str, Any], parameters: ParameterList, common: dict[str, Any]
+    ) -> None:
+        """Updates one list of parameters; `common` holds arguments that all operators take."""
         raise NotImplementedError
 
 
 def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
-    """A learning rate as float32 [] on the device; nothing waits."""
+    """Returns a learning rate as float32 [] on the device, without waiting for the device."""
     if isinstance(value, Tensor):
         return value.detach().to(device, torch.float32).reshape(())
     return torch.full((), value, dtype=torch.float32, device=device)

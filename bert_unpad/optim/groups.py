@@ -1,4 +1,4 @@
-"""Which parameters decay."""
+"""Splits a model's parameters into those with weight decay and those without."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["decay_groups"]
-
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups: with `weight_decay`, and without.
+    """Splits the parameters that need a gradient into a group with weight decay and one without.
 
-    BERT's parameters with one dimension are exactly its biases and LayerNorm weights, which are
-    not decayed, and to which `FusedLAMB` then applies no trust ratio.
+    BERT's parameters with one dimension are exactly its biases and LayerNorm weights. They get no
+    weight decay, and `FusedLAMB` applies no trust ratio to them.
 
     Args:
-        model: whose parameters that need a gradient are split.
-        weight_decay: of the first group.
+        model: the model to optimize.
+        weight_decay: decay rate of the first group.
+
+    Returns:
+        Two parameter groups for an optimizer.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [

@@ -1,4 +1,4 @@
-"""LAMB and LANS."""
+"""FusedLAMB: LAMB and LANS in one pass over all parameters."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bert_unpad.ops.optim import lamb_, multi_tensor_l2norm
-from bert_unpad.optim.base import Bucket, FusedOptimizer
-
-__all__ = ["FusedLAMB"]
+from bert_unpad.optim.base import FusedOptimizer, ParameterList
 
 
 class FusedLAMB(FusedOptimizer):
-    """LAMB (You et al., ICLR 2020) as MLPerf trains BERT with it, or LANS (Zheng et al., 2020).
+    """LAMB (You et al., ICLR 2020) in MLPerf's variant for BERT, or LANS (Zheng et al., 2020).
 
-    The gradient is divided by max(1, |g| / max_grad_norm); the update
-    u = m / (sqrt(v) + eps) + weight_decay * w counts times lr * |w| / |u|, norms by parameter. The
-    state is that of `torch.optim.AdamW`.
+    The gradient g is divided by max(1, |g| / max_grad_norm). The update of each parameter w,
+    u = m / (sqrt(v) + eps) + weight_decay * w, is then scaled by lr * |w| / |u|. The state has the
+    layout of `torch.optim.AdamW`.
 
     Args:
         params, lr, betas, eps, weight_decay, bias_correction, maximize, master_weights,
-        skip_non_finite, norm_group: as of `FusedAdam`.
-        max_grad_norm: bound on the norm of all gradients; None: none.
+        skip_non_finite, norm_group: as in `FusedAdam`.
+        max_grad_norm: bound on the norm of all gradients together; None: do not clip.
         grad_averaging: the gradient enters the momentum times 1 - betas[0], else times 1.
-        trust_ratio: False takes 1 for |w| / |u|; also an option of a group.
+        trust_ratio: scale updates by |w| / |u|; a parameter group may set it too.
         always_adapt: apply the ratio to parameters without weight decay too.
-        nesterov: LANS, which divides each gradient by its own norm instead of `max_grad_norm`.
+        nesterov: LANS, which divides each gradient by its own norm instead of clipping to
+            `max_grad_norm`.
 
     Raises:
-        ValueError: for a number out of range, naming it.
+        ValueError: a number is out of range; the message names it.
     """
 
     def __init__(
@@ -68,17 +67,19 @@ class FusedLAMB(FusedOptimizer):
         }
         super().__init__(params, options, max_grad_norm, skip_non_finite, norm_group)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, common: dict[str, Any]) -> None:
-        lists = bucket.lists
+    def _update(
+        self, group: dict[str, Any], parameters: ParameterList, common: dict[str, Any]
+    ) -> None:
+        lists = parameters.tensors
         adapt = group["trust_ratio"] and (group["always_adapt"] or group["weight_decay"] != 0)
         own_norms = None
         if group["nesterov"]:
-            squares = bucket.reduce(multi_tensor_l2norm(lists["grad"])[1].square())
-            own_norms = squares.sqrt()
+            squares = multi_tensor_l2norm(lists["grad"])[1].square()
+            own_norms = parameters.sum_over_shards(squares).sqrt()
         tensors = (lists["param"], lists["grad"], lists["exp_avg"], lists["exp_avg_sq"])
         beta1, beta2 = group["betas"]
         eps, decay = group["eps"], group["weight_decay"]
-        if not bucket.shards:
+        if not parameters.shards:
             lamb_(
                 *(*tensors, lists["step"]),
                 masters=lists["master_param"],
@@ -102,7 +103,8 @@ class FusedLAMB(FusedOptimizer):
             *(self.max_grad_norm or 0.0, group["grad_averaging"], group["bias_correction"]),
             *(group["nesterov"], group["maximize"]),
         )
+        sums = parameters.sum_over_shards(sums)
         op.lamb_apply_(
-            *(*tensors, lists["master_param"], bucket.reduce(sums), coefficients, beta1, eps),
+            *(*tensors, lists["master_param"], sums, coefficients, beta1, eps),
             *(decay, adapt, group["nesterov"]),
         )

@@ -18,7 +18,7 @@ SIZES = (1, 7, 1000, 0, 33)
 
 
 def _sums(rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    with pytest.raises(ValueError, match="node_size must divide the number of ranks"):
+    with pytest.raises(ValueError, match="node_size: expected a divisor of the number of ranks"):
         HierarchicalAllreduce(3)
     allreduce = HierarchicalAllreduce(2)
     draw = torch.Generator().manual_seed(rank)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.distributed import POLICIES, BucketClip, ClipBefore
-from bert_unpad.distributed.bucket_shares import Shares
+from bert_unpad.distributed.bucket_shares import BucketShares
 from tests.support.processes import run_ranks
 
 C = 0.5
@@ -41,11 +41,11 @@ class Net(nn.Module):
 class Recording(BucketClip):
     """Keeps which parameters each bucket of the last pass held."""
 
-    def _exchange(self, bucket):
+    def _sync_bucket(self, bucket):
         if bucket.index() == 0:
             self.layout = []
         self.layout.append(bucket.parameters())
-        return super()._exchange(bucket)
+        return super()._sync_bucket(bucket)
 
 
 def _net() -> Net:
@@ -250,7 +250,7 @@ def _before(rank: int, world_size: int) -> None:
         for step in range(2):
             local = _local(model, [_batch(rank, step)], spare=step == 0)
             model(_batch(rank, step), step == 0).square().sum().backward()
-            report = clip.exchange()
+            report = clip.sync()
             flat = torch.cat([g.double().flatten() for g in local.values()])
             assert float(report.norm) == pytest.approx(float(flat.norm()), rel=1e-5)
             assert int(report.clipped) == 1
@@ -261,7 +261,7 @@ def _before(rank: int, world_size: int) -> None:
     model(_batch(rank, 0)).square().sum().backward()
     if rank == 0:
         model.head.bias.grad[1] = math.nan
-    assert not bool(clip.exchange().finite)
+    assert not bool(clip.sync().finite)
     assert all(p.grad.isnan().all() for p in model.parameters())
 
 
@@ -341,7 +341,7 @@ def test_hooks_of_pytorch_exchange_the_clipped_buckets():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_shares_add_up_whatever_buckets_come(policy):
     draw = torch.Generator().manual_seed(1)
-    shares = Shares(policy, 100)
+    shares = BucketShares(policy, 100)
     device = torch.device("cpu")
     layouts = [[10, 20, 70], [10, 20, 70], [10, 90], [10, 90], [10, 20, 30, 40], [50, 50], [100]]
     for sizes in layouts:
@@ -354,15 +354,15 @@ def test_shares_add_up_whatever_buckets_come(policy):
 def test_adaptive_shares_forget_what_is_not_finite_and_can_be_saved():
     device = torch.device("cpu")
 
-    def shares_after(*passes: list[float]) -> Shares:
-        shares = Shares("adaptive", 4)
+    def shares_after(*passes: list[float]) -> BucketShares:
+        shares = BucketShares("adaptive", 4)
         for norms in passes:
             for _ in range(2):
                 shares.next(2, device)
             shares.end(torch.tensor(norms))
         return shares
 
-    def given(shares: Shares) -> list[float]:
+    def given(shares: BucketShares) -> list[float]:
         return [float(shares.next(2, device)) for _ in range(2)]
 
     want = [0.99 * 0.36 + 0.005, 0.99 * 0.64 + 0.005]
@@ -372,7 +372,7 @@ def test_adaptive_shares_forget_what_is_not_finite_and_can_be_saved():
     assert given(shares_after([3.0, 4.0], [math.inf, 1.0])) == pytest.approx(want)
     assert given(shares_after([3.0, 4.0], [0.0, 0.0])) == pytest.approx(want)
     assert given(shares_after([0.0, 0.0])) == [0.5, 0.5]
-    saved, other = shares_after([3.0, 4.0]), Shares("adaptive", 4)
+    saved, other = shares_after([3.0, 4.0]), BucketShares("adaptive", 4)
     other.load_state_dict(saved.state_dict())
     assert given(other) == given(saved)
 
@@ -380,12 +380,15 @@ def test_adaptive_shares_forget_what_is_not_finite_and_can_be_saved():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_norm": 0.0}, "max_norm must be positive, got 0"),
-        ({"max_norm": math.nan}, "max_norm must be positive, got nan"),
-        ({"policy": "even"}, "policy must be one of .*, got 'even'"),
-        ({"wire_dtype": torch.float64}, "wire_dtype must be None, torch.bfloat16 or torch.float16"),
-        ({"wire_dtype": torch.float16, "max_norm": 1e5}, "max_norm must be at most 65504"),
-        ({"error_feedback": True}, "error_feedback needs a wire_dtype"),
+        ({"max_norm": 0.0}, "max_norm: expected a number above 0, got 0"),
+        ({"max_norm": math.nan}, "max_norm: expected a number above 0, got nan"),
+        ({"policy": "even"}, "policy: expected one of .*, got 'even'"),
+        (
+            {"wire_dtype": torch.float64},
+            "wire_dtype: expected None, torch.bfloat16 or torch.float16",
+        ),
+        ({"wire_dtype": torch.float16, "max_norm": 1e5}, "max_norm: expected at most 65504"),
+        ({"error_feedback": True}, "error_feedback: expected False without a wire_dtype"),
     ],
 )
 def test_bad_settings_are_named(arguments, message):
@@ -395,7 +398,7 @@ def test_bad_settings_are_named(arguments, message):
 
 def test_a_clip_that_is_not_attached_says_so():
     clip = BucketClip(1.0)
-    with pytest.raises(RuntimeError, match="no gradient has been exchanged yet"):
+    with pytest.raises(RuntimeError, match="no gradient has been synchronised yet"):
         clip.report()
     with pytest.raises(RuntimeError, match="not attached"):
         clip.state_dict()

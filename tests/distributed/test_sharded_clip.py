@@ -71,9 +71,9 @@ def test_groups_are_clipped_before_they_are_averaged():
 
 
 def test_bad_settings_are_named():
-    with pytest.raises(ValueError, match="policy must be equal or numel under FSDP"):
+    with pytest.raises(ValueError, match="policy: expected equal or numel under FSDP"):
         ShardedClip(1.0, "adaptive")
-    with pytest.raises(ValueError, match="max_norm must be positive"):
+    with pytest.raises(ValueError, match="max_norm: expected a number above 0"):
         ShardedClip(0.0)
-    with pytest.raises(ValueError, match="no parameters that fully_shard manages"):
+    with pytest.raises(ValueError, match="model: expected parameters that fully_shard manages"):
         ShardedClip(1.0).attach(nn.Linear(2, 2))

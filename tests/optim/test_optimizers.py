@@ -176,11 +176,11 @@ def test_a_backward_pass_notices_an_update() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "lr must be >= 0, got -1.0"),
-        ({"betas": (0.9, 1.0)}, "betas must be in"),
-        ({"eps": -1.0}, "eps must be >= 0"),
-        ({"weight_decay": -0.1}, "weight_decay must be >= 0"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm must be > 0 or None"),
+        ({"lr": -1.0}, "lr: expected 0 or more, got -1.0"),
+        ({"betas": (0.9, 1.0)}, "betas: expected numbers in"),
+        ({"eps": -1.0}, "eps: expected 0 or more"),
+        ({"weight_decay": -0.1}, "weight_decay: expected 0 or more"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm: expected a number above 0 or None"),
     ],
 )
 def test_bad_options_are_named(options: dict, message: str) -> None:
@@ -190,10 +190,10 @@ def test_bad_options_are_named(options: dict, message: str) -> None:
 
 
 def test_what_is_not_supported() -> None:
-    with pytest.raises(ValueError, match="amsgrad is not supported"):
+    with pytest.raises(ValueError, match="amsgrad: expected False"):
         FusedAdam(draw(), amsgrad=True)
     peer = torch.optim.AdamW(draw(), amsgrad=True)
-    with pytest.raises(ValueError, match="amsgrad is not supported"):
+    with pytest.raises(ValueError, match="amsgrad: expected False"):
         FusedAdam(draw()).load_state_dict(peer.state_dict())
     p = nn.Parameter(torch.ones(3, 2))
     p.grad = torch.eye(3, 2).to_sparse()

@@ -114,7 +114,7 @@ class Clipping:
         if self._loss_scale is not None and self._bucket is None:
             self._loss_scale.unscale_(self._model.parameters())
         if self._before is not None:
-            report = self._before.exchange()
+            report = self._before.sync()
         elif self._mode == "bucket":
             report = self._bucket.report()
         else:
