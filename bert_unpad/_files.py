@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and JSON files from outside."""
+"""Writing files that appear whole or not at all, and reading JSON files that users provide."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["read_json_object", "replacing", "set_aside", "sync_folder", "write_text"]
-
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path beside `path`, renamed to it if the block succeeds, removed if it raises.
+    """Yields a temporary path next to `path`; renames it to `path` if the block succeeds.
 
-    A reader sees the old file or the new one, never a part; the process id in the name keeps
-    writers apart.
+    If the block raises, the temporary file is removed. A reader sees the old file or the new one,
+    never a part. The process id in the temporary name keeps several writers apart.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -29,13 +27,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a file of UTF-8 by `replacing`."""
+    """Writes a UTF-8 text file, which appears whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def set_aside(path: Path, ending: str) -> Path:
-    """Renames a file or folder to `<path>.<ending>-<n>`, with the first n that is free.
+    """Renames a file or folder to `<path>.<ending>-<n>`, with the first free n from 1.
 
     Returns:
         The new path.
@@ -48,7 +46,7 @@ def set_aside(path: Path, ending: str) -> Path:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes new names in the folder survive a power failure."""
+    """Makes files created or renamed in the folder survive a power failure."""
     if os.name == "posix":
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -62,14 +60,14 @@ def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it holds something else, or is damaged; the message names the file.
+        ValueError: the file is damaged or holds something else; the message names it.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{path} does not exist; expected a JSON file") from error
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or nested too deeply
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise ValueError(f"{path}: expected JSON ({error})") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(found).__name__}")
+        raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
     return found

@@ -74,7 +74,7 @@ def measure(
         for name, (growth, _) in stages.items():
             model, optimizer = models[name]
             if growth.kept is not None:
-                model.bert.encoder.kept = growth.kept(step)
+                model.bert.encoder.active_layers = growth.kept(step)
             start = time.process_time()
             _update(model, optimizer, inputs)
             if number:  # the first loads what is loaded lazily
@@ -139,7 +139,7 @@ def _communicated(model: BertForPreTraining) -> int:
         "bucket": dist.GradBucket,
         "return": torch.futures.Future[torch.Tensor],
     }
-    kept, model.bert.encoder.kept = model.bert.encoder.kept, None
+    kept, model.bert.encoder.active_layers = model.bert.encoder.active_layers, None
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
@@ -150,7 +150,7 @@ def _communicated(model: BertForPreTraining) -> int:
         finally:
             dist.destroy_process_group()
     model.zero_grad()
-    model.bert.encoder.kept = kept
+    model.bert.encoder.active_layers = kept
     return count
 
 

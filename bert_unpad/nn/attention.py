@@ -1,7 +1,7 @@
-"""Self-attention over packed sequences, and the residual block that closes both halves of a layer.
+"""Self-attention over packed sequences, and the residual block that ends both halves of a layer.
 
-Queries, keys and values have one weight [3 * hidden, hidden] (queries first): one GEMM reads the
-hidden states once, and its output is the [T, 3, heads, head_dim] buffer that attention takes.
+Queries, keys and values share one weight [3 * hidden, hidden] (queries first). So one GEMM reads
+the hidden states once, and its output is the [T, 3, heads, head_dim] buffer that attention reads.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from bert_unpad import ops
 from bert_unpad.batch import QueryRows, VarlenBatch
 from bert_unpad.batch.rows import gather_rows
 from bert_unpad.nn.config import BertConfig
-
-__all__ = ["BertAttention", "BertOutput", "BertSelfAttention"]
 
 
 class BertSelfAttention(nn.Module):
@@ -28,7 +26,7 @@ class BertSelfAttention(nn.Module):
         self.fp8 = False
 
     def _project(self, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """The linear layer of x, and x for the residual connection, see `ops.linear_residual`."""
+        """Returns the linear layer of x, and x for the residual; see `ops.linear_residual`."""
         if self.fp8:
             return ops.fp8_linear(x, weight, bias), x
         return ops.linear_residual(x, weight, bias)
@@ -36,8 +34,16 @@ class BertSelfAttention(nn.Module):
     def forward(
         self, x: Tensor, batch: VarlenBatch, rng: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Every token attends to its sequence: [T, hidden] -> [T, hidden], and x for the residual
-        connection, see `ops.linear_residual`."""
+        """Every token attends to its sequence.
+
+        Args:
+            x: hidden states, [T, hidden].
+            batch: how x is packed.
+            rng: the dropout key, int64 [2]; None draws one.
+
+        Returns:
+            The attention output, [T, hidden], and x for the residual; see `ops.linear_residual`.
+        """
         qkv, residual = self._project(x, self.qkv.weight, self.qkv.bias)
         out = ops.varlen_attention(
             qkv.view(x.shape[0], 3, self.num_heads, self.head_dim),
@@ -55,14 +61,17 @@ class BertSelfAttention(nn.Module):
         rows: QueryRows,
         rng: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Some rows attend to their whole sequence: [Q, hidden] -> [Q, hidden], and x_rows.
+        """Only the given rows attend to their whole sequence.
 
         Args:
-            x: the hidden states of all tokens, [T, hidden].
-            x_rows: those of `rows.positions`, [Q, hidden].
-            batch: the packing of x.
-            rows: the packing of x_rows.
-            rng: int64 [2], the dropout key; None draws one.
+            x: hidden states of all tokens, [T, hidden].
+            x_rows: hidden states of `rows.positions`, [Q, hidden].
+            batch: how x is packed.
+            rows: how x_rows is packed.
+            rng: the dropout key, int64 [2]; None draws one.
+
+        Returns:
+            The attention output, [Q, hidden], and x_rows for the residual.
         """
         # split, not two slices: its backward joins the two gradients in one pass.
         hidden = x.shape[1]
@@ -85,9 +94,10 @@ class BertSelfAttention(nn.Module):
 
 
 class BertOutput(nn.Module):
-    """LayerNorm(residual + dropout(dense(x))): closes the attention and the feed-forward half.
+    """LayerNorm(residual + dropout(dense(x))), the end of the attention and feed-forward halves.
 
-    The caller computes the product with `dense.weight`, alone or in one node with what is before.
+    The caller computes the product with `dense.weight`, because an operator may fuse it with what
+    comes before it.
     """
 
     def __init__(self, config: BertConfig, in_features: int) -> None:
@@ -97,7 +107,16 @@ class BertOutput(nn.Module):
         self.dropout_p = config.hidden_dropout_prob
 
     def forward(self, x: Tensor, residual: Tensor, rng: Tensor | None = None) -> Tensor:
-        """x, the product with `dense.weight`, and residual: [rows, hidden] -> [rows, hidden]."""
+        """Adds the bias, dropout and the residual, and normalises the sum.
+
+        Args:
+            x: the product with `dense.weight`, [rows, hidden].
+            residual: the input of this half of the layer, [rows, hidden].
+            rng: the dropout key, int64 [2]; None draws one.
+
+        Returns:
+            The output of this half of the layer, [rows, hidden].
+        """
         return ops.dropout_add_layer_norm(
             x,
             residual,
@@ -111,7 +130,7 @@ class BertOutput(nn.Module):
 
 
 class BertAttention(nn.Module):
-    """The attention half of a layer."""
+    """The attention half of a layer: self-attention, output projection, residual, LayerNorm."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -126,7 +145,7 @@ class BertAttention(nn.Module):
         rows: QueryRows | None = None,
         rng: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> Tensor:
-        """[T, hidden] -> [T, hidden], or [Q, hidden] if only `rows` are asked for."""
+        """Returns the new hidden states, [T, hidden], or only those of `rows`, [Q, hidden]."""
         if rows is None:
             out, residual = self.self(x, batch, rng[0])
         else:

@@ -1,8 +1,8 @@
-"""The model's configuration, under Hugging Face's names, so that their config.json works as it is.
+"""The model's configuration, with Hugging Face's names, so that their config.json works unchanged.
 
-Fields that this model does not read are kept and written back. Those whose value would call for
-another model (relative positions, a decoder, another activation) are refused when the
-configuration is made: a checkpoint must never load into a model that computes something else.
+Fields that this model does not read are kept and written back. A value that would need another
+model (relative positions, a decoder, another activation) is an error: a checkpoint must never load
+into a model that computes something else.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bert_unpad._files import read_json_object, replacing
-
-__all__ = ["PRESETS", "BertConfig"]
 
 PRESETS: dict[str, dict[str, int]] = {
     "bert-base": {
@@ -32,12 +30,12 @@ PRESETS: dict[str, dict[str, int]] = {
         "intermediate_size": 4096,
     },
 }
-"""Sizes by name (Devlin et al., 2019); the other fields are the defaults."""
+"""The sizes of named models (Devlin et al., 2019); their other fields have default values."""
 
-# hidden_act -> the `approximate` argument of GELU
+# The `approximate` argument of GELU for each hidden_act.
 _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 
-# Fields of Hugging Face's BertConfig of which this model can compute one value only.
+# Fields of Hugging Face's BertConfig for which this model supports only one value.
 _REQUIRED = {
     "model_type": "bert",
     "position_embedding_type": "absolute",
@@ -47,12 +45,11 @@ _REQUIRED = {
     "tie_word_embeddings": True,
 }
 
-# Far above any model in use. A damaged file cannot ask for more memory than a machine can count, or
-# for more layers than can be listed.
+# Far above any model in use; they stop a damaged file from asking for absurd amounts of memory.
 _MAX_SIZE = 2**24
 _MAX_LAYERS = 1024
 
-# Tensor cores want the vocabulary's dimension in steps of 16 bytes, which is 8 of bf16 or fp16.
+# Tensor cores need the vocabulary dimension in steps of 16 bytes: 8 numbers in bf16 or fp16.
 _VOCAB_MULTIPLE = 8
 
 
@@ -63,9 +60,10 @@ class BertConfig:
     The fields have the names and defaults of Hugging Face's `BertConfig`.
 
     Raises:
-        ValueError: a size is not positive or above any model in use, hidden_size is not a multiple
-            of num_attention_heads, a probability lies outside [0, 1), hidden_act is not a GELU, or
-            `extra` asks for a model that this one is not (see the error's text).
+        ValueError: a size is not positive or absurdly large, hidden_size is not a multiple of
+            num_attention_heads, a probability lies outside [0, 1), hidden_act is not a GELU, or
+            `extra` asks for something that this model does not support. The message names the
+            field.
     """
 
     vocab_size: int = 30522
@@ -74,7 +72,7 @@ class BertConfig:
     num_attention_heads: int = 12
     intermediate_size: int = 3072
     hidden_act: str = "gelu"
-    """gelu (the exact one, with erf), or gelu_new = gelu_pytorch_tanh (the tanh approximation)."""
+    """Activation: gelu (exact, with erf), or gelu_new, also named gelu_pytorch_tanh (tanh)."""
     hidden_dropout_prob: float = 0.1
     attention_probs_dropout_prob: float = 0.1
     max_position_embeddings: int = 512
@@ -84,7 +82,7 @@ class BertConfig:
     layer_norm_eps: float = 1e-12
     pad_token_id: int | None = 0
     extra: dict[str, Any] = field(default_factory=dict)
-    """Fields of config.json that the model does not read; written back by `to_dict`."""
+    """Fields of config.json that the model does not read; `to_dict` writes them back."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -99,53 +97,55 @@ class BertConfig:
             value = getattr(self, name)
             most = _MAX_LAYERS if name == "num_hidden_layers" else _MAX_SIZE
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                raise ValueError(f"{name} must be an integer >= 1 and <= {most}, got {value!r}")
+                raise ValueError(f"{name}: expected an integer from 1 to {most}, got {value!r}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
-                f"hidden_size ({self.hidden_size}) must be a multiple of "
-                f"num_attention_heads ({self.num_attention_heads})"
+                f"hidden_size: expected a multiple of num_attention_heads = "
+                f"{self.num_attention_heads}, got {self.hidden_size}"
             )
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             value = getattr(self, name)
             if not _is_finite(value) or not 0 <= value < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+                raise ValueError(f"{name}: expected a number in [0, 1), got {value!r}")
         for name in ("initializer_range", "layer_norm_eps"):
             value = getattr(self, name)
             if not _is_finite(value) or not value > 0:
-                raise ValueError(f"{name} must be > 0, got {value!r}")
+                raise ValueError(f"{name}: expected a number above 0, got {value!r}")
         if not isinstance(self.hidden_act, str) or self.hidden_act not in _GELU:
-            raise ValueError(f"hidden_act must be one of {sorted(_GELU)}, got {self.hidden_act!r}")
+            raise ValueError(
+                f"hidden_act: expected one of {', '.join(sorted(_GELU))}, got {self.hidden_act!r}"
+            )
         for name, value in _REQUIRED.items():
             if self.extra.get(name, value) != value:
-                raise ValueError(f"{name} must be {value!r}, got {self.extra[name]!r}")
-        if self.extra.get("pruned_heads"):
-            raise ValueError("pruned_heads must be empty: attention heads cannot be pruned here")
+                raise ValueError(f"{name}: expected {value!r}, got {self.extra[name]!r}")
+        if pruned := self.extra.get("pruned_heads"):
+            raise ValueError(f"pruned_heads: expected none, got {pruned!r}")
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
+        """The width of one attention head."""
         return self.hidden_size // self.num_attention_heads
 
     @property
     def gelu_approximate(self) -> str:
-        """hidden_act as PyTorch's name of the GELU variant: "none" or "tanh"."""
+        """PyTorch's name for the GELU variant of hidden_act: "none" or "tanh"."""
         return _GELU[self.hidden_act]
 
     @property
     def padded_vocab_size(self) -> int:
-        """vocab_size rounded up to a multiple of 8: the rows of the word embedding in memory."""
+        """The number of rows of the word embedding: vocab_size rounded up to a multiple of 8."""
         return -(-self.vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> BertConfig:
-        """From the contents of a config.json; names that are no field go to `extra`."""
+        """Makes a configuration from the contents of a config.json; unknown names go to `extra`."""
         names = {f.name for f in dataclasses.fields(cls)} - {"extra"}
         known = {name: value for name, value in values.items() if name in names}
         extra = {name: value for name, value in values.items() if name not in names}
         return cls(**known, extra=extra)
 
     def to_dict(self) -> dict[str, Any]:
-        """The contents of a config.json for Hugging Face: all fields, and those kept in `extra`."""
+        """Returns the contents of a config.json for Hugging Face: all fields, and `extra`."""
         values = dataclasses.asdict(self)
         return {"model_type": "bert"} | values.pop("extra") | values
 
@@ -155,8 +155,8 @@ class BertConfig:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is not a JSON object, or not the configuration of such a model; the
-                message names the file.
+            ValueError: it is not a JSON object, or not a configuration that this model supports;
+                the message names the file.
         """
         values = read_json_object(path)
         try:

@@ -1,7 +1,7 @@
 """Word, position and token type embeddings of packed tokens: one fused operator.
 
-Mixed precision starts here: parameters stay in their own dtype (fp32), this layer's output takes
-the compute dtype, and every later layer follows the dtype of its input.
+Mixed precision starts here: parameters keep their own dtype (fp32), the output of this layer has
+the compute dtype, and every later layer computes in the dtype of its input.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from bert_unpad import ops
 from bert_unpad.batch import PackedInputs
 from bert_unpad.nn.config import BertConfig
-
-__all__ = ["BertEmbeddings"]
 
 
 class BertEmbeddings(nn.Module):
@@ -33,10 +31,11 @@ class BertEmbeddings(nn.Module):
 
         Args:
             inputs: T packed tokens.
-            rng: int64 [2], the dropout key; None draws one.
+            rng: the dropout key, int64 [2]; None draws one.
 
         Returns:
-            [T, hidden], in autocast's dtype if autocast is on, otherwise in the parameters' dtype.
+            Hidden states [T, hidden], in autocast's dtype if autocast is on, otherwise in the
+            parameters' dtype.
 
         Raises:
             ValueError: the batch is longer than max_position_embeddings.
@@ -45,7 +44,7 @@ class BertEmbeddings(nn.Module):
         limit = self.position_embeddings.num_embeddings
         if batch.seqlen > limit:
             raise ValueError(
-                f"sequences may be at most max_position_embeddings = {limit} long, "
+                f"inputs: expected sequences of at most max_position_embeddings = {limit} tokens, "
                 f"got {batch.seqlen}"
             )
         return ops.embedding_layer_norm(
@@ -66,7 +65,7 @@ class BertEmbeddings(nn.Module):
     def _compute_dtype(self) -> torch.dtype:
         weight = self.word_embeddings.weight
         kind = weight.device.type
-        # There is no autocast on the meta device, where the model runs without memory.
+        # The meta device, on which the model runs without memory, has no autocast.
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
         return weight.dtype

@@ -15,13 +15,11 @@ from bert_unpad.nn.attention import BertAttention, BertOutput
 from bert_unpad.nn.config import BertConfig
 from bert_unpad.nn.rng import RngKeys
 
-__all__ = ["BertEncoder", "BertIntermediate", "BertLayer", "Recompute"]
-
 Recompute = Literal["none", "gelu", "layer"]
 
 
 class BertIntermediate(nn.Module):
-    """The first linear layer of the feed-forward half, and which GELU follows it."""
+    """The first linear layer of the feed-forward half, and the kind of GELU that follows it."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -49,9 +47,18 @@ class BertLayer(nn.Module):
         rng: RngKeys = (None, None, None),
         recompute_gelu: bool = False,
     ) -> Tensor:
-        """[T, hidden] -> [T, hidden], or [Q, hidden] if only `rows` are asked for.
+        """Runs the layer.
 
-        `recompute_gelu`: compute the GELU's output again in the backward pass, do not keep it.
+        Args:
+            x: hidden states, [T, hidden].
+            batch: how x is packed.
+            rows: if given, compute only these rows of the output.
+            rng: three dropout keys, int64 [2]; None draws one.
+            recompute_gelu: compute the GELU's output again in the backward pass instead of keeping
+                it.
+
+        Returns:
+            Hidden states, [T, hidden], or [Q, hidden] with `rows`.
         """
         x = self.attention(x, batch, rows, (rng[0], rng[1]))
         y, residual = ops.mlp(
@@ -67,22 +74,25 @@ class BertLayer(nn.Module):
 
 
 class BertEncoder(nn.Module):
-    """All layers."""
+    """The stack of all transformer layers."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
         self.recompute = "none"
         self.frozen_layers = 0
-        """This many layers from the bottom, and the embeddings below them, run forward only: they
-        save nothing for a backward pass. Whoever sets it also clears their `requires_grad`."""
-        self.kept: Sequence[bool] | None = None
-        """Which layers training runs, by index; the others hand on what they get. None: all."""
+        """This many layers from the bottom, and the embeddings below them, run forward only and
+        save nothing for a backward pass. Code that sets it must also clear their `requires_grad`.
+        """
+        self.active_layers: Sequence[bool] | None = None
+        """Whether training runs each layer; the others pass their input on. None runs all."""
 
     @property
     def fp8(self) -> bool:
-        """Whether the linear layers compute in 8 bits, see `ops.fp8_linear`. What is not linear
-        stays in the activations' dtype, and so do embeddings and heads."""
+        """Whether the linear layers compute in 8 bits; see `ops.fp8_linear`.
+
+        Everything else, embeddings and heads included, computes in the activations' dtype.
+        """
         return any(layer.fp8 for layer in self.layer)
 
     @fp8.setter
@@ -92,11 +102,14 @@ class BertEncoder(nn.Module):
 
     @property
     def recompute(self) -> Recompute:
-        """What training computes again in the backward pass instead of keeping it.
+        """What the backward pass computes again instead of keeping it from the forward pass.
 
-        none: nothing. gelu: the GELU's output of each layer, a quarter of what a layer keeps, for
-        one more pass over memory. layer: whole layers, of which only the input is kept, for about a
-        third more arithmetic. No bit of a result depends on it.
+        - none: nothing.
+        - gelu: the GELU's output. Saves a quarter of a layer's memory and costs one more pass over
+          that output.
+        - layer: the whole layer. Keeps only its input and costs about a third more arithmetic.
+
+        Results have the same bits with each of them.
 
         Raises:
             ValueError: set to anything else.
@@ -106,7 +119,9 @@ class BertEncoder(nn.Module):
     @recompute.setter
     def recompute(self, value: Recompute) -> None:
         if value not in get_args(Recompute):
-            raise ValueError(f"recompute must be one of {get_args(Recompute)}, got {value!r}")
+            raise ValueError(
+                f"recompute: expected one of {', '.join(get_args(Recompute))}, got {value!r}"
+            )
         self._recompute = value
 
     def forward(
@@ -119,27 +134,26 @@ class BertEncoder(nn.Module):
         """Runs the layers.
 
         Args:
-            x: [T, hidden].
-            batch: the packing of x.
-            rows: if given, the last layer computes only these.
-            rng: 3 dropout keys for each layer; None lets the operators draw their own.
+            x: hidden states, [T, hidden].
+            batch: how x is packed.
+            rows: if given, the last layer computes only these rows.
+            rng: three dropout keys per layer; None lets each operator draw its own.
 
         Returns:
-            [T, hidden], or [Q, hidden] with `rows`.
+            Hidden states, [T, hidden], or [Q, hidden] with `rows`.
         """
         count = BertLayer.RNG_KEYS
         if rng is None:
             rng = (None,) * (count * len(self.layer))
-        kept = self.kept if self.training and self.kept is not None else [True] * len(self.layer)
-        run = [index for index, is_kept in enumerate(kept) if is_kept]
-        if not run and rows is not None:
+        indices = [index for index in range(len(self.layer)) if self._is_active(index)]
+        if not indices and rows is not None:
             x = x.index_select(0, rows.positions)
-        for index in run:
+        for index in indices:
             layer = self.layer[index]
             arguments = (
                 x,
                 batch,
-                rows if index == run[-1] else None,
+                rows if index == indices[-1] else None,
                 rng[count * index : count * (index + 1)],
                 self.recompute == "gelu" and self.training,
             )
@@ -148,8 +162,11 @@ class BertEncoder(nn.Module):
                     x = layer(*arguments)
                 continue
             if self.recompute == "layer" and self.training:
-                # All randomness of a layer is in its keys, so there is no state to restore.
+                # A layer's randomness depends only on its keys, so there is no state to restore.
                 x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(*arguments)
         return x
+
+    def _is_active(self, index: int) -> bool:
+        return not self.training or self.active_layers is None or self.active_layers[index]

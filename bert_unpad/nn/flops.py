@@ -1,12 +1,12 @@
-"""Floating-point operations that a BERT needs, for model FLOPs utilisation (MFU).
+"""Floating-point operations that a BERT model needs, for model FLOPs utilisation (MFU).
 
 The count is that of the model, not of this implementation (Chowdhery et al., 2022,
 arXiv:2204.02311, appendix B): every layer for every real token, attention within each sequence,
-logits for masked tokens only; a multiply-add is 2 operations; the backward pass costs twice the
-forward pass. Embedding look-ups, normalisation, GELU, softmax and anything computed twice are not
-counted. A layer that runs forward only is counted so. The last layer's shortcut (see `QueryRows`)
-is not deducted: it makes a step faster, so it shows as a higher MFU, and figures stay comparable
-with other implementations.
+logits for masked tokens only. A multiply-add is 2 operations, and the backward pass costs twice the
+forward pass. Embedding look-ups, normalisation, GELU, softmax and recomputation are not counted. A
+layer that runs forward only counts its forward pass. The last layer is counted for all tokens,
+although training computes only some rows of it (see `QueryRows`): the shortcut then shows as a
+higher MFU, and figures stay comparable with other implementations.
 """
 
 from __future__ import annotations
@@ -20,35 +20,33 @@ from torch import Tensor
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn.config import BertConfig
 
-__all__ = ["MASKED_FRACTION", "forward_flops", "padded_training_flops", "training_flops"]
-
 MASKED_FRACTION = 0.15
-"""Share of the tokens that BERT's pretraining masks; used where no count is given."""
+"""The share of tokens that BERT's pretraining masks; the default where no count is given."""
 
 Lengths = PackedInputs | VarlenBatch | Tensor | np.ndarray | Sequence[int]
 
 
-class _Forward(NamedTuple):
-    """Operations of parts of one forward pass."""
+class _ForwardFlops(NamedTuple):
+    """Operations of the parts of one forward pass."""
 
     layer: int
-    """One layer."""
+    """Operations of one layer."""
     heads: int
-    """Everything above the layers."""
+    """Operations of everything above the layers."""
     qkv: int
-    """Of a layer: the product that makes queries, keys and values."""
+    """Operations of a layer's product that computes queries, keys and values."""
     decoder: int
-    """Of the heads: the product with the word embedding."""
+    """Operations of the heads' product with the word embedding."""
 
 
 def forward_flops(config: BertConfig, lengths: Lengths, num_masked: int | None = None) -> int:
-    """Operations of one forward pass, including both pretraining heads.
+    """Counts the operations of one forward pass, including both pretraining heads.
 
     Args:
-        config: the model.
-        lengths: of the sequences [B], on the host; or a batch.
-        num_masked: tokens whose logits are needed. By default those of the `PackedInputs`, for
-            anything else 15 % of the tokens.
+        config: the model's configuration.
+        lengths: lengths of the sequences [B], on the host; or a batch.
+        num_masked: number of tokens whose logits are needed; by default the masked tokens of a
+            `PackedInputs`, and 15 % of the tokens of anything else.
     """
     parts = _forward_parts(config, lengths, num_masked)
     return config.num_hidden_layers * parts.layer + parts.heads
@@ -63,17 +61,18 @@ def training_flops(
     frozen_layers: int = 0,
     frozen_decoder: bool = False,
 ) -> int:
-    """Operations of one forward and backward pass: 3 times `forward_flops` if all is trained.
+    """Counts the operations of a forward and backward pass: 3 times `forward_flops` by default.
 
     Args:
-        config: the model.
+        config: the model's configuration.
         lengths: see `forward_flops`.
         num_masked: see `forward_flops`.
-        layers: how many run; by default all of the model.
-        frozen_layers: of these, the lowest that run forward only. The layer above them needs no
-            gradient of its input, which saves it a third of the query, key and value product.
-        frozen_decoder: the word embedding gets no gradient, so the logits' backward pass is one
-            product instead of two.
+        layers: number of layers that run; by default all layers of the model.
+        frozen_layers: number of layers, from the bottom, that run forward only. The layer above
+            them needs no gradient of its input, which saves a third of the work of its query, key
+            and value product.
+        frozen_decoder: whether the word embedding gets no gradient. Then the logits' backward pass
+            is one product instead of two.
     """
     parts = _forward_parts(config, lengths, num_masked)
     layers = config.num_hidden_layers if layers is None else layers
@@ -83,7 +82,7 @@ def training_flops(
     return flops - (parts.decoder if frozen_decoder else 0)
 
 
-def _forward_parts(config: BertConfig, lengths: Lengths, num_masked: int | None) -> _Forward:
+def _forward_parts(config: BertConfig, lengths: Lengths, num_masked: int | None) -> _ForwardFlops:
     if isinstance(lengths, PackedInputs):
         num_masked = lengths.num_masked if num_masked is None else num_masked
         lengths = lengths.batch
@@ -100,7 +99,7 @@ def _forward_parts(config: BertConfig, lengths: Lengths, num_masked: int | None)
     transform = 2 * num_masked * hidden**2
     decoder = 2 * num_masked * hidden * config.vocab_size
     next_sentence = 2 * int((sizes > 0).sum()) * (hidden**2 + 2 * hidden)
-    return _Forward(
+    return _ForwardFlops(
         layer=dense + attention,
         heads=transform + decoder + next_sentence,
         qkv=2 * tokens * 3 * hidden**2,
@@ -111,13 +110,13 @@ def _forward_parts(config: BertConfig, lengths: Lengths, num_masked: int | None)
 def padded_training_flops(
     config: BertConfig, batch_size: int, seqlen: int, num_logits: int | None = None
 ) -> int:
-    """Operations of a model that computes padding too.
+    """Counts the operations of a forward and backward pass of a model that computes padding too.
 
     Args:
-        config: the model.
-        batch_size: B.
-        seqlen: S, the length that every sequence is padded to.
-        num_logits: positions whose logits it computes; by default all B * S.
+        config: the model's configuration.
+        batch_size: number of sequences B.
+        seqlen: length S that every sequence is padded to.
+        num_logits: number of positions whose logits the model computes; by default all B * S.
     """
     lengths = np.full(batch_size, seqlen, np.int64)
     return training_flops(

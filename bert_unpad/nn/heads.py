@@ -1,4 +1,4 @@
-"""What stands on the encoder in pretraining: pooler, masked-token head, next-sentence head."""
+"""The heads on top of the encoder in pretraining: pooler, masked tokens, next sentence."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ from torch import Tensor, nn
 from bert_unpad import ops
 from bert_unpad.nn.config import BertConfig
 
-__all__ = ["BertPooler", "BertPreTrainingHeads", "MlmHead", "MlmTransform"]
-
 
 class BertPooler(nn.Module):
-    """tanh(dense(x)) of the first token of a sequence."""
+    """tanh(dense(x)) of the first token of each sequence."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """First tokens [N, hidden] -> [N, hidden]."""
+        """Pools the hidden states of first tokens: [N, hidden] -> [N, hidden]."""
         return torch.tanh(ops.linear(x, self.dense.weight, self.dense.bias))
 
 
 class MlmTransform(nn.Module):
-    """LayerNorm(gelu(dense(x)))."""
+    """LayerNorm(gelu(dense(x))), the first part of the masked-token head."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -33,7 +31,7 @@ class MlmTransform(nn.Module):
         self.approximate = config.gelu_approximate
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, hidden]."""
+        """Transforms hidden states: [rows, hidden] -> [rows, hidden]."""
         x = ops.linear(x, self.dense.weight)
         x = ops.bias_gelu(x, self.dense.bias, approximate=self.approximate)
         norm = self.LayerNorm
@@ -41,7 +39,7 @@ class MlmTransform(nn.Module):
 
 
 class MlmHead(nn.Module):
-    """Logits over the vocabulary, with the word embedding as the decoder's weight."""
+    """The masked-token head: logits over the vocabulary, decoded by the word embedding."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -49,17 +47,20 @@ class MlmHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.padded_vocab_size))
 
     def forward(self, x: Tensor, word_embeddings: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, padded_vocab_size]; the loss leaves out the padded columns.
+        """Computes the logits.
 
         Args:
-            x: hidden states.
-            word_embeddings: [padded_vocab_size, hidden].
+            x: hidden states, [rows, hidden].
+            word_embeddings: the decoder's weight, [padded_vocab_size, hidden].
+
+        Returns:
+            Logits, [rows, padded_vocab_size]; the loss ignores the padded columns.
         """
         return ops.linear(self.transform(x), word_embeddings, self.bias)
 
 
 class BertPreTrainingHeads(nn.Module):
-    """The heads that are not part of the bare model, under Hugging Face's name `cls`."""
+    """The two pretraining heads, which Hugging Face's models name `cls`."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -67,5 +68,5 @@ class BertPreTrainingHeads(nn.Module):
         self.seq_relationship = nn.Linear(config.hidden_size, 2)
 
     def next_sentence(self, pooled: Tensor) -> Tensor:
-        """Pooled first tokens [N, hidden] -> logits [N, 2] (0 = is next, 1 = random)."""
+        """Computes next-sentence logits [N, 2] (0 = is next, 1 = random) of pooled [N, hidden]."""
         return ops.linear(pooled, self.seq_relationship.weight, self.seq_relationship.bias)

@@ -1,9 +1,9 @@
 """BERT with its two pretraining tasks, on packed tokens from the embeddings to the loss.
 
-The loss needs the hidden states of masked tokens and of the first token of each sequence and no
-others, so training computes the last layer for those rows alone (`QueryRows`), and logits for
-masked tokens alone. Losses are sums: the caller divides by the counts of the global batch, so that
-ranks with unequal numbers of tokens still add up to the gradient of that batch.
+The loss needs only the hidden states of masked tokens and of the first token of each sequence. So
+training computes the last layer for those rows only (`QueryRows`), and logits for masked tokens
+only. Losses are sums. The caller divides them by the counts of the global batch, so that the
+gradients of ranks with unequal numbers of tokens add up to the gradient of that batch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ from bert_unpad.nn.flops import Lengths, training_flops
 from bert_unpad.nn.heads import BertPooler, BertPreTrainingHeads
 from bert_unpad.nn.rng import draw_rng_keys
 
-__all__ = ["BertForPreTraining", "BertModel", "PreTrainingOutput", "initialize"]
-
 
 @torch.no_grad()
 def initialize(module: nn.Module, std: float) -> None:
-    """Draws weights from a normal distribution; biases become 0, LayerNorms 1 and 0."""
+    """Draws weights from a normal distribution; sets biases to 0 and LayerNorms to 1 and 0."""
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Embedding):
             part.weight.normal_(0.0, std)
@@ -41,16 +39,16 @@ def initialize(module: nn.Module, std: float) -> None:
 
 
 class PreTrainingOutput(NamedTuple):
-    """Sums over the batch, as scalars on the device."""
+    """Losses and correct predictions, summed over the batch; scalars on the device."""
 
     mlm_loss_sum: Tensor
     """fp32: cross-entropy in nats, summed over masked tokens with a label."""
     mlm_correct: Tensor
-    """int64: how many of them were predicted right."""
+    """int64: the number of masked tokens that were predicted right."""
     nsp_loss_sum: Tensor
     """fp32: cross-entropy in nats, summed over sequences with a next-sentence label."""
     nsp_correct: Tensor
-    """int64: how many of them were predicted right."""
+    """int64: the number of sequences whose next-sentence label was predicted right."""
 
 
 class BertModel(nn.Module):
@@ -64,11 +62,11 @@ class BertModel(nn.Module):
         self.pooler = BertPooler(config)
 
     def draw_rng_keys(self, device: torch.device) -> Tensor | None:
-        """What all dropout masks of one forward pass are a pure function of.
+        """Draws the dropout keys of one forward pass, which determine all its dropout masks.
 
         Returns:
-            int64 [keys, 2], drawn from PyTorch's default generator of the device; None, and
-            nothing is drawn, if no dropout is due.
+            int64 [keys, 2], from PyTorch's default generator of the device. None without drawing
+            anything if the model has no dropout or is in evaluation mode.
         """
         config = self.config
         rates = config.hidden_dropout_prob, config.attention_probs_dropout_prob
@@ -79,15 +77,15 @@ class BertModel(nn.Module):
     def forward(
         self, inputs: PackedInputs, rows_only: bool = False, rng_keys: Tensor | None = None
     ) -> Tensor:
-        """Hidden states of the last layer.
+        """Computes the hidden states of the last layer.
 
         Args:
             inputs: T packed tokens.
             rows_only: compute the last layer for `inputs.query_rows` only.
-            rng_keys: of the dropout masks, as `draw_rng_keys` makes them; None draws them.
+            rng_keys: dropout keys from `draw_rng_keys`; None draws them.
 
         Returns:
-            [T, hidden], or [Q, hidden] if `rows_only`.
+            Hidden states, [T, hidden], or [Q, hidden] with `rows_only`.
         """
         if rng_keys is None:
             rng_keys = self.draw_rng_keys(inputs.device)
@@ -102,8 +100,8 @@ class BertModel(nn.Module):
 class BertForPreTraining(nn.Module):
     """BERT with masked-token and next-sentence heads (Devlin et al., 2019, arXiv:1810.04805).
 
-    Parameters have Hugging Face's names, but for two things: queries, keys and values are one
-    `attention.self.qkv`, and the word embedding has padded rows (zero, and never trained).
+    Parameters have Hugging Face's names, with two differences: queries, keys and values are one
+    `attention.self.qkv`, and the word embedding has padding rows, which stay zero.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -115,31 +113,31 @@ class BertForPreTraining(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Weights from a normal distribution (initializer_range), biases 0, LayerNorm 1 and 0."""
+        """Draws weights with `initializer_range`; sets biases to 0 and LayerNorms to 1 and 0."""
         initialize(self, self.config.initializer_range)
         self.word_embeddings[self.config.vocab_size :].zero_()
         self.cls.predictions.bias.zero_()
 
     @property
     def word_embeddings(self) -> Tensor:
-        """The word embedding, which is the decoder's weight too: [padded_vocab_size, hidden]."""
+        """The word embedding, also the decoder's weight: [padded_vocab_size, hidden]."""
         return self.bert.embeddings.word_embeddings.weight
 
     def forward(self, inputs: PackedInputs, rng_keys: Tensor | None = None) -> PreTrainingOutput:
-        """Losses and correct predictions of one packed batch, as sums.
+        """Computes losses and correct predictions of one packed batch, as sums.
 
         A batch without tokens, masked tokens or next-sentence labels gives sums of 0, and
         gradients of 0 for every parameter.
 
         Args:
             inputs: T packed tokens.
-            rng_keys: of the dropout masks, from `bert.draw_rng_keys`; None draws them.
+            rng_keys: dropout keys from `bert.draw_rng_keys`; None draws them.
         """
         rows = inputs.query_rows
         hidden = self.bert(inputs, rows_only=True, rng_keys=rng_keys)
         masked = gather_rows(hidden, rows.mlm_rows)
         first = gather_rows(hidden, rows.cls_rows)
-        # The logits are this function's own, so their gradient may overwrite them.
+        # Nothing else uses the logits, so their gradient may overwrite them.
         mlm_loss, mlm_correct = ops.masked_cross_entropy(
             self.cls.predictions(masked, self.word_embeddings),
             inputs.masked_labels,
@@ -152,18 +150,18 @@ class BertForPreTraining(nn.Module):
         return PreTrainingOutput(mlm_loss, mlm_correct, nsp_loss, nsp_correct)
 
     def encode(self, inputs: PackedInputs) -> Tensor:
-        """Hidden states of the last layer for every token: [T, hidden]."""
+        """Computes the hidden states of the last layer for every token, [T, hidden]."""
         return self.bert(inputs)
 
     def logits(self, inputs: PackedInputs, all_positions: bool = False) -> tuple[Tensor, Tensor]:
-        """Scores before the softmax, for evaluation and for filling masks.
+        """Computes logits, for evaluation and for filling masks.
 
         Args:
             inputs: T packed tokens in B sequences, M of them masked.
-            all_positions: score every token, not only the masked ones.
+            all_positions: compute logits of every token, not only of the masked ones.
 
         Returns:
-            masked-token logits [M, vocab_size] (or [T, vocab_size]), and next-sentence logits
+            Masked-token logits [M, vocab_size] (or [T, vocab_size]), and next-sentence logits
             [B, 2] (0 = is next, 1 = random), which are 0 for an empty sequence.
         """
         rows = inputs.query_rows
@@ -176,17 +174,18 @@ class BertForPreTraining(nn.Module):
         return mlm[:, : self.config.vocab_size], nsp
 
     def num_flops(self, lengths: Lengths, num_masked: int | None = None) -> int:
-        """Model FLOPs of a forward and backward pass as training does it now.
+        """Counts the model FLOPs of a training step's forward and backward pass.
 
-        Layers that run forward only (`encoder.frozen_layers`) count as such, those left out
-        (`encoder.kept`) not at all; see `bert_unpad.nn.flops`.
+        Layers below `encoder.frozen_layers` count their forward pass only, and layers that are not
+        in `encoder.active_layers` do not count; see `bert_unpad.nn.flops`.
         """
         encoder = self.bert.encoder
+        active = encoder.active_layers
         return training_flops(
             self.config,
             lengths,
             num_masked,
-            layers=len(encoder.layer) if encoder.kept is None else sum(encoder.kept),
+            layers=len(encoder.layer) if active is None else sum(active),
             frozen_layers=encoder.frozen_layers,
             frozen_decoder=not self.word_embeddings.requires_grad,
         )
@@ -202,9 +201,10 @@ class BertForPreTraining(nn.Module):
         """Reads a directory with a Hugging Face BERT; see `weights.load`.
 
         Args:
-            directory: holds config.json and model.safetensors (or its shards and their index).
-            strict: refuse a checkpoint that lacks tensors or has others; if not set, they are
-                logged as a warning, and what is missing keeps its fresh initial value.
+            directory: folder with config.json and model.safetensors (or its shards and their
+                index).
+            strict: raise an error if tensors are missing or unexpected. Otherwise log them as a
+                warning; missing tensors keep their initial values.
             overrides: fields of the configuration to replace, for example a dropout rate.
         """
         config = weights.read_config(directory, overrides)

@@ -1,4 +1,4 @@
-"""The safetensors files of a folder: model.safetensors, or the shards that an index names."""
+"""Reads the safetensors files of a folder: model.safetensors, or the shards that an index names."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from torch import Tensor
 
 from bert_unpad._files import read_json_object
 
-__all__ = ["WEIGHTS_FILE", "read_tensors"]
-
 WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, by their names in the files.
+    """Reads all tensors of a folder, by their names in the files.
 
     Raises:
-        FileNotFoundError: no safetensors weights there, or a shard is missing.
+        FileNotFoundError: the folder has no safetensors weights, or a shard is missing.
         ValueError: a file is damaged, or the index names a file outside the folder.
     """
     tensors: dict[str, Tensor] = {}
@@ -37,13 +35,13 @@ def _weight_files(directory: Path) -> list[Path]:
         return [directory / WEIGHTS_FILE]
     index = directory / _INDEX_FILE
     if not index.is_file():
-        raise FileNotFoundError(f"{directory} holds neither {WEIGHTS_FILE} nor {_INDEX_FILE}")
+        raise FileNotFoundError(f"{directory}: expected {WEIGHTS_FILE} or {_INDEX_FILE} in it")
     shards = read_json_object(index).get("weight_map")
     if not isinstance(shards, dict):
         raise ValueError(f"{index}: weight_map: expected an object, got {type(shards).__name__}")
     for name, shard in shards.items():
-        # Its name decides, not where a link of this name leads: the folders of Hugging Face's
-        # cache hold links to files elsewhere.
+        # Check the name, not the target of a link: folders of Hugging Face's cache hold links to
+        # files elsewhere.
         if not _is_file_name(shard):
             raise ValueError(
                 f"{index}: weight_map: {name}: expected the name of a file in this folder, got "
@@ -52,7 +50,7 @@ def _weight_files(directory: Path) -> list[Path]:
     files = [directory / shard for shard in sorted(set(shards.values()))]
     lacking = [file.name for file in files if not file.is_file()]
     if lacking:
-        raise FileNotFoundError(f"{index} names files that are not there: {', '.join(lacking)}")
+        raise FileNotFoundError(f"{index} names files that do not exist: {', '.join(lacking)}")
     return files
 
 

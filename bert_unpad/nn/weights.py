@@ -1,9 +1,9 @@
-"""Checkpoints in Hugging Face's layout: config.json and model.safetensors, their tensor names.
+"""Checkpoints in Hugging Face's layout: config.json and model.safetensors, with their tensor names.
 
-Our parameters are named as theirs, so the conversion knows only what differs: one packed tensor
-for queries, keys and values, and a vocabulary padded to a multiple of 8. Names that older files
-use, or that follow from other tensors, are understood. Whatever else is missing or left over is
-reported by name; nothing is dropped in silence.
+Our parameters have the same names, so the conversion handles only the differences: one packed
+tensor for queries, keys and values, and a vocabulary padded to a multiple of 8. It also reads the
+names of older files, and drops tensors that repeat others. Anything else that is missing or
+unexpected is reported by name.
 """
 
 from __future__ import annotations
@@ -15,20 +15,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from bert_unpad._files import replacing
 from bert_unpad.nn.config import BertConfig
 from bert_unpad.nn.weight_files import WEIGHTS_FILE, read_tensors
-
-if TYPE_CHECKING:
-    from bert_unpad.nn.pretraining import BertForPreTraining
-
-__all__ = ["LoadReport", "load", "load_state_dict", "read_config", "save", "to_hf_state_dict"]
 
 CONFIG_FILE = "config.json"
 
@@ -38,7 +33,7 @@ _WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 _MLM_BIAS = "cls.predictions.bias"
 _VOCAB_PADDED = (_WORD_EMBEDDINGS, _MLM_BIAS)
 
-# Tensors that some files hold a second time, or under this name only.
+# Tensors that some files hold twice, or only under this name.
 _DUPLICATES = {
     "cls.predictions.decoder.weight": _WORD_EMBEDDINGS,
     "cls.predictions.decoder.bias": _MLM_BIAS,
@@ -48,14 +43,25 @@ _POSITION_IDS = "bert.embeddings.position_ids"  # a buffer 0, 1, 2, ... in older
 logger = logging.getLogger(__name__)
 
 
+class BertWithConfig(Protocol):
+    """What these functions need of a model: `BertForPreTraining`'s parameters and configuration."""
+
+    config: BertConfig
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
+Model = TypeVar("Model", bound=BertWithConfig)
+
+
 @dataclass(frozen=True)
 class LoadReport:
-    """What a checkpoint and the model do not have in common, by Hugging Face's names."""
+    """How the tensors of a checkpoint and a model differ, by Hugging Face's names."""
 
     missing: tuple[str, ...]
     """Tensors of the model that the checkpoint lacks."""
     unexpected: tuple[str, ...]
-    """Tensors of the checkpoint that the model has no place for."""
+    """Tensors of the checkpoint that the model does not have."""
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected)
@@ -65,39 +71,39 @@ class LoadReport:
         return "; ".join(f"{label}: {', '.join(names)}" for label, names in lists if names)
 
 
-def to_hf_state_dict(model: BertForPreTraining) -> dict[str, Tensor]:
-    """The parameters under Hugging Face's names, as views where possible.
+def to_hf_state_dict(model: BertWithConfig) -> dict[str, Tensor]:
+    """Returns the parameters under Hugging Face's names, as views that share memory.
 
-    The decoder's weight is left out, as in their files: it is the word embedding.
+    The decoder's weight is left out, as in their files, because it is the word embedding.
     """
     return {
         name: part
-        for own_name, parameter in model.state_dict().items()
-        for name, part in _hf_parts(own_name, parameter, model.config.vocab_size).items()
+        for own_name, parameter in model.named_parameters()
+        for name, part in _hf_parts(own_name, parameter.detach(), model.config.vocab_size).items()
     }
 
 
 def load_state_dict(
-    model: BertForPreTraining, tensors: Mapping[str, Tensor], strict: bool = True
+    model: BertWithConfig, tensors: Mapping[str, Tensor], strict: bool = True
 ) -> LoadReport:
     """Copies tensors with Hugging Face's names into the model, converting their dtype.
 
-    Takes the names of BertForPreTraining, BertForMaskedLM and the like, of the bare BertModel
-    (without `bert.`), LayerNorm's older names (gamma, beta), and those of NVIDIA's
-    DeepLearningExamples (dense_act). The model is changed only if every check passes.
+    Accepts the names of BertForPreTraining, BertForMaskedLM and similar models, of the bare
+    BertModel (without `bert.`), LayerNorm's older names (gamma, beta), and those of NVIDIA's
+    DeepLearningExamples (dense_act). Changes the model only if every check passes.
 
     Args:
         model: the model to fill.
-        tensors: name -> tensor.
-        strict: raise if a tensor is missing or unexpected. Otherwise the report tells, and what
-            is missing keeps its value.
+        tensors: tensors by name.
+        strict: raise an error if a tensor is missing or unexpected. Otherwise missing tensors keep
+            their values.
 
     Returns:
-        What was missing and unexpected.
+        The missing and unexpected tensors.
 
     Raises:
-        ValueError: strict and something is missing or unexpected; a shape does not fit; a tensor
-            is not of floating point; the decoder is not tied to the word embedding.
+        ValueError: a tensor is missing or unexpected (if strict), has another shape, is not
+            floating point, or the decoder is not tied to the word embedding.
     """
     report, pairs = _match(model, tensors, strict)
     for target, tensor in pairs:
@@ -106,16 +112,12 @@ def load_state_dict(
 
 
 def _match(
-    model: BertForPreTraining, tensors: Mapping[str, Tensor], strict: bool
+    model: BertWithConfig, tensors: Mapping[str, Tensor], strict: bool
 ) -> tuple[LoadReport, list[tuple[Tensor, Tensor]]]:
-    """What is missing and unexpected, and each tensor of the model with the one for it."""
+    """Returns a report, and pairs of a tensor of the model and the one to copy into it."""
     found = dict(_modern_names(tensors))
     _drop_derived(found)
-    targets = {
-        name: part
-        for own_name, parameter in model.named_parameters()
-        for name, part in _hf_parts(own_name, parameter.detach(), model.config.vocab_size).items()
-    }
+    targets = to_hf_state_dict(model)
     report = LoadReport(
         missing=tuple(sorted(targets.keys() - found.keys())),
         unexpected=tuple(sorted(found.keys() - targets.keys())),
@@ -130,56 +132,58 @@ def _match(
 
 
 def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Checks that the tensors that `shapes` names have these shapes, and are of floating point.
+    """Checks that the tensors named in `shapes` have these shapes and are floating point.
 
     Raises:
-        ValueError: they have not; the message names them.
+        ValueError: some do not or are not; the message names them.
     """
     wrong = [
-        f"{name} is {list(tensors[name].shape)}, expected {list(shape)}"
+        f"{name}: expected shape {list(shape)}, got {list(tensors[name].shape)}"
         for name, shape in shapes.items()
         if tensors[name].shape != torch.Size(shape)
     ]
     if wrong:
-        raise ValueError(f"tensors whose shape does not fit the configuration: {'; '.join(wrong)}")
+        raise ValueError(f"the tensors do not fit the configuration: {'; '.join(wrong)}")
     wrong = [
-        f"{name} is {tensors[name].dtype}"
+        f"{name}: expected floating point, got {tensors[name].dtype}"
         for name in shapes
         if not tensors[name].is_floating_point()
     ]
     if wrong:
-        raise ValueError(f"expected tensors of floating point, but {'; '.join(wrong)}")
+        raise ValueError("; ".join(wrong))
 
 
 def read_config(
     directory: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None
 ) -> BertConfig:
-    """The configuration in `directory`, with some fields replaced.
+    """Reads the configuration in `directory`, with some fields replaced.
 
     Raises:
-        FileNotFoundError: no config.json there.
-        ValueError: not a configuration of this model.
-        TypeError: an override is no field of `BertConfig`.
+        FileNotFoundError: there is no config.json.
+        ValueError: it is not a configuration that this model supports.
+        TypeError: an override is not a field of `BertConfig`.
     """
     config = BertConfig.from_json(Path(directory) / CONFIG_FILE)
     return dataclasses.replace(config, **(overrides or {}))
 
 
 def load(
-    make: Callable[[], BertForPreTraining], directory: str | os.PathLike[str], strict: bool = True
-) -> BertForPreTraining:
-    """Makes a model and fills it from model.safetensors, or from the shards that its index names.
+    make: Callable[[], Model], directory: str | os.PathLike[str], strict: bool = True
+) -> Model:
+    """Creates a model and fills it from model.safetensors, or from the shards that an index names.
 
-    What does not fit is logged if not strict.
+    If not strict, missing and unexpected tensors are logged.
 
     Args:
-        make: gives the model. Called first without memory for the weights, to see that they fit.
-        directory: holds the files.
-        strict: see `load_state_dict`, as for its errors.
+        make: creates the model. It is first called on the meta device, without memory for the
+            weights, to check that they fit.
+        directory: folder of the files.
+        strict: see `load_state_dict`.
 
     Raises:
-        FileNotFoundError: no safetensors weights there, or a shard is missing.
-        ValueError: also where a file is damaged, or the index names a file outside the folder.
+        FileNotFoundError: the folder has no safetensors weights, or a shard is missing.
+        ValueError: as `load_state_dict`; or a file is damaged, or the index names a file outside
+            the folder.
     """
     tensors = read_tensors(Path(directory))
     with torch.device("meta"):
@@ -192,27 +196,27 @@ def load(
     return model
 
 
-def save(model: BertForPreTraining, directory: str | os.PathLike[str]) -> None:
+def save(model: BertWithConfig, directory: str | os.PathLike[str]) -> None:
     """Writes config.json and model.safetensors, which transformers' `from_pretrained` reads.
 
-    Each file appears whole or not at all. The directory is made if need be.
+    Each file appears whole or not at all. Creates the directory if it does not exist.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.contiguous().cpu() for name, t in to_hf_state_dict(model).items()}
     with replacing(directory / WEIGHTS_FILE) as temporary:
-        # transformers reads only files that say which framework they are from.
+        # transformers reads only files that name the framework they come from.
         save_file(tensors, temporary, metadata={"format": "pt"})
     extra = {k: v for k, v in model.config.extra.items() if k != "torch_dtype"} | {
         "architectures": ["BertForPreTraining"],
-        # transformers loads in this dtype, whatever the file holds.
-        "dtype": str(model.word_embeddings.dtype).removeprefix("torch."),
+        # transformers loads the weights in this dtype.
+        "dtype": str(tensors[_WORD_EMBEDDINGS].dtype).removeprefix("torch."),
     }
     dataclasses.replace(model.config, extra=extra).to_json(directory / CONFIG_FILE)
 
 
 def _hf_parts(name: str, tensor: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """One of our tensors as views under Hugging Face's names."""
+    """Returns views of one of our tensors under Hugging Face's names."""
     if packed := _QKV.fullmatch(name):
         prefix, kind = packed.groups()
         parts = zip(_QKV_PARTS, tensor.chunk(3), strict=True)
@@ -232,13 +236,15 @@ def _modern_names(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]
 
 
 def _drop_derived(found: dict[str, Tensor]) -> None:
-    """Removes tensors that repeat others or follow from the shape, once seen to agree."""
+    """Removes tensors that repeat others or follow from the shape; checks that they agree."""
     for name, source in _DUPLICATES.items():
         if name not in found:
             continue
         tensor = found.pop(name)
         if not torch.equal(tensor, found.setdefault(source, tensor)):
-            raise ValueError(f"{name} differs from {source}: a decoder of its own is not supported")
+            raise ValueError(
+                f"{name}: expected the same values as {source}; untied decoders are not supported"
+            )
     position_ids = found.get(_POSITION_IDS)
     if position_ids is not None and torch.equal(
         position_ids.flatten(), torch.arange(position_ids.numel())

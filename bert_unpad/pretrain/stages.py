@@ -81,7 +81,7 @@ class Stages:
     def choose_layers(self) -> None:
         """Decides which layers the next update trains, where growth leaves some out."""
         if self.growth.kept is not None:
-            self._run.model.bert.encoder.kept = self.growth.kept(self._run.progress.step)
+            self._run.model.bert.encoder.active_layers = self.growth.kept(self._run.progress.step)
 
     def forget_left_out(self) -> None:
         """Drops the gradients of layers that the update leaves out: they do not change then.
@@ -89,7 +89,7 @@ class Stages:
         These gradients are zero where ranks averaged them after the backward pass.
         """
         encoder = self._run.model.bert.encoder
-        for layer, kept in zip(encoder.layer, encoder.kept or (), strict=False):
+        for layer, kept in zip(encoder.layer, encoder.active_layers or (), strict=False):
             if not kept:
                 layer.zero_grad()
 

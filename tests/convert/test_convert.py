@@ -105,7 +105,7 @@ def test_refuses(checkpoint, tmp_path, capsys):
     del saved["model"]["cls.predictions.decoder.weight"]
     torch.save(saved, tmp_path / "shape.pt")
     assert run(tmp_path / "shape.pt", tmp_path / "out", "--from", "nvidia", *config) == 1
-    assert "bert.pooler.dense.bias is [3], expected [32]" in capsys.readouterr().err
+    assert "bert.pooler.dense.bias: expected shape [32], got [3]" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

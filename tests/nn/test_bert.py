@@ -264,24 +264,30 @@ def test_initial_weights():
 
 
 def test_longer_than_the_position_embedding_is_refused():
-    with pytest.raises(ValueError, match="max_position_embeddings = 24 long, got 25"):
+    with pytest.raises(ValueError, match="max_position_embeddings = 24 tokens, got 25"):
         make_model()(make_inputs([25]))
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"hidden_act": "relu"}, "hidden_act must be one of"),
-        ({"hidden_size": 10, "num_attention_heads": 3}, "must be a multiple"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer >= 1"),
-        ({"vocab_size": 10.5}, "vocab_size must be an integer"),
-        ({"hidden_dropout_prob": 1.0}, r"hidden_dropout_prob must be in \[0, 1\)"),
-        ({"layer_norm_eps": 0}, "layer_norm_eps must be > 0"),
-        ({"position_embedding_type": "relative_key"}, "position_embedding_type must be 'absolute'"),
-        ({"is_decoder": True}, "is_decoder must be False"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings must be True"),
-        ({"model_type": "roberta"}, "model_type must be 'bert'"),
-        ({"pruned_heads": {"0": [1]}}, "pruned_heads must be empty"),
+        ({"hidden_act": "relu"}, "hidden_act: expected one of"),
+        (
+            {"hidden_size": 10, "num_attention_heads": 3},
+            "hidden_size: expected a multiple of num_attention_heads = 3, got 10",
+        ),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: expected an integer from 1"),
+        ({"vocab_size": 10.5}, "vocab_size: expected an integer"),
+        ({"hidden_dropout_prob": 1.0}, r"hidden_dropout_prob: expected a number in \[0, 1\)"),
+        ({"layer_norm_eps": 0}, "layer_norm_eps: expected a number above 0"),
+        (
+            {"position_embedding_type": "relative_key"},
+            "position_embedding_type: expected 'absolute'",
+        ),
+        ({"is_decoder": True}, "is_decoder: expected False"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings: expected True"),
+        ({"model_type": "roberta"}, "model_type: expected 'bert'"),
+        ({"pruned_heads": {"0": [1]}}, "pruned_heads: expected none"),
     ],
 )
 def test_config_refuses(values, message):
@@ -309,7 +315,7 @@ def test_config_keeps_unknown_fields(tmp_path):
 
 def test_config_must_be_a_json_object(tmp_path):
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match="must hold a JSON object, got list"):
+    with pytest.raises(ValueError, match="expected a JSON object, got list"):
         BertConfig.from_json(tmp_path / "config.json")
 
 

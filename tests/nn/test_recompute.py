@@ -67,5 +67,5 @@ def test_evaluation_recomputes_nothing() -> None:
 
 
 def test_other_values_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"recompute must be one of .*'gelu'.* got True"):
+    with pytest.raises(ValueError, match=r"recompute: expected one of .*gelu.* got True"):
         make_model().bert.encoder.recompute = True

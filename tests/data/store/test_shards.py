@@ -147,7 +147,7 @@ def test_damaged_manifests_are_named(tmp_path):
     manifest = json.loads(file.read_text())
     for text, message in (
         ("{", "expected JSON"),
-        ("[]", "must hold a JSON object, got list"),
+        ("[]", "expected a JSON object, got list"),
         ("[" * 100_000, "expected JSON"),
         (json.dumps({**manifest, "format": "other"}), "expected format .*found 'other'"),
         (json.dumps({**manifest, "files": {}}), "expected an entry for 'tokens.bin'"),

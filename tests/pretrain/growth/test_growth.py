@@ -241,24 +241,24 @@ def test_flops_count_frozen_layers_forward_only_and_dropped_ones_not_at_all():
     assert model.num_flops(inputs) == 3 * forward - 4 * one - qkv - decoder
     freeze(model, Stage(10, 4, 8))
     assert model.num_flops(inputs) == 3 * forward
-    model.bert.encoder.kept = (True, False, True, False)
+    model.bert.encoder.active_layers = (True, False, True, False)
     assert model.num_flops(inputs) == 3 * (forward - 2 * one)
 
 
 def test_layers_left_out_hand_on_what_they_get():
     config = replace(CONFIG, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     model = BertForPreTraining(config).train()
-    model.bert.encoder.kept = (True, False, True, False)
+    model.bert.encoder.active_layers = (True, False, True, False)
     loss = _loss(model)
     loss.backward()
     layers = model.bert.encoder.layer
     assert [layer.output.dense.weight.grad is not None for layer in layers] == [1, 0, 1, 0]
     model.eval()
     assert not torch.equal(_loss(model), loss)  # evaluation runs all layers
-    model.bert.encoder.kept = (False,) * 4
+    model.bert.encoder.active_layers = (False,) * 4
     assert torch.isfinite(_loss(model.train()))
     del layers[3], layers[1]
-    model.bert.encoder.kept = None
+    model.bert.encoder.active_layers = None
     assert torch.equal(_loss(model), loss)
 
 
