@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bert_unpad import ops
-from bert_unpad.ops.products import no_autocast, product_dtype
+from bert_unpad.ops.matmul import no_autocast, product_dtype
 from bert_unpad.ops.registration import first_order
 
 __all__ = [

@@ -1,10 +1,10 @@
-"""The functional operators, on `torch.ops.bert_unpad`.
+"""Functions over the operators of `torch.ops.bert_unpad`.
 
-Activations are float32, bfloat16 or float16, packed as [tokens, ...]; statistics, softmax and sums
+Activations are float32, bfloat16 or float16, packed as [tokens, ...]. Statistics, softmax and sums
 are computed in float32. Every operator works under `torch.compile(fullgraph=True)`. All have
-gradients but `multi_tensor_l2norm` and those that end in an underscore, which write into what they
-are given. Second derivatives and forward-mode differentiation raise a NotImplementedError (`linear`
-has both where it is PyTorch's own).
+gradients, except `multi_tensor_l2norm` and the in-place operators, whose names end in an
+underscore. Second derivatives and forward-mode differentiation raise a NotImplementedError; only
+`linear` supports both where it uses PyTorch's own product.
 """
 
 from bert_unpad.ops.attention import varlen_attention, varlen_cross_attention
@@ -15,9 +15,9 @@ from bert_unpad.ops.fp8 import fp8_linear
 from bert_unpad.ops.gelu import bias_gelu
 from bert_unpad.ops.linear_layer import linear, linear_residual
 from bert_unpad.ops.loss import masked_cross_entropy
+from bert_unpad.ops.matmul import accumulate_in_place, time_algorithms
 from bert_unpad.ops.norm import dropout_add_layer_norm
 from bert_unpad.ops.optim import adam_, lamb_, multi_tensor_l2norm, multi_tensor_scale_
-from bert_unpad.ops.products import accumulate_in_place, time_algorithms
 
 __all__ = [
     "accumulate_in_place",

@@ -1,4 +1,4 @@
-"""Variable-length attention: fake kernels and autograd over the C++ operators."""
+"""Variable-length attention: functions, fake kernels and autograd over the C++ operators."""
 
 import math
 from collections.abc import Collection
@@ -14,7 +14,7 @@ from bert_unpad.ops.registration import register_autograd, register_fake
 _ops = torch.ops.bert_unpad
 
 HEAD_DIMS: dict[str, Collection[int]] = {"cpu": range(1, 129), "cuda": (32, 64, 128)}
-"""Widths of one attention head that there are kernels for, by type of device."""
+"""The supported widths of one attention head, by type of device."""
 
 
 def varlen_attention(
@@ -29,9 +29,9 @@ def varlen_attention(
 ) -> Tensor:
     """Self-attention over packed sequences: softmax(q k^T * scale), dropout, times v.
 
-    No token sees another sequence, and no padding is computed. Exact attention, one pass over the
-    keys' strip of scores; the backward pass recomputes them from the log-sum-exp, as in Dao et al.,
-    "FlashAttention" (NeurIPS 2022).
+    No token attends to another sequence, and no padding is computed. The result is exact. The
+    forward pass reads the keys once; the backward pass recomputes the scores from the log-sum-exp,
+    as in Dao et al., "FlashAttention" (NeurIPS 2022).
 
     Args:
         qkv: [tokens, 3, heads, head_dim], float32, bfloat16 or float16; any outer strides,
@@ -42,16 +42,16 @@ def varlen_attention(
         scale: factor of q k^T; None means 1 / sqrt(head_dim).
         rng: int64 [2] (seed, offset) on the data's device; None draws one from PyTorch's default
             generator. The mask is a pure function of it and of (sequence, head, row, column).
-        schedule: how a GPU starts the sequences of a VarlenBatch, longest first in both: "list" in
-            one launch; "groups" in one launch for each of `batch.groups`, side by side. Results are
-            the same bit for bit; which is faster depends on the device. A CPU ignores it, as does a
-            bare `cu_seqlens`, whose sequences are started as they lie.
+        schedule: how a GPU starts the sequences of a VarlenBatch, longest first: "list" in one
+            launch, "groups" in one concurrent launch per group of `batch.groups`. Results have the
+            same bits; which is faster depends on the device. It has no effect on a CPU, or with a
+            bare `cu_seqlens`, whose sequences start in their order.
 
     Returns:
-        [tokens, heads, head_dim] of qkv's dtype.
+        The attention output, [tokens, heads, head_dim], of qkv's dtype.
 
     Raises:
-        RuntimeError: for a shape, dtype, device or `cu_seqlens` that does not fit, naming it.
+        RuntimeError: a shape, dtype, device or `cu_seqlens` is wrong; the message names it.
         ValueError: qkv does not have four dimensions, `schedule` is unknown, or `max_seqlen` is
             missing.
     """
@@ -93,24 +93,25 @@ def varlen_cross_attention(
 ) -> Tensor:
     """Attention of packed queries over packed keys of the same sequences.
 
-    The last layer of a BERT uses it to compute only the rows that a loss reads. A sequence without
+    The last layer of BERT uses it to compute only the rows that the loss reads. A sequence without
     keys gives zeros.
 
     Args:
         q: [query tokens, heads, head_dim]; dtypes and strides as in `varlen_attention`.
-        kv: [key tokens, 2, heads, head_dim], q's dtype.
+        kv: [key tokens, 2, heads, head_dim], of q's dtype.
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1] on the data's device.
-        max_seqlen_q, max_seqlen_k: longest run of queries and of keys, in tokens.
-        dropout_p, scale, rng: as in `varlen_attention`; the mask's row counts the queries of a
-            sequence.
-        order: int32 [sequences] on the data's device, the sequences as a GPU starts them;
-            `VarlenBatch.order` of the keys is best. Results do not depend on it. None: as they lie.
+        max_seqlen_q, max_seqlen_k: largest number of queries and of keys of a sequence.
+        dropout_p, scale, rng: as in `varlen_attention`; the row of a mask is the number of the
+            query within its sequence.
+        order: int32 [sequences] on the data's device, the order in which a GPU starts the
+            sequences; `VarlenBatch.order` of the keys is best. None starts them in their order.
+            Results do not depend on it.
 
     Returns:
-        [query tokens, heads, head_dim] of q's dtype.
+        The attention output, [query tokens, heads, head_dim], of q's dtype.
 
     Raises:
-        RuntimeError: for a shape, dtype, device or cu_seqlens that does not fit, naming it.
+        RuntimeError: a shape, dtype, device or cu_seqlens is wrong; the message names it.
         ValueError: q does not have three dimensions.
     """
     if q.dim() != 3:

@@ -1,4 +1,4 @@
-"""Clipping of gradient buckets: fake kernels over the C++ operators; nothing to differentiate."""
+"""Clipping of gradient buckets: function and fake kernels over the C++ operators; no autograd."""
 
 import torch
 from torch import Tensor
@@ -16,36 +16,36 @@ def clip_bucket_(
     out: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Multiplies a flat gradient with factor * min(1, max_norm / norm); returns the norm before.
+    """Multiplies a gradient by factor * min(1, max_norm / norm); returns the norm before that.
 
-    Two passes over memory: the norm; scaling and the cast to `out`. The coefficient stays on the
-    device, so the host waits for nothing and a CUDA graph can hold the call. The norm is summed in
-    float32, in an order that depends on the size (on a GPU also on the device) alone: the same
-    inputs give the same bits.
+    The operator passes over memory twice: for the norm, then for scaling and the cast to `out`. The
+    coefficient stays on the device, so the host does not wait and a CUDA graph can capture the
+    call. The norm is summed in float32, in an order that depends only on the size (on a GPU also on
+    the device). So the same inputs give the same bits.
 
-    A bucket whose norm is no finite float32 number becomes NaN from end to end: whoever adds it to
-    others sees that, wherever they look. So does one whose bound is NaN.
+    A bucket whose norm is not finite in float32, or whose bound is NaN, becomes NaN throughout.
+    Then every element of a sum with other ranks' buckets shows that.
 
     With a `residual` this is error feedback (Seide et al., "1-bit stochastic gradient descent",
     Interspeech 2014; Karimireddy et al., 2019, arXiv:1901.09847): bucket + residual is clipped, and
-    what rounding to `out` loses of the result, divided by `factor`, is the next residual. What is
-    sent so obeys the bound, whatever is left over. A bucket that became NaN leaves it as it was.
+    the rounding error of `out`, divided by `factor`, becomes the next residual. The result obeys
+    the bound however large the residual is. A bucket that becomes NaN does not change the residual.
 
     Args:
         bucket: any shape, contiguous, float32, bfloat16 or float16; overwritten without `out`.
         max_norm: bound on the norm, at least 0; or a float32 tensor of one element on the bucket's
-            device. Infinity: no bound.
-        factor: of the clipped gradient, for example 1 / number of ranks; positive.
-        out: contiguous, as many elements; gets the result instead of the bucket. Of the bucket's
-            dtype, or one of the two must be float32.
-        residual: float32, as many elements; needs a float32 bucket and a 16-bit `out`.
+            device. Infinity does not clip.
+        factor: positive factor of the clipped gradient, for example 1 / number of ranks.
+        out: receives the result instead of the bucket; contiguous, with as many elements. It must
+            have the bucket's dtype, or one of the two must be float32.
+        residual: float32 with as many elements; needs a float32 bucket and a 16-bit `out`.
 
     Returns:
         float32 []: the norm of bucket, or of bucket + residual.
 
     Raises:
-        RuntimeError: for a size, dtype, device or number that does not fit, naming it.
-        ValueError: a residual without `out`.
+        RuntimeError: a size, dtype, device or number is wrong; the message names it.
+        ValueError: a residual is given without `out`.
     """
     number, bound = (1.0, max_norm) if isinstance(max_norm, Tensor) else (float(max_norm), None)
     if out is not None:

@@ -1,4 +1,4 @@
-"""Embeddings + LayerNorm + dropout: fake kernels and autograd over the C++ operator."""
+"""Embeddings + LayerNorm + dropout: function, fake kernels and autograd over the C++ operator."""
 
 import torch
 from torch import Tensor
@@ -26,9 +26,9 @@ def embedding_layer_norm(
 ) -> Tensor:
     """dropout(LayerNorm(word[input_ids] + position[position_ids] + token_type[token_type_ids])).
 
-    The embeddings of BERT (Devlin et al., NAACL 2019), of real tokens only. The backward pass sorts
-    the tokens by id and sums each table row in token order, without atomics: the same bits for any
-    number of threads. The tables' gradients are dense.
+    The embeddings of BERT (Devlin et al., NAACL 2019), for real tokens only. The backward pass
+    sorts the tokens by id and sums each table row in token order, without atomics. So it gives the
+    same bits with any number of threads. The tables' gradients are dense.
 
     Args:
         input_ids, position_ids, token_type_ids: int64 [tokens].
@@ -41,11 +41,11 @@ def embedding_layer_norm(
             generator. The mask is a pure function of it and of (token, column).
 
     Returns:
-        [tokens, hidden] of out_dtype.
+        Hidden states, [tokens, hidden], of out_dtype.
 
     Raises:
-        RuntimeError: for a shape, dtype, device or probability that does not fit, naming it; on a
-            CPU also for an id outside its table.
+        RuntimeError: a shape, dtype, device or probability is wrong, or on a CPU an id lies outside
+            its table; the message names it.
     """
     rng = _rng.draw(p, rng, word.device)
     return _ops.embedding_layer_norm(

@@ -1,11 +1,12 @@
 """The feed-forward half of a layer, linear - GELU - linear, as one autograd node.
 
-It keeps x, the GELU's argument and, unless told to compute that again, its output (selective
-recomputation; Korthikanti et al., 2022, arXiv:2205.05198): intermediate_size numbers a token each.
+The node keeps x, the input of the GELU and its output, unless the backward pass should compute the
+output again (selective recomputation; Korthikanti et al., 2022, arXiv:2205.05198). The input and
+the output take intermediate_size numbers per token each.
 
-On a GPU the tanh GELU and its derivative are done in the products' epilogues, which saves two
-passes over [tokens, intermediate_size] in each direction. cuBLASLt's GELU is the tanh
-approximation, so BERT's own, with erf, takes the fused kernel behind the product.
+On a GPU the matrix products compute the tanh GELU and its derivative in their epilogues, which
+saves two passes over [tokens, intermediate_size] in each direction. cuBLASLt supports only this
+approximation, so BERT's own GELU, with erf, takes a fused kernel after the product.
 """
 
 import functools
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from bert_unpad.ops import products
+from bert_unpad.ops import matmul
 from bert_unpad.ops.fp8 import fp8_linear
 from bert_unpad.ops.gelu import bias_gelu
 from bert_unpad.ops.linear_layer import check_linear, linear, linear_residual
@@ -26,12 +27,12 @@ _ops = torch.ops.bert_unpad
 
 @functools.cache
 def _epilogue_pays(device: torch.device) -> bool:
-    """Before Hopper, GELU in the epilogue has been reported slower than a kernel of its own."""
+    """Whether GELU in the epilogue is fast; before Hopper it is reported slower than a kernel."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class _Mlp(torch.autograd.Function):
-    """The half layer, and x itself for the residual connection, see `linear_residual`."""
+    """The feed-forward half, and x for the residual connection; see `linear_residual`."""
 
     @staticmethod
     def forward(
@@ -43,18 +44,18 @@ class _Mlp(torch.autograd.Function):
         tanh: bool,
         recompute: bool,
     ) -> tuple[Tensor, Tensor]:
-        dtype = products.product_dtype(x)
+        dtype = matmul.product_dtype(x)
         wide1, wide2 = weight1.to(dtype), weight2.to(dtype)
-        # A GELU that is computed again is computed by one kernel both times.
+        # A GELU that is recomputed uses the same kernel both times.
         ctx.epilogue = (
-            tanh and not recompute and products.fused(x, weight1) and _epilogue_pays(x.device)
+            tanh and not recompute and matmul.fused(x, weight1) and _epilogue_pays(x.device)
         )
         if ctx.epilogue:
             inner, pre = _ops.linear(x, wide1, bias1.to(dtype), True)
         else:
-            pre = products.forward(x, wide1)
+            pre = matmul.forward(x, wide1)
             inner = _ops.bias_gelu(pre, bias1, tanh)
-        y = products.forward(inner, wide2)
+        y = matmul.forward(inner, wide2)
         ctx.tanh = tanh
         ctx.save_for_backward(
             x, pre, None if recompute else inner, wide1, wide2, weight1, bias1, weight2
@@ -71,27 +72,27 @@ class _Mlp(torch.autograd.Function):
         needs_x, needs_weight1, needs_bias1, needs_weight2, *_ = ctx.needs_input_grad
         dx = dweight1 = dbias1 = dweight2 = None
         dy = dy.contiguous()
-        # A backward pass that is run within autocast would take its products in another dtype.
-        with products.no_autocast(dy.device.type):
+        # A backward pass within autocast would otherwise compute products in another dtype.
+        with matmul.no_autocast(dy.device.type):
             if needs_weight2:
                 if inner is None:
                     inner = _ops.bias_gelu(pre, bias1, ctx.tanh)
-                dweight2, _ = products.wgrad(dy, inner, weight2, None)
+                dweight2, _ = matmul.wgrad(dy, inner, weight2, None)
             del inner
             if needs_x or needs_weight1 or needs_bias1:
                 if ctx.epilogue:
                     dpre = _ops.linear_dgrad(dy, wide2, None, pre)
                 else:
-                    dinner = products.dgrad(dy, wide2)
+                    dinner = matmul.dgrad(dy, wide2)
                     dpre, dbias1 = _ops.bias_gelu_backward(dinner, pre, bias1, ctx.tanh)
                     del dinner
                 if needs_weight1 or ctx.epilogue:
                     bias = bias1 if ctx.epilogue else None
-                    dweight1, dbias = products.wgrad(dpre, x, weight1, bias)
+                    dweight1, dbias = matmul.wgrad(dpre, x, weight1, bias)
                     dbias1 = dbias1 if dbias is None else dbias
             if needs_x:
                 addend = None if addend is None else addend.contiguous()
-                dx = products.dgrad(dpre, wide1, addend)
+                dx = matmul.dgrad(dpre, wide1, addend)
         return dx, dweight1, dbias1, dweight2, None, None
 
 
@@ -112,9 +113,9 @@ def mlp(
     recompute: bool = False,
     fp8: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """gelu(x weight1^T + bias1) weight2^T, and x for the residual connection around it.
+    """Returns gelu(x weight1^T + bias1) weight2^T, and x for the residual connection around it.
 
-    The second bias is left to `dropout_add_layer_norm`, which adds it on the way.
+    `dropout_add_layer_norm` adds the second bias.
 
     Args:
         x: [rows, features], float32, bfloat16 or float16.
@@ -123,14 +124,15 @@ def mlp(
         weight2: [out_features, intermediate], x's dtype or float32.
         approximate: "none" or "tanh", as in `torch.nn.functional.gelu`.
         recompute: compute the GELU's output again in the backward pass instead of keeping it.
-            No bit changes, but for the tanh GELU on a GPU, which otherwise is an epilogue's.
-        fp8: 8-bit products, see `fp8_linear`; three nodes then.
+            Results have the same bits, except with the tanh GELU on a GPU, which then takes a
+            kernel instead of the product's epilogue.
+        fp8: compute the products in 8 bits, see `fp8_linear`; with three autograd nodes.
 
     Returns:
-        [rows, out_features] and x, of x's dtype; see `linear_residual` for the second.
+        The output, [rows, out_features], of x's dtype; and x, see `linear_residual`.
 
     Raises:
-        ValueError: if a shape, a dtype or `approximate` does not fit.
+        ValueError: a shape, a dtype or `approximate` is wrong.
     """
     if x.dim() != 2:
         raise ValueError(f"mlp: x must have shape [rows, features], got {list(x.shape)}")
@@ -139,14 +141,14 @@ def mlp(
     if approximate not in ("none", "tanh"):
         raise ValueError(f'mlp: approximate must be "none" or "tanh", got {approximate!r}')
     tanh = approximate == "tanh"
-    with products.no_autocast(x.device.type):
+    with matmul.no_autocast(x.device.type):
         if not fp8 and not (recompute and torch.compiler.is_compiling()):
             return _Mlp.apply(x.contiguous(), weight1, bias1, weight2, tanh, recompute)
         pre, x = (fp8_linear(x, weight1), x) if fp8 else linear_residual(x, weight1)
         second = (pre, bias1, weight2, approximate, fp8)
         if not recompute:
             return _gelu_linear(*second), x
-        # Marked for a compiler, which joins equal nodes of the two passes and so would keep the
-        # output after all. It drops the product, which nothing asks for twice.
+        # A compiler merges equal nodes of the two passes, and so would keep the output after all.
+        # This checkpoint stops it. The compiler drops the unused second product.
         y = checkpoint(_gelu_linear, *second, use_reentrant=False, preserve_rng_state=False)
         return y, x

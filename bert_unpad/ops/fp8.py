@@ -1,25 +1,25 @@
-"""Linear layers in 8 bits: current scaling, a tensor at a time.
+"""Linear layers in 8 bits, with one current scale per tensor.
 
 Micikevicius et al., "FP8 Formats for Deep Learning" (2022, arXiv:2209.05433): E4M3 for activations
-and weights, E5M2, with its larger range, for gradients. Each matrix is divided by its own largest
-value before it is rounded, so nothing has to be remembered from step to step. Sums are fp32,
-results of the activations' dtype, weights and their gradients fp32.
+and weights, E5M2, with its larger range, for gradients. Each matrix is scaled by its own largest
+value before it is rounded, so there is no state between steps. Sums are fp32, results have the
+activations' dtype, weights and their gradients are fp32.
 
-On a GPU from sm_89 on these are cuBLASLt's 8-bit products, at twice the rate of 16 bits; the
-matrices that the backward pass needs are kept in 8 bits, half of what 16-bit layers keep. On a CPU
-the same roundings are done and the products taken in fp32: slower than without, to see what 8 bits
-do to a training run.
+On a GPU from sm_89 on these are cuBLASLt's 8-bit products, at twice the rate of 16 bits. The
+matrices that the backward pass needs are kept in 8 bits, half the memory of 16-bit layers. A CPU
+rounds in the same way and multiplies in fp32. That is slow, but shows what 8 bits do to a training
+run.
 """
 
 import torch
 from torch import Tensor
 
-from bert_unpad.ops import products
+from bert_unpad.ops import matmul
 from bert_unpad.ops.linear_layer import check_linear
 from bert_unpad.ops.registration import first_order, register_cpu, register_fake
 
 _ops = torch.ops.bert_unpad
-# cuBLASLt's smallest step in 8 bits.
+# cuBLASLt's 8-bit products need dimensions that are multiples of this.
 _MULTIPLE = 16
 
 
@@ -73,11 +73,11 @@ def _(a, b, a_scale, b_scale, bias, dtype, sum_over_tokens):
 
 
 def quantize_fp8(x: Tensor, e5m2: bool, transpose: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """x / scale in 8 bits, with the scale that makes the largest value the format's largest.
+    """Rounds x / scale to 8 bits; the scale maps the largest value to the format's largest.
 
     Args:
         x: [rows, columns], float32, bfloat16 or float16; columns a multiple of 16.
-        e5m2: the format of gradients; else E4M3.
+        e5m2: use E5M2, the format of gradients; else E4M3.
         transpose: also return the transposed matrix.
 
     Returns:
@@ -85,16 +85,16 @@ def quantize_fp8(x: Tensor, e5m2: bool, transpose: bool = True) -> tuple[Tensor,
         [0, 0]; the scale, float32 []. Values that are not finite give NaN.
 
     Raises:
-        RuntimeError: for a shape or dtype that does not fit.
+        RuntimeError: a shape or dtype is wrong.
     """
     return _ops.quantize_fp8(x, e5m2, transpose)
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """x weight^T + bias, all three products of the layer in 8 bits.
+    """x weight^T + bias, with all three products of the layer in 8 bits.
 
-    The second result is empty. It is saved in the place of x and weight, which are kept in 8 bits
-    only, so that `first_order` can find them.
+    x and weight are kept in 8 bits only. An empty second result is saved in their place, so that
+    `first_order` finds an output of the node among the saved tensors.
     """
 
     @staticmethod
@@ -117,7 +117,7 @@ class _Fp8Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         dx = dweight = dbias = None
         q, q_kept, dy_scale = quantize_fp8(dy.contiguous(), True, needs_weight)
-        with products.no_autocast(dy.device.type):
+        with matmul.no_autocast(dy.device.type):
             if needs_x:
                 dx = _ops.fp8_product(w_kept, q, w_scale, dy_scale, None, x_dtype, False)
             if needs_weight:
@@ -130,7 +130,10 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias with 8-bit products, see the module.
+    """x @ weight.T + bias with 8-bit products, forward and backward.
+
+    x, weight and the gradient are each scaled by their largest value and rounded: x and weight to
+    E4M3, the gradient to E5M2. Sums are computed in float32.
 
     Args:
         x: [rows, in_features], float32, bfloat16 or float16; in_features a multiple of 16.
@@ -138,11 +141,12 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: [out_features] or None, x's dtype or float32.
 
     Returns:
-        [rows, out_features] of x's dtype. A matrix with a value that is not finite gives NaN.
+        The output, [rows, out_features], of x's dtype. A matrix with a value that is not finite
+        gives NaN.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit.
-        RuntimeError: on a GPU without 8-bit products (before sm_89).
+        ValueError: a shape or dtype is wrong.
+        RuntimeError: the GPU has no 8-bit products (it is older than sm_89).
     """
     if x.dim() != 2:
         raise ValueError(f"fp8_linear: x must have shape [rows, in_features], got {list(x.shape)}")

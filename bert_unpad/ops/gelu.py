@@ -1,4 +1,4 @@
-"""Bias + GELU: fake kernels and autograd over the C++ operator."""
+"""Bias + GELU: function, fake kernels and autograd over the C++ operator."""
 
 from typing import Literal
 
@@ -13,9 +13,9 @@ _ops = torch.ops.bert_unpad
 def bias_gelu(
     x: Tensor, bias: Tensor | None = None, *, approximate: Literal["none", "tanh"] = "none"
 ) -> Tensor:
-    """gelu(x + bias), in one pass over memory; its backward pass sums the bias gradient too.
+    """gelu(x + bias) in one pass over memory; the backward pass also sums the bias gradient.
 
-    Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016). `"none"` is x Phi(x), BERT's own;
+    Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016). `"none"` is x Phi(x), as in BERT;
     `"tanh"` is that paper's approximation. Only x and bias are kept for the backward pass.
 
     Args:
@@ -24,11 +24,11 @@ def bias_gelu(
         approximate: "none" or "tanh", as in `torch.nn.functional.gelu`.
 
     Returns:
-        [..., hidden] of x's dtype.
+        The activations, [..., hidden], of x's dtype.
 
     Raises:
-        RuntimeError: for a shape, dtype or device that does not fit, naming it.
-        ValueError: for an unknown `approximate`.
+        RuntimeError: a shape, dtype or device is wrong; the message names it.
+        ValueError: `approximate` is unknown.
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f'bias_gelu: approximate must be "none" or "tanh", got {approximate!r}')

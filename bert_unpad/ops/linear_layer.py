@@ -4,22 +4,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bert_unpad.ops import products
+from bert_unpad.ops import matmul
 from bert_unpad.ops.registration import first_order
 
 
 class _Linear(torch.autograd.Function):
-    """x weight^T + bias, and x itself: the gradient of the second result joins x's in its product.
-
-    Gradients come back in each argument's own dtype.
-    """
+    """x weight^T + bias, and x; see `linear_residual`. Gradients have their argument's dtype."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        dtype = products.product_dtype(x)
+        dtype = matmul.product_dtype(x)
         wide = weight.to(dtype)
         flat = x.reshape(-1, x.shape[-1]).contiguous()
-        y = products.forward(flat, wide, None if bias is None else bias.to(dtype))
+        y = matmul.forward(flat, wide, None if bias is None else bias.to(dtype))
         ctx.save_for_backward(x, wide, weight, bias)
         ctx.set_materialize_grads(False)
         return y.view(*x.shape[:-1], y.shape[-1]), x.view_as(x)
@@ -33,22 +30,22 @@ class _Linear(torch.autograd.Function):
         shape = x.shape
         x, dy = (t.reshape(-1, t.shape[-1]).contiguous() for t in (x, dy))
         dx = dweight = dbias = None
-        # A backward pass that is run within autocast would take its products in another dtype.
-        with products.no_autocast(dy.device.type):
+        # A backward pass within autocast would otherwise compute products in another dtype.
+        with matmul.no_autocast(dy.device.type):
             if ctx.needs_input_grad[0]:
                 flat = None if addend is None else addend.reshape(x.shape).contiguous()
-                dx = products.dgrad(dy, wide, flat).view(shape)
+                dx = matmul.dgrad(dy, wide, flat).view(shape)
             if ctx.needs_input_grad[1]:
-                dweight, dbias = products.wgrad(dy, x, weight, bias)
+                dweight, dbias = matmul.wgrad(dy, x, weight, bias)
             elif ctx.needs_input_grad[2]:
                 dbias = dy.sum(0, dtype=torch.float32).to(bias.dtype)
         return dx, dweight, dbias
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, in x's dtype, with weights of x's dtype or fp32.
+    """x @ weight.T + bias, in x's dtype, with weights of x's dtype or float32.
 
-    On a GPU, 16-bit products are cuBLASLt's where the features are multiples of 8.
+    On a GPU, 16-bit products use cuBLASLt if the numbers of features are multiples of 8.
 
     Args:
         x: [..., in_features], float32, bfloat16 or float16.
@@ -56,41 +53,43 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: [out_features] or None, x's dtype or float32.
 
     Returns:
-        [..., out_features] of x's dtype. Products are accumulated in fp32.
+        The output, [..., out_features], of x's dtype. Products are accumulated in float32.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit.
+        ValueError: a shape or dtype is wrong.
     """
     check_linear(x, weight, bias)
-    dtype = products.product_dtype(x)
-    with products.no_autocast(x.device.type):
+    dtype = matmul.product_dtype(x)
+    with matmul.no_autocast(x.device.type):
         same = weight.dtype == x.dtype == dtype and (bias is None or bias.dtype == dtype)
-        if same and not products.fused(x, weight):
+        if same and not matmul.fused(x, weight):
             return functional.linear(x, weight, bias)
         return _Linear.apply(x, weight, bias)[0]
 
 
 def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`linear(x, weight, bias)`, and x for the residual connection around what follows.
+    """Returns `linear(x, weight, bias)`, and x for a residual connection.
 
-    The gradient of that second result is added to x's within the product that computes the latter,
-    where autograd would need another pass over memory.
+    Use the second result instead of x in the residual connection. The product that computes x's
+    gradient then also adds the residual's gradient, for which autograd would need another pass over
+    memory.
 
     Args:
-        x, weight, bias: as `linear` takes them.
+        x, weight, bias: as in `linear`.
 
     Returns:
-        [..., out_features] and [..., in_features], both of x's dtype.
+        The output [..., out_features] and x [..., in_features], both of x's dtype.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit.
+        ValueError: a shape or dtype is wrong.
     """
     check_linear(x, weight, bias)
-    with products.no_autocast(x.device.type):
+    with matmul.no_autocast(x.device.type):
         return _Linear.apply(x, weight, bias)
 
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raises a ValueError where shapes or dtypes of a linear layer's tensors do not fit."""
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             "linear: expected x [..., in_features] and weight [out_features, in_features], "

@@ -1,4 +1,4 @@
-"""Cross-entropy of masked tokens: fake kernels and autograd over the C++ operator."""
+"""Cross-entropy of masked tokens: function, fake kernels and autograd over the C++ operator."""
 
 import torch
 from torch import Tensor
@@ -16,29 +16,29 @@ def masked_cross_entropy(
     ignore_index: int = -100,
     inplace_backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Sum of the cross-entropies of the rows, and how many rows predict their label.
+    """Sums the cross-entropy of all rows, and counts the rows that predict their label.
 
-    One pass over the logits gives both, and the log-sum-exp that the backward pass needs (Milakov
-    and Gimelshein, "Online normalizer calculation for softmax", 2018). Sums, not means: the caller
-    divides by the number of labels, which may be a number over all ranks.
+    One pass over the logits computes both, and the log-sum-exp that the backward pass needs
+    (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). The results are
+    sums, not means, so that the caller can divide by the number of labels of all ranks.
 
     Args:
         logits: [rows, columns], float32, bfloat16 or float16.
         labels: int64 [rows], each `ignore_index` or in [0, vocab_size).
-        vocab_size: columns from here on are padding: they take no part and get a zero gradient.
-            None: all columns count.
-        ignore_index: rows with this label count for nothing and get a zero gradient.
+        vocab_size: number of columns that count; later columns are padding, which is ignored and
+            gets a zero gradient. None counts all columns.
+        ignore_index: rows with this label are ignored and get a zero gradient.
         inplace_backward: write the gradient over the logits, which saves a buffer of their size.
-            Only for logits that nothing else reads: the backward pass of anything that does raises
-            an error, as does a second backward pass through this operator. No effect under
-            `torch.compile`, which plans its buffers itself.
+            Only for logits that nothing else reads: the backward pass of any other reader raises
+            an error, as does a second backward pass through this operator. Has no effect under
+            `torch.compile`, which allocates its buffers itself.
 
     Returns:
         The loss, a float32 scalar, and the number of rows whose label has the largest logit (the
         first of equal ones counts as the largest), an int64 scalar.
 
     Raises:
-        RuntimeError: for a shape, dtype, device or label that does not fit, naming it.
+        RuntimeError: a shape, dtype, device or label is wrong; the message names it.
     """
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     arguments = (logits.contiguous(), labels.contiguous(), vocab_size, ignore_index)

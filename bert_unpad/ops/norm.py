@@ -1,4 +1,4 @@
-"""Dropout + residual + LayerNorm: fake kernels and autograd over the C++ operator."""
+"""Dropout + residual + LayerNorm: function, fake kernels and autograd over the C++ operator."""
 
 import torch
 from torch import Tensor
@@ -24,12 +24,12 @@ def dropout_add_layer_norm(
 
     The end of both halves of a BERT layer (Devlin et al., "BERT", NAACL 2019). Layer normalisation
     is that of Ba et al. (2016), with the biased variance. The backward pass recomputes the dropout
-    mask and the normalised row instead of storing them; its parameter gradients are sums in a
-    fixed order, the same bits for any number of threads.
+    mask and the normalised row instead of storing them. Parameter gradients are summed in a fixed
+    order, so they have the same bits with any number of threads.
 
     Args:
         x: [..., hidden], float32, bfloat16 or float16.
-        residual: as x, or None.
+        residual: of x's shape and dtype, or None.
         weight, bias: [hidden], both float32 or both of x's dtype.
         p: probability in [0, 1) that an element of x + x_bias is dropped; the others are scaled by
             the reciprocal of the keep rate. Pass 0 in evaluation.
@@ -39,10 +39,10 @@ def dropout_add_layer_norm(
             generator. The mask is a pure function of it and of (row, column).
 
     Returns:
-        [..., hidden] of x's dtype.
+        The normalised sum, [..., hidden], of x's dtype.
 
     Raises:
-        RuntimeError: for a shape, dtype, device or probability that does not fit, naming it.
+        RuntimeError: a shape, dtype, device or probability is wrong; the message names it.
     """
     rng = _rng.draw(p, rng, x.device)
     residual = None if residual is None else residual.contiguous()

@@ -1,8 +1,9 @@
-"""Operators over lists of tensors: norm, scaling, Adam and LAMB; documentation and fake kernels.
+"""Norm, scaling, Adam and LAMB over lists of tensors: functions and fake kernels.
 
-They are what `bert_unpad.optim` is made of; the optimizers there keep the state. Everything that
-differs between steps is a tensor on the data's device, so nothing waits and a captured CUDA graph
-can be replayed for the next step. The same inputs give the same bits, whatever the threads.
+The optimizers of `bert_unpad.optim` call these operators and keep their state. Everything that
+differs between steps is a tensor on the data's device. So the host does not wait, and a captured
+CUDA graph can be replayed for the next step. The same inputs give the same bits with any number of
+threads.
 """
 
 from collections.abc import Sequence
@@ -16,18 +17,18 @@ _ops = torch.ops.bert_unpad
 
 
 def multi_tensor_l2norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The L2 norm of all tensors together and of each one, in one pass over them.
+    """Computes the L2 norm of all tensors together and of each one, in one pass over them.
 
     Args:
         tensors: at least one, float32, bfloat16 or float16 (also mixed), contiguous, any shapes.
 
     Returns:
-        total: float32 [], each: float32 [len(tensors)]. An infinity or NaN among the elements makes
-        its norms infinite or NaN.
+        The norm of all, float32 [], and of each tensor, float32 [len(tensors)]. An infinity or NaN
+        in a tensor makes both of its norms infinite or NaN.
 
     Raises:
-        ValueError: for an empty list.
-        RuntimeError: for a tensor of another dtype, device or layout, naming it.
+        ValueError: the list is empty.
+        RuntimeError: a tensor has another dtype, device or layout; the message names it.
     """
     if not tensors:
         raise ValueError("multi_tensor_l2norm: tensors must not be empty")
@@ -39,10 +40,10 @@ def multi_tensor_scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
     Args:
         tensors: float32, bfloat16 or float16 (also mixed), contiguous.
-        factor: float32 [] on their device.
+        factor: float32 [] on the tensors' device.
 
     Raises:
-        RuntimeError: for a tensor of another dtype, device or layout, naming it.
+        RuntimeError: a tensor has another dtype, device or layout; the message names it.
     """
     _ops.multi_tensor_scale_(list(tensors), factor)
 
@@ -67,27 +68,29 @@ def adam_(
     bias_correction: bool = True,
     maximize: bool = False,
 ) -> None:
-    """One Adam step of all parameters, in one pass.
+    """Makes one Adam step for all parameters, in one pass.
 
-    Kingma and Ba, "Adam" (ICLR 2015); with `decoupled` weight decay Loshchilov and Hutter,
-    "Decoupled weight decay regularization" (ICLR 2019), else the decay is added to the gradient.
+    Kingma and Ba, "Adam" (ICLR 2015). With `decoupled`, weight decay follows Loshchilov and Hutter,
+    "Decoupled weight decay regularization" (ICLR 2019); else it is added to the gradient.
 
     Args:
-        params: float32, bfloat16 or float16, all of one dtype and device, contiguous.
-        grads: of the same shapes; float32 or the parameters' dtype, or 16 bits under float32.
-        exp_avgs, exp_avg_sqs: float32 of the same shapes.
-        steps: float32 [] each, the updates so far; 1 is added.
-        lr: float32 [], the learning rate.
-        masters: float32 weights of 16-bit parameters, from which those are rounded; or none.
-        grad_scale: float32 []; gradients count times this (1 / loss scale, clip coefficient).
-        norm: float32 [], of all gradients as they are handed in. Where it (or grad_scale) is not
-            finite, nothing is changed except that 1 is added to `skipped`.
-        skipped: int64 [], counts steps left out.
-        max_grad_norm: gradients are divided by max(1, norm * grad_scale / max_grad_norm); 0: never.
-        maximize: ascend.
+        params: parameters, float32, bfloat16 or float16, all of one dtype and device, contiguous.
+        grads: gradients of the same shapes; float32, the parameters' dtype, or 16-bit gradients of
+            float32 parameters.
+        exp_avgs, exp_avg_sqs: moments, float32, of the same shapes.
+        steps: number of updates of each parameter so far, float32 []; the operator adds 1.
+        lr: the learning rate, float32 [].
+        masters: float32 master weights of 16-bit parameters, or none.
+        grad_scale: factor of all gradients, float32 [] (1 / loss scale, or a clip coefficient).
+        norm: norm of all gradients before `grad_scale`, float32 []. If it or `grad_scale` is not
+            finite, the step only adds 1 to `skipped`.
+        skipped: number of skipped steps, int64 [].
+        max_grad_norm: divide gradients by max(1, norm * grad_scale / max_grad_norm); 0 does not
+            clip.
+        maximize: ascend instead of descend.
 
     Raises:
-        RuntimeError: for lists, shapes, dtypes, devices or numbers that do not fit, naming them.
+        RuntimeError: a list, shape, dtype, device or number is wrong; the message names it.
     """
     _ops.adam_(
         *map(list, (params, grads, exp_avgs, exp_avg_sqs, masters, steps)),
@@ -119,25 +122,25 @@ def lamb_(
     nesterov: bool = False,
     maximize: bool = False,
 ) -> None:
-    """One LAMB step of all parameters.
+    """Makes one LAMB step for all parameters, in two passes.
 
     You et al., "Large batch optimization for deep learning" (ICLR 2020): the update
-    u = m / (sqrt(v) + eps) + weight_decay * w counts times lr * |w| / |u|, norms by tensor. The
-    second pass, which knows them, computes u again instead of having stored it. With `nesterov`
-    LANS (Zheng et al., "Accelerated large batch optimization of BERT pretraining in 54 minutes",
-    2020): gradients are divided by their own norms, and the momentum's and the gradient's updates
-    are scaled apart.
+    u = m / (sqrt(v) + eps) + weight_decay * w of each tensor is scaled by lr * |w| / |u|. The first
+    pass computes these norms; the second computes u again instead of reading it from memory. With
+    `nesterov` this is LANS (Zheng et al., "Accelerated large batch optimization of BERT pretraining
+    in 54 minutes", 2020): each gradient is divided by its own norm, and the updates by the momentum
+    and by the gradient are scaled separately.
 
     Args:
-        grad_norms: float32 [len(params)], by tensor; with `nesterov` only, and needed there.
-            `grad_scale` and `max_grad_norm` have no effect then.
+        grad_norms: norm of each gradient, float32 [len(params)]; needed with `nesterov`, and only
+            then allowed. `grad_scale` and `max_grad_norm` then have no effect.
         grad_averaging: the gradient enters the momentum times 1 - betas[0], else times 1.
-        trust_ratio: False takes 1 for |w| / |u|.
+        trust_ratio: scale updates by |w| / |u|.
 
-        The others are those of `adam_`.
+        The other arguments are those of `adam_`.
 
     Raises:
-        RuntimeError: for lists, shapes, dtypes, devices or numbers that do not fit, naming them.
+        RuntimeError: a list, shape, dtype, device or number is wrong; the message names it.
     """
     _ops.lamb_(
         *map(list, (params, grads, exp_avgs, exp_avg_sqs, masters, steps)),

@@ -1,8 +1,7 @@
-"""What the operators are given from Python: fake kernels, derivatives, and some CPU kernels.
+"""Registers the Python parts of operators: fake kernels, derivatives, and some CPU kernels.
 
-Derivatives are of first order and reverse mode. Anything else raises an error: without that,
-PyTorch would take the second derivative of a compiled operator, or its forward-mode tangent, for
-zero.
+Derivatives are first-order and reverse-mode. Second derivatives and forward mode raise an error;
+without it, PyTorch would silently treat them as zero.
 """
 
 import functools
@@ -19,12 +18,13 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def register_fake(name: str, *, host: Sequence[str] = ()) -> Callable[[Callable], Callable]:
-    """Decorates the function that gives the shapes and dtypes of `bert_unpad::name`'s results.
+    """Decorates the function that computes the shapes and dtypes of `bert_unpad::name`'s results.
 
-    PyTorch also calls it for a mixture of meta tensors and others, which it refuses.
+    PyTorch also calls it for a mixture of meta and other tensors, for which it raises an error.
 
     Args:
-        host: arguments that lie on the CPU wherever the data is.
+        name: name of the operator.
+        host: arguments that are on the CPU on every device.
     """
     names = _argument_names(name)
 
@@ -50,9 +50,9 @@ def register_fake(name: str, *, host: Sequence[str] = ()) -> Callable[[Callable]
 
 
 def register_cpu(name: str) -> Callable[[Callable], Callable]:
-    """Decorates a function that is what `bert_unpad::name` does on a CPU.
+    """Decorates the function that implements `bert_unpad::name` on a CPU.
 
-    As in csrc/common/checks.h, a tensor whose storage was freed is an error: PyTorch's own
+    A tensor whose storage was freed raises an error, as in csrc/common/checks.h; PyTorch's own
     operators would crash.
     """
     names = _argument_names(name)
@@ -78,10 +78,12 @@ def register_cpu(name: str) -> Callable[[Callable], Callable]:
 def register_autograd(
     name: str, backward: Backward | None = None, setup_context: Callable[..., None] | None = None
 ) -> None:
-    """Gives `bert_unpad::name` its derivative, or, without one, an error where it is asked for.
+    """Registers the derivative of `bert_unpad::name`.
 
     Args:
-        backward: called as `first_order` says.
+        name: name of the operator.
+        backward: the backward function; see `first_order` for its arguments. None raises an error
+            when a derivative is needed.
         setup_context: as in `torch.library.register_autograd`.
     """
     torch.library.register_autograd(
@@ -93,22 +95,21 @@ def register_autograd(
 
 
 def first_order(name: str) -> Callable[[Backward], Callable[..., tuple[Tensor | None, ...]]]:
-    """Decorates the backward function of an autograd node whose derivative is not known.
+    """Decorates the backward function of an autograd node that has no second derivative.
 
-    The function is called with (ctx, saved tensors, *gradients). Where a graph of the backward pass
-    is asked for (`create_graph=True`), its results are marked: whoever differentiates them again
-    gets an error. Such a second derivative is one with respect to `gradients` or to what was saved,
-    so save the node's differentiable inputs, or an output of the node, as they are.
+    The function is called with (ctx, saved tensors, *gradients). With `create_graph=True`,
+    differentiating its results raises an error. That needs a path from the results to the node's
+    inputs: save the differentiable inputs of the node, or one of its outputs, unchanged.
 
     Args:
-        name: of the operator, for the message.
+        name: name of the operator, for the message.
     """
 
     def decorate(backward: Backward) -> Callable[..., tuple[Tensor | None, ...]]:
         @functools.wraps(backward)
         def marked(ctx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
             saved = ctx.saved_tensors
-            # A compiler refuses second derivatives itself.
+            # torch.compile raises an error for second derivatives itself.
             if not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return backward(ctx, saved, *gradients)
             results = backward(ctx, [_detached(t) for t in saved], *map(_detached, gradients))
@@ -127,7 +128,7 @@ def _detached(t: Tensor | None) -> Tensor | None:
 
 
 class _Undifferentiable(torch.autograd.Function):
-    """The first `count` tensors, as functions of all that have a derivative nobody knows."""
+    """Returns its first `count` tensors, as functions of all tensors without a known derivative."""
 
     @staticmethod
     def forward(name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -157,7 +158,7 @@ def _no_derivative(name: str) -> Backward:
 
 
 class _Library(torch.library.Library):
-    """Kernels that refuse the tangents of forward-mode differentiation."""
+    """A library whose kernels raise an error for tangents of forward-mode differentiation."""
 
     def impl(self, op_name: str, fn: Callable, *args: Any, **options: Any) -> None:
         @functools.wraps(fn)
@@ -194,8 +195,8 @@ def _bytes_needed(t: Tensor) -> int:
 
 
 def _tensors(names: Sequence[str], args: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """All tensors among an operator's arguments, also those in lists."""
-    for name, value in zip(names, args, strict=False):  # defaults may be left out
+    """Yields all tensors among an operator's arguments, including those in lists."""
+    for name, value in zip(names, args, strict=False):  # arguments with defaults may be missing
         if isinstance(value, Tensor):
             yield name, value
         elif isinstance(value, (list, tuple)):

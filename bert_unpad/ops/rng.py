@@ -1,11 +1,11 @@
-"""The (seed, offset) pair that an operator's dropout mask is a pure function of."""
+"""Draws the (seed, offset) pair that determines an operator's dropout mask."""
 
 import torch
 from torch import Tensor
 
 
 def draw(p: float, rng: Tensor | None, device: torch.device) -> Tensor | None:
-    """`rng` itself, or a pair drawn from PyTorch's default generator of `device` where p > 0."""
+    """Returns `rng`, or draws a pair from the device's default generator; None if p is 0."""
     if p == 0.0:
         return None
     if rng is not None:

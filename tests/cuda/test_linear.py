@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bert_unpad import ops
-from bert_unpad.ops import products
+from bert_unpad.ops import matmul
 from tests.support.cuda_checks import (
     GPU_ONLY,
     assert_graph_takes_new_values,
@@ -72,7 +72,7 @@ def test_linear_matches_the_reference(rows, low_weights, dtype):
     (x,) = draw((rows, 128), dtype=dtype)
     parameters = draw((384, 128), (384,), dtype=dtype if low_weights else torch.float32, seed=1)
     douts = draw((rows, 384), (rows, 128), dtype=dtype, seed=2)
-    assert products.fused(x, parameters[0])
+    assert matmul.fused(x, parameters[0])
     plain = lambda x, weight, bias: (F.linear(x, weight, bias), x * 1)  # noqa: E731
     check(ops.linear_residual, plain, [x, *parameters], douts)
 

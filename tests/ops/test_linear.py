@@ -16,7 +16,7 @@ from torch.library import opcheck
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad import ops
-from bert_unpad.ops import products
+from bert_unpad.ops import matmul
 from tests.support import processes as mp
 from tests.support.reference import assert_as_good_as_pytorch
 
@@ -29,7 +29,7 @@ SIZES = (48, 96)
 def fused(request, monkeypatch) -> bool:
     """Whether products are those of a GPU, with their epilogues."""
     if request.param:
-        monkeypatch.setattr(products, "fused", lambda x, weight: True)
+        monkeypatch.setattr(matmul, "fused", lambda x, weight: True)
     return request.param
 
 
@@ -287,10 +287,10 @@ def test_bad_input() -> None:
 
 
 def test_the_switch(monkeypatch) -> None:
-    products._cublaslt_wanted.cache_clear()
+    matmul._cublaslt_wanted.cache_clear()
     monkeypatch.setenv("BERT_UNPAD_CUBLASLT", "no")
-    with pytest.raises(ValueError, match="BERT_UNPAD_CUBLASLT must be 0 or 1, got 'no'"):
-        products._cublaslt_wanted()
+    with pytest.raises(ValueError, match="BERT_UNPAD_CUBLASLT: expected 0 or 1, got 'no'"):
+        matmul._cublaslt_wanted()
     monkeypatch.setenv("BERT_UNPAD_CUBLASLT", "0")
-    assert not products._cublaslt_wanted()
-    products._cublaslt_wanted.cache_clear()
+    assert not matmul._cublaslt_wanted()
+    matmul._cublaslt_wanted.cache_clear()

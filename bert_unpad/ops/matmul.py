@@ -1,13 +1,13 @@
-"""The matrix products of a linear layer, forward and backward, and who computes them.
+"""The matrix products of a linear layer, forward and backward, and which library computes them.
 
-On a GPU, 16-bit products are cuBLASLt's, with what surrounds them done in their epilogues
-(csrc/linear/matmul.h): the bias and the tanh GELU, the GELU's derivative, the bias's gradient, the
-sum with a residual's gradient, the sum with a gradient that is already there. All other products
-are PyTorch's.
+On a GPU, 16-bit products use cuBLASLt, whose epilogues also do the work around them
+(csrc/linear/matmul.h): the bias and the tanh GELU, the GELU's derivative, the gradient of the bias,
+and the sum with a residual's gradient or with a gradient that exists already. All other products
+use PyTorch.
 
-The numbers of a CPU without 16-bit instructions are widened: on one with AVX-512 but no bf16,
-PyTorch's bf16 matmul reaches 50 GFLOP/s where its fp32 matmul reaches 240. The product is taken in
-fp32 and its result rounded once, which is also more accurate.
+On a CPU without 16-bit instructions the products are computed in fp32. On a CPU with AVX-512 but no
+bf16, PyTorch's bf16 matmul reaches 50 GFLOP/s and its fp32 matmul 240. The result is then rounded
+only once, which is also more accurate.
 """
 
 import functools
@@ -25,7 +25,7 @@ _ops = torch.ops.bert_unpad
 
 
 @functools.cache
-@torch.compiler.assume_constant_result  # a compiler could not look into what it calls
+@torch.compiler.assume_constant_result  # torch.compile cannot trace the call into _C
 def cpu_multiplies_bf16() -> bool:
     """Whether this CPU has bf16 matrix or dot-product instructions."""
     from bert_unpad import _C
@@ -36,32 +36,32 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that x is multiplied in."""
+    """Returns the dtype in which x is multiplied."""
     if x.device.type != "cpu" or (x.dtype == torch.bfloat16 and cpu_multiplies_bf16()):
         return x.dtype
     return torch.float32
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Keeps autocast from giving products another dtype than was chosen here."""
-    available = torch.amp.is_autocast_available(device_type)  # on the meta device it is not
+    """Keeps autocast from computing products in another dtype than the one chosen here."""
+    available = torch.amp.is_autocast_available(device_type)  # not on the meta device
     return torch.autocast(device_type, enabled=False) if available else nullcontext()
 
 
 @functools.cache
 def _cublaslt_wanted() -> bool:
-    """BERT_UNPAD_CUBLASLT=0 leaves all products to PyTorch."""
+    """Whether to use cuBLASLt; BERT_UNPAD_CUBLASLT=0 leaves all products to PyTorch."""
     value = os.environ.get("BERT_UNPAD_CUBLASLT", "1")
     if value not in ("0", "1"):
-        raise ValueError(f"BERT_UNPAD_CUBLASLT must be 0 or 1, got {value!r}")
+        raise ValueError(f"BERT_UNPAD_CUBLASLT: expected 0 or 1, got {value!r}")
     return value == "1"
 
 
 def fused(x: Tensor, weight: Tensor) -> bool:
-    """Whether cuBLASLt takes the products of x [..., in] and weight [out, in].
+    """Whether cuBLASLt computes the products of x [..., in] and weight [out, in].
 
-    Tensor cores read 8 numbers at once, so it wants multiples of 8. BERT's own layers are such; the
-    next-sentence head, with its 2 outputs, is not.
+    Tensor cores read 8 numbers at once, so both sizes of the weight must be multiples of 8. They
+    are in BERT's layers, but not in the next-sentence head with its 2 outputs.
     """
     return (
         x.is_cuda
@@ -74,13 +74,13 @@ def fused(x: Tensor, weight: Tensor) -> bool:
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x weight^T + bias: [tokens, in] and [out, in] of `product_dtype(x)` -> [tokens, out]."""
+    """Returns x weight^T + bias: [tokens, in], [out, in] of `product_dtype(x)` -> [tokens, out]."""
     product = _ops.linear if fused(x, weight) else _forward
     return product(x, weight, bias, False)[0]
 
 
 def dgrad(dy: Tensor, weight: Tensor, addend: Tensor | None = None) -> Tensor:
-    """dy weight [+ addend]: [tokens, out] and [out, in] -> [tokens, in] of dy's dtype."""
+    """Returns dy weight [+ addend]: [tokens, out] and [out, in] -> [tokens, in], of dy's dtype."""
     product = _ops.linear_dgrad if fused(dy, weight) else _dgrad
     return product(dy, weight, addend, None)
 
@@ -88,10 +88,10 @@ def dgrad(dy: Tensor, weight: Tensor, addend: Tensor | None = None) -> Tensor:
 def wgrad(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of weight and bias, of their own dtypes: dy^T x and the sum of dy's rows.
+    """Returns the gradients of weight (dy^T x) and bias (the sum of dy's rows), in their dtypes.
 
-    The first is None where it has been added to `weight.grad` (see `accumulate_in_place`), the
-    second where there is no bias.
+    The first is None if it was added to `weight.grad` (see `accumulate_in_place`), the second if
+    there is no bias.
     """
     target = _target(weight)
     if target is not None:
@@ -104,36 +104,36 @@ def wgrad(
 
 
 def accumulate_in_place(weight: Tensor, enabled: bool = True) -> None:
-    """Lets backward passes add a linear layer's weight gradient to `weight.grad` in the product.
+    """Lets the backward pass add a linear layer's weight gradient directly to `weight.grad`.
 
-    Autograd would write the gradient to memory of its own, read it again and add it. This leaves
-    that out where `.grad` is there already: in the second and later passes of an accumulation, and
-    in all if gradients are zeroed and not dropped (with DDP's gradient_as_bucket_view they then go
-    straight into the buckets). Autograd sees no gradient there, so hooks on the weight are given
-    None (those after accumulation, and DDP's, run as ever), and `torch.autograd.grad` must not be
-    asked for it.
+    Autograd writes a gradient to new memory, reads it again and adds it. This saves that if `.grad`
+    exists: in the second and later passes of an accumulation, and in all passes if gradients are
+    zeroed instead of set to None. (With DDP's gradient_as_bucket_view the gradients then go
+    straight into the buckets.) Autograd then sees no gradient of the weight. So hooks on the weight
+    get None (DDP's hooks, and hooks after accumulation, run as usual), and `torch.autograd.grad`
+    cannot return it.
 
     Args:
         weight: a parameter, [out, in].
-        enabled: False takes it back.
+        enabled: False turns it off again.
     """
     weight._bert_unpad_accumulates = enabled
 
 
 def time_algorithms(path: str | os.PathLike[str] | None) -> None:
-    """Lets cuBLASLt's algorithms be timed, once for each kind of product, and keeps the best.
+    """Times cuBLASLt's algorithms once for each kind of product, and uses the fastest from then on.
 
-    A kind is a shape (tokens rounded up to 128), dtypes, epilogue and alignment on one sort of
-    device. The first product of a kind that is not in the file makes the host wait, for some
-    milliseconds; while a CUDA graph is captured nothing is timed. Without this, cuBLASLt's first
-    guess is taken.
+    A kind of product has a shape (with tokens rounded up to 128), dtypes, an epilogue, an alignment
+    and a model of GPU. The first product of a kind that is not in the file makes the host wait for
+    some milliseconds. Nothing is timed while a CUDA graph is captured. Without timing, cuBLASLt's
+    own first choice is used.
 
     Args:
-        path: where choices are kept, for later runs too: the same file gives the same algorithms,
-            and so the same bits. Its folder is made. None stops timing.
+        path: file that keeps the choices, also for later runs: the same file gives the same
+            algorithms, and so the same bits. Its folder is created. None stops timing.
 
     Raises:
-        RuntimeError: there is something else in the file, or it cannot be written.
+        RuntimeError: the file holds something else, or cannot be written.
         ImportError: bert_unpad was built without CUDA.
     """
     from bert_unpad import _C_cuda
@@ -144,7 +144,7 @@ def time_algorithms(path: str | os.PathLike[str] | None) -> None:
 
 
 def _target(weight: Tensor) -> Tensor | None:
-    """Where to add the weight's gradient, or None if autograd takes it."""
+    """Returns the tensor to add the weight's gradient to, or None if autograd should add it."""
     if torch.compiler.is_compiling() or not getattr(weight, "_bert_unpad_accumulates", False):
         return None
     grad = weight.grad
@@ -174,7 +174,7 @@ def _(dy, x, dweight, bias):
     return dweight.new_empty((dy.shape[1] if bias else 0,))
 
 
-# What the operators do on a CPU, by PyTorch's products.
+# The operators on a CPU, with PyTorch's products.
 
 
 def _wgrad(dy: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
