@@ -43,7 +43,7 @@ def key(growth: Growth, index: int) -> str:
     """Names what stages of equal cost have in common."""
     stage = growth.stages[index]
     parts = [f"{name} {getattr(stage, name)}" for name in _FIELDS]
-    return ", ".join(parts + (["layers left out"] if growth.kept else []))
+    return ", ".join(parts + (["layers left out"] if growth.active_layers else []))
 
 
 def measure(
@@ -73,8 +73,8 @@ def measure(
         step = int(draw.integers(options.steps))
         for name, (growth, _) in stages.items():
             model, optimizer = models[name]
-            if growth.kept is not None:
-                model.bert.encoder.active_layers = growth.kept(step)
+            if growth.active_layers is not None:
+                model.bert.encoder.active_layers = growth.active_layers(step)
             start = time.process_time()
             _update(model, optimizer, inputs)
             if number:  # the first loads what is loaded lazily
@@ -84,7 +84,7 @@ def measure(
     costs = {}
     for name, (growth, stage) in stages.items():
         # Of layers that are left out at random the mean counts, of others the median is steadier.
-        middle = statistics.mean if growth.kept else statistics.median
+        middle = statistics.mean if growth.active_layers else statistics.median
         costs[name] = {
             "cpu_seconds": middle(times[name]),
             "communicated_bytes": _communicated(models[name][0]),

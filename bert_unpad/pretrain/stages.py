@@ -80,8 +80,10 @@ class Stages:
 
     def choose_layers(self) -> None:
         """Decides which layers the next update trains, where growth leaves some out."""
-        if self.growth.kept is not None:
-            self._run.model.bert.encoder.active_layers = self.growth.kept(self._run.progress.step)
+        if self.growth.active_layers is not None:
+            self._run.model.bert.encoder.active_layers = self.growth.active_layers(
+                self._run.progress.step
+            )
 
     def forget_left_out(self) -> None:
         """Drops the gradients of layers that the update leaves out: they do not change then.
@@ -89,8 +91,8 @@ class Stages:
         These gradients are zero where ranks averaged them after the backward pass.
         """
         encoder = self._run.model.bert.encoder
-        for layer, kept in zip(encoder.layer, encoder.active_layers or (), strict=False):
-            if not kept:
+        for layer, active in zip(encoder.layer, encoder.active_layers or (), strict=False):
+            if not active:
                 layer.zero_grad()
 
     def begin(self) -> None:
@@ -113,7 +115,7 @@ class Stages:
                 *(self.index + 1, len(self.growth.stages), self.stage.end, self.stage.layers),
                 *(self.stage.layers - self.stage.frozen, self.stage.max_seq_length),
             )
-        self.sync.begin(leaves_out=self.growth.kept is not None)
+        self.sync.begin(leaves_out=self.growth.active_layers is not None)
         progress.stage, progress.layers = self.index, self.stage.layers
 
     def local_state(self) -> dict[str, Any] | None:

@@ -36,9 +36,9 @@ def layer_drop(config: GrowthConfig, setting: Setting) -> Growth:
     theta = 0.5 if config.theta is None else config.theta
     gamma = 100 / setting.total_steps if config.gamma is None else config.gamma
 
-    def kept(step: int) -> tuple[bool, ...]:
+    def active_layers(step: int) -> tuple[bool, ...]:
         draw = np.random.default_rng([setting.seed, step, _STREAM]).random(setting.layers)
         return tuple((draw < keep_probabilities(setting.layers, step, theta, gamma)).tolist())
 
     stage = Stage(setting.total_steps, setting.layers, setting.max_seq_length)
-    return Growth((stage,), kept=kept)
+    return Growth((stage,), active_layers=active_layers)

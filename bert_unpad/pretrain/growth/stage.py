@@ -56,7 +56,7 @@ class Growth:
 
     stages: tuple[Stage, ...]
     learning_rate: Literal["continue", "rewarm", "restart"] = "continue"
-    kept: Callable[[int], tuple[bool, ...]] | None = field(default=None)
+    active_layers: Callable[[int], tuple[bool, ...]] | None = field(default=None)
     """Maps the number of updates made to which layers the next one trains; the same on all ranks.
     None: all of them, always."""
 

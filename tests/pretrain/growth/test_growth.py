@@ -106,8 +106,8 @@ def test_layers_are_dropped_as_often_as_the_paper_says():
     setting = Setting(seed=5, total_steps=1000, layers=6, max_seq_length=8)
     config = GrowthConfig(name="layer_drop", theta=0.4, gamma=0.01)
     growth = make_growth(config, setting)
-    assert growth.kept(17) == make_growth(config, setting).kept(17)
-    chosen = np.array([growth.kept(step) for step in range(1000)])
+    assert growth.active_layers(17) == make_growth(config, setting).active_layers(17)
+    chosen = np.array([growth.active_layers(step) for step in range(1000)])
     expected = np.array([keep_probabilities(6, step, 0.4, 0.01) for step in range(1000)])
     assert keep_probabilities(6, 0, 0.4, 0.01) == [1.0] * 6
     assert expected[999] == pytest.approx(1 - np.arange(6) / 6 * 0.6, abs=1e-3)
