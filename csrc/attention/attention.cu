@@ -1,7 +1,7 @@
 // Variable-length attention: from a call to launches. Which kernels run is decided once for the
 // whole call, so that groups, which only choose grids and tile shapes, change no bit of a result.
-#include "attention/launchers.h"
-#include "attention/plan.h"
+#include "attention/choice.h"
+#include "attention/launch.h"
 #include "cuda/fork.h"
 
 namespace bert_unpad::cuda {
@@ -9,8 +9,8 @@ namespace {
 
 // f(run, stream) for each group, side by side; for all sequences at once without groups.
 template <class F>
-void for_each_run(const char* op, const AttentionArgs& args, std::span<const AttentionGroup> groups,
-                  cudaStream_t stream, const F& f) {
+void for_each_run(const char* op, const AttentionCudaParams& args,
+                  std::span<const AttentionGroup> groups, cudaStream_t stream, const F& f) {
   if (groups.empty()) return f(AttentionRun{args, 0, args.sequences}, stream);
   Fork fork(op, stream, static_cast<int>(groups.size()));
   AttentionRun run{args, 0, 0};
@@ -33,7 +33,7 @@ AttentionDevice this_device(const char* op) {
 
 }  // namespace
 
-void attention_forward(const AttentionArgs& args, std::span<const AttentionGroup> groups,
+void attention_forward(const AttentionCudaParams& args, std::span<const AttentionGroup> groups,
                        cudaStream_t stream) {
   for_each_run(kForwardOp, args, groups, stream, [&](const AttentionRun& run, cudaStream_t s) {
     if (args.dtype == DType::kFloat32) return launch_fp32_forward(run, s);
@@ -43,7 +43,7 @@ void attention_forward(const AttentionArgs& args, std::span<const AttentionGroup
   });
 }
 
-void attention_backward(const AttentionArgs& args, std::span<const AttentionGroup> groups,
+void attention_backward(const AttentionCudaParams& args, std::span<const AttentionGroup> groups,
                         cudaStream_t stream) {
   const bool fused = backward_is_fused(args.sequences, args.heads, args.max_q, args.max_k,
                                        args.head_dim, this_device(kBackwardOp));

@@ -33,7 +33,7 @@ struct AttentionTask {
   int q_len, k_len;
 };
 
-struct AttentionParams {
+struct AttentionCpuParams {
   DType dtype;
   int heads, head_dim;
   float scale;              // of q k^T, before the softmax
@@ -48,9 +48,9 @@ struct AttentionParams {
 struct AttentionKernels {
   // Floats of scratch memory that one task of these lengths needs.
   int64_t (*scratch)(int q_len, int k_len, int head_dim, bool backward);
-  void (*forward)(const AttentionParams&, const AttentionTask&, float* scratch);
+  void (*forward)(const AttentionCpuParams&, const AttentionTask&, float* scratch);
   // Writes dq, dk, dv of the task's rows and head.
-  void (*backward)(const AttentionParams&, const AttentionTask&, float* scratch);
+  void (*backward)(const AttentionCpuParams&, const AttentionTask&, float* scratch);
 };
 
 }  // namespace bert_unpad

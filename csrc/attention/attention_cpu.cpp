@@ -81,7 +81,7 @@ std::vector<AttentionTask> make_tasks(const int32_t* cu_q, const int32_t* cu_k, 
 class CpuAttention {
  public:
   const char* op;
-  AttentionParams p{};
+  AttentionCpuParams p{};
 
   explicit CpuAttention(const char* name) : op(name) {}
 

@@ -38,7 +38,7 @@ bool rows_are_aligned(const Packed<const void>& rows, DType dtype) {
 class CudaAttention {
  public:
   const char* op;
-  AttentionArgs p{};
+  AttentionCudaParams p{};
 
   explicit CudaAttention(const char* name) : op(name) {}
 

@@ -11,7 +11,7 @@
 namespace bert_unpad::cuda {
 
 // One call, all sequences. Pointers are the device's.
-struct AttentionArgs {
+struct AttentionCudaParams {
   DType dtype;
   int heads, head_dim, sequences;
   int64_t q_tokens, k_tokens;
@@ -30,11 +30,11 @@ struct AttentionArgs {
 // Writes out_w and lse. Without groups one launch takes all sequences. Results do not depend on
 // `order` and `groups`. Strides of q, k, v, dout are multiples of 16 bytes, and so are the
 // pointers.
-void attention_forward(const AttentionArgs& args, std::span<const AttentionGroup> groups,
+void attention_forward(const AttentionCudaParams& args, std::span<const AttentionGroup> groups,
                        cudaStream_t stream);
 
 // Writes dq, dk, dv; overwrites delta.
-void attention_backward(const AttentionArgs& args, std::span<const AttentionGroup> groups,
+void attention_backward(const AttentionCudaParams& args, std::span<const AttentionGroup> groups,
                         cudaStream_t stream);
 
 }  // namespace bert_unpad::cuda

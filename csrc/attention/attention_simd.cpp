@@ -85,7 +85,7 @@ inline void exponentials(float* s, int columns, int padded, float& maximum, floa
 
 // Calls row(r, words) for every row of a block, with its dropout words where there is dropout.
 template <class Row>
-inline void for_rows(const AttentionParams& p, const AttentionTask& t, int first, int rows,
+inline void for_rows(const AttentionCpuParams& p, const AttentionTask& t, int first, int rows,
                      uint16_t* words, int kp, const Row& row) {
   if (p.keep_threshold == 65536u) {
     for (int r = 0; r < rows; ++r) row(r, nullptr);
@@ -103,7 +103,7 @@ inline void for_rows(const AttentionParams& p, const AttentionTask& t, int first
 }
 
 template <class T>
-void forward_task(const AttentionParams& p, const AttentionTask& t, float* scratch) {
+void forward_task(const AttentionCpuParams& p, const AttentionTask& t, float* scratch) {
   Layout l = make_layout(t.k_len, p.head_dim);
   const int d = p.head_dim, lanes = round_up(t.k_len, kLanes);
   float* rows_f = scratch + l.take(static_cast<int64_t>(t.k_len) * l.d4);
@@ -160,7 +160,7 @@ inline void softmax_backward_row(float* s, float* dp, int lanes, float lse2, flo
 }
 
 template <class T>
-void backward_task(const AttentionParams& p, const AttentionTask& t, float* scratch) {
+void backward_task(const AttentionCpuParams& p, const AttentionTask& t, float* scratch) {
   Layout l = make_layout(t.k_len, p.head_dim);
   const int d = p.head_dim, lanes = round_up(t.k_len, kLanes);
   float* rows_f = scratch + l.take(static_cast<int64_t>(t.k_len) * l.d4);
@@ -234,10 +234,10 @@ int64_t scratch_floats(int q_len, int k_len, int head_dim, bool backward) {
   return floats;
 }
 
-template <void (*F32)(const AttentionParams&, const AttentionTask&, float*),
-          void (*BF16)(const AttentionParams&, const AttentionTask&, float*),
-          void (*F16)(const AttentionParams&, const AttentionTask&, float*)>
-void by_dtype(const AttentionParams& p, const AttentionTask& t, float* scratch) {
+template <void (*F32)(const AttentionCpuParams&, const AttentionTask&, float*),
+          void (*BF16)(const AttentionCpuParams&, const AttentionTask&, float*),
+          void (*F16)(const AttentionCpuParams&, const AttentionTask&, float*)>
+void by_dtype(const AttentionCpuParams& p, const AttentionTask& t, float* scratch) {
   switch (p.dtype) {
     case DType::kFloat32:
       return F32(p, t, scratch);

@@ -61,7 +61,7 @@ struct BackwardKeys {
   uint32_t k_rows[kKept][4], v_rows[kKept][4];
   float dk[kHeadDim / 8][4], dv[kHeadDim / 8][4];
 
-  BU_DEVICE BackwardKeys(const cuda::AttentionArgs& a, const AttentionBlock& block)
+  BU_DEVICE BackwardKeys(const cuda::AttentionCudaParams& a, const AttentionBlock& block)
       : k(a.k, block.k_begin, block.head),
         v(a.v, block.k_begin, block.head),
         end(block.k_len),
@@ -150,7 +150,8 @@ struct BackwardKeys {
     }
   }
 
-  BU_DEVICE void store(const cuda::AttentionArgs& a, const AttentionBlock& block, float keep) {
+  BU_DEVICE void store(const cuda::AttentionCudaParams& a, const AttentionBlock& block,
+                       float keep) {
     store_rows<T>(dk, a.scale, a.scale, HeadRows<T>(a.dk, block.k_begin, block.head), first, end,
                   0);
     store_rows<T>(dv, keep, keep, HeadRows<T>(a.dv, block.k_begin, block.head), first, end, 0);
@@ -167,7 +168,7 @@ struct BackwardQueries {
 
   // Adds what `keys` keys (the tile's first ones) give to the queries of a tile; `sums` is where
   // its sums wait. Stores the rows after the last pass.
-  BU_DEVICE void add_keys(const cuda::AttentionArgs& a, const AttentionBlock& block, int tile,
+  BU_DEVICE void add_keys(const cuda::AttentionCudaParams& a, const AttentionBlock& block, int tile,
                           uint32_t sums, uint32_t key_tile, uint32_t gradients, int keys,
                           bool first_pass, bool last_pass) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -208,7 +209,8 @@ struct BackwardQueries {
   }
 
   // For sequences without keys.
-  BU_DEVICE void store_zeros(const cuda::AttentionArgs& a, const AttentionBlock& block) const {
+  BU_DEVICE void store_zeros(const cuda::AttentionCudaParams& a,
+                             const AttentionBlock& block) const {
     const float zeros[kHeadDim / 8][4] = {};
     for (int row = threadIdx.x / 32 * 16; row < block.q_len; row += 16 * kWarps)
       store_rows<T>(zeros, 1.0f, 1.0f, HeadRows<T>(a.dq, block.q_begin, block.head), row,
@@ -218,7 +220,7 @@ struct BackwardQueries {
 
 // lse and delta = rowsum(dout * out) of all queries of a head, into shared memory.
 template <class T, int kHeadDim, int kWarps>
-BU_DEVICE void fill_row_values(const cuda::AttentionArgs& a, const AttentionBlock& block,
+BU_DEVICE void fill_row_values(const cuda::AttentionCudaParams& a, const AttentionBlock& block,
                                const float* lse, uint32_t lse_at, uint32_t delta_at) {
   const int lane = threadIdx.x % 32;
   const HeadRows<const T> dout(a.dout, block.q_begin, block.head);

@@ -27,7 +27,7 @@ struct Fp32Head {
   int64_t first_value;  // of lse and delta
   AttentionDropout dropout;
 
-  BU_DEVICE Fp32Head(const cuda::AttentionArgs& a, const AttentionBlock& block)
+  BU_DEVICE Fp32Head(const cuda::AttentionCudaParams& a, const AttentionBlock& block)
       : q(a.q, block.q_begin, block.head),
         k(a.k, block.k_begin, block.head),
         v(a.v, block.k_begin, block.head),

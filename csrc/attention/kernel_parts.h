@@ -19,7 +19,7 @@ inline constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.69314718055994
 // ...; all tiles of a head, then all heads of a sequence are neighbours, so that the rows they
 // share are in L2.
 struct AttentionLaunch {
-  cuda::AttentionArgs args;
+  cuda::AttentionCudaParams args;
   int first, tiles;
 };
 
@@ -41,7 +41,7 @@ BU_DEVICE void check_run(int begin, int end, int longest, int64_t tokens, bool f
 }
 
 BU_DEVICE AttentionBlock attention_block(const AttentionLaunch& p) {
-  const cuda::AttentionArgs& a = p.args;
+  const cuda::AttentionCudaParams& a = p.args;
   const unsigned tiles = p.tiles, heads = a.heads;
   AttentionBlock b;
   b.tile = static_cast<int>(blockIdx.x % tiles);
@@ -111,7 +111,7 @@ class KeyTiles {
   static constexpr int kKeys = 64;
   static constexpr uint32_t kSharedBytes = 4 * kTile;
 
-  BU_DEVICE KeyTiles(const cuda::AttentionArgs& a, const AttentionBlock& block)
+  BU_DEVICE KeyTiles(const cuda::AttentionCudaParams& a, const AttentionBlock& block)
       : k_(a.k, block.k_begin, block.head), v_(a.v, block.k_begin, block.head), len_(block.k_len) {}
 
   BU_DEVICE int tiles() const { return (len_ + kKeys - 1) / kKeys; }

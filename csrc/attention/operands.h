@@ -1,6 +1,6 @@
 // Attention's operands on their way from tensors to a params struct: checks, strides, allocation of
-// results. For the CPU's AttentionParams and the GPU's AttentionArgs, whose fields have the same
-// names.
+// results. For the CPU's AttentionCpuParams and the GPU's AttentionCudaParams, whose fields have
+// the same names.
 #pragma once
 
 #include <cmath>

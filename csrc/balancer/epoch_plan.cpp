@@ -1,4 +1,4 @@
-// Checks of a plan's inputs, and what follows from any strategy's rank_steps. See plan.h.
+// Checks of a plan's inputs, and what follows from any strategy's rank_steps. See epoch_plan.h.
 #include "epoch_plan.h"
 
 #include <algorithm>

@@ -43,7 +43,7 @@ struct Loaded {
 };
 
 template <class T, int N, bool kResidual>
-BU_DEVICE Loaded<T, N, kResidual> load(const ClipParams& p, int64_t first) {
+BU_DEVICE Loaded<T, N, kResidual> load(const ClipCudaParams& p, int64_t first) {
   Loaded<T, N, kResidual> in;
   in.bucket = load_vector<T, N>(static_cast<const T*>(p.bucket) + first);
   if constexpr (kResidual) in.residual = load_vector<float, N>(p.residual + first);
@@ -53,7 +53,7 @@ BU_DEVICE Loaded<T, N, kResidual> load(const ClipParams& p, int64_t first) {
 // body(first element, its N or 1 values) for this thread's share of bucket + residual, in vectors
 // of N and, at the end of the bucket, single elements.
 template <class T, int N, bool kResidual, class Body>
-BU_DEVICE void for_share(const ClipParams& p, const Body& body) {
+BU_DEVICE void for_share(const ClipCudaParams& p, const Body& body) {
   const int64_t vectors = p.size / N;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + thread_number();
@@ -87,7 +87,7 @@ BU_DEVICE void for_share(const ClipParams& p, const Body& body) {
 
 template <class T, int N, bool kResidual>
 BU_KERNEL(kThreads, kBlocks)
-clip_norm_kernel(BU_PARAMS ClipParams p) {
+clip_norm_kernel(BU_PARAMS ClipCudaParams p) {
   float sum = 0.0f;
   for_share<T, N, kResidual>(p, [&]<int M>(int64_t, const float (&u)[M]) {
 #pragma unroll
@@ -98,7 +98,7 @@ clip_norm_kernel(BU_PARAMS ClipParams p) {
 }
 
 // The same for every thread of every block.
-BU_DEVICE float norm_of_partials(const ClipParams& p) {
+BU_DEVICE float norm_of_partials(const ClipCudaParams& p) {
   float sum = 0.0f;
   for (unsigned i = static_cast<unsigned>(thread_number()); i < gridDim.x; i += kThreads)
     sum += load_global<float>(p.partials + i);
@@ -110,7 +110,7 @@ BU_DEVICE float norm_of_partials(const ClipParams& p) {
 
 template <class T, class Out, int N, bool kResidual>
 BU_KERNEL(kThreads, kBlocks)
-clip_scale_kernel(BU_PARAMS ClipParams p) {
+clip_scale_kernel(BU_PARAMS ClipCudaParams p) {
   const float norm = norm_of_partials(p);
   if (blockIdx.x == 0 && thread_number() == 0) store_global(p.norm, norm);
   float bound = p.max_norm;
@@ -136,14 +136,14 @@ clip_scale_kernel(BU_PARAMS ClipParams p) {
 }
 
 // Elements per thread: 16 bytes of the bucket where addresses allow it, else one.
-int vector_width(const ClipParams& p) {
+int vector_width(const ClipCudaParams& p) {
   const bool aligned = is_aligned(p.bucket, 16) && is_aligned(p.out, 16) &&
                        (p.residual == nullptr || is_aligned(p.residual, 16));
   return aligned ? 16 / element_size(p.dtype) : 1;
 }
 
 template <class T, class Out, bool kResidual>
-void launch_both(const ClipParams& p, cudaStream_t stream) {
+void launch_both(const ClipCudaParams& p, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(clip_blocks(p))), block(32, kWarps);
   const auto both = [&]<int N>() {
     launch(kOp, clip_norm_kernel<T, N, kResidual>, grid, block, kSharedBytes, stream, p);
@@ -157,13 +157,13 @@ void launch_both(const ClipParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-int64_t clip_blocks(const ClipParams& p) {
+int64_t clip_blocks(const ClipCudaParams& p) {
   const int64_t share = static_cast<int64_t>(kThreads) * kInFlight * vector_width(p);
   return std::clamp<int64_t>((p.size + share - 1) / share, 1,
                              static_cast<int64_t>(sm_count(kOp)) * kBlocks);
 }
 
-void clip_bucket(const ClipParams& p, cudaStream_t stream) {
+void clip_bucket(const ClipCudaParams& p, cudaStream_t stream) {
   dispatch(p.dtype, [&]<class T>() {
     if (p.out_dtype == p.dtype) return launch_both<T, T, false>(p, stream);
     if constexpr (sizeof(T) == 2) {

@@ -11,7 +11,7 @@ namespace bert_unpad {
 // them is fp32. With a residual, which an fp32
 // bucket alone has, bucket + residual is what is clipped, and what rounding to `out` loses of it is
 // the new residual.
-struct ClipParams {
+struct ClipCpuParams {
   DType dtype, out_dtype;
   const void* bucket;
   void* out;
@@ -20,9 +20,9 @@ struct ClipParams {
 
 struct ClipKernels {
   // Sum of the squares of elements [begin, end).
-  float (*sum_squares)(const ClipParams&, int64_t begin, int64_t end);
+  float (*sum_squares)(const ClipCpuParams&, int64_t begin, int64_t end);
   // out = scale * (bucket + residual); residual = what rounding has lost / factor.
-  void (*scale)(const ClipParams&, int64_t begin, int64_t end, float scale, float factor);
+  void (*scale)(const ClipCpuParams&, int64_t begin, int64_t end, float scale, float factor);
 };
 
 }  // namespace bert_unpad

@@ -29,7 +29,7 @@ void for_chunks(int64_t size, const F& fn) {
 }
 
 Tensor clip(const ClipArguments& a, const Tensor& bucket) {
-  const ClipParams p{a.dtype, a.out_dtype, a.bucket, a.out, a.residual};
+  const ClipCpuParams p{a.dtype, a.out_dtype, a.bucket, a.out, a.residual};
   const ClipKernels& kernels = clip_kernels();
   std::vector<float> partials((a.size + kChunk - 1) / kChunk);
   for_chunks(a.size, [&](int64_t i, int64_t begin, int64_t end) {
@@ -44,7 +44,7 @@ Tensor clip(const ClipArguments& a, const Tensor& bucket) {
   const float bound = a.bound == nullptr ? a.max_norm : a.max_norm * *a.bound;
   const float scale = clip_scale(norm, bound, a.factor);
   if (scale == 1.0f && a.out == a.bucket) return result;
-  ClipParams written = p;
+  ClipCpuParams written = p;
   // What was left before is still to be sent: a step that is skipped must not lose it.
   if (!is_finite(scale)) written.residual = nullptr;
   for_chunks(a.size, [&](int64_t, int64_t begin, int64_t end) {

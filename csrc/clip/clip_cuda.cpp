@@ -9,8 +9,8 @@ namespace {
 
 Tensor clip(const char* op, const ClipArguments& a, const Tensor& bucket) {
   const Call call(bucket, op);
-  ClipParams p{a.dtype, a.out_dtype, a.size,   a.bucket, a.out,  a.residual,
-               a.bound, a.max_norm,  a.factor, nullptr,  nullptr};
+  ClipCudaParams p{a.dtype, a.out_dtype, a.size,   a.bucket, a.out,  a.residual,
+                   a.bound, a.max_norm,  a.factor, nullptr,  nullptr};
   Tensor norm = torch::stable::new_empty(bucket, {}, ScalarType::Float);
   Tensor partials = torch::stable::new_empty(bucket, {clip_blocks(p)}, ScalarType::Float);
   p.norm = norm.mutable_data_ptr<float>();

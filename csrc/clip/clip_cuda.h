@@ -11,7 +11,7 @@ namespace bert_unpad::cuda {
 
 // As in csrc/clip/clip.h, and what the coefficient is made of. The dtypes are equal, or one of them
 // is fp32.
-struct ClipParams {
+struct ClipCudaParams {
   DType dtype, out_dtype;
   int64_t size;
   const void* bucket;
@@ -24,10 +24,10 @@ struct ClipParams {
 };
 
 // Blocks of both kernels, which is the length of `partials`. Needs all but partials and norm.
-int64_t clip_blocks(const ClipParams& p);
+int64_t clip_blocks(const ClipCudaParams& p);
 
 // norm = ||bucket + residual||; out = min(1, bound / norm) * factor * (bucket + residual). No
 // atomics: the same inputs give the same bits on the same device.
-void clip_bucket(const ClipParams& p, cudaStream_t stream);
+void clip_bucket(const ClipCudaParams& p, cudaStream_t stream);
 
 }  // namespace bert_unpad::cuda

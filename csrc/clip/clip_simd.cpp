@@ -18,7 +18,7 @@ BU_INLINE auto load_sum(const T* bucket, const float* residual, Width width) {
 }
 
 template <class T, bool kResidual>
-float sum_squares_of(const ClipParams& p, int64_t begin, int64_t end) {
+float sum_squares_of(const ClipCpuParams& p, int64_t begin, int64_t end) {
   const T* bucket = static_cast<const T*>(p.bucket) + begin;
   const float* residual = kResidual ? p.residual + begin : nullptr;
   const int64_t n = end - begin;
@@ -51,7 +51,7 @@ BU_INLINE f32v rounded(f32v v, f16) { return widen_f16(narrow_f16(v)); }
 BU_INLINE f32v finite_or_zero(f32v v) { return select(v - v == 0.0f, v, splat(0.0f)); }
 
 template <class T, class Out>
-void scale_of(const ClipParams& p, int64_t begin, int64_t end, float scale) {
+void scale_of(const ClipCpuParams& p, int64_t begin, int64_t end, float scale) {
   const T* bucket = static_cast<const T*>(p.bucket) + begin;
   Out* out = static_cast<Out*>(p.out) + begin;
   for_strips(end - begin, [=](int64_t j, auto width) {
@@ -60,7 +60,7 @@ void scale_of(const ClipParams& p, int64_t begin, int64_t end, float scale) {
 }
 
 template <class Out>
-void scale_with_residual(const ClipParams& p, int64_t begin, int64_t end, float scale,
+void scale_with_residual(const ClipCpuParams& p, int64_t begin, int64_t end, float scale,
                          float factor) {
   const float* bucket = static_cast<const float*>(p.bucket) + begin;
   Out* out = static_cast<Out*>(p.out) + begin;
@@ -75,7 +75,7 @@ void scale_with_residual(const ClipParams& p, int64_t begin, int64_t end, float 
   });
 }
 
-float sum_squares(const ClipParams& p, int64_t begin, int64_t end) {
+float sum_squares(const ClipCpuParams& p, int64_t begin, int64_t end) {
   if (p.residual != nullptr) return sum_squares_of<float, true>(p, begin, end);
   switch (p.dtype) {
     case DType::kFloat32:
@@ -89,7 +89,7 @@ float sum_squares(const ClipParams& p, int64_t begin, int64_t end) {
 }
 
 template <class T>
-void scale_from(const ClipParams& p, int64_t begin, int64_t end, float by) {
+void scale_from(const ClipCpuParams& p, int64_t begin, int64_t end, float by) {
   if (p.out_dtype == p.dtype) return scale_of<T, T>(p, begin, end, by);
   if constexpr (sizeof(T) == 2)
     scale_of<T, float>(p, begin, end, by);
@@ -97,7 +97,7 @@ void scale_from(const ClipParams& p, int64_t begin, int64_t end, float by) {
     (p.out_dtype == DType::kBFloat16 ? scale_of<T, bf16> : scale_of<T, f16>)(p, begin, end, by);
 }
 
-void scale(const ClipParams& p, int64_t begin, int64_t end, float by, float factor) {
+void scale(const ClipCpuParams& p, int64_t begin, int64_t end, float by, float factor) {
   if (p.residual != nullptr)
     return (p.out_dtype == DType::kBFloat16 ? scale_with_residual<bf16>
                                             : scale_with_residual<f16>)(p, begin, end, by, factor);

@@ -17,7 +17,7 @@ constexpr const char* kEmbeddingBackward = "embedding_layer_norm_backward";
 // T: activations, P: tables.
 template <class T, class P>
 class EmbeddingRow {
-  const EmbeddingParams& p_;
+  const EmbeddingCudaParams& p_;
   int64_t token_ = 0;
   const P* rows_[kTables] = {};
   float keep_scale_;
@@ -29,7 +29,7 @@ class EmbeddingRow {
     Group<P> rows[kTables];
   };
 
-  BU_DEVICE explicit EmbeddingRow(const EmbeddingParams& p)
+  BU_DEVICE explicit EmbeddingRow(const EmbeddingCudaParams& p)
       : p_(p), keep_scale_(keep_scale(p.norm.keep_threshold)) {}
 
   BU_DEVICE void begin(int64_t token) {
@@ -83,8 +83,8 @@ class EmbeddingRow {
 
 template <class T, class P, int kVectors, bool kBlockRow>
 BU_KERNEL((RowBlock<kVectors, kBlockRow>::kThreads),
-          (kForwardBlocks<kVectors, kBlockRow, EmbeddingParams::kRowOperands>))
-embedding_kernel(BU_PARAMS EmbeddingParams p) {
+          (kForwardBlocks<kVectors, kBlockRow, EmbeddingCudaParams::kRowOperands>))
+embedding_kernel(BU_PARAMS EmbeddingCudaParams p) {
   if constexpr (kVectors == 0)
     forward_rows_general<EmbeddingRow<T, P>>(p);
   else
@@ -93,14 +93,14 @@ embedding_kernel(BU_PARAMS EmbeddingParams p) {
 
 template <class T, class P, int kVectors, bool kBlockRow>
 BU_KERNEL((RowBlock<kVectors, kBlockRow>::kThreads), (RowBlock<kVectors, kBlockRow>::kBackward))
-embedding_backward_kernel(BU_PARAMS EmbeddingParams p) {
+embedding_backward_kernel(BU_PARAMS EmbeddingCudaParams p) {
   if constexpr (kVectors == 0)
     backward_rows_general<EmbeddingRow<T, P>>(p);
   else
     backward_rows<EmbeddingRow<T, P>, kVectors, kBlockRow>(p);
 }
 
-bool aligned(const EmbeddingParams& p) {
+bool aligned(const EmbeddingCudaParams& p) {
   bool all = is_aligned(p.y, 16) && is_aligned(p.norm.dy, 16);
   for (const void* table : p.tables) all = all && is_aligned(table, 16);
   return all;
@@ -108,7 +108,7 @@ bool aligned(const EmbeddingParams& p) {
 
 // f.operator()<activation type, table type>()
 template <class F>
-void dispatch_dtypes(const EmbeddingParams& p, const F& f) {
+void dispatch_dtypes(const EmbeddingCudaParams& p, const F& f) {
   dispatch(p.norm.dtype, [&]<class T>() {
     p.table_dtype == DType::kFloat32 ? f.template operator()<T, float>()
                                      : f.template operator()<T, T>();
@@ -119,7 +119,7 @@ void dispatch_dtypes(const EmbeddingParams& p, const F& f) {
 
 int64_t embedding_pieces(int64_t tokens) { return table_gradient_pieces(tokens); }
 
-void embedding_layer_norm(const EmbeddingParams& p, cudaStream_t stream) {
+void embedding_layer_norm(const EmbeddingCudaParams& p, cudaStream_t stream) {
   if (p.norm.rows == 0) return;
   dispatch_dtypes(p, [&]<class T, class P>() {
     dispatch_row<P>(p.norm, aligned(p), [&]<int kVectors, bool kBlockRow>() {
@@ -129,7 +129,7 @@ void embedding_layer_norm(const EmbeddingParams& p, cudaStream_t stream) {
   });
 }
 
-int64_t embedding_layer_norm_partial_rows(const EmbeddingParams& p) {
+int64_t embedding_layer_norm_partial_rows(const EmbeddingCudaParams& p) {
   int64_t rows = 0;
   dispatch_dtypes(p, [&]<class T, class P>() {
     rows = row_partial_rows<P>(p.norm, aligned(p), kEmbeddingBackward);
@@ -137,7 +137,7 @@ int64_t embedding_layer_norm_partial_rows(const EmbeddingParams& p) {
   return rows;
 }
 
-void embedding_layer_norm_backward(const EmbeddingParams& p, cudaStream_t stream) {
+void embedding_layer_norm_backward(const EmbeddingCudaParams& p, cudaStream_t stream) {
   const RowNormParams& norm = p.norm;
   const int64_t chunks = embedding_layer_norm_partial_rows(p);
   if (norm.rows > 0) {

@@ -9,7 +9,7 @@
 namespace bert_unpad {
 
 // Tables are [entries, hidden], contiguous, all of one dtype: fp32 or that of the activations.
-struct EmbeddingParams {
+struct EmbeddingCpuParams {
   DType dtype, table_dtype;
   int64_t hidden;
   int64_t padded;  // hidden rounded up to whole vectors: row length of fp32 scratch, dz and sums
@@ -27,9 +27,10 @@ struct EmbeddingParams {
 
 struct EmbeddingKernels {
   // Tokens [begin, end). Scratch: 2 rows of `padded` floats and the dropout words of a row.
-  void (*forward)(const EmbeddingParams&, int64_t begin, int64_t end, float* scratch);
+  void (*forward)(const EmbeddingCpuParams&, int64_t begin, int64_t end, float* scratch);
   // Writes dz, and to sums [2][padded] what these tokens add to dweight and dbias.
-  void (*backward)(const EmbeddingParams&, int64_t begin, int64_t end, float* scratch, float* sums);
+  void (*backward)(const EmbeddingCpuParams&, int64_t begin, int64_t end, float* scratch,
+                   float* sums);
   // out [columns] = the sum, in order, of `count` rows rows[order[i] * stride]; zeros for none.
   void (*sum_rows)(const float* rows, int64_t stride, const int32_t* order, int64_t count,
                    int64_t columns, DType dtype, void* out);

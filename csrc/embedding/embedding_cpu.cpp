@@ -26,7 +26,7 @@ void check_ids(const EmbeddingTable& t, const char* op) {
 }
 
 // What forward and backward have in common. `activations` has the dtype of y and [tokens, hidden].
-void set_common(EmbeddingParams& p, std::vector<float>& weight_vector,
+void set_common(EmbeddingCpuParams& p, std::vector<float>& weight_vector,
                 const EmbeddingTables& tables, const Tensor& activations, const Tensor& weight,
                 double dropout_p, const std::optional<Tensor>& rng, const char* op) {
   check_embedding_operands(tables, activations, weight, dropout_p, op);
@@ -45,7 +45,7 @@ void set_common(EmbeddingParams& p, std::vector<float>& weight_vector,
   }
 }
 
-int64_t scratch_floats(const EmbeddingParams& p) { return 2 * p.padded + word_floats(p.hidden); }
+int64_t scratch_floats(const EmbeddingCpuParams& p) { return 2 * p.padded + word_floats(p.hidden); }
 
 std::tuple<Tensor, Tensor, Tensor> embedding_layer_norm(
     Tensor input_ids, Tensor position_ids, Tensor token_type_ids, Tensor word, Tensor position,
@@ -57,7 +57,7 @@ std::tuple<Tensor, Tensor, Tensor> embedding_layer_norm(
   check(word.dim() == 2, op, ": word must have shape [entries, hidden], got ", shape_string(word));
   const int64_t tokens = input_ids.numel();
   Tensor y = torch::stable::new_empty(word, {tokens, word.size(1)}, out_dtype);
-  EmbeddingParams p{};
+  EmbeddingCpuParams p{};
   std::vector<float> weight_vector, bias_vector;
   set_common(p, weight_vector, tables, y, weight, dropout_p, rng, op);
   check_norm_bias(bias, weight, y, op, "ln_");
@@ -81,7 +81,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> embedding_layer_norm_backward
   const EmbeddingTables tables =
       embedding_tables(input_ids, position_ids, token_type_ids, word, position, token_type);
   const int64_t tokens = input_ids.numel();
-  EmbeddingParams p{};
+  EmbeddingCpuParams p{};
   std::vector<float> weight_vector;
   set_common(p, weight_vector, tables, dy, weight, dropout_p, rng, op);
   set_embedding_saved(p, dy, mean, rstd, word, tokens, op);

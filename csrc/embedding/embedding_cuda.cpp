@@ -13,11 +13,11 @@ namespace bert_unpad::cuda {
 namespace {
 
 // What forward and backward have in common. `activations` has the dtype of y and [tokens, hidden].
-EmbeddingParams common(const EmbeddingTables& tables, const Tensor& activations,
-                       const Tensor& weight, double dropout_p, const std::optional<Tensor>& rng,
-                       const char* op) {
+EmbeddingCudaParams common(const EmbeddingTables& tables, const Tensor& activations,
+                           const Tensor& weight, double dropout_p, const std::optional<Tensor>& rng,
+                           const char* op) {
   check_embedding_operands(tables, activations, weight, dropout_p, op);
-  EmbeddingParams p{};
+  EmbeddingCudaParams p{};
   p.norm.rows = p.tokens.count = tables[0].ids.numel();
   p.norm.hidden = weight.size(0);
   check_hidden(p.norm.hidden, op);
@@ -49,7 +49,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor input_ids, Tensor position_ids
   const int64_t tokens = input_ids.numel();
   const Call call(word, op);
   Tensor y = torch::stable::new_empty(word, {tokens, word.size(1)}, out_dtype);
-  EmbeddingParams p = common(tables, y, weight, dropout_p, rng, op);
+  EmbeddingCudaParams p = common(tables, y, weight, dropout_p, rng, op);
   check_norm_bias(bias, weight, y, op, "ln_");
   const auto [mean, rstd] = new_statistics(p.norm, word, tokens);
   p.norm.bias = bias.const_data_ptr();
@@ -67,7 +67,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const EmbeddingTables tables =
       embedding_tables(input_ids, position_ids, token_type_ids, word, position, token_type);
   const int64_t tokens = input_ids.numel();
-  EmbeddingParams p = common(tables, dy, weight, dropout_p, rng, op);
+  EmbeddingCudaParams p = common(tables, dy, weight, dropout_p, rng, op);
   set_embedding_saved(p.norm, dy, mean, rstd, word, tokens, op);
   const Call call(word, op);
   Tensor gradients[3] = {torch::stable::empty_like(word), torch::stable::empty_like(position),

@@ -11,7 +11,7 @@ namespace bert_unpad::cuda {
 
 // Tables are [entries, hidden], contiguous, of `table_dtype`: fp32 or that of the activations.
 // y and dy are [tokens, hidden]; norm.rows counts tokens.
-struct EmbeddingParams {
+struct EmbeddingCudaParams {
   static constexpr int kRowOperands = 3;  // tensors that a row is made of
   RowNormParams norm;
   DType table_dtype;
@@ -25,16 +25,16 @@ struct EmbeddingParams {
   float* pieces;        // [embedding_pieces, embedding_stride]
 };
 
-void embedding_layer_norm(const EmbeddingParams& p, cudaStream_t stream);
+void embedding_layer_norm(const EmbeddingCudaParams& p, cudaStream_t stream);
 
 // Length of an fp32 row in scratch memory: whole groups of 8 columns.
 constexpr int64_t embedding_stride(int64_t hidden) { return (hidden + 7) / 8 * 8; }
 int64_t embedding_pieces(int64_t tokens);
 // Rows of norm.partials, which has 2 sums. Needs the sizes and the activations' pointers.
-int64_t embedding_layer_norm_partial_rows(const EmbeddingParams& p);
+int64_t embedding_layer_norm_partial_rows(const EmbeddingCudaParams& p);
 
 // No atomics: every row of a table's gradient is summed in token order, in pieces that depend on
 // the ids alone.
-void embedding_layer_norm_backward(const EmbeddingParams& p, cudaStream_t stream);
+void embedding_layer_norm_backward(const EmbeddingCudaParams& p, cudaStream_t stream);
 
 }  // namespace bert_unpad::cuda

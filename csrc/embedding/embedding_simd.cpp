@@ -12,10 +12,10 @@ template <class P>
 struct Rows {
   const P *word, *position, *token_type;
 
-  Rows(const EmbeddingParams& p, int64_t token)
+  Rows(const EmbeddingCpuParams& p, int64_t token)
       : word(row(p, 0, token)), position(row(p, 1, token)), token_type(row(p, 2, token)) {}
 
-  static const P* row(const EmbeddingParams& p, int table, int64_t token) {
+  static const P* row(const EmbeddingCpuParams& p, int table, int64_t token) {
     return static_cast<const P*>(p.tables[table]) + p.ids[table][token] * p.hidden;
   }
   template <class Width>
@@ -25,7 +25,7 @@ struct Rows {
 };
 
 // The token's dropout words, or null where there is no dropout.
-BU_INLINE const uint16_t* token_words(const EmbeddingParams& p, int64_t token, float* scratch) {
+BU_INLINE const uint16_t* token_words(const EmbeddingCpuParams& p, int64_t token, float* scratch) {
   if (p.keep_threshold == 65536u) return nullptr;
   auto* words = reinterpret_cast<uint16_t*>(scratch + 2 * p.padded);
   row_words(p.rng, static_cast<uint32_t>(token), p.hidden, words);
@@ -33,7 +33,7 @@ BU_INLINE const uint16_t* token_words(const EmbeddingParams& p, int64_t token, f
 }
 
 template <class T, class P>
-void forward_rows(const EmbeddingParams& p, int64_t begin, int64_t end, float* scratch) {
+void forward_rows(const EmbeddingCpuParams& p, int64_t begin, int64_t end, float* scratch) {
   float* z = scratch;
   const float scale = keep_scale(p.keep_threshold);
   for (int64_t token = begin; token < end; ++token) {
@@ -59,7 +59,7 @@ void forward_rows(const EmbeddingParams& p, int64_t begin, int64_t end, float* s
 }
 
 template <class T, class P>
-void backward_rows(const EmbeddingParams& p, int64_t begin, int64_t end, float* scratch,
+void backward_rows(const EmbeddingCpuParams& p, int64_t begin, int64_t end, float* scratch,
                    float* sums) {
   float *xhat = scratch, *g = scratch + p.padded;
   float *dweight = sums, *dbias = sums + p.padded;
@@ -127,11 +127,12 @@ void sum_rows_as(const float* rows, int64_t stride, const int32_t* order, int64_
       return (wide ? function<f16, float> : function<f16, f16>)(__VA_ARGS__);    \
   }
 
-void forward(const EmbeddingParams& p, int64_t begin, int64_t end, float* scratch) {
+void forward(const EmbeddingCpuParams& p, int64_t begin, int64_t end, float* scratch) {
   BU_DISPATCH(forward_rows, p, begin, end, scratch)
 }
 
-void backward(const EmbeddingParams& p, int64_t begin, int64_t end, float* scratch, float* sums) {
+void backward(const EmbeddingCpuParams& p, int64_t begin, int64_t end, float* scratch,
+              float* sums) {
   BU_DISPATCH(backward_rows, p, begin, end, scratch, sums)
 }
 

@@ -25,7 +25,7 @@ constexpr int kForwardBlocks = 8, kBackwardBlocks = 6;
 constexpr int kForwardRows = 4, kBackwardRows = 2;
 
 template <int N>
-BU_DEVICE void load_bias(const BiasGeluParams& p, int64_t column, float (&bias)[N]) {
+BU_DEVICE void load_bias(const GeluCudaParams& p, int64_t column, float (&bias)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i)
     bias[i] = p.bias == nullptr ? 0.0f : load_parameter(p.bias, p.bias_dtype, column + i);
@@ -33,7 +33,7 @@ BU_DEVICE void load_bias(const BiasGeluParams& p, int64_t column, float (&bias)[
 
 template <class T, int N, bool kTanh>
 BU_KERNEL(ColumnGrid::kThreads, kForwardBlocks)
-bias_gelu_kernel(BU_PARAMS BiasGeluParams p) {
+bias_gelu_kernel(BU_PARAMS GeluCudaParams p) {
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
   if (column >= p.columns) return;
   float bias[N];
@@ -60,7 +60,7 @@ bias_gelu_kernel(BU_PARAMS BiasGeluParams p) {
 
 template <class T, int N, bool kTanh>
 BU_KERNEL(ColumnGrid::kThreads, kBackwardBlocks)
-bias_gelu_backward_kernel(BU_PARAMS BiasGeluParams p) {
+bias_gelu_backward_kernel(BU_PARAMS GeluCudaParams p) {
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
   const bool inside = column < p.columns;
   float sum[N] = {};
@@ -101,7 +101,7 @@ bias_gelu_backward_kernel(BU_PARAMS BiasGeluParams p) {
 }
 
 // Elements per thread: 16 bytes where every row starts at a multiple of 16 bytes, else one.
-int vector_width(const BiasGeluParams& p) {
+int vector_width(const GeluCudaParams& p) {
   const int width = 16 / element_size(p.dtype);
   bool aligned = p.columns % width == 0;
   for (const void* q : {p.x, p.dy, static_cast<const void*>(p.y), static_cast<const void*>(p.dx)})
@@ -109,14 +109,14 @@ int vector_width(const BiasGeluParams& p) {
   return aligned ? width : 1;
 }
 
-ColumnGrid grid_of(const BiasGeluParams& p, const char* op, int blocks_per_sm) {
+ColumnGrid grid_of(const GeluCudaParams& p, const char* op, int blocks_per_sm) {
   return ColumnGrid(p.rows, p.columns / vector_width(p),
                     static_cast<int64_t>(sm_count(op)) * blocks_per_sm);
 }
 
 // f.operator()<T, elements per thread, tanh>()
 template <class F>
-void dispatch_kernel(const BiasGeluParams& p, const F& f) {
+void dispatch_kernel(const GeluCudaParams& p, const F& f) {
   const bool vectors = vector_width(p) > 1;
   dispatch(p.dtype, [&]<class T>() {
     if (vectors)
@@ -129,7 +129,7 @@ void dispatch_kernel(const BiasGeluParams& p, const F& f) {
 
 }  // namespace
 
-void bias_gelu(const BiasGeluParams& p, cudaStream_t stream) {
+void bias_gelu(const GeluCudaParams& p, cudaStream_t stream) {
   if (p.rows == 0 || p.columns == 0) return;
   const ColumnGrid g = grid_of(p, kForward, kForwardBlocks);
   dispatch_kernel(p, [&]<class T, int N, bool kTanh>() {
@@ -137,11 +137,11 @@ void bias_gelu(const BiasGeluParams& p, cudaStream_t stream) {
   });
 }
 
-int64_t bias_gelu_partial_rows(const BiasGeluParams& p) {
+int64_t bias_gelu_partial_rows(const GeluCudaParams& p) {
   return p.rows == 0 || p.columns == 0 ? 0 : grid_of(p, kBackward, kBackwardBlocks).grid.y;
 }
 
-void bias_gelu_backward(const BiasGeluParams& p, cudaStream_t stream) {
+void bias_gelu_backward(const GeluCudaParams& p, cudaStream_t stream) {
   int64_t chunks = 0;
   if (p.rows > 0 && p.columns > 0) {
     const ColumnGrid g = grid_of(p, kBackward, kBackwardBlocks);

@@ -8,7 +8,7 @@
 namespace bert_unpad {
 
 // Activations are [rows, hidden], contiguous; the bias is fp32, padded to whole vectors.
-struct GeluParams {
+struct GeluCpuParams {
   DType dtype;
   bool tanh;
   int64_t hidden;
@@ -18,9 +18,9 @@ struct GeluParams {
 };
 
 struct GeluKernels {
-  void (*forward)(const GeluParams&, int64_t begin, int64_t end);  // rows [begin, end)
+  void (*forward)(const GeluCpuParams&, int64_t begin, int64_t end);  // rows [begin, end)
   // Also writes to dbias (padded) the column sums of these rows of dx; null: not wanted.
-  void (*backward)(const GeluParams&, int64_t begin, int64_t end, float* dbias);
+  void (*backward)(const GeluCpuParams&, int64_t begin, int64_t end, float* dbias);
 };
 
 }  // namespace bert_unpad

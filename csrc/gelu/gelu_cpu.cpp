@@ -15,7 +15,7 @@ BU_ISA_TABLE(GeluKernels, gelu_kernels)
 namespace {
 
 // Checks what forward and backward have in common; returns the number of rows.
-int64_t set_common(GeluParams& p, std::vector<float>& bias_vector, const Tensor& x,
+int64_t set_common(GeluCpuParams& p, std::vector<float>& bias_vector, const Tensor& x,
                    const std::optional<Tensor>& bias, bool tanh, const char* op) {
   p.dtype = storage_dtype(x, op, "x");
   p.tanh = tanh;
@@ -30,7 +30,7 @@ int64_t set_common(GeluParams& p, std::vector<float>& bias_vector, const Tensor&
 }
 
 Tensor bias_gelu(Tensor x, std::optional<Tensor> bias, bool tanh) {
-  GeluParams p{};
+  GeluCpuParams p{};
   std::vector<float> bias_vector;
   const int64_t rows = set_common(p, bias_vector, x, bias, tanh, "bias_gelu");
   Tensor y = torch::stable::empty_like(x);
@@ -44,7 +44,7 @@ Tensor bias_gelu(Tensor x, std::optional<Tensor> bias, bool tanh) {
 std::tuple<Tensor, Tensor> bias_gelu_backward(Tensor dy, Tensor x, std::optional<Tensor> bias,
                                               bool tanh) {
   const char* op = "bias_gelu_backward";
-  GeluParams p{};
+  GeluCpuParams p{};
   std::vector<float> bias_vector;
   const int64_t rows = set_common(p, bias_vector, x, bias, tanh, op);
   check_like(dy, x, op, "dy", "x");

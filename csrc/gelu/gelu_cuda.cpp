@@ -9,11 +9,11 @@
 namespace bert_unpad::cuda {
 namespace {
 
-BiasGeluParams common(const Tensor& x, const std::optional<Tensor>& bias, bool tanh,
+GeluCudaParams common(const Tensor& x, const std::optional<Tensor>& bias, bool tanh,
                       const char* op) {
   check(x.dim() >= 1, op, ": x must have shape [..., hidden], got ", shape_string(x));
   check_contiguous(x, op, "x");
-  BiasGeluParams p{};
+  GeluCudaParams p{};
   p.dtype = storage_dtype(x, op, "x");
   p.columns = x.size(x.dim() - 1);
   p.rows = p.columns == 0 ? 0 : x.numel() / p.columns;
@@ -29,7 +29,7 @@ BiasGeluParams common(const Tensor& x, const std::optional<Tensor>& bias, bool t
 
 Tensor forward(Tensor x, std::optional<Tensor> bias, bool tanh) {
   const char* op = "bias_gelu";
-  BiasGeluParams p = common(x, bias, tanh, op);
+  GeluCudaParams p = common(x, bias, tanh, op);
   const Call call(x, op);
   Tensor y = torch::stable::empty_like(x);
   p.y = y.mutable_data_ptr();
@@ -39,7 +39,7 @@ Tensor forward(Tensor x, std::optional<Tensor> bias, bool tanh) {
 
 std::tuple<Tensor, Tensor> backward(Tensor dy, Tensor x, std::optional<Tensor> bias, bool tanh) {
   const char* op = "bias_gelu_backward";
-  BiasGeluParams p = common(x, bias, tanh, op);
+  GeluCudaParams p = common(x, bias, tanh, op);
   check_like(dy, x, op, "dy", "x");
   const Call call(x, op);
   Tensor dx = torch::stable::empty_like(x);

@@ -10,7 +10,7 @@
 namespace bert_unpad::cuda {
 
 // Activations are [rows, columns], contiguous, of `dtype`; bias [columns] of `bias_dtype`.
-struct BiasGeluParams {
+struct GeluCudaParams {
   DType dtype, bias_dtype;
   int64_t rows, columns;
   const void* x;
@@ -22,13 +22,13 @@ struct BiasGeluParams {
   bool tanh;
 };
 
-void bias_gelu(const BiasGeluParams& p, cudaStream_t stream);
+void bias_gelu(const GeluCudaParams& p, cudaStream_t stream);
 
 // Rows of `partials`. Needs dtype, rows, columns, and the activations' pointers.
-int64_t bias_gelu_partial_rows(const BiasGeluParams& p);
+int64_t bias_gelu_partial_rows(const GeluCudaParams& p);
 
 // dx = dy * gelu'(x + bias) and dbias = the columns' sums of dx before rounding. No atomics: the
 // same inputs give the same bits on the same device.
-void bias_gelu_backward(const BiasGeluParams& p, cudaStream_t stream);
+void bias_gelu_backward(const GeluCudaParams& p, cudaStream_t stream);
 
 }  // namespace bert_unpad::cuda

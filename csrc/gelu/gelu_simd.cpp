@@ -130,7 +130,7 @@ BU_INLINE Strip<N> add_padded(const Strip<N>& strip, const float* p) {
 }
 
 template <class T, class Gelu>
-void forward_rows(const GeluParams& p, int64_t begin, int64_t end) {
+void forward_rows(const GeluCpuParams& p, int64_t begin, int64_t end) {
   const int64_t n = p.hidden;
   const T* x = static_cast<const T*>(p.x) + begin * n;
   const float* bias = p.bias;
@@ -144,7 +144,7 @@ void forward_rows(const GeluParams& p, int64_t begin, int64_t end) {
 }
 
 template <class T, class Gelu>
-void backward_rows(const GeluParams& p, int64_t begin, int64_t end, float* dbias) {
+void backward_rows(const GeluCpuParams& p, int64_t begin, int64_t end, float* dbias) {
   const int64_t n = p.hidden;
   const T* x = static_cast<const T*>(p.x) + begin * n;
   const T* dy = static_cast<const T*>(p.dy) + begin * n;
@@ -162,18 +162,18 @@ void backward_rows(const GeluParams& p, int64_t begin, int64_t end, float* dbias
 }
 
 template <class T>
-void forward_of(const GeluParams& p, int64_t begin, int64_t end) {
+void forward_of(const GeluCpuParams& p, int64_t begin, int64_t end) {
   using Precision = PrecisionFor<T>::Type;
   (p.tanh ? forward_rows<T, Tanh<Precision>> : forward_rows<T, Exact<Precision>>)(p, begin, end);
 }
 template <class T>
-void backward_of(const GeluParams& p, int64_t begin, int64_t end, float* dbias) {
+void backward_of(const GeluCpuParams& p, int64_t begin, int64_t end, float* dbias) {
   using Precision = PrecisionFor<T>::Type;
   (p.tanh ? backward_rows<T, Tanh<Precision>> : backward_rows<T, Exact<Precision>>)(p, begin, end,
                                                                                     dbias);
 }
 
-void forward(const GeluParams& p, int64_t begin, int64_t end) {
+void forward(const GeluCpuParams& p, int64_t begin, int64_t end) {
   switch (p.dtype) {
     case DType::kFloat32:
       return forward_of<float>(p, begin, end);
@@ -184,7 +184,7 @@ void forward(const GeluParams& p, int64_t begin, int64_t end) {
   }
 }
 
-void backward(const GeluParams& p, int64_t begin, int64_t end, float* dbias) {
+void backward(const GeluCpuParams& p, int64_t begin, int64_t end, float* dbias) {
   switch (p.dtype) {
     case DType::kFloat32:
       return backward_of<float>(p, begin, end, dbias);

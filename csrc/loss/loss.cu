@@ -127,14 +127,14 @@ BU_DEVICE void for_columns(const T* row, int64_t count, const F& f) {
   }
 }
 
-BU_DEVICE void require_label(const MaskedCrossEntropyParams& p, int64_t label) {
+BU_DEVICE void require_label(const LossCudaParams& p, int64_t label) {
   BU_REQUIRE(label >= 0 && label < p.vocab,
              "masked_cross_entropy: a label is neither ignore_index nor in [0, vocab_size)");
 }
 
 template <class T>
 BU_KERNEL(kThreads, kBlocks)
-masked_cross_entropy_kernel(BU_PARAMS MaskedCrossEntropyParams p) {
+masked_cross_entropy_kernel(BU_PARAMS LossCudaParams p) {
   const int64_t row = blockIdx.x;
   const auto label = load_global<int64_t>(p.labels + row);
   if (label == p.ignore_index) {
@@ -172,7 +172,7 @@ struct alignas(16) Sums {
   uint32_t correct, unused;
 };
 
-BU_KERNEL(kSumThreads, 1) sum_losses_kernel(BU_PARAMS MaskedCrossEntropyParams p) {
+BU_KERNEL(kSumThreads, 1) sum_losses_kernel(BU_PARAMS LossCudaParams p) {
   Sums sums{};
   for (int64_t row = threadIdx.x; row < p.rows; row += kSumThreads) {
     const auto one = load_global<RowLoss>(p.row_losses + row);
@@ -226,7 +226,7 @@ BU_DEVICE void store_zeros(T* row, int64_t count) {
 // A thread writes where it has read, so that the gradient may overwrite the logits.
 template <class T, int N>
 BU_KERNEL(kThreads, kBlocks)
-masked_cross_entropy_backward_kernel(BU_PARAMS MaskedCrossEntropyParams p) {
+masked_cross_entropy_backward_kernel(BU_PARAMS LossCudaParams p) {
   const int64_t row = blockIdx.x;
   const auto label = load_global<int64_t>(p.labels + row);
   T* dx = static_cast<T*>(p.dlogits) + row * p.columns;
@@ -249,11 +249,11 @@ unsigned threads_of(int64_t n, DType dtype) {
   return static_cast<unsigned>(std::clamp<int64_t>((vectors + 31) / 32 * 32, 32, kThreads));
 }
 
-dim3 grid_of(const MaskedCrossEntropyParams& p) { return dim3(static_cast<unsigned>(p.rows)); }
+dim3 grid_of(const LossCudaParams& p) { return dim3(static_cast<unsigned>(p.rows)); }
 
 }  // namespace
 
-void masked_cross_entropy(const MaskedCrossEntropyParams& p, cudaStream_t stream) {
+void masked_cross_entropy(const LossCudaParams& p, cudaStream_t stream) {
   if (p.rows > 0) {
     const unsigned threads = threads_of(p.vocab, p.dtype);
     dispatch(p.dtype, [&]<class T>() {
@@ -265,7 +265,7 @@ void masked_cross_entropy(const MaskedCrossEntropyParams& p, cudaStream_t stream
          stream, p);
 }
 
-void masked_cross_entropy_backward(const MaskedCrossEntropyParams& p, cudaStream_t stream) {
+void masked_cross_entropy_backward(const LossCudaParams& p, cudaStream_t stream) {
   if (p.rows == 0) return;
   const dim3 threads(threads_of(p.columns, p.dtype));
   const auto between =

@@ -8,7 +8,7 @@
 namespace bert_unpad {
 
 // Logits are [rows, columns], contiguous; only the first `vocab` columns count.
-struct LossParams {
+struct LossCpuParams {
   DType dtype;
   int64_t columns, vocab;
   int64_t ignore_index;
@@ -22,8 +22,8 @@ struct LossParams {
 struct LossKernels {
   // Of one row: the log-sum-exp goes to lse[row], the loss is returned, and `correct` is set if no
   // logit is larger than the label's and no earlier one equals it.
-  float (*forward)(const LossParams&, int64_t row, bool& correct);
-  void (*backward)(const LossParams&, int64_t row);
+  float (*forward)(const LossCpuParams&, int64_t row, bool& correct);
+  void (*backward)(const LossCpuParams&, int64_t row);
 };
 
 }  // namespace bert_unpad

@@ -14,9 +14,9 @@ BU_ISA_TABLE(LossKernels, loss_kernels)
 
 namespace {
 
-LossParams make_params(const Tensor& logits, const Tensor& labels, int64_t vocab_size,
-                       int64_t ignore_index, const char* op) {
-  LossParams p{};
+LossCpuParams make_params(const Tensor& logits, const Tensor& labels, int64_t vocab_size,
+                          int64_t ignore_index, const char* op) {
+  LossCpuParams p{};
   set_operands(p, logits, labels, vocab_size, ignore_index, op);
   for (int64_t i = 0; i < logits.size(0); ++i)
     check(p.labels[i] == ignore_index || (p.labels[i] >= 0 && p.labels[i] < vocab_size), op,
@@ -28,7 +28,7 @@ LossParams make_params(const Tensor& logits, const Tensor& labels, int64_t vocab
 std::tuple<Tensor, Tensor, Tensor> masked_cross_entropy(Tensor logits, Tensor labels,
                                                         int64_t vocab_size, int64_t ignore_index) {
   const char* op = "masked_cross_entropy";
-  LossParams p = make_params(logits, labels, vocab_size, ignore_index, op);
+  LossCpuParams p = make_params(logits, labels, vocab_size, ignore_index, op);
   const int64_t rows = logits.size(0);
   Tensor lse = torch::stable::new_empty(logits, {rows}, ScalarType::Float);
   p.lse = lse.mutable_data_ptr<float>();
@@ -65,7 +65,7 @@ std::tuple<Tensor, Tensor, Tensor> masked_cross_entropy(Tensor logits, Tensor la
 void backward_into(const Tensor& dloss, const Tensor& logits, const Tensor& labels,
                    const Tensor& lse, int64_t vocab_size, int64_t ignore_index, void* dlogits,
                    const char* op) {
-  LossParams p = make_params(logits, labels, vocab_size, ignore_index, op);
+  LossCpuParams p = make_params(logits, labels, vocab_size, ignore_index, op);
   set_saved(p, dloss, logits, lse, op);
   p.dloss = *dloss.const_data_ptr<float>();
   p.dlogits = dlogits;

@@ -10,9 +10,9 @@
 namespace bert_unpad::cuda {
 namespace {
 
-MaskedCrossEntropyParams make_params(const Tensor& logits, const Tensor& labels, int64_t vocab_size,
-                                     int64_t ignore_index, const char* op) {
-  MaskedCrossEntropyParams p{};
+LossCudaParams make_params(const Tensor& logits, const Tensor& labels, int64_t vocab_size,
+                           int64_t ignore_index, const char* op) {
+  LossCudaParams p{};
   set_operands(p, logits, labels, vocab_size, ignore_index, op);
   p.rows = logits.size(0);
   check(p.rows <= std::numeric_limits<int32_t>::max(), op,
@@ -23,7 +23,7 @@ MaskedCrossEntropyParams make_params(const Tensor& logits, const Tensor& labels,
 std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, Tensor labels, int64_t vocab_size,
                                            int64_t ignore_index) {
   const char* op = "masked_cross_entropy";
-  MaskedCrossEntropyParams p = make_params(logits, labels, vocab_size, ignore_index, op);
+  LossCudaParams p = make_params(logits, labels, vocab_size, ignore_index, op);
   const Call call(logits, op);
   Tensor loss_sum = torch::stable::new_empty(logits, {}, ScalarType::Float);
   Tensor correct = torch::stable::new_empty(labels, {});
@@ -41,7 +41,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, Tensor labels, int64_t
 void backward_into(const Tensor& dloss, const Tensor& logits, const Tensor& labels,
                    const Tensor& lse, int64_t vocab_size, int64_t ignore_index, void* dlogits,
                    const char* op) {
-  MaskedCrossEntropyParams p = make_params(logits, labels, vocab_size, ignore_index, op);
+  LossCudaParams p = make_params(logits, labels, vocab_size, ignore_index, op);
   set_saved(p, dloss, logits, lse, op);
   p.dloss = dloss.const_data_ptr<float>();
   p.dlogits = dlogits;

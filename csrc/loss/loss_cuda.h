@@ -16,7 +16,7 @@ struct alignas(8) RowLoss {
 };
 
 // Logits are [rows, columns], contiguous, of `dtype`; only the first `vocab` columns count.
-struct MaskedCrossEntropyParams {
+struct LossCudaParams {
   DType dtype;
   int64_t rows, columns, vocab;
   int64_t ignore_index;
@@ -34,7 +34,7 @@ struct MaskedCrossEntropyParams {
 
 // At most 2^31 - 1 rows. The same inputs give the same bits, if the logits' address is the same
 // modulo 16 bytes: that decides how a row is divided into vectors.
-void masked_cross_entropy(const MaskedCrossEntropyParams& p, cudaStream_t stream);
-void masked_cross_entropy_backward(const MaskedCrossEntropyParams& p, cudaStream_t stream);
+void masked_cross_entropy(const LossCudaParams& p, cudaStream_t stream);
+void masked_cross_entropy_backward(const LossCudaParams& p, cudaStream_t stream);
 
 }  // namespace bert_unpad::cuda

@@ -25,7 +25,7 @@ BU_INLINE float element(const T* row, int64_t j) {
 }
 
 template <class T>
-float forward_row(const LossParams& p, int64_t row, bool& correct) {
+float forward_row(const LossCpuParams& p, int64_t row, bool& correct) {
   const T* x = static_cast<const T*>(p.logits) + row * p.columns;
   const int64_t label = p.labels[row];
   const float infinity = __builtin_inff();
@@ -57,7 +57,7 @@ float forward_row(const LossParams& p, int64_t row, bool& correct) {
 }
 
 template <class T>
-void backward_row(const LossParams& p, int64_t row) {
+void backward_row(const LossCpuParams& p, int64_t row) {
   const T* x = static_cast<const T*>(p.logits) + row * p.columns;
   T* dx = static_cast<T*>(p.dlogits) + row * p.columns;
   const int64_t label = p.labels[row];
@@ -76,7 +76,7 @@ void backward_row(const LossParams& p, int64_t row) {
   }
 }
 
-float forward(const LossParams& p, int64_t row, bool& correct) {
+float forward(const LossCpuParams& p, int64_t row, bool& correct) {
   switch (p.dtype) {
     case DType::kFloat32:
       return forward_row<float>(p, row, correct);
@@ -87,7 +87,7 @@ float forward(const LossParams& p, int64_t row, bool& correct) {
   }
 }
 
-void backward(const LossParams& p, int64_t row) {
+void backward(const LossCpuParams& p, int64_t row) {
   switch (p.dtype) {
     case DType::kFloat32:
       return backward_row<float>(p, row);

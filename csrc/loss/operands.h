@@ -1,5 +1,5 @@
 // The operands of the cross-entropy on their way from tensors to a params struct: what the CPU and
-// CUDA bindings check alike. For LossParams and MaskedCrossEntropyParams, whose fields have the
+// CUDA bindings check alike. For LossCpuParams and LossCudaParams, whose fields have the
 // same names.
 #pragma once
 

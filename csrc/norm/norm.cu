@@ -16,7 +16,7 @@ constexpr const char* kBackward = "dropout_add_layer_norm_backward";
 
 template <class T>
 class AddRow {
-  const LayerNormParams& p_;
+  const NormCudaParams& p_;
   int64_t begin_ = 0;  // the row's first element
   float keep_scale_;
 
@@ -27,7 +27,7 @@ class AddRow {
     Group<T> x, residual;
   };
 
-  BU_DEVICE explicit AddRow(const LayerNormParams& p)
+  BU_DEVICE explicit AddRow(const NormCudaParams& p)
       : p_(p), keep_scale_(keep_scale(p.norm.keep_threshold)) {}
 
   BU_DEVICE void begin(int64_t row) { begin_ = row * p_.norm.hidden; }
@@ -95,8 +95,8 @@ class AddRow {
 
 template <class T, int kVectors, bool kBlockRow>
 BU_KERNEL((RowBlock<kVectors, kBlockRow>::kThreads),
-          (kForwardBlocks<kVectors, kBlockRow, LayerNormParams::kRowOperands>))
-layer_norm_kernel(BU_PARAMS LayerNormParams p) {
+          (kForwardBlocks<kVectors, kBlockRow, NormCudaParams::kRowOperands>))
+layer_norm_kernel(BU_PARAMS NormCudaParams p) {
   if constexpr (kVectors == 0)
     forward_rows_general<AddRow<T>>(p);
   else
@@ -105,14 +105,14 @@ layer_norm_kernel(BU_PARAMS LayerNormParams p) {
 
 template <class T, int kVectors, bool kBlockRow>
 BU_KERNEL((RowBlock<kVectors, kBlockRow>::kThreads), (RowBlock<kVectors, kBlockRow>::kBackward))
-layer_norm_backward_kernel(BU_PARAMS LayerNormParams p) {
+layer_norm_backward_kernel(BU_PARAMS NormCudaParams p) {
   if constexpr (kVectors == 0)
     backward_rows_general<AddRow<T>>(p);
   else
     backward_rows<AddRow<T>, kVectors, kBlockRow>(p);
 }
 
-bool aligned(const LayerNormParams& p) {
+bool aligned(const NormCudaParams& p) {
   for (const void* q : {p.x, p.residual, p.norm.dy, static_cast<const void*>(p.y),
                         static_cast<const void*>(p.dx), static_cast<const void*>(p.dresidual)})
     if (!is_aligned(q, 16)) return false;
@@ -121,7 +121,7 @@ bool aligned(const LayerNormParams& p) {
 
 }  // namespace
 
-void dropout_add_layer_norm(const LayerNormParams& p, cudaStream_t stream) {
+void dropout_add_layer_norm(const NormCudaParams& p, cudaStream_t stream) {
   if (p.norm.rows == 0) return;
   dispatch(p.norm.dtype, [&]<class T>() {
     dispatch_row<T>(p.norm, aligned(p), [&]<int kVectors, bool kBlockRow>() {
@@ -131,14 +131,14 @@ void dropout_add_layer_norm(const LayerNormParams& p, cudaStream_t stream) {
   });
 }
 
-int64_t dropout_add_layer_norm_partial_rows(const LayerNormParams& p) {
+int64_t dropout_add_layer_norm_partial_rows(const NormCudaParams& p) {
   int64_t rows = 0;
   dispatch(p.norm.dtype,
            [&]<class T>() { rows = row_partial_rows<T>(p.norm, aligned(p), kBackward); });
   return rows;
 }
 
-void dropout_add_layer_norm_backward(const LayerNormParams& p, cudaStream_t stream) {
+void dropout_add_layer_norm_backward(const NormCudaParams& p, cudaStream_t stream) {
   const RowNormParams& norm = p.norm;
   const int64_t chunks = dropout_add_layer_norm_partial_rows(p);
   if (norm.rows > 0) {

@@ -9,7 +9,7 @@
 namespace bert_unpad {
 
 // Activations are [rows, hidden], contiguous. Parameters are fp32, padded to whole vectors.
-struct NormParams {
+struct NormCpuParams {
   DType dtype;
   int64_t hidden;
   int64_t padded;  // hidden rounded up to whole vectors: row length of fp32 scratch and sums
@@ -24,9 +24,9 @@ struct NormParams {
 
 struct NormKernels {
   // Rows [begin, end). Scratch: 2 rows of `padded` floats and the dropout words of a row.
-  void (*forward)(const NormParams&, int64_t begin, int64_t end, float* scratch);
+  void (*forward)(const NormCpuParams&, int64_t begin, int64_t end, float* scratch);
   // Also writes to sums [3][padded] what these rows add to dweight, dbias and dx_bias.
-  void (*backward)(const NormParams&, int64_t begin, int64_t end, float* scratch, float* sums);
+  void (*backward)(const NormCpuParams&, int64_t begin, int64_t end, float* scratch, float* sums);
 };
 
 }  // namespace bert_unpad

@@ -15,13 +15,13 @@ BU_ISA_TABLE(NormKernels, norm_kernels)
 
 namespace {
 
-// The parameter vectors as the kernels read them; NormParams points into it.
+// The parameter vectors as the kernels read them; NormCpuParams points into it.
 struct Vectors {
   std::vector<float> x_bias, weight, bias;
 };
 
 // What forward and backward have in common. Returns the number of rows.
-int64_t set_common(NormParams& p, Vectors& vectors, const Tensor& x,
+int64_t set_common(NormCpuParams& p, Vectors& vectors, const Tensor& x,
                    const std::optional<Tensor>& x_bias, const std::optional<Tensor>& residual,
                    const Tensor& weight, double dropout_p, const std::optional<Tensor>& rng,
                    const char* op) {
@@ -40,7 +40,7 @@ int64_t set_common(NormParams& p, Vectors& vectors, const Tensor& x,
   return rows;
 }
 
-int64_t scratch_floats(const NormParams& p) { return 2 * p.padded + word_floats(p.hidden); }
+int64_t scratch_floats(const NormCpuParams& p) { return 2 * p.padded + word_floats(p.hidden); }
 
 std::tuple<Tensor, Tensor, Tensor> dropout_add_layer_norm(Tensor x, std::optional<Tensor> x_bias,
                                                           std::optional<Tensor> residual,
@@ -48,7 +48,7 @@ std::tuple<Tensor, Tensor, Tensor> dropout_add_layer_norm(Tensor x, std::optiona
                                                           double dropout_p, double eps,
                                                           std::optional<Tensor> rng) {
   const char* op = "dropout_add_layer_norm";
-  NormParams p{};
+  NormCpuParams p{};
   Vectors vectors;
   const int64_t rows = set_common(p, vectors, x, x_bias, residual, weight, dropout_p, rng, op);
   check_norm_bias(bias, weight, x, op);
@@ -69,7 +69,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
     Tensor dy, Tensor x, std::optional<Tensor> x_bias, std::optional<Tensor> residual,
     Tensor weight, Tensor mean, Tensor rstd, double dropout_p, std::optional<Tensor> rng) {
   const char* op = "dropout_add_layer_norm_backward";
-  NormParams p{};
+  NormCpuParams p{};
   Vectors vectors;
   const int64_t rows = set_common(p, vectors, x, x_bias, residual, weight, dropout_p, rng, op);
   check_like(dy, x, op, "dy", "x");

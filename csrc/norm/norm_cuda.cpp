@@ -11,10 +11,10 @@
 namespace bert_unpad::cuda {
 namespace {
 
-LayerNormParams common(const Tensor& x, const std::optional<Tensor>& x_bias,
-                       const std::optional<Tensor>& residual, const Tensor& weight,
-                       double dropout_p, const std::optional<Tensor>& rng, const char* op) {
-  LayerNormParams p{};
+NormCudaParams common(const Tensor& x, const std::optional<Tensor>& x_bias,
+                      const std::optional<Tensor>& residual, const Tensor& weight, double dropout_p,
+                      const std::optional<Tensor>& rng, const char* op) {
+  NormCudaParams p{};
   p.norm.rows = check_norm_operands(x, x_bias, residual, weight, dropout_p, op);
   p.norm.hidden = weight.size(0);
   check_hidden(p.norm.hidden, op);
@@ -37,7 +37,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, std::optional<Tensor> x_bia
                                            Tensor bias, double dropout_p, double eps,
                                            std::optional<Tensor> rng) {
   const char* op = "dropout_add_layer_norm";
-  LayerNormParams p = common(x, x_bias, residual, weight, dropout_p, rng, op);
+  NormCudaParams p = common(x, x_bias, residual, weight, dropout_p, rng, op);
   check_norm_bias(bias, weight, x, op);
   const Call call(x, op);
   Tensor y = torch::stable::empty_like(x);
@@ -53,7 +53,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     Tensor dy, Tensor x, std::optional<Tensor> x_bias, std::optional<Tensor> residual,
     Tensor weight, Tensor mean, Tensor rstd, double dropout_p, std::optional<Tensor> rng) {
   const char* op = "dropout_add_layer_norm_backward";
-  LayerNormParams p = common(x, x_bias, residual, weight, dropout_p, rng, op);
+  NormCudaParams p = common(x, x_bias, residual, weight, dropout_p, rng, op);
   check_like(dy, x, op, "dy", "x");
   set_statistics(p.norm, mean, rstd, p.norm.rows, x, op);
   const Call call(x, op);

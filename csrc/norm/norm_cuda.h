@@ -9,7 +9,7 @@
 namespace bert_unpad::cuda {
 
 // Activations are [rows, hidden], contiguous, of `norm.dtype`.
-struct LayerNormParams {
+struct NormCudaParams {
   static constexpr int kRowOperands = 2;  // tensors that a row is made of
   RowNormParams norm;
   DType x_bias_dtype;
@@ -20,12 +20,12 @@ struct LayerNormParams {
   void* dx_bias;    // null where there is no x_bias
 };
 
-void dropout_add_layer_norm(const LayerNormParams& p, cudaStream_t stream);
+void dropout_add_layer_norm(const NormCudaParams& p, cudaStream_t stream);
 
 // Rows of `norm.partials`, which has 3 sums. Needs the sizes and the activations' pointers.
-int64_t dropout_add_layer_norm_partial_rows(const LayerNormParams& p);
+int64_t dropout_add_layer_norm_partial_rows(const NormCudaParams& p);
 
 // No atomics: the same inputs give the same bits on the same device.
-void dropout_add_layer_norm_backward(const LayerNormParams& p, cudaStream_t stream);
+void dropout_add_layer_norm_backward(const NormCudaParams& p, cudaStream_t stream);
 
 }  // namespace bert_unpad::cuda

@@ -34,7 +34,7 @@ struct Inputs {
 };
 
 template <class T>
-Inputs<T> row_inputs(const NormParams& p, int64_t row, uint16_t* words) {
+Inputs<T> row_inputs(const NormCpuParams& p, int64_t row, uint16_t* words) {
   const bool dropout = p.keep_threshold < 65536u;
   if (dropout) row_words(p.rng, static_cast<uint32_t>(row), p.hidden, words);
   const auto* residual = static_cast<const T*>(p.residual);
@@ -47,7 +47,7 @@ Inputs<T> row_inputs(const NormParams& p, int64_t row, uint16_t* words) {
 }
 
 template <class T>
-void forward_rows(const NormParams& p, int64_t begin, int64_t end, float* scratch) {
+void forward_rows(const NormCpuParams& p, int64_t begin, int64_t end, float* scratch) {
   float* z = scratch;
   auto* words = reinterpret_cast<uint16_t*>(scratch + 2 * p.padded);
   for (int64_t row = begin; row < end; ++row) {
@@ -71,7 +71,8 @@ void forward_rows(const NormParams& p, int64_t begin, int64_t end, float* scratc
 }
 
 template <class T>
-void backward_rows(const NormParams& p, int64_t begin, int64_t end, float* scratch, float* sums) {
+void backward_rows(const NormCpuParams& p, int64_t begin, int64_t end, float* scratch,
+                   float* sums) {
   float *xhat = scratch, *g = scratch + p.padded;
   auto* words = reinterpret_cast<uint16_t*>(scratch + 2 * p.padded);
   float *dweight = sums, *dbias = sums + p.padded, *dx_bias = sums + 2 * p.padded;
@@ -106,7 +107,7 @@ void backward_rows(const NormParams& p, int64_t begin, int64_t end, float* scrat
   }
 }
 
-void forward(const NormParams& p, int64_t begin, int64_t end, float* scratch) {
+void forward(const NormCpuParams& p, int64_t begin, int64_t end, float* scratch) {
   switch (p.dtype) {
     case DType::kFloat32:
       return forward_rows<float>(p, begin, end, scratch);
@@ -117,7 +118,7 @@ void forward(const NormParams& p, int64_t begin, int64_t end, float* scratch) {
   }
 }
 
-void backward(const NormParams& p, int64_t begin, int64_t end, float* scratch, float* sums) {
+void backward(const NormCpuParams& p, int64_t begin, int64_t end, float* scratch, float* sums) {
   switch (p.dtype) {
     case DType::kFloat32:
       return backward_rows<float>(p, begin, end, scratch, sums);

@@ -2,21 +2,18 @@
 #include "gpu_model/block/c_api.h"
 //
 #include "attention/attention.cu"
-#include "attention/backward_d128.cu"
-#include "attention/backward_d32.cu"
-#include "attention/backward_d64.cu"
-#include "attention/forward_d128.cu"
-#include "attention/forward_d32.cu"
-#include "attention/forward_d64.cu"
-#include "attention/fp32.cu"
+#include "attention/attention_d128.cu"
+#include "attention/attention_d32.cu"
+#include "attention/attention_d64.cu"
+#include "attention/attention_fp32.cu"
 
 using bert_unpad::AttentionGroup;
-using bert_unpad::cuda::AttentionArgs;
+using bert_unpad::cuda::AttentionCudaParams;
 
-// The layout of AttentionArgs is mirrored in tests/support/model_attention.py.
-BU_EXPORT int64_t attention_args_size() { return sizeof(AttentionArgs); }
+// The layout of AttentionCudaParams is mirrored in tests/support/model_attention.py.
+BU_EXPORT int64_t attention_args_size() { return sizeof(AttentionCudaParams); }
 
-BU_EXPORT int attention(int backward, const AttentionArgs* args, const AttentionGroup* groups,
+BU_EXPORT int attention(int backward, const AttentionCudaParams* args, const AttentionGroup* groups,
                         int64_t group_count) {
   return bert_unpad::host::guarded([&] {
     const auto run =
@@ -25,7 +22,7 @@ BU_EXPORT int attention(int backward, const AttentionArgs* args, const Attention
   });
 }
 
-// The choices of attention/plan.h.
+// The choices of attention/choice.h.
 BU_EXPORT int attention_plan(int64_t sequences, int64_t heads, int64_t max_q, int64_t max_k,
                              int64_t head_dim, int64_t sms, int64_t shared_bytes, int64_t* out) {
   return bert_unpad::host::guarded([&] {

@@ -4,13 +4,13 @@
 #include "clip/clip.cu"
 
 using bert_unpad::DType;
-using bert_unpad::cuda::ClipParams;
+using bert_unpad::cuda::ClipCudaParams;
 
 namespace {
 
-ClipParams params(int64_t dtype, int64_t out_dtype, int64_t size, const void* bucket, void* out,
-                  float* residual) {
-  ClipParams p{};
+ClipCudaParams params(int64_t dtype, int64_t out_dtype, int64_t size, const void* bucket, void* out,
+                      float* residual) {
+  ClipCudaParams p{};
   p.dtype = static_cast<DType>(dtype);
   p.out_dtype = static_cast<DType>(out_dtype);
   p.size = size;
@@ -33,7 +33,7 @@ BU_EXPORT int clip_bucket(int64_t dtype, int64_t out_dtype, int64_t size, const 
                           void* out, float* residual, const float* bound, float max_norm,
                           float factor, float* partials, float* norm) {
   return bert_unpad::host::guarded([&] {
-    ClipParams p = params(dtype, out_dtype, size, bucket, out, residual);
+    ClipCudaParams p = params(dtype, out_dtype, size, bucket, out, residual);
     p.bound = bound;
     p.max_norm = max_norm;
     p.factor = factor;

@@ -6,16 +6,16 @@
 #include "embedding/table_gradient.cu"
 #include "embedding/token_sort.cu"
 
-using bert_unpad::cuda::EmbeddingParams;
+using bert_unpad::cuda::EmbeddingCudaParams;
 
-BU_EXPORT int64_t embedding_params_size() { return sizeof(EmbeddingParams); }
+BU_EXPORT int64_t embedding_params_size() { return sizeof(EmbeddingCudaParams); }
 
-BU_EXPORT int embedding_forward(const EmbeddingParams* p) {
+BU_EXPORT int embedding_forward(const EmbeddingCudaParams* p) {
   return bert_unpad::host::guarded([&] { bert_unpad::cuda::embedding_layer_norm(*p, nullptr); });
 }
 
 // Rows of partials and of pieces, 32-bit words for the sort, floats of a row of scratch memory.
-BU_EXPORT int embedding_scratch(const EmbeddingParams* p, int64_t* sizes) {
+BU_EXPORT int embedding_scratch(const EmbeddingCudaParams* p, int64_t* sizes) {
   return bert_unpad::host::guarded([&] {
     sizes[0] = bert_unpad::cuda::embedding_layer_norm_partial_rows(*p);
     sizes[1] = bert_unpad::cuda::embedding_pieces(p->norm.rows);
@@ -24,7 +24,7 @@ BU_EXPORT int embedding_scratch(const EmbeddingParams* p, int64_t* sizes) {
   });
 }
 
-BU_EXPORT int embedding_backward(const EmbeddingParams* p) {
+BU_EXPORT int embedding_backward(const EmbeddingCudaParams* p) {
   return bert_unpad::host::guarded(
       [&] { bert_unpad::cuda::embedding_layer_norm_backward(*p, nullptr); });
 }

@@ -5,12 +5,12 @@
 #include "gelu/gelu.cu"
 
 using bert_unpad::DType;
-using bert_unpad::cuda::BiasGeluParams;
+using bert_unpad::cuda::GeluCudaParams;
 
 namespace {
 
-BiasGeluParams params(int64_t dtype, int64_t bias_dtype, int64_t rows, int64_t columns, int tanh) {
-  BiasGeluParams p{};
+GeluCudaParams params(int64_t dtype, int64_t bias_dtype, int64_t rows, int64_t columns, int tanh) {
+  GeluCudaParams p{};
   p.dtype = static_cast<DType>(dtype);
   p.bias_dtype = static_cast<DType>(bias_dtype);
   p.rows = rows;
@@ -24,7 +24,7 @@ BiasGeluParams params(int64_t dtype, int64_t bias_dtype, int64_t rows, int64_t c
 BU_EXPORT int gelu_forward(int64_t dtype, int64_t bias_dtype, int64_t rows, int64_t columns,
                            int tanh, const void* x, const void* bias, void* y) {
   return bert_unpad::host::guarded([&] {
-    BiasGeluParams p = params(dtype, bias_dtype, rows, columns, tanh);
+    GeluCudaParams p = params(dtype, bias_dtype, rows, columns, tanh);
     p.x = x;
     p.bias = bias;
     p.y = y;
@@ -36,7 +36,7 @@ BU_EXPORT int gelu_backward(int64_t dtype, int64_t bias_dtype, int64_t rows, int
                             int tanh, const void* x, const void* bias, const void* dy, void* dx,
                             void* dbias, float* partials) {
   return bert_unpad::host::guarded([&] {
-    BiasGeluParams p = params(dtype, bias_dtype, rows, columns, tanh);
+    GeluCudaParams p = params(dtype, bias_dtype, rows, columns, tanh);
     p.x = x;
     p.bias = bias;
     p.dy = dy;
@@ -50,7 +50,7 @@ BU_EXPORT int gelu_backward(int64_t dtype, int64_t bias_dtype, int64_t rows, int
 BU_EXPORT int gelu_partial_rows(int64_t dtype, int64_t rows, int64_t columns, const void* x,
                                 const void* dy, const void* dx, int64_t* out) {
   return bert_unpad::host::guarded([&] {
-    BiasGeluParams p = params(dtype, dtype, rows, columns, 0);
+    GeluCudaParams p = params(dtype, dtype, rows, columns, 0);
     p.x = x;
     p.dy = dy;
     p.dx = const_cast<void*>(dx);

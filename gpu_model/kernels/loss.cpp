@@ -4,14 +4,14 @@
 #include "loss/loss.cu"
 
 using bert_unpad::DType;
-using bert_unpad::cuda::MaskedCrossEntropyParams;
+using bert_unpad::cuda::LossCudaParams;
 using bert_unpad::cuda::RowLoss;
 
 namespace {
 
-MaskedCrossEntropyParams params(int64_t dtype, int64_t rows, int64_t columns, int64_t vocab,
-                                const void* logits, const int64_t* labels, float* lse) {
-  MaskedCrossEntropyParams p{};
+LossCudaParams params(int64_t dtype, int64_t rows, int64_t columns, int64_t vocab,
+                      const void* logits, const int64_t* labels, float* lse) {
+  LossCudaParams p{};
   p.dtype = static_cast<DType>(dtype);
   p.rows = rows;
   p.columns = columns;
@@ -29,7 +29,7 @@ BU_EXPORT int loss_forward(int64_t dtype, int64_t rows, int64_t columns, int64_t
                            const void* logits, const int64_t* labels, float* lse, void* row_losses,
                            float* loss_sum, int64_t* correct) {
   return bert_unpad::host::guarded([&] {
-    MaskedCrossEntropyParams p = params(dtype, rows, columns, vocab, logits, labels, lse);
+    LossCudaParams p = params(dtype, rows, columns, vocab, logits, labels, lse);
     p.row_losses = static_cast<RowLoss*>(row_losses);
     p.loss_sum = loss_sum;
     p.correct = correct;
@@ -41,7 +41,7 @@ BU_EXPORT int loss_backward(int64_t dtype, int64_t rows, int64_t columns, int64_
                             const void* logits, const int64_t* labels, float* lse,
                             const float* dloss, void* dlogits) {
   return bert_unpad::host::guarded([&] {
-    MaskedCrossEntropyParams p = params(dtype, rows, columns, vocab, logits, labels, lse);
+    LossCudaParams p = params(dtype, rows, columns, vocab, logits, labels, lse);
     p.dloss = dloss;
     p.dlogits = dlogits;
     bert_unpad::cuda::masked_cross_entropy_backward(p, nullptr);

@@ -4,20 +4,20 @@
 #include "cuda/column_sum.cu"
 #include "norm/norm.cu"
 
-using bert_unpad::cuda::LayerNormParams;
+using bert_unpad::cuda::NormCudaParams;
 
-BU_EXPORT int64_t norm_params_size() { return sizeof(LayerNormParams); }
+BU_EXPORT int64_t norm_params_size() { return sizeof(NormCudaParams); }
 
-BU_EXPORT int norm_forward(const LayerNormParams* p) {
+BU_EXPORT int norm_forward(const NormCudaParams* p) {
   return bert_unpad::host::guarded([&] { bert_unpad::cuda::dropout_add_layer_norm(*p, nullptr); });
 }
 
-BU_EXPORT int norm_partial_rows(const LayerNormParams* p, int64_t* rows) {
+BU_EXPORT int norm_partial_rows(const NormCudaParams* p, int64_t* rows) {
   return bert_unpad::host::guarded(
       [&] { *rows = bert_unpad::cuda::dropout_add_layer_norm_partial_rows(*p); });
 }
 
-BU_EXPORT int norm_backward(const LayerNormParams* p) {
+BU_EXPORT int norm_backward(const NormCudaParams* p) {
   return bert_unpad::host::guarded(
       [&] { bert_unpad::cuda::dropout_add_layer_norm_backward(*p, nullptr); });
 }

@@ -25,7 +25,7 @@ class Packed(ctypes.Structure):
 
 
 class Args(ctypes.Structure):
-    """AttentionArgs of csrc/attention/attention_cuda.h."""
+    """AttentionCudaParams of csrc/attention/attention_cuda.h."""
 
     _fields_ = (
         *((name, ctypes.c_int) for name in ("dtype", "heads", "head_dim", "sequences")),

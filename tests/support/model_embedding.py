@@ -24,7 +24,7 @@ class TokenIds(ctypes.Structure):
     )
 
 
-class EmbeddingParams(ctypes.Structure):
+class EmbeddingCudaParams(ctypes.Structure):
     """Of csrc/embedding/embedding_cuda.h."""
 
     _fields_ = (
@@ -41,7 +41,7 @@ class EmbeddingParams(ctypes.Structure):
 @cache
 def model() -> Model:
     """The kernels' library; compiled on first use."""
-    return load_kernels("embedding", "embedding_params_size", EmbeddingParams)
+    return load_kernels("embedding", "embedding_params_size", EmbeddingCudaParams)
 
 
 def embedding(
@@ -71,7 +71,7 @@ def embedding(
     def pointers(addresses):
         return (ctypes.c_void_p * 3)(*addresses)
 
-    params = EmbeddingParams(
+    params = EmbeddingCudaParams(
         norm=norm,
         table_dtype=DTYPES[tables[0].dtype],
         tokens=TokenIds(

@@ -26,7 +26,7 @@ class RowNormParams(ctypes.Structure):
     )
 
 
-class LayerNormParams(ctypes.Structure):
+class NormCudaParams(ctypes.Structure):
     """Of csrc/norm/norm_cuda.h."""
 
     _fields_ = (
@@ -40,7 +40,7 @@ class LayerNormParams(ctypes.Structure):
 @cache
 def model() -> Model:
     """The kernels' library; compiled on first use."""
-    return load_kernels("norm", "norm_params_size", LayerNormParams)
+    return load_kernels("norm", "norm_params_size", NormCudaParams)
 
 
 class Buffers:
@@ -116,7 +116,7 @@ def layer_norm(
         results["dresidual"] = torch.empty_like(x)
     if x_bias is not None:
         results["dx_bias"] = torch.empty_like(x_bias)
-    params = LayerNormParams(
+    params = NormCudaParams(
         norm=norm,
         x_bias_dtype=0 if x_bias is None else DTYPES[x_bias.dtype],
         x=buffers.read(x),

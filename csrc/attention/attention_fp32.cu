@@ -1,6 +1,6 @@
 // Attention in fp32; see fp32_kernels.h.
 #include "attention/fp32_kernels.h"
-#include "attention/launch_grid.h"
+#include "attention/launch.h"
 
 namespace bert_unpad::cuda {
 namespace {

@@ -31,11 +31,11 @@ inline uint32_t fused_shared_bytes(int max_q, int max_k, int head_dim) {
   return head_dim == 64 ? bytes.template operator()<64>() : bytes.template operator()<32>();
 }
 
-// The fused backward kernel is asked for no more queries of a sequence than this, so that
-// fused_shared_bytes counts right: it is 32-bit arithmetic, which 256 bytes of sums a row overflow
-// from 2^23 queries on, and a sum that has wrapped would pass for one that fits. Such sums alone
-// fill a block's shared memory far below it; what the bound does decide is where few keys need no
-// sums (one pass), which 227 KB would let go on to 20,000 queries in a single block.
+// Most queries of one sequence that the fused backward kernel takes. fused_shared_bytes computes in
+// 32 bits: 256 bytes of sums per query overflow from 2^23 queries on, and a wrapped number would
+// look as if it fitted. Sums fill a block's shared memory long before that. So the bound only
+// matters for few keys, which need no sums because there is a single pass: 227 KB would then hold
+// 20,000 queries in one block, which is too much work for it.
 inline constexpr int kFusedMaxQueries = 4096;
 
 // Is the backward pass one kernel with a block for each head of a sequence? It does 5 products

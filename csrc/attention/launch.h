@@ -1,11 +1,36 @@
-// Starts an attention kernel on a grid of one block per tile, head and sequence.
+// Launches of attention's kernels: what attention.cu calls, and the grid that all of them start on.
+// launch_head_dim.h defines those for 16-bit types, attention_fp32.cu those for fp32.
 #pragma once
 
-#include "attention/launchers.h"
+#include <cuda_runtime_api.h>
+
+#include "attention/kernel_parts.h"
 #include "cuda/launch.h"
 
 namespace bert_unpad::cuda {
 
+inline constexpr const char* kForwardOp = "varlen_attention";
+inline constexpr const char* kBackwardOp = "varlen_attention_backward";
+
+// The sequences order[first] .. order[first + sequences - 1], none longer than the args' max_q and
+// max_k.
+struct AttentionRun {
+  AttentionCudaParams args;
+  int first, sequences;
+};
+
+// bf16 or fp16.
+template <int kHeadDim>
+void launch_forward(const AttentionRun& run, cudaStream_t stream);
+
+template <int kHeadDim>
+void launch_backward(const AttentionRun& run, bool fused, cudaStream_t stream);
+
+// fp32.
+void launch_fp32_forward(const AttentionRun& run, cudaStream_t stream);
+void launch_fp32_backward(const AttentionRun& run, cudaStream_t stream);
+
+// Starts a kernel on a grid of one block per tile, head and sequence.
 // `tile_rows`: queries or keys (`longest` of them at most in a sequence) that a block takes; 0 = a
 // block takes all.
 inline void launch_grid(const char* op, void (*kernel)(const AttentionLaunch), int threads,
@@ -22,7 +47,7 @@ inline void launch_grid(const char* op, void (*kernel)(const AttentionLaunch), i
 
 // f.operator()<T, dropout>() for 16-bit dtypes.
 template <class F>
-void dispatch_16_bit(const AttentionArgs& args, const F& f) {
+void dispatch_16_bit(const AttentionCudaParams& args, const F& f) {
   const bool dropout = args.keep_threshold < 65536;
   if (args.dtype == DType::kBFloat16)
     dropout ? f.template operator()<bf16, true>() : f.template operator()<bf16, false>();

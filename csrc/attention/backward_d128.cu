@@ -1,8 +1,0 @@
-// Attention, backward, head dim 128.
-#include "attention/backward_launch.h"
-
-namespace bert_unpad::cuda {
-
-template void launch_backward<128>(const AttentionRun&, bool, cudaStream_t);
-
-}  // namespace bert_unpad::cuda
