@@ -11,6 +11,10 @@
 #include <stdexcept>
 #include <string>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace bert_unpad {
 
 // fn(first, last) for ranges of [begin, end), at least `grain` long, in parallel. An exception of
@@ -59,6 +63,11 @@ inline float* thread_scratch(int64_t floats) {
                                " bytes of scratch memory");
     capacity = bytes / 4;
   }
+#if defined(__SANITIZE_ADDRESS__)
+  // Of a larger earlier call; to AddressSanitizer it is all one allocation.
+  ASAN_UNPOISON_MEMORY_REGION(buffer.get(), capacity * 4);
+  ASAN_POISON_MEMORY_REGION(buffer.get() + floats, (capacity - floats) * 4);
+#endif
   return buffer.get();
 }
 
