@@ -1,8 +1,8 @@
-"""Hugging Face BERT without padding: `unpad(model)` swaps packed layers in, in place.
+"""Hugging Face BERT without padding: `unpad(model)` replaces its layers by packed ones, in place.
 
 Importing this package needs transformers, and registers the attention implementation "bert_unpad".
-`unpad` needs transformers 5.0; the implementation alone does with 4.57. `import bert_unpad` never
-imports transformers: `bert_unpad.hf` is loaded when it is first used.
+`unpad` needs transformers 5.0; the attention implementation also works with 4.57. `import
+bert_unpad` never imports transformers: `bert_unpad.hf` is loaded on first use.
 """
 
 from bert_unpad.hf._versions import has_attention_tables, require_transformers

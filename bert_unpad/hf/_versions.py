@@ -1,4 +1,4 @@
-"""Which versions of transformers are served, and what is said to others."""
+"""The supported versions of transformers, and the errors for older ones."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ UNPAD_SINCE = (5, 0)
 
 
 def transformers_version() -> tuple[int, int]:
-    """(major, minor) of the installed transformers.
+    """Returns (major, minor) of the installed transformers.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: transformers is not installed.
     """
     try:
         import transformers
@@ -27,7 +27,7 @@ def transformers_version() -> tuple[int, int]:
 def require_transformers(
     since: tuple[int, int] = ATTENTION_SINCE, what: str = "bert_unpad.hf"
 ) -> None:
-    """Raises an ImportError that names `what` where transformers is older than `since`."""
+    """Raises an ImportError that names `what` if transformers is older than `since`."""
     version = transformers_version()
     if version < since:
         raise ImportError(
@@ -37,9 +37,9 @@ def require_transformers(
 
 
 def has_attention_tables() -> bool:
-    """Whether BERT looks its attention up in a table of classes, not by the attention interface.
+    """Whether BERT finds its attention in a table of classes instead of the attention interface.
 
-    Not a matter of the version number alone: 4.57.6 has the interface, which other models use.
+    The version number does not tell: 4.57.6 has the interface, but only other models use it.
     """
     from transformers.models.bert import modeling_bert
 

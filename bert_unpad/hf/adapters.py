@@ -1,6 +1,6 @@
-"""The one table of what is served: which class of transformers is swapped, and how it differs.
+"""The table of supported model families: which classes are swapped, and how they differ.
 
-A new family of the same architecture is an entry here, not a copy of any code.
+A new family of the same architecture needs only an entry here.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from bert_unpad.hf import heads, layers
 from bert_unpad.hf.heads import HeadAdapter
 from bert_unpad.hf.models import ModelAdapter
 
-__all__ = ["FAMILIES", "Family"]
-
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """One family: classes <prefix>... of transformers.models.<package>.modeling_<package>.
+    """One model family: classes <prefix>... of transformers.models.<package>.modeling_<package>.
 
-    Heads are named by what follows the prefix.
+    Heads are named by the part of their class name after the prefix.
     """
 
     package: str
@@ -28,15 +26,16 @@ class Family:
     adapter: ModelAdapter
     mlm: dict[str, HeadAdapter]
     first_readers: tuple[str, ...]
-    """Heads that read the first column of the base model's output themselves, without a pooler."""
+    """Heads that read the first column of the base model's output directly, without a pooler."""
     first_only: dict[str, str | None]
-    """Heads for which nothing but the first column counts -> the class of `classifier` for which
-    that is so; None: whatever it is."""
+    """Heads that read only the first column, with the class that their `classifier` must have for
+    that; None accepts any class."""
     base: str = ""
-    """The attribute of a head that holds the base model; the package's name if empty."""
+    """The attribute of a head that holds the base model; if empty, the package's name."""
 
     @property
     def base_attribute(self) -> str:
+        """The attribute of a head that holds the base model."""
         return self.base or self.package
 
 

@@ -1,13 +1,13 @@
-"""The attention implementation "bert_unpad" for any model that lets its attention be chosen.
+"""The attention implementation "bert_unpad", for any model that uses transformers' interface.
 
-Only attention runs on packed tokens here; the rest of the model stays padded. That gains less than
-`bert_unpad.hf.unpad`, but needs nothing of the model beyond transformers' attention interface:
+Only attention runs on packed tokens; the rest of the model stays padded. That gains less than
+`bert_unpad.hf.unpad`, but works with every model that uses transformers' attention interface:
 
     AutoModel.from_pretrained(name, attn_implementation="bert_unpad")
 
-The mask function hands the [batch, tokens] mask through; without one of the implementation's own
-name, transformers passes no mask at all and results are silently wrong. What is not plain
-self-attention (causal, cross-attention, a prepared 4-D mask, a cache) gets transformers' own sdpa.
+The mask function passes the [batch, tokens] mask on. It must be registered under the same name:
+otherwise transformers passes no mask, and results are silently wrong. Anything but plain
+self-attention (causal, cross-attention, a prepared 4-D mask, a cache) runs transformers' own sdpa.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from bert_unpad.hf.fallback import recording_reason, warn_stock
 from bert_unpad.hf.models import missing_operator
 from bert_unpad.hf.packing import Packing
-
-__all__ = ["NAME", "attention", "attention_mask", "register"]
 
 NAME = "bert_unpad"
 
@@ -38,7 +36,7 @@ def register() -> None:
 
 
 def attention_mask(*args, **kwargs) -> Tensor | None:
-    """The [batch, tokens] mask itself for bidirectional attention; sdpa's mask for any other."""
+    """Returns the [batch, tokens] mask for bidirectional attention, and sdpa's mask otherwise."""
     from transformers import masking_utils
 
     function = kwargs.get("mask_function", masking_utils.bidirectional_mask_function)
@@ -57,18 +55,19 @@ def attention(
     scaling: float | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Self-attention of the tokens that the mask keeps; the others get zeros.
+    """Computes self-attention of the tokens that the mask keeps; other tokens get zeros.
 
     Args:
-        module: the attention module that calls.
+        module: the calling attention module.
         query, key, value: [batch, heads, tokens, head_dim].
         attention_mask: [batch, tokens] of zeros and ones, or None.
         dropout: probability that an attention weight is dropped.
         scaling: factor of the scores; None means 1 / sqrt(head_dim).
-        kwargs: `cu_seq_lens_q`, `max_length_q`: the single row of the batch holds packed sequences.
+        kwargs: with `cu_seq_lens_q` and `max_length_q`, the only row of the batch holds packed
+            sequences.
 
     Returns:
-        [batch, tokens, heads, head_dim], and None for the weights.
+        The attention output, [batch, tokens, heads, head_dim]; and None instead of weights.
     """
     reason = _reason(module, query, key, value, attention_mask, kwargs)
     if reason is None:
@@ -103,12 +102,12 @@ def _reason(module, query, key, value, mask, kwargs) -> str | None:
 
 
 def _packing(query: Tensor, mask: Tensor | None, kwargs) -> Packing:
-    """The packing; that of the last mask is kept, since every layer asks with the same one."""
+    """Returns the packing of a call; keeps that of the last mask, which all layers share."""
     global _last
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is not None:
         if query.shape[0] != 1 or mask is not None:
-            raise ValueError("packed input (cu_seq_lens_q) needs a batch of one row and no mask")
+            raise ValueError("cu_seq_lens_q: expected a batch of one row without a mask")
         return Packing.from_cu_seqlens(cu_seqlens, kwargs.get("max_length_q"), query.shape[2])
     if mask is None:
         return Packing.dense(query.shape[0], query.shape[2], query.device)

@@ -1,9 +1,9 @@
-"""The attention implementation "bert_unpad" in transformers 4.57, by way of its tables of classes.
+"""The attention implementation "bert_unpad" in transformers 4.57, which uses tables of classes.
 
-There the BERT-like models do not call the attention interface: each has a table of attention
-classes by implementation, looked up when a model is made. So each table gets one more class, made
-from the "eager" one: the same parameters, and for plain self-attention a forward that packs. What
-else they are asked for runs the "eager" forward.
+There the BERT-like models do not call the attention interface. Each has a table of attention
+classes by implementation, and looks one up when a model is created. So each table gets another
+class, a subclass of the "eager" one: it has the same parameters, and its forward packs plain
+self-attention. Any other call runs the "eager" forward.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from bert_unpad.hf.attention import NAME, attention
 from bert_unpad.hf.fallback import warn_stock
-
-__all__ = ["packed_bert_attention", "packed_distilbert_attention", "register"]
 
 _TABLES = {
     "bert": "BERT_SELF_ATTENTION_CLASSES",
@@ -42,18 +40,18 @@ def register() -> None:
         table = getattr(modeling, name, None)
         if table is None or "eager" not in table:
             raise ImportError(
-                f"bert_unpad.hf: the {family} of this transformers neither uses the attention "
-                f"interface nor has {name}: pip install 'transformers>=5.0'"
+                f"bert_unpad.hf: expected {family} in this version of transformers to use the "
+                f"attention interface or to have {name}: pip install 'transformers>=5.0'"
             )
         make = packed_distilbert_attention if family == "distilbert" else packed_bert_attention
         table[NAME] = make(table["eager"])
 
 
 def packed_bert_attention(stock: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of BERT's self-attention class (or one of its copies) that packs.
+    """Makes a subclass of BERT's self-attention class (or of one of its copies) that packs.
 
     Args:
-        stock: with `query`, `key`, `value`, `dropout` and the sizes of the heads.
+        stock: a class with `query`, `key`, `value`, `dropout` and the sizes of the heads.
     """
 
     class PackedSelfAttention(stock):
@@ -94,10 +92,11 @@ def packed_bert_attention(stock: type[nn.Module]) -> type[nn.Module]:
 
 
 def packed_distilbert_attention(stock: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of DistilBERT's attention class that packs.
+    """Makes a subclass of DistilBERT's attention class that packs.
 
     Args:
-        stock: with `q_lin`, `k_lin`, `v_lin`, `out_lin`, `dropout` and the sizes of the heads.
+        stock: a class with `q_lin`, `k_lin`, `v_lin`, `out_lin`, `dropout` and the sizes of the
+            heads.
     """
 
     class PackedSelfAttention(stock):
@@ -139,7 +138,7 @@ def _reason(mask: Tensor | None, head_mask: Tensor | None, output_attentions: bo
 def _attend(
     module: nn.Module, qkv: list[Tensor], mask: Tensor | None, heads: tuple[int, int]
 ) -> Tensor:
-    """[batch, tokens, hidden]: queries, keys and values of that shape through the implementation.
+    """Calls the implementation with queries, keys and values of shape [batch, tokens, hidden].
 
     `mask` is [batch, tokens] of zeros and ones, or [batch, 1, 1, tokens] to be added to scores.
     """
@@ -152,7 +151,7 @@ def _attend(
 
 
 def _tokens(mask: Tensor) -> Tensor:
-    """Which tokens a mask keeps that is 0 there; made once for all layers of a call."""
+    """Returns which tokens an additive mask keeps; computed once for all layers of a call."""
     global _last
     if torch.compiler.is_compiling():
         return mask[:, 0, 0] == 0

@@ -1,7 +1,7 @@
 """A data collator that packs masked-language-modelling examples end to end, without padding.
 
-`DataCollatorWithFlattening` of transformers drops token types and masks no tokens; this one does
-what `DataCollatorForLanguageModeling` does, for a model that `bert_unpad.hf.unpad` has changed.
+`DataCollatorWithFlattening` of transformers drops token types and masks no tokens. This collator
+masks like `DataCollatorForLanguageModeling`, for a model that `bert_unpad.hf.unpad` has changed.
 """
 
 from __future__ import annotations
@@ -16,30 +16,33 @@ from torch import Tensor
 
 from bert_unpad.hf.packing import IGNORE
 
-__all__ = ["DataCollatorForPackedMLM"]
-
 
 @dataclass
 class DataCollatorForPackedMLM:
     """Joins examples into one row [1, T] and masks tokens as BERT does (Devlin et al., 2019).
 
-    Of the tokens that are not special, `mlm_probability` are chosen; 80 % of these become the mask
-    token, 10 % a random one, 10 % stay. Examples that bring `labels` are left as they are. Tokens
+    A share `mlm_probability` of the tokens that are not special is chosen. 80 % of these become the
+    mask token, 10 % a random one, and 10 % stay. Examples that have `labels` are not masked. Tokens
     whose attention_mask is 0 are dropped; token_type_ids and next_sentence_label are kept.
 
-    Randomness comes from PyTorch's default generator, or from `seed`.
+    Raises:
+        ValueError: mlm_probability is not in (0, 1), or the tokenizer has no mask token.
     """
 
     tokenizer: Any
-    """A Hugging Face tokenizer: `mask_token_id`, `all_special_ids` and its length are used."""
+    """A Hugging Face tokenizer with `mask_token_id`, `all_special_ids` and a length."""
     mlm_probability: float = 0.15
+    """The share of tokens that are predicted."""
     seed: int | None = None
+    """Seed of the masks; None uses PyTorch's default generator."""
 
     def __post_init__(self) -> None:
         if not 0 < self.mlm_probability < 1:
-            raise ValueError(f"mlm_probability must be in (0, 1), got {self.mlm_probability}")
+            raise ValueError(
+                f"mlm_probability: expected a number in (0, 1), got {self.mlm_probability}"
+            )
         if self.tokenizer.mask_token_id is None:
-            raise ValueError("the tokenizer has no mask token")
+            raise ValueError("tokenizer: expected one with a mask token")
         self._generator = None
         if self.seed is not None:
             self._generator = torch.Generator().manual_seed(self.seed)
@@ -53,10 +56,10 @@ class DataCollatorForPackedMLM:
             max_length_q = max_length_k: int. next_sentence_label: int64 [B], if given.
 
         Raises:
-            ValueError: no examples, or only some have labels or token types.
+            ValueError: there are no examples, or only some have labels or token types.
         """
         if not features:
-            raise ValueError("features must hold at least one example")
+            raise ValueError("features: expected at least one example, got none")
         kept = [_kept(feature) for feature in features]
         lengths = np.array([int(keep.sum()) for keep in kept], np.int32)
         cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
@@ -104,6 +107,6 @@ def _join(features, kept, name: str) -> Tensor | None:
     if not any(given):
         return None
     if not all(given):
-        raise ValueError(f"all features must have {name}, or none")
+        raise ValueError(f"features: expected {name} in all examples or in none, got some")
     parts = [np.asarray(f[name])[keep] for f, keep in zip(features, kept, strict=True)]
     return torch.from_numpy(np.concatenate(parts).astype(np.int64))

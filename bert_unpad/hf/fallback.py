@@ -1,4 +1,4 @@
-"""What is said when a call is left to the stock modules: visible, and once for each reason."""
+"""Warns when a call runs Hugging Face's own modules instead of packed ones, once per reason."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import warnings
 
 import torch
 
-__all__ = ["StockFallbackWarning", "recording_reason", "warn_stock"]
-
 
 class StockFallbackWarning(UserWarning):
-    """A call ran through Hugging Face's own padded modules: right, but not accelerated."""
+    """A call ran Hugging Face's own padded modules: the result is right, but not accelerated."""
 
 
 _said: set[tuple[str, str]] = set()
@@ -22,7 +20,7 @@ def _in_onnx_export() -> bool:
 
 
 def recording_reason() -> str | None:
-    """Why the graph that this call is recorded for cannot hold our operators, or None."""
+    """Returns why the graph that records this call cannot hold our operators, or None."""
     if torch.jit.is_tracing():
         return "the model is being traced"
     if _in_onnx_export():
@@ -31,7 +29,7 @@ def recording_reason() -> str | None:
 
 
 def warn_stock(where: str, reason: str) -> None:
-    """Warns that `where` runs the stock modules; once in a process for each reason."""
+    """Warns that `where` runs the stock modules, once per process and reason."""
     # An ONNX export counts as compiling, but runs this code in Python.
     if torch.compiler.is_compiling() and not _in_onnx_export():
         return

@@ -1,7 +1,8 @@
-"""Heads over the vocabulary: logits at labelled positions only, the others when they are read.
+"""Heads that compute less: logits at labelled positions only, or only the first column.
 
-The class of a stock BertForMaskedLM (or a relative) is swapped for a subclass with `PackedMlm` in
-front. Its loss is the stock one: the mean of the cross-entropy over the labels that are not -100.
+The class of a stock BertForMaskedLM (or of a similar model) is swapped for a subclass that inherits
+from `PackedMlm` first. Its loss is the stock one: the mean cross-entropy over labels that are not
+-100. Logits at all positions are computed when they are read.
 """
 
 from __future__ import annotations
@@ -24,25 +25,23 @@ from bert_unpad.hf.outputs import LazyTensor, lazy_output_class
 from bert_unpad.hf.packing import IGNORE, Packing
 from bert_unpad.hf.plain_modules import dense, untouched
 
-__all__ = ["HeadAdapter", "PackedFirst", "PackedMlm", "PackedTokenLabels"]
-
 LOGITS = ("lazy", "full", "none")
 
 
 @dataclass(frozen=True)
 class HeadAdapter:
-    """What differs between the masked-language models of the families."""
+    """The differences between the masked-language models of the families."""
 
     base: str
     """The attribute that holds the base model."""
     logits: Callable[[nn.Module, Tensor], Tensor]
-    """(model, hidden states [..., hidden]) -> logits [..., vocabulary]."""
+    """Computes logits [..., vocabulary] from the model and hidden states [..., hidden]."""
     pretraining: bool = False
-    """Whether there is a next-sentence head too, as in BertForPreTraining."""
+    """Whether the model also has a next-sentence head, as in BertForPreTraining."""
 
 
 def bert_logits(model: nn.Module, x: Tensor) -> Tensor:
-    """`cls` of BertForMaskedLM and BertForPreTraining."""
+    """Computes the logits of BertForMaskedLM and BertForPreTraining."""
     cls, head = model.cls, model.cls.predictions
     if untouched(cls) and untouched(head):
         return dense(head.decoder, head.transform(x).to(x.dtype))
@@ -50,7 +49,7 @@ def bert_logits(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def roberta_logits(model: nn.Module, x: Tensor) -> Tensor:
-    """`lm_head` of RoBERTa's family."""
+    """Computes the logits of masked-language models like RoBERTa's."""
     head = model.lm_head
     if untouched(head):
         y = head.layer_norm(functional.gelu(head.dense(x)))
@@ -59,18 +58,18 @@ def roberta_logits(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def electra_logits(model: nn.Module, x: Tensor) -> Tensor:
-    """The generator's head."""
+    """Computes the logits of ELECTRA's generator."""
     return dense(model.generator_lm_head, model.generator_predictions(x).to(x.dtype))
 
 
 def distilbert_logits(model: nn.Module, x: Tensor) -> Tensor:
-    """The head of DistilBertForMaskedLM, whose modules are the model's own."""
+    """Computes the logits of DistilBertForMaskedLM, whose head's modules belong to the model."""
     y = model.vocab_layer_norm(model.activation(model.vocab_transform(x)))
     return dense(model.vocab_projector, y.to(x.dtype))
 
 
 class PackedMlm:
-    """Mixed into the class of a stock masked-language model, in front of it."""
+    """Mixin for the class of a stock masked-language model; it comes first in the bases."""
 
     _bert_unpad_head: HeadAdapter
     _bert_unpad_arguments: tuple[str, ...]
@@ -125,7 +124,7 @@ class PackedMlm:
         }
 
         def logits() -> Tensor:
-            with torch.autocast(device, **cast):  # whatever holds when they are read
+            with torch.autocast(device, **cast):  # as now, not as when they are read
                 complete = x if packing.last is None else packing.last.complete(x, packing)
                 return packing.pad(head.logits(self, complete))
 
@@ -158,9 +157,10 @@ class PackedMlm:
 
 
 class PackedTokenLabels:
-    """Mixed into token classification, whose stock loss counts every label that is not -100.
+    """Mixin for token classification, whose stock loss counts every label that is not -100.
 
-    Where one lies at a padded position, the loss depends on what the stock modules compute there.
+    If a padded position has such a label, the loss depends on the stock modules' result there, so
+    they run.
     """
 
     _bert_unpad_arguments: tuple[str, ...]
@@ -181,12 +181,12 @@ class PackedTokenLabels:
 
 
 class PackedFirst:
-    """Mixed into heads whose result depends on the first column of the last layer alone."""
+    """Mixin for heads whose result depends only on the first column of the last layer."""
 
     _bert_unpad_base: str
     """The attribute that holds the base model."""
     _bert_unpad_classifier: str | None
-    """The class of a `classifier` that reads the first column; None: forward does so itself."""
+    """The class of a `classifier` that reads the first column; None if forward reads it."""
 
     def forward(self, *args, **kwargs):
         base, reader = getattr(self, self._bert_unpad_base), self._bert_unpad_classifier

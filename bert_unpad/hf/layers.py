@@ -1,10 +1,9 @@
-"""One transformer layer on packed tokens, from the modules of Hugging Face's layer.
+"""One transformer layer on packed tokens, built from the modules of Hugging Face's layer.
 
-The class of a stock layer is swapped for a subclass with `PackedLayer` in front. Called with a
-packing, it computes [1, T, hidden] by our operators; without one it is the stock layer. Being
-called through `__call__`, it keeps gradient checkpointing, FSDP and the users' hooks on the layer.
-The last layer may be asked for a few rows only (`LastRows`): queries, and all that follows
-attention, are then computed for these.
+The class of a stock layer is swapped for a subclass that inherits from `PackedLayer` first. Called
+with a packing, it computes [1, T, hidden] with our operators; without one it is the stock layer. It
+is called through `__call__`, so gradient checkpointing, FSDP and users' hooks on the layer work.
+With `LastRows` the last layer computes queries, and everything after attention, for some rows only.
 """
 
 from __future__ import annotations
@@ -17,14 +16,12 @@ from bert_unpad.batch.rows import gather_rows
 from bert_unpad.hf import plain_modules
 from bert_unpad.hf.packing import Packing
 
-__all__ = ["BERT", "DISTILBERT", "LayerAdapter", "LayerParts", "PackedLayer"]
-
 
 class LayerParts(NamedTuple):
-    """The modules of a post-LayerNorm layer, under one name for all families."""
+    """The modules of a post-LayerNorm layer, with the same names for all families."""
 
     attention: nn.Module
-    """The module whose dropout and training flag attention weights follow."""
+    """The module whose dropout and training flag apply to attention weights."""
     query: nn.Module
     key: nn.Module
     value: nn.Module
@@ -39,7 +36,7 @@ class LayerParts(NamedTuple):
     ffn_norm: nn.Module
 
 
-# Where a layer has each of LayerParts: in BERT and its relatives, in DistilBERT.
+# Paths of LayerParts within a layer: in BERT and similar models, in DistilBERT.
 _PATHS = {
     "attention": ("attention.self", "attention"),
     "query": ("attention.self.query", "attention.q_lin"),
@@ -58,7 +55,7 @@ _PATHS = {
 
 
 class LayerAdapter:
-    """Takes the layers of a family apart."""
+    """Finds the modules within the layers of a family."""
 
     def __init__(self, column: int, head_dim: str, containers: tuple[str, ...]) -> None:
         self._parts = [_split(_PATHS[name][column]) for name in LayerParts._fields]
@@ -66,15 +63,15 @@ class LayerAdapter:
         self._containers = [_split(path) for path in containers]
 
     def parts(self, layer: nn.Module) -> LayerParts:
-        """What `PackedLayer` computes with."""
+        """Returns the modules that `PackedLayer` computes with."""
         return LayerParts(*[None if path is None else _get(layer, path) for path in self._parts])
 
     def head_dim(self, layer: nn.Module) -> int:
-        """Width of an attention head."""
+        """Returns the width of an attention head."""
         return _get(layer, self._head_dim)
 
     def containers(self, layer: nn.Module) -> list[nn.Module]:
-        """Modules that `PackedLayer` does not call: a hook on one of them would not run."""
+        """Returns the modules that `PackedLayer` does not call, so that their hooks do not run."""
         return [_get(layer, path) for path in self._containers]
 
 
@@ -84,7 +81,7 @@ def _split(path: str | None) -> tuple[str, ...] | None:
 
 def _get(layer: nn.Module, path: tuple[str, ...]) -> Any:
     found: Any = layer
-    for name in path:  # nn.Module's own lookup ends in the same dictionary, 5 times slower
+    for name in path:  # five times faster than nn.Module's own attribute lookup
         inner = found._modules.get(name)
         found = getattr(found, name) if inner is None else inner
     return found
@@ -96,14 +93,14 @@ BERT = LayerAdapter(
     ("attention", "attention.self", "attention.self.dropout", "attention.output", "intermediate",
      "output"),
 )  # fmt: skip
-"""Of BERT, RoBERTa, XLM-RoBERTa, CamemBERT and ELECTRA."""
+"""Layers of BERT, RoBERTa, XLM-RoBERTa, CamemBERT and ELECTRA."""
 DISTILBERT = LayerAdapter(
     1, "attention.attention_head_size", ("attention", "attention.dropout", "ffn")
 )
 
 
 class PackedLayer:
-    """Mixed into the class of a stock layer, in front of it."""
+    """Mixin for the class of a stock layer; it comes first in the bases."""
 
     _bert_unpad_layer: LayerAdapter
 

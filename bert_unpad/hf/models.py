@@ -1,9 +1,9 @@
-"""The base model (BertModel and its relatives) on packed tokens.
+"""The base model (BertModel and similar models) on packed tokens.
 
-The class of a stock model is swapped for a subclass with `PackedModel` in front. Its forward packs
-the tokens before the embeddings, runs the stock embeddings and the stock stack (whose layers are
-`PackedLayer`s) on [1, T, ...], and pads once at the end. A call that this does not cover goes to
-the stock forward, whose layers then run as they always did: exact, and with a warning.
+The class of a stock model is swapped for a subclass that inherits from `PackedModel` first. Its
+forward packs the tokens before the embeddings, runs the stock embeddings and the stock stack (whose
+layers are `PackedLayer`s) on [1, T, ...], and pads once at the end. Calls that cannot be packed run
+the stock forward with stock layers, and warn.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from bert_unpad.hf.packing import Packing
 from bert_unpad.hf.plain_modules import untouched
 from bert_unpad.ops.attention import HEAD_DIMS
 
-__all__ = ["STOCK", "ModelAdapter", "PackedModel", "bind", "first_is_read", "packing_or_reason"]
-
 STOCK = "stock"
-"""Given as `packing`: run the stock forward; the caller has said why."""
+"""A value of `packing` that runs the stock forward; the caller has warned already."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OPERATORS = ("varlen_attention", "dropout_add_layer_norm", "bias_gelu")
-# Each of these, if given and not None or False, asks for something only the stock modules do.
+# Only the stock modules support these arguments, unless they are None or False.
 _STOCK_ARGUMENTS = (
     "encoder_hidden_states",
     "encoder_attention_mask",
@@ -41,18 +39,18 @@ _STOCK_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class ModelAdapter:
-    """What differs between the base models of the families."""
+    """The differences between the base models of the families."""
 
     stack: str
     """The attribute that holds the layers' container."""
     positions: str = "column"
-    """Where position ids come from if not given: "column", or "ids" as RoBERTa counts them."""
+    """How missing position ids are computed: from the "column", or from "ids" as in RoBERTa."""
     token_types: bool = True
     """Whether the embeddings take token_type_ids."""
 
 
 def bind(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name."""
+    """Returns all arguments of a call by name."""
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
@@ -63,12 +61,12 @@ def _missing(key: str) -> str | None:
     return None
 
 
-# Asked for once, here, since torch.compile cannot trace the question.
+# Computed once, at import, because torch.compile cannot trace it.
 _MISSING = {"cpu": _missing("CPU"), "cuda": _missing("CUDA")}
 
 
 def missing_operator(device_type: str) -> str | None:
-    """Why packed tokens cannot be computed on such a device, or None."""
+    """Returns why packed tokens cannot be computed on a type of device, or None."""
     if device_type not in _MISSING:
         return f"there are no kernels for device {device_type}"
     return _MISSING[device_type]
@@ -77,7 +75,7 @@ def missing_operator(device_type: str) -> str | None:
 def static_reason(
     model: PackedModel | nn.Module, adapter: ModelAdapter, layers: LayerAdapter
 ) -> str | None:
-    """Why no call of this model can be packed, or None."""
+    """Returns why no call of this model can be packed, or None."""
     config = model.config
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         return "it is a decoder"
@@ -94,7 +92,7 @@ def static_reason(
     for layer in getattr(model, adapter.stack).layer:
         head_dim = layers.head_dim(layer)
         if head_dim not in HEAD_DIMS.get(device, HEAD_DIMS["cpu"]):
-            return f"attention heads of dimension {head_dim} are not served on {device}"
+            return f"attention heads of dimension {head_dim} are not supported on {device}"
         if not all(untouched(module) for module in layers.containers(layer)):
             return "a module inside its layers has a hook"
     return None
@@ -108,11 +106,11 @@ def first_is_read(model: nn.Module) -> bool:
 
 
 def packing_or_reason(model: PackedModel, call: dict[str, Any]) -> Packing | str:
-    """How this call packs, or why it has to be the stock modules'."""
+    """Returns the packing of a call, or why the stock modules have to run it."""
     config = model.config
     for name in ("output_attentions", "output_hidden_states"):
         asked = call.get(name)
-        # 0 and [] select hidden states too, as an index does.
+        # Anything but False asks for them: 0 and [] are indices of hidden states.
         if asked is None:
             asked = getattr(config, name, False)
         if asked is not False:
@@ -151,32 +149,40 @@ def packing_or_reason(model: PackedModel, call: dict[str, Any]) -> Packing | str
 
 
 def _given_packing(model: PackedModel, call: dict[str, Any], source: Tensor) -> Packing:
-    """Of a call with `cu_seq_lens_q`; what it cannot mean is an error, for stock is wrong there."""
+    """Returns the packing of a call with `cu_seq_lens_q`.
+
+    Arguments that do not fit raise an error: the stock modules would compute wrong results.
+    """
     if call.get("attention_mask") is not None:
-        raise ValueError("give attention_mask or cu_seq_lens_q, not both")
+        raise ValueError("attention_mask and cu_seq_lens_q: expected one of them, got both")
     if source.shape[0] != 1:
         raise ValueError(
-            f"packed input (cu_seq_lens_q) must have shape [1, tokens], got {list(source.shape)}"
+            "input_ids: expected shape [1, tokens] of packed input (cu_seq_lens_q), "
+            f"got {list(source.shape)}"
         )
     if getattr(model, "_bert_unpad_first_is_read", False):
         raise ValueError(
-            "packed input (cu_seq_lens_q) does not fit this model's head, which reads the first "
-            "column as the only sequence's first token; give a padded batch"
+            "cu_seq_lens_q: expected none, because this model's head reads only the first token of "
+            "each row; pass a padded batch"
         )
     keys = call.get("cu_seq_lens_k")
     cu_seqlens, longest = call["cu_seq_lens_q"], call.get("max_length_q")
     if keys is not None and keys is not cu_seqlens and keys.shape != cu_seqlens.shape:
-        raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q: this is self-attention")
+        raise ValueError(
+            "cu_seq_lens_k: expected the same as cu_seq_lens_q, as this is self-attention"
+        )
     packing = Packing.from_cu_seqlens(cu_seqlens, longest, source.shape[1])
     if first_is_read(model) and not torch.compiler.is_compiling():
         lengths = packing.batch.lengths
         if bool((lengths == 0).any()):
-            raise ValueError("cu_seq_lens_q holds an empty sequence, which has no first token")
+            raise ValueError(
+                "cu_seq_lens_q: expected no empty sequence, because the model reads first tokens"
+            )
     return packing
 
 
 class PackedModel:
-    """Mixed into the class of a stock base model, in front of it."""
+    """Mixin for the class of a stock base model; it comes first in the bases."""
 
     _bert_unpad_adapter: ModelAdapter
     _bert_unpad_arguments: tuple[str, ...]
@@ -189,11 +195,11 @@ class PackedModel:
         first_only: bool = False,
         **kwargs,
     ):
-        """The stock forward with two arguments more, which our heads give.
+        """The stock forward with two more arguments, which our heads pass.
 
         Args:
-            packing: of a head that has worked it out, and takes `last_hidden_state` packed.
-            first_only: only the first column is read: `last_hidden_state` is [B, 1, hidden].
+            packing: the packing that a head has computed; `last_hidden_state` is then packed.
+            first_only: compute only the first column; `last_hidden_state` is [B, 1, hidden].
         """
         call = bind(self._bert_unpad_arguments, args, kwargs)
         if packing is STOCK:
@@ -216,8 +222,8 @@ class PackedModel:
         x = out.last_hidden_state
         fields = {}
         if getattr(self, "pooler", None) is not None:
-            # A compiled call cannot tell that no given sequence is empty, which would name the
-            # next one's first row twice.
+            # A compiled call cannot check for empty sequences. The first row of an empty sequence
+            # is that of the next one, and then occurs twice.
             twice = packing.given and torch.compiler.is_compiling()
             rows = packing.first_rows()
             first = x[0].index_select(0, rows) if twice else gather_rows(x[0], rows)
@@ -236,7 +242,7 @@ class PackedModel:
         return getattr(self, self._bert_unpad_adapter.stack).layer[-1]
 
     def _bert_unpad_embed(self, call: dict[str, Any], packing: Packing) -> Tensor:
-        """The stock embeddings of the packed tokens: [1, T, hidden]."""
+        """Computes the stock embeddings of the packed tokens, [1, T, hidden]."""
         adapter = self._bert_unpad_adapter
         ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
         positions = call.get("position_ids")
@@ -255,7 +261,7 @@ class PackedModel:
             }
             ids = None if ids is None else packing.pack(ids)
             embeds = None if embeds is None else packing.pack(embeds)
-        # DistilBERT's second argument has changed its name; its first three have not moved.
+        # The name of DistilBERT's second argument depends on the version, so pass by position.
         if adapter.token_types:
             x = self.embeddings(
                 input_ids=ids, position_ids=positions, inputs_embeds=embeds, **arguments
@@ -269,7 +275,7 @@ class PackedModel:
     def _bert_unpad_positions(
         self, ids: Tensor | None, embeds: Tensor | None, given: Tensor | None, packing: Packing
     ) -> Tensor:
-        """Position ids [1, T] of tokens that come from a padded batch."""
+        """Returns the position ids [1, T] of tokens from a padded batch."""
         if given is None and self._bert_unpad_adapter.positions == "ids":
             rule, padding = self.embeddings, self.embeddings.padding_idx
             if ids is not None:

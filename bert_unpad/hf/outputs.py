@@ -1,7 +1,7 @@
-"""Model outputs whose logits are computed when somebody asks for them.
+"""Model outputs whose logits are computed on first use.
 
-A training step reads the loss alone, and the logits at all positions cost as much as several
-layers. Read as attribute, by key or by index, or as a tuple, they are there, in the stock shape.
+A training step reads only the loss, and logits at all positions cost as much as several layers.
+Reading them as an attribute, by key or index, or in a tuple computes them, in the stock shape.
 """
 
 from __future__ import annotations
@@ -13,26 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LazyTensor", "lazy_output_class"]
-
 
 class LazyTensor:
     """A tensor of known dtype that is computed on first use.
 
     In training, frameworks that walk over a model's outputs (accelerate casts 16-bit ones to fp32)
-    see this object; a cast keeps it lazy. Whatever else is done with it computes the tensor.
+    see this object, and a cast keeps it lazy. Any other use computes the tensor.
     """
 
     def __init__(
         self, compute: Callable[[], Tensor], dtype: torch.dtype, training: bool = True
     ) -> None:
-        """Computes nothing yet.
+        """Stores how to compute the tensor.
 
         Args:
-            compute: makes the tensor.
-            dtype: of the tensor.
-            training: whether a walk over the outputs is probably not after the tensor. The
-                Trainer's evaluation finds its logits by such a walk.
+            compute: computes the tensor.
+            dtype: dtype of the tensor.
+            training: whether walking over a model's outputs keeps this lazy. The Trainer's
+                evaluation walks over outputs to find the logits, so there it should not.
         """
         self._compute: Callable[[], Tensor] | None = compute
         self.training = training
@@ -41,21 +39,23 @@ class LazyTensor:
 
     @property
     def computed(self) -> bool:
-        """Whether the tensor is there."""
+        """Whether the tensor has been computed."""
         return self._value is not None
 
     def get(self) -> Tensor:
-        """The tensor."""
+        """Returns the tensor; computes it on first use."""
         if self._value is None:
             self._value, self._compute = self._compute(), None
         return self._value
 
     def to(self, *args, **kwargs) -> LazyTensor | Tensor:
+        """As `Tensor.to`; a cast to a dtype stays lazy."""
         if self._value is None and len(args) == 1 and isinstance(args[0], torch.dtype):
             return LazyTensor(lambda: self.get().to(args[0], **kwargs), args[0], self.training)
         return self.get().to(*args, **kwargs)
 
     def float(self) -> LazyTensor | Tensor:
+        """Casts to float32, lazily."""
         return self.to(torch.float32)
 
     def __getattr__(self, name: str) -> Any:
@@ -91,10 +91,10 @@ def _identity(value: Tensor) -> Tensor:
 
 
 class _LazyFields:
-    """Makes a ModelOutput hand out tensors where it holds LazyTensors."""
+    """Mixin for a ModelOutput that returns tensors where it holds LazyTensors."""
 
     def __post_init__(self) -> None:
-        # transformers 5.0 reads every field here: as it is, please.
+        # transformers 5.0 reads every field here; that must not compute them.
         vars(self)["_bert_unpad_raw"] = True
         super().__post_init__()
         del vars(self)["_bert_unpad_raw"]
@@ -123,5 +123,5 @@ class _LazyFields:
 
 @functools.cache
 def lazy_output_class(stock: type) -> type:
-    """A subclass of the ModelOutput class `stock` that may hold LazyTensors."""
+    """Returns a subclass of the ModelOutput class `stock` that may hold LazyTensors."""
     return type(stock.__name__, (_LazyFields, stock), {"__module__": stock.__module__})

@@ -1,10 +1,10 @@
-"""How one call's tokens are packed, and the way from the padded layout there and back.
+"""How the tokens of one call are packed, and conversion from the padded layout and back.
 
 In eager mode a `VarlenBatch` holds all sizes on the host. `torch.compile` cannot trace the host
-work that makes one, so there a custom operator returns the index tensors, whose length is a symbol:
-one compiled graph serves all lengths. Its longest sequence is bounded by the padded length.
+code that makes one. There a custom operator returns the index tensors, whose length is symbolic, so
+that one compiled graph serves all lengths; the padded length bounds the longest sequence.
 
-Where a model's head reads only some rows of the last layer's output, `Packing.last` says which.
+If a model's head reads only some rows of the last layer's output, `Packing.last` names them.
 """
 
 from __future__ import annotations
@@ -20,30 +20,28 @@ from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch
 from bert_unpad.batch.rows import gather_rows, scatter_rows
 
-__all__ = ["IGNORE", "LastRows", "Packing"]
-
 IGNORE = -100
 
 
 @dataclass(eq=False)
 class LastRows:
-    """Rows that the last layer computes: queries and all that follows; keys are those of all."""
+    """The rows for which the last layer computes queries and its output; keys are of all rows."""
 
     layer: nn.Module
     """The last layer."""
     positions: Tensor
-    """int64 [Q], ascending: row of the last layer's output -> packed row."""
+    """int64 [Q], ascending: the packed row of each row of the last layer's output."""
     cu_seqlens: Tensor
     """int32 [B + 1]: sequence b owns the output rows cu_seqlens[b] : cu_seqlens[b + 1]."""
     max_seqlen: int
-    """An upper bound of their number in a sequence."""
+    """Upper bound on the number of output rows of a sequence."""
     input: Tensor | None = None
-    """[1, T, hidden]: what the last layer was given; it leaves this here, for `complete`."""
+    """[1, T, hidden]: the last layer's input, which the layer stores here for `complete`."""
 
     def complete(self, x: Tensor, packing: Packing) -> Tensor:
-        """The last layer's output for all tokens, [1, T, hidden].
+        """Computes the last layer's output for all tokens, [1, T, hidden].
 
-        With dropout, the other rows have masks of their own; those of x [1, Q, hidden] stay.
+        The rows of x, [1, Q, hidden], are kept. With dropout, the other rows have other masks.
         """
         rest = self.layer(self.input, packing=dataclasses.replace(packing, last=None))
         return rest.index_copy(1, self.positions, x)
@@ -51,30 +49,30 @@ class LastRows:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """T packed tokens of B sequences and where they come from."""
+    """How T tokens of B sequences are packed, and their positions in the padded layout."""
 
     batch: VarlenBatch | Tensor
-    """The packing as attention takes it: a VarlenBatch, or int32 cu_seqlens."""
+    """The argument for attention: a VarlenBatch, or int32 cu_seqlens."""
     cu_seqlens: Tensor
-    """int32 [B + 1], on the device of the data."""
+    """int32 [B + 1], on the device of the data: sequence b owns cu_seqlens[b] : [b + 1]."""
     max_seqlen: int
-    """An upper bound of the sequences' lengths."""
+    """Upper bound on the length of a sequence."""
     shape: tuple[int, int]
-    """(B, S) of the padded layout; (1, T) if the input came packed."""
+    """The shape (B, S) of the padded layout; (1, T) if the input is packed already."""
     indices: Tensor | None
-    """int64 [T]: packed row -> b * S + s; None where nothing is padded."""
+    """int64 [T]: the row b * S + s of each token in the padded layout; None without padding."""
     columns: Tensor | None
-    """int64 [T]: packed row -> s; None where nothing is padded."""
+    """int64 [T]: the column s of each token in the padded layout; None without padding."""
     given: bool = False
-    """Whether the input came packed, with `cu_seq_lens_q`."""
+    """Whether the caller passed packed input, with `cu_seq_lens_q`."""
     first_is_padding: bool = False
-    """Whether a sequence's first column is masked out; what reads it has to see the stock's."""
+    """Whether the first column of a sequence is padding, which only stock modules compute."""
     last: LastRows | None = None
-    """What the last layer computes, if not all rows."""
+    """The rows that the last layer computes; None for all rows."""
 
     @classmethod
     def dense(cls, batch_size: int, seqlen: int, device: torch.device) -> Packing:
-        """All B * S tokens are real."""
+        """Makes the packing of a batch without padding: all B * S tokens are real."""
         if torch.compiler.is_compiling():
             cu_seqlens = torch.arange(batch_size + 1, dtype=torch.int32, device=device) * seqlen
             return cls(cu_seqlens, cu_seqlens, seqlen, (batch_size, seqlen), None, None)
@@ -83,15 +81,15 @@ class Packing:
 
     @classmethod
     def from_mask(cls, mask: Tensor, reads_first: bool) -> Packing:
-        """From a [B, S] mask of zeros and ones.
+        """Makes the packing of a [B, S] mask of zeros and ones.
 
         Raises:
-            ValueError: other values. When compiled (where it cannot be left to the stock modules),
-                also a first column that is masked out if `reads_first`.
+            ValueError: the mask holds other values. In a compiled model, which cannot run the
+                stock modules instead: also if `reads_first` and a first column is masked out.
         """
         shape = (mask.shape[0], mask.shape[1])
         if torch.compiler.is_compiling():
-            indices, cu_seqlens = torch.ops.bert_unpad.hf_plan(mask, reads_first)
+            indices, cu_seqlens = torch.ops.bert_unpad.hf_pack(mask, reads_first)
             columns = indices % shape[1]
             return cls(cu_seqlens, cu_seqlens, shape[1], shape, indices, columns)
         batch = VarlenBatch.from_mask(mask)
@@ -110,10 +108,10 @@ class Packing:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, max_seqlen: int | None, tokens: int) -> Packing:
-        """Of input that is packed already: `cu_seqlens` [B + 1] over `tokens` tokens.
+        """Makes the packing of packed input: `cu_seqlens` [B + 1] over `tokens` tokens.
 
         Raises:
-            ValueError: they do not rise from 0 to `tokens`.
+            ValueError: `cu_seqlens` does not rise from 0 to `tokens`.
         """
         shape = (1, tokens)
         if torch.compiler.is_compiling():
@@ -125,8 +123,8 @@ class Packing:
         host = cu_seqlens.detach().cpu().numpy()
         if host.ndim != 1 or host.size < 1 or host[0] != 0 or host[-1] != tokens:
             raise ValueError(
-                f"cu_seq_lens_q must rise from 0 to the number of tokens, {tokens}, "
-                f"got {host.tolist()}"
+                f"cu_seq_lens_q: expected numbers that rise from 0 to the number of tokens, "
+                f"{tokens}, got {host.tolist()}"
             )
         batch = VarlenBatch.from_lengths(np.diff(host), cu_seqlens.device)
         return cls(
@@ -134,24 +132,24 @@ class Packing:
         )
 
     def pack(self, x: Tensor) -> Tensor:
-        """[B, S, ...] -> [1, T, ...]. Differentiable."""
+        """Packs [B, S, ...] into [1, T, ...]. Differentiable."""
         flat = x.flatten(0, 1)
         return (flat if self.indices is None else gather_rows(flat, self.indices))[None]
 
     def pad(self, x: Tensor) -> Tensor:
-        """[1, T, ...] -> [B, S, ...] with zeros at the padding. Differentiable."""
+        """Pads [1, T, ...] to [B, S, ...] with zeros. Differentiable."""
         if self.indices is None:
             return x.reshape(*self.shape, *x.shape[2:])
         rows = scatter_rows(x[0], self.indices, self.shape[0] * self.shape[1])
         return rows.view(*self.shape, *x.shape[2:])
 
     def narrow(self, layer: nn.Module, rows: Tensor | None, first: bool) -> Packing:
-        """The same packing, with a last layer that computes a part of its rows.
+        """Returns the same packing with a last layer that computes only some rows.
 
         Args:
             layer: the last layer.
-            rows: int64 [M], ascending packed rows that are read; None if there are none.
-            first: whether the first row of each sequence is read too; no sequence is empty then.
+            rows: packed rows to compute, int64 [M], ascending; None for none.
+            first: also compute the first row of each sequence; then no sequence may be empty.
         """
         positions = rows
         if first:
@@ -162,21 +160,21 @@ class Packing:
         return dataclasses.replace(self, last=LastRows(layer, positions, cu_seqlens, bound))
 
     def first_rows(self) -> Tensor:
-        """int64 [B]: the row of each sequence's first token in the last layer's output."""
+        """Returns the rows of first tokens in the last layer's output, int64 [B]."""
         return (self.cu_seqlens if self.last is None else self.last.cu_seqlens)[:-1].long()
 
     def output_rows(self, rows: Tensor) -> Tensor:
-        """int64 [M]: packed rows -> rows of the last layer's output."""
+        """Converts packed rows, int64 [M], to rows of the last layer's output."""
         return rows if self.last is None else torch.searchsorted(self.last.positions, rows)
 
     def attend(self, qkv: Tensor, dropout_p: float, scale: float | None = None) -> Tensor:
-        """`varlen_attention` of qkv [T, 3, heads, head_dim]."""
+        """Computes `varlen_attention` of qkv [T, 3, heads, head_dim]."""
         return ops.varlen_attention(
             qkv, self.batch, self.max_seqlen, dropout_p=dropout_p, scale=scale
         )
 
     def attend_last(self, q: Tensor, kv: Tensor, dropout_p: float) -> Tensor:
-        """Attention of the last layer's rows q [Q, heads, head_dim] over kv [T, 2, ...]."""
+        """Computes attention of the last layer's q [Q, heads, head_dim] over kv [T, 2, ...]."""
         assert self.last is not None
         return ops.varlen_cross_attention(
             q,
@@ -190,10 +188,10 @@ class Packing:
         )
 
     def labelled(self, labels: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Packed rows [M] and labels [M] of the positions of `labels` [B, S] that are not -100.
+        """Returns the packed rows [M] and values [M] of the `labels` [B, S] that are not -100.
 
-        None if a padded position has a label: what the stock model computes there is its own.
-        Where that cannot be found out beforehand (compiled), a ValueError says so.
+        Returns None if a padded position has a label, which only the stock model can predict. A
+        compiled model cannot run the stock modules instead, and raises a ValueError.
         """
         flat = labels.reshape(-1)
         if torch.compiler.is_compiling():
@@ -218,20 +216,20 @@ def _labelled(flat: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor] | N
     return rows, packed.index_select(0, rows)
 
 
-@torch.library.custom_op("bert_unpad::hf_plan", mutates_args=())
-def _plan(mask: Tensor, reads_first: bool) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("bert_unpad::hf_pack", mutates_args=())
+def _pack_op(mask: Tensor, reads_first: bool) -> tuple[Tensor, Tensor]:
     batch = VarlenBatch.from_mask(mask)
     if reads_first and not bool((mask[:, 0] == 1).all()):
         raise ValueError(
-            "attention_mask leaves out a sequence's first position, which this model reads; "
-            "a compiled model cannot leave that to the stock modules: pad on the right, "
-            "or do not compile"
+            "attention_mask: expected 1 at the first position of each sequence, which this model "
+            "reads; pad on the right, or do not compile, as only an uncompiled model can run the "
+            "stock modules instead"
         )
     cu_seqlens = batch.cu_seqlens
     return batch.indices, cu_seqlens.clone() if cu_seqlens is batch.cu_seqlens_host else cu_seqlens
 
 
-@_plan.register_fake
+@_pack_op.register_fake
 def _(mask, reads_first):
     tokens = torch.library.get_ctx().new_dynamic_size()
     return (
@@ -255,8 +253,8 @@ def _labelled_op(labels: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor
     found = _labelled(labels, indices)
     if found is None:
         raise ValueError(
-            "labels must be -100 where attention_mask is 0: a compiled model cannot leave "
-            "labels at padded positions to the stock modules"
+            "labels: expected -100 where attention_mask is 0, as only an uncompiled model can run "
+            "the stock modules instead"
         )
     return found
 

@@ -1,8 +1,8 @@
-"""`unpad`, `repad` and `supports`: swapping classes in place.
+"""`unpad`, `repad` and `supports`: swapping the classes of a model's modules in place.
 
-Only `module.__class__` changes. Modules, parameters, buffers, their names and identities stay, so
-an optimizer made before, tied weights, adapters and state dicts know nothing of it. The subclasses
-carry the stock names, which is what transformers saves as `architectures` and looks classes up by.
+Only `module.__class__` changes. Modules, parameters, buffers and their names stay the same objects,
+so existing optimizers, tied weights, adapters and state dicts keep working. The subclasses have the
+stock names, which transformers saves as `architectures` and uses to find classes.
 """
 
 from __future__ import annotations
@@ -22,19 +22,17 @@ from bert_unpad.hf.heads import LOGITS, PackedFirst, PackedMlm, PackedTokenLabel
 from bert_unpad.hf.layers import PackedLayer
 from bert_unpad.hf.models import PackedModel, static_reason
 
-__all__ = ["Support", "repad", "supports", "unpad"]
-
 _STATE = ("_bert_unpad_logits", "_bert_unpad_first_is_read")
 
 
 @dataclass(frozen=True)
 class Support:
-    """What `unpad` does with a model. True where it accelerates something."""
+    """What `unpad` does with a model; true if it accelerates anything."""
 
     accelerated: dict[str, str]
-    """Name of the module ("" is the model itself) -> what of it will run on packed tokens."""
+    """What will run on packed tokens, by name of the module ("" is the model itself)."""
     stock: dict[str, str]
-    """What will not: name of the module -> why."""
+    """Why a module will not run on packed tokens, by name of the module."""
 
     def __bool__(self) -> bool:
         return bool(self.accelerated)
@@ -50,10 +48,10 @@ class Support:
 
 
 def supports(model: nn.Module) -> Support:
-    """Says what `unpad(model)` accelerates, and why not the rest. Changes nothing.
+    """Returns what `unpad(model)` would accelerate, and why it would not accelerate the rest.
 
-    Single calls that ask for more than packed tokens give (attentions, hidden states, 4-D masks)
-    still go to the stock modules, with a `StockFallbackWarning`.
+    Calls that ask for what packed tokens cannot give (attentions, hidden states, 4-D masks) still
+    run the stock modules, with a `StockFallbackWarning`.
 
     Raises:
         ImportError: transformers is older than 5.0.
@@ -77,18 +75,18 @@ def supports(model: nn.Module) -> Support:
 
 
 def unpad(model: nn.Module, *, logits: str = "lazy") -> nn.Module:
-    """Makes a Hugging Face model compute its real tokens only, in place.
+    """Makes a Hugging Face model compute only its real tokens, in place.
 
-    The call, the outputs at real tokens, the state dict, saving and loading stay what they were;
-    padded positions of `last_hidden_state` and of token logits become 0.
+    The model is called, saved and loaded as before, and its outputs at real tokens and its state
+    dict stay the same. Padded positions of `last_hidden_state` and of token logits become 0.
 
     Args:
         model: a BertModel, RobertaModel, XLMRobertaModel, CamembertModel, ElectraModel or
-            DistilBertModel, or any module that holds some: a model with a head, a PEFT or
-            sentence-transformers model.
-        logits: of masked-language models called with labels. "lazy": logits at all positions are
-            computed when they are read; "full": always; "none": `.logits` is None (for
-            `torch.compile`, which cannot return what is not computed and treats "lazy" as "full").
+            DistilBertModel, or any module that contains one, for example a model with a head, a
+            PEFT or a sentence-transformers model.
+        logits: when a masked-language model called with labels computes its logits at all
+            positions. "lazy": when they are read; "full": always; "none": never, `.logits` is None.
+            `torch.compile` cannot return lazy logits and treats "lazy" as "full".
 
     Returns:
         The same object.
@@ -99,7 +97,7 @@ def unpad(model: nn.Module, *, logits: str = "lazy") -> nn.Module:
             unknown.
     """
     if logits not in LOGITS:
-        raise ValueError(f"logits must be one of {', '.join(map(repr, LOGITS))}, got {logits!r}")
+        raise ValueError(f"logits: expected one of {', '.join(LOGITS)}, got {logits!r}")
     support = supports(model)
     if not support:
         raise ValueError(f"bert_unpad.hf.unpad: nothing to accelerate in the model:\n{support}")
@@ -124,7 +122,7 @@ def repad(model: nn.Module) -> nn.Module:
         The same object.
 
     Raises:
-        ValueError: a class was swapped again after `unpad` (by FSDP2, for one), so that it cannot
+        ValueError: a class was swapped again after `unpad`, for example by FSDP2, so that it cannot
             be undone.
     """
     for name, module in model.named_modules():
@@ -143,12 +141,12 @@ def _stock(module: nn.Module) -> type:
 
 
 def _classes(family: Family) -> Any | None:
-    """The family's module in transformers, if anything has imported it."""
+    """Returns the family's module in transformers, or None if it has not been imported."""
     return sys.modules.get(f"transformers.models.{family.package}.modeling_{family.package}")
 
 
 def _is(module: nn.Module, family: Family, head: str) -> bool:
-    """Whether the module is a <prefix><head>, or of a subclass that computes the same."""
+    """Whether the module is a <prefix><head>, or a subclass with the same forward function."""
     return _computes_as(module, family, family.prefix + head)
 
 
@@ -200,13 +198,13 @@ def _swap_head(module: nn.Module, logits: str) -> None:
 
 
 def _arguments(stock: type) -> tuple[str, ...]:
-    """Names of forward's positional parameters."""
+    """Returns the names of forward's positional parameters."""
     parameters = list(inspect.signature(stock.forward).parameters.values())[1:]
     return tuple(p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD)
 
 
 def _subclass(mixin: type, stock: type, **attributes: Any) -> type:
-    """`stock` with `mixin` in front, under the stock's own name."""
+    """Makes a subclass of `mixin` and `stock`, in this order, with the name of `stock`."""
     forward = functools.wraps(stock.forward)(_forwarder(mixin))
     namespace = {
         # transformers and the Trainer read forward's signature and documentation.
@@ -283,14 +281,14 @@ def _packed_first(stock: type, base: str, classifier: str | None) -> type:
 
 
 def _reduce(self, protocol: int):
-    """Pickle and deepcopy by the stock class, since a subclass has no name to be found under."""
+    """Pickles and copies through the stock class, because a subclass cannot be found by name."""
     kind = next(k for k in type(self).__mro__ if "_bert_unpad_stock" in vars(k))
     state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
     return _rebuild, (kind._bert_unpad_stock, *kind._bert_unpad_rebuild), state
 
 
 def _rebuild(stock: type, role: str, *given: Any) -> nn.Module:
-    """An empty module of the packed class that belongs to `stock`; its state follows."""
+    """Makes a module of the packed class of `stock`, without state, which pickle sets later."""
     if role in ("model", "layer"):
         family = next(f for f in FAMILIES if f.package == given[0])
         kind = (_packed_model if role == "model" else _packed_layer)(stock, family)

@@ -157,5 +157,5 @@ def test_a_class_made_for_a_table(kind, packed_calls):
 
 def test_a_transformers_without_tables_is_refused(monkeypatch):
     monkeypatch.setattr(attention_v4.importlib, "import_module", lambda name: ModuleType(name))
-    with pytest.raises(ImportError, match="neither uses the attention interface nor has BERT_SELF"):
+    with pytest.raises(ImportError, match="use the attention interface or to have BERT_SELF"):
         attention_v4.register()

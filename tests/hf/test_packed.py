@@ -75,18 +75,20 @@ def test_packed_input_that_makes_no_sense_is_refused():
         return torch.tensor(values, dtype=torch.int32)
 
     assert ours(input_ids=ids, cu_seq_lens_q=cu(0, 2, 6)).pooler_output.shape == (2, 64)
-    with pytest.raises(ValueError, match="must rise from 0 to the number of tokens, 6"):
+    with pytest.raises(
+        ValueError, match="expected numbers that rise from 0 to the number of tokens, 6"
+    ):
         ours(input_ids=ids, cu_seq_lens_q=cu(0, 2, 5))
     with pytest.raises(ValueError, match="lengths: expected 0 or more"):
         ours(input_ids=ids, cu_seq_lens_q=cu(0, 7, 6))
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="expected one of them, got both"):
         ours(input_ids=ids, attention_mask=torch.ones(1, 6), cu_seq_lens_q=cu(0, 6))
-    with pytest.raises(ValueError, match=r"must have shape \[1, tokens\]"):
+    with pytest.raises(ValueError, match=r"input_ids: expected shape \[1, tokens\]"):
         ours(input_ids=ids.expand(2, 6), cu_seq_lens_q=cu(0, 12))
-    with pytest.raises(ValueError, match="empty sequence, which has no first token"):
+    with pytest.raises(ValueError, match="expected no empty sequence"):
         ours(input_ids=ids, cu_seq_lens_q=cu(0, 6, 6))
     head = hf.unpad(make("RobertaForSequenceClassification"))
-    with pytest.raises(ValueError, match="does not fit this model's head"):
+    with pytest.raises(ValueError, match="cu_seq_lens_q: expected none, because this model's head"):
         head(input_ids=ids, cu_seq_lens_q=cu(0, 2, 6))
 
 
@@ -159,11 +161,13 @@ def test_collator_keeps_labels_and_drops_padding():
 
 def test_collator_refuses():
     collator = hf.DataCollatorForPackedMLM(Tokenizer())
-    with pytest.raises(ValueError, match="at least one example"):
+    with pytest.raises(ValueError, match="expected at least one example"):
         collator([])
-    with pytest.raises(ValueError, match="all features must have token_type_ids, or none"):
+    with pytest.raises(
+        ValueError, match="features: expected token_type_ids in all examples or in none"
+    ):
         collator([*examples(1), {"input_ids": [2, 3]}])
-    with pytest.raises(ValueError, match="mlm_probability must be in"):
+    with pytest.raises(ValueError, match="mlm_probability: expected a number in"):
         hf.DataCollatorForPackedMLM(Tokenizer(), mlm_probability=0.0)
 
 

@@ -236,7 +236,7 @@ def test_supports_says_what_and_why():
         assert not hf.supports(model)
         with pytest.raises(ValueError, match="nothing to accelerate"):
             hf.unpad(model)
-    with pytest.raises(ValueError, match="logits must be one of"):
+    with pytest.raises(ValueError, match="logits: expected one of"):
         hf.unpad(make("BertModel"), logits="some")
     both = nn.ModuleDict({"a": make("BertModel"), "b": make("BertModel", is_decoder=True)})
     classes = [type(m) for m in both.b.modules()]
@@ -301,9 +301,9 @@ def test_compiled_model_serves_all_lengths_with_one_graph(name):
     # A second padded length may cost one more graph; other lengths and label counts never do.
     assert counts[1] == counts[2] == counts[3] == counts[4]
     if name.endswith("Classification"):
-        with pytest.raises(ValueError, match="leaves out a sequence's first position"):
+        with pytest.raises(ValueError, match="attention_mask: expected 1 at the first position"):
             compiled(**call_arguments(name, MASKS["left"]))
     else:
         call["labels"] = call["labels"].clone().fill_(3)
-        with pytest.raises(ValueError, match="labels must be -100 where attention_mask is 0"):
+        with pytest.raises(ValueError, match="labels: expected -100 where attention_mask is 0"):
             compiled(**call)
