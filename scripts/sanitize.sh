@@ -5,7 +5,7 @@
 # the test files:
 #
 #   bash scripts/sanitize.sh
-#   bash scripts/sanitize.sh tests/test_ops_gelu.py -x
+#   bash scripts/sanitize.sh tests/ops/test_gelu.py -x
 #
 # Environment: PYTHON (default: that of .venv, else python3), needs what the tests need;
 # ISAS (default: all that the processor has), e.g. "generic avx2".
@@ -19,8 +19,8 @@ fi
 # test_ops_isas.py runs all instruction sets by itself, so once is enough.
 tests=("$@")
 if [[ $# -eq 0 ]]; then
-  for file in tests/test_ops_*.py tests/test_batch.py tests/test_philox.py; do
-    [[ $file == tests/test_ops_isas.py ]] || tests+=("$file")
+  for file in tests/ops/test_*.py tests/batch/test_batch.py; do
+    [[ $file == tests/ops/test_isas.py ]] || tests+=("$file")
   done
 fi
 
