@@ -84,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with join_ranks(config) as ranks:
             if ranks.world_size == 1:
                 parser.error("one rank exchanges nothing: start it with torchrun")
-            vocab_size = config.model.vocab_size or config.data.vocab_size
-            model = build_model(config, vocab_size, config.data.max_seq_length).to(ranks.device)
+            data = config.data
+            model = build_model(config, data.vocab_size, data.max_seq_length).to(ranks.device)
             times = {
                 size: seconds_of(size, model, config, ranks, options.rounds)
                 for size in options.sizes

@@ -24,9 +24,11 @@ import torch.distributed as dist
 from benchmarks.lib import harness
 from benchmarks.lib.processes import next_port, run_ranks
 from bert_unpad._plots import new_figure, save_figure
-from bert_unpad.pretrain import main
+from bert_unpad.pretrain.config import read_config
 from bert_unpad.pretrain.gradients.sync import GradientSync
+from bert_unpad.pretrain.main import pretrain
 from bert_unpad.pretrain.output.metrics import read_json_lines
+from bert_unpad.pretrain.ranks import join_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTENDERS = {
@@ -64,13 +66,21 @@ def poisoned(factor: float, every: int) -> Iterator[None]:
         GradientSync.accumulate = honest
 
 
+def train(policy: str, arguments: list[str]) -> int:
+    """A run with a policy of `BucketClip`, which need not be an option of the trainer."""
+    config, resolved = read_config(arguments)
+    config.clip.policy = policy
+    with join_ranks(config) as ranks:
+        return pretrain(config, resolved, ranks)
+
+
 def work(runs: list[list]) -> int:
     """What each rank does: the runs one after the other, a diverged one ending early."""
-    for factor, every, arguments in runs:
+    for factor, every, policy, arguments in runs:
         next_port()
         with poisoned(factor, every):
             try:
-                code = main(arguments)
+                code = train(policy, arguments)
             except FloatingPointError as error:  # on all ranks, at the same step
                 print(error, file=sys.stderr)
                 continue
@@ -81,7 +91,7 @@ def work(runs: list[list]) -> int:
 
 def settings_of(name: str, seed: int, run_dir: Path, options: argparse.Namespace) -> list[str]:
     """The run's arguments for pretrain.py."""
-    mode, policy = CONTENDERS[name]
+    mode, _ = CONTENDERS[name]
     settings = {
         "config": str(ROOT / "configs" / "quickstart.yaml"),
         "run_dir": str(run_dir),
@@ -92,13 +102,11 @@ def settings_of(name: str, seed: int, run_dir: Path, options: argparse.Namespace
         "schedule.total_steps": options.steps,
         "schedule.warmup_share": 0.05,
         "clip.mode": mode,
-        "clip.policy": policy,
         "clip.max_norm": options.max_norm,
         "checkpoint.every": 0,
         "evaluation.every": 0,
         "evaluation.examples": 300,
         "logging.every": 1,
-        "logging.plots": "false",
         "logging.progress": "none",
     }
     return [text for key, value in settings.items() for text in (f"--{key}", str(value))]
@@ -201,7 +209,10 @@ def compare() -> None:
         for name in options.only
     ]
     jobs = [
-        (poison, options.poison_every, settings_of(name, seed, run_dir, options))
+        (
+            *(poison, options.poison_every, CONTENDERS[name][1]),
+            settings_of(name, seed, run_dir, options),
+        )
         for run_dir, name, poison, seed in cases
     ]
     command = [sys.executable, "-m", "benchmarks.clipping", "--worker", json.dumps(jobs)]

@@ -101,7 +101,6 @@ def settings_of(name: str, run_dir: Path, options: argparse.Namespace) -> list[s
         "resume": "never",
         "seed": options.seed,
         "device": "cpu",
-        "threads": 1,
         "batching.global_batch_size": options.batch,
         "schedule.total_steps": options.steps,
         "schedule.warmup_share": 0.1,
@@ -111,7 +110,6 @@ def settings_of(name: str, run_dir: Path, options: argparse.Namespace) -> list[s
         "evaluation.every": 0,
         "evaluation.examples": options.examples,
         "logging.every": 1,
-        "logging.plots": "false",
         "logging.progress": "none",
         **CONTENDERS[name],
     }

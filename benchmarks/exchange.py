@@ -17,12 +17,15 @@ not wait for, and `hidden_net` leaves out the wait that the runs without an exch
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +36,20 @@ from benchmarks.lib import harness
 from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.data import DataConfig, ExampleExchange, ShardStream, prepare
 from bert_unpad.pretrain.config import read_config
+from bert_unpad.pretrain.feed import exchange_feed
 from bert_unpad.pretrain.gradients.sync import GradientSync
 from bert_unpad.pretrain.main import pretrain
 from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.ranks import Ranks, join_ranks
 
-STRATEGIES = {  # each with its settings
-    "random": ("random",),
-    "stratified": ("stratified",),
-    "exchange": ("exchange", "--batching.dealing", "lpt"),
-    "exchange-greedy": ("exchange", "--batching.dealing", "greedy"),
+STRATEGIES = {  # each with its batching.strategy
+    "random": "random",
+    "stratified": "stratified",
+    "exchange": "exchange",
+    "exchange-greedy": "exchange",
 }
-SCOPES = ("world", "group", "hierarchical")
+DEALING = {"exchange-greedy": "greedy"}  # otherwise lpt
+SCOPES = ("world", "node", "two_level")
 RANKS = 4
 NODE = 2  # ranks that count as a node where the scope knows nodes
 BATCH = 8  # sequences per rank and step
@@ -68,7 +73,6 @@ def settings(run_dir: Path, strategy: str, seed: int, steps: int) -> list[str]:
         "resume": "never",
         "seed": seed,
         "device": "cpu",
-        "threads": 1,
         "batching.batch_size_per_rank": BATCH,
         "optimizer.lr": 2e-3,
         "schedule.total_steps": steps,
@@ -77,13 +81,12 @@ def settings(run_dir: Path, strategy: str, seed: int, steps: int) -> list[str]:
         "evaluation.every": 0,
         "evaluation.examples": 200,
         "logging.every": 1,
-        "logging.plots": "false",
         "logging.progress": "none",
         **{f"model.{key}": value for key, value in MODEL.items()},
         **{f"data.{key}": value for key, value in DATA.items()},
     }
     given = [text for key, value in values.items() for text in (f"--{key}", str(value))]
-    return [*given, "--batching.strategy", *STRATEGIES[strategy]]
+    return [*given, "--batching.strategy", STRATEGIES[strategy]]
 
 
 def measure_busy() -> list[float]:
@@ -100,6 +103,16 @@ def measure_busy() -> list[float]:
     return busy
 
 
+@contextmanager
+def dealt(dealing: str) -> Iterator[None]:
+    """Makes the trainer deal examples out in another way than its own."""
+    exchange_feed.ExampleExchange = functools.partial(ExampleExchange, dealing=dealing)
+    try:
+        yield
+    finally:
+        exchange_feed.ExampleExchange = ExampleExchange
+
+
 def worker(options: argparse.Namespace) -> None:
     """One rank: all runs one after another, then the exchange alone."""
     busy = measure_busy()
@@ -112,7 +125,8 @@ def worker(options: argparse.Namespace) -> None:
                 if record.exists():
                     continue
                 busy.clear()
-                pretrain(*read_config(settings(run_dir, strategy, seed, options.steps)), ranks)
+                with dealt(DEALING.get(strategy, "lpt")):
+                    pretrain(*read_config(settings(run_dir, strategy, seed, options.steps)), ranks)
                 write(record, busy)
         for scope in SCOPES:
             found = move_alone(ranks, scope, options.moves)
@@ -133,7 +147,7 @@ def move_alone(ranks: Ranks, scope: str, steps: int) -> dict[str, float]:
         ranks.world_size,
     )
     with ExampleExchange(
-        stream, batch_size=BATCH, exchange=scope, node_size=NODE, depth=4
+        stream, batch_size=BATCH, scope=scope, node_size=NODE, depth=4
     ) as exchange:
         for _ in range(WARMUP):
             next(exchange)
@@ -222,7 +236,8 @@ def launch_workers(log: Path) -> None:
         *sys.argv[1:],
     ]
     with log.open("w") as file:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        # 1 alone would count as torchrun's default, which the trainer replaces.
+        environment = os.environ | {"OMP_NUM_THREADS": "1,1"}
         done = subprocess.run(command, env=environment, stdout=file, stderr=file, check=False)
     if done.returncode:
         raise SystemExit(f"the runs have failed: see {log}")

@@ -36,7 +36,6 @@ CONTENDERS = {
         "shares": [0.5, 0.1, 0.1, 0.1],
         "joint_share": 0.2,
     },
-    "mslt, decoder frozen": {"name": "mslt", "layers": [3, 6, 9, 12], "decoder": "frozen"},
     "stacking": {"name": "stacking"},
     "layer drop": {"name": "layer_drop"},
 }

@@ -71,7 +71,6 @@ class Tuner:
             "checkpoint.every": 0,
             "evaluation.every": 0,
             "logging.every": 1,
-            "logging.plots": "false",
             "logging.progress": "none",
         }
         arguments = [

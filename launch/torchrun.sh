@@ -7,7 +7,7 @@
 # torchrun then starts all workers anew, up to RESTARTS times, and they go on from the newest
 # checkpoint. NODES may be a range, such as 2:4: the run goes on with two or three hosts while
 # others are away, where batching.global_batch_size is a multiple of the number of ranks. The folder
-# of the run (or checkpoint.dir) and the data cache must be the same for all hosts.
+# of the run and the data cache must be the same for all hosts.
 set -euo pipefail
 
 : "${MASTER:?expected host:port of one of the hosts}"

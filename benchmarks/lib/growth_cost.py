@@ -36,7 +36,7 @@ from bert_unpad.pretrain.growth import Growth, Stage, freeze, next_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 # What of a stage its cost depends on.
-_FIELDS = ("layers", "frozen", "decoder", "pooler")
+_FIELDS = ("layers", "frozen")
 
 
 def key(growth: Growth, index: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -31,17 +32,16 @@ def trained(run_dir: Path, steps: int, settings: Mapping[str, Any]) -> list[dict
             "config": ROOT / "configs" / "quickstart.yaml",
             "run_dir": run_dir,
             "device": "cpu",
-            "threads": 1,
             "batching.global_batch_size": 32,
             "schedule.total_steps": steps,
             "schedule.warmup_share": 0.1,
-            "logging.plots": "false",
             "logging.progress": "lines",
         }
         command = [sys.executable, "-m", "bert_unpad.pretrain"]
         for key, value in (every | dict(settings)).items():
             command += [f"--{key}", str(value)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
         if done.returncode:
             raise SystemExit(f"{run_dir.name} has failed:\n{done.stderr[-4000:]}")
     return read_json_lines(run_dir / "metrics.jsonl")

@@ -1,9 +1,10 @@
-"""The settings of pretraining data: what they are made of and how."""
+"""The settings of pretraining data: what the examples are made of, and how."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bert_unpad._tiers import advanced, code_only
 from bert_unpad.data.masking import check_masking_arguments
 from bert_unpad.data.store.shards import MAX_LENGTH
 from bert_unpad.data.text.pairs import MIN_SEQ_LENGTH
@@ -12,50 +13,44 @@ from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What data to train on and how examples are made of it.
-
-    Attributes:
-        source: `stdlib` (docstrings of Python's standard library), `hf:NAME?...` (a data set of the
-            `datasets` library, see `HuggingFaceSource`), `stream:NAME?...` (the same, read while it
-            is trained on, see `text_stream`), the path of a text file or folder, or `hdf5:PATH` or
-            `shards:PATH` for examples that are made already (see `ready`), of which only
-            max_seq_length, vocab_file, lowercase and, without masks of their own, the masking
-            settings still matter.
-        cache_dir: folder of the cache; None: `$XDG_CACHE_HOME/bert_unpad` or `~/.cache/bert_unpad`.
-        max_seq_length: longest example in tokens, [CLS] and both [SEP] included; 5 to 65,535.
-        vocab_size: size of the vocabulary to train (a small corpus gives a smaller one).
-        vocab_file: a BERT vocabulary to use instead of training one.
-        lowercase: lower-case and strip accents.
-        short_seq_prob: probability that a document aims at examples of a random shorter length.
-        masked_lm_prob: share of a sequence's tokens to predict.
-        whole_word: mask whole words.
-        max_predictions_per_seq: most predicted tokens per sequence; None: no limit.
-        dupe_factor: passes over the training documents, each with other random pairs. Masks are new
-            in every epoch anyway.
-        validation_share: share of the documents that are held out.
-        seed: of pairs and masks. Which documents are held out depends on their text alone.
-        file_per_document: for paths: a file is a document (otherwise a blank line ends one).
-        verify: compare the digests of all cached files when opening them, not only their sizes.
+    """The training data, and how examples are made of it.
 
     Raises:
-        ValueError: a number is out of range; the message names the argument.
+        ValueError: a number is out of range; the message begins with the name of the field.
     """
 
     source: str = "stdlib"
+    """Where text or examples come from: stdlib (docstrings of Python's standard library), the path
+    of a text file or folder (with ?file_per_document=true each file is one document, otherwise a
+    blank line ends one), hf:NAME?... (a data set of the `datasets` library), stream:NAME?... (the
+    same, read during training), or hdf5:PATH or shards:PATH for examples that are already made."""
     cache_dir: str | None = None
+    """Folder of the data cache. By default $XDG_CACHE_HOME/bert_unpad or ~/.cache/bert_unpad."""
     max_seq_length: int = 128
+    """Tokens of the longest example, including [CLS] and both [SEP]; 5 to 65,535."""
     vocab_size: int = 8192
+    """Size of the vocabulary to train. A small corpus gives a smaller one."""
     vocab_file: str | None = None
-    lowercase: bool = True
-    short_seq_prob: float = 0.1
-    masked_lm_prob: float = 0.15
-    whole_word: bool = False
+    """BERT vocabulary to use. By default a vocabulary is trained."""
+    lowercase: bool = advanced(True)
+    """Convert text to lower case and strip accents."""
+    short_seq_prob: float = code_only(0.1)
+    """Probability that a document makes examples of a random shorter length."""
+    masked_lm_prob: float = advanced(0.15)
+    """Share of an example's tokens to predict."""
+    whole_word: bool = advanced(False)
+    """Mask whole words."""
     max_predictions_per_seq: int | None = None
-    dupe_factor: int = 1
+    """Most tokens to predict per example. By default there is no limit."""
+    dupe_factor: int = code_only(1)
+    """Passes over the training documents, each with other random sentence pairs. Masks are new in
+    every epoch anyway."""
     validation_share: float = 0.05
-    seed: int = 0
-    file_per_document: bool = False
-    verify: bool = True
+    """Share of the documents that is held out for evaluation."""
+    seed: int = code_only(0)
+    """Seed of sentence pairs and masks. Which documents are held out depends on their text only."""
+    verify: bool = code_only(True)
+    """Whether opening cached files compares their digests, not only their sizes."""
 
     def __post_init__(self) -> None:
         if not MIN_SEQ_LENGTH <= self.max_seq_length <= MAX_LENGTH:
@@ -74,4 +69,6 @@ class DataConfig:
             raise ValueError(
                 f"validation_share: expected 0 or more and less than 1, got {self.validation_share}"
             )
+        if self.seed < 0:
+            raise ValueError(f"seed: expected 0 or more, got {self.seed}")
         check_masking_arguments(self.masked_lm_prob, self.max_predictions_per_seq)

@@ -56,7 +56,7 @@ _PROVEN = (
     *(f"{split}/{MANIFEST}" for split in _SPLITS),
 )
 _MASKING_SETTINGS = ("masked_lm_prob", "whole_word", "max_predictions_per_seq")
-_PLACES = ("source", "cache_dir", "vocab_file", "file_per_document", "verify")
+_PLACES = ("source", "cache_dir", "vocab_file", "verify")
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def prepare(config: DataConfig, progress: bool | None = None) -> PreparedData:
     tokenizer = None
     if config.vocab_file is not None:
         tokenizer = WordPieceTokenizer.from_vocab_file(config.vocab_file, config.lowercase)
-    source = open_source(config.source, cache_dir=cache, file_per_document=config.file_per_document)
+    source = open_source(config.source, cache_dir=cache)
     settings = _settings(config, source)
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
     path = cache / "prepared" / key

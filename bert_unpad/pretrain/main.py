@@ -7,7 +7,6 @@ its own code, 1, for all but 0.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
 from collections.abc import Sequence
@@ -77,7 +76,6 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
         ConfigError: a setting does not fit the data, the machine or the saved run, or another run
             uses the folder.
     """
-    _check_packages(config)
     check_graphs(config, ranks)
     check_model(config, ranks.device)
     check_folders(config, ranks)
@@ -197,20 +195,9 @@ def _load(checkpoint: Path, checkpointer: Checkpointer, run: Run, stages: Stages
     logger.info("continuing from %s", checkpoint)
 
 
-def _check_packages(config: PretrainConfig) -> None:
-    """Finds out now, not hours later, that the plots cannot be drawn."""
-    if config.logging.plots and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "logging.plots",
-            "matplotlib is not installed; install bert_unpad[pretrain] or set this to false",
-        )
-
-
 def _evaluator(run: Run, data: PreparedData) -> Evaluator | None:
     settings = run.config.evaluation
     if settings.examples == 0:
-        if settings.target_accuracy is not None:
-            raise ConfigError("evaluation.target_accuracy", "needs evaluation.examples > 0")
         return None
     if not len(data.validation):
         raise ConfigError(
@@ -221,7 +208,7 @@ def _evaluator(run: Run, data: PreparedData) -> Evaluator | None:
     return Evaluator(
         data.collator("validation"),
         settings.examples,
-        settings.batch_size,
+        run.config.batching.per_pass(run.ranks.world_size),
         run.ranks,
         run.autocast,
     )

@@ -27,8 +27,8 @@ def common_node_size(ranks: Ranks, key: str, wish: str, instead: str) -> int:
     if len(set(sizes)) > 1:
         raise ConfigError(
             key,
-            f"{wish} needs as many processes on every machine, got {sorted(set(sizes))}; use "
-            f"{instead}",
+            f"expected {instead} with {sorted(set(sizes))} processes on the machines, got {wish}, "
+            "which needs as many on each",
         )
     return ranks.node_size
 

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
-from bert_unpad.pretrain.config.ranges import MAX_THREADS
 from bert_unpad.pretrain.rank_watch import RankWatch, open_store
 
 __all__ = ["HostSums", "Ranks", "join_ranks", "threads_per_process"]
 
 T = TypeVar("T")
+_MAX_THREADS = 4096  # of one process
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def join_ranks(config: PretrainConfig) -> Iterator[Ranks]:
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     device = _device(config, local_rank)
-    torch.set_num_threads(threads_per_process(config, local_world_size))
+    torch.set_num_threads(threads_per_process(local_world_size))
     if world_size == 1:
         yield Ranks(rank, world_size, device, None, local_world_size)
         return
@@ -191,26 +191,30 @@ def _device(config: PretrainConfig, local_rank: int) -> torch.device:
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             "device",
-            f"process {local_rank} of this machine needs its own GPU, but PyTorch sees "
-            f"{torch.cuda.device_count()}",
+            f"expected a GPU for process {local_rank} of this machine, got "
+            f"{torch.cuda.device_count()} GPUs",
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 
 
-def threads_per_process(config: PretrainConfig, local_world_size: int) -> int:
-    """CPU threads that each of the processes on this machine uses, see `PretrainConfig.threads`."""
-    if config.threads is not None:
-        return config.threads
+def threads_per_process(local_world_size: int) -> int:
+    """CPU threads of each process on this machine.
+
+    OMP_NUM_THREADS if that is set, otherwise an equal share of the cores.
+
+    Raises:
+        ConfigError: OMP_NUM_THREADS is not a number of threads.
+    """
     given = os.environ.get("OMP_NUM_THREADS", "")
     # torchrun sets OMP_NUM_THREADS=1 where the user sets nothing, which would idle most cores.
     by_torchrun = given == "1" and "TORCHELASTIC_RUN_ID" in os.environ
     if given and not by_torchrun:
         first = given.partition(",")[0].strip()  # the others are those of nested regions
-        if not (first.isdecimal() and 1 <= int(first) <= MAX_THREADS):
+        if not (first.isdecimal() and 1 <= int(first) <= _MAX_THREADS):
             raise ConfigError(
-                "OMP_NUM_THREADS", f"expected an integer of 1 to {MAX_THREADS}, got {given!r}"
+                "OMP_NUM_THREADS", f"expected an integer of 1 to {_MAX_THREADS}, got {given!r}"
             )
         return int(first)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -136,7 +136,7 @@ class Stages:
     def _enter(self, index: int) -> None:
         run, progress = self._run, self._run.progress
         before, self.index = self.stage, index
-        copies = add_layers(run.model, self.stage.sources, run.config.seed)
+        copies = add_layers(run.model, self.stage.sources)
         add_gradients_in_products(run.model, run.config)
         freeze(run.model, self.stage)
         self.optimizer = next_optimizer(

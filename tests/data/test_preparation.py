@@ -100,7 +100,7 @@ def test_key_follows_content_and_settings_but_not_masking(config, text_file, tmp
         {"dupe_factor": 2},
         {"validation_share": 0.2},
         {"seed": 1},
-        {"file_per_document": True},
+        {"source": f"{text_file}?file_per_document=true"},
     ):
         paths.add(prepare(dataclasses.replace(config, **change), progress=False).path)
     other = tmp_path / "other.txt"

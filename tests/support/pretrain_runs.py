@@ -66,7 +66,6 @@ def tiny_settings(folder: Path, **changes: Any) -> dict[str, Any]:
     """A tiny model on `corpus.txt`. Of a section, `changes` are added to what is here."""
     values: dict[str, Any] = {
         "device": "cpu",
-        "threads": 1,
         "model": {
             "hidden_size": 16,
             "num_hidden_layers": 2,
@@ -80,7 +79,7 @@ def tiny_settings(folder: Path, **changes: Any) -> dict[str, Any]:
             "max_seq_length": 32,
         },
         "evaluation": {"every": 0, "examples": 20},
-        "logging": {"every": 1, "plots": False},
+        "logging": {"every": 1},
     }
     for name, change in changes.items():
         values[name] = values.get(name, {}) | change if isinstance(change, dict) else change

@@ -55,7 +55,8 @@ def start_ranks(
     """Starts `function(*args)` once per rank; what it returns is the process's exit code.
 
     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as torchrun
-    sets them, OMP_NUM_THREADS is 1. Standard output and error of rank r go to `<log>.<r>`.
+    sets them, OMP_NUM_THREADS is 1, and matplotlib is hidden. Output and errors of rank r go to
+    `<log>.<r>`.
 
     Args:
         function: a function at the top level of a module; it and its arguments must pickle.
@@ -176,6 +177,7 @@ def _exit_with(
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
+    sys.modules["matplotlib"] = None  # as if not installed: importing and drawing take a second
     sys.exit(function(*args))
 
 

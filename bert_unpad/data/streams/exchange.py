@@ -88,8 +88,8 @@ class ExampleExchange(Iterator[ExchangedStep]):
     Args:
         stream: this rank's.
         batch_size: examples that each rank reads for a step.
-        exchange: "none", "group" (within a node), "world", or "hierarchical" (as far as world, but
-            within nodes first, then across).
+        scope: how far examples travel: "none", "node" (within a node), "world", or "two_level" (as
+            far as world, but within nodes first, then between them).
         dealing: "plain", "snake", "lpt" or "greedy", see `_balancer.deal`.
         work: work of a sequence by its length; by default that of BERT-large's layers.
         node_size: ranks of a node, neighbours in number; by default all ranks.
@@ -110,7 +110,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
         stream: ExampleStream,
         *,
         batch_size: int,
-        exchange: str = "world",
+        scope: str = "world",
         dealing: str = "lpt",
         work: WorkModel | None = None,
         node_size: int | None = None,
@@ -132,13 +132,13 @@ class ExampleExchange(Iterator[ExchangedStep]):
         self._reader_timeout = reader_timeout
         none, nobody = np.empty(0, np.uint16), np.zeros(1, np.int64)
         deal(none, nobody, dealing=dealing, group_ranks=1, work=self._work)  # checks `dealing`
-        self._transport = Transport(exchange, node_size, timeout)
+        self._transport = Transport(scope, node_size, timeout)
         self.rank, self.num_ranks = self._transport.rank, self._transport.num_ranks
         self._identity = stream.identity()
         self._nothing = ExampleBatch.empty(token_dtype(stream.vocab_size), stream.has_masks)
         self._position = StreamPosition.begin(0, self.num_ranks)
         try:
-            self._agree(exchange, state)  # so that loading fails on all ranks or on none
+            self._agree(scope, state)  # so that loading fails on all ranks or on none
             if state is not None:
                 self._position = StreamPosition.load(state, stream, self.num_ranks)
         except BaseException:
@@ -159,10 +159,10 @@ class ExampleExchange(Iterator[ExchangedStep]):
         self._thread = threading.Thread(target=self._run, name="bert_unpad-exchange", daemon=True)
         self._thread.start()
 
-    def _agree(self, exchange: str, state: Mapping[str, Any] | None) -> None:
+    def _agree(self, scope: str, state: Mapping[str, Any] | None) -> None:
         mine = {
             "batch_size": self._batch_size,
-            "exchange": exchange,
+            "scope": scope,
             "dealing": self._dealing,
             "work": (self._work.linear, self._work.quadratic),
             "node_size": self._transport.node_size,

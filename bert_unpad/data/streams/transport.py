@@ -2,7 +2,7 @@
 
 Everything goes over gloo groups of its own, never that of training. Who gets what follows from the
 lengths that all ranks share, so every rank knows the size of each message beforehand and examples
-travel in one all-to-all without sizes or acknowledgements. `hierarchical` takes two: within the
+travel in one all-to-all without sizes or acknowledgements. `two_level` takes two: within the
 node to the rank that has the receiver's place in its node, then across nodes between ranks of one
 place. A rank then talks to (ranks of a node) + (nodes) others instead of to all.
 """
@@ -23,15 +23,15 @@ from bert_unpad.data.store.example_batch import ExampleBatch
 
 __all__ = ["SCOPES", "Transport"]
 
-SCOPES = ("none", "group", "world", "hierarchical")
+SCOPES = ("none", "node", "world", "two_level")
 
 
 class Transport:
     """The gloo groups of an exchange; making one is collective.
 
     Args:
-        scope: how far examples travel: "none", "group" (within a node), "world", or "hierarchical"
-            (as far as world, in two hops).
+        scope: how far examples travel: "none", "node" (within a node), "world", or "two_level" (as
+            far as world, in two hops).
         node_size: ranks of a node, which are neighbours in number; None: all.
         timeout: seconds after which an operation that some rank does not join fails.
 
@@ -44,7 +44,7 @@ class Transport:
         self.rank = dist.get_rank() if joined else 0
         self.num_ranks = dist.get_world_size() if joined else 1
         if scope not in SCOPES:
-            raise ValueError(f"exchange: expected one of {', '.join(SCOPES)}, got {scope!r}")
+            raise ValueError(f"scope: expected one of {', '.join(SCOPES)}, got {scope!r}")
         node_size = self.num_ranks if node_size is None else node_size
         if node_size < 1 or self.num_ranks % node_size:
             raise ValueError(
@@ -61,9 +61,9 @@ class Transport:
         everyone = np.arange(self.num_ranks).reshape(-1, node_size)
         # Each rank has to take part in making every group, its own or not.
         self._world = self._group(everyone.reshape(1, -1), timeout)
-        if scope in ("group", "hierarchical"):
+        if scope in ("node", "two_level"):
             self._node = self._group(everyone, timeout)
-        if scope == "hierarchical":
+        if scope == "two_level":
             self._place = self._group(everyone.T, timeout)
 
     def _group(
@@ -80,7 +80,7 @@ class Transport:
     @property
     def group_ranks(self) -> int:
         """Size of the groups of neighbouring ranks that examples stay in."""
-        return {"none": 1, "group": self.node_size}.get(self.scope, self.num_ranks)
+        return {"none": 1, "node": self.node_size}.get(self.scope, self.num_ranks)
 
     def share(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
         """Every rank's row: int64 [n] in, [ranks, n] out."""
@@ -120,7 +120,7 @@ class Transport:
         """
         if self._world is None or self.scope == "none":
             return examples
-        if self.scope != "hierarchical":
+        if self.scope != "two_level":
             hop = self._world if self.scope == "world" else self._node
             return self._hop(hop, examples, lengths, holders, receivers, mask_counts)
         between = holders // self.node_size * self.node_size + receivers % self.node_size

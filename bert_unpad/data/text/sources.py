@@ -318,13 +318,13 @@ class HuggingFaceSource:
                 self.position = {"stream": dataset.state_dict(), "left": left}
 
 
-def open_source(source: str, *, cache_dir: Path, file_per_document: bool = False) -> Source:
+def open_source(source: str, *, cache_dir: Path) -> Source:
     """Turn the `source` of a `DataConfig` into a `Source`.
 
     Args:
-        source: `stdlib`, `hf:NAME?...` (see `HuggingFaceSource`), or a path.
+        source: `stdlib`, `hf:NAME?...` (see `HuggingFaceSource`), or `PATH` or
+            `PATH?file_per_document=true` (see `TextSource`).
         cache_dir: folder in which a source may keep what is slow to collect.
-        file_per_document: for paths, whether a file is one document (see `TextSource`).
 
     Raises:
         FileNotFoundError, ImportError, ValueError: as the source's class says.
@@ -335,4 +335,13 @@ def open_source(source: str, *, cache_dir: Path, file_per_document: bool = False
         return HuggingFaceSource(source.removeprefix("hf:"))
     if not source:
         raise ValueError("source: expected 'stdlib', 'hf:NAME' or a path, got an empty string")
-    return TextSource(Path(source).expanduser(), file_per_document)
+    path, _, query = source.partition("?")
+    if not query or Path(source).expanduser().exists():  # a name may have a question mark
+        return TextSource(Path(source).expanduser())
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    whole = options.pop("file_per_document", "")
+    if options or whole not in ("true", "false"):
+        raise ValueError(
+            f"source: expected PATH or PATH?file_per_document=true or false, got {source!r}"
+        )
+    return TextSource(Path(path).expanduser(), whole == "true")

@@ -1,12 +1,12 @@
-"""Settings of the model: where its sizes and its first weights come from."""
+"""Options of the model: where its sizes and its first weights come from."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from bert_unpad._tiers import advanced
 from bert_unpad.nn import BertConfig
 from bert_unpad.nn.config import PRESETS
 from bert_unpad.pretrain.config.errors import ConfigError
@@ -14,29 +14,33 @@ from bert_unpad.pretrain.config.errors import ConfigError
 
 @dataclass
 class ModelConfig:
-    """The model: a preset, a folder, or sizes; sizes given here go before the preset's."""
+    """The model: a preset, and sizes that replace the preset's."""
 
     preset: str = "bert-base"
-    """bert-base, bert-large, or a folder with config.json and model.safetensors in Hugging Face's
-    layout, whose weights training then starts from."""
-    vocab_size: int | None = None
-    """By default the tokenizer's."""
+    """bert-base, bert-large, the path of a config.json in Hugging Face's format (for other sizes,
+    activations or vocabularies), or a folder with config.json and model.safetensors, with whose
+    weights training begins."""
     hidden_size: int | None = None
+    """Width of the hidden states. By default the preset's."""
     num_hidden_layers: int | None = None
+    """Encoder layers. By default the preset's."""
     num_attention_heads: int | None = None
+    """Attention heads per layer. By default the preset's."""
     intermediate_size: int | None = None
-    hidden_act: Literal["gelu", "gelu_new", "gelu_pytorch_tanh"] | None = None
-    hidden_dropout_prob: float | None = None
-    attention_probs_dropout_prob: float | None = None
-    max_position_embeddings: int | None = None
-    type_vocab_size: int | None = None
-    initializer_range: float | None = None
-    layer_norm_eps: float | None = None
+    """Width of the feed-forward layers. By default the preset's."""
+    hidden_dropout_prob: float | None = advanced(None)
+    """Dropout probability of hidden states. By default the preset's."""
+    attention_probs_dropout_prob: float | None = advanced(None)
+    """Dropout probability of attention weights. By default the preset's."""
+    max_position_embeddings: int | None = advanced(None)
+    """Positions, which limit data.max_seq_length. By default the preset's."""
 
     @property
     def weights(self) -> Path | None:
-        """The folder that training starts from, or None for fresh weights."""
-        return None if self.preset in PRESETS else Path(self.preset)
+        """The folder with the first weights; None for fresh weights."""
+        if self.preset in PRESETS or Path(self.preset).is_file():
+            return None
+        return Path(self.preset)
 
     def overrides(self) -> dict[str, object]:
         """The sizes and rates that are given."""
@@ -48,35 +52,42 @@ class ModelConfig:
         """The model's configuration, for a tokenizer with `vocab_size` tokens.
 
         Raises:
-            ConfigError: the preset is no name and no folder, a size does not fit, or the
-                vocabulary is smaller than the tokenizer's.
+            ConfigError: the preset is no name, file or folder, a size does not fit, or the preset
+                has a smaller vocabulary than the tokenizer or no second segment.
         """
-        if self.weights is not None:
-            path = self.weights / "config.json"
-            if not path.is_file():
-                raise ConfigError(
-                    "model.preset",
-                    f"expected one of {sorted(PRESETS)} or a folder with config.json, "
-                    f"got {self.preset!r}",
-                )
-            try:
-                values = BertConfig.from_json(path).to_dict()
-            except ValueError as error:
-                raise ConfigError("model.preset", f"{path}: {error}") from error
-        else:
-            values = {"vocab_size": vocab_size, **PRESETS[self.preset]}
         try:
-            config = BertConfig.from_dict(values | self.overrides())
+            config = BertConfig.from_dict(self._preset_values(vocab_size) | self.overrides())
         except ValueError as error:
             raise ConfigError("model", str(error)) from error
         if config.type_vocab_size < 2:
             raise ConfigError(
-                "model.type_vocab_size",
-                f"expected at least 2 (an example has two segments), got {config.type_vocab_size}",
+                "model.preset",
+                f"expected a type_vocab_size of at least 2 (an example has two segments), got "
+                f"{config.type_vocab_size}",
             )
         if config.vocab_size < vocab_size:
             raise ConfigError(
-                "model.vocab_size",
-                f"the tokenizer has {vocab_size} tokens, the model only {config.vocab_size}",
+                "model.preset",
+                f"expected a vocab_size of at least the tokenizer's {vocab_size}, got "
+                f"{config.vocab_size}",
             )
         return config
+
+    def _preset_values(self, vocab_size: int) -> dict[str, object]:
+        if self.preset in PRESETS:
+            return {"vocab_size": vocab_size, **PRESETS[self.preset]}
+        path = Path(self.preset)
+        if self.weights is not None:
+            path = path / "config.json"
+        if not path.is_file():
+            raise ConfigError(
+                "model.preset",
+                f"expected one of {', '.join(sorted(PRESETS))}, a config.json or a folder with "
+                f"one, got {self.preset!r}",
+            )
+        try:
+            return BertConfig.from_json(path).to_dict()
+        except ValueError as error:
+            raise ConfigError(
+                "model.preset", f"expected a config.json, got {path}: {error}"
+            ) from error

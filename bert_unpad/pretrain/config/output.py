@@ -1,24 +1,25 @@
-"""Settings of what a run leaves behind and tells: checkpoints, evaluation, logs."""
+"""Options of what a run saves and reports: checkpoints, evaluation, logs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from bert_unpad._tiers import advanced
+
 
 @dataclass
 class CheckpointConfig:
-    """Checkpoints to resume from."""
+    """Checkpoints, from which a run resumes; they are in the folder `checkpoints` of run_dir."""
 
-    dir: str | None = None
-    """By default `checkpoints` in run_dir. All ranks must see the same folder."""
     every: int = 1000
-    """Updates between checkpoints; 0 saves at the end and on SIGTERM only."""
+    """Updates between checkpoints. With 0 a run saves only at the end and on SIGTERM."""
     keep_last: int = 2
-    """Older ones are deleted."""
-    background: bool = True
-    """Train on while a checkpoint is written. False waits until it is on disk: then a worker that
-    dies loses at most one update that was made, with `every: 1`; in the background, two."""
+    """Checkpoints to keep; older ones are deleted."""
+    background: bool = advanced(True)
+    """Continue training while a checkpoint is written. With false, training waits until it is on
+    disk: with checkpoint.every 1 a worker that dies then loses at most one update instead of
+    two."""
 
 
 @dataclass
@@ -26,26 +27,23 @@ class EvaluationConfig:
     """Masked-token accuracy and loss on held-out examples, always with the same masks."""
 
     every: int = 1000
-    """Updates between evaluations; 0 evaluates at the end only."""
+    """Updates between evaluations. With 0 a run evaluates only at the end."""
     examples: int = 10_000
-    """How many, at most."""
-    batch_size: int = 32
-    """Sequences per forward pass on one rank."""
+    """Most examples of an evaluation. With 0 there is no evaluation."""
     target_accuracy: float | None = None
-    """Training ends when masked-token accuracy reaches this, in 0 .. 1."""
+    """Masked-token accuracy, 0 to 1, at which training ends. By default it ends with the
+    schedule."""
 
 
 @dataclass
 class LoggingConfig:
-    """What a run tells while it runs and when it ends."""
+    """What a run reports during training."""
 
     every: int = 10
     """Updates between lines of metrics.jsonl; losses stay on the device in between."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
-    """auto: a bar on a terminal, else lines."""
-    plots: bool = True
-    """Draw PNGs when the run ends (needs matplotlib)."""
-    tensorboard: bool = False
-    """Write TensorBoard event files too (needs tensorboard)."""
-    examples: bool = False
+    """How progress is shown. auto: a bar on a terminal, otherwise lines."""
+    tensorboard: bool = advanced(False)
+    """Write TensorBoard event files too. Needs the package tensorboard."""
+    examples: bool = advanced(False)
     """Write which examples each rank used in each step, to examples.rank<r>.jsonl."""

@@ -1,95 +1,109 @@
-"""Ranges of single settings: what holds for every number and path, and one table for the rest."""
+"""The range of each option by itself: what holds for all numbers and paths, and one table."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from bert_unpad.pretrain.config.errors import ConfigError
 
-__all__ = ["MAX_THREADS", "check_ranges"]
-
-MAX_THREADS = 4096
-"""Most CPU threads of one process."""
+__all__ = ["check_ranges"]
 
 _INTEGERS = 2**63  # every integer of a run fits in 64 bits with a sign
+_FLOAT32_MAX = 3.4028234e38
 
-# Smallest and greatest value of a setting that is given; of each number if it is a list.
-_RANGES: dict[str, tuple[float, float]] = {
-    "seed": (0, math.inf),
-    "threads": (1, MAX_THREADS),
-    "rank_timeout": (1, 1e6),
-    "data.seed": (0, math.inf),
-    "batching.global_batch_size": (1, math.inf),
-    "batching.batch_size_per_rank": (1, math.inf),
-    "batching.accumulation": (1, math.inf),
-    "batching.prefetch": (1, math.inf),
-    "batching.max_sequences_per_row": (1, math.inf),
-    "batching.shuffle_buffer": (1, math.inf),
-    "batching.reader_timeout": (1, 1e6),
-    "schedule.total_steps": (1, math.inf),
-    "schedule.epochs": (1, math.inf),
-    "schedule.warmup_steps": (0, math.inf),
-    "schedule.warmup_share": (0, 1),
-    "schedule.power": (0, math.inf),
-    "schedule.end_lr_share": (0, 1),
-    "optimizer.lr": (0, math.inf),
-    "optimizer.eps": (0, math.inf),
-    "optimizer.weight_decay": (0, math.inf),
-    "growth.joint_share": (0, 1),
-    "growth.theta": (0, 1),
-    "growth.gamma": (0, math.inf),
-    "clip.max_norm": (0, math.inf),
-    "loss_scale.growth_interval": (1, math.inf),
-    "comm.start": (0, math.inf),
-    "comm.power_sgd_rank": (1, math.inf),
-    "comm.local_sgd_period": (2, math.inf),
-    "comm.local_sgd_group": (1, math.inf),
-    "checkpoint.every": (0, math.inf),
-    "checkpoint.keep_last": (1, math.inf),
-    "evaluation.every": (0, math.inf),
-    "evaluation.examples": (0, math.inf),
-    "evaluation.batch_size": (1, math.inf),
-    "evaluation.target_accuracy": (0, 1),
-    "logging.every": (1, math.inf),
+
+class _Range(NamedTuple):
+    """Smallest and greatest value that is allowed, and how an error describes them."""
+
+    low: float
+    high: float
+    text: str
+
+
+def _at_least(low: int) -> _Range:
+    return _Range(low, math.inf, f"a number >= {low}")
+
+
+def _between(low: float, high: float) -> _Range:
+    return _Range(low, high, f"a number in {low:g} .. {high:g}")
+
+
+_ABOVE_ZERO = math.nextafter(0.0, 1.0)
+_BELOW_ONE = math.nextafter(1.0, 0.0)
+
+# Of an option that is given; of each number if it is a list.
+_RANGES: dict[str, _Range] = {
+    "seed": _at_least(0),
+    "rank_timeout": _between(1, 1e6),
+    "batching.global_batch_size": _at_least(1),
+    "batching.batch_size_per_rank": _at_least(1),
+    "batching.accumulation": _at_least(1),
+    "batching.shuffle_buffer": _at_least(1),
+    "schedule.total_steps": _at_least(1),
+    "schedule.epochs": _at_least(1),
+    "schedule.warmup_steps": _at_least(0),
+    "schedule.warmup_share": _between(0, 1),
+    "schedule.power": _at_least(0),
+    "schedule.end_lr_share": _between(0, 1),
+    "optimizer.lr": _at_least(0),
+    "optimizer.betas": _Range(0, _BELOW_ONE, "numbers in [0, 1)"),
+    "optimizer.eps": _at_least(0),
+    "optimizer.weight_decay": _at_least(0),
+    "growth.layers": _Range(1, math.inf, "ascending numbers >= 1"),
+    "growth.lengths": _Range(1, math.inf, "ascending numbers >= 1"),
+    "growth.shares": _Range(_ABOVE_ZERO, math.inf, "numbers > 0"),
+    "growth.joint_share": _between(0, 1),
+    "clip.max_norm": _at_least(0),
+    "loss_scale.initial": _Range(_ABOVE_ZERO, _FLOAT32_MAX, "a number > 0 that fits in float32"),
+    "loss_scale.growth_interval": _at_least(1),
+    "comm.bucket_mb": _Range(_ABOVE_ZERO, math.inf, "a number > 0"),
+    "comm.start": _at_least(0),
+    "comm.power_sgd_rank": _at_least(1),
+    "comm.local_sgd_period": _at_least(2),
+    "comm.local_sgd_group": _at_least(1),
+    "checkpoint.every": _at_least(0),
+    "checkpoint.keep_last": _at_least(1),
+    "evaluation.every": _at_least(0),
+    "evaluation.examples": _at_least(0),
+    "evaluation.target_accuracy": _between(0, 1),
+    "logging.every": _at_least(1),
 }
 
-_FOLDERS = ("run_dir", "data.cache_dir", "checkpoint.dir")
+_FOLDERS = ("run_dir", "data.cache_dir")
 
 
 def check_ranges(config: Any) -> None:
-    """Checks every setting by itself.
+    """Checks every option by itself.
 
     Args:
-        config: a dataclass of settings and of sections, which are dataclasses.
+        config: a dataclass of options and of sections, which are dataclasses.
 
     Raises:
         ConfigError: a number is not finite, an integer has more than 64 bits, a number is out of
-            its range, or the path of a folder is none.
+            its range, or the path of a folder is empty.
     """
-    for key, value in _settings(config):
+    for name, value in _values(config):
         if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(key, f"expected a finite number, got {value!r}")
+            raise ConfigError(name, f"expected a finite number, got {value!r}")
         if isinstance(value, int) and not -_INTEGERS <= value < _INTEGERS:
-            raise ConfigError(key, f"expected an integer of at most 64 bits (< 2^63), got {value}")
-        if key in _RANGES:
-            low, high = _RANGES[key]
-            if not low <= value <= high:
-                wanted = f">= {low}" if high == math.inf else f"in {low} .. {high:g}"
-                raise ConfigError(key, f"expected a number {wanted}, got {value!r}")
-        if key in _FOLDERS and (not value.strip() or "\0" in value):
-            raise ConfigError(key, f"expected the path of a folder, got {value!r}")
+            raise ConfigError(name, f"expected an integer of at most 64 bits (< 2^63), got {value}")
+        wanted = _RANGES.get(name)
+        if wanted is not None and not wanted.low <= value <= wanted.high:
+            raise ConfigError(name, f"expected {wanted.text}, got {value!r}")
+        if name in _FOLDERS and (not value.strip() or "\0" in value):
+            raise ConfigError(name, f"expected the path of a folder, got {value!r}")
 
 
-def _settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is given with its key, as `section.key`; those of a list one by one."""
+def _values(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is given with its option's name; the values of a list one by one."""
     for field in dataclasses.fields(section):
-        value, key = getattr(section, field.name), f"{prefix}{field.name}"
+        value, name = getattr(section, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
-            yield from _settings(value, f"{key}.")
+            yield from _values(value, f"{name}.")
             continue
         for single in value if isinstance(value, list | tuple) else [value]:
             if single is not None:
-                yield key, single
+                yield name, single

@@ -1,4 +1,4 @@
-"""Settings of an update of the parameters: optimizer, learning rate, bound on the gradient."""
+"""Options of an update of the parameters: optimizer, learning rate, gradient clipping."""
 
 from __future__ import annotations
 
@@ -6,117 +6,81 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bert_unpad._choices import OptimizerName, Shard
-from bert_unpad.pretrain.config.errors import ConfigError
-
-_FLOAT32_MAX = 3.4028234e38  # the scale is a float32 on the device
+from bert_unpad._tiers import advanced
 
 
 @dataclass
 class OptimizerConfig:
-    """The optimizer. Biases and LayerNorm parameters get no weight decay."""
+    """The optimizer. Biases and LayerNorm parameters have no weight decay."""
 
     name: OptimizerName = "adamw"
-    """adamw: PyTorch's own; fused_adam: the same by bert_unpad.optim; lamb or lans, for large
-    batches, whose learning rate counts relative to each weight's norm."""
+    """adamw: PyTorch's AdamW. fused_adam: the same, by bert_unpad.optim. lamb, lans: for large
+    batches; their learning rate is relative to the norm of each weight."""
     lr: float = 1e-4
     """Learning rate at the end of the warm-up."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-6
+    betas: tuple[float, float] = advanced((0.9, 0.999))
+    """Decay rates of the averages of the gradient and of its square."""
+    eps: float = advanced(1e-6)
+    """Number added to the denominator of the update."""
     weight_decay: float = 0.01
-    shard: Shard = "none"
-    """Who keeps the optimizer's state: every rank all of it; or the ranks of each machine, or all,
-    a part each. Updated weights then travel within the machine, or between all ranks."""
+    """Factor of the decoupled weight decay."""
+    shard: Shard = advanced("none")
+    """Ranks that share the optimizer's state. none: every rank keeps all of it. node: the ranks of
+    a machine keep a part each. world: all ranks keep a part each. Updated weights then travel
+    between the ranks that share."""
 
 
 @dataclass
 class ScheduleConfig:
-    """Linear warm-up, then polynomial decay. Give total_steps or epochs."""
+    """Length of the run and learning rate: linear warm-up, then polynomial decay."""
 
     total_steps: int | None = None
+    """Updates of the run. Give this or schedule.epochs."""
     epochs: int | None = None
+    """Passes over the training data. Give this or schedule.total_steps."""
     warmup_steps: int | None = None
-    """Updates of the warm-up; 0 for none."""
+    """Updates of the warm-up. By default there is none. Give this or schedule.warmup_share."""
     warmup_share: float | None = None
-    """The same as a share of all updates."""
-    start_warmup_step: int = 0
-    """Update before which the warm-up begins, as in MLPerf's rules: negative numbers start it
-    above zero."""
-    power: float = 1.0
-    """Degree of the decay."""
-    end_lr_share: float = 0.0
-    """Learning rate that the decay ends at, as a share of optimizer.lr."""
+    """Warm-up as a share of all updates. Give this or schedule.warmup_steps."""
+    start_warmup_step: int = advanced(0)
+    """Update before which the warm-up begins, as in MLPerf's rules. With a negative number the
+    first update has a learning rate that is already further up the warm-up."""
+    power: float = advanced(1.0)
+    """Degree of the polynomial decay."""
+    end_lr_share: float = advanced(0.0)
+    """Learning rate at the end of the decay, as a share of optimizer.lr."""
 
 
 @dataclass
 class ClipConfig:
-    """Bound on the norm of the gradient."""
+    """Limit on the norm of the gradient, and its type between ranks."""
 
     max_norm: float = 1.0
+    """Largest norm of the averaged gradient."""
     mode: Literal["bucket", "before", "after", "none"] = "after"
-    """bucket: each rank clips bucket by bucket before they are averaged, while the backward pass
-    goes on. before: each rank clips its whole gradient, then they are averaged. after: clip the
-    average. The norm of the average is at most max_norm in all three."""
-    policy: Literal["equal", "numel", "adaptive"] = "equal"
-    """How bucket shares max_norm^2 out: in equal parts, by the buckets' sizes, or by their shares
-    of the squared norm in the step before."""
-    wire_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Type in which gradients travel between ranks; fp16 with bucket and before only."""
-    error_feedback: bool = False
-    """Add what the cast to wire_dtype loses to the next step's gradient (takes memory for one more
-    gradient; a resumed run begins without it)."""
+    """What is clipped. bucket: each rank's gradient, bucket by bucket, before buckets are averaged
+    and during the backward pass. before: each rank's whole gradient, before gradients are averaged.
+    after: the average. none: nothing. The first three keep the norm of the average within
+    clip.max_norm."""
+    policy: Literal["equal", "adaptive"] = advanced("equal")
+    """With clip.mode bucket: how clip.max_norm is divided among buckets. equal: in equal parts.
+    adaptive: by each bucket's share of the squared norm in the previous step."""
+    wire_dtype: Literal["fp32", "bf16", "fp16"] = advanced("fp32")
+    """Type of gradients between ranks. fp16 needs clip.mode bucket or before."""
+    error_feedback: bool = advanced(False)
+    """Add what the cast to clip.wire_dtype loses to the next step's gradient. Takes memory for one
+    more gradient; a resumed run begins without it."""
 
 
 @dataclass
 class LossScaleConfig:
-    """precision fp16: what losses are multiplied by, so that gradients do not underflow."""
+    """The factor on losses with precision fp16, which keeps gradients from underflow.
 
-    initial: float = 65536.0
-    """At the beginning."""
-    growth_factor: float = 2.0
-    """What it is multiplied by after growth_interval updates without an overflow."""
-    backoff_factor: float = 0.5
-    """What it is multiplied by after an overflow, whose update is left out."""
-    growth_interval: int = 2000
-    """Updates in a row."""
-
-
-def check_loss_scale(scale: LossScaleConfig) -> None:
-    """Checks the ranges.
-
-    Raises:
-        ConfigError: see its message.
+    It doubles after growth_interval updates without an overflow, and halves after an overflow, as
+    in torch.amp.GradScaler.
     """
-    if not 0 < scale.initial <= _FLOAT32_MAX:
-        raise ConfigError(
-            "loss_scale.initial", f"expected a finite number > 0, got {scale.initial!r}"
-        )
-    if not 1 < scale.growth_factor <= _FLOAT32_MAX:
-        raise ConfigError(
-            "loss_scale.growth_factor", f"expected a number > 1, got {scale.growth_factor!r}"
-        )
-    if not 0 < scale.backoff_factor < 1:
-        raise ConfigError(
-            "loss_scale.backoff_factor",
-            f"expected a number between 0 and 1, got {scale.backoff_factor!r}",
-        )
 
-
-def check_clip(clip: ClipConfig) -> None:
-    """Checks which settings of clipping go together.
-
-    Raises:
-        ConfigError: see its message.
-    """
-    bounded = clip.mode in ("bucket", "before")
-    if bounded and not clip.max_norm > 0:
-        raise ConfigError("clip.max_norm", f"clip.mode {clip.mode} needs more than 0")
-    if clip.wire_dtype == "fp16" and not (bounded and clip.max_norm <= 65504):
-        raise ConfigError(
-            "clip.wire_dtype",
-            "fp16 needs clip.mode bucket or before, with clip.max_norm of at most 65504",
-        )
-    if clip.error_feedback and (clip.wire_dtype == "fp32" or clip.mode == "before"):
-        raise ConfigError(
-            "clip.error_feedback",
-            "needs clip.wire_dtype bf16 or fp16, and another mode than before",
-        )
+    initial: float = advanced(65536.0)
+    """With precision fp16: the factor on losses at the start of the run."""
+    growth_interval: int = advanced(2000)
+    """With precision fp16: updates without an overflow after which the factor doubles."""

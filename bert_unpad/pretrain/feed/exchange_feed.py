@@ -26,8 +26,8 @@ from bert_unpad.pretrain.ranks import Ranks
 
 __all__ = ["ExchangedFeed"]
 
-# Seconds that a rank waits for the others to stop as well. All stop after the same step, so no more
-# than a step lies between them; where one has failed, there may be no rank left to wait for.
+# Seconds that a rank waits for the others to stop too. All stop after the same step, so at most one
+# step lies between them; where one has failed, no other rank may be left.
 _STOP_SECONDS = 60.0
 _STOP_SECONDS_AFTER_ERROR = 2.0
 
@@ -38,11 +38,11 @@ class ExchangedFeed:
     Args:
         stream: this rank's examples.
         ranks: the processes of the run.
-        batching: how.
+        batching: how examples become steps, and how far they travel.
         work: work of a sequence by its length.
 
     Raises:
-        ConfigError: machines have different numbers of processes, and the exchange is by machine.
+        ConfigError: machines have different numbers of processes, and batching.scope is by machine.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class ExchangedFeed:
         self._node_size = self._common_node_size()
 
     def _common_node_size(self) -> int | None:
-        """None where nodes do not matter."""
-        if self._ranks.world_size == 1 or self._batching.exchange not in ("group", "hierarchical"):
+        """Ranks per machine; None where machines do not matter."""
+        scope = self._batching.scope
+        if self._ranks.world_size == 1 or scope not in ("node", "two_level"):
             return None
-        exchange = self._batching.exchange
-        return common_node_size(self._ranks, "batching.exchange", exchange, "world")
+        return common_node_size(self._ranks, "batching.scope", scope, "world")
 
     @property
     def epoch(self) -> int:
@@ -76,8 +76,8 @@ class ExchangedFeed:
     def steps_left(self) -> int:
         """Steps of the current epoch still to come: as many as the rank with the most needs.
 
-        Unknown for streamed text (AttributeError), so the configuration refuses to count in
-        epochs then.
+        Streamed text has no known length (AttributeError), so the configuration does not allow
+        epochs with it.
         """
         sizes = self._stream.part_sizes(self._position.epoch)
         left = (size - at for size, at in zip(sizes, self._position.positions, strict=True))
@@ -105,7 +105,7 @@ class ExchangedFeed:
         return None if place is None else json.dumps(place)
 
     def load_local_state(self, local: str) -> None:
-        """Makes use of what `local_state` returned on this rank."""
+        """Continues from what `local_state` returned on this rank."""
         if isinstance(self._stream, TextStream):
             self._stream.go_to(json.loads(local))
 
@@ -122,10 +122,10 @@ class ExchangedFeed:
             pin_memory: put steps into page-locked memory, for a GPU.
             graph_shapes: what passes are padded to; None to leave them as they are.
         """
-        batching = self._batching
+        timeout = self._ranks.timeout.total_seconds()
         collate = StepCollator(
             lambda examples, epoch: pack_examples(examples, collator.masker, epoch),
-            batching.accumulation,
+            self._batching.accumulation,
             graph_shapes,
         )
 
@@ -140,16 +140,15 @@ class ExchangedFeed:
         exchange = ExampleExchange(
             self._stream,
             batch_size=self._batch_size,
-            exchange=batching.exchange,
-            dealing=batching.dealing,
+            scope=self._batching.scope,
             work=self._work,
             node_size=self._node_size,
-            reader_timeout=batching.reader_timeout,
+            reader_timeout=timeout,
             # A rank joins a round as late as its reader lets it, and as training does.
-            timeout=batching.reader_timeout + self._ranks.timeout.total_seconds(),
+            timeout=2 * timeout,
             state=self._position.state(self._stream.identity()),
         )
-        prefetcher = Prefetcher(make_step, exchange, depth=batching.prefetch)
+        prefetcher = Prefetcher(make_step, exchange)
         patience = _STOP_SECONDS
         try:
             yield prefetcher

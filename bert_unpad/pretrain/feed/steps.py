@@ -32,14 +32,14 @@ class Step:
     epoch: int
     """Number of the pass over the data."""
     indices: np.ndarray
-    """int64: the examples, as places in the training set (or ids, if it has no places)."""
+    """int64: places of the examples in the training set (or their ids, if it has no places)."""
     counts: dict[str, float]
-    """Counts of this rank: masked (tokens with a label), pairs (with a next-sentence label),
-    sequences and tokens."""
+    """Counts of this rank: masked (tokens with a label), pairs (next-sentence labels), sequences
+    and tokens."""
     lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """int: real tokens of each sequence of all passes."""
+    """int: real tokens of each sequence, over all passes."""
     num_masked: int = 0
-    """Tokens of them whose logits are needed."""
+    """Tokens whose logits are needed, over all passes."""
 
     def pin_memory(self) -> Step:
         """A copy of the step in page-locked memory."""
@@ -94,21 +94,20 @@ class StepCollator:
 
 @dataclass(frozen=True)
 class FeedState:
-    """What the sampler says of one step."""
+    """What the sampler knows about one step."""
 
     sampler: dict[str, Any]
-    """Its state after the step."""
+    """State of the sampler after the step."""
     straggler_efficiency: float | None
-    """Mean work over greatest work of a rank; None where it is not worked out."""
+    """Mean work of the ranks divided by the greatest; None where it is not computed."""
     rows: int | None = None
-    """Rows that the step's sequences are packed into, over all ranks; None: a row for each."""
+    """Rows that the step's sequences are packed into, over all ranks; None: one row each."""
 
 
 def endless_steps(
     collator: StepCollator,
     sampler: BalancedSampler | PackedSampler,
     *,
-    prefetch: int,
     pin_memory: bool,
     efficiency: bool,
 ) -> Iterator[tuple[Step, FeedState]]:
@@ -117,10 +116,9 @@ def endless_steps(
     Args:
         collator: makes the steps.
         sampler: says which examples.
-        prefetch: steps prepared ahead.
         pin_memory: put them into page-locked memory, for a GPU.
-        efficiency: work out the straggler efficiency of each step, which takes the plan of all
-            ranks and so is for one rank to do.
+        efficiency: compute the straggler efficiency of each step. It needs the plan of all ranks,
+            so one rank is enough.
     """
 
     def state() -> FeedState:
@@ -135,7 +133,6 @@ def endless_steps(
             collator,
             sampler,
             epoch=sampler.epoch,
-            depth=prefetch,
             pin_memory=pin_memory,
             get_state=state,
         ) as prefetcher:

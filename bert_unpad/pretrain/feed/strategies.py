@@ -1,4 +1,4 @@
-"""Who trains on what, by the batching strategy, and the steps that come of it."""
+"""Which rank trains on what, by the batching strategy, and the steps that follow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Sampler = BalancedSampler | PackedSampler | ExchangedFeed
 def build_sampler(
     config: PretrainConfig, data: PreparedData, ranks: Ranks, work: WorkModel
 ) -> Sampler:
-    """What says who trains on what, at the beginning of the first epoch.
+    """The sampler of the batching strategy, at the beginning of the first epoch.
 
     Raises:
         ConfigError: the strategy does not fit the data.
@@ -46,8 +46,6 @@ def build_sampler(
             *place,
             config.seed,
             row_tokens=longest,
-            max_sequences=batching.max_sequences_per_row,
-            method=batching.row_packing,
             work=work,
         )
         logger.info(
@@ -63,11 +61,10 @@ def feed_steps(
 ) -> AbstractContextManager[Iterator[tuple[Step, FeedState]]]:
     """Steps from where the sampler stands, without end; its threads end with the context."""
     pin_memory = ranks.device.type == "cuda"
-    accumulation = config.batching.accumulation
     graph_shapes = None
     if config.cuda_graphs:
         graph_shapes = GraphShapes(
-            -(-config.batching.per_rank(ranks.world_size) // accumulation),
+            config.batching.per_pass(ranks.world_size),
             config.data.max_seq_length,
             config.data.masked_lm_prob,
         )
@@ -75,9 +72,8 @@ def feed_steps(
         return sampler.steps(data.collator(), pin_memory=pin_memory, graph_shapes=graph_shapes)
     return closing(
         endless_steps(
-            StepCollator(data.collator(), accumulation, graph_shapes),
+            StepCollator(data.collator(), config.batching.accumulation, graph_shapes),
             sampler,
-            prefetch=config.batching.prefetch,
             pin_memory=pin_memory,
             efficiency=ranks.is_first,
         )

@@ -78,7 +78,6 @@ class PowerSGD(CommHook):
             process_group=None,
             matrix_approximation_rank=config.power_sgd_rank,
             start_powerSGD_iter=config.start + SETTLING_PASSES,
-            use_error_feedback=config.power_sgd_error_feedback,
         )
         # The hook starts its second collective when the first has ended. gloo calls back from
         # its own threads, so with several buckets ranks would start theirs in different orders.

@@ -20,6 +20,8 @@ from bert_unpad.pretrain.config import LossScaleConfig
 
 __all__ = ["LossScale"]
 
+_GROWTH, _BACKOFF = 2.0, 0.5  # factors on the scale, as in torch.amp.GradScaler
+
 
 class LossScale:
     """The scale and how it moves; everything stays on the device, and the host waits for nothing.
@@ -47,10 +49,9 @@ class LossScale:
         Args:
             finite: bool [], whether the averaged gradient is; the same on all ranks.
         """
-        config = self._config
         torch._amp_update_scale_(
             *(self.value, self._good, (~finite).float()),
-            *(config.growth_factor, config.backoff_factor, config.growth_interval),
+            *(_GROWTH, _BACKOFF, self._config.growth_interval),
         )
 
     def state_dict(self) -> dict[str, Any]:

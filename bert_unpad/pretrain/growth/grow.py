@@ -5,21 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from bert_unpad.nn import BertForPreTraining
-from bert_unpad.nn.encoder import BertLayer
-from bert_unpad.nn.pretraining import initialize
 from bert_unpad.pretrain.config import OptimizerConfig
 from bert_unpad.pretrain.growth.stage import Stage
 from bert_unpad.pretrain.update.optimizer import build_optimizer, local_optimizer
 
 __all__ = ["add_layers", "cut_layers", "freeze", "next_optimizer"]
-
-_STREAM = 0x4752  # keeps this use of (seed, layers) apart from others'
 
 Copies = dict[nn.Parameter, nn.Parameter]
 
@@ -30,34 +25,23 @@ def cut_layers(model: BertForPreTraining, layers: int) -> None:
     _note_layers(model)
 
 
-def add_layers(model: BertForPreTraining, sources: tuple[int | None, ...], seed: int) -> Copies:
+def add_layers(model: BertForPreTraining, sources: tuple[int, ...]) -> Copies:
     """Puts layers on top.
 
     Args:
         model: grows in place.
-        sources: for each new layer, the one that it is a copy of; None for a fresh one.
-        seed: of fresh weights, which depend on it and on the layer's number alone.
+        sources: for each new layer, the one that it is a copy of.
 
     Returns:
-        Each new parameter that is a copy, with what it is a copy of.
+        Each new parameter, with what it is a copy of.
     """
     encoder = model.bert.encoder
     layers, fp8 = encoder.layer, encoder.fp8
-    device = model.word_embeddings.device
     copies: Copies = {}
     for source in sources:
-        if source is None:
-            layer = BertLayer(model.config)
-            (state,) = np.random.SeedSequence([seed, len(layers), _STREAM]).generate_state(
-                1, np.uint64
-            )
-            torch.manual_seed(int(state >> np.uint64(1)))
-            initialize(layer, model.config.initializer_range)
-            layer = layer.to(device).train(model.training)
-        else:
-            layer = copy.deepcopy(layers[source])
-            for ours, theirs in zip(layer.parameters(), layers[source].parameters(), strict=True):
-                copies[ours] = theirs
+        layer = copy.deepcopy(layers[source])
+        for ours, theirs in zip(layer.parameters(), layers[source].parameters(), strict=True):
+            copies[ours] = theirs
         layers.append(layer)
     encoder.fp8 = fp8  # of each layer
     _note_layers(model)
@@ -76,11 +60,10 @@ def freeze(model: BertForPreTraining, stage: Stage) -> None:
     bert = model.bert
     bert.encoder.frozen_layers = stage.frozen
     model.requires_grad_(True)
-    bert.pooler.requires_grad_(stage.pooler)
     if stage.frozen:
         bert.encoder.layer[: stage.frozen].requires_grad_(False)
         bert.embeddings.requires_grad_(False)
-        bert.embeddings.word_embeddings.requires_grad_(stage.decoder)
+        bert.embeddings.word_embeddings.requires_grad_(True)  # as the decoder
 
 
 def next_optimizer(

@@ -18,6 +18,9 @@ from bert_unpad.pretrain.growth.stage import Growth, Setting, Stage
 
 __all__ = ["keep_probabilities", "layer_drop"]
 
+_THETA = 0.5  # where the mean keep probability of the top layer goes
+_GAMMA = 100  # how fast it goes there, in a whole run
+
 _STREAM = 0x4C41  # keeps this use of (seed, step) apart from others'
 
 
@@ -33,12 +36,11 @@ def layer_drop(config: GrowthConfig, setting: Setting) -> Growth:
     The choice depends on the run's seed and the number of updates made, so it is the same on all
     ranks, in all passes of an update, and in a run that is resumed.
     """
-    theta = 0.5 if config.theta is None else config.theta
-    gamma = 100 / setting.total_steps if config.gamma is None else config.gamma
+    gamma = _GAMMA / setting.total_steps
 
     def active_layers(step: int) -> tuple[bool, ...]:
         draw = np.random.default_rng([setting.seed, step, _STREAM]).random(setting.layers)
-        return tuple((draw < keep_probabilities(setting.layers, step, theta, gamma)).tolist())
+        return tuple((draw < keep_probabilities(setting.layers, step, _THETA, gamma)).tolist())
 
     stage = Stage(setting.total_steps, setting.layers, setting.max_seq_length)
     return Growth((stage,), active_layers=active_layers)

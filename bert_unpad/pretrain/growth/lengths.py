@@ -22,7 +22,7 @@ def lengths(config: GrowthConfig, setting: Setting) -> Growth:
     if longest[-1] != setting.max_seq_length:
         raise ConfigError(
             "growth.lengths",
-            f"the last must be data.max_seq_length, {setting.max_seq_length}, got {longest}",
+            f"expected data.max_seq_length, {setting.max_seq_length}, as the last, got {longest}",
         )
     ends = stage_ends(stage_shares(config, len(longest)), setting.total_steps)
     stages = tuple(

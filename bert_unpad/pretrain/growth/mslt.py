@@ -2,8 +2,9 @@
 
 Yang et al. (2020), "Progressively Stacking 2.0: A Multi-stage Layerwise Training Method for BERT
 Training Speedup" (arXiv:2011.13635). The layers below run forward only, and only the layers being
-trained have gradients to exchange. What the method leaves open is in the configuration: an optional
-last part of the run trains all layers together.
+trained have gradients to exchange. New layers are copies of those on top, with their optimizer
+states; the heads, and the word embedding as the decoder, train in all stages. An optional last part
+of the run trains all layers together.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def mslt(config: GrowthConfig, setting: Setting) -> Growth:
     counts = config.layers or [-(-setting.layers * (i + 1) // parts) for i in range(parts)]
     if counts[-1] != setting.layers:
         raise ConfigError(
-            "growth.layers", f"the last stage must have the model's {setting.layers}, got {counts}"
+            "growth.layers",
+            f"expected the model's {setting.layers} in the last stage, got {counts}",
         )
     shares = list(stage_shares(config, len(counts)))
     joint = config.joint_share or 0.0
@@ -44,11 +46,7 @@ def mslt(config: GrowthConfig, setting: Setting) -> Growth:
                 count,
                 setting.max_seq_length,
                 frozen=below,
-                decoder=config.decoder == "trained",
-                pooler=config.pooler == "trained" or not below,
-                sources=tuple(copied if config.new_layers == "copy" else [None] * added)
-                if below
-                else (),
+                sources=tuple(copied),
             )
         )
     if joint:

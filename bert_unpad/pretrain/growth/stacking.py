@@ -24,10 +24,13 @@ def stacking(config: GrowthConfig, setting: Setting) -> Growth:
     counts = config.layers or _doubling(setting.layers)
     if counts[-1] != setting.layers:
         raise ConfigError(
-            "growth.layers", f"the last stage must have the model's {setting.layers}, got {counts}"
+            "growth.layers",
+            f"expected the model's {setting.layers} in the last stage, got {counts}",
         )
     if any(count > 2 * below for below, count in pairwise(counts)):
-        raise ConfigError("growth.layers", f"a stage may at most double the layers, got {counts}")
+        raise ConfigError(
+            "growth.layers", f"expected at most twice as many per stage, got {counts}"
+        )
     ends = stage_ends(stage_shares(config, len(counts)), setting.total_steps)
     stages = tuple(
         # Copies of the topmost layers; of all of them, where the number doubles.

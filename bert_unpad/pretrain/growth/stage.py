@@ -42,12 +42,8 @@ class Stage:
     """Longest example, in tokens."""
     frozen: int = 0
     """Layers from the bottom, and the embeddings below them, that run forward only."""
-    decoder: bool = True
-    """Whether the word embedding learns as the decoder, if layers are frozen."""
-    pooler: bool = True
-    """Whether the pooler trains."""
-    sources: tuple[int | None, ...] = ()
-    """For each layer that this stage adds: the one to copy, None for a fresh one."""
+    sources: tuple[int, ...] = ()
+    """For each layer that this stage adds: the one to copy."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,8 @@ def stage_shares(config: GrowthConfig, stages: int) -> list[float]:
         return [(1.0 - (config.joint_share or 0.0)) / stages] * stages
     if len(config.shares) != stages:
         raise ConfigError(
-            "growth.shares", f"expected one for each of {stages} stages, got {len(config.shares)}"
+            "growth.shares",
+            f"expected a number for each of {stages} stages, got {len(config.shares)}",
         )
     return config.shares
 
@@ -96,6 +93,7 @@ def stage_ends(shares: Sequence[float], total_steps: int) -> list[int]:
     ends[-1] = total_steps
     if any(end <= begin for begin, end in pairwise([0, *ends])):
         raise ConfigError(
-            "growth.shares", f"a stage gets no update: of {total_steps}, they end after {ends}"
+            "growth.shares",
+            f"expected an update or more per stage, got ends {ends} of {total_steps} updates",
         )
     return ends

@@ -29,7 +29,6 @@ def _problem(config: PretrainConfig) -> tuple[str, str] | None:
     cache = Path(config.data.cache_dir or default_cache_dir()).expanduser()
     folders = {
         "run_dir": Path(config.run_dir),
-        "checkpoint.dir": config.checkpoint_dir,
         "data.cache_dir": cache,
     }
     for key, folder in folders.items():

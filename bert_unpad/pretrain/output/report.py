@@ -7,6 +7,7 @@ report is complete.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import platform
 import statistics
@@ -49,13 +50,15 @@ def write_report(run: Run, data: PreparedData) -> None:
     held_out = len(data.validation) > 0
     most_frequent = most_frequent_token_rate(data.validation) if held_out else None
     summary = _summary(lines, data, model, run.progress, most_frequent)
-    if run.config.logging.plots:
+    if plotted := importlib.util.find_spec("matplotlib") is not None:
         draw_run(run_dir / "training.png", lines, most_frequent)
     print(_table(summary))
     if held_out:
         for filled in fill_masks(model, data, _FILLED_EXAMPLES):
             print(_sample(filled))
     print(f"\nModel, plots and metrics: {run_dir}")
+    if not plotted:
+        print("No plot was drawn: matplotlib is not installed (pip install 'bert_unpad[pretrain]')")
     write_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 

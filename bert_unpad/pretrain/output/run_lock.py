@@ -169,83 +169,72 @@ class _FolderLock:
 
 
 class RunLock:
-    """The locks of all folders that a run writes to.
+    """The lock of a run's folder, which a thread keeps alive.
 
     Args:
-        folders: by the setting that names them.
+        folder: made if missing.
 
     Raises:
-        ConfigError: another run has one of them, or may have it.
+        ConfigError: another run has it, or may have it.
     """
 
-    def __init__(self, folders: Mapping[str, Path]) -> None:
-        self._locks = [_FolderLock(key, folder) for key, folder in folders.items()]
+    def __init__(self, folder: Path) -> None:
+        self._lock = _FolderLock("run_dir", folder)
         self._mutex = threading.Lock()
         self._users = 1
         self._released = threading.Event()
-        threading.Thread(target=self._touch_all, name="run-lock", daemon=True).start()
+        threading.Thread(target=self._keep_alive, name="run-lock", daemon=True).start()
         try:
-            for lock in self._locks:
-                lock.take()
+            self._lock.take()
         except BaseException:
-            self._release_all()
+            self._released.set()
             raise
 
     def set_aside(self) -> None:
-        """Renames folders that are not empty to `<folder>.previous-<n>`, and locks new ones."""
+        """Renames a folder that is not empty to `<folder>.previous-<n>`, and locks a new one."""
         with self._mutex:
-            for lock in self._locks:
-                lock.set_aside()
-            for lock in self._locks:
-                if not lock.is_held:
-                    lock.take()
+            self._lock.set_aside()
+            if not self._lock.is_held:
+                self._lock.take()
 
     def retain(self) -> None:
-        """Asks for one more `release` before the folders are free, as while a thread writes."""
+        """Asks for one more `release` before the folder is free, as while a thread writes."""
         with self._mutex:
             self._users += 1
 
     def release(self) -> None:
-        """Frees the folders after as many calls as there were of `retain`, and one."""
+        """Frees the folder after as many calls as there were of `retain`, and one."""
         with self._mutex:
             self._users -= 1
             if self._users == 0:
-                self._release_all()
+                self._released.set()
+                if self._lock.is_held:
+                    self._lock.release()
 
-    def _release_all(self) -> None:
-        self._released.set()
-        for lock in self._locks:
-            if lock.is_held:
-                lock.release()
-
-    def _touch_all(self) -> None:
+    def _keep_alive(self) -> None:
         while not self._released.wait(_TOUCH_EVERY):
             with self._mutex:
-                for lock in self._locks:
-                    if lock.is_held:
-                        lock.touch()
+                if self._lock.is_held:
+                    self._lock.touch()
 
 
 @contextlib.contextmanager
 def run_lock(config: PretrainConfig, ranks: Ranks) -> Iterator[RunLock | None]:
-    """Inside, no other run uses the run's folder or that of its checkpoints.
+    """Inside, no other run uses the run's folder.
 
-    All ranks have to call it. Makes the folders.
+    All ranks have to call it. Makes the folder.
 
     Yields:
         The lock on rank 0, None on the others.
 
     Raises:
-        ConfigError: on all ranks, if another run uses one of the folders.
+        ConfigError: on all ranks, if another run uses the folder.
     """
-    folders = {"run_dir": Path(config.run_dir)}
-    if not config.checkpoint_dir.resolve().is_relative_to(folders["run_dir"].resolve()):
-        folders["checkpoint.dir"] = config.checkpoint_dir
     lock: RunLock | None = None
 
     def take() -> None:
         nonlocal lock
-        lock = RunLock(folders)
+        lock = RunLock(Path(config.run_dir))
 
     try:
         ranks.on_first(take)

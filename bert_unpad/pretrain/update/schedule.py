@@ -55,7 +55,7 @@ def warmup_updates(schedule: ScheduleConfig, total_steps: int) -> int:
     if warmup + schedule.start_warmup_step > total_steps:
         raise ConfigError(
             "schedule.warmup_steps",
-            f"the warm-up ends with update {warmup + schedule.start_warmup_step}, after the "
-            f"run's last ({total_steps})",
+            f"expected an end within the run's {total_steps} updates, got "
+            f"{warmup + schedule.start_warmup_step}",
         )
     return warmup

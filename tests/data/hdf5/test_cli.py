@@ -142,7 +142,7 @@ def test_a_run_trains_on_files_and_resumes(tmp_path, tokenizer, capsys):
         "schedule": {"total_steps": 10, "warmup_steps": 0},  # more than an epoch
         "checkpoint": {"every": 4},
         "evaluation": {"examples": 20},
-        "logging": {"every": 1, "plots": False, "progress": "none"},
+        "logging": {"every": 1, "progress": "none"},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     run = ["--config", str(tmp_path / "run.yaml")]

@@ -132,7 +132,7 @@ def test_a_run_trains_on_rows_and_resumes(tmp_path):
         "schedule": {"epochs": 1, "power": 0, "warmup_steps": 0},
         "checkpoint": {"every": 0},
         "evaluation": {"examples": 0},
-        "logging": {"every": 1, "plots": False, "progress": "none", "examples": True},
+        "logging": {"every": 1, "progress": "none", "examples": True},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     run = ["--config", str(tmp_path / "run.yaml")]

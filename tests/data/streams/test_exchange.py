@@ -84,7 +84,7 @@ def _read_by_all(counts: list[int], epoch: int, kind: type[IterableStream]) -> C
 def _two_epochs(
     rank: int,
     world_size: int,
-    exchange: str,
+    scope: str,
     node_size: int,
     counts: list[int],
     kind: type[IterableStream],
@@ -92,7 +92,7 @@ def _two_epochs(
     """What each step has, and what a run that is cut in the middle has after it goes on."""
     setup = {
         "batch_size": 6,
-        "exchange": exchange,
+        "scope": scope,
         "dealing": "lpt",
         "work": WORK,
         "node_size": node_size,
@@ -120,8 +120,8 @@ def _two_epochs(
 # Scope, ranks of a node, examples of each rank in an epoch, kind of stream.
 SCOPES = [
     ("world", 4, [40, 25, 31, 26], IterableStream),
-    ("hierarchical", 2, [30, 30, 0, 43], _Masked),
-    ("group", 2, [30, 21, 33, 30], IterableStream),
+    ("two_level", 2, [30, 30, 0, 43], _Masked),
+    ("node", 2, [30, 21, 33, 30], IterableStream),
     ("none", 1, [20, 9, 13, 16], _Masked),
 ]
 
@@ -134,14 +134,13 @@ def _all_scopes(rank: int, world_size: int):
 def by_scope() -> dict[str, list]:
     ranks = run_ranks(_all_scopes, 4)
     return {
-        exchange: [results[number] for results in ranks]
-        for number, (exchange, *_) in enumerate(SCOPES)
+        scope: [results[number] for results in ranks] for number, (scope, *_) in enumerate(SCOPES)
     }
 
 
-@pytest.mark.parametrize(("exchange", "node_size", "counts", "kind"), SCOPES)
-def test_each_example_once_an_epoch(by_scope, exchange, node_size, counts, kind):
-    ranks, world_size = by_scope[exchange], 4
+@pytest.mark.parametrize(("scope", "node_size", "counts", "kind"), SCOPES)
+def test_each_example_once_an_epoch(by_scope, scope, node_size, counts, kind):
+    ranks, world_size = by_scope[scope], 4
     assert len({len(steps) for steps in ranks}) == 1
     for epoch in (0, 1):
         used = Counter(
@@ -151,7 +150,7 @@ def test_each_example_once_an_epoch(by_scope, exchange, node_size, counts, kind)
     for step in zip(*ranks, strict=True):
         assert len({repr(part[3]) for part in step}) == 1  # the same state everywhere
         numbers = [len(part[1]) for part in step]
-        group = node_size if exchange == "group" else 1 if exchange == "none" else world_size
+        group = node_size if scope == "node" else 1 if scope == "none" else world_size
         for first in range(0, world_size, group):
             assert max(numbers[first : first + group]) - min(numbers[first : first + group]) <= 1
         work = np.array([_work(part[1]) for part in step])
@@ -162,7 +161,7 @@ def test_each_example_once_an_epoch(by_scope, exchange, node_size, counts, kind)
         for step in steps
         for content in step[1]
     )
-    assert travelled == (exchange != "none")
+    assert travelled == (scope != "none")
 
 
 def _work(contents: list[tuple]) -> float:
@@ -349,7 +348,7 @@ def test_settings_must_agree(troubles):
     "change",
     [
         {"batch_size": 0},
-        {"exchange": "everyone"},
+        {"scope": "everyone"},
         {"dealing": "fair"},
         {"node_size": 2},
         {"reader_timeout": 0.0},

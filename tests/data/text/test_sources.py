@@ -83,11 +83,28 @@ def test_text_documents_end_at_blank_lines_or_files(tmp_path):
     whole = TextSource(tmp_path, file_per_document=True)
     assert list(whole.documents()) == ["Zero.\n\n", "One.\nTwo.\n\n \nThree.", "Four.\n"]
     assert whole.fingerprint() != split.fingerprint()
+    named = open_source(f"{tmp_path}?file_per_document=true", cache_dir=tmp_path)
+    assert named.fingerprint() == whole.fingerprint()
+    assert list(named.documents()) == list(whole.documents())
+    named = open_source(f"{tmp_path}?file_per_document=false", cache_dir=tmp_path)
+    assert named.fingerprint() == split.fingerprint()
 
     before = split.fingerprint()
     assert TextSource(tmp_path).fingerprint() == before
     (tmp_path / "a.md").write_text("Zer0.\n\n")
     assert TextSource(tmp_path).fingerprint() != before
+
+
+def test_a_name_with_a_question_mark_is_a_path(tmp_path):
+    (tmp_path / "why?.txt").write_text("Because.\n")
+    source = open_source(str(tmp_path / "why?.txt"), cache_dir=tmp_path)
+    assert list(source.documents()) == ["Because.\n"]
+
+
+@pytest.mark.parametrize("options", ["file_per_document=yes", "file=true", "x"])
+def test_options_of_a_path_are_checked(options, tmp_path):
+    with pytest.raises(ValueError, match=r"source: expected PATH or PATH\?file_per_document=true"):
+        open_source(f"{tmp_path}?{options}", cache_dir=tmp_path)
 
 
 def test_text_errors_name_the_path(tmp_path):

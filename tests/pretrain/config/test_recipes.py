@@ -27,7 +27,7 @@ TINY = {
     "data": {"vocab_size": 150, "validation_share": 0.2},
     "batching": {"global_batch_size": 4},
     "schedule": {"total_steps": 2},
-    "evaluation": {"examples": 4, "batch_size": 4},
+    "evaluation": {"examples": 4},
     "logging": {"every": 1},
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,13 @@ ALONE = Ranks(0, 1, torch.device("cpu"), None)
 
 
 @pytest.fixture
-def run(tmp_path) -> list[str]:
+def run(tmp_path, monkeypatch) -> list[str]:
     """The arguments of a run that would begin."""
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     write_corpus(tmp_path, ["kalo", "mitu", "soka"], documents=20)
     values = tiny_settings(
         tmp_path,
         run_dir=str(tmp_path / "run"),
-        threads=torch.get_num_threads(),
         data={"vocab_size": 60},
         batching={"global_batch_size": 4},
         schedule={"total_steps": 1},
@@ -47,7 +48,9 @@ def _refused(arguments: list[str], capsys) -> str:
     ("given", "message"),
     [
         (["--model.num_attention_heads", "1", "--model.hidden_size", "144"], "1 to 128 .*144"),
-        (["--model.type_vocab_size", "1"], "type_vocab_size: expected at least 2"),
+        (["--threads", "1"], "threads: expected the environment variable OMP_NUM_THREADS"),
+        (["--batching.exchange", "group"], "exchange: expected batching.scope .*node for group"),
+        (["--data.seq_length", "1"], "data.seq_length: expected an option such as data.max_seq_"),
         (["--seed", str(2**63)], "seed: expected an integer"),
         (["--optimizer.lr", ".inf"], "lr: expected a finite number, got inf"),
         (["--run_dir", ""], "run_dir: expected the path"),
@@ -75,7 +78,7 @@ def test_width_of_a_head_by_device(run):
         check("cpu", 129, 1)
 
 
-@pytest.mark.parametrize("key", ["run_dir", "checkpoint.dir", "data.cache_dir"])
+@pytest.mark.parametrize("key", ["run_dir", "data.cache_dir"])
 @pytest.mark.parametrize("below", [[], ["deep", "er"]])
 def test_a_file_in_the_way_of_a_folder(key, below, run, capsys, tmp_path):
     (tmp_path / "file").write_text("precious")
@@ -87,7 +90,7 @@ def test_a_file_in_the_way_of_a_folder(key, below, run, capsys, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("key", ["run_dir", "checkpoint.dir", "data.cache_dir"])
+@pytest.mark.parametrize("key", ["run_dir", "data.cache_dir"])
 def test_folders_that_may_not_be_made(key, run, tmp_path):
     """As a user who may read but not write."""
     closed = tmp_path / "closed"
@@ -118,15 +121,17 @@ def test_a_cache_that_may_only_be_read_is_used(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("given", ["0", "many", "-3", "100000000", "4097"])
-def test_threads_of_the_environment(given, run, monkeypatch):
-    config, _ = read_config([*run, "--threads", "null"])
+def test_threads_of_the_environment(given, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     with pytest.raises(ConfigError, match=f"OMP_NUM_THREADS: expected an integer .* {given!r}"):
-        threads_per_process(config, 1)
+        threads_per_process(1)
     monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
-    assert threads_per_process(config, 1) == 3
+    assert threads_per_process(1) == 3
 
 
-def test_the_run_is_allowed_otherwise(run, tmp_path):
+def test_the_run_is_allowed_otherwise(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(run) == 0
+    assert "No plot was drawn: matplotlib is not installed" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "training.png").exists()
     assert (Path(tmp_path) / "run" / "metrics.jsonl").is_file()

@@ -59,7 +59,7 @@ def test_work_is_shared_and_what_it_costs_is_logged(folder):
 
 def test_who_trains_on_what_changes_nothing_else(folder):
     """Without an exchange the global batches are the same, and so are masks and losses."""
-    run(folder, "unshared", 2, *EXCHANGE, "--batching.exchange", "none")
+    run(folder, "unshared", 2, *EXCHANGE, "--batching.scope", "none")
     kept, shared = (_train_lines(folder / name) for name in ("unshared", "control"))
     assert all(line["exchange_bytes"] == 0 for line in kept)
     efficiency = [

@@ -50,7 +50,7 @@ def folder(tmp_path_factory) -> Path:
         logging={"examples": True},
     )
     (path / "run.yaml").write_text(yaml.safe_dump(values))
-    runs = {how: ["--batching.exchange", how] for how in ("world", "hierarchical", "none")}
+    runs = {how: ["--batching.scope", how] for how in ("world", "two_level", "none")}
     run_in_turn(path, 2, runs | {"still": ["--optimizer.lr", "0"]}, node_size=1)
     return path
 
@@ -94,9 +94,9 @@ def test_the_masks_of_the_files_are_trained_on(folder):
 
 
 def test_who_trains_on_what_changes_nothing_else(folder):
-    """Every exchange has the same global batches, so the same losses; masks travel or stay."""
+    """Every scope has the same global batches, so the same losses; masks travel or stay."""
     kept = losses(folder / "none")
-    for how in ("world", "hierarchical"):
+    for how in ("world", "two_level"):
         lines = read_json_lines(folder / how / "metrics.jsonl")
         assert all(line["exchange_bytes"] > 0 for line in lines if line["kind"] == "train")
         shared = losses(folder / how)

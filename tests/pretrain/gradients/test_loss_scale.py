@@ -25,8 +25,7 @@ BASE += ["--loss_scale.initial", "1024", "--loss_scale.growth_interval", "4"]
 FP16 = ["--precision", "fp16"]
 BUCKET = ["--clip.mode", "bucket", "--clip.policy", "adaptive", "--comm.bucket_mb", "0.01"]
 POWER = ["--clip.mode", "after", "--comm.hook", "power_sgd", "--comm.start", "2"]
-# 2^60 and 2^35 overflow whatever the gradient; 2^10 does not.
-OVERFLOW = ["--loss_scale.initial", str(2.0**60), "--loss_scale.backoff_factor", str(2.0**-25)]
+OVERFLOW = ["--loss_scale.initial", str(2.0**22)]  # too much for this model, some 2^19 is not
 RUNS = {
     "fp32": BUCKET,
     "bucket": [*BUCKET, *FP16],
@@ -74,10 +73,18 @@ def test_norms_bounds_and_losses_are_those_of_fp32(folder, name):
 
 def test_updates_that_overflow_are_left_out_and_counted(folder):
     lines = _train_lines(folder / "overflow")
-    assert [line["skipped_steps"] for line in lines] == [1, 1] + [0] * (STEPS - 2)
-    assert [line["loss_scale"] for line in lines[:3]] == [2.0**35, 2.0**10, 2.0**10]
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
-    assert json.loads((folder / "overflow" / "summary.json").read_text())["skipped_steps"] == 2
+    skipped = [line["skipped_steps"] for line in lines]
+    assert skipped[:2] == [1, 1]
+    assert sum(skipped) < STEPS / 2
+    scale, good = 2.0**22, 0
+    for line in lines:
+        good = 0 if line["skipped_steps"] else good + 1
+        scale *= 0.5 if line["skipped_steps"] else 2.0 if good == 4 else 1.0
+        good %= 4
+        assert line["loss_scale"] == scale
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    summary = json.loads((folder / "overflow" / "summary.json").read_text())
+    assert summary["skipped_steps"] == sum(skipped)
 
 
 def test_a_resumed_run_goes_on_with_its_scale(folder):
@@ -94,9 +101,8 @@ def test_a_resumed_run_goes_on_with_its_scale(folder):
 
 
 def test_the_scale_moves_as_that_of_grad_scaler():
-    settings = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
-    ours = LossScale(LossScaleConfig(initial=2.0**10, **settings), torch.device("cpu"))
-    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**10, **settings)
+    ours = LossScale(LossScaleConfig(initial=2.0**10, growth_interval=3), torch.device("cpu"))
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.0)
     draw = torch.Generator().manual_seed(0)
@@ -114,7 +120,7 @@ def test_the_scale_moves_as_that_of_grad_scaler():
         assert float(ours.value) == theirs.get_scale(), step
         if step == 20:  # from here on with what a checkpoint keeps
             state = json.loads(json.dumps(ours.state_dict()))
-            ours = LossScale(LossScaleConfig(**settings), torch.device("cpu"))
+            ours = LossScale(LossScaleConfig(growth_interval=3), torch.device("cpu"))
             ours.load_state_dict(state)
 
 
@@ -147,10 +153,8 @@ def test_fp16_is_fp16_on_a_cpu():
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("initial", "0", "expected a finite number > 0"),
-        ("initial", "1e300", "expected a finite number > 0"),
-        ("growth_factor", "1", "expected a number > 1"),
-        ("backoff_factor", "1", "expected a number between 0 and 1"),
+        ("initial", "0", "expected a number > 0"),
+        ("initial", "1e300", "expected a number > 0 that fits in float32"),
         ("growth_interval", "0", "expected a number >= 1"),
     ],
 )

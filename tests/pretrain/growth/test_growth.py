@@ -48,9 +48,6 @@ def test_stages_of_multi_stage_training():
     assert [stage.frozen for stage in stages] == [0, 3, 5, 0]
     # Copies of the layers on top, around again where there are fewer than new ones.
     assert [stage.sources for stage in stages] == [(), (1, 2), (0, 1, 2, 3, 4, 0, 1), ()]
-    fresh = _plan(name="mslt", layers=[4, 12], new_layers="fresh", pooler="frozen")
-    assert [stage.sources for stage in fresh] == [(), (None,) * 8]
-    assert [stage.pooler for stage in fresh] == [True, False]
     assert [stage.layers for stage in _plan(name="mslt")] == [3, 6, 9, 12]
 
 
@@ -82,17 +79,16 @@ def test_plans_that_do_not_fit(settings, key):
     ("arguments", "key"),
     [
         (["--growth.layers", "[1, 2]"], "growth.layers"),
-        (["--growth.name", "mslt", "--growth.theta", "0.3"], "growth.theta"),
+        (["--growth.name", "layer_drop", "--growth.shares", "[1]"], "growth.shares"),
         (["--growth.name", "mslt", "--growth.layers", "[3, 2]"], "growth.layers"),
         (["--growth.name", "mslt", "--growth.shares", "[0.5, 0.4]"], "growth.shares"),
         (["--growth.name", "stacking", "--growth.joint_share", "0.1"], "growth.joint_share"),
         (["--growth.name", "lengths"], "growth.lengths"),
-        (["--growth.name", "layer_drop", "--growth.theta", "2"], "growth.theta"),
         (["--growth.name", "layer_drop", "--compile", "true"], "compile"),
-        (["--growth.name", "mslt", "--model.preset", "here"], "growth.name"),
+        (["--growth.name", "mslt", "--model.preset", "here"], "model.preset"),
         (
             ["--growth.name", "mslt", "--schedule.total_steps", "null", "--schedule.epochs", "1"],
-            "growth.name",
+            "schedule.total_steps",
         ),
     ],
 )
@@ -104,13 +100,13 @@ def test_settings_that_do_not_fit(arguments, key):
 
 def test_layers_are_dropped_as_often_as_the_paper_says():
     setting = Setting(seed=5, total_steps=1000, layers=6, max_seq_length=8)
-    config = GrowthConfig(name="layer_drop", theta=0.4, gamma=0.01)
+    config = GrowthConfig(name="layer_drop")
     growth = make_growth(config, setting)
     assert growth.active_layers(17) == make_growth(config, setting).active_layers(17)
     chosen = np.array([growth.active_layers(step) for step in range(1000)])
-    expected = np.array([keep_probabilities(6, step, 0.4, 0.01) for step in range(1000)])
-    assert keep_probabilities(6, 0, 0.4, 0.01) == [1.0] * 6
-    assert expected[999] == pytest.approx(1 - np.arange(6) / 6 * 0.6, abs=1e-3)
+    expected = np.array([keep_probabilities(6, step, 0.5, 0.1) for step in range(1000)])
+    assert keep_probabilities(6, 0, 0.5, 0.1) == [1.0] * 6
+    assert expected[999] == pytest.approx(1 - np.arange(6) / 6 * 0.5, abs=1e-3)
     assert chosen[:, 0].all()
     # Sums of 1,000 draws: within 4 standard deviations of at most 16.
     assert np.abs(chosen.sum(0) - expected.sum(0)).max() < 64
@@ -157,11 +153,11 @@ def _inputs() -> PackedInputs:
     )
 
 
-def _frozen(decoder: bool = True) -> tuple[BertForPreTraining, Stage]:
+def _frozen() -> tuple[BertForPreTraining, Stage]:
     """Two layers frozen below two that train."""
     torch.manual_seed(2)
     model = BertForPreTraining(CONFIG).train()
-    stage = Stage(10, 4, 8, frozen=2, decoder=decoder)
+    stage = Stage(10, 4, 8, frozen=2)
     freeze(model, stage)
     return model, stage
 
@@ -172,9 +168,8 @@ def _loss(model: torch.nn.Module) -> torch.Tensor:
     return outputs.mlm_loss_sum + outputs.nsp_loss_sum
 
 
-@pytest.mark.parametrize("decoder", [True, False])
-def test_a_frozen_layer_has_no_gradient_and_no_state(decoder):
-    model, _ = _frozen(decoder)
+def test_a_frozen_layer_has_no_gradient_and_no_state():
+    model, _ = _frozen()
     optimizer = next_optimizer(model, OptimizerConfig(name="fused_adam"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     loss = _loss(model)
@@ -182,7 +177,7 @@ def test_a_frozen_layer_has_no_gradient_and_no_state(decoder):
     optimizer.step()
     frozen = ("bert.embeddings.", "bert.encoder.layer.0.", "bert.encoder.layer.1.")
     for name, parameter in model.named_parameters():
-        trains = not name.startswith(frozen) or (decoder and "word_embeddings" in name)
+        trains = not name.startswith(frozen) or "word_embeddings" in name
         assert (parameter.grad is not None) == trains, name
         assert (parameter in optimizer.state) == trains, name
         assert torch.equal(parameter, before[name]) != trains, name
@@ -236,7 +231,7 @@ def test_flops_count_frozen_layers_forward_only_and_dropped_ones_not_at_all():
     one = forward - forward_flops(replace(CONFIG, num_hidden_layers=3), inputs)
     qkv = 2 * tokens * 3 * hidden**2
     assert model.num_flops(inputs) == 3 * forward - 2 * 2 * one - qkv
-    freeze(model, Stage(10, 4, 8, frozen=2, decoder=False))
+    model.word_embeddings.requires_grad_(False)
     decoder = 2 * inputs.num_masked * hidden * CONFIG.vocab_size
     assert model.num_flops(inputs) == 3 * forward - 4 * one - qkv - decoder
     freeze(model, Stage(10, 4, 8))
@@ -262,7 +257,7 @@ def test_layers_left_out_hand_on_what_they_get():
     assert torch.equal(_loss(model), loss)
 
 
-def test_new_layers_are_copies_with_states_or_fresh():
+def test_new_layers_are_copies_with_states():
     torch.manual_seed(0)
     model = BertForPreTraining(CONFIG).train()
     cut_layers(model, 2)
@@ -270,29 +265,20 @@ def test_new_layers_are_copies_with_states_or_fresh():
     old = next_optimizer(model, OptimizerConfig())
     _loss(model).backward()
     old.step()
-    copies = add_layers(model, (1, None), seed=7)
+    copies = add_layers(model, (1, 0))
     stage = Stage(10, 4, 8, frozen=2)
     freeze(model, stage)
     new = next_optimizer(model, OptimizerConfig(), old, copies)
-    below, copied, fresh = list(model.bert.encoder.layer)[1:]
-    for source, copy, random in zip(
-        below.parameters(), copied.parameters(), fresh.parameters(), strict=True
-    ):
-        assert torch.equal(source, copy)
-        assert source not in new.state
-        for name, value in old.state[source].items():
-            assert torch.equal(new.state[copy][name], value)
-            assert new.state[copy][name] is not value
-            assert not new.state[random][name].any()
+    first, second, *copied = model.bert.encoder.layer
+    for below, above in zip((second, first), copied, strict=True):
+        for source, copy in zip(below.parameters(), above.parameters(), strict=True):
+            assert torch.equal(source, copy)
+            assert source not in new.state
+            for name, value in old.state[source].items():
+                assert torch.equal(new.state[copy][name], value)
+                assert new.state[copy][name] is not value
     bias = model.cls.predictions.bias  # trains on, with its state
     assert float(new.state[bias]["step"]) == 1
-    again = BertForPreTraining(CONFIG)
-    cut_layers(again, 3)
-    add_layers(again, (None,), seed=7)
-    for one, other in zip(
-        fresh.parameters(), again.bert.encoder.layer[3].parameters(), strict=True
-    ):
-        assert torch.equal(one, other)
 
 
 def _bucket_bytes(rank: int, world_size: int) -> tuple[int, int]:

@@ -24,16 +24,15 @@ BUCKET = {"clip": {"mode": "bucket", "policy": "adaptive", "max_norm": 0.3}}
 # borders of stages (3, 6, 9; 4, 8; 6).
 RUNS = {
     "mslt": (MSLT | BUCKET, (3, 8)),
-    "fresh": (
+    "rewarm": (
         {
-            "growth": MSLT["growth"]
-            | {"new_layers": "fresh", "decoder": "frozen", "learning_rate": "rewarm"},
+            "growth": MSLT["growth"] | {"learning_rate": "rewarm"},
             "optimizer": {"name": "fused_adam"},
         },
         (6,),
     ),
     "stacking": ({"growth": {"name": "stacking"}, "clip": {"mode": "before"}}, (3,)),
-    "layer_drop": ({"growth": {"name": "layer_drop", "theta": 0.2, "gamma": 9.0}} | BUCKET, (1,)),
+    "layer_drop": ({"growth": {"name": "layer_drop"}} | BUCKET, (1,)),
     "lengths": ({"growth": {"name": "lengths", "lengths": [16, 32]}}, (6,)),
 }
 

@@ -81,8 +81,8 @@ def test_checkpoints_fit_other_numbers_of_ranks_and_runs_that_share_nothing_out(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["--comm.hook", "post_local_sgd"], "comm.hook post_local_sgd"),
-        (["--growth.name", "stacking"], "growth.name stacking needs none"),
+        (["--comm.hook", "post_local_sgd"], "expected none with comm.hook post_local_sgd"),
+        (["--growth.name", "stacking"], "expected none with growth.name stacking"),
     ],
 )
 def test_settings_that_do_not_go_together(settings, message):

@@ -1,0 +1,99 @@
+"""What a command line and its YAML files set, by name, before anything checks the values.
+
+So an option that does not exist, or no longer does, is named in the same way wherever it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bert_unpad.pretrain.config.errors import ConfigError
+from bert_unpad.pretrain.config.removed import check_removed
+
+__all__ = ["read_given"]
+
+_FLAG = "print_config"  # has no value, or one after `=`
+
+
+def read_given(arguments: Sequence[str], names: Collection[str]) -> dict[str, Any]:
+    """The values of a command line and of the files that it names, by option; later ones win.
+
+    Args:
+        arguments: the command line.
+        names: all options.
+
+    Raises:
+        ConfigError: an option does not exist, has no value, or a file is not a YAML file.
+    """
+    sections = {name.partition(".")[0] for name in names if "." in name}
+    given = {}
+    for name, value in _pairs(arguments, names, sections):
+        name = name.removesuffix("+")  # which adds to a list
+        if name not in names:
+            check_removed(name, value)
+            close = get_close_matches(name, names, n=1) or ["those of --help=advanced"]
+            raise ConfigError(name, f"expected an option such as {close[0]}, got an unknown one")
+        check_removed(name, value)
+        given[name] = value
+    return given
+
+
+def _pairs(
+    arguments: Sequence[str], names: Collection[str], sections: Collection[str]
+) -> Iterator[tuple[str, Any]]:
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or not name:
+            raise ConfigError("command line", f"expected --section.key VALUE, got {argument!r}")
+        if name == _FLAG:
+            continue
+        if not equals:
+            if not rest:
+                raise ConfigError(name, "expected a value, got none")
+            value = rest.pop(0)
+        if name == "config":
+            yield from _flat(_load_file(value), "", sections)
+        elif name in sections:
+            content = _load_file(value, name) if Path(value).is_file() else _load(value, name)
+            yield from _flat({name: content}, "", sections)
+        else:
+            yield name, value
+
+
+def _flat(values: Any, prefix: str, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if name not in sections:
+            yield name, value
+        elif isinstance(value, dict):
+            yield from _flat(value, f"{name}.", sections)
+        else:
+            raise ConfigError(name, f"expected options of this section, got {value!r}")
+
+
+def _load_file(path: str, name: str = "config") -> Any:
+    try:
+        text = Path(path).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(name, f"expected a YAML file in UTF-8, got bytes: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(name, f"expected a YAML file, got {path!r}: {error}") from error
+    return _load(text, name)
+
+
+def _load(text: str, name: str) -> Any:
+    try:
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        problem = " ".join(str(error).split())
+        raise ConfigError(name, f"expected YAML, got an error: {problem}") from error
+    if not isinstance(values, dict | None):
+        raise ConfigError(name, f"expected options in YAML, got {values!r}")
+    return values or {}

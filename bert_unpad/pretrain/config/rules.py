@@ -1,0 +1,202 @@
+"""The rules between options: which of them exclude or need each other.
+
+What a run needs beyond its options (the data, the number of ranks, the device) is checked where
+that is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from bert_unpad.data.streams.text_stream import is_streamed
+from bert_unpad.pretrain.config.errors import ConfigError
+from bert_unpad.pretrain.config.growth import GrowthConfig
+from bert_unpad.pretrain.config.update import ClipConfig
+
+if TYPE_CHECKING:
+    from bert_unpad.pretrain.config.run import PretrainConfig
+
+__all__ = ["check_rules"]
+
+_FP16_MAX = 65504
+# The options that each kind of growth reads.
+_GROWTH_OPTIONS = {
+    "none": set(),
+    "mslt": {"layers", "shares", "joint_share", "learning_rate"},
+    "stacking": {"layers", "shares", "learning_rate"},
+    "layer_drop": set(),
+    "lengths": {"lengths", "shares", "learning_rate"},
+}
+
+
+def check_rules(config: PretrainConfig) -> None:
+    """Checks all rules between options.
+
+    Raises:
+        ConfigError: options contradict each other, or one is missing.
+    """
+    _check_pairs(config)
+    _check_clip(config.clip)
+    _check_comm(config)
+    _check_growth(config.growth)
+    _check_growth_fits(config)
+    if config.compile and config.cuda_graphs:
+        raise ConfigError("cuda_graphs", "expected false with compile true, got true")
+    if config.evaluation.target_accuracy is not None and config.evaluation.examples == 0:
+        raise ConfigError("evaluation.examples", "expected a number > 0 for a target, got 0")
+    if is_streamed(config.data.source):
+        _check_streamed(config)
+
+
+def _check_pairs(config: PretrainConfig) -> None:
+    """Options of which exactly one, or at most one, must be given."""
+    for section, first, second, needed in (
+        ("batching", "global_batch_size", "batch_size_per_rank", True),
+        ("schedule", "total_steps", "epochs", True),
+        ("schedule", "warmup_steps", "warmup_share", False),
+    ):
+        options = getattr(config, section)
+        given = [getattr(options, name) is not None for name in (first, second)]
+        if all(given):
+            raise ConfigError(
+                f"{section}.{second}", f"expected this or {section}.{first}, got both"
+            )
+        if needed and not any(given):
+            raise ConfigError(
+                f"{section}.{first}", f"expected this or {section}.{second}, got neither"
+            )
+
+
+def _check_clip(clip: ClipConfig) -> None:
+    per_rank = clip.mode in ("bucket", "before")
+    if per_rank and not clip.max_norm > 0:
+        raise ConfigError(
+            "clip.max_norm", f"expected a number > 0 with clip.mode {clip.mode}, got 0"
+        )
+    if clip.wire_dtype == "fp16" and not per_rank:
+        raise ConfigError(
+            "clip.wire_dtype", f"expected fp32 or bf16 with clip.mode {clip.mode}, got fp16"
+        )
+    if clip.wire_dtype == "fp16" and clip.max_norm > _FP16_MAX:
+        raise ConfigError(
+            "clip.max_norm",
+            f"expected at most {_FP16_MAX} with clip.wire_dtype fp16, got {clip.max_norm!r}",
+        )
+    if clip.error_feedback and clip.wire_dtype == "fp32":
+        raise ConfigError(
+            "clip.error_feedback", "expected false with clip.wire_dtype fp32, got true"
+        )
+    if clip.error_feedback and clip.mode == "before":
+        raise ConfigError("clip.error_feedback", "expected false with clip.mode before, got true")
+
+
+def _check_comm(config: PretrainConfig) -> None:
+    comm, clip = config.comm, config.clip
+    if comm.bucket_mb is not None and clip.mode == "before":
+        raise ConfigError(
+            "comm.bucket_mb",
+            f"expected null with clip.mode before, which has one bucket, got {comm.bucket_mb}",
+        )
+    if comm.hook in ("power_sgd", "post_local_sgd") and clip.mode == "before":
+        raise ConfigError(
+            "comm.hook",
+            f"expected allreduce or hierarchical with clip.mode before, got {comm.hook}",
+        )
+    if comm.hook == "power_sgd" and clip.wire_dtype != "fp32":
+        raise ConfigError(
+            "clip.wire_dtype", f"expected fp32 with comm.hook power_sgd, got {clip.wire_dtype}"
+        )
+    if comm.hook == "post_local_sgd" and config.optimizer.shard != "none":
+        raise ConfigError(
+            "optimizer.shard",
+            f"expected none with comm.hook post_local_sgd, got {config.optimizer.shard}",
+        )
+
+
+def _check_growth(growth: GrowthConfig) -> None:
+    for name, value in asdict(growth).items():
+        default = getattr(GrowthConfig, name)
+        if name not in _GROWTH_OPTIONS[growth.name] | {"name"} and value != default:
+            default = "null" if default is None else default
+            raise ConfigError(
+                f"growth.{name}",
+                f"expected {default}, since growth.name {growth.name} does not read it, got "
+                f"{value}",
+            )
+    if growth.name == "lengths" and growth.lengths is None:
+        raise ConfigError(
+            "growth.lengths",
+            "expected numbers such as [128, 512] with growth.name lengths, got null",
+        )
+    for name in ("layers", "lengths"):
+        values = getattr(growth, name)
+        if values is not None and not (values and all(a < b for a, b in pairwise(values))):
+            raise ConfigError(f"growth.{name}", f"expected ascending numbers >= 1, got {values}")
+    _check_shares(growth)
+
+
+def _check_shares(growth: GrowthConfig) -> None:
+    if growth.shares is None:
+        return
+    total = sum(growth.shares) + (growth.joint_share or 0.0)
+    if abs(total - 1) > 1e-6:
+        raise ConfigError(
+            "growth.shares", f"expected a sum of 1 together with growth.joint_share, got {total:g}"
+        )
+    stages = growth.lengths if growth.name == "lengths" else growth.layers
+    if stages is not None and len(growth.shares) != len(stages):
+        raise ConfigError(
+            "growth.shares",
+            f"expected a number for each of {len(stages)} stages, got {len(growth.shares)}",
+        )
+
+
+def _check_growth_fits(config: PretrainConfig) -> None:
+    name = config.growth.name
+    if name == "none":
+        return
+    if config.schedule.total_steps is None:
+        raise ConfigError(
+            "schedule.total_steps", f"expected a number with growth.name {name}, got null"
+        )
+    if config.comm.hook != "allreduce":
+        raise ConfigError(
+            "comm.hook", f"expected allreduce with growth.name {name}, got {config.comm.hook}"
+        )
+    if config.cuda_graphs:
+        raise ConfigError("cuda_graphs", f"expected false with growth.name {name}, got true")
+    if name == "layer_drop" and config.compile:
+        raise ConfigError(
+            "compile",
+            "expected false with growth.name layer_drop, whose every choice of layers would be "
+            "compiled, got true",
+        )
+    if name in ("mslt", "stacking"):
+        if config.model.weights is not None:
+            raise ConfigError(
+                "model.preset",
+                f"expected no folder with weights with growth.name {name}, got "
+                f"{config.model.preset!r}",
+            )
+        if config.optimizer.shard != "none":
+            raise ConfigError(
+                "optimizer.shard",
+                f"expected none with growth.name {name}, got {config.optimizer.shard}",
+            )
+
+
+def _check_streamed(config: PretrainConfig) -> None:
+    source = config.data.source
+    if config.batching.strategy != "exchange":
+        raise ConfigError(
+            "batching.strategy",
+            f"expected exchange with data.source {source}, which has no index of lengths, got "
+            f"{config.batching.strategy}",
+        )
+    if config.schedule.total_steps is None:
+        raise ConfigError(
+            "schedule.total_steps",
+            f"expected a number with data.source {source}, whose length is not known, got null",
+        )
