@@ -10,28 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bert_unpad import _balancer
+from bert_unpad.batch.length_groups import LengthGroup, length_groups
 from bert_unpad.batch.tensor_fields import map_tensors
 
 # More groups than this cost more in kernel launches than the finer grid sizes save.
 MAX_GROUPS = 4
 _INT32_MAX = 2**31 - 1
 DEVICE_TENSORS = ("cu_seqlens", "indices", "position_ids", "order")
-
-
-class LengthGroup(NamedTuple):
-    """Sequences of similar length, which attention can process with one launch configuration."""
-
-    max_seqlen: int
-    """The length of the longest sequence in the group."""
-    sequences: tuple[int, ...]
-    """The indices of the group's sequences within the batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +72,7 @@ class VarlenBatch:
     @cached_property
     def groups(self) -> tuple[LengthGroup, ...]:
         """Up to 4 groups of sequences of similar length, longest first; computed on first use."""
-        found = _balancer.length_groups(self.lengths.numpy(), MAX_GROUPS)
-        return tuple(LengthGroup(int(longest), tuple(members)) for longest, members in found)
+        return length_groups(self.lengths.numpy(), MAX_GROUPS)
 
     @cached_property
     def group_sizes(self) -> Tensor:

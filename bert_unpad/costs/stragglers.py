@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bert_unpad._balancer import Plan
+from bert_unpad._balancer import EpochPlan
 from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.costs.workload import Workload
 from bert_unpad.data.sampling.histogram import sample_lengths
@@ -23,7 +23,7 @@ def straggler_share(workload: Workload, cost: ComputeCost, ranks: int, batch: in
     if ranks == 1:
         return 0.0
     steps = min(_STEPS, max(_EXAMPLES // (ranks * batch), 2))
-    plan = Plan(
+    plan = EpochPlan(
         sample_lengths(steps * ranks * batch, 0, workload.counts),
         strategy=workload.strategy,
         num_replicas=ranks,

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from bert_unpad._balancer import Plan, pack
+from bert_unpad._balancer import EpochPlan, pack
 from bert_unpad.costs.step import StepModel, StepTime
 from bert_unpad.data.sampling.balanced_sampler import efficiency
 from bert_unpad.data.sampling.epoch_sampler import as_lengths
@@ -119,7 +119,7 @@ def simulate(
         raise ValueError(f"seed: expected 0 or more, got {seed}")
     model = StepModel() if model is None else model
     begin = time.perf_counter()
-    plan = Plan(
+    plan = EpochPlan(
         lengths,
         strategy=strategy,
         num_replicas=ranks,
@@ -151,7 +151,7 @@ def simulate(
 
 
 def _received_bytes(
-    plan: Plan, strategy: str, ranks: int, batch: int, ranks_per_node: int
+    plan: EpochPlan, strategy: str, ranks: int, batch: int, ranks_per_node: int
 ) -> NDArray[np.float64]:
     """What each rank receives in each step from (its node, other nodes): [steps, ranks, 2]."""
     if "/" not in strategy:

@@ -1,10 +1,10 @@
 // Longest processing time first with equal counts (Graham: Bounds on multiprocessing timing
-// anomalies, 1969), then exchanges of single items. See balance.h.
+// anomalies, 1969), then swaps of single items. See balance.h.
 //
-// "Heavy" is by what a step has above its target. The first pass takes the items in rows of one
-// item a step, so every step gets its share of every part of the pool's length distribution. What
-// the last rows could not even out is left to the exchanges: on Wikipedia's lengths they bring the
-// heaviest step of 16 from 0.1 % above the mean to 0.03 %.
+// A step is heavy by how much work it has above its target. The first pass takes the items in rows
+// of one item per step, so every step gets its share of every part of the pool's length
+// distribution. The swaps then remove what the last rows could not even out: on Wikipedia's lengths
+// they bring the heaviest of 16 steps from 0.1 % above the mean to 0.03 %.
 #include "balance.h"
 
 #include <algorithm>
@@ -14,9 +14,9 @@
 namespace bert_unpad::balancer {
 namespace {
 
-// Exchanges end by themselves, nearly always before this. The bound only keeps the cost linear on
-// lengths made to provoke it.
-constexpr int64_t kExchangesPerStep = 4;
+// Swaps end by themselves, nearly always before this. The bound only keeps the cost linear for
+// lengths that are chosen to provoke it.
+constexpr int64_t kSwapsPerStep = 4;
 
 // Moves the element at `at` to its place in a row that is otherwise sorted.
 template <typename T, typename Before>
@@ -66,31 +66,31 @@ int64_t Balancer::load(int64_t step) const {
 }
 
 void Balancer::level() {
-  const auto limit = kExchangesPerStep * static_cast<int64_t>(by_excess_.size());
+  const auto limit = kSwapsPerStep * static_cast<int64_t>(by_excess_.size());
   for (int64_t done = 0; done < limit && (lower_heaviest() || raise_lightest()); ++done) {
   }
 }
 
 // Exchanges one item of the heaviest step with one of the lightest step that can take it. Returns
-// false when no exchange with any step makes the heavier of the two lighter.
+// false when no swap with any step makes the heavier of the two lighter.
 bool Balancer::lower_heaviest() {
   const size_t heaviest = by_excess_.size() - 1;
   for (size_t i = 0; by_excess_[i].first < by_excess_[heaviest].first; ++i) {
-    if (exchange(heaviest, i)) return true;
+    if (try_swap(heaviest, i)) return true;
   }
   return false;
 }
 
 bool Balancer::raise_lightest() {
   for (size_t i = by_excess_.size() - 1; by_excess_[i].first > by_excess_[0].first; --i) {
-    if (exchange(i, 0)) return true;
+    if (try_swap(i, 0)) return true;
   }
   return false;
 }
 
-// The exchange between two steps (given by their places in by_excess_, low < high) that leaves them
+// The swap between two steps (given by their places in by_excess_, low < high) that leaves them
 // nearest to each other, if that is nearer than they are.
-bool Balancer::exchange(size_t high_place, size_t low_place) {
+bool Balancer::try_swap(size_t high_place, size_t low_place) {
   auto& high_end = by_excess_[high_place];
   auto& low_end = by_excess_[low_place];
   const int64_t gap = high_end.first - low_end.first;

@@ -35,7 +35,7 @@ class Balancer {
   void level();
   bool lower_heaviest();
   bool raise_lightest();
-  bool exchange(size_t high_place, size_t low_place);
+  bool try_swap(size_t high_place, size_t low_place);
 
   int64_t batch_ = 0;
   std::vector<Item> grouped_;                            // [steps, batch]

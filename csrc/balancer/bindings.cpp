@@ -11,7 +11,6 @@
 
 #include "dealing.h"
 #include "epoch_plan.h"
-#include "groups.h"
 #include "pack.h"
 
 namespace py = pybind11;
@@ -46,11 +45,11 @@ py::array_t<T> to_numpy(std::vector<T>&& values) {
   return to_numpy(std::move(values), {size});
 }
 
-// A plan together with the array of lengths it reads.
-class PyPlan {
+// An epoch plan together with the array of lengths that it reads.
+class PyEpochPlan {
  public:
-  PyPlan(py::array lengths, const std::string& strategy, std::optional<py::array> population,
-         const PlanOptions& options)
+  PyEpochPlan(py::array lengths, const std::string& strategy, std::optional<py::array> population,
+              const EpochOptions& options)
       : lengths_(std::move(lengths)), num_replicas_(options.num_replicas) {
     const auto lengths_view = view<uint16_t>(lengths_, "lengths", "uint16");
     std::span<const uint32_t> population_view;
@@ -61,7 +60,7 @@ class PyPlan {
       }
     }
     py::gil_scoped_release release;
-    plan_ = make_plan(strategy, lengths_view, population_view, options);
+    plan_ = make_epoch_plan(strategy, lengths_view, population_view, options);
   }
 
   int64_t steps() const { return plan_->steps(); }
@@ -110,26 +109,8 @@ class PyPlan {
  private:
   py::array lengths_;
   int64_t num_replicas_;
-  std::unique_ptr<Plan> plan_;
+  std::unique_ptr<EpochPlan> plan_;
 };
-
-py::list length_groups_py(const py::array& lengths, int64_t max_groups) {
-  if (lengths.ndim() != 1 || (lengths.dtype().kind() != 'i' && lengths.dtype().kind() != 'u')) {
-    throw py::type_error("lengths: expected a one-dimensional array of integers");
-  }
-  const auto wide = py::array_t<int64_t, py::array::c_style | py::array::forcecast>(lengths);
-  const std::span<const int64_t> wide_view(wide.data(), static_cast<size_t>(wide.size()));
-  std::vector<LengthGroup> groups;
-  {
-    py::gil_scoped_release release;
-    groups = length_groups(wide_view, max_groups);
-  }
-  py::list result;
-  for (const LengthGroup& group : groups) {
-    result.append(std::make_pair(group.max_seqlen, group.sequences));
-  }
-  return result;
-}
 
 py::tuple pack_py(const py::array& lengths, int64_t row_tokens,
                   std::optional<int64_t> max_sequences, const std::string& method, uint64_t seed) {
@@ -174,13 +155,13 @@ constexpr char kForHiddenDoc[] = R"(FLOPs of one forward Transformer layer of th
 24 * hidden**2 a token in the linear layers (intermediate size 4 * hidden) and 4 * s * hidden a
 token in attention.)";
 
-constexpr char kPlanDoc[] = R"(Distribution of one epoch over ranks and steps.
+constexpr char kEpochPlanDoc[] = R"(Which examples each rank gets in each step of one epoch.
 
-A pure function of the arguments, the same on every rank. lengths: uint16 [N], kept by reference
-and not to be changed afterwards. population: uint32, ascending, the examples to plan; None means
+A pure function of the arguments, the same on every rank. lengths: uint16 [N], kept by reference:
+do not change it afterwards. population: uint32, ascending, the examples to use; None means
 all. ValueError or TypeError names the bad argument.)";
 
-constexpr char kBlockDoc[] = R"((first, last): the steps planned together with this one.
+constexpr char kBlockDoc[] = R"((first, last): the steps that are computed together with this one.
 
 Asking for whole blocks is cheapest.)";
 
@@ -198,7 +179,8 @@ constexpr char kReceivedDoc[] = R"(What every rank receives from others in steps
 int64 [last - first, num_replicas, 2, 2]: from its exchange_ranks neighbours and from farther ranks;
 examples and tokens. All 0 for strategies that exchange nothing.)";
 
-constexpr char kRemainingDoc[] = R"(The planned examples that no rank meets in the first done steps.
+constexpr char kRemainingDoc[] =
+    R"(The examples of the plan that no rank has met after the first done steps.
 
 uint32, ascending.)";
 
@@ -222,16 +204,11 @@ group_ranks: examples stay within groups of so many neighbouring ranks. Returns 
 that gets each example. A pure function, the same on every rank.
 ValueError or TypeError names the bad argument.)";
 
-constexpr char kLengthGroupsDoc[] = R"(Splits sequences into groups of similar length.
-
-lengths: integers [B]. At most max_groups groups, chosen so that sum(count * max_seqlen**2), in
-tiles of 64, is least; fewer where more would not help. Returns [(max_seqlen, [sequence, ...])],
-longest first, also within a group; [] for no sequences.)";
-
 }  // namespace
 
 PYBIND11_MODULE(_balancer, m) {
-  m.doc() = "Host algorithms of bert_unpad: examples to ranks, steps and rows; length groups.";
+  m.doc() =
+      "The balancer of bert_unpad: gives examples to ranks and steps, and packs them into rows.";
 
   py::class_<WorkModel>(m, "WorkModel", kWorkModelDoc)
       .def(py::init([](double linear, double quadratic) {
@@ -245,36 +222,35 @@ PYBIND11_MODULE(_balancer, m) {
       .def_readonly("quadratic", &WorkModel::quadratic)
       .def("__call__", &WorkModel::operator(), py::arg("length"));
 
-  py::class_<PyPlan>(m, "Plan", kPlanDoc)
+  py::class_<PyEpochPlan>(m, "EpochPlan", kEpochPlanDoc)
       .def(py::init([](py::array lengths, const std::string& strategy, int64_t num_replicas,
                        int64_t batch_size, uint64_t seed, uint64_t epoch, uint64_t segment,
                        const WorkModel& work, int64_t pool_steps, int64_t exchange_ranks,
                        std::optional<py::array> population) {
-             return std::make_unique<PyPlan>(
+             return std::make_unique<PyEpochPlan>(
                  std::move(lengths), strategy, std::move(population),
-                 PlanOptions{num_replicas, batch_size, seed, epoch, segment, work, pool_steps,
-                             exchange_ranks});
+                 EpochOptions{num_replicas, batch_size, seed, epoch, segment, work, pool_steps,
+                              exchange_ranks});
            }),
            py::arg("lengths"), py::kw_only(), py::arg("strategy"), py::arg("num_replicas"),
            py::arg("batch_size"), py::arg("seed"), py::arg("epoch"), py::arg("segment") = 0,
            py::arg("work"), py::arg("pool_steps"), py::arg("exchange_ranks") = 8,
            py::arg("population") = py::none())
-      .def_property_readonly("steps", &PyPlan::steps, "Number of steps, the same on all ranks.")
-      .def_property_readonly("num_examples", &PyPlan::num_examples)
-      .def("block", &PyPlan::block, py::arg("step"), kBlockDoc)
-      .def("rank_steps", &PyPlan::rank_steps, py::arg("rank"), py::arg("first"), py::arg("last"),
-           kRankStepsDoc)
-      .def("work", &PyPlan::work, py::arg("first"), py::arg("last"), kWorkDoc)
-      .def("received", &PyPlan::received, py::arg("first"), py::arg("last"), kReceivedDoc)
-      .def("remaining", &PyPlan::remaining, py::arg("done"), kRemainingDoc);
+      .def_property_readonly("steps", &PyEpochPlan::steps,
+                             "Number of steps, the same on all ranks.")
+      .def_property_readonly("num_examples", &PyEpochPlan::num_examples)
+      .def("block", &PyEpochPlan::block, py::arg("step"), kBlockDoc)
+      .def("rank_steps", &PyEpochPlan::rank_steps, py::arg("rank"), py::arg("first"),
+           py::arg("last"), kRankStepsDoc)
+      .def("work", &PyEpochPlan::work, py::arg("first"), py::arg("last"), kWorkDoc)
+      .def("received", &PyEpochPlan::received, py::arg("first"), py::arg("last"), kReceivedDoc)
+      .def("remaining", &PyEpochPlan::remaining, py::arg("done"), kRemainingDoc);
 
   m.def("pack", &pack_py, py::arg("lengths"), py::arg("row_tokens") = 512, py::kw_only(),
         py::arg("max_sequences") = py::none(), py::arg("method") = "best_fit", py::arg("seed") = 0,
         kPackDoc);
   m.def("deal", &deal_py, py::arg("lengths"), py::arg("counts"), py::kw_only(), py::arg("dealing"),
         py::arg("group_ranks"), py::arg("work"), kDealDoc);
-  m.def("length_groups", &length_groups_py, py::arg("lengths"), py::arg("max_groups") = 4,
-        kLengthGroupsDoc);
 }
 
 }  // namespace bert_unpad::balancer

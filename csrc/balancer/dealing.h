@@ -1,11 +1,11 @@
-// How examples are dealt out among ranks: the part that a plan made ahead (drawn.h) and a plan made
-// while training, of lengths that ranks have just told each other, have in common.
+// How examples are dealt out among ranks. Shared by the epoch plan (drawn.h) and by training on
+// streams, where ranks tell each other the lengths of one step's examples.
 //
-// Examples come longest first. `plain` deals them round after round, `snake` every second round
-// backwards, `lpt` (longest processing time first; Graham, 1969) each to the rank with the least
-// work so far that has a place left. Numbers of examples per rank differ by one at most. `greedy`
-// is `lpt` as it was published, without places: work is more equal where ranks have few examples,
-// and numbers of examples are not.
+// Examples come longest first. `plain` deals them round after round. `snake` deals every second
+// round backwards. `lpt` (longest processing time first; Graham, 1969) gives each to the rank with
+// the least work so far that has a place left, so numbers of examples per rank differ by one at
+// most. `greedy` is `lpt` as it was published, without places: work is more equal where ranks have
+// few examples, but numbers of examples are not.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ enum class Dealing { kPlain, kSnake, kLpt, kGreedy };
 // "plain", "snake", "lpt" or "greedy"; false for anything else.
 bool parse_dealing(std::string_view name, Dealing& dealing);
 
-// Writes to ranks[i] which of `num_ranks` ranks gets the i-th example; works[i] is its work.
+// Writes to ranks[i] which of `num_ranks` ranks gets example i; works[i] is that example's work.
 void deal(std::span<const int64_t> works, int64_t num_ranks, Dealing dealing,
           std::vector<uint32_t>& ranks);
 

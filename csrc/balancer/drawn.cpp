@@ -45,8 +45,8 @@ DrawnStrategy DrawnStrategy::parse(std::string_view name) {
 }
 
 DrawnPlan::DrawnPlan(std::span<const uint16_t> lengths, std::span<const uint32_t> population,
-                     const PlanOptions& options, DrawnStrategy strategy)
-    : Plan(lengths, population, options), strategy_(strategy) {
+                     const EpochOptions& options, DrawnStrategy strategy)
+    : EpochPlan(lengths, population, options), strategy_(strategy) {
   switch (strategy.exchange) {
     case Exchange::kNone:
       group_ranks_ = 1;

@@ -1,14 +1,14 @@
-// Strategies that draw each global batch first and may exchange its examples between ranks
-// afterwards: what training without a global length index can do, and the baselines of every
-// comparison.
+// Strategies that draw each global batch first and may then exchange its examples between ranks.
+// Training without a global index of lengths can do no more than this, and comparisons use these
+// strategies as baselines.
 //
-// Sampling. `random`: one permutation of the examples an epoch, cut into global batches, which do
+// Sampling. `random`: one permutation of the examples per epoch, cut into global batches. These do
 // not depend on the number of ranks as long as num_replicas * batch_size stays the same. `quotas`:
 // in every step each rank takes equally many examples of each quarter of the length range. Example
-// j of a global batch falls to rank j mod num_replicas.
+// j of a global batch goes to rank j mod num_replicas.
 //
 // Exchange. The examples of a step are sorted by work among `exchange_ranks` neighbouring ranks, or
-// all of them, and dealt anew: see dealing.h.
+// among all ranks, and dealt again: see dealing.h.
 #pragma once
 
 #include <string_view>
@@ -31,10 +31,10 @@ struct DrawnStrategy {
   static DrawnStrategy parse(std::string_view name);
 };
 
-class DrawnPlan final : public Plan {
+class DrawnPlan final : public EpochPlan {
  public:
   DrawnPlan(std::span<const uint16_t> lengths, std::span<const uint32_t> population,
-            const PlanOptions& options, DrawnStrategy strategy);
+            const EpochOptions& options, DrawnStrategy strategy);
 
   std::pair<int64_t, int64_t> block(int64_t step) const override;
   void rank_steps(int64_t rank, int64_t first, int64_t last, std::vector<uint32_t>& indices,

@@ -1,4 +1,5 @@
-// Checks of a plan's inputs, and what follows from any strategy's rank_steps. See epoch_plan.h.
+// Checks the inputs of an epoch plan, and derives work and remaining examples from a strategy's
+// rank_steps. See epoch_plan.h.
 #include "epoch_plan.h"
 
 #include <algorithm>
@@ -16,8 +17,8 @@ void check(bool ok, const char* message) {
 }
 
 // Runs in the initialiser list, before any member is sized by these values.
-const PlanOptions& validated(std::span<const uint16_t> lengths,
-                             std::span<const uint32_t> population, const PlanOptions& options) {
+const EpochOptions& validated(std::span<const uint16_t> lengths,
+                              std::span<const uint32_t> population, const EpochOptions& options) {
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   check(!lengths.empty(), "lengths: expected at least one example, got none");
   check(lengths.size() < std::numeric_limits<uint32_t>::max(),
@@ -39,8 +40,8 @@ const PlanOptions& validated(std::span<const uint16_t> lengths,
 
 }  // namespace
 
-Plan::Plan(std::span<const uint16_t> lengths, std::span<const uint32_t> population,
-           const PlanOptions& options)
+EpochPlan::EpochPlan(std::span<const uint16_t> lengths, std::span<const uint32_t> population,
+                     const EpochOptions& options)
     : lengths_(lengths),
       options_(validated(lengths, population, options)),
       num_examples_(population.empty() ? lengths.size() : population.size()),
@@ -48,7 +49,7 @@ Plan::Plan(std::span<const uint16_t> lengths, std::span<const uint32_t> populati
       steps_((num_examples_ - 1) / global_batch_ + 1),
       work_(options.work, *std::max_element(lengths.begin(), lengths.end())) {}
 
-void Plan::check_range(int64_t first, int64_t last) const {
+void EpochPlan::check_range(int64_t first, int64_t last) const {
   if (first < 0 || last < first || last > steps_) {
     throw std::invalid_argument(
         "first, last: expected 0 <= first <= last <= " + std::to_string(steps_) +
@@ -56,7 +57,7 @@ void Plan::check_range(int64_t first, int64_t last) const {
   }
 }
 
-void Plan::check_rank(int64_t rank) const {
+void EpochPlan::check_rank(int64_t rank) const {
   if (rank < 0 || rank >= options_.num_replicas) {
     throw std::invalid_argument("rank: expected 0 <= rank < " +
                                 std::to_string(options_.num_replicas) + ", got " +
@@ -64,7 +65,7 @@ void Plan::check_rank(int64_t rank) const {
   }
 }
 
-std::vector<double> Plan::work(int64_t first, int64_t last) const {
+std::vector<double> EpochPlan::work(int64_t first, int64_t last) const {
   check_range(first, last);
   const int64_t ranks = options_.num_replicas;
   std::vector<double> result((last - first) * ranks);
@@ -84,12 +85,12 @@ std::vector<double> Plan::work(int64_t first, int64_t last) const {
   return result;
 }
 
-std::vector<int64_t> Plan::received(int64_t first, int64_t last) const {
+std::vector<int64_t> EpochPlan::received(int64_t first, int64_t last) const {
   check_range(first, last);
   return std::vector<int64_t>((last - first) * options_.num_replicas * 4, 0);
 }
 
-std::vector<uint32_t> Plan::remaining(int64_t done) const {
+std::vector<uint32_t> EpochPlan::remaining(int64_t done) const {
   check_range(0, done);
   std::vector<bool> planned(lengths_.size(), false);
   for (uint32_t index : order_) planned[index] = true;
@@ -108,8 +109,10 @@ std::vector<uint32_t> Plan::remaining(int64_t done) const {
   return left;
 }
 
-std::unique_ptr<Plan> make_plan(const std::string& strategy, std::span<const uint16_t> lengths,
-                                std::span<const uint32_t> population, const PlanOptions& options) {
+std::unique_ptr<EpochPlan> make_epoch_plan(const std::string& strategy,
+                                           std::span<const uint16_t> lengths,
+                                           std::span<const uint32_t> population,
+                                           const EpochOptions& options) {
   if (strategy == "stratified") {
     return std::make_unique<StratifiedPlan>(lengths, population, options);
   }

@@ -1,8 +1,8 @@
-// What every strategy of distributing an epoch's examples over ranks and steps has in common.
+// The epoch plan: which examples each rank gets in each step. Base class of all strategies.
 //
 // A plan is a pure function of its inputs: each rank builds the same plan and reads its own part,
-// without communication. A strategy says only which examples a rank gets in a range of steps; work
-// per rank and the examples left after some steps follow from that.
+// without communication. A strategy only says which examples a rank gets in a range of steps; the
+// work per rank and the examples left after some steps follow from that.
 #pragma once
 
 #include <cstdint>
@@ -16,26 +16,26 @@
 
 namespace bert_unpad::balancer {
 
-struct PlanOptions {
+struct EpochOptions {
   int64_t num_replicas;
   int64_t batch_size;  // examples a rank gets in one step
   uint64_t seed;
   uint64_t epoch;
-  uint64_t segment;  // how often this epoch was planned anew before, as the ranks had changed
+  uint64_t segment;  // how often this epoch's plan was made again after a change of ranks
   WorkModel work;
   int64_t pool_steps;      // stratified: how many steps are balanced against each other
   int64_t exchange_ranks;  // neighbouring ranks: those of a '/group/', and of a node
 };
 
-class Plan {
+class EpochPlan {
  public:
-  virtual ~Plan() = default;
+  virtual ~EpochPlan() = default;
 
   // The same on all ranks. All steps but the last have batch_size examples on every rank.
   int64_t steps() const { return steps_; }
   int64_t num_examples() const { return num_examples_; }
 
-  // The range of steps that is planned together with `step`: the cheapest unit to ask for.
+  // The range of steps that is computed together with `step`: the cheapest unit to ask for.
   virtual std::pair<int64_t, int64_t> block(int64_t step) const = 0;
 
   // Appends the examples of `rank` in steps [first, last) to `indices`, longest first in each step,
@@ -58,12 +58,12 @@ class Plan {
   void check_rank(int64_t rank) const;
 
  protected:
-  // `lengths` must outlive the plan. `population` lists the examples to plan; empty means all.
-  Plan(std::span<const uint16_t> lengths, std::span<const uint32_t> population,
-       const PlanOptions& options);
+  // `lengths` must outlive the plan. `population` lists the examples to use; empty means all.
+  EpochPlan(std::span<const uint16_t> lengths, std::span<const uint32_t> population,
+            const EpochOptions& options);
 
   std::span<const uint16_t> lengths_;
-  PlanOptions options_;
+  EpochOptions options_;
   int64_t num_examples_;
   int64_t global_batch_;
   int64_t steps_;
@@ -72,7 +72,7 @@ class Plan {
   std::vector<uint32_t> order_;
 };
 
-// Calls visit(index) for every planned example, in ascending order of position.
+// Calls visit(index) for every example of the plan, in ascending order.
 template <typename Visit>
 void for_each_example(size_t num_lengths, std::span<const uint32_t> population, Visit visit) {
   if (population.empty()) {
@@ -84,7 +84,9 @@ void for_each_example(size_t num_lengths, std::span<const uint32_t> population, 
 
 // `strategy` is "stratified", or a name that DrawnStrategy::parse knows (drawn.h). Throws
 // std::invalid_argument that names the bad argument.
-std::unique_ptr<Plan> make_plan(const std::string& strategy, std::span<const uint16_t> lengths,
-                                std::span<const uint32_t> population, const PlanOptions& options);
+std::unique_ptr<EpochPlan> make_epoch_plan(const std::string& strategy,
+                                           std::span<const uint16_t> lengths,
+                                           std::span<const uint32_t> population,
+                                           const EpochOptions& options);
 
 }  // namespace bert_unpad::balancer

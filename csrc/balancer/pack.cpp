@@ -11,7 +11,7 @@
 namespace bert_unpad::balancer {
 namespace {
 
-// So many rows alike.
+// `count` rows that hold sequences of the same lengths.
 struct Kind {
   int64_t count;
   std::vector<uint16_t> lengths;

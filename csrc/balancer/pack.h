@@ -1,10 +1,9 @@
-// Packs sequences into rows of a fixed number of tokens: the other way to avoid padding, for
-// comparison with unpadded batches (Krell et al., "Efficient Sequence Packing without
-// Cross-contamination", 2021).
+// Packs sequences into rows of a fixed number of tokens: the other way to avoid padding (Krell et
+// al., "Efficient Sequence Packing without Cross-contamination", 2021).
 //
-// Sequences of a length are alike, so rows are made up for counts of lengths and not for single
-// sequences: the time depends on the number of different lengths and rows, and 16 million sequences
-// take about a second. The longest come first.
+// Sequences of one length are interchangeable, so the packing works on how many there are of each
+// length, not on single sequences. Its time depends on the number of different lengths and rows; 16
+// million sequences take about a second. The longest come first.
 #pragma once
 
 #include <cstdint>

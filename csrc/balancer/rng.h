@@ -1,4 +1,4 @@
-// Keyed random numbers for the planner.
+// Keyed random numbers for the balancer.
 //
 // Every random choice draws from a stream named by integers (seed, epoch, purpose, ...), so that
 // all ranks make the same choices without talking to each other, and a rank can repeat the choices

@@ -52,8 +52,8 @@ class Dealer {
 }  // namespace
 
 StratifiedPlan::StratifiedPlan(std::span<const uint16_t> lengths,
-                               std::span<const uint32_t> population, const PlanOptions& options)
-    : Plan(lengths, population, options),
+                               std::span<const uint32_t> population, const EpochOptions& options)
+    : EpochPlan(lengths, population, options),
       full_steps_(num_examples_ / global_batch_),
       // Pools of nearly equal size: a last one of a step or two could not be balanced.
       pools_((full_steps_ + options.pool_steps - 1) / options.pool_steps) {

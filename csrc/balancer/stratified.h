@@ -1,15 +1,15 @@
-// The `stratified` strategy: every rank gets the same work in every step, without any exchange of
-// data.
+// The `stratified` strategy: every rank gets the same work in every step, and no example moves
+// between ranks.
 //
 // 1. Sort all examples by length, once an epoch; equal lengths are shuffled.
 // 2. Cut the sorted list into rows of num_replicas examples and give each rank one of every row:
 //    all ranks then hold almost the same lengths.
 // 3. Draw rows at random, evenly from short to long, into pools of `pool_steps` steps, and divide
 //    each pool's rows into steps of equal work (balance.h). All ranks draw and divide alike.
-// 4. Each rank adjusts that division to the examples it really has, by exchanges between its own
-//    steps, and runs steps of equal work in an order of its own. The lengths that meet in one
-//    global step are thus a mixture of the whole pool, while no rank waits for another. Where equal
-//    work cannot be had (small batches) the order is the same on all ranks.
+// 4. Each rank adjusts that division to the examples it really has, by swapping examples between
+//    its own steps, and runs steps of equal work in its own order. So the lengths in one global
+//    step are a mixture of the whole pool, and still no rank waits for another. Where steps cannot
+//    have equal work (small batches) the order is the same on all ranks.
 //
 // Examples that do not fill a step on all ranks are drawn evenly from the sorted list and form the
 // last step, dealt the same way.
@@ -21,10 +21,10 @@
 
 namespace bert_unpad::balancer {
 
-class StratifiedPlan final : public Plan {
+class StratifiedPlan final : public EpochPlan {
  public:
   StratifiedPlan(std::span<const uint16_t> lengths, std::span<const uint32_t> population,
-                 const PlanOptions& options);
+                 const EpochOptions& options);
 
   std::pair<int64_t, int64_t> block(int64_t step) const override;
   void rank_steps(int64_t rank, int64_t first, int64_t last, std::vector<uint32_t>& indices,
@@ -53,7 +53,7 @@ class StratifiedPlan final : public Plan {
 
   // Row numbers, [pool, step, batch], longest first in each step; lightest step first in each pool.
   std::vector<uint32_t> rows_;
-  // By step, in the order of rows_: the work it was planned to have.
+  // By step, in the order of rows_: the work that divide() gave it.
   std::vector<int64_t> target_;
   // By rank: its place in the tail's last row, kNone if it has none.
   std::vector<uint32_t> tail_slot_;

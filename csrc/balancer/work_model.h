@@ -1,7 +1,7 @@
 // How much work a sequence of a given length is: linear * s + quadratic * s^2.
 //
-// The planner only compares sums of work, so it computes in integers: all machines then make the
-// same plan, whatever their compilers do to floating point.
+// The balancer only compares sums of work, and compares them in integers: all machines then make
+// the same plan, whatever their compilers do to floating point.
 #pragma once
 
 #include <cmath>

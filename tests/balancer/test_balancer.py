@@ -1,8 +1,7 @@
-"""The C++ planner: each example once, equal work, the same plan everywhere; length groups."""
+"""Epoch plans: each example once, equal work, the same plan on every rank."""
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
 import time
@@ -13,7 +12,7 @@ import pytest
 from bert_unpad import _balancer
 from bert_unpad.data.sampling.balanced_sampler import WorkModel, efficiency
 from bert_unpad.data.sampling.histogram import sample_lengths
-from tests.support.plans import BERT_LARGE, batches, global_batches, make_plan
+from tests.support.epoch_plans import BERT_LARGE, batches, global_batches, make_epoch_plan
 
 STRATEGIES = [
     *("stratified", "random", "quotas"),
@@ -35,7 +34,7 @@ def random_cases(count, seed):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_example_once_and_equal_counts(strategy):
     for lengths, replicas, batch, pool in random_cases(300, seed=1):
-        plan = make_plan(lengths, replicas, batch, strategy, pool_steps=pool)
+        plan = make_epoch_plan(lengths, replicas, batch, strategy, pool_steps=pool)
         assert plan.num_examples == len(lengths)
         assert plan.steps == -(-len(lengths) // (replicas * batch))
         ranks = batches(plan, replicas)
@@ -53,7 +52,7 @@ def test_every_example_once_and_equal_counts(strategy):
 def test_any_range_of_steps_is_a_part_of_the_whole(strategy):
     rng = random.Random(2)
     for lengths, replicas, batch, pool in random_cases(60, seed=2):
-        plan = make_plan(lengths, replicas, batch, strategy, pool_steps=pool)
+        plan = make_epoch_plan(lengths, replicas, batch, strategy, pool_steps=pool)
         whole = batches(plan, replicas)
         first = rng.randint(0, plan.steps)
         last = rng.randint(first, plan.steps)
@@ -76,7 +75,7 @@ def test_plan_is_a_function_of_its_arguments(strategy):
 
     def plan_with(**options):
         return np.concatenate(
-            [part for steps in batches(make_plan(lengths, 4, 8, strategy, **options), 4)
+            [part for steps in batches(make_epoch_plan(lengths, 4, 8, strategy, **options), 4)
              for part in steps]
         )  # fmt: skip
 
@@ -91,7 +90,7 @@ def test_work_and_remaining_follow_from_the_batches(strategy):
     rng = random.Random(4)
     for lengths, replicas, batch, pool in random_cases(60, seed=4):
         model = WorkModel(rng.random(), rng.random() / 100)
-        plan = make_plan(lengths, replicas, batch, strategy, pool_steps=pool, work=model)
+        plan = make_epoch_plan(lengths, replicas, batch, strategy, pool_steps=pool, work=model)
         ranks = batches(plan, replicas)
         s = lengths.astype(float)
         work = model.linear * s + model.quadratic * s**2
@@ -113,7 +112,9 @@ def test_population_limits_the_plan_to_some_examples(strategy):
         population = np.flatnonzero(rng.random(len(lengths)) < 0.6).astype(np.uint32)
         if len(population) == 0:
             continue
-        plan = make_plan(lengths, replicas, batch, strategy, pool_steps=pool, population=population)
+        plan = make_epoch_plan(
+            lengths, replicas, batch, strategy, pool_steps=pool, population=population
+        )
         seen = np.concatenate([part for steps in batches(plan, replicas) for part in steps])
         np.testing.assert_array_equal(np.sort(seen), population)
         assert len(plan.remaining(0)) == len(population)
@@ -121,9 +122,11 @@ def test_population_limits_the_plan_to_some_examples(strategy):
 
 def test_random_global_batches_do_not_depend_on_the_number_of_ranks():
     lengths = sample_lengths(1000, seed=6)
-    whole = global_batches(make_plan(lengths, 1, 24, "random"), 1)
+    whole = global_batches(make_epoch_plan(lengths, 1, 24, "random"), 1)
     for replicas in (2, 3, 8, 24):
-        parts = global_batches(make_plan(lengths, replicas, 24 // replicas, "random"), replicas)
+        parts = global_batches(
+            make_epoch_plan(lengths, replicas, 24 // replicas, "random"), replicas
+        )
         for one, other in zip(whole, parts, strict=True):
             np.testing.assert_array_equal(np.sort(one), np.sort(other))
 
@@ -132,7 +135,7 @@ def test_random_is_a_uniform_permutation():
     # The place of example 0 among 6, over 6,000 epochs: each place 1,000 times, sigma 29.
     places = np.zeros(6)
     for epoch in range(6000):
-        plan = make_plan([1] * 6, 1, 1, "random", epoch=epoch)
+        plan = make_epoch_plan([1] * 6, 1, 1, "random", epoch=epoch)
         places[plan.rank_steps(0, 0, 6)[0].tolist().index(0)] += 1
     assert np.abs(places - 1000).max() < 5 * 29
 
@@ -143,7 +146,7 @@ def test_random_is_a_uniform_permutation():
 )
 def test_stratified_efficiency_on_wikipedia_lengths(ranks, batch, least):
     lengths = sample_lengths(2**20, seed=7)
-    plan = make_plan(lengths, ranks, batch, pool_steps=64)
+    plan = make_epoch_plan(lengths, ranks, batch, pool_steps=64)
     assert efficiency(plan.work(0, plan.steps)).mean() >= least
 
 
@@ -151,17 +154,17 @@ def test_stratified_efficiency_where_steps_cannot_be_equal():
     # Batches of one and two: no rank waits only if all ranks run alike steps at the same time.
     lengths = sample_lengths(2**16, seed=8)
     for batch in (1, 2):
-        plan = make_plan(lengths, 32, batch, pool_steps=64)
+        plan = make_epoch_plan(lengths, 32, batch, pool_steps=64)
         assert efficiency(plan.work(0, plan.steps)).mean() >= 0.995
 
 
 def test_stratified_follows_the_work_model():
     lengths = sample_lengths(2**16, seed=9)
     quadratic = WorkModel(0, 1)
-    own = make_plan(lengths, 16, 8, work=quadratic, pool_steps=64)
+    own = make_epoch_plan(lengths, 16, 8, work=quadratic, pool_steps=64)
     assert efficiency(own.work(0, own.steps)).mean() >= 0.998
     # A plan for linear work leaves quadratic work unequal, so the model does make a difference.
-    linear = make_plan(lengths, 16, 8, work=WorkModel(1, 0), pool_steps=64)
+    linear = make_epoch_plan(lengths, 16, 8, work=WorkModel(1, 0), pool_steps=64)
     squares = np.array(
         [[(lengths[part].astype(float) ** 2).sum() for part in steps]
          for steps in batches(linear, 16)]
@@ -175,7 +178,7 @@ def test_stratified_global_batches_have_the_lengths_of_the_whole():
 
     def distance(strategy):
         """Kolmogorov-Smirnov distance between a step's lengths and all lengths, mean over steps."""
-        plan = make_plan(lengths, 256, 16, strategy, pool_steps=64)
+        plan = make_epoch_plan(lengths, 256, 16, strategy, pool_steps=64)
         return np.mean(
             [
                 np.abs(
@@ -193,7 +196,7 @@ def test_stratified_tail_is_drawn_from_all_lengths():
     lengths = np.sort(sample_lengths(1000, seed=11))
     hits = np.zeros(1000)
     for epoch in range(500):
-        plan = make_plan(lengths, 4, 18, epoch=epoch)
+        plan = make_epoch_plan(lengths, 4, 18, epoch=epoch)
         last = [plan.rank_steps(rank, plan.steps - 1, plan.steps)[0] for rank in range(4)]
         hits[np.concatenate(last)] += 1
     expected = hits.sum() / 1000
@@ -204,7 +207,7 @@ def test_stratified_tail_is_drawn_from_all_lengths():
 
 def test_ranks_get_their_share_of_every_length():
     lengths = sample_lengths(2**15, seed=12)
-    plan = make_plan(lengths, 8, 16)
+    plan = make_epoch_plan(lengths, 8, 16)
     for steps in batches(plan, 8):
         mine = np.sort(lengths[np.concatenate(steps)])
         # One of every 8 in sorted order, give or take a row.
@@ -214,7 +217,7 @@ def test_ranks_get_their_share_of_every_length():
 
 def test_planning_releases_the_gil():
     lengths = sample_lengths(3_000_000, seed=13)
-    worker = threading.Thread(target=lambda: make_plan(lengths, 8, 16).work(0, 20_000))
+    worker = threading.Thread(target=lambda: make_epoch_plan(lengths, 8, 16).work(0, 20_000))
     worker.start()
     turns = 0
     while worker.is_alive():
@@ -257,11 +260,11 @@ def test_bad_arguments_are_named(change, error, named):
         "pool_steps": 4,
     } | change
     with pytest.raises(error, match=f"^{named}"):
-        _balancer.Plan(arguments.pop("lengths"), **arguments)
+        _balancer.EpochPlan(arguments.pop("lengths"), **arguments)
 
 
 def test_bad_ranges_are_refused():
-    plan = make_plan([5] * 10, 2, 2)
+    plan = make_epoch_plan([5] * 10, 2, 2)
     with pytest.raises(ValueError, match="rank"):
         plan.rank_steps(2, 0, 1)
     for first, last in ((-1, 1), (2, 1), (0, 4)):
@@ -285,66 +288,3 @@ def test_work_model():
             WorkModel(linear, quadratic)
     with pytest.raises(ValueError, match="hidden"):
         WorkModel.for_hidden(0)
-
-
-def group_cost(lengths, groups):
-    tiles = [max(-(-longest // 64), 1) for longest, _ in groups]
-    return sum(len(members) * side**2 for side, (_, members) in zip(tiles, groups, strict=True))
-
-
-def cheapest_cost(lengths, max_groups):
-    """Tries all ways to cut the sorted lengths."""
-    ordered = sorted(lengths, reverse=True)
-    best = float("inf")
-    for count in range(1, max_groups + 1):
-        for cuts in itertools.combinations(range(1, len(ordered)), count - 1):
-            begins, ends = (0, *cuts), (*cuts, len(ordered))
-            tiles = [max(-(-ordered[begin] // 64), 1) for begin in begins]
-            cost = sum(
-                (end - begin) * side**2
-                for begin, end, side in zip(begins, ends, tiles, strict=True)
-            )
-            best = min(best, cost)
-    return best
-
-
-def test_length_groups_are_the_cheapest():
-    rng = random.Random(14)
-    for _ in range(200):
-        longest = rng.choice([1, 64, 130, 512, 2000])
-        lengths = [rng.randint(0, longest) for _ in range(rng.randint(1, 9))]
-        max_groups = rng.randint(1, 4)
-        groups = _balancer.length_groups(np.array(lengths, np.int32), max_groups)
-        assert 1 <= len(groups) <= max_groups
-        members = [member for _, sequences in groups for member in sequences]
-        assert sorted(members) == list(range(len(lengths)))
-        in_order = [lengths[member] for member in members]
-        assert in_order == sorted(lengths, reverse=True)
-        for max_seqlen, sequences in groups:
-            assert max_seqlen == max(lengths[member] for member in sequences)
-        assert group_cost(lengths, groups) == cheapest_cost(lengths, max_groups)
-
-
-def test_length_groups_by_hand():
-    lengths = np.array([100, 512, 30, 500, 0, 130, 64], np.int32)
-    assert _balancer.length_groups(lengths) == [
-        (512, [1, 3]),
-        (130, [5]),
-        (100, [0]),
-        (64, [6, 2, 4]),
-    ]
-    assert _balancer.length_groups(lengths, max_groups=1) == [(512, [1, 3, 5, 0, 6, 2, 4])]
-    # Groups that would save nothing are not made; equal lengths keep their order.
-    assert _balancer.length_groups(np.array([60, 1, 60], np.int64)) == [(60, [0, 2, 1])]
-    assert _balancer.length_groups(np.array([0, 0], np.int32)) == [(0, [0, 1])]
-    assert _balancer.length_groups(np.zeros(0, np.int32)) == []
-
-
-def test_length_groups_refuses_bad_input():
-    with pytest.raises(ValueError, match="lengths"):
-        _balancer.length_groups(np.array([3, -1], np.int32))
-    with pytest.raises(ValueError, match="max_groups"):
-        _balancer.length_groups(np.array([3], np.int32), 0)
-    for bad in (np.array([1.5]), np.zeros((2, 2), np.int32)):
-        with pytest.raises(TypeError, match="lengths"):
-            _balancer.length_groups(bad)

@@ -1,4 +1,4 @@
-"""Planner strategies that draw global batches first and may exchange examples between ranks."""
+"""Strategies of the balancer that draw global batches first and may then exchange examples."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 from bert_unpad._balancer import deal
 from bert_unpad.data.sampling.balanced_sampler import WorkModel, efficiency
 from bert_unpad.data.sampling.histogram import sample_lengths
-from tests.support.plans import batches, make_plan
+from tests.support.epoch_plans import batches, make_epoch_plan
 
 
 def test_quotas_give_every_rank_equally_many_of_a_length():
     lengths = sample_lengths(8 * 16 * 30, seed=8)
     shares = np.bincount((lengths - 1) // 128, minlength=4) / len(lengths)
-    plan = make_plan(lengths, 8, 16, "quotas")
+    plan = make_epoch_plan(lengths, 8, 16, "quotas")
     for steps in zip(*batches(plan, 8, 0, 28), strict=True):
         counts = [np.bincount((lengths[part] - 1) // 128, minlength=4) for part in steps]
         assert all((count == counts[0]).all() for count in counts)
@@ -23,9 +23,11 @@ def test_quotas_give_every_rank_equally_many_of_a_length():
 
 def test_an_exchange_stays_within_its_group_of_ranks():
     lengths = sample_lengths(12 * 4 * 10, seed=9)
-    before = batches(make_plan(lengths, 12, 4, "random"), 12)
+    before = batches(make_epoch_plan(lengths, 12, 4, "random"), 12)
     for dealing in ("plain", "snake", "lpt"):
-        after = batches(make_plan(lengths, 12, 4, f"random/group/{dealing}", exchange_ranks=5), 12)
+        after = batches(
+            make_epoch_plan(lengths, 12, 4, f"random/group/{dealing}", exchange_ranks=5), 12
+        )
         for step in range(10):
             for ranks in (range(5), range(5, 10), range(10, 12)):
                 mine, theirs = (
@@ -48,14 +50,14 @@ def test_an_exchange_stays_within_its_group_of_ranks():
 def test_schemes_that_draw_first(strategy, large, small):
     lengths = sample_lengths(2**20, seed=1)
     for ranks, batch, expected in ((1024, 16, large), (8, 56, small)):
-        plan = make_plan(lengths, ranks, batch, strategy, work=WorkModel(1, 0))
+        plan = make_epoch_plan(lengths, ranks, batch, strategy, work=WorkModel(1, 0))
         found = efficiency(plan.work(0, plan.steps - 1)).mean()
         assert found == pytest.approx(expected, abs=0.01)
 
 
 def test_lpt_balances_better_than_snake():
     lengths = sample_lengths(2**18, seed=2)
-    best = [make_plan(lengths, 1024, 16, f"random/world/{how}") for how in ("lpt", "snake")]
+    best = [make_epoch_plan(lengths, 1024, 16, f"random/world/{how}") for how in ("lpt", "snake")]
     lpt, snake = (efficiency(plan.work(0, plan.steps - 1)).mean() for plan in best)
     assert lpt > 0.998 > snake
 
@@ -63,7 +65,7 @@ def test_lpt_balances_better_than_snake():
 @pytest.mark.parametrize("dealing", ["plain", "snake", "lpt"])
 def test_a_step_read_by_the_ranks_is_dealt_as_a_drawn_one_is(dealing):
     lengths = sample_lengths(12 * 8, seed=3)
-    drawn = batches(make_plan(lengths, 12, 8, "random"), 12)
+    drawn = batches(make_epoch_plan(lengths, 12, 8, "random"), 12)
     order = np.concatenate([drawn[rank][0] for rank in range(12)])
     counts = np.full(12, 8)
     for group in (12, 4, 5):
@@ -76,7 +78,7 @@ def test_a_step_read_by_the_ranks_is_dealt_as_a_drawn_one_is(dealing):
             assert np.isin(given[held], ranks).all()
             assert (np.bincount(given[held])[first:] == 8).all()
         if group == 12:
-            plan = make_plan(
+            plan = make_epoch_plan(
                 lengths, 12, 8, f"random/world/{dealing}", work=WorkModel(1, 0.01)
             ).work(0, 1)
             work = [WorkModel(1, 0.01)(float(length)) for length in lengths[order]]
@@ -108,7 +110,7 @@ def test_greedy_dealing_evens_out_small_batches():
         assert sums["greedy"].max() <= lengths.sum() / 8 + lengths.max()
         assert sums["greedy"].max() - sums["greedy"].min() <= lengths.max()
     with pytest.raises(ValueError, match="strategy: "):
-        make_plan(lengths, 8, 4, "random/world/greedy")
+        make_epoch_plan(lengths, 8, 4, "random/world/greedy")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from bert_unpad import _balancer
 from bert_unpad.data.sampling.histogram import sample_lengths
 from tests.support.processes import TIMEOUT
 
-# A process of its own, which loads nothing but numpy and the planner, so that its peak is theirs.
+# A process of its own, which loads nothing but numpy and the balancer, so that its peak is theirs.
 # CPU time, as a test machine may have other work, beside that of a sort, as it may be slow.
 PLAN = """
 import importlib.util, json, sys, time
@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 
 spec = importlib.util.spec_from_file_location("_balancer", sys.argv[1])
-planner = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(planner)
+balancer = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(balancer)
 lengths = np.resize(np.load(sys.argv[2]), 16_000_000)
 
 def status(key):
@@ -32,9 +32,9 @@ def status(key):
 
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts over
 before, begin = status("VmRSS"), time.process_time()
-plan = planner.Plan(
+plan = balancer.EpochPlan(
     lengths, strategy="stratified", num_replicas=1024, batch_size=16, seed=1, epoch=0,
-    work=planner.WorkModel.for_hidden(1024), pool_steps=64,
+    work=balancer.WorkModel.for_hidden(1024), pool_steps=64,
 )
 planned = time.process_time() - begin
 indices, ends = plan.rank_steps(5, 0, plan.steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bert_unpad._balancer import Plan, WorkModel
+from bert_unpad._balancer import EpochPlan, WorkModel
 from bert_unpad.data.sampling.histogram import sample_lengths, wikipedia_lengths
 from bert_unpad.simulate import Cluster, StepModel, scaling_curve, simulate
 from bert_unpad.simulate.epoch import EXAMPLE_BYTES, LENGTH_BYTES, TOKEN_BYTES
@@ -17,8 +17,8 @@ def test_received_is_what_the_plans_of_all_ranks_say(strategy):
     ranks, batch, node = 10, 7, 4  # neither whole nodes nor a full last step
     options = {"seed": 3, "epoch": 0, "work": WorkModel(1, 0.01), "pool_steps": 4}
     options |= {"num_replicas": ranks, "batch_size": batch, "exchange_ranks": node}
-    plan = Plan(lengths, strategy=strategy, **options)
-    drawn = Plan(lengths, strategy=strategy.split("/")[0], **options)  # before the exchange
+    plan = EpochPlan(lengths, strategy=strategy, **options)
+    drawn = EpochPlan(lengths, strategy=strategy.split("/")[0], **options)  # before the exchange
     expected = np.zeros((plan.steps, ranks, 2, 2), np.int64)
     for step in range(plan.steps):
         drawn_by = {
@@ -43,7 +43,7 @@ def test_exchange_bytes_are_examples_and_lengths():
     lengths = np.full(64, 10, np.uint16)
     model = StepModel(cluster=Cluster(ranks_per_node=4))
     result = simulate(lengths, 8, 2, "random/world/plain", seed=1, model=model)
-    plan = Plan(
+    plan = EpochPlan(
         lengths,
         strategy="random/world/plain",
         num_replicas=8,

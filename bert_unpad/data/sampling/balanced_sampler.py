@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from bert_unpad._balancer import Plan, WorkModel
+from bert_unpad._balancer import EpochPlan, WorkModel
 from bert_unpad.data.sampling.epoch_sampler import EpochSampler, check_at_least
 
 __all__ = ["BalancedSampler", "WorkModel", "efficiency"]
@@ -221,11 +221,11 @@ class BalancedSampler(EpochSampler):
         self._past = past  # earlier plans of this epoch, each left before its end
         self._past_steps = sum(part.steps for part in past)
         self._done = done  # steps of the current plan
-        self._plan: Plan | None = None
+        self._plan: EpochPlan | None = None
         self._efficiencies: tuple[int, NDArray[np.float64]] = (0, np.empty(0))
         self._turn += 1
 
-    def _current_plan(self) -> Plan:
+    def _current_plan(self) -> EpochPlan:
         if self._plan is None:
             population = None
             for number, part in enumerate(self._past):
@@ -236,8 +236,8 @@ class BalancedSampler(EpochSampler):
 
     def _make_plan(
         self, part: _Segment, number: int, population: NDArray[np.uint32] | None
-    ) -> Plan:
-        return Plan(
+    ) -> EpochPlan:
+        return EpochPlan(
             self.lengths,
             strategy=part.strategy,
             num_replicas=part.num_replicas,

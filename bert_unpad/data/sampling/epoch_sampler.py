@@ -127,7 +127,7 @@ class EpochSampler(ABC):
 
 
 def as_lengths(lengths: ArrayLike) -> NDArray[np.uint16]:
-    """Checks lengths and gives them the planner's type, without a copy where they have it.
+    """Checks lengths and gives them the balancer's type, without a copy where they have it.
 
     Raises:
         TypeError: not integers.

@@ -1,4 +1,4 @@
-"""Makes plans of the C++ planner and takes them apart, for tests."""
+"""Makes epoch plans and takes them apart, for tests of the balancer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from bert_unpad.data.sampling.balanced_sampler import WorkModel
 BERT_LARGE = WorkModel.for_hidden(1024)
 
 
-def make_plan(lengths, num_replicas, batch_size, strategy="stratified", **options):
+def make_epoch_plan(lengths, num_replicas, batch_size, strategy="stratified", **options):
     options = {"seed": 5, "epoch": 0, "work": BERT_LARGE, "pool_steps": 8} | options
-    return _balancer.Plan(
+    return _balancer.EpochPlan(
         np.asarray(lengths, np.uint16),
         strategy=strategy,
         num_replicas=num_replicas,
