@@ -1,16 +1,17 @@
-"""Pretraining data: corpora to sentence pairs of true length, packed and masked on the fly.
+"""Pretraining data: from corpora to sentence pairs of true length, packed and masked on the fly.
 
-Names are imported when first used: the sampler and the length histograms need only numpy, while
-making examples needs the packages of the `pretrain` extra.
+Names are imported on first use: the samplers and the length histograms need only numpy, but making
+examples needs the packages of the `pretrain` extra.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bert_unpad.data.collate import PackedCollator, Prefetcher, pack_examples
+    from bert_unpad.data.collate import PackedCollator, pack_examples
     from bert_unpad.data.config import DataConfig
     from bert_unpad.data.masking import MaskedTokens, TokenMasker, most_frequent_token_rate
+    from bert_unpad.data.prefetch import Prefetcher
     from bert_unpad.data.preparation import PreparedData, prepare
     from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
     from bert_unpad.data.sampling.histogram import sample_lengths, wikipedia_lengths
@@ -37,7 +38,7 @@ _HOME = {
     "MaskedTokens": "masking",
     "PackedCollator": "collate",
     "PackedSampler": "sampling.packed_sampler",
-    "Prefetcher": "collate",
+    "Prefetcher": "prefetch",
     "PreparedData": "preparation",
     "ShardDataset": "store.shards",
     "ShardStream": "streams.stream",

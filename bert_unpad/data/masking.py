@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad.data.splitmix import GAMMA, splitmix64
+from bert_unpad.data.random_hash import GAMMA, splitmix64
 from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 

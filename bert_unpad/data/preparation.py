@@ -37,7 +37,7 @@ from bert_unpad.data.store.manifest import (
     read_manifest,
     write_synced,
 )
-from bert_unpad.data.store.open_examples import is_ready, open_ready
+from bert_unpad.data.store.open_examples import holds_examples, open_examples
 from bert_unpad.data.store.shards import ShardDataset, ShardWriter
 from bert_unpad.data.streams.stream import ShardStream
 from bert_unpad.data.streams.text_stream import TextStream, is_streamed, parse_streamed
@@ -61,18 +61,18 @@ _PLACES = ("source", "cache_dir", "vocab_file", "verify")
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Examples and what they were made with: an opened cache, or a source that is ready.
+    """Examples and how they were made, from an opened cache or a source of finished examples.
 
     Attributes:
-        train, validation: the examples; documents of one never occur in the other. `validation` is
-            empty if `validation_share` is 0 or the corpus is a single document. Of a `stream:`,
-            both are of its sample.
-        tokenizer: the vocabulary they were made with.
+        train, validation: the examples; no document occurs in both. `validation` is empty if
+            `validation_share` is 0 or the corpus is a single document. For a `stream:` source,
+            both come from its sample.
+        tokenizer: the tokenizer that the examples were made with.
         path: folder of this cache entry, or of the source.
-        config: what `prepare` was called with.
-        statistics: counts for `train_` and `validation_`: examples, tokens and, of a build,
-            documents; and of a build the documents and duplicates of the corpus.
-        streamed: the text to train on, which `open_stream` reads; None if that is `train`.
+        config: the configuration that `prepare` was called with.
+        statistics: numbers of examples and tokens, as `train_...` and `validation_...`. Data made
+            from a corpus also has numbers of documents, and of the corpus's duplicates.
+        streamed: the text to train on, which `open_stream` reads; None to train on `train`.
     """
 
     train: ExampleDataset
@@ -130,26 +130,26 @@ class PreparedData:
 
 
 def prepare(config: DataConfig, progress: bool | None = None) -> PreparedData:
-    """Open the cache for a configuration, building it first if it is missing or damaged.
+    """Opens the cache for a configuration; builds it first if it is missing or damaged.
 
-    A source that is ready (`hdf5:`, `shards:`) is opened as it is; of a `stream:` only the sample
-    is prepared.
+    A source of finished examples (`hdf5:`, `shards:`) is opened without a cache. For a `stream:`
+    source, only the sample is prepared.
 
-    Safe to call from many processes at once (all ranks of a run): one builds, the others wait.
+    Many processes (all ranks of a run) can call this at once: one builds, the others wait.
 
     Args:
         config: corpus and settings.
-        progress: whether the building process shows progress bars; None: if stderr is a terminal.
+        progress: whether building shows progress bars; None shows them if stderr is a terminal.
 
     Raises:
-        DamagedDataError: a file of a source that is ready is wrong.
+        DamagedDataError: a file of a source of finished examples is wrong.
         FileNotFoundError: `source` or `vocab_file` does not exist.
         ImportError: the source needs a package that is not installed.
-        ValueError: a setting does not fit the source, the corpus holds no text, the vocabulary
-            lacks special tokens, or `vocab_size` is too small for the corpus's letters.
+        ValueError: a setting does not fit the source, the corpus has no text, the vocabulary lacks
+            special tokens, or `vocab_size` is too small for the corpus's letters.
     """
-    if is_ready(config.source):
-        return _open_ready(config, progress)
+    if holds_examples(config.source):
+        return _open_examples(config, progress)
     if is_streamed(config.source):
         return _open_streamed(config, progress)
     cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
@@ -164,7 +164,7 @@ def prepare(config: DataConfig, progress: bool | None = None) -> PreparedData:
         try:
             return _open(path, config)
         except DamagedDataError:
-            pass  # looked at again, and reported, by whoever gets the lock first
+            pass  # the process that gets the lock first checks again, and reports it
     with cache_lock(cache / "locks" / f"{key}.lock"):
         if path.exists():
             try:
@@ -172,14 +172,14 @@ def prepare(config: DataConfig, progress: bool | None = None) -> PreparedData:
             except DamagedDataError as error:
                 logger.warning("rebuilding damaged data: %s", error)
                 aside = path.with_name(f".{key}.{uuid.uuid4().hex}")
-                os.replace(path, aside)  # whoever has it open keeps its files
+                os.replace(path, aside)  # processes that have it open keep its files
                 shutil.rmtree(aside)
         _build(config, source, settings, tokenizer, path, progress)
         return _open(path, config)
 
 
-def _open_ready(config: DataConfig, progress: bool | None) -> PreparedData:
-    train, validation, tokenizer, path = open_ready(config, progress)
+def _open_examples(config: DataConfig, progress: bool | None) -> PreparedData:
+    train, validation, tokenizer, path = open_examples(config, progress)
     statistics = {}
     for split, dataset in zip(_SPLITS, (train, validation), strict=True):
         statistics |= {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad.data.splitmix import splitmix64
+from bert_unpad.data.random_hash import splitmix64
 
 # What travels of an example besides its tokens and masks. Their numbers do not: all ranks know
 # them already.

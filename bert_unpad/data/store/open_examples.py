@@ -1,10 +1,10 @@
-"""Sources whose examples are made already: HDF5 files, and shards made by a converter.
+"""Opens sources that hold finished examples: HDF5 files, and shards written by a converter.
 
     hdf5:PATH[?validation=PATH]      shards:PATH[?validation=PATH]
 
-PATH is a folder with `train` and, perhaps, `validation` and `tokenizer` in it (what the converters
-write), or the training examples alone: an HDF5 file, a folder of such files, or a shard. Nothing is
-prepared then: the vocabulary is `vocab_file`, unless there is a `tokenizer` folder.
+PATH is a folder that holds `train` and perhaps `validation` and `tokenizer` (as converters write
+it), or the training examples: an HDF5 file, a folder of such files, or a shard. No text is
+prepared. The vocabulary is that of the `tokenizer` folder, or else `vocab_file`.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 if TYPE_CHECKING:
     from bert_unpad.data.config import DataConfig
 
-__all__ = ["is_ready", "open_ready"]
 
-
-def is_ready(source: str) -> bool:
-    """Whether a `DataConfig.source` names examples that are made already."""
+def holds_examples(source: str) -> bool:
+    """Whether a `DataConfig.source` names finished examples."""
     return source.startswith(("hdf5:", "shards:"))
 
 
-def open_ready(
+def open_examples(
     config: DataConfig, progress: bool | None = None
 ) -> tuple[ExampleDataset, ExampleDataset, WordPieceTokenizer, Path]:
-    """Opens what `config.source` names.
+    """Opens the examples that `config.source` names.
 
     Args:
-        config: source, and `vocab_file`, `lowercase`, `max_seq_length`, `cache_dir`, `verify`.
-        progress: whether indexing HDF5 files shows a bar; None: if stderr is a terminal.
+        config: the source; `vocab_file`, `lowercase`, `max_seq_length`, `cache_dir` and `verify`
+            are read too.
+        progress: whether indexing HDF5 files shows a bar; None shows it if stderr is a terminal.
 
     Returns:
-        Training examples, held-out ones (which may be none), the tokenizer, the folder.
+        Training examples, held-out examples (perhaps none), the tokenizer, and the folder.
 
     Raises:
         DamagedDataError: a file is damaged or wrong; the message names it.
-        FileNotFoundError: there is nothing at a path.
+        FileNotFoundError: a path does not exist.
         ImportError: `h5py` is needed and not installed.
-        ValueError: an unknown option, no vocabulary, or examples longer than `max_seq_length`.
+        ValueError: an option is unknown, the vocabulary is missing, or an example is longer than
+            `max_seq_length`.
     """
     kind, _, specification = config.source.partition(":")
     text, _, query = specification.partition("?")
@@ -57,7 +57,7 @@ def open_ready(
         )
     path = Path(text).expanduser()
     if not path.exists():
-        raise FileNotFoundError(f"source: {path} does not exist")
+        raise FileNotFoundError(f"source: {path} does not exist; expected a file or folder")
     splits = {"train": path / "train" if (path / "train").is_dir() else path}
     if "validation" in options:
         splits["validation"] = Path(options["validation"]).expanduser()
@@ -67,7 +67,7 @@ def open_ready(
     open_split = _hdf5_opener(config, tokenizer, progress) if kind == "hdf5" else _shards(config)
     train = open_split(splits["train"])
     if not len(train):
-        raise ValueError(f"source: {splits['train']} holds no example; expected at least one")
+        raise ValueError(f"source: expected at least one example in {splits['train']}, got none")
     held_out = open_split(splits["validation"]) if "validation" in splits else NoExamples(train)
     return train, held_out, tokenizer, path
 
@@ -78,7 +78,7 @@ def _tokenizer(config: DataConfig, path: Path) -> WordPieceTokenizer:
     if not (path / "tokenizer").is_dir():
         raise ValueError(
             f"vocab_file: expected the vocabulary that the examples of {config.source} were made "
-            f"with, as there is no folder {path / 'tokenizer'}"
+            f"with, because there is no folder {path / 'tokenizer'}"
         )
     return WordPieceTokenizer.load(path / "tokenizer")
 
@@ -115,8 +115,8 @@ def _shards(config: DataConfig) -> Callable[[Path], ExampleDataset]:
         dataset = ShardDataset(path, config.verify)
         if len(dataset) and dataset.lengths.max() > config.max_seq_length:
             raise ValueError(
-                f"max_seq_length: {path} has examples of {dataset.lengths.max()} tokens, expected "
-                f"at most {config.max_seq_length}"
+                f"max_seq_length: expected at least {dataset.lengths.max()}, the longest example "
+                f"of {path}, got {config.max_seq_length}"
             )
         return dataset
 

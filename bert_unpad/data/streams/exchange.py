@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad._balancer import WorkModel, deal
-from bert_unpad.data.collate import Prefetcher
+from bert_unpad.data.prefetch import Prefetcher
 from bert_unpad.data.sampling.balanced_sampler import efficiency
 from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.streams.position import StreamPosition

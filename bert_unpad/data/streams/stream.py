@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from bert_unpad.data.random_hash import splitmix64
 from bert_unpad.data.sampling.epoch_sampler import lengths_checksum
-from bert_unpad.data.splitmix import splitmix64
 from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.store.shards import MAX_LENGTH, Example

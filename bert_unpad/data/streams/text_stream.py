@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, urlencode
 
 import numpy as np
 
-from bert_unpad.data.collate import Prefetcher
+from bert_unpad.data.prefetch import Prefetcher
 from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.streams.stream import (
     check_rank,
@@ -30,7 +30,7 @@ from bert_unpad.data.streams.stream import (
     token_dtype,
 )
 from bert_unpad.data.text.corpus import is_held_out, sentences_of, tokenize_in_memory
-from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR, PairPlanner, gather_pairs
+from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR, PairDrawer, gather_pairs
 from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class TextStream:
         num_ranks: how many share the data set.
         column: with the text.
         max_seq_length: longest example in tokens, at least 5.
-        short_seq_prob: see `PairPlanner`.
+        short_seq_prob: see `PairDrawer`.
         held_out_share: documents that are left out, as `Spool.held_out` chooses them.
         pair_seed: of the choice of pairs.
         seed: of the shuffling.
@@ -274,20 +274,20 @@ class TextStream:
         corpus = tokenize_in_memory(
             buffer.documents, tokenizer, self._max_seq_length - SPECIAL_PER_PAIR
         )
-        planner = PairPlanner(
+        drawer = PairDrawer(
             corpus,
             tokenizer.is_continuation,
             max_seq_length=self._max_seq_length,
             short_seq_prob=self._short_seq_prob,
             seed=f"{self._pair_seed}, {epoch}, {self._rank}, {buffer.number}",
         )
-        plans = [pair for document in range(corpus.documents) for pair in planner.plan(document)]
+        pairs = [pair for document in range(corpus.documents) for pair in drawer.draw(document)]
         dtype = token_dtype(self.vocab_size)
-        if not plans:
+        if not pairs:
             return buffer, ExampleBatch.empty(dtype)
         if self._buffer > 1:
             key = (self._seed, epoch, self._rank, buffer.number)
-            plans = [plans[i] for i in shuffle_by_key(np.arange(len(plans)), *key)]
-        tokens, lengths, second_starts, labels = gather_pairs(corpus.tokens, tokenizer, plans)
-        ids = np.zeros(len(plans), np.int64)
+            pairs = [pairs[i] for i in shuffle_by_key(np.arange(len(pairs)), *key)]
+        tokens, lengths, second_starts, labels = gather_pairs(corpus.tokens, tokenizer, pairs)
+        ids = np.zeros(len(pairs), np.int64)
         return buffer, ExampleBatch(ids, lengths, second_starts, labels, tokens.astype(dtype))

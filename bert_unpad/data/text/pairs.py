@@ -1,10 +1,10 @@
-"""Tokenized documents to pairs of segments with next-sentence labels.
+"""Draws pairs of segments, with next-sentence labels, from tokenized documents.
 
-Follows the procedure of BERT (Devlin et al. 2018, arXiv:1810.04805, section 3.1 and appendix A.2;
-`create_pretraining_data.py` in google-research/bert). Masks are not made here but anew for every
-epoch (masking.py), and nothing is padded. Because a segment is always a run of neighbouring tokens
-of one document, an example is planned as five integers and the tokens are gathered afterwards in
-blocks: planning is the only Python loop, and it runs over examples, not tokens.
+The procedure is that of BERT (Devlin et al. 2018, arXiv:1810.04805, section 3.1 and appendix A.2;
+`create_pretraining_data.py` in google-research/bert). Masks are drawn later, in every epoch again
+(masking.py), and nothing is padded. A segment is always a run of adjacent tokens of one document.
+So a pair is drawn as five integers, and tokens are gathered afterwards in blocks. Drawing is the
+only Python loop, and it runs over examples instead of tokens.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 
 MIN_SEQ_LENGTH = 5  # [CLS] a [SEP] b [SEP] with one token each
 SPECIAL_PER_PAIR = 3
-Plan = tuple[int, int, int, int, int]  # see `PairPlanner.plan`
+PairBounds = tuple[int, int, int, int, int]  # see `PairDrawer.draw`
 _BLOCK = 4096  # examples gathered at a time: about 1 MB of tokens at length 128
 
 
-class PairPlanner:
-    """Chooses the segments of sentence pairs; deterministic from its arguments.
+class PairDrawer:
+    """Draws the segments of sentence pairs; the result depends only on the arguments.
 
-    Sentences of a document are taken until `max_seq_length` is reached (with `short_seq_prob` until
-    a random shorter length, so that the model sees such lengths). A random number of them is
-    segment a; b is the rest, or, half of the time, sentences of another document, and then the
-    unused ones begin the next pair. What is too long is cut token by token from the longer segment,
-    from either end at random.
+    Sentences of a document are collected until `max_seq_length` is reached (with probability
+    `short_seq_prob` until a random shorter length, so that the model sees such lengths). A random
+    number of them is segment a. Segment b is the rest, or, half of the time, sentences of another
+    document; the rest then begins the next pair. Segments that are too long are cut token by token:
+    the longer segment loses one from either end at random.
 
     One thing differs from Google's script, which gives every single-sentence chunk a random next
-    sentence: here, when the coin says "is next", such a sentence is cut in two between words. So
-    documents of one sentence give both labels, and the label does not betray itself by a's length.
-    A sentence of one word can only get a random next; if there is no other document either, it
-    becomes an example without b, label -100.
+    sentence. Here half of these sentences are cut in two between words instead. So documents of one
+    sentence give both labels, and the length of a does not reveal the label. A sentence of one word
+    always gets a random next sentence; without another document, it becomes an example without b
+    and with the label -100.
 
     Args:
         corpus: the documents.
-        is_continuation: bool [vocab_size], pieces that continue a word.
-        max_seq_length: longest example in tokens, special tokens included, at least 5.
-        short_seq_prob: probability that a document aims at a shorter length.
-        seed: of the pseudo-random choices (as for `random.Random`).
+        is_continuation: bool [vocab_size], whether a token continues a word.
+        max_seq_length: length of the longest example in tokens, at least 5, with special tokens.
+        short_seq_prob: probability that the target length of a document is shorter.
+        seed: seed of the random choices (as for `random.Random`).
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class PairPlanner:
         self.short_seq_prob = short_seq_prob
         self.random = random.Random(seed)
 
-    def plan(self, document: int) -> Iterator[Plan]:
-        """Yield (a begin, a end, b begin, b end, label) for each pair of a document.
+    def draw(self, document: int) -> Iterator[PairBounds]:
+        """Yields (a begin, a end, b begin, b end, label) for each pair of a document.
 
-        Begins and ends are places in `corpus.tokens`.
+        Begins and ends are indices into `corpus.tokens`.
         """
         rng = self.random
         bounds = self.corpus.sentence_bounds(document)
@@ -103,7 +103,7 @@ class PairPlanner:
         return begin + 1 + int(cuts[self.random.randrange(len(cuts))]) if len(cuts) else None
 
     def _random_segment(self, document: int, target: int) -> tuple[int, int] | None:
-        """Sentences of another document, from a random one on, to about `target` tokens."""
+        """Draws sentences of another document, about `target` tokens, from a random one on."""
         documents = self.corpus.documents
         if documents == 1:
             return None
@@ -118,8 +118,8 @@ class PairPlanner:
         excess = (a_end - a) + (b_end - b) - self.max_tokens
         if excess <= 0:
             return a, a_end, b, b_end
-        # One token at a time from the longer segment (from b if equal), in closed form: first the
-        # difference goes, then both shrink in turn.
+        # The result of removing one token at a time from the longer segment (from b if equal): the
+        # longer one loses the difference first, then both lose tokens in turn.
         difference = (a_end - a) - (b_end - b)
         in_turn = max(excess - abs(difference), 0)
         from_longer = excess - in_turn
@@ -141,63 +141,63 @@ def write_examples(
     seed: int | str,
     advance: Callable[[int], object] = lambda documents: None,
 ) -> int:
-    """Plan the pairs of all documents `dupe_factor` times over and append them to a shard.
+    """Draws the pairs of all documents `dupe_factor` times and appends them to a shard.
 
     Args:
-        corpus, max_seq_length, short_seq_prob, seed: see `PairPlanner`.
-        tokenizer: gives the ids of [CLS] and [SEP] and where words begin.
+        corpus, max_seq_length, short_seq_prob, seed: see `PairDrawer`.
+        tokenizer: knows the ids of [CLS] and [SEP] and which tokens continue a word.
         writer: the shard to append to.
-        dupe_factor: passes over the documents, each with its own random choices.
-        advance: called with the number of documents done, now and then.
+        dupe_factor: number of passes over the documents, each with its own random choices.
+        advance: called now and then with the number of documents done since the last call.
 
     Returns:
         The number of examples.
     """
-    planner = PairPlanner(
+    drawer = PairDrawer(
         corpus,
         tokenizer.is_continuation,
         max_seq_length=max_seq_length,
         short_seq_prob=short_seq_prob,
         seed=seed,
     )
-    plans: list[Plan] = []
+    pairs: list[PairBounds] = []
     written = pending = 0
     for document in (d for _ in range(dupe_factor) for d in range(corpus.documents)):
-        plans.extend(planner.plan(document))
+        pairs.extend(drawer.draw(document))
         pending += 1
-        if len(plans) >= _BLOCK:
-            writer.append(*gather_pairs(corpus.tokens, tokenizer, plans))
+        if len(pairs) >= _BLOCK:
+            writer.append(*gather_pairs(corpus.tokens, tokenizer, pairs))
             advance(pending)
-            written, pending, plans = written + len(plans), 0, []
-    if plans:
-        writer.append(*gather_pairs(corpus.tokens, tokenizer, plans))
+            written, pending, pairs = written + len(pairs), 0, []
+    if pairs:
+        writer.append(*gather_pairs(corpus.tokens, tokenizer, pairs))
     advance(pending)
-    return written + len(plans)
+    return written + len(pairs)
 
 
 def gather_pairs(
     tokens: NDArray[np.integer],
     tokenizer: WordPieceTokenizer,
-    plans: list[Plan],
+    pairs: list[PairBounds],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Gather the tokens of planned pairs and lay special tokens around them.
+    """Gathers the tokens of pairs and adds special tokens around the segments.
 
     Args:
-        tokens: of the corpus that was planned for.
-        tokenizer: gives the ids of [CLS] and [SEP].
-        plans: B pairs, at least one, from `PairPlanner.plan`.
+        tokens: tokens of the corpus that the pairs were drawn from.
+        tokenizer: knows the ids of [CLS] and [SEP].
+        pairs: B pairs, at least one, from `PairDrawer.draw`.
 
     Returns:
-        Tokens of all examples end to end [sum of lengths]; lengths, index of the second segment's
-        first token, next-sentence label [B].
+        Tokens of all examples end to end, [sum of lengths]; and the lengths, the index of the
+        second segment's first token within each example, and the next-sentence labels, [B] each.
     """
-    a, a_end, b, b_end, labels = np.array(plans, np.int64).T
+    a, a_end, b, b_end, labels = np.array(pairs, np.int64).T
     second_starts = a_end - a + 2
     has_b = b_end > b
     lengths = second_starts + np.where(has_b, b_end - b + 1, 0)
     ends = np.cumsum(lengths)
     begins = ends - lengths
-    packed = np.full(ends[-1], tokenizer.sep_id, np.int64)  # what is not overwritten is [SEP]
+    packed = np.full(ends[-1], tokenizer.sep_id, np.int64)  # keeps [SEP] between the segments
     packed[begins] = tokenizer.cls_id
     for source, source_end, target in ((a, a_end, begins + 1), (b, b_end, begins + second_starts)):
         sizes = source_end - source

@@ -5,7 +5,7 @@ import pytest
 
 from bert_unpad.data import ShardDataset, ShardWriter, WordPieceTokenizer
 from bert_unpad.data.text.corpus import Spool, TokenizedCorpus, tokenize
-from bert_unpad.data.text.pairs import PairPlanner, write_examples
+from bert_unpad.data.text.pairs import PairDrawer, write_examples
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 
 FIRST = len(SPECIAL_TOKENS)
@@ -105,8 +105,8 @@ def test_a_sentence_is_cut_between_words_only(tokenizer):
     continues = np.zeros(VOCAB, bool)
     continues[FIRST + 1 : FIRST + 10] = True
     continues[FIRST + 6] = False  # words of 6 and 4 pieces
-    planner = PairPlanner(corpus_of([[10]]), continues, max_seq_length=32, short_seq_prob=0, seed=0)
-    assert {pair for _ in range(50) for pair in planner.plan(0)} == {(0, 6, 6, 10, 0)}
+    drawer = PairDrawer(corpus_of([[10]]), continues, max_seq_length=32, short_seq_prob=0, seed=0)
+    assert {pair for _ in range(50) for pair in drawer.draw(0)} == {(0, 6, 6, 10, 0)}
 
 
 def test_single_word_documents(tokenizer, tmp_path):
@@ -128,7 +128,7 @@ def test_single_document_has_no_random_next(tokenizer, tmp_path):
 def test_truncation_equals_one_token_at_a_time():
     """Sizes after the closed form against Google's loop."""
     rng = np.random.default_rng(2)
-    planner = PairPlanner(
+    drawer = PairDrawer(
         corpus_of([[1]]), np.zeros(VOCAB, bool), max_seq_length=20, short_seq_prob=0, seed=0
     )
     for a, b in rng.integers(1, 50, (300, 2)).tolist():
@@ -138,7 +138,7 @@ def test_truncation_equals_one_token_at_a_time():
                 expected_a -= 1
             else:
                 expected_b -= 1
-        begin_a, end_a, begin_b, end_b = planner._truncate(100, 100 + a, 500, 500 + b)
+        begin_a, end_a, begin_b, end_b = drawer._truncate(100, 100 + a, 500, 500 + b)
         assert (end_a - begin_a, end_b - begin_b) == (expected_a, expected_b)
         assert 100 <= begin_a < end_a <= 100 + a
         assert 500 <= begin_b < end_b <= 500 + b

@@ -1,7 +1,7 @@
-"""Random numbers as a hash of coordinates, for whole arrays: no state, so nothing to save or share.
+"""Random numbers as hashes of coordinates, for whole arrays, without any state to save or share.
 
-splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014) used as
-a counter-based generator.
+This uses splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA
+2014) as a counter-based generator.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ GAMMA = 0x9E3779B97F4A7C15  # splitmix64's increment: 2^64 / golden ratio
 
 
 def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The output function of splitmix64 for states x (uint64, any shape)."""
+    """Applies splitmix64's output function to states x (uint64, any shape)."""
     x = x + np.uint64(GAMMA)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
