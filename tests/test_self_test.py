@@ -34,7 +34,8 @@ def test_every_operator_is_run_and_right(capsys):
     assert lines[0] == f"cpu: largest error against float64, inputs from seed {SEED}"
     assert [line.split()[0] for line in lines[1:-1]] == list(CASES)
     assert all("fp32 " in line and "bf16 " in line and "fp16 " in line for line in lines[1:-1])
-    assert calls.names == set(info.collect()["operators"]) - GPU_ONLY
+    compiled = {name for name in info.collect()["operators"] if not name.startswith("hf_")}
+    assert calls.names == compiled - GPU_ONLY
     documented = set(ops.__all__) - {"accumulate_in_place", "time_algorithms"}
     assert set(CASES) == documented | {"lamb_halves"}
 

@@ -7,7 +7,6 @@ import struct
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_convert import CONFIG, checkpoint, run  # noqa: F401
 
 from bert_unpad.convert import huggingface, nvidia
 from bert_unpad.convert.sstable import read_table, table, write_varint
@@ -16,6 +15,7 @@ from bert_unpad.data import WordPieceTokenizer
 from bert_unpad.data.sampling.histogram import read_histogram
 from bert_unpad.data.streams.position import StreamPosition
 from bert_unpad.nn import BertConfig, BertForPreTraining
+from tests.convert.test_convert import CONFIG, checkpoint, run  # noqa: F401
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BIAS = "bert.pooler.dense.bias"
