@@ -7,10 +7,6 @@ underscore. Second derivatives and forward-mode differentiation raise a NotImple
 `linear` supports both where it uses PyTorch's own product.
 """
 
-from bert_unpad import _library
-
-_library.require()
-
 from bert_unpad.ops.attention import varlen_attention, varlen_cross_attention
 from bert_unpad.ops.clip import clip_bucket_
 from bert_unpad.ops.embedding import embedding_layer_norm

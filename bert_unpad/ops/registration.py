@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from bert_unpad import _library as _library  # schemas must exist
+from bert_unpad import _library
+
+_library.require()  # the schemas
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
