@@ -5,16 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-__all__ = [
-    "above_zero",
-    "integer",
-    "names_of",
-    "not_below_zero",
-    "not_negative",
-    "positive",
-    "share",
-]
-
 
 def integer(text: str, least: int) -> int:
     """An integer of `least` or more, below 2**31."""

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["packages_of"]
-
 
 @contextmanager
 def packages_of(extra: str) -> Iterator[None]:

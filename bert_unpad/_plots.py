@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["label_points", "new_figure", "save_figure"]
-
 # Places of a label around its point: (x, y) in points, with the side of the text that is there.
 _PLACES = [
     (x, y, {-1: "right", 0: "center", 1: "left"}[x], {-1: "top", 0: "center", 1: "bottom"}[y])

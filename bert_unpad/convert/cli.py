@@ -8,8 +8,6 @@ from pathlib import Path
 
 from bert_unpad.convert import google, huggingface, nvidia
 
-__all__ = ["LAYOUTS", "main"]
-
 LAYOUTS = {"hf": huggingface, "google": google, "nvidia": nvidia}
 """Layout -> the module that reads and writes it."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from bert_unpad.nn import weights
 from bert_unpad.nn.config import BertConfig
 
-__all__ = ["Conversion", "expected_shapes"]
-
 
 class Conversion(dict[str, Tensor]):
     """Tensors under Hugging Face's names, and the configuration that belongs to them."""

@@ -11,8 +11,6 @@ import functools
 
 import numpy as np
 
-__all__ = ["crc32c", "masked_crc32c"]
-
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, with its bits reversed
 _MAX_LANES = 2**14  # registers and indices of a step stay within the second-level cache
 _MIN_LANE = 64  # bytes; shorter lanes cost more to join than they save

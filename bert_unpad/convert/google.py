@@ -13,8 +13,6 @@ from bert_unpad.convert.conversion import Conversion, expected_shapes
 from bert_unpad.convert.tensor_bundle import TensorBundle, index_path, write_bundle
 from bert_unpad.nn.config import BertConfig
 
-__all__ = ["google_name", "read", "write"]
-
 CONFIG_FILE = "bert_config.json"
 
 _RENAMED = (

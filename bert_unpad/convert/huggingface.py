@@ -15,8 +15,6 @@ from bert_unpad.nn import weights
 from bert_unpad.nn.config import BertConfig
 from bert_unpad.nn.weight_files import WEIGHTS_FILE, read_tensors
 
-__all__ = ["read", "write"]
-
 
 def read(path: Path, config_path: Path | None = None) -> Conversion:
     """Reads a directory; `config_path` replaces its config.json.

@@ -20,8 +20,6 @@ from bert_unpad._files import replacing
 from bert_unpad.convert.conversion import Conversion
 from bert_unpad.nn.config import BertConfig
 
-__all__ = ["from_nvidia", "read", "to_nvidia", "write"]
-
 # The linear layers that DeepLearningExamples joins with their activation.
 _ACTIVATED = re.compile(
     r"(bert\.encoder\.layer\.\d+\.intermediate|bert\.pooler|cls\.predictions\.transform)\.dense\."

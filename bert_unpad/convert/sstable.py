@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping
 
 from bert_unpad.convert.crc32c import masked_crc32c
 
-__all__ = ["read_table", "table", "varint", "write_varint"]
-
 _MAGIC = 0xDB4775248B80FB57
 _FOOTER = 48  # bytes: two block handles, padded to 40, and the magic number
 _TRAILER = 5  # bytes after a block: type and CRC

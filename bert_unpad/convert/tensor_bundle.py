@@ -24,8 +24,6 @@ from bert_unpad._files import replacing
 from bert_unpad.convert.crc32c import masked_crc32c
 from bert_unpad.convert.sstable import read_table, table, varint, write_varint
 
-__all__ = ["TensorBundle", "data_path", "index_path", "write_bundle"]
-
 # tensorflow/core/framework/types.proto, those that PyTorch has too.
 _DTYPES = {
     1: torch.float32,

@@ -41,26 +41,26 @@ class MaskedTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class _Batch:
-    """T tokens of B sequences, of which some are to be chosen."""
+    """T tokens of B sequences, and how many of them to choose."""
 
     input_ids: NDArray[np.int64]
-    """[T]"""
+    """[T]: token ids."""
     sequence: NDArray[np.int64]
-    """[T], whose each token is."""
+    """[T]: the sequence of each token."""
     position: NDArray[np.int64]
-    """[T], place in its sequence."""
+    """[T]: the position of each token in its sequence."""
     hashes: NDArray[np.uint64]
-    """[T], random."""
+    """[T]: a random number for each token."""
     begins: NDArray[np.int64]
-    """[B], where each sequence begins."""
+    """[B]: the first token of each sequence."""
     quota: NDArray[np.int64]
-    """[B], how many tokens of each to choose."""
+    """[B]: how many tokens of each sequence to choose."""
 
     def random_order(self, items: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(sequence, position) of some tokens, sorted by sequence and at random within each.
+        """Returns (sequence, position) of the items, ordered by sequence, at random within each.
 
-        The key carries the position, so keys are unique and the order does not depend on how a sort
-        treats ties (and sorting values is faster than sorting indices).
+        The sort key contains the position. So keys are unique, the order does not depend on how a
+        sort treats ties, and values are sorted, which is faster than sorting indices.
         """
         key = self.sequence[items].astype(np.uint64) << np.uint64(40)
         key |= (self.hashes[items] >> np.uint64(40)) << np.uint64(16)
@@ -70,19 +70,19 @@ class _Batch:
 
 
 class TokenMasker:
-    """Chooses the tokens to predict and what stands in their place (Devlin et al. 2018, 3.1).
+    """Chooses the tokens to predict and their replacements (Devlin et al. 2018, section 3.1).
 
     Of a sequence of length s, round(`masked_lm_prob` * s) tokens are predicted, at least one, at
     most `max_predictions_per_seq`, never a special token. 80 % of them are replaced by [MASK], 10 %
     by a random ordinary token, 10 % stay.
 
     Args:
-        tokenizer: gives the special ids and the pieces that continue a word.
+        tokenizer: knows the special ids and the tokens that continue a word.
         masked_lm_prob: share of a sequence's tokens to predict, in (0, 1).
-        whole_word: choose words instead of tokens: in random order, each that still fits the number
-            above, as Google's whole-word masking does. A sequence in which no word fits gets one
-            word all the same (no more of it than `max_predictions_per_seq`).
-        max_predictions_per_seq: most predictions per sequence, or None.
+        whole_word: choose words instead of tokens. Words are tried in random order, and each that
+            still fits the number above is chosen, as in Google's whole-word masking. If no word
+            fits, one is chosen anyway, cut to `max_predictions_per_seq` tokens.
+        max_predictions_per_seq: largest number of predictions per sequence, or None.
         seed: any integer.
 
     Raises:
@@ -120,16 +120,16 @@ class TokenMasker:
         example_indices: NDArray[np.integer],
         epoch: int,
     ) -> MaskedTokens:
-        """Mask a packed batch.
+        """Masks a packed batch.
 
         Args:
-            input_ids: int64 [T], true ids; left as they are.
+            input_ids: int64 [T], true ids; not changed.
             lengths: [B], tokens of each sequence (up to 65,535); T in all.
-            example_indices: [B], which example of the data set each sequence is.
-            epoch: the number that makes this epoch's masks differ from others'.
+            example_indices: [B], the index of each sequence's example in the data set.
+            epoch: number of the epoch; each has different masks.
 
         Raises:
-            ValueError: sizes that do not fit together, or 2^24 sequences or more.
+            ValueError: sizes do not fit together, or there are 2^24 sequences or more.
         """
         lengths = np.asarray(lengths, np.int64)
         if lengths.sum() != len(input_ids) or len(lengths) != len(example_indices):
@@ -168,21 +168,21 @@ class TokenMasker:
         return MaskedTokens(masked, positions, labels)
 
     def _hashes(self, example_indices: NDArray[np.integer], epoch: int) -> NDArray[np.uint64]:
-        """One generator state per sequence."""
+        """Returns one generator state per sequence."""
         key = np.array([self.seed & _MASK64], np.uint64)
         key = splitmix64(splitmix64(key) + np.uint64(epoch & _MASK64))
         indices = np.asarray(example_indices, np.int64).astype(np.uint64)
         return splitmix64(key + indices * np.uint64(GAMMA))
 
     def _choose_tokens(self, candidates: NDArray[np.int64], batch: _Batch) -> NDArray[np.int64]:
-        """The `quota` candidates of each sequence with the smallest hashes, ascending."""
+        """Chooses each sequence's `quota` candidates with the smallest hashes; ascending."""
         owner, place = batch.random_order(candidates)
         rank = np.arange(len(owner)) - _group_begins(owner, len(batch.quota))[owner]
         chosen = rank < batch.quota[owner]
         return np.sort(batch.begins[owner[chosen]] + place[chosen])
 
     def _choose_words(self, candidates: NDArray[np.int64], batch: _Batch) -> NDArray[np.int64]:
-        """Words in random order, each that still fits its sequence's quota; tokens ascending."""
+        """Chooses words in random order while they fit the quota; returns ascending tokens."""
         if not len(candidates):
             return candidates
         # A continuation whose beginning was cut off (by truncation) begins a word itself.
@@ -201,9 +201,9 @@ class TokenMasker:
         size = sizes[order]
         taken = np.zeros(len(order), bool)
         left = batch.quota.copy()
-        # Greedy without a loop over words: accept, in each sequence, the longest run of still
-        # fitting words that fits as a whole. The word that ends a run can never fit again, so a few
-        # rounds reach what going through the words one by one gives.
+        # This gives the same words as trying them one by one, without a loop over words. Each round
+        # accepts, in each sequence, the longest run of words that fits as a whole. The word that
+        # ends a run never fits again, so a few rounds suffice.
         open_ = np.flatnonzero(size <= left[owner])
         while len(open_):
             open_owner, open_size = owner[open_], size[open_]
@@ -229,7 +229,7 @@ class TokenMasker:
 
 
 def check_masking_arguments(masked_lm_prob: float, max_predictions_per_seq: int | None) -> None:
-    """Raise ValueError, naming the argument, unless both are in range."""
+    """Raises a ValueError that names the argument unless both are in range."""
     if not 0 < masked_lm_prob < 1:
         raise ValueError(f"masked_lm_prob: expected a share between 0 and 1, got {masked_lm_prob}")
     if max_predictions_per_seq is not None and max_predictions_per_seq < 1:
@@ -239,15 +239,15 @@ def check_masking_arguments(masked_lm_prob: float, max_predictions_per_seq: int 
 
 
 def _group_begins(owner: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
-    """Where each group 0..groups-1 begins in a sorted array of group numbers."""
+    """Returns where each group 0..groups-1 begins in a sorted array of group numbers."""
     return np.searchsorted(owner, np.arange(groups))
 
 
 def most_frequent_token_rate(dataset: ExampleDataset) -> float:
-    """Masked-LM accuracy of always predicting the most frequent token.
+    """Returns the masked-LM accuracy of always predicting the most frequent token.
 
-    Counts the masked tokens of data that brings its masks, else all tokens that may be predicted;
-    0.0 for an empty data set. A model that does not beat this has learned nothing.
+    Counts the masked tokens if the data has masks, else all tokens that may be predicted. Returns
+    0.0 for an empty data set. A model that is not better than this has learned nothing.
     """
     counts = dataset.target_counts()
     return float(counts.max() / counts.sum()) if counts.any() else 0.0

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from bert_unpad.data.store.manifest import DamagedDataError
 
-__all__ = ["has_dataset", "open_dataset", "open_file", "read_dataset"]
-
 _MAX_CHUNK = 2**28  # bytes; the whole of a chunk is in memory to read a row of it
 
 # What h5py raises of a damaged file: it chooses one of these by the number of HDF5's error.

@@ -23,8 +23,6 @@ from bert_unpad.data.store.manifest import DamagedDataError
 from bert_unpad.data.store.shards import ShardWriter
 from bert_unpad.data.streams.text_stream import is_streamed
 
-__all__ = ["main", "write_shard"]
-
 _BLOCK = 4096  # examples handled at a time
 
 

@@ -23,8 +23,6 @@ from bert_unpad.data.hdf5.index import length_index
 from bert_unpad.data.hdf5.layout import layout_of, read_rows
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks
 
-__all__ = ["Hdf5Dataset"]
-
 _BLOCK = 4096  # examples read at a time where all are
 
 

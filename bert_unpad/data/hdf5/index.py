@@ -24,8 +24,6 @@ from bert_unpad._files import replacing
 from bert_unpad.data.hdf5.layout import index_file
 from bert_unpad.data.store.cache import cache_lock
 
-__all__ = ["find_files", "length_index"]
-
 logger = logging.getLogger(__name__)
 
 # What numpy and zipfile raise of a damaged archive.

@@ -19,8 +19,6 @@ from bert_unpad.data.store.example_batch import ExampleBatch, Masks
 from bert_unpad.data.store.manifest import DamagedDataError
 from bert_unpad.data.store.shards import MAX_LENGTH
 
-__all__ = ["COLUMNS", "Layout", "index_file", "layout_of", "read_rows"]
-
 Layout = Literal["variable", "fixed"]
 
 COLUMNS = (

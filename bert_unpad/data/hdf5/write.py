@@ -19,8 +19,6 @@ from bert_unpad.data.masking import TokenMasker
 from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks
 
-__all__ = ["masked_batch", "write_hdf5"]
-
 _MAX_ID = np.iinfo(np.int16).max
 
 

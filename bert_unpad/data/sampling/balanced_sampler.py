@@ -1,10 +1,10 @@
 """Which examples each rank trains on in each step, so that all ranks have equal work.
 
-The planning itself is C++ (csrc/balancer): a pure function of the lengths, the number of ranks, the
-seed and the epoch, so ranks agree without communication. This module adds the position in the epoch
-and its saving. A state holds no plan, only how to make it again: if the number of ranks changes in
-the middle of an epoch, the plans followed so far are repeated to find out which examples are still
-to come, and those are planned anew for the new ranks.
+The balancer itself is C++ (csrc/balancer). Its epoch plan is a pure function of the lengths, the
+number of ranks, the seed and the epoch, so ranks agree without communication. This module keeps the
+position in the epoch, and saves and restores it. A saved state holds the arguments of a plan, not
+the plan. If the number of ranks changes in the middle of an epoch, the earlier plans are computed
+again to find the examples that are left, and these are dealt to the new ranks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from numpy.typing import ArrayLike, NDArray
 from bert_unpad._balancer import EpochPlan, WorkModel
 from bert_unpad.data.sampling.epoch_sampler import EpochSampler, check_at_least
 
-__all__ = ["BalancedSampler", "WorkModel", "efficiency"]
-
 
 @dataclass(frozen=True)
 class _Segment:
-    """What a plan is made of, apart from the examples, and how many of its steps were followed."""
+    """The arguments of an epoch plan, except the examples, and how many of its steps are done."""
 
     num_replicas: int
     batch_size: int
@@ -39,7 +37,7 @@ class _Segment:
         return self.num_replicas * self.batch_size
 
     def continues(self, other: _Segment) -> bool:
-        """Whether both plan the same global batches of the same examples."""
+        """Whether both give the same global batches of the same examples."""
         if self.strategy == other.strategy == "random":
             return self.global_batch == other.global_batch
         return self.at(0) == other.at(0)
@@ -51,14 +49,13 @@ class _Segment:
 class BalancedSampler(EpochSampler):
     """Yields one array of example indices per step, with equal work on all ranks in every step.
 
-    Every example is met once an epoch, by one rank. All ranks have the same number of steps and
-    `batch_size` examples in each but the last, which may have fewer, or none.
+    Every example occurs once per epoch, on one rank. All ranks have the same number of steps, with
+    `batch_size` examples in each but the last, which may have fewer or none.
 
-    Iterating starts at the current position, goes to the end of the epoch and takes the sampler
-    along: `state_dict()` counts every batch handed out, and when the iterator has ended, the next
-    one yields the next epoch. If batches are prepared ahead of training, the state to save with a
-    checkpoint is the one taken together with the batch (see `Prefetcher`'s `get_state`), or
-    `state_dict(steps_done)`.
+    Iterating starts at the current position, ends with the epoch and moves the sampler:
+    `state_dict()` counts every batch that was yielded, and the next iterator yields the next epoch.
+    If batches are prepared ahead of training, save the state that was taken together with the batch
+    (see `Prefetcher`'s `get_state`), or `state_dict(steps_done)`.
 
     Strategies:
         stratified: sorts the epoch by length, deals rows of `num_replicas` examples of like length
@@ -110,18 +107,18 @@ class BalancedSampler(EpochSampler):
 
     @property
     def step(self) -> int:
-        """Steps of the current epoch handed out, those before a change of ranks included."""
+        """The number of steps of the current epoch yielded so far, on any number of ranks."""
         return self._past_steps + self._done
 
     @property
     def steps_left(self) -> int:
-        """Steps of the current epoch still to come."""
+        """The number of steps left in the current epoch."""
         left = len(self.lengths) - sum(part.steps * part.global_batch for part in self._past)
         return -(-left // self._setup.global_batch) - self._done
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of a whole epoch with this number of ranks, the same on all of them."""
+        """The number of steps of a whole epoch with this number of ranks, the same on all ranks."""
         return -(-len(self.lengths) // self._setup.global_batch)
 
     def set_epoch(self, epoch: int) -> None:
@@ -143,18 +140,19 @@ class BalancedSampler(EpochSampler):
         self.set_epoch(self._epoch + 1)
 
     def straggler_efficiency(self, step: int | None = None) -> float:
-        """Mean work over greatest work of a rank in one step: 1.0 if none waits for another.
+        """Returns the mean over the greatest work of a rank in a step; 1.0 if no rank waits.
 
-        It needs the work of all ranks, which is computed for a pool of steps at a time (with
-        `random`, for one step) and kept until another is asked for: num_replicas * batch_size *
-        pool_steps examples at 0.1 to 0.2 microseconds each, 0.2 s for 64 steps of 1,024 ranks x
-        16. Call it where it does not hold up training, for example where batches are prepared.
+        The work of all ranks is computed for a pool of steps at a time (with `random`, for one
+        step) and kept until another pool is needed. It takes 0.1 to 0.2 microseconds for each of
+        num_replicas * batch_size * pool_steps examples: 0.2 s for 64 steps of 1,024 ranks with 16
+        examples each. Call it where training does not wait for it, such as in the thread that
+        prepares batches.
 
         Args:
-            step: of the current epoch, from 0; by default the one last handed out.
+            step: step of the current epoch, from 0; by default the last one that was yielded.
 
         Raises:
-            ValueError: there is no such step, or it was before a change of the number of ranks.
+            ValueError: the step does not exist, or was before a change of the number of ranks.
         """
         step = self.step - 1 if step is None else step
         end = self.step + self.steps_left
@@ -170,11 +168,11 @@ class BalancedSampler(EpochSampler):
         return float(values[at - first])
 
     def state_dict(self, steps_done: int | None = None) -> dict[str, Any]:
-        """The position, as plain values that JSON keeps exactly.
+        """Returns the position, as plain values that JSON keeps exactly.
 
         Args:
-            steps_done: as if the sampler had handed out this many steps of the current epoch (see
-                `step`); by default what it has.
+            steps_done: number of steps of the current epoch that are done (see `step`); by default
+                the number of steps yielded.
         """
         done = self._done if steps_done is None else steps_done - self._past_steps
         if not 0 <= done <= self._done + self.steps_left:
@@ -187,14 +185,14 @@ class BalancedSampler(EpochSampler):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where a sampler, of any rank and of any number of ranks, stood.
+        """Continues from a state that was saved on any rank, with any number of ranks.
 
-        With the setup (ranks, batch size, strategy, work) of the saved state the same plan goes on;
-        for `random` it is enough that the global batch is as large. Otherwise the examples that no
-        rank has met in this epoch are planned anew. The seed is the state's.
+        With the same setup as the saved state (ranks, batch size, strategy, work) the same plan
+        continues; for `random` an equal global batch size is enough. Otherwise the examples that no
+        rank has used in this epoch are dealt again. The seed is that of the state.
 
         Raises:
-            ValueError: the state is damaged, of another version or of other data.
+            ValueError: the state is damaged, has another version, or is from other data.
         """
         epoch, seed = self._read_common(state)
         try:
@@ -252,7 +250,7 @@ class BalancedSampler(EpochSampler):
 
 
 def efficiency(work: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Straggler efficiency of steps: mean over greatest work of the ranks.
+    """Computes the straggler efficiency of steps: the mean over the greatest work of the ranks.
 
     Args:
         work: float64 [steps, ranks].

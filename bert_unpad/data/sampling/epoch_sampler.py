@@ -1,7 +1,7 @@
-"""What samplers have in common: a place in an epoch that iterating moves, and that can be saved.
+"""The base class of samplers: a position in an epoch that iterating moves and that can be saved.
 
-A sampler may be iterated by one iterator at a time: a second one, or moving the sampler, ends the
-first with an error, since both would count on.
+A sampler has one active iterator. A second iterator, or moving the sampler, makes the first one
+raise an error, because both would move the position.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-__all__ = ["EpochSampler", "as_lengths", "check_at_least", "lengths_checksum"]
 
 _STATE_VERSION = 1
 
@@ -48,26 +46,26 @@ class EpochSampler(ABC):
 
     @property
     def epoch(self) -> int:
-        """Number of the current pass over the data; moves on when an iterator ends."""
+        """The number of the current pass over the data; grows when an iterator ends."""
         return self._epoch
 
     @property
     @abstractmethod
     def steps_left(self) -> int:
-        """Steps of the current epoch still to come."""
+        """The number of steps left in the current epoch."""
 
     @abstractmethod
     def set_epoch(self, epoch: int) -> None:
         """Moves to the beginning of an epoch."""
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        """Batches from the current position to the end of the epoch.
+        """Yields batches from the current position to the end of the epoch.
 
         Yields:
             int64 [B], indices of this rank's examples, longest first.
 
         Raises:
-            RuntimeError: the sampler was moved, or iterated anew, since this iterator was made.
+            RuntimeError: the sampler was moved, or another iterator was made, since this one.
         """
         if self.steps_left == 0:
             self.set_epoch(self._epoch + 1)
@@ -76,15 +74,15 @@ class EpochSampler(ABC):
 
     @abstractmethod
     def _batches(self, turn: int) -> Iterator[NDArray[np.int64]]:
-        """The rest of the epoch; asks `_is_current` before each step."""
+        """Yields the rest of the epoch; checks `_is_current` before each step."""
 
     def _is_current(self, turn: int) -> bool:
         if turn != self._turn:
-            raise RuntimeError("the sampler was moved or iterated anew while being iterated")
+            raise RuntimeError("the sampler was moved, or iterated again, while being iterated")
         return True
 
     def _common_state(self) -> dict[str, Any]:
-        """The part of a state that `_read_common` reads."""
+        """Returns the part of a state that `_read_common` reads."""
         examples, checksum = self._data()
         return {
             "version": _STATE_VERSION,
@@ -95,10 +93,10 @@ class EpochSampler(ABC):
         }
 
     def _read_common(self, state: Mapping[str, Any]) -> tuple[int, int]:
-        """Epoch and seed of a state.
+        """Returns epoch and seed of a state.
 
         Raises:
-            ValueError: it is no state, or one of other data.
+            ValueError: the state is damaged or from other data.
         """
         names = ("version", "epoch", "seed", "num_examples", "lengths_crc32")
         try:
@@ -120,7 +118,7 @@ class EpochSampler(ABC):
         return ValueError(f"state: not a state of {type(self).__name__} ({error!r})")
 
     def _data(self) -> tuple[int, int]:
-        """Number of examples, and CRC-32 of their lengths."""
+        """Returns the number of examples and the CRC-32 of their lengths."""
         if self._checksum is None:
             self._checksum = lengths_checksum(self.lengths)
         return len(self.lengths), self._checksum
@@ -130,8 +128,8 @@ def as_lengths(lengths: ArrayLike) -> NDArray[np.uint16]:
     """Checks lengths and gives them the balancer's type, without a copy where they have it.
 
     Raises:
-        TypeError: not integers.
-        ValueError: not one-dimensional, or not all in 0 to 65,535.
+        TypeError: the lengths are not integers.
+        ValueError: they are not one-dimensional, or not all in 0 to 65,535.
     """
     array = np.asarray(lengths)
     if array.ndim != 1:
@@ -146,14 +144,14 @@ def as_lengths(lengths: ArrayLike) -> NDArray[np.uint16]:
 
 
 def lengths_checksum(lengths: NDArray[np.uint16]) -> int:
-    """CRC-32 by which a saved position tells whether it is of these lengths."""
+    """Returns the CRC-32 that tells whether a saved position belongs to these lengths."""
     return zlib.crc32(lengths.astype("<u2", copy=False).data)
 
 
 def _check_setup(
     lengths: NDArray[np.uint16], num_replicas: int, rank: int, batch_size: int, seed: int
 ) -> None:
-    """Raise ValueError, naming the argument, unless a sampler can be made of them."""
+    """Raises a ValueError that names the argument unless a sampler accepts the arguments."""
     if len(lengths) == 0:
         raise ValueError("lengths: expected at least one example, got none")
     check_at_least("num_replicas", num_replicas, 1)
@@ -165,6 +163,6 @@ def _check_setup(
 
 
 def check_at_least(name: str, value: int, least: int) -> None:
-    """Raise ValueError, naming the argument, unless `value` is at least `least`."""
+    """Raises a ValueError that names the argument unless `value` is at least `least`."""
     if value < least:
         raise ValueError(f"{name}: expected {least} or more, got {value}")

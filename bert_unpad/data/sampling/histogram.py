@@ -1,7 +1,7 @@
 """Length histograms: how many sequences of each length a data set has.
 
-Work per batch depends on the lengths alone, so a histogram is all that a simulation, a benchmark or
-a test needs to behave like the real data set. The one in the package is of the Wikipedia
+Work per batch depends only on the lengths. So a simulation, a benchmark or a test behaves like the
+real data set with nothing but its histogram. The package has the histogram of the Wikipedia
 pretraining set that MLPerf and NVIDIA's BERT use (maximum length 512): 16,279,552 sequences, mean
 255.83 tokens, 23.4 % of full length. It was published under the MIT licence with Graphcore's
 packing paper (Krell, Kosec, Perez, Fitzgibbon: Efficient Sequence Packing without
@@ -20,22 +20,14 @@ from numpy.typing import NDArray
 from bert_unpad.data.store.manifest import MANIFEST
 from bert_unpad.data.store.shards import ShardDataset
 
-__all__ = [
-    "all_lengths",
-    "measure_histogram",
-    "read_histogram",
-    "sample_lengths",
-    "wikipedia_lengths",
-]
-
 _MAX_LENGTH = 65_535  # lengths are uint16
 _MAX_DIGITS = 13  # of a count: 65,535 of them add up to less than 2^63
 
 
 def wikipedia_lengths() -> NDArray[np.int64]:
-    """The Wikipedia pretraining set: int64 [513], the number of sequences of each length 0 to 512.
+    """Returns the histogram of the Wikipedia pretraining set, int64 [513], for lengths 0 to 512.
 
-    Source: see the module's docstring.
+    The set is that of MLPerf's and NVIDIA's BERT, with 16,279,552 sequences.
     """
     text = (
         resources.files("bert_unpad.data.sampling")
@@ -63,14 +55,14 @@ def read_histogram(path: str | PathLike[str]) -> NDArray[np.int64]:
 
 
 def measure_histogram(path: str | PathLike[str]) -> NDArray[np.int64]:
-    """Counts the lengths of prepared data: a shard's folder, or one with its shard in `train`.
+    """Counts the lengths of prepared data, in the folder of a shard or a folder with `train`.
 
     Returns:
         int64 [longest + 1], indexed by length.
 
     Raises:
         DamagedDataError: there is no intact shard.
-        ValueError: it holds no example.
+        ValueError: the shard holds no examples.
     """
     folder = Path(path)
     if (folder / "train" / MANIFEST).is_file():
@@ -84,10 +76,10 @@ def measure_histogram(path: str | PathLike[str]) -> NDArray[np.int64]:
 def sample_lengths(
     n: int, seed: int = 0, histogram: NDArray[np.int64] | None = None
 ) -> NDArray[np.uint16]:
-    """Draws lengths independently of each other, as often as the histogram has them.
+    """Draws lengths independently of each other, with the frequencies of the histogram.
 
     Args:
-        n: how many, at least 0.
+        n: number of lengths to draw, at least 0.
         seed: the same seed draws the same lengths.
         histogram: counts indexed by length; by default `wikipedia_lengths()`.
 
@@ -108,7 +100,7 @@ def sample_lengths(
 
 
 def all_lengths(histogram: NDArray[np.int64] | None = None) -> NDArray[np.uint16]:
-    """Every length as often as the histogram (by default `wikipedia_lengths()`) counts it.
+    """Returns every length as often as a histogram (by default `wikipedia_lengths()`) counts it.
 
     Returns:
         uint16 [histogram.sum()], ascending.

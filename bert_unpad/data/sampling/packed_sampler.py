@@ -1,11 +1,11 @@
-"""Which examples each rank trains on if several share a row of fixed length (packing).
+"""Which examples each rank trains on if several examples share a row of fixed length (packing).
 
 Packing (Krell et al., "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027)
 fills rows of `row_tokens` tokens with several sequences each, so that rectangles hold hardly any
-padding. A step has equally many rows on every rank, and so almost equally many tokens; how many
-sequences that is varies. Here a row is only a budget: the packed batch has the sequences of a
-rank's rows one after another with their own `cu_seqlens`, so attention never crosses from one to
-the next, and the little space left in a row is not computed either.
+padding. Each step has the same number of rows on every rank, and so almost the same number of
+tokens; the number of sequences varies. Here a row is only a budget: the packed batch holds the
+sequences of a rank's rows one after another with their own `cu_seqlens`. So attention never crosses
+from one sequence to the next, and unused space of a row is not computed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from bert_unpad._balancer import WorkModel, pack
 from bert_unpad.data.sampling.balanced_sampler import efficiency
 from bert_unpad.data.sampling.epoch_sampler import EpochSampler, check_at_least
 
-__all__ = ["PackedSampler"]
-
 
 class PackedSampler(EpochSampler):
     """Yields one array of example indices per step: those in this rank's rows.
 
-    Every example is met once an epoch, by one rank. All ranks have the same number of steps and
-    `batch_size` rows in each but the last, which may have fewer, or none. Rows are made anew in
-    every epoch, from the seed, and dealt in random order. Use it like `BalancedSampler`.
+    Every example occurs once per epoch, on one rank. All ranks have the same number of steps, with
+    `batch_size` rows in each but the last, which may have fewer or none. Every epoch makes new rows
+    from the seed and deals them in random order. Use it like `BalancedSampler`.
 
     Args:
         lengths: integers [N], tokens in each example, 1 to `row_tokens`.
@@ -78,22 +76,22 @@ class PackedSampler(EpochSampler):
 
     @property
     def step(self) -> int:
-        """Steps of the current epoch handed out."""
+        """The number of steps of the current epoch yielded so far."""
         return self._steps_done
 
     @property
     def steps_left(self) -> int:
-        """Steps of the current epoch still to come."""
+        """The number of steps left in the current epoch."""
         return -(-(self.rows - self._rows_done) // self._global_rows)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of a whole epoch with this number of ranks, the same on all of them."""
+        """The number of steps of a whole epoch with this number of ranks, the same on all ranks."""
         return -(-self.rows // self._global_rows)
 
     @property
     def rows_in_step(self) -> int:
-        """Rows of the step last handed out, over all ranks."""
+        """The number of rows, over all ranks, of the last step that was yielded."""
         first, last = self._last_rows
         return last - first
 
@@ -112,7 +110,7 @@ class PackedSampler(EpochSampler):
         self.set_epoch(self._epoch + 1)
 
     def straggler_efficiency(self) -> float:
-        """Mean work over greatest work of a rank in the step last handed out; 1.0 before it."""
+        """Returns mean over greatest work of a rank in the last step yielded; 1.0 before any."""
         linear, quadratic = self._work.linear, self._work.quadratic
         work = np.zeros((1, self._num_replicas))
         for rank in range(self._num_replicas):
@@ -121,7 +119,7 @@ class PackedSampler(EpochSampler):
         return float(efficiency(work)[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, as plain values that JSON keeps exactly."""
+        """Returns the position, as plain values that JSON keeps exactly."""
         return {
             **self._common_state(),
             "packing": dict(self._packing),
@@ -130,13 +128,13 @@ class PackedSampler(EpochSampler):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where a sampler, of any rank and of any number of ranks, stood.
+        """Continues from a state that was saved on any rank, with any number of ranks.
 
-        The seed is the state's.
+        The seed is that of the state.
 
         Raises:
-            ValueError: the state is damaged, of another version, of other data, or, within an
-                epoch, of other rows.
+            ValueError: the state is damaged, has another version, is from other data, or, within an
+                epoch, from other rows.
         """
         epoch, seed = self._read_common(state)
         try:
@@ -165,7 +163,7 @@ class PackedSampler(EpochSampler):
         self._turn += 1
 
     def _plan(self) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """(examples, row after row; where each row begins, and the end): [N], [rows + 1]."""
+        """Returns the examples row after row, [N], and where each row begins, [rows + 1]."""
         if self._planned is None:
             seed = np.random.SeedSequence([self.seed, self._epoch]).generate_state(1, np.uint64)
             indices, ends = pack(self.lengths, seed=int(seed[0]), **self._packing)
@@ -173,7 +171,7 @@ class PackedSampler(EpochSampler):
         return self._planned
 
     def _examples(self, rank: int) -> NDArray[np.int64]:
-        """Examples of a rank in the step last handed out, longest first."""
+        """Returns a rank's examples in the last step that was yielded, longest first."""
         indices, bounds = self._plan()
         rows = range(self._last_rows[0] + rank, self._last_rows[1], self._num_replicas)
         parts = [indices[bounds[row] : bounds[row + 1]] for row in rows]

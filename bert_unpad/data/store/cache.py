@@ -14,16 +14,17 @@ logger = logging.getLogger(__name__)
 
 
 def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/bert_unpad`, by default `~/.cache/bert_unpad`."""
+    """Returns `$XDG_CACHE_HOME/bert_unpad`, by default `~/.cache/bert_unpad`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bert_unpad"
 
 
 @contextmanager
 def cache_lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file (made if missing); wait while another process holds it.
+    """Holds an exclusive lock on a file; waits while another process holds it.
 
-    The kernel releases the lock when its holder ends, however it ends, so a killed run never blocks
-    the next one. The file stays: deleting it would let two processes lock two files of one name.
+    The file is created if it is missing. The kernel releases the lock when its process ends in any
+    way, so a killed run never blocks the next one. The file stays: deleting it would let two
+    processes lock two files with the same name.
 
     Raises:
         OSError: the file system has no locks; the message names the folder.

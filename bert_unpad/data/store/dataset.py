@@ -1,4 +1,4 @@
-"""What is asked of a set of examples, whatever file format they are in."""
+"""The interface of a set of examples, independent of its file format."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from bert_unpad.data.store.example_batch import ExampleBatch
 
-__all__ = ["ExampleDataset", "NoExamples"]
-
 
 class ExampleDataset(Protocol):
     """Examples by index.
@@ -20,7 +18,7 @@ class ExampleDataset(Protocol):
         vocab_size: number of ids.
         unmaskable_ids: ids that are never predicted.
         max_seq_length: longest allowed example, in tokens.
-        has_masks: whether the examples bring their masks.
+        has_masks: whether the examples come with masks.
     """
 
     lengths: NDArray[np.uint16]
@@ -32,17 +30,18 @@ class ExampleDataset(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: NDArray[np.integer]) -> ExampleBatch:
-        """Examples at indices [B], each of 0 to len - 1, in the order given; ids are indices."""
+        """Returns the examples at indices [B], 0 to len - 1, in this order; ids are indices."""
 
     def target_counts(self) -> NDArray[np.int64]:
-        """int64 [vocab_size]: how often each token is to be predicted, or, without masks, may be.
+        """Counts how often each token is predicted, or, without masks, may be predicted.
 
-        Ids in `unmaskable_ids` count 0.
+        Returns:
+            int64 [vocab_size]; 0 for ids in `unmaskable_ids`.
         """
 
 
 class NoExamples:
-    """An empty set: the held-out examples of data that has none. See `ExampleDataset`."""
+    """An empty `ExampleDataset`, for data without held-out examples."""
 
     has_masks = False
 
@@ -56,11 +55,11 @@ class NoExamples:
         return 0
 
     def batch(self, indices: NDArray[np.integer]) -> ExampleBatch:
-        """No examples, the only ones there are."""
+        """Returns an empty batch; `indices` must be empty."""
         if len(indices):
             raise IndexError(f"indices: expected none, got {len(indices)}")
         return ExampleBatch.empty(np.dtype(np.int64))
 
     def target_counts(self) -> NDArray[np.int64]:
-        """Zeros."""
+        """Returns zeros."""
         return np.zeros(self.vocab_size, np.int64)

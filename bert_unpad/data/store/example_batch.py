@@ -1,7 +1,7 @@
-"""Several examples side by side, and how they become bytes for another process and a packed batch.
+"""Several examples as columns, and their conversion to bytes for another process.
 
-Columns instead of objects: taking some examples, sending them and packing them are each a few array
-operations, whatever the number of examples.
+With columns instead of objects, selecting, sending and packing examples each take a few array
+operations, independent of the number of examples.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _POSITION = np.dtype("<u2")  # of a mask within its example
 
 @dataclass(frozen=True)
 class Masks:
-    """Masked tokens of B examples that are given with them instead of drawn in every epoch.
+    """Masked tokens of B examples that come with the data instead of being drawn in every epoch.
 
     Attributes:
-        counts: int64 [B], predictions of each example.
-        positions: int64 [M], places within the example, ascending in each.
-        labels: int64 [M], the true ids there.
+        counts: int64 [B], number of predictions of each example.
+        positions: int64 [M], positions within the example, ascending in each.
+        labels: int64 [M], the true ids at these positions.
     """
 
     counts: NDArray[np.int64]
@@ -36,13 +36,13 @@ class Masks:
 
     @classmethod
     def empty(cls) -> Masks:
-        """Of no examples."""
+        """Returns the masks of no examples."""
         none = np.empty(0, np.int64)
         return cls(none, none, none)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Masks]) -> Masks:
-        """Of the examples of all parts, in order."""
+        """Joins the masks of several parts, in order."""
         return cls(
             np.concatenate([part.counts for part in parts]),
             np.concatenate([part.positions for part in parts]),
@@ -50,13 +50,13 @@ class Masks:
         )
 
     def __getitem__(self, which: NDArray[np.integer]) -> Masks:
-        """Of some examples, in the order given."""
+        """Returns the masks of some examples, in the order given."""
         counts = self.counts[which]
         places = ragged_places((np.cumsum(self.counts) - self.counts)[which], counts)
         return Masks(counts, self.positions[places], self.labels[places])
 
     def check(self, lengths: NDArray[np.integer], vocab_size: int) -> None:
-        """Check against the examples' lengths [B].
+        """Checks the masks against the examples' lengths [B].
 
         Raises:
             ValueError: sizes do not fit together, positions are not strictly ascending within an
@@ -84,16 +84,16 @@ class Masks:
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """B examples of T tokens together.
+    """B examples with T tokens in all.
 
     Attributes:
         ids: int64 [B], unique in an epoch over all ranks; masks depend on them.
-        lengths: int64 [B], tokens of each.
+        lengths: int64 [B], number of tokens of each example.
         second_starts: int64 [B], index within the example where the second segment begins.
         next_sentence_labels: int64 [B], 0 = is next, 1 = random, -100 = none.
-        tokens: integers [T], all examples end to end: true ids, or, with `masks`, what the model is
-            to see.
-        masks: given with the examples; None if masks are to be drawn.
+        tokens: integers [T], all examples end to end: true ids, or, with `masks`, the input of the
+            model.
+        masks: masks that come with the examples; None if masks are drawn.
     """
 
     ids: NDArray[np.int64]
@@ -105,14 +105,14 @@ class ExampleBatch:
 
     @classmethod
     def empty(cls, token_dtype: np.dtype, has_masks: bool = False) -> ExampleBatch:
-        """No examples."""
+        """Returns a batch without examples."""
         none = np.empty(0, np.int64)
         masks = Masks.empty() if has_masks else None
         return cls(none, none, none, none, np.empty(0, token_dtype), masks)
 
     @classmethod
     def concatenate(cls, batches: Sequence[ExampleBatch]) -> ExampleBatch:
-        """All examples of one or more batches, in order; masks in all of them or in none."""
+        """Joins one or more batches, in order; either all or none have masks."""
         masks = [batch.masks for batch in batches if batch.masks is not None]
         return cls(
             np.concatenate([batch.ids for batch in batches]),
@@ -127,7 +127,7 @@ class ExampleBatch:
         return len(self.ids)
 
     def __getitem__(self, which: slice | NDArray[np.integer]) -> ExampleBatch:
-        """Some examples, in the order given."""
+        """Returns some examples, in the order given."""
         places = np.arange(len(self))[which]
         lengths = self.lengths[places]
         begins = (np.cumsum(self.lengths) - self.lengths)[places]
@@ -141,7 +141,7 @@ class ExampleBatch:
         )
 
     def true_tokens(self) -> NDArray[np.int64]:
-        """int64 [T]: the tokens with given masks undone."""
+        """Returns the true tokens, with masks undone, int64 [T]."""
         tokens = self.tokens.astype(np.int64)
         if self.masks is not None:
             begins = np.cumsum(self.lengths) - self.lengths
@@ -150,14 +150,14 @@ class ExampleBatch:
         return tokens
 
     def longest_first(self) -> ExampleBatch:
-        """Longest first, equal lengths by id: an order that does not depend on where they were."""
+        """Sorts longest first, equal lengths by id, so that the order before has no influence."""
         return self[np.lexsort((self.ids, -self.lengths))]
 
     def checksum(self) -> np.uint64:
-        """A sum over the examples: the same however they are ordered, and split into batches.
+        """Returns a checksum that does not depend on the order of examples or their batches.
 
-        Modulo 2^64, of a hash of each token and given mask with its place and its example's other
-        columns.
+        It is the sum, modulo 2^64, of a hash of each token and each given mask with its position
+        and the other columns of its example.
         """
         about = splitmix64(self.ids.astype(np.uint64)) ^ (
             self.second_starts.astype(np.uint64) << np.uint64(16)
@@ -172,7 +172,7 @@ class ExampleBatch:
         return total[0]
 
     def to_bytes(self) -> NDArray[np.uint8]:
-        """Everything but the lengths and the numbers of given masks."""
+        """Converts everything to bytes, except lengths and numbers of given masks."""
         records = np.empty(len(self), _RECORD)
         records["id"] = self.ids
         records["second_start"] = self.second_starts
@@ -193,13 +193,13 @@ class ExampleBatch:
         token_dtype: np.dtype,
         mask_counts: NDArray[np.int64] | None = None,
     ) -> ExampleBatch:
-        """What `to_bytes` was called on.
+        """Restores a batch from the bytes of `to_bytes`.
 
         Args:
-            data: its result.
-            lengths: int64 [B].
-            token_dtype: of the tokens.
-            mask_counts: int64 [B], given masks of each example; None if there are none at all.
+            data: result of `to_bytes`.
+            lengths: int64 [B], lengths of the examples.
+            token_dtype: dtype of the tokens.
+            mask_counts: int64 [B], number of given masks of each example; None without masks.
         """
         counts = np.zeros(1, np.int64) if mask_counts is None else mask_counts
         masked = int(counts.sum())
@@ -233,7 +233,7 @@ class ExampleBatch:
         token_dtype: np.dtype,
         mask_counts: NDArray[np.int64] | None = None,
     ) -> NDArray[np.int64]:
-        """Bytes that each of some examples takes in `to_bytes`; arguments as of `from_bytes`."""
+        """Returns the bytes of each example in `to_bytes`; arguments as for `from_bytes`."""
         sizes = _RECORD.itemsize + lengths * token_dtype.itemsize
         if mask_counts is None:
             return sizes
@@ -243,20 +243,20 @@ class ExampleBatch:
 def _hash_sum(
     owners: NDArray[np.uint64], places: NDArray[np.int64], tokens: NDArray[np.integer]
 ) -> NDArray[np.uint64]:
-    """uint64 [1]: the sum of a hash of each (owner, place, token)."""
+    """Returns the sum of the hashes of all (owner, position, token), uint64 [1]."""
     words = (places.astype(np.uint64) << np.uint64(32)) | tokens.astype(np.uint64)
     return splitmix64(owners + words).sum(dtype=np.uint64, keepdims=True)
 
 
 def ragged_places(begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Places of spans in a buffer, one span after another.
+    """Returns the indices of spans in a buffer, one span after another.
 
     Args:
-        begins: int64 [B], where each span begins.
-        lengths: int64 [B].
+        begins: int64 [B], first index of each span.
+        lengths: int64 [B], length of each span.
 
     Returns:
-        int64 [sum of lengths].
+        Indices, int64 [sum of lengths].
     """
     starts = np.cumsum(lengths) - lengths
     return np.repeat(begins - starts, lengths) + np.arange(int(lengths.sum()))

@@ -1,4 +1,4 @@
-"""Manifests: the file that names the other files of a folder of prepared data and proves them."""
+"""Manifests: the file of a data folder that lists the other files, their sizes and digests."""
 
 from __future__ import annotations
 
@@ -9,15 +9,6 @@ from typing import Any
 from bert_unpad._files import read_json_object
 from bert_unpad.data.text.sources import file_sha256
 
-__all__ = [
-    "MANIFEST",
-    "DamagedDataError",
-    "check_digest",
-    "count_of",
-    "read_manifest",
-    "write_synced",
-]
-
 MANIFEST = "manifest.json"
 
 
@@ -26,7 +17,7 @@ class DamagedDataError(RuntimeError):
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write text and wait until it is on the disk (a rename may otherwise outlive its content)."""
+    """Writes text and waits until it is on disk; otherwise a rename could survive without it."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -34,10 +25,10 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def read_manifest(path: Path, expected_format: str) -> dict[str, Any]:
-    """Read a JSON manifest of a given format.
+    """Reads a JSON manifest of a given format.
 
     Raises:
-        DamagedDataError: it is missing, no JSON, or of another format.
+        DamagedDataError: it is missing, is not JSON, or has another format.
     """
     try:
         manifest = read_json_object(path)
@@ -52,7 +43,7 @@ def read_manifest(path: Path, expected_format: str) -> dict[str, Any]:
 
 
 def check_digest(path: Path, expected: str) -> None:
-    """Raise DamagedDataError, naming the file, unless its SHA-256 is `expected`."""
+    """Raises a DamagedDataError that names the file unless its SHA-256 is `expected`."""
     try:
         found = file_sha256(path)
     except FileNotFoundError as error:
@@ -62,11 +53,11 @@ def check_digest(path: Path, expected: str) -> None:
 
 
 def count_of(entry: dict[str, Any], name: str, most: int) -> int:
-    """A number of 0 to `most` in a part of a manifest.
+    """Returns an entry of a manifest that must be an integer from 0 to `most`.
 
     Raises:
-        KeyError: there is none of this name.
-        ValueError: it is no such number.
+        KeyError: there is no entry of this name.
+        ValueError: the entry is not such a number.
     """
     value = entry[name]
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:

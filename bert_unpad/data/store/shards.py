@@ -1,11 +1,10 @@
-"""Examples on disk: flat memory-mapped arrays of true lengths, with a manifest that proves them.
+"""Examples on disk: flat memory-mapped arrays without padding, and a manifest with digests.
 
 A shard is a folder. `tokens.bin` holds all examples end to end ([CLS] a [SEP] b [SEP], no padding),
-`offsets.bin` where each begins, so any batch is one gather from one array, and ranks on a machine
-share the pages. Masks are drawn anew in every epoch, unless the shard was made of data that brings
-its own: three more arrays then hold them. A folder appears under its name only when complete
-(written aside, then renamed), and the manifest's sizes and SHA-256 digests tell a truncated or
-altered file when it is opened.
+and `offsets.bin` holds where each begins. So any batch is one gather from one array, and the ranks
+of a machine share the memory. Masks are drawn again in every epoch; if the data came with masks,
+three more arrays hold them. A folder is written under a temporary name and renamed when complete.
+Opening it detects truncated or altered files by the sizes and SHA-256 digests in the manifest.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _DTYPES = {
     "masked_positions": (np.uint16,),
     "masked_labels": (np.uint16, np.uint32),
 }
-"""The arrays of a shard, and what each may hold; the masks' ones are not in every shard."""
+"""The arrays of a shard and their possible dtypes; not every shard has arrays of masks."""
 _OF_MASKS = ("masked_offsets", "masked_positions", "masked_labels")
 
 
@@ -66,16 +65,16 @@ class Example:
 
 
 class ShardWriter:
-    """Writes a shard a block of examples at a time; the folder appears on a clean close.
+    """Writes a shard in blocks of examples; the folder appears when it is closed without error.
 
     Args:
-        path: the folder to make; must not exist yet.
+        path: the folder to create; it must not exist.
         vocab_size: number of ids; tokens are stored as uint16 if all ids fit, else as uint32.
         unmaskable_ids: ids that are never predicted (see `WordPieceTokenizer`).
         max_seq_length: longest allowed example, in tokens (at most 65,535).
         has_masks: whether every example comes with its masks.
 
-    Use it as a context manager: on an exception nothing is left behind.
+    Use it as a context manager: an exception then leaves no files.
     """
 
     def __init__(
@@ -123,18 +122,18 @@ class ShardWriter:
         next_sentence_labels: NDArray[np.integer],
         masks: Masks | None = None,
     ) -> None:
-        """Add B examples: tokens [sum of lengths] end to end, the others [B].
+        """Appends B examples: tokens [sum of lengths] end to end, the other arrays [B].
 
         Args:
-            tokens: true ids; with `masks`, what the model is to see.
-            lengths: tokens of each example.
+            tokens: true ids; with `masks`, the input of the model.
+            lengths: number of tokens of each example.
             second_starts, next_sentence_labels: see `Example`.
-            masks: of these examples, if the writer was made with `has_masks`.
+            masks: masks of these examples; needed if, and only if, the writer has `has_masks`.
 
         Raises:
-            ValueError: sizes that do not fit together, an example that is empty or too long, a
-                token outside the vocabulary, a masked position outside its example, or masks that
-                are missing or not expected.
+            ValueError: sizes do not fit together, an example is empty or too long, a token is
+                outside the vocabulary, a masked position is outside its example, or masks are
+                missing or unexpected.
         """
         if (masks is not None) != self.has_masks:
             raise ValueError(f"masks: expected {'some' if self.has_masks else 'None'}")
@@ -169,7 +168,7 @@ class ShardWriter:
         self._columns[name].append(offsets)
 
     def close(self) -> None:
-        """Finish the files, write the manifest and give the folder its name."""
+        """Finishes the files, writes the manifest and renames the folder to its final name."""
         files = {column.path.name: column.close() for column in self._columns.values()}
         manifest = {"format": FORMAT, **self._about, "files": files}
         write_synced(self._temporary / MANIFEST, json.dumps(manifest, indent=2) + "\n")
@@ -193,7 +192,7 @@ class ShardWriter:
 
 
 class _Column:
-    """One array file, hashed while it is written."""
+    """One array file; its digest is computed while it is written."""
 
     def __init__(self, path: Path, dtype: type[np.integer]) -> None:
         self.path = path
@@ -326,7 +325,7 @@ class ShardDataset:
         )
 
     def _checked(self, ids: NDArray, name: str) -> NDArray:
-        """Ids just read; they index tables, so a wrong one must not go on."""
+        """Returns ids after checking them: a wrong id would be an index outside a table."""
         if len(ids) and ids.max() >= self.vocab_size:
             raise DamagedDataError(
                 f"{self.path / name}.bin is damaged: expected ids of 0 to {self.vocab_size - 1}, "
@@ -335,10 +334,10 @@ class ShardDataset:
         return ids
 
     def batch(self, indices: NDArray[np.integer]) -> ExampleBatch:
-        """Several examples, read in one operation; their ids are their places in the shard.
+        """Reads several examples in one operation; their ids are their indices in the shard.
 
         Args:
-            indices: [B], 0 to len - 1 each.
+            indices: indices [B], 0 to len - 1.
         """
         indices = np.asarray(indices, np.int64)
         lengths = self.lengths[indices].astype(np.int64)
@@ -379,7 +378,7 @@ class ShardDataset:
 
     @property
     def fill(self) -> float:
-        """Share of real tokens if every example were padded to `max_seq_length`."""
+        """The share of real tokens if every example were padded to `max_seq_length`."""
         return len(self.tokens) / (len(self) * self.max_seq_length) if len(self) else 0.0
 
     def __reduce__(self) -> tuple[Callable[..., ShardDataset], tuple[Path, bool]]:

@@ -31,8 +31,6 @@ from bert_unpad.data.streams.position import StreamPosition
 from bert_unpad.data.streams.stream import ExampleStream, token_dtype
 from bert_unpad.data.streams.transport import Transport
 
-__all__ = ["ExampleExchange", "ExchangeError", "ExchangedStep"]
-
 logger = logging.getLogger(__name__)
 
 _OK, _FAILED, _LATE, _STOPPING = range(4)

@@ -19,16 +19,6 @@ from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.store.shards import MAX_LENGTH, Example
 
-__all__ = [
-    "ExampleStream",
-    "IterableStream",
-    "ShardStream",
-    "check_rank",
-    "refuse_other_ranks",
-    "shuffle_by_key",
-    "token_dtype",
-]
-
 
 class ExampleStream(Protocol):
     """What one rank reads. Examples are repeatable: the same epoch gives the same ones again."""

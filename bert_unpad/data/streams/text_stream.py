@@ -36,8 +36,6 @@ from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-__all__ = ["TextStream", "is_streamed", "parse_streamed"]
-
 _PREFIX = "stream:"
 _SAMPLE = 20_000  # rows: some 20 MB of text, enough for a vocabulary of 30,000
 _CHARACTERS_PER_TOKEN = 4  # of English, about; decides only how much text a buffer takes in

@@ -84,7 +84,7 @@ def test_an_old_iterator_does_not_go_on_silently():
         iterator = iter(sampler)
         next(iterator)
         disturb()
-        with pytest.raises(RuntimeError, match="moved or iterated anew"):
+        with pytest.raises(RuntimeError, match="moved, or iterated again"):
             next(iterator)
 
 

@@ -98,7 +98,7 @@ def test_states_and_arguments_are_checked():
             PackedSampler(lengths, 1, 0, 2).load_state_dict(state | change)
     old = iter(sampler)
     iter(sampler)
-    with pytest.raises(RuntimeError, match="moved or iterated anew"):
+    with pytest.raises(RuntimeError, match="moved, or iterated again"):
         next(old)
     for arguments, name in (
         (([], 1, 0, 1), "lengths"),
