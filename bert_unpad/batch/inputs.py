@@ -45,7 +45,7 @@ class QueryRows:
     def build(
         cls, cu_seqlens: np.ndarray, masked_positions: np.ndarray, labels: Tensor
     ) -> QueryRows:
-        """Derives the rows from host copies of cu_seqlens [B + 1] and the others [M] and [B]."""
+        """Derives the rows; cu_seqlens [B + 1] and masked_positions [M] are host copies."""
         starts = cu_seqlens[:-1].astype(np.int64)
         sequences = np.flatnonzero(np.diff(cu_seqlens))
         first = starts[sequences]

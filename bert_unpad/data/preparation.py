@@ -1,10 +1,11 @@
 """From a corpus to a checked cache of training and validation shards.
 
-The cache is keyed by a digest of the corpus and of every setting that shapes the examples, so a
-changed corpus or setting never meets stale data, and settings that only shape masks share one
-cache. A build goes through one spooled copy of the corpus (sentences as lines), which lets a stream
-be read once: deduplicate and split by document, train the vocabulary on the training part, turn
-sentences into ids, make pairs. Everything is made aside and renamed into place.
+The cache key is a digest of the corpus and of every setting that changes the examples. So a changed
+corpus or setting never reads stale data, and settings that change only masks share one cache. A
+build first writes the corpus to a spool file, one sentence per line, so that a stream is read only
+once. Then it removes duplicates and splits by document, trains the vocabulary on the training part,
+converts sentences to ids, and draws pairs. Everything is written under a temporary name and renamed
+at the end.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class PreparedData:
     def open_stream(
         self, rank: int, num_ranks: int, *, seed: int = 0, shuffle_buffer: int = 8192
     ) -> ShardStream | TextStream:
-        """One rank's part of the training examples, in an order of its own.
+        """Opens one rank's part of the training examples, in its own order.
 
         Args:
             rank, num_ranks, seed, shuffle_buffer: see `ShardStream` and `TextStream`.
@@ -111,11 +112,11 @@ class PreparedData:
         )
 
     def collator(self, split: str = "train", seed: int | None = None) -> PackedCollator:
-        """A collator for one split with the configuration's masking.
+        """Makes a collator for one split, with the configuration's masking.
 
         Args:
             split: `train` or `validation`.
-            seed: of the masks; None: the configuration's.
+            seed: seed of the masks; None takes the configuration's.
         """
         if split not in _SPLITS:
             raise ValueError(f"split: expected one of {', '.join(_SPLITS)}, got {split!r}")
@@ -192,13 +193,13 @@ def _open_examples(config: DataConfig, progress: bool | None) -> PreparedData:
 def _open_streamed(config: DataConfig, progress: bool | None) -> PreparedData:
     if config.dupe_factor != 1:
         raise ValueError(
-            f"dupe_factor: expected 1 for {config.source}, of which an epoch reads each document "
-            f"once, got {config.dupe_factor}"
+            f"dupe_factor: expected 1 for {config.source}, which reads documents once per epoch, "
+            f"got {config.dupe_factor}"
         )
     whole, sample = parse_streamed(config.source)
     data = prepare(dataclasses.replace(config, source=f"hf:{sample}"), progress)
     held_out = data.statistics["validation_documents"]
-    # A single one may have been chosen for want of others (`Spool.held_out`), not by its text.
+    # `Spool.held_out` may have chosen a single one because it needs at least one, not by its text.
     if config.validation_share > 0 and held_out < 2:
         raise ValueError(
             f"validation_share: expected at least 2 held-out documents in the sample of "
@@ -208,7 +209,7 @@ def _open_streamed(config: DataConfig, progress: bool | None) -> PreparedData:
 
 
 def _settings(config: DataConfig, source: Source) -> dict[str, Any]:
-    """What decides the content of the shards."""
+    """Returns everything that determines the content of the shards."""
     settings = dataclasses.asdict(config)
     for name in (*_MASKING_SETTINGS, *_PLACES):
         del settings[name]
@@ -249,7 +250,7 @@ def _build(
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     temporary.mkdir()
     try:
-        # What is read of a stream outlives an interrupted build, under its own settings' key.
+        # The spool of a stream survives an interrupted build; it has its own key.
         streamed = isinstance(source, HuggingFaceSource) and source.streaming
         spools = path.parent.parent / "spools" / path.name if streamed else temporary / "work"
         _fill(config, source, settings, tokenizer, temporary, spools, progress)
@@ -258,7 +259,7 @@ def _build(
         except OSError:
             if not path.is_dir():
                 raise
-            # Only where locks do not reach other machines: another one finished the same data.
+            # Locks may not work between machines: then another one has finished the same data.
             logger.info("%s was built by another process meanwhile", path)
         shutil.rmtree(spools, ignore_errors=True)
     finally:
@@ -266,7 +267,7 @@ def _build(
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Delete what killed builds of this data left; young folders may be another machine's."""
+    """Deletes old folders of killed builds; recent ones may belong to another machine."""
     for folder in path.parent.glob(f".{path.name}.*"):
         if time.time() - folder.stat().st_mtime > _STALE_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
@@ -281,7 +282,7 @@ def _fill(
     spools: Path,
     progress: bool | None,
 ) -> None:
-    """Build everything in a new folder; the documents are read into the folder `spools`."""
+    """Builds everything in a new folder; reads the documents into the folder `spools`."""
     work = folder / "work"
     work.mkdir()
     spools.mkdir(parents=True, exist_ok=True)

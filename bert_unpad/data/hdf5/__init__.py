@@ -1,6 +1,6 @@
 """Pretraining examples in HDF5 files, in the two layouts of MLPerf's BERT benchmark.
 
-Both hold examples that are ready: sentence pairs with next-sentence labels and masks already made.
+Both hold finished examples: sentence pairs with next-sentence labels and masks.
 
     variable length                                 fixed length (S tokens, P predictions at most)
     input_ids            int16 of any length [N]    input_ids            int16 [N, S], padded

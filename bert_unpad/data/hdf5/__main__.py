@@ -1,4 +1,4 @@
-"""`python -m bert_unpad.data.hdf5`."""
+"""Runs `python -m bert_unpad.data.hdf5`."""
 
 import sys
 

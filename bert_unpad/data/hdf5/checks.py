@@ -1,8 +1,9 @@
-"""Files and datasets of HDF5, read only if they are whole and in the file itself.
+"""Opens HDF5 files and datasets, but only complete datasets with all values in the file itself.
 
-HDF5 can keep a dataset's values in another file: behind a link, as raw data, or put together from
-several files. Such a name could make a training read any file, so all three are refused before
-anything is opened. A dataset can also declare values that were never written, without end.
+HDF5 can keep the values of a dataset in another file: through a link, as raw data, or combined from
+several files. With that, a data file could make training read any other file, so all three are
+errors before anything is opened. A dataset can also declare huge numbers of values that were never
+written.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def open_file(path: Path) -> h5py.File:
     """Opens a file for reading.
 
     Raises:
-        DamagedDataError: it is missing, truncated or no HDF5 file; the message names it.
+        DamagedDataError: it is missing, truncated or not an HDF5 file; the message names it.
     """
     try:
         return h5py.File(path, "r")
@@ -37,17 +38,17 @@ def open_file(path: Path) -> h5py.File:
 
 
 def has_dataset(file: h5py.File, name: str) -> bool:
-    """Whether the file has an entry of the name; what it is, `open_dataset` tells."""
+    """Whether the file has an entry of this name; `open_dataset` checks what it is."""
     with _named(file, name):
         return bool(file.id.links.exists(name.encode()))
 
 
 def open_dataset(file: h5py.File, name: str) -> h5py.Dataset:
-    """Opens a dataset of the file's first level.
+    """Opens a dataset at the top level of a file.
 
     Raises:
-        DamagedDataError: it is none, it is damaged or was not written to its end, or its values are
-            in another file; the message names it.
+        DamagedDataError: it is not a dataset, is damaged or incomplete, or its values are in
+            another file; the message names it.
     """
     with _named(file, name):
         # h5py's own `in` and `get` would follow a link, and so open the file that it names.
@@ -73,10 +74,10 @@ def open_dataset(file: h5py.File, name: str) -> h5py.Dataset:
 
 
 def read_dataset(file: h5py.File, name: str, rows: NDArray[np.int64] | slice) -> NDArray:
-    """Some rows of a dataset that `open_dataset` has accepted.
+    """Reads some rows of a dataset from `open_dataset`.
 
     Raises:
-        DamagedDataError: they cannot be read.
+        DamagedDataError: the rows cannot be read.
     """
     with _named(file, name):
         return file[name][rows]

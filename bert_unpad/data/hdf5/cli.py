@@ -1,7 +1,7 @@
 """`python -m bert_unpad.data.hdf5`: writes, converts and checks HDF5 files in MLPerf's layouts.
 
-Folders have one form: `train`, perhaps `validation`, and `tokenizer`. `hdf5:FOLDER` and
-`shards:FOLDER` as `data.source` read them.
+All folders hold `train`, perhaps `validation`, and `tokenizer`. A `data.source` of `hdf5:FOLDER` or
+`shards:FOLDER` reads them.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def write_shard(dataset: ExampleDataset, path: str | Path, unmask: bool = False)
 
     Args:
         dataset: the examples.
-        path: the folder to make.
-        unmask: of examples that bring their masks, store the true tokens and no masks.
+        path: the folder to create.
+        unmask: store the true tokens without masks of examples that come with masks.
 
     Raises:
         FileExistsError: the folder exists.

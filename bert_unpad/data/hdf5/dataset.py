@@ -1,8 +1,8 @@
-"""Examples in HDF5 files, read when they are asked for.
+"""Examples in HDF5 files, read on demand.
 
-Only the lengths are in memory. A file is opened when an example of it is wanted; a bounded number
-stay open, the least recently used one is closed for the next, so thousands of files do not meet the
-limit of open files that a process has (1,024 by default, shared with sockets and libraries).
+Only the lengths are in memory. A file is opened when one of its examples is read. A bounded number
+of files stay open; the least recently used one is closed to open another. So thousands of files do
+not exceed a process's limit of open files (1,024 by default, shared with sockets and libraries).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _BLOCK = 4096  # examples read at a time where all are
 
 
 class Hdf5Dataset:
-    """Examples of HDF5 files in MLPerf's layouts, which bring their masks; see the package.
+    """Examples with masks in HDF5 files of MLPerf's layouts; `bert_unpad.data.hdf5` shows them.
 
     Args:
-        files: of either layout.
-        vocab_size, unmaskable_ids: of the tokenizer that made them.
+        files: files of either layout.
+        vocab_size, unmaskable_ids: attributes of the tokenizer that made the examples.
         max_seq_length: longest allowed example, in tokens.
-        cache_dir: keeps the index of lengths.
-        max_open: files open at a time.
-        progress: whether indexing shows a bar; None: if stderr is a terminal.
+        cache_dir: folder that keeps the index of lengths.
+        max_open: largest number of open files.
+        progress: whether indexing shows a bar; None shows it if stderr is a terminal.
 
     Attributes:
         lengths: uint16 [N], tokens of each example, in the order of the files.
@@ -73,8 +73,8 @@ class Hdf5Dataset:
             self.files, max_seq_length, self._cache_dir, progress
         )
         self._open: OrderedDict[int, h5py.File] = OrderedDict()
-        # Training and evaluation read from threads of their own; a file must not be closed by one
-        # while the other reads. HDF5 itself lets one thread in at a time anyway.
+        # Training and evaluation read in different threads, and one must not close a file while the
+        # other reads. HDF5 itself runs only one thread at a time anyway.
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -86,7 +86,7 @@ class Hdf5Dataset:
         if not len(indices):
             none = np.empty(0, np.int64)
             return ExampleBatch(none, none, none, none, none, Masks(none, none, none))
-        # Ascending and each once, as HDF5 wants them; `places` leads back to the order given.
+        # HDF5 needs ascending rows without repetition; `places` restores the order given.
         wanted, places = np.unique(indices, return_inverse=True)
         owners = np.searchsorted(self._begins, wanted, side="right") - 1
         parts = []
@@ -103,7 +103,7 @@ class Hdf5Dataset:
         return ExampleBatch.concatenate(parts)[places]
 
     def target_counts(self) -> NDArray[np.int64]:
-        """See `ExampleDataset`: of the masked tokens. Reads all examples."""
+        """See `ExampleDataset`; counts masked tokens and reads all examples."""
         counts = np.zeros(self.vocab_size, np.int64)
         for begin in range(0, len(self), _BLOCK):
             masks = self.batch(np.arange(begin, min(begin + _BLOCK, len(self)))).masks
@@ -112,7 +112,7 @@ class Hdf5Dataset:
         return counts
 
     def close(self) -> None:
-        """Closes all files; what is read later opens them again."""
+        """Closes all files; reading later opens them again."""
         with self._lock:
             while self._open:
                 self._open.popitem()[1].close()

@@ -1,8 +1,8 @@
-"""The lengths of all examples of many files, worked out once and kept.
+"""The lengths of all examples of many files, computed once and cached.
 
-Planning an epoch needs every length, and to know them all files have to be read: minutes for
-thousands of files. The result is cached under a digest of the files' names, sizes and times of
-change, so a changed or truncated file is looked at again, and named if it is wrong.
+Balancing an epoch needs every length, and reading them from thousands of files takes minutes. The
+cache key is a digest of the files' names, sizes and times of change, so a changed or truncated file
+is checked again.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _SUFFIXES = (".hdf5", ".h5")
 
 
 def find_files(path: Path) -> list[Path]:
-    """A file itself, or the HDF5 files (*.hdf5, *.h5) of a folder in the order of their names.
+    """Returns a file, or the HDF5 files (*.hdf5, *.h5) of a folder in the order of their names.
 
     Raises:
-        FileNotFoundError: there are none.
+        FileNotFoundError: there are no such files.
     """
     if path.is_file():
         return [path]
@@ -55,18 +55,18 @@ def find_files(path: Path) -> list[Path]:
 def length_index(
     files: Sequence[Path], max_seq_length: int, cache_dir: Path, progress: bool | None = None
 ) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
-    """Lengths of all examples, file after file; from the cache if it has them.
+    """Returns the lengths of all examples, file after file, from the cache if possible.
 
-    Safe to call from many processes at once: one reads the files, the others wait.
+    Many processes can call this at once: one reads the files, the others wait.
 
     Args:
-        files: to index.
+        files: the files to index.
         max_seq_length: longest allowed example, in tokens.
-        cache_dir: where the index is kept.
-        progress: whether to show a bar; None: if stderr is a terminal.
+        cache_dir: folder of the cached index.
+        progress: whether to show a bar; None shows it if stderr is a terminal.
 
     Returns:
-        uint16 [N], and int64 [files + 1], where the examples of each file begin.
+        Lengths, uint16 [N], and where the examples of each file begin, int64 [files + 1].
 
     Raises:
         DamagedDataError: a file is wrong; the message names it and what was expected.

@@ -1,7 +1,7 @@
-"""The two layouts of a file: telling them apart, checking a file's structure, reading its rows.
+"""The two layouts of a file: recognising them, checking a file's structure, and reading its rows.
 
-What is checked without reading all of a file (names, types, shapes) is checked when it is indexed,
-the content of examples when they are read.
+Names, types and shapes are checked when a file is indexed, and the content of examples when they
+are read.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _MAX_VALUES = 2**22  # of them, at most
 
 
 def layout_of(file: h5py.File) -> Layout:
-    """Which layout a file has, after checking names, types and shapes.
+    """Returns the layout of a file, after checking names, types and shapes.
 
     Raises:
-        DamagedDataError: neither; the message names the file and what was expected.
+        DamagedDataError: it has neither layout; the message names the file and what was expected.
     """
 
     def fail(message: str) -> DamagedDataError:
@@ -77,11 +77,11 @@ def layout_of(file: h5py.File) -> Layout:
 
 
 def index_file(path: Path, max_seq_length: int) -> NDArray[np.uint16]:
-    """Lengths of a file's examples, uint16 [N].
+    """Reads the lengths of a file's examples, uint16 [N].
 
     Raises:
-        DamagedDataError: the file is damaged, of no known layout, or has an example of no token or
-            of more than `max_seq_length`.
+        DamagedDataError: the file is damaged, has an unknown layout, or has an example with no
+            tokens or more than `max_seq_length`.
     """
     with open_file(path) as file:
         fixed = layout_of(file) == "fixed"
@@ -105,12 +105,12 @@ def index_file(path: Path, max_seq_length: int) -> NDArray[np.uint16]:
 def read_rows(
     file: h5py.File, rows: NDArray[np.int64], lengths: NDArray[np.int64], vocab_size: int
 ) -> ExampleBatch:
-    """Examples of one file; their ids are the rows.
+    """Reads examples of one file; their ids are the rows.
 
     Args:
-        file: opened, and seen by `layout_of`.
-        rows: int64 [B], ascending, no two alike.
-        lengths: int64 [B], what the index says of them.
+        file: an open file that `layout_of` has checked.
+        rows: int64 [B], strictly ascending.
+        lengths: int64 [B], lengths of the examples from the index.
         vocab_size: number of ids.
 
     Raises:
@@ -166,12 +166,12 @@ def _sizes(rows: Sequence[NDArray]) -> NDArray[np.int64]:
 
 
 def _leading(flags: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """How many flags of each row [B, P] are set before the first that is not."""
+    """Counts the flags of each row [B, P] that are set before the first one that is not."""
     return np.logical_and.accumulate(flags, axis=1).sum(axis=1, dtype=np.int64)
 
 
 def _ascending(masks: Masks) -> Masks:
-    """Masks with the positions of each example ascending, as the packed batch wants them."""
+    """Makes masks with ascending positions in each example, as the packed batch needs them."""
     owner = np.repeat(np.arange(len(masks.counts)), masks.counts)
     order = np.lexsort((masks.positions, owner))
     return Masks(masks.counts, masks.positions[order], masks.labels[order])
@@ -180,7 +180,7 @@ def _ascending(masks: Masks) -> Masks:
 def _second_starts(
     file: h5py.File, segments: NDArray[np.integer], lengths: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Where segment 1 begins in each example, which must be zeros followed by ones."""
+    """Returns where segment 1 begins in each example; segment ids must be zeros, then ones."""
     owner = np.repeat(np.arange(len(lengths)), lengths)
     segments = segments.astype(np.int64)  # differences of unsigned numbers would wrap around
     rises = np.diff(segments, prepend=segments[:1])

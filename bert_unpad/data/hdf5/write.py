@@ -1,7 +1,7 @@
-"""Writes examples as HDF5 files in MLPerf's layouts, from data that brings masks or has them drawn.
+"""Writes examples as HDF5 files in MLPerf's layouts, with their own masks or with drawn ones.
 
-Files are not compressed: training reads single rows in random order, and a compressed chunk would
-be unpacked for each.
+Files are not compressed: training reads single rows in random order, and would have to unpack a
+whole chunk for each.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _MAX_ID = np.iinfo(np.int16).max
 def masked_batch(
     dataset: ExampleDataset, indices: NDArray[np.int64], masker: TokenMasker | None
 ) -> ExampleBatch:
-    """Examples with masks: those they bring, else drawn as for epoch 0.
+    """Returns examples with masks: their own, or else masks drawn as for epoch 0.
 
     Raises:
-        ValueError: they bring none and there is no masker.
+        ValueError: the examples have no masks, and there is no masker.
     """
     batch = dataset.batch(indices)
     if batch.masks is not None:
@@ -66,10 +66,10 @@ def write_hdf5(
 
     Args:
         dataset: the examples, each with a second segment.
-        folder: made if missing; must hold no HDF5 files yet.
-        layout: "variable" or "fixed", see the package.
-        examples_per_file: the last file may have fewer.
-        masker: for examples that bring no masks.
+        folder: the folder to write to; created if missing, and must not hold HDF5 files.
+        layout: "variable" or "fixed"; `bert_unpad.data.hdf5` shows them.
+        examples_per_file: number of examples per file; the last file may have fewer.
+        masker: draws masks of examples that have none.
         max_predictions: width of the mask columns in the fixed layout (MLPerf: 76).
 
     Returns:
@@ -126,7 +126,7 @@ def _segment_ids(batch: ExampleBatch) -> NDArray[np.int8]:
 
 
 def _columns(batch: ExampleBatch) -> list[tuple[str, NDArray, NDArray[np.int64]]]:
-    """(name, values end to end, how many of each example) of the columns with many values."""
+    """Returns (name, values end to end, number per example) of columns with several values."""
     masks = batch.masks
     return [
         ("input_ids", batch.tokens.astype(np.int16), batch.lengths),
@@ -140,7 +140,7 @@ def _write_variable(file: h5py.File, batch: ExampleBatch) -> None:
     for name, values, sizes in _columns(batch):
         rows = np.empty(len(batch), object)
         for i, row in enumerate(np.split(values, np.cumsum(sizes)[:-1])):
-            rows[i] = row  # assigned at once, rows of one length would become a matrix
+            rows[i] = row  # a single assignment would turn rows of equal length into a matrix
         file.create_dataset(name, data=rows, dtype=h5py.vlen_dtype(values.dtype))
 
 

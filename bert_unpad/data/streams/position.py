@@ -1,4 +1,4 @@
-"""Where the ranks stand in their streams: the part of an exchange that a checkpoint keeps."""
+"""The position of all ranks in their streams, which a checkpoint saves."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ class StreamPosition:
 
     epoch: int
     positions: list[int]
-    """By rank, since the ranks have last changed in this epoch."""
+    """Examples that each rank has used since the number of ranks last changed in this epoch."""
     past: list[list[int]]
-    """The same when they changed, for each time they did."""
+    """Examples that each rank had used at each change of the number of ranks in this epoch."""
 
     @classmethod
     def begin(cls, epoch: int, num_ranks: int) -> StreamPosition:
-        """The beginning of an epoch."""
+        """Returns the beginning of an epoch."""
         return cls(epoch, [0] * num_ranks, [])
 
     @classmethod
     def load(
         cls, state: Mapping[str, Any], stream: ExampleStream, num_ranks: int
     ) -> StreamPosition:
-        """Reads what `state` returned, and prepares the stream to go on from there.
+        """Reads the result of `state` and prepares the stream to continue from it.
 
         Args:
-            state: of this number of ranks or of another one; then what is left of the epoch is
-                divided anew.
-            stream: of any rank.
-            num_ranks: how many ranks go on.
+            state: result of `state`. If it was saved with another number of ranks, the rest of the
+                epoch is divided again.
+            stream: the stream of any rank.
+            num_ranks: number of ranks that continue.
 
         Raises:
-            ValueError: the state is damaged or of another stream, or the stream cannot go on with
-                another number of ranks.
+            ValueError: the state is damaged or from another stream, or the stream cannot continue
+                with another number of ranks.
         """
         try:
             version, epoch = int(state["version"]), int(state["epoch"])
@@ -67,7 +67,7 @@ class StreamPosition:
         return cls(epoch, positions, past)
 
     def state(self, identity: dict[str, Any]) -> dict[str, Any]:
-        """As JSON values, with the stream's identity."""
+        """Returns the position as JSON values, with the stream's identity."""
         return {
             "version": _VERSION,
             "epoch": self.epoch,
@@ -77,5 +77,5 @@ class StreamPosition:
         }
 
     def moved(self, positions: list[int]) -> StreamPosition:
-        """Further on in the same epoch."""
+        """Returns a later position in the same epoch."""
         return StreamPosition(self.epoch, positions, self.past)

@@ -1,7 +1,7 @@
-"""Sources without a global index: each rank reads examples of its own, in an order of their own.
+"""Sources without a global index: each rank reads its own examples in its own order.
 
-A stream can be opened at any position of an epoch, which is all that exact resuming takes: what was
-read ahead but not trained on is simply read again.
+A stream can be opened at any position of an epoch. Exact resuming needs no more: examples that were
+read ahead but not trained on are read again.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from bert_unpad.data.store.shards import MAX_LENGTH, Example
 
 
 class ExampleStream(Protocol):
-    """What one rank reads. Examples are repeatable: the same epoch gives the same ones again."""
+    """The examples of one rank; the same epoch gives the same examples again."""
 
     vocab_size: int
-    """Number of token ids, the same on all ranks."""
+    """The number of token ids, the same on all ranks."""
     has_masks: bool
-    """Whether the examples bring their masks, the same on all ranks."""
+    """Whether the examples come with masks, the same on all ranks."""
 
     def batches(self, epoch: int, start: int, batch_size: int) -> Iterator[ExampleBatch]:
-        """This rank's examples of an epoch, from the `start`-th on.
+        """Yields this rank's examples of an epoch, from the `start`-th on.
 
         Yields:
-            `batch_size` examples at a time, the last time perhaps fewer; then ends.
+            Batches of `batch_size` examples; the last one may have fewer.
         """
 
     def identity(self) -> dict[str, Any]:
-        """What a saved position is valid for, the same on all ranks; JSON values."""
+        """Returns what a saved position depends on, as JSON values; the same on all ranks."""
 
     def continue_after(self, epoch: int, past: Sequence[Sequence[int]]) -> None:
-        """In this epoch only, read what is left after other numbers of ranks have read some of it.
+        """Reads, in this epoch only, what other numbers of ranks have left of it.
 
         Args:
             epoch: the epoch.
-            past: for each time that the ranks changed, how many examples each had used.
+            past: for each change of the number of ranks, how many examples each rank had used.
 
         Raises:
             ValueError: this stream cannot do that.
@@ -51,41 +51,41 @@ class ExampleStream(Protocol):
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The narrowest type that tokens travel in."""
+    """Returns the narrowest dtype in which tokens are sent."""
     return np.dtype(np.uint16 if vocab_size <= 65_536 else np.uint32)
 
 
 def check_rank(rank: int, num_ranks: int) -> None:
-    """Raises ValueError unless `rank` is 0 to num_ranks - 1."""
+    """Raises a ValueError unless `rank` is 0 to num_ranks - 1."""
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank: expected 0 to {num_ranks - 1}, got {rank}")
 
 
 def refuse_other_ranks(epoch: int, past: Sequence[Sequence[int]], num_ranks: int) -> None:
-    """`ExampleStream.continue_after` of a stream that no other number of ranks can divide.
+    """Implements `ExampleStream.continue_after` for streams that need the same number of ranks.
 
     Raises:
-        ValueError: something has been read in the epoch.
+        ValueError: something of the epoch has been read.
     """
     if any(any(positions) for positions in past):
         raise ValueError(
-            f"state: saved with {len(past[-1])} ranks in the middle of epoch {epoch}; such a "
-            f"stream goes on with as many ranks only, not with {num_ranks}"
+            f"state: expected {len(past[-1])} ranks, as when it was saved in the middle of epoch "
+            f"{epoch}, got {num_ranks}; this stream cannot continue with another number"
         )
 
 
 class ShardStream:
     """One rank's contiguous part of a data set, read in order through a shuffle buffer.
 
-    The buffer is filled, shuffled and emptied as a whole, so that a position can be found again by
-    refilling one buffer. Every example is in one rank's part; parts differ by one example at most.
+    The buffer is filled, shuffled and emptied as a whole, so that resuming only has to refill one
+    buffer. Every example is in one rank's part. Sizes of parts differ by at most one example.
 
     Args:
-        dataset: the examples; ids are places in it, so masks are those of an index-based sampler.
-        rank: this one, 0 to num_ranks - 1.
-        num_ranks: how many share the data set.
-        seed: of the shuffling; all ranks must give the same.
-        shuffle_buffer: examples; 1 keeps the data set's order.
+        dataset: the examples; their ids are indices, so masks are those of an index-based sampler.
+        rank: this rank, 0 to num_ranks - 1.
+        num_ranks: number of ranks that share the data set.
+        seed: seed of the shuffling, the same on all ranks.
+        shuffle_buffer: number of examples in the buffer; 1 keeps the data set's order.
 
     Raises:
         ValueError: an argument is out of range.
@@ -123,12 +123,12 @@ class ShardStream:
         }
 
     def continue_after(self, epoch: int, past: Sequence[Sequence[int]]) -> None:
-        """See `ExampleStream`; costs 8 bytes for each example that is left."""
+        """See `ExampleStream`; takes 8 bytes of memory per example that is left."""
         self._past_epoch = epoch
         self._past = tuple(tuple(positions) for positions in past)
 
     def part_sizes(self, epoch: int) -> list[int]:
-        """How many examples each rank has to read in an epoch."""
+        """Returns how many examples each rank reads in an epoch."""
         parts = _parts(self._population(epoch), self._num_ranks)
         return [len(part) for part in parts]
 
@@ -147,7 +147,7 @@ class ShardStream:
             yield self.dataset.batch(left)
 
     def _population(self, epoch: int) -> NDArray[np.int64] | range:
-        """The examples that the ranks of now share in this epoch, ascending."""
+        """Returns the indices that the current ranks share in this epoch, ascending."""
         population: NDArray[np.int64] | range = range(len(self.dataset))
         if epoch == self._past_epoch:
             for segment, positions in enumerate(self._past):
@@ -163,7 +163,7 @@ class ShardStream:
     def _shuffled(
         self, part: NDArray[np.int64] | range, epoch: int, segment: int, rank: int, start: int
     ) -> Iterator[NDArray[np.int64]]:
-        """A rank's examples from the `start`-th on, a buffer at a time."""
+        """Yields the indices of a rank's examples from the `start`-th on, one buffer at a time."""
         for number in range(start // self._buffer, -(-len(part) // self._buffer)):
             first = number * self._buffer
             indices = np.asarray(part[first : first + self._buffer], np.int64)
@@ -175,17 +175,17 @@ class ShardStream:
 class IterableStream:
     """Any iterable of examples as one rank's stream.
 
-    Resuming skips the examples that were used, so it takes as long as iterating over them; a source
-    that can seek should be an `ExampleStream` itself. A change of the number of ranks in the middle
-    of an epoch is refused: nobody could say who has read what.
+    Resuming iterates over the examples that were used; a source that can seek should implement
+    `ExampleStream` itself. The number of ranks must not change in the middle of an epoch, because
+    it is unknown which examples the other ranks have read.
 
     Args:
-        make: called with the epoch's number; gives this rank's examples of that epoch, the same
-            ones in the same order whenever it is asked. It should shuffle them if need be.
-        rank: this one.
-        num_ranks: all; the examples' ids are their positions * num_ranks + rank.
+        make: called with the number of an epoch; returns this rank's examples of that epoch, in
+            every call the same in the same order. It should shuffle them if that is needed.
+        rank: this rank.
+        num_ranks: number of ranks; an example's id is its position * num_ranks + rank.
         vocab_size: number of token ids.
-        name: of the source, to tell a position saved for another one.
+        name: name of the source; a position saved with another name is refused.
     """
 
     has_masks = False
@@ -211,7 +211,7 @@ class IterableStream:
         return {"name": self._name, "vocab_size": self.vocab_size}
 
     def continue_after(self, epoch: int, past: Sequence[Sequence[int]]) -> None:
-        """Raises ValueError unless nothing has been read in the epoch so far."""
+        """Raises a ValueError if anything of the epoch has been read."""
         refuse_other_ranks(epoch, past, self._num_ranks)
 
     def batches(self, epoch: int, start: int, batch_size: int) -> Iterator[ExampleBatch]:
@@ -261,7 +261,7 @@ def _parts(
 
 
 def shuffle_by_key(indices: NDArray[np.int64], *key: int) -> NDArray[np.int64]:
-    """Distinct indices in an order drawn from the key; unlike numpy's, the same in all versions."""
+    """Shuffles distinct indices by a key; unlike numpy's shuffle, the same in all versions."""
     state = np.zeros(1, np.uint64)
     for word in key:
         state = splitmix64(state + np.uint64(word))

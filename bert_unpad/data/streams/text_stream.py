@@ -1,12 +1,11 @@
-"""Text that is read while it is trained on: a stream of the `datasets` library, one part per rank.
+"""Text that is read during training: a stream of the `datasets` library, one part per rank.
 
     stream:NAME?config=...&split=...&sample=ROWS
 
-Nothing is read through beforehand but a sample, the first rows, which gives the vocabulary and the
-held-out documents. The rest is tokenized a buffer of documents at a time, in a thread of its own,
-while examples of the buffer before are in use. A buffer depends on its place in the epoch alone,
-and `datasets` can go on reading where one began: so a run resumes without reading anything twice
-but the buffer that it was in.
+Before training only a sample is read, the first rows, for the vocabulary and the held-out
+documents. The rest is tokenized in buffers of documents, in a separate thread, while examples of
+the previous buffer are in use. A buffer depends only on its position in the epoch, and `datasets`
+can continue reading where a buffer began. So a resumed run reads only its current buffer again.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ if TYPE_CHECKING:
 
 _PREFIX = "stream:"
 _SAMPLE = 20_000  # rows: some 20 MB of text, enough for a vocabulary of 30,000
-_CHARACTERS_PER_TOKEN = 4  # of English, about; decides only how much text a buffer takes in
+_CHARACTERS_PER_TOKEN = 4  # about right for English; only decides how much text fills a buffer
 
 
 def is_streamed(source: str) -> bool:
-    """Whether a `DataConfig.source` names text that is read while it is trained on."""
+    """Whether a `DataConfig.source` names text that is read during training."""
     return source.startswith(_PREFIX)
 
 
 def parse_streamed(source: str) -> tuple[str, str]:
-    """Specifications, for `HuggingFaceSource`, of the whole stream and of its sample.
+    """Returns the specifications, for `HuggingFaceSource`, of the whole stream and its sample.
 
     Raises:
         ValueError: an option is wrong.
@@ -67,40 +66,39 @@ def parse_streamed(source: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class _Buffer:
-    """Documents that become examples together."""
+    """Documents whose examples are made and shuffled together."""
 
     number: int
-    """In the epoch."""
+    """Number of the buffer in the epoch."""
     documents: list[list[str]]
     before: dict[str, Any] | None
-    """State of the data set before these documents; None at its beginning."""
+    """State of the data set before these documents; None at the beginning of the data set."""
 
 
 _Begin = tuple[int, int, int, dict[str, Any] | None]
 
 
 class TextStream:
-    """One rank's part of a data set's rows as examples. See `ExampleStream`.
+    """An `ExampleStream` of one rank's part of a data set's rows of text.
 
-    Each row is a document. Second segments that do not follow are from other documents of the same
-    buffer. Documents are not compared with each other: what is there twice is used twice. Resuming
-    takes as many ranks as before.
+    Each row is a document. Random second segments come from other documents of the same buffer.
+    Duplicate documents are not removed. Resuming within an epoch needs the same number of ranks.
 
     Args:
-        dataset: rows of text, the same on all ranks; what `load_dataset(..., streaming=True)`
-            returns. Its shards are divided among the ranks where their number is a multiple of the
-            number of ranks, else its rows are.
-        tokenizer: text to ids.
-        rank: this one, 0 to num_ranks - 1.
-        num_ranks: how many share the data set.
-        column: with the text.
-        max_seq_length: longest example in tokens, at least 5.
+        dataset: rows of text, the same on all ranks, from `load_dataset(..., streaming=True)`. Its
+            shards are divided among the ranks if their number is a multiple of the number of ranks;
+            otherwise its rows are.
+        tokenizer: converts text to ids.
+        rank: this rank, 0 to num_ranks - 1.
+        num_ranks: number of ranks that share the data set.
+        column: name of the column with the text.
+        max_seq_length: length of the longest example in tokens, at least 5.
         short_seq_prob: see `PairDrawer`.
-        held_out_share: documents that are left out, as `Spool.held_out` chooses them.
-        pair_seed: of the choice of pairs.
-        seed: of the shuffling.
-        shuffle_buffer: examples that are made and shuffled at a time, about.
-        name: of the data, to tell a position saved for other data.
+        held_out_share: share of documents to leave out, as `Spool.held_out` chooses them.
+        pair_seed: seed of the choice of pairs.
+        seed: seed of the shuffling.
+        shuffle_buffer: approximate number of examples that are made and shuffled together.
+        name: name of the data; a position saved with another name is refused.
 
     Raises:
         TypeError: `dataset` is not a stream.
@@ -142,8 +140,8 @@ class TextStream:
         self._pair_seed, self._seed = pair_seed, seed
         self._buffer = shuffle_buffer
         self._name = name
-        # Where buffers began, as far as training may still be there: epoch, examples before, number
-        # and state of the data set. The reading thread appends.
+        # Where the buffers began that training may still need: epoch, examples before, number and
+        # state of the data set. The reading thread appends.
         self._begins: deque[_Begin] = deque()
         self._go_to: _Begin | None = None
 
@@ -165,19 +163,20 @@ class TextStream:
         }
 
     def continue_after(self, epoch: int, past: Sequence[Sequence[int]]) -> None:
-        """Raises ValueError unless nothing has been read in the epoch so far."""
+        """Raises a ValueError if anything of the epoch has been read."""
         refuse_other_ranks(epoch, past, self._num_ranks)
 
     def place(self, epoch: int, position: int) -> dict[str, Any] | None:
-        """What to give `go_to` in another process, to go on at that position of the epoch.
+        """Returns the argument of `go_to` that continues at a position of the epoch.
 
         Args:
             epoch: the epoch.
-            position: how many examples of it this rank has used; may only grow from call to call.
+            position: number of its examples that this rank has used; must not decrease from call to
+                call.
 
         Returns:
-            The beginning of the buffer that the position is in, as JSON values; None if it has not
-            been read by this object, and at the beginning of an epoch.
+            The beginning of the buffer of that position, as JSON values. None at the beginning of
+            an epoch, and if this object has not read that buffer.
         """
         while len(self._begins) > 1 and self._begins[1][:2] <= (epoch, position):
             self._begins.popleft()
@@ -189,10 +188,10 @@ class TextStream:
         return {"epoch": epoch, "examples": examples, "buffer": number, "state": state}
 
     def go_to(self, place: dict[str, Any]) -> None:
-        """Where the next `batches` of that epoch need not read what comes before; from `place`.
+        """Lets the next `batches` of an epoch skip what comes before a result of `place`.
 
         Raises:
-            ValueError: it is nothing that `place` returned.
+            ValueError: the argument is not a result of `place`.
         """
         try:
             *counts, state = (place[name] for name in ("epoch", "examples", "buffer", "state"))
@@ -206,13 +205,13 @@ class TextStream:
         """See `ExampleStream`.
 
         Raises:
-            ValueError: the data set has no such column, or a row has something else there.
+            ValueError: the data set has no such column, or a row has no text in it.
         """
         position, number, state = 0, 0, None
         if self._go_to is not None and (epoch, 0) <= self._go_to[:2] <= (epoch, start):
             _, position, number, state = self._go_to
         while self._begins and self._begins[-1][:2] >= (epoch, position):
-            self._begins.pop()  # of an earlier call
+            self._begins.pop()  # left by an earlier call
         left = ExampleBatch.empty(token_dtype(self.vocab_size))
         with Prefetcher(self._examples, self._buffers(number, state), epoch=epoch, depth=1) as made:
             for buffer, examples in made:
@@ -230,7 +229,7 @@ class TextStream:
             yield left
 
     def _buffers(self, number: int, state: dict[str, Any] | None) -> Iterator[_Buffer]:
-        """This rank's documents, from the beginning of a buffer on."""
+        """Yields this rank's documents in buffers, from the given one on."""
         part = importlib.import_module("datasets.distributed").split_dataset_by_node(
             self._dataset, self._rank, self._num_ranks
         )
@@ -267,7 +266,7 @@ class TextStream:
         return text or ""
 
     def _examples(self, buffer: _Buffer, epoch: int) -> tuple[_Buffer, ExampleBatch]:
-        """All examples of a buffer, shuffled; without their ids."""
+        """Makes all examples of a buffer, shuffled; ids are set later."""
         tokenizer = self._tokenizer
         corpus = tokenize_in_memory(
             buffer.documents, tokenizer, self._max_seq_length - SPECIAL_PER_PAIR

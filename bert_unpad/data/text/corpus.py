@@ -1,9 +1,9 @@
-"""Documents to sentences to ids: what happens to a corpus before pairs are made of it.
+"""Splits documents into sentences and converts them to ids, before pairs are drawn.
 
-A corpus is read once (it may be a stream) into a spool file in the format of Google's BERT, a
-sentence a line and a blank line between documents. Later passes read the spool, so neither the text
-nor its ids have to fit in memory; per document only a digest stays there, to drop exact duplicates
-and to choose the held-out documents.
+A corpus may be a stream, so it is read once into a spool file in the format of Google's BERT: one
+sentence per line, and a blank line between documents. Later passes read the spool. So neither text
+nor ids have to fit in memory; only a digest per document does, to remove exact duplicates and to
+choose held-out documents.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _ABBREVIATION = re.compile(
 
 
 def split_sentences(text: str) -> list[str]:
-    """Sentences of a document, white space reduced to single spaces.
+    """Splits a document into sentences, with white space reduced to single spaces.
 
-    Blank lines always separate. Within a paragraph line breaks mean nothing (text may be wrapped);
-    a sentence ends at ., ! or ? before a capital letter or digit, unless a known abbreviation or
-    an initial ends there.
+    A blank line always ends a sentence. Other line breaks have no meaning (text may be wrapped): a
+    sentence ends at ., ! or ? before a capital letter or digit, unless a known abbreviation or an
+    initial ends there.
     """
     sentences = []
     for paragraph in re.split(r"\n\s*\n", text):
@@ -64,7 +64,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def sentences_of(text: str) -> list[str]:
-    """`split_sentences` of a text that need not be valid Unicode.
+    """Splits a text that may be invalid Unicode into sentences.
 
     A lone surrogate (possible in a string literal) cannot be stored as UTF-8.
     """
@@ -72,7 +72,7 @@ def sentences_of(text: str) -> list[str]:
 
 
 def is_held_out(sentences: list[str], share: float) -> bool:
-    """Whether `Spool.held_out` chooses a document, if it chooses at least two."""
+    """Whether the text of a document makes `Spool.held_out` choose it."""
     return _hash(_digest(sentences)) < int(share * 2**64)
 
 
@@ -92,7 +92,7 @@ def _is_abbreviation(text: str, end: int) -> bool:
 
 @dataclass(frozen=True)
 class TokenizedCorpus:
-    """Documents as ids.
+    """Documents as ids, in flat arrays.
 
     Attributes:
         tokens: [total], ids of all documents end to end, no special tokens.
@@ -111,7 +111,7 @@ class TokenizedCorpus:
         return len(self.document_offsets) - 1
 
     def sentence_bounds(self, document: int) -> list[int]:
-        """Where the sentences of a document begin in `tokens`, and where the last one ends."""
+        """Returns where a document's sentences begin in `tokens`, and where the last one ends."""
         first, last = self.document_offsets[document], self.document_offsets[document + 1]
         return self.sentence_offsets[first : last + 1].tolist()
 
@@ -119,9 +119,9 @@ class TokenizedCorpus:
 class Spool:
     """The distinct documents of a corpus in one file, sentences as lines.
 
-    Two documents are the same if their texts differ in white space only. If the source can say
-    where it stands, that is written down beside the file now and then, so that reading a stream of
-    hours goes on where it was interrupted.
+    Two documents are the same if their texts differ only in white space. If the source reports its
+    position, a file next to the spool saves it now and then, so that hours of reading a stream can
+    continue after an interruption.
 
     Args:
         path: the file to write.
@@ -131,8 +131,8 @@ class Spool:
     Attributes:
         documents: number of distinct documents that hold text.
         duplicates: number of documents left out because the same text came before.
-        sentences: int64 [documents], sentences of each.
-        hashes: uint64 [documents], from the SHA-256 of each text.
+        sentences: int64 [documents], number of sentences of each document.
+        hashes: uint64 [documents], part of the SHA-256 of each text.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Spool:
         with path.open("a", encoding="utf-8", newline="\n") as file:
             for text in documents:
                 position = getattr(source, "position", None)
-                # A new position is that of this very document, so what is written is before it.
+                # A new position is that of this document; everything written so far is before it.
                 if position is not previous and len(self._hashes) - saved_at >= _SAVE_EVERY:
                     file.flush()
                     self._save(position, path.stat().st_size)
@@ -165,7 +165,7 @@ class Spool:
         self.documents = len(self.hashes)
 
     def _add(self, sentences: list[str]) -> bool:
-        """Notes a document; False if it came before."""
+        """Adds a document's hash; returns False if the document came before."""
         digest = _digest(sentences)
         if digest[:16] in self._seen:
             self.duplicates += 1
@@ -185,7 +185,7 @@ class Spool:
             temporary.write_text(json.dumps(state), "utf-8")
 
     def _resume(self, source: Source, advance: Callable[[int], object]) -> Iterator[str]:
-        """The documents to come; what an interrupted reading has left is taken in again."""
+        """Yields the documents still to read; first loads what an interrupted reading has left."""
         state = self._saved()
         if state is None:
             self.path.unlink(missing_ok=True)
@@ -199,7 +199,7 @@ class Spool:
         return source.documents(state["position"])
 
     def _saved(self) -> dict[str, Any] | None:
-        """What `_save` wrote, if it and the file that it is about are there and intact."""
+        """Returns what `_save` wrote, or None if that or the spool is missing or damaged."""
         try:
             state = read_json_object(self._position_path)
             size, _ = (count_of(state, name, sys.maxsize) for name in ("size", "duplicates"))
@@ -212,10 +212,10 @@ class Spool:
             return None
 
     def held_out(self, share: float) -> NDArray[np.bool_]:
-        """Which documents to hold out, bool [documents]; about `share` of them.
+        """Chooses about `share` of the documents to hold out, bool [documents].
 
-        A document's own text decides, so the choice survives a growing corpus and another seed.
-        With a share above 0 and two documents or more, both parts get at least one; a single
+        A document's text decides, so the choice does not change with a growing corpus or another
+        seed. With a share above 0 and at least two documents, both parts get at least one. A single
         document is not held out.
         """
         chosen = self.hashes < np.uint64(int(share * 2**64))
@@ -225,7 +225,7 @@ class Spool:
         return chosen
 
     def read(self, which: NDArray[np.bool_]) -> Iterator[list[str]]:
-        """Yield the sentences of each document for which `which` (bool [documents]) is True."""
+        """Yields the sentences of each document for which `which` (bool [documents]) is True."""
         for document, sentences in enumerate(_documents_in(self.path)):
             if which[document]:
                 yield sentences
@@ -250,15 +250,15 @@ def tokenize(
     longest: int,
     advance: Callable[[int], object] = lambda sentences: None,
 ) -> TokenizedCorpus:
-    """Ids of documents, stored in a file and mapped.
+    """Converts documents to ids, stored in a memory-mapped file.
 
     Args:
         documents: lists of sentences.
-        tokenizer: text to ids.
+        tokenizer: converts text to ids.
         path: the file to write the ids to (int32).
-        longest: a sentence of more tokens than this is cut into pieces of this size, since making
-            pairs would throw away most of it (text without full stops, tables).
-        advance: called with the number of sentences done, now and then.
+        longest: sentences with more tokens than this are cut into pieces of this size, because
+            drawing pairs would discard most of them (text without full stops, tables).
+        advance: called now and then with the number of sentences done since the last call.
     """
     lengths = _Lengths()
     with path.open("wb") as file:
@@ -284,13 +284,13 @@ def tokenize(
 def tokenize_in_memory(
     documents: list[list[str]], tokenizer: WordPieceTokenizer, longest: int
 ) -> TokenizedCorpus:
-    """As `tokenize`, for few documents."""
+    """Converts documents to ids as `tokenize` does, in memory."""
     lengths = _Lengths()
     return lengths.corpus(np.array(lengths.encode(documents, tokenizer, longest), np.int32))
 
 
 class _Lengths:
-    """Lengths of sentences in tokens and of documents in sentences, collected while encoding."""
+    """Collects lengths of sentences in tokens, and of documents in sentences, while encoding."""
 
     def __init__(self) -> None:
         self._sentences, self._documents = array("q"), array("q")
@@ -298,7 +298,7 @@ class _Lengths:
     def encode(
         self, block: list[list[str]], tokenizer: WordPieceTokenizer, longest: int
     ) -> list[int]:
-        """Ids of some more documents."""
+        """Encodes more documents; returns their ids."""
         encoded = iter(tokenizer.encode_batch([s for document in block for s in document]))
         ids: list[int] = []
         for document in block:

@@ -1,9 +1,9 @@
-"""Where documents come from: Python's standard library, text files, or a Hugging Face data set.
+"""Sources of documents: Python's standard library, text files, or a Hugging Face data set.
 
-A source yields whole documents as strings and can say, without yielding them, what its content is
-(`fingerprint`), so that a cache made from the same content is found again. The standard library is
-the default because every machine that runs this package has it: real English text without a
-download. Its files are parsed, never imported: importing all of them would run their code.
+A source yields whole documents as strings. Its `fingerprint` identifies the content without
+yielding it, so that a cache of the same content is found again. The standard library is the default
+because every machine that runs this package has it: real English text without a download. Its files
+are parsed, not imported, because importing would run their code.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Source(Protocol):
     name: str
 
     def documents(self) -> Iterator[str]:
-        """Yield one document (str) at a time, always in the same order."""
+        """Yields one document (str) at a time, always in the same order."""
 
     def fingerprint(self) -> str:
-        """Hex SHA-256 that changes whenever the documents do."""
+        """Returns a hex SHA-256 that changes whenever the documents do."""
 
 
 def file_sha256(path: Path) -> str:
-    """Hex SHA-256 of a file's bytes, read in 1 MiB pieces."""
+    """Returns the hex SHA-256 of a file, read in 1 MiB pieces."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(1 << 20):
@@ -54,8 +54,8 @@ def file_sha256(path: Path) -> str:
 class StdlibSource:
     """Docstrings of Python's standard library and the topics of its help system.
 
-    One docstring or topic is one document. Tests are left out (their docstrings are fixtures), and
-    so are installed packages. Parsing takes seconds, so the documents are kept in `cache_dir`.
+    Each docstring or topic is one document. Tests (whose docstrings are fixtures) and installed
+    packages are left out. Parsing takes seconds, so `cache_dir` keeps the documents.
     """
 
     name = "stdlib"
@@ -66,7 +66,7 @@ class StdlibSource:
         self._fingerprint: str | None = None
 
     def files(self) -> list[Path]:
-        """Source files (*.py) in a fixed order."""
+        """Returns the source files (*.py) in a fixed order."""
         found = []
         for folder, subfolders, names in os.walk(self.root):
             subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
@@ -74,7 +74,7 @@ class StdlibSource:
         return sorted(found)
 
     def by_file(self) -> Iterator[tuple[Path, str]]:
-        """(source file, document) of every document, without the cache."""
+        """Yields (source file, document) for every document, without the cache."""
         for path in self.files():
             for text in _texts_of_module(path):
                 yield path, text
@@ -103,7 +103,7 @@ class StdlibSource:
 
 
 def _texts_of_module(path: Path) -> Iterator[str]:
-    """Docstrings of a module, in the order of the file; the texts of pydoc_data/topics.py."""
+    """Returns a module's docstrings in the order of the file, or the texts of the help topics."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old modules have invalid escapes; not ours to report
         try:
@@ -157,7 +157,7 @@ class TextSource:
             document, the format of Google's BERT.
 
     Raises:
-        FileNotFoundError: there is nothing at `path`, or no text file in the folder.
+        FileNotFoundError: `path` does not exist, or the folder has no text file.
     """
 
     def __init__(self, path: Path, file_per_document: bool = False) -> None:
@@ -215,20 +215,20 @@ class TextSource:
 
 
 class HuggingFaceSource:
-    """A data set of the Hugging Face `datasets` library; one row is one document.
+    """A data set of the Hugging Face `datasets` library; each row is one document.
 
     Args:
         specification: `NAME` or `NAME?option=value&...` with the options `config`, `split`
             (default train), `column` (default text), `revision`, `data_files`, `streaming`
             (true or false, default false) and `limit` (number of rows).
 
-    A streamed data set has no content digest: it is keyed by its name, options and version, so
-    give a `revision` where it may change. Reading it can be interrupted and resumed (`position`),
-    with versions of `datasets` whose streams have a state.
+    A streamed data set has no content digest. Its name, options and version identify it, so set
+    `revision` if it may change. Reading can be interrupted and resumed (`position`) with versions
+    of `datasets` whose streams have a state.
 
     Raises:
         ImportError: `datasets` is not installed.
-        ValueError: an unknown option or column.
+        ValueError: an option or the column is unknown.
     """
 
     def __init__(self, specification: str) -> None:
@@ -253,11 +253,13 @@ class HuggingFaceSource:
         self.limit = int(limit) if limit else None
         self._dataset: Any = None
         self.position: dict[str, Any] | None = None
-        """Where `documents` stood, for JSON, before the newest rows that it has read (it reads
-        1,000 at a time); None among the first, or if there is no way to resume."""
+        """The position of `documents`, as JSON values, before the last block of 1,000 rows it read.
+
+        None within the first block, or if the stream cannot resume.
+        """
 
     def load(self) -> Any:
-        """The data set as `datasets` opens it."""
+        """Opens the data set with `datasets`."""
         if self._dataset is None:
             try:
                 datasets = importlib.import_module("datasets")
@@ -295,7 +297,7 @@ class HuggingFaceSource:
         """See `Source`.
 
         Args:
-            position: an earlier `position`, to go on from there.
+            position: an earlier value of `position` to continue from.
         """
         dataset, left = self.load(), self.limit
         if position is not None:
@@ -319,15 +321,15 @@ class HuggingFaceSource:
 
 
 def open_source(source: str, *, cache_dir: Path) -> Source:
-    """Turn the `source` of a `DataConfig` into a `Source`.
+    """Makes a `Source` from the `source` of a `DataConfig`.
 
     Args:
         source: `stdlib`, `hf:NAME?...` (see `HuggingFaceSource`), or `PATH` or
             `PATH?file_per_document=true` (see `TextSource`).
-        cache_dir: folder in which a source may keep what is slow to collect.
+        cache_dir: folder where a source may keep documents that are slow to collect.
 
     Raises:
-        FileNotFoundError, ImportError, ValueError: as the source's class says.
+        FileNotFoundError, ImportError, ValueError: see the class of the source.
     """
     if source == "stdlib":
         return StdlibSource(cache_dir / "documents")

@@ -1,7 +1,7 @@
 """WordPiece tokenizer (Wu et al. 2016, arXiv:1609.08144; BERT's vocabulary, arXiv:1810.04805).
 
-A thin layer over Hugging Face's `tokenizers`: it owns which ids are special and which pieces
-continue a word (masking needs both as arrays), and it stores the vocabulary as `vocab.txt`, which
+A thin layer over Hugging Face's `tokenizers`. It knows which ids are special and which tokens
+continue a word (masking needs both as arrays), and stores the vocabulary as `vocab.txt`, which
 `transformers.BertTokenizerFast.from_pretrained` reads.
 """
 
@@ -20,29 +20,29 @@ from bert_unpad._files import read_json_object
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUATION = "##"
-_MAX_WORD = 100  # characters; of longer words BERT's tokenizers make [UNK], this one too
+_MAX_WORD = 100  # characters; BERT's tokenizers convert longer words to [UNK]
 
 
 class WordPieceTokenizer:
-    """Text to WordPiece ids.
+    """Converts text to WordPiece ids.
 
     Args:
-        vocabulary: the tokens; a token's place is its id. Must hold the five special tokens,
-            at any place (a trained vocabulary has them at 0 to 4).
+        vocabulary: the tokens; a token's index is its id. Must hold the five special tokens, at any
+            index (a trained vocabulary has them at 0 to 4).
         lowercase: lower-case the text and strip accents (BERT's "uncased").
 
-    Special tokens written out in a text (a literal "[SEP]") are ordinary characters here, so that
-    no text can forge the structure of an example.
+    Special tokens written in a text (a literal "[SEP]") are ordinary characters, so that no text
+    can forge the structure of an example.
 
     Attributes:
         vocab_size: number of ids.
         pad_id, unk_id, cls_id, sep_id, mask_id: ids of the special tokens.
         unmaskable_ids: ids that are never predicted: [PAD], [CLS], [SEP], [MASK]. [UNK] stands for
             a word of the text and is predicted, as in Google's BERT.
-        is_continuation: bool [vocab_size], True for pieces that continue a word ("##ing").
+        is_continuation: bool [vocab_size], True for tokens that continue a word ("##ing").
 
     Raises:
-        ValueError: a special token is missing, or a token is there twice.
+        ValueError: a special token is missing, or a token occurs twice.
     """
 
     def __init__(self, vocabulary: Sequence[str], lowercase: bool = True) -> None:
@@ -78,21 +78,21 @@ class WordPieceTokenizer:
         lowercase: bool = True,
         limit_alphabet: int = 1000,
     ) -> WordPieceTokenizer:
-        """Learn at most `vocab_size` tokens; the same texts always give the same vocabulary.
+        """Trains at most `vocab_size` tokens; the same texts always give the same vocabulary.
 
-        Words of more than 100 characters are left out: they become [UNK] anyway, and the time to
-        learn from a word grows with the square of its length.
+        Words of more than 100 characters are left out: they become [UNK] anyway, and the training
+        time of a word grows with the square of its length.
 
         Args:
-            read: called twice, gives an iterable of lists of texts.
-            vocab_size: most tokens, special tokens and letters included. A small corpus gives
-                fewer: pairs seen once are not merged.
+            read: called twice; returns an iterable of lists of texts.
+            vocab_size: largest number of tokens, with special tokens and letters. A small corpus
+                gives fewer, because pairs that occur once are not merged.
             lowercase: see the class.
-            limit_alphabet: how many letters to keep, the most frequent ones; words with others
-                become [UNK].
+            limit_alphabet: number of letters to keep, the most frequent ones; words with other
+                letters become [UNK].
 
         Raises:
-            ValueError: `vocab_size` does not hold the special tokens and the corpus's letters.
+            ValueError: `vocab_size` is too small for the special tokens and the corpus's letters.
         """
         # The trainer numbers continuing letters in the order of a hash map of words, and breaks
         # ties between merges by these numbers: two runs give two vocabularies. So a first pass
@@ -128,11 +128,11 @@ class WordPieceTokenizer:
 
     @classmethod
     def from_vocab_file(cls, path: str | Path, lowercase: bool = True) -> WordPieceTokenizer:
-        """Read a BERT vocabulary: UTF-8, one token a line, the line's number is the id.
+        """Reads a BERT vocabulary in UTF-8, one token per line; the line's number is the id.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is not UTF-8, a special token is missing or a token is there twice.
+            ValueError: it is not UTF-8, a special token is missing, or a token occurs twice.
         """
         path = Path(path)
         if not path.is_file():
@@ -140,14 +140,14 @@ class WordPieceTokenizer:
                 f"vocab_file: {path} does not exist; expected a file with one token a line"
             )
         try:
-            # Not splitlines(): real vocabularies hold characters that it takes for line ends.
+            # Not splitlines(): it splits at characters that real vocabularies contain.
             lines = [line.rstrip("\r") for line in path.read_text("utf-8").rstrip("\n").split("\n")]
             return cls(lines, lowercase)
         except ValueError as error:
             raise ValueError(f"vocab_file: {path}: {error}") from error
 
     def save(self, folder: str | Path) -> None:
-        """Write `vocab.txt` and `tokenizer_config.json` in Hugging Face's layout."""
+        """Writes `vocab.txt` and `tokenizer_config.json` in Hugging Face's layout."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         text = "".join(f"{token}\n" for token in self.vocabulary)
@@ -157,7 +157,7 @@ class WordPieceTokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> WordPieceTokenizer:
-        """Read what `save` wrote (or the slow-tokenizer files of a Hugging Face BERT).
+        """Reads the files of `save`, or of a Hugging Face BERT's slow tokenizer.
 
         Raises:
             FileNotFoundError: a file is missing.
@@ -171,12 +171,12 @@ class WordPieceTokenizer:
         return cls.from_vocab_file(folder / "vocab.txt", lowercase)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without special tokens."""
+        """Converts each text to ids, without special tokens."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Readable text of ids; pieces are joined, special tokens are kept."""
+        """Converts ids to readable text; joins parts of words, keeps special tokens."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
@@ -189,7 +189,7 @@ def _pipeline(model: models.Model, lowercase: bool) -> Tokenizer:
 
 
 def _learner(lowercase: bool) -> Tokenizer:
-    """A tokenizer to train, which does not see words that are too long."""
+    """Makes a tokenizer for training that drops words that are too long."""
     tokenizer = _pipeline(models.WordPiece(unk_token="[UNK]"), lowercase)
     too_long = pre_tokenizers.Split(Regex(f".{{{_MAX_WORD + 1},}}"), "removed")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([tokenizer.pre_tokenizer, too_long])
