@@ -25,9 +25,9 @@ from bert_unpad.pretrain.growth import Growth, Setting, make_growth
 from bert_unpad.pretrain.interrupt import StopRequest
 from bert_unpad.pretrain.loop import Trainer
 from bert_unpad.pretrain.model import build_model, check_model
+from bert_unpad.pretrain.output.check_folders import check_folders
 from bert_unpad.pretrain.output.checkpoint import Checkpointer
 from bert_unpad.pretrain.output.checkpoint_files import newest_checkpoint
-from bert_unpad.pretrain.output.folders import check_folders
 from bert_unpad.pretrain.output.metrics import drop_later_examples
 from bert_unpad.pretrain.output.report import is_reported, write_report
 from bert_unpad.pretrain.output.run_lock import RunLock, run_lock

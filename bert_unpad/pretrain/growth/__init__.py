@@ -1,17 +1,17 @@
 """Schedules of what trains when: one small file each, and what they are made of.
 
-A new one is a function `(GrowthConfig, Setting) -> Growth` in its own file, its name in
-`SCHEDULES` and in `GrowthConfig.name`.
+A new one is a function `(GrowthConfig, Setting) -> Growth` in its own file in `schedules/`. Add its
+name to `SCHEDULES` and to `GrowthConfig.name`.
 """
 
 from collections.abc import Callable
 
 from bert_unpad.pretrain.config import GrowthConfig
 from bert_unpad.pretrain.growth.grow import add_layers, cut_layers, freeze, next_optimizer
-from bert_unpad.pretrain.growth.layer_drop import layer_drop
-from bert_unpad.pretrain.growth.lengths import lengths
-from bert_unpad.pretrain.growth.mslt import mslt
-from bert_unpad.pretrain.growth.stacking import stacking
+from bert_unpad.pretrain.growth.schedules.layer_drop import layer_drop
+from bert_unpad.pretrain.growth.schedules.lengths import lengths
+from bert_unpad.pretrain.growth.schedules.mslt import mslt
+from bert_unpad.pretrain.growth.schedules.stacking import stacking
 from bert_unpad.pretrain.growth.stage import Growth, Setting, Stage
 
 __all__ = [

@@ -29,8 +29,8 @@ from bert_unpad.pretrain.growth import (
     make_growth,
     next_optimizer,
 )
-from bert_unpad.pretrain.growth.layer_drop import keep_probabilities
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
+from bert_unpad.pretrain.growth.schedules.layer_drop import keep_probabilities
 from bert_unpad.pretrain.update.schedule import lr_factor
 from tests.support.processes import run_ranks
 

@@ -1,0 +1,1 @@
+"""The schedules of growth, one per file; `growth/__init__.py` lists them."""
