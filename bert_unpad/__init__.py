@@ -1,8 +1,8 @@
 """BERT training without padding: PyTorch operators, modules and a load-balanced trainer.
 
-Importing the package registers `torch.ops.bert_unpad.*`. Where its compiled operators cannot be
-loaded it warns, and everything that needs them (`bert_unpad.ops` first) raises an ImportError that
-says why; `python -m bert_unpad.info` works all the same.
+Importing the package registers `torch.ops.bert_unpad.*`. If the compiled operators cannot be
+loaded, it warns, and everything that needs them (such as `bert_unpad.ops`) raises an ImportError
+that says why; `python -m bert_unpad.info` still works.
 """
 
 __version__ = "0.1.0"

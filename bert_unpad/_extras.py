@@ -1,4 +1,4 @@
-"""What a command says where the packages of an optional extra are not installed."""
+"""The error of a command that needs packages of an optional extra."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def packages_of(extra: str) -> Iterator[None]:
-    """Imports within, of packages that `bert_unpad[extra]` installs; for commands, not libraries.
+    """Context for imports of packages that `bert_unpad[extra]` installs; for commands only.
 
     Raises:
-        SystemExit: one of them is not installed. The exit code is 2, and a line says what to do.
+        SystemExit: a package is not installed. The exit code is 2, and a line says what to do.
     """
     try:
         yield

@@ -1,8 +1,8 @@
 """Loads the compiled modules, which registers `torch.ops.bert_unpad.*`.
 
 `_C` holds the schemas and the CPU operators; `_C_cuda` the CUDA operators, loaded only under a CUDA
-build of PyTorch. What keeps one from loading is kept here instead of being raised, because
-`python -m bert_unpad.info`, which is there to say it, imports the package too.
+build of PyTorch. An error while loading is stored here instead of being raised, because `python -m
+bert_unpad.info`, which reports it, imports the package too.
 """
 
 import importlib
@@ -23,7 +23,7 @@ cuda_missing: str | None = "it was not loaded yet"
 
 
 def load() -> None:
-    """Loads what can be loaded; warns where `_C`, or a `_C_cuda` that is there, cannot."""
+    """Loads the compiled modules; warns if `_C`, or a `_C_cuda` that was built, cannot load."""
     global cpu_missing, cuda_missing
     cpu_missing = _old_torch() or _import("_C")
     if cpu_missing:
@@ -38,13 +38,13 @@ def load() -> None:
 
 
 def require() -> None:
-    """Raises an ImportError where the operators are not loaded; modules that call them begin so."""
+    """Raises an ImportError if the operators are not loaded."""
     if cpu_missing:
         raise ImportError(f"bert_unpad's operators are missing: {cpu_missing}")
 
 
 def built_files(module: str) -> list[str]:
-    """The names of the files of a compiled module, whichever Python they are built for."""
+    """Returns the files of a compiled module, for any version of Python."""
     return sorted(path.name for path in Path(__file__).parent.glob(f"{module}.*so"))
 
 
@@ -66,7 +66,7 @@ def _import(module: str) -> str | None:
             return f"built for another Python ({', '.join(files)}); install again with {_INSTALL}"
         if module == "_C_cuda":
             return (
-                "not built: install again where nvcc and a GPU are, beside a PyTorch with CUDA; "
+                "not built: install again on a machine with nvcc, a GPU and a PyTorch with CUDA; "
                 "BERT_UNPAD_CUDA=1 builds it without the latter two"
             )
         return f"not built; install the package with {_INSTALL}"

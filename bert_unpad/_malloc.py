@@ -1,8 +1,8 @@
 """Keeps freed memory in the process, so that every training step reuses the pages of the last one.
 
-glibc returns blocks above a threshold (32 MiB at most) to the kernel when they are freed, and gets
-zeroed pages for the next one. A training step on a CPU allocates and frees hundreds of such blocks;
-faulting their pages in again costs it up to 1.6 times its time.
+glibc returns large blocks (above a threshold of at most 32 MiB) to the kernel when they are freed,
+and gets zeroed pages for the next one. A training step on a CPU allocates and frees hundreds of
+such blocks; mapping their pages again makes it up to 1.6 times slower.
 """
 
 import ctypes
@@ -14,10 +14,10 @@ _M_MMAP_MAX = -4
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc to serve all blocks from its heap and never to shrink it; False without glibc.
+    """Tells glibc to take all blocks from its heap and never to shrink it; False without glibc.
 
-    Peak memory stays what it was; what is lost is that other processes could use memory that this
-    one needs only now and then. Call it where a training program starts.
+    Peak memory does not change. But other processes cannot use memory that this one needs only now
+    and then. Call it at the start of a training program.
     """
     if not sys.platform.startswith("linux"):
         return False

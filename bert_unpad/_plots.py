@@ -1,4 +1,4 @@
-"""Figures: matplotlib, imported only when one is drawn, and files that appear whole."""
+"""Figures with matplotlib, which is imported only when a figure is drawn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Places of a label around its point: (x, y) in points, with the side of the text that is there.
+# Positions of a label around its point: (x, y) as directions, and the alignment of the text.
 _PLACES = [
     (x, y, {-1: "right", 0: "center", 1: "left"}[x], {-1: "top", 0: "center", 1: "bottom"}[y])
     for x, y in ((0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1), (1, 0), (-1, 0))
@@ -20,7 +20,7 @@ _PLACES = [
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of that size in inches; it needs no display.
+    """Makes an empty figure with a size in inches; it needs no display.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -31,20 +31,20 @@ def new_figure(width: float, height: float) -> Figure:
         raise ModuleNotFoundError(
             "plotting needs matplotlib: pip install matplotlib", name="matplotlib"
         ) from error
-    # Not pyplot, whose state is global.
+    # Not pyplot, which has global state.
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def label_points(axes: Axes, points: Sequence[tuple[float, float]], labels: Sequence[str]) -> None:
-    """Writes a label next to each point, where it covers no line, point, legend or other label.
+    """Writes a label next to each point, without covering a line, point, legend or other label.
 
-    A label for which there is no such place in the frame is left out; the first ones come first.
-    To be called when everything else is drawn and the limits are set.
+    A label without space in the frame is left out; earlier labels have priority. Call this after
+    drawing everything else and setting the limits.
     """
     from matplotlib.transforms import Bbox
 
     figure = axes.get_figure()
-    figure.draw_without_rendering()  # gives everything its place
+    figure.draw_without_rendering()  # computes the layout
     frame = axes.get_window_extent()
     paths = [line.get_path().transformed(line.get_transform()) for line in axes.lines]
     marker = 4 * figure.dpi / 72
@@ -70,10 +70,10 @@ def label_points(axes: Axes, points: Sequence[tuple[float, float]], labels: Sequ
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Writes it, in the format of the path's suffix; png without one.
+    """Writes a figure in the format of the path's suffix, or as png without a suffix.
 
     Raises:
-        ValueError: matplotlib cannot write that format.
+        ValueError: matplotlib cannot write this format.
         OSError: the file cannot be written.
     """
     with replacing(path) as temporary:

@@ -1,8 +1,8 @@
-"""What this installation is made of, and whether it works: `python -m bert_unpad.info`.
+"""Reports what this installation consists of and whether it works: `python -m bert_unpad.info`.
 
-The first thing to look at, and to paste into a bug report, when an operator is missing or slow. So
-it works, and says why, where the compiled modules cannot be loaded. With --check it runs every
-operator instead, and compares the results with plain PyTorch.
+Look at it first, and paste it into a bug report, when an operator is missing or slow. If compiled
+modules cannot be loaded, it still works and says why. With --check it runs every operator instead,
+and compares the results with plain PyTorch.
 """
 
 import argparse
@@ -26,13 +26,13 @@ UNKNOWN = "unknown (module not loaded)"
 
 
 def collect() -> dict[str, Any]:
-    """Everything the report says, as JSON-compatible data.
+    """Collects the content of the report, as JSON-compatible data.
 
     Returns:
         A dict with the sections `versions`, `modules` (per compiled module: `loaded`, `files`, and
         `missing`, the reason why it is not loaded, or None), `cpu`, `cuda` and `operators` (per
-        operator and dispatch key, whether a kernel is registered). Memory is in bytes; what only a
-        module that is not loaded could tell is None.
+        operator and dispatch key, whether a kernel is registered). Memory is in bytes. A value that
+        only a missing module knows is None.
     """
     modules = _modules()
     return {
@@ -73,7 +73,7 @@ def _modules() -> dict[str, dict[str, Any]]:
 
 
 def _ask(module: str, function: str, modules: dict[str, dict[str, Any]]) -> str | None:
-    """What a function of a compiled module returns; its error's text; None if not loaded."""
+    """Returns a compiled module's result or the text of its error; None if it is not loaded."""
     if not modules[module]["loaded"]:
         return None
     try:
@@ -128,7 +128,7 @@ def _list(names: list[str] | None) -> str:
 
 
 def render(info: dict[str, Any]) -> str:
-    """The report as text for a terminal."""
+    """Formats the report as text for a terminal."""
     versions, cpu, cuda = info["versions"], info["cpu"], info["cuda"]
     rows = [
         ("bert_unpad", versions["bert_unpad"]),
@@ -178,8 +178,8 @@ def main(argv: list[str] | None = None) -> int:
         "--check",
         nargs="*",
         choices=("cpu", "cuda"),
-        help="run every operator on these devices (default: all that are there) and compare it "
-        "with plain PyTorch in float64; exit code 1 where something is wrong",
+        help="run every operator on these devices (default: all available) and compare it with "
+        "plain PyTorch in float64; exit code 1 if something is wrong",
     )
     arguments = parser.parse_args(argv)
     if arguments.check is not None:

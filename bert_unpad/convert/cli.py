@@ -9,15 +9,14 @@ from pathlib import Path
 from bert_unpad.convert import google, huggingface, nvidia
 
 LAYOUTS = {"hf": huggingface, "google": google, "nvidia": nvidia}
-"""Layout -> the module that reads and writes it."""
+"""The module that reads and writes each layout."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command.
 
     Returns:
-        The exit status: 0, 1 for a checkpoint that cannot be converted, or 2 where a file is not
-        there.
+        The exit status: 0, 1 if the checkpoint cannot be converted, or 2 if a file is missing.
     """
     parser = argparse.ArgumentParser(
         prog="python -m bert_unpad.convert",

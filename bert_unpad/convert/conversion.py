@@ -1,4 +1,4 @@
-"""A checkpoint on its way between two layouts: tensors under Hugging Face's names."""
+"""A checkpoint between two layouts: tensors under Hugging Face's names, and a configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bert_unpad.nn.config import BertConfig
 
 
 class Conversion(dict[str, Tensor]):
-    """Tensors under Hugging Face's names, and the configuration that belongs to them."""
+    """Tensors of a checkpoint under Hugging Face's names, and its configuration."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], config: BertConfig, notes: tuple[str, ...] = ()
@@ -20,10 +20,10 @@ class Conversion(dict[str, Tensor]):
         super().__init__(tensors)
         self.config = config
         self.notes = notes
-        """What was left out on purpose, for the user to read."""
+        """Messages for the user about what was left out on purpose."""
 
     def report(self) -> weights.LoadReport:
-        """What such a BertForPreTraining lacks here, and what it has no place for."""
+        """Returns the missing and unexpected tensors of a BertForPreTraining."""
         wanted = expected_shapes(self.config)
         return weights.LoadReport(
             missing=tuple(sorted(wanted.keys() - self.keys())),
@@ -38,7 +38,7 @@ class Conversion(dict[str, Tensor]):
 
 
 def expected_shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face's names of all parameters of BertForPreTraining -> their shapes."""
+    """Returns the shapes of all parameters of BertForPreTraining, by Hugging Face's names."""
     from bert_unpad.nn import BertForPreTraining
 
     with torch.device("meta"):

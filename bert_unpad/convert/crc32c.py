@@ -1,7 +1,7 @@
 """CRC-32C (Castagnoli), the checksum of TensorFlow's files, fast enough for whole checkpoints.
 
 A loop in Python takes about a minute for the 440 MB of BERT-base. A CRC is linear, so numpy
-advances up to 16,384 parts of the data side by side, 4 bytes a step, and joins their registers in
+advances up to 16,384 parts of the data side by side, 4 bytes per step, and joins their registers in
 pairs.
 """
 
@@ -11,20 +11,20 @@ import functools
 
 import numpy as np
 
-_POLYNOMIAL = 0x82F63B78  # Castagnoli's, with its bits reversed
-_MAX_LANES = 2**14  # registers and indices of a step stay within the second-level cache
+_POLYNOMIAL = 0x82F63B78  # Castagnoli's polynomial with reversed bits
+_MAX_LANES = 2**14  # registers and indices of a step fit into the second-level cache
 _MIN_LANE = 64  # bytes; shorter lanes cost more to join than they save
-_MASK_DELTA = 0xA282EAD8  # of LevelDB's format: a CRC of data that holds CRCs is a poor one
+_MASK_DELTA = 0xA282EAD8  # LevelDB masks CRCs, because the CRC of data that holds CRCs is weak
 
 
 def masked_crc32c(data: bytes | np.ndarray) -> int:
-    """The CRC as LevelDB and TensorFlow store it: rotated right by 15 bits, plus a constant."""
+    """Masks a CRC as LevelDB and TensorFlow do: rotated right by 15 bits, plus a constant."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
 
 
 def crc32c(data: bytes | np.ndarray) -> int:
-    """CRC-32C of bytes, or of a contiguous uint8 array."""
+    """Computes the CRC-32C of bytes or of a contiguous uint8 array."""
     rest = np.frombuffer(data, np.uint8)
     state = 0xFFFFFFFF
     while rest.size >= 2 * _MIN_LANE:
@@ -40,7 +40,7 @@ def crc32c(data: bytes | np.ndarray) -> int:
 
 
 def _advance(lanes: np.ndarray, state: int) -> int:
-    """The register after all words of lanes [n, words], n a power of two, one after another."""
+    """Returns the register after all words of all lanes [n, words] in order; n a power of two."""
     low, high = _word_tables()
     registers = np.zeros(len(lanes), np.uint32)
     registers[0] = state
@@ -56,7 +56,7 @@ def _advance(lanes: np.ndarray, state: int) -> int:
 
 @functools.cache
 def _byte_table() -> np.ndarray:
-    """uint32 [256]: what the low byte of a register adds to it when 8 bits are shifted out."""
+    """Returns what each low byte of a register adds to it in a shift by 8 bits, uint32 [256]."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = table >> 1 ^ np.where(table & 1, np.uint32(_POLYNOMIAL), np.uint32(0))
@@ -65,7 +65,7 @@ def _byte_table() -> np.ndarray:
 
 @functools.cache
 def _word_tables() -> tuple[np.ndarray, np.ndarray]:
-    """uint32 [65536] each: the same of the low and the high half, when 32 bits are shifted out."""
+    """Returns what each low and each high half adds in a shift by 32 bits, uint32 [65536] each."""
     table = _byte_table()
     high = np.arange(2**16, dtype=np.uint32)
     for _ in range(2):
@@ -74,7 +74,7 @@ def _word_tables() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _zeros(count: int) -> np.ndarray:
-    """The linear map of a register that `count` zero bytes are: uint32 [32], the bits' images."""
+    """Returns the effect of `count` zero bytes on each bit of a register, uint32 [32]."""
     result = np.uint32(1) << np.arange(32, dtype=np.uint32)
     power = _byte_table()[result & 0xFF] ^ result >> 8
     while count:

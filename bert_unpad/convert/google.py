@@ -1,7 +1,7 @@
 """The layout of Google's BERT (github.com/google-research/bert): a TensorFlow 1 checkpoint.
 
-bert_model.ckpt.index and .data-00000-of-00001, with bert_config.json beside. Names are those of
-TensorFlow's scopes; the weights of dense layers are transposed, but for the next-sentence head's.
+It consists of bert_model.ckpt.index, .data-00000-of-00001 and bert_config.json. Names are those of
+TensorFlow's scopes. Weights of dense layers are transposed, except in the next-sentence head.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _RENAMED = (
     (r"(.*\.LayerNorm)\.bias", r"\1.beta"),
     (r"(.*)\.weight", r"\1.kernel"),
 )
-# Parts of the names of what optimizers add: BERT's own Adam, NVIDIA's LAMB, TensorFlow's Adam, and
-# the counters and loss scale of a training.
+# Parts of the names of optimizer state (BERT's own Adam, NVIDIA's LAMB, TensorFlow's Adam), and of
+# the counters and the loss scale of a training run.
 _OPTIMIZER = {
     *("adam_m", "adam_v", "AdamWeightDecayOptimizer", "AdamWeightDecayOptimizer_1"),
     *("LAMB", "LAMB_1", "Adam", "Adam_1", "beta1_power", "beta2_power"),
@@ -34,7 +34,7 @@ _OPTIMIZER = {
 
 
 def google_name(name: str) -> str:
-    """Hugging Face's name of a tensor -> Google's."""
+    """Returns Google's name of a tensor for Hugging Face's name."""
     for pattern, replacement in _RENAMED:
         if match := re.fullmatch(pattern, name):
             name = match.expand(replacement)
@@ -43,16 +43,16 @@ def google_name(name: str) -> str:
 
 
 def read(path: Path, config_path: Path | None = None) -> Conversion:
-    """Reads a checkpoint; an optimizer's state is left out, and counted in the notes.
+    """Reads a checkpoint without the optimizer's state, whose tensors the notes count.
 
     Args:
         path: <prefix>, <prefix>.index, or a directory with one checkpoint.
-        config_path: the configuration, if it is not bert_config.json beside the checkpoint.
+        config_path: the configuration; by default bert_config.json in the checkpoint's folder.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is damaged or cut off; there are several checkpoints; it is a checkpoint
-            of TensorFlow 2's objects.
+        ValueError: a file is damaged or cut off, there are several checkpoints, or it is an
+            object-based checkpoint of TensorFlow 2.
     """
     prefix = _prefix(path)
     if not index_path(prefix).is_file():
@@ -84,7 +84,7 @@ def read(path: Path, config_path: Path | None = None) -> Conversion:
 
 
 def write(conversion: Conversion, path: Path) -> None:
-    """Writes the checkpoint with prefix `path`, and bert_config.json beside it."""
+    """Writes the checkpoint with prefix `path`, and bert_config.json into the same folder."""
     tensors = {}
     for name, tensor in conversion.items():
         target = google_name(name)
@@ -102,5 +102,5 @@ def _prefix(path: Path) -> Path:
     found = sorted(path.glob("*.index"))
     if len(found) != 1:
         names = ", ".join(file.name for file in found) or "none"
-        raise ValueError(f"{path} must hold one checkpoint (*.index), got {names}")
+        raise ValueError(f"{path}: expected one checkpoint (*.index), got {names}")
     return found[0].with_suffix("")

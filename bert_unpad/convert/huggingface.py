@@ -21,8 +21,8 @@ def read(path: Path, config_path: Path | None = None) -> Conversion:
 
     Raises:
         FileNotFoundError: the directory or a file is missing.
-        ValueError: the configuration is not that of such a model, a file is damaged, or the index
-            names a file outside the directory.
+        ValueError: the configuration is not supported, a file is damaged, or the index names a file
+            outside the directory.
     """
     if not path.is_dir():
         raise FileNotFoundError(
@@ -36,7 +36,7 @@ def read(path: Path, config_path: Path | None = None) -> Conversion:
 
 
 def write(conversion: Conversion, path: Path) -> None:
-    """Writes a directory, which is made if need be; each file appears whole or not at all."""
+    """Writes a directory; creates it if it is missing. Each file appears whole or not at all."""
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.contiguous() for name, t in conversion.items()}
     with replacing(path / WEIGHTS_FILE) as temporary:

@@ -1,7 +1,7 @@
 """The layout of NVIDIA's DeepLearningExamples and MLPerf's reference: a PyTorch file.
 
-Names are Hugging Face's but for `dense_act`, the layers that are joined with their activation; the
-decoder's tied weight is written out, and the vocabulary is padded to a multiple of 8.
+Names are Hugging Face's, except `dense_act` for layers that include their activation. The file
+holds the decoder's tied weight too, and the vocabulary is padded to a multiple of 8.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bert_unpad._files import replacing
 from bert_unpad.convert.conversion import Conversion
 from bert_unpad.nn.config import BertConfig
 
-# The linear layers that DeepLearningExamples joins with their activation.
+# The linear layers that include their activation in DeepLearningExamples.
 _ACTIVATED = re.compile(
     r"(bert\.encoder\.layer\.\d+\.intermediate|bert\.pooler|cls\.predictions\.transform)\.dense\."
 )
@@ -29,8 +29,8 @@ _DECODER = "cls.predictions.decoder.weight"
 _MLM_BIAS = "cls.predictions.bias"
 _VOCAB = (_WORD_EMBEDDINGS, _DECODER, _MLM_BIAS)
 
-# What PyTorch raises of a damaged file: it runs the file's instructions, which allow only tensors
-# and plain values to be made, but does not check what they are given.
+# Errors that PyTorch raises for a damaged file: it runs the file's instructions, which can only
+# make tensors and plain values, but does not check their arguments.
 _DAMAGE = (
     *(pickle.UnpicklingError, RuntimeError, EOFError, struct.error, MemoryError, AssertionError),
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
@@ -38,10 +38,10 @@ _DAMAGE = (
 
 
 def from_nvidia(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
-    """NVIDIA's names -> Hugging Face's.
+    """Renames tensors from NVIDIA's to Hugging Face's names.
 
     The vocabulary is cut to `config.vocab_size` rows, which drops the rows that pad it to a
-    multiple of 8; they must be alike in embedding and decoder, which are one tensor.
+    multiple of 8. Embedding and decoder must be equal, because they are one tensor.
 
     Raises:
         ValueError: two names mean the same tensor, or the decoder is not the word embedding.
@@ -64,9 +64,9 @@ def from_nvidia(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, 
 
 
 def to_nvidia(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
-    """Hugging Face's names -> NVIDIA's, with the decoder's weight written out.
+    """Renames tensors from Hugging Face's to NVIDIA's names, and adds the decoder's weight.
 
-    The vocabulary is padded with zeros to a multiple of 8, as their models have it.
+    The vocabulary is padded with zeros to a multiple of 8, as in NVIDIA's models.
     """
     given = dict(tensors)
     if _WORD_EMBEDDINGS in given:
@@ -81,15 +81,15 @@ def to_nvidia(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Te
 
 
 def read(path: Path, config_path: Path | None = None) -> Conversion:
-    """Reads a file of weights, or of weights and an optimizer's state, which is left out.
+    """Reads a file of weights; an optimizer's state in it is left out.
 
     Args:
         path: the file.
-        config_path: the configuration's JSON file, which this layout does not hold.
+        config_path: the JSON file of the configuration, which this layout does not include.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: no configuration is given, or the file is damaged or no such checkpoint.
+        FileNotFoundError: there is no such file.
+        ValueError: the configuration is missing, or the file is damaged or holds something else.
     """
     if config_path is None:
         raise ValueError("layout nvidia holds no configuration: give --config")
@@ -117,13 +117,13 @@ def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except _DAMAGE as error:
-        # What follows the first line is advice of PyTorch, to trust the file.
+        # The other lines are PyTorch's advice to trust the file.
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(f"{path}: expected a complete file of tensors ({reason})") from error
 
 
 def _is_named_tensor(item: tuple[object, object]) -> bool:
-    """Whether this is a name and a dense tensor in memory; a small file may declare a huge one."""
+    """Whether this is a name and a dense tensor with all values; a small file may declare more."""
     name, tensor = item
     return (
         isinstance(name, str)
@@ -136,7 +136,7 @@ def _is_named_tensor(item: tuple[object, object]) -> bool:
 
 
 def write(conversion: Conversion, path: Path) -> None:
-    """Writes the file, and the configuration beside it as <name>.json."""
+    """Writes the file, and the configuration into the same folder as <name>.json."""
     with replacing(path) as temporary:
         torch.save({"model": to_nvidia(conversion, conversion.config)}, temporary)
     conversion.config.to_json(path.with_suffix(".json"))

@@ -1,9 +1,9 @@
-"""Sorted string tables: LevelDB's file format, in which TensorFlow keeps a checkpoint's index.
+"""Sorted string tables: LevelDB's file format, which TensorFlow uses for a checkpoint's index.
 
-A table is a run of blocks and a footer. A block holds key-value pairs in the order of the keys,
-each key without the bytes that it shares with the one before, then the offsets of the keys that
-share none; 1 byte of compression type and a masked CRC-32C follow it. The last block but the footer
-maps the last key of each data block to its place. Format: LevelDB's doc/table_format.md.
+A table is a sequence of blocks and a footer. A block holds key-value pairs sorted by key, each key
+without the bytes that it shares with the previous one, then the offsets of the keys that are stored
+whole. After a block come 1 byte of compression type and a masked CRC-32C. The last block maps the
+last key of each data block to the block's position. Format: LevelDB's doc/table_format.md.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from bert_unpad.convert.crc32c import masked_crc32c
 _MAGIC = 0xDB4775248B80FB57
 _FOOTER = 48  # bytes: two block handles, padded to 40, and the magic number
 _TRAILER = 5  # bytes after a block: type and CRC
-_BLOCK_SIZE = 2**18  # TensorFlow's; checkpoints' indices have one block
-_RESTART_INTERVAL = 16  # TensorFlow's; keys from one that is whole to the next
+_BLOCK_SIZE = 2**18  # as in TensorFlow; the index of a checkpoint has one block
+_RESTART_INTERVAL = 16  # as in TensorFlow; every 16th key is stored whole
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
-    """The base-128 number at data[at:], and where it ends.
+    """Reads the base-128 number at data[at:]; returns it and its end.
 
     Raises:
         ValueError: the data ends within it, or it has more than 64 bits.
@@ -38,7 +38,7 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def write_varint(value: int) -> bytes:
-    """The number >= 0 in base 128, lowest digits first."""
+    """Encodes a number >= 0 in base 128, lowest digits first."""
     out = bytearray()
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)
@@ -47,18 +47,20 @@ def write_varint(value: int) -> bytes:
 
 
 def read_table(data: bytes) -> dict[bytes, bytes]:
-    """All pairs of a table.
+    """Reads all pairs of a table.
 
     Raises:
-        ValueError: this is no table, it is cut off, compressed, or damaged.
+        ValueError: the data is not a table, or is cut off, compressed or damaged.
     """
     if len(data) < _FOOTER or struct.unpack("<Q", data[-8:])[0] != _MAGIC:
         raise ValueError("not a table, or cut off: the magic number is not at its end")
-    _, at = _handle(data, len(data) - _FOOTER)  # of the block of meta data, which is empty
+    _, at = _handle(
+        data, len(data) - _FOOTER
+    )  # after the handle of the metadata block, which is empty
     index, _ = _handle(data, at)
     pairs: dict[bytes, bytes] = {}
-    # A small table cannot stand for a huge one: no block is read twice, and keys that share bytes
-    # are together no longer than they can be where every 16th is whole.
+    # A small file must not expand to a huge table: no block is read twice, and keys that share
+    # bytes are together no longer than they can be if every 16th is whole.
     read, room = 0, _RESTART_INTERVAL * len(data)
     for _, entry in _entries(_block(data, index)):
         (offset, size), _ = _handle(entry, 0)
@@ -111,11 +113,11 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def table(pairs: Mapping[bytes, bytes], block_size: int = _BLOCK_SIZE) -> bytes:
-    """The table of some pairs, uncompressed.
+    """Encodes pairs as an uncompressed table.
 
     Args:
-        pairs: key -> value.
-        block_size: a block is closed when it holds as many bytes.
+        pairs: values by key.
+        block_size: a block ends when it holds this many bytes.
     """
     out, index, block = bytearray(), {}, _BlockWriter()
     for key in sorted(pairs):

@@ -1,8 +1,8 @@
-"""TensorFlow's checkpoint files ("tensor bundles") without TensorFlow: reading and writing.
+"""Reads and writes TensorFlow's checkpoint files ("tensor bundles") without TensorFlow.
 
 A checkpoint <prefix> is a table <prefix>.index and data files <prefix>.data-0000i-of-0000n. The
 table maps "" to a BundleHeaderProto and the name of each tensor to a BundleEntryProto: its dtype,
-shape, data file, place there and checksum. Data files hold the tensors' elements, row by row,
+shape, data file, offset and checksum. Data files hold the tensors' elements, row by row,
 little-endian. Format: tensorflow/core/protobuf/tensor_bundle.proto and
 tensorflow/core/util/tensor_bundle/tensor_bundle.cc, which writes the index uncompressed.
 """
@@ -24,7 +24,7 @@ from bert_unpad._files import replacing
 from bert_unpad.convert.crc32c import masked_crc32c
 from bert_unpad.convert.sstable import read_table, table, varint, write_varint
 
-# tensorflow/core/framework/types.proto, those that PyTorch has too.
+# The types of tensorflow/core/framework/types.proto that PyTorch has too.
 _DTYPES = {
     1: torch.float32,
     2: torch.float64,
@@ -38,7 +38,7 @@ _DTYPES = {
     19: torch.float16,
 }
 _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
-_BUNDLE_VERSION = 1  # kTensorBundleVersion: the producer that TensorFlow writes
+_BUNDLE_VERSION = 1  # kTensorBundleVersion, which TensorFlow writes as the producer
 
 
 def index_path(prefix: Path) -> Path:
@@ -61,7 +61,7 @@ class _Entry:
 
 
 class TensorBundle:
-    """A checkpoint opened for reading; a tensor is read from its file when it is asked for."""
+    """A checkpoint opened for reading; tensors are read on demand."""
 
     def __init__(self, prefix: Path) -> None:
         """Reads the index.
@@ -70,7 +70,7 @@ class TensorBundle:
             prefix: the path without .index.
 
         Raises:
-            FileNotFoundError: no such index.
+            FileNotFoundError: there is no such index.
             ValueError: it is damaged, cut off, compressed, or from a big-endian machine.
         """
         self.prefix = prefix
@@ -88,7 +88,7 @@ class TensorBundle:
             raise ValueError(f"{path}: {error}") from error
 
     def keys(self) -> list[str]:
-        """The tensors' names, sorted."""
+        """Returns the names of all tensors, sorted."""
         return sorted(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ class TensorBundle:
         """Reads a tensor.
 
         Raises:
-            KeyError: there is none of the name.
+            KeyError: there is no tensor of this name.
             FileNotFoundError: its data file is missing.
             ValueError: the data file is cut off or damaged; the tensor has a dtype that PyTorch
                 does not, or is stored as slices.
@@ -124,7 +124,7 @@ class TensorBundle:
         data = np.fromfile(path, np.uint8, entry.size, offset=entry.offset)
         if masked_crc32c(data) != entry.crc:
             raise ValueError(f"{path} is damaged: the checksum of {name} is wrong")
-        if not data.size:  # of which PyTorch refuses a view
+        if not data.size:  # PyTorch cannot view an empty buffer
             return torch.empty(entry.shape, dtype=dtype)
         return torch.from_numpy(data).view(dtype).reshape(entry.shape)
 
@@ -133,7 +133,7 @@ def write_bundle(prefix: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes a checkpoint of one data file; each file appears whole or not at all.
 
     Raises:
-        ValueError: a dtype that TensorFlow does not have.
+        ValueError: TensorFlow does not have a tensor's dtype.
     """
     header = _number(1, 1) + _message(3, _number(1, _BUNDLE_VERSION))  # little-endian is 0
     entries, offset = {b"": header}, 0
@@ -172,8 +172,8 @@ def _entry(message: bytes) -> _Entry:
     )
 
 
-# Protocol buffers: a message is a run of fields, each a number << 3 | wire type and a value. Fields
-# that are 0 are left out.
+# Protocol buffers: a message is a sequence of fields, each with (number << 3 | wire type) and a
+# value. Fields with the value 0 are left out.
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:

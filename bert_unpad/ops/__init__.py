@@ -7,17 +7,21 @@ underscore. Second derivatives and forward-mode differentiation raise a NotImple
 `linear` supports both where it uses PyTorch's own product.
 """
 
-from bert_unpad.ops.attention import varlen_attention, varlen_cross_attention
-from bert_unpad.ops.clip import clip_bucket_
-from bert_unpad.ops.embedding import embedding_layer_norm
-from bert_unpad.ops.feed_forward import mlp
-from bert_unpad.ops.fp8 import fp8_linear
-from bert_unpad.ops.gelu import bias_gelu
-from bert_unpad.ops.linear_layer import linear, linear_residual
-from bert_unpad.ops.loss import masked_cross_entropy
-from bert_unpad.ops.matmul import accumulate_in_place, time_algorithms
-from bert_unpad.ops.norm import dropout_add_layer_norm
-from bert_unpad.ops.optim import adam_, lamb_, multi_tensor_l2norm, multi_tensor_scale_
+from bert_unpad import _library
+
+_library.require()  # before anything that needs a compiled module
+
+from bert_unpad.ops.attention import varlen_attention, varlen_cross_attention  # noqa: E402
+from bert_unpad.ops.clip import clip_bucket_  # noqa: E402
+from bert_unpad.ops.embedding import embedding_layer_norm  # noqa: E402
+from bert_unpad.ops.feed_forward import mlp  # noqa: E402
+from bert_unpad.ops.fp8 import fp8_linear  # noqa: E402
+from bert_unpad.ops.gelu import bias_gelu  # noqa: E402
+from bert_unpad.ops.linear_layer import linear, linear_residual  # noqa: E402
+from bert_unpad.ops.loss import masked_cross_entropy  # noqa: E402
+from bert_unpad.ops.matmul import accumulate_in_place, time_algorithms  # noqa: E402
+from bert_unpad.ops.norm import dropout_add_layer_norm  # noqa: E402
+from bert_unpad.ops.optim import adam_, lamb_, multi_tensor_l2norm, multi_tensor_scale_  # noqa: E402
 
 __all__ = [
     "accumulate_in_place",

@@ -1,11 +1,12 @@
 """A short test of this installation's operators: `python -m bert_unpad.info --check`.
 
-Every operator runs forward and backward on small random inputs, new ones each time, and is compared
-with plain PyTorch in float64. It takes seconds and shows whether the compiled kernels work on this
-very device; the tests of the repository cover far more shapes, and every error.
+Every operator runs forward and backward on small random inputs, different ones in each run, and is
+compared with plain PyTorch in float64. This takes seconds and shows whether the compiled kernels
+work on this device. The tests of the repository cover far more shapes, and every error.
 
-Errors are relative to the largest value of the expected tensor. Dropout masks are read from what
-the operator makes of inputs that show them; the same key then gives the same mask for random ones.
+Errors are relative to the largest value of the expected tensor. To compare results with dropout,
+the operator first runs on inputs whose result shows the mask; the same key then gives the same mask
+for random inputs.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Outcome:
-    """What the check of one operator on one device found.
+    """The result of checking one operator on one device.
 
     Attributes:
-        operator: its name.
+        operator: name of the operator.
         errors: the largest relative error for each type that was tried, by its short name.
         problem: what is wrong, or None.
         skipped: why the device cannot run this operator at all, or None.
@@ -56,7 +57,7 @@ def _check_operator(name: str, device: torch.device, seed: int) -> Outcome:
                 outcome.errors[short] = max(error, outcome.errors[short])
         except Skip as reason:
             return Outcome(name, skipped=str(reason))
-        except Exception as problem:  # whatever an operator raises is what this is there to say
+        except Exception as problem:  # any error of an operator is a result of the check
             first_line = str(problem).strip().split("\n")[0]
             outcome.problem = f"{short}: {first_line or type(problem).__name__}"
             return outcome
@@ -67,11 +68,11 @@ def check(device: torch.device | str, seed: int) -> Iterator[Outcome]:
     """Checks every operator on one device.
 
     Args:
-        device: such as "cpu" or "cuda:0".
-        seed: of the inputs; the same seed draws the same ones.
+        device: device to check, for example "cpu" or "cuda:0".
+        seed: seed of the inputs; the same seed draws the same inputs.
 
     Yields:
-        what was found, an operator at a time.
+        The outcome of each operator.
     """
     for name in CASES:
         yield _check_operator(name, torch.device(device), seed)
@@ -88,7 +89,7 @@ def _line(outcome: Outcome) -> str:
 
 
 def _devices(kind: str) -> tuple[list[str], str | None]:
-    """The devices of a kind, and what keeps them all from being checked."""
+    """Returns the devices of a kind, and why none of them can be checked, or None."""
     if kind == "cpu":
         return ["cpu"], None
     if not torch.cuda.is_available():
@@ -100,12 +101,12 @@ def run(kinds: Sequence[str] | None = None, seed: int | None = None) -> list[str
     """Checks every operator and prints a line for each.
 
     Args:
-        kinds: "cpu" and "cuda" (every GPU that is visible). None: the CPU, and GPUs if there are
+        kinds: "cpu", and "cuda" for every visible GPU; None checks the CPU, and GPUs if there are
             any.
-        seed: of the inputs; None draws one, which is printed.
+        seed: seed of the inputs, which is printed; None draws one.
 
     Returns:
-        what is wrong, a line for each operator and device; empty if all is well.
+        Problems, one line per operator and device; empty if everything works.
     """
     seed = secrets.randbelow(2**31) if seed is None else seed
     if kinds is None:
@@ -122,5 +123,5 @@ def run(kinds: Sequence[str] | None = None, seed: int | None = None) -> list[str
                 print(_line(outcome), flush=True)
                 if outcome.problem:
                     problems.append(f"{device}: {outcome.operator}: {outcome.problem}")
-    print("\n".join([f"check failed: {problem}" for problem in problems] or ["all is well"]))
+    print("\n".join([f"check failed: {problem}" for problem in problems] or ["all operators work"]))
     return problems

@@ -1,4 +1,4 @@
-"""Cases of attention."""
+"""Cases of the self-test for attention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _attention(
     k_lengths: Sequence[int],
     masks: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Plain attention, a sequence at a time; a mask is [heads, queries, keys]."""
+    """Computes plain attention, one sequence at a time; a mask is [heads, queries, keys]."""
     outs = []
     pairs = zip(q.split(list(q_lengths)), kv.split(list(k_lengths)), strict=True)
     for i, (queries, keys_values) in enumerate(pairs):
@@ -42,9 +42,9 @@ def _attention(
 def _attention_masks(
     attend: Callable[[Tensor], Tensor], inputs: Inputs, lengths: Sequence[int], head_dim: int
 ) -> list[Tensor]:
-    """What dropout keeps of each sequence's weights, for lengths up to head_dim.
+    """Returns which weights of each sequence dropout keeps, for lengths up to head_dim.
 
-    Equal scores and the identity as values leave each weight in a column of the result.
+    With equal scores and the identity as values, each weight appears in a column of the result.
     """
     qkv = torch.zeros(sum(lengths), 3, 2, head_dim, device=inputs.device, dtype=inputs.dtype)
     positions = torch.cat([torch.arange(n) for n in lengths]).to(inputs.device)

@@ -1,4 +1,4 @@
-"""What every case of the self-test needs: inputs, and the comparison with float64."""
+"""Random inputs and the comparison with float64, for all cases of the self-test."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Error allowed in each type. In 16 bits the largest seen on CPUs is about one unit of the type's
-# precision (eps); a broken kernel is off by far more than four.
+# Largest error allowed in each type. In 16 bits the largest seen on CPUs is about one eps of the
+# type; a broken kernel is off by far more than four.
 LIMITS = {
     torch.float32: 1e-5,
     torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps,
@@ -25,19 +25,19 @@ class Compared(NamedTuple):
     got: Tensor
     expected: Tensor
     limit: float | None = None
-    """Where it is not that of the inputs' type."""
+    """The largest error allowed; None for that of the inputs' type."""
 
 
 class Skip(Exception):
-    """The device does not have what the operator needs."""
+    """Raised if the device lacks something that the operator needs."""
 
 
 class Inputs:
     """Draws a case's inputs.
 
     Attributes:
-        device: where they are.
-        dtype: of activations.
+        device: device of the inputs.
+        dtype: dtype of activations.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, generator: torch.Generator):
@@ -48,7 +48,7 @@ class Inputs:
         return drawn.to(self.device, dtype or self.dtype)
 
     def parameter(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """As models keep them: in float32 whatever the activations are."""
+        """Draws parameters, which are float32 for every dtype of activations."""
         return self.normal(*shape, dtype=torch.float32, scale=scale)
 
     def integers(self, below: int, *shape: int) -> Tensor:
@@ -63,7 +63,7 @@ CASES: dict[str, Case] = {}
 
 
 def case(function: Case) -> Case:
-    """Makes a function the case of the operator whose name it has."""
+    """Registers a function as the case of the operator with the function's name."""
     CASES[function.__name__] = function
     return function
 
@@ -75,7 +75,7 @@ def compare(
     leaves: dict[str, Tensor],
     limit: float | None = None,
 ) -> Iterator[Compared]:
-    """Result and gradients of `ours(*leaves)` and, in float64, `plain(*leaves)`."""
+    """Yields results and gradients of `ours(*leaves)` and, in float64, of `plain(*leaves)`."""
     narrow = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
     wide = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
     got, expected = ours(*narrow.values()), plain(*wide.values())
@@ -95,12 +95,12 @@ def check_dropout_rate(kept: Tensor) -> None:
 
 
 def dropped(x: Tensor, kept: Tensor | None) -> Tensor:
-    """x after dropout with a mask, or without dropout."""
+    """Applies dropout with a mask to x; returns x without a mask."""
     return x if kept is None else x * kept / (1 - DROPOUT)
 
 
 def relative_error(compared: Compared) -> float:
-    """Relative to the largest expected value; NaN where either is not finite."""
+    """Returns the error relative to the largest expected value; NaN if a value is not finite."""
     got, expected = compared.got.detach().double(), compared.expected.detach().double()
     if got.shape != expected.shape:
         raise ArithmeticError(

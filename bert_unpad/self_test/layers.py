@@ -1,4 +1,4 @@
-"""Cases of the other operators of a model: embeddings, LayerNorm, products, GELU, loss."""
+"""Cases of the self-test for embeddings, LayerNorm, matrix products, GELU and loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bert_unpad.self_test.compare import (
     dropped,
 )
 
-# Numbers of 8 bits have 3 (E4M3) or 2 (E5M2) bits behind the point; errors up to 0.1 were seen.
+# Numbers in 8 bits have 3 (E4M3) or 2 (E5M2) bits of mantissa; errors up to 0.1 were seen.
 FP8_LIMIT = 0.2
 
 
@@ -42,7 +42,7 @@ def dropout_add_layer_norm(inputs: Inputs) -> Iterator[Compared]:
         sums = residual + dropped(x + x_bias, kept)
         return functional.layer_norm(sums, sums.shape[-1:], weight, bias, 1e-12)
 
-    # Dropout of ones: LayerNorm puts what is kept above zero, and the rest below.
+    # Dropout of ones: after LayerNorm kept values are above zero, dropped ones below.
     rng, ones = inputs.rng(), torch.ones_like(leaves["x"])
     unit, zero = torch.ones_like(leaves["bias"]), torch.zeros_like(leaves["bias"])
     kept = ours(ones, torch.zeros_like(ones), unit, zero, zero, rng) > 0
@@ -57,7 +57,7 @@ def _compare_with_dropout(
     rng: Tensor,
     kept: Tensor,
 ) -> Iterator[Compared]:
-    """Without dropout, then with it: ours gets its key as a last argument, plain its mask."""
+    """Compares without and with dropout, whose key is ours' last argument, its mask plain's."""
     check_dropout_rate(kept)
     for last, mask in ((None, None), (rng, kept)):
         yield from compare(
@@ -119,7 +119,7 @@ def masked_cross_entropy(inputs: Inputs) -> Iterator[Compared]:
         counts = []
 
         def ours(logits, inplace=inplace, counts=counts):
-            # In place the gradient goes over the logits, so they must not be the leaf itself.
+            # The gradient may overwrite the logits, so they must not be the leaf itself.
             loss, correct = ops.masked_cross_entropy(
                 logits.clone(), labels, vocab_size=vocab_size, inplace_backward=inplace
             )

@@ -1,4 +1,4 @@
-"""Cases of the operators that clipping and the optimizers are made of."""
+"""Cases of the self-test for the operators of clipping and the optimizers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _LR, _BETAS, _EPS, _DECAY = 0.01, (0.9, 0.99), 1e-6, 0.1
 
 
 class _Updates:
-    """Weights, what an optimizer keeps, and three gradients, for the operators that update."""
+    """Weights, optimizer state and three gradients, for the operators that update weights."""
 
     def __init__(self, inputs: Inputs):
         wide = _tensors(inputs, torch.float32)
@@ -102,7 +102,7 @@ def adam_(inputs: Inputs) -> Iterator[Compared]:
 
 
 def _lamb_expected(state: _Updates) -> list[Tensor]:
-    """Three updates in float64, as in the paper."""
+    """Computes three updates in float64, as in the paper."""
     results = []
     for i, start in enumerate(state.expected):
         x, first, second = start, torch.zeros_like(start), torch.zeros_like(start)
@@ -128,7 +128,7 @@ def lamb_(inputs: Inputs) -> Iterator[Compared]:
 
 @case
 def lamb_halves(inputs: Inputs) -> Iterator[Compared]:
-    """lamb_moments_ and lamb_apply_, which sharded states are updated by."""
+    """Checks lamb_moments_ and lamb_apply_, which update sharded states."""
     state, op = _Updates(inputs), torch.ops.bert_unpad
     for grads in state.grads:
         sums, coefficients = op.lamb_moments_(

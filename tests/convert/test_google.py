@@ -226,7 +226,7 @@ def test_refuses(checkpoint, tmp_path, capsys):  # noqa: F811
     write_bundle(target.with_name("second"), {"_CHECKPOINTABLE_OBJECT_GRAPH": torch.ones(1)})
     capsys.readouterr()
     for source, message in (
-        (target.parent, "must hold one checkpoint (*.index), got bert_model.ckpt.index, second"),
+        (target.parent, "expected one checkpoint (*.index), got bert_model.ckpt.index, second"),
         (target.with_name("second"), "object-based checkpoint of TensorFlow 2"),
     ):
         assert run(source, tmp_path / "out", "--from", "google") == 1

@@ -382,7 +382,7 @@ def test_an_iterable_of_examples_is_checked():
             pytest.raises(ExchangeError, match="example 1 of rank 0: expected"),
         ):
             list(exchange)
-    with pytest.raises(ValueError, match="expected 3 ranks, .* in the middle of epoch 2"):
+    with pytest.raises(ValueError, match=r"expected 3 ranks, .* in the middle of epoch 2"):
         _stream(0, 2, [5, 5]).continue_after(2, [[1, 0, 1]])
 
 

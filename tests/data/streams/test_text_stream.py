@@ -167,7 +167,7 @@ def test_bad_input(folder):
     with pytest.raises(ValueError, match="shuffle_buffer: expected 1 or more"):
         stream(load(folder), shuffle_buffer=0)
     with pytest.raises(
-        ValueError, match="state: expected 2 ranks, .* in the middle of epoch 1, got"
+        ValueError, match=r"state: expected 2 ranks, .* in the middle of epoch 1, got"
     ):
         stream(load(folder)).continue_after(1, [[3, 4]])
 
