@@ -12,10 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from bert_unpad import _library
-
-_library.require()  # the schemas
-
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 

@@ -96,7 +96,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
             pause of training (a rank that has enough steps in its queue joins no further one).
         depth: finished steps that may wait.
         state: go on from there: `ExchangedStep.state` of the last step trained on. With another
-            number of ranks what is left of the epoch is divided anew, if the stream can do that.
+            number of ranks what is left of the epoch is divided again, if the stream can do that.
 
     Raises:
         ValueError: an argument is out of range or differs between ranks, or the state is damaged or
@@ -344,7 +344,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
         return f"in epoch {self._position.epoch}, after {self._in_epoch} examples of all ranks"
 
     def _check(self, rows: NDArray[np.int64], error: BaseException | None) -> None:
-        """Ends the round unless every rank is well: by what all know, so that all end it."""
+        """Ends the round on all ranks if any rank has reported a problem."""
         statuses, digests = rows[:, 0], rows[:, 3]
         faulty = np.flatnonzero((statuses == _FAILED) | (statuses == _LATE)).tolist()
         if faulty:
