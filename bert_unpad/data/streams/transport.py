@@ -1,10 +1,10 @@
 """Carries the examples of a step between ranks: lengths to all, then each example to its new rank.
 
-Everything goes over separate gloo groups, never over that of training. Who gets what follows from the
-lengths that all ranks share, so every rank knows the size of each message beforehand and examples
-travel in one all-to-all without sizes or acknowledgements. `two_level` takes two: within the
-node to the rank that has the receiver's place in its node, then across nodes between ranks of one
-place. A rank then talks to (ranks of a node) + (nodes) others instead of to all.
+Everything goes over separate gloo groups, never over that of training. Who gets what follows from
+the lengths that all ranks share, so every rank knows the size of each message beforehand and
+examples travel in one all-to-all without sizes or acknowledgements. `two_level` takes two: within
+the node to the rank that has the receiver's place in its node, then across nodes between ranks of
+one place. A rank then talks to (ranks of a node) + (nodes) others instead of to all.
 """
 
 from __future__ import annotations
