@@ -78,7 +78,9 @@ def pretraining_step() -> str:
         row += ["" if value is None else f"{value / 1e9:.1f}" for value in gigabytes]
         rows.append(row)
     peak = (
-        "The peak is the rate of PyTorch's fp32 matrix product on all cores. " if with_peak else ""
+        "The peak is the rate of PyTorch's matrix product on all cores: of fp32, or for bf16 the faster of both types. "
+        if with_peak
+        else ""
     )
     return section(
         "One pretraining step",
