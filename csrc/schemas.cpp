@@ -27,8 +27,9 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
       "float scale, float dropout_p, Tensor? rng, Tensor? order=None, Tensor? groups=None) "
       "-> (Tensor dq, Tensor dkv)");
 
-  // Results that nobody asked for or that equal another come back as empty tensors [0]: dresidual
-  // where p is 0 (it equals dx) or there is no residual, a bias's gradient where there is no bias.
+  // Results that were not asked for, or that equal another, come back as empty tensors [0]:
+  // dresidual where p is 0 (it equals dx) or there is no residual, a bias's gradient where there is
+  // no bias.
   m.def(
       "dropout_add_layer_norm(Tensor x, Tensor? x_bias, Tensor? residual, Tensor weight, "
       "Tensor bias, float p, float eps, Tensor? rng) -> (Tensor y, Tensor mean, Tensor rstd)");

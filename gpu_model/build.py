@@ -1,4 +1,4 @@
-"""Compiles kernel sources for the host model, with the C++ compiler that $CXX names.
+"""Compiles kernel sources for the model of a block, with the C++ compiler that $CXX names.
 
 One library is one .cpp file that includes the .cu files it runs. It is compiled again when a file
 that it includes, the compiler or a flag has changed.

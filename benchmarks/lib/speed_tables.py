@@ -78,7 +78,8 @@ def pretraining_step() -> str:
         row += ["" if value is None else f"{value / 1e9:.1f}" for value in gigabytes]
         rows.append(row)
     peak = (
-        "The peak is the rate of PyTorch's matrix product on all cores: of fp32, or for bf16 the faster of both types. "
+        "The peak is the rate of PyTorch's matrix product on all cores: of fp32, or for bf16 the "
+        "faster of both types. "
         if with_peak
         else ""
     )

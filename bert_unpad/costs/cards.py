@@ -4,7 +4,7 @@ Rates are dense (without structured sparsity), products of 16 bits added up in f
 data sheets and white papers: A100, H100, H200, L4, L40S, V100, T4 (data sheets); GeForce RTX 3090
 and 4090 (Ampere GA102 and Ada white papers), RTX 2080 Ti (Turing white paper); A10G (the data sheet
 that AWS publishes with its G5 instances). They are peaks: what training sustains of them is an
-assumption of its own (`SUSTAINED_SHARE`).
+assumption (`SUSTAINED_SHARE`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 // Attention in fp32 arithmetic throughout, for fp32 tensors: a warp takes one row (of queries, or
-// of keys for dK and dV), a lane one of 32 counterparts at a time. Short rather than fast; whoever
-// trains on a GPU uses 16-bit activations.
+// of keys for dK and dV), a lane one of 32 counterparts at a time. Short rather than fast:
+// training on a GPU uses 16-bit activations.
 #pragma once
 
 #include <algorithm>

@@ -11,8 +11,9 @@
 namespace bert_unpad::cuda {
 
 // Branch 0 is the caller's stream itself; the others start after what it was given so far. The end
-// of the scope makes the caller's stream wait for them all, so whatever it is given next, and
-// whoever frees memory in its order, is safe. Works while the caller's stream is being captured.
+// of the scope makes the caller's stream wait for them all, so later work on
+// it, and memory that is freed in its order, are safe. Works while the caller's stream is being
+// captured.
 class Fork {
  public:
   static constexpr int kMaxBranches = 4;

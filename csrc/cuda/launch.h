@@ -1,7 +1,7 @@
 // Starting kernels: dtype dispatch and launch geometry, without torch.
 //
 // The only file with <<<>>>; a launcher calls launch() and never the kernel. Without nvcc launch()
-// runs the kernel in the host model (gpu_model), whose cuda_runtime.h is found first.
+// runs the kernel in the model of a block (gpu_model), whose cuda_runtime.h is found first.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,7 +1,7 @@
 // Shared and global memory.
 //
 // Shared memory is a block's dynamic shared memory, addressed by byte offsets: that is what
-// ldmatrix and cp.async take, and what the host model can check.
+// ldmatrix and cp.async take, and what the model of a block can check.
 #pragma once
 
 #include <cstdint>

@@ -45,8 +45,8 @@ BU_DEVICE float quad_max(float x) {
 
 // Adds up `values` over the threads that share threadIdx.x, in the order of threadIdx.y; the sums
 // are in the threads with threadIdx.y == 0. All threads of the block must call it. From offset
-// `shared` on, sum_over_y_bytes() of shared memory must be free: whoever used it before
-// synchronises.
+// `shared` on, sum_over_y_bytes() of shared memory must be free: code that used it before must
+// synchronise first.
 template <int N>
 BU_DEVICE void sum_over_y(float (&values)[N], uint32_t shared) {
   const uint32_t width = blockDim.x;

@@ -1,4 +1,4 @@
-// Reads ids on the device, where nobody has looked at them before.
+// Reads ids on the device, which is the first place where they are checked.
 #pragma once
 
 #include "cuda/primitives.h"

@@ -41,7 +41,7 @@ void read(const std::string& path, Choices& choices) {
     if (!words)
       throw std::runtime_error(path + ", line " + std::to_string(number) +
                                ": expected a kind, bytes and 8 hexadecimal numbers; delete the "
-                               "file to have algorithms timed anew");
+                               "file to have algorithms timed again");
     choices.emplace(kind, choice);
   }
 }

@@ -154,10 +154,10 @@ bool is_capturing(cudaStream_t stream, const char* op) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-class Plan {
+class PreparedProduct {
  public:
-  Plan(const Matmul& product, const Key& key, const Allocate& allocate, cudaStream_t stream,
-       const char* op)
+  PreparedProduct(const Matmul& product, const Key& key, const Allocate& allocate,
+                  cudaStream_t stream, const char* op)
       : handle_(handle(static_cast<int>(key[0]), op)),
         a_(product.a, op),
         b_(product.b, op),
@@ -314,10 +314,10 @@ void matmul(const Matmul& product, const Allocate& allocate, cudaStream_t stream
   int device = 0;
   check_cuda(cudaGetDevice(&device), op);
   const Key key = key_of(product, device);
-  thread_local std::map<Key, Plan> plans;
-  auto found = plans.find(key);
-  if (found == plans.end())
-    found = plans.try_emplace(key, product, key, allocate, stream, op).first;
+  thread_local std::map<Key, PreparedProduct> prepared;
+  auto found = prepared.find(key);
+  if (found == prepared.end())
+    found = prepared.try_emplace(key, product, key, allocate, stream, op).first;
   found->second.run(product, allocate, stream, op);
 }
 

@@ -1,6 +1,6 @@
 // LN(residual + dropout(x + x_bias)) and its backward pass.
 //
-// The backward pass makes the LayerNorm's input again from x, residual and the mask drawn anew,
+// The backward pass makes the LayerNorm's input again from x, residual and the mask drawn again,
 // rather than reading a stored copy: the forward pass writes one row less, and that input is never
 // rounded to 16 bits.
 #include "norm/norm_cuda.h"

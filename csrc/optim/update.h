@@ -18,8 +18,8 @@ struct UpdateEntry {
   int64_t aligned;
 };
 
-// Without padding: where variables are filled with a pattern, as in the host model, GCC 12 clears
-// the padding behind an array that far too early, in the array.
+// Without padding: where variables are filled with a pattern, as in the model of a block, GCC 12
+// clears the padding behind an array that far too early, in the array.
 struct UpdateParams {
   Table<UpdateEntry> table;
   RuleFactors f;

@@ -1,5 +1,5 @@
-// The functions of csrc/cuda/{block,memory,async_copy,mma}.h for the host model: the same names
-// and meaning. What each does there is written there; here, what it checks.
+// The functions of csrc/cuda/{block,memory,async_copy,mma}.h for the model of a block: the same
+// names and meaning. What each does there is written there; here, what it checks.
 //
 // The last parameter, which callers leave out, is the place of the call.
 #pragma once

@@ -51,7 +51,7 @@ class SharedMemory {
     return &data_[offset];
   }
 
-  // The destination of an asynchronous copy is nobody's until the copy lands.
+  // No thread may use the destination of an asynchronous copy until the copy lands.
   void start_copy(uint32_t offset, uint32_t bytes, const Site& site) {
     check_range(offset, bytes, "asynchronous copy", site, self());
     for (uint32_t w = offset / 4; w < (offset + bytes) / 4; ++w) write(w, kPending, site);

@@ -1,4 +1,4 @@
-// Variable-length attention on the host model: the launchers and all kernels.
+// Variable-length attention on the model of a block: the launchers and all kernels.
 #include "gpu_model/block/c_api.h"
 //
 #include "attention/attention.cu"

@@ -1,4 +1,4 @@
-// clip_bucket_ on the host model.
+// clip_bucket_ on the model of a block.
 #include "gpu_model/block/c_api.h"
 //
 #include "clip/clip.cu"

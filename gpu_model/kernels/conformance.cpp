@@ -1,2 +1,2 @@
-// The conformance kernels on the host model.
+// The conformance kernels on the model of a block.
 #include "gpu_model/kernels/conformance.cu"

@@ -1,7 +1,7 @@
 // One kernel per primitive, or a few that belong together, which writes what it got to global
 // memory: conformance.py compares that with the primitive's definition. Compiled by a plain C++
-// compiler it tests the host model, compiled by nvcc the GPU, so that what kernels do on the one is
-// known to hold on the other.
+// compiler it tests the model of a block, compiled by nvcc the GPU, so that what kernels do on the
+// one is known to hold on the other.
 #ifndef __CUDACC__
 #include "gpu_model/block/c_api.h"
 #endif

@@ -1,4 +1,4 @@
-// embedding_layer_norm, and the sort in its backward pass, on the host model.
+// embedding_layer_norm, and the sort in its backward pass, on the model of a block.
 #include "gpu_model/block/c_api.h"
 //
 #include "cuda/column_sum.cu"

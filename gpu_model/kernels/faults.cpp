@@ -1,5 +1,6 @@
-// Kernels with one fault each, and legal ones that differ by a line, to test that the host model
-// reports the fault and nothing else. Where an error has to point to is marked with `fault: name`.
+// Kernels with one fault each, and legal ones that differ by a line, to test that the model of a
+// block reports the fault and nothing else. Where an error has to point to is marked with `fault:
+// name`.
 #include "gpu_model/block/c_api.h"
 //
 #include <cstring>

@@ -1,4 +1,4 @@
-// Quantisation to 8 bits on the host model, and 8-bit products on the model of cuBLASLt.
+// Quantisation to 8 bits on the model of a block, and 8-bit products on the model of cuBLASLt.
 #include "gpu_model/block/c_api.h"
 //
 #include "gpu_model/block/cublaslt.h"

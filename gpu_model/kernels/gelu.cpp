@@ -1,4 +1,4 @@
-// bias_gelu on the host model.
+// bias_gelu on the model of a block.
 #include "gpu_model/block/c_api.h"
 //
 #include "cuda/column_sum.cu"

@@ -1,4 +1,4 @@
-// masked_cross_entropy on the host model.
+// masked_cross_entropy on the model of a block.
 #include "gpu_model/block/c_api.h"
 //
 #include "loss/loss.cu"

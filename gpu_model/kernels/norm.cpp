@@ -1,4 +1,4 @@
-// dropout_add_layer_norm on the host model.
+// dropout_add_layer_norm on the model of a block.
 #include "gpu_model/block/c_api.h"
 //
 #include "cuda/column_sum.cu"

@@ -1,4 +1,5 @@
-// The operators over lists of tensors on the host model. Lists are arrays of pointers and sizes.
+// The operators over lists of tensors on the model of a block. Lists are arrays of pointers and
+// sizes.
 #include "gpu_model/block/c_api.h"
 //
 #include "optim/adam.cu"

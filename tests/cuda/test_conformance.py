@@ -1,4 +1,4 @@
-"""The primitives that kernels are made of, on a GPU: the checks that the host model passes too."""
+"""The primitives of kernels on a GPU: the same checks that the model of a block passes."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""The CUDA attention kernels, run on the host model of a thread block.
+"""The CUDA attention kernels, run on the model of a block.
 
 Values and gradients against the plain reference, dropout masks against the CPU operator, the same
 bits from every schedule and every order of threads, and a check that each barrier is needed.

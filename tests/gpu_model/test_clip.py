@@ -1,4 +1,4 @@
-"""The CUDA kernels of clip_bucket_, run on the host model of a thread block."""
+"""The CUDA kernels of clip_bucket_, run on the model of a block."""
 
 import ctypes
 import math

@@ -1,4 +1,4 @@
-"""The CUDA kernels of embedding_layer_norm, run on the host model of a thread block.
+"""The CUDA kernels of embedding_layer_norm, run on the model of a block.
 
 Values and gradients against the plain reference, the sort against PyTorch's, masks against the CPU
 operator, the same bits from every order of threads, and a check that each barrier is needed.

@@ -1,4 +1,4 @@
-"""The CUDA kernels of bias_gelu, run on the host model of a thread block."""
+"""The CUDA kernels of bias_gelu, run on the model of a block."""
 
 import ctypes
 

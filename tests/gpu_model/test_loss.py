@@ -1,4 +1,4 @@
-"""The CUDA kernels of masked_cross_entropy, run on the host model of a thread block."""
+"""The CUDA kernels of masked_cross_entropy, run on the model of a block."""
 
 from __future__ import annotations
 

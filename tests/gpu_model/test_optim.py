@@ -1,4 +1,4 @@
-"""The CUDA kernels of the operators over lists of tensors, run on the host model."""
+"""The CUDA kernels of the operators over lists of tensors, run on the model of a block."""
 
 from __future__ import annotations
 

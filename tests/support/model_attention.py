@@ -1,4 +1,4 @@
-"""Runs the CUDA attention kernels on the host model, on torch CPU tensors."""
+"""Runs the CUDA attention kernels on the model of a block, on torch CPU tensors."""
 
 from __future__ import annotations
 

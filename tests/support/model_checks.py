@@ -1,4 +1,4 @@
-"""What the tests of kernels on the host model share (gpu_model/README.md)."""
+"""What the tests of kernels on the model of a block share (gpu_model/README.md)."""
 
 from __future__ import annotations
 

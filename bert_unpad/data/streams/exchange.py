@@ -128,8 +128,8 @@ class ExampleExchange(Iterator[ExchangedStep]):
         self._dealing = dealing
         self._work = WorkModel.for_hidden() if work is None else work
         self._reader_timeout = reader_timeout
-        none, nobody = np.empty(0, np.uint16), np.zeros(1, np.int64)
-        deal(none, nobody, dealing=dealing, group_ranks=1, work=self._work)  # checks `dealing`
+        lengths, counts = np.empty(0, np.uint16), np.zeros(1, np.int64)
+        deal(lengths, counts, dealing=dealing, group_ranks=1, work=self._work)  # checks `dealing`
         self._transport = Transport(scope, node_size, timeout)
         self.rank, self.num_ranks = self._transport.rank, self._transport.num_ranks
         self._identity = stream.identity()

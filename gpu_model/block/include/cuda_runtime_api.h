@@ -1,6 +1,6 @@
-// Stands in for the CUDA runtime where kernels run on the host model: just what launchers call.
-// Streams do nothing, because work runs in the order of the calls; events read a clock that stands
-// still unless what takes the place of a library moves it.
+// Stands in for the CUDA runtime where kernels run on the model of a block: just what launchers
+// call. Streams do nothing, because work runs in the order of the calls; events read a clock that
+// stands still unless what takes the place of a library moves it.
 #pragma once
 
 #include <cstddef>
