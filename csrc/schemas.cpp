@@ -5,7 +5,7 @@
 // dropout probability is not 0.
 //
 // `order` and `groups` say in which order attention on a GPU takes the sequences; results do not
-// depend on them (csrc/attention/schedule.h).
+// depend on them (csrc/attention/arguments.h).
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(bert_unpad, m) {

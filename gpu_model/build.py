@@ -99,7 +99,7 @@ def load(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
     command = [*cxx, *FLAGS, *_optional_flags(tuple(cxx)), *flags, str(source)]
     variant = hashlib.sha256(f"{command}{_version(tuple(cxx))}".encode()).hexdigest()[:8]
     BUILD.mkdir(parents=True, exist_ok=True)
-    # Whoever comes second waits, and finds the library made.
+    # A second process waits here, and then finds the library.
     with (BUILD / f"{source.stem}-{variant}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         # What the last build included, and the digest of that.

@@ -1,5 +1,5 @@
-// Variable-length attention: from a call to launches. Which kernels run is decided once for the
-// whole call, so that groups, which only choose grids and tile shapes, change no bit of a result.
+// Variable-length attention: from a call to launches. Kernels are chosen once for the whole call;
+// groups only choose grids and tile shapes. So groups change no bit of a result.
 #include "attention/choice.h"
 #include "attention/launch.h"
 #include "cuda/fork.h"

@@ -1,5 +1,5 @@
-// Variable-length attention: what bindings hand to kernels. Torch-free; the CPU's and what both
-// devices share.
+// Variable-length attention: what the binding hands to the CPU kernels, and the types that CPU and
+// GPU share. No torch here.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ struct Packed {
   int64_t token_stride, head_stride;
 };
 
-// A run of a launch order, of sequences no longer than this: what a GPU launches on a stream of its
-// own.
+// A run of sequences in launch order, none longer than max_q and max_k. A GPU launches each group
+// on its own stream.
 struct AttentionGroup {
   int sequences, max_q, max_k;
 };

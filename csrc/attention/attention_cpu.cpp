@@ -4,7 +4,6 @@
 
 #include "attention/attention.h"
 #include "attention/operators.h"
-#include "attention/schedule.h"
 #include "common/checks.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"

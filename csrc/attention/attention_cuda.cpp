@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "attention/operators.h"
-#include "attention/schedule.h"
 #include "cuda/binding.h"
 
 namespace bert_unpad::cuda {

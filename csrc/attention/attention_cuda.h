@@ -1,4 +1,4 @@
-// CUDA variable-length attention: what the binding hands to the launchers, without torch.
+// Variable-length attention on a GPU: what the binding hands to the kernels. No torch here.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,6 +1,204 @@
-// Attention in fp32; see fp32_kernels.h.
-#include "attention/fp32_kernels.h"
+// Attention in fp32 arithmetic throughout, for fp32 tensors: a warp takes one row (of queries, or
+// of keys for dK and dV), a lane one of 32 counterparts at a time. Short rather than fast:
+// training on a GPU uses 16-bit activations.
+#include <algorithm>
+
+#include "attention/dropout.h"
+#include "attention/kernel_parts.h"
 #include "attention/launch.h"
+
+namespace bert_unpad {
+
+inline constexpr int kFp32Warps = 4, kFp32Rows = 16;  // of a block
+
+// What a warp keeps in shared memory: two rows, and two values of each of 32 counterparts.
+template <int kHeadDim>
+struct Fp32Shared {
+  static constexpr uint32_t kWarpBytes = 4 * (2 * kHeadDim + 2 * 32);
+  static constexpr uint32_t kBytes = kFp32Warps * kWarpBytes;
+  static BU_DEVICE uint32_t row(int i) { return threadIdx.x / 32 * kWarpBytes + 4 * i * kHeadDim; }
+  static BU_DEVICE uint32_t value(int i, int lane) { return row(2) + 4 * (32 * i + lane); }
+};
+
+// What a block reads of its head.
+struct Fp32Head {
+  HeadRows<const float> q, k, v;
+  int64_t first_value;  // of lse and delta
+  AttentionDropout dropout;
+
+  BU_DEVICE Fp32Head(const cuda::AttentionCudaParams& a, const AttentionBlock& block)
+      : q(a.q, block.q_begin, block.head),
+        k(a.k, block.k_begin, block.head),
+        v(a.v, block.k_begin, block.head),
+        first_value(block.head * a.q_tokens + block.q_begin),
+        dropout(a.rng, a.keep_threshold, block.sequence * a.heads + block.head) {}
+};
+
+template <int kHeadDim>
+BU_DEVICE void stage_row(int i, const float* p) {
+  for (int c = threadIdx.x % 32; c < kHeadDim; c += 32)
+    store_shared<float>(Fp32Shared<kHeadDim>::row(i) + 4 * c, load_global<float>(p + c));
+}
+
+template <int kHeadDim>
+BU_DEVICE float dot_with_row(int i, const float* p) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int c = 0; c < kHeadDim; c += 4) {
+    const auto a = load_shared<Vector<float, 4>>(Fp32Shared<kHeadDim>::row(i) + 4 * c);
+    const auto b = load_global<Vector<float, 4>>(p + c);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum = fma(a.v[j], b.v[j], sum);
+  }
+  return sum;
+}
+
+// sums[c] += value i of each of `count` counterparts times column lane + 32 c of its row.
+template <int kHeadDim>
+BU_DEVICE void add_rows(float (&sums)[kHeadDim / 32], int i, const HeadRows<const float>& rows,
+                        int first, int count) {
+  const int lane = threadIdx.x % 32;
+  for (int j = 0; j < count; ++j) {
+    const float factor = load_shared<float>(Fp32Shared<kHeadDim>::value(i, j));
+#pragma unroll
+    for (int c = 0; c < kHeadDim / 32; ++c)
+      sums[c] = fma(factor, load_global<float>(rows.at(first + j, lane + 32 * c)), sums[c]);
+  }
+}
+
+template <int kHeadDim>
+BU_DEVICE void store_row(const float (&sums)[kHeadDim / 32], float factor, float* p) {
+#pragma unroll
+  for (int c = 0; c < kHeadDim / 32; ++c)
+    store_global<float>(p + threadIdx.x % 32 + 32 * c, sums[c] * factor);
+}
+
+template <int kHeadDim>
+BU_KERNEL(32 * kFp32Warps, 2)
+attention_fp32_forward_kernel(BU_PARAMS AttentionLaunch p) {
+  using Shared = Fp32Shared<kHeadDim>;
+  const AttentionBlock block = attention_block(p);
+  const int lane = threadIdx.x % 32;
+  const Fp32Head head(p.args, block);
+  const HeadRows<float> out(p.args.out_w, block.q_begin, block.head);
+  const float scale = p.args.scale * kLog2e;
+  for (int i = threadIdx.x / 32; i < kFp32Rows; i += kFp32Warps) {
+    const int row = block.tile * kFp32Rows + i;
+    if (row >= block.q_len) break;
+    stage_row<kHeadDim>(0, head.q.at(row, 0));
+    sync_warp();
+    float top = -INFINITY, sum = 0.0f, o[kHeadDim / 32] = {};
+    for (int first = 0; first < block.k_len; first += 32) {
+      const int key = first + lane, count = std::min(32, block.k_len - first);
+      const float s =
+          key < block.k_len ? dot_with_row<kHeadDim>(0, head.k.at(key, 0)) * scale : -INFINITY;
+      const float most = fmaxf(top, warp_max(s));
+      const float shrink = exp2_approx(top - most);
+      float weight = exp2_approx(s - most);
+      top = most;
+      sum = fma(sum, shrink, warp_sum(weight));
+      if (!head.dropout.keeps(row, key)) weight = 0.0f;
+      store_shared<float>(Shared::value(0, lane), weight);
+      sync_warp();
+#pragma unroll
+      for (float& x : o) x *= shrink;
+      add_rows<kHeadDim>(o, 0, head.v, first, count);
+      sync_warp();
+    }
+    store_row<kHeadDim>(o, sum > 0.0f ? keep_scale(p.args.keep_threshold) / sum : sum,
+                        out.at(row, 0));
+    if (lane == 0)
+      store_global<float>(p.args.lse + head.first_value + row, (top + log2f(sum)) * kLn2);
+  }
+}
+
+// dQ and delta.
+template <int kHeadDim>
+BU_KERNEL(32 * kFp32Warps, 2)
+attention_fp32_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
+  using Shared = Fp32Shared<kHeadDim>;
+  const AttentionBlock block = attention_block(p);
+  const int lane = threadIdx.x % 32;
+  const Fp32Head head(p.args, block);
+  const HeadRows<const float> out(p.args.out, block.q_begin, block.head);
+  const HeadRows<const float> dout(p.args.dout, block.q_begin, block.head);
+  const float scale = p.args.scale * kLog2e, keep = keep_scale(p.args.keep_threshold);
+  for (int i = threadIdx.x / 32; i < kFp32Rows; i += kFp32Warps) {
+    const int row = block.tile * kFp32Rows + i;
+    if (row >= block.q_len) break;
+    stage_row<kHeadDim>(0, head.q.at(row, 0));
+    stage_row<kHeadDim>(1, dout.at(row, 0));
+    float delta = 0.0f;
+    for (int c = lane; c < kHeadDim; c += 32)
+      delta = fma(load_global<float>(dout.at(row, c)), load_global<float>(out.at(row, c)), delta);
+    delta = warp_sum(delta);
+    if (lane == 0) store_global<float>(p.args.delta + head.first_value + row, delta);
+    const float offset = load_global<float>(p.args.lse + head.first_value + row) * kLog2e;
+    sync_warp();
+    float dq[kHeadDim / 32] = {};
+    for (int first = 0; first < block.k_len; first += 32) {
+      const int key = first + lane, count = std::min(32, block.k_len - first);
+      float gradient = 0.0f;
+      if (key < block.k_len) {
+        const float weight =
+            exp2_approx(fma(dot_with_row<kHeadDim>(0, head.k.at(key, 0)), scale, -offset));
+        if (head.dropout.keeps(row, key))
+          gradient = dot_with_row<kHeadDim>(1, head.v.at(key, 0)) * keep;
+        gradient = weight * (gradient - delta);
+      }
+      store_shared<float>(Shared::value(0, lane), gradient);
+      sync_warp();
+      add_rows<kHeadDim>(dq, 0, head.k, first, count);
+      sync_warp();
+    }
+    store_row<kHeadDim>(dq, p.args.scale,
+                        HeadRows<float>(p.args.dq, block.q_begin, block.head).at(row, 0));
+  }
+}
+
+// dK and dV.
+template <int kHeadDim>
+BU_KERNEL(32 * kFp32Warps, 2)
+attention_fp32_backward_kernel(BU_PARAMS AttentionLaunch p) {
+  using Shared = Fp32Shared<kHeadDim>;
+  const AttentionBlock block = attention_block(p);
+  const int lane = threadIdx.x % 32;
+  const Fp32Head head(p.args, block);
+  const HeadRows<const float> dout(p.args.dout, block.q_begin, block.head);
+  const float scale = p.args.scale * kLog2e, keep = keep_scale(p.args.keep_threshold);
+  for (int i = threadIdx.x / 32; i < kFp32Rows; i += kFp32Warps) {
+    const int row = block.tile * kFp32Rows + i;
+    if (row >= block.k_len) break;
+    stage_row<kHeadDim>(0, head.k.at(row, 0));
+    stage_row<kHeadDim>(1, head.v.at(row, 0));
+    sync_warp();
+    float dk[kHeadDim / 32] = {}, dv[kHeadDim / 32] = {};
+    for (int first = 0; first < block.q_len; first += 32) {
+      const int query = first + lane, count = std::min(32, block.q_len - first);
+      float weight = 0.0f, gradient = 0.0f;
+      if (query < block.q_len) {
+        const float offset = load_global<float>(p.args.lse + head.first_value + query) * kLog2e;
+        weight = exp2_approx(fma(dot_with_row<kHeadDim>(0, head.q.at(query, 0)), scale, -offset));
+        const bool kept = head.dropout.keeps(query, row);
+        if (kept) gradient = dot_with_row<kHeadDim>(1, dout.at(query, 0)) * keep;
+        gradient =
+            weight * (gradient - load_global<float>(p.args.delta + head.first_value + query));
+        if (!kept) weight = 0.0f;
+      }
+      store_shared<float>(Shared::value(0, lane), weight);
+      store_shared<float>(Shared::value(1, lane), gradient);
+      sync_warp();
+      add_rows<kHeadDim>(dv, 0, dout, first, count);
+      add_rows<kHeadDim>(dk, 1, head.q, first, count);
+      sync_warp();
+    }
+    store_row<kHeadDim>(dk, p.args.scale,
+                        HeadRows<float>(p.args.dk, block.k_begin, block.head).at(row, 0));
+    store_row<kHeadDim>(dv, keep, HeadRows<float>(p.args.dv, block.k_begin, block.head).at(row, 0));
+  }
+}
+
+}  // namespace bert_unpad
 
 namespace bert_unpad::cuda {
 namespace {

@@ -2,7 +2,7 @@
 //
 // A block of query rows keeps its whole strip of scores in the second-level cache, so the softmax
 // needs no online rescaling, and the dropout mask is drawn inside the row pass over that strip.
-// K and V are converted and packed once a task, and serve every block of queries.
+// K and V are converted and packed once per task, for all blocks of queries.
 #include "attention/attention.h"
 #include "cpu/gemm_simd.h"
 #include "cpu/philox_simd.h"

@@ -1,5 +1,5 @@
-// dQ on tensor cores, for sequences whose dQ does not fit into shared memory: scores are computed
-// again, by blocks that own 64 queries each and pass over all keys, as in the forward pass. Also
+// dQ on tensor cores, for sequences whose dQ does not fit into shared memory. As in the forward
+// pass, each block owns 64 queries, passes over all keys and computes their scores again. It also
 // writes delta, which the kernel for dK and dV reads afterwards.
 #pragma once
 

@@ -1,16 +1,16 @@
 // dK and dV on tensor cores, and dQ with them while it fits (Dao, "FlashAttention-2", 2023, for the
 // formulas).
 //
-// A warp owns 16 keys: its rows of K and V stay in registers as A operands, scores are computed
-// transposed (keys x queries), so the weights and the score gradients come out of the tensor cores
-// in just the layout that the products with dout and Q take as their A operand. Queries pass by in
-// tiles of 64, one on its way while the last is used.
+// A warp owns 16 keys. Its rows of K and V stay in registers as A operands, and scores are computed
+// transposed (keys x queries): weights and score gradients then leave the tensor cores in the
+// layout that the products with dout and Q need for their A operand. Queries come in tiles of 64;
+// the next tile is copied while the current one is used.
 //
-// kFused: a block owns a whole head of a sequence and passes over its keys 16 * kWarps at a time.
-// dQ needs the score gradients of all its warps, which meet in shared memory; its sums wait there
-// in fp32 for the next pass, in the layout of the registers they come from. So nothing is summed
-// with atomics, and q, k, v, out, dout are read from memory once. Otherwise a block owns 16 *
-// kWarps keys, and backward_dq_kernel.h computes dQ and delta before.
+// kFused: a block owns a whole head of a sequence and passes over its keys, 16 * kWarps at a time.
+// dQ needs the score gradients of all warps; they meet in shared memory. Between passes the sums of
+// dQ stay there in fp32, in the layout of the registers. So there are no atomics, and q, k, v, out
+// and dout are read from memory once. Not fused: a block owns 16 * kWarps keys, and
+// backward_dq_kernel.h computes dQ and delta first.
 #pragma once
 
 #include "attention/dropout.h"

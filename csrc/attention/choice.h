@@ -1,5 +1,5 @@
-// Which kernel takes a launch of attention: pure functions of sizes and device, so that they can be
-// tested, and a captured graph stays right.
+// Chooses the attention kernel for a launch. The choice is a pure function of sizes and device: it
+// can be tested without a GPU, and a captured graph would choose the same again.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ struct AttentionDevice {
   uint32_t shared_bytes;  // that a block may ask for
 };
 
-// Row tiles of 16 queries that a warp of the forward kernel takes: two where a block of 4 warps
-// then still has a row for every warp, and registers suffice.
+// Row tiles of 16 queries per warp of the forward kernel: two where registers suffice and a block
+// of 4 warps still has rows for every warp.
 constexpr int forward_row_tiles(int max_q, int head_dim) {
   return head_dim == 64 && max_q > 64 ? 2 : 1;
 }
@@ -38,9 +38,10 @@ inline uint32_t fused_shared_bytes(int max_q, int max_k, int head_dim) {
 // 20,000 queries in one block, which is too much work for it.
 inline constexpr int kFusedMaxQueries = 4096;
 
-// Is the backward pass one kernel with a block for each head of a sequence? It does 5 products
-// where two kernels do 7, but needs a whole head's dQ in shared memory, and as many heads as fill
-// the device. 128 columns leave no registers for it.
+// Whether the backward pass is one fused kernel with one block per head and sequence, or two
+// kernels. The fused kernel computes 5 matrix products instead of 7, but it keeps a whole head's dQ
+// in shared memory, needs enough heads to fill the device, and does not have enough registers for
+// 128 columns.
 inline bool backward_is_fused(int sequences, int heads, int max_q, int max_k, int head_dim,
                               const AttentionDevice& device) {
   return head_dim <= 64 && static_cast<int64_t>(sequences) * heads >= device.sms &&

@@ -1,10 +1,10 @@
-// The forward pass on tensor cores: softmax(q k^T * scale), dropout, times v, with the softmax
-// rescaled as it goes (Dao, "FlashAttention-2", 2023).
+// The forward pass on tensor cores: dropout(softmax(q k^T * scale)) v, with an online softmax (Dao,
+// "FlashAttention-2", 2023).
 //
-// A block of 4 warps takes 64 * kRowTiles queries of one head, a warp 16 * kRowTiles of them; keys
-// and values come in tiles of 64, one on its way while the last is used. Two row tiles a warp halve
-// what it reads from shared memory per product (128 bytes a clock, the limit at one). What a row
-// gets does not depend on kRowTiles.
+// A block of 4 warps takes 64 * kRowTiles queries of one head, a warp 16 * kRowTiles of them. Keys
+// and values come in tiles of 64; the next tile is copied while the current one is used. With one
+// row tile per warp, shared memory is the limit (128 bytes per clock); two halve what a warp reads
+// per product. A row's result does not depend on kRowTiles.
 #pragma once
 
 #include "attention/dropout.h"

@@ -23,7 +23,7 @@ struct AttentionLaunch {
   int first, tiles;
 };
 
-// The part of a block.
+// What one block works on.
 struct AttentionBlock {
   int tile, head, sequence;
   int64_t q_begin, k_begin;  // first token
@@ -91,8 +91,8 @@ BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first
     copy_async_16(to + Tile::bytes(i), from, first + row + i < end BU_FROM_SITE);
 }
 
-// Keys and values of a head on their way through shared memory in tiles of 64, one coming in while
-// the last is used; for a block of kWarps warps. The kernel waits and synchronises between the two,
+// Copies a head's keys and values to shared memory in tiles of 64, for a block of kWarps warps. The
+// next tile is copied while the current one is used. The kernel waits and synchronises in between,
 //
 //   keys.start(0);
 //   for (int tile = 0; tile < keys.tiles(); ++tile) {
@@ -100,7 +100,7 @@ BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first
 //     sync_block();  // the tile is there for all, and all are done with the one before it
 //     keys.start(tile + 1);
 //
-// so that each kernel's barrier is a line of its own, which tests can take out.
+// so that the barrier of each kernel has its own line, which tests can take out.
 template <class T, int kHeadDim, int kWarps>
 class KeyTiles {
   static constexpr uint32_t kTile = SharedTile<kHeadDim>::bytes(64);

@@ -1,17 +1,17 @@
 // The four attention operators, from their arguments to one call of a device's kernels.
 //
-// A device gives a class `Call` (attention_cpu.cpp, attention_cuda.cpp) with
-//   Call(op)                         and its public `op` and `p`, the params struct;
+// Each device has a class `Call` (in attention_cpu.cpp and attention_cuda.cpp) with
+//   Call(op)                         has the public members `op` and `p`, the params struct
 //   set_model(like, heads, head_dim, settings)
 //   set_sequences(q, k, settings)    checks both sides' sequences against the rows in `p`
 //   set_saved(dout, out, lse, q)     the results of forward; q: a tensor of the queries' rows
-//   forward(), backward()            run the kernels on what `p` holds by then.
+//   forward(), backward()            run the kernels on `p`
 #pragma once
 
 #include <optional>
 #include <tuple>
 
-#include "attention/operands.h"
+#include "attention/arguments.h"
 
 namespace bert_unpad {
 

@@ -1,4 +1,4 @@
-// What the CPU and CUDA bindings of clip_bucket_ check, and the coefficient that both compute.
+// Checks of clip_bucket_'s arguments, the same on CPU and GPU.
 #pragma once
 
 #include <cmath>

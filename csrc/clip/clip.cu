@@ -1,4 +1,4 @@
-// Norm of a gradient bucket, then one pass that scales and casts it; the host learns nothing.
+// The norm of a gradient bucket, then one pass that scales and casts it. The host does not wait.
 //
 // Two kernels. The first leaves one sum of squares per block; in the second every block adds these
 // up again, in the same order, and so computes the coefficient itself: at most a few thousand reads
@@ -20,7 +20,7 @@ constexpr int kWarps = 8, kThreads = 32 * kWarps;
 // H100 needs some 20 KiB to hide its memory's latency. Not measured.
 constexpr int kBlocks = 4, kInFlight = 4;
 
-constexpr unsigned kBroadcast = sum_over_y_bytes(32, kWarps, 1);  // offset, behind sum_over_y's
+constexpr unsigned kBroadcast = sum_over_y_bytes(32, kWarps, 1);  // offset, after sum_over_y's
 constexpr unsigned kSharedBytes = kBroadcast + sizeof(float);
 
 BU_DEVICE int thread_number() { return static_cast<int>(threadIdx.y * 32 + threadIdx.x); }

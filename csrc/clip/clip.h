@@ -7,10 +7,9 @@
 
 namespace bert_unpad {
 
-// The bucket is a run of numbers; `out` may be the bucket itself. The dtypes are equal, or one of
-// them is fp32. With a residual, which an fp32
-// bucket alone has, bucket + residual is what is clipped, and what rounding to `out` loses of it is
-// the new residual.
+// `out` may be the bucket itself. The dtypes are equal, or one of them is fp32. Only an fp32 bucket
+// has a residual: bucket + residual is then clipped, and what rounding to `out` loses becomes the
+// new residual.
 struct ClipCpuParams {
   DType dtype, out_dtype;
   const void* bucket;

@@ -1,8 +1,8 @@
 // Argument checks and small tensor helpers that the CPU and CUDA bindings share.
 //
-// Errors are std::runtime_error, Python's RuntimeError, and name the operator and the argument. Of
-// an exception that leaves a kernel the stable ABI keeps the message but, from PyTorch 2.15 on, not
-// the type: all arrive as RuntimeError, which is what TORCH_CHECK gives in any version.
+// Errors are std::runtime_error (Python's RuntimeError) and name the operator and the argument.
+// From PyTorch 2.15 on the stable ABI keeps an exception's message but not its type: every
+// exception becomes RuntimeError, as those of TORCH_CHECK do in all versions.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -54,8 +54,8 @@ inline void check_shape(const Tensor& t, std::initializer_list<int64_t> sizes, c
   check(ok, op, ": ", name, " must have shape ", expected, ", got ", shape_string(t));
 }
 
-// The memory that sizes and strides speak of must be there. It is not where a storage was freed
-// while its tensor lives on (`untyped_storage().resize_(0)`), and reading it would crash.
+// Checks that the storage has all the memory that sizes and strides describe. It does not after
+// `untyped_storage().resize_(0)`, which frees it while the tensor lives on; reading would crash.
 inline void check_storage(const Tensor& t, const char* op, const char* name) {
   const auto sizes = t.sizes(), strides = t.strides();
   int64_t last = t.storage_offset(), bytes = 0;

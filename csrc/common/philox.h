@@ -1,5 +1,5 @@
 // Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) and the
-// coordinates that every dropout mask of this package is made of.
+// coordinates from which every dropout mask of this package is drawn.
 //
 // The counter holds element coordinates, never thread ids, so the CPU, the GPU, any tiling and any
 // grouping draw the same mask, and a backward pass recomputes it instead of storing it. One call
@@ -47,7 +47,7 @@ BU_HD RngKey rng_key(int64_t seed, int64_t offset) {
           static_cast<uint32_t>(o)};
 }
 
-// Of 65,536 values, how many keep an element; 65,536 (all) for p = 0.
+// How many of the 65,536 values of 16 bits keep an element; all of them for p = 0.
 BU_HD uint32_t keep_threshold(double p) { return static_cast<uint32_t>((1.0 - p) * 65536.0 + 0.5); }
 BU_HD float keep_scale(uint32_t threshold) {
   return threshold == 0 ? 0.0f : 65536.0f / static_cast<float>(threshold);

@@ -1,5 +1,5 @@
-// Loops over the columns of a row in whole vectors and one tail, written once for both: the loop
-// body gets the column and a width (Full or Tail) that its loads and stores take.
+// Loops over the columns of a row, in whole vectors and one tail. The body is written once: it gets
+// the column and a width (Full or Tail) to pass on to its loads and stores.
 #pragma once
 
 #include "cpu/philox_simd.h"

@@ -3,9 +3,9 @@
 // Each such file defines one table of function pointers in the namespace of its instruction set:
 //     namespace bert_unpad::BERT_UNPAD_ISA { extern const NormKernels norm_kernels = {...}; }
 // and the file that uses it says BU_ISA_TABLE(NormKernels, norm_kernels), which defines
-// `const NormKernels& norm_kernels()`. A *_simd.cpp must not instantiate std:: templates or inline
-// functions of shared headers that are not inlined for sure: the linker would keep one copy,
-// perhaps the AVX-512 one, for everybody.
+// `const NormKernels& norm_kernels()`. A *_simd.cpp must not instantiate std:: templates, nor
+// use inline functions of shared headers that might not be inlined: the linker would keep one copy
+// for all CPUs, perhaps the AVX-512 one.
 #pragma once
 
 namespace bert_unpad {

@@ -17,8 +17,8 @@
 
 namespace bert_unpad {
 
-// fn(first, last) for ranges of [begin, end), at least `grain` long, in parallel. An exception of
-// one of them comes out here; PyTorch would put a message of its own in the place of its message.
+// fn(first, last) for ranges of [begin, end), at least `grain` long, in parallel. An exception in
+// one of them is thrown again here; PyTorch would replace its message.
 template <class F>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& fn) {
   std::atomic<bool> failed{false};

@@ -1,5 +1,5 @@
-// Philox for a whole vector of counters, in the coordinates of device/philox.h, and the two mask
-// layouts in the order that row-wise kernels read them: 16-bit words in column order.
+// Philox for a vector of counters, with the coordinates of common/philox.h. Gives the words of both
+// kinds of dropout mask in the order in which row-wise kernels read them: 16 bits per column.
 #pragma once
 
 #include "common/philox.h"

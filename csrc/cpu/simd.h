@@ -1,6 +1,6 @@
 // The vector type of the instruction set a *_simd.cpp file is compiled for, and what kernels need
 // of it. GCC/Clang vector extensions carry the arithmetic, so that one source serves SSE2, AVX2,
-// AVX-512 and NEON; intrinsics appear only where the extensions have no word for an instruction.
+// AVX-512 and NEON; intrinsics appear only where the extensions cannot express an instruction.
 // Everything here lives in the namespace of the instruction set (see cpu/isa.h for why).
 #pragma once
 

@@ -1,8 +1,8 @@
-// Several vectors in lockstep, for functions of long dependence chains.
+// Several vectors in lockstep, for functions with long chains of dependent instructions.
 //
 // An out-of-order core holds about two iterations of a 50-instruction loop in its scheduler, which
-// is too few to hide the latency of a polynomial and a division. A strip spells the same operation
-// on neighbouring vectors one after the other: measured 1.5x faster for GELU.
+// is too few to hide the latency of a polynomial and a division. A strip does each
+// operation on several neighbouring vectors before the next one: 1.5x faster for GELU, measured.
 #pragma once
 
 #include "cpu/columns_simd.h"

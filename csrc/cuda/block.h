@@ -1,4 +1,4 @@
-// Threads of a block: barriers, shuffles, and what stops a kernel that got impossible arguments.
+// Threads of a block: barriers, shuffles, and BU_REQUIRE, which stops a kernel on wrong arguments.
 #pragma once
 
 #include <cassert>

@@ -1,4 +1,4 @@
-// An error of the CUDA runtime becomes an exception that names the operator.
+// Turns an error of the CUDA runtime into an exception that names the operator.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,4 @@
-// Side streams: work that runs beside each other between two points of the caller's stream.
+// Runs work on several streams at once, between two points of the caller's stream.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -53,8 +53,8 @@ class Fork {
     cudaEvent_t begin;
   };
 
-  // Of this thread and device, never destroyed: two threads that shared an event could wait for
-  // each other's record of it, and at exit CUDA may be gone before us.
+  // One set per thread and device: threads that share an event could wait for each other's record
+  // of it. Never destroyed: at exit CUDA may be gone already.
   static Sides& sides(const char* op) {
     thread_local std::map<int, Sides> all;
     int device = 0;

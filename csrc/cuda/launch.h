@@ -33,7 +33,7 @@ void launch(const char* op, void (*kernel)(Params...), dim3 grid, dim3 block, si
   kernel<<<grid, block, shared_bytes, stream>>>(args...);
 #else
   static_cast<void>(stream);
-  host::run_kernel(op, kernel, grid, block, shared_bytes, args...);
+  block_model::run_kernel(op, kernel, grid, block, shared_bytes, args...);
 #endif
   check_cuda(cudaGetLastError(), op);
 }

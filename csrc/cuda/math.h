@@ -1,7 +1,7 @@
-// The two hardware approximations that the kernels' transcendental functions are made of.
+// The two hardware approximations from which kernels build exp, tanh and erf.
 //
-// On a GPU each is one instruction of the special function unit (about 2 and 1 ulp); elsewhere the
-// exact function stands in, so that formulas built on them can be tested without a GPU.
+// On a GPU each is one instruction of the special function unit (about 2 and 1 ulp); elsewhere
+// it is the exact function, so that formulas built on them can be tested without a GPU.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// Reductions within a warp and a thread block, in an order that depends on the block's shape alone,
+// Reductions within a warp and a thread block, in an order that depends only on the block's shape,
 // so that the same inputs give the same bits.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Lets a helper that many kernels call name its caller in the model of a block's messages.
+// Lets a helper that many kernels call name its caller in the messages of the model of a block.
 //
 //   BU_DEVICE float load(const float* p BU_SITE) { return load_global<float>(p BU_FROM_SITE); }
 //

@@ -1,7 +1,7 @@
 // How a tile of 16-bit rows lies in shared memory.
 //
 // ldmatrix reads 16-byte pieces of 8 rows at once. In plain rows of 64, 128 or 256 bytes these are
-// all in the same banks; exchanging the pieces of a row by its number spreads them over all 32.
+// all in the same banks; permuting the pieces of a row by its number spreads them over all 32.
 #pragma once
 
 #include <cstdint>

@@ -3,10 +3,10 @@
 // The backward pass gathers the rows again instead of storing the LayerNorm's input. It writes the
 // gradient of that input in fp32; the tables' gradients are sums of its rows.
 #include "cuda/column_sum.h"
+#include "cuda/norm_row_launch.h"
 #include "embedding/embedding_cuda.h"
 #include "embedding/table_gradient.h"
 #include "embedding/token_ids.h"
-#include "norm/row_launch.h"
 
 namespace bert_unpad::cuda {
 namespace {

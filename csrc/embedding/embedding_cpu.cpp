@@ -8,8 +8,8 @@
 #include "cpu/parallel.h"
 #include "cpu/rng.h"
 #include "cpu/rows.h"
-#include "embedding/operands.h"
-#include "embedding/scatter.h"
+#include "embedding/arguments.h"
+#include "embedding/table_gradient_cpu.h"
 
 namespace bert_unpad {
 
@@ -29,7 +29,7 @@ void check_ids(const EmbeddingTable& t, const char* op) {
 void set_common(EmbeddingCpuParams& p, std::vector<float>& weight_vector,
                 const EmbeddingTables& tables, const Tensor& activations, const Tensor& weight,
                 double dropout_p, const std::optional<Tensor>& rng, const char* op) {
-  check_embedding_operands(tables, activations, weight, dropout_p, op);
+  check_embedding_arguments(tables, activations, weight, dropout_p, op);
   for (const EmbeddingTable& t : tables) check_ids(t, op);
   p.table_dtype = storage_dtype(tables[0].rows, op, "word");
   p.dtype = storage_dtype(activations, op, "the output");

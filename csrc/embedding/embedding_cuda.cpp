@@ -7,7 +7,7 @@
 
 #include "common/philox.h"
 #include "cuda/binding.h"
-#include "embedding/operands.h"
+#include "embedding/arguments.h"
 
 namespace bert_unpad::cuda {
 namespace {
@@ -16,7 +16,7 @@ namespace {
 EmbeddingCudaParams common(const EmbeddingTables& tables, const Tensor& activations,
                            const Tensor& weight, double dropout_p, const std::optional<Tensor>& rng,
                            const char* op) {
-  check_embedding_operands(tables, activations, weight, dropout_p, op);
+  check_embedding_arguments(tables, activations, weight, dropout_p, op);
   EmbeddingCudaParams p{};
   p.norm.rows = p.tokens.count = tables[0].ids.numel();
   p.norm.hidden = weight.size(0);

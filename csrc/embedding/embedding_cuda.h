@@ -4,8 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include "cuda/norm_row_params.h"
 #include "embedding/token_sort.h"
-#include "norm/row_params.h"
 
 namespace bert_unpad::cuda {
 

@@ -3,7 +3,7 @@
 #include "embedding/embedding.h"
 
 #include "cpu/columns_simd.h"
-#include "norm/norm_row_simd.h"
+#include "cpu/norm_row_simd.h"
 
 namespace bert_unpad::BERT_UNPAD_ISA {
 namespace {

@@ -1,11 +1,11 @@
 // Every row of a table's gradient is the sum of the gradients of its tokens: a warp sums a row, 128
 // columns at a time, in the order of the sorted tokens.
 //
-// An id with many tokens ([CLS], a token type) would keep one warp busy for long. So sorted tokens
-// are cut into pieces of kPiece, wherever ids begin; runs that are longer than a piece are first
-// summed by piece, and then over the pieces. Such a run cannot lie within one piece: a piece meets
-// at most two of them, one that covers its first token and one that begins later and covers its
-// last. The cuts depend on the ids alone, so do the bits.
+// An id with many tokens ([CLS], a token type) would keep one warp busy for long. So the sorted
+// tokens are cut into pieces of kPiece, wherever ids begin, and the tokens of an id that has more
+// than kPiece are summed in two stages: by piece, then over the pieces. A piece meets at most two
+// such ids: one that covers its first token, and one that begins later and covers its last. The
+// cuts depend only on the ids, and so do the bits.
 #include "embedding/table_gradient.h"
 
 #include <algorithm>

@@ -5,11 +5,11 @@
 // gradient is summed in registers: first over a thread's rows, then over the block, then over the
 // blocks by column_sum. The backward pass recomputes x + bias instead of storing it.
 #include "cuda/column_sum.h"
-#include "cuda/gelu.h"
 #include "cuda/launch.h"
 #include "cuda/reduce.h"
 #include "cuda/vector.h"
 #include "gelu/gelu_cuda.h"
+#include "gelu/gelu_math.h"
 
 namespace bert_unpad::cuda {
 namespace {

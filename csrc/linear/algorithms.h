@@ -1,9 +1,9 @@
-// Which of cuBLASLt's algorithms a product takes: what timing has shown, kept in memory and, if
-// asked for, in a file.
+// Which of cuBLASLt's algorithms a kind of product uses. Choices made by timing are kept in memory
+// and in a file.
 //
-// Without a file nothing is timed and cuBLASLt's own first guess is taken. With one, the first
-// product of a kind times the best guesses (which makes the host wait, once) and writes the winner
-// down, so that later runs on such a device take the same algorithm and give the same bits.
+// Without a file nothing is timed: cuBLASLt's own first guess is used. With a file, the first
+// product of a kind times the best guesses (the host waits, once) and the fastest is written to the
+// file, so that later runs on such a device use the same algorithm and give the same bits.
 #pragma once
 
 #include <optional>
@@ -24,7 +24,7 @@ void set_algorithm_file(const std::string& path);
 bool timing_enabled();
 // Kinds are text without spaces, see matmul_cuda.cpp.
 std::optional<Choice> find_choice(const std::string& kind);
-// Writes to a temporary file and renames it; what other processes have written meanwhile is kept.
+// Writes a temporary file and renames it; keeps what other processes have added meanwhile.
 void add_choice(const std::string& kind, const Choice& choice);
 
 }  // namespace bert_unpad::cuda

@@ -1,10 +1,10 @@
 // The part of cuBLASLt's C interface that matrix products need, and where it comes from at run
 // time.
 //
-// The library is the one that PyTorch has loaded, whichever CUDA version that is, so one binary
-// serves them all, nothing is linked, and building needs no cuBLASLt headers, which CPU builds of
-// PyTorch and some toolkits lack. The price is this list of numbers: NVIDIA's documentation fixes
-// them, and cublaslt_check_cuda.cpp compares each with the header where there is one.
+// The library is the one that PyTorch has loaded, of any CUDA version: one binary serves them all
+// and links nothing. Building needs no cuBLASLt headers, which CPU builds of PyTorch and some
+// toolkits lack. The price is this list of numbers. NVIDIA's documentation fixes them, and
+// cublaslt_check_cuda.cpp compares each with the header where one is installed.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,5 +1,5 @@
 // CUDA binding of 8-bit products: checks, outputs, workspace, stream.
-#include "linear/fp8.h"
+#include "linear/fp8_cuda.h"
 
 #include <optional>
 #include <tuple>

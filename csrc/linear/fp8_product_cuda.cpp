@@ -1,7 +1,7 @@
 // An 8-bit product in cuBLASLt's terms: y^T [a_rows, b_rows] = (a^T)^T b^T, where a row-major
 // [rows, k] matrix is a column-major [k, rows] one. Hopper has this form ("TN") only, which is why
 // matrices are kept transposed for the backward pass.
-#include "linear/fp8.h"
+#include "linear/fp8_cuda.h"
 
 namespace bert_unpad::cuda {
 

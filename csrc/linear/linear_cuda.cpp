@@ -1,5 +1,5 @@
 // CUDA binding of the linear layer's products: checks, outputs, workspace, stream.
-#include "linear/linear.h"
+#include "linear/linear_cuda.h"
 
 #include <optional>
 #include <tuple>

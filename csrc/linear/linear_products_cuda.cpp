@@ -1,6 +1,6 @@
 // A linear layer's products in cuBLASLt's terms: a row-major [r, c] matrix is a column-major
 // [c, r] one, so every product is computed transposed and nothing is copied.
-#include "linear/linear.h"
+#include "linear/linear_cuda.h"
 
 namespace bert_unpad::cuda {
 namespace {

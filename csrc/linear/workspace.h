@@ -1,4 +1,4 @@
-// PyTorch's allocator for the time of a call; it hands memory on in stream order.
+// Scratch memory for one call, from PyTorch's allocator, which reuses it in stream order.
 #pragma once
 
 #include <vector>

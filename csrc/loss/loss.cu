@@ -8,7 +8,7 @@
 // largest if it equals the maximum and no earlier column does. Rows' losses are added up by a
 // second kernel, in an order that does not depend on when blocks finish.
 //
-// A row may begin at any address: up to its first multiple of 16 bytes, and behind its last one,
+// A row may begin at any address: before its first multiple of 16 bytes, and after its last one,
 // columns are taken one by one.
 #include <algorithm>
 #include <cmath>

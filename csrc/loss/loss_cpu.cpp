@@ -6,7 +6,7 @@
 
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
-#include "loss/operands.h"
+#include "loss/arguments.h"
 
 namespace bert_unpad {
 
@@ -17,7 +17,7 @@ namespace {
 LossCpuParams make_params(const Tensor& logits, const Tensor& labels, int64_t vocab_size,
                           int64_t ignore_index, const char* op) {
   LossCpuParams p{};
-  set_operands(p, logits, labels, vocab_size, ignore_index, op);
+  set_loss_arguments(p, logits, labels, vocab_size, ignore_index, op);
   for (int64_t i = 0; i < logits.size(0); ++i)
     check(p.labels[i] == ignore_index || (p.labels[i] >= 0 && p.labels[i] < vocab_size), op,
           ": labels[", i, "] = ", p.labels[i], " is neither ignore_index = ", ignore_index,

@@ -5,7 +5,7 @@
 #include <tuple>
 
 #include "cuda/binding.h"
-#include "loss/operands.h"
+#include "loss/arguments.h"
 
 namespace bert_unpad::cuda {
 namespace {
@@ -13,7 +13,7 @@ namespace {
 LossCudaParams make_params(const Tensor& logits, const Tensor& labels, int64_t vocab_size,
                            int64_t ignore_index, const char* op) {
   LossCudaParams p{};
-  set_operands(p, logits, labels, vocab_size, ignore_index, op);
+  set_loss_arguments(p, logits, labels, vocab_size, ignore_index, op);
   p.rows = logits.size(0);
   check(p.rows <= std::numeric_limits<int32_t>::max(), op,
         ": logits may have at most 2^31 - 1 rows, got ", p.rows);

@@ -6,7 +6,7 @@
 #include "norm/norm_cuda.h"
 
 #include "cuda/column_sum.h"
-#include "norm/row_launch.h"
+#include "cuda/norm_row_launch.h"
 
 namespace bert_unpad::cuda {
 namespace {

@@ -6,8 +6,8 @@
 #include "cpu/parallel.h"
 #include "cpu/rng.h"
 #include "cpu/rows.h"
+#include "norm/arguments.h"
 #include "norm/norm.h"
-#include "norm/operands.h"
 
 namespace bert_unpad {
 
@@ -25,7 +25,7 @@ int64_t set_common(NormCpuParams& p, Vectors& vectors, const Tensor& x,
                    const std::optional<Tensor>& x_bias, const std::optional<Tensor>& residual,
                    const Tensor& weight, double dropout_p, const std::optional<Tensor>& rng,
                    const char* op) {
-  const int64_t rows = check_norm_operands(x, x_bias, residual, weight, dropout_p, op);
+  const int64_t rows = check_norm_arguments(x, x_bias, residual, weight, dropout_p, op);
   p.dtype = storage_dtype(x, op, "x");
   p.hidden = weight.size(0);
   p.padded = padded_columns(p.hidden);

@@ -6,7 +6,7 @@
 
 #include "common/philox.h"
 #include "cuda/binding.h"
-#include "norm/operands.h"
+#include "norm/arguments.h"
 
 namespace bert_unpad::cuda {
 namespace {
@@ -15,7 +15,7 @@ NormCudaParams common(const Tensor& x, const std::optional<Tensor>& x_bias,
                       const std::optional<Tensor>& residual, const Tensor& weight, double dropout_p,
                       const std::optional<Tensor>& rng, const char* op) {
   NormCudaParams p{};
-  p.norm.rows = check_norm_operands(x, x_bias, residual, weight, dropout_p, op);
+  p.norm.rows = check_norm_arguments(x, x_bias, residual, weight, dropout_p, op);
   p.norm.hidden = weight.size(0);
   check_hidden(p.norm.hidden, op);
   p.norm.dtype = storage_dtype(x, op, "x");

@@ -4,7 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "norm/row_params.h"
+#include "cuda/norm_row_params.h"
 
 namespace bert_unpad::cuda {
 

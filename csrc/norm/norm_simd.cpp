@@ -3,8 +3,8 @@
 // The forward pass reads its inputs once and writes y only. The backward pass makes the LayerNorm's
 // input again from x, residual and the recomputed mask, rather than reading a stored copy: the same
 // memory traffic for half of the writes, and no rounding of that input to 16 bits.
+#include "cpu/norm_row_simd.h"
 #include "norm/norm.h"
-#include "norm/norm_row_simd.h"
 
 namespace bert_unpad::BERT_UNPAD_ISA {
 namespace {

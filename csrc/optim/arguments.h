@@ -1,4 +1,4 @@
-// Checks that the CPU and CUDA bindings of the operators over lists of tensors share.
+// Checks of the arguments of the operators over lists of tensors, the same on CPU and GPU.
 #pragma once
 
 #include <array>
@@ -47,7 +47,7 @@ inline void check_scalar(const Tensor& t, const Tensor& like, const char* op, co
   check_scalar(t, ScalarType::Float, like, op, name, "float32");
 }
 
-// What adam_ and lamb_ get besides the tensors.
+// The scalar arguments of adam_ and lamb_.
 struct UpdateScalars {
   Tensor lr;
   std::optional<Tensor> grad_scale, norm, skipped;

@@ -1,5 +1,6 @@
-// What of an update differs between steps: computed once per tensor and step, on the host for CPU
-// tensors and by a tiny kernel on a GPU, where step, learning rate and norm stay on the device.
+// The numbers of an update that change from step to step. They are computed once per tensor and
+// step: on the host for CPU tensors, on a GPU by a tiny kernel, because step, learning rate and
+// norm stay on the device.
 //
 // Decay rates are doubles: 1 - 0.999 in fp32 is off by 1.3e-5, which would show in every weight.
 #pragma once

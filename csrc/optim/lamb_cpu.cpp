@@ -127,7 +127,7 @@ struct CpuLamb {
                 coefficients.size() * sizeof(Coefficients));
   }
 
-  // Memory of others may not be aligned as Coefficients are: hence the copy.
+  // Copies, because the tensor's memory may not be aligned as Coefficients are.
   void lamb_apply(const UpdateRule& rule, const UpdateList& list, const float* sums,
                   const float* rows) const {
     std::vector<Coefficients> copy(list.tensors.size());

@@ -1,7 +1,7 @@
 // The operators over lists of tensors, from their arguments to one call of a device's kernels.
 //
-// A device gives a class with what the operators call, as said above each; its constructor,
-// Device(op, like), makes the device of the tensor `like` current.
+// Each device has a class `Device`. A comment above each operator names the members it calls. The
+// constructor, Device(op, like), makes the device of the tensor `like` current.
 #pragma once
 
 #include <optional>

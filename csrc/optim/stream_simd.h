@@ -1,4 +1,4 @@
-// What keeps loops over long arrays at the speed of memory.
+// Keeps loops over long arrays at the speed of memory: no denormals, and prefetching.
 #pragma once
 
 #include "cpu/strip_simd.h"

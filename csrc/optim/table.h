@@ -1,6 +1,6 @@
-// A list of tensors on its way to a kernel: pointers and sizes travel in the parameter struct,
-// which holds up to 4 KiB on every architecture and driver. So nothing is copied to the device
-// ahead of a launch, and a captured graph keeps its own. A longer list takes several launches.
+// How a list of tensors gets to a kernel: pointers and sizes are in the params struct, which may
+// have 4 KiB on every architecture and driver. So nothing is copied to the device before a launch,
+// and a captured graph keeps its own list. A longer list takes several launches.
 //
 // A block works on one chunk and finds its tensor by bisection.
 #pragma once

@@ -19,7 +19,7 @@ struct UpdateEntry {
 };
 
 // Without padding: where variables are filled with a pattern, as in the model of a block, GCC 12
-// clears the padding behind an array that far too early, in the array.
+// clears the padding after an array too early, inside the array.
 struct UpdateParams {
   Table<UpdateEntry> table;
   RuleFactors f;

@@ -30,7 +30,7 @@
 inline uint3 threadIdx, blockIdx;
 inline dim3 blockDim, gridDim;
 
-namespace bert_unpad::host {
+namespace bert_unpad::block_model {
 
 enum class Policy { kInOrder, kUniform, kWarpFirst };
 
@@ -303,4 +303,4 @@ void Block::collective(const char* operation, const Site& site, Lane& mine, cons
   yield();
 }
 
-}  // namespace bert_unpad::host
+}  // namespace bert_unpad::block_model

@@ -7,7 +7,7 @@
 
 #include "common/types.h"
 
-namespace bert_unpad::host {
+namespace bert_unpad::block_model {
 
 inline float decode(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
@@ -47,4 +47,4 @@ inline f16 encode<f16>(float x) {
   return {static_cast<uint16_t>(sign | rest)};
 }
 
-}  // namespace bert_unpad::host
+}  // namespace bert_unpad::block_model

@@ -6,7 +6,7 @@
 
 #include "gpu_model/block/site.h"
 
-namespace bert_unpad::host {
+namespace bert_unpad::block_model {
 
 struct AsyncCopy {
   uint32_t offset, bytes;
@@ -46,4 +46,4 @@ class PendingCopies {
   int groups_ = 0;                 // committed so far
 };
 
-}  // namespace bert_unpad::host
+}  // namespace bert_unpad::block_model

@@ -1,7 +1,7 @@
 // The device that launchers believe to run on.
 #pragma once
 
-namespace bert_unpad::host {
+namespace bert_unpad::block_model {
 
 struct Device {
   int multiprocessors = 4;
@@ -11,4 +11,4 @@ struct Device {
 
 inline Device device;
 
-}  // namespace bert_unpad::host
+}  // namespace bert_unpad::block_model

@@ -52,7 +52,7 @@ bu_switch_stack:
 )");
 #endif
 
-namespace bert_unpad::host {
+namespace bert_unpad::block_model {
 
 // A suspended thread of execution.
 class Fiber {
@@ -142,4 +142,4 @@ class Stacks {
   size_t guard_ = 0;
 };
 
-}  // namespace bert_unpad::host
+}  // namespace bert_unpad::block_model

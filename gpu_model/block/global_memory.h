@@ -9,7 +9,7 @@
 
 #include "gpu_model/block/block.h"
 
-namespace bert_unpad::host {
+namespace bert_unpad::block_model {
 
 class GlobalMemory {
  public:
@@ -81,4 +81,4 @@ class GlobalMemory {
 
 inline GlobalMemory global_memory;
 
-}  // namespace bert_unpad::host
+}  // namespace bert_unpad::block_model

@@ -14,7 +14,7 @@
 #include "gpu_model/block/shared_memory.h"
 #include "gpu_model/block/site.h"
 
-namespace bert_unpad::host {
+namespace bert_unpad::block_model {
 
 struct Statistics {
   int64_t mma = 0, load_matrices = 0;
@@ -86,4 +86,4 @@ void run_kernel(const char* name, void (*kernel)(Params...), dim3 grid, dim3 sha
       &call);
 }
 
-}  // namespace bert_unpad::host
+}  // namespace bert_unpad::block_model

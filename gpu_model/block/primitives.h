@@ -16,29 +16,30 @@
 #include "gpu_model/block/convert.h"
 #include "gpu_model/block/machine.h"
 
-#define BU_REQUIRE(condition, message)                                                          \
-  do {                                                                                          \
-    if (!(condition)) ::bert_unpad::host::block.fail(std::source_location::current(), message); \
+#define BU_REQUIRE(condition, message)                                                 \
+  do {                                                                                 \
+    if (!(condition))                                                                  \
+      ::bert_unpad::block_model::block.fail(std::source_location::current(), message); \
   } while (false)
 
 namespace bert_unpad {
 
-inline void sync_block(host::Site site = host::Site::current()) {
-  if (host::sites.pass("sync_block", site)) host::block.barrier(site);
+inline void sync_block(block_model::Site site = block_model::Site::current()) {
+  if (block_model::sites.pass("sync_block", site)) block_model::block.barrier(site);
 }
 
 inline uint32_t hold(uint32_t value) { return value; }
 
-inline void sync_warp(host::Site site = host::Site::current()) {
-  if (!host::sites.pass("sync_warp", site)) return;
+inline void sync_warp(block_model::Site site = block_model::Site::current()) {
+  if (!block_model::sites.pass("sync_warp", site)) return;
   char nothing = 0;
-  host::block.collective("sync_warp", site, nothing, [](char**) {
-    ++host::statistics.collectives;
-    host::block.advance_warp();
+  block_model::block.collective("sync_warp", site, nothing, [](char**) {
+    ++block_model::statistics.collectives;
+    block_model::block.advance_warp();
   });
 }
 
-namespace host {
+namespace block_model {
 
 template <class T>
 T shuffle_xor(T value, int mask, const Site& site) {
@@ -57,49 +58,52 @@ T shuffle_xor(T value, int mask, const Site& site) {
   return mine.result;
 }
 
-}  // namespace host
+}  // namespace block_model
 
-inline float shuffle_xor(float value, int mask, host::Site site = host::Site::current()) {
-  return host::shuffle_xor(value, mask, site);
+inline float shuffle_xor(float value, int mask,
+                         block_model::Site site = block_model::Site::current()) {
+  return block_model::shuffle_xor(value, mask, site);
 }
-inline uint32_t shuffle_xor(uint32_t value, int mask, host::Site site = host::Site::current()) {
-  return host::shuffle_xor(value, mask, site);
+inline uint32_t shuffle_xor(uint32_t value, int mask,
+                            block_model::Site site = block_model::Site::current()) {
+  return block_model::shuffle_xor(value, mask, site);
 }
 
 // Far from 0, so that an offset taken for an address is out of bounds.
 inline uint32_t shared_base() { return 0x01000000; }
 
 template <class V>
-V load_shared(uint32_t offset, host::Site site = host::Site::current()) {
+V load_shared(uint32_t offset, block_model::Site site = block_model::Site::current()) {
   static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);
   V value;
-  host::shared_memory.load(offset, &value, sizeof(V), site);
+  block_model::shared_memory.load(offset, &value, sizeof(V), site);
   return value;
 }
 
 template <class V>
-void store_shared(uint32_t offset, const V& value, host::Site site = host::Site::current()) {
+void store_shared(uint32_t offset, const V& value,
+                  block_model::Site site = block_model::Site::current()) {
   static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);
-  host::shared_memory.store(offset, &value, sizeof(V), site);
+  block_model::shared_memory.store(offset, &value, sizeof(V), site);
 }
 
 template <class V>
-V load_global(const void* p, host::Site site = host::Site::current()) {
+V load_global(const void* p, block_model::Site site = block_model::Site::current()) {
   static_assert(sizeof(V) <= 16 && (sizeof(V) & (sizeof(V) - 1)) == 0);
-  host::global_memory.check(p, sizeof(V), false, "load", site);
+  block_model::global_memory.check(p, sizeof(V), false, "load", site);
   V value;
   std::memcpy(&value, p, sizeof(V));
   return value;
 }
 
 template <class V>
-void store_global(void* p, const V& value, host::Site site = host::Site::current()) {
+void store_global(void* p, const V& value, block_model::Site site = block_model::Site::current()) {
   static_assert(sizeof(V) <= 16 && (sizeof(V) & (sizeof(V) - 1)) == 0);
-  host::global_memory.check(p, sizeof(V), true, "store", site);
+  block_model::global_memory.check(p, sizeof(V), true, "store", site);
   std::memcpy(p, &value, sizeof(V));
 }
 
-namespace host {
+namespace block_model {
 
 // A copy may read its source at once or as late as it lands; the seed decides.
 inline void copy_async(uint32_t offset, const void* source, uint32_t bytes, bool valid,
@@ -119,30 +123,32 @@ inline void copy_async(uint32_t offset, const void* source, uint32_t bytes, bool
   block.self->copies.start(copy);
 }
 
-}  // namespace host
+}  // namespace block_model
 
 inline void copy_async_16(uint32_t shared_offset, const void* global, bool valid,
-                          host::Site site = host::Site::current()) {
-  host::copy_async(shared_offset, global, 16, valid, site);
+                          block_model::Site site = block_model::Site::current()) {
+  block_model::copy_async(shared_offset, global, 16, valid, site);
 }
 
 inline void copy_async_4(uint32_t shared_offset, const void* global, bool valid,
-                         host::Site site = host::Site::current()) {
-  host::copy_async(shared_offset, global, 4, valid, site);
+                         block_model::Site site = block_model::Site::current()) {
+  block_model::copy_async(shared_offset, global, 4, valid, site);
 }
 
-inline void copy_async_commit() { host::block.self->copies.commit(); }
+inline void copy_async_commit() { block_model::block.self->copies.commit(); }
 
 template <int kPending>
-void copy_async_wait(host::Site site = host::Site::current()) {
-  if (!host::sites.pass("copy_async_wait", site)) return;
-  host::block.self->copies.wait(
-      kPending, [](const host::AsyncCopy& copy) { host::shared_memory.land_copy(copy); });
+void copy_async_wait(block_model::Site site = block_model::Site::current()) {
+  if (!block_model::sites.pass("copy_async_wait", site)) return;
+  block_model::block.self->copies.wait(kPending, [](const block_model::AsyncCopy& copy) {
+    block_model::shared_memory.land_copy(copy);
+  });
 }
 
 template <class T>
 uint32_t pack(float low, float high) {
-  return host::encode<T>(low).bits | static_cast<uint32_t>(host::encode<T>(high).bits) << 16;
+  return block_model::encode<T>(low).bits | static_cast<uint32_t>(block_model::encode<T>(high).bits)
+                                                << 16;
 }
 
 struct FloatPair {
@@ -151,11 +157,11 @@ struct FloatPair {
 
 template <class T>
 [[gnu::always_inline]] inline FloatPair unpack(uint32_t pair) {
-  return {host::decode(T{static_cast<uint16_t>(pair)}),
-          host::decode(T{static_cast<uint16_t>(pair >> 16)})};
+  return {block_model::decode(T{static_cast<uint16_t>(pair)}),
+          block_model::decode(T{static_cast<uint16_t>(pair >> 16)})};
 }
 
-namespace host {
+namespace block_model {
 
 struct MatrixLane {
   uint32_t* r;
@@ -249,21 +255,21 @@ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const 
   });
 }
 
-}  // namespace host
+}  // namespace block_model
 
 inline void load_matrices(uint32_t (&r)[4], uint32_t row_address,
-                          host::Site site = host::Site::current()) {
-  host::load_matrices(r, row_address, false, site);
+                          block_model::Site site = block_model::Site::current()) {
+  block_model::load_matrices(r, row_address, false, site);
 }
 inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t row_address,
-                                     host::Site site = host::Site::current()) {
-  host::load_matrices(r, row_address, true, site);
+                                     block_model::Site site = block_model::Site::current()) {
+  block_model::load_matrices(r, row_address, true, site);
 }
 
 template <class T>
 void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-         host::Site site = host::Site::current()) {
-  host::mma<T>(c, a, b0, b1, site);
+         block_model::Site site = block_model::Site::current()) {
+  block_model::mma<T>(c, a, b0, b1, site);
 }
 
 }  // namespace bert_unpad

@@ -17,7 +17,7 @@
 
 #include "gpu_model/block/block.h"
 
-namespace bert_unpad::host {
+namespace bert_unpad::block_model {
 
 class SharedMemory {
  public:
@@ -119,7 +119,7 @@ class SharedMemory {
     const Access mine{site, epoch, id, kEmpty};
     const unsigned warp = thread.warp();
     if (a.epoch < block.epoch || (a.warp() == warp && a.epoch < epoch)) {
-      // Whoever read before is behind a barrier, except perhaps another warp.
+      // Earlier readers are on the other side of a barrier, except perhaps another warp.
       if (b.epoch < block.epoch || b.warp() == warp) b.epoch = 0;
       a = mine;
     } else if (b.epoch < block.epoch || (a.warp() == b.warp() && warp != a.warp()) ||
@@ -176,4 +176,4 @@ class SharedMemory {
 
 inline SharedMemory shared_memory;
 
-}  // namespace bert_unpad::host
+}  // namespace bert_unpad::block_model

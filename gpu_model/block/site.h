@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-namespace bert_unpad::host {
+namespace bert_unpad::block_model {
 
 using Site = std::source_location;
 
@@ -78,4 +78,4 @@ class SiteList {
   std::vector<Place> ignored_;
 };
 
-}  // namespace bert_unpad::host
+}  // namespace bert_unpad::block_model

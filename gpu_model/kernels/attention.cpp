@@ -15,7 +15,7 @@ BU_EXPORT int64_t attention_args_size() { return sizeof(AttentionCudaParams); }
 
 BU_EXPORT int attention(int backward, const AttentionCudaParams* args, const AttentionGroup* groups,
                         int64_t group_count) {
-  return bert_unpad::host::guarded([&] {
+  return bert_unpad::block_model::guarded([&] {
     const auto run =
         backward ? bert_unpad::cuda::attention_backward : bert_unpad::cuda::attention_forward;
     run(*args, {groups, static_cast<size_t>(group_count)}, nullptr);
@@ -25,7 +25,7 @@ BU_EXPORT int attention(int backward, const AttentionCudaParams* args, const Att
 // The choices of attention/choice.h.
 BU_EXPORT int attention_plan(int64_t sequences, int64_t heads, int64_t max_q, int64_t max_k,
                              int64_t head_dim, int64_t sms, int64_t shared_bytes, int64_t* out) {
-  return bert_unpad::host::guarded([&] {
+  return bert_unpad::block_model::guarded([&] {
     const int d = static_cast<int>(head_dim), q = static_cast<int>(max_q);
     const int k = static_cast<int>(max_k);
     out[0] = bert_unpad::forward_row_tiles(q, d);

@@ -24,7 +24,7 @@ ClipCudaParams params(int64_t dtype, int64_t out_dtype, int64_t size, const void
 
 BU_EXPORT int clip_blocks(int64_t dtype, int64_t out_dtype, int64_t size, const void* bucket,
                           void* out, float* residual, int64_t* blocks) {
-  return bert_unpad::host::guarded([&] {
+  return bert_unpad::block_model::guarded([&] {
     *blocks = bert_unpad::cuda::clip_blocks(params(dtype, out_dtype, size, bucket, out, residual));
   });
 }
@@ -32,7 +32,7 @@ BU_EXPORT int clip_blocks(int64_t dtype, int64_t out_dtype, int64_t size, const 
 BU_EXPORT int clip_bucket(int64_t dtype, int64_t out_dtype, int64_t size, const void* bucket,
                           void* out, float* residual, const float* bound, float max_norm,
                           float factor, float* partials, float* norm) {
-  return bert_unpad::host::guarded([&] {
+  return bert_unpad::block_model::guarded([&] {
     ClipCudaParams p = params(dtype, out_dtype, size, bucket, out, residual);
     p.bound = bound;
     p.max_norm = max_norm;

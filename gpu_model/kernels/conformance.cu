@@ -28,7 +28,7 @@ int guarded(const F& f) {
   }
 }
 #else
-using host::guarded;
+using block_model::guarded;
 #endif
 
 struct Lane {

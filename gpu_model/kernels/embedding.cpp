@@ -11,12 +11,13 @@ using bert_unpad::cuda::EmbeddingCudaParams;
 BU_EXPORT int64_t embedding_params_size() { return sizeof(EmbeddingCudaParams); }
 
 BU_EXPORT int embedding_forward(const EmbeddingCudaParams* p) {
-  return bert_unpad::host::guarded([&] { bert_unpad::cuda::embedding_layer_norm(*p, nullptr); });
+  return bert_unpad::block_model::guarded(
+      [&] { bert_unpad::cuda::embedding_layer_norm(*p, nullptr); });
 }
 
 // Rows of partials and of pieces, 32-bit words for the sort, floats of a row of scratch memory.
 BU_EXPORT int embedding_scratch(const EmbeddingCudaParams* p, int64_t* sizes) {
-  return bert_unpad::host::guarded([&] {
+  return bert_unpad::block_model::guarded([&] {
     sizes[0] = bert_unpad::cuda::embedding_layer_norm_partial_rows(*p);
     sizes[1] = bert_unpad::cuda::embedding_pieces(p->norm.rows);
     sizes[2] = bert_unpad::cuda::token_sort_words(p->tokens);
@@ -25,14 +26,14 @@ BU_EXPORT int embedding_scratch(const EmbeddingCudaParams* p, int64_t* sizes) {
 }
 
 BU_EXPORT int embedding_backward(const EmbeddingCudaParams* p) {
-  return bert_unpad::host::guarded(
+  return bert_unpad::block_model::guarded(
       [&] { bert_unpad::cuda::embedding_layer_norm_backward(*p, nullptr); });
 }
 
 // ids and order of one table, sorted, and where each id begins.
 BU_EXPORT int embedding_sort(const bert_unpad::cuda::TokenIds* tokens, int64_t table,
                              int32_t* space, int32_t* ids, int32_t* order, int32_t* first) {
-  return bert_unpad::host::guarded([&] {
+  return bert_unpad::block_model::guarded([&] {
     const auto sorted = bert_unpad::cuda::sort_tokens("sort", *tokens, space, nullptr);
     std::copy_n(sorted.ids[table], tokens->count, ids);
     std::copy_n(sorted.order[table], tokens->count, order);
@@ -40,5 +41,6 @@ BU_EXPORT int embedding_sort(const bert_unpad::cuda::TokenIds* tokens, int64_t t
   });
 }
 BU_EXPORT int embedding_sort_words(const bert_unpad::cuda::TokenIds* tokens, int64_t* words) {
-  return bert_unpad::host::guarded([&] { *words = bert_unpad::cuda::token_sort_words(*tokens); });
+  return bert_unpad::block_model::guarded(
+      [&] { *words = bert_unpad::cuda::token_sort_words(*tokens); });
 }

@@ -206,8 +206,8 @@ void matrices_after_shuffle(const Params p) {
   store_global(p.out + threadIdx.x, static_cast<float>(r[0]));
 }
 
-// Legal: each warp writes, reads as matrices, and writes again, behind barriers of its own.
-void matrices_behind_barriers(const Params p) {
+// Legal: each warp writes, reads as matrices, and writes again, after its own barriers.
+void matrices_after_barriers(const Params p) {
   const uint32_t at = 16 * lane_id() + 512 * (threadIdx.x / 32);
   uint32_t r[4] = {};
   for (int round = 0; round < 2; ++round) {
@@ -351,7 +351,7 @@ constexpr Case kCases[] = {
     BU_CASE(copy_never_waited_for), BU_CASE(copy_not_committed), BU_CASE(copy_read_early),
     BU_CASE(copy_in_younger_group), BU_CASE(copy_without_barrier), BU_CASE(copy_over_unread_data),
     BU_CASE(shuffle_for_barrier), BU_CASE(warp_barrier), BU_CASE(warp_barrier_for_another_warp),
-    BU_CASE(matrices_after_shuffle), BU_CASE(matrices_behind_barriers),
+    BU_CASE(matrices_after_shuffle), BU_CASE(matrices_after_barriers),
     BU_CASE(write_under_matrices), BU_CASE(write_after_reads), BU_CASE(write_under_other_warp),
     BU_CASE(two_writers), BU_CASE(uninitialised), BU_CASE(requirement), BU_CASE(row_sum),
     BU_CASE(copy_of_changing_source), BU_CASE(last_block), BU_CASE(shuffles),
@@ -363,7 +363,7 @@ constexpr Case kCases[] = {
 
 BU_EXPORT int run_case(const char* name, int64_t blocks, int64_t threads, int64_t shared_bytes,
                        int64_t rounds, const float* in, float* out) {
-  return host::guarded([&] {
+  return block_model::guarded([&] {
     for (const Case& c : kCases) {
       if (std::strcmp(c.name, name) != 0) continue;
       const dim3 grid(static_cast<unsigned>(blocks)), shape(static_cast<unsigned>(threads));
@@ -375,7 +375,7 @@ BU_EXPORT int run_case(const char* name, int64_t blocks, int64_t threads, int64_
 }
 
 BU_EXPORT int run_program(const uint8_t* accesses, const uint8_t* warp_steps, int64_t steps) {
-  return host::guarded([&] {
+  return block_model::guarded([&] {
     cuda::launch("program", run_steps, dim3(1), dim3(kThreads), 16, nullptr,
                  Program{accesses, warp_steps, steps});
   });

@@ -1,12 +1,12 @@
 // Quantisation to 8 bits on the model of a block, and 8-bit products on the model of cuBLASLt.
 #include "gpu_model/block/c_api.h"
 //
-#include "gpu_model/block/cublaslt.h"
+#include "gpu_model/cublaslt.h"
 //
 #include "linear/algorithms_cuda.cpp"
+#include "linear/fp8.cu"
 #include "linear/fp8_product_cuda.cpp"
 #include "linear/matmul_cuda.cpp"
-#include "linear/quantize_fp8.cu"
 
 using bert_unpad::DType;
 namespace cuda = bert_unpad::cuda;
@@ -16,7 +16,7 @@ BU_EXPORT int fp8_partials(int64_t dtype, int64_t rows, int64_t columns, int64_t
   p.dtype = static_cast<DType>(dtype);
   p.rows = rows;
   p.columns = columns;
-  return bert_unpad::host::guarded([&] { *out = cuda::quantize_partials(p); });
+  return bert_unpad::block_model::guarded([&] { *out = cuda::quantize_partials(p); });
 }
 
 BU_EXPORT int fp8_quantize(int64_t dtype, int e5m2, int64_t rows, int64_t columns, const void* x,
@@ -31,7 +31,7 @@ BU_EXPORT int fp8_quantize(int64_t dtype, int e5m2, int64_t rows, int64_t column
   p.q_transposed = static_cast<uint8_t*>(q_transposed);
   p.scale = scale;
   p.partials = partials;
-  return bert_unpad::host::guarded([&] { cuda::quantize_fp8(p, nullptr); });
+  return bert_unpad::block_model::guarded([&] { cuda::quantize_fp8(p, nullptr); });
 }
 
 BU_EXPORT int fp8_product(int a_e5m2, int b_e5m2, int64_t a_rows, int64_t b_rows, int64_t k,
@@ -51,7 +51,7 @@ BU_EXPORT int fp8_product(int a_e5m2, int b_e5m2, int64_t a_rows, int64_t b_rows
   p.bias = bias;
   p.out = out;
   p.out_dtype = static_cast<DType>(out_dtype);
-  return bert_unpad::host::guarded([&] {
+  return bert_unpad::block_model::guarded([&] {
     const auto none = [](size_t) -> void* { return nullptr; };
     cuda::matmul(cuda::fp8_matmul(p), none, nullptr, "fp8_product");
   });

@@ -23,7 +23,7 @@ GeluCudaParams params(int64_t dtype, int64_t bias_dtype, int64_t rows, int64_t c
 
 BU_EXPORT int gelu_forward(int64_t dtype, int64_t bias_dtype, int64_t rows, int64_t columns,
                            int tanh, const void* x, const void* bias, void* y) {
-  return bert_unpad::host::guarded([&] {
+  return bert_unpad::block_model::guarded([&] {
     GeluCudaParams p = params(dtype, bias_dtype, rows, columns, tanh);
     p.x = x;
     p.bias = bias;
@@ -35,7 +35,7 @@ BU_EXPORT int gelu_forward(int64_t dtype, int64_t bias_dtype, int64_t rows, int6
 BU_EXPORT int gelu_backward(int64_t dtype, int64_t bias_dtype, int64_t rows, int64_t columns,
                             int tanh, const void* x, const void* bias, const void* dy, void* dx,
                             void* dbias, float* partials) {
-  return bert_unpad::host::guarded([&] {
+  return bert_unpad::block_model::guarded([&] {
     GeluCudaParams p = params(dtype, bias_dtype, rows, columns, tanh);
     p.x = x;
     p.bias = bias;
@@ -49,7 +49,7 @@ BU_EXPORT int gelu_backward(int64_t dtype, int64_t bias_dtype, int64_t rows, int
 
 BU_EXPORT int gelu_partial_rows(int64_t dtype, int64_t rows, int64_t columns, const void* x,
                                 const void* dy, const void* dx, int64_t* out) {
-  return bert_unpad::host::guarded([&] {
+  return bert_unpad::block_model::guarded([&] {
     GeluCudaParams p = params(dtype, dtype, rows, columns, 0);
     p.x = x;
     p.dy = dy;

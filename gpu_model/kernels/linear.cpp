@@ -1,7 +1,7 @@
 // A linear layer's products on the model of cuBLASLt.
 #include "gpu_model/block/c_api.h"
 //
-#include "gpu_model/block/cublaslt.h"
+#include "gpu_model/cublaslt.h"
 //
 #include "linear/algorithms_cuda.cpp"
 #include "linear/linear_products_cuda.cpp"
@@ -24,7 +24,7 @@ void run(const cuda::Matmul& product) {
   workspaces.clear();
   const auto allocate = [](size_t bytes) -> void* {
     workspaces.emplace_back(bytes);
-    bert_unpad::host::global_memory.add(workspaces.back().data(), bytes, true);
+    bert_unpad::block_model::global_memory.add(workspaces.back().data(), bytes, true);
     return workspaces.back().data();
   };
   cuda::matmul(product, allocate, nullptr, "linear");
@@ -34,27 +34,27 @@ void run(const cuda::Matmul& product) {
 
 BU_EXPORT int linear_forward(int64_t dtype, int64_t tokens, int64_t in, int64_t out, const void* x,
                              const void* weight, const void* bias, void* y, void* pre) {
-  return bert_unpad::host::guarded(
+  return bert_unpad::block_model::guarded(
       [&] { run(cuda::linear_forward(shape(dtype, tokens, in, out), x, weight, bias, y, pre)); });
 }
 
 BU_EXPORT int linear_dgrad(int64_t dtype, int64_t tokens, int64_t in, int64_t out, const void* dy,
                            const void* weight, const void* addend, const void* pre, void* dx) {
-  return bert_unpad::host::guarded(
+  return bert_unpad::block_model::guarded(
       [&] { run(cuda::linear_dgrad(shape(dtype, tokens, in, out), dy, weight, addend, pre, dx)); });
 }
 
 BU_EXPORT int linear_wgrad(int64_t dtype, int64_t tokens, int64_t in, int64_t out, const void* dy,
                            const void* x, int accumulate, void* dweight, int64_t out_dtype,
                            void* dbias) {
-  return bert_unpad::host::guarded([&] {
+  return bert_unpad::block_model::guarded([&] {
     run(cuda::linear_wgrad(shape(dtype, tokens, in, out), dy, x, accumulate != 0, dweight,
                            static_cast<DType>(out_dtype), dbias));
   });
 }
 
 BU_EXPORT int set_algorithm_file(const char* path) {
-  return bert_unpad::host::guarded([&] { cuda::set_algorithm_file(path); });
+  return bert_unpad::block_model::guarded([&] { cuda::set_algorithm_file(path); });
 }
 
 BU_EXPORT int set_library(int64_t algorithms, int last_is_choosy) {

@@ -28,7 +28,7 @@ LossCudaParams params(int64_t dtype, int64_t rows, int64_t columns, int64_t voca
 BU_EXPORT int loss_forward(int64_t dtype, int64_t rows, int64_t columns, int64_t vocab,
                            const void* logits, const int64_t* labels, float* lse, void* row_losses,
                            float* loss_sum, int64_t* correct) {
-  return bert_unpad::host::guarded([&] {
+  return bert_unpad::block_model::guarded([&] {
     LossCudaParams p = params(dtype, rows, columns, vocab, logits, labels, lse);
     p.row_losses = static_cast<RowLoss*>(row_losses);
     p.loss_sum = loss_sum;
@@ -40,7 +40,7 @@ BU_EXPORT int loss_forward(int64_t dtype, int64_t rows, int64_t columns, int64_t
 BU_EXPORT int loss_backward(int64_t dtype, int64_t rows, int64_t columns, int64_t vocab,
                             const void* logits, const int64_t* labels, float* lse,
                             const float* dloss, void* dlogits) {
-  return bert_unpad::host::guarded([&] {
+  return bert_unpad::block_model::guarded([&] {
     LossCudaParams p = params(dtype, rows, columns, vocab, logits, labels, lse);
     p.dloss = dloss;
     p.dlogits = dlogits;

@@ -9,15 +9,16 @@ using bert_unpad::cuda::NormCudaParams;
 BU_EXPORT int64_t norm_params_size() { return sizeof(NormCudaParams); }
 
 BU_EXPORT int norm_forward(const NormCudaParams* p) {
-  return bert_unpad::host::guarded([&] { bert_unpad::cuda::dropout_add_layer_norm(*p, nullptr); });
+  return bert_unpad::block_model::guarded(
+      [&] { bert_unpad::cuda::dropout_add_layer_norm(*p, nullptr); });
 }
 
 BU_EXPORT int norm_partial_rows(const NormCudaParams* p, int64_t* rows) {
-  return bert_unpad::host::guarded(
+  return bert_unpad::block_model::guarded(
       [&] { *rows = bert_unpad::cuda::dropout_add_layer_norm_partial_rows(*p); });
 }
 
 BU_EXPORT int norm_backward(const NormCudaParams* p) {
-  return bert_unpad::host::guarded(
+  return bert_unpad::block_model::guarded(
       [&] { bert_unpad::cuda::dropout_add_layer_norm_backward(*p, nullptr); });
 }

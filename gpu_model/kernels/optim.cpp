@@ -31,7 +31,7 @@ struct PlainLists {
 
 BU_EXPORT int optim_norm(int64_t count, void* const* data, const int64_t* sizes,
                          const int64_t* dtypes, float* partials, float* total, float* each) {
-  return bert_unpad::host::guarded([&] {
+  return bert_unpad::block_model::guarded([&] {
     const PlainLists lists(count, data, sizes, dtypes);
     cuda::multi_tensor_l2norm(lists.tensors, lists.dtypes, partials, total, each, nullptr);
   });
@@ -39,7 +39,7 @@ BU_EXPORT int optim_norm(int64_t count, void* const* data, const int64_t* sizes,
 
 BU_EXPORT int optim_scale(int64_t count, void* const* data, const int64_t* sizes,
                           const int64_t* dtypes, const float* factor) {
-  return bert_unpad::host::guarded([&] {
+  return bert_unpad::block_model::guarded([&] {
     const PlainLists lists(count, data, sizes, dtypes);
     cuda::multi_tensor_scale(lists.tensors, lists.dtypes, factor, nullptr);
   });
@@ -53,7 +53,7 @@ BU_EXPORT int optim_update(int64_t count, void* const* arrays, const int64_t* si
                            const int64_t* flags, const float* lr, const float* grad_scale,
                            const float* norm, const float* own_norms, int64_t* skipped,
                            float* coefficients, float* partials, float* sums) {
-  return bert_unpad::host::guarded([&] {
+  return bert_unpad::block_model::guarded([&] {
     std::vector<UpdateTensor> tensors;
     std::vector<float*> steps;
     for (int64_t i = 0; i < count; ++i) {

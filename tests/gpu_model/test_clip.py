@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpu_model import build
-from gpu_model.model import POLICIES, Model
+from gpu_model.block_model import POLICIES, Model
 from tests.support.model_checks import DTYPES, assert_every_site_is_needed
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")

@@ -9,7 +9,7 @@ import torch
 
 from bert_unpad.ops.fp8 import quantize_fp8  # on a CPU: by PyTorch
 from gpu_model import build
-from gpu_model.model import POLICIES, Model
+from gpu_model.block_model import POLICIES, Model
 from tests.support.model_checks import DTYPES, assert_every_site_is_needed
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")

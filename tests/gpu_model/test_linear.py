@@ -1,4 +1,4 @@
-"""The linear layer's GPU products, run on a model of cuBLASLt (gpu_model/block/cublaslt.h)."""
+"""The linear layer's GPU products, run on a model of cuBLASLt (gpu_model/cublaslt.h)."""
 
 import ctypes
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu_model import build
-from gpu_model.model import Model
+from gpu_model.block_model import Model
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/common/types.h

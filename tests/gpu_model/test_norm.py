@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bert_unpad import ops
 from gpu_model.build import compiler
-from gpu_model.model import POLICIES
+from gpu_model.block_model import POLICIES
 from tests.support import reference
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.model_norm import layer_norm, model

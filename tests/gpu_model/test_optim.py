@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_model import build
-from gpu_model.model import POLICIES, Model
+from gpu_model.block_model import POLICIES, Model
 from tests.support.model_checks import DTYPES, assert_every_site_is_needed
 from tests.support.optim_reference import Rule, State, Truth, draw_state
 

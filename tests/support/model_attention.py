@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gpu_model.model import Model
+from gpu_model.block_model import Model
 from tests.support import reference
 from tests.support.model_checks import DTYPES, load_kernels
 from tests.support.op_checks import cu_seqlens

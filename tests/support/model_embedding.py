@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gpu_model.model import Model
+from gpu_model.block_model import Model
 from tests.support.model_checks import DTYPES, load_kernels
 from tests.support.model_norm import Buffers, RowNormParams, row_norm_params
 

@@ -8,13 +8,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gpu_model.model import Model
+from gpu_model.block_model import Model
 from tests.support import reference
 from tests.support.model_checks import DTYPES, load_kernels
 
 
 class RowNormParams(ctypes.Structure):
-    """Of csrc/norm/row_params.h."""
+    """Of csrc/cuda/norm_row_params.h."""
 
     _fields_ = (
         *((name, ctypes.c_int) for name in ("dtype", "parameter_dtype")),

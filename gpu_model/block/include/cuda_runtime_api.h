@@ -22,7 +22,7 @@ struct CUevent_st {
 };
 using cudaEvent_t = CUevent_st*;
 
-namespace bert_unpad::host {
+namespace bert_unpad::block_model {
 inline double clock_milliseconds = 0;
 }
 
@@ -60,7 +60,7 @@ inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   return cudaSuccess;
 }
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t = nullptr) {
-  event->milliseconds = bert_unpad::host::clock_milliseconds;
+  event->milliseconds = bert_unpad::block_model::clock_milliseconds;
   return cudaSuccess;
 }
 inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
@@ -79,7 +79,7 @@ inline cudaError_t cudaGetDevice(int* number) {
 }
 
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  const bert_unpad::host::Device& device = bert_unpad::host::device;
+  const bert_unpad::block_model::Device& device = bert_unpad::block_model::device;
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount:
       *value = device.multiprocessors;

@@ -1,4 +1,5 @@
-// Checks of the operands of operators with a LayerNorm, the same on CPU and GPU.
+// Checks of the bias and the statistics of a LayerNorm, for every operator that has one, the same
+// on CPU and GPU.
 #pragma once
 
 #include <utility>
@@ -6,22 +7,6 @@
 #include "common/checks.h"
 
 namespace bert_unpad {
-
-// Of dropout_add_layer_norm, what forward and backward have in common. Returns the number of rows.
-inline int64_t check_norm_operands(const Tensor& x, const std::optional<Tensor>& x_bias,
-                                   const std::optional<Tensor>& residual, const Tensor& weight,
-                                   double dropout_p, const char* op) {
-  storage_dtype(x, op, "x");
-  check(x.dim() >= 1 && x.size(x.dim() - 1) >= 1, op,
-        ": x must have shape [..., hidden] with hidden >= 1, got ", shape_string(x));
-  check_contiguous(x, op, "x");
-  const int64_t hidden = x.size(x.dim() - 1);
-  if (residual) check_like(*residual, x, op, "residual", "x");
-  check_parameter(weight, hidden, x, op, "weight");
-  if (x_bias) check_parameter(*x_bias, hidden, x, op, "x_bias");
-  check_probability(dropout_p, op, "p");
-  return x.numel() / hidden;
-}
 
 // The LayerNorm's bias; `prefix` is "" or "ln_".
 inline void check_norm_bias(const Tensor& bias, const Tensor& weight, const Tensor& like,

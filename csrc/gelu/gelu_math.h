@@ -1,10 +1,9 @@
 // GELU and its derivative in fp32 (Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016).
 //
-// gelu(u) = u * Phi(u). The exact form takes Phi from erf, the other one from a tanh. Both are
-// written so that small values keep their relative accuracy (the usual 1 + erf and 1 + tanh cancel
-// for negative u), and so that value and derivative share one exponential: in bf16 a GPU has about
-// 30 instructions to spend on an element before arithmetic, not memory, sets the speed, and erff()
-// with expf() beside it takes more than that.
+// gelu(u) = u * Phi(u). The exact form computes Phi from erf, the other one from tanh. Small values
+// keep their relative accuracy (the usual 1 + erf and 1 + tanh cancel for negative u), and value
+// and derivative share one exponential. In bf16 a GPU can spend about 30 instructions per element
+// before arithmetic, not memory, is the limit; erff() and expf() take more.
 #pragma once
 
 #include "common/macros.h"

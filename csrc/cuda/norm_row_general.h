@@ -1,9 +1,9 @@
-// LayerNorm over rows of any length at any address: a block reads its row again for each step,
-// element by element, and keeps its column sums in its own row of the scratch memory. Right for
-// every shape, fast for none; what a `Row` is says norm/row_kernels.h.
+// LayerNorm over rows of any length at any address, slowly: a block reads its row again in each
+// step, element by element, and keeps its column sums in its own row of scratch memory. For `Row`
+// see cuda/norm_row_kernels.h.
 #pragma once
 
-#include "norm/row_kernels.h"
+#include "cuda/norm_row_kernels.h"
 
 namespace bert_unpad {
 

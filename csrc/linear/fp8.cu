@@ -1,5 +1,5 @@
-// Quantisation to 8 bits, limited by memory: one read for the largest value, one for the numbers,
-// which leave as they are and, for the products of the backward pass, transposed.
+// Quantisation to 8 bits. Memory is the limit: one read for the largest value, one to convert. The
+// result is written as it is and, for the products of the backward pass, transposed.
 //
 // Two kernels. The first leaves the largest value of each block; in the second every block finds
 // the largest of these, so no third kernel and no atomics are needed.
@@ -7,11 +7,11 @@
 #include <cfloat>
 #include <cmath>
 
-#include "cuda/fp8.h"
 #include "cuda/launch.h"
 #include "cuda/reduce.h"
 #include "cuda/vector.h"
-#include "linear/fp8.h"
+#include "linear/fp8_cuda.h"
+#include "linear/fp8_format.h"
 
 namespace bert_unpad::cuda {
 namespace {
@@ -30,7 +30,7 @@ constexpr int kTile = 64, kGroups = kTile / 4;
 constexpr uint32_t kStride = kGroups + 1;
 constexpr unsigned kTileBytes = 4 * kTile * kStride, kSharedBytes = kTileBytes + 4 * kWarps;
 
-// The block's largest value, in all threads. Uses shared memory behind the tile.
+// The block's largest value, in all threads. Uses shared memory after the tile.
 BU_DEVICE float max_over_block(float x) {
   x = warp_max(x);
   if (threadIdx.x % 32 == 0) store_shared(kTileBytes + threadIdx.x / 32 * 4, x);

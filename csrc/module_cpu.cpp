@@ -1,5 +1,5 @@
 // The Python module object of bert_unpad._C. Importing it registers the operators (static
-// initialisers of the other files); besides, it tells what was built for `bert_unpad.info`.
+// initialisers of the other files). Its functions tell what was built, for `bert_unpad.info`.
 #include <Python.h>
 
 #include <exception>

@@ -1,6 +1,5 @@
-// The operands of the cross-entropy on their way from tensors to a params struct: what the CPU and
-// CUDA bindings check alike. For LossCpuParams and LossCudaParams, whose fields have the
-// same names.
+// From the cross-entropy's arguments to a params struct: checks that are the same on CPU and GPU.
+// The same code fills LossCpuParams and LossCudaParams, whose fields have the same names.
 #pragma once
 
 #include "common/checks.h"
@@ -9,8 +8,8 @@ namespace bert_unpad {
 
 // Everything about logits and labels but the labels' values, which only the device may see.
 template <class Params>
-void set_operands(Params& p, const Tensor& logits, const Tensor& labels, int64_t vocab_size,
-                  int64_t ignore_index, const char* op) {
+void set_loss_arguments(Params& p, const Tensor& logits, const Tensor& labels, int64_t vocab_size,
+                        int64_t ignore_index, const char* op) {
   p.dtype = storage_dtype(logits, op, "logits");
   check_shape(logits, {-1, -1}, op, "logits", "[rows, padded vocabulary]");
   check_contiguous(logits, op, "logits");

@@ -1,4 +1,4 @@
-"""The formulas in csrc/cuda that GPU kernels use, compiled by the C++ compiler, without a GPU.
+"""The formulas of csrc/gelu/gelu_math.h, compiled by the C++ compiler, without a GPU.
 
 Only the two hardware approximations (2^x, 1/x) differ on a GPU, by an ulp or two.
 """
@@ -15,7 +15,7 @@ import torch
 from tests.support.paths import CSRC
 
 SOURCE = """
-#include "cuda/gelu.h"
+#include "gelu/gelu_math.h"
 using namespace bert_unpad;
 extern "C" void evaluate(const float* u, float* out, int n) {
   for (int i = 0; i < n; ++i) {
@@ -33,7 +33,7 @@ def evaluate(tmp_path_factory):
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         pytest.skip("no C++ compiler")
-    folder = tmp_path_factory.mktemp("device_math")
+    folder = tmp_path_factory.mktemp("gelu_math")
     (folder / "gelu.cpp").write_text(SOURCE)
     command = [compiler, "-std=c++20", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{CSRC}"]
     library = folder / "gelu.so"

@@ -1,6 +1,6 @@
 // The Python module object of bert_unpad._C_cuda. Importing it registers the CUDA operators (static
-// initialisers of the other files); besides, it tells what was built, for `bert_unpad.info`, and
-// says where timed algorithms are kept.
+// initialisers of the other files). Its functions tell what was built, for `bert_unpad.info`, and
+// set the file of timed algorithms.
 #include <Python.h>
 #include <cuda_runtime_api.h>
 

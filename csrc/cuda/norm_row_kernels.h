@@ -1,7 +1,7 @@
-// LayerNorm's forward and backward pass over rows, limited by memory: operands are read once, the
+// LayerNorm's forward and backward pass over rows. Memory is the limit: operands are read once, the
 // row stays in registers between its statistics and its output, and results are written once.
 //
-// What is normalised and what happens to the result is an operator's own; its `Row` type says:
+// Each operator says what is normalised and what happens to the result, by its `Row` type:
 //   Row(params)                              of all threads, once
 //   begin(row)                               before anything of a row is read
 //   Raw load<kWide>(column, count)           a group of the operands, as it is in memory
@@ -11,18 +11,18 @@
 //   gradient<kWide>(column, count)           a group of dy, as it is in memory
 //   result_gradient(group, mask, d)          the gradient of the LayerNorm's result, in fp32
 //   input_gradient<kWide>(column, count, mask, dz, sums)   takes the gradient of its input
-// `mask` says what dropout keeps, before the LayerNorm or after it as the operator has it. kSums is
-// how many column sums the backward pass gives (2: dweight, dbias; 3: also those that
-// input_gradient adds to). `norm` of the params is a RowNormParams.
+// `mask` says which columns dropout keeps, before or after the LayerNorm. kSums is the number of
+// column sums of the backward pass (2: dweight and dbias; 3: also the one that input_gradient adds
+// to). The params have a member `norm`, a RowNormParams.
 //
 // A row is held by a warp, or by a block where kBlockRow; a thread has kVectors groups of 8
-// columns. Other shapes: norm/row_general.h.
+// columns. Other shapes: cuda/norm_row_general.h.
 #pragma once
 
 #include <cmath>
 
-#include "norm/row_params.h"
-#include "norm/row_parts.h"
+#include "cuda/norm_row_params.h"
+#include "cuda/norm_row_parts.h"
 
 namespace bert_unpad {
 
@@ -188,7 +188,7 @@ BU_DEVICE void backward_rows(const Params& params) {
                     columns[1] + v * kGroup, sums);
     }
     sum_over_row(sums);
-    const SharedParameters again = parameters.anew();
+    const SharedParameters again = parameters.reloaded();
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (share.column(v) >= hidden) break;

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpu_model import build, conformance
-from gpu_model.model import POLICIES, Model
+from gpu_model.block_model import POLICIES, Model
 from tests.support.model_checks import NEEDED, assert_every_site_is_needed
 
 HERE = build.KERNELS
@@ -136,7 +136,7 @@ FAULTS = {
     "uninitialised": r"thread \(4, 0, 0\).* offset 20 was never written",
     "requirement": "in must be above 1000",
 }
-LEGAL = ["warp_barrier", "matrices_behind_barriers", "copy_of_nothing"]
+LEGAL = ["warp_barrier", "matrices_after_barriers", "copy_of_nothing"]
 
 
 def run(model, name, rounds=1, blocks=1, threads=64, shared_bytes=4096):

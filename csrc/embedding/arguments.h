@@ -1,11 +1,11 @@
-// Checks of the operands of embedding_layer_norm, the same on CPU and GPU; those of the ids' values
-// are the devices' own.
+// Checks of embedding_layer_norm's arguments, the same on CPU and GPU. The values of the ids are
+// checked where they lie: on a CPU by the binding, on a GPU by the kernels.
 #pragma once
 
 #include <array>
 #include <limits>
 
-#include "norm/operands.h"
+#include "common/norm_arguments.h"
 
 namespace bert_unpad {
 
@@ -27,8 +27,8 @@ inline EmbeddingTables embedding_tables(const Tensor& input_ids, const Tensor& p
 }
 
 // `activations` has the dtype of y and [tokens, hidden].
-inline void check_embedding_operands(const EmbeddingTables& tables, const Tensor& activations,
-                                     const Tensor& weight, double dropout_p, const char* op) {
+inline void check_embedding_arguments(const EmbeddingTables& tables, const Tensor& activations,
+                                      const Tensor& weight, double dropout_p, const char* op) {
   const EmbeddingTable& word = tables[0];
   check(word.rows.dim() == 2, op, ": word must have shape [entries, hidden], got ",
         shape_string(word.rows));

@@ -11,7 +11,7 @@
 
 namespace bert_unpad::cuda {
 
-// Rows of a transposed matrix are padded with zeros to this: cuBLASLt's smallest step in 8 bits.
+// Rows of a transposed matrix are padded with zeros to a multiple of this, as cuBLASLt requires.
 inline constexpr int64_t kFp8Multiple = 16;
 inline constexpr int64_t fp8_padded(int64_t n) {
   return (n + kFp8Multiple - 1) / kFp8Multiple * kFp8Multiple;

@@ -1,5 +1,5 @@
-// What the CUDA kernels with a LayerNorm are made of: a thread works on groups of 8 neighbouring
-// columns of a row, which is 16 bytes of bf16 and what one Philox call decides on.
+// The parts of the CUDA kernels with a LayerNorm. A thread works on groups of 8 neighbouring
+// columns of a row: 16 bytes of bf16, and the columns that one Philox call decides about.
 #pragma once
 
 #include "common/philox.h"
@@ -99,9 +99,9 @@ struct SharedParameters {
     return static_cast<uint32_t>(hidden * count * 4);
   }
 
-  // The same, but the compiler does not know it and reads again what it would else keep in
-  // registers.
-  BU_DEVICE SharedParameters anew() const {
+  // The same parameters, but the compiler does not know that: it reads them again, where it would
+  // otherwise keep them in registers.
+  BU_DEVICE SharedParameters reloaded() const {
     SharedParameters other = *this;
     other.begin = hold(begin);
     return other;

@@ -1,8 +1,8 @@
 // fp32 to 8-bit floating point as NVIDIA, Arm and Intel define it (Micikevicius et al., 2022,
 // arXiv:2209.05433), rounding to nearest even, too large values to the largest finite one.
 //
-// By integer arithmetic on all devices: sm_80 has no instruction for it, and about ten operations a
-// number are hidden behind the two bytes that it is read from.
+// By integer arithmetic on all devices: sm_80 has no instruction for it, and about ten
+// operations per number cost no time, as memory is the limit.
 #pragma once
 
 #include <bit>

@@ -1,16 +1,16 @@
-// Launch geometry of the kernels with a LayerNorm: which of them takes a shape, with which blocks.
+// Launches of the kernels with a LayerNorm: which kernel takes a shape, and with which blocks.
 #pragma once
 
 #include "cuda/launch.h"
-#include "norm/row_general.h"
+#include "cuda/norm_row_general.h"
 
 namespace bert_unpad::cuda {
 
 inline constexpr int kLongestWideRow = 4096;
 
-// Threads of a block, and how many blocks shall share an SM: as few as it takes for no kernel to
-// spill, and no more than fill the device, because each adds a row to `partials`. In the backward
-// pass a thread has up to 32 columns with three sums each.
+// Threads of a block, and how many blocks share an SM: few enough that no kernel spills, and no
+// more than fill the device, because each block adds a row to `partials`. In the backward pass a
+// thread has up to 32 columns with three sums each.
 template <int kVectors, bool kBlockRow>
 struct RowBlock {
   static constexpr bool kGeneral = kVectors == 0;

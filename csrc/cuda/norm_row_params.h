@@ -1,4 +1,4 @@
-// What the CUDA operators with a LayerNorm hand to the kernels that they share. No torch here.
+// The part of the params that all CUDA kernels with a LayerNorm share. No torch here.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Stands in for cuBLASLt where its callers run on the host: the functions of
+// Stands in for cuBLASLt where its callers run without a GPU: the functions of
 // csrc/linear/cublaslt.h, written from NVIDIA's documentation of cublasLtMatmul. It refuses what
 // the documentation rules out (attributes of the wrong size, leading dimensions, epilogues without
 // their vectors), computes in double and rounds once, and counts time by algorithm instead of
@@ -54,7 +54,7 @@ inline Library library;
 
 namespace model {
 
-using host::decode;
+using block_model::decode;
 
 template <class T>
 Status assign(T& target, const void* value, size_t bytes) {
@@ -98,9 +98,9 @@ inline void store(void* data, DataType type, int64_t i, double value) {
   if (type == DataType::kFloat32) {
     static_cast<float*>(data)[i] = narrow;
   } else if (type == DataType::kBFloat16) {
-    static_cast<bf16*>(data)[i] = host::encode<bf16>(narrow);
+    static_cast<bf16*>(data)[i] = block_model::encode<bf16>(narrow);
   } else {
-    static_cast<f16*>(data)[i] = host::encode<f16>(narrow);
+    static_cast<f16*>(data)[i] = block_model::encode<f16>(narrow);
   }
 }
 
@@ -110,9 +110,9 @@ inline void check_matrix(const void* data, const LayoutObject& layout, bool writ
   const int64_t bytes = bytes_of(layout.type);
   for (int64_t column = 0; column < layout.cols; ++column) {
     const auto* first = static_cast<const char*>(data) + column * layout.ld * bytes;
-    host::global_memory.check(first, static_cast<uint32_t>(bytes), write, what, {});
-    host::global_memory.check(first + (layout.rows - 1) * bytes, static_cast<uint32_t>(bytes),
-                              write, what, {});
+    block_model::global_memory.check(first, static_cast<uint32_t>(bytes), write, what, {});
+    block_model::global_memory.check(first + (layout.rows - 1) * bytes,
+                                     static_cast<uint32_t>(bytes), write, what, {});
   }
 }
 
@@ -284,7 +284,7 @@ inline Status matmul(Handle, MatmulDesc desc, const void* alpha, const void* a, 
   if (workspace_bytes < number * 1024 || (number > 0 && workspace == nullptr)) return kInvalidValue;
   ++library.products;
   library.last_algorithm = number;
-  host::clock_milliseconds += library.milliseconds[number];
+  block_model::clock_milliseconds += library.milliseconds[number];
 
   const auto [m, n, k] = mnk;
   const float scale_beta = *static_cast<const float*>(beta);
