@@ -144,7 +144,7 @@ def _find_checkpoint(config: PretrainConfig, ranks: Ranks) -> Path | None:
         return None
     found = ranks.on_first(lambda: newest_checkpoint(config.checkpoint_dir))
     if config.resume == "must" and found is None:
-        raise ConfigError("resume", f"there is no checkpoint in {config.checkpoint_dir}")
+        raise ConfigError("resume", f"expected a checkpoint in {config.checkpoint_dir}, got none")
     return found
 
 
@@ -177,8 +177,8 @@ def _load(checkpoint: Path, checkpointer: Checkpointer, run: Run, stages: Stages
     if progress.layers not in (None, layers):
         raise ConfigError(
             "growth",
-            f"{checkpoint} has {progress.layers} layers, this stage {layers}: continue with the "
-            "growth that the run began with, or give another run_dir",
+            f"expected the growth that the run began with (or another run_dir), got a stage of "
+            f"{layers} layers for {checkpoint}, which has {progress.layers}",
         )
     try:
         checkpointer.load(checkpoint, run.model, stages.optimizer)
@@ -189,8 +189,8 @@ def _load(checkpoint: Path, checkpointer: Checkpointer, run: Run, stages: Stages
     except (CheckpointException, ValueError) as error:
         raise ConfigError(
             "resume",
-            f"{checkpoint} is of another model or other data, so give another run_dir, or "
-            f"--resume never ({error})",
+            f"expected a checkpoint of this model and these data (or another run_dir, or resume "
+            f"never), got {checkpoint}: {error}",
         ) from error
     logger.info("continuing from %s", checkpoint)
 
@@ -202,8 +202,8 @@ def _evaluator(run: Run, data: PreparedData) -> Evaluator | None:
     if not len(data.validation):
         raise ConfigError(
             "evaluation.examples",
-            "no examples are held out; raise data.validation_share (for hdf5: and shards: give "
-            "?validation=PATH) or set this to 0",
+            f"expected 0 or held-out examples (data.validation_share, for hdf5: and shards: "
+            f"?validation=PATH), got {settings.examples} and no example held out",
         )
     return Evaluator(
         data.collator("validation"),

@@ -26,8 +26,8 @@ def build_model(config: PretrainConfig, vocab_size: int, max_seq_length: int) ->
     if max_seq_length > sizes.max_position_embeddings:
         raise ConfigError(
             "model.max_position_embeddings",
-            f"examples have up to {max_seq_length} tokens, "
-            f"the model only {sizes.max_position_embeddings} positions",
+            f"expected at least {max_seq_length}, the tokens of the longest example, got "
+            f"{sizes.max_position_embeddings}",
         )
     torch.manual_seed(config.seed)
     if config.model.weights is None:

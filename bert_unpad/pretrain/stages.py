@@ -56,7 +56,9 @@ class Stages:
         index = run.progress.stage
         if index >= len(growth.stages):
             raise ConfigError(
-                "growth", f"the checkpoint is of stage {index + 1} of {len(growth.stages)}"
+                "growth",
+                f"expected at least {index + 1} stages, as the checkpoint is of stage {index + 1}, "
+                f"got {len(growth.stages)}",
             )
         self.growth = growth
         self.index = index
@@ -158,7 +160,8 @@ class Stages:
             run.ranks.meet()
             if data.tokenizer.vocabulary != self._data.tokenizer.vocabulary:
                 raise ConfigError(
-                    "growth.lengths", "examples of different lengths need the same vocabulary"
+                    "growth.lengths",
+                    "expected the same vocabulary for examples of all lengths, got different ones",
                 )
         self._stage_data = data
         work = WorkModel.for_hidden(run.model.config.hidden_size)

@@ -107,7 +107,7 @@ def simulate(
         batch: examples per rank and step.
         strategy: one of `STRATEGIES`.
         seed, pool_steps: see `bert_unpad.data.sampling.balanced_sampler.BalancedSampler`.
-        model: what computing and communication cost, and how many ranks a node (`/group/`) has; by
+        model: what computing and communication cost, and how many ranks a node (`/node/`) has; by
             default `StepModel()`.
 
     Raises:

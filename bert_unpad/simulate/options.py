@@ -97,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--ranks-per-node",
         type=positive,
         default=cluster.ranks_per_node,
-        help="also the neighbouring ranks that exchange examples in '/group/' strategies",
+        help="also the neighbouring ranks that exchange examples in '/node/' strategies",
     )
     for name, link, where in (
         ("node", cluster.node, "within a node"),

@@ -19,7 +19,7 @@ DrawnStrategy DrawnStrategy::parse(std::string_view name) {
   const std::string text(name);
   const auto fail = [&] {
     throw std::invalid_argument(
-        "strategy: expected 'stratified', or 'random' or 'quotas', alone or with '/group/' or "
+        "strategy: expected 'stratified', or 'random' or 'quotas', alone or with '/node/' or "
         "'/world/' and 'plain', 'snake' or 'lpt' (for example 'random/world/lpt'), got '" +
         text + "'");
   };
@@ -37,8 +37,8 @@ DrawnStrategy DrawnStrategy::parse(std::string_view name) {
   else if (parts[0] != "random")
     fail();
   if (count == 1) return strategy;
-  if (count != 3 || (parts[1] != "group" && parts[1] != "world")) fail();
-  strategy.exchange = parts[1] == "group" ? Exchange::kGroup : Exchange::kWorld;
+  if (count != 3 || (parts[1] != "node" && parts[1] != "world")) fail();
+  strategy.exchange = parts[1] == "node" ? Exchange::kNode : Exchange::kWorld;
   // Plans have equally many examples on all ranks.
   if (!parse_dealing(parts[2], strategy.dealing) || strategy.dealing == Dealing::kGreedy) fail();
   return strategy;
@@ -51,7 +51,7 @@ DrawnPlan::DrawnPlan(std::span<const uint16_t> lengths, std::span<const uint32_t
     case Exchange::kNone:
       group_ranks_ = 1;
       break;
-    case Exchange::kGroup:
+    case Exchange::kNode:
       if (options.exchange_ranks < 1)
         throw std::invalid_argument("exchange_ranks: expected 1 or more");
       group_ranks_ = std::min(options.exchange_ranks, options.num_replicas);

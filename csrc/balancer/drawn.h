@@ -19,14 +19,14 @@
 namespace bert_unpad::balancer {
 
 enum class Sampling { kRandom, kQuotas };
-enum class Exchange { kNone, kGroup, kWorld };
+enum class Exchange { kNone, kNode, kWorld };
 
 struct DrawnStrategy {
   Sampling sampling;
   Exchange exchange;
   Dealing dealing;
 
-  // "random" or "quotas", alone or followed by "/group/" or "/world/" and "plain", "snake" or
+  // "random" or "quotas", alone or followed by "/node/" or "/world/" and "plain", "snake" or
   // "lpt". Throws std::invalid_argument.
   static DrawnStrategy parse(std::string_view name);
 };

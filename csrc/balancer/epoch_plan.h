@@ -24,7 +24,7 @@ struct EpochOptions {
   uint64_t segment;  // how often this epoch's plan was made again after a change of ranks
   WorkModel work;
   int64_t pool_steps;      // stratified: how many steps are balanced against each other
-  int64_t exchange_ranks;  // neighbouring ranks: those of a '/group/', and of a node
+  int64_t exchange_ranks;  // neighbouring ranks: those of a '/node/', and of a node
 };
 
 class EpochPlan {

@@ -16,7 +16,7 @@ from tests.support.epoch_plans import BERT_LARGE, batches, global_batches, make_
 
 STRATEGIES = [
     *("stratified", "random", "quotas"),
-    *("random/world/plain", "random/group/snake", "quotas/group/plain", "quotas/world/lpt"),
+    *("random/world/plain", "random/node/snake", "quotas/node/plain", "quotas/world/lpt"),
 ]
 
 
@@ -236,8 +236,8 @@ def test_planning_releases_the_gil():
         ({"strategy": "sorted"}, ValueError, "strategy"),
         ({"strategy": "random/world"}, ValueError, "strategy"),
         ({"strategy": "random/all/snake"}, ValueError, "strategy"),
-        ({"strategy": "quotas/group/best/lpt"}, ValueError, "strategy"),
-        ({"strategy": "random/group/lpt", "exchange_ranks": 0}, ValueError, "exchange_ranks"),
+        ({"strategy": "quotas/node/best/lpt"}, ValueError, "strategy"),
+        ({"strategy": "random/node/lpt", "exchange_ranks": 0}, ValueError, "exchange_ranks"),
         ({"num_replicas": 0}, ValueError, "num_replicas"),
         ({"batch_size": -1}, ValueError, "batch_size"),
         ({"pool_steps": 0}, ValueError, "pool_steps"),

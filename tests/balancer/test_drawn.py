@@ -26,7 +26,7 @@ def test_an_exchange_stays_within_its_group_of_ranks():
     before = batches(make_epoch_plan(lengths, 12, 4, "random"), 12)
     for dealing in ("plain", "snake", "lpt"):
         after = batches(
-            make_epoch_plan(lengths, 12, 4, f"random/group/{dealing}", exchange_ranks=5), 12
+            make_epoch_plan(lengths, 12, 4, f"random/node/{dealing}", exchange_ranks=5), 12
         )
         for step in range(10):
             for ranks in (range(5), range(5, 10), range(10, 12)):
@@ -44,7 +44,7 @@ def test_an_exchange_stays_within_its_group_of_ranks():
         ("random/world/plain", 0.944, 0.985),
         ("random/world/snake", 0.9965, 0.9986),
         ("quotas", 0.910, 0.976),
-        ("quotas/group/snake", 0.961, 0.9986),
+        ("quotas/node/snake", 0.961, 0.9986),
     ],
 )
 def test_schemes_that_draw_first(strategy, large, small):

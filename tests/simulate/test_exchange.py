@@ -11,7 +11,7 @@ from bert_unpad.simulate import Cluster, StepModel, scaling_curve, simulate
 from bert_unpad.simulate.epoch import EXAMPLE_BYTES, LENGTH_BYTES, TOKEN_BYTES
 
 
-@pytest.mark.parametrize("strategy", ["random/group/lpt", "random/world/snake", "quotas/world/lpt"])
+@pytest.mark.parametrize("strategy", ["random/node/lpt", "random/world/snake", "quotas/world/lpt"])
 def test_received_is_what_the_plans_of_all_ranks_say(strategy):
     lengths = sample_lengths(500, seed=5)
     ranks, batch, node = 10, 7, 4  # neither whole nodes nor a full last step

@@ -58,7 +58,8 @@ class ModelConfig:
         try:
             config = BertConfig.from_dict(self._preset_values(vocab_size) | self.overrides())
         except ValueError as error:
-            raise ConfigError("model", str(error)) from error
+            name, _, message = str(error).partition(": ")
+            raise ConfigError(f"model.{name}", message) from error
         if config.type_vocab_size < 2:
             raise ConfigError(
                 "model.preset",
