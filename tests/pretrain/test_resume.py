@@ -154,7 +154,7 @@ def test_resume_must_never_or_not_at_all(folder, control):
     codes, output = finish(folder, "again", start(folder, "again", 1, *wider))
     assert codes == [2]
     assert "resume: " in output
-    assert "another model" in output
+    assert "expected a checkpoint of this model" in output
     saved = [(folder / name / "config.yaml").read_text() for name in ("again", "control")]
     assert saved[0] == saved[1]
     steps = ("--schedule.total_steps", "2", "--schedule.epochs", "null")
