@@ -14,8 +14,8 @@ from torch import Tensor
 
 from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch
-from gpu_model.build import compiler
 from gpu_model.block_model import POLICIES, SHARED_BYTES
+from gpu_model.build import compiler
 from tests.support import reference
 from tests.support.model_attention import attention, model, plan
 from tests.support.model_checks import assert_every_site_is_needed

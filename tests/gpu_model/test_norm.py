@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bert_unpad import ops
-from gpu_model.build import compiler
 from gpu_model.block_model import POLICIES
+from gpu_model.build import compiler
 from tests.support import reference
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.model_norm import layer_norm, model

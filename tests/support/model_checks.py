@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from gpu_model.build import KERNELS, load
 from gpu_model.block_model import POLICIES, Model, Site
+from gpu_model.build import KERNELS, load
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/common/types.h
 # What the model says where a barrier or a wait is missing.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bert_unpad.data import DataConfig, PackedCollator, ShardDataset, WordPieceTokenizer, prepare
+from bert_unpad.data import DataConfig, PackedCollator, ShardDataset, prepare
 from bert_unpad.data.masking import TokenMasker, most_frequent_token_rate
 
 pytest.importorskip("h5py")
@@ -15,29 +15,11 @@ from bert_unpad.data.hdf5.cli import main, write_shard
 from tests.support.hdf5_files import (
     EXAMPLES,
     PREDICTIONS,
-    VOCAB,
     damage,
     open_folder,
     raw_examples,
     write_folder,
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return WordPieceTokenizer(VOCAB)
-
-
-@pytest.fixture(scope="module", params=["variable", "fixed"])
-def layout(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def dataset(layout, tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(layout)
-    write_folder(folder / "data", raw_examples(), layout)
-    return open_folder(folder / "data", tokenizer, folder / "cache", max_open=2)
 
 
 def test_round_trips_through_shards_and_both_layouts(dataset, tokenizer, tmp_path):

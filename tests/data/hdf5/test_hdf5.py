@@ -11,7 +11,6 @@ from bert_unpad.data import (
     DamagedDataError,
     DataConfig,
     PackedCollator,
-    WordPieceTokenizer,
     prepare,
 )
 from bert_unpad.data.masking import most_frequent_token_rate
@@ -31,23 +30,6 @@ from tests.support.hdf5_files import (
     write_folder,
     write_raw,
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return WordPieceTokenizer(VOCAB)
-
-
-@pytest.fixture(scope="module", params=["variable", "fixed"])
-def layout(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def dataset(layout, tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(layout)
-    write_folder(folder / "data", raw_examples(), layout)
-    return open_folder(folder / "data", tokenizer, folder / "cache", max_open=2)
 
 
 def test_batches_are_the_examples_in_any_order(dataset):
