@@ -228,7 +228,9 @@ class NativeBuild(build_ext):
         ninja.rule("nvcc", f"{compile_command} || (cat $out.log && false)", True, "CUDA")
         ninja.rule("nvld", f"{nvcc} -shared $in $flags -o $out", False, "link")
         objects = [ninja.compile("nvcc", source, flags) for source in sources("*/*.cu")]
-        objects += [ninja.compile("nvcc", source, cpp) for source in sources("*_cuda.cpp", "*/*_cuda.cpp")]
+        objects += [
+            ninja.compile("nvcc", source, cpp) for source in sources("*_cuda.cpp", "*/*_cuda.cpp")
+        ]
         # The CUDA runtime is linked in, and hidden: its symbols would otherwise be taken from the
         # libcudart that PyTorch loads globally, which may be of another CUDA version.
         options = ["--cudart=static", "-Xlinker=--exclude-libs,ALL", *archs]
