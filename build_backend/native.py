@@ -3,6 +3,7 @@
 What a file is called says how it is compiled, so that a new operator needs no build change:
   csrc/*.cpp, csrc/cpu/*.cpp, csrc/<family>/*_cpu.cpp   once, into _C
   csrc/<family>/*_simd.cpp                              once per CPU instruction set, into _C
+  csrc/<family>/*_bf16.cpp                              once per set that multiplies bf16, into _C
   csrc/<family>/*.cu, csrc/**/*_cuda.cpp                by nvcc, into _C_cuda
   csrc/balancer/*.cpp                                    once, into _balancer (pybind11, no torch)
 
@@ -41,11 +42,18 @@ X86_ISAS = {
         *("-mprefer-vector-width=512", "-Wno-uninitialized"),
     ],
 }
-X86_ISAS["avx512_bf16"] = [*X86_ISAS["avx512"], "-mavx512bf16"]
+X86_ISAS["avx512_bf16"] = [*X86_ISAS["avx512"], "-mavx512bf16", "-mbmi2"]
+# Of the *_bf16.cpp files.
+X86_BF16_ISAS = {
+    "avx512_bf16": X86_ISAS["avx512_bf16"],
+    "amx": [*X86_ISAS["avx512_bf16"], "-DBU_AMX"],
+}
 
 
-def isas() -> dict[str, list[str]]:
-    return X86_ISAS if platform.machine() in ("x86_64", "AMD64") else {"generic": []}
+def isas() -> dict[str, dict[str, list[str]]]:
+    """By kind of file: the instruction sets that it is compiled for, and their options."""
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    return {"simd": X86_ISAS, "bf16": X86_BF16_ISAS} if x86 else {"simd": {"generic": []}}
 
 
 def sources(*patterns: str) -> list[Path]:
@@ -195,12 +203,14 @@ class NativeBuild(build_ext):
             for source in sources("*.cpp", "cpu/*.cpp", "*/*_cpu.cpp")
             if not source.name.endswith("_cuda.cpp")
         ]
-        for isa, options in isas().items():
-            # Kernels do not throw; what unwinding needs would be shared between instruction sets.
-            own = [*flags, *options, "-fno-exceptions", f"-DBERT_UNPAD_ISA={isa}"]
-            objects += [
-                ninja.compile("cxx", source, own, isa) for source in sources("*/*_simd.cpp")
-            ]
+        for kind, sets in isas().items():
+            for isa, options in sets.items():
+                # Kernels do not throw; what unwinding needs would be shared between the sets.
+                own = [*flags, *options, "-fno-exceptions", f"-DBERT_UNPAD_ISA={isa}"]
+                objects += [
+                    ninja.compile("cxx", source, own, isa)
+                    for source in sources(f"*/*_{kind}.cpp")
+                ]
         ninja.link("ld", "_C.so", objects, [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lpthread"])
 
     def _balancer_module(self, ninja: NinjaFile, flags: list[str]) -> None:

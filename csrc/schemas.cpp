@@ -53,6 +53,10 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
       "linear_wgrad(Tensor dy, Tensor x, bool bias, ScalarType dtype) "
       "-> (Tensor dweight, Tensor dbias)");
   m.def("linear_wgrad_(Tensor dy, Tensor x, Tensor(a!) dweight, bool bias) -> Tensor dbias");
+  // The last two on a CPU with AMX, into an fp32 dweight; dbias is fp32.
+  m.def(
+      "tile_wgrad_(Tensor dy, Tensor x, Tensor(a!) dweight, bool accumulate, bool bias) "
+      "-> Tensor dbias");
 
   // 8 bits: scale is float32 [], what q is to be multiplied with. q_transposed [columns, rows] has
   // its columns padded to a multiple of 16 with zeros; it is [0, 0] where it is not wanted.

@@ -31,7 +31,7 @@ def cpu_multiplies_bf16() -> bool:
     from bert_unpad import _C
 
     if platform.machine() in ("x86_64", "AMD64"):
-        return _C.cpu_isa() == "avx512_bf16"
+        return _C.cpu_isa() in ("avx512_bf16", "amx")
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -98,7 +98,7 @@ def wgrad(
         add = _ops.linear_wgrad_ if fused(x, weight) else _add_wgrad
         dweight, dbias = None, add(dy, x, target, bias is not None)
     else:
-        new = _ops.linear_wgrad if fused(x, weight) else _new_wgrad
+        new = _ops.linear_wgrad if fused(x, weight) else new_wgrad
         dweight, dbias = new(dy, x, bias is not None, weight.dtype)
     return dweight, None if bias is None else dbias.to(bias.dtype)
 
@@ -174,7 +174,31 @@ def _(dy, x, dweight, bias):
     return dweight.new_empty((dy.shape[1] if bias else 0,))
 
 
-# The operators on a CPU, with PyTorch's products.
+@register_fake("tile_wgrad_")
+def _(dy, x, dweight, accumulate, bias):
+    return dweight.new_empty((dy.shape[1] if bias else 0,))
+
+
+# The operators on a CPU, with PyTorch's products but for weight gradients on a CPU with AMX.
+
+
+@functools.cache
+@torch.compiler.assume_constant_result
+def _cpu_has_amx() -> bool:
+    from bert_unpad import _C
+
+    return _C.cpu_isa() == "amx"
+
+
+def _by_tiles(dy: Tensor, x: Tensor) -> bool:
+    """Whether our own product computes dy^T x; it is faster than oneDNN's, which transposes dy."""
+    return (
+        dy.device.type == "cpu"
+        and dy.dtype == x.dtype == torch.bfloat16
+        and dy.shape[1] % 32 == 0
+        and x.shape[1] % 32 == 0
+        and _cpu_has_amx()
+    )
 
 
 def _wgrad(dy: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
@@ -183,12 +207,19 @@ def _wgrad(dy: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
     return dy.t() @ x, dy.sum(0, dtype=torch.float32) if bias else dy.new_empty(0)
 
 
-def _new_wgrad(dy: Tensor, x: Tensor, bias: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    dweight, dbias = _wgrad(dy, x, bias)
+def new_wgrad(dy: Tensor, x: Tensor, bias: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns dy^T x and, if `bias`, the sum of dy's rows, else an empty tensor; in `dtype`."""
+    if _by_tiles(dy, x):
+        dweight = dy.new_empty((dy.shape[1], x.shape[1]), dtype=torch.float32)
+        dbias = _ops.tile_wgrad_(dy, x, dweight, False, bias)
+    else:
+        dweight, dbias = _wgrad(dy, x, bias)
     return dweight.to(dtype), dbias.to(dtype)
 
 
 def _add_wgrad(dy: Tensor, x: Tensor, dweight: Tensor, bias: bool) -> Tensor:
+    if _by_tiles(dy, x) and dweight.dtype == torch.float32:
+        return _ops.tile_wgrad_(dy, x, dweight, True, bias)
     added, dbias = _wgrad(dy, x, bias)
     dweight.add_(added)
     return dbias.to(dweight.dtype)
@@ -214,7 +245,7 @@ def _dgrad(dy: Tensor, weight: Tensor, addend: Tensor | None, pre: Tensor | None
 for _name, _function in (
     ("linear", _forward),
     ("linear_dgrad", _dgrad),
-    ("linear_wgrad", _new_wgrad),
+    ("linear_wgrad", new_wgrad),
     ("linear_wgrad_", _add_wgrad),
 ):
     register_cpu(_name)(_function)

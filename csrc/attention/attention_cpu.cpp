@@ -12,8 +12,14 @@
 namespace bert_unpad {
 
 BU_ISA_TABLE(AttentionKernels, attention_kernels)
+BU_BF16_TABLE(AttentionKernels, attention_bf16_kernels)
 
 namespace {
+
+const AttentionKernels& kernels_for(DType dtype) {
+  const bool by_bf16 = isa() == Isa::kAmx || fast_bf16_dot_products();
+  return dtype == DType::kBFloat16 && by_bf16 ? *attention_bf16_kernels() : attention_kernels();
+}
 
 // Checks the values of a cu_seqlens and returns them.
 const int32_t* check_cu_seqlens(const AttentionRows& rows, const char* op) {
@@ -108,14 +114,14 @@ class CpuAttention {
     bert_unpad::set_saved(p, dout, out, lse, q.size(0), op);
   }
 
-  void forward() const { run(attention_kernels().forward, false); }
-  void backward() const { run(attention_kernels().backward, true); }
+  void forward() const { run(kernels_for(p.dtype).forward, false); }
+  void backward() const { run(kernels_for(p.dtype).backward, true); }
 
  private:
   std::vector<AttentionTask> tasks_;
 
   void run(decltype(AttentionKernels::forward) kernel, bool backward) const {
-    const auto scratch_size = attention_kernels().scratch;
+    const auto scratch_size = kernels_for(p.dtype).scratch;
     parallel_tasks(static_cast<int64_t>(tasks_.size()), [&](int64_t i) {
       const AttentionTask& t = tasks_[i];
       kernel(p, t, thread_scratch(scratch_size(t.q_len, t.k_len, p.head_dim, backward)));

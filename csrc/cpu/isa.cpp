@@ -1,6 +1,14 @@
 // Picks the instruction set once, from CPUID or $BERT_UNPAD_ISA.
 #include "cpu/isa.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -8,7 +16,23 @@
 namespace bert_unpad {
 namespace {
 
-constexpr const char* kNames[] = {"generic", "avx2", "avx512", "avx512_bf16"};
+constexpr const char* kNames[] = {"generic", "avx2", "avx512", "avx512_bf16", "amx"};
+
+#if defined(__x86_64__)
+// Whether AMX multiplies bf16 here. Linux saves tile registers only for processes that ask for it.
+bool use_amx() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  if ((d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 Isa best() {
 #if defined(__x86_64__)
@@ -18,7 +42,9 @@ Isa best() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
-  if (avx512) return __builtin_cpu_supports("avx512bf16") ? Isa::kAvx512Bf16 : Isa::kAvx512;
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("bmi2"))
+    return use_amx() ? Isa::kAmx : Isa::kAvx512Bf16;
+  if (avx512) return Isa::kAvx512;
   if (avx2) return Isa::kAvx2;
 #endif
   return Isa::kGeneric;
@@ -42,9 +68,19 @@ Isa isa() {
   return chosen;
 }
 
+bool fast_bf16_dot_products() {
+#if defined(__x86_64__)
+  static const bool fast =
+      isa() == Isa::kAvx512Bf16 && (std::getenv("BERT_UNPAD_ISA") || __builtin_cpu_is("amd"));
+  return fast;
+#else
+  return false;
+#endif
+}
+
 const char* built_isas() {
 #if defined(__x86_64__)
-  return "generic,avx2,avx512,avx512_bf16";
+  return "generic,avx2,avx512,avx512_bf16,amx";
 #else
   return "generic";
 #endif

@@ -1,21 +1,33 @@
-// Run-time choice among the CPU instruction sets that the *_simd.cpp files were compiled for.
+// Run-time choice among the CPU instruction sets that the *_simd.cpp and *_bf16.cpp files were
+// compiled for.
 //
-// Each such file defines one table of function pointers in the namespace of its instruction set:
+// Each *_simd.cpp file defines one table of function pointers in the namespace of its instruction
+// set:
 //     namespace bert_unpad::BERT_UNPAD_ISA { extern const NormKernels norm_kernels = {...}; }
 // and the file that uses it says BU_ISA_TABLE(NormKernels, norm_kernels), which defines
-// `const NormKernels& norm_kernels()`. A *_simd.cpp must not instantiate std:: templates, nor
-// use inline functions of shared headers that might not be inlined: the linker would keep one copy
-// for all CPUs, perhaps the AVX-512 one.
+// `const NormKernels& norm_kernels()`.
+//
+// A *_bf16.cpp file is compiled only for the sets that multiply bf16, avx512_bf16 and amx;
+// BU_BF16_TABLE defines `const NormKernels* norm_kernels()`, which returns null on other CPUs. The
+// *_simd.cpp files are not compiled for amx, which uses those of avx512_bf16.
+//
+// Neither kind of file may instantiate std:: templates, or use inline functions of shared headers
+// that might not be inlined: the linker would keep one copy for all CPUs, perhaps the AVX-512 one.
 #pragma once
 
 namespace bert_unpad {
 
-enum class Isa : int { kGeneric, kAvx2, kAvx512, kAvx512Bf16 };
+enum class Isa : int { kGeneric, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 
 // The best instruction set of this machine, or the one named by $BERT_UNPAD_ISA (which must be
 // supported here). Decided once.
 Isa isa();
 const char* isa_name(Isa isa);
+
+// Whether AVX512-BF16 dot products are faster here than fp32 arithmetic. On AMD's CPUs they do
+// twice the work of an fp32 instruction; on Intel's they take more than twice its time, and the
+// CPUs of servers have AMX. Also true where $BERT_UNPAD_ISA asks for avx512_bf16.
+bool fast_bf16_dot_products();
 
 // The instruction sets in this build, comma-separated, worst first.
 const char* built_isas();
@@ -38,6 +50,7 @@ const char* built_isas();
   }                               \
   static const Type& name() {     \
     switch (isa()) {              \
+      case Isa::kAmx:             \
       case Isa::kAvx512Bf16:      \
         return avx512_bf16::name; \
       case Isa::kAvx512:          \
@@ -48,10 +61,29 @@ const char* built_isas();
         return generic::name;     \
     }                             \
   }
+#define BU_BF16_TABLE(Type, name)  \
+  namespace avx512_bf16 {          \
+  extern const Type name;          \
+  }                                \
+  namespace amx {                  \
+  extern const Type name;          \
+  }                                \
+  static const Type* name() {      \
+    switch (isa()) {               \
+      case Isa::kAmx:              \
+        return &amx::name;         \
+      case Isa::kAvx512Bf16:       \
+        return &avx512_bf16::name; \
+      default:                     \
+        return nullptr;            \
+    }                              \
+  }
 #else
 #define BU_ISA_TABLE(Type, name) \
   namespace generic {            \
   extern const Type name;        \
   }                              \
   static const Type& name() { return generic::name; }
+#define BU_BF16_TABLE(Type, name) \
+  static const Type* name() { return nullptr; }
 #endif

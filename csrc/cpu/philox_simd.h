@@ -119,6 +119,26 @@ BU_INLINE void attention_dropout_words(RngKey key, uint32_t sequence_head, uint3
   }
 }
 
+#if defined(__AVX512BW__) && defined(__BMI2__)
+// The same for 64 columns as bits, 16 columns a number: set where the word is below the threshold.
+// Writes 4 numbers of each row.
+BU_INLINE void attention_dropout_kept(RngKey key, uint32_t sequence_head, uint32_t row,
+                                      uint32_t column, uint32_t threshold, uint16_t* bits,
+                                      uint16_t* bits8) {
+  const AttentionDropoutCoord at = attention_dropout_coord(row, column);
+  const Philox4v r =
+      philox4x32_10_v(lane_index() + at.column_word, at.row_word, 1u + sequence_head, key);
+  const __m512i limit = _mm512_set1_epi16(static_cast<short>(threshold));
+  uint64_t kept[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) kept[i] = _mm512_cmplt_epu16_mask((__m512i)r.w[i], limit);
+  // A byte of kept[0] has 8 columns of `row`, the same byte of kept[1] the next 8.
+  constexpr uint64_t kEven = 0x00ff00ff00ff00ff;
+  store_bits(bits, _pdep_u64(kept[0], kEven) | _pdep_u64(kept[1], ~kEven));
+  store_bits(bits8, _pdep_u64(kept[2], kEven) | _pdep_u64(kept[3], ~kEven));
+}
+#endif
+
 // v where the lane's word is below the threshold (< 65,536), else 0.
 BU_INLINE f32v keep(f32v v, const uint16_t* words, uint32_t threshold) {
 #if defined(__AVX512F__)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -295,26 +293,20 @@ def test_bad_cross_input_is_named() -> None:
         ops.varlen_cross_attention(q, kv[:, :, :1], cu_seqlens([5]), cu_seqlens([20]), 5, 20)
 
 
-_PRINT_RESULT = """
-import sys, torch
-from bert_unpad import _C, ops
-from bert_unpad.batch import VarlenBatch
-assert _C.cpu_isa() == sys.argv[1], _C.cpu_isa()
-torch.manual_seed(0)
-results = []
-for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    qkv = torch.randn(180, 3, 2, 40).to(dtype).requires_grad_()
-    out = ops.varlen_attention(
-        qkv, VarlenBatch.from_lengths([3, 0, 77, 100]), dropout_p=0.1, rng=torch.tensor([1, 2])
-    )
-    out.float().square().sum().backward()
-    results += [out.detach(), qkv.grad]
-torch.save(results, sys.argv[2])
-"""
+def compute() -> list[Tensor]:
+    torch.manual_seed(0)
+    results = []
+    for dtype in DTYPES:
+        qkv = torch.randn(180, 3, 2, 40).to(dtype).requires_grad_()
+        batch = VarlenBatch.from_lengths([3, 0, 77, 100])
+        out = ops.varlen_attention(qkv, batch, dropout_p=0.1, rng=torch.tensor([1, 2]))
+        out.float().square().sum().backward()
+        results += [out.detach(), qkv.grad]
+    return results
 
 
-def test_all_instruction_sets_agree(tmp_path: Path) -> None:
-    results = results_of_every_isa(_PRINT_RESULT, tmp_path)
+def test_all_instruction_sets_agree() -> None:
+    results = results_of_every_isa(compute)
     first = results.pop("generic")
     for isa, tensors in results.items():
         for a, b in zip(first, tensors, strict=True):

@@ -2,65 +2,64 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
+from bert_unpad import ops
 from tests.support.op_checks import results_of_every_isa
 
-# Whole vectors, strips and tails of every width; the same inputs for all instruction sets.
-RUN = """
-import sys
-import torch
-from bert_unpad import _C, ops
-assert _C.cpu_isa() == sys.argv[1], _C.cpu_isa()
-torch.manual_seed(0)
-rng = torch.tensor([5, 6])
-results = []
 
-def keep(out, *leaves):
-    (out.float() * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
-    results.append(out.detach())
-    results.extend(x.grad for x in leaves)
+def compute() -> list[torch.Tensor]:
+    """Whole vectors, strips and tails of every width; the same inputs for all instruction sets."""
+    torch.manual_seed(0)
+    rng = torch.tensor([5, 6])
+    results = []
 
-def leaf(*shape, dtype=torch.float32):
-    return torch.randn(shape).to(dtype).requires_grad_()
+    def keep(out, *leaves):
+        (out.float() * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+        results.append(out.detach())
+        results.extend(x.grad for x in leaves)
 
-for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    for hidden in (7, 64, 203):
-        x, residual = leaf(40, hidden, dtype=dtype), leaf(40, hidden, dtype=dtype)
-        w, b, xb = leaf(hidden), leaf(hidden), leaf(hidden)
-        keep(
-            ops.dropout_add_layer_norm(x, residual, w, b, p=0.2, x_bias=xb, rng=rng, eps=1e-5),
-            x, residual, w, b, xb,
-        )
-        for form in ("none", "tanh"):
-            x, b = leaf(40, hidden, dtype=dtype), leaf(hidden)
-            keep(ops.bias_gelu(x, b, approximate=form), x, b)
-        ids = [torch.randint(n, (40,)) for n in (9, 5, 2)]
-        tables = [leaf(n, hidden) for n in (9, 5, 2)]
-        w, b = leaf(hidden), leaf(hidden)
-        y = ops.embedding_layer_norm(*ids, *tables, w, b, p=0.2, rng=rng, out_dtype=dtype)
-        keep(y, *tables, w, b)
-        logits = leaf(12, hidden, dtype=dtype)
-        labels = torch.randint(hidden - 2, (12,))
-        loss, correct = ops.masked_cross_entropy(logits, labels, vocab_size=hidden - 2)
-        keep(loss, logits)
-        results.append(correct)
-    for size in (3, 1000, 40_001):
-        bucket = torch.randn(size).to(dtype)
-        results.append(ops.clip_bucket_(bucket, 1.0, factor=0.5))
-        results.append(bucket)
-for wire in (torch.bfloat16, torch.float16):
-    out, residual = torch.empty(1001, dtype=wire), torch.randn(1001) / 100
-    results.append(ops.clip_bucket_(torch.randn(1001), 1.0, out=out, residual=residual))
-    results.extend([out, out + residual])
-torch.save(results, sys.argv[2])
-"""
+    def leaf(*shape, dtype=torch.float32):
+        return torch.randn(shape).to(dtype).requires_grad_()
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for hidden in (7, 64, 203):
+            x, residual = leaf(40, hidden, dtype=dtype), leaf(40, hidden, dtype=dtype)
+            w, b, xb = leaf(hidden), leaf(hidden), leaf(hidden)
+            keep(
+                ops.dropout_add_layer_norm(x, residual, w, b, p=0.2, x_bias=xb, rng=rng, eps=1e-5),
+                x,
+                residual,
+                w,
+                b,
+                xb,
+            )
+            for form in ("none", "tanh"):
+                x, b = leaf(40, hidden, dtype=dtype), leaf(hidden)
+                keep(ops.bias_gelu(x, b, approximate=form), x, b)
+            ids = [torch.randint(n, (40,)) for n in (9, 5, 2)]
+            tables = [leaf(n, hidden) for n in (9, 5, 2)]
+            w, b = leaf(hidden), leaf(hidden)
+            y = ops.embedding_layer_norm(*ids, *tables, w, b, p=0.2, rng=rng, out_dtype=dtype)
+            keep(y, *tables, w, b)
+            logits = leaf(12, hidden, dtype=dtype)
+            labels = torch.randint(hidden - 2, (12,))
+            loss, correct = ops.masked_cross_entropy(logits, labels, vocab_size=hidden - 2)
+            keep(loss, logits)
+            results.append(correct)
+        for size in (3, 1000, 40_001):
+            bucket = torch.randn(size).to(dtype)
+            results.append(ops.clip_bucket_(bucket, 1.0, factor=0.5))
+            results.append(bucket)
+    for wire in (torch.bfloat16, torch.float16):
+        out, residual = torch.empty(1001, dtype=wire), torch.randn(1001) / 100
+        results.append(ops.clip_bucket_(torch.randn(1001), 1.0, out=out, residual=residual))
+        results.extend([out, out + residual])
+    return results
 
 
-def test_all_instruction_sets_agree(tmp_path: Path) -> None:
-    results = results_of_every_isa(RUN, tmp_path)
+def test_all_instruction_sets_agree() -> None:
+    results = results_of_every_isa(compute)
     first = results.pop("generic")
     for isa, tensors in results.items():
         for i, (a, b) in enumerate(zip(first, tensors, strict=True)):

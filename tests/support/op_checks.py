@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,6 +12,7 @@ from torch import Tensor
 from bert_unpad import _C, ops
 from bert_unpad.batch import VarlenBatch
 from tests.support import reference
+from tests.support.processes import run_ranks
 
 # The key of every test's dropout masks, where no other is asked for.
 RNG = torch.tensor([123456789, 42])
@@ -71,20 +69,19 @@ def assert_compiles_to_the_same_bits(f: Callable[..., Tensor], leaves: Sequence[
         assert torch.equal(a, b)
 
 
-def results_of_every_isa(script: str, folder: Path) -> dict[str, list[Tensor]]:
-    """What a script, run once for every instruction set that this processor has, saves in the file
-    that its second argument names; its first one is the set's name."""
+def results_of_every_isa(compute: Callable[[], list[Tensor]]) -> dict[str, list[Tensor]]:
+    """What a function at the top level of a module returns, by instruction set; it is called for
+    every one that this processor has, each in a process of its own."""
     built = _C.built_isas().split(",")
-    results = {}
-    for isa in built[: built.index(_C.cpu_isa()) + 1]:
-        path = folder / isa
-        subprocess.run(
-            [sys.executable, "-c", script, isa, str(path)],
-            env=os.environ | {"BERT_UNPAD_ISA": isa},
-            check=True,
-        )
-        results[isa] = torch.load(path)
-    return results
+    isas = built[: built.index(_C.cpu_isa()) + 1]
+    results = run_ranks(_compute_with, len(isas), isas, compute)
+    return dict(zip(isas, results, strict=True))
+
+
+def _compute_with(rank: int, _: int, isas: Sequence[str], compute: Callable) -> list[Tensor]:
+    os.environ["BERT_UNPAD_ISA"] = isas[rank]
+    assert _C.cpu_isa() == isas[rank]
+    return compute()
 
 
 def embedding_ids(entries: Sequence[int], tokens: int) -> list[Tensor]:

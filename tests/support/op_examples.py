@@ -50,6 +50,9 @@ def _examples() -> dict[str, tuple]:
     def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.ones(shape or (TOKENS, HIDDEN)).to(dtype)
 
+    def low() -> Tensor:
+        return rows(dtype=torch.bfloat16)
+
     def scalar() -> Tensor:
         return torch.ones(())
 
@@ -96,6 +99,7 @@ def _examples() -> dict[str, tuple]:
         "linear_dgrad": (rows(TOKENS, WIDTH), weight, x, None),
         "linear_wgrad": (rows(TOKENS, WIDTH), x, True, torch.float32),
         "linear_wgrad_": (rows(TOKENS, WIDTH), x, weight, True),
+        "tile_wgrad_": (low(), low(), rows(HIDDEN, HIDDEN), False, True),
         "quantize_fp8": (x, False, True),
         "fp8_product": (*eight, scalar(), scalar(), rows(WIDTH), torch.float32, False),
         "embedding_layer_norm": (*tables, vector(), vector(), p, 1e-5, torch.float32, rng),

@@ -1,0 +1,172 @@
+"""The kernels for AMX with a software model of its tiles, so that CPUs without AMX test them too.
+
+On a CPU with AMX also the model against the instructions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+
+import pytest
+import torch
+from torch import Tensor
+
+from bert_unpad import _C, ops
+from bert_unpad.ops import matmul
+from gpu_model import build
+from tests.support.paths import ROOT
+
+SOURCE = ROOT / "tests" / "support" / "tile_kernels.cpp"
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c", "-mbmi2"]
+RNG = torch.tensor([11, 12])
+
+_BUILT = _C.built_isas().split(",")
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64" or _BUILT.index(_C.cpu_isa()) < _BUILT.index("avx512"),
+    reason="the rest of the kernels needs AVX-512",
+)
+needs_amx = pytest.mark.skipif(_C.cpu_isa() != "amx", reason="needs a CPU with AMX")
+
+
+def compiled(isa: str, *flags: str) -> ctypes.CDLL:
+    return build.load(SOURCE, [*AVX512, "-DBU_AMX", f"-DBERT_UNPAD_ISA={isa}", *flags])
+
+
+@pytest.fixture(scope="module")
+def model() -> ctypes.CDLL:
+    # Without bf16 instructions: any CPU with AVX-512 runs it.
+    return compiled("tile_model", '-DBU_TILE_MODEL="tests/support/tile_model.h"')
+
+
+@pytest.fixture(scope="module")
+def instructions() -> ctypes.CDLL:
+    return compiled("tile_instructions", "-mavx512bf16")
+
+
+def pointer(t: Tensor) -> ctypes.c_void_p:
+    assert t.is_contiguous()
+    return ctypes.c_void_p(t.data_ptr())
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+@needs_amx
+@pytest.mark.parametrize("kind", ["normal", "denormal", "infinite"])
+def test_the_model_is_that_of_the_hardware(model, instructions, kind: str) -> None:
+    torch.manual_seed(0)
+    for _ in range(50):
+        a, b, c = bf16(16, 32), bf16(16, 32), torch.randn(16, 16)
+        if kind == "denormal":
+            a, b, c = a * 2.0**-70, b * 2.0**-60, c * 2.0**-128
+        if kind == "infinite":
+            a[3, 5], b[7, 9], c[1, 1] = torch.inf, torch.nan, -torch.inf
+        results = []
+        for library in (model, instructions):
+            out = c.clone()
+            library.tile_product(pointer(a), pointer(b), pointer(out))
+            results.append(out)
+        torch.testing.assert_close(*results, atol=0, rtol=0, equal_nan=True)
+
+
+def attention(library: ctypes.CDLL, qkv: Tensor, dout: Tensor, p: float) -> list[Tensor]:
+    tokens, _, heads, head_dim = qkv.shape
+    out, dqkv, lse = torch.empty_like(dout), torch.empty_like(qkv), torch.empty(heads, tokens)
+    library.attention(
+        *map(pointer, (qkv, dout, out, dqkv, lse)),
+        *(tokens, heads, head_dim, ctypes.c_float(head_dim**-0.5), ctypes.c_double(p)),
+        *map(ctypes.c_int64, RNG.tolist()),
+    )
+    return [out, dqkv]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.2])
+@pytest.mark.parametrize(("tokens", "head_dim"), [(1, 64), (33, 32), (70, 40), (170, 64)])
+def test_attention(model, tokens: int, head_dim: int, p: float) -> None:
+    torch.manual_seed(tokens)
+    qkv, dout = bf16(tokens, 3, 2, head_dim), bf16(tokens, 2, head_dim)
+    got = attention(model, qkv, dout, p)
+    # The operator in fp32 draws the same masks.
+    exact = qkv.float().requires_grad_()
+    cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32)
+    out = ops.varlen_attention(exact, cu_seqlens, tokens, dropout_p=p, rng=RNG)
+    out.backward(dout.float())
+    for name, a, b in zip(("out", "dqkv"), got, (out.detach(), exact.grad), strict=True):
+        # Weights, the scores' gradients and the result are rounded once each.
+        assert (a.float() - b).abs().max() <= 0.015 * b.abs().max(), name
+
+
+@needs_amx
+def test_attention_by_tiles_is_that_of_the_model(model) -> None:
+    torch.manual_seed(5)
+    qkv, dout = bf16(90, 3, 2, 64), bf16(90, 2, 64)
+    got = qkv.clone().requires_grad_()
+    cu_seqlens = torch.tensor([0, 90], dtype=torch.int32)
+    out = ops.varlen_attention(got, cu_seqlens, 90, dropout_p=0.1, rng=RNG)
+    out.backward(dout)
+    for a, b in zip(attention(model, qkv, dout, 0.1), (out.detach(), got.grad), strict=True):
+        assert torch.equal(a, b)
+
+
+def weight_gradient(
+    library: ctypes.CDLL, dy: Tensor, x: Tensor, dweight: Tensor, accumulate: bool
+) -> Tensor:
+    """Computes dweight in place; returns the bias's gradient."""
+    (tokens, out), width = dy.shape, x.shape[1]
+    dbias = torch.empty(out)
+    # Kernels store whole cache lines at addresses that are multiples of one.
+    scratch = torch.empty(-(-tokens // 32) * 32 * (out + width), dtype=torch.bfloat16)
+    library.weight_gradient(
+        *map(pointer, (dy, x)),
+        *map(ctypes.c_int64, (tokens, out, width)),
+        accumulate,
+        *map(pointer, (dweight, dbias, scratch)),
+    )
+    return dbias
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("tokens", [1, 32, 75])
+def test_weight_gradient(model, tokens: int, accumulate: bool) -> None:
+    torch.manual_seed(tokens)
+    dy, x, before = bf16(tokens, 64), bf16(tokens, 96), torch.randn(64, 96)
+    dweight = before.clone()
+    dbias = weight_gradient(model, dy, x, dweight, accumulate)
+    want = dy.double().T @ x.double() + (before.double() if accumulate else 0)
+    torch.testing.assert_close(dweight.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dbias.double(), dy.double().sum(0), rtol=1e-5, atol=1e-5)
+
+
+@needs_amx
+@pytest.mark.parametrize(
+    ("tokens", "out", "width"), [(0, 32, 64), (1, 32, 32), (300, 320, 288), (77, 32, 544)]
+)
+def test_weight_gradient_by_tiles(tokens: int, out: int, width: int) -> None:
+    torch.manual_seed(tokens)
+    dy, x = bf16(tokens, out), bf16(tokens, width)
+    weight, bias = torch.randn(out, width), torch.randn(out)
+    want = dy.double().T @ x.double()
+    dweight, dbias = matmul.wgrad(dy, x, weight, bias)
+    torch.testing.assert_close(dweight.double(), want, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(dbias.double(), dy.double().sum(0), rtol=1e-5, atol=1e-4)
+    weight.grad = torch.ones_like(weight)
+    matmul.accumulate_in_place(weight)
+    with torch.no_grad():
+        assert matmul.wgrad(dy, x, weight, None) == (None, None)
+    torch.testing.assert_close(weight.grad.double(), want + 1, rtol=1e-5, atol=1e-4)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    op = torch.ops.bert_unpad.tile_wgrad_
+    dy, x, dweight = bf16(3, 32), bf16(3, 64), torch.zeros(32, 64)
+    for change, message in (
+        ((dy.float(), x, dweight), "dy must be bfloat16"),
+        ((dy, x[:2], dweight), "x must have shape"),
+        ((dy, x, dweight.T), "dweight must have shape"),
+        ((dy, x, dweight.bfloat16()), "dweight must be float32"),
+        ((bf16(3, 31), x, torch.zeros(31, 64)), "multiple of 32 columns, got 31"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            op(*change, False, True)
