@@ -7,11 +7,14 @@ fusion with its neighbours is lost.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from bert_unpad import ops
+from bert_unpad.ops import matmul
 from bert_unpad.ops.matmul import no_autocast, product_dtype
 from bert_unpad.ops.registration import first_order
 
@@ -81,18 +84,67 @@ def project(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
 def project_side_by_side(modules: tuple[nn.Module, ...], x: Tensor) -> Tensor:
     """Computes n linear layers of equal width of x [T, hidden] into one [T, n, features] buffer.
 
-    The n products write into one buffer. One product with concatenated weights would have to
-    concatenate them in every call. For queries, keys and values of width 768 and 1 thread: 1.8
+    In fp32 the n products write into one buffer. One product with concatenated weights would have
+    to concatenate them in every call. For queries, keys and values of width 768 and 1 thread: 1.8
     instead of 6.6 ms forward with 16 tokens; 292 instead of 384 ms forward and backward with 2,089.
+    In bf16 it is one product: weights are rounded in every call anyway, which concatenates them.
     """
     found = [_linear_parameters(module, x) for module in modules]
     if all(pair is not None and pair[1] is not None for pair in found):
         weights, biases = zip(*found, strict=True)
         if not torch.compiler.is_compiling():
-            return _SideBySide.apply(x, product_dtype(x), *weights, *biases)
+            dtype = product_dtype(x)
+            if dtype == torch.bfloat16:
+                return _Concatenated.apply(x, *weights, *biases)
+            return _SideBySide.apply(x, dtype, *weights, *biases)
         out = ops.linear(x, torch.cat(weights), torch.cat(biases))
         return out.view(x.shape[0], len(modules), -1)
     return torch.stack([dense(module, x) for module in modules], 1)
+
+
+def _concatenate(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Rounds and concatenates tensors of one shape, in one pass."""
+    first = tensors[0]
+    out = first.new_empty((len(tensors), *first.shape), dtype=dtype)
+    for part, tensor in zip(out, tensors, strict=True):
+        part.copy_(tensor)
+    return out.flatten(0, 1)
+
+
+class _Concatenated(torch.autograd.Function):
+    """x W_i^T + b_i for all i as one product, in x's dtype."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, *parameters: Tensor) -> Tensor:
+        count = len(parameters) // 2
+        weight = _concatenate(parameters[:count], x.dtype)
+        bias = _concatenate(parameters[count:], x.dtype)
+        ctx.save_for_backward(x, weight, *parameters[:count])
+        ctx.dtypes = [parameter.dtype for parameter in parameters]
+        return matmul.forward(x, weight, bias).view(x.shape[0], count, -1)
+
+    @staticmethod
+    @first_order("project_side_by_side")
+    def backward(ctx, saved, dy: Tensor):
+        x, weight, *weights = saved
+        count = len(weights)
+        dy = dy.reshape(dy.shape[0], -1)
+        dx, gradients = None, [None] * (2 * count)
+        # A backward pass within autocast would otherwise compute products in another dtype.
+        with no_autocast(dy.device.type):
+            if ctx.needs_input_grad[0]:
+                dx = matmul.dgrad(dy, weight)
+            if any(ctx.needs_input_grad[1:]):
+                dweight, dbias = matmul.new_wgrad(dy, x, True, torch.float32)
+                gradients = [*dweight.chunk(count), *dbias.chunk(count)]
+        needs = ctx.needs_input_grad[1:]
+        return (
+            dx,
+            *(
+                gradient.to(dtype) if needed else None
+                for gradient, dtype, needed in zip(gradients, ctx.dtypes, needs, strict=True)
+            ),
+        )
 
 
 class _SideBySide(torch.autograd.Function):
