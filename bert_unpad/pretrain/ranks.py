@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
+from bert_unpad.pretrain.cores import bind_to_cores
 from bert_unpad.pretrain.rank_watch import RankWatch, open_store
 
 __all__ = ["HostSums", "Ranks", "join_ranks", "threads_per_process"]
@@ -159,7 +160,11 @@ def join_ranks(config: PretrainConfig) -> Iterator[Ranks]:
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     device = _device(config, local_rank)
-    torch.set_num_threads(threads_per_process(local_world_size))
+    if config.bind_cores:
+        bind_to_cores(local_rank, local_world_size)
+        torch.set_num_threads(threads_per_process(1))  # of the cores that are left to this process
+    else:
+        torch.set_num_threads(threads_per_process(local_world_size))
     if world_size == 1:
         yield Ranks(rank, world_size, device, None, local_world_size)
         return

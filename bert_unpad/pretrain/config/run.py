@@ -47,6 +47,9 @@ class PretrainConfig:
     rank_timeout: float = advanced(300.0)
     """Seconds that ranks wait for a rank that hangs, does not join, or does not read its examples,
     before the run ends with an error that names it."""
+    bind_cores: bool = advanced(False)
+    """Bind each process of a machine to its own share of the cores, within one memory node where
+    the nodes divide the processes evenly. For training on CPUs with several processes a machine."""
     compile: bool = advanced(False)
     """Run the model through torch.compile."""
     cuda_graphs: bool = advanced(False)

@@ -13,7 +13,7 @@ from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import PretrainConfig, read_config
 from bert_unpad.pretrain.config.options import find_options
 from bert_unpad.pretrain.config.removed import _REMOVED
-from tests.support.paths import CONFIGS
+from tests.support.paths import CONFIGS, ROOT
 
 NEEDED = ["--batching.global_batch_size", "8", "--schedule.total_steps", "10"]
 OPTIONS = {x.name: x for x in find_options(PretrainConfig) if x.tier != "code_only"}
@@ -40,8 +40,16 @@ def test_the_first_page_of_help_is_short(capsys):
 def test_the_second_page_of_help_has_all_options(asked, capsys):
     text, names = _help([*NEEDED, *asked], capsys)
     assert names == list(OPTIONS)
-    assert len(names) <= 75
+    assert len(names) <= 76
     assert "more options" not in text
+
+
+def test_the_guide_names_the_options_without_a_section():
+    table = (ROOT / "docs" / "training" / "running.md").read_text()
+    row = next(line for line in table.splitlines() if line.startswith("| top level |"))
+    assert sorted(re.findall(r"`(\w+)`", row)) == sorted(
+        name for name in OPTIONS if "." not in name
+    )
 
 
 def test_every_option_has_a_text(capsys):
