@@ -120,8 +120,12 @@ inline void pack(const T* x, int64_t stride, int rows, int columns, float factor
 }
 
 BU_INLINE void transpose4(const float* in, int64_t in_stride, float* out, int64_t out_stride) {
+#if defined(__clang__)
+#define BU_SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else  // GCC 11 does not know that one
   typedef int32_t i32x4 __attribute__((vector_size(16)));
 #define BU_SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, i32x4{i, j, k, l})
+#endif
   const f32x4 a = load_bits<f32x4>(in), b = load_bits<f32x4>(in + in_stride);
   const f32x4 c = load_bits<f32x4>(in + 2 * in_stride), d = load_bits<f32x4>(in + 3 * in_stride);
   const f32x4 ab0 = BU_SHUFFLE(a, b, 0, 4, 1, 5), ab1 = BU_SHUFFLE(a, b, 2, 6, 3, 7);
