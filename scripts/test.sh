@@ -32,7 +32,7 @@ trap 'rm -f "$log"' EXIT
 start=$SECONDS status=0
 # A file's tests stay in one process, as they share what is costly to make. Not more than two: large
 # GPU tests take up to 32 GB each.
-"$PY" -m pytest --color=auto -n 2 --dist loadfile "$@" 2>&1 | tee "$log" || status=${PIPESTATUS[0]}
+"$PY" -m pytest --color=auto -n 2 --dist loadfile --no-loadscope-reorder "$@" 2>&1 | tee "$log" || status=${PIPESTATUS[0]}
 summary=$(grep -E '[0-9]+ (passed|failed|error|skipped|deselected)' "$log" | tail -n 1 || true)
 [[ $status -eq 0 ]] || fail "the tests failed (pytest's exit code is $status): ${summary:-no test ran}"
 step "Tests passed in $((SECONDS - start)) s: $summary"

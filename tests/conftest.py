@@ -3,6 +3,13 @@
 import pytest
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts files with slow tests first, so that no process is still busy when the others end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture
 def packed_calls(monkeypatch) -> list[int]:
     """Grows by the number of keys of every attention that a Hugging Face model runs packed."""

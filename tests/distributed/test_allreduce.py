@@ -14,6 +14,8 @@ from bert_unpad.distributed import BucketClip, HierarchicalAllreduce
 from tests.support.pretrain_runs import losses, make_folder, run_in_turn
 from tests.support.processes import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SIZES = (1, 7, 1000, 0, 33)
 
 

@@ -19,6 +19,8 @@ from tests.support.paths import ROOT
 from tests.support.pretrain_runs import go_on, tiny_settings, wait_until_paused, write_corpus
 from tests.support.processes import TIMEOUT, free_port, join_ranks, start_ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS = 30
 KILLED_AT = 6
 # Python runs this first in every process; the workers are those with a rank.

@@ -26,6 +26,8 @@ from bert_unpad.pretrain.ranks import Ranks, join_ranks
 from tests.support.pretrain_runs import TIMEOUT, make_folder
 from tests.support.processes import free_port, run_ranks, start_ranks
 
+pytestmark = pytest.mark.slow
+
 HOST = socket.gethostname()
 
 

@@ -33,6 +33,8 @@ from tests.support.pretrain_runs import (
     uses,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:

@@ -23,6 +23,8 @@ from bert_unpad.data.streams.exchange import ExampleExchange, ExchangeError
 from bert_unpad.data.streams.stream import IterableStream, ShardStream
 from tests.support.processes import run_ranks
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 1000
 WORK = WorkModel(1.0, 0.001)
 

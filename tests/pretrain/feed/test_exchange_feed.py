@@ -22,6 +22,8 @@ from tests.support.pretrain_runs import (
     uses,
 )
 
+pytestmark = pytest.mark.slow
+
 # Without dropout losses depend on the global batches alone, not on which rank trains on what.
 EXCHANGE = (
     *("--batching.strategy", "exchange", "--batching.shuffle_buffer", "32"),

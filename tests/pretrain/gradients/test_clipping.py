@@ -23,6 +23,8 @@ from bert_unpad.pretrain.ranks import Ranks
 from tests.support.pretrain_runs import WORDS, finish, in_turn, tiny_settings, write_corpus
 from tests.support.processes import free_port, start_ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS = 24
 POISONED = 8  # the step, on rank 1
 MODES = ["bucket", "before", "after", "none"]

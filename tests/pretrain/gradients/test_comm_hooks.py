@@ -20,6 +20,8 @@ from bert_unpad.pretrain.ranks import Ranks
 from tests.support.pretrain_runs import finish, losses, make_folder, run_in_turn
 from tests.support.processes import run_ranks, start_ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS = 18
 POWER = ["--comm.hook", "power_sgd", "--comm.start", "3"]
 LOCAL = ["--comm.hook", "post_local_sgd", "--comm.start", "3", "--comm.local_sgd_group", "1"]

@@ -17,6 +17,8 @@ from bert_unpad.pretrain.gradients.loss_scale import LossScale
 from bert_unpad.pretrain.output.metrics import read_json_lines
 from tests.support.pretrain_runs import losses, make_folder, run_in_turn
 
+pytestmark = pytest.mark.slow
+
 STEPS = 12
 BASE = ["--schedule.epochs", "null", "--schedule.total_steps", str(STEPS), "--optimizer.lr", "3e-3"]
 BASE += ["--schedule.warmup_share", "0", "--checkpoint.every", "5", "--checkpoint.keep_last", "9"]

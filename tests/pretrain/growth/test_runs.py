@@ -16,6 +16,8 @@ from bert_unpad.pretrain.output.metrics import read_json_lines
 from tests.support.pretrain_runs import WORDS, finish, in_turn, tiny_settings, write_corpus
 from tests.support.processes import free_port, start_ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS = 12
 MSLT = {"growth": {"name": "mslt", "layers": [1, 2, 4], "joint_share": 0.25}}
 BUCKET = {"clip": {"mode": "bucket", "policy": "adaptive", "max_norm": 0.3}}

@@ -11,6 +11,8 @@ from bert_unpad.pretrain.config import ConfigError, read_config
 from bert_unpad.pretrain.output.metrics import read_json_lines
 from tests.support.pretrain_runs import losses, make_folder, run_in_turn
 
+pytestmark = pytest.mark.slow
+
 BASE = ["--schedule.epochs", "null", "--schedule.total_steps", "6", "--optimizer.lr", "3e-3"]
 BASE += ["--checkpoint.every", "3", "--checkpoint.keep_last", "9", "--logging.progress", "none"]
 BASE += ["--logging.examples", "false", "--clip.mode", "bucket"]
