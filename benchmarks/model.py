@@ -108,14 +108,6 @@ def memory_fields(memory: harness.Memory) -> dict[str, int]:
     }
 
 
-def measure_peaks() -> dict[str, float]:
-    """Matmul FLOP/s by dtype."""
-    return {
-        str(dtype).removeprefix("torch."): harness.matmul_peak(dtype)
-        for dtype in (torch.float32, torch.bfloat16)
-    }
-
-
 def run_on_gpu(args: argparse.Namespace) -> None:
     """The whole of `--device cuda`, or a rehearsal of it on the CPU."""
     device = Host() if args.rehearse else Gpu()
@@ -240,7 +232,7 @@ def main() -> None:
     for name in names:
         kind, dtype = name.rsplit(", ", 1)
         steps[name] = make_step(*built[kind], inputs, getattr(torch, dtype))
-    peaks = measure_peaks()
+    peaks = harness.matmul_peaks()
     print("matmul peak: " + ", ".join(f"{k} {v / 1e9:.0f} GFLOP/s" for k, v in peaks.items()))
     print(f"allocator: {allocator}", flush=True)
     timings = harness.interleave(
@@ -248,7 +240,7 @@ def main() -> None:
         on_time=lambda name, s: print(f"  {name:40s} {s:8.2f} s", flush=True),
     )  # fmt: skip
     # Once more, and the better one: other tenants of a machine may have held back the first.
-    peaks = {dtype: max(value, peaks[dtype]) for dtype, value in measure_peaks().items()}
+    peaks = {dtype: max(value, peaks[dtype]) for dtype, value in harness.matmul_peaks().items()}
     # A CPU without bf16 instructions multiplies bf16 activations fastest in fp32.
     peak_of = {"float32": peaks["float32"], "bfloat16": max(peaks.values())}
     rows = []

@@ -126,6 +126,14 @@ def matmul_peak(dtype: torch.dtype, size: int = 2048, tries: int = 9) -> float:
     return 2 * size**3 / min(times)
 
 
+def matmul_peaks() -> dict[str, float]:
+    """FLOP/s of PyTorch's matmul by dtype."""
+    return {
+        str(dtype).removeprefix("torch."): matmul_peak(dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+
+
 def memory_peak(bytes_moved: int = 256 << 20, tries: int = 9) -> float:
     """Bytes/s read plus written by PyTorch's copy of a buffer that no cache holds."""
     source = torch.zeros(bytes_moved // 8)

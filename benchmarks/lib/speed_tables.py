@@ -49,15 +49,15 @@ def operators() -> str:
 
 
 def peak_is_sound(found: Result) -> bool:
-    """Whether the peak of a step's run is no lower than that of the operators' on the same CPU.
+    """Whether the peak of a step's run is at least 0.95 of that of the operators' on the same CPU.
 
-    Both measure the same matrix product. A lower one was measured while something else used the
-    cores, and shares of it would flatter.
+    Both measure the same matrix product, and scatter a little. A much lower one was measured while
+    something else used the cores, and shares of it would flatter.
     """
     ops = read("ops")
     if ops is None or ops["machine"]["cpu"] != found["machine"]["cpu"]:
         return False
-    return found["matmul_peak"]["float32"] >= ops["matmul_peak"]
+    return found["matmul_peak"]["float32"] >= 0.95 * ops["matmul_peak"]["float32"]
 
 
 def pretraining_step() -> str:
@@ -95,6 +95,33 @@ def pretraining_step() -> str:
         "and Adam's state. Memory is measured in a process per contender.",
         source("model", found, *filter(None, [found.get("memory_command")])),
         table([*header, "GB of a step", "GB in all"], rows, text_columns=2),
+    )
+
+
+def versions() -> str:
+    found = read("versions")
+    if found is None:
+        return ""
+    rows = []
+    for x in found["results"]:
+        ratios = [x["faster_than"].get(name) for name in ("earlier", "stock")]
+        row = [x["workload"], precision(x["dtype"]), f"{x['seconds']['this']:.3f}"]
+        row += ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        rows.append([*row, between(x["rounds"]["this"], 3)])
+    rounds = count(len(found["results"][0]["rounds"]["this"]), "round")
+    return section(
+        "This version and an earlier one",
+        "Training: the pretraining step above. Inference: hidden states of 64 texts of 10 to 300 "
+        "tokens by a model of MiniLM-L6's shape, after `hf.unpad` in one batch; by stock Hugging "
+        "Face, sorted by length, in batches of 16. Each entry of the two columns of ratios says "
+        f"how many times faster this version is than commit {found['earlier']} and than stock; "
+        f"{rounds} in turns, each contender in a process of its own.",
+        source("versions", found),
+        table(
+            ["", "", "seconds, median", "than earlier", "than stock", "least and greatest round"],
+            rows,
+            text_columns=2,
+        ),
     )
 
 
