@@ -208,8 +208,7 @@ class NativeBuild(build_ext):
                 # Kernels do not throw; what unwinding needs would be shared between the sets.
                 own = [*flags, *options, "-fno-exceptions", f"-DBERT_UNPAD_ISA={isa}"]
                 objects += [
-                    ninja.compile("cxx", source, own, isa)
-                    for source in sources(f"*/*_{kind}.cpp")
+                    ninja.compile("cxx", source, own, isa) for source in sources(f"*/*_{kind}.cpp")
                 ]
         ninja.link("ld", "_C.so", objects, [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lpthread"])
 
