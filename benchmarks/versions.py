@@ -41,7 +41,10 @@ class Worker:
         """Runs the workload once."""
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
-        return float(self._process.stdout.readline())
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("a contender has ended; its message is above")
+        return float(line)
 
     def end(self) -> None:
         self._process.stdin.close()
@@ -96,6 +99,10 @@ def main() -> None:
         for dtype in args.dtypes
     ]
     command = f"python -m benchmarks.versions --earlier CHECKOUT --rounds {args.rounds}"
+    if set(args.workloads) < set(WORKLOADS):
+        command += f" --workloads {' '.join(args.workloads)}"
+    if set(args.dtypes) < set(DTYPES):
+        command += f" --dtypes {' '.join(args.dtypes)}"
     report = {"earlier": commit(args.earlier), "results": results}
     print(f"written to {harness.save('versions', 'cpu', command, report)}")
 

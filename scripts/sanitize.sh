@@ -59,6 +59,8 @@ PY
 failed=0
 for isa in $isas; do
   echo "== $isa"
-  BERT_UNPAD_ISA=$isa LD_PRELOAD=$preload "$python" -m pytest -n 0 "${tests[@]}" || failed=1
+  # CXX: what tests compile themselves, such as the kernels for AMX with a model of its tiles.
+  CXX="$compiler $flags" BERT_UNPAD_ISA=$isa LD_PRELOAD=$preload \
+    "$python" -m pytest -n 0 "${tests[@]}" || failed=1
 done
 exit "$failed"

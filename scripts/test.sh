@@ -31,7 +31,10 @@ log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 start=$SECONDS status=0
 # A file's tests stay in one process, as they share what is costly to make. Not more than two: large
-# GPU tests take up to 32 GB each.
+# GPU tests take up to 32 GB each. Each has half of the cores: with more threads than cores, threads
+# that wait for each other take the time of those that work.
+cores=$(nproc)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 2 ? cores / 2 : 1))}
 "$PY" -m pytest --color=auto -n 2 --dist loadfile --no-loadscope-reorder "$@" 2>&1 | tee "$log" || status=${PIPESTATUS[0]}
 summary=$(grep -E '[0-9]+ (passed|failed|error|skipped|deselected)' "$log" | tail -n 1 || true)
 [[ $status -eq 0 ]] || fail "the tests failed (pytest's exit code is $status): ${summary:-no test ran}"

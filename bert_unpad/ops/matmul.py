@@ -3,7 +3,7 @@
 On a GPU, 16-bit products use cuBLASLt, whose epilogues also do the work around them
 (csrc/linear/matmul.h): the bias and the tanh GELU, the GELU's derivative, the gradient of the bias,
 and the sum with a residual's gradient or with a gradient that exists already. All other products
-use PyTorch.
+use PyTorch, except weight gradients in bf16 on a CPU with AMX (csrc/linear/wgrad_bf16.cpp).
 
 On a CPU without 16-bit instructions the products are computed in fp32. On a CPU with AVX-512 but no
 bf16, PyTorch's bf16 matmul reaches 50 GFLOP/s and its fp32 matmul 240. The result is then rounded
@@ -98,7 +98,7 @@ def wgrad(
         add = _ops.linear_wgrad_ if fused(x, weight) else _add_wgrad
         dweight, dbias = None, add(dy, x, target, bias is not None)
     else:
-        new = _ops.linear_wgrad if fused(x, weight) else new_wgrad
+        new = _ops.linear_wgrad if fused(x, weight) else cpu_wgrad
         dweight, dbias = new(dy, x, bias is not None, weight.dtype)
     return dweight, None if bias is None else dbias.to(bias.dtype)
 
@@ -207,11 +207,11 @@ def _wgrad(dy: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
     return dy.t() @ x, dy.sum(0, dtype=torch.float32) if bias else dy.new_empty(0)
 
 
-def new_wgrad(dy: Tensor, x: Tensor, bias: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cpu_wgrad(dy: Tensor, x: Tensor, bias: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns dy^T x and, if `bias`, the sum of dy's rows, else an empty tensor; in `dtype`."""
     if _by_tiles(dy, x):
         dweight = dy.new_empty((dy.shape[1], x.shape[1]), dtype=torch.float32)
-        dbias = _ops.tile_wgrad_(dy, x, dweight, False, bias)
+        dbias = _ops.tile_wgrad_(dy.contiguous(), x.contiguous(), dweight, False, bias)
     else:
         dweight, dbias = _wgrad(dy, x, bias)
     return dweight.to(dtype), dbias.to(dtype)
@@ -219,7 +219,7 @@ def new_wgrad(dy: Tensor, x: Tensor, bias: bool, dtype: torch.dtype) -> tuple[Te
 
 def _add_wgrad(dy: Tensor, x: Tensor, dweight: Tensor, bias: bool) -> Tensor:
     if _by_tiles(dy, x) and dweight.dtype == torch.float32:
-        return _ops.tile_wgrad_(dy, x, dweight, True, bias)
+        return _ops.tile_wgrad_(dy.contiguous(), x.contiguous(), dweight, True, bias)
     added, dbias = _wgrad(dy, x, bias)
     dweight.add_(added)
     return dbias.to(dweight.dtype)
@@ -245,7 +245,7 @@ def _dgrad(dy: Tensor, weight: Tensor, addend: Tensor | None, pre: Tensor | None
 for _name, _function in (
     ("linear", _forward),
     ("linear_dgrad", _dgrad),
-    ("linear_wgrad", new_wgrad),
+    ("linear_wgrad", cpu_wgrad),
     ("linear_wgrad_", _add_wgrad),
 ):
     register_cpu(_name)(_function)

@@ -9,24 +9,29 @@ memory too.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from bert_unpad.pretrain.config import ConfigError
 
-__all__ = ["bind_to_cores", "cores_by_node", "share_of_cores"]
+__all__ = ["bound_to_cores", "cores_by_node", "share_of_cores"]
 
 _SYSTEM = Path("/sys/devices/system")
 
 
-def bind_to_cores(local_rank: int, local_world_size: int) -> int:
+@contextmanager
+def bound_to_cores(local_rank: int, local_world_size: int) -> Iterator[int]:
     """Binds all threads of this process to its share of the cores that it may use now.
+
+    Give all processes of a machine the same cores: a launcher that binds them itself (mpirun,
+    numactl) leaves nothing to share out. At the end this process may use all of them again.
 
     Args:
         local_rank: this process among those of this machine.
         local_world_size: processes on this machine.
 
-    Returns:
+    Yields:
         The number of cores of the share, as the system counts them (hardware threads).
 
     Raises:
@@ -42,9 +47,18 @@ def bind_to_cores(local_rank: int, local_world_size: int) -> int:
             "got true",
         )
     share = share_of_cores(cores_by_node(allowed), local_rank, local_world_size)
+    _bind(share)
+    try:
+        yield len(share)
+    finally:
+        _bind(allowed)
+
+
+def _bind(cores: Iterable[int]) -> None:
+    """Binds all threads of this process."""
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), share)
-    return len(share)
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
 
 
 def cores_by_node(allowed: set[int], system: Path = _SYSTEM) -> list[list[int]]:

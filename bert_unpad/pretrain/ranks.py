@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
-from bert_unpad.pretrain.cores import bind_to_cores
+from bert_unpad.pretrain.cores import bound_to_cores
 from bert_unpad.pretrain.rank_watch import RankWatch, open_store
 
 __all__ = ["HostSums", "Ranks", "join_ranks", "threads_per_process"]
@@ -160,31 +160,32 @@ def join_ranks(config: PretrainConfig) -> Iterator[Ranks]:
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     device = _device(config, local_rank)
-    if config.bind_cores:
-        bind_to_cores(local_rank, local_world_size)
-        torch.set_num_threads(threads_per_process(1))  # of the cores that are left to this process
-    else:
-        torch.set_num_threads(threads_per_process(local_world_size))
-    if world_size == 1:
-        yield Ranks(rank, world_size, device, None, local_world_size)
-        return
-    store = open_store(rank, config.rank_timeout)
-    watch = RankWatch(store, rank, world_size, config.rank_timeout)
-    timeout = timedelta(seconds=config.rank_timeout)
-    try:
-        with watch.explained():
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                store=dist.PrefixStore("groups", store),
-                rank=rank,
-                world_size=world_size,
-                timeout=timeout,
-            )
-            group = dist.new_group(backend="gloo", timeout=timeout)
-            yield Ranks(rank, world_size, device, group, local_world_size, timeout, watch)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with ExitStack() as at_end:
+        sharing = local_world_size
+        if config.bind_cores:
+            at_end.enter_context(bound_to_cores(local_rank, local_world_size))
+            sharing = 1
+        torch.set_num_threads(threads_per_process(sharing))
+        if world_size == 1:
+            yield Ranks(rank, world_size, device, None, local_world_size)
+            return
+        store = open_store(rank, config.rank_timeout)
+        watch = RankWatch(store, rank, world_size, config.rank_timeout)
+        timeout = timedelta(seconds=config.rank_timeout)
+        try:
+            with watch.explained():
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                    store=dist.PrefixStore("groups", store),
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=timeout,
+                )
+                group = dist.new_group(backend="gloo", timeout=timeout)
+                yield Ranks(rank, world_size, device, group, local_world_size, timeout, watch)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def _device(config: PretrainConfig, local_rank: int) -> torch.device:

@@ -42,7 +42,7 @@ struct Scratch {
   T* take(int64_t n) {
     const int64_t at = bytes;
     bytes += (n * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-    return reinterpret_cast<T*>(base + at);
+    return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(base) + at);
   }
 };
 
@@ -127,18 +127,25 @@ void draw_kept(const AttentionCpuParams& p, const AttentionTask& t, int first, i
                                kept + (base + g + 8) * stride + c / 16);
 }
 
-// One row: scores -> weights that are not normalised, and their sum before dropout.
+// The largest score after scaling, before it: the greatest number, or the least where the scale is
+// negative.
+BU_INLINE float largest_score(const float* s, int k_len, bool negative) {
+  f32v top = splat(negative ? kInfinity : -kInfinity);
+  for (int j = 0; j < k_len; j += 16) {
+    const auto mask = static_cast<__mmask16>(first_columns(k_len - j));
+    const __m512 x = (__m512)load(s + j), before = (__m512)top;
+    top = (f32v)(negative ? _mm512_mask_min_ps(before, mask, x, before)
+                          : _mm512_mask_max_ps(before, mask, x, before));
+  }
+  return negative ? -reduce_max(-top) : reduce_max(top);
+}
+
+// One row: scores -> weights that are not normalised, and their sum before dropout. The largest
+// score is subtracted before scaling: a difference of equal numbers is 0 however large they are.
 BU_INLINE void softmax_row(const float* s, int k_len, int keys, float scale, const uint16_t* kept,
                            bf16* weights, float& maximum, float& sum) {
-  f32v top = splat(-kInfinity);
-  const int whole = k_len / 16 * 16;
-  for (int j = 0; j < whole; j += 16) top = vmax(load(s + j) * scale, top);
-  if (whole < k_len) {
-    const auto mask = static_cast<__mmask16>(first_columns(k_len - whole));
-    const f32v last = load(s + whole) * scale;
-    top = (f32v)_mm512_mask_max_ps((__m512)top, mask, (__m512)last, (__m512)top);
-  }
-  maximum = reduce_max(top);
+  const float largest = largest_score(s, k_len, scale < 0.0f);
+  maximum = largest * scale;
   f32v total = {};
   for (int j = 0; j < keys; j += 32) {
     const __mmask32 inside = first_columns(k_len - j);
@@ -146,7 +153,7 @@ BU_INLINE void softmax_row(const float* s, int k_len, int keys, float scale, con
     f32v w[2];
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
-      const f32v e = exp2_short(load(s + j + 16 * i) * scale - maximum);
+      const f32v e = exp2_short((load(s + j + 16 * i) - largest) * scale);
       total += (f32v)_mm512_maskz_mov_ps(static_cast<__mmask16>(inside >> (16 * i)), (__m512)e);
       w[i] = (f32v)_mm512_maskz_mov_ps(static_cast<__mmask16>(stays >> (16 * i)), (__m512)e);
     }

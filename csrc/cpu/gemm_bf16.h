@@ -1,10 +1,11 @@
-// A small product of bf16 matrices that sit in cache, with fp32 sums: C (+)= A B. For the
-// instruction sets that multiply bf16: by AMX tiles where BU_AMX is defined, else by AVX512-BF16
-// dot products of pairs.
+// A product of bf16 matrices with fp32 sums, C (+)= A B, for the instruction sets that multiply
+// bf16: by AMX tiles where BU_AMX is defined, else by AVX512-BF16 dot products of pairs. It does no
+// blocking for caches.
 //
-// A is stored row by row. B is stored in panels of 16 columns; in a panel, each pair of rows 2k,
-// 2k + 1 is stored as 16 columns of two numbers, as both kinds of instruction read it:
-// [columns / 16][depth / 2][16][2]. Rows and columns are multiples of 16, the depth of 32.
+// A is stored row by row or in tiles (see Bf16Rows). B is stored in panels of 16 columns; in a
+// panel, each pair of rows 2k, 2k + 1 is stored as 16 columns of two numbers, as both kinds of
+// instruction read it: [columns / 16][depth / 2][16][2]. Rows and columns are multiples of 16, the
+// depth of 32.
 #pragma once
 
 #include "cpu/simd.h"
@@ -118,7 +119,8 @@ struct Bf16Rows {
   const bf16* p;
   int64_t row, block, step;
   Bf16Rows(const bf16* rows, int64_t stride) : p(rows), row(stride), block(16 * stride), step(32) {}
-  // In tiles of 16 rows of 32, side by side, rows of tiles `stride` numbers apart.
+  // A stored in tiles of 16 rows of 32: tiles of the same rows one after the other, `stride`
+  // numbers from 16 rows to the next 16.
   static Bf16Rows tiles(const bf16* p, int64_t stride) {
     Bf16Rows a(p, 32);
     a.block = stride;
@@ -187,7 +189,7 @@ inline void gemm_bf16(Bf16Rows a, int rows, Bf16Panels b, int columns, int depth
 
 #else
 
-// 8 rows of kPanels panels; A is stored row by row.
+// 8 rows of kPanels panels.
 template <int kPanels>
 BU_INLINE void gemm_block(Bf16Rows a, Bf16Panels b, int depth, float* c, int64_t ldc,
                           bool accumulate) {
@@ -197,19 +199,20 @@ BU_INLINE void gemm_block(Bf16Rows a, Bf16Panels b, int depth, float* c, int64_t
 #pragma GCC unroll 3
     for (int j = 0; j < kPanels; ++j)
       sums[i][j] = accumulate ? load(c + i * ldc + kPairColumns * j) : f32v{};
-  for (int k = 0; k < depth; k += 2) {
-    __m512bh columns[kPanels];
-#pragma GCC unroll 3
-    for (int j = 0; j < kPanels; ++j)
-      columns[j] = (__m512bh)load_bits<__m512i>(b.p + j * b.stride + k * kPairColumns);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) {
-      const auto pair = (__m512bh)_mm512_set1_epi32(load_bits<int32_t>(a.p + i * a.row + k));
+  for (int step = 0; step < depth; step += 32, a.p += a.step)
+    for (int k = 0; k < 32; k += 2, b.p += 2 * kPairColumns) {
+      __m512bh columns[kPanels];
 #pragma GCC unroll 3
       for (int j = 0; j < kPanels; ++j)
-        sums[i][j] = (f32v)_mm512_dpbf16_ps((__m512)sums[i][j], pair, columns[j]);
+        columns[j] = (__m512bh)load_bits<__m512i>(b.p + j * b.stride);
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) {
+        const auto pair = (__m512bh)_mm512_set1_epi32(load_bits<int32_t>(a.p + i * a.row + k));
+#pragma GCC unroll 3
+        for (int j = 0; j < kPanels; ++j)
+          sums[i][j] = (f32v)_mm512_dpbf16_ps((__m512)sums[i][j], pair, columns[j]);
+      }
     }
-  }
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i)
 #pragma GCC unroll 3
@@ -219,8 +222,12 @@ BU_INLINE void gemm_block(Bf16Rows a, Bf16Panels b, int depth, float* c, int64_t
 template <int kPanels>
 inline void gemm_columns(Bf16Rows a, int rows, Bf16Panels b, int depth, float* c, int64_t ldc,
                          bool accumulate) {
-  for (; rows > 0; rows -= 8, a.p += 8 * a.row, c += 8 * ldc)
+  for (; rows > 0; rows -= 16, a.p += a.block, c += 16 * ldc) {
+    Bf16Rows second = a;
+    second.p += 8 * a.row;
     gemm_block<kPanels>(a, b, depth, c, ldc, accumulate);
+    gemm_block<kPanels>(second, b, depth, c + 8 * ldc, ldc, accumulate);
+  }
 }
 
 inline void gemm_bf16(Bf16Rows a, int rows, Bf16Panels b, int columns, int depth, float* c,

@@ -50,10 +50,16 @@ Isa best() {
   return Isa::kGeneric;
 }
 
+// $BERT_UNPAD_ISA; null where it is not set.
+const char* asked_for() {
+  const char* wish = std::getenv("BERT_UNPAD_ISA");
+  return wish != nullptr && *wish != '\0' ? wish : nullptr;
+}
+
 Isa choose() {
   const Isa limit = best();
-  const char* wish = std::getenv("BERT_UNPAD_ISA");
-  if (wish == nullptr || *wish == '\0') return limit;
+  const char* wish = asked_for();
+  if (wish == nullptr) return limit;
   for (int i = 0; i <= static_cast<int>(limit); ++i)
     if (std::string(kNames[i]) == wish) return static_cast<Isa>(i);
   throw std::runtime_error("BERT_UNPAD_ISA=" + std::string(wish) +
@@ -71,7 +77,7 @@ Isa isa() {
 bool fast_bf16_dot_products() {
 #if defined(__x86_64__)
   static const bool fast =
-      isa() == Isa::kAvx512Bf16 && (std::getenv("BERT_UNPAD_ISA") || __builtin_cpu_is("amd"));
+      isa() == Isa::kAvx512Bf16 && (asked_for() != nullptr || __builtin_cpu_is("amd"));
   return fast;
 #else
   return false;

@@ -18,7 +18,7 @@
 #endif
 
 #ifndef BERT_UNPAD_ISA
-#error "simd.h is for *_simd.cpp files only: they are compiled once per instruction set"
+#error "simd.h is for *_simd.cpp and *_bf16.cpp files: they are compiled per instruction set"
 #endif
 
 #define BU_INLINE __attribute__((always_inline)) inline

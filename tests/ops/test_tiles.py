@@ -83,7 +83,7 @@ def attention(library: ctypes.CDLL, qkv: Tensor, dout: Tensor, p: float) -> list
 
 
 @pytest.mark.parametrize("p", [0.0, 0.2])
-@pytest.mark.parametrize(("tokens", "head_dim"), [(1, 64), (33, 32), (70, 40), (170, 64)])
+@pytest.mark.parametrize(("tokens", "head_dim"), [(1, 1), (33, 32), (70, 40), (170, 64), (40, 128)])
 def test_attention(model, tokens: int, head_dim: int, p: float) -> None:
     torch.manual_seed(tokens)
     qkv, dout = bf16(tokens, 3, 2, head_dim), bf16(tokens, 2, head_dim)
@@ -107,7 +107,8 @@ def test_attention_by_tiles_is_that_of_the_model(model) -> None:
     out = ops.varlen_attention(got, cu_seqlens, 90, dropout_p=0.1, rng=RNG)
     out.backward(dout)
     for a, b in zip(attention(model, qkv, dout, 0.1), (out.detach(), got.grad), strict=True):
-        assert torch.equal(a, b)
+        # Compilers may fuse other multiplications and additions: a unit in the last place of bf16.
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7 * b.abs().max().item() / 100)
 
 
 def weight_gradient(

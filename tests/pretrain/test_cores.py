@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bert_unpad.pretrain.config import ConfigError
-from bert_unpad.pretrain.cores import bind_to_cores, cores_by_node, share_of_cores
+from bert_unpad.pretrain.cores import bound_to_cores, cores_by_node, share_of_cores
 from tests.support.processes import run_ranks
 
 
@@ -55,8 +55,11 @@ def test_unequal_nodes_leave_no_process_without_cores():
 
 
 def bound(rank: int, world_size: int) -> tuple[int, list[set[int]]]:
-    count = bind_to_cores(rank, world_size)
-    return count, [os.sched_getaffinity(int(t)) for t in os.listdir("/proc/self/task")]
+    before = os.sched_getaffinity(0)
+    with bound_to_cores(rank, world_size) as count:
+        threads = [os.sched_getaffinity(int(t)) for t in os.listdir("/proc/self/task")]
+    assert os.sched_getaffinity(0) == before
+    return count, threads
 
 
 @pytest.mark.skipif(
@@ -73,5 +76,6 @@ def test_processes_share_out_the_cores_with_all_their_threads():
 
 
 def test_more_processes_than_cores_are_refused():
-    with pytest.raises(ConfigError, match="bind_cores: expected false where 100000 processes"):
-        bind_to_cores(0, 100_000)
+    message = "bind_cores: expected false where 100000 processes"
+    with pytest.raises(ConfigError, match=message), bound_to_cores(0, 100_000):
+        pass
