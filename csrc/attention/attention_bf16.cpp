@@ -8,13 +8,13 @@
 // In the backward pass dK and dV are summed up transposed, as dK^T = Q^T dS: so dS is a right-hand
 // side, whose pairs of rows are r and r + 8 of 16, the rows whose dropout bits come together.
 #include "attention/attention.h"
+#include "attention/task_simd.h"
 #include "cpu/gemm_bf16.h"
 #include "cpu/philox_simd.h"
 
 namespace bert_unpad::BERT_UNPAD_ISA {
 namespace {
 
-constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f;
 constexpr float kInfinity = __builtin_inff();
 
 constexpr int kForwardRows = 64;
@@ -23,14 +23,12 @@ constexpr int kForwardRows = 64;
 constexpr int kPieceRows = 32, kPieceColumns = 128;
 constexpr int kPieceStride = kPieceColumns + 16;  // spreads rows over the sets of the cache
 
-int round_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
-
 // Rows of a block in the backward pass: three bf16 matrices [rows, keys] stay in the second-level
 // cache.
 int backward_rows(int q_len, int k_len) {
   const int most = 65536 / (k_len + 1) / kPieceRows * kPieceRows;
   const int rows = most < kPieceRows ? kPieceRows : most > 128 ? 128 : most;
-  const int needed = round_to(q_len, kPieceRows);
+  const int needed = round_up(q_len, kPieceRows);
   return rows < needed ? rows : needed;
 }
 
@@ -50,7 +48,7 @@ struct Scratch {
 struct Sizes {
   int keys, depth, columns;  // k_len to 32; head_dim to 32 and to 16
   Sizes(int k_len, int head_dim)
-      : keys(round_to(k_len, 32)), depth(round_to(head_dim, 32)), columns(round_to(head_dim, 16)) {}
+      : keys(round_up(k_len, 32)), depth(round_up(head_dim, 32)), columns(round_up(head_dim, 16)) {}
 };
 
 struct Forward {
@@ -106,13 +104,6 @@ struct Backward {
     kept = scratch.take<uint16_t>(static_cast<int64_t>(rows) * (n.keys / 16 + 4));
   }
 };
-
-const bf16* at(const Packed<const void>& x, int64_t token, int head) {
-  return static_cast<const bf16*>(x.p) + token * x.token_stride + head * x.head_stride;
-}
-bf16* at(const Packed<void>& x, int64_t token, int head) {
-  return static_cast<bf16*>(x.p) + token * x.token_stride + head * x.head_stride;
-}
 
 // A bit for each weight that dropout keeps, for `rows` rows from `first` (a multiple of 16) on:
 // 16 columns a number, [rows to 16][stride].
@@ -176,17 +167,17 @@ void forward_task(const AttentionCpuParams& p, const AttentionTask& t, float* me
   const Forward m(scratch, t.k_len, p.head_dim);
   const Sizes& n = m.n;
   const TileRegisters tiles;
-  pack_pairs_transposed(at(p.k, t.k_begin, t.head), p.k.token_stride, t.k_len, p.head_dim, n.keys,
-                        n.depth, m.k);
-  pack_pairs(at(p.v, t.k_begin, t.head), p.v.token_stride, t.k_len, p.head_dim, n.keys, m.v);
+  pack_pairs_transposed(at<bf16>(p.k, t.k_begin, t.head), p.k.token_stride, t.k_len, p.head_dim,
+                        n.keys, n.depth, m.k);
+  pack_pairs(at<bf16>(p.v, t.k_begin, t.head), p.v.token_stride, t.k_len, p.head_dim, n.keys, m.v);
 
   const bool dropout = p.keep_threshold != 65536u;
   const float keep = keep_scale(p.keep_threshold);
   const int64_t kept_stride = n.keys / 16 + 4;
   for (int first = 0; first < t.q_len; first += kForwardRows) {
     const int rows = t.q_len - first < kForwardRows ? t.q_len - first : kForwardRows;
-    const int whole = round_to(rows, 16);
-    copy_rows(at(p.q, t.q_begin + first, t.head), p.q.token_stride, rows, p.head_dim, whole,
+    const int whole = round_up(rows, 16);
+    copy_rows(at<bf16>(p.q, t.q_begin + first, t.head), p.q.token_stride, rows, p.head_dim, whole,
               n.depth, m.q);
     gemm_bf16({m.q, n.depth}, whole, {m.k, n.depth * kPairColumns}, n.keys, n.depth, m.scores,
               m.score_stride, false);
@@ -205,7 +196,7 @@ void forward_task(const AttentionCpuParams& p, const AttentionTask& t, float* me
         store_bits(m.weights + r * m.weight_stride + j, _mm512_setzero_si512());
     gemm_bf16({m.weights, m.weight_stride}, whole, {m.v, n.keys * kPairColumns}, n.columns, n.keys,
               m.out, n.columns, false);
-    bf16* out = at(p.out_w, t.q_begin + first, t.head);
+    bf16* out = at<bf16>(p.out_w, t.q_begin + first, t.head);
     for (int r = 0; r < rows; ++r)  // a sum of 0: the sequence has no keys
       round_row(m.out + r * n.columns, p.head_dim, sums[r] == 0.0f ? 0.0f : keep / sums[r],
                 out + r * p.out_w.token_stride);
@@ -297,20 +288,20 @@ void backward_task(const AttentionCpuParams& p, const AttentionTask& t, float* m
   const Sizes& n = m.n;
   const int d = p.head_dim;
   const TileRegisters tiles;
-  const bf16* k = at(p.k, t.k_begin, t.head);
+  const bf16* k = at<bf16>(p.k, t.k_begin, t.head);
   pack_pairs_transposed(k, p.k.token_stride, t.k_len, d, n.keys, n.depth, m.k_transposed);
   pack_pairs(k, p.k.token_stride, t.k_len, d, n.keys, m.k);
-  pack_pairs_transposed(at(p.v, t.k_begin, t.head), p.v.token_stride, t.k_len, d, n.keys, n.depth,
-                        m.v_transposed);
+  pack_pairs_transposed(at<bf16>(p.v, t.k_begin, t.head), p.v.token_stride, t.k_len, d, n.keys,
+                        n.depth, m.v_transposed);
 
   const bool dropout = p.keep_threshold != 65536u;
   const int64_t key_panel = n.depth * kPairColumns;
   for (int first = 0; first < t.q_len; first += m.rows) {
     const int rows = t.q_len - first < m.rows ? t.q_len - first : m.rows;
-    const int whole = round_to(rows, kPieceRows);
+    const int whole = round_up(rows, kPieceRows);
     const int64_t token = t.q_begin + first;
-    const bf16 *dout = at(p.dout, token, t.head), *out = at(p.out, token, t.head);
-    copy_rows(at(p.q, token, t.head), p.q.token_stride, rows, d, whole, n.depth, m.q);
+    const bf16 *dout = at<bf16>(p.dout, token, t.head), *out = at<bf16>(p.out, token, t.head);
+    copy_rows(at<bf16>(p.q, token, t.head), p.q.token_stride, rows, d, whole, n.depth, m.q);
     copy_rows(dout, p.dout.token_stride, rows, d, whole, n.depth, m.dout);
     transpose_rows(m.q, n.depth, whole, n.columns, m.q_transposed);
     transpose_rows(m.dout, n.depth, whole, n.columns, m.dout_transposed);
@@ -344,18 +335,18 @@ void backward_task(const AttentionCpuParams& p, const AttentionTask& t, float* m
               m.dv, m.sum_stride, first > 0);
     gemm_bf16({m.q_transposed, whole}, n.columns, {m.gradient_pairs, row_panel}, n.keys, whole,
               m.dk, m.sum_stride, first > 0);
-    gemm_bf16({m.gradients, m.gradient_stride}, round_to(rows, 16), {m.k, n.keys * kPairColumns},
+    gemm_bf16({m.gradients, m.gradient_stride}, round_up(rows, 16), {m.k, n.keys * kPairColumns},
               n.columns, n.keys, m.dq, n.columns, false);
-    bf16* dq = at(p.dq, token, t.head);
+    bf16* dq = at<bf16>(p.dq, token, t.head);
     for (int r = 0; r < rows; ++r)
       round_row(m.dq + r * n.columns, d, p.scale, dq + r * p.dq.token_stride);
   }
   if (t.q_len == 0)
     for (int64_t i = 0; i < n.columns * m.sum_stride; ++i) m.dk[i] = m.dv[i] = 0.0f;
-  round_transposed(m.dk, m.sum_stride, t.k_len, d, p.scale, at(p.dk, t.k_begin, t.head),
+  round_transposed(m.dk, m.sum_stride, t.k_len, d, p.scale, at<bf16>(p.dk, t.k_begin, t.head),
                    p.dk.token_stride);
   round_transposed(m.dv, m.sum_stride, t.k_len, d, keep_scale(p.keep_threshold),
-                   at(p.dv, t.k_begin, t.head), p.dv.token_stride);
+                   at<bf16>(p.dv, t.k_begin, t.head), p.dv.token_stride);
 }
 
 int64_t scratch_floats(int q_len, int k_len, int head_dim, bool backward) {

@@ -4,13 +4,12 @@
 // needs no online rescaling, and the dropout mask is drawn inside the row pass over that strip.
 // K and V are converted and packed once per task, for all blocks of queries.
 #include "attention/attention.h"
+#include "attention/task_simd.h"
 #include "cpu/gemm_simd.h"
 #include "cpu/philox_simd.h"
 
 namespace bert_unpad::BERT_UNPAD_ISA {
 namespace {
-
-constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f;
 
 // Rows of a block: strips of scores of at most 48 K floats (192 KB; two of them in the backward
 // pass), a multiple of 16 because the dropout words of rows r and r + 8 come together.
@@ -57,15 +56,6 @@ inline void narrow_rows(const float* x, int width, int rows, int columns, const 
     for (; j + kLanes <= columns; j += kLanes) store(out + j, load(x + j) * f);
     if (j < columns) store_n(out + j, load(x + j) * f, columns - j);
   }
-}
-
-template <class T>
-const T* at(const Packed<const void>& x, int64_t token, int head) {
-  return static_cast<const T*>(x.p) + token * x.token_stride + head * x.head_stride;
-}
-template <class T>
-T* at(const Packed<void>& x, int64_t token, int head) {
-  return static_cast<T*>(x.p) + token * x.token_stride + head * x.head_stride;
 }
 
 // Softmax weights of one row in base 2, not normalised; the sum and the maximum go out.

@@ -14,8 +14,6 @@ inline constexpr int kTileRows = 6;
 inline constexpr int kTileVectors = kVectorRegisters == 32 ? 4 : 2;
 inline constexpr int kPanel = kTileVectors * kLanes;  // columns of a panel of B
 
-BU_INLINE int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
-
 // A strided matrix of fp32 operands: element (i, k) at p[i * rows + k * columns].
 struct Strided {
   const float* p;

@@ -36,6 +36,8 @@ inline constexpr int kLanes = 4;
 inline constexpr int kVectorRegisters = 16;
 #endif
 
+BU_INLINE int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
 typedef float f32v __attribute__((vector_size(4 * kLanes), may_alias));
 typedef int32_t i32v __attribute__((vector_size(4 * kLanes), may_alias));
 typedef uint32_t u32v __attribute__((vector_size(4 * kLanes), may_alias));
