@@ -16,7 +16,7 @@ if [[ -z $python ]]; then
   python=python3
   [[ ! -x .venv/bin/python ]] || python=$PWD/.venv/bin/python
 fi
-# test_ops_isas.py runs all instruction sets by itself, so once is enough.
+# tests/ops/test_isas.py runs all instruction sets by itself, so once is enough.
 tests=("$@")
 if [[ $# -eq 0 ]]; then
   for file in tests/ops/test_*.py tests/batch/test_batch.py; do

@@ -47,8 +47,12 @@ struct Scratch {
 // Sizes as the products need them.
 struct Sizes {
   int keys, depth, columns;  // k_len to 32; head_dim to 32 and to 16
+  int kept_stride;           // of draw_kept, which writes the bits of 64 columns at a time
   Sizes(int k_len, int head_dim)
-      : keys(round_up(k_len, 32)), depth(round_up(head_dim, 32)), columns(round_up(head_dim, 16)) {}
+      : keys(round_up(k_len, 32)),
+        depth(round_up(head_dim, 32)),
+        columns(round_up(head_dim, 16)),
+        kept_stride(keys / 16 + 4) {}
 };
 
 struct Forward {
@@ -67,7 +71,7 @@ struct Forward {
     weights = scratch.take<bf16>(kForwardRows * weight_stride);
     scores = scratch.take<float>(kForwardRows * score_stride);
     out = scratch.take<float>(kForwardRows * n.columns);
-    kept = scratch.take<uint16_t>(kForwardRows * (n.keys / 16 + 4));
+    kept = scratch.take<uint16_t>(kForwardRows * n.kept_stride);
   }
 };
 
@@ -101,21 +105,22 @@ struct Backward {
     dv = scratch.take<float>(n.columns * sum_stride);
     lse = scratch.take<float>(rows);
     delta = scratch.take<float>(rows);
-    kept = scratch.take<uint16_t>(static_cast<int64_t>(rows) * (n.keys / 16 + 4));
+    kept = scratch.take<uint16_t>(static_cast<int64_t>(rows) * n.kept_stride);
   }
 };
 
 // A bit for each weight that dropout keeps, for `rows` rows from `first` (a multiple of 16) on:
-// 16 columns a number, [rows to 16][stride].
-void draw_kept(const AttentionCpuParams& p, const AttentionTask& t, int first, int rows, int keys,
-               uint16_t* kept, int64_t stride) {
+// 16 columns a number, [rows to 16][n.kept_stride].
+void draw_kept(const AttentionCpuParams& p, const AttentionTask& t, int first, int rows,
+               const Sizes& n, uint16_t* kept) {
   const uint32_t stream = t.sequence * p.heads + t.head;
   for (int base = 0; base < rows; base += 16)
     for (int g = 0; g < 8; ++g)
-      for (int c = 0; c < keys; c += 64)
-        attention_dropout_kept(p.rng, stream, first + base + g, c, p.keep_threshold,
-                               kept + (base + g) * stride + c / 16,
-                               kept + (base + g + 8) * stride + c / 16);
+      for (int c = 0; c < n.keys; c += 64) {
+        uint16_t* bits = kept + static_cast<int64_t>(base + g) * n.kept_stride + c / 16;
+        attention_dropout_kept(p.rng, stream, first + base + g, c, p.keep_threshold, bits,
+                               bits + 8 * n.kept_stride);
+      }
 }
 
 // The largest score after scaling, before it: the greatest number, or the least where the scale is
@@ -173,7 +178,6 @@ void forward_task(const AttentionCpuParams& p, const AttentionTask& t, float* me
 
   const bool dropout = p.keep_threshold != 65536u;
   const float keep = keep_scale(p.keep_threshold);
-  const int64_t kept_stride = n.keys / 16 + 4;
   for (int first = 0; first < t.q_len; first += kForwardRows) {
     const int rows = t.q_len - first < kForwardRows ? t.q_len - first : kForwardRows;
     const int whole = round_up(rows, 16);
@@ -181,13 +185,13 @@ void forward_task(const AttentionCpuParams& p, const AttentionTask& t, float* me
               n.depth, m.q);
     gemm_bf16({m.q, n.depth}, whole, {m.k, n.depth * kPairColumns}, n.keys, n.depth, m.scores,
               m.score_stride, false);
-    if (dropout) draw_kept(p, t, first, rows, n.keys, m.kept, kept_stride);
+    if (dropout) draw_kept(p, t, first, rows, n, m.kept);
     float sums[kForwardRows];
     float* lse = p.lse + t.head * p.q_tokens + t.q_begin + first;
     for (int r = 0; r < rows; ++r) {
       float maximum;
       softmax_row(m.scores + r * m.score_stride, t.k_len, n.keys, p.scale * kLog2e,
-                  dropout ? m.kept + r * kept_stride : nullptr, m.weights + r * m.weight_stride,
+                  dropout ? m.kept + r * n.kept_stride : nullptr, m.weights + r * m.weight_stride,
                   maximum, sums[r]);
       lse[r] = maximum * kLn2 + __builtin_logf(sums[r]);
     }
@@ -211,8 +215,7 @@ void transpose_rows(const bf16* x, int width, int rows, int columns, bf16* out) 
       __m512i r[16];
       for (int i = 0; i < 16; ++i) {
         const bf16* row = x + (base + i / 8 * 16 + i % 8) * width + c;
-        r[i] = interleave(_mm512_inserti64x4(_mm512_castsi256_si512(load_bits<__m256i>(row)),
-                                             load_bits<__m256i>(row + 8 * width), 1));
+        r[i] = interleave(load_bits<__m256i>(row), load_bits<__m256i>(row + 8 * width));
       }
       transpose16(r);
       for (int i = 0; i < 16; ++i) store_bits(out + (c + i) * rows + base, r[i]);
@@ -225,7 +228,7 @@ BU_INLINE void piece(const AttentionCpuParams& p, const Backward& m, int rows, i
                      int column, int columns) {
   const float scale = p.scale * kLog2e, keep = keep_scale(p.keep_threshold);
   const bool dropout = p.keep_threshold != 65536u;
-  const int64_t kept_stride = m.n.keys / 16 + 4;
+  const int64_t kept_stride = m.n.kept_stride;
   for (int i = 0; i < 16; ++i) {
     const int a = i / 8 * 16 + i % 8, pair = (row + i / 8 * 16) / 2 + i % 8;
     const float *s = m.scores + a * kPieceStride, *d = m.dweights + a * kPieceStride;
@@ -318,7 +321,7 @@ void backward_task(const AttentionCpuParams& p, const AttentionTask& t, float* m
       m.lse[r] = p.lse[t.head * p.q_tokens + token + r] * kLog2e;
       m.delta[r] = reduce_add(dot);
     }
-    if (dropout) draw_kept(p, t, first, whole, n.keys, m.kept, n.keys / 16 + 4);
+    if (dropout) draw_kept(p, t, first, whole, n, m.kept);
     for (int row = 0; row < whole; row += kPieceRows)
       for (int column = 0; column < n.keys; column += kPieceColumns) {
         const int columns = n.keys - column < kPieceColumns ? n.keys - column : kPieceColumns;

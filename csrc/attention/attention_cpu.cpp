@@ -114,17 +114,18 @@ class CpuAttention {
     bert_unpad::set_saved(p, dout, out, lse, q.size(0), op);
   }
 
-  void forward() const { run(kernels_for(p.dtype).forward, false); }
-  void backward() const { run(kernels_for(p.dtype).backward, true); }
+  void forward() const { run(false); }
+  void backward() const { run(true); }
 
  private:
   std::vector<AttentionTask> tasks_;
 
-  void run(decltype(AttentionKernels::forward) kernel, bool backward) const {
-    const auto scratch_size = kernels_for(p.dtype).scratch;
+  void run(bool backward) const {
+    const AttentionKernels& kernels = kernels_for(p.dtype);
+    const auto kernel = backward ? kernels.backward : kernels.forward;
     parallel_tasks(static_cast<int64_t>(tasks_.size()), [&](int64_t i) {
       const AttentionTask& t = tasks_[i];
-      kernel(p, t, thread_scratch(scratch_size(t.q_len, t.k_len, p.head_dim, backward)));
+      kernel(p, t, thread_scratch(kernels.scratch(t.q_len, t.k_len, p.head_dim, backward)));
     });
   }
 };

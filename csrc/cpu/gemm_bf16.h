@@ -34,6 +34,11 @@ BU_INLINE __m512i interleave(__m512i two_rows) {
   return _mm512_permutexvar_epi16(order, two_rows);
 }
 
+// Two rows of 16 numbers, column by column.
+BU_INLINE __m512i interleave(__m256i a, __m256i b) {
+  return interleave(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
+}
+
 // Transposes 16 rows of 16 words of 32 bits.
 BU_INLINE void transpose16(__m512i (&r)[16]) {
   __m512i t[16];
@@ -90,7 +95,7 @@ inline void pack_pairs(const bf16* x, int64_t stride, int rows, int columns, int
       const __m256i zero = _mm256_setzero_si256();
       const __m256i a = i < rows ? _mm256_maskz_loadu_epi16(mask, row) : zero;
       const __m256i b = i + 1 < rows ? _mm256_maskz_loadu_epi16(mask, row + stride) : zero;
-      store_bits(out, interleave(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1)));
+      store_bits(out, interleave(a, b));
     }
   }
 }

@@ -52,18 +52,24 @@ inline std::vector<float> padded_vector(const std::optional<Tensor>& t, int64_t 
   return out;
 }
 
-// out[j] = sum over chunks of partials[chunk * stride + j], j < n, in chunk order, as a tensor [n]
-// of the parameter's dtype.
-inline Tensor sum_chunks(const float* partials, int64_t chunks, int64_t stride,
-                         const Tensor& param) {
-  const int64_t n = param.numel();
-  Tensor sums = torch::stable::new_empty(param, {n}, ScalarType::Float);
+// out[j] = sum over chunks of partials[chunk * stride + j], j < n, in chunk order, as an fp32
+// tensor [n] on the device of `like`.
+inline Tensor sum_chunks(const float* partials, int64_t chunks, int64_t stride, int64_t n,
+                         const Tensor& like) {
+  Tensor sums = torch::stable::new_empty(like, {n}, ScalarType::Float);
   auto* out = sums.mutable_data_ptr<float>();
   parallel_for(0, n, 1024, [&](int64_t begin, int64_t end) {
     std::fill(out + begin, out + end, 0.0f);
     for (int64_t c = 0; c < chunks; ++c)
       for (int64_t j = begin; j < end; ++j) out[j] += partials[c * stride + j];
   });
+  return sums;
+}
+
+// The same for all numbers of a parameter, in its dtype.
+inline Tensor sum_chunks(const float* partials, int64_t chunks, int64_t stride,
+                         const Tensor& param) {
+  const Tensor sums = sum_chunks(partials, chunks, stride, param.numel(), param);
   const ScalarType dtype = param.scalar_type();
   return dtype == ScalarType::Float ? sums : torch::stable::to(sums, dtype);
 }

@@ -15,7 +15,7 @@ struct WgradCpuParams {
   float* dweight;
   bool accumulate;
   // Scratch memory: dy^T in tiles of 16 x 32 and x in panels of 16 columns (cpu/gemm_bf16.h), both
-  // with zeros behind the tokens up to `depth`, a multiple of 32.
+  // with zeros after the tokens up to `depth`, a multiple of 32.
   int64_t depth;
   bf16 *dy_tiles, *x_panels;
 };

@@ -10,7 +10,7 @@
 namespace bert_unpad::BERT_UNPAD_ISA {
 namespace {
 
-// 32 numbers of a row, or zeros behind the last token.
+// 32 numbers of a row, or zeros after the last token.
 BU_INLINE __m512i row_or_zeros(const bf16* x, int64_t token, const WgradCpuParams& p,
                                int64_t width) {
   return token < p.tokens ? load_bits<__m512i>(x + token * width) : _mm512_setzero_si512();
@@ -18,7 +18,7 @@ BU_INLINE __m512i row_or_zeros(const bf16* x, int64_t token, const WgradCpuParam
 
 // Pairs of a and b for columns 0 to 15, and for 16 to 31.
 BU_INLINE void pair_rows(__m512i a, __m512i b, __m512i& low, __m512i& high) {
-  low = interleave(_mm512_inserti64x4(a, _mm512_castsi512_si256(b), 1));
+  low = interleave(_mm512_castsi512_si256(a), _mm512_castsi512_si256(b));
   high = interleave(_mm512_shuffle_i64x2(a, b, 0xee));
 }
 

@@ -6,6 +6,7 @@
 #include "common/checks.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
+#include "cpu/rows.h"
 
 namespace bert_unpad {
 
@@ -60,12 +61,7 @@ Tensor tile_wgrad_(Tensor dy, Tensor x, Tensor dweight, bool accumulate, bool bi
                            std::min(kBlock, p.in - column));
   });
   if (!bias) return torch::stable::new_empty(dy, {0}, ScalarType::Float);
-  Tensor dbias = torch::stable::new_empty(dy, {p.out}, ScalarType::Float);
-  float* out = dbias.mutable_data_ptr<float>();
-  std::fill(out, out + p.out, 0.0f);
-  for (int64_t i = 0; i < chunks; ++i)
-    for (int64_t c = 0; c < p.out; ++c) out[c] += sums[i * p.out + c];
-  return dbias;
+  return sum_chunks(sums, chunks, p.out, p.out, dy);
 }
 
 }  // namespace
