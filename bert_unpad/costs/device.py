@@ -7,16 +7,14 @@ from dataclasses import asdict, dataclass, field
 
 from bert_unpad.costs.cards import SUSTAINED_SHARE, Card
 from bert_unpad.costs.compute import ComputeCost
+from bert_unpad.costs.optimizers import OPTIMIZER_COSTS
 from bert_unpad.costs.workload import Workload
 
 # Share of a GPU's memory bandwidth that kernels which only stream reach; 0.8 to 0.9 is usual.
 _STREAMED = 0.8
 
-# Bytes that an update reads and writes for each parameter: gradient, parameter and two moments
-# read, the last three written; LAMB and LANS read what they have written once more to take norms
-# (see docs/development/gpu-queue.md). Clipping reads the gradient for its norm, then scales it;
-# accumulation reads two and writes one.
-_UPDATE_BYTES = {"adamw": 28, "fused_adam": 28, "lamb": 40, "lans": 40}
+# Bytes for each parameter. Clipping reads the gradient for its norm, then scales it; accumulation
+# reads two and writes one.
 _CLIP_BYTES = 12
 _ACCUMULATE_BYTES = 12
 
@@ -84,7 +82,7 @@ def card_device(
         name=card.name,
         memory=card.memory_gb * 1e9 * memory_share,
         passes=ComputeCost.from_rate(workload.config, sustained * card.peak(workload.precision)),
-        update=_UPDATE_BYTES[workload.optimizer] * seconds,
+        update=OPTIMIZER_COSTS[workload.optimizer].traffic * seconds,
         clip=_CLIP_BYTES * seconds,
         accumulate=_ACCUMULATE_BYTES * seconds,
         compress={name: size * seconds for name, size in _COMPRESS_BYTES.items()},

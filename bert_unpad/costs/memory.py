@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bert_unpad.costs.optimizers import OPTIMIZER_COSTS
 from bert_unpad.costs.workload import Workload
 from bert_unpad.nn.config import BertConfig
 
@@ -21,7 +22,7 @@ class Memory:
     gradients: float
     """In fp32; DDP's buckets are their only storage (`gradient_as_bucket_view`)."""
     optimizer: float
-    """Two moments in fp32, or a rank's part of them."""
+    """Its state, or a rank's part of it."""
     sync: float
     """Buffers that travel, and PowerSGD's error feedback."""
     activations: float
@@ -86,7 +87,9 @@ def memory_of(
     return Memory(
         weights=parameters * (4 + (2 if size == 2 else 0)),
         gradients=4 * parameters,
-        optimizer=8 * parameters * workload.shard_share(sharers),
+        optimizer=OPTIMIZER_COSTS[workload.optimizer].state
+        * parameters
+        * workload.shard_share(sharers),
         sync=sync * parameters,
         activations=tokens * layers,
         logits=masked * head * size,

@@ -10,14 +10,16 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad._choices import OptimizerName, Precision
+from bert_unpad._choices import Precision
 from bert_unpad.costs.gradient_buckets import num_parameters
+from bert_unpad.costs.optimizers import OPTIMIZER_COSTS
 from bert_unpad.nn.config import BertConfig
 from bert_unpad.nn.flops import MASKED_FRACTION, training_flops
 
 PRECISIONS = tuple(name for name in get_args(Precision) if name != "fp8")
 """Types of activations whose cost is modelled."""
-OPTIMIZERS = get_args(OptimizerName)
+OPTIMIZERS = tuple(OPTIMIZER_COSTS)
+"""Optimizers whose cost is modelled, of `optimizer.name`."""
 STRATEGIES = ("stratified", "random")
 """Ways to deal sequences to ranks whose stragglers are modelled, of `batching.strategy`."""
 

@@ -15,7 +15,7 @@ from bert_unpad.costs.device import Device, card_device
 from bert_unpad.costs.inputs import model_config, read_counts
 from bert_unpad.costs.links import intra_node_link, network_link
 from bert_unpad.costs.network import Cluster, Link
-from bert_unpad.costs.workload import STRATEGIES, Workload, cap_lengths
+from bert_unpad.costs.workload import OPTIMIZERS, STRATEGIES, Workload, cap_lengths
 from bert_unpad.nn.config import BertConfig
 from bert_unpad.plan.candidates import Allowed
 
@@ -59,13 +59,19 @@ def workload_of(options: argparse.Namespace) -> tuple[Workload, float | None]:
     elif options.examples is not None or options.tokens is not None:
         name = "--examples" if options.examples is not None else "--tokens"
         raise ValueError(f"argument {name}: expected with --epochs, not where steps are given")
+    optimizer = given("optimizer", "adamw")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(
+            f"{options.model}: expected optimizer.name of one of {', '.join(OPTIMIZERS)}, whose "
+            f"time and memory are modelled, got {optimizer!r} (--optimizer plans with another)"
+        )
     workload = Workload(
         config=config,
         counts=counts,
         global_batch=global_batch,
         updates=steps,
         precision=given("precision", "bf16"),
-        optimizer=given("optimizer", "adamw"),
+        optimizer=optimizer,
         strategy=given("strategy", "stratified"),
     )
     return workload, given("bucket_mb", None)

@@ -38,6 +38,7 @@ def find_options(config: type, prefix: str = "") -> list[Option]:
 
 
 _SINGLE = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+_SINGLE |= {dict: "an object"}
 _SEVERAL = {int: "integers", float: "numbers"}
 
 
@@ -52,4 +53,4 @@ def describe(hint: Any) -> str:
         return f"a list of {_SEVERAL[arguments[0]]}"
     if origin is tuple:
         return f"a list of {len(arguments)} {_SEVERAL[arguments[0]]}"
-    return _SINGLE[hint]
+    return _SINGLE[origin or hint]

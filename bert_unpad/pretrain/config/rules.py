@@ -6,10 +6,12 @@ that is known.
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from bert_unpad._choices import OptimizerName
 from bert_unpad.data.streams.text_stream import is_streamed
 from bert_unpad.pretrain.config.errors import ConfigError
 from bert_unpad.pretrain.config.growth import GrowthConfig
@@ -38,6 +40,7 @@ def check_rules(config: PretrainConfig) -> None:
         ConfigError: options contradict each other, or one is missing.
     """
     _check_pairs(config)
+    _check_optimizer(config.optimizer.name)
     _check_clip(config.clip)
     _check_comm(config)
     _check_growth(config.growth)
@@ -67,6 +70,17 @@ def _check_pairs(config: PretrainConfig) -> None:
             raise ConfigError(
                 f"{section}.{first}", f"expected this or {section}.{second}, got neither"
             )
+
+
+def _check_optimizer(name: str) -> None:
+    """A name of the table, or what may be an import path; nothing is imported yet."""
+    known = get_args(OptimizerName)
+    if name not in known and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", name):
+        raise ConfigError(
+            "optimizer.name",
+            f"expected one of {', '.join(known)}, or an import path such as torch.optim.SGD, got "
+            f"{name!r}",
+        )
 
 
 def _check_clip(clip: ClipConfig) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from bert_unpad._choices import OptimizerName, Shard
+from bert_unpad._choices import Shard
 from bert_unpad._tiers import advanced
 
 
@@ -13,17 +13,23 @@ from bert_unpad._tiers import advanced
 class OptimizerConfig:
     """The optimizer. Biases and LayerNorm parameters have no weight decay."""
 
-    name: OptimizerName = "adamw"
+    name: str = "adamw"
     """adamw: PyTorch's AdamW. fused_adam: the same, by bert_unpad.optim. lamb, lans: for large
-    batches; their learning rate is relative to the norm of each weight."""
+    batches; their learning rate is relative to the norm of each weight. An import path such as
+    torch.optim.SGD: that class, with the options below that it has."""
     lr: float = 1e-4
     """Learning rate at the end of the warm-up."""
-    betas: tuple[float, float] = advanced((0.9, 0.999))
-    """Decay rates of the averages of the gradient and of its square."""
-    eps: float = advanced(1e-6)
-    """Number added to the denominator of the update."""
-    weight_decay: float = 0.01
-    """Factor of the decoupled weight decay."""
+    betas: tuple[float, float] | None = advanced(None)
+    """Decay rates of the averages of the gradient and of its square. By default 0.9 and 0.999, or
+    those of the class that an import path names."""
+    eps: float | None = advanced(None)
+    """Number added to the denominator of the update. By default 1e-6, or that of the class that an
+    import path names."""
+    weight_decay: float | None = None
+    """Factor of the decoupled weight decay. By default 0.01, or that of the class that an import
+    path names."""
+    arguments: dict[str, Any] | None = advanced(None)
+    """Arguments of the optimizer that have no option here, such as {"momentum": 0.9}."""
     shard: Shard = advanced("none")
     """Ranks that share the optimizer's state. none: every rank keeps all of it. node: the ranks of
     a machine keep a part each. world: all ranks keep a part each. Updated weights then travel

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bert_unpad.optim import FusedAdam, FusedLAMB, decay_groups
-from bert_unpad.pretrain.config import OptimizerConfig
+from bert_unpad.pretrain.config import ConfigError, OptimizerConfig
 from bert_unpad.pretrain.node_groups import common_node_size, node_group
 from bert_unpad.pretrain.ranks import Ranks
+from bert_unpad.pretrain.update.arguments import class_arguments
+from bert_unpad.pretrain.update.kinds import find_kind
 
 __all__ = ["build_optimizer", "local_optimizer", "set_lr", "shard_group", "state_bytes"]
 
@@ -47,21 +46,33 @@ def build_optimizer(
         group: of ranks that keep the state of some parameters each, update these, and send them to
             the others (Rajbhandari et al., "ZeRO", 2020, arXiv:1910.02054, stage 1); None: all of
             it here.
-    """
-    groups = decay_groups(model, config.weight_decay)
-    options: dict[str, Any] = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
-    kind: type[torch.optim.Optimizer] = FusedLAMB
-    if config.name == "adamw":
-        kind, options["fused"] = torch.optim.AdamW, True
-    elif config.name == "fused_adam":
-        kind = FusedAdam
-    else:
-        options |= {"max_grad_norm": None, "nesterov": config.name == "lans"}
-    if group is None:
-        return kind(groups, **options)
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # takes 0.6 s, so not above
 
-    return ZeroRedundancyOptimizer(groups, kind, process_group=group, **options)
+    Raises:
+        ConfigError: there is no such optimizer, or it does not take the options.
+    """
+    kind = find_kind(config.name)
+    if group is not None and not kind.shards:
+        raise ConfigError(
+            "optimizer.shard",
+            f"expected none with optimizer.name {config.name}, whose state cannot be shared out, "
+            f"got {config.shard}",
+        )
+    arguments = class_arguments(kind, config)
+    groups = kind.groups(model, arguments.get("weight_decay", 0.0))
+    if "weight_decay" not in arguments:  # the class has none, or its own default
+        for some in groups:
+            some.pop("weight_decay")
+    try:
+        if group is None:
+            return kind.optimizer(groups, **arguments)
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # takes 0.6 s, so not above
+
+        return ZeroRedundancyOptimizer(groups, kind.optimizer, process_group=group, **arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "optimizer.name",
+            f"expected an optimizer that can be made with {arguments}, got {config.name}: {error}",
+        ) from error
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

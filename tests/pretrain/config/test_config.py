@@ -47,7 +47,7 @@ def test_the_saved_configuration_repeats_the_run(tmp_path):
         (["--optimizer.lr", "null"], "optimizer.lr: expected a number, got 'null'"),
         (
             ["--optimizer.betas", "[1]"],
-            r"optimizer.betas: expected a list of 2 numbers, got '\[1\]'",
+            r"optimizer.betas: expected a list of 2 numbers or null, got '\[1\]'",
         ),
         (["--seed", "1.5"], "seed: expected an integer, got '1.5'"),
         (["--compile", "maybe"], "compile: expected true or false, got 'maybe'"),

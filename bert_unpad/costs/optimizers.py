@@ -1,0 +1,25 @@
+"""What an update costs for each parameter, by optimizer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class OptimizerCost(NamedTuple):
+    """Bytes for each parameter."""
+
+    state: int
+    """That the optimizer keeps between updates."""
+    traffic: int
+    """That an update reads and writes."""
+
+
+# Traffic: gradient, parameter and two moments are read, the last three written; LAMB and LANS read
+# what they have written once more to take norms (see docs/development/gpu-queue.md).
+OPTIMIZER_COSTS: dict[str, OptimizerCost] = {
+    "adamw": OptimizerCost(8, 28),
+    "fused_adam": OptimizerCost(8, 28),
+    "lamb": OptimizerCost(8, 40),
+    "lans": OptimizerCost(8, 40),
+}
+"""Of those values of `optimizer.name` whose cost is modelled."""

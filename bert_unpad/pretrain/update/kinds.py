@@ -1,0 +1,78 @@
+"""The optimizers that `optimizer.name` can name: one row of a table each, or any class by its path.
+
+To add one: its name in `bert_unpad._choices.OptimizerName` and a row in `KINDS`. If
+`python -m bert_unpad.plan` should know what it costs, also one in `bert_unpad/costs/optimizers.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from bert_unpad.optim import FusedAdam, FusedLAMB, decay_groups
+from bert_unpad.pretrain.config import ConfigError
+
+__all__ = ["KINDS", "Kind", "find_kind"]
+
+Groups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How an optimizer is made, and what it can do."""
+
+    optimizer: Callable[..., torch.optim.Optimizer]
+    """Its class. The options that are passed on are those its signature has."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that the name stands for; no option changes them."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of options that are not given, in place of the signature's defaults."""
+    groups: Callable[[nn.Module, float], Groups] = decay_groups
+    """Parameter groups of a model, from its weight decay."""
+    communicates: bool = False
+    """Whether it averages over the ranks by itself: it has a property `averages_gradients`, which
+    says whether its next step takes gradients that are already averaged."""
+    shards: bool = True
+    """Whether ZeroRedundancyOptimizer can give each rank the state of some parameters: whether the
+    update of a parameter depends on no other one, and the ranks need not meet in `step`."""
+
+
+_OURS = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}
+
+KINDS: dict[str, Kind] = {
+    "adamw": Kind(torch.optim.AdamW, {"fused": True}, _OURS),
+    "fused_adam": Kind(FusedAdam, {}, _OURS),
+    "lamb": Kind(FusedLAMB, {"max_grad_norm": None, "nesterov": False}, _OURS),
+    "lans": Kind(FusedLAMB, {"max_grad_norm": None, "nesterov": True}, _OURS),
+}
+
+
+def find_kind(name: str) -> Kind:
+    """The row of a name, or a row for the class that an import path leads to.
+
+    Raises:
+        ConfigError: there is no such name, module or class.
+    """
+    if name in KINDS:
+        return KINDS[name]
+    module, dot, attribute = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute) if dot and module else None
+    except Exception as error:  # whatever the module raises while it is imported
+        raise _unknown(f"{name!r}: {type(error).__name__}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise _unknown(repr(name))
+    return Kind(found)
+
+
+def _unknown(got: str) -> ConfigError:
+    return ConfigError(
+        "optimizer.name",
+        f"expected one of {', '.join(KINDS)}, or the import path of an optimizer's class such as "
+        f"torch.optim.SGD, got {got}",
+    )
