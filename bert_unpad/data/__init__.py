@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
     from bert_unpad.data.sampling.histogram import sample_lengths, wikipedia_lengths
     from bert_unpad.data.sampling.packed_sampler import PackedSampler
+    from bert_unpad.data.sampling.speed_sampler import SpeedSampler
     from bert_unpad.data.store.example_batch import ExampleBatch
     from bert_unpad.data.store.manifest import DamagedDataError
     from bert_unpad.data.store.shards import Example, ShardDataset, ShardWriter
@@ -43,6 +44,7 @@ _HOME = {
     "ShardDataset": "store.shards",
     "ShardStream": "streams.stream",
     "ShardWriter": "store.shards",
+    "SpeedSampler": "sampling.speed_sampler",
     "TextStream": "streams.text_stream",
     "TokenMasker": "masking",
     "WordPieceTokenizer": "text.tokenizer",
@@ -72,6 +74,7 @@ __all__ = [
     "ShardDataset",
     "ShardStream",
     "ShardWriter",
+    "SpeedSampler",
     "TextStream",
     "TokenMasker",
     "WordPieceTokenizer",

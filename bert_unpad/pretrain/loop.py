@@ -124,6 +124,8 @@ class Trainer:
                 break
             self._update(step, counts)
             self._advance(step, feed)
+            if self.stages.follow_speeds(step):
+                self.log.write("rank_speeds", {"speeds": self.progress.rank_speeds})
             pending = counts
             last = progress.step == self.total_steps
             due = {name: last or _due(progress.step, every) for name, every in self._every.items()}

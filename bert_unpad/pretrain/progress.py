@@ -32,6 +32,8 @@ class Progress:
     """Whether evaluation.target_accuracy has ended the run."""
     sampler: dict[str, Any] = field(default_factory=dict)
     """State of the sampler after the latest update."""
+    rank_speeds: list[float] = field(default_factory=list)
+    """What was measured last with batching.rank_speeds auto, by rank."""
     gradients: dict[str, Any] = field(default_factory=dict)
     """What the next step's gradient depends on, see `GradientSync.state_dict`."""
     window: dict[str, float] = field(default_factory=dict)

@@ -14,12 +14,14 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from bert_unpad.data import DamagedDataError, PreparedData, prepare
 from bert_unpad.data.sampling.balanced_sampler import WorkModel
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.feed.exchange_feed import ExchangedFeed
+from bert_unpad.pretrain.feed.rank_speeds import RankSpeeds
 from bert_unpad.pretrain.feed.steps import FeedState, Step
 from bert_unpad.pretrain.feed.strategies import Sampler, build_sampler, feed_steps
 from bert_unpad.pretrain.gradients.sync import GradientSync
@@ -32,6 +34,8 @@ from bert_unpad.pretrain.update.optimizer import shard_group
 __all__ = ["DATA_ERRORS", "Stages"]
 
 logger = logging.getLogger(__name__)
+
+_LEAD = 8  # updates by which samplers are ahead of training, at most
 
 DATA_ERRORS = (DamagedDataError, FileNotFoundError, ImportError, PermissionError, ValueError)
 """What `prepare` raises where settings or files are wrong."""
@@ -62,8 +66,14 @@ class Stages:
             )
         self.growth = growth
         self.index = index
-        self.sync = GradientSync(run)
         self._run, self._data = run, data
+        self.speeds: RankSpeeds | None = None
+        """How fast ranks are; None where all count as alike."""
+        if run.config.batching.rank_speeds is not None and run.ranks.world_size > 1:
+            self.speeds = RankSpeeds(
+                run.config.batching.rank_speeds, run.ranks, run.progress.rank_speeds
+            )
+        self.sync = GradientSync(run, None if self.speeds is None else self.speeds.clock)
         cut_layers(run.model, self.stage.layers)
         freeze(run.model, self.stage)
         self._shard_group = shard_group(run.config.optimizer, run.ranks)
@@ -86,6 +96,19 @@ class Stages:
             self._run.model.bert.encoder.active_layers = self.growth.active_layers(
                 self._run.progress.step
             )
+
+    def follow_speeds(self, step: Step) -> bool:
+        """Measures ranks of unequal speed after an update; whether later steps are dealt anew."""
+        self._updates += 1
+        if self.speeds is None:
+            return False
+        sizes = step.lengths.astype(np.float64)
+        work = self._work.linear * sizes + self._work.quadratic * sizes**2
+        if not self.speeds.add_update(float(work.sum())):
+            return False
+        self._run.progress.rank_speeds = self.speeds.values.tolist()
+        self.sampler.set_speeds(self.speeds.values, self._updates + _LEAD)
+        return True
 
     def forget_left_out(self) -> None:
         """Drops the gradients of layers that the update leaves out: they do not change then.
@@ -164,8 +187,9 @@ class Stages:
                     "expected the same vocabulary for examples of all lengths, got different ones",
                 )
         self._stage_data = data
-        work = WorkModel.for_hidden(run.model.config.hidden_size)
-        self.sampler = build_sampler(config, data, run.ranks, work)
+        self._work = WorkModel.for_hidden(run.model.config.hidden_size)
+        self._updates = 0  # with this sampler
+        self.sampler = build_sampler(config, data, run.ranks, self._work, self.speeds)
 
     def steps(self) -> AbstractContextManager[Iterator[tuple[Step, FeedState]]]:
         """The steps to come, from where the sampler stands; see `feed.feed_steps`."""

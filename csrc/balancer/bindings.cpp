@@ -129,10 +129,12 @@ py::tuple pack_py(const py::array& lengths, int64_t row_tokens,
 }
 
 py::array_t<int64_t> deal_py(const py::array& lengths, const py::array& counts,
-                             const std::string& dealing, int64_t group_ranks,
-                             const WorkModel& work) {
+                             const std::string& dealing, int64_t group_ranks, const WorkModel& work,
+                             const std::optional<py::array>& speeds) {
   const auto lengths_view = view<uint16_t>(lengths, "lengths", "uint16");
   const auto counts_view = view<int64_t>(counts, "counts", "int64");
+  std::span<const double> speeds_view;
+  if (speeds) speeds_view = view<double>(*speeds, "speeds", "float64");
   Dealing how;
   if (!parse_dealing(dealing, how)) {
     throw std::invalid_argument("dealing: expected 'plain', 'snake', 'lpt' or 'greedy', got '" +
@@ -141,7 +143,7 @@ py::array_t<int64_t> deal_py(const py::array& lengths, const py::array& counts,
   std::vector<int64_t> ranks;
   {
     py::gil_scoped_release release;
-    ranks = deal_step(lengths_view, counts_view, group_ranks, how, work);
+    ranks = deal_step(lengths_view, counts_view, group_ranks, how, work, speeds_view);
   }
   return to_numpy(std::move(ranks));
 }
@@ -200,8 +202,9 @@ lengths: uint16 [N], all examples, rank after rank. counts: int64 [ranks], how m
 dealing: "plain" (longest first, round after round), "snake" (every second round backwards), "lpt"
 (each to the rank with the least work so far that has a place left; Graham, 1969), which all give
 ranks of a group equally many examples, but for one; "greedy" (lpt without places) does not.
-group_ranks: examples stay within groups of so many neighbouring ranks. Returns int64 [N], the rank
-that gets each example. A pure function, the same on every rank.
+group_ranks: examples stay within groups of so many neighbouring ranks. speeds: float64 [ranks], with
+"greedy": each example goes to the rank that would be done with it first; None where all are alike.
+Returns int64 [N], the rank that gets each example. A pure function, the same on every rank.
 ValueError or TypeError names the bad argument.)";
 
 }  // namespace
@@ -250,7 +253,7 @@ PYBIND11_MODULE(_balancer, m) {
         py::arg("max_sequences") = py::none(), py::arg("method") = "best_fit", py::arg("seed") = 0,
         kPackDoc);
   m.def("deal", &deal_py, py::arg("lengths"), py::arg("counts"), py::kw_only(), py::arg("dealing"),
-        py::arg("group_ranks"), py::arg("work"), kDealDoc);
+        py::arg("group_ranks"), py::arg("work"), py::arg("speeds") = py::none(), kDealDoc);
 }
 
 }  // namespace bert_unpad::balancer

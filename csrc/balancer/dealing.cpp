@@ -2,10 +2,12 @@
 #include "dealing.h"
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <numeric>
 #include <queue>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace bert_unpad::balancer {
@@ -58,10 +60,42 @@ void deal(std::span<const int64_t> works, int64_t num_ranks, Dealing dealing,
   }
 }
 
+void deal_by_speed(std::span<const int64_t> works, std::span<const double> speeds,
+                   std::vector<uint32_t>& ranks) {
+  ranks.resize(works.size());
+  std::vector<int64_t> load(speeds.size(), 0);
+  for (size_t i = 0; i < works.size(); ++i) {
+    const auto done = [&](size_t rank) {
+      return static_cast<double>(load[rank] + works[i]) / speeds[rank];
+    };
+    size_t first = 0;
+    double earliest = done(0);
+    for (size_t rank = 1; rank < speeds.size(); ++rank) {
+      if (const double then = done(rank); then < earliest) {
+        first = rank;
+        earliest = then;
+      }
+    }
+    ranks[i] = static_cast<uint32_t>(first);
+    load[first] += works[i];
+  }
+}
+
 std::vector<int64_t> deal_step(std::span<const uint16_t> lengths, std::span<const int64_t> counts,
-                               int64_t group_ranks, Dealing dealing, const WorkModel& work) {
+                               int64_t group_ranks, Dealing dealing, const WorkModel& work,
+                               std::span<const double> speeds) {
   work.validate();
   if (group_ranks < 1) throw std::invalid_argument("group_ranks: expected 1 or more");
+  if (!speeds.empty() && dealing != Dealing::kGreedy)
+    throw std::invalid_argument("speeds: expected none unless dealing is 'greedy'");
+  if (!speeds.empty() && speeds.size() != counts.size())
+    throw std::invalid_argument("speeds: expected one for each of " +
+                                std::to_string(counts.size()) + " ranks, got " +
+                                std::to_string(speeds.size()));
+  for (double speed : speeds) {
+    if (!(speed > 0 && std::isfinite(speed)))
+      throw std::invalid_argument("speeds: expected finite numbers > 0");
+  }
   const auto total = static_cast<int64_t>(lengths.size());
   int64_t left = total;
   for (int64_t count : counts) {
@@ -87,7 +121,11 @@ std::vector<int64_t> deal_step(std::span<const uint16_t> lengths, std::span<cons
                      [&](int64_t a, int64_t b) { return lengths[a] > lengths[b]; });
     works.clear();
     for (int64_t i : order) works.push_back(table.units[lengths[i]]);
-    deal(works, size, dealing, ranks);
+    if (speeds.empty()) {
+      deal(works, size, dealing, ranks);
+    } else {
+      deal_by_speed(works, speeds.subspan(rank, size), ranks);
+    }
     for (int64_t i = 0; i < count; ++i) result[order[i]] = rank + ranks[i];
     first += count;
   }

@@ -113,9 +113,43 @@ def test_greedy_dealing_evens_out_small_batches():
         make_epoch_plan(lengths, 8, 4, "random/world/greedy")
 
 
+def test_each_example_goes_to_the_rank_that_would_be_done_first():
+    rng, work = np.random.default_rng(), WorkModel(1, 0.01)
+    for _ in range(50):
+        ranks = int(rng.integers(1, 6))
+        lengths = rng.integers(0, 600, rng.integers(0, 40)).astype(np.uint16)
+        counts = np.bincount(rng.integers(0, ranks, len(lengths)), minlength=ranks)
+        speeds = rng.uniform(0.1, 3, ranks)
+        how = {"dealing": "greedy", "group_ranks": ranks, "work": work}
+        given = deal(lengths, counts, speeds=speeds, **how)
+        load = np.zeros(ranks)
+        for i in np.argsort(-lengths.astype(int), kind="stable"):
+            done = (load + work(float(lengths[i]))) / speeds
+            assert done[given[i]] <= done.min() * (1 + 1e-9)
+            load[given[i]] += work(float(lengths[i]))
+        alike = deal(lengths, counts, speeds=np.full(ranks, 0.3), **how)
+        np.testing.assert_array_equal(alike, deal(lengths, counts, **how))
+
+
+def test_speeds_count_within_groups():
+    lengths, speeds = np.full(40, 100, np.uint16), np.array([3.0, 1.0, 1.0, 1.0])
+    given = deal(
+        *(lengths, np.full(4, 10)),
+        dealing="greedy",
+        group_ranks=2,
+        work=WorkModel(1, 0),
+        speeds=speeds,
+    )
+    np.testing.assert_array_equal(np.bincount(given), [15, 5, 10, 10])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"dealing": "lpt", "speeds": np.ones(2)}, "speeds: "),
+        ({"dealing": "greedy", "speeds": np.ones(3)}, "speeds: .* 2 ranks, got 3"),
+        ({"dealing": "greedy", "speeds": np.array([1.0, 0.0])}, "speeds: "),
+        ({"dealing": "greedy", "speeds": np.array([1.0, np.nan])}, "speeds: "),
         ({"counts": np.array([2, 2])}, "counts: "),
         ({"counts": np.array([6, -1])}, "counts: "),
         ({"dealing": "fair"}, "dealing: "),

@@ -54,6 +54,11 @@ class EpochSampler(ABC):
     def steps_left(self) -> int:
         """The number of steps left in the current epoch."""
 
+    @property
+    def rows_in_step(self) -> int | None:
+        """Rows, over all ranks, that the last step's sequences share; None: one row each."""
+        return None
+
     @abstractmethod
     def set_epoch(self, epoch: int) -> None:
         """Moves to the beginning of an epoch."""

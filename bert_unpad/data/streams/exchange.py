@@ -11,6 +11,7 @@ of Baidu's MLPerf BERT submission.)
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import zlib
@@ -35,9 +36,9 @@ logger = logging.getLogger(__name__)
 
 _OK, _FAILED, _LATE, _STOPPING = range(4)
 # What each rank says in a round: status, examples read, its position in the epoch after them, a
-# digest of the plan before, checksums of what it has read and been given before; then the lengths,
-# with the numbers of given masks in higher bits.
-_FIELDS = 6
+# digest of the plan before, checksums of what it has read and been given before, the bits of its
+# speed; then the lengths, with the numbers of given masks in higher bits.
+_FIELDS = 7
 _LENGTH_BITS = 16  # lengths are uint16 everywhere
 _WAIT_SLICE = 0.25  # seconds between two looks at whether the exchange was closed meanwhile
 _READ_AHEAD = 2  # steps that wait in front of the exchange
@@ -66,7 +67,7 @@ class ExchangedStep:
     state: dict[str, Any]
     """Where all ranks stand after this step; the same on all of them. See `ExampleExchange`."""
     straggler_efficiency: float
-    """Mean over greatest work of a rank, by the work model."""
+    """Mean over greatest work of a rank, by the work model and the speeds if there are any."""
     seconds: float
     """From the first word to the other ranks to having the examples; waiting for them included."""
     bytes_sent: int
@@ -95,6 +96,8 @@ class ExampleExchange(Iterator[ExchangedStep]):
         timeout: seconds after which an operation fails that some rank does not join: more than any
             pause of training (a rank that has enough steps in its queue joins no further one).
         depth: finished steps that may wait.
+        speed: how fast this rank is, a number > 0, where ranks differ; it may be set anew while
+            steps are taken. Ranks then get work in proportion to it ("greedy" alone can do that).
         state: go on from there: `ExchangedStep.state` of the last step trained on. With another
             number of ranks what is left of the epoch is divided again, if the stream can do that.
 
@@ -115,6 +118,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
         reader_timeout: float = 120.0,
         timeout: float = 1800.0,
         depth: int = 1,
+        speed: float | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
         if batch_size < 1:
@@ -128,6 +132,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
         self._dealing = dealing
         self._work = WorkModel.for_hidden() if work is None else work
         self._reader_timeout = reader_timeout
+        self.speed = speed
         lengths, counts = np.empty(0, np.uint16), np.zeros(1, np.int64)
         deal(lengths, counts, dealing=dealing, group_ranks=1, work=self._work)  # checks `dealing`
         self._transport = Transport(scope, node_size, timeout)
@@ -164,6 +169,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
             "dealing": self._dealing,
             "work": (self._work.linear, self._work.quadratic),
             "node_size": self._transport.node_size,
+            "speed is None": self.speed is None,
             "stream.vocab_size": self._stream.vocab_size,
             "stream.has_masks": self._stream.has_masks,
             "stream.identity()": self._identity,
@@ -184,6 +190,20 @@ class ExampleExchange(Iterator[ExchangedStep]):
                 yield replace(batch, tokens=batch.tokens.astype(self._nothing.tokens.dtype))
             yield self._nothing
             epoch, start = epoch + 1, 0
+
+    @property
+    def speed(self) -> float | None:
+        """How fast this rank is; counts from the next round on."""
+        return self._speed
+
+    @speed.setter
+    def speed(self, speed: float | None) -> None:
+        if speed is not None:
+            if not 0 < speed < math.inf:
+                raise ValueError(f"speed: expected a finite number > 0, got {speed}")
+            if self._dealing != "greedy":
+                raise ValueError(f"speed: expected none with dealing {self._dealing}, got {speed}")
+        self._speed = speed
 
     def __next__(self) -> ExchangedStep:
         """The next step; waits for it.
@@ -299,7 +319,8 @@ class ExampleExchange(Iterator[ExchangedStep]):
         started = time.perf_counter()
         row = np.zeros(_FIELDS + self._batch_size, np.int64)
         position = self._position.positions[self.rank] + len(batch)
-        row[:_FIELDS] = status, len(batch), position, self._plan_digest, *self._sums.view(np.int64)
+        sums, speed = self._sums.view(np.int64), np.float64(self.speed or 0.0).view(np.int64)
+        row[:_FIELDS] = status, len(batch), position, self._plan_digest, *sums, speed
         row[_FIELDS : _FIELDS + len(batch)] = batch.lengths
         if batch.masks is not None:
             row[_FIELDS : _FIELDS + len(batch)] |= batch.masks.counts << _LENGTH_BITS
@@ -312,6 +333,9 @@ class ExampleExchange(Iterator[ExchangedStep]):
         if not len(lengths):
             self._end_epoch(rows)
             return None
+        speeds = None
+        if self.speed is not None:
+            speeds = np.ascontiguousarray(rows[:, 6]).view(np.float64)
         holders = np.repeat(np.arange(self.num_ranks), counts)
         receivers = deal(
             lengths.astype(np.uint16),
@@ -319,6 +343,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
             dealing=self._dealing,
             group_ranks=self._transport.group_ranks,
             work=self._work,
+            speeds=speeds,
         )
         self._plan_digest = zlib.crc32(receivers.astype("<i8", copy=False).data)
         sent = self._transport.bytes_sent
@@ -331,11 +356,12 @@ class ExampleExchange(Iterator[ExchangedStep]):
         work = np.bincount(
             receivers, lengths * (linear + quadratic * lengths), minlength=self.num_ranks
         )
+        times = work if speeds is None else work / speeds
         return ExchangedStep(
             examples.longest_first(),
             self._position.epoch,
             self._position.state(self._identity),
-            float(efficiency(work[None])[0]),
+            float(efficiency(times[None])[0]),
             seconds,
             self._transport.bytes_sent - sent,
         )

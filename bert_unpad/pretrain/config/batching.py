@@ -29,6 +29,10 @@ class BatchingConfig:
     """With batching.strategy exchange: how far examples travel. none: not at all. node: to ranks of
     the same machine. world: to any rank. two_level: to any rank in two hops, first within machines,
     then between them."""
+    rank_speeds: list[float] | Literal["auto"] | None = advanced(None)
+    """How fast each rank is, for ranks of unequal speed: a list of numbers in any unit, or auto to
+    measure them during training. Each rank then gets work in proportion to its speed, so fast ranks
+    get more sequences than the batch size says. By default all ranks are alike."""
     shuffle_buffer: int = advanced(8192)
     """With batching.strategy exchange: examples that each rank shuffles at a time."""
 

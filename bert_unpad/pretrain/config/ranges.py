@@ -41,6 +41,7 @@ _RANGES: dict[str, _Range] = {
     "batching.global_batch_size": _at_least(1),
     "batching.batch_size_per_rank": _at_least(1),
     "batching.accumulation": _at_least(1),
+    "batching.rank_speeds": _Range(_ABOVE_ZERO, math.inf, "numbers > 0, or auto"),
     "batching.shuffle_buffer": _at_least(1),
     "schedule.total_steps": _at_least(1),
     "schedule.epochs": _at_least(1),
@@ -91,7 +92,8 @@ def check_ranges(config: Any) -> None:
         if isinstance(value, int) and not -_INTEGERS <= value < _INTEGERS:
             raise ConfigError(name, f"expected an integer of at most 64 bits (< 2^63), got {value}")
         wanted = _RANGES.get(name)
-        if wanted is not None and not wanted.low <= value <= wanted.high:
+        is_number = wanted is not None and not isinstance(value, str)
+        if is_number and not wanted.low <= value <= wanted.high:
             raise ConfigError(name, f"expected {wanted.text}, got {value!r}")
         if name in _FOLDERS and (not value.strip() or "\0" in value):
             raise ConfigError(name, f"expected the path of a folder, got {value!r}")

@@ -40,7 +40,11 @@ def check_rules(config: PretrainConfig) -> None:
         ConfigError: options contradict each other, or one is missing.
     """
     _check_pairs(config)
+<<<<<<< HEAD
     _check_optimizer(config.optimizer.name)
+=======
+    _check_rank_speeds(config)
+>>>>>>> e163059 (Give ranks of unequal speed work in proportion to it, as given or as measured while training)
     _check_clip(config.clip)
     _check_comm(config)
     _check_growth(config.growth)
@@ -72,6 +76,7 @@ def _check_pairs(config: PretrainConfig) -> None:
             )
 
 
+<<<<<<< HEAD
 def _check_optimizer(name: str) -> None:
     """A name of the table, or what may be an import path; nothing is imported yet."""
     known = get_args(OptimizerName)
@@ -80,6 +85,22 @@ def _check_optimizer(name: str) -> None:
             "optimizer.name",
             f"expected one of {', '.join(known)}, or an import path such as torch.optim.SGD, got "
             f"{name!r}",
+=======
+def _check_rank_speeds(config: PretrainConfig) -> None:
+    batching = config.batching
+    if batching.rank_speeds is None:
+        return
+    if batching.strategy == "exchange" and batching.scope == "none":
+        raise ConfigError(
+            "batching.scope",
+            "expected node, world or two_level with batching.rank_speeds, got none",
+        )
+    if config.cuda_graphs:
+        raise ConfigError(
+            "cuda_graphs",
+            "expected false with batching.rank_speeds, since graphs have one number of sequences, "
+            "got true",
+>>>>>>> e163059 (Give ranks of unequal speed work in proportion to it, as given or as measured while training)
         )
 
 

@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from bert_unpad._balancer import WorkModel
 from bert_unpad.batch.graph_shapes import GraphShapes
 from bert_unpad.data import PackedCollator, Prefetcher, pack_examples
@@ -20,6 +23,7 @@ from bert_unpad.data.streams.position import StreamPosition
 from bert_unpad.data.streams.stream import ShardStream
 from bert_unpad.data.streams.text_stream import TextStream
 from bert_unpad.pretrain.config import BatchingConfig
+from bert_unpad.pretrain.feed.rank_speeds import RankSpeeds
 from bert_unpad.pretrain.feed.steps import FeedState, Step, StepCollator
 from bert_unpad.pretrain.node_groups import common_node_size
 from bert_unpad.pretrain.ranks import Ranks
@@ -40,6 +44,7 @@ class ExchangedFeed:
         ranks: the processes of the run.
         batching: how examples become steps, and how far they travel.
         work: work of a sequence by its length.
+        speeds: of the ranks; None where all are alike.
 
     Raises:
         ConfigError: machines have different numbers of processes, and batching.scope is by machine.
@@ -51,12 +56,15 @@ class ExchangedFeed:
         ranks: Ranks,
         batching: BatchingConfig,
         work: WorkModel,
+        speeds: RankSpeeds | None = None,
     ) -> None:
         self._ranks = ranks
         self._batching = batching
         self._batch_size = batching.per_rank(ranks.world_size)
         self._work = work
         self._stream = stream
+        self._speed = None if speeds is None else float(speeds.values[ranks.rank])
+        self._exchange: ExampleExchange | None = None
         self._position = StreamPosition.begin(0, ranks.world_size)
         self._node_size = self._common_node_size()
 
@@ -109,6 +117,15 @@ class ExchangedFeed:
         if isinstance(self._stream, TextStream):
             self._stream.go_to(json.loads(local))
 
+    def set_speeds(self, speeds: NDArray[np.float64], at: int) -> None:
+        """Changes the speeds of all ranks, as `SpeedSampler.set_speeds`, but as soon as it can.
+
+        In each round ranks tell each other their speeds, so `at` does not matter.
+        """
+        self._speed = float(speeds[self._ranks.rank])
+        if self._exchange is not None:
+            self._exchange.speed = self._speed
+
     @contextmanager
     def steps(
         self, collator: PackedCollator, *, pin_memory: bool, graph_shapes: GraphShapes | None = None
@@ -137,11 +154,13 @@ class ExchangedFeed:
                 step = step.pin_memory()
             return step, FeedState(given.state, given.straggler_efficiency)
 
-        exchange = ExampleExchange(
+        exchange = self._exchange = ExampleExchange(
             self._stream,
             batch_size=self._batch_size,
             scope=self._batching.scope,
+            dealing="lpt" if self._speed is None else "greedy",
             work=self._work,
+            speed=self._speed,
             node_size=self._node_size,
             reader_timeout=timeout,
             # A rank joins a round as late as its reader lets it, and as training does.

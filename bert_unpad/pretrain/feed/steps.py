@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from bert_unpad.batch import PackedInputs
 from bert_unpad.batch.graph_shapes import GraphShapes
 from bert_unpad.data import ExampleBatch, Prefetcher
-from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
-from bert_unpad.data.sampling.packed_sampler import PackedSampler
+from bert_unpad.data.sampling.epoch_sampler import EpochSampler
+from bert_unpad.data.sampling.speed_sampler import SpeedSampler
 
 __all__ = ["FeedState", "Step", "StepCollator", "count_labels", "endless_steps"]
 
@@ -106,7 +106,7 @@ class FeedState:
 
 def endless_steps(
     collator: StepCollator,
-    sampler: BalancedSampler | PackedSampler,
+    sampler: EpochSampler | SpeedSampler,
     *,
     pin_memory: bool,
     efficiency: bool,
@@ -125,7 +125,7 @@ def endless_steps(
         return FeedState(
             sampler.state_dict(),
             sampler.straggler_efficiency() if efficiency else None,
-            sampler.rows_in_step if isinstance(sampler, PackedSampler) else None,
+            sampler.rows_in_step,
         )
 
     while True:

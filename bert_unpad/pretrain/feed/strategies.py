@@ -10,8 +10,10 @@ from bert_unpad.batch.graph_shapes import GraphShapes
 from bert_unpad.data import PreparedData
 from bert_unpad.data.sampling.balanced_sampler import BalancedSampler, WorkModel
 from bert_unpad.data.sampling.packed_sampler import PackedSampler
+from bert_unpad.data.sampling.speed_sampler import SpeedSampler
 from bert_unpad.pretrain.config import PretrainConfig
 from bert_unpad.pretrain.feed.exchange_feed import ExchangedFeed
+from bert_unpad.pretrain.feed.rank_speeds import RankSpeeds
 from bert_unpad.pretrain.feed.steps import FeedState, Step, StepCollator, endless_steps
 from bert_unpad.pretrain.ranks import Ranks
 
@@ -19,13 +21,24 @@ __all__ = ["Sampler", "build_sampler", "feed_steps"]
 
 logger = logging.getLogger(__name__)
 
-Sampler = BalancedSampler | PackedSampler | ExchangedFeed
+Sampler = BalancedSampler | PackedSampler | SpeedSampler | ExchangedFeed
 
 
 def build_sampler(
-    config: PretrainConfig, data: PreparedData, ranks: Ranks, work: WorkModel
+    config: PretrainConfig,
+    data: PreparedData,
+    ranks: Ranks,
+    work: WorkModel,
+    speeds: RankSpeeds | None = None,
 ) -> Sampler:
     """The sampler of the batching strategy, at the beginning of the first epoch.
+
+    Args:
+        config: says which.
+        data: the examples.
+        ranks: the processes of the run.
+        work: work of a sequence by its length.
+        speeds: of the ranks; None where all are alike.
 
     Raises:
         ConfigError: the strategy does not fit the data.
@@ -38,13 +51,30 @@ def build_sampler(
             seed=config.seed,
             shuffle_buffer=batching.shuffle_buffer,
         )
-        return ExchangedFeed(stream, ranks, batching, work)
-    place = (data.train.lengths, ranks.world_size, ranks.rank, batching.per_rank(ranks.world_size))
+        return ExchangedFeed(stream, ranks, batching, work, speeds)
+    per_rank = batching.per_rank(ranks.world_size)
+    if speeds is not None:
+        whole = _indexed(config, data, (1, 0, per_rank * ranks.world_size), work)
+        return SpeedSampler(whole, ranks.rank, speeds.values, work=work)
+    return _indexed(config, data, (ranks.world_size, ranks.rank, per_rank), work)
+
+
+def _indexed(
+    config: PretrainConfig, data: PreparedData, place: tuple[int, int, int], work: WorkModel
+) -> BalancedSampler | PackedSampler:
+    """The sampler of a strategy with an index of all lengths.
+
+    Args:
+        config: says which.
+        data: the examples.
+        place: number of ranks, this rank, and its batch size.
+        work: work of a sequence by its length.
+    """
+    batching, lengths = config.batching, data.train.lengths
     if batching.strategy == "packed":
         longest = data.config.max_seq_length
         packed = PackedSampler(
-            *place,
-            config.seed,
+            *(lengths, *place, config.seed),
             row_tokens=longest,
             work=work,
         )
@@ -53,7 +83,7 @@ def build_sampler(
             *(len(data.train), packed.rows, longest, 100 * packed.fill),
         )
         return packed
-    return BalancedSampler(*place, config.seed, batching.strategy, work=work)
+    return BalancedSampler(lengths, *place, config.seed, batching.strategy, work=work)
 
 
 def feed_steps(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from bert_unpad.pretrain.feed.steps import Step
 from bert_unpad.pretrain.gradients.clipping import Clipping, GradientReport
 from bert_unpad.pretrain.gradients.comm_hooks import CommHook, build_comm_hook
+from bert_unpad.pretrain.gradients.compute_clock import ComputeClock
 from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
 from bert_unpad.pretrain.gradients.replica import replicate
@@ -45,10 +46,12 @@ class GradientSync:
 
     Args:
         run: whose model trains; on its device.
+        clock: measures this rank's computing; None for nothing.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, clock: ComputeClock | None = None) -> None:
         self.run = run
+        self.clock = ComputeClock(run.device, enabled=False) if clock is None else clock
         self.loss_scale: LossScale | None = None
         """What losses are multiplied by in fp16; None in other precisions."""
         if run.config.precision == "fp16":
@@ -85,6 +88,7 @@ class GradientSync:
                 *(run.model, run.ranks, self._clipping, self._hook),
                 *(config.comm.bucket_mb, leaves_out),
             )
+        self.clock.watch(run.model)
         self._clipping.load_state_dict(self._clip_state)
         self._clip_state = {}
         self._hook.start(run.progress.step)
@@ -109,6 +113,7 @@ class GradientSync:
             This rank's losses and correct predictions, float64 [4] in the order of
             `losses.SUMS`, on the device.
         """
+        self.clock.start()
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.run.device)
         factors: Tensor | None = None
         for number, inputs in enumerate(step.passes):
@@ -124,6 +129,7 @@ class GradientSync:
                 loss = outputs.mlm_loss_sum * factors[0] + outputs.nsp_loss_sum * factors[1]
                 loss.backward()
             sums += stack_outputs(outputs)
+        self.clock.stop(at_gradients=True)
         return sums
 
     def finish(self) -> GradientReport:
@@ -132,10 +138,13 @@ class GradientSync:
         finite = self._hook.agree(report.finite)
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
+        if self.run.config.optimizer.shard == "none":
+            self.clock.start()  # the update; ranks that share the state wait for each other in it
         return dataclasses.replace(report, finite=finite)
 
     def after_update(self) -> None:
         """Averages the models now and then, where each rank updates its own (local SGD)."""
+        self.clock.stop()
         self._hook.after_update(self.run.model.parameters())
 
     def synchronise(self, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -174,6 +183,8 @@ class GradientSync:
     def _loss_factors(self, counts: HostSums) -> Tensor:
         """What the sums of the two losses are multiplied by, float32 [2]."""
         # Clamped: a global batch without a label of one kind has a loss of 0 for it.
-        world_size = self.run.ranks.world_size
-        factors = (world_size / counts.on_device()[:2].clamp(min=1)).float()
+        self.clock.stop()
+        counts.on_device()
+        self.clock.start()
+        factors = (self.run.ranks.world_size / counts.on_device()[:2].clamp(min=1)).float()
         return factors if self.loss_scale is None else factors * self.loss_scale.value
