@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+
+import numpy as np
 
 from bert_unpad.costs.cards import SUSTAINED_SHARE, Card
 from bert_unpad.costs.compute import ComputeCost
@@ -59,6 +61,35 @@ class Device:
     def to_dict(self) -> dict[str, object]:
         """As JSON keeps it."""
         return asdict(self)
+
+
+def mixed_device(devices: Sequence[Device]) -> Device:
+    """What stands for a rank where equal parts of the ranks have other hardware.
+
+    Work is dealt in proportion to speed (`batching.rank_speeds`), so a pass takes as long on every
+    rank as mean work at mean speed. What does not depend on the batch takes as long as on the
+    slowest. Memory is the least, where a fast rank is taken to need as much more of it as it has
+    more work.
+    """
+    if len(devices) == 1:
+        return devices[0]
+    speeds = np.array([1 / device.passes.linear for device in devices])
+    shares = np.maximum(speeds / speeds.mean(), 1)
+    quadratic = [device.passes.quadratic / device.passes.linear for device in devices]
+    linear = float(1 / speeds.mean())
+    return Device(
+        name=" + ".join(device.name for device in devices),
+        memory=float(min(d.memory / share for d, share in zip(devices, shares, strict=True))),
+        passes=ComputeCost(
+            linear, linear * max(quadratic), max(device.passes.fixed for device in devices)
+        ),
+        update=max(device.update for device in devices),
+        clip=max(device.clip for device in devices),
+        accumulate=max(device.accumulate for device in devices),
+        compress={
+            name: max(device.compress[name] for device in devices) for name in devices[0].compress
+        },
+    )
 
 
 def card_device(

@@ -7,7 +7,7 @@ and a `Planner` of them; `best` and `curve` choose. The time of an update is the
 """
 
 from bert_unpad.costs.cards import CARDS, Card
-from bert_unpad.costs.device import Device, card_device
+from bert_unpad.costs.device import Device, card_device, mixed_device
 from bert_unpad.costs.links import intra_node_link, network_link
 from bert_unpad.costs.step import StepTime as UpdateTime
 from bert_unpad.costs.workload import Workload
@@ -30,5 +30,6 @@ __all__ = [
     "card_device",
     "curve",
     "intra_node_link",
+    "mixed_device",
     "network_link",
 ]

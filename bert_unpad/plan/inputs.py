@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bert_unpad.costs.cards import find_card
-from bert_unpad.costs.device import Device, card_device
+from bert_unpad.costs.device import Device, card_device, mixed_device
 from bert_unpad.costs.inputs import model_config, read_counts
 from bert_unpad.costs.links import intra_node_link, network_link
 from bert_unpad.costs.network import Cluster, Link
@@ -116,19 +116,30 @@ def hardware_of(
         if price is None:
             basis.append("no price was given, so costs are left out (--price)")
     else:
-        card = find_card(options.card)
-        device = card_device(
-            card, workload, sustained=options.sustained, memory_share=options.memory_share
+        cards = [find_card(name) for name in options.card.split(",")]
+        device = mixed_device(
+            [
+                card_device(
+                    card, workload, sustained=options.sustained, memory_share=options.memory_share
+                )
+                for card in cards
+            ]
         )
-        if options.intra_node is None and card.nvlink:
+        if options.intra_node is None and all(card.nvlink for card in cards):
             node = intra_node_link("nvlink")
+        peaks = [f"{card.peak(workload.precision) / 1e12:g}" for card in cards]
         basis.append(
             f"assumed: passes reach {options.sustained:.0%} of the card's peak of "
-            f"{card.peak(workload.precision) / 1e12:g} TFLOP/s in {workload.precision}; "
+            f"{' and '.join(peaks)} TFLOP/s in {workload.precision}; "
             "nothing was measured (--sustained, --calibrate)"
         )
+        if len(cards) > 1:
+            basis.append(
+                "equal parts of the ranks have each card, and work in proportion to its speed "
+                "(train with --batching.rank_speeds=auto)"
+            )
         if price is None:
-            price = card.price
+            price = sum(card.price for card in cards) / len(cards)
             basis.append(
                 f"assumed: a card costs {price:g} US dollars an hour, "
                 "a round figure of 2025 (--price)"

@@ -75,7 +75,12 @@ def _add_run(run: argparse._ArgumentGroup) -> None:
 
 def _add_hardware(hardware: argparse._ArgumentGroup) -> None:
     what = hardware.add_mutually_exclusive_group()
-    what.add_argument("--card", default="a100-80", help=f"one of {', '.join(CARDS)}")
+    what.add_argument(
+        "--card",
+        default="a100-80",
+        help=f"one of {', '.join(CARDS)}; or several, comma-separated, which equal parts of the "
+        "ranks have",
+    )
     what.add_argument(
         "--calibrate",
         nargs="?",

@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         counts = read_counts(options.histogram, "--histogram")
         lengths = take_lengths(options, counts)
         common = {"seed": options.seed, "pool_steps": options.pool_steps, "model": model}
+        common["speeds"] = options.rank_speeds
         results = [
             simulate(lengths, options.ranks, options.batch, strategy, **common)
             for strategy in options.strategy

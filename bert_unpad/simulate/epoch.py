@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from bert_unpad._balancer import EpochPlan, pack
+from bert_unpad._balancer import EpochPlan, WorkModel, deal, pack
 from bert_unpad.costs.step import StepModel, StepTime
 from bert_unpad.data.sampling.balanced_sampler import efficiency
 from bert_unpad.data.sampling.epoch_sampler import as_lengths
@@ -21,15 +21,21 @@ from bert_unpad.data.sampling.epoch_sampler import as_lengths
 # before that its length as int64, from its rank to all others of the exchange.
 TOKEN_BYTES, EXAMPLE_BYTES, LENGTH_BYTES = 2, 12, 8
 
-_EXCHANGES = [f"/{who}/{how}" for who in ("group", "world") for how in ("plain", "snake", "lpt")]
-STRATEGIES = ("stratified", *(s + e for s in ("random", "quotas") for e in ("", *_EXCHANGES)))
+_EXCHANGES = [f"/{who}/{how}" for who in ("node", "world") for how in ("plain", "snake", "lpt")]
+_BY_SPEED = "/speed"
+STRATEGIES = (
+    "stratified",
+    *(s + e for s in ("random", "quotas") for e in ("", *_EXCHANGES)),
+    *(s + _BY_SPEED for s in ("stratified", "random")),
+)
 """How the balancer can deal an epoch.
 
 `stratified` needs all lengths beforehand and exchanges nothing. `random` and `quotas` draw a global
 batch (`quotas`: every rank the same number of examples of each quarter of the length range). They
-leave it at that, or sort it within a `group` of neighbouring ranks or the whole `world` and deal it
+leave it at that, or sort it within a `node` of neighbouring ranks or the whole `world` and deal it
 again: `plain` in turn, `snake` with every second round backwards, `lpt` to the rank with the least
-work so far."""
+work so far. `/speed` deals global batches in proportion to the speeds of ranks, as the trainer does
+with `batching.rank_speeds`."""
 _STEP_KEYS = (*("compute", "straggler", "allreduce", "exchange", "total", "sequences_per_second"),)
 """Parts of a `StepTime` that a simulation has."""
 
@@ -98,6 +104,7 @@ def simulate(
     seed: int = 0,
     pool_steps: int = 64,
     model: StepModel | None = None,
+    speeds: ArrayLike | None = None,
 ) -> SimulationResult:
     """Deals one epoch to all ranks and adds up their work.
 
@@ -109,6 +116,8 @@ def simulate(
         seed, pool_steps: see `bert_unpad.data.sampling.balanced_sampler.BalancedSampler`.
         model: what computing and communication cost, and how many ranks a node (`/node/`) has; by
             default `StepModel()`.
+        speeds: numbers > 0, as multiples of what the model says: those of the ranks in turn, again
+            and again; None: all are alike.
 
     Raises:
         TypeError: `lengths` are not integers.
@@ -118,19 +127,27 @@ def simulate(
     if seed < 0:
         raise ValueError(f"seed: expected 0 or more, got {seed}")
     model = StepModel() if model is None else model
+    if ranks < 1:
+        raise ValueError(f"ranks: expected 1 or more, got {ranks}")
+    rank_speeds = _speeds(speeds, ranks)
+    drawn, by_speed, _ = strategy.partition(_BY_SPEED)
     begin = time.perf_counter()
     plan = EpochPlan(
         lengths,
-        strategy=strategy,
-        num_replicas=ranks,
-        batch_size=batch,
+        strategy=drawn,
+        num_replicas=1 if by_speed else ranks,
+        batch_size=ranks * batch if by_speed else batch,
         seed=seed,
         epoch=0,
         work=model.cost.work,
         pool_steps=pool_steps,
         exchange_ranks=model.cluster.ranks_per_node,
     )
-    busy = plan.work(0, plan.steps) + model.cost.fixed
+    if by_speed:
+        busy = _work_by_speed(plan, lengths, rank_speeds, model.cost.work)
+    else:
+        busy = plan.work(0, plan.steps)
+    busy = (busy + model.cost.fixed) / rank_speeds
     deal_seconds = time.perf_counter() - begin
     per_step = efficiency(busy)
     received = _received_bytes(plan, strategy, ranks, batch, model.cluster.ranks_per_node)
@@ -150,11 +167,37 @@ def simulate(
     )
 
 
+def _speeds(speeds: ArrayLike | None, ranks: int) -> NDArray[np.float64]:
+    """The speed of each rank, float64 [ranks]."""
+    given = np.ones(1) if speeds is None else np.asarray(speeds, np.float64)
+    if given.ndim != 1 or not len(given) or not (np.isfinite(given) & (given > 0)).all():
+        raise ValueError(f"speeds: expected a list of finite numbers > 0, got {speeds}")
+    return np.resize(given, ranks)
+
+
+def _work_by_speed(
+    plan: EpochPlan, lengths: NDArray[np.uint16], speeds: NDArray[np.float64], work: WorkModel
+) -> NDArray[np.float64]:
+    """Work of every rank, float64 [steps, ranks], if a plan for one rank is dealt out by speed."""
+    found = np.empty((plan.steps, len(speeds)))
+    for step in range(plan.steps):
+        indices, _ = plan.rank_steps(0, step, step + 1)
+        sizes = lengths[indices]
+        counts = np.zeros(len(speeds), np.int64)
+        counts[0] = len(sizes)
+        how = {"dealing": "greedy", "group_ranks": len(speeds), "work": work}
+        given = deal(sizes, counts, speeds=speeds, **how)
+        sizes = sizes.astype(np.float64)
+        each = sizes * (work.linear + work.quadratic * sizes)
+        found[step] = np.bincount(given, each, minlength=len(speeds))
+    return found
+
+
 def _received_bytes(
     plan: EpochPlan, strategy: str, ranks: int, batch: int, ranks_per_node: int
 ) -> NDArray[np.float64]:
     """What each rank receives in each step from (its node, other nodes): [steps, ranks, 2]."""
-    if "/" not in strategy:
+    if "/" not in strategy or strategy.endswith(_BY_SPEED):
         return np.zeros((plan.steps, 1, 2))
     counts = plan.received(0, plan.steps)
     received = counts @ np.array([EXAMPLE_BYTES, TOKEN_BYTES], np.float64)

@@ -42,6 +42,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="comma-separated, of: " + ", ".join(STRATEGIES),
     )
     setup.add_argument(
+        "--rank-speeds",
+        type=_speeds,
+        metavar="SPEED[,...]",
+        help="of ranks that differ, as multiples of --tflops: those of the ranks in turn, over and "
+        "over (1,1,0.5)",
+    )
+    setup.add_argument(
         "--histogram",
         default="wikipedia",
         help="'wikipedia'; a text file whose line i is the number of sequences of length i; or a "
@@ -200,6 +207,10 @@ def _cost(text: str) -> ComputeCost:
         return ComputeCost.load(text)
     except (OSError, ValueError) as error:
         raise ValueError(f"argument --cost: {error}") from error
+
+
+def _speeds(text: str) -> list[float]:
+    return [above_zero(part) for part in text.split(",")]
 
 
 def _samples(text: str) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from bert_unpad.costs.step import StepModel
 from bert_unpad.data.sampling.histogram import sample_lengths
@@ -27,6 +27,7 @@ def scaling_curve(
     seed: int = 0,
     pool_steps: int = 64,
     model: StepModel | None = None,
+    speeds: ArrayLike | None = None,
 ) -> list[SimulationResult]:
     """Simulates up to `pool_steps` steps of every strategy at every number of ranks.
 
@@ -35,8 +36,8 @@ def scaling_curve(
         batch: examples per rank and step.
         strategies: of `STRATEGIES`.
         ranks: the points of the curve.
-        seed, pool_steps, model: see `simulate`. Where so many steps have more than 2 million
-            examples, fewer are taken, but at least two.
+        seed, pool_steps, model, speeds: see `simulate`. Where so many steps have more than 2
+            million examples, fewer are taken, but at least two.
 
     Returns:
         A result for each number of ranks and, within it, each strategy.
@@ -50,7 +51,11 @@ def scaling_curve(
         lengths = sample_lengths(steps * number * batch, seed, histogram)
         results += [
             simulate(
-                lengths, number, batch, strategy, seed=seed, pool_steps=pool_steps, model=model
+                *(lengths, number, batch, strategy),
+                seed=seed,
+                pool_steps=pool_steps,
+                model=model,
+                speeds=speeds,
             )
             for strategy in strategies
         ]

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <limits>
+#include <map>
 #include <numeric>
 #include <queue>
 #include <stdexcept>
@@ -63,21 +65,26 @@ void deal(std::span<const int64_t> works, int64_t num_ranks, Dealing dealing,
 void deal_by_speed(std::span<const int64_t> works, std::span<const double> speeds,
                    std::vector<uint32_t>& ranks) {
   ranks.resize(works.size());
-  std::vector<int64_t> load(speeds.size(), 0);
+  // Ranks of one speed, those with the least work first: only the first of each can be the one.
+  using Seat = std::pair<int64_t, uint32_t>;  // work so far, rank
+  std::map<double, std::priority_queue<Seat, std::vector<Seat>, std::greater<>>> seats;
+  for (size_t rank = 0; rank < speeds.size(); ++rank) {
+    seats[speeds[rank]].push({0, static_cast<uint32_t>(rank)});
+  }
   for (size_t i = 0; i < works.size(); ++i) {
-    const auto done = [&](size_t rank) {
-      return static_cast<double>(load[rank] + works[i]) / speeds[rank];
-    };
-    size_t first = 0;
-    double earliest = done(0);
-    for (size_t rank = 1; rank < speeds.size(); ++rank) {
-      if (const double then = done(rank); then < earliest) {
-        first = rank;
-        earliest = then;
+    auto first = seats.begin();
+    double earliest = std::numeric_limits<double>::infinity();
+    for (auto seat = seats.begin(); seat != seats.end(); ++seat) {
+      const double done = static_cast<double>(seat->second.top().first + works[i]) / seat->first;
+      if (done < earliest) {
+        first = seat;
+        earliest = done;
       }
     }
-    ranks[i] = static_cast<uint32_t>(first);
-    load[first] += works[i];
+    const auto [load, rank] = first->second.top();
+    first->second.pop();
+    first->second.push({load + works[i], rank});
+    ranks[i] = rank;
   }
 }
 

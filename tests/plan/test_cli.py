@@ -105,6 +105,7 @@ def test_the_tables(capsys, tmp_path):
         (["--compression=fp8"], "argument --compression: expected a comma-separated"),
         (["--steps=5", "--epochs=1"], "not allowed with argument"),
         (["--steps=5", "--tokens=1e9"], "argument --tokens: expected with --epochs"),
+        (["--card=l4,h900"], "argument --card: expected one of"),
         (["--card=l4", "--calibrate"], "not allowed with argument"),
         (["--global-batch=7"], "does not divide by 8 ranks"),
         (["--model=large", "--memory-share=0.01"], "the smallest configuration needs"),

@@ -22,6 +22,7 @@ from bert_unpad.plan import (
     card_device,
     curve,
     intra_node_link,
+    mixed_device,
     network_link,
 )
 from bert_unpad.plan.candidates import candidates
@@ -63,6 +64,20 @@ def test_an_update_by_hand():
     assert local.network == pytest.approx(plain.network / 4)
     # One rank sends nothing.
     assert planner.update_time(Candidate(1, 16)).network == 0
+
+
+def test_mixed_cards_share_work_by_their_speed():
+    work = Workload(TINY, all_of(50), 12, 1, precision="fp32")
+    fast = Device("fast", 1e9, ComputeCost(1e-3, 0, 0.01), 0.06, 0.02, 0.005, {"bf16": 0.02})
+    slow = Device("slow", 9e8, ComputeCost(2e-3, 0, 0.02), 0.12, 0.01, 0.001, {"bf16": 0.01})
+    device = mixed_device([fast, slow])
+    time = Planner(work, device, Cluster(1)).update_time(Candidate(2, 6))
+    # 12 sequences of 50 tokens: 8 take the fast rank 0.4 s, 4 the slow one as long.
+    assert time.compute == pytest.approx(0.4 + 0.02)
+    assert time.update == pytest.approx(0.12 + 0.02)
+    assert device.name == "fast + slow"
+    assert device.memory == pytest.approx(min(1e9 / (4 / 3), 9e8))
+    assert mixed_device([fast]) is fast
 
 
 def test_predictions_are_monotonic():

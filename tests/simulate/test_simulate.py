@@ -15,9 +15,11 @@ from bert_unpad.costs.gradient_buckets import num_parameters
 from bert_unpad.costs.timing import fit_step_cost
 from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
 from bert_unpad.data.sampling.histogram import measure_histogram, sample_lengths
+from bert_unpad.data.sampling.speed_sampler import SpeedSampler
 from bert_unpad.data.store.shards import ShardWriter
 from bert_unpad.simulate import Fill, StepModel, simulate
 from bert_unpad.simulate.cli import main
+from bert_unpad.simulate.epoch import STRATEGIES
 from tests.support.cost_models import TINY
 from tests.support.processes import TIMEOUT
 
@@ -37,6 +39,36 @@ def test_simulation_is_of_what_the_sampler_does():
     fill = Fill.of(lengths)
     assert fill.padded == pytest.approx(lengths.mean() / 512)
     assert fill.padded < 0.6 < 0.98 < fill.packed <= 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_can_be_simulated(strategy):
+    result = simulate(sample_lengths(500, seed=1), 4, 8, strategy)
+    assert result.steps == 16
+    assert 0 < result.efficiency_min <= result.efficiency <= 1
+    assert (result.exchange_bytes > 0) == ("/node/" in strategy or "/world/" in strategy)
+
+
+def test_ranks_of_unequal_speed():
+    """Dealt alike, all wait for the slowest; dealt by speed, the same work takes all alike."""
+    lengths, speeds, cost = sample_lengths(4000, seed=1), [1.0, 0.5], StepModel().cost
+    equal, by_speed = (
+        simulate(lengths, 4, 32, strategy, speeds=speeds)
+        for strategy in ("stratified", "stratified/speed")
+    )
+    np.testing.assert_allclose(equal.per_step[:-1], 0.75, rtol=0.01)
+    sizes = lengths.astype(float)
+    total = cost.linear * sizes.sum() + cost.quadratic * (sizes**2).sum()
+    least = total / 3 / by_speed.steps  # of 1 + 0.5 + 1 + 0.5
+    assert by_speed.efficiency > 0.97
+    assert least <= by_speed.step_time.compute + by_speed.step_time.straggler < 1.05 * least
+    sampler = SpeedSampler(
+        BalancedSampler(lengths, 1, 0, 128, work=cost.work), 0, [1.0, 0.5] * 2, work=cost.work
+    )
+    steps = [sampler.straggler_efficiency() for _ in sampler]
+    np.testing.assert_allclose(by_speed.per_step, steps)
+    with pytest.raises(ValueError, match="speeds: expected a list of finite numbers > 0"):
+        simulate(lengths, 4, 32, speeds=[1.0, 0.0])
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(1024, 16), (8, 56)])

@@ -40,11 +40,8 @@ def check_rules(config: PretrainConfig) -> None:
         ConfigError: options contradict each other, or one is missing.
     """
     _check_pairs(config)
-<<<<<<< HEAD
     _check_optimizer(config.optimizer.name)
-=======
     _check_rank_speeds(config)
->>>>>>> e163059 (Give ranks of unequal speed work in proportion to it, as given or as measured while training)
     _check_clip(config.clip)
     _check_comm(config)
     _check_growth(config.growth)
@@ -76,7 +73,6 @@ def _check_pairs(config: PretrainConfig) -> None:
             )
 
 
-<<<<<<< HEAD
 def _check_optimizer(name: str) -> None:
     """A name of the table, or what may be an import path; nothing is imported yet."""
     known = get_args(OptimizerName)
@@ -85,7 +81,9 @@ def _check_optimizer(name: str) -> None:
             "optimizer.name",
             f"expected one of {', '.join(known)}, or an import path such as torch.optim.SGD, got "
             f"{name!r}",
-=======
+        )
+
+
 def _check_rank_speeds(config: PretrainConfig) -> None:
     batching = config.batching
     if batching.rank_speeds is None:
@@ -100,7 +98,6 @@ def _check_rank_speeds(config: PretrainConfig) -> None:
             "cuda_graphs",
             "expected false with batching.rank_speeds, since graphs have one number of sequences, "
             "got true",
->>>>>>> e163059 (Give ranks of unequal speed work in proportion to it, as given or as measured while training)
         )
 
 
