@@ -1,9 +1,11 @@
-"""Averaging gradients over ranks, clipped before the average while the backward pass still runs."""
+"""Averages of gradients or models over ranks: beside the backward pass, clipped, with less sent."""
 
 from bert_unpad.distributed.allreduce import HierarchicalAllreduce
 from bert_unpad.distributed.bucket_clip import BucketClip, ClipReport
 from bert_unpad.distributed.bucket_shares import POLICIES
 from bert_unpad.distributed.clip_before import ClipBefore
+from bert_unpad.distributed.gradient_flow import GradientFlow, gradient_flow_hook
+from bert_unpad.distributed.partial_sync import PartialSync, partial_sync_hook
 from bert_unpad.distributed.sharded_clip import ShardedClip
 
 __all__ = [
@@ -11,6 +13,10 @@ __all__ = [
     "BucketClip",
     "ClipBefore",
     "ClipReport",
+    "GradientFlow",
     "HierarchicalAllreduce",
+    "PartialSync",
     "ShardedClip",
+    "gradient_flow_hook",
+    "partial_sync_hook",
 ]

@@ -27,9 +27,10 @@ class GradientFlow:
     - Norms are those of the gradient together with what has been kept.
     - Momentum correction serves any optimizer with a momentum m: what is kept is multiplied by m in
       each pass. A gradient g that is sent k passes late then counts m^k g, as in the momentum of an
-      optimizer that got it at once. What it would have changed in these k updates is lost.
+      optimizer that got it at once. What it would have changed in these k updates is lost. Deep
+      Gradient Compression, which needs an optimizer without momentum, adds that to what it sends.
     - After `start` passes with all chunks, the share falls from 1 to `share` exponentially, over
-      as many passes again, as in Deep Gradient Compression (Lin et al., 2018, arXiv:1712.01887).
+      as many passes again, as in that method (Lin et al., 2018, arXiv:1712.01887).
 
     Takes as much memory as the gradient. The choice is made on the device, and the host never
     waits.
@@ -37,8 +38,8 @@ class GradientFlow:
     Args:
         share: share of the chunks that are sent, at least one of each bucket; in (0, 1].
         chunk_size: elements of a chunk.
-        momentum: decay rate of the optimizer's momentum (`betas[0]` of Adam and LAMB), in [0, 1];
-            1 is plain error feedback.
+        momentum: decay rate of the optimizer's momentum, `betas[0]` of Adam and LAMB, or 1 for one
+            that has none: plain error feedback; in (0, 1].
         start: passes with all chunks.
         group: the ranks that average, those of the DDP model; None: all.
 
@@ -58,8 +59,8 @@ class GradientFlow:
             raise ValueError(f"share: expected a number in (0, 1], got {share}")
         if chunk_size < 1:
             raise ValueError(f"chunk_size: expected a number >= 1, got {chunk_size}")
-        if not 0 <= momentum <= 1:
-            raise ValueError(f"momentum: expected a number in [0, 1], got {momentum}")
+        if not 0 < momentum <= 1:
+            raise ValueError(f"momentum: expected a number in (0, 1], got {momentum}")
         if start < 0:
             raise ValueError(f"start: expected a number >= 0, got {start}")
         self.share, self.chunk_size, self.momentum = share, chunk_size, momentum

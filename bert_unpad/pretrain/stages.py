@@ -140,7 +140,7 @@ class Stages:
                 *(self.index + 1, len(self.growth.stages), self.stage.end, self.stage.layers),
                 *(self.stage.layers - self.stage.frozen, self.stage.max_seq_length),
             )
-        self.sync.begin(leaves_out=self.growth.active_layers is not None)
+        self.sync.begin(self.growth.active_layers is not None, self.optimizer)
         progress.stage, progress.layers = self.index, self.stage.layers
 
     def local_state(self) -> dict[str, Any] | None:

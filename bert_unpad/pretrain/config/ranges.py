@@ -65,6 +65,8 @@ _RANGES: dict[str, _Range] = {
     "comm.power_sgd_rank": _at_least(1),
     "comm.local_sgd_period": _at_least(2),
     "comm.local_sgd_group": _at_least(1),
+    "comm.chunk_share": _Range(_ABOVE_ZERO, 1, "a number > 0 and <= 1"),
+    "comm.chunk_size": _at_least(1),
     "checkpoint.every": _at_least(0),
     "checkpoint.keep_last": _at_least(1),
     "evaluation.every": _at_least(0),

@@ -131,19 +131,19 @@ def _check_comm(config: PretrainConfig) -> None:
             "comm.bucket_mb",
             f"expected null with clip.mode before, which has one bucket, got {comm.bucket_mb}",
         )
-    if comm.hook in ("power_sgd", "post_local_sgd") and clip.mode == "before":
+    if comm.hook not in ("allreduce", "hierarchical") and clip.mode == "before":
         raise ConfigError(
             "comm.hook",
             f"expected allreduce or hierarchical with clip.mode before, got {comm.hook}",
         )
-    if comm.hook == "power_sgd" and clip.wire_dtype != "fp32":
+    if comm.hook in ("power_sgd", "dream_ddp", "gradient_flow") and clip.wire_dtype != "fp32":
         raise ConfigError(
-            "clip.wire_dtype", f"expected fp32 with comm.hook power_sgd, got {clip.wire_dtype}"
+            "clip.wire_dtype", f"expected fp32 with comm.hook {comm.hook}, got {clip.wire_dtype}"
         )
-    if comm.hook == "post_local_sgd" and config.optimizer.shard != "none":
+    if comm.hook in ("post_local_sgd", "dream_ddp") and config.optimizer.shard != "none":
         raise ConfigError(
             "optimizer.shard",
-            f"expected none with comm.hook post_local_sgd, got {config.optimizer.shard}",
+            f"expected none with comm.hook {comm.hook}, got {config.optimizer.shard}",
         )
 
 

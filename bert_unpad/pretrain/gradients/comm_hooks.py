@@ -1,4 +1,4 @@
-"""DDP communication hooks of a run: two-hop allreduce, PowerSGD, post-local SGD, and their state.
+"""DDP communication hooks of a run, what has to happen around them, and their state.
 
 `replicate` runs two empty passes before training, after which DDP's buckets no longer change. The
 memory of a hook is kept per bucket, so it fits a resumed run too. The hooks count these two passes
@@ -18,12 +18,27 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
+from bert_unpad.distributed import (
+    GradientFlow,
+    PartialSync,
+    gradient_flow_hook,
+    partial_sync_hook,
+)
 from bert_unpad.distributed.allreduce import Allreduce, HierarchicalAllreduce, allreduce_hook
 from bert_unpad.pretrain.config import CommConfig, ConfigError
 from bert_unpad.pretrain.node_groups import common_node_size
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["SETTLING_PASSES", "CommHook", "Hierarchical", "LocalSGD", "PowerSGD", "build_comm_hook"]
+__all__ = [
+    "SETTLING_PASSES",
+    "ChunkedSync",
+    "CommHook",
+    "DreamDDP",
+    "Hierarchical",
+    "LocalSGD",
+    "PowerSGD",
+    "build_comm_hook",
+]
 
 SETTLING_PASSES = 2
 _MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")  # of PowerSGDState, by bucket
@@ -178,23 +193,113 @@ class LocalSGD(CommHook):
         self._local.alone = self._averager.step >= self._averager.warmup_steps
 
     def synchronise(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        if not self._apart:
-            return
-        average_parameters(iter(model.parameters()), dist.group.WORLD)
-        for parameter in model.parameters():
-            state = {} if optimizer is None else optimizer.state[parameter]
-            for _, value in sorted(state.items()):
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    self._ranks.sum(value).div_(self._ranks.world_size)
+        if self._apart:
+            _average_models(self._ranks, model, optimizer)
 
 
-def build_comm_hook(config: CommConfig, ranks: Ranks) -> CommHook:
+class DreamDDP(CommHook):
+    """Layer-wise averages of models that are updated locally, see `PartialSync`.
+
+    Once the schedule is made, the ranks' models and optimizer states differ, except where
+    `synchronise` has just made them the same. Whether a step is left out stays common to all.
+    """
+
+    def __init__(self, config: CommConfig, ranks: Ranks) -> None:
+        self.hook = partial_sync_hook
+        self.state = PartialSync(config.local_sgd_period, config.start)
+        self._ranks = ranks
+
+    def start(self, done: int) -> None:
+        self.state.step = done
+
+    def agree(self, finite: Tensor) -> Tensor:
+        self.state.finish()
+        return self._ranks.sum((~finite).float()) == 0
+
+    def synchronise(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        if self.state.schedule is not None:
+            _average_models(self._ranks, model, optimizer)
+
+    def local_state(self) -> dict[str, Any]:
+        return self.state.state_dict()
+
+    def load_local_state(self, state: dict[str, Any]) -> None:
+        self.state.load_state_dict(state)
+
+
+class ChunkedSync(CommHook):
+    """Sparse averages of the gradient's chunks, see `GradientFlow`."""
+
+    def __init__(self, config: CommConfig, ranks: Ranks, momentum: float) -> None:
+        self.hook = gradient_flow_hook
+        self.state = GradientFlow(
+            config.chunk_share, config.chunk_size, momentum or 1.0, config.start
+        )
+        self._device = ranks.device
+
+    def start(self, done: int) -> None:
+        self.state.restart(done)
+
+    def agree(self, finite: Tensor) -> Tensor:
+        """Drops what is kept after a gradient that is not finite, which would stay in it."""
+        finite = finite & self.state.finite
+        self.state.forget_unless(finite)
+        return finite
+
+    def local_state(self) -> dict[str, Any]:
+        return _moved(self.state.state_dict(), torch.device("cpu"))
+
+    def load_local_state(self, state: dict[str, Any]) -> None:
+        self.state.load_state_dict(_moved(state, self._device))
+
+
+def _moved(memory: dict[str, dict[int, Tensor]], device: torch.device) -> dict[str, Any]:
+    """Tensors by name and bucket, on a device."""
+    return {
+        name: {index: tensor.to(device) for index, tensor in tensors.items()}
+        for name, tensors in memory.items()
+    }
+
+
+def _average_models(
+    ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Averages the model over the ranks, and the optimizer's state if given."""
+    average_parameters(iter(model.parameters()), dist.group.WORLD)
+    for parameter in model.parameters():
+        state = {} if optimizer is None else optimizer.state[parameter]
+        for _, value in sorted(state.items()):
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                ranks.sum(value).div_(ranks.world_size)
+
+
+def build_comm_hook(
+    config: CommConfig, ranks: Ranks, optimizer: torch.optim.Optimizer | None = None
+) -> CommHook:
     """What `comm` in the configuration asks for; one rank exchanges nothing.
+
+    Args:
+        config: says what.
+        ranks: the processes of the run.
+        optimizer: what makes the updates; gradient_flow asks for its momentum.
 
     Raises:
         ConfigError: groups that do not fit the number of ranks.
     """
     if ranks.world_size == 1 or config.hook == "allreduce":
         return CommHook()
-    kinds = {"hierarchical": Hierarchical, "power_sgd": PowerSGD, "post_local_sgd": LocalSGD}
+    if config.hook == "gradient_flow":
+        return ChunkedSync(config, ranks, _momentum(optimizer))
+    kinds = {
+        "hierarchical": Hierarchical,
+        "power_sgd": PowerSGD,
+        "post_local_sgd": LocalSGD,
+        "dream_ddp": DreamDDP,
+    }
     return kinds[config.hook](config, ranks)
+
+
+def _momentum(optimizer: torch.optim.Optimizer | None) -> float:
+    """The decay rate of an optimizer's momentum, 0 for none."""
+    options = {} if optimizer is None else optimizer.param_groups[0]
+    return options["betas"][0] if "betas" in options else options.get("momentum", 0.0)

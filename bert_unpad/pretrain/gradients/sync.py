@@ -67,17 +67,20 @@ class GradientSync:
         """Whether `.grad` must stay where it is, because CUDA graphs write there: only zero it."""
         return self._graphs is not None
 
-    def begin(self, leaves_out: bool = False) -> None:
+    def begin(
+        self, leaves_out: bool = False, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
         """Makes ready for the next update, with the parameters that require gradients now.
 
         Args:
             leaves_out: whether updates may leave layers out.
+            optimizer: what makes the updates; some comm hooks depend on it.
 
         Raises:
             ConfigError: `comm` does not fit the number of ranks or the device.
         """
         run, config = self.run, self.run.config
-        self._hook = build_comm_hook(config.comm, run.ranks)
+        self._hook = build_comm_hook(config.comm, run.ranks, optimizer)
         self._clipping = Clipping(config.clip, run.ranks, run.model, self._hook, self.loss_scale)
         if config.cuda_graphs:
             self._graphs = GraphRunner(run.model, run.autocast)
