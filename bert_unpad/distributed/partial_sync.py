@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bert_unpad.distributed.flat import copy_flat_, flatten
 from bert_unpad.distributed.sync_schedule import schedule_layers
 
 PROFILED = 5
@@ -69,12 +70,9 @@ class PartialSync:
 
     def finish(self) -> None:
         """Puts averaged parameters into the model; after the backward pass, before the update."""
-        with torch.no_grad():
-            for parameters, flat, work in self._averages:
-                work.wait()
-                parts = flat.div_(self._world_size).split([p.numel() for p in parameters])
-                views = [part.view_as(p) for p, part in zip(parameters, parts, strict=True)]
-                torch._foreach_copy_(parameters, views)
+        for parameters, flat, work in self._averages:
+            work.wait()
+            copy_flat_(parameters, flat.div_(self._world_size))
         self._averages = []
         if self._marks:
             self._measured.append(_seconds(self._marks))
@@ -127,7 +125,7 @@ class PartialSync:
         return sent.then(lambda future: future.value()[0])
 
     def _start_average(self, parameters: list[Tensor]) -> None:
-        flat = torch.cat([p.detach().reshape(-1) for p in parameters])
+        flat = flatten(parameters)
         work = dist.all_reduce(flat, group=self.group, async_op=True)
         self._averages.append((parameters, flat, work))
 

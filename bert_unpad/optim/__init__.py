@@ -1,7 +1,8 @@
-"""Optimizers that update all parameters in one pass: Adam, LAMB and LANS."""
+"""Optimizers: Adam, LAMB and LANS, fused into one pass over all parameters, and MT-DAO."""
 
 from bert_unpad.optim.adam import FusedAdam
 from bert_unpad.optim.groups import decay_groups
 from bert_unpad.optim.lamb import FusedLAMB
+from bert_unpad.optim.mt_dao import MTDAO
 
-__all__ = ["FusedAdam", "FusedLAMB", "decay_groups"]
+__all__ = ["MTDAO", "FusedAdam", "FusedLAMB", "decay_groups"]

@@ -15,6 +15,7 @@ __all__ = [
     "Simulated",
     "gradient_flow",
     "loss",
+    "mt_dao",
     "net",
     "partial_sync",
     "weights",
@@ -152,4 +153,59 @@ def gradient_flow(
                     parameter.grad.copy_(part.view_as(parameter))
         ranks.update()
         seen.append([weights(model) for model in ranks.models])
+    return seen
+
+
+def mt_dao(
+    world_size: int,
+    steps: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    slow_weight: float,
+    fast_beta: float,
+    periods: tuple[int, int, int],
+    start: int,
+) -> list[list[Tensor]]:
+    """MT-DAO: the weights after each step, of every rank.
+
+    Args:
+        world_size: ranks.
+        steps: steps in all.
+        periods: steps between averages of the parameters, the momenta and the second moment.
+        start: steps at the start that average gradients.
+
+    The others are those of the optimizer.
+    """
+    models = [net() for _ in range(world_size)]
+    size = len(weights(models[0]))
+    x, u, fast, v = (torch.zeros(world_size, size, dtype=torch.float64) for _ in range(4))
+    x[:] = weights(models[0])
+    seen = []
+    for step in range(1, steps + 1):
+        gradients = []
+        for rank, model in enumerate(models):
+            nn.utils.vector_to_parameters(x[rank].clone(), model.parameters())
+            model.zero_grad()
+            loss(model, rank, step - 1).backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        g = torch.stack(gradients)
+        if step <= start:
+            g = g.mean(0).expand_as(g)
+        u = betas[0] * u + (1 - betas[0]) * g
+        fast = fast_beta * fast + (1 - fast_beta) * g
+        v = betas[1] * v + (1 - betas[1]) * g**2
+        direction = slow_weight * u / (1 - betas[0] ** step)
+        direction += (1 - slow_weight) * fast / (1 - fast_beta**step)
+        x = x - lr * weight_decay * x
+        x = x - lr * direction / ((v / (1 - betas[1] ** step)).sqrt() + eps)
+        done = step - start
+        if done > 0:
+            of_x, of_u, of_v = (done % period == 0 for period in periods)
+            x = x.mean(0).expand_as(x) if of_x else x
+            u, fast = ((m.mean(0).expand_as(m) if of_u else m) for m in (u, fast))
+            v = v.mean(0).expand_as(v) if of_v else v
+        seen.append([row.clone() for row in x])
     return seen
