@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
-from bert_unpad.distributed.flat import copy_flat_, flatten
 from bert_unpad.distributed.sync_schedule import schedule_layers
 
 PROFILED = 5
@@ -72,7 +72,8 @@ class PartialSync:
         """Puts averaged parameters into the model; after the backward pass, before the update."""
         for parameters, flat, work in self._averages:
             work.wait()
-            copy_flat_(parameters, flat.div_(self._world_size))
+            flat.div_(self._world_size)
+            torch._foreach_copy_(parameters, _unflatten_dense_tensors(flat, parameters))
         self._averages = []
         if self._marks:
             self._measured.append(_seconds(self._marks))
@@ -125,7 +126,8 @@ class PartialSync:
         return sent.then(lambda future: future.value()[0])
 
     def _start_average(self, parameters: list[Tensor]) -> None:
-        flat = flatten(parameters)
+        parameters = [p.detach() for p in parameters]
+        flat = torch.cat([p.reshape(-1) for p in parameters])
         work = dist.all_reduce(flat, group=self.group, async_op=True)
         self._averages.append((parameters, flat, work))
 

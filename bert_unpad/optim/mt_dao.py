@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from bert_unpad.distributed.flat import copy_flat_, flatten
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 # Which period each tensor of a parameter's state has.
 _PERIODS = {
@@ -187,6 +186,7 @@ class MTDAO(torch.optim.Optimizer):
                 if done > 0 and done % self._periods[_PERIODS.get(name, "period")] == 0:
                     due[name, tensor.dtype, tensor.device].append(tensor)
         for tensors in due.values():
-            flat = flatten(tensors)
+            flat = _flatten_dense_tensors(tensors)
             dist.all_reduce(flat, group=self.group)
-            copy_flat_(tensors, flat.div_(dist.get_world_size(self.group)))
+            flat.div_(dist.get_world_size(self.group))
+            torch._foreach_copy_(tensors, list(_unflatten_dense_tensors(flat, tensors)))

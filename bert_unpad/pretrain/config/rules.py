@@ -197,6 +197,10 @@ def _check_growth_fits(config: PretrainConfig) -> None:
         raise ConfigError(
             "comm.hook", f"expected allreduce with growth.name {name}, got {config.comm.hook}"
         )
+    if config.optimizer.name == "mt_dao":
+        raise ConfigError(
+            "optimizer.name", f"expected another than mt_dao with growth.name {name}, got mt_dao"
+        )
     if config.cuda_graphs:
         raise ConfigError("cuda_graphs", f"expected false with growth.name {name}, got true")
     if name == "layer_drop" and config.compile:

@@ -15,13 +15,15 @@ class OptimizerConfig:
 
     name: str = "adamw"
     """adamw: PyTorch's AdamW. fused_adam: the same, by bert_unpad.optim. lamb, lans: for large
-    batches; their learning rate is relative to the norm of each weight. An import path such as
-    torch.optim.SGD: that class, with the options below that it has."""
+    batches; their learning rate is relative to the norm of each weight. mt_dao: AdamW with a slow
+    momentum; after comm.start updates each rank makes its own, and every 32 updates ("period" in
+    optimizer.arguments) models and momenta are averaged (Iacob et al., 2026). An import path such
+    as torch.optim.SGD: that class, with the options below that it has."""
     lr: float = 1e-4
     """Learning rate at the end of the warm-up."""
     betas: tuple[float, float] | None = advanced(None)
-    """Decay rates of the averages of the gradient and of its square. By default 0.9 and 0.999, or
-    those of the class that an import path names."""
+    """Decay rates of the averages of the gradient and of its square. By default 0.9 and 0.999, with
+    mt_dao 0.999 twice, or those of the class that an import path names."""
     eps: float | None = advanced(None)
     """Number added to the denominator of the update. By default 1e-6, or that of the class that an
     import path names."""

@@ -25,6 +25,7 @@ from bert_unpad.distributed import (
     partial_sync_hook,
 )
 from bert_unpad.distributed.allreduce import Allreduce, HierarchicalAllreduce, allreduce_hook
+from bert_unpad.optim import MTDAO
 from bert_unpad.pretrain.config import CommConfig, ConfigError
 from bert_unpad.pretrain.node_groups import common_node_size
 from bert_unpad.pretrain.ranks import Ranks
@@ -36,6 +37,7 @@ __all__ = [
     "DreamDDP",
     "Hierarchical",
     "LocalSGD",
+    "LocalSteps",
     "PowerSGD",
     "build_comm_hook",
 ]
@@ -134,15 +136,22 @@ class LocalAllreduce:
     """An allreduce over all ranks, or over a group as if the others had its gradients as well.
 
     PyTorch's post_localSGD_hook is the same for buckets that travel as they are.
+
+    Args:
+        group: some of the ranks; None: this rank, which sends nothing then.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.alone = False
         """Whether the group keeps to itself now."""
         self._group = group
-        self._groups = dist.get_world_size() // dist.get_world_size(group)
+        self._groups = dist.get_world_size() // (1 if group is None else dist.get_world_size(group))
 
     def __call__(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
+        if self.alone and self._group is None:
+            done = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
+            done.set_result(tensor.mul_(self._groups))
+            return done
         group = self._group if self.alone else None
         sent = dist.all_reduce(tensor, group=group, async_op=True).get_future()
         if not self.alone:
@@ -227,6 +236,39 @@ class DreamDDP(CommHook):
         self.state.load_state_dict(state)
 
 
+class LocalSteps(CommHook):
+    """For an optimizer that makes local steps and averages by itself, see `MTDAO`.
+
+    After the warm-up gradients stay on their rank, and the ranks' models and optimizer states
+    differ, except where `synchronise` or the optimizer has just made them the same. Whether a step
+    is left out stays common to all.
+    """
+
+    def __init__(self, config: CommConfig, ranks: Ranks, optimizer: MTDAO) -> None:
+        if config.hook != "allreduce":
+            raise ConfigError(
+                "comm.hook",
+                f"expected allreduce with an optimizer that makes local steps, got {config.hook}",
+            )
+        optimizer.start = config.start
+        self.hook = allreduce_hook
+        self.state = self.allreduce = self._local = LocalAllreduce(None)
+        self._ranks, self._optimizer = ranks, optimizer
+
+    def start(self, done: int) -> None:
+        self._local.alone = not self._optimizer.averages_gradients
+
+    def agree(self, finite: Tensor) -> Tensor:
+        return self._ranks.sum((~finite).float()) == 0
+
+    def after_update(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._local.alone = not self._optimizer.averages_gradients
+
+    def synchronise(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        if self._local.alone:
+            _average_models(self._ranks, model, optimizer)
+
+
 class ChunkedSync(CommHook):
     """Sparse averages of the gradient's chunks, see `GradientFlow`."""
 
@@ -281,12 +323,18 @@ def build_comm_hook(
     Args:
         config: says what.
         ranks: the processes of the run.
-        optimizer: what makes the updates; gradient_flow asks for its momentum.
+        optimizer: what makes the updates. gradient_flow asks for its momentum; one that makes
+            local steps needs its gradients local.
 
     Raises:
-        ConfigError: groups that do not fit the number of ranks.
+        ConfigError: groups that do not fit the number of ranks, or a hook that does not fit the
+            optimizer.
     """
-    if ranks.world_size == 1 or config.hook == "allreduce":
+    if ranks.world_size == 1:
+        return CommHook()
+    if isinstance(optimizer, MTDAO):
+        return LocalSteps(config, ranks, optimizer)
+    if config.hook == "allreduce":
         return CommHook()
     if config.hook == "gradient_flow":
         return ChunkedSync(config, ranks, _momentum(optimizer))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bert_unpad.optim import FusedAdam, FusedLAMB, decay_groups
+from bert_unpad.optim import MTDAO, FusedAdam, FusedLAMB, decay_groups
 from bert_unpad.pretrain.config import ConfigError
 
 __all__ = ["KINDS", "Kind", "find_kind"]
@@ -49,6 +49,13 @@ KINDS: dict[str, Kind] = {
     "fused_adam": Kind(FusedAdam, {}, _OURS),
     "lamb": Kind(FusedLAMB, {"max_grad_norm": None, "nesterov": False}, _OURS),
     "lans": Kind(FusedLAMB, {"max_grad_norm": None, "nesterov": True}, _OURS),
+    "mt_dao": Kind(
+        MTDAO,
+        {"start": 0, "group": None},  # the comm hook sets comm.start
+        _OURS | {"betas": (0.999, 0.999)},
+        communicates=True,
+        shards=False,
+    ),
 }
 
 
