@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-__all__ = ["schedule_layers"]
-
 
 def schedule_layers(
     backward: Sequence[float], exchange: Sequence[float], period: int

@@ -35,10 +35,10 @@ class MTDAO(torch.optim.Optimizer):
     with 0.9 has forgotten it.
 
     The paper allows any number of momenta; here they are the slow one and, if `fast_beta` is not 0,
-    a fast one in place of g. Of its variants (Adam, ADOPT, SGD) this is the first. Chosen here, as
-    in PyTorch's AdamW: the moments' bias is corrected, and weights decay before the step. Averages
-    come after the step, as in the authors' code of DES-LOC (arXiv:2505.22549), whose periods these
-    are. The first `start` steps are a warm-up with averaged gradients; periods count from its end.
+    a fast one in place of g. Of its variants (Adam, ADOPT, SGD) this is the first. As in the
+    authors' code (github.com/Iacob-Alexandru-Andrei/torchtitan), the moments' bias is corrected,
+    and averages come after the step. Chosen here: weights decay as in PyTorch's AdamW. The first
+    `start` steps are a warm-up with averaged gradients, and periods count from its end.
 
     All ranks must call `step` equally often, with gradients of the same parameters. An average is
     one message, and takes the memory of a copy of what is averaged.
@@ -49,7 +49,7 @@ class MTDAO(torch.optim.Optimizer):
         betas: decay rates of the slow momentum and of the second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay rate.
-        slow_weight: w above, in [0, 1]; the default is ours.
+        slow_weight: w above, in [0, 1]; the default is that of the authors' code for ADOPT.
         fast_beta: decay rate of the fast momentum; 0: the gradient itself, which takes no memory.
         period: steps between averages of the parameters; the paper's 32.
         momentum_period: steps between averages of the momenta; None: `period`.

@@ -33,6 +33,7 @@ def loss(model: nn.Module, rank: int, step: int) -> Tensor:
     """The loss of one rank's batch of one step."""
     draw = torch.Generator().manual_seed(100 * rank + step)
     x = torch.randn(6, 7, generator=draw, dtype=torch.float64)
+    x = x.to(next(model.parameters()).device)
     return (model(x) - x[:, :3] * (1 + rank)).square().mean()
 
 

@@ -33,8 +33,10 @@ BASE += ["--logging.examples", "false", "--logging.progress", "none", "--comm.st
 RUNS = {
     "dream": DREAM,
     "dream, bucket": [*DREAM, *BUCKET, "--optimizer.name", "lamb", "--optimizer.lr", "0.03"],
+    "dream, accumulated": [*DREAM, "--batching.accumulation", "2"],
     "dream, fp16": [*DREAM, "--precision", "fp16"],
     "flow": FLOW,
+    "flow, sharded": [*FLOW, "--optimizer.shard", "world"],
     "flow, bucket": [*FLOW, *BUCKET],
     "flow, fp16": [*FLOW, "--precision", "fp16"],
 }
@@ -64,6 +66,10 @@ def test_runs_learn_and_begin_when_told(folder, name, same):
 def test_every_run_learns(folder, name):
     found = _mean_losses(folder, name)
     assert sum(found[-4:]) / 4 < found[0] - 0.1
+
+
+def test_a_sharded_optimizer_gives_the_same_bits(folder):
+    assert losses(folder / "flow, sharded") == losses(folder / "flow")
 
 
 def _go_back(folder: Path, name: str, step: int) -> str:
