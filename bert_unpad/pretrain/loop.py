@@ -8,6 +8,7 @@ request to stop, so all ranks stop at the same step.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator
@@ -24,10 +25,13 @@ from bert_unpad.pretrain.output.log import TrainingLog
 from bert_unpad.pretrain.ranks import HostSums
 from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.stages import Stages
-from bert_unpad.pretrain.update.optimizer import set_lr, state_bytes
+from bert_unpad.pretrain.update.optimizer import leaves_out_on_device, set_lr
 from bert_unpad.pretrain.update.schedule import warmup_updates
+from bert_unpad.pretrain.update.state import state_bytes
 
 __all__ = ["Trainer"]
+
+logger = logging.getLogger(__name__)
 
 # Updates in a row that may be left out because gradients are not finite, before the run ends.
 _MAX_SKIPPED = 20
@@ -185,7 +189,7 @@ class Trainer:
         sums, elapsed = self.log.close_interval()
         self._check_loss(averages(sums)["loss"])
         self._check_skipped(sums)
-        self._report_state()
+        self._report_state(updated=sums["skipped"] < sums["steps"])
         scale = self.stages.sync.loss_scale
         state = {
             "layers": self.stages.stage.layers,
@@ -194,13 +198,22 @@ class Trainer:
         }
         self.log.show_interval(sums, elapsed, state)
 
-    def _report_state(self) -> None:
-        """Says once a stage how much of the optimizer's state each rank keeps."""
+    def _report_state(self, updated: bool) -> None:
+        """Says what the optimizer keeps on each rank, up to the first update of a stage."""
         if self._reported_stage == self.stages.index:
             return
-        self._reported_stage = self.stages.index
-        found = [int(size) for size in self.ranks.gather(state_bytes(self.stages.optimizer))]
-        self.log.write("optimizer", {"state_bytes": found})
+        if updated:
+            self._reported_stage = self.stages.index
+        optimizer = self.stages.optimizer
+        found = [int(size) for size in self.ranks.gather(state_bytes(optimizer))]
+        on_device = leaves_out_on_device(optimizer)
+        self.log.write("optimizer", {"state_bytes": found, "host_waits": not on_device})
+        if updated and not on_device and self.ranks.is_first:
+            logger.info(
+                "optimizer.name %s does not read found_inf: before each update the host waits for "
+                "the device to know whether the gradient is finite",
+                self.config.optimizer.name,
+            )
 
     def _check_loss(self, loss: float) -> None:
         """Ends a run that has diverged, before it saves a checkpoint of that."""

@@ -36,6 +36,8 @@ from bert_unpad.pretrain.progress import Progress
 from bert_unpad.pretrain.ranks import Ranks, join_ranks
 from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.stages import DATA_ERRORS, Stages
+from bert_unpad.pretrain.update.check import check_optimizer
+from bert_unpad.pretrain.update.kinds import find_kind
 
 __all__ = ["main", "pretrain"]
 
@@ -77,6 +79,7 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
             uses the folder.
     """
     check_graphs(config, ranks)
+    check_optimizer(config, ranks.device)
     check_model(config, ranks.device)
     check_folders(config, ranks)
     with run_lock(config, ranks) as lock:
@@ -173,7 +176,13 @@ def _growth(run: Run) -> Growth:
 
 def _load(checkpoint: Path, checkpointer: Checkpointer, run: Run, stages: Stages) -> None:
     """Loads everything but what is local to a rank into the model, optimizer, sampler and sync."""
-    progress, layers = run.progress, stages.stage.layers
+    progress, layers, optimizer = run.progress, stages.stage.layers, run.config.optimizer.name
+    if (progress.optimizer or "adam") != find_kind(optimizer).layout:
+        raise ConfigError(
+            "optimizer.name",
+            f"expected one whose state is that of {checkpoint}, {progress.optimizer or 'adam'} (or "
+            f"another run_dir), got {optimizer}",
+        )
     if progress.layers not in (None, layers):
         raise ConfigError(
             "growth",

@@ -28,6 +28,8 @@ class Progress:
     """The stage of growth that the latest update was made in."""
     layers: int | None = None
     """Encoder layers of that stage; None: all that the configuration asks for."""
+    optimizer: str | None = None
+    """Layout of the optimizer's state, see `update.kinds`; None: adam."""
     target_reached: bool = False
     """Whether evaluation.target_accuracy has ended the run."""
     sampler: dict[str, Any] = field(default_factory=dict)

@@ -29,6 +29,7 @@ from bert_unpad.pretrain.growth import Growth, Stage, add_layers, cut_layers, fr
 from bert_unpad.pretrain.model import add_gradients_in_products
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.run import Run
+from bert_unpad.pretrain.update.kinds import find_kind
 from bert_unpad.pretrain.update.optimizer import shard_group
 
 __all__ = ["DATA_ERRORS", "Stages"]
@@ -142,6 +143,7 @@ class Stages:
             )
         self.sync.begin(self.growth.active_layers is not None, self.optimizer)
         progress.stage, progress.layers = self.index, self.stage.layers
+        progress.optimizer = find_kind(self._run.config.optimizer.name).layout
 
     def local_state(self) -> dict[str, Any] | None:
         """What of this rank a checkpoint keeps for as many ranks; None: nothing."""

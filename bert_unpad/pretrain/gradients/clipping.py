@@ -20,7 +20,8 @@ from bert_unpad.pretrain.config import ClipConfig
 from bert_unpad.pretrain.gradients.comm_hooks import CommHook
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
 from bert_unpad.pretrain.ranks import Ranks
-from bert_unpad.pretrain.update.optimizer import local_optimizer
+from bert_unpad.pretrain.update.optimizer import leaves_out_on_device
+from bert_unpad.pretrain.update.state import local_optimizer
 
 __all__ = ["Clipping", "GradientReport", "step_if"]
 
@@ -155,9 +156,8 @@ def step_if(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
     Optimizers with PyTorch's `found_inf` (its fused ones) leave the update out on the device;
     others make the host wait for `finite`.
     """
-    local = local_optimizer(optimizer)
-    if getattr(local, "_step_supports_amp_scaling", False):
-        local.found_inf = (~finite).float()
+    if leaves_out_on_device(optimizer):
+        local_optimizer(optimizer).found_inf = (~finite).float()
         optimizer.step()
     elif bool(finite):
         optimizer.step()

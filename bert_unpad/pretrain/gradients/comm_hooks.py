@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.utils._pytree import tree_leaves
 
 from bert_unpad.distributed import (
     GradientFlow,
@@ -309,9 +310,9 @@ def _average_models(
     """Averages the model over the ranks, and the optimizer's state if given."""
     average_parameters(iter(model.parameters()), dist.group.WORLD)
     for parameter in model.parameters():
-        state = {} if optimizer is None else optimizer.state[parameter]
-        for _, value in sorted(state.items()):
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
+        state = {} if optimizer is None else optimizer.state.get(parameter, {})
+        for value in tree_leaves(dict(sorted(state.items()))):
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
                 ranks.sum(value).div_(ranks.world_size)
 
 

@@ -12,7 +12,8 @@ from torch import nn
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.config import OptimizerConfig
 from bert_unpad.pretrain.growth.stage import Stage
-from bert_unpad.pretrain.update.optimizer import build_optimizer, local_optimizer
+from bert_unpad.pretrain.update.optimizer import build_optimizer
+from bert_unpad.pretrain.update.state import take_over
 
 __all__ = ["add_layers", "cut_layers", "freeze", "next_optimizer"]
 
@@ -76,7 +77,7 @@ def next_optimizer(
     """An optimizer of the parameters that train now, and of no others.
 
     Parameters that have trained before keep their states, copies get those of their originals, and
-    others begin with zeros: all have states, so any checkpoint holds the same tensors.
+    others begin without.
 
     Args:
         model: after `add_layers` and `freeze`.
@@ -86,24 +87,6 @@ def next_optimizer(
         group: of ranks that share the state out; the parameters must then be those of `old`.
     """
     new = build_optimizer(model, config, group)
-    local = local_optimizer(new)
-    known = {} if old is None else local_optimizer(old).state
-    for some in local.param_groups:
-        for parameter in some["params"]:
-            origin = parameter if parameter in known else (copies or {}).get(parameter)
-            if origin in known:
-                local.state[parameter] = {
-                    key: value.clone() for key, value in known[origin].items()
-                }
-            else:
-                local.state[parameter] = _zeros(parameter)
+    if old is not None:
+        take_over(new, old, copies or {})
     return new
-
-
-def _zeros(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """What the optimizers would make in their first update, all of which have AdamW's names."""
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-    }

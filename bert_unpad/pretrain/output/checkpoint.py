@@ -4,8 +4,9 @@ PyTorch's distributed checkpointing writes them: the state is copied to host mem
 on, and a background thread writes the copy, each rank its share. The files go to a folder with a
 temporary name, which rank 0 renames once every rank has finished and checksums are written
 (checkpoint_files.py), so nothing incomplete is ever named `step-<n>`. Contents: model, optimizer
-state (hyperparameters come from the configuration), and a JSON text with everything else. Any
-number of ranks can load what any other number has saved, from a folder that all of them see.
+state as it is (update/state.py; hyperparameters come from the configuration), and a JSON text with
+everything else. Any number of ranks can load what any other number has saved, from a folder that
+all of them see.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import pickle
 import shutil
 import threading
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +28,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from bert_unpad._files import sync_folder
 from bert_unpad.pretrain.config import ConfigError
@@ -41,7 +40,13 @@ from bert_unpad.pretrain.output.checkpoint_files import (
 from bert_unpad.pretrain.output.checkpoint_reader import CheckpointPlanner, CheckpointReader
 from bert_unpad.pretrain.output.run_lock import RunLock
 from bert_unpad.pretrain.ranks import Ranks
-from bert_unpad.pretrain.update.optimizer import local_optimizer
+from bert_unpad.pretrain.update.state import (
+    group_state,
+    load_group_state,
+    load_named_state,
+    named_state,
+    parameter_names,
+)
 
 __all__ = ["Checkpointer"]
 
@@ -151,18 +156,20 @@ class Checkpointer:
             ConfigError: the checkpoint holds what may not be unpickled.
             CheckpointException: it does not fit the model or the optimizer.
         """
-        state = _state(model, optimizer)
+        state = {"model": model.state_dict(), "optimizer": {}, "optimizer_groups": {}}
+        names = parameter_names(model, optimizer)
+        with _named_errors(path):
+            # What the checkpoint has of the optimizer, for the parameters that this rank updates.
+            CheckpointReader(path).make_room(
+                state,
+                lambda keys: (
+                    keys[0] == "optimizer_groups" or (keys[0] == "optimizer" and keys[1] in names)
+                ),
+            )
         rest = self._load(path, state)
         model.load_state_dict(state["model"])
-        local = local_optimizer(optimizer)
-        given = [dict(group) for group in local.param_groups]
-        # Of the parameter groups only the names of the parameters are needed.
-        groups = get_optimizer_state_dict(model, local)["param_groups"]
-        set_optimizer_state_dict(
-            model, local, {"state": state["optimizer"], "param_groups": groups}
-        )
-        for group, values in zip(local.param_groups, given, strict=True):
-            group.update({key: value for key, value in values.items() if key != "params"})
+        load_named_state(model, optimizer, state["optimizer"])
+        load_group_state(optimizer, state["optimizer_groups"])
         if self._ranks.is_first:
             set_damaged_aside(x for x in all_checkpoints(self.directory) if x.name > path.name)
         return rest
@@ -184,7 +191,7 @@ class Checkpointer:
     def _read(self, path: Path, state: dict[str, Any], no_dist: bool) -> None:
         """Fills the state from a checkpoint, in place."""
         reader = CheckpointReader(path)
-        try:
+        with _named_errors(path):
             reader.read_metadata()  # PyTorch would look for other metadata if this failed
             dcp.load(
                 state,
@@ -193,13 +200,6 @@ class Checkpointer:
                 process_group=self._ranks.checkpoint_group,
                 no_dist=no_dist,
             )
-        except pickle.UnpicklingError as error:
-            raise ConfigError("resume", str(error)) from error
-        except CheckpointException as error:
-            for failure, _ in error.failures.values():
-                if isinstance(failure, pickle.UnpicklingError):
-                    raise ConfigError("resume", f"{path}/{failure}") from error
-            raise
 
     @property
     def _local_key(self) -> str:
@@ -227,9 +227,24 @@ class Checkpointer:
             self._published.set()
 
 
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Turns a refusal to unpickle what is in a checkpoint into an error of the configuration."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise ConfigError("resume", str(error)) from error
+    except CheckpointException as error:
+        for failure, _ in error.failures.values():
+            if isinstance(failure, pickle.UnpicklingError):
+                raise ConfigError("resume", f"{path}/{failure}") from error
+        raise
+
+
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         "model": model.state_dict(),
         # By the parameters' names: ranks that keep some of the states hand in, and ask for, these.
-        "optimizer": get_optimizer_state_dict(model, local_optimizer(optimizer))["state"],
+        "optimizer": named_state(model, optimizer),
+        "optimizer_groups": group_state(optimizer),
     }

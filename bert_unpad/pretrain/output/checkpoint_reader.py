@@ -10,15 +10,18 @@ from __future__ import annotations
 import io
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 __all__ = ["CheckpointPlanner", "CheckpointReader"]
+
+Keys = tuple[str | int, ...]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -65,6 +68,24 @@ class CheckpointReader(FileSystemReader):
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def make_room(self, state: dict[str, Any], wanted: Callable[[Keys], bool]) -> None:
+        """Puts empty tensors and None into a state where the checkpoint has tensors and values.
+
+        Args:
+            state: nested; filled in place.
+            wanted: which entries, by the keys that lead to them.
+
+        Raises:
+            pickle.UnpicklingError: see `read_metadata`.
+        """
+        metadata = self.read_metadata()
+        for name, keys in metadata.planner_data.items():
+            if wanted(keys):
+                entry = metadata.state_dict_metadata[name]
+                is_tensor = isinstance(entry, TensorStorageMetadata)
+                room = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
+                set_element(state, keys, room)
 
 
 class CheckpointPlanner(DefaultLoadPlanner):

@@ -40,15 +40,23 @@ class Kind:
     shards: bool = True
     """Whether ZeroRedundancyOptimizer can give each rank the state of some parameters: whether the
     update of a parameter depends on no other one, and the ranks need not meet in `step`."""
+    shared_layout: str | None = None
+    """Name of the layout of its state, where several kinds load each other's."""
+
+    @property
+    def layout(self) -> str:
+        """Name of the layout of its state; by default the class's own."""
+        return self.shared_layout or f"{self.optimizer.__module__}.{self.optimizer.__qualname__}"
 
 
 _OURS = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}
+_UNCLIPPED = {"max_grad_norm": None}  # which `clip` does
 
 KINDS: dict[str, Kind] = {
-    "adamw": Kind(torch.optim.AdamW, {"fused": True}, _OURS),
-    "fused_adam": Kind(FusedAdam, {}, _OURS),
-    "lamb": Kind(FusedLAMB, {"max_grad_norm": None, "nesterov": False}, _OURS),
-    "lans": Kind(FusedLAMB, {"max_grad_norm": None, "nesterov": True}, _OURS),
+    "adamw": Kind(torch.optim.AdamW, {"fused": True}, _OURS, shared_layout="adam"),
+    "fused_adam": Kind(FusedAdam, {}, _OURS, shared_layout="adam"),
+    "lamb": Kind(FusedLAMB, _UNCLIPPED | {"nesterov": False}, _OURS, shared_layout="adam"),
+    "lans": Kind(FusedLAMB, _UNCLIPPED | {"nesterov": True}, _OURS, shared_layout="adam"),
     "mt_dao": Kind(
         MTDAO,
         {"start": 0, "group": None},  # the comm hook sets comm.start

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from bert_unpad.pretrain.config import ConfigError, OptimizerConfig
 from bert_unpad.pretrain.node_groups import common_node_size, node_group
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.update.arguments import class_arguments
 from bert_unpad.pretrain.update.kinds import find_kind
+from bert_unpad.pretrain.update.state import local_optimizer, remember_groups
 
-__all__ = ["build_optimizer", "local_optimizer", "set_lr", "shard_group", "state_bytes"]
+__all__ = ["build_optimizer", "leaves_out_on_device", "set_lr", "shard_group"]
 
 
 def shard_group(config: OptimizerConfig, ranks: Ranks) -> dist.ProcessGroup | None:
@@ -64,26 +65,27 @@ def build_optimizer(
             some.pop("weight_decay")
     try:
         if group is None:
-            return kind.optimizer(groups, **arguments)
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # takes 0.6 s, so not above
+            made = kind.optimizer(groups, **arguments)
+        else:
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # takes 0.6 s
 
-        return ZeroRedundancyOptimizer(groups, kind.optimizer, process_group=group, **arguments)
-    except (TypeError, ValueError) as error:
+            made = ZeroRedundancyOptimizer(groups, kind.optimizer, process_group=group, **arguments)
+    except Exception as error:  # whatever the class raises
         raise ConfigError(
             "optimizer.name",
-            f"expected an optimizer that can be made with {arguments}, got {config.name}: {error}",
+            f"expected one that can be made with parameter groups and {arguments}, got "
+            f"{config.name}: {type(error).__name__}: {error}",
         ) from error
+    remember_groups(made)
+    return made
 
 
-def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """What holds the state that is on this rank, and the parameters it belongs to."""
-    return getattr(optimizer, "optim", optimizer)  # which ZeroRedundancyOptimizer alone has
+def leaves_out_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it leaves an update out by `found_inf`, as PyTorch's fused optimizers do.
 
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's state on this rank."""
-    states = local_optimizer(optimizer).state.values()
-    return sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor))
+    For any other, the host must know before each update whether the gradient is finite.
+    """
+    return getattr(local_optimizer(optimizer), "_step_supports_amp_scaling", False)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

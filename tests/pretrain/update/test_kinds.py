@@ -172,7 +172,7 @@ def test_arguments_in_a_file(tmp_path):
         ),
         (
             {"name": "torch.optim.SGD", "arguments": {"nesterov": True}},
-            "name: expected an optimizer that can be made with .*Nesterov momentum requires",
+            "name: expected one that can be made with .*Nesterov momentum requires",
         ),
     ],
 )

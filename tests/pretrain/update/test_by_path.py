@@ -1,0 +1,85 @@
+"""Whole runs with optimizers by their import path: exact resume on one and two ranks, sharded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bert_unpad.pretrain.output.metrics import read_json_lines
+from tests.support.pretrain_runs import finish, losses, make_folder, run_in_turn, start
+
+pytestmark = pytest.mark.slow
+
+BASE = ["--schedule.epochs", "null", "--schedule.total_steps", "6", "--optimizer.lr", "3e-3"]
+BASE += ["--checkpoint.every", "3", "--checkpoint.keep_last", "9", "--logging.progress", "none"]
+BASE += ["--logging.examples", "false", "--evaluation.examples", "0"]
+MIXED = ["--optimizer.name", "tests.support.optimizers.Mixed"]
+# An overflow in the first update, which the host must see.
+FP16 = [*MIXED, "--precision", "fp16", "--loss_scale.initial", "1048576"]
+GROWS = ["--growth.name", "stacking", "--growth.layers", "[1, 2]", "--growth.shares", "[0.3, 0.7]"]
+LOCAL = ["--comm.hook", "post_local_sgd", "--comm.start", "1", "--comm.local_sgd_group", "1"]
+RUNS = {
+    "sgd": ["--optimizer.name", "torch.optim.SGD", "--optimizer.arguments", '{"momentum": 0.9}'],
+    "mixed": FP16,
+    "mixed-world": [*FP16, "--optimizer.shard", "world"],
+    "mixed-grows": [*MIXED, *GROWS],
+    "mixed-local": [*MIXED, *LOCAL, "--comm.local_sgd_period", "2"],
+}
+
+
+def _lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    return [x for x in read_json_lines(run_dir / "metrics.jsonl") if x["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("path")
+    make_folder(path)
+    run_in_turn(path, 2, RUNS, BASE)
+    for name in RUNS:
+        shutil.copytree(path / name, path / f"{name}-resumed")
+        shutil.rmtree(path / f"{name}-resumed" / "checkpoints" / "step-000000006")
+    shutil.copytree(path / "sgd-resumed", path / "another")
+    run_in_turn(path, 2, {f"{name}-resumed": more for name, more in RUNS.items()}, BASE)
+    return path
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_resumed_run_goes_on_with_the_same_bits(folder, name):
+    found = losses(folder / name)
+    assert len(found) == 6
+    assert found[6] != found[5]
+    assert losses(folder / f"{name}-resumed") == found
+
+
+def test_an_overflow_is_left_out(folder):
+    skipped = [x["skipped_steps"] for x in _lines(folder / "mixed", "train")]
+    assert (skipped[0], skipped[-1]) == (1, 0)
+
+
+def test_sharing_out_changes_no_bit(folder):
+    assert losses(folder / "mixed-world") == losses(folder / "mixed")
+
+
+def test_the_log_says_that_the_host_waits(folder):
+    for name in ("mixed", "sgd"):
+        line = _lines(folder / name, "optimizer")[-1]
+        assert line["host_waits"] is True
+        assert line["state_bytes"][0] > 0
+    assert (
+        "does not read found_inf: before each update the host waits"
+        in (folder / "runs.log.0").read_text()
+    )
+
+
+def test_the_state_of_another_optimizer_is_refused(folder):
+    for name, kind in (("adamw", "adamw"), ("torch.optim.Adam", "torch.optim.Adam")):
+        codes, output = finish(
+            folder, "another", start(folder, "another", 1, *BASE, "--optimizer.name", name)
+        )
+        assert codes == [2]
+        assert "optimizer.name: expected one whose state is that of" in output
+        assert f"torch.optim.sgd.SGD (or another run_dir), got {kind}" in output
