@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from bert_unpad.ops.optim import multi_tensor_l2norm
 
-_TENSORS = ("exp_avg", "exp_avg_sq", "master_param")
+_TENSORS = ("exp_avg", "exp_avg_sq", "master_param", "momentum_buffer")
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -45,14 +45,14 @@ class ParameterList:
     def __init__(self, shards: tuple[dist.ProcessGroup, ...]) -> None:
         self.shards = shards
         self.tensors: dict[str, list[Tensor]] = {
-            name: [] for name in ("param", "grad", "exp_avg", "exp_avg_sq", "master_param", "step")
+            name: [] for name in ("param", "grad", "step", *_TENSORS)
         }
 
     def add(self, param: Tensor, grad: Tensor, state: dict[str, Tensor]) -> None:
         """Appends a parameter, its gradient and its state to the lists."""
         self.tensors["param"].append(local(param.detach()))
         self.tensors["grad"].append(grad)
-        for name in ("exp_avg", "exp_avg_sq", "master_param", "step"):
+        for name in ("step", *_TENSORS):
             if name in state:
                 self.tensors[name].append(local(state[name]))
 
@@ -64,7 +64,7 @@ class ParameterList:
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base class of FusedAdam and FusedLAMB."""
+    """Base class of FusedAdam, FusedLAMB and Muon."""
 
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf
 

@@ -312,7 +312,8 @@ def _average_models(
     for parameter in model.parameters():
         state = {} if optimizer is None else optimizer.state.get(parameter, {})
         for value in tree_leaves(dict(sorted(state.items()))):
-            if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
+            mine = isinstance(value, Tensor) and value.device == parameter.device
+            if mine and value.is_floating_point():
                 ranks.sum(value).div_(ranks.world_size)
 
 

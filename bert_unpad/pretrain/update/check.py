@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.pretrain.config import ConfigError, OptimizerConfig, PretrainConfig
 from bert_unpad.pretrain.update.arguments import class_arguments
-from bert_unpad.pretrain.update.kinds import KINDS
+from bert_unpad.pretrain.update.kinds import KINDS, Kind
 from bert_unpad.pretrain.update.optimizer import build_optimizer, leaves_out_on_device, set_lr
 from bert_unpad.pretrain.update.state import (
     group_state,
@@ -42,6 +42,7 @@ _SIZES = BertConfig(
     intermediate_size=16,
     max_position_embeddings=8,
 )
+_MODELS_DIFFER = ("post_local_sgd", "dream_ddp")  # hooks with which ranks update models apart
 _PLAIN = (Tensor, bool, int, float, str)
 
 
@@ -58,17 +59,36 @@ def check_optimizer(config: PretrainConfig, device: torch.device) -> None:
     """
     name = config.optimizer.name
     if name in KINDS:
-        class_arguments(KINDS[name], config.optimizer)
+        _check_row(KINDS[name], config)
         return
     group_values = try_optimizer(config.optimizer, device)
-    if config.comm.hook == "post_local_sgd" and group_values:
+    if config.comm.hook in _MODELS_DIFFER and group_values:
         raise ConfigError(
             "comm.hook",
             f"expected another one with optimizer.name {name}, whose parameter groups hold numbers "
-            f"({', '.join(group_values)}) that the ranks cannot average, got post_local_sgd",
+            f"({', '.join(group_values)}) that the ranks cannot average, got {config.comm.hook}",
         )
     if config.optimizer.shard != "none":
         _check_independence(config.optimizer, device)
+
+
+def _check_row(kind: Kind, config: PretrainConfig) -> None:
+    """Checks what a row of the table says that its optimizer can do."""
+    name, shard = config.optimizer.name, config.optimizer.shard
+    arguments = class_arguments(kind, config.optimizer)
+    if shard != "none" and not kind.shards:
+        raise ConfigError(
+            "optimizer.shard",
+            f"expected none with optimizer.name {name}, whose state is not shared out, got {shard}",
+        )
+    shares_work = kind.shares_work and arguments.get("distributed", True)
+    if config.comm.hook in _MODELS_DIFFER and shares_work:
+        raise ConfigError(
+            "comm.hook",
+            f"expected another one with optimizer.name {name}, whose ranks share the work of an "
+            'update (optimizer.arguments {"distributed": false} ends that), got '
+            f"{config.comm.hook}",
+        )
 
 
 def try_optimizer(config: OptimizerConfig, device: torch.device) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bert_unpad.optim import MTDAO, FusedAdam, FusedLAMB, decay_groups
+from bert_unpad.optim import MTDAO, FusedAdam, FusedLAMB, Muon, decay_groups, muon_groups
 from bert_unpad.pretrain.config import ConfigError
 
 __all__ = ["KINDS", "Kind", "find_kind"]
@@ -40,6 +40,9 @@ class Kind:
     shards: bool = True
     """Whether ZeroRedundancyOptimizer can give each rank the state of some parameters: whether the
     update of a parameter depends on no other one, and the ranks need not meet in `step`."""
+    shares_work: bool = False
+    """Whether ranks meet in its step to share the work, unless its argument `distributed` is False.
+    All must then have the same gradients."""
     shared_layout: str | None = None
     """Name of the layout of its state, where several kinds load each other's."""
 
@@ -57,6 +60,7 @@ KINDS: dict[str, Kind] = {
     "fused_adam": Kind(FusedAdam, {}, _OURS, shared_layout="adam"),
     "lamb": Kind(FusedLAMB, _UNCLIPPED | {"nesterov": False}, _OURS, shared_layout="adam"),
     "lans": Kind(FusedLAMB, _UNCLIPPED | {"nesterov": True}, _OURS, shared_layout="adam"),
+    "muon": Kind(Muon, {}, _OURS, muon_groups, shards=False, shares_work=True),
     "mt_dao": Kind(
         MTDAO,
         {"start": 0, "group": None},  # the comm hook sets comm.start

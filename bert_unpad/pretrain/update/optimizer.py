@@ -52,12 +52,6 @@ def build_optimizer(
         ConfigError: there is no such optimizer, or it does not take the options.
     """
     kind = find_kind(config.name)
-    if group is not None and not kind.shards:
-        raise ConfigError(
-            "optimizer.shard",
-            f"expected none with optimizer.name {config.name}, whose state cannot be shared out, "
-            f"got {config.shard}",
-        )
     arguments = class_arguments(kind, config)
     groups = kind.groups(model, arguments.get("weight_decay", 0.0))
     if "weight_decay" not in arguments:  # the class has none, or its own default

@@ -1,8 +1,9 @@
-"""Whole runs with optimizers by their import path: exact resume on one and two ranks, sharded."""
+"""Whole runs with optimizers by their import path, and with Muon: exact resume on two ranks."""
 
 from __future__ import annotations
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,12 @@ RUNS = {
     "mixed-world": [*FP16, "--optimizer.shard", "world"],
     "mixed-grows": [*MIXED, *GROWS],
     "mixed-local": [*MIXED, *LOCAL, "--comm.local_sgd_period", "2"],
+    "merit": ["--optimizer.name", "bert_unpad.optim.MERIT"],
+    "muon": ["--optimizer.name", "muon", "--precision", "fp16", "--loss_scale.initial", "1048576"],
 }
+if find_spec("pytorch_optimizer"):  # Luo et al., "CAME" (ACL 2023), arXiv:2307.02047
+    RUNS["came"] = ["--optimizer.name", "pytorch_optimizer.CAME", "--optimizer.weight_decay", "0.1"]
+    RUNS["came"] += ["--optimizer.arguments", '{"betas": [0.9, 0.99, 0.999]}']
 
 
 def _lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
@@ -56,8 +62,9 @@ def test_a_resumed_run_goes_on_with_the_same_bits(folder, name):
 
 
 def test_an_overflow_is_left_out(folder):
-    skipped = [x["skipped_steps"] for x in _lines(folder / "mixed", "train")]
-    assert (skipped[0], skipped[-1]) == (1, 0)
+    for name in ("mixed", "muon"):
+        skipped = [x["skipped_steps"] for x in _lines(folder / name, "train")]
+        assert (skipped[0], skipped[-1]) == (1, 0)
 
 
 def test_sharing_out_changes_no_bit(folder):
@@ -65,14 +72,20 @@ def test_sharing_out_changes_no_bit(folder):
 
 
 def test_the_log_says_that_the_host_waits(folder):
-    for name in ("mixed", "sgd"):
+    for name in RUNS:
         line = _lines(folder / name, "optimizer")[-1]
-        assert line["host_waits"] is True
+        assert line["host_waits"] is (name != "muon")
         assert line["state_bytes"][0] > 0
     assert (
         "does not read found_inf: before each update the host waits"
         in (folder / "runs.log.0").read_text()
     )
+
+
+@pytest.mark.skipif("came" not in RUNS, reason="needs pytorch_optimizer")
+def test_came_keeps_little(folder):
+    came, merit = (_lines(folder / x, "optimizer")[-1]["state_bytes"][0] for x in ("came", "merit"))
+    assert came < 0.7 * merit
 
 
 def test_the_state_of_another_optimizer_is_refused(folder):

@@ -76,6 +76,18 @@ def test_numbers_in_the_groups_cannot_be_averaged():
         _check(name, *hook)
 
 
+def test_ranks_that_differ_do_not_share_the_work():
+    hook = ("--comm.hook", "post_local_sgd")
+    with pytest.raises(ConfigError, match=r"comm\.hook: expected another one with optimizer.name muon"):
+        _check("muon", *hook)
+    _check("muon", *hook, "--optimizer.arguments", '{"distributed": false}')
+
+
+def test_muon_is_not_shared_out():
+    with pytest.raises(ConfigError, match=r"optimizer\.shard: expected none .* muon, whose state"):
+        _check("muon", "--optimizer.shard", "world")
+
+
 def test_the_check_leaves_random_numbers_alone():
     torch.manual_seed(5)
     want = torch.rand(3)
