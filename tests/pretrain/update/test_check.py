@@ -77,10 +77,12 @@ def test_numbers_in_the_groups_cannot_be_averaged():
 
 
 def test_ranks_that_differ_do_not_share_the_work():
-    hook = ("--comm.hook", "post_local_sgd")
-    with pytest.raises(ConfigError, match=r"comm\.hook: expected another one with optimizer.name muon"):
-        _check("muon", *hook)
-    _check("muon", *hook, "--optimizer.arguments", '{"distributed": false}')
+    message = r"comm\.hook: expected another one with optimizer.name muon, .*, got"
+    for hook in ("post_local_sgd", "dream_ddp"):
+        with pytest.raises(ConfigError, match=f"{message} {hook}"):
+            _check("muon", "--comm.hook", hook)
+        alone = ("--optimizer.arguments", '{"distributed": false}')
+        _check("muon", "--comm.hook", hook, *alone)
 
 
 def test_muon_is_not_shared_out():
