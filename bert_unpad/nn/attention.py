@@ -12,6 +12,7 @@ from bert_unpad import ops
 from bert_unpad.batch import QueryRows, VarlenBatch
 from bert_unpad.batch.rows import gather_rows
 from bert_unpad.nn.config import BertConfig
+from bert_unpad.ops.attention import AttentionSchedule
 
 
 class BertSelfAttention(nn.Module):
@@ -24,6 +25,7 @@ class BertSelfAttention(nn.Module):
         self.dropout_p = config.attention_probs_dropout_prob
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.fp8 = False
+        self.schedule: AttentionSchedule = "list"
 
     def _project(self, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the linear layer of x, and x for the residual; see `ops.linear_residual`."""
@@ -50,6 +52,7 @@ class BertSelfAttention(nn.Module):
             batch,
             dropout_p=self.dropout_p if self.training else 0.0,
             rng=rng,
+            schedule=self.schedule,
         )
         return out.flatten(1), residual
 

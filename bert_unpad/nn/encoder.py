@@ -14,6 +14,7 @@ from bert_unpad.batch import QueryRows, VarlenBatch
 from bert_unpad.nn.attention import BertAttention, BertOutput
 from bert_unpad.nn.config import BertConfig
 from bert_unpad.nn.rng import RngKeys
+from bert_unpad.ops.attention import AttentionSchedule
 
 Recompute = Literal["none", "gelu", "layer"]
 
@@ -80,6 +81,7 @@ class BertEncoder(nn.Module):
         super().__init__()
         self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
         self.recompute = "none"
+        self.attention_schedule = "list"
         self.frozen_layers = 0
         """This many layers from the bottom, and the embeddings below them, run forward only and
         save nothing for a backward pass. Code that sets it must also clear their `requires_grad`.
@@ -99,6 +101,26 @@ class BertEncoder(nn.Module):
     def fp8(self, value: bool) -> None:
         for layer in self.layer:
             layer.fp8 = layer.attention.fp8 = layer.attention.self.fp8 = value
+
+    @property
+    def attention_schedule(self) -> AttentionSchedule:
+        """How a GPU starts the sequences of a batch: see `schedule` of `ops.varlen_attention`.
+
+        The last layer, where it computes some rows only, starts them as with "list". Where a model
+        under `torch.compile` is to use "groups", read `batch.group_sizes` before calling it.
+
+        Raises:
+            ValueError: set to anything but "list" and "groups".
+        """
+        return self._attention_schedule
+
+    @attention_schedule.setter
+    def attention_schedule(self, value: AttentionSchedule) -> None:
+        if value not in get_args(AttentionSchedule):
+            raise ValueError(f"attention_schedule: expected list or groups, got {value!r}")
+        self._attention_schedule = value
+        for layer in self.layer:
+            layer.attention.self.schedule = value
 
     @property
     def recompute(self) -> Recompute:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from bert_unpad.ops import rng as _rng
 from bert_unpad.ops.registration import register_autograd, register_fake
 
 _ops = torch.ops.bert_unpad
+
+AttentionSchedule = Literal["list", "groups"]
+_SCHEDULES = get_args(AttentionSchedule)
 
 HEAD_DIMS: dict[str, Collection[int]] = {"cpu": range(1, 129), "cuda": (32, 64, 128)}
 """The supported widths of one attention head, by type of device."""
@@ -25,7 +28,7 @@ def varlen_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     rng: Tensor | None = None,
-    schedule: Literal["list", "groups"] = "list",
+    schedule: AttentionSchedule = "list",
 ) -> Tensor:
     """Self-attention over packed sequences: softmax(q k^T * scale), dropout, times v.
 
@@ -55,7 +58,7 @@ def varlen_attention(
         ValueError: qkv does not have four dimensions, `schedule` is unknown, or `max_seqlen` is
             missing.
     """
-    if schedule not in ("list", "groups"):
+    if schedule not in _SCHEDULES:
         raise ValueError(f"varlen_attention: schedule must be 'list' or 'groups', got {schedule!r}")
     order = groups = None
     if isinstance(batch, VarlenBatch):

@@ -12,6 +12,7 @@ from bert_unpad.data import PackedCollator, Prefetcher
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.feed.steps import count_labels
 from bert_unpad.pretrain.losses import SUMS, averages, stack_outputs
+from bert_unpad.pretrain.model import to_device
 from bert_unpad.pretrain.ranks import Ranks
 
 __all__ = ["Evaluator"]
@@ -71,4 +72,4 @@ class Evaluator:
 
     def _forward(self, model: BertForPreTraining, inputs: PackedInputs) -> torch.Tensor:
         with self._autocast:
-            return stack_outputs(model(inputs.to(self._ranks.device, non_blocking=True)))
+            return stack_outputs(model(to_device(inputs, model, self._ranks.device)))

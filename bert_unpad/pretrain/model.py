@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from bert_unpad import ops
+from bert_unpad.batch import PackedInputs
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.ops.attention import HEAD_DIMS
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
@@ -40,6 +41,7 @@ def build_model(config: PretrainConfig, vocab_size: int, max_seq_length: int) ->
         except (FileNotFoundError, ValueError) as error:
             raise ConfigError("model.preset", str(error)) from error
     model.bert.encoder.recompute = config.recompute
+    model.bert.encoder.attention_schedule = config.attention_schedule
     model.bert.encoder.fp8 = config.precision == "fp8"
     add_gradients_in_products(model, config)
     return model.train()
@@ -70,3 +72,12 @@ def add_gradients_in_products(model: nn.Module, config: PretrainConfig) -> None:
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 ops.accumulate_in_place(module.weight)
+
+
+def to_device(
+    inputs: PackedInputs, model: BertForPreTraining, device: torch.device
+) -> PackedInputs:
+    """Copies inputs to the model's device, with all that is computed on the host once a batch."""
+    if model.bert.encoder.attention_schedule == "groups":
+        _ = inputs.batch.group_sizes  # kept by the batch; torch.compile could not trace it
+    return inputs.to(device, non_blocking=True)

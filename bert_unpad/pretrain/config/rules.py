@@ -48,6 +48,12 @@ def check_rules(config: PretrainConfig) -> None:
     _check_growth_fits(config)
     if config.compile and config.cuda_graphs:
         raise ConfigError("cuda_graphs", "expected false with compile true, got true")
+    if config.cuda_graphs and config.attention_schedule != "list":
+        raise ConfigError(
+            "attention_schedule",
+            "expected list with cuda_graphs, which replay the launches of another batch, got "
+            f"{config.attention_schedule}",
+        )
     if config.evaluation.target_accuracy is not None and config.evaluation.examples == 0:
         raise ConfigError("evaluation.examples", "expected a number > 0 for a target, got 0")
     if is_streamed(config.data.source):

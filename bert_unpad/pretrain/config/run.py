@@ -10,6 +10,7 @@ from bert_unpad._choices import Precision
 from bert_unpad._tiers import advanced
 from bert_unpad.data import DataConfig
 from bert_unpad.nn.encoder import Recompute
+from bert_unpad.ops.attention import AttentionSchedule
 from bert_unpad.pretrain.config.batching import BatchingConfig
 from bert_unpad.pretrain.config.communication import CommConfig
 from bert_unpad.pretrain.config.growth import GrowthConfig
@@ -56,6 +57,10 @@ class PretrainConfig:
     """Replay each forward and backward pass as one CUDA graph. Batches are padded to a few token
     counts at the end of the packed buffer. Needs a GPU, and clip.mode before with more than one
     rank."""
+    attention_schedule: AttentionSchedule = advanced("list")
+    """How a GPU starts a batch's sequences in attention, longest first. list: in one launch.
+    groups: in up to 4 launches side by side, each for sequences of similar length. Results are the
+    same; which is faster depends on the GPU and the lengths. It has no effect on a CPU."""
     recompute: Recompute = "none"
     """What the backward pass computes again to save memory. gelu: the output of each layer's GELU.
     layer: whole layers, of which only the input is kept."""

@@ -24,6 +24,7 @@ from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
 from bert_unpad.pretrain.gradients.replica import replicate
 from bert_unpad.pretrain.losses import SUMS, stack_outputs
+from bert_unpad.pretrain.model import to_device
 from bert_unpad.pretrain.ranks import HostSums
 from bert_unpad.pretrain.run import Run
 
@@ -126,7 +127,7 @@ class GradientSync:
                 continue
             with self._travelling(last=number == len(step.passes) - 1):
                 with self.run.autocast:
-                    outputs = self._replica(inputs.to(self.run.device, non_blocking=True))
+                    outputs = self._replica(to_device(inputs, self.run.model, self.run.device))
                 # After the first forward pass, during which the counts were added up.
                 factors = self._loss_factors(counts) if factors is None else factors
                 loss = outputs.mlm_loss_sum * factors[0] + outputs.nsp_loss_sum * factors[1]
