@@ -1,12 +1,13 @@
 """Searches learning rate, betas, weight decay and warm-up of optimizers at a given batch (Optuna).
 
     python -m benchmarks.tune --batch 256 --steps 40 --trials 12
+    python -m benchmarks.tune --batch 1024 --ranks 2 --clips bucket none
     python -m benchmarks.tune --config configs/bert_large_phase1.yaml --batch 16384 --steps 600 \
       --ranks 8 -- --data.source TEXT
 
-Each optimizer gets the same number of trials over a space of the same size, so that the best of
-each may be compared; then the best settings train again with other seeds. A trial is one run of
-scripts/pretrain.py, scored by the held-out masked-token loss at its end. Trials are kept in
+Each optimizer gets the same number of trials with each clip.mode over a space of the same size, so
+that the best of each may be compared; then the best settings train again with other seeds. A trial
+is one run of the trainer, scored by the held-out masked-token loss at its end. Trials are kept in
 FOLDER/tune.db (SQLite), their runs beside it: the same command continues where it was stopped.
 Options after `--` go to pretrain.py. Writes benchmarks/results/<device>/tune.json and tune.png.
 """
@@ -15,21 +16,24 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
-import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from benchmarks.lib import harness
+from benchmarks.lib.processes import RankPool, serve
 from bert_unpad._extras import packages_of
 from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.pretrain.output.metrics import read_json_lines
+
+trainer = import_module("bert_unpad.pretrain.main")  # whose function of that name hides it
 
 with packages_of("tune"):
     import optuna
 
 ROOT = Path(__file__).resolve().parent.parent
+WORKER = "--worker"
 # LAMB's learning rate counts relative to each weight's norm, Adam's is the size of a step: spaces
 # of two decades each, around what the literature's large-batch recipes use for BERT.
 LEARNING_RATES = {"lamb": (1e-3, 1e-1), "lans": (1e-3, 1e-1)}
@@ -38,12 +42,20 @@ RANDOM_TRIALS = 5  # before the sampler (TPE) begins to learn from what it has s
 SMOOTH = 5  # steps whose mean loss counts as reached
 
 
-def suggest(trial: optuna.Trial, optimizer: str) -> dict[str, object]:
-    """Settings of one trial, as pretrain.py names them."""
+def suggest(trial: optuna.Trial, contender: str) -> dict[str, object]:
+    """Settings of one trial, as pretrain.py names them.
+
+    Args:
+        trial: draws them.
+        contender: an optimizer and a clip.mode, with a slash between them.
+    """
+    optimizer, _, clip = contender.partition("/")
     low, high = LEARNING_RATES.get(optimizer, DEFAULT_LEARNING_RATES)
     beta1 = 1 - trial.suggest_float("one_minus_beta1", 0.05, 0.4, log=True)
     beta2 = 1 - trial.suggest_float("one_minus_beta2", 1e-3, 0.2, log=True)
     return {
+        "optimizer.name": optimizer,
+        "clip.mode": clip,
         "optimizer.lr": trial.suggest_float("lr", low, high, log=True),
         "optimizer.betas": f"[{beta1}, {beta2}]",
         "optimizer.weight_decay": trial.suggest_float("weight_decay", 1e-4, 1e-1, log=True),
@@ -52,20 +64,22 @@ def suggest(trial: optuna.Trial, optimizer: str) -> dict[str, object]:
 
 
 class Tuner:
-    """The trials of all optimizers under one command."""
+    """The trials of all contenders under one command."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         options.folder.mkdir(parents=True, exist_ok=True)
         self.storage = f"sqlite:///{options.folder / 'tune.db'}"
+        self._ranks: RankPool | None = None
 
-    def train(self, run_dir: Path, optimizer: str, settings: dict[str, object]) -> list[dict]:
+    def train(self, run_dir: Path, settings: dict[str, object]) -> list[dict]:
         """The log of one run, which need not have come to its end."""
         options = self.options
+        if self._ranks is None:
+            self._ranks = RankPool([sys.executable, "-m", "benchmarks.tune", WORKER], options.ranks)
         fixed = {
             "config": str(options.config),
             "run_dir": str(run_dir),
-            "optimizer.name": optimizer,
             "batching.global_batch_size": options.batch,
             "schedule.total_steps": options.steps,
             "checkpoint.every": 0,
@@ -76,29 +90,18 @@ class Tuner:
         arguments = [
             text for key, value in (fixed | settings).items() for text in (f"--{key}", str(value))
         ]
-        launch = []
-        if options.ranks > 1:
-            launch = ["-m", "torch.distributed.run", "--standalone"]
-            launch += ["--nproc-per-node", str(options.ranks)]
-        command = [sys.executable, *launch, str(ROOT / "scripts" / "pretrain.py"), *arguments]
-        # The bert_unpad beside this script, whichever is installed.
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"PYTHONPATH": path}
-        done = subprocess.run(
-            [*command, *options.rest], env=environment, capture_output=True, text=True
-        )
-        if done.returncode and "FloatingPointError" not in done.stderr:
-            raise SystemExit(f"a run has failed:\n{done.stderr[-4000:]}")
+        if code := self._ranks.run([*arguments, *options.rest]):
+            raise SystemExit(f"a run has failed with code {code}; its message is above")
         return read_json_lines(run_dir / "metrics.jsonl")
 
-    def run_of(self, optimizer: str, number: int) -> Path:
-        return self.options.folder / f"{optimizer}-{number}"
+    def run_of(self, contender: str, number: int) -> Path:
+        return self.options.folder / f"{contender.replace('/', '-')}-{number}"
 
-    def study(self, optimizer: str) -> optuna.Study:
+    def study(self, contender: str) -> optuna.Study:
         """Runs the trials that are missing."""
         options = self.options
         study = optuna.create_study(
-            study_name=f"{optimizer}-batch{options.batch}-steps{options.steps}",
+            study_name=f"{contender}-batch{options.batch}-steps{options.steps}",
             storage=self.storage,
             load_if_exists=True,
         )
@@ -114,25 +117,35 @@ class Tuner:
             multivariate=True,
             seed=options.seed + len(study.get_trials()),
         )
-        study.optimize(lambda trial: self.score(trial, optimizer), max(options.trials - done, 0))
+        study.optimize(lambda trial: self.score(trial, contender), max(options.trials - done, 0))
         return study
 
-    def score(self, trial: optuna.Trial, optimizer: str) -> float:
-        run_dir = self.run_of(optimizer, trial.number)
-        lines = self.train(run_dir, optimizer, suggest(trial, optimizer))
+    def score(self, trial: optuna.Trial, contender: str) -> float:
+        run_dir = self.run_of(contender, trial.number)
+        lines = self.train(run_dir, suggest(trial, contender))
         loss = held_out(lines)
         if loss is None:
             raise optuna.TrialPruned  # diverged: the sampler takes it for worse than all others
         return loss
 
-    def repeat(self, optimizer: str, best: optuna.trial.FrozenTrial) -> list[list[dict]]:
+    def repeat(self, contender: str, best: optuna.trial.FrozenTrial) -> list[list[dict]]:
         """Logs of the best settings: the trial's own, then with other seeds."""
-        logs = [read_json_lines(self.run_of(optimizer, best.number) / "metrics.jsonl")]
-        settings = suggest(optuna.trial.FixedTrial(best.params), optimizer)
+        first = self.run_of(contender, best.number)
+        logs = [read_json_lines(first / "metrics.jsonl")]
+        settings = suggest(optuna.trial.FixedTrial(best.params), contender)
         for seed in range(1, self.options.seeds):
-            run_dir = self.options.folder / f"{optimizer}-{best.number}-seed{seed}"
-            logs.append(self.train(run_dir, optimizer, settings | {"seed": seed}))
+            run_dir = first.with_name(f"{first.name}-seed{seed}")
+            logs.append(self.train(run_dir, settings | {"seed": seed}))
         return logs
+
+
+def work(arguments: list[str]) -> int:
+    """One run on one rank, without its report; its exit code, 0 too where it has diverged."""
+    trainer.write_report = lambda run, data: None
+    try:
+        return trainer.main(arguments)
+    except FloatingPointError:
+        return 0
 
 
 def held_out(lines: list[dict]) -> float | None:
@@ -153,7 +166,7 @@ def steps_to(curve: list[float], loss: float) -> int | None:
 
 
 def report(tuner: Tuner, studies: dict[str, optuna.Study]) -> dict:
-    """What came out, per optimizer, and how soon each reaches the others' final loss."""
+    """What came out, per contender, and how soon each reaches the others' final loss."""
     rows, curves = {}, {}
     for name, study in studies.items():
         best = study.best_trial
@@ -217,7 +230,9 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
     parser.add_argument("--folder", type=Path, default=Path("runs/tune"))
     parser.add_argument("--optimizers", nargs="+", default=["fused_adam", "lamb"])
-    parser.add_argument("--trials", type=int, default=12, help="of each optimizer")
+    modes = ("bucket", "before", "after", "none")
+    parser.add_argument("--clips", nargs="+", default=["after"], choices=modes, help="clip.mode")
+    parser.add_argument("--trials", type=int, default=12, help="of each optimizer and clip.mode")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=256, help="sequences, of all ranks")
     parser.add_argument("--ranks", type=int, default=1, help="processes of a run")
@@ -228,7 +243,8 @@ def main() -> None:
     options.rest = rest
     optuna.logging.set_verbosity(optuna.logging.INFO)
     tuner = Tuner(options)
-    studies = {name: tuner.study(name) for name in options.optimizers}
+    contenders = [f"{name}/{clip}" for clip in options.clips for name in options.optimizers]
+    studies = {contender: tuner.study(contender) for contender in contenders}
     rows = report(tuner, studies)
     for name, row in rows.items():
         print(f"{name}: {row['held_out_mlm_loss']:.4f} held out, {row['best_settings']}")
@@ -243,4 +259,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(work) if sys.argv[1:] == [WORKER] else main()

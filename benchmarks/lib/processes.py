@@ -7,14 +7,17 @@ network namespaces.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from benchmarks.lib.network import Hosts, loopback
 
-__all__ = ["next_port", "run_ranks"]
+__all__ = ["RankPool", "next_port", "run_ranks", "serve"]
 
 
 def _free_port() -> int:
@@ -41,7 +44,21 @@ def run_ranks(
     Raises:
         SystemExit: a process has failed; all are ended then.
     """
-    hosts = hosts or loopback()
+    processes = _start(command, world_size, hosts or loopback())
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(process.returncode for process in processes):
+        raise SystemExit("a process has failed; its message is above")
+    return outputs[0]
+
+
+def _start(
+    command: Sequence[str], world_size: int, hosts: Hosts, **pipes: int
+) -> list[subprocess.Popen[str]]:
+    """Starts a process of one thread for each rank, whose output can be read."""
     port = str(_free_port())
     processes = []
     for rank in range(world_size):
@@ -57,15 +74,54 @@ def run_ranks(
             "OMP_NUM_THREADS": "1",
         }
         full = [*hosts.prefixes[here], *command]
-        processes.append(subprocess.Popen(full, env=environment, stdout=subprocess.PIPE, text=True))
-    try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(process.returncode for process in processes):
-        raise SystemExit("a process has failed; its message is above")
-    return outputs[0]
+        processes.append(
+            subprocess.Popen(full, env=environment, stdout=subprocess.PIPE, text=True, **pipes)
+        )
+    return processes
+
+
+class RankPool:
+    """Ranks on this host that stay, for many short jobs: starting them takes longer than a job.
+
+    Args:
+        command: program and arguments of each rank, which calls `serve`.
+        world_size: how many ranks.
+    """
+
+    def __init__(self, command: Sequence[str], world_size: int) -> None:
+        self._ranks = _start(command, world_size, loopback(), stdin=subprocess.PIPE)
+
+    def run(self, job: Any) -> Any:
+        """What rank 0 has answered to a job (JSON), once all ranks are done with it.
+
+        Raises:
+            SystemExit: a process has ended; its message is above.
+        """
+        for rank in self._ranks:
+            rank.stdin.write(json.dumps(job) + "\n")
+            rank.stdin.flush()
+        answers = [rank.stdout.readline() for rank in self._ranks]
+        if not all(answers):
+            self.close()
+            raise SystemExit("a process has failed; its message is above")
+        return json.loads(answers[0])
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for rank in self._ranks:
+            rank.kill()
+            rank.wait()
+
+
+def serve(work: Callable[[Any], Any]) -> None:
+    """Answers the jobs of a `RankPool` on one rank; what the work prints is dropped."""
+    with os.fdopen(os.dup(1), "w") as answers, open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        for line in sys.stdin:
+            answer = work(json.loads(line))
+            next_port()
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
 
 
 def next_port() -> None:

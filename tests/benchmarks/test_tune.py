@@ -12,6 +12,8 @@ optuna = pytest.importorskip("optuna", reason="the search needs the extra `tune`
 
 from benchmarks import tune
 
+CONTENDERS = ("fused_adam/none", "lamb/bucket")
+
 
 def lines_of(run_dir: Path, lr: float, best: float) -> list[dict]:
     """A run that ends the lower the nearer its rate is to the best one; far above it diverges."""
@@ -31,9 +33,9 @@ def tuner(tmp_path, monkeypatch):
     made.calls = []
     logs = {}
 
-    def train(run_dir, optimizer, settings):
-        made.calls.append((optimizer, settings))
-        best = 2e-3 if optimizer == "fused_adam" else 2e-2
+    def train(run_dir, settings):
+        made.calls.append(settings)
+        best = 2e-3 if settings["optimizer.name"] == "fused_adam" else 2e-2
         logs[run_dir / "metrics.jsonl"] = lines_of(run_dir, settings["optimizer.lr"], best)
         return logs[run_dir / "metrics.jsonl"]
 
@@ -45,27 +47,29 @@ def tuner(tmp_path, monkeypatch):
 
 def test_a_search_that_was_killed_goes_on(tuner):
     tuner.options.trials = 3
-    killed = tuner.study("fused_adam").ask()  # and never told
+    killed = tuner.study("fused_adam/none").ask()  # and never told
     rate = killed.suggest_float("lr", *tune.DEFAULT_LEARNING_RATES, log=True)
     tuner.options.trials = 7
-    study = tuner.study("fused_adam")
+    study = tuner.study("fused_adam/none")
     states = [trial.state.name for trial in study.trials]
     assert states.count("COMPLETE") + states.count("PRUNED") == 7
     assert states[3] == "FAIL"
     assert study.trials[4].params["lr"] == rate
     assert len(tuner.calls) == 7
-    tuner.study("fused_adam")  # nothing is left to do
+    tuner.study("fused_adam/none")  # nothing is left to do
     assert len(tuner.calls) == 7
 
 
 def test_a_report(tuner, tmp_path):
-    studies = {name: tuner.study(name) for name in ("fused_adam", "lamb")}
+    studies = {name: tuner.study(name) for name in CONTENDERS}
     rows = tune.report(tuner, studies)
     for name, row in rows.items():
         assert len(row["trials"]) == 7
         losses = [trial["loss"] for trial in row["trials"] if trial["loss"] is not None]
         assert row["held_out_mlm_loss"] == pytest.approx(min(losses))
-        assert row["best_settings"]["optimizer.lr"] > 0
+        settings = row["best_settings"]
+        assert f"{settings['optimizer.name']}/{settings['clip.mode']}" == name
+        assert settings["optimizer.lr"] > 0
         assert len(row["training_loss_of_seeds"]) == 2
         (other,) = rows.keys() - {name}
         (steps,) = row["steps_to_final_training_loss_of"].values()
