@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.lib import harness
-from benchmarks.lib.network import Hosts, loopback, two_hosts
+from benchmarks.lib.network import Hosts, joined_hosts, loopback
 from benchmarks.lib.processes import run_ranks
 from bert_unpad.costs.links import network_link
 from bert_unpad.costs.measure import (
@@ -182,7 +182,7 @@ def main() -> int:
     for rate in options.rates:
         print(f"link of {rate}bit/s", file=sys.stderr)
         try:
-            with two_hosts(f"{rate.lower()}bit") as hosts:
+            with joined_hosts(f"{rate.lower()}bit") as hosts:
                 result, link = measure(hosts, [*sys.argv[1:], "--rate", rate]), rate
         except PermissionError as error:
             print(f"no link of limited rate, using loopback: {error}", file=sys.stderr)

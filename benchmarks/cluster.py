@@ -1,56 +1,73 @@
-"""What each way of saving bytes buys on a slow link: real runs of the trainer on two hosts.
+"""What each way of sending less buys on slow links: real runs of the trainer on several hosts.
 
-    python -m benchmarks.cluster                    # 88 updates each, below 10 minutes
-    python -m benchmarks.cluster --rate 1gbit --steps 240
+    python -m benchmarks.cluster                                # about 50 minutes on quiet cores
+    python -m benchmarks.cluster --hosts 2 --rates 200mbit --seeds 1 --only "plain DDP" "+ bf16"
 
-Trains the quickstart's model on its text, each contender with the same seed, examples and number of
-updates: two processes of one thread, in two network namespaces joined by a link of limited rate
-(where the rights for that are missing it says so and uses loopback), gloo. The times are of the
-updates behind `comm.start`, where every contender exchanges as it says. Bytes are what leaves the
-first host, headers and acknowledgements included. Writes benchmarks/results/cpu/cluster.json and
-cluster.png: the training loss against seconds.
+Trains the quickstart's model on its text with gloo, one process of one thread on each host. Hosts
+are network namespaces joined by links of limited rate (where the rights for that are missing it
+says so and uses loopback). Two parts:
+
+- times and bytes, for each number of hosts and rate: all contenders in turns, `--rounds` times,
+  `--steps` updates each, of which those behind `--settle` count;
+- losses, on two hosts without a limit, which do not depend on it: `--loss-steps` updates of each
+  contender with `--seeds` seeds, held-out loss at the end.
+
+The first `comm.start` updates are plain DDP's for all contenders that need a warm-up. Bytes are
+what leaves the first host, headers and acknowledgements included. Writes
+benchmarks/results/cpu/cluster.json and cluster.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from benchmarks.lib import harness
-from benchmarks.lib.network import Hosts, loopback, two_hosts
-from benchmarks.lib.processes import next_port, run_ranks
-from bert_unpad._plots import new_figure, save_figure
-from bert_unpad.data import DataConfig, prepare
-from bert_unpad.pretrain import main
+from benchmarks.lib.cluster_plot import draw
+from benchmarks.lib.network import Hosts, joined_hosts, loopback
+from benchmarks.lib.processes import RankPool, serve
+from bert_unpad.data import prepare
 from bert_unpad.pretrain.config import read_config
 from bert_unpad.pretrain.gradients.sync import GradientSync
 from bert_unpad.pretrain.output.metrics import read_json_lines
 
+trainer = import_module("bert_unpad.pretrain.main")  # whose function of that name hides it
+
 ROOT = Path(__file__).resolve().parent.parent
+WORKER = "--worker"
 CLIP = {"clip.mode": "bucket", "clip.policy": "adaptive"}
 OVERLAP = CLIP | {"comm.bucket_mb": 2}
 BF16 = {"clip.wire_dtype": "bf16", "clip.error_feedback": "true"}
 LOCAL = {"comm.hook": "post_local_sgd", "comm.local_sgd_group": 1}
+ALONE = "no exchange"
+PLAIN = "plain DDP"
 CONTENDERS: dict[str, dict[str, Any]] = {
-    "plain DDP": {"clip.mode": "after"},  # 25 MiB in a bucket: this model is one
+    # What a step takes without any exchange: each rank trains a model of its own.
+    ALONE: OVERLAP | LOCAL | {"comm.start": 0, "comm.local_sgd_period": 10**9},
+    PLAIN: {"clip.mode": "after"},  # 25 MiB in a bucket: this model is one
     "+ bucket overlap": OVERLAP,
     "+ bf16": OVERLAP | BF16,
-    "+ PowerSGD": CLIP | {"comm.hook": "power_sgd"},
-    "+ local SGD": OVERLAP | LOCAL,
-    # PowerSGD is another exchange, and goes with neither of the others.
-    "all that go together": OVERLAP | BF16 | LOCAL,
+    "PowerSGD": CLIP | {"comm.hook": "power_sgd"},
+    "1-bit Adam": OVERLAP | {"optimizer.name": "onebit_adam"},
+    "1-bit LAMB": OVERLAP | {"optimizer.name": "onebit_lamb", "optimizer.lr": 1e-2},
+    "0/1 Adam": OVERLAP | {"optimizer.name": "zero_one_adam"},
+    "local SGD": OVERLAP | LOCAL,
+    "local SGD in bf16": OVERLAP | LOCAL | BF16,
+    "DreamDDP": OVERLAP | {"comm.hook": "dream_ddp"},
+    "MT-DAO": OVERLAP | {"optimizer.name": "mt_dao"},
+    "GradientFlow": OVERLAP | {"comm.hook": "gradient_flow"},
+    "sharded overlap": OVERLAP | {"optimizer.shard": "overlap", "optimizer.name": "fused_adam"},
 }
-LAST = 10  # updates whose mean is the final training loss
 SENT = 8  # place of the sent bytes behind a device's name in /proc/net/dev
 
 
@@ -60,8 +77,9 @@ def sent_bytes() -> int:
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, values = line.partition(":")
         if name.strip() == device:
-            # Both ranks send on one loopback device, each as much as the other.
-            return int(values.split()[SENT]) // (2 if device == "lo" else 1)
+            # All ranks send on one loopback device, each as much as the others.
+            ranks = int(os.environ["WORLD_SIZE"]) if device == "lo" else 1
+            return int(values.split()[SENT]) // ranks
     raise SystemExit(f"no network device {device}")
 
 
@@ -81,153 +99,184 @@ def counted() -> Iterator[list[int]]:
         GradientSync.accumulate = honest
 
 
-def work(runs: list[list]) -> int:
-    """What each rank does: the runs one after the other."""
-    for path, arguments in runs:
-        next_port()
-        with counted() as seen:
-            if code := main(arguments):
-                return code
-        if os.environ["RANK"] == "0":
-            Path(path).write_text(json.dumps(seen))
-    return 0
+def work(arguments: list[str]) -> list[int] | None:
+    """One run on one rank; the bytes sent by each of its updates, None where it has failed."""
+    trainer.write_report = lambda run, data: None
+    with counted() as seen:
+        return None if trainer.main(arguments) else seen
 
 
-def settings_of(name: str, run_dir: Path, options: argparse.Namespace) -> list[str]:
-    """The run's arguments for pretrain.py."""
-    settings = {
+def settings_of(name: str, run_dir: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The run's settings, as pretrain.py names them."""
+    return {
         "config": ROOT / "configs" / "quickstart.yaml",
         "run_dir": run_dir,
         "resume": "never",
-        "seed": options.seed,
         "device": "cpu",
         "batching.global_batch_size": options.batch,
-        "schedule.total_steps": options.steps,
         "schedule.warmup_share": 0.1,
-        "comm.start": options.start,
         "comm.local_sgd_period": options.period,
         "checkpoint.every": 0,
         "evaluation.every": 0,
-        "evaluation.examples": options.examples,
         "logging.every": 1,
         "logging.progress": "none",
         **CONTENDERS[name],
     }
-    return [text for key, value in settings.items() for text in (f"--{key}", str(value))]
 
 
-def summarise(run_dir: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds, bytes (a float: the mean of an update), losses in nats."""
-    lines = read_json_lines(run_dir / "metrics.jsonl")
-    train = [line for line in lines if line["kind"] == "train"]
-    (held_out,) = (line for line in lines if line["kind"] == "evaluation")
-    seconds = [line["seconds"] for line in train]
-    steps = [b - a for a, b in itertools.pairwise(seconds)][options.start :]
-    every = json.loads((run_dir / "sent.json").read_text())
-    sent = every[options.start :]
-    return {
-        "step_seconds": statistics.median(steps),
-        "mean_step_seconds": statistics.fmean(steps),
-        "step_seconds_range": [min(steps), max(steps)],
-        "bytes_per_step": (sent[-1] - sent[0]) / (len(sent) - 1),
-        "total_bytes": every[-1] - every[0],  # but for the last update
-        "total_seconds": seconds[-1],
-        "final_training_loss": statistics.fmean(line["loss"] for line in train[-LAST:]),
-        "held_out_mlm_loss": held_out["mlm_loss"],
-        "skipped_steps": sum(line["skipped_steps"] for line in train),
-        "seconds": [round(value, 3) for value in seconds],
-        "losses": [round(line["loss"], 4) for line in train],
+def train(ranks: RankPool, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
+    """The log of a run, and the bytes that the first host had sent at the start of each update."""
+    arguments = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+    sent = ranks.run(arguments)
+    if sent is None:
+        raise SystemExit("a run has failed; its message is above")
+    return read_json_lines(Path(settings["run_dir"]) / "metrics.jsonl"), sent
+
+
+def timed(ranks: RankPool, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds and bytes of the updates of one run that count."""
+    more = {
+        "schedule.total_steps": options.steps,
+        "evaluation.examples": 0,
+        "comm.start": options.timed_start,
     }
+    lines, sent = train(ranks, more | settings_of(name, options.folder / "timed", options))
+    seconds = [line["seconds"] for line in lines if line["kind"] == "train"]
+    steps = [b - a for a, b in itertools.pairwise(seconds)][options.settle - 1 :]
+    counted = sent[options.settle :]
+    return {"steps": steps, "bytes": (counted[-1] - counted[0]) / (len(counted) - 1)}
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    print(
-        f"{'':<22} {'step: median, mean':>20} {'MB/step':>9} {'MB':>8} {'total':>9}  held-out loss"
-    )
-    for row in rows:
-        step = f"{row['step_seconds']:.3f}, {row['mean_step_seconds']:.3f} s"
-        per_step, total = row["bytes_per_step"] / 1e6, row["total_bytes"] / 1e6
-        print(
-            f"{row['contender']:<22} {step:>20} {per_step:>9.2f} {total:>8.0f} "
-            f"{row['total_seconds']:>7.1f} s  {row['held_out_mlm_loss']:.4f}"
-        )
+def measure_link(
+    hosts: Hosts, count: int, rate: str, options: argparse.Namespace
+) -> dict[str, Any]:
+    """All contenders in turns on one kind of link."""
+    ranks = RankPool([sys.executable, "-m", "benchmarks.cluster", WORKER], count, hosts)
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only}
+    try:
+        timed(ranks, PLAIN, options)  # warm-up
+        for number in range(options.rounds):
+            for name in options.only:
+                rounds[name].append(timed(ranks, name, options))
+                last = statistics.fmean(rounds[name][-1]["steps"])
+                print(
+                    f"{count} hosts, {rate}, round {number + 1}: {name}: {last:.3f} s", flush=True
+                )
+    finally:
+        ranks.close()
+    rows = []
+    for name, found in rounds.items():
+        means = [statistics.fmean(x["steps"]) for x in found]
+        row = {
+            "contender": name,
+            "step_seconds": statistics.median(means),
+            "step_seconds_of_rounds": means,
+            "bytes_per_step": statistics.median(x["bytes"] for x in found),
+        }
+        if ALONE in rounds:
+            alone = [statistics.fmean(x["steps"]) for x in rounds[ALONE]]
+            row["of_no_exchange"] = statistics.median(
+                a / b for a, b in zip(means, alone, strict=True)
+            )
+        rows.append(row)
+    return {"hosts": count, "rate": rate, "results": rows}
 
 
-def draw(path: Path, rows: list[dict[str, Any]], link: str) -> None:
-    figure = new_figure(8, 4.5)
-    axes = figure.subplots()
-    for row in rows:
-        losses = row["losses"]
-        smooth = [
-            statistics.fmean(losses[max(0, i - LAST + 1) : i + 1]) for i in range(len(losses))
-        ]
-        axes.plot(row["seconds"], smooth, label=row["contender"], linewidth=1.3)
-    axes.set(
-        xlabel="seconds of training",
-        ylabel=f"training loss (nats, mean of {LAST} updates)",
-        title=f"{len(rows[0]['losses'])} updates on two hosts joined by {link}",
-    )
-    axes.grid(alpha=0.3)
-    axes.legend()
-    save_figure(figure, path)
+def measure_losses(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Held-out loss of each contender and seed."""
+    command = [sys.executable, "-m", "benchmarks.cluster", WORKER]
+    rows = []
+    ranks = RankPool(command, 2)
+    try:
+        for name in options.only:
+            if name == ALONE:
+                continue
+            losses, curves = [], []
+            for seed in range(options.seeds):
+                more = {
+                    "schedule.total_steps": options.loss_steps,
+                    "comm.start": options.start,
+                    "evaluation.examples": options.examples,
+                    "seed": seed,
+                }
+                lines, _ = train(ranks, more | settings_of(name, options.folder / "loss", options))
+                (end,) = (line["mlm_loss"] for line in lines if line["kind"] == "evaluation")
+                losses.append(end)
+                curves.append([line["loss"] for line in lines if line["kind"] == "train"])
+            print(f"{name}: held-out loss {', '.join(f'{x:.3f}' for x in losses)}", flush=True)
+            rows.append(
+                {
+                    "contender": name,
+                    "held_out_mlm_loss": statistics.fmean(losses),
+                    "held_out_mlm_loss_of_seeds": losses,
+                    "training_loss": [
+                        round(statistics.fmean(x), 4) for x in zip(*curves, strict=True)
+                    ],
+                }
+            )
+    finally:
+        ranks.close()
+    return rows
 
 
-def compare() -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/benchmark_cluster"))
-    parser.add_argument("--rate", default="200mbit", help="of the link, as tc reads it")
-    parser.add_argument("--steps", type=int, default=88, help="updates of each run")
-    parser.add_argument("--batch", type=int, default=32, help="sequences, of both hosts")
-    parser.add_argument("--start", type=int, default=16, help="first updates, by plain allreduces")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"], help="as tc reads them")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=32, help="updates of a timed run")
+    parser.add_argument("--settle", type=int, default=16, help="its first, which do not count")
+    parser.add_argument("--timed-start", type=int, default=3, help="its first, by plain allreduces")
+    parser.add_argument("--batch", type=int, default=32, help="sequences, of all hosts")
     parser.add_argument("--period", type=int, default=8, help="updates between averages of models")
+    parser.add_argument("--loss-steps", type=int, default=160, help="updates of a run for losses")
+    parser.add_argument("--start", type=int, default=32, help="its first, by plain allreduces")
+    parser.add_argument("--seeds", type=int, default=3, help="0: times only")
     parser.add_argument("--examples", type=int, default=400, help="held out")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--name", default="cluster", help="of the JSON file")
     options = parser.parse_args()
-    if options.steps < options.start + 2:
-        parser.error("--steps must be at least --start + 2: what comes behind is measured")
-    folders = {
-        name: options.folder / name.removeprefix("+ ").replace(" ", "-") for name in options.only
-    }
-    jobs = []
-    for name, folder in folders.items():
-        arguments = settings_of(name, folder, options)
-        jobs.append([str(folder / "sent.json"), arguments])
-        config, _ = read_config(arguments)
-        _prepare(config.data)
-    command = [sys.executable, "-m", "benchmarks.cluster", "--worker", json.dumps(jobs)]
+    if options.steps < options.settle + 2:
+        parser.error("--steps must be at least --settle + 2: what comes behind is measured")
+    for name in options.only:
+        settings = {"schedule.total_steps": 1, **settings_of(name, options.folder / "x", options)}
+        config, _ = read_config([f"--{key}={value}" for key, value in settings.items()])
+    prepare(config.data)  # before any clock runs
     load = os.getloadavg()[0]  # above 1: the machine has other work to do
-    link = options.rate
-    try:
-        with two_hosts(options.rate) as hosts:
-            _run(command, hosts)
-    except PermissionError as error:
-        print(f"no link of limited rate, using loopback: {error}", file=sys.stderr)
-        link = "loopback"
-        _run(command, loopback())
-    rows = [
-        {"contender": name, "settings": CONTENDERS[name], **summarise(folder, options)}
-        for name, folder in folders.items()
-    ]
-    show(rows)
-    settings = {k: v for k, v in vars(options).items() if k not in ("folder", "only", "rate")}
-    said = harness.command()
-    payload = {"link": link, **settings, "load_average_before": load, "results": rows}
-    path = harness.save("cluster", "cpu", said, payload)
-    draw(path.with_suffix(".png"), rows, link)
+    links = []
+    for count, rate in itertools.product(options.hosts, options.rates):
+        with ExitStack() as stack:
+            try:
+                hosts = stack.enter_context(joined_hosts(rate, count))
+            except PermissionError as error:
+                print(f"no link of limited rate, using loopback: {error}", file=sys.stderr)
+                hosts, rate = loopback(), "loopback"
+            links.append(measure_link(hosts, count, rate, options))
+    losses = measure_losses(options) if options.seeds else []
+    show(links, losses)
+    left_out = ("folder", "only", "name", "hosts", "rates")
+    payload = {k: v for k, v in vars(options).items() if k not in left_out}
+    payload |= {"load_average_before": load, "links": links, "losses": losses}
+    payload["settings"] = {name: CONTENDERS[name] for name in options.only}
+    path = harness.save(options.name, "cpu", harness.command(), payload)
+    draw(path.with_suffix(".png"), links, losses)
     print(f"written: {path} and {path.with_suffix('.png').name}")
 
 
-def _prepare(data: DataConfig) -> None:
-    """Before the clock runs; the same data for all contenders are made once."""
-    prepare(data)
-
-
-def _run(command: list[str], hosts: Hosts) -> None:
-    run_ranks(command, 2, hosts)  # what rank 0 prints is dropped
+def show(links: list[dict[str, Any]], losses: list[dict[str, Any]]) -> None:
+    for link in links:
+        print(f"\n{link['hosts']} hosts, {link['rate']}")
+        for row in link["results"]:
+            spread = row["step_seconds_of_rounds"]
+            print(
+                f"  {row['contender']:<20} {row['step_seconds']:.3f} s ({min(spread):.3f} to "
+                f"{max(spread):.3f})  {row['bytes_per_step'] / 1e6:8.3f} MB a step"
+                + (f"  {row['of_no_exchange']:.2f}x" if "of_no_exchange" in row else "")
+            )
+    for row in losses:
+        print(f"  {row['contender']:<20} held-out loss {row['held_out_mlm_loss']:.4f}")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        sys.exit(work(json.loads(sys.argv[2])))
-    compare()
+    serve(work) if sys.argv[1:] == [WORKER] else main()

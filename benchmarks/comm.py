@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.lib import harness, timeline
-from benchmarks.lib.network import Hosts, loopback, two_hosts
+from benchmarks.lib.network import Hosts, joined_hosts, loopback
 from benchmarks.lib.processes import run_ranks
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.distributed import BucketClip, ClipBefore
@@ -161,7 +161,7 @@ def main() -> None:
         return
     arguments = sys.argv[1:]
     try:
-        with two_hosts(options.rate) as hosts:
+        with joined_hosts(options.rate) as hosts:
             result, link = measure(hosts, arguments), options.rate
     except PermissionError as error:
         print(f"no link of limited rate, using loopback: {error}", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""Two hosts on one machine: network namespaces joined by a link of limited rate (Linux, root).
+"""Hosts on one machine: network namespaces joined by links of limited rate (Linux, root).
 
-A pair of virtual network devices has one end in each namespace; `tbf`, the kernel's token bucket
-filter, holds what leaves each end to the rate.
+A pair of virtual network devices joins each namespace to a bridge, the switch; `tbf`, the kernel's
+token bucket filter, holds what leaves each end to the rate.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["Hosts", "loopback", "two_hosts"]
+__all__ = ["Hosts", "joined_hosts", "loopback"]
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Where two processes run, and how they reach each other."""
+    """Where processes run, and how they reach each other."""
 
-    prefixes: tuple[list[str], list[str]]
-    """Goes before each process's command."""
-    interfaces: tuple[str, str]
+    prefixes: tuple[list[str], ...]
+    """Goes before the command of a process on each host."""
+    interfaces: tuple[str, ...]
     """Names of their network devices."""
     address: str
     """Of the first."""
 
 
 def loopback() -> Hosts:
-    """Both on this host, joined by its loopback device."""
-    return Hosts(([], []), ("lo", "lo"), "127.0.0.1")
+    """This host alone, whose processes meet on its loopback device."""
+    return Hosts(([],), ("lo",), "127.0.0.1")
 
 
 def _run(*command: str) -> None:
@@ -40,11 +40,13 @@ def _run(*command: str) -> None:
 
 
 @contextmanager
-def two_hosts(rate: str) -> Iterator[Hosts]:
+def joined_hosts(rate: str | None, count: int = 2) -> Iterator[Hosts]:
     """Makes the namespaces, and removes them in the end.
 
     Args:
-        rate: of the link, in each direction, as `tc` reads it: 200mbit, 1gbit.
+        rate: of each host's link to the switch, in each direction, as `tc` reads it: 200mbit,
+            1gbit; None for no limit.
+        count: how many hosts.
 
     Raises:
         PermissionError: the rights, `ip` or `tc` are missing; the message says which.
@@ -52,24 +54,33 @@ def two_hosts(rate: str) -> Iterator[Hosts]:
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise PermissionError(f"`{tool}` is not installed (package iproute2)")
-    names = [f"bu{os.getpid()}{end}" for end in "ab"]
+    switch = f"bu{os.getpid()}s"
+    names = [f"bu{os.getpid()}h{number}" for number in range(count)]
     devices = [f"{name}v" for name in names]
     try:
-        for name in names:
+        _run("ip", "netns", "add", switch)
+        at_switch = ("ip", "netns", "exec", switch)
+        _run(*at_switch, "ip", "link", "add", "switch", "type", "bridge")
+        _run(*at_switch, "ip", "link", "set", "switch", "up")
+        for number, (name, device) in enumerate(zip(names, devices, strict=True)):
+            port = f"port{number}"
             _run("ip", "netns", "add", name)
-        _run("ip", "link", "add", devices[0], "type", "veth", "peer", "name", devices[1])
-        for i, (name, device) in enumerate(zip(names, devices, strict=True)):
-            _run("ip", "link", "set", device, "netns", name)
             inside = ("ip", "netns", "exec", name)
-            _run(*inside, "ip", "address", "add", f"10.99.0.{i + 1}/24", "dev", device)
+            _run(*inside, "ip", "link", "add", device, "type", "veth", "peer", "name", port)
+            _run(*inside, "ip", "link", "set", port, "netns", switch)
+            _run(*inside, "ip", "address", "add", f"10.99.0.{number + 1}/24", "dev", device)
             _run(*inside, "ip", "link", "set", "lo", "up")
             _run(*inside, "ip", "link", "set", device, "up")
-            _run(
-                *(*inside, "tc", "qdisc", "add", "dev", device, "root"),
-                *("tbf", "rate", rate, "burst", "256kb", "latency", "100ms"),
-            )
+            _run(*at_switch, "ip", "link", "set", port, "master", "switch")
+            _run(*at_switch, "ip", "link", "set", port, "up")
+            if rate is not None:
+                for where, end in ((inside, device), (at_switch, port)):
+                    _run(
+                        *(*where, "tc", "qdisc", "add", "dev", end, "root"),
+                        *("tbf", "rate", rate, "burst", "256kb", "latency", "100ms"),
+                    )
         prefixes = tuple(["ip", "netns", "exec", name] for name in names)
         yield Hosts(prefixes, tuple(devices), "10.99.0.1")
     finally:
-        for name in names:
+        for name in (*names, switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)

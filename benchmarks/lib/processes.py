@@ -1,5 +1,5 @@
 """Starts the ranks of a distributed benchmark: the same command once per rank, with torchrun's
-variables, on one host or on the two of `network`.
+variables, on one host or on those of `network`.
 
 Not torchrun itself: ranks started here may join and leave a process group several times, and run in
 network namespaces.
@@ -38,7 +38,7 @@ def run_ranks(
     Args:
         command: program and arguments, the same for all ranks.
         world_size: how many ranks.
-        hosts: one rank on each, if there are two; by default all on this host.
+        hosts: that ranks run on in turn; by default all on this one.
         timeout: seconds that all of it may take.
 
     Raises:
@@ -81,15 +81,16 @@ def _start(
 
 
 class RankPool:
-    """Ranks on this host that stay, for many short jobs: starting them takes longer than a job.
+    """Ranks that stay, for many short jobs: starting them takes longer than a job.
 
     Args:
         command: program and arguments of each rank, which calls `serve`.
         world_size: how many ranks.
+        hosts: as in `run_ranks`.
     """
 
-    def __init__(self, command: Sequence[str], world_size: int) -> None:
-        self._ranks = _start(command, world_size, loopback(), stdin=subprocess.PIPE)
+    def __init__(self, command: Sequence[str], world_size: int, hosts: Hosts | None = None) -> None:
+        self._ranks = _start(command, world_size, hosts or loopback(), stdin=subprocess.PIPE)
 
     def run(self, job: Any) -> Any:
         """What rank 0 has answered to a job (JSON), once all ranks are done with it.
