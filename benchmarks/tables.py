@@ -60,6 +60,7 @@ def page() -> str:
         rank_tables.clipping_time(),
         training_tables.clipping(),
         rank_tables.cluster(),
+        rank_tables.rank_speeds(),
         training_tables.growth(),
         training_tables.tuned_optimizers(),
         rank_tables.plans(),

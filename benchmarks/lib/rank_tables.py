@@ -141,29 +141,76 @@ def clipping_time() -> str:
 
 
 def cluster() -> str:
+    """Ways of sending less: seconds, bytes and losses."""
     found = read("cluster")
+    if found is None:
+        return ""
+    parts = []
+    for link in found["links"]:
+        rows = []
+        for x in link["results"]:
+            row = [
+                x["contender"],
+                f"{x['step_seconds']:.3f}",
+                between(x["step_seconds_of_rounds"], 3),
+            ]
+            row += [f"{x['of_no_exchange']:.2f}", f"{x['bytes_per_step'] / 1e6:.3f}"]
+            rows.append(row)
+        header = ["", "s of an update", "range of rounds", "of no exchange", "MB"]
+        parts += [f"{link['hosts']} hosts, {link['rate']}:", table(header, rows)]
+    rows = [
+        [
+            x["contender"],
+            ", ".join(
+                f"`{key}: {value}`" for key, value in found["settings"][x["contender"]].items()
+            ),
+            f"{x['held_out_mlm_loss']:.3f}",
+            between(x["held_out_mlm_loss_of_seeds"], 3),
+        ]
+        for x in found["losses"]
+    ]
+    counted = found["steps"] - found["settle"]
+    return section(
+        "Hosts on slow links",
+        "The quickstart's model on processes of one thread in network namespaces, joined by links "
+        f"of limited rate: {found['batch']} sequences of all hosts in an update. Seconds are means "
+        f"of {counted} updates, median of {count(found['rounds'], 'round')} in turns; MB are what "
+        "a host sends in an update. `no exchange` lets each rank train a model of its own. More "
+        "than two hosts share two cores here, so their updates take longer. "
+        "[What to set on a cluster](training/clusters.md#what-to-set).",
+        source("cluster", found),
+        *parts,
+        f"Held-out losses after {found['loss_steps']} updates on two hosts, "
+        f"{count(found['seeds'], 'seed')}; plain allreduces in the first {found['start']} where a "
+        f"method has a warm-up, averages of models every {found['period']}:",
+        table(["", "settings", "held-out loss, mean", "range of seeds"], rows, text_columns=2),
+        figures("cluster"),
+    )
+
+
+def rank_speeds() -> str:
+    """Ranks of unequal speed."""
+    found = read("rank_speeds")
     if found is None:
         return ""
     rows = []
     for x in found["results"]:
-        settings = ", ".join(f"`{key}: {value}`" for key, value in x["settings"].items())
-        row = [x["contender"], settings, f"{x['step_seconds']:.2f}"]
-        row += [f"{x['bytes_per_step'] / 1e6:.1f}", f"{x['total_seconds']:.0f}"]
-        rows.append([*row, f"{x['held_out_mlm_loss']:.3f}"])
+        equal, shared = (statistics.median(x["step_seconds"][k]) for k in ("equal", "by speed"))
+        row = [x["where"], f"{equal:.3f}", f"{shared:.3f}", f"{x['faster_by']:.2f}"]
+        row += [between(x["faster_by_range"]), f"{x['largest_difference_of_losses']:.1e}"]
+        rows.append(row)
     return section(
-        "Two hosts on a slow link",
-        f"The quickstart's model on two processes in network namespaces, joined by a link of "
-        f"{found['link']}: {found['steps']} updates of {found['batch']} sequences, one seed. "
-        f"PowerSGD and local SGD begin after {found['start']} updates; local SGD averages the "
-        f"models every {found['period']}. MB are those of an update once the hook works. "
-        "[What to set on a cluster](training/clusters.md#what-to-set).",
-        source("cluster", found),
+        "Ranks of unequal speed",
+        "The quickstart's model on two ranks, each bound to a core; a program that never rests is "
+        "bound to the second core too, so that its rank gets half of the time. Equal shares of "
+        "work against `batching.rank_speeds: auto`, seconds of an update, median of "
+        f"{count(found['rounds'], 'round')} in turns. Losses are of the same global batches, and "
+        "equal to rounding. [How it works](training/batches.md#ranks-of-unequal-speed).",
+        source("rank_speeds", found),
         table(
-            ["", "settings", "s of an update, median", "MB", "s of the run", "held-out loss"],
+            ["", "equal", "by speed", "times faster", "range", "losses differ by"],
             rows,
-            text_columns=2,
         ),
-        figures("cluster"),
     )
 
 

@@ -109,25 +109,19 @@ def tuned_optimizers() -> str:
     for name, best in found["results"].items():
         losses = best["held_out_mlm_loss_of_seeds"]
         settings = best["best_settings"]
-        said = ", ".join(f"`{key.split('.')[-1]}` {_short(v)}" for key, v in settings.items())
-        row = [name, said, f"{statistics.fmean(losses):.3f}", between(losses, 3)]
-        for steps in best["steps_to_final_training_loss_of"].values():
-            reached = ["-" if step is None else str(step) for step in steps]
-            row.append(", ".join(reached))
-        rows.append(row)
+        said = ", ".join(
+            f"`{key.split('.')[-1]}` {_short(v)}"
+            for key, v in settings.items()
+            if key not in ("optimizer.name", "clip.mode")
+        )
+        rows.append([name, said, f"{statistics.fmean(losses):.3f}", between(losses, 3)])
     return section(
         "Tuned optimizers",
-        f"The best settings of {count(found['trials'], 'trial')} of each optimizer at a batch of "
-        f"{found['batch']}, {found['steps']} updates, trained again with "
-        f"{count(found['seeds'], 'seed')}. So few trials find good settings, not the best. The "
-        "last column has the update of each seed at which the final training loss of the other "
-        "optimizer is reached.",
+        f"The best settings of {count(found['trials'], 'trial')} of each optimizer and `clip.mode` "
+        f"at a batch of {found['batch']}, {found['steps']} updates, on a small model "
+        f"({' '.join(found['rest'])}), trained again with {count(found['seeds'], 'seed')}.",
         source("tune", found),
-        table(
-            ["", "best settings", "held-out loss, mean", "range of seeds", "reaches the other"],
-            rows,
-            text_columns=2,
-        ),
+        table(["", "best settings", "held-out loss, mean", "range of seeds"], rows, text_columns=2),
         figures("tune"),
     )
 
