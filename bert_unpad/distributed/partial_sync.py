@@ -65,6 +65,7 @@ class PartialSync:
         self._profile: Tensor | None = None  # float64 [2, buckets]: backward, exchange; seconds
         self._measured: list[Tensor] = []  # the same of each timed step, on this rank
         self._sizes: list[int] = []  # elements of each bucket of the last pass
+        self._timed_sizes: list[int] = []  # of the passes that `_measured` is of
         self._marks: list[tuple[Mark, Mark, Mark]] = []  # bucket ready, link free, bucket sent
         self._averages: list[tuple[list[Tensor], Tensor, dist.Work]] = []
 
@@ -76,6 +77,8 @@ class PartialSync:
             torch._foreach_copy_(parameters, _unflatten_dense_tensors(flat, parameters))
         self._averages = []
         if self._marks:
+            if self._sizes != self._timed_sizes:  # DDP forms other buckets after its first pass
+                self._measured, self._timed_sizes = [], self._sizes
             self._measured.append(_seconds(self._marks))
             self._marks = []
             if len(self._measured) == PROFILED:
@@ -83,7 +86,10 @@ class PartialSync:
         self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on with the same schedule; tensors, lists and None."""
+        """What a resumed run needs to go on with the same schedule, besides `step`.
+
+        Tensors, lists and None.
+        """
         return {
             "sizes": list(self._sizes),
             "profile": self._profile,
@@ -98,6 +104,7 @@ class PartialSync:
         if state["sizes"] != self._sizes:
             return
         self._measured, self._profile = list(state["measured"]), state["profile"]
+        self._timed_sizes = self._sizes
         if self._profile is not None:
             self.schedule = schedule_layers(*self._profile.tolist(), self.period)
 

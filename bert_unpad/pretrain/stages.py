@@ -70,10 +70,9 @@ class Stages:
         self._run, self._data = run, data
         self.speeds: RankSpeeds | None = None
         """How fast ranks are; None where all count as alike."""
-        if run.config.batching.rank_speeds is not None and run.ranks.world_size > 1:
-            self.speeds = RankSpeeds(
-                run.config.batching.rank_speeds, run.ranks, run.progress.rank_speeds
-            )
+        if (setting := run.config.batching.rank_speeds) is not None:
+            speeds = RankSpeeds(setting, run.ranks, run.progress.rank_speeds)
+            self.speeds = speeds if run.ranks.world_size > 1 else None
         self.sync = GradientSync(run, None if self.speeds is None else self.speeds.clock)
         cut_layers(run.model, self.stage.layers)
         freeze(run.model, self.stage)
@@ -99,7 +98,7 @@ class Stages:
             )
 
     def follow_speeds(self, step: Step) -> bool:
-        """Measures ranks of unequal speed after an update; whether later steps are dealt anew."""
+        """Measures ranks of unequal speed after an update; whether their shares change."""
         self._updates += 1
         if self.speeds is None:
             return False

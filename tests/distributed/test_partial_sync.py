@@ -229,6 +229,25 @@ def test_a_resumed_run_has_the_same_schedule_and_bits(world_size):
                 assert torch.equal(one, other)
 
 
+def _without_settling(rank: int, world_size: int) -> int:
+    """DDP forms other buckets after its first pass, which is timed already."""
+    model = net()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5)
+    sync = PartialSync(PERIOD)
+    ddp.register_comm_hook(sync, partial_sync_hook)
+    optimizer = _optimizer(model)
+    for step in range(PROFILED + PERIOD + 2):
+        optimizer.zero_grad()
+        loss(ddp, rank, step).backward()
+        sync.finish()
+        optimizer.step()
+    return sum(map(len, sync.schedule))
+
+
+def test_a_first_pass_of_other_buckets_does_not_count():
+    assert min(run_ranks(_without_settling, 2)) > 2
+
+
 def test_numbers_out_of_range():
     with pytest.raises(ValueError, match="period: expected a number >= 2, got 1"):
         PartialSync(1)

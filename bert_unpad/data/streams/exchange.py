@@ -96,8 +96,8 @@ class ExampleExchange(Iterator[ExchangedStep]):
         timeout: seconds after which an operation fails that some rank does not join: more than any
             pause of training (a rank that has enough steps in its queue joins no further one).
         depth: finished steps that may wait.
-        speed: how fast this rank is, a number > 0, where ranks differ; it may be set anew while
-            steps are taken. Ranks then get work in proportion to it ("greedy" alone can do that).
+        speed: how fast this rank is, a number > 0, where ranks differ; it may change while steps
+            are taken. Ranks then get work in proportion to it ("greedy" alone can do that).
         state: go on from there: `ExchangedStep.state` of the last step trained on. With another
             number of ranks what is left of the epoch is divided again, if the stream can do that.
 
@@ -198,6 +198,10 @@ class ExampleExchange(Iterator[ExchangedStep]):
 
     @speed.setter
     def speed(self, speed: float | None) -> None:
+        if hasattr(self, "_speed") and (speed is None) != (self._speed is None):
+            raise ValueError(
+                f"speed: expected None, or numbers, from the beginning on, got {speed}"
+            )
         if speed is not None:
             if not 0 < speed < math.inf:
                 raise ValueError(f"speed: expected a finite number > 0, got {speed}")
@@ -319,7 +323,8 @@ class ExampleExchange(Iterator[ExchangedStep]):
         started = time.perf_counter()
         row = np.zeros(_FIELDS + self._batch_size, np.int64)
         position = self._position.positions[self.rank] + len(batch)
-        sums, speed = self._sums.view(np.int64), np.float64(self.speed or 0.0).view(np.int64)
+        own_speed = self.speed  # another thread may change it
+        sums, speed = self._sums.view(np.int64), np.float64(own_speed or 0.0).view(np.int64)
         row[:_FIELDS] = status, len(batch), position, self._plan_digest, *sums, speed
         row[_FIELDS : _FIELDS + len(batch)] = batch.lengths
         if batch.masks is not None:
@@ -334,7 +339,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
             self._end_epoch(rows)
             return None
         speeds = None
-        if self.speed is not None:
+        if own_speed is not None:
             speeds = np.ascontiguousarray(rows[:, 6]).view(np.float64)
         holders = np.repeat(np.arange(self.num_ranks), counts)
         receivers = deal(

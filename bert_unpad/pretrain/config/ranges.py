@@ -41,7 +41,7 @@ _RANGES: dict[str, _Range] = {
     "batching.global_batch_size": _at_least(1),
     "batching.batch_size_per_rank": _at_least(1),
     "batching.accumulation": _at_least(1),
-    "batching.rank_speeds": _Range(_ABOVE_ZERO, math.inf, "numbers > 0, or auto"),
+    "batching.rank_speeds": _Range(1e-3, 1e3, "numbers in 0.001 .. 1000, or auto"),
     "batching.shuffle_buffer": _at_least(1),
     "schedule.total_steps": _at_least(1),
     "schedule.epochs": _at_least(1),
