@@ -4,6 +4,7 @@ What a file is called says how it is compiled, so that a new operator needs no b
   csrc/*.cpp, csrc/cpu/*.cpp, csrc/<family>/*_cpu.cpp   once, into _C
   csrc/<family>/*_simd.cpp                              once per CPU instruction set, into _C
   csrc/<family>/*_bf16.cpp                              once per set that multiplies bf16, into _C
+  csrc/<family>/*_amx.cpp                               once, for AMX, into _C
   csrc/<family>/*.cu, csrc/**/*_cuda.cpp                by nvcc, into _C_cuda
   csrc/balancer/*.cpp                                    once, into _balancer (pybind11, no torch)
 
@@ -33,7 +34,7 @@ CSRC = ROOT / "csrc"
 CUDA_MODULE = "_C_cuda"
 
 # Instruction sets of the *_simd.cpp files, best last; csrc/cpu/isa.h must list the same names.
-X86_ISAS = {
+X86_SIMD = {
     "generic": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": [
@@ -42,18 +43,27 @@ X86_ISAS = {
         *("-mprefer-vector-width=512", "-Wno-uninitialized"),
     ],
 }
-X86_ISAS["avx512_bf16"] = [*X86_ISAS["avx512"], "-mavx512bf16", "-mbmi2"]
-# Of the *_bf16.cpp files.
-X86_BF16_ISAS = {
-    "avx512_bf16": X86_ISAS["avx512_bf16"],
-    "amx": [*X86_ISAS["avx512_bf16"], "-DBU_AMX"],
+X86_SIMD["avx512_bf16"] = [*X86_SIMD["avx512"], "-mavx512bf16", "-mbmi2"]
+X86_AMX = {"amx": [*X86_SIMD["avx512_bf16"], "-DBU_AMX"]}
+X86 = {
+    "simd": X86_SIMD,
+    "bf16": {"avx512_bf16": X86_SIMD["avx512_bf16"], **X86_AMX},
+    "amx": X86_AMX,
 }
+
+# NEON is in every aarch64 CPU, so `generic` has it. On aarch64 g++ moves all loads of a loop to its
+# start before it gives out registers; a 6 x 4 tile of sums then does not fit in them.
+AARCH64_GENERIC = ["-fno-schedule-insns", "-Wno-ignored-optimization-argument"]
+AARCH64_BF16 = {"neon_bf16": [*AARCH64_GENERIC, "-march=armv8.2-a+bf16"]}
+AARCH64 = {"simd": {"generic": AARCH64_GENERIC, **AARCH64_BF16}, "bf16": AARCH64_BF16}
 
 
 def isas() -> dict[str, dict[str, list[str]]]:
     """By kind of file: the instruction sets that it is compiled for, and their options."""
-    x86 = platform.machine() in ("x86_64", "AMD64")
-    return {"simd": X86_ISAS, "bf16": X86_BF16_ISAS} if x86 else {"simd": {"generic": []}}
+    machine = platform.machine().lower()
+    if machine in ("x86_64", "amd64"):
+        return X86
+    return AARCH64 if machine in ("aarch64", "arm64") else {"simd": {"generic": []}}
 
 
 def sources(*patterns: str) -> list[Path]:

@@ -18,7 +18,7 @@ PyObject* cpu_isa(PyObject*, PyObject*) {
 }
 
 PyObject* built_isas(PyObject*, PyObject*) {
-  return PyUnicode_FromString(bert_unpad::built_isas());
+  return PyUnicode_FromString(bert_unpad::built_isas().c_str());
 }
 
 PyMethodDef methods[] = {

@@ -167,7 +167,7 @@ choose_torch() {
     TORCH_ARGS=("torch==$version" --extra-index-url "$TORCH_CPU_INDEX")
   else
     note "PyTorch: pip's default build; no CPU-only build was found"
-    [[ $(uname -m) != x86_64 ]] || check_disk 12 "PyTorch with CUDA"
+    [[ $(uname -s) != Linux ]] || check_disk 12 "PyTorch with CUDA"
     TORCH_ARGS=("torch>=2.11")
   fi
 }

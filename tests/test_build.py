@@ -12,7 +12,8 @@ import pytest
 from tests.support.paths import ROOT
 
 BUILD = ROOT / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
-ISAS = ["amx", "avx512_bf16", "avx512", "avx2", "generic"]
+ISAS = ["amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "generic"]
+KINDS = ["simd", "bf16", "amx"]  # of files that are compiled per instruction set
 
 
 def weak_symbols(path: Path) -> list[str]:
@@ -30,7 +31,7 @@ def weak_symbols(path: Path) -> list[str]:
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
 @pytest.mark.skipif(not BUILD.exists(), reason="needs the objects of a build in this checkout")
 def test_every_shared_symbol_of_an_instruction_set_is_in_its_namespace() -> None:
-    objects = [*BUILD.glob("cxx_*_simd.cpp.o"), *BUILD.glob("cxx_*_bf16.cpp.o")]
+    objects = [path for kind in KINDS for path in BUILD.glob(f"cxx_*_{kind}.cpp.o")]
     assert objects
     for path in objects:
         isa = next(isa for isa in ISAS if path.name.startswith(f"cxx_{isa}_"))

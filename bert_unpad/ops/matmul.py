@@ -3,7 +3,7 @@
 On a GPU, 16-bit products use cuBLASLt, whose epilogues also do the work around them
 (csrc/linear/matmul.h): the bias and the tanh GELU, the GELU's derivative, the gradient of the bias,
 and the sum with a residual's gradient or with a gradient that exists already. All other products
-use PyTorch, except weight gradients in bf16 on a CPU with AMX (csrc/linear/wgrad_bf16.cpp).
+use PyTorch, except weight gradients in bf16 on a CPU with AMX (csrc/linear/wgrad_amx.cpp).
 
 On a CPU without 16-bit instructions the products are computed in fp32. On a CPU with AVX-512 but no
 bf16, PyTorch's bf16 matmul reaches 50 GFLOP/s and its fp32 matmul 240. The result is then rounded
@@ -12,7 +12,6 @@ only once, which is also more accurate.
 
 import functools
 import os
-import platform
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -30,9 +29,7 @@ def cpu_multiplies_bf16() -> bool:
     """Whether this CPU has bf16 matrix or dot-product instructions."""
     from bert_unpad import _C
 
-    if platform.machine() in ("x86_64", "AMD64"):
-        return _C.cpu_isa() in ("avx512_bf16", "amx")
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return _C.cpu_isa() in ("avx512_bf16", "amx", "neon_bf16")
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

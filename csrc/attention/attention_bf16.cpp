@@ -9,8 +9,8 @@
 // side, whose pairs of rows are r and r + 8 of 16, the rows whose dropout bits come together.
 #include "attention/attention.h"
 #include "attention/task_simd.h"
+#include "cpu/columns_simd.h"
 #include "cpu/gemm_bf16.h"
-#include "cpu/philox_simd.h"
 
 namespace bert_unpad::BERT_UNPAD_ISA {
 namespace {
@@ -127,12 +127,12 @@ void draw_kept(const AttentionCpuParams& p, const AttentionTask& t, int first, i
 // negative.
 BU_INLINE float largest_score(const float* s, int k_len, bool negative) {
   f32v top = splat(negative ? kInfinity : -kInfinity);
-  for (int j = 0; j < k_len; j += 16) {
-    const auto mask = static_cast<__mmask16>(first_columns(k_len - j));
-    const __m512 x = (__m512)load(s + j), before = (__m512)top;
-    top = (f32v)(negative ? _mm512_mask_min_ps(before, mask, x, before)
-                          : _mm512_mask_max_ps(before, mask, x, before));
-  }
+  const auto take = [&](f32v x) __attribute__((always_inline)) {
+    top = negative ? vmin(top, x) : vmax(top, x);
+  };
+  int j = 0;
+  for (; j + kLanes <= k_len; j += kLanes) take(load(s + j));
+  if (j < k_len) take(select((i32v)lane_index() < k_len - j, load(s + j), top));
   return negative ? -reduce_max(-top) : reduce_max(top);
 }
 
@@ -144,27 +144,23 @@ BU_INLINE void softmax_row(const float* s, int k_len, int keys, float scale, con
   maximum = largest * scale;
   f32v total = {};
   for (int j = 0; j < keys; j += 32) {
-    const __mmask32 inside = first_columns(k_len - j);
-    const __mmask32 stays = kept ? inside & load_bits<uint32_t>(kept + j / 16) : inside;
-    f32v w[2];
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i) {
-      const f32v e = exp2_short((load(s + j + 16 * i) - largest) * scale);
-      total += (f32v)_mm512_maskz_mov_ps(static_cast<__mmask16>(inside >> (16 * i)), (__m512)e);
-      w[i] = (f32v)_mm512_maskz_mov_ps(static_cast<__mmask16>(stays >> (16 * i)), (__m512)e);
+    const uint32_t inside = first_columns(k_len - j);
+    const uint32_t stays = kept ? inside & load_bits<uint32_t>(kept + j / 16) : inside;
+    f32v w[2 * kVectors];
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * kVectors; ++i) {
+      const f32v e = exp2_short((load(s + j + kLanes * i) - largest) * scale);
+      total += masked(e, inside >> (kLanes * i));
+      w[i] = masked(e, stays >> (kLanes * i));
     }
-    store_bits(weights + j, narrow_two(w[0], w[1]));
+    store_bits(weights + j, narrow_two(w, w + kVectors));
   }
   sum = reduce_add(total);
 }
 
 // out = x * factor, rounded.
 BU_INLINE void round_row(const float* x, int columns, float factor, bf16* out) {
-  int j = 0;
-  for (; j + 16 <= columns; j += 16) store(out + j, load(x + j) * factor);
-  if (j < columns)
-    _mm256_mask_storeu_epi16(out + j, static_cast<__mmask16>(first_columns(columns - j)),
-                             (__m256i)narrow_bf16(load(x + j) * factor));
+  for_columns(columns, [&](int64_t j, auto width) { store(out + j, load(x + j) * factor, width); });
 }
 
 void forward_task(const AttentionCpuParams& p, const AttentionTask& t, float* memory) {
@@ -196,8 +192,7 @@ void forward_task(const AttentionCpuParams& p, const AttentionTask& t, float* me
       lse[r] = maximum * kLn2 + __builtin_logf(sums[r]);
     }
     for (int r = rows; r < whole; ++r)
-      for (int j = 0; j < n.keys; j += 32)
-        store_bits(m.weights + r * m.weight_stride + j, _mm512_setzero_si512());
+      for (int j = 0; j < n.keys; j += 32) store_bits(m.weights + r * m.weight_stride + j, Words{});
     gemm_bf16({m.weights, m.weight_stride}, whole, {m.v, n.keys * kPairColumns}, n.columns, n.keys,
               m.out, n.columns, false);
     bf16* out = at<bf16>(p.out_w, t.q_begin + first, t.head);
@@ -212,10 +207,10 @@ void forward_task(const AttentionCpuParams& p, const AttentionTask& t, float* me
 void transpose_rows(const bf16* x, int width, int rows, int columns, bf16* out) {
   for (int base = 0; base < rows; base += 32)
     for (int c = 0; c < columns; c += 16) {
-      __m512i r[16];
+      Words r[16];
       for (int i = 0; i < 16; ++i) {
         const bf16* row = x + (base + i / 8 * 16 + i % 8) * width + c;
-        r[i] = interleave(load_bits<__m256i>(row), load_bits<__m256i>(row + 8 * width));
+        r[i] = load_pairs(row, 0xffffu, row + 8 * width, 0xffffu);
       }
       transpose16(r);
       for (int i = 0; i < 16; ++i) store_bits(out + (c + i) * rows + base, r[i]);
@@ -237,22 +232,21 @@ BU_INLINE void piece(const AttentionCpuParams& p, const Backward& m, int rows, i
     const uint16_t* kept = m.kept + (row + a) * kept_stride + column / 16;
     bf16* gradients = m.gradients + (row + a) * m.gradient_stride + column;
     for (int j = 0; j < columns; j += 32) {
-      const __mmask32 inside = first_columns(k_len - column - j);
-      f32v w[2][2], g[2][2];  // [columns / 16][row]
+      const uint32_t inside = first_columns(k_len - column - j);
+      f32v w[2][2][kVectors], g[2][2][kVectors];  // [columns / 16][row]
 #pragma GCC unroll 2
       for (int y = 0; y < 2; ++y) {
-        const __mmask32 stays =
+        const uint32_t stays =
             dropout ? inside & load_bits<uint32_t>(kept + y * 8 * kept_stride + j / 16) : inside;
-#pragma GCC unroll 2
-        for (int x = 0; x < 2; ++x) {
-          const int64_t here = y * 8 * kPieceStride + j + 16 * x;
-          const auto in = static_cast<__mmask16>(inside >> (16 * x));
-          const auto stay = static_cast<__mmask16>(stays >> (16 * x));
-          f32v weight = exp2_short(load(s + here) * scale - lse[y]);
-          weight = (f32v)_mm512_maskz_mov_ps(in, (__m512)weight);
-          const f32v dweight = (f32v)_mm512_maskz_mov_ps(stay, (__m512)(load(d + here) * keep));
-          w[x][y] = (f32v)_mm512_maskz_mov_ps(stay, (__m512)weight);
-          g[x][y] = weight * (dweight - delta[y]);
+#pragma GCC unroll 8
+        for (int x = 0; x < 2 * kVectors; ++x) {
+          const int64_t here = y * 8 * kPieceStride + j + kLanes * x;
+          const uint32_t stay = stays >> (kLanes * x);
+          const f32v weight =
+              masked(exp2_short(load(s + here) * scale - lse[y]), inside >> (kLanes * x));
+          const f32v dweight = masked(load(d + here) * keep, stay);
+          w[x / kVectors][y][x % kVectors] = masked(weight, stay);
+          g[x / kVectors][y][x % kVectors] = weight * (dweight - delta[y]);
         }
       }
 #pragma GCC unroll 2
@@ -275,13 +269,12 @@ void round_transposed(const float* sums, int64_t stride, int rows, int columns, 
                       bf16* out, int64_t out_stride) {
   for (int r = 0; r < rows; r += 16)
     for (int c = 0; c < columns; c += 16) {
-      const auto mask = static_cast<__mmask16>(first_columns(columns - c));
-      __m512i block[16];
-      for (int i = 0; i < 16; ++i) block[i] = load_bits<__m512i>(sums + (c + i) * stride + r);
+      Words block[16];
+      for (int i = 0; i < 16; ++i) block[i] = load_bits<Words>(sums + (c + i) * stride + r);
       transpose16(block);
       for (int i = 0; i < 16 && r + i < rows; ++i)
-        _mm256_mask_storeu_epi16(out + (r + i) * out_stride + c, mask,
-                                 (__m256i)narrow_bf16((f32v)block[i] * factor));
+        round_row(reinterpret_cast<const float*>(block + i), columns - c < 16 ? columns - c : 16,
+                  factor, out + (r + i) * out_stride + c);
     }
 }
 
@@ -312,14 +305,12 @@ void backward_task(const AttentionCpuParams& p, const AttentionTask& t, float* m
       m.lse[r] = kInfinity;  // weights of 0
       m.delta[r] = 0.0f;
       if (r >= rows) continue;
-      f32v dot = {};
-      for (int j = 0; j < d; j += 16) {
-        const auto mask = static_cast<__mmask16>(first_columns(d - j));
-        const __m256i o = _mm256_maskz_loadu_epi16(mask, out + r * p.out.token_stride + j);
-        dot += widen_bf16((u16v)o) * load(m.dout + r * n.depth + j);
-      }
+      f32v sum = {};
+      for_columns(d, [&](int64_t j, auto width) {
+        sum += load(out + r * p.out.token_stride + j, width) * load(m.dout + r * n.depth + j);
+      });
       m.lse[r] = p.lse[t.head * p.q_tokens + token + r] * kLog2e;
-      m.delta[r] = reduce_add(dot);
+      m.delta[r] = reduce_add(sum);
     }
     if (dropout) draw_kept(p, t, first, whole, n, m.kept);
     for (int row = 0; row < whole; row += kPieceRows)

@@ -1,10 +1,11 @@
-// Picks the instruction set once, from CPUID or $BERT_UNPAD_ISA.
+// Picks the instruction set once, from what the CPU says it has or $BERT_UNPAD_ISA.
 #include "cpu/isa.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
 #if defined(__linux__)
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -16,7 +17,15 @@
 namespace bert_unpad {
 namespace {
 
-constexpr const char* kNames[] = {"generic", "avx2", "avx512", "avx512_bf16", "amx"};
+constexpr const char* kNames[] = {"generic", "avx2", "avx512", "avx512_bf16", "amx", "neon_bf16"};
+
+#if defined(__x86_64__)
+constexpr Isa kBuilt[] = {Isa::kGeneric, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16, Isa::kAmx};
+#elif defined(__aarch64__)
+constexpr Isa kBuilt[] = {Isa::kGeneric, Isa::kNeonBf16};
+#else
+constexpr Isa kBuilt[] = {Isa::kGeneric};
+#endif
 
 #if defined(__x86_64__)
 // Whether AMX multiplies bf16 here. Linux saves tile registers only for processes that ask for it.
@@ -46,6 +55,9 @@ Isa best() {
     return use_amx() ? Isa::kAmx : Isa::kAvx512Bf16;
   if (avx512) return Isa::kAvx512;
   if (avx2) return Isa::kAvx2;
+#elif defined(__aarch64__) && defined(__linux__)
+  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16, which older headers do not have
+  if (getauxval(AT_HWCAP2) & kBf16) return Isa::kNeonBf16;
 #endif
   return Isa::kGeneric;
 }
@@ -60,11 +72,11 @@ Isa choose() {
   const Isa limit = best();
   const char* wish = asked_for();
   if (wish == nullptr) return limit;
-  for (int i = 0; i <= static_cast<int>(limit); ++i)
-    if (std::string(kNames[i]) == wish) return static_cast<Isa>(i);
+  for (Isa isa : kBuilt)
+    if (isa <= limit && std::string(isa_name(isa)) == wish) return isa;
   throw std::runtime_error("BERT_UNPAD_ISA=" + std::string(wish) +
                            " is unknown or not supported by this CPU; its best is " +
-                           kNames[static_cast<int>(limit)]);
+                           isa_name(limit));
 }
 
 }  // namespace
@@ -80,16 +92,17 @@ bool fast_bf16_dot_products() {
       isa() == Isa::kAvx512Bf16 && (asked_for() != nullptr || __builtin_cpu_is("amd"));
   return fast;
 #else
-  return false;
+  return isa() == Isa::kNeonBf16;
 #endif
 }
 
-const char* built_isas() {
-#if defined(__x86_64__)
-  return "generic,avx2,avx512,avx512_bf16,amx";
-#else
-  return "generic";
-#endif
+std::string built_isas() {
+  std::string names;
+  for (Isa isa : kBuilt) {
+    if (!names.empty()) names += ',';
+    names += isa_name(isa);
+  }
+  return names;
 }
 
 const char* isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }

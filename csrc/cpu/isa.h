@@ -1,5 +1,5 @@
-// Run-time choice among the CPU instruction sets that the *_simd.cpp and *_bf16.cpp files were
-// compiled for.
+// Run-time choice among the CPU instruction sets that the *_simd.cpp, *_bf16.cpp and *_amx.cpp
+// files were compiled for.
 //
 // Each *_simd.cpp file defines one table of function pointers in the namespace of its instruction
 // set:
@@ -7,30 +7,37 @@
 // and the file that uses it says BU_ISA_TABLE(NormKernels, norm_kernels), which defines
 // `const NormKernels& norm_kernels()`.
 //
-// A *_bf16.cpp file is compiled only for the sets that multiply bf16, avx512_bf16 and amx;
-// BU_BF16_TABLE defines `const NormKernels* norm_kernels()`, which returns null on other CPUs. The
-// *_simd.cpp files are not compiled for amx, which uses those of avx512_bf16.
+// A *_bf16.cpp file is compiled only for the sets that multiply bf16: avx512_bf16, amx and
+// neon_bf16; BU_BF16_TABLE defines `const NormKernels* norm_kernels()`, which returns null on other
+// CPUs. BU_AMX_TABLE does the same for *_amx.cpp files. The *_simd.cpp files are not compiled for
+// amx, which uses those of avx512_bf16.
 //
-// Neither kind of file may instantiate std:: templates, or use inline functions of shared headers
+// On x86-64, `generic` is SSE2, on aarch64 NEON: what every such CPU has.
+//
+// None of these files may instantiate std:: templates, or use inline functions of shared headers
 // that might not be inlined: the linker would keep one copy for all CPUs, perhaps the AVX-512 one.
 #pragma once
 
+#include <string>
+
 namespace bert_unpad {
 
-enum class Isa : int { kGeneric, kAvx2, kAvx512, kAvx512Bf16, kAmx };
+// A processor's own are in order, the best last.
+enum class Isa : int { kGeneric, kAvx2, kAvx512, kAvx512Bf16, kAmx, kNeonBf16 };
 
 // The best instruction set of this machine, or the one named by $BERT_UNPAD_ISA (which must be
 // supported here). Decided once.
 Isa isa();
 const char* isa_name(Isa isa);
 
-// Whether AVX512-BF16 dot products are faster here than fp32 arithmetic. On AMD's CPUs one does
-// twice the work of an fp32 instruction in the same time; on an Intel CPU attention took 1.4 times
-// as long with them as in fp32. Also true where $BERT_UNPAD_ISA asks for avx512_bf16.
+// Whether bf16 dot products are faster here than fp32 arithmetic. On AMD's CPUs one does twice the
+// work of an fp32 instruction in the same time, and so it is on Arm's Neoverse N2 by LLVM's
+// scheduling model (nothing was measured on Arm); on an Intel CPU attention took 1.4 times as long
+// with them as in fp32. Also true where $BERT_UNPAD_ISA asks for avx512_bf16.
 bool fast_bf16_dot_products();
 
 // The instruction sets in this build, comma-separated, worst first.
-const char* built_isas();
+std::string built_isas();
 
 }  // namespace bert_unpad
 
@@ -78,6 +85,27 @@ const char* built_isas();
         return nullptr;            \
     }                              \
   }
+#define BU_AMX_TABLE(Type, name) \
+  namespace amx {                \
+  extern const Type name;        \
+  }                              \
+  static const Type* name() { return isa() == Isa::kAmx ? &amx::name : nullptr; }
+#elif defined(__aarch64__)
+#define BU_ISA_TABLE(Type, name) \
+  namespace generic {            \
+  extern const Type name;        \
+  }                              \
+  namespace neon_bf16 {          \
+  extern const Type name;        \
+  }                              \
+  static const Type& name() { return isa() == Isa::kNeonBf16 ? neon_bf16::name : generic::name; }
+#define BU_BF16_TABLE(Type, name) \
+  namespace neon_bf16 {           \
+  extern const Type name;         \
+  }                               \
+  static const Type* name() { return isa() == Isa::kNeonBf16 ? &neon_bf16::name : nullptr; }
+#define BU_AMX_TABLE(Type, name) \
+  static const Type* name() { return nullptr; }
 #else
 #define BU_ISA_TABLE(Type, name) \
   namespace generic {            \
@@ -86,4 +114,5 @@ const char* built_isas();
   static const Type& name() { return generic::name; }
 #define BU_BF16_TABLE(Type, name) \
   static const Type* name() { return nullptr; }
+#define BU_AMX_TABLE(Type, name) BU_BF16_TABLE(Type, name)
 #endif

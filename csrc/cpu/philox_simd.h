@@ -119,12 +119,28 @@ BU_INLINE void attention_dropout_words(RngKey key, uint32_t sequence_head, uint3
   }
 }
 
-#if defined(__AVX512BW__) && defined(__BMI2__)
+#if (defined(__AVX512BW__) && defined(__BMI2__)) || defined(__aarch64__)
 // The same for 64 columns as bits, 16 columns a number: set where the word is below the threshold.
 // Writes 4 numbers of each row.
 BU_INLINE void attention_dropout_kept(RngKey key, uint32_t sequence_head, uint32_t row,
                                       uint32_t column, uint32_t threshold, uint16_t* bits,
                                       uint16_t* bits8) {
+#if defined(__aarch64__)
+  const auto kept = [threshold](const uint16_t* words) __attribute__((always_inline)) {
+    constexpr uint16x8_t kBits = {1, 2, 4, 8, 16, 32, 64, 128};
+    const uint16x8_t limit = vdupq_n_u16(static_cast<uint16_t>(threshold));
+    const uint16_t low = vaddvq_u16(vandq_u16(vcltq_u16(vld1q_u16(words), limit), kBits));
+    const uint16_t high = vaddvq_u16(vandq_u16(vcltq_u16(vld1q_u16(words + 8), limit), kBits));
+    return static_cast<uint16_t>(low | high << 8);
+  };
+  for (int i = 0; i < 4; ++i) {
+    uint16_t words[kAttentionDropoutColumns], words8[kAttentionDropoutColumns];
+    attention_dropout_words(key, sequence_head, row, column + i * kAttentionDropoutColumns, words,
+                            words8);
+    bits[i] = kept(words);
+    bits8[i] = kept(words8);
+  }
+#else
   const AttentionDropoutCoord at = attention_dropout_coord(row, column);
   const Philox4v r =
       philox4x32_10_v(lane_index() + at.column_word, at.row_word, 1u + sequence_head, key);
@@ -136,6 +152,7 @@ BU_INLINE void attention_dropout_kept(RngKey key, uint32_t sequence_head, uint32
   constexpr uint64_t kEven = 0x00ff00ff00ff00ff;
   store_bits(bits, _pdep_u64(kept[0], kEven) | _pdep_u64(kept[1], ~kEven));
   store_bits(bits8, _pdep_u64(kept[2], kEven) | _pdep_u64(kept[3], ~kEven));
+#endif
 }
 #endif
 
@@ -146,7 +163,7 @@ BU_INLINE f32v keep(f32v v, const uint16_t* words, uint32_t threshold) {
                                                  _mm256_set1_epi16(static_cast<short>(threshold)));
   return (f32v)_mm512_maskz_mov_ps(kept, (__m512)v);
 #else
-  const i32v word = __builtin_convertvector(load_bits<u16v>(words), i32v);
+  const i32v word = (i32v)widen_u16(load_bits<u16v>(words));
   return as_f32(as_u32(v) & (u32v)(word < static_cast<int32_t>(threshold)));
 #endif
 }

@@ -15,10 +15,13 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #ifndef BERT_UNPAD_ISA
-#error "simd.h is for *_simd.cpp and *_bf16.cpp files: they are compiled per instruction set"
+#error \
+    "simd.h is for *_simd.cpp, *_bf16.cpp and *_amx.cpp files: they are compiled per instruction set"
 #endif
 
 #define BU_INLINE __attribute__((always_inline)) inline
@@ -33,7 +36,11 @@ inline constexpr int kLanes = 8;
 inline constexpr int kVectorRegisters = 16;
 #else
 inline constexpr int kLanes = 4;
+#if defined(__aarch64__)
+inline constexpr int kVectorRegisters = 32;
+#else
 inline constexpr int kVectorRegisters = 16;
+#endif
 #endif
 
 BU_INLINE int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -83,13 +90,15 @@ BU_INLINE f32v vmin(f32v a, f32v b) { return b < a ? b : a; }
 // --- 16-bit storage
 // -------------------------------------------------------------------------------
 
-// GCC takes three to four instructions for __builtin_convertvector between 16 and 32 bits where
+// GCC takes three to twelve instructions for __builtin_convertvector between 16 and 32 bits where
 // there is one.
 BU_INLINE u32v widen_u16(u16v v) {
 #if defined(__AVX512F__)
   return (u32v)_mm512_cvtepu16_epi32((__m256i)v);
 #elif defined(__AVX2__)
   return (u32v)_mm256_cvtepu16_epi32((__m128i)v);
+#elif defined(__aarch64__)
+  return (u32v)vmovl_u16((uint16x4_t)v);
 #else
   return __builtin_convertvector(v, u32v);
 #endif
@@ -112,6 +121,8 @@ BU_INLINE f32v widen_bf16(u16v v) { return as_f32(widen_u16(v) << 16); }
 BU_INLINE u16v narrow_bf16(f32v v) {
 #if defined(__AVX512BF16__)
   return (u16v)_mm512_cvtneps_pbh((__m512)v);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return (u16v)vcvt_bf16_f32((float32x4_t)v);
 #else
   // Round to nearest even. A NaN is truncated and stays one: the top fraction bit of all that come
   // out of arithmetic is set.
@@ -127,7 +138,7 @@ BU_INLINE u16v narrow_bf16(f32v v) {
 #endif
 }
 
-#if !defined(__F16C__)
+#if !defined(__F16C__) && !defined(__aarch64__)
 BU_INLINE float f16_to_float(uint16_t h) {
   // Shift the 15 magnitude bits into place and rescale: exact for normals and denormals.
   const uint32_t magnitude = static_cast<uint32_t>(h & 0x7fffu) << 13;
@@ -169,6 +180,8 @@ BU_INLINE f32v widen_f16(u16v v) {
   return (f32v)_mm512_cvtph_ps((__m256i)v);
 #elif defined(__F16C__)
   return (f32v)_mm256_cvtph_ps((__m128i)v);
+#elif defined(__aarch64__)
+  return (f32v)vcvt_f32_f16((float16x4_t)v);
 #else
   f32v out;
   for (int i = 0; i < kLanes; ++i) out[i] = f16_to_float(v[i]);
@@ -180,6 +193,8 @@ BU_INLINE u16v narrow_f16(f32v v) {
   return (u16v)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__F16C__)
   return (u16v)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__aarch64__)
+  return (u16v)vcvt_f16_f32((float32x4_t)v);
 #else
   u16v out;
   for (int i = 0; i < kLanes; ++i) out[i] = float_to_f16(v[i]);
@@ -238,6 +253,8 @@ BU_INLINE f32v round_to_int(f32v v) {
   return (f32v)_mm512_roundscale_ps((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__AVX2__)
   return (f32v)_mm256_round_ps((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__aarch64__)
+  return (f32v)vrndnq_f32((float32x4_t)v);
 #else
   // Adding 1.5 * 2^23 leaves no fraction bits; right for |v| < 2^22.
   return (v + 12582912.0f) - 12582912.0f;

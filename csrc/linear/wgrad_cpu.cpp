@@ -10,7 +10,7 @@
 
 namespace bert_unpad {
 
-BU_BF16_TABLE(WgradKernels, wgrad_kernels)
+BU_AMX_TABLE(WgradKernels, wgrad_kernels)
 
 namespace {
 

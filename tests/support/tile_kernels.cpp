@@ -4,7 +4,7 @@
 #include <initializer_list>
 
 #include "attention/attention_bf16.cpp"
-#include "linear/wgrad_bf16.cpp"
+#include "linear/wgrad_amx.cpp"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
