@@ -161,7 +161,7 @@ def stable_adamw_(
     grad_scale: Tensor | None = None,
     norm: Tensor | None = None,
     skipped: Tensor | None = None,
-    betas: tuple[float, float] = (0.9, 0.99),
+    betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-6,
     weight_decay: float = 0.0,
     max_grad_norm: float = 0.0,

@@ -20,12 +20,12 @@ class FusedStableAdamW(TwoPassOptimizer):
     AdamW whose learning rate is divided, for each parameter, by max(1, RMS). RMS^2 is the mean of
     g^2 / max(v, eps^2) over the parameter's elements, with v the second moment after this step's
     gradient g, corrected for its bias. So a parameter moves less where the second moment
-    underestimates the gradient, as after a sudden change of the data. The paper finds that this
-    replaces clipping of the gradient. The state has the layout of `torch.optim.AdamW`.
+    underestimates the gradient, as after a sudden change of the data. The state has the layout of
+    `torch.optim.AdamW`.
 
     Args:
-        params, lr, eps, maximize, master_weights, skip_non_finite, norm_group: as in `FusedAdam`.
-        betas: decay rates of the moments; the paper recommends a second one below 0.999.
+        params, lr, betas, eps, maximize, master_weights, skip_non_finite, norm_group: as in
+            `FusedAdam`.
         weight_decay: decay rate, multiplied by the divided learning rate as the update is.
         max_grad_norm: bound on the norm of all gradients together; None: do not clip.
 
@@ -37,7 +37,7 @@ class FusedStableAdamW(TwoPassOptimizer):
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
+        betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 1e-2,
         *,

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from bert_unpad.optim import MTDAO, FusedAdam, FusedLAMB, Muon, decay_groups, muon_groups
+from bert_unpad.optim import (
+    MTDAO,
+    FusedAdam,
+    FusedLAMB,
+    FusedStableAdamW,
+    Muon,
+    decay_groups,
+    muon_groups,
+)
 from bert_unpad.pretrain.config import ConfigError
 
 __all__ = ["KINDS", "Kind", "find_kind"]
@@ -60,6 +68,7 @@ KINDS: dict[str, Kind] = {
     "fused_adam": Kind(FusedAdam, {}, _OURS, shared_layout="adam"),
     "lamb": Kind(FusedLAMB, _UNCLIPPED | {"nesterov": False}, _OURS, shared_layout="adam"),
     "lans": Kind(FusedLAMB, _UNCLIPPED | {"nesterov": True}, _OURS, shared_layout="adam"),
+    "stable_adamw": Kind(FusedStableAdamW, {}, _OURS, shared_layout="adam"),
     "muon": Kind(Muon, {}, _OURS, muon_groups, shards=False, shares_work=True),
     "mt_dao": Kind(
         MTDAO,

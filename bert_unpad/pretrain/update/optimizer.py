@@ -39,7 +39,8 @@ def build_optimizer(
 
     adamw and fused_adam: Loshchilov and Hutter (2019, arXiv:1711.05101). lamb: You et al. (2020,
     arXiv:1904.00962), lans: Zheng et al. (2020, arXiv:2006.13484); without their
-    own bound on the gradient, which `clip` sets.
+    own bound on the gradient, which `clip` sets. stable_adamw: Wortsman et al. (2023,
+    arXiv:2304.13013).
 
     Args:
         model: on its device.
