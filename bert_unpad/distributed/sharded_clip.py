@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from bert_unpad.distributed.bucket_clip import ClipReport
 from bert_unpad.distributed.bucket_shares import Policy
+from bert_unpad.distributed.shard_exchange import reduce_scatter_flat
 from bert_unpad.ops import clip_bucket_
 
 
@@ -127,7 +128,7 @@ class _ClippedReduceScatter(ReduceScatter):
         self.norm = clip_bucket_(input_tensor, self.bound, factor=1.0 / group.size())
         if async_op:
             raise RuntimeError("ShardedClip: expected a synchronous reduction, got async_op=True")
-        dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group)
+        reduce_scatter_flat(output_tensor, input_tensor, group=group)
         # A rank's input that is not finite is NaN throughout, so any number of the sum shows it.
         self.finite = output_tensor[:1].isfinite().all()
         return None
