@@ -105,6 +105,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
         self.set_clipping(clip, max_norm)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether `optim` has this rank's parts, and no longer whole parameters."""
+        return bool(self._slices)
+
     def _share_groups(self) -> None:
         self.param_groups, self.state = self.optim.param_groups, self.optim.state
 
@@ -136,7 +141,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self._report is None:
             self._report, unused = self._gradients.reduce()
-            if not self._slices:
+            if not self.is_cut:
                 self._cut()
             for bucket in self._gradients.buckets:
                 gradients = bucket.shares(bucket.shard)
@@ -223,7 +228,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             device: where the results are; None: on the parameters' device.
         """
         kept = set(wanted)
-        if not self._slices:
+        if not self.is_cut:
             return {p: dict(self.optim.state.get(p, {})) for p in self._parameters if p in kept}
         parts = {p: self.optim.state.get(part, {}) for p, part in self._slices.items()}
         return gather_state(self._gradients.buckets, parts, kept, device, self._group)
@@ -245,7 +250,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: its groups or shapes differ from these.
         """
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        if self._slices and len(ids) == len(self._parameters):
+        if self.is_cut and len(ids) == len(self._parameters):
             parts = {
                 i: slice_state(state_dict["state"][i], p, *self._spans[p])
                 for i, p in zip(ids, self._parameters, strict=True)

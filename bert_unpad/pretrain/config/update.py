@@ -36,7 +36,10 @@ class OptimizerConfig:
     shard: Shard = advanced("none")
     """Ranks that share the optimizer's state. none: every rank keeps all of it. node: the ranks of
     a machine keep a part each. world: all ranks keep a part each. Updated weights then travel
-    between the ranks that share."""
+    between the ranks that share. overlap: as world, but gradients travel only to the rank that
+    updates them, during the backward pass, and weights during the next forward pass (the bytes of
+    an allreduce). fsdp: all ranks share parameters and gradients too, by FSDP2, which sends about
+    1.5 times as many bytes."""
 
 
 @dataclass
