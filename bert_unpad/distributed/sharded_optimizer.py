@@ -37,7 +37,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     sums over a whole parameter, these are added up over the ranks in one small allreduce (LANS:
     two). All ranks make the same calls. The first backward pass does not overlap.
 
-    With two ranks and `FusedAdam`, parameters have the bits that they have under DDP; otherwise
+    On two CPU ranks with `FusedAdam`, parameters have the bits that they have under DDP; otherwise
     they are equal to rounding, because sums have another order. The same calls on as many ranks
     give the same bits every time, also after a state has been saved and loaded, as long as the
     first backward pass makes gradients ready in the same order.
