@@ -64,7 +64,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         defaults: arguments of `optimizer_class`.
 
     Raises:
-        ValueError: `params` are not the module's, or one of them is not contiguous.
+        ValueError: `params` are not the module's, one of them is not contiguous, or the optimizer
+            is known to need whole parameters.
     """
 
     def __init__(
@@ -87,6 +88,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._parameters = [p for group in self.param_groups for p in group["params"]]
         names = _names_of(module, self._parameters)
         self._group = process_group
+        if not getattr(self.optim, "takes_parts", True):
+            raise ValueError(
+                "optimizer_class: expected one that can update parts of parameters, got "
+                f"{type(self.optim).__name__}"
+            )
         # Those of bert_unpad.optim; their sums over the ranks need every parameter on all of them.
         self._needs_all_parts = hasattr(self.optim, "shard_group")
         if self._needs_all_parts:

@@ -101,6 +101,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     """Base class of the fused optimizers and Muon."""
 
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf
+    takes_parts = True
+    """Whether it can update parts of parameters, see `shard_group`."""
     shard_group: dist.ProcessGroup | None = None
     """Processes each of which has a part of every parameter, maybe without elements, that is no
     DTensor: norms of parameters are summed over them. All must have the same lists of parameters

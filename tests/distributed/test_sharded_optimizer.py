@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.distributed import BucketClip, ShardedOptimizer, shard_exchange
-from bert_unpad.optim import FusedAdam, FusedLAMB, FusedStableAdamW, decay_groups
+from bert_unpad.optim import (
+    FusedAdam,
+    FusedLAMB,
+    FusedStableAdamW,
+    Muon,
+    decay_groups,
+    muon_groups,
+)
 from tests.support.processes import run_ranks
 from tests.support.shard_nets import Net, batch, loss_of, net
 
@@ -462,6 +469,8 @@ def refusals(rank: int, world_size: int) -> None:
         ShardedOptimizer(model, [*model.parameters(), nn.Parameter(torch.ones(2))], FusedAdam)
     with pytest.raises(ValueError, match="max_norm: expected a number above 0, got 0"):
         sharded(model, max_norm=0)
+    with pytest.raises(ValueError, match="expected one that can update parts of parameters, got M"):
+        ShardedOptimizer(model, muon_groups(model, 0.1), Muon)
     odd = nn.Linear(3, 4)
     odd.weight = nn.Parameter(torch.ones(3, 4).t())
     with pytest.raises(ValueError, match="expected contiguous parameters, got weight"):
