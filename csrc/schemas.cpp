@@ -123,4 +123,20 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
       "lamb_apply_(Tensor(a!)[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, "
       "Tensor(d!)[] masters, Tensor sums, Tensor coefficients, float beta1, float eps, "
       "float weight_decay, bool trust_ratio, bool nesterov) -> ()");
+  m.def(
+      "stable_adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+      "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] masters, Tensor(e!)[] steps, Tensor lr, "
+      "Tensor? grad_scale, Tensor? norm, Tensor(f!)? skipped, float beta1, float beta2, float eps, "
+      "float weight_decay, float max_grad_norm, bool maximize) -> ()");
+  // The same in two halves, as for LAMB.
+  m.def(
+      "stable_adamw_moments_(Tensor[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+      "Tensor(c!)[] exp_avg_sqs, Tensor[] masters, Tensor(e!)[] steps, Tensor lr, "
+      "Tensor? grad_scale, Tensor? norm, Tensor(f!)? skipped, float beta1, float beta2, float eps, "
+      "float weight_decay, float max_grad_norm, bool maximize) -> (Tensor sums, Tensor "
+      "coefficients)");
+  m.def(
+      "stable_adamw_apply_(Tensor(a!)[] params, Tensor[] grads, Tensor[] exp_avgs, "
+      "Tensor[] exp_avg_sqs, Tensor(d!)[] masters, Tensor sums, Tensor coefficients, float eps, "
+      "float weight_decay) -> ()");
 }

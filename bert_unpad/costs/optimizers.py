@@ -14,12 +14,14 @@ class OptimizerCost(NamedTuple):
     """That an update reads and writes."""
 
 
-# Traffic: gradient, parameter and two moments are read, the last three written; LAMB and LANS read
-# what they have written once more to take norms (see docs/development/gpu-queue.md).
+# Traffic: gradient, parameter and two moments are read, the last three written; LAMB,
+# LANS and StableAdamW read what they have written once more, after sums over it (see
+# docs/development/gpu-queue.md).
 OPTIMIZER_COSTS: dict[str, OptimizerCost] = {
     "adamw": OptimizerCost(8, 28),
     "fused_adam": OptimizerCost(8, 28),
     "lamb": OptimizerCost(8, 40),
     "lans": OptimizerCost(8, 40),
+    "stable_adamw": OptimizerCost(8, 40),
 }
 """Of those values of `optimizer.name` whose cost is modelled."""

@@ -1,4 +1,7 @@
-"""Averages of gradients or models over ranks: beside the backward pass, clipped, with less sent."""
+"""Averages of gradients or models over ranks: beside the backward pass, clipped, with less sent.
+
+`ShardedOptimizer` also shares the update out.
+"""
 
 from bert_unpad.distributed.allreduce import HierarchicalAllreduce
 from bert_unpad.distributed.bucket_clip import BucketClip, ClipReport
@@ -7,6 +10,7 @@ from bert_unpad.distributed.clip_before import ClipBefore
 from bert_unpad.distributed.gradient_flow import GradientFlow, gradient_flow_hook
 from bert_unpad.distributed.partial_sync import PartialSync, partial_sync_hook
 from bert_unpad.distributed.sharded_clip import ShardedClip
+from bert_unpad.distributed.sharded_optimizer import ShardedOptimizer
 
 __all__ = [
     "POLICIES",
@@ -17,6 +21,7 @@ __all__ = [
     "HierarchicalAllreduce",
     "PartialSync",
     "ShardedClip",
+    "ShardedOptimizer",
     "gradient_flow_hook",
     "partial_sync_hook",
 ]

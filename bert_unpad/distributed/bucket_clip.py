@@ -172,6 +172,17 @@ class BucketClip:
         self._shares = BucketShares(self.policy, numel)
         return self
 
+    def attach_to_shards(self, numel: int) -> None:
+        """Prepares for `clip_bucket` on buckets of `numel` elements in all, by another than DDP.
+
+        Raises:
+            RuntimeError: this BucketClip is attached already.
+        """
+        if self._shares is not None:
+            raise RuntimeError("this BucketClip is already attached to a model")
+        self._hook = None
+        self._shares = BucketShares(self.policy, numel)
+
     def report(self) -> ClipReport:
         """Reports on the last backward pass that synchronised gradients; call it before the next.
 
@@ -203,17 +214,45 @@ class BucketClip:
         return self._shares
 
     def _sync_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        buffer, index = bucket.buffer(), bucket.index()
+        buffer = bucket.buffer()
+        factor = 1.0 if self._hook else 1.0 / self._world_size
+        wire = self.clip_bucket(buffer, bucket.index(), bucket.is_last(), factor, buffer)
+        if self._hook is not None:
+            return self._hook(self._hook_state, bucket)
+        sent = self._allreduce(wire)
+        return sent if wire is buffer else sent.then(lambda future: buffer.copy_(future.value()))
+
+    def clip_bucket(
+        self,
+        buffer: Tensor,
+        index: int,
+        is_last: bool,
+        factor: float,
+        result: Tensor,
+        numel: int | None = None,
+    ) -> Tensor:
+        """Clips one bucket of a pass, which begins with bucket 0.
+
+        Args:
+            buffer: this rank's gradients; overwritten without a wire dtype.
+            index: of the bucket.
+            is_last: whether this bucket ends the pass.
+            factor: multiplies the clipped bucket.
+            result: will hold the average of the bucket, or a part of it, when `report` is called.
+            numel: elements of parameters in the bucket; None: all of it.
+
+        Returns:
+            What to send: `buffer`, or a tensor of the wire dtype, which the next pass overwrites.
+        """
         if index == 0:
             self._pass = []  # an error may have interrupted the previous pass
         if self.loss_scale is not None:
             buffer.div_(self.loss_scale)
-        share = self._attached().next(buffer.numel(), buffer.device)
+        share = self._attached().next(numel or buffer.numel(), buffer.device)
         if isinstance(share, Tensor):
             max_norm: float | Tensor = share.sqrt() * self.max_norm
         else:
             max_norm = math.sqrt(share) * self.max_norm
-        factor = 1.0 if self._hook else 1.0 / self._world_size
         wire = self._wire(index, buffer)
         norm = clip_bucket_(
             buffer,
@@ -222,14 +261,11 @@ class BucketClip:
             out=None if wire is buffer else wire,
             residual=None if wire is buffer else self._residual(index, buffer),
         )
-        self._pass.append((norm, share, buffer))
-        if bucket.is_last():
+        self._pass.append((norm, share, result))
+        if is_last:
             self._last = self._pass
             self._attached().end(torch.stack([norm for norm, _, _ in self._last]))
-        if self._hook is not None:
-            return self._hook(self._hook_state, bucket)
-        sent = self._allreduce(wire)
-        return sent if wire is buffer else sent.then(lambda future: buffer.copy_(future.value()))
+        return wire
 
     def _flat(self, wire: Tensor) -> torch.futures.Future[Tensor]:
         sent = dist.all_reduce(wire, group=self._group, async_op=True).get_future()

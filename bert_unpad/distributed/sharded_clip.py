@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from bert_unpad.distributed.bucket_clip import ClipReport
 from bert_unpad.distributed.bucket_shares import Policy
+from bert_unpad.distributed.shard_exchange import start_reduce_scatter
 from bert_unpad.ops import clip_bucket_
 
 
@@ -31,18 +32,22 @@ class ShardedClip:
     Args:
         max_norm: bound on the averaged gradient's norm.
         policy: equal or numel; see `BucketClip`.
+        loss_scale: as in `BucketClip`.
 
     Raises:
         ValueError: the policy is another one, or max_norm is not positive.
     """
 
-    def __init__(self, max_norm: float, policy: Policy = "numel") -> None:
+    def __init__(
+        self, max_norm: float, policy: Policy = "numel", loss_scale: Tensor | None = None
+    ) -> None:
         if policy not in ("equal", "numel"):
             raise ValueError(f"policy: expected equal or numel under FSDP, got {policy!r}")
         if not max_norm > 0:
             raise ValueError(f"max_norm: expected a number above 0, got {max_norm}")
         self._max_norm = float(max_norm)
         self._policy = policy
+        self._loss_scale = loss_scale
         self._groups: list[_ClippedReduceScatter] = []
 
     def attach(self, model: nn.Module) -> ShardedClip:
@@ -66,7 +71,8 @@ class ShardedClip:
             if not size:
                 continue
             share = size / total if self._policy == "numel" else 1 / sum(map(bool, sizes.values()))
-            group = _ClippedReduceScatter(math.sqrt(share) * self._max_norm)
+            bound = math.sqrt(share) * self._max_norm
+            group = _ClippedReduceScatter(bound, self._loss_scale)
             module.set_custom_reduce_scatter(group)
             self._groups.append(group)
         return self
@@ -101,8 +107,8 @@ def _count_groups(
 
 
 class _ClippedReduceScatter(ReduceScatter):
-    def __init__(self, bound: float) -> None:
-        self.bound = bound
+    def __init__(self, bound: float, loss_scale: Tensor | None) -> None:
+        self.bound, self.loss_scale = bound, loss_scale
         self.norm: Tensor | None = None
         self.finite: Tensor | None = None
 
@@ -124,10 +130,12 @@ class _ClippedReduceScatter(ReduceScatter):
                 f"ShardedClip: expected FSDP to average, got {op}; reduce in float32 or bfloat16, "
                 "and set no divide factor"
             )
-        self.norm = clip_bucket_(input_tensor, self.bound, factor=1.0 / group.size())
         if async_op:
             raise RuntimeError("ShardedClip: expected a synchronous reduction, got async_op=True")
-        dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group)
+        if self.loss_scale is not None:
+            input_tensor.div_(self.loss_scale)
+        self.norm = clip_bucket_(input_tensor, self.bound, factor=1.0 / group.size())
+        start_reduce_scatter(input_tensor, output_tensor, group)()
         # A rank's input that is not finite is NaN throughout, so any number of the sum shows it.
         self.finite = output_tensor[:1].isfinite().all()
         return None

@@ -59,14 +59,22 @@ class MlmHead(nn.Module):
         return ops.linear(self.transform(x), word_embeddings, self.bias)
 
 
+class NextSentenceHead(nn.Linear):
+    """A linear layer whose weights may stay fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes next-sentence logits: [N, hidden] -> [N, 2]."""
+        return ops.linear(x, self.weight, self.bias)
+
+
 class BertPreTrainingHeads(nn.Module):
     """The two pretraining heads, which Hugging Face's models name `cls`."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.predictions = MlmHead(config)
-        self.seq_relationship = nn.Linear(config.hidden_size, 2)
+        self.seq_relationship = NextSentenceHead(config.hidden_size, 2)
 
     def next_sentence(self, pooled: Tensor) -> Tensor:
         """Computes next-sentence logits [N, 2] (0 = is next, 1 = random) of pooled [N, hidden]."""
-        return ops.linear(pooled, self.seq_relationship.weight, self.seq_relationship.bias)
+        return self.seq_relationship(pooled)

@@ -21,7 +21,13 @@ from bert_unpad.ops.linear_layer import linear, linear_residual  # noqa: E402
 from bert_unpad.ops.loss import masked_cross_entropy  # noqa: E402
 from bert_unpad.ops.matmul import accumulate_in_place, time_algorithms  # noqa: E402
 from bert_unpad.ops.norm import dropout_add_layer_norm  # noqa: E402
-from bert_unpad.ops.optim import adam_, lamb_, multi_tensor_l2norm, multi_tensor_scale_  # noqa: E402
+from bert_unpad.ops.optim import (  # noqa: E402
+    adam_,
+    lamb_,
+    multi_tensor_l2norm,
+    multi_tensor_scale_,
+    stable_adamw_,
+)
 
 __all__ = [
     "accumulate_in_place",
@@ -38,6 +44,7 @@ __all__ = [
     "mlp",
     "multi_tensor_l2norm",
     "multi_tensor_scale_",
+    "stable_adamw_",
     "time_algorithms",
     "varlen_attention",
     "varlen_cross_attention",

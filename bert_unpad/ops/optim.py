@@ -1,4 +1,4 @@
-"""Norm, scaling, Adam and LAMB over lists of tensors: functions and fake kernels.
+"""Norm, scaling, Adam, LAMB and StableAdamW over lists of tensors: functions and fake kernels.
 
 The optimizers of `bert_unpad.optim` call these operators and keep their state. Everything that
 differs between steps is a tensor on the data's device. So the host does not wait, and a captured
@@ -149,6 +149,47 @@ def lamb_(
     )
 
 
+def stable_adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    lr: Tensor,
+    masters: Sequence[Tensor] = (),
+    grad_scale: Tensor | None = None,
+    norm: Tensor | None = None,
+    skipped: Tensor | None = None,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 0.0,
+    maximize: bool = False,
+) -> None:
+    """Makes one StableAdamW step for all parameters, in two passes.
+
+    Wortsman et al., "Stable and low-precision training for large-scale vision-language models"
+    (NeurIPS 2023, arXiv:2304.13013), Algorithm 2. A tensor's update is that of AdamW, with its
+    learning rate divided by max(1, RMS): RMS^2 is the mean of g^2 / max(v, eps^2), where v is the
+    second moment after this step's gradient, corrected for its bias. Weight decay is multiplied by
+    the same smaller learning rate.
+
+    Args:
+        betas: decay rates of the moments; the paper corrects their bias by changing the rates with
+            the step, which gives the same moments.
+
+        The other arguments are those of `adam_`.
+
+    Raises:
+        RuntimeError: a list, shape, dtype, device or number is wrong; the message names it.
+    """
+    _ops.stable_adamw_(
+        *map(list, (params, grads, exp_avgs, exp_avg_sqs, masters, steps)),
+        *(lr, grad_scale, norm, skipped, *betas, eps, weight_decay, max_grad_norm, maximize),
+    )
+
+
 @register_fake("multi_tensor_l2norm")
 def _(tensors):
     return tensors[0].new_empty((), dtype=torch.float32), tensors[0].new_empty(
@@ -156,8 +197,7 @@ def _(tensors):
     )
 
 
-@register_fake("lamb_moments_")
-def _(params, grads, exp_avgs, exp_avg_sqs, masters, steps, lr, *rest):
+def _first_pass(params, grads, exp_avgs, exp_avg_sqs, masters, steps, lr, *rest):
     rows = [lr.new_empty((len(params), width), dtype=torch.float32) for width in (3, 4)]
     return tuple(rows)
 
@@ -169,5 +209,9 @@ def _changes_in_place(*arguments):
     return None
 
 
-for _name in ("multi_tensor_scale_", "adam_", "lamb_", "lamb_apply_"):
+for _name in ("lamb_moments_", "stable_adamw_moments_"):
+    register_fake(_name)(_first_pass)
+for _name in ("multi_tensor_scale_", "adam_"):
+    register_fake(_name)(_changes_in_place)
+for _name in ("lamb_", "lamb_apply_", "stable_adamw_", "stable_adamw_apply_"):
     register_fake(_name)(_changes_in_place)

@@ -8,9 +8,9 @@ parameter (DTensor).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,17 +56,57 @@ class ParameterList:
             if name in state:
                 self.tensors[name].append(local(state[name]))
 
-    def sum_over_shards(self, sums: Tensor) -> Tensor:
-        """Adds up each shard's sums, in place."""
-        for group in self.shards:
-            dist.all_reduce(sums, group=group)
-        return sums
+    @property
+    def arrays(self) -> tuple[list[Tensor], ...]:
+        """Parameters, gradients and both moments, as the operators take them."""
+        tensors = self.tensors
+        return tensors["param"], tensors["grad"], tensors["exp_avg"], tensors["exp_avg_sq"]
+
+
+class Update(NamedTuple):
+    """One list of parameters and what its update needs."""
+
+    group: dict[str, Any]
+    """Options of the parameters' group."""
+    parameters: ParameterList
+    common: dict[str, Any]
+    """Arguments that all operators take."""
+
+
+def sum_over_shards(lists: Sequence[ParameterList], rows: Sequence[Tensor]) -> list[Tensor]:
+    """Adds up each list's rows over its shards; one allreduce for all that are sharded alike.
+
+    Args:
+        lists: parameters, the same on all ranks.
+        rows: for each list a tensor of this rank's sums; those of lists that are sharded alike have
+            as many columns.
+    """
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for index, (parameters, row) in enumerate(zip(lists, rows, strict=True)):
+        alike.setdefault((parameters.shards, row.device), []).append(index)
+    out = list(rows)
+    for (shards, _), indices in alike.items():
+        if not shards:
+            continue
+        total = torch.cat([rows[index] for index in indices])
+        for group in shards:
+            dist.all_reduce(total, group=group)
+        parts = total.split([len(rows[index]) for index in indices])
+        for index, part in zip(indices, parts, strict=True):
+            out[index] = part
+    return out
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base class of FusedAdam, FusedLAMB and Muon."""
+    """Base class of the fused optimizers and Muon."""
 
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf
+    takes_parts = True
+    """Whether it can update parts of parameters, see `shard_group`."""
+    shard_group: dist.ProcessGroup | None = None
+    """Processes each of which has a part of every parameter, maybe without elements, that is no
+    DTensor: norms of parameters are summed over them. All must have the same lists of parameters
+    with gradients."""
 
     def __init__(
         self,
@@ -164,6 +204,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             if not local(param.detach()).is_contiguous():
                 raise RuntimeError("params: expected contiguous parameters")
             shards = shard_groups(param)
+            if self.shard_group is not None:
+                shards = (self.shard_group,)
             state = self._state_of(param, group)
             grad = local(param.grad).contiguous()
             master = "master_param" in state
@@ -171,13 +213,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             lists.setdefault(key, ParameterList(shards)).add(param, grad, state)
         return list(lists.values())
 
-    def _global_norm(self, lists: Iterable[ParameterList]) -> Tensor | None:
+    def _global_norm(self, lists: Sequence[ParameterList]) -> Tensor | None:
         """Returns the norm of all gradients over all shards, float32 []."""
+        norms = [multi_tensor_l2norm(parameters.tensors["grad"])[0] for parameters in lists]
         total: Tensor | None = None
-        for parameters in lists:
-            square = multi_tensor_l2norm(parameters.tensors["grad"])[0].square()
-            square = parameters.sum_over_shards(square)
-            total = square if total is None else total + square.to(total.device)
+        for square in sum_over_shards(lists, [norm.square().reshape(1) for norm in norms]):
+            total = square[0] if total is None else total + square[0].to(total.device)
         if self.norm_group is not None:
             if total is None:  # this rank has no parameters, but the others wait for it
                 raise RuntimeError("norm_group: expected parameters with gradients on every rank")
@@ -217,7 +258,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 found > 0, torch.inf, torch.zeros_like(found) if norm is None else norm
             )
         inverse = None if scale is None else scale.double().reciprocal().float()
-        counted: set[torch.device] = set()
+        updates: list[Update] = []
         for group, parameters in lists:
             device = parameters.tensors["param"][0].device
             if device not in self._skipped:
@@ -227,12 +268,17 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "grad_scale": None if inverse is None else inverse.to(device),
                 "norm": None if norm is None else norm.to(device),
                 # Only the first call of a step counts it as skipped.
-                "skipped": None if counted else self._skipped[device],
+                "skipped": None if updates else self._skipped[device],
             }
-            counted.add(device)
-            self._update(group, parameters, common)
+            updates.append(Update(group, parameters, common))
+        self._update_all(updates)
+        for _, parameters in lists:
             torch.autograd.graph.increment_version(parameters.tensors["param"])
         return loss
+
+    def _update_all(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            self._update(*update)
 
     def _update(
         self, group: dict[str, Any], parameters: ParameterList, common: dict[str, Any]

@@ -1,7 +1,8 @@
-"""FusedLAMB: LAMB and LANS in one pass over all parameters."""
+"""FusedLAMB: LAMB and LANS for all parameters at once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bert_unpad.ops.optim import lamb_, multi_tensor_l2norm
-from bert_unpad.optim.base import FusedOptimizer, ParameterList
+from bert_unpad.optim.base import Update, sum_over_shards
+from bert_unpad.optim.two_passes import TwoPassOptimizer
 
 
-class FusedLAMB(FusedOptimizer):
+class FusedLAMB(TwoPassOptimizer):
     """LAMB (You et al., ICLR 2020) in MLPerf's variant for BERT, or LANS (Zheng et al., 2020).
 
     The gradient g is divided by max(1, |g| / max_grad_norm). The update of each parameter w,
@@ -67,44 +69,55 @@ class FusedLAMB(FusedOptimizer):
         }
         super().__init__(params, options, max_grad_norm, skip_non_finite, norm_group)
 
-    def _update(
-        self, group: dict[str, Any], parameters: ParameterList, common: dict[str, Any]
-    ) -> None:
-        lists = parameters.tensors
-        adapt = group["trust_ratio"] and (group["always_adapt"] or group["weight_decay"] != 0)
-        own_norms = None
-        if group["nesterov"]:
-            squares = multi_tensor_l2norm(lists["grad"])[1].square()
-            own_norms = parameters.sum_over_shards(squares).sqrt()
-        tensors = (lists["param"], lists["grad"], lists["exp_avg"], lists["exp_avg_sq"])
-        beta1, beta2 = group["betas"]
-        eps, decay = group["eps"], group["weight_decay"]
-        if not parameters.shards:
+    def _own_norms(self, updates: Sequence[Update]) -> list[Tensor | None]:
+        """The norm of each gradient, for LANS; in one allreduce over the shards."""
+        lans = [update.parameters for update in updates if update.group["nesterov"]]
+        squares = [multi_tensor_l2norm(x.tensors["grad"])[1].square() for x in lans]
+        norms = iter(sum_over_shards(lans, squares))
+        return [next(norms).sqrt() if u.group["nesterov"] else None for u in updates]
+
+    def _update_whole(self, updates: Sequence[Update]) -> None:
+        norms = self._own_norms(updates)
+        for (group, parameters, common), own in zip(updates, norms, strict=True):
             lamb_(
-                *(*tensors, lists["step"]),
-                masters=lists["master_param"],
-                grad_norms=own_norms,
-                betas=(beta1, beta2),
-                eps=eps,
-                weight_decay=decay,
+                *parameters.arrays,
+                parameters.tensors["step"],
+                masters=parameters.tensors["master_param"],
+                grad_norms=own,
+                betas=tuple(group["betas"]),
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
                 max_grad_norm=self.max_grad_norm or 0.0,
                 grad_averaging=group["grad_averaging"],
                 bias_correction=group["bias_correction"],
-                trust_ratio=adapt,
+                trust_ratio=_adapts(group),
                 nesterov=group["nesterov"],
                 maximize=group["maximize"],
                 **common,
             )
-            return
-        op = torch.ops.bert_unpad
-        sums, coefficients = op.lamb_moments_(
-            *(*tensors, lists["master_param"], lists["step"], common["lr"], common["grad_scale"]),
-            *(common["norm"], own_norms, common["skipped"], beta1, beta2, eps, decay),
-            *(self.max_grad_norm or 0.0, group["grad_averaging"], group["bias_correction"]),
-            *(group["nesterov"], group["maximize"]),
+
+    def _first_passes(self, updates: Sequence[Update]) -> list[tuple[Tensor, Tensor]]:
+        norms = self._own_norms(updates)
+        return [
+            torch.ops.bert_unpad.lamb_moments_(
+                *(*x.arrays, x.tensors["master_param"], x.tensors["step"]),
+                *(common["lr"], common["grad_scale"], common["norm"], own, common["skipped"]),
+                *(*group["betas"], group["eps"], group["weight_decay"]),
+                *(self.max_grad_norm or 0.0, group["grad_averaging"], group["bias_correction"]),
+                *(group["nesterov"], group["maximize"]),
+            )
+            for (group, x, common), own in zip(updates, norms, strict=True)
+        ]
+
+    def _second_pass(self, update: Update, sums: Tensor, coefficients: Tensor) -> None:
+        group, parameters, _ = update
+        torch.ops.bert_unpad.lamb_apply_(
+            *(*parameters.arrays, parameters.tensors["master_param"], sums, coefficients),
+            *(group["betas"][0], group["eps"], group["weight_decay"]),
+            *(_adapts(group), group["nesterov"]),
         )
-        sums = parameters.sum_over_shards(sums)
-        op.lamb_apply_(
-            *(*tensors, lists["master_param"], sums, coefficients, beta1, eps),
-            *(decay, adapt, group["nesterov"]),
-        )
+
+
+def _adapts(group: dict[str, Any]) -> bool:
+    """Whether updates of a group are scaled by the trust ratio."""
+    return group["trust_ratio"] and (group["always_adapt"] or group["weight_decay"] != 0)

@@ -99,6 +99,8 @@ class Muon(FusedAdam):
         ValueError: a number is out of range; the message names it.
     """
 
+    takes_parts = False
+
     def __init__(
         self,
         params: Any,

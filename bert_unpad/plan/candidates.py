@@ -11,7 +11,8 @@ from bert_unpad.costs.sync import COMPRESSIONS
 from bert_unpad.nn.encoder import Recompute
 
 RECOMPUTE = get_args(Recompute)
-SHARDS = get_args(Shard)
+SHARDS: tuple[Shard, ...] = ("none", "node", "world")
+"""Values of `optimizer.shard` whose time is modelled."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,9 @@ class Evaluator:
         lengths = collator.dataset.lengths[chosen].astype(np.int64)
         mine = chosen[np.argsort(-lengths, kind="stable")][ranks.rank :: ranks.world_size]
         self.examples = used
-        self._batches = [mine[i : i + batch_size] for i in range(0, len(mine), batch_size)]
+        # As many on all ranks, some of them empty: under FSDP a forward pass takes all ranks.
+        count = -(-used // (ranks.world_size * batch_size))
+        self._batches = [mine[i * batch_size : (i + 1) * batch_size] for i in range(count)]
         self._collator = collator
         self._ranks = ranks
         self._autocast = autocast

@@ -37,6 +37,7 @@ from bert_unpad.pretrain.ranks import Ranks, join_ranks
 from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.stages import DATA_ERRORS, Stages
 from bert_unpad.pretrain.update.check import check_optimizer
+from bert_unpad.pretrain.update.fsdp import whole_model
 from bert_unpad.pretrain.update.kinds import find_kind
 
 __all__ = ["main", "pretrain"]
@@ -135,6 +136,7 @@ def _pretrain(config: PretrainConfig, resolved: str, ranks: Ranks, lock: RunLock
     else:
         logger.info("all %d steps are done: skipping to the report", run.progress.step)
 
+    run.model = whole_model(run.model, ranks)
     if ranks.is_first:
         write_report(run, data)
     ranks.barrier()

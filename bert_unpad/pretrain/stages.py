@@ -29,6 +29,7 @@ from bert_unpad.pretrain.growth import Growth, Stage, add_layers, cut_layers, fr
 from bert_unpad.pretrain.model import add_gradients_in_products
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.run import Run
+from bert_unpad.pretrain.update.fsdp import shard_model
 from bert_unpad.pretrain.update.kinds import find_kind
 from bert_unpad.pretrain.update.optimizer import shard_group
 
@@ -76,8 +77,13 @@ class Stages:
         self.sync = GradientSync(run, None if self.speeds is None else self.speeds.clock)
         cut_layers(run.model, self.stage.layers)
         freeze(run.model, self.stage)
+        shard_model(run.model, run.config, run.ranks)
         self._shard_group = shard_group(run.config.optimizer, run.ranks)
-        self.optimizer = next_optimizer(run.model, run.config.optimizer, group=self._shard_group)
+        self.optimizer = next_optimizer(
+            *(run.model, run.config.optimizer),
+            group=self._shard_group,
+            bucket_mb=run.config.comm.bucket_mb,
+        )
         self._feed()
 
     @property

@@ -140,3 +140,44 @@ def lamb_halves(inputs: Inputs) -> Iterator[Compared]:
             *(True, False),
         )
     yield from state.compared(_lamb_expected(state))
+
+
+def _stable_expected(state: _Updates) -> list[Tensor]:
+    """Computes three updates in float64, as in the paper."""
+    results = []
+    for i, start in enumerate(state.expected):
+        x, first, second = start, torch.zeros_like(start), torch.zeros_like(start)
+        for step, grads in enumerate(state.grads, 1):
+            grad = grads[i].double()
+            b1, b2 = (b * (1 - b ** (step - 1)) / (1 - b**step) for b in _BETAS)
+            first = b1 * first + (1 - b1) * grad
+            second = b2 * second + (1 - b2) * grad * grad
+            rms = (grad.square() / second.clamp(min=_EPS**2)).mean().sqrt()
+            lr = _LR / rms.clamp(min=1)
+            x = x - lr * _DECAY * x - lr * first / (second.sqrt() + _EPS)
+        results.append(x)
+    return results
+
+
+@case
+def stable_adamw_(inputs: Inputs) -> Iterator[Compared]:
+    state = _Updates(inputs)
+    options = {"betas": _BETAS, "eps": _EPS, "weight_decay": _DECAY, "masters": state.masters}
+    for grads in state.grads:
+        ops.stable_adamw_(*state.lists(grads), state.steps, lr=state.lr, **options)
+    yield from state.compared(_stable_expected(state))
+
+
+@case
+def stable_adamw_halves(inputs: Inputs) -> Iterator[Compared]:
+    """Checks stable_adamw_moments_ and stable_adamw_apply_, which update sharded states."""
+    state, op = _Updates(inputs), torch.ops.bert_unpad
+    for grads in state.grads:
+        sums, coefficients = op.stable_adamw_moments_(
+            *(*state.lists(grads), state.masters, state.steps, state.lr, None, None, None),
+            *(*_BETAS, _EPS, _DECAY, 0.0, False),
+        )
+        op.stable_adamw_apply_(
+            *(*state.lists(grads), state.masters, sums, coefficients, _EPS, _DECAY)
+        )
+    yield from state.compared(_stable_expected(state))

@@ -47,7 +47,7 @@ inline void check_scalar(const Tensor& t, const Tensor& like, const char* op, co
   check_scalar(t, ScalarType::Float, like, op, name, "float32");
 }
 
-// The scalar arguments of adam_ and lamb_.
+// The scalar arguments of the updates.
 struct UpdateScalars {
   Tensor lr;
   std::optional<Tensor> grad_scale, norm, skipped;
@@ -139,11 +139,11 @@ inline const float* own_norms(const std::optional<Tensor>& t, const Tensors& par
   return t->const_data_ptr<float>();
 }
 
-// What lamb_moments_ hands to lamb_apply_: float32 [tensors, width].
+// What a first pass hands to the second: float32 [tensors, width].
 inline const float* rows_of(const Tensor& t, const Tensors& params, int64_t width, const char* op,
                             const char* name) {
   check_shape(t, {static_cast<int64_t>(params.size()), width}, op, name,
-              width == kLambSums ? "[tensors, 3]" : "[tensors, 4]");
+              width == kTensorSums ? "[tensors, 3]" : "[tensors, 4]");
   check_dtype(t, ScalarType::Float, op, name, "float32");
   check_contiguous(t, op, name);
   if (!params.empty()) check_same_device(t, params[0], op, name);

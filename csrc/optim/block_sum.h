@@ -23,7 +23,7 @@ BU_DEVICE void sum_over_block(float (&values)[N], uint32_t shared) {
 
 // out[t * width + k] = sum over the chunks of tensor t of partials[chunk * width + k]; square roots
 // of them with `root`. `ends[t]` is the chunk after the last one of tensor t. Width: 1 or
-// kLambSums.
+// kTensorSums.
 void sum_chunks(const char* op, const float* partials, int width, const std::vector<int>& ends,
                 bool root, float* out, cudaStream_t stream);
 

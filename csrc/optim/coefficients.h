@@ -12,6 +12,13 @@
 
 namespace bert_unpad {
 
+// What an update is multiplied by that is computed from two passes over a tensor.
+enum class Ratio : int16_t {
+  kOne,      // nothing
+  kTrust,    // |w| / |u| (LAMB)
+  kRmsClip,  // 1 / max(1, RMS), with RMS^2 the mean of g^2 / v (StableAdamW)
+};
+
 // What a call gives for all of its tensors.
 struct UpdateRule {
   double beta1, beta2, eps, weight_decay;
@@ -19,7 +26,7 @@ struct UpdateRule {
   bool decoupled;        // AdamW's weight decay; else it is added to the gradient (L2)
   bool bias_correction;
   bool grad_averaging;  // the gradient enters exp_avg times 1 - beta1
-  bool trust_ratio;
+  Ratio ratio;
   bool nesterov;
   bool maximize;
 };
@@ -35,7 +42,7 @@ inline UpdateRule adam_rule(double beta1, double beta2, double eps, double weigh
           .decoupled = decoupled,
           .bias_correction = bias_correction,
           .grad_averaging = true,
-          .trust_ratio = false,
+          .ratio = Ratio::kOne,
           .nesterov = false,
           .maximize = maximize};
 }
@@ -51,9 +58,16 @@ inline UpdateRule lamb_rule(double beta1, double beta2, double eps, double weigh
           .decoupled = true,
           .bias_correction = bias_correction,
           .grad_averaging = grad_averaging,
-          .trust_ratio = trust_ratio,
+          .ratio = trust_ratio ? Ratio::kTrust : Ratio::kOne,
           .nesterov = nesterov,
           .maximize = maximize};
+}
+
+inline UpdateRule stable_adamw_rule(double beta1, double beta2, double eps, double weight_decay,
+                                    double max_grad_norm, bool maximize) {
+  UpdateRule rule = adam_rule(beta1, beta2, eps, weight_decay, max_grad_norm, true, true, maximize);
+  rule.ratio = Ratio::kRmsClip;
+  return rule;
 }
 
 // The same as kernels take it. Moments are m + (1 - beta) (g - m): 1 - beta loses no digits.
@@ -63,7 +77,8 @@ struct RuleFactors {
   float beta1;
   float eps, weight_decay;
   int32_t decoupled;  // flags, of sizes that leave no padding: see optim/update.h
-  int16_t trust_ratio, nesterov;
+  Ratio ratio;
+  int16_t nesterov;
 };
 
 inline RuleFactors factors_of(const UpdateRule& r) {
@@ -75,7 +90,7 @@ inline RuleFactors factors_of(const UpdateRule& r) {
           static_cast<float>(r.eps),
           static_cast<float>(r.weight_decay),
           r.decoupled,
-          r.trust_ratio,
+          r.ratio,
           r.nesterov};
 }
 
@@ -121,10 +136,14 @@ BU_HD Coefficients coefficients_of(const UpdateRule& r, float step, float lr, fl
           static_cast<float>(denominator), lr};
 }
 
-// |w| / |u| from their squares (You et al., ICLR 2020): 1 where either is 0.
-BU_HD float trust_ratio(float weight_squares, float update_squares) {
-  if (!(weight_squares > 0.0f && update_squares > 0.0f)) return 1.0f;
-  return static_cast<float>(sqrt(static_cast<double>(weight_squares) / update_squares));
+// The root of a quotient of two sums over a tensor; 1 where either sum is 0. LAMB: |w| / |u| from
+// their squares (You et al., ICLR 2020). StableAdamW: 1 / RMS from the number of elements and the
+// sum of g^2 / v, at most 1 (Wortsman et al., 2023).
+BU_HD float ratio_of(Ratio kind, float numerator, float denominator) {
+  if (!(numerator > 0.0f && denominator > 0.0f)) return 1.0f;
+  const double quotient = static_cast<double>(numerator) / denominator;
+  if (kind == Ratio::kRmsClip && quotient > 1.0) return 1.0f;
+  return static_cast<float>(sqrt(quotient));
 }
 
 }  // namespace bert_unpad

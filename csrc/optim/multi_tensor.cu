@@ -119,7 +119,7 @@ void sum_chunks(const char* op, const float* partials, int width, const std::vec
     p.root = root;
     p.first[0] = begin == 0 ? 0 : ends[begin - 1];
     for (int i = 0; i < count; ++i) p.first[i + 1] = ends[begin + i];
-    launch(op, width == 1 ? chunk_sum_kernel<1> : chunk_sum_kernel<kLambSums>, dim3(count),
+    launch(op, width == 1 ? chunk_sum_kernel<1> : chunk_sum_kernel<kTensorSums>, dim3(count),
            dim3(kLanesX, kWarpsY), sum_over_y_bytes(kLanesX, kWarpsY, width), stream, p);
   }
 }

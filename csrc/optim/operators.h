@@ -60,12 +60,17 @@ void adam_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs,
   Device(op, params[0]).adam({rule, list, scalars, nullptr});
 }
 
-// What lamb_ and lamb_moments_ have in common: f(device, update), unless there is nothing to do.
+// The operators of two passes. Their `Device` has
+//   both(update)
+//   moments(update, sums, rows)    into float32 [tensors, kTensorSums] and [tensors, 4]
+//   apply(rule, list, sums, rows)
+//
+// f(device, update), unless there is nothing to do.
 template <class Device, class F>
-void begin_lamb(const char* op, const UpdateRule& rule, const Tensors& params, const Tensors& grads,
-                const Tensors& exp_avgs, const Tensors& exp_avg_sqs, const Tensors& masters,
-                const Tensors& steps, const UpdateScalars& scalars,
-                const std::optional<Tensor>& grad_norms, const F& f) {
+void begin_two_passes(const char* op, const UpdateRule& rule, const Tensors& params,
+                      const Tensors& grads, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
+                      const Tensors& masters, const Tensors& steps, const UpdateScalars& scalars,
+                      const std::optional<Tensor>& grad_norms, const F& f) {
   check_rule(rule, op);
   const UpdateList list(params, grads, exp_avgs, exp_avg_sqs, masters, &steps, op);
   const float* norms = own_norms(grad_norms, params, rule, op);
@@ -74,7 +79,43 @@ void begin_lamb(const char* op, const UpdateRule& rule, const Tensors& params, c
   f(Device(op, params[0]), Update{rule, list, scalars, norms});
 }
 
-//   lamb(update)
+template <class Device>
+void two_passes(const char* op, const UpdateRule& rule, const Tensors& params, const Tensors& grads,
+                const Tensors& exp_avgs, const Tensors& exp_avg_sqs, const Tensors& masters,
+                const Tensors& steps, const UpdateScalars& scalars,
+                const std::optional<Tensor>& grad_norms) {
+  begin_two_passes<Device>(op, rule, params, grads, exp_avgs, exp_avg_sqs, masters, steps, scalars,
+                           grad_norms,
+                           [](const Device& device, const Update& update) { device.both(update); });
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor> first_pass(const char* op, const UpdateRule& rule, const Tensors& params,
+                                      const Tensors& grads, const Tensors& exp_avgs,
+                                      const Tensors& exp_avg_sqs, const Tensors& masters,
+                                      const Tensors& steps, const UpdateScalars& scalars,
+                                      const std::optional<Tensor>& grad_norms) {
+  const auto count = static_cast<int64_t>(params.size());
+  Tensor sums = torch::stable::new_empty(scalars.lr, {count, kTensorSums}, ScalarType::Float);
+  Tensor rows = torch::stable::new_empty(scalars.lr, {count, 4}, ScalarType::Float);
+  begin_two_passes<Device>(
+      op, rule, params, grads, exp_avgs, exp_avg_sqs, masters, steps, scalars, grad_norms,
+      [&](const Device& device, const Update& update) { device.moments(update, sums, rows); });
+  return {sums, rows};
+}
+
+template <class Device>
+void second_pass(const char* op, const UpdateRule& rule, const Tensors& params,
+                 const Tensors& grads, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
+                 const Tensors& masters, const Tensor& sums, const Tensor& coefficients) {
+  check_rule(rule, op);
+  const UpdateList list(params, grads, exp_avgs, exp_avg_sqs, masters, nullptr, op);
+  const float* sum_rows = rows_of(sums, params, kTensorSums, op, "sums");
+  const float* rows = rows_of(coefficients, params, 4, op, "coefficients");
+  if (params.empty()) return;
+  Device(op, params[0]).apply(rule, list, sum_rows, rows);
+}
+
 template <class Device>
 void lamb_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors masters,
            Tensors steps, Tensor lr, std::optional<Tensor> grad_scale, std::optional<Tensor> norm,
@@ -83,12 +124,10 @@ void lamb_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs,
            bool bias_correction, bool trust_ratio, bool nesterov, bool maximize) {
   const UpdateRule rule = lamb_rule(beta1, beta2, eps, weight_decay, max_grad_norm, grad_averaging,
                                     bias_correction, trust_ratio, nesterov, maximize);
-  begin_lamb<Device>("lamb_", rule, params, grads, exp_avgs, exp_avg_sqs, masters, steps,
-                     {lr, grad_scale, norm, skipped}, grad_norms,
-                     [](const Device& device, const Update& update) { device.lamb(update); });
+  two_passes<Device>("lamb_", rule, params, grads, exp_avgs, exp_avg_sqs, masters, steps,
+                     {lr, grad_scale, norm, skipped}, grad_norms);
 }
 
-//   lamb_moments(update, sums, rows)  into float32 [tensors, kLambSums] and [tensors, 4]
 template <class Device>
 std::tuple<Tensor, Tensor> lamb_moments_(
     Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors masters,
@@ -98,30 +137,51 @@ std::tuple<Tensor, Tensor> lamb_moments_(
     bool bias_correction, bool nesterov, bool maximize) {
   const UpdateRule rule = lamb_rule(beta1, beta2, eps, weight_decay, max_grad_norm, grad_averaging,
                                     bias_correction, true, nesterov, maximize);
-  const auto count = static_cast<int64_t>(params.size());
-  Tensor sums = torch::stable::new_empty(lr, {count, kLambSums}, ScalarType::Float);
-  Tensor rows = torch::stable::new_empty(lr, {count, 4}, ScalarType::Float);
-  begin_lamb<Device>(
-      "lamb_moments_", rule, params, grads, exp_avgs, exp_avg_sqs, masters, steps,
-      {lr, grad_scale, norm, skipped}, grad_norms,
-      [&](const Device& device, const Update& update) { device.lamb_moments(update, sums, rows); });
-  return {sums, rows};
+  return first_pass<Device>("lamb_moments_", rule, params, grads, exp_avgs, exp_avg_sqs, masters,
+                            steps, {lr, grad_scale, norm, skipped}, grad_norms);
 }
 
-//   lamb_apply(rule, list, sums, rows)
 template <class Device>
 void lamb_apply_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs,
                  Tensors masters, Tensor sums, Tensor coefficients, double beta1, double eps,
                  double weight_decay, bool trust_ratio, bool nesterov) {
-  const char* op = "lamb_apply_";
   const UpdateRule rule =
       lamb_rule(beta1, 0.0, eps, weight_decay, 0.0, true, false, trust_ratio, nesterov, false);
-  check_rule(rule, op);
-  const UpdateList list(params, grads, exp_avgs, exp_avg_sqs, masters, nullptr, op);
-  const float* squares = rows_of(sums, params, kLambSums, op, "sums");
-  const float* rows = rows_of(coefficients, params, 4, op, "coefficients");
-  if (params.empty()) return;
-  Device(op, params[0]).lamb_apply(rule, list, squares, rows);
+  second_pass<Device>("lamb_apply_", rule, params, grads, exp_avgs, exp_avg_sqs, masters, sums,
+                      coefficients);
+}
+
+template <class Device>
+void stable_adamw_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs,
+                   Tensors masters, Tensors steps, Tensor lr, std::optional<Tensor> grad_scale,
+                   std::optional<Tensor> norm, std::optional<Tensor> skipped, double beta1,
+                   double beta2, double eps, double weight_decay, double max_grad_norm,
+                   bool maximize) {
+  const UpdateRule rule =
+      stable_adamw_rule(beta1, beta2, eps, weight_decay, max_grad_norm, maximize);
+  two_passes<Device>("stable_adamw_", rule, params, grads, exp_avgs, exp_avg_sqs, masters, steps,
+                     {lr, grad_scale, norm, skipped}, std::nullopt);
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor> stable_adamw_moments_(
+    Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors masters,
+    Tensors steps, Tensor lr, std::optional<Tensor> grad_scale, std::optional<Tensor> norm,
+    std::optional<Tensor> skipped, double beta1, double beta2, double eps, double weight_decay,
+    double max_grad_norm, bool maximize) {
+  const UpdateRule rule =
+      stable_adamw_rule(beta1, beta2, eps, weight_decay, max_grad_norm, maximize);
+  return first_pass<Device>("stable_adamw_moments_", rule, params, grads, exp_avgs, exp_avg_sqs,
+                            masters, steps, {lr, grad_scale, norm, skipped}, std::nullopt);
+}
+
+template <class Device>
+void stable_adamw_apply_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs,
+                         Tensors masters, Tensor sums, Tensor coefficients, double eps,
+                         double weight_decay) {
+  const UpdateRule rule = stable_adamw_rule(0.0, 0.0, eps, weight_decay, 0.0, false);
+  second_pass<Device>("stable_adamw_apply_", rule, params, grads, exp_avgs, exp_avg_sqs, masters,
+                      sums, coefficients);
 }
 
 }  // namespace bert_unpad

@@ -23,19 +23,22 @@ struct PlainTensor {
   int64_t size;
 };
 
-// Squares of LAMB's norms: weights, update, and (Nesterov) the update by the gradient alone.
-inline constexpr int kLambSums = 3;
+// Sums over a tensor between two passes. LAMB: squares of the norms of weights, of the update, and
+// (Nesterov) of the update by the gradient alone. StableAdamW: elements, g^2 / max(v, eps^2), 0.
+inline constexpr int kTensorSums = 3;
 
 struct UpdateKernels {
   // Each for elements [begin, end); DTypes are the parameter's and the gradient's.
   void (*adam)(const RuleFactors&, const Coefficients&, DType, DType, const UpdateTensor&,
                int64_t begin, int64_t end);
-  // Moments, and the sums of squares of these elements.
-  void (*lamb_moments)(const RuleFactors&, const Coefficients&, DType, DType, const UpdateTensor&,
-                       int64_t begin, int64_t end, double* sums /* [kLambSums] */);
+  // Moments, and the sums over these elements.
+  using Moments = void (*)(const RuleFactors&, const Coefficients&, DType, DType,
+                           const UpdateTensor&, int64_t begin, int64_t end,
+                           double* sums /* [kTensorSums] */);
+  Moments lamb_moments, stable_adamw_moments;
   // Recomputes the update and adds it: `ratios` of the update and of the one by the gradient alone.
-  void (*lamb_apply)(const RuleFactors&, const Coefficients&, DType, DType, const UpdateTensor&,
-                     const float* ratios /* [2] */, int64_t begin, int64_t end);
+  void (*apply)(const RuleFactors&, const Coefficients&, DType, DType, const UpdateTensor&,
+                const float* ratios /* [2] */, int64_t begin, int64_t end);
 };
 
 struct MultiTensorKernels {

@@ -32,24 +32,23 @@ class Lists {
     cuda::adam(update_call(update.rule, update.list, rows.const_data_ptr<float>()), call_.stream);
   }
 
-  void lamb(const Update& update) const {
-    Tensor sums = empty_rows(update, kLambSums), rows = empty_rows(update, 4);
-    lamb_moments(update, sums, rows);
-    lamb_apply(update.rule, update.list, sums.const_data_ptr<float>(),
-               rows.const_data_ptr<float>());
+  void both(const Update& update) const {
+    Tensor sums = empty_rows(update, kTensorSums), rows = empty_rows(update, 4);
+    moments(update, sums, rows);
+    apply(update.rule, update.list, sums.const_data_ptr<float>(), rows.const_data_ptr<float>());
   }
 
-  void lamb_moments(const Update& update, Tensor& sums, Tensor& rows) const {
+  void moments(const Update& update, Tensor& sums, Tensor& rows) const {
     advance(update, rows);
-    Tensor partials = empty({update_chunks(update.list.tensors), kLambSums});
-    cuda::lamb_moments(update_call(update.rule, update.list, rows.const_data_ptr<float>()),
-                       partials.mutable_data_ptr<float>(), sums.mutable_data_ptr<float>(),
-                       call_.stream);
+    Tensor partials = empty({update_chunks(update.list.tensors), kTensorSums});
+    const auto pass = update.rule.ratio == Ratio::kRmsClip ? stable_adamw_moments : lamb_moments;
+    pass(update_call(update.rule, update.list, rows.const_data_ptr<float>()),
+         partials.mutable_data_ptr<float>(), sums.mutable_data_ptr<float>(), call_.stream);
   }
 
-  void lamb_apply(const UpdateRule& rule, const UpdateList& list, const float* sums,
-                  const float* rows) const {
-    cuda::lamb_apply(update_call(rule, list, rows), sums, call_.stream);
+  void apply(const UpdateRule& rule, const UpdateList& list, const float* sums,
+             const float* rows) const {
+    cuda::apply_ratios(update_call(rule, list, rows), sums, call_.stream);
   }
 
  private:
@@ -93,6 +92,9 @@ STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CUDA, m) {
   m.impl("lamb_", TORCH_BOX(&lamb_<Lists>));
   m.impl("lamb_moments_", TORCH_BOX(&lamb_moments_<Lists>));
   m.impl("lamb_apply_", TORCH_BOX(&lamb_apply_<Lists>));
+  m.impl("stable_adamw_", TORCH_BOX(&stable_adamw_<Lists>));
+  m.impl("stable_adamw_moments_", TORCH_BOX(&stable_adamw_moments_<Lists>));
+  m.impl("stable_adamw_apply_", TORCH_BOX(&stable_adamw_apply_<Lists>));
 }
 
 }  // namespace bert_unpad::cuda

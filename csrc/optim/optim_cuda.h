@@ -46,9 +46,11 @@ struct UpdateCall {
 
 void adam(const UpdateCall& call, cudaStream_t stream);
 
-// Moments, and sums [tensors, kLambSums] by way of partials [chunks, kLambSums].
+// Moments, and sums [tensors, kTensorSums] by way of partials [chunks, kTensorSums].
 void lamb_moments(const UpdateCall& call, float* partials, float* sums, cudaStream_t stream);
-// Recomputes the update and adds it.
-void lamb_apply(const UpdateCall& call, const float* sums, cudaStream_t stream);
+void stable_adamw_moments(const UpdateCall& call, float* partials, float* sums,
+                          cudaStream_t stream);
+// The second pass of LAMB and StableAdamW: recomputes the update and adds it.
+void apply_ratios(const UpdateCall& call, const float* sums, cudaStream_t stream);
 
 }  // namespace bert_unpad::cuda

@@ -1,4 +1,4 @@
-// Adam and LAMB on a CPU: one pass over the arrays, in strips of vectors.
+// Adam, LAMB and StableAdamW on a CPU: one pass over the arrays, in strips of vectors.
 #include "cpu/strip_simd.h"
 #include "optim/optim.h"
 #include "optim/stream_simd.h"
@@ -96,24 +96,27 @@ void adam(const RuleFactors& f, const Coefficients& c, const UpdateTensor& t, in
   });
 }
 
-// sum += the squares, without the lanes beyond the width (0 / eps there, NaN for eps = 0).
+// Squares of a few thousand numbers are added up in fp32, these sums in double.
+constexpr int64_t kRun = 4096;
+
+// sum += s, without the lanes beyond the width (0 / eps there, NaN for eps = 0).
 template <int N>
-BU_INLINE void add_squares(f32v& sum, const Strip<N>& s, Whole<N>) {
+BU_INLINE void add_up(f32v& sum, const Strip<N>& s, Whole<N>) {
 #pragma GCC unroll 4
-  for (int i = 0; i < N; ++i) sum += s.v[i] * s.v[i];
+  for (int i = 0; i < N; ++i) sum += s.v[i];
 }
-BU_INLINE void add_squares(f32v& sum, const Strip<1>& s, Tail tail) {
-  const f32v v = first(s.v[0], tail);
-  sum += v * v;
+BU_INLINE void add_up(f32v& sum, const Strip<1>& s, Tail tail) { sum += first(s.v[0], tail); }
+
+template <int N, class Width>
+BU_INLINE void add_squares(f32v& sum, const Strip<N>& s, Width width) {
+  add_up(sum, s * s, width);
 }
 
 template <class P, class G>
 void lamb_moments(const RuleFactors& f, const Coefficients& c, const UpdateTensor& t, int64_t begin,
                   int64_t end, double* sums) {
   const FlushDenormals flush;
-  // Runs of a few thousand squares are added up in fp32, those in double.
-  constexpr int64_t kRun = 4096;
-  for (int i = 0; i < kLambSums; ++i) sums[i] = 0.0;
+  for (int i = 0; i < kTensorSums; ++i) sums[i] = 0.0;
   for (int64_t run = begin; run < end; run += kRun) {
     f32v weights{}, updates{}, gradients{};
     const int64_t size = run + kRun < end ? kRun : end - run;
@@ -131,8 +134,32 @@ void lamb_moments(const RuleFactors& f, const Coefficients& c, const UpdateTenso
 }
 
 template <class P, class G>
-void lamb_apply(const RuleFactors& f, const Coefficients& c, const UpdateTensor& t,
-                const float* ratios, int64_t begin, int64_t end) {
+void stable_adamw_moments(const RuleFactors& f, const Coefficients& c, const UpdateTensor& t,
+                          int64_t begin, int64_t end, double* sums) {
+  const FlushDenormals flush;
+  const float correction = c.denominator * c.denominator, smallest = f.eps * f.eps;
+  sums[0] = static_cast<double>(end - begin);
+  sums[1] = sums[2] = 0.0;
+  for (int64_t run = begin; run < end; run += kRun) {
+    f32v quotients{};
+    const int64_t size = run + kRun < end ? kRun : end - run;
+    for_strips(size, [&](int64_t i, auto width) __attribute__((always_inline)) {
+      const auto s = advance<P, G>(f, c, t, run + i, width, 0.0f);
+      const auto quotient = lockstep(
+          [&](f32v g, f32v v) __attribute__((always_inline)) {
+            return g * g / vmax(v * splat(correction), splat(smallest));
+          },
+          s.g, s.v);
+      add_up(quotients, quotient, width);
+    });
+    sums[1] += static_cast<double>(reduce_add(quotients));
+  }
+}
+
+// The second pass of LAMB and StableAdamW.
+template <class P, class G>
+void apply(const RuleFactors& f, const Coefficients& c, const UpdateTensor& t, const float* ratios,
+           int64_t begin, int64_t end) {
   const FlushDenormals flush;
   // LANS: d = beta1 ratio (m + decay w) + (1 - beta1) ratio' (g + decay w).
   const float by_momentum = c.lr * ratios[0] * (f.nesterov ? f.beta1 : 1.0f);
@@ -176,13 +203,19 @@ void run_lamb_moments(const RuleFactors& f, const Coefficients& c, DType param, 
                       const UpdateTensor& t, int64_t begin, int64_t end, double* sums) {
   dispatch(param, grad, [&]<class P, class G>() { lamb_moments<P, G>(f, c, t, begin, end, sums); });
 }
-void run_lamb_apply(const RuleFactors& f, const Coefficients& c, DType param, DType grad,
-                    const UpdateTensor& t, const float* ratios, int64_t begin, int64_t end) {
-  dispatch(param, grad, [&]<class P, class G>() { lamb_apply<P, G>(f, c, t, ratios, begin, end); });
+void run_stable_adamw_moments(const RuleFactors& f, const Coefficients& c, DType param, DType grad,
+                              const UpdateTensor& t, int64_t begin, int64_t end, double* sums) {
+  dispatch(param, grad,
+           [&]<class P, class G>() { stable_adamw_moments<P, G>(f, c, t, begin, end, sums); });
+}
+void run_apply(const RuleFactors& f, const Coefficients& c, DType param, DType grad,
+               const UpdateTensor& t, const float* ratios, int64_t begin, int64_t end) {
+  dispatch(param, grad, [&]<class P, class G>() { apply<P, G>(f, c, t, ratios, begin, end); });
 }
 
 }  // namespace
 
-extern const UpdateKernels update_kernels = {run_adam, run_lamb_moments, run_lamb_apply};
+extern const UpdateKernels update_kernels = {run_adam, run_lamb_moments, run_stable_adamw_moments,
+                                             run_apply};
 
 }  // namespace bert_unpad::BERT_UNPAD_ISA

@@ -3,8 +3,10 @@
 #include "gpu_model/block/c_api.h"
 //
 #include "optim/adam.cu"
+#include "optim/apply_ratios.cu"
 #include "optim/lamb.cu"
 #include "optim/multi_tensor.cu"
+#include "optim/stable_adamw.cu"
 
 using bert_unpad::Coefficients;
 using bert_unpad::DType;
@@ -47,7 +49,8 @@ BU_EXPORT int optim_scale(int64_t count, void* const* data, const int64_t* sizes
 
 // `arrays`: param, grad, exp_avg, exp_avg_sq, master (or null) and step of each tensor. `numbers`:
 // beta1, beta2, eps, weight_decay, max_grad_norm; `flags`: decoupled, bias_correction,
-// grad_averaging, trust_ratio, nesterov, maximize. LAMB where `sums` is given, else Adam.
+// grad_averaging, ratio (0: one, 1: LAMB's, 2: StableAdamW's), nesterov, maximize. Two passes where
+// `sums` is given, else Adam.
 BU_EXPORT int optim_update(int64_t count, void* const* arrays, const int64_t* sizes,
                            int64_t param_dtype, int64_t grad_dtype, const double* numbers,
                            const int64_t* flags, const float* lr, const float* grad_scale,
@@ -61,9 +64,10 @@ BU_EXPORT int optim_update(int64_t count, void* const* arrays, const int64_t* si
       tensors.push_back({arrays[6 * i], arrays[6 * i + 1], array(2), array(3), array(4), sizes[i]});
       steps.push_back(array(5));
     }
-    const UpdateRule rule{numbers[0],    numbers[1],    numbers[2],    numbers[3],
-                          numbers[4],    flags[0] != 0, flags[1] != 0, flags[2] != 0,
-                          flags[3] != 0, flags[4] != 0, flags[5] != 0};
+    const UpdateRule rule{numbers[0],    numbers[1],    numbers[2],
+                          numbers[3],    numbers[4],    flags[0] != 0,
+                          flags[1] != 0, flags[2] != 0, static_cast<bert_unpad::Ratio>(flags[3]),
+                          flags[4] != 0, flags[5] != 0};
     auto* rows = reinterpret_cast<Coefficients*>(coefficients);
     cuda::advance_steps("test", rule, steps, {lr, grad_scale, norm, own_norms, skipped}, rows,
                         nullptr);
@@ -71,7 +75,9 @@ BU_EXPORT int optim_update(int64_t count, void* const* arrays, const int64_t* si
         "test",  rule, static_cast<DType>(param_dtype), static_cast<DType>(grad_dtype),
         tensors, rows};
     if (sums == nullptr) return cuda::adam(call, nullptr);
-    cuda::lamb_moments(call, partials, sums, nullptr);
-    cuda::lamb_apply(call, sums, nullptr);
+    const auto moments =
+        rule.ratio == bert_unpad::Ratio::kRmsClip ? cuda::stable_adamw_moments : cuda::lamb_moments;
+    moments(call, partials, sums, nullptr);
+    cuda::apply_ratios(call, sums, nullptr);
   });
 }

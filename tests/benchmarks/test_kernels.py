@@ -43,7 +43,8 @@ def test_every_kernel_of_ours_has_a_family() -> None:
         "token_places_kernel": "embedding, gathers",
         "masked_cross_entropy_backward_kernel": "loss",
         "adam_kernel": "optimizer",
-        "lamb_apply_kernel": "optimizer",
+        "apply_ratios_kernel": "optimizer",
+        "stable_adamw_moments_kernel": "optimizer",
         "clip_scale_kernel": "optimizer",
         "fp8_quantize_kernel": "copies, casts",
     }

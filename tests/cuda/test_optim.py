@@ -1,4 +1,4 @@
-"""Norm, scaling, Adam, LAMB and the optimizers on a GPU: values, streams, graphs, errors."""
+"""Operators over lists of tensors and the optimizers on a GPU: values, streams, graphs, errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bert_unpad import ops
-from bert_unpad.optim import FusedAdam, FusedLAMB
+from bert_unpad.optim import FusedAdam, FusedLAMB, FusedStableAdamW
 from tests.support.cuda_checks import (
     DTYPES,
     GPU_ONLY,
@@ -34,6 +34,7 @@ RULES = {
     "lamb": Rule("lamb", weight_decay=0.1, max_grad_norm=1.0, grad_scale=0.5),
     "lamb, sums": Rule("lamb", grad_averaging=False, bias_correction=False, maximize=True),
     "lans": Rule("lamb", weight_decay=0.1, nesterov=True),
+    "stable": Rule("stable", weight_decay=0.1, max_grad_norm=1.0, grad_scale=0.5),
 }
 
 
@@ -124,7 +125,7 @@ class TestUpdates:
 
     @pytest.mark.sanitizer
     @pytest.mark.parametrize(("param", "grad"), PAIRS)
-    @pytest.mark.parametrize("rule", ["adamw", "lamb", "lans"])
+    @pytest.mark.parametrize("rule", ["adamw", "lamb", "lans", "stable"])
     def test_16_bit_weights_are_roundings_of_their_masters(self, rule, param, grad):
         state = draw_state(SIZES, param, masters=param != torch.float32, device="cuda")
         truth = Truth(state.masters or state.params, RULES[rule])
@@ -136,7 +137,7 @@ class TestUpdates:
         for weight, master in zip(state.params, state.masters, strict=False):
             assert torch.equal(weight, master.to(param))
 
-    @pytest.mark.parametrize("rule", ["adamw", "lamb", "lans"])
+    @pytest.mark.parametrize("rule", ["adamw", "lamb", "lans", "stable"])
     def test_more_tensors_than_a_launch_takes(self, rule):
         state = draw_state(MANY, torch.float32, device="cuda")
         truth = Truth(state.params, RULES[rule])
@@ -147,7 +148,7 @@ class TestUpdates:
         assert_close(state.params, truth.params)
         assert all(step == 3 for step in state.steps)
 
-    @pytest.mark.parametrize("rule", ["adamw", "lamb", "lans"])
+    @pytest.mark.parametrize("rule", ["adamw", "lamb", "lans", "stable"])
     def test_agrees_with_the_cpu(self, rule):
         on_gpu = draw_state(SIZES, torch.float32, device="cuda")
         on_cpu = draw_state(SIZES, torch.float32)
@@ -159,7 +160,7 @@ class TestUpdates:
             torch.testing.assert_close(a.cpu(), b, rtol=1e-6, atol=2e-6)
 
     @pytest.mark.sanitizer
-    @pytest.mark.parametrize("rule", ["adamw", "lamb", "lans"])
+    @pytest.mark.parametrize("rule", ["adamw", "lamb", "lans", "stable"])
     @pytest.mark.parametrize("value", [float("inf"), float("nan")])
     def test_what_is_not_finite_skips_the_step(self, rule, value):
         state = draw_state(SIZES, torch.bfloat16, masters=True, device="cuda")
@@ -176,15 +177,15 @@ class TestUpdates:
         assert skipped == 2
         assert not torch.equal(before[-1], state.everything()[-1])
 
-    @pytest.mark.parametrize("rule", ["lamb", "lans"])
-    def test_halves_of_lamb_are_the_whole(self, rule):
+    @pytest.mark.parametrize("rule", ["lamb", "lans", "stable"])
+    def test_halves_are_the_whole(self, rule):
         one, other = (draw_state(SIZES, torch.float32, device="cuda") for _ in range(2))
         for step in range(2):
             one.step(draw(SIZES, seed=step), RULES[rule])
             other.step(draw(SIZES, seed=step), RULES[rule], halves=True)
         assert_same_bits(one.everything(), other.everything())
 
-    @pytest.mark.parametrize("rule", ["adamw", "lamb", "lans"])
+    @pytest.mark.parametrize("rule", ["adamw", "lamb", "lans", "stable"])
     def test_same_bits_every_time(self, rule):
         def run() -> list[Tensor]:
             state = draw_state([*SIZES, (2_000_003,)], torch.float32, device="cuda")
@@ -196,7 +197,7 @@ class TestUpdates:
         for _ in range(3):
             assert_same_bits(run(), want)
 
-    @pytest.mark.parametrize("rule", ["adamw", "lamb"])
+    @pytest.mark.parametrize("rule", ["adamw", "lamb", "stable"])
     def test_current_stream(self, rule):
         sizes = [(300, 700), (5,)]
         (gradient,) = draw([sizes[0]], seed=3)
@@ -208,7 +209,7 @@ class TestUpdates:
 
         assert_runs_on_the_current_stream(run, gradient)
 
-    @pytest.mark.parametrize("function", [ops.adam_, ops.lamb_])
+    @pytest.mark.parametrize("function", [ops.adam_, ops.lamb_, ops.stable_adamw_])
     def test_wrong_devices_are_named(self, function):
         def fresh() -> dict:
             (p, g, m, v), step = draw([(4,)] * 4), torch.zeros((), device="cuda")
@@ -250,6 +251,7 @@ KINDS = {
     "adam": lambda params, **more: FusedAdam(params, eps=1e-6, **more),
     "lamb": lambda params, **more: FusedLAMB(params, **more),
     "lans": lambda params, **more: FusedLAMB(params, nesterov=True, **more),
+    "stable": lambda params, **more: FusedStableAdamW(params, **more),
 }
 
 
@@ -260,7 +262,7 @@ class TestOptimizers:
         params = parameters(torch.bfloat16 if masters else torch.float32)
         options = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
         rule = Rule(
-            "adam" if kind == "adam" else "lamb",
+            "lamb" if kind == "lans" else kind,
             **options,
             max_grad_norm=1.0 if kind == "lamb" else 0.0,
             nesterov=kind == "lans",

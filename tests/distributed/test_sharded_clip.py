@@ -26,12 +26,12 @@ def _net() -> nn.Module:
 
 def _clipped(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
-    for policy in ("equal", "numel"):
+    for policy, scale in (("equal", None), ("numel", None), ("equal", torch.tensor(64.0))):
         bare, model = _net(), _net()
         for layer in (model[0], model[2]):
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        clip = ShardedClip(C, policy).attach(model)
+        clip = ShardedClip(C, policy, scale).attach(model)
         groups = [("3.weight", "3.bias"), ("0.weight", "0.bias"), ("2.weight", "2.bias")]
         total = sum(p.numel() for p in bare.parameters())
         for step in range(3):
@@ -42,7 +42,7 @@ def _clipped(rank: int, world_size: int) -> None:
             loss = model(x).square().sum()
             if step == 2 and rank == 1:
                 loss = loss * math.inf
-            loss.backward()
+            (loss if scale is None else loss * scale).backward()
             report = clip.report()
             assert bool(report.finite) == (step != 2)
             if step == 2:

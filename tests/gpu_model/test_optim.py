@@ -77,7 +77,8 @@ def update(model: Model, state: State, grads: list[Tensor], rule: Rule, check: b
     _register(model, [skipped, *scratch, sums])
     numbers = (*rule.betas, rule.eps, rule.weight_decay, rule.max_grad_norm)
     flags = (rule.decoupled, rule.bias_correction, rule.grad_averaging)
-    flags += (rule.trust_ratio, rule.nesterov, rule.maximize)
+    ratio = 2 if rule.kind == "stable" else rule.trust_ratio
+    flags += (ratio, rule.nesterov, rule.maximize)
     sizes = _numbers([g.numel() for g in grads])
     model.call(
         *("optim_update", count, _pointers(arrays), sizes),
@@ -85,7 +86,7 @@ def update(model: Model, state: State, grads: list[Tensor], rule: Rule, check: b
         *((ctypes.c_double * 5)(*numbers), _numbers([int(flag) for flag in flags])),
         *(scalars[0], scalars[1], total if check or rule.max_grad_norm else None),
         *(each if rule.nesterov else None, skipped, *scratch),
-        sums if rule.kind == "lamb" else None,
+        None if rule.kind == "adam" else sums,
     )
     return int(skipped)
 
@@ -123,6 +124,7 @@ def test_scale(model, dtype):
 
 ADAM = Rule("adam", weight_decay=0.1)
 LAMB = Rule("lamb", weight_decay=0.1)
+STABLE = Rule("stable", weight_decay=0.1)
 CASES = {
     "adamw": (ADAM, SIZES, torch.float32, torch.float32),
     "l2": (dataclasses.replace(ADAM, decoupled=False), MANY, torch.float32, torch.float16),
@@ -132,6 +134,8 @@ CASES = {
     "lamb, fp16": (LAMB, [(200,), (7,)], torch.float16, torch.float16),
     "lamb, many": (dataclasses.replace(LAMB, max_grad_norm=1.0), MANY, *[torch.float32] * 2),
     "lans": (dataclasses.replace(LAMB, nesterov=True), [(200,), (7,)], *[torch.float32] * 2),
+    "stable": (STABLE, SIZES, torch.float32, torch.float32),
+    "stable, many": (dataclasses.replace(STABLE, max_grad_norm=1.0), MANY, *[torch.bfloat16] * 2),
 }
 
 
@@ -144,8 +148,8 @@ def test_updates(model, case):
         state = draw_state(sizes, param, masters=param != torch.float32)
         truth = Truth(state.masters or state.params, rule)
         generator = torch.Generator().manual_seed(3)
-        for _ in range(2):
-            grads = [torch.randn(size, generator=generator).to(grad) for size in sizes]
+        for scale in (1.0, 3.0):
+            grads = [(torch.randn(size, generator=generator) * scale).to(grad) for size in sizes]
             truth.step(grads)
             assert update(model, state, grads, rule) == 0
         for got, want in zip(state.masters or state.params, truth.params, strict=True):
@@ -173,7 +177,7 @@ def test_unaligned_tensors(model):
         torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("rule", [ADAM, LAMB], ids=["adam", "lamb"])
+@pytest.mark.parametrize("rule", [ADAM, LAMB, STABLE], ids=["adam", "lamb", "stable"])
 def test_what_is_not_finite_skips_the_step(model, rule):
     model.configure()
     state = draw_state([(100,), (3,)], torch.bfloat16, masters=True)
@@ -187,10 +191,11 @@ def test_what_is_not_finite_skips_the_step(model, rule):
     assert state.steps[0] == 1
 
 
-def test_every_barrier_is_needed(model):
+@pytest.mark.parametrize("rule", [LAMB, STABLE], ids=["lamb", "stable"])
+def test_every_barrier_is_needed(model, rule):
     def run() -> None:
         state = draw_state([(600,)], torch.float32)
-        update(model, state, [torch.ones(600)], LAMB)
+        update(model, state, [torch.ones(600)], rule)
 
     sites = assert_every_site_is_needed(model, run)
     assert sites

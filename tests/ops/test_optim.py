@@ -1,4 +1,4 @@
-"""Norm, scaling, Adam and LAMB over lists of tensors, against float64."""
+"""Norm, scaling, Adam, LAMB and StableAdamW over lists of tensors, against float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.library import opcheck
 
 from bert_unpad import ops
 from tests.support.op_checks import assert_same_bits_whatever_the_threads
-from tests.support.optim_reference import Rule, Truth, draw_state
+from tests.support.optim_reference import Rule, Truth, draw_state, rms
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Below and above a vector, a strip and a chunk of 32,768 elements; nothing at all.
@@ -63,6 +63,8 @@ RULES = {
     "lamb, sums": Rule("lamb", grad_averaging=False, bias_correction=False, maximize=True),
     "no trust ratio": Rule("lamb", weight_decay=0.1, trust_ratio=False),
     "lans": Rule("lamb", weight_decay=0.1, nesterov=True),
+    "stable": Rule("stable", weight_decay=0.1),
+    "stable, clipped": Rule("stable", max_grad_norm=0.5, grad_scale=2.0, maximize=True),
 }
 
 
@@ -88,7 +90,7 @@ def test_ten_steps_against_float64(name: str) -> None:
 
 
 @pytest.mark.parametrize(("param", "grad"), PAIRS)
-@pytest.mark.parametrize("rule", ["adamw", "lamb", "lans"])
+@pytest.mark.parametrize("rule", ["adamw", "lamb", "lans", "stable"])
 def test_16_bit_weights_are_roundings_of_their_masters(rule, param, grad) -> None:
     torch.manual_seed(3)
     state = draw_state(SIZES, param, masters=param != torch.float32)
@@ -103,7 +105,7 @@ def test_16_bit_weights_are_roundings_of_their_masters(rule, param, grad) -> Non
         assert torch.equal(weight, master.to(param))
 
 
-@pytest.mark.parametrize("rule", ["adamw", "lamb"])
+@pytest.mark.parametrize("rule", ["adamw", "lamb", "stable"])
 @pytest.mark.parametrize("param", [torch.bfloat16, torch.float16])
 def test_without_masters_a_step_is_rounded_once(rule: str, param: torch.dtype) -> None:
     torch.manual_seed(4)
@@ -118,7 +120,7 @@ def test_without_masters_a_step_is_rounded_once(rule: str, param: torch.dtype) -
         )
 
 
-@pytest.mark.parametrize("rule", ["adamw", "lamb", "lans"])
+@pytest.mark.parametrize("rule", ["adamw", "lamb", "lans", "stable"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_not_finite_skips_the_step(rule: str, value: float) -> None:
     torch.manual_seed(5)
@@ -137,8 +139,8 @@ def test_what_is_not_finite_skips_the_step(rule: str, value: float) -> None:
     assert not torch.equal(before[-1], state.everything()[-1])
 
 
-@pytest.mark.parametrize("rule", ["lamb", "lans"])
-def test_halves_of_lamb_are_the_whole(rule: str) -> None:
+@pytest.mark.parametrize("rule", ["lamb", "lans", "stable"])
+def test_halves_are_the_whole(rule: str) -> None:
     torch.manual_seed(6)
     one, other = (draw_state(SIZES, torch.float32, seed=7) for _ in range(2))
     for _ in range(2):
@@ -146,6 +148,36 @@ def test_halves_of_lamb_are_the_whole(rule: str) -> None:
         one.step(grads, RULES[rule])
         other.step(grads, RULES[rule], halves=True)
     assert all(torch.equal(a, b) for a, b in zip(one.everything(), other.everything(), strict=True))
+
+
+def test_gradients_that_grow_lower_the_learning_rate() -> None:
+    torch.manual_seed(10)
+    rule = RULES["stable"]
+    state = draw_state(SIZES, torch.float32)
+    truth = Truth(state.params, rule)
+    for step in range(4):
+        # All but the second tensor: a rate for each.
+        grads = [torch.randn(size) * (1 if i == 1 else 10**step) for i, size in enumerate(SIZES)]
+        truth.step(grads)
+        state.step(grads, rule)
+    second = [v / (1 - rule.betas[1] ** 4) for v in truth.second]
+    found = [rms(g.double(), v, rule.eps) for g, v in zip(grads, second, strict=True) if len(g)]
+    assert min(found[:1] + found[2:]) > 1.7
+    assert found[1] < 1.5
+    for got, want in zip(state.params, truth.params, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=2e-7, atol=2e-6)
+
+
+def test_second_moments_below_eps_squared_count_as_that() -> None:
+    rule = Rule("stable", eps=1e-2)
+    state = draw_state([(300,)], torch.float32)
+    truth = Truth(state.params, rule)
+    for scale in (0.0, 1e-3, 3e-2):  # the second gradient alone would have a ratio of 10
+        grads = [torch.full((300,), scale)]
+        truth.step(grads)
+        state.step(grads, rule)
+        assert state.params[0].isfinite().all()
+        torch.testing.assert_close(state.params[0].double(), truth.params[0], rtol=0, atol=1e-6)
 
 
 def test_zero_weights_and_gradients_have_a_ratio_of_one() -> None:
@@ -161,7 +193,7 @@ def test_zero_weights_and_gradients_have_a_ratio_of_one() -> None:
         torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("rule", ["adamw", "lamb", "lans"])
+@pytest.mark.parametrize("rule", ["adamw", "lamb", "lans", "stable"])
 def test_same_bits_whatever_the_threads(rule: str) -> None:
     def run() -> list[Tensor]:
         torch.manual_seed(8)
@@ -176,6 +208,7 @@ def test_same_bits_whatever_the_threads(rule: str) -> None:
 def test_nothing_to_do() -> None:
     ops.adam_([], [], [], [], [], lr=torch.tensor(0.1))
     ops.lamb_([], [], [], [], [], lr=torch.tensor(0.1))
+    ops.stable_adamw_([], [], [], [], [], lr=torch.tensor(0.1))
     ops.multi_tensor_scale_([], torch.tensor(2.0))
 
 
@@ -197,6 +230,11 @@ def test_opcheck() -> None:
     opcheck(op.lamb_moments_, (*lists, [], state.steps, *rest))
     sums, coefficients = op.lamb_moments_(*lists, [], state.steps, *rest)
     opcheck(op.lamb_apply_, (*lists, [], sums, coefficients, 0.9, 1e-6, 0.1, True, False))
+    rest = (lr, norm, norm, skipped, *numbers, 1.0, False)
+    opcheck(op.stable_adamw_, (*lists, [], state.steps, *rest))
+    opcheck(op.stable_adamw_moments_, (*lists, [], state.steps, *rest))
+    sums, coefficients = op.stable_adamw_moments_(*lists, [], state.steps, *rest)
+    opcheck(op.stable_adamw_apply_, (*lists, [], sums, coefficients, 1e-6, 0.1))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +267,7 @@ def test_bad_arguments_are_named(change: dict, message: str) -> None:
         "steps": [torch.zeros(())],
         "lr": torch.tensor(0.1),
     }
-    for function in (ops.adam_, ops.lamb_):
+    for function in (ops.adam_, ops.lamb_, ops.stable_adamw_):
         with pytest.raises(RuntimeError, match=message):
             function(**(arguments | change))
 

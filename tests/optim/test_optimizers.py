@@ -1,4 +1,4 @@
-"""FusedAdam and FusedLAMB: 200 steps, state dicts, groups, and skipped steps."""
+"""FusedAdam, FusedLAMB and FusedStableAdamW: 200 steps, state dicts, groups, and skipped steps."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bert_unpad.optim import FusedAdam, FusedLAMB, decay_groups
+from bert_unpad.optim import FusedAdam, FusedLAMB, FusedStableAdamW, decay_groups
 from tests.support.optim_reference import Rule, Truth
 
 SIZES = [(40, 30), (30,), (7, 11), (1,)]
+KINDS = [FusedAdam, FusedLAMB, FusedStableAdamW]
 
 
 def draw(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[nn.Parameter]:
@@ -70,7 +71,23 @@ def test_200_steps_of_lamb_against_float64(master: bool, nesterov: bool) -> None
     assert_close(weights, truth.params, 1e-5)
 
 
-@pytest.mark.parametrize("kind", [FusedAdam, FusedLAMB])
+@pytest.mark.parametrize("master", [False, True])
+def test_200_steps_of_stable_adamw_against_float64(master: bool) -> None:
+    params = draw(torch.bfloat16 if master else torch.float32)
+    options = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+    truth = Truth(params, Rule("stable", **options))
+    ours = FusedStableAdamW(params, **options, master_weights=master)
+    for step in range(200):
+        set_gradients(params, step)
+        for p in params:
+            p.grad *= 5.0 if step % 20 == 0 else 1.0
+        truth.step([p.grad for p in params])
+        ours.step()
+    weights = [ours.state[p]["master_param"] for p in params] if master else params
+    assert_close(weights, truth.params, 2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_state_goes_to_adamw_and_back(kind) -> None:
     options = {"lr": 1e-3, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.2}
     params, peers = draw(), draw()
@@ -118,7 +135,7 @@ def test_a_resumed_run_has_the_same_bits() -> None:
         assert torch.equal(ours.state[p]["master_param"], other.state[q]["master_param"])
 
 
-@pytest.mark.parametrize("kind", [FusedAdam, FusedLAMB])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_finite_is_skipped_and_counted(kind) -> None:
     params = draw()
     ours = kind([{"params": params[:2]}, {"params": params[2:]}], skip_non_finite=True)
@@ -184,7 +201,7 @@ def test_a_backward_pass_notices_an_update() -> None:
     ],
 )
 def test_bad_options_are_named(options: dict, message: str) -> None:
-    for kind in (FusedAdam, FusedLAMB):
+    for kind in KINDS:
         with pytest.raises(ValueError, match=message):
             kind(draw(), **options)
 

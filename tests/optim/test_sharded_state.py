@@ -1,4 +1,4 @@
-"""FusedAdam and FusedLAMB on parameters that are sharded or whose states are, and with a scaler."""
+"""The fused optimizers on parameters that are sharded or whose states are, and with a scaler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bert_unpad.optim import FusedAdam, FusedLAMB
+from bert_unpad.optim import FusedAdam, FusedLAMB, FusedStableAdamW
 from tests.support.processes import run_ranks
 
 OPTIMIZERS = {
@@ -21,6 +21,7 @@ OPTIMIZERS = {
     "adam, clipped": (FusedAdam, {"lr": 1e-2, "max_grad_norm": 0.1}),
     "lamb": (FusedLAMB, {"lr": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.1}),
     "lans": (FusedLAMB, {"lr": 1e-2, "weight_decay": 0.1, "nesterov": True}),
+    "stable": (FusedStableAdamW, {"lr": 1e-2, "weight_decay": 0.1}),
 }
 STEPS = 4
 
@@ -80,8 +81,9 @@ def test_sharded_parameters_are_updated_as_whole_ones(name):
     run_ranks(shard, 2, name)
 
 
-def test_sharded_over_three_ranks():
-    run_ranks(shard, 3, "lamb")
+@pytest.mark.parametrize("name", ["lamb", "stable"])
+def test_sharded_over_three_ranks(name):
+    run_ranks(shard, 3, name)
 
 
 @pytest.mark.parametrize("name", ["adam", "lamb"])
@@ -89,7 +91,7 @@ def test_replicas_stay_alike(name):
     run_ranks(replicate, 2, name)
 
 
-@pytest.mark.parametrize("name", ["adam", "lamb"])
+@pytest.mark.parametrize("name", ["adam", "lamb", "stable"])
 def test_a_scaler_scales_and_skips(name):
     optimizer, options = OPTIMIZERS[name]
     plain, scaled = net(), net()

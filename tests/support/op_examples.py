@@ -115,4 +115,7 @@ def _examples() -> dict[str, tuple]:
         "lamb_": (*lamb, True, True, True, True, False),
         "lamb_moments_": (*lamb, True, True, True, False),
         "lamb_apply_": (*apply, 0.9, 1e-6, 0.01, True, False),
+        "stable_adamw_": (*adam, False),
+        "stable_adamw_moments_": (*adam, False),
+        "stable_adamw_apply_": (*apply, 1e-6, 0.01),
     }

@@ -1,4 +1,4 @@
-"""Adam, LAMB and LANS in float64, as in their papers, and tensors to run the operators on."""
+"""Adam, LAMB, LANS and StableAdamW in float64, as in their papers, and tensors to run on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bert_unpad import ops
 
 @dataclass(frozen=True)
 class Rule:
-    """One way to update; `kind` is adam or lamb."""
+    """One way to update; `kind` is adam, lamb or stable."""
 
     kind: str
     lr: float = 0.01
@@ -33,6 +33,11 @@ class Rule:
 def _ratio(weight: Tensor, update: Tensor) -> float:
     a, b = weight.norm().item(), update.norm().item()
     return a / b if a > 0 and b > 0 else 1.0
+
+
+def rms(gradient: Tensor, second: Tensor, eps: float) -> float:
+    """StableAdamW's RMS of a gradient over its second moment, without bias."""
+    return (gradient.square() / second.clamp(min=eps**2)).mean().sqrt().item()
 
 
 class Truth:
@@ -65,8 +70,13 @@ class Truth:
         correct1, correct2 = 1.0, 1.0
         if rule.bias_correction:
             correct1, correct2 = 1 - beta1**self.steps, 1 - beta2**self.steps
-        root = (self.second[i] / correct2).sqrt() + rule.eps
+        second = self.second[i] / correct2
+        root = second.sqrt() + rule.eps
         update = self.first[i] / correct1 / root
+        if rule.kind == "stable":
+            lr = rule.lr / max(1.0, rms(g, second, rule.eps))
+            self.params[i] = w - lr * decay * w - lr * update
+            return
         if rule.kind == "adam":
             if rule.decoupled:
                 w = w - rule.lr * decay * w
@@ -131,6 +141,9 @@ class State:
         lists = (self.params, grads, self.exp_avgs, self.exp_avg_sqs)
         if rule.kind == "adam":
             ops.adam_(*lists, self.steps, decoupled=rule.decoupled, **common)
+        elif rule.kind == "stable":
+            del common["bias_correction"]  # as in the paper, always
+            self._step_stable(lists, common, halves)
         elif not halves:
             ops.lamb_(
                 *(*lists, self.steps),
@@ -152,6 +165,20 @@ class State:
                 *(*lists, self.masters, sums, coefficients, rule.betas[0], rule.eps),
                 *(rule.weight_decay, rule.trust_ratio, rule.nesterov),
             )
+
+    def _step_stable(self, lists: tuple, common: dict, halves: bool) -> None:
+        if not halves:
+            ops.stable_adamw_(*lists, self.steps, **common)
+            return
+        op = torch.ops.bert_unpad
+        sums, coefficients = op.stable_adamw_moments_(
+            *(*lists, self.masters, self.steps, common["lr"], common["grad_scale"]),
+            *(common["norm"], common["skipped"], *common["betas"], common["eps"]),
+            *(common["weight_decay"], common["max_grad_norm"], common["maximize"]),
+        )
+        op.stable_adamw_apply_(
+            *(*lists, self.masters, sums, coefficients, common["eps"], common["weight_decay"])
+        )
 
 
 def draw_state(

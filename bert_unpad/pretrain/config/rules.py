@@ -44,6 +44,7 @@ def check_rules(config: PretrainConfig) -> None:
     _check_rank_speeds(config)
     _check_clip(config.clip)
     _check_comm(config)
+    _check_shard(config)
     _check_growth(config.growth)
     _check_growth_fits(config)
     if config.compile and config.cuda_graphs:
@@ -151,6 +152,63 @@ def _check_comm(config: PretrainConfig) -> None:
             "optimizer.shard",
             f"expected none with comm.hook {comm.hook}, got {config.optimizer.shard}",
         )
+
+
+def _check_shard(config: PretrainConfig) -> None:
+    """What does not go with an update that is part of the passes (overlap, fsdp)."""
+    shard = config.optimizer.shard
+    if shard not in ("overlap", "fsdp"):
+        return
+    given = f"with optimizer.shard {shard}"
+    clip, comm = config.clip, config.comm
+    if clip.mode == "before":
+        raise ConfigError(
+            "clip.mode",
+            f"expected bucket, after or none {given}, which sends gradients before the whole "
+            "gradient is there, got before",
+        )
+    if comm.hook != "allreduce":
+        raise ConfigError(
+            "comm.hook", f"expected allreduce {given}, which averages without DDP, got {comm.hook}"
+        )
+    if config.growth.name != "none":
+        raise ConfigError(
+            "growth.name",
+            f"expected none {given}, whose buckets do not change, got {config.growth.name}",
+        )
+    for name in ("cuda_graphs", "compile"):
+        if getattr(config, name):
+            raise ConfigError(
+                name, f"expected false {given}, whose exchanges run between modules, got true"
+            )
+    if config.batching.rank_speeds == "auto":
+        raise ConfigError(
+            "batching.rank_speeds",
+            f"expected numbers or null {given}, where ranks wait for each other as they compute, "
+            "got auto",
+        )
+    if shard == "fsdp":
+        _check_fsdp(config)
+
+
+def _check_fsdp(config: PretrainConfig) -> None:
+    clip, given = config.clip, "with optimizer.shard fsdp"
+    if config.comm.bucket_mb is not None:
+        raise ConfigError(
+            "comm.bucket_mb",
+            f"expected null {given}, whose buckets are the encoder's layers, got "
+            f"{config.comm.bucket_mb}",
+        )
+    if clip.wire_dtype == "fp16":
+        raise ConfigError(
+            "clip.wire_dtype", f"expected fp32 or bf16 {given}, which averages in it, got fp16"
+        )
+    if clip.error_feedback:
+        raise ConfigError(
+            "clip.error_feedback", f"expected false {given}, which casts gradients itself, got true"
+        )
+    if clip.mode == "bucket" and clip.policy != "equal":
+        raise ConfigError("clip.policy", f"expected equal {given}, got {clip.policy}")
 
 
 def _check_growth(growth: GrowthConfig) -> None:

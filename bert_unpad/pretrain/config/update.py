@@ -15,7 +15,8 @@ class OptimizerConfig:
 
     name: str = "adamw"
     """adamw: PyTorch's AdamW. fused_adam: the same, by bert_unpad.optim. lamb, lans: for large
-    batches; their learning rate is relative to the norm of each weight. mt_dao: AdamW with a slow
+    batches; their learning rate is relative to the norm of each weight. stable_adamw: AdamW that
+    makes a smaller step for weights whose gradient has grown suddenly. mt_dao: AdamW with a slow
     momentum; after comm.start updates each rank makes its own, and every 32 updates ("period" in
     optimizer.arguments) models and momenta are averaged (Iacob et al., 2026). An import path such
     as torch.optim.SGD: that class, with the options below that it has."""
@@ -35,7 +36,10 @@ class OptimizerConfig:
     shard: Shard = advanced("none")
     """Ranks that share the optimizer's state. none: every rank keeps all of it. node: the ranks of
     a machine keep a part each. world: all ranks keep a part each. Updated weights then travel
-    between the ranks that share."""
+    between the ranks that share. overlap: as world, but gradients travel only to the rank that
+    updates them, during the backward pass, and weights during the next forward pass (the bytes of
+    an allreduce). fsdp: all ranks share parameters and gradients too, by FSDP2, which sends about
+    1.5 times as many bytes."""
 
 
 @dataclass

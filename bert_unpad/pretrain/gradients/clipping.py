@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.distributed import BucketClip, ClipBefore
@@ -65,6 +66,7 @@ class Clipping:
         hook: CommHook,
         loss_scale: LossScale | None = None,
     ) -> None:
+        self._config = config
         self._hook = hook
         self._loss_scale = loss_scale
         self._max_norm = config.max_norm
@@ -82,15 +84,26 @@ class Clipping:
             self._before = ClipBefore(
                 model.parameters(), config.max_norm, wire, allreduce=hook.allreduce
             )
+        else:
+            self._bucket = self._make_bucket()
+
+    def _make_bucket(self) -> BucketClip | None:
+        """What bounds, casts or unscales buckets before they travel; None where nothing has to."""
         # A hook's memory outlives a change of the scale, so what it gets must be unscaled.
-        elif self._mode == "bucket" or wire is not None or (loss_scale and hook.hook):
-            self._bucket = BucketClip(
-                config.max_norm if self._mode == "bucket" else math.inf,
-                config.policy,
-                wire,
-                config.error_feedback,
-                None if loss_scale is None else loss_scale.value,
-            )
+        return self._bucket_clip(needed=self._loss_scale is not None and bool(self._hook.hook))
+
+    def _bucket_clip(self, needed: bool) -> BucketClip | None:
+        config, scale = self._config, self._loss_scale
+        wire = WIRE_DTYPES[config.wire_dtype]
+        if not (self._mode == "bucket" or wire is not None or needed):
+            return None
+        return BucketClip(
+            config.max_norm if self._mode == "bucket" else math.inf,
+            config.policy,
+            wire,
+            config.error_feedback,
+            None if scale is None else scale.value,
+        )
 
     @property
     def in_backward(self) -> bool:
@@ -128,6 +141,8 @@ class Clipping:
         clips = self._mode == "after"
         if clips:
             nn.utils.clip_grads_with_norm_(parameters, self._max_norm, norm)
+        if isinstance(norm, DTensor):  # as the gradients are
+            norm = norm.full_tensor()
         clipped = (norm > self._max_norm).long() if clips else torch.zeros_like(norm).long()
         return GradientReport(norm, clipped, int(clips), norm.isfinite())
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bert_unpad.optim.base import local
 from bert_unpad.pretrain.config import LossScaleConfig
 
 __all__ = ["LossScale"]
@@ -39,7 +40,7 @@ class LossScale:
 
     def unscale_(self, parameters: Iterable[nn.Parameter]) -> None:
         """Divides the gradients that are there by the scale, in place."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
         if gradients:
             torch._foreach_div_(gradients, self.value)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bert_unpad.pretrain.feed.steps import Step
 from bert_unpad.pretrain.gradients.clipping import Clipping, GradientReport
@@ -22,7 +22,8 @@ from bert_unpad.pretrain.gradients.comm_hooks import CommHook, build_comm_hook
 from bert_unpad.pretrain.gradients.compute_clock import ComputeClock
 from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
-from bert_unpad.pretrain.gradients.replica import replicate
+from bert_unpad.pretrain.gradients.replica import Replica, replicate
+from bert_unpad.pretrain.gradients.sharded import clipping_kind
 from bert_unpad.pretrain.losses import SUMS, stack_outputs
 from bert_unpad.pretrain.model import to_device
 from bert_unpad.pretrain.ranks import HostSums
@@ -59,7 +60,7 @@ class GradientSync:
             self.loss_scale = LossScale(run.config.loss_scale, run.device)
         self._hook: CommHook | None = None
         self._clipping: Clipping | None = None
-        self._replica: nn.Module | None = None
+        self._replica: Replica | None = None
         self._graphs: GraphRunner | None = None
         self._clip_state: dict[str, Any] = {}
 
@@ -75,14 +76,15 @@ class GradientSync:
 
         Args:
             leaves_out: whether updates may leave layers out.
-            optimizer: what makes the updates; some comm hooks depend on it.
+            optimizer: what makes the updates; comm hooks and clipping depend on it.
 
         Raises:
             ConfigError: `comm` does not fit the number of ranks or the device.
         """
         run, config = self.run, self.run.config
         self._hook = build_comm_hook(config.comm, run.ranks, optimizer)
-        self._clipping = Clipping(config.clip, run.ranks, run.model, self._hook, self.loss_scale)
+        kind = clipping_kind(run.model, optimizer)
+        self._clipping = kind(config.clip, run.ranks, run.model, self._hook, self.loss_scale)
         if config.cuda_graphs:
             self._graphs = GraphRunner(run.model, run.autocast)
         else:
@@ -91,6 +93,7 @@ class GradientSync:
             self._replica = replicate(
                 *(run.model, run.ranks, self._clipping, self._hook),
                 *(config.comm.bucket_mb, leaves_out),
+                optimizer=optimizer,
             )
         self.clock.watch(run.model)
         self._clipping.load_state_dict(self._clip_state)

@@ -73,6 +73,7 @@ def next_optimizer(
     old: torch.optim.Optimizer | None = None,
     copies: Copies | None = None,
     group: dist.ProcessGroup | None = None,
+    bucket_mb: float | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer of the parameters that train now, and of no others.
 
@@ -85,8 +86,9 @@ def next_optimizer(
         old: of the stage before, if there was one.
         copies: what `add_layers` has returned.
         group: of ranks that share the state out; the parameters must then be those of `old`.
+        bucket_mb: see `build_optimizer`.
     """
-    new = build_optimizer(model, config, group)
+    new = build_optimizer(model, config, group, bucket_mb)
     if old is not None:
         take_over(new, old, copies or {})
     return new

@@ -4,7 +4,7 @@ Optimizers of the table are known to work. Of any other class a few updates run 
 run, with made-up gradients. They show whether a step needs a closure or sparse gradients, whether
 the optimizer continues with the same bits from a saved state, whether it leaves an update out where
 it says that it reads `found_inf`, and, for `optimizer.shard`, whether the update of a parameter
-depends on other parameters.
+depends on other parameters, and that of a part on other parts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.utils._pytree import tree_flatten
 
@@ -34,6 +34,7 @@ from bert_unpad.pretrain.update.state import (
 __all__ = ["check_optimizer", "try_optimizer"]
 
 _STEPS = 12  # updates before the state is saved, and as many after it
+_ROUNDING = 1e-2  # of what a parameter moves; sums over a parameter change more than that
 _SIZES = BertConfig(
     vocab_size=24,
     hidden_size=8,
@@ -70,6 +71,8 @@ def check_optimizer(config: PretrainConfig, device: torch.device) -> None:
         )
     if config.optimizer.shard != "none":
         _check_independence(config.optimizer, device)
+    if config.optimizer.shard == "overlap":
+        _check_parts(config.optimizer, device)
 
 
 def _check_row(kind: Kind, config: PretrainConfig) -> None:
@@ -81,6 +84,8 @@ def _check_row(kind: Kind, config: PretrainConfig) -> None:
             "optimizer.shard",
             f"expected none with optimizer.name {name}, whose state is not shared out, got {shard}",
         )
+    if shard == "overlap" and not kind.takes_parts:
+        raise _needs_whole_parameters(name)
     shares_work = kind.shares_work and arguments.get("distributed", True)
     if config.comm.hook in _MODELS_DIFFER and shares_work:
         raise ConfigError(
@@ -144,6 +149,28 @@ def _check_independence(config: OptimizerConfig, device: torch.device) -> None:
                 )
 
 
+def _check_parts(config: OptimizerConfig, device: torch.device) -> None:
+    """Checks that parts of a parameter are updated as they are in the whole, up to rounding."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        start, whole, cut = (_Trial(config, device) for _ in range(3))
+        cut.cut()
+        for trial in (whole, cut):
+            trial.run(range(_STEPS))
+    weights = (trial.model.parameters() for trial in (start, whole, cut))
+    for before, want, got in zip(*weights, strict=True):
+        moved = torch.linalg.vector_norm(want - before)
+        if torch.linalg.vector_norm(got - want) > _ROUNDING * moved:
+            raise _needs_whole_parameters(config.name)
+
+
+def _needs_whole_parameters(name: str) -> ConfigError:
+    return ConfigError(
+        "optimizer.shard",
+        f"expected none, node, world or fsdp with optimizer.name {name}, whose update of a part of "
+        "a parameter depends on the rest of it, got overlap",
+    )
+
+
 class _Trial:
     """An optimizer over a tiny model; the gradients are a function of the step.
 
@@ -165,9 +192,20 @@ class _Trial:
         for number, parameter in enumerate(self.model.parameters()):
             parameter.requires_grad_(trains(number))
         self.optimizer = build_optimizer(self.model, config)
+        self._parts: dict[Tensor, list[Tensor]] = {}
         self._check_arguments(config)
         if hasattr(self.optimizer, "eval"):
             raise _refusal("that needs no eval() before an evaluation", config.name, "eval()")
+
+    def cut(self) -> None:
+        """Lets the optimizer, before its first update, have two parts of each parameter instead."""
+        for group in self.optimizer.param_groups:
+            whole = group["params"]
+            for parameter in whole:
+                flat = parameter.detach().view(-1)
+                middle = flat.numel() // 3
+                self._parts[parameter] = [nn.Parameter(x) for x in (flat[:middle], flat[middle:])]
+            group["params"] = [part for parameter in whole for part in self._parts[parameter]]
 
     def run(self, steps: range) -> None:
         """Makes updates."""
@@ -176,6 +214,10 @@ class _Trial:
             for parameter in self.model.parameters():
                 gradient = torch.randn(parameter.shape).to(parameter.device)
                 parameter.grad = gradient if parameter.requires_grad else None
+                if parts := self._parts.get(parameter):
+                    gradients = gradient.view(-1).split([part.numel() for part in parts])
+                    for part, its_gradient in zip(parts, gradients, strict=True):
+                        part.grad = its_gradient if part.numel() else None
             set_lr(self.optimizer, self._lr / (1 + step))
             self._step()
 

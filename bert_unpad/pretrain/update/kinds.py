@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from bert_unpad.optim import MTDAO, FusedAdam, FusedLAMB, Muon, decay_groups, muon_groups
+from bert_unpad.optim import (
+    MTDAO,
+    FusedAdam,
+    FusedLAMB,
+    FusedStableAdamW,
+    Muon,
+    decay_groups,
+    muon_groups,
+)
 from bert_unpad.pretrain.config import ConfigError
 
 __all__ = ["KINDS", "Kind", "find_kind"]
@@ -40,6 +48,10 @@ class Kind:
     shards: bool = True
     """Whether ZeroRedundancyOptimizer can give each rank the state of some parameters: whether the
     update of a parameter depends on no other one, and the ranks need not meet in `step`."""
+    takes_parts: bool = False
+    """Whether ShardedOptimizer can give each rank a part of a parameter: whether each element is
+    updated by itself, or sums over a parameter are added up over the ranks. Of a class by its path
+    it is tried."""
     shares_work: bool = False
     """Whether ranks meet in its step to share the work, unless its argument `distributed` is False.
     All must then have the same gradients."""
@@ -54,12 +66,14 @@ class Kind:
 
 _OURS = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}
 _UNCLIPPED = {"max_grad_norm": None}  # which `clip` does
+_ADAM: dict[str, Any] = {"shared_layout": "adam", "takes_parts": True}
 
 KINDS: dict[str, Kind] = {
-    "adamw": Kind(torch.optim.AdamW, {"fused": True}, _OURS, shared_layout="adam"),
-    "fused_adam": Kind(FusedAdam, {}, _OURS, shared_layout="adam"),
-    "lamb": Kind(FusedLAMB, _UNCLIPPED | {"nesterov": False}, _OURS, shared_layout="adam"),
-    "lans": Kind(FusedLAMB, _UNCLIPPED | {"nesterov": True}, _OURS, shared_layout="adam"),
+    "adamw": Kind(torch.optim.AdamW, {"fused": True}, _OURS, **_ADAM),
+    "fused_adam": Kind(FusedAdam, {}, _OURS, **_ADAM),
+    "lamb": Kind(FusedLAMB, _UNCLIPPED | {"nesterov": False}, _OURS, **_ADAM),
+    "lans": Kind(FusedLAMB, _UNCLIPPED | {"nesterov": True}, _OURS, **_ADAM),
+    "stable_adamw": Kind(FusedStableAdamW, {}, _OURS, **_ADAM),
     "muon": Kind(Muon, {}, _OURS, muon_groups, shards=False, shares_work=True),
     "mt_dao": Kind(
         MTDAO,

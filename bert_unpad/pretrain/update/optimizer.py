@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bert_unpad.distributed import ShardedOptimizer
 from bert_unpad.pretrain.config import ConfigError, OptimizerConfig
 from bert_unpad.pretrain.node_groups import common_node_size, node_group
 from bert_unpad.pretrain.ranks import Ranks
@@ -24,16 +25,19 @@ def shard_group(config: OptimizerConfig, ranks: Ranks) -> dist.ProcessGroup | No
     Raises:
         ConfigError: machines have different numbers of processes, and each should shard.
     """
-    if config.shard == "none" or ranks.world_size == 1:
+    if config.shard in ("none", "fsdp") or ranks.world_size == 1:
         return None
-    if config.shard == "world":
+    if config.shard in ("world", "overlap"):
         return dist.group.WORLD
     size = common_node_size(ranks, "optimizer.shard", "node", "world or none")
     return None if size == 1 else node_group(ranks, size)
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, group: dist.ProcessGroup | None = None
+    model: nn.Module,
+    config: OptimizerConfig,
+    group: dist.ProcessGroup | None = None,
+    bucket_mb: float | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer over all parameters; biases and LayerNorm weights are not decayed.
 
@@ -46,7 +50,8 @@ def build_optimizer(
         config: says which.
         group: of ranks that keep the state of some parameters each, update these, and send them to
             the others (Rajbhandari et al., "ZeRO", 2020, arXiv:1910.02054, stage 1); None: all of
-            it here.
+            it here. With `shard` overlap ranks keep parts of parameters, see `ShardedOptimizer`.
+        bucket_mb: size of its buckets in MiB; None: its own.
 
     Raises:
         ConfigError: there is no such optimizer, or it does not take the options.
@@ -60,6 +65,10 @@ def build_optimizer(
     try:
         if group is None:
             made = kind.optimizer(groups, **arguments)
+        elif config.shard == "overlap":
+            made = ShardedOptimizer(
+                *(model, groups, kind.optimizer, group), bucket_cap_mb=bucket_mb, **arguments
+            )
         else:
             from torch.distributed.optim import ZeroRedundancyOptimizer  # takes 0.6 s
 

@@ -13,8 +13,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
+
+from bert_unpad.distributed import ShardedOptimizer
+from bert_unpad.optim.base import local as local_shard
 
 __all__ = [
     "group_state",
@@ -34,13 +39,14 @@ _MADE: WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]] = WeakKeyD
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """What holds the state that is on this rank, and the parameters it belongs to."""
-    return getattr(optimizer, "optim", optimizer)  # which ZeroRedundancyOptimizer alone has
+    # ZeroRedundancyOptimizer and ShardedOptimizer have one.
+    return getattr(optimizer, "optim", optimizer)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the optimizer's state on this rank."""
     states = local_optimizer(optimizer).state.values()
-    return sum(v.nbytes for v in tree_leaves(list(states)) if isinstance(v, Tensor))
+    return sum(local_shard(v).nbytes for v in tree_leaves(list(states)) if isinstance(v, Tensor))
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
@@ -50,7 +56,15 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[s
 
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """The state that is on this rank, by the names of the parameters; nothing is copied."""
+    """The state that is on this rank, by the names of the parameters; nothing is copied.
+
+    Where ranks have parts of parameters, all must call it, and each gets some parameters' whole
+    state, on the CPU. Under FSDP it is of DTensors.
+    """
+    if isinstance(optimizer, ShardedOptimizer) and optimizer.is_cut:
+        names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        mine = list(names)[dist.get_rank() :: dist.get_world_size()]
+        return {names[p]: state for p, state in optimizer.whole_state(mine, "cpu").items() if state}
     states = local_optimizer(optimizer).state
     return {name: states[p] for name, p in model.named_parameters() if states.get(p)}
 
@@ -74,7 +88,8 @@ def load_named_state(
         for key, value in values.items():
             device = parameter.device if key != "step" or on_device else torch.device("cpu")
             placed[key] = tree_map(
-                lambda x, d=device: x.to(d) if isinstance(x, Tensor) else x, value
+                lambda x, d=device, p=parameter: _placed(x, d, p) if isinstance(x, Tensor) else x,
+                value,
             )
         local.state[parameter] = placed
 
@@ -134,6 +149,14 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
 def _bare_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     groups = local_optimizer(optimizer).param_groups
     return [{x: y for x, y in group.items() if x not in ("params", "lr")} for group in groups]
+
+
+def _placed(value: Tensor, device: torch.device, parameter: nn.Parameter) -> Tensor:
+    """A whole tensor on a device; sharded as its parameter is."""
+    if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return distribute_tensor(value.to(device), mesh, placements, src_data_rank=None)
+    return value.to(device)
 
 
 def _same(one: Any, other: Any) -> bool:

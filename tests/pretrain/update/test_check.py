@@ -31,6 +31,27 @@ def test_what_can_be_used(name):
     _check(name, "--optimizer.lr", "0.01", "--optimizer.shard", "world")
 
 
+@pytest.mark.parametrize("name", sorted(f"torch.optim.{x}" for x in TORCH - {"Adafactor"}))
+def test_what_updates_each_element_by_itself(name):
+    _check(name, "--optimizer.lr", "0.01", "--optimizer.shard", "overlap")
+
+
+@pytest.mark.parametrize("name", ["torch.optim.Adafactor", "bert_unpad.optim.MERIT"])
+def test_what_needs_whole_parameters(name):
+    with pytest.raises(ConfigError, match=r"optimizer\.shard: expected none, node, world or fsdp"):
+        _check(name, "--optimizer.lr", "0.01", "--optimizer.shard", "overlap")
+    _check(name, "--optimizer.lr", "0.01", "--optimizer.shard", "fsdp")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_that_take_parts(name):
+    if KINDS[name].takes_parts:
+        _check(name, "--optimizer.shard", "overlap")
+    else:
+        with pytest.raises(ConfigError, match=rf"optimizer\.shard: expected none .*{name}"):
+            _check(name, "--optimizer.shard", "overlap")
+
+
 @pytest.mark.parametrize("more", ['{"momentum": 0.9}', '{"momentum": 0.9, "nesterov": true}'])
 def test_arguments_are_tried_too(more):
     _check("torch.optim.SGD", "--optimizer.arguments", more)

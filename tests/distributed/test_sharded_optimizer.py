@@ -1,0 +1,531 @@
+"""ShardedOptimizer on 2 and 3 ranks, against DDP and the same optimizer without shards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bert_unpad.distributed import BucketClip, ShardedOptimizer, shard_exchange
+from bert_unpad.optim import (
+    FusedAdam,
+    FusedLAMB,
+    FusedStableAdamW,
+    Muon,
+    decay_groups,
+    muon_groups,
+)
+from tests.support.processes import run_ranks
+from tests.support.shard_nets import Net, batch, loss_of, net
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "fused": (FusedAdam, {"lr": 1e-2}),
+    "fused, clipped": (FusedAdam, {"lr": 1e-2, "max_grad_norm": 0.5}),
+    "lamb": (FusedLAMB, {"lr": 1e-2}),
+    "lans": (FusedLAMB, {"lr": 1e-2, "nesterov": True}),
+    "stable": (FusedStableAdamW, {"lr": 1e-2}),
+    "sgd": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+}
+CAP = 0.0004  # MiB: a few parameters in each bucket
+STEPS = 4
+
+
+def sharded(model: nn.Module, kind: str = "fused", **more: Any) -> ShardedOptimizer:
+    optimizer, options = KINDS[kind]
+    return ShardedOptimizer(
+        model, decay_groups(model, 0.1), optimizer, bucket_cap_mb=CAP, **options, **more
+    )
+
+
+def plain(model: nn.Module, kind: str = "fused") -> torch.optim.Optimizer:
+    optimizer, options = KINDS[kind]
+    return optimizer(decay_groups(model, 0.1), **options)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    steps: range = range(STEPS),
+    parts: int = 1,
+    uses: Callable[[int, int], bool] = lambda rank, step: True,
+    max_norm: float | None = None,
+) -> None:
+    """Trains a DDP model or one whose optimizer is sharded."""
+    owner = optimizer if isinstance(optimizer, ShardedOptimizer) else model
+    for step in steps:
+        for part in range(parts):
+            ids = batch(rank, step, part)
+            with nullcontext() if part == parts - 1 else owner.no_sync():
+                loss_of(model(ids, uses(rank, step)), ids).backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], atol: float = 2e-6) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=atol, msg=name)
+
+
+def assert_same_on_all_ranks(model: nn.Module) -> None:
+    for tensor in model.state_dict().values():
+        others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, tensor.contiguous())
+        assert all(torch.equal(tensor, other) for other in others)
+
+
+def against_ddp(rank: int, world_size: int, kind: str, parts: int) -> None:
+    ours, theirs = net(rank), net()  # the first rank's weights are everyone's
+    train(ours, sharded(ours, kind), rank, parts=parts)
+    replica = DistributedDataParallel(theirs)
+    train(replica, plain(theirs, kind), rank, parts=parts)
+    got, want = weights(ours), weights(theirs)
+    if kind == "fused" and world_size == 2:
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    assert_close(got, want)
+    assert_same_on_all_ranks(ours)
+    for name, start in net().named_parameters():
+        assert torch.equal(start, want[name]) == name.startswith("frozen"), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_train_as_with_ddp(kind):
+    run_ranks(against_ddp, 2, kind, 1)
+
+
+@pytest.mark.parametrize("kind", ["fused", "lamb", "stable"])
+def test_three_ranks_accumulate_and_train_as_with_ddp(kind):
+    run_ranks(against_ddp, 3, kind, 2)
+
+
+def _used(rank: int, step: int) -> bool:
+    """By all ranks, by one, and by none."""
+    return step == 0 or (step == 1 and rank == 0)
+
+
+def unused(rank: int, world_size: int) -> None:
+    for kind in ("fused", "lamb"):
+        ours, theirs = net(), net()
+        optimizer = sharded(ours, kind, find_unused_parameters=True)
+        train(ours, optimizer, rank, uses=_used)
+        replica = DistributedDataParallel(theirs, find_unused_parameters=True)
+        other = plain(theirs, kind)
+        train(replica, other, rank, uses=_used)
+        assert_close(weights(ours), weights(theirs))
+        state, numbers = optimizer.state_dict()["state"], other.state_dict()["state"]
+        assert {i: int(s["step"]) for i, s in state.items()} == {
+            i: int(s["step"]) for i, s in numbers.items()
+        }
+        assert sorted({int(s["step"]) for s in state.values()}) == [2, STEPS]
+
+
+def test_parameters_that_some_or_no_ranks_use():
+    run_ranks(unused, 3)
+
+
+def clipped_after(rank: int, world_size: int) -> None:
+    ours, theirs = net(), net()
+    optimizer = sharded(ours, max_norm=0.3)
+    train(ours, optimizer, rank)
+    replica = DistributedDataParallel(theirs)
+    train(replica, plain(theirs), rank, max_norm=0.3)
+    assert_close(weights(ours), weights(theirs))
+
+
+def test_clipping_the_average():
+    run_ranks(clipped_after, 3)
+
+
+def _local_gradient(model: Net, ids: Tensor) -> dict[str, Tensor]:
+    bare = copy.deepcopy(model)
+    assert all(p.grad is None for p in bare.parameters())
+    loss_of(bare(ids), ids).backward()
+    return {name: p.grad for name, p in bare.named_parameters() if p.requires_grad}
+
+
+def _average(optimizer: ShardedOptimizer) -> dict[nn.Parameter, Tensor]:
+    """What the ranks hold of the averaged gradient, put together."""
+    whole = {}
+    for bucket in optimizer._gradients.buckets:
+        flat = torch.empty_like(bucket.weights)
+        shard_exchange.all_gather_flat(flat, bucket.shard)
+        whole |= zip(bucket.parameters, bucket.views(flat), strict=True)
+    return whole
+
+
+def clipped_before(rank: int, world_size: int, policy: str, wire: torch.dtype | None) -> None:
+    model, bound = net(), 0.5
+    optimizer = sharded(model, clip=BucketClip(bound, policy, wire))
+    before: list[float] = []
+    for step in range(3):
+        ids = batch(rank, step)
+        optimizer.wait()
+        local = {model.get_parameter(n): g for n, g in _local_gradient(model, ids).items()}
+        loss_of(model(ids), ids).backward()
+        report = optimizer.reduce_gradients()
+        buckets = [bucket.parameters for bucket in optimizer._gradients.buckets]
+        assert len(buckets) > 3
+        sizes = [sum(p.numel() for p in bucket) for bucket in buckets]
+        by_size = [size / sum(sizes) for size in sizes]
+        flat = [torch.cat([local[p].flatten() for p in bucket]).double() for bucket in buckets]
+        norms = [float(x.norm()) for x in flat]
+        assert report.norms.tolist() == pytest.approx(norms, rel=1e-4)
+        shares = by_size  # of the first pass
+        if step and policy == "equal":
+            shares = [1 / len(buckets)] * len(buckets)
+        elif step and policy == "adaptive":
+            total = sum(x * x for x in before)
+            shares = [0.99 * x * x / total + 0.01 * s for x, s in zip(before, by_size, strict=True)]
+        bounds = [bound * share**0.5 for share in shares]
+        assert report.bounds.tolist() == pytest.approx(bounds, rel=1e-4)
+        assert bool(report.finite)
+        before, average = norms, _average(optimizer)
+        for bucket, x, norm, limit in zip(buckets, flat, norms, bounds, strict=True):
+            want = x * min(1.0, limit / norm) / world_size
+            dist.all_reduce(want)
+            got = torch.cat([average[p].flatten() for p in bucket]).double()
+            close = 1e-5 if wire is None else 2**-8
+            torch.testing.assert_close(got, want, rtol=close, atol=close * float(want.abs().max()))
+        assert int(report.clipped) > 0
+        optimizer.step()
+    assert_same_on_all_ranks(model)
+
+
+@pytest.mark.parametrize("policy", ["equal", "numel", "adaptive"])
+def test_clipping_each_ranks_buckets(policy):
+    run_ranks(clipped_before, 2, policy, None)
+
+
+def test_clipping_with_16_bits_on_the_wire():
+    run_ranks(clipped_before, 3, "equal", torch.bfloat16)
+
+
+def not_finite(rank: int, world_size: int) -> None:
+    for clip in (None, {"max_norm": 1.0}, {"max_norm": 9.0, "wire_dtype": torch.bfloat16}):
+        for kind in ("fused", "lamb", "sgd"):
+            model = net()
+            optimizer = sharded(model, kind, clip=None if clip is None else BucketClip(**clip))
+            train(model, optimizer, rank, range(2))
+            before = weights(model)
+            ids = batch(rank, 2)
+            loss = loss_of(model(ids), ids)
+            if rank == 1:  # one row of one parameter
+                loss = loss + model.blocks[1].out.weight[3].sum() * float("inf")
+            loss.backward()
+            assert not bool(optimizer.reduce_gradients().finite)
+            optimizer.step()
+            assert all(torch.equal(v, before[n]) for n, v in weights(model).items())
+            train(model, optimizer, rank, range(3, 5))
+            for name, value in weights(model).items():
+                assert value.isfinite().all()
+                assert name.startswith("frozen") or not torch.equal(value, before[name])
+            steps = {
+                int(s["step"]) for s in optimizer.state_dict()["state"].values() if "step" in s
+            }
+            assert steps == (set() if kind == "sgd" else {4})
+
+
+def test_what_is_not_finite_on_one_rank_is_left_out_on_all():
+    run_ranks(not_finite, 2)
+
+
+def masters(rank: int, world_size: int) -> None:
+    def start() -> nn.Module:
+        return net().bfloat16()
+
+    options = {"lr": 1e-2, "master_weights": True}
+    ours, theirs = start(), start()
+    optimizer = ShardedOptimizer(
+        ours, decay_groups(ours, 0.1), FusedAdam, bucket_cap_mb=CAP, **options
+    )
+    train(ours, optimizer, rank)
+    other = FusedAdam(decay_groups(theirs, 0.1), **options)
+    train(DistributedDataParallel(theirs), other, rank)
+    got, want = optimizer.state_dict()["state"], other.state_dict()["state"]
+    for number, state in want.items():
+        for name, value in state.items():
+            assert got[number][name].dtype == value.dtype == torch.float32
+            torch.testing.assert_close(got[number][name], value, rtol=1e-2, atol=1e-2)
+            assert got[number][name].shape == value.shape
+
+
+def test_16_bit_parameters_with_masters():
+    run_ranks(masters, 2)
+
+
+class Sent:
+    """Counts the bytes that a rank sends in collectives."""
+
+    def __init__(self) -> None:
+        self.bytes = 0.0
+        share = 1 - 1 / dist.get_world_size()
+        # What is sent of which argument; the best that an allreduce can do.
+        for module, name, factor, argument in (
+            (dist, "all_to_all_single", share, 1),
+            (shard_exchange, "all_gather_flat", share, 0),
+            (dist, "all_reduce", 2 * share, 0),
+            (dist, "broadcast", 1.0, 0),
+        ):
+            setattr(module, name, self._counted(getattr(module, name), factor, argument))
+
+    def _counted(self, function: Any, factor: float, argument: int) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.bytes += args[argument].nbytes * factor
+            return function(*args, **kwargs)
+
+        return call
+
+
+class Wide(nn.Module):
+    """Sizes as of a small real layer, still divisible by nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(101, 101) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def bytes_of(rank: int, world_size: int) -> None:
+    sent = Sent()
+    for kind, wire in (("fused", None), ("lans", None), ("stable", torch.bfloat16)):
+        model = Wide()
+        clip = BucketClip(1.0, wire_dtype=wire)
+        optimizer, options = KINDS[kind]
+        ours = ShardedOptimizer(
+            model, model.parameters(), optimizer, bucket_cap_mb=0.05, clip=clip, **options
+        )
+        for _ in range(3):
+            sent.bytes = 0.0
+            model(torch.ones(2, 101)).sum().backward()
+            ours.step()
+            ours.wait()
+        gradient = sum(p.nbytes for p in model.parameters()) * (1 - 1 / world_size)
+        ddp = 2 * gradient if wire is None else 1.5 * gradient
+        assert ddp <= sent.bytes < 1.02 * ddp
+        state = ours.optim.state.values()
+        held = sum(v.nbytes for values in state for v in values.values())
+        whole = sum(2 * p.nbytes for p in model.parameters())
+        assert held < 1.01 * whole / world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bytes_sent_are_those_of_an_allreduce_and_ranks_keep_a_part_of_the_state(world_size):
+    run_ranks(bytes_of, world_size)
+
+
+def overlaps(rank: int, world_size: int) -> None:
+    model = Wide()
+    ours = ShardedOptimizer(model, model.parameters(), FusedAdam, bucket_cap_mb=0.03)
+    events: list[str] = []
+    x = torch.ones(2, 101, requires_grad=True)
+
+    def pass_once() -> None:
+        model(x).sum().backward()
+        ours.step()
+
+    pass_once()
+    assert [len(b.parameters) for b in ours._gradients.buckets] == [2, 2, 2, 2]
+    gather, scatter = shard_exchange.all_gather_flat, dist.all_to_all_single
+
+    class Work:
+        def __init__(self, work: dist.Work, name: str) -> None:
+            self.work, self.name = work, name
+
+        def wait(self) -> None:
+            events.append(f"{self.name} arrived")
+            self.work.wait()
+
+    def noted(function: Any, name: str) -> Any:
+        def call(target: Tensor, source: Tensor, **kwargs: Any) -> Work:
+            events.append(f"{name} sent")
+            return Work(function(target, source, **kwargs), name)
+
+        return call
+
+    shard_exchange.all_gather_flat = noted(gather, "weights")
+    dist.all_to_all_single = noted(scatter, "gradient")
+    for number, layer in enumerate(model.layers):
+        layer.register_forward_hook(lambda *_, n=number: events.append(f"forward {n}"))
+        layer.register_full_backward_hook(lambda *_, n=number: events.append(f"backward {n}"))
+    ours.wait()
+    pass_once()
+    # The gradient of a layer is sent before the backward pass of the one below has ended.
+    backward = events[events.index("forward 3") : events.index("weights sent")]
+    for number in (3, 2, 1):
+        sent = [i for i, event in enumerate(backward) if event == "gradient sent"][3 - number]
+        assert sent < backward.index(f"backward {number - 1}")
+    assert backward.count("gradient sent") == backward.count("gradient arrived") == 4
+    assert backward.index("gradient arrived") > backward.index("backward 0")
+    # Weights arrive right before the layers that need them, in their order.
+    events.clear()
+    model(x)
+    assert events == [e for n in range(4) for e in ("weights arrived", f"forward {n}")]
+
+
+def test_gradients_are_sent_in_the_backward_pass_and_weights_awaited_in_the_forward_pass():
+    run_ranks(overlaps, 2)
+
+
+def saved(rank: int, world_size: int, kind: str) -> tuple[dict, dict, dict]:
+    """The state after some steps, and weights some steps after that."""
+    model = net()
+    optimizer = sharded(model, kind)
+    train(model, optimizer, rank, range(2))
+    optimizer.param_groups[0]["lr"] = 5e-3
+    middle = copy.deepcopy(weights(model)), optimizer.state_dict()
+    for before_first_pass in (True, False):
+        again = net(5)
+        other = sharded(again, kind)
+        if not before_first_pass:
+            train(again, other, rank, range(1))
+            other.wait()
+        again.load_state_dict(middle[0])
+        other.load_state_dict(copy.deepcopy(middle[1]))
+        assert other.param_groups[0]["lr"] == 5e-3
+        train(again, other, rank, range(2, 4))
+        if before_first_pass:
+            train(model, optimizer, rank, range(2, 4))
+        assert all(torch.equal(v, weights(model)[n]) for n, v in weights(again).items())
+        assert_same_state(other.state_dict(), optimizer.state_dict())
+    assert_same_on_all_ranks(model)
+    return *middle, optimizer.state_dict()
+
+
+def assert_same_state(got: dict, want: dict, exact: bool = True) -> None:
+    assert got["state"].keys() == want["state"].keys()
+    for number, state in want["state"].items():
+        assert got["state"][number].keys() == state.keys()
+        for name, value in state.items():
+            limit = 0.0 if exact else 1e-5
+            torch.testing.assert_close(got["state"][number][name], value, rtol=limit, atol=limit)
+    assert got["param_groups"] == want["param_groups"]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "fused", "lamb"])
+def test_a_loaded_state_continues_with_the_same_bits(kind):
+    states = run_ranks(saved, 3, kind)
+    for _, middle, _ in states[1:]:
+        assert_same_state(middle, states[0][1])
+    # Whole tensors, which the optimizer without shards takes; what only has to be alike is alike.
+    weight, middle, end = states[0]
+    model = net(1)
+    model.load_state_dict(weight)
+    alone = plain(model, kind)
+    alone.load_state_dict(middle)
+    shapes = [p.shape for group in alone.param_groups for p in group["params"]]
+    assert [alone.state[p]["exp_avg"].shape for g in alone.param_groups for p in g["params"]] == (
+        shapes
+    )
+    for step in (2, 3):
+        model.zero_grad()
+        for rank in range(3):
+            ids = batch(rank, step)
+            (loss_of(model(ids), ids) / 3).backward()
+        alone.step()
+    assert_same_state(alone.state_dict(), end, exact=False)
+
+
+def continued(rank: int, world_size: int, start: tuple[dict, dict], kind: str) -> dict:
+    model = net(rank)
+    model.load_state_dict(start[0])
+    optimizer = sharded(model, kind)
+    optimizer.load_state_dict(start[1])
+    ids = torch.cat([batch(r, 9) for r in range(3)])
+    loss_of(model(ids), ids).backward()  # the same batch on every rank
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def test_states_fit_another_number_of_ranks():
+    start = run_ranks(saved, 3, "fused")[0][:2]
+    two, three = (run_ranks(continued, ranks, start, "fused")[0] for ranks in (2, 3))
+    assert_same_state(two, three, exact=False)
+
+
+def refusals(rank: int, world_size: int) -> None:
+    model = net()
+    with pytest.raises(ValueError, match="params: expected all that require a gradient, not bias"):
+        ShardedOptimizer(model, [p for n, p in model.named_parameters() if n != "bias"], FusedAdam)
+    with pytest.raises(ValueError, match="params: expected parameters of the module, got 1 others"):
+        ShardedOptimizer(model, [*model.parameters(), nn.Parameter(torch.ones(2))], FusedAdam)
+    with pytest.raises(ValueError, match="max_norm: expected a number above 0, got 0"):
+        sharded(model, max_norm=0)
+    with pytest.raises(ValueError, match="expected one that can update parts of parameters, got M"):
+        ShardedOptimizer(model, muon_groups(model, 0.1), Muon)
+    odd = nn.Linear(3, 4)
+    odd.weight = nn.Parameter(torch.ones(3, 4).t())
+    with pytest.raises(ValueError, match="expected contiguous parameters, got weight"):
+        ShardedOptimizer(odd, odd.parameters(), FusedAdam)
+    model = net()
+    optimizer = sharded(model)
+    with pytest.raises(RuntimeError, match="expected all parameters in the constructor"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    ids = batch(rank, 0)
+    loss_of(model(ids, False), ids).backward()
+    with pytest.raises(
+        RuntimeError, match=r"got none of spare\.weight, spare\.bias; give find_unu"
+    ):
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model(ids), ids).backward()
+    with pytest.raises(RuntimeError, match="expected one backward pass per step, got another"):
+        loss_of(model(ids), ids).backward()
+    optimizer.zero_grad()
+    train(model, optimizer, rank, range(1))
+    dense = model.blocks[0].dense
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.dense\.\w+ was used before its update"):
+        (dense.weight.sum() + dense.bias.sum()).backward()
+    optimizer.wait()
+    bad = optimizer.state_dict()
+    bad["state"][0]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"expected exp_avg of the parameter's shape, \[11, 7\]"):
+        optimizer.load_state_dict(bad)
+    bad["param_groups"] = bad["param_groups"][:1]
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(bad)
+
+
+def test_what_cannot_be_done_is_refused():
+    run_ranks(refusals, 2)
+
+
+def by_closure_and_schedule(rank: int, world_size: int) -> None:
+    ours, theirs = net(), net()
+    replica = DistributedDataParallel(theirs)
+    for model, optimizer in ((ours, sharded(ours)), (replica, plain(theirs))):
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        for step in range(3):
+            ids = batch(rank, step)
+
+            def closure(model=model, ids=ids) -> Tensor:
+                loss = loss_of(model(ids), ids)
+                loss.backward()
+                return loss
+
+            assert float(optimizer.step(closure)) > 0
+            optimizer.zero_grad()
+            schedule.step()
+    assert_close(weights(ours), weights(theirs))
+
+
+def test_closures_and_schedules_work_as_with_any_optimizer():
+    run_ranks(by_closure_and_schedule, 2)
