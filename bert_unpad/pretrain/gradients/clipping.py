@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bert_unpad.distributed import BucketClip, ClipBefore
 from bert_unpad.pretrain.config import ClipConfig
 from bert_unpad.pretrain.gradients.comm_hooks import CommHook
+from bert_unpad.pretrain.gradients.graph_buckets import GraphBuckets
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.update.optimizer import leaves_out_on_device
@@ -55,6 +56,7 @@ class Clipping:
         hook: how gradients travel.
         loss_scale: what losses are multiplied by; None for 1. Gradients are divided by it before
             anything else looks at them, so bounds and norms are of the unscaled gradient.
+        buckets: of passes that are CUDA graphs, to be averaged without DDP; None: DDP's.
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class Clipping:
         model: nn.Module,
         hook: CommHook,
         loss_scale: LossScale | None = None,
+        buckets: GraphBuckets | None = None,
     ) -> None:
         self._hook = hook
+        self._graph_buckets = buckets
         self._loss_scale = loss_scale
         self._max_norm = config.max_norm
         self._ranks = ranks
@@ -83,7 +87,7 @@ class Clipping:
                 model.parameters(), config.max_norm, wire, allreduce=hook.allreduce
             )
         # A hook's memory outlives a change of the scale, so what it gets must be unscaled.
-        elif self._mode == "bucket" or wire is not None or (loss_scale and hook.hook):
+        elif buckets or self._mode == "bucket" or wire is not None or (loss_scale and hook.hook):
             self._bucket = BucketClip(
                 config.max_norm if self._mode == "bucket" else math.inf,
                 config.policy,
@@ -91,6 +95,8 @@ class Clipping:
                 config.error_feedback,
                 None if loss_scale is None else loss_scale.value,
             )
+            if buckets is not None:
+                buckets.attach(self._bucket, hook.allreduce)
 
     @property
     def in_backward(self) -> bool:
@@ -112,6 +118,8 @@ class Clipping:
 
     def clip(self) -> GradientReport:
         """Makes `.grad` the clipped average, after the backward passes of a step."""
+        if self._graph_buckets is not None:
+            self._graph_buckets.wait()
         if self._loss_scale is not None and self._bucket is None:
             self._loss_scale.unscale_(self._model.parameters())
         if self._before is not None:
