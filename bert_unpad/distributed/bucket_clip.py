@@ -5,9 +5,9 @@ module must not use `from __future__ import annotations`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,19 @@ from bert_unpad.ops import clip_bucket_
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 _FLOAT16_MAX = 65504.0
+
+
+class Bucket(Protocol):
+    """What is needed of a bucket; DDP's have it."""
+
+    def buffer(self) -> Tensor:
+        """The gradients, one after another; the average replaces them."""
+
+    def index(self) -> int:
+        """The bucket's number within the pass, from 0."""
+
+    def is_last(self) -> bool:
+        """Whether the pass ends with it."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +163,7 @@ class BucketClip:
             RuntimeError: this BucketClip is attached already, or the model has another hook.
             ValueError: a `hook` is given together with a wire dtype or an allreduce.
         """
-        if self._shares is not None:
-            raise RuntimeError("this BucketClip is already attached to a model")
+        self._check_free()
         if hook is not None and self.wire_dtype is not None:
             raise ValueError(
                 "hook: expected none with a wire_dtype; a hook sends buckets in their own dtype"
@@ -164,12 +176,9 @@ class BucketClip:
             for name, parameter in model.module.named_parameters()
             if parameter.requires_grad and name not in ignored
         )
-        self._group = model.process_group
-        self._world_size = dist.get_world_size(self._group)
-        self._hook, self._hook_state = hook, state
-        self._allreduce = self._flat if allreduce is None else allreduce
         model.register_comm_hook(self, _clip_and_sync)
-        self._shares = BucketShares(self.policy, numel)
+        self._hook, self._hook_state = hook, state
+        self._prepare(numel, model.process_group, allreduce)
         return self
 
     def attach_to_shards(self, numel: int) -> None:
@@ -178,9 +187,45 @@ class BucketClip:
         Raises:
             RuntimeError: this BucketClip is attached already.
         """
+        self._check_free()
+        self._hook = None
+        self._shares = BucketShares(self.policy, numel)
+
+    def attach_buckets(
+        self,
+        sizes: Sequence[int],
+        group: dist.ProcessGroup | None = None,
+        allreduce: Allreduce | None = None,
+    ) -> "BucketClip":
+        """Makes ready for `sync`, with which the caller hands over each bucket, without DDP.
+
+        Args:
+            sizes: elements of each bucket of a pass, in the order of `sync`.
+            group: the ranks to average over; None: all.
+            allreduce: as in `attach`.
+
+        Returns:
+            This object.
+
+        Raises:
+            RuntimeError: this BucketClip is attached already.
+        """
+        self._check_free()
+        self._hook = self._hook_state = None
+        self._prepare(sum(sizes), group, allreduce)
+        self._shares.load_state_dict({"sizes": list(sizes), "squares": []})
+        return self
+
+    def _check_free(self) -> None:
         if self._shares is not None:
             raise RuntimeError("this BucketClip is already attached to a model")
-        self._hook = None
+
+    def _prepare(
+        self, numel: int, group: dist.ProcessGroup | None, allreduce: Allreduce | None
+    ) -> None:
+        self._group = group
+        self._world_size = dist.get_world_size(group)
+        self._allreduce = self._flat if allreduce is None else allreduce
         self._shares = BucketShares(self.policy, numel)
 
     def report(self) -> ClipReport:
@@ -213,7 +258,15 @@ class BucketClip:
             raise RuntimeError("this BucketClip is not attached to a model")
         return self._shares
 
-    def _sync_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def sync(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
+        """Clips a bucket and starts to average it; DDP calls this through its hook.
+
+        Args:
+            bucket: the next one of this pass.
+
+        Returns:
+            A future of the average, which is in the bucket's buffer then.
+        """
         buffer = bucket.buffer()
         factor = 1.0 if self._hook else 1.0 / self._world_size
         wire = self.clip_bucket(buffer, bucket.index(), bucket.is_last(), factor, buffer)
@@ -296,4 +349,4 @@ def _on(share: float | Tensor, device: torch.device) -> Tensor:
 def _clip_and_sync(
     state: BucketClip, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    return state._sync_bucket(bucket)
+    return state.sync(bucket)

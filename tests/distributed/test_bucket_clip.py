@@ -41,11 +41,11 @@ class Net(nn.Module):
 class Recording(BucketClip):
     """Keeps which parameters each bucket of the last pass held."""
 
-    def _sync_bucket(self, bucket):
+    def sync(self, bucket):
         if bucket.index() == 0:
             self.layout = []
         self.layout.append(bucket.parameters())
-        return super()._sync_bucket(bucket)
+        return super().sync(bucket)
 
 
 def _net() -> Net:

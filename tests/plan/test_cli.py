@@ -96,6 +96,11 @@ def test_the_tables(capsys, tmp_path):
         (["--set=precision=bf16"], "argument --set: expected --model to be a recipe"),
         (["--model=RECIPE", "--set=precision"], "argument --set: expected KEY=VALUE"),
         (["--model=RECIPE", "--set=batching.strategy=packed"], "expected batching.strategy"),
+        (
+            ["--model=RECIPE", "--set=optimizer.name=torch.optim.SGD"],
+            "expected optimizer.name of one of adamw, fused_adam, lamb, lans, whose time and",
+        ),
+        (["--model=RECIPE", "--set=optimizer.name=muon"], "(--optimizer plans with another)"),
         (["--max-length=513"], "argument --max-length: expected at most 512"),
         (["--data=/nonexistent"], "argument --data"),
         (["--nodes=0"], "argument --nodes: expected an integer of 1"),

@@ -55,8 +55,8 @@ class PretrainConfig:
     """Run the model through torch.compile."""
     cuda_graphs: bool = advanced(False)
     """Replay each forward and backward pass as one CUDA graph. Batches are padded to a few token
-    counts at the end of the packed buffer. Needs a GPU, and clip.mode before with more than one
-    rank."""
+    counts at the end of the packed buffer. Needs a GPU, and with more than one rank comm.hook
+    allreduce or hierarchical."""
     attention_schedule: AttentionSchedule = advanced("list")
     """How a GPU starts a batch's sequences in attention, longest first. list: in one launch.
     groups: in up to 4 launches side by side, each for sequences of similar length. Results are the

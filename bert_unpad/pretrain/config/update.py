@@ -16,8 +16,9 @@ class OptimizerConfig:
     name: str = "adamw"
     """adamw: PyTorch's AdamW. fused_adam: the same, by bert_unpad.optim. lamb, lans: for large
     batches; their learning rate is relative to the norm of each weight. stable_adamw: AdamW that
-    makes a smaller step for weights whose gradient has grown suddenly. mt_dao: AdamW with a slow
-    momentum; after comm.start updates each rank makes its own, and every 32 updates ("period" in
+    makes a smaller step for weights whose gradient has grown suddenly. muon: orthogonalized
+    momentum for the encoder's matrices, AdamW for the rest. mt_dao: AdamW with a slow momentum;
+    after comm.start updates each rank makes its own, and every 32 updates ("period" in
     optimizer.arguments) models and momenta are averaged (Iacob et al., 2026). An import path such
     as torch.optim.SGD: that class, with the options below that it has."""
     lr: float = 1e-4

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bert_unpad.distributed import BucketClip, ClipBefore
 from bert_unpad.pretrain.config import ClipConfig
 from bert_unpad.pretrain.gradients.comm_hooks import CommHook
+from bert_unpad.pretrain.gradients.graph_buckets import GraphBuckets
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.update.optimizer import leaves_out_on_device
@@ -56,6 +57,7 @@ class Clipping:
         hook: how gradients travel.
         loss_scale: what losses are multiplied by; None for 1. Gradients are divided by it before
             anything else looks at them, so bounds and norms are of the unscaled gradient.
+        buckets: of passes that are CUDA graphs, to be averaged without DDP; None: DDP's.
     """
 
     def __init__(
@@ -65,9 +67,11 @@ class Clipping:
         model: nn.Module,
         hook: CommHook,
         loss_scale: LossScale | None = None,
+        buckets: GraphBuckets | None = None,
     ) -> None:
         self._config = config
         self._hook = hook
+        self._graph_buckets = buckets
         self._loss_scale = loss_scale
         self._max_norm = config.max_norm
         self._ranks = ranks
@@ -86,11 +90,14 @@ class Clipping:
             )
         else:
             self._bucket = self._make_bucket()
+        if buckets is not None and self._bucket is not None:
+            buckets.attach(self._bucket, hook.allreduce)
 
     def _make_bucket(self) -> BucketClip | None:
         """What bounds, casts or unscales buckets before they travel; None where nothing has to."""
         # A hook's memory outlives a change of the scale, so what it gets must be unscaled.
-        return self._bucket_clip(needed=self._loss_scale is not None and bool(self._hook.hook))
+        needed = self._loss_scale is not None and bool(self._hook.hook)
+        return self._bucket_clip(needed or self._graph_buckets is not None)
 
     def _bucket_clip(self, needed: bool) -> BucketClip | None:
         config, scale = self._config, self._loss_scale
@@ -125,6 +132,8 @@ class Clipping:
 
     def clip(self) -> GradientReport:
         """Makes `.grad` the clipped average, after the backward passes of a step."""
+        if self._graph_buckets is not None:
+            self._graph_buckets.wait()
         if self._loss_scale is not None and self._bucket is None:
             self._loss_scale.unscale_(self._model.parameters())
         if self._before is not None:

@@ -28,6 +28,7 @@ from bert_unpad.batch.varlen import DEVICE_TENSORS
 from bert_unpad.nn import BertForPreTraining, PreTrainingOutput
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.ranks import Ranks
+from bert_unpad.pretrain.update.kinds import find_kind
 
 __all__ = ["GraphRunner", "StaticPass", "check_graphs", "sizes"]
 
@@ -46,12 +47,21 @@ def check_graphs(config: PretrainConfig, ranks: Ranks) -> None:
         return
     if ranks.device.type != "cuda":
         raise ConfigError("cuda_graphs", f"needs a GPU, but this run is on the {ranks.device.type}")
-    if ranks.world_size > 1 and config.clip.mode != "before":
+    if ranks.world_size == 1:
+        return
+    if config.comm.hook not in ("allreduce", "hierarchical"):
         raise ConfigError(
-            "cuda_graphs",
-            f"with {ranks.world_size} ranks needs clip.mode before, got {config.clip.mode}: the "
-            "others exchange gradients from hooks within the backward pass, which a graph replays "
-            "without",
+            "comm.hook",
+            f"expected allreduce or hierarchical with cuda_graphs and {ranks.world_size} ranks, "
+            f"got {config.comm.hook}: the others need DDP, which a replayed pass does without, or "
+            "put averaged weights where no graph reads them",
+        )
+    if find_kind(config.optimizer.name).communicates:
+        raise ConfigError(
+            "optimizer.name",
+            f"expected one that does not average by itself with cuda_graphs and {ranks.world_size} "
+            f"ranks, got {config.optimizer.name}: averaged weights are put where no graph reads "
+            "them",
         )
 
 
@@ -127,9 +137,10 @@ class _Captured(NamedTuple):
 class GraphRunner:
     """Runs passes of a model by replaying graphs; captures one where sizes are new.
 
-    Every parameter that requires a gradient gets a `.grad` that must stay: clear it with
-    `zero_grad(set_to_none=False)`. When sizes are new, no autograd graph may be alive that ends at
-    the parameters: its ends belong to the stream that it was made on, and cannot be captured.
+    Every parameter that requires a gradient gets a `.grad`, if it has none, which must stay: clear
+    it with `zero_grad(set_to_none=False)`. When sizes are new, no autograd graph may be alive that
+    ends at the parameters: its ends belong to the stream that it was made on, and cannot be
+    captured.
 
     Args:
         model: on a GPU, in training mode, not in DDP, not compiled.
@@ -147,7 +158,8 @@ class GraphRunner:
         self._autocast = autocast
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         for parameter in self._parameters:
-            parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         self._gradients = [parameter.grad for parameter in self._parameters]
         self._stream = torch.cuda.Stream(self._device)
         self._pool = torch.cuda.graph_pool_handle()

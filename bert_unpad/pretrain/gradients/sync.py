@@ -21,6 +21,7 @@ from bert_unpad.pretrain.gradients.clipping import Clipping, GradientReport
 from bert_unpad.pretrain.gradients.comm_hooks import CommHook, build_comm_hook
 from bert_unpad.pretrain.gradients.compute_clock import ComputeClock
 from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner
+from bert_unpad.pretrain.gradients.graph_buckets import GraphBuckets
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
 from bert_unpad.pretrain.gradients.replica import Replica, replicate
 from bert_unpad.pretrain.gradients.sharded import clipping_kind
@@ -62,6 +63,7 @@ class GradientSync:
         self._clipping: Clipping | None = None
         self._replica: Replica | None = None
         self._graphs: GraphRunner | None = None
+        self._buckets: GraphBuckets | None = None
         self._clip_state: dict[str, Any] = {}
 
     @property
@@ -83,8 +85,11 @@ class GradientSync:
         """
         run, config = self.run, self.run.config
         self._hook = build_comm_hook(config.comm, run.ranks, optimizer)
-        kind = clipping_kind(run.model, optimizer)
-        self._clipping = kind(config.clip, run.ranks, run.model, self._hook, self.loss_scale)
+        if config.cuda_graphs and run.ranks.world_size > 1 and config.clip.mode != "before":
+            self._buckets = GraphBuckets(run.model, config.comm.bucket_mb)
+        self._clipping = clipping_kind(run.model, optimizer)(
+            config.clip, run.ranks, run.model, self._hook, self.loss_scale, self._buckets
+        )
         if config.cuda_graphs:
             self._graphs = GraphRunner(run.model, run.autocast)
         else:
@@ -136,6 +141,8 @@ class GradientSync:
                 loss = outputs.mlm_loss_sum * factors[0] + outputs.nsp_loss_sum * factors[1]
                 loss.backward()
             sums += stack_outputs(outputs)
+        if self._buckets is not None:
+            self._buckets.send()
         self.clock.stop(at_gradients=True)
         return sums
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import read_config
+from bert_unpad.pretrain.gradients.cuda_graphs import check_graphs
 from bert_unpad.pretrain.output.metrics import read_json_lines
+from bert_unpad.pretrain.ranks import Ranks
+from bert_unpad.pretrain.update.check import check_optimizer
 from bert_unpad.pretrain.update.schedule import lr_factor, warmup_updates
 from tests.support.paths import CONFIGS
 from tests.support.processes import TIMEOUT, start_ranks
@@ -32,7 +36,9 @@ TINY = {
 }
 
 
-def _train(recipe: Path, folder: Path, start: Path | None = None) -> Path:
+def _train(
+    recipe: Path, folder: Path, start: Path | None = None, ranks: int = 1, more: tuple = ()
+) -> Path:
     """Runs it on made-up text, from the model in `start` if it needs one; the run's folder."""
     words = ["cat", "dog", "mat", "rain", "red", "sat", "ran", "fell", "the", "a"]
     documents = []
@@ -54,10 +60,12 @@ def _train(recipe: Path, folder: Path, start: Path | None = None) -> Path:
     if "warmup_steps" in settings["schedule"]:
         settings["schedule"]["warmup_steps"] = 1
     (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
-    arguments = ["--config", str(folder / "tiny.yaml")]
-    (process,) = start_ranks(main, 1, arguments, log=folder / "log")
-    process.join(timeout=TIMEOUT)
-    assert process.exitcode == 0, (folder / "log.0").read_text()
+    arguments = ["--config", str(folder / "tiny.yaml"), *more]
+    processes = start_ranks(main, ranks, arguments, log=folder / "log")
+    for process in processes:
+        process.join(timeout=TIMEOUT)
+    codes = [process.exitcode for process in processes]
+    assert codes == [0] * ranks, (folder / "log.0").read_text()
     return folder / "run"
 
 
@@ -72,13 +80,31 @@ def _check(run: Path) -> None:
 
 
 def test_recipes_train(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("first", "second", "cluster")]
+    folders = [tmp_path / name for name in ("first", "second", "cluster", "adam")]
     for folder in folders:
         folder.mkdir()
     first = _train(CONFIGS / "bert_base_phase1.yaml", folders[0])
     _check(first)
     _check(_train(CONFIGS / "bert_large_mlperf.yaml", folders[1], first / "model"))
     _check(_train(CONFIGS / "cluster_fp16.yaml", folders[2]))
+    # Each rank's part of a large batch in several passes, clipped bucket by bucket.
+    clip = ("--clip.mode", "bucket", "--batching.accumulation", "2", "--comm.bucket_mb", "0.01")
+    adam = CONFIGS / "bert_large_adam_16384.yaml"
+    run = _train(adam, folders[3], first / "model", ranks=2, more=clip)
+    _check(run)
+    lines = [x for x in read_json_lines(run / "metrics.jsonl") if x["kind"] == "train"]
+    assert all(0 < line["clipped_share"] <= 1 for line in lines)
+
+
+@pytest.mark.parametrize("mode", ["bucket", "before", "after", "none"])
+@pytest.mark.parametrize("more", [(), ("--optimizer.shard", "node"), ("--cuda_graphs", "true")])
+def test_the_adam_recipe_takes_every_clip_mode(mode: str, more: tuple) -> None:
+    path = CONFIGS / "bert_large_adam_16384.yaml"
+    config, _ = read_config(["--config", str(path), "--clip.mode", mode, *more])
+    ranks = Ranks(0, 1024, torch.device("cuda"), None)
+    assert config.batching.per_pass(ranks.world_size) == 16
+    check_graphs(config, ranks)
+    check_optimizer(config, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
