@@ -126,7 +126,8 @@ class GradientShards:
                 wire = self._clip.clip_bucket(
                     wire, number, last, 1.0 / self._ranks, bucket.shard, bucket.numel
                 )
-            self._sent.append(start_reduce_scatter(wire, bucket.shard, self._group))
+            scratch = bucket.scratch_like(wire)
+            self._sent.append(start_reduce_scatter(wire, bucket.shard, self._group, scratch))
 
     def reduce(self) -> tuple[ClipReport, set[nn.Parameter]]:
         """Waits for the average of this rank's parts, and clips it.

@@ -66,6 +66,7 @@ class Bucket:
         """[part]: the average over the ranks of this rank's part of `gradient`."""
         self.part = slice(rank * part, (rank + 1) * part)
         """This rank's part of `weights`."""
+        self._scratch: Tensor | None = None
         used = torch.zeros(part * ranks, dtype=torch.bool)
         for parameter, view in zip(parameters, self.views(self.weights), strict=True):
             view.copy_(parameter.detach())
@@ -93,6 +94,14 @@ class Bucket:
         for offset, (first, last) in zip(self._offsets, self.spans(), strict=True):
             start = max(offset + first - self.part.start, 0)
             yield part[start : start + last - first]
+
+    def scratch_like(self, wire: Tensor) -> Tensor | None:
+        """Memory for an exchange, which a CPU needs: new pages cost it more than the exchange."""
+        if wire.is_cuda:
+            return None
+        if self._scratch is None or self._scratch.dtype != wire.dtype:
+            self._scratch = torch.empty_like(wire)
+        return self._scratch
 
     def clear_gaps(self) -> None:
         """Zeroes what of `gradient` belongs to no parameter."""

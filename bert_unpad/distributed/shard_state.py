@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bert_unpad.distributed.shard_buckets import Bucket
-from bert_unpad.distributed.shard_exchange import all_gather_flat
+from bert_unpad.distributed.shard_exchange import start_all_gather
 
 State = Mapping[str, Any]
 
@@ -74,7 +74,7 @@ def gather_state(
             for parameter, share in zip(bucket.parameters, shares, strict=True):
                 if name in parts[parameter] and share.numel():
                     share.copy_(parts[parameter][name])
-            all_gather_flat(flat, flat[bucket.part], group=group)
+            start_all_gather(flat, bucket.part, group)()
             for parameter, view in zip(bucket.parameters, bucket.views(flat), strict=True):
                 if parameter in whole and kinds[parameter].get(name) is dtype:
                     whole[parameter][name] = view.to(device or view.device, copy=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bert_unpad.distributed import BucketClip, ShardedOptimizer, shard_exchange
+from bert_unpad.distributed import BucketClip, ShardedOptimizer, sharded_optimizer
 from bert_unpad.optim import (
     FusedAdam,
     FusedLAMB,
@@ -162,9 +162,9 @@ def _average(optimizer: ShardedOptimizer) -> dict[nn.Parameter, Tensor]:
     """What the ranks hold of the averaged gradient, put together."""
     whole = {}
     for bucket in optimizer._gradients.buckets:
-        flat = torch.empty_like(bucket.weights)
-        shard_exchange.all_gather_flat(flat, bucket.shard)
-        whole |= zip(bucket.parameters, bucket.views(flat), strict=True)
+        parts = [torch.empty_like(bucket.shard) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, bucket.shard)
+        whole |= zip(bucket.parameters, bucket.views(torch.cat(parts)), strict=True)
     return whole
 
 
@@ -277,9 +277,8 @@ class Sent:
         # What is sent of which argument; the best that an allreduce can do.
         for module, name, factor, argument in (
             (dist, "all_to_all_single", share, 1),
-            (shard_exchange, "all_gather_flat", share, 0),
             (dist, "all_reduce", 2 * share, 0),
-            (dist, "broadcast", 1.0, 0),
+            (dist, "broadcast", share, 0),  # over all roots, as an all-gather takes them
         ):
             setattr(module, name, self._counted(getattr(module, name), factor, argument))
 
@@ -344,25 +343,32 @@ def overlaps(rank: int, world_size: int) -> None:
 
     pass_once()
     assert [len(b.parameters) for b in ours._gradients.buckets] == [2, 2, 2, 2]
-    gather, scatter = shard_exchange.all_gather_flat, dist.all_to_all_single
+    gather, scatter = sharded_optimizer.start_all_gather, dist.all_to_all_single
 
     class Work:
-        def __init__(self, work: dist.Work, name: str) -> None:
-            self.work, self.name = work, name
+        def __init__(self, work: dist.Work) -> None:
+            self.work = work
 
         def wait(self) -> None:
-            events.append(f"{self.name} arrived")
+            events.append("gradient arrived")
             self.work.wait()
 
-    def noted(function: Any, name: str) -> Any:
-        def call(target: Tensor, source: Tensor, **kwargs: Any) -> Work:
-            events.append(f"{name} sent")
-            return Work(function(target, source, **kwargs), name)
+    def scattering(*args: Any, **kwargs: Any) -> Work:
+        events.append("gradient sent")
+        return Work(scatter(*args, **kwargs))
 
-        return call
+    def gathering(*args: Any) -> Callable[[], None]:
+        events.append("weights sent")
+        finish = gather(*args)
 
-    shard_exchange.all_gather_flat = noted(gather, "weights")
-    dist.all_to_all_single = noted(scatter, "gradient")
+        def wait() -> None:
+            events.append("weights arrived")
+            finish()
+
+        return wait
+
+    sharded_optimizer.start_all_gather = gathering
+    dist.all_to_all_single = scattering
     for number, layer in enumerate(model.layers):
         layer.register_forward_hook(lambda *_, n=number: events.append(f"forward {n}"))
         layer.register_full_backward_hook(lambda *_, n=number: events.append(f"backward {n}"))
