@@ -1,7 +1,9 @@
-"""What the linker may choose between when it joins the objects of several instruction sets."""
+"""Instruction sets: which are built, and what the linker may choose between when it joins them."""
 
 from __future__ import annotations
 
+import importlib
+import platform
 import shutil
 import subprocess
 import sysconfig
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bert_unpad import _C
 from tests.support.paths import ROOT
 
 BUILD = ROOT / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
@@ -37,3 +40,25 @@ def test_every_shared_symbol_of_an_instruction_set_is_in_its_namespace() -> None
         isa = next(isa for isa in ISAS if path.name.startswith(f"cxx_{isa}_"))
         for name in weak_symbols(path):
             assert f"bert_unpad::{isa}::" in name, f"{path.name}: {name}"
+
+
+@pytest.mark.parametrize(
+    ("machine", "names"),
+    [
+        ("x86_64", ["generic", "avx2", "avx512", "avx512_bf16"]),
+        ("aarch64", ["generic", "neon_bf16"]),
+        ("arm64", ["generic", "neon_bf16"]),
+        ("riscv64", ["generic"]),
+    ],
+)
+def test_a_processor_gets_its_own_options(monkeypatch, machine: str, names: list[str]) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "build_backend"))
+    native = importlib.import_module("native")
+    here = {isa for sets in native.isas().values() for isa in sets}
+    assert here == set(_C.built_isas().split(","))
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    kinds = native.isas()
+    assert list(kinds["simd"]) == names
+    options = {flag for sets in kinds.values() for flags in sets.values() for flag in flags}
+    assert ("-mavx2" in options) == (machine == "x86_64")
+    assert ("-march=armv8.2-a+bf16" in options) == ("neon_bf16" in names)
