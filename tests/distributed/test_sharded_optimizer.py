@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,77 +15,23 @@ from torch.nn.parallel import DistributedDataParallel
 from bert_unpad.distributed import BucketClip, ShardedOptimizer, sharded_optimizer
 from bert_unpad.optim import (
     FusedAdam,
-    FusedLAMB,
-    FusedStableAdamW,
     Muon,
     decay_groups,
     muon_groups,
 )
 from tests.support.processes import run_ranks
 from tests.support.shard_nets import Net, batch, loss_of, net
-
-KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
-    "fused": (FusedAdam, {"lr": 1e-2}),
-    "fused, clipped": (FusedAdam, {"lr": 1e-2, "max_grad_norm": 0.5}),
-    "lamb": (FusedLAMB, {"lr": 1e-2}),
-    "lans": (FusedLAMB, {"lr": 1e-2, "nesterov": True}),
-    "stable": (FusedStableAdamW, {"lr": 1e-2}),
-    "sgd": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
-}
-CAP = 0.0004  # MiB: a few parameters in each bucket
-STEPS = 4
-
-
-def sharded(model: nn.Module, kind: str = "fused", **more: Any) -> ShardedOptimizer:
-    optimizer, options = KINDS[kind]
-    return ShardedOptimizer(
-        model, decay_groups(model, 0.1), optimizer, bucket_cap_mb=CAP, **options, **more
-    )
-
-
-def plain(model: nn.Module, kind: str = "fused") -> torch.optim.Optimizer:
-    optimizer, options = KINDS[kind]
-    return optimizer(decay_groups(model, 0.1), **options)
-
-
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    rank: int,
-    steps: range = range(STEPS),
-    parts: int = 1,
-    uses: Callable[[int, int], bool] = lambda rank, step: True,
-    max_norm: float | None = None,
-) -> None:
-    """Trains a DDP model or one whose optimizer is sharded."""
-    owner = optimizer if isinstance(optimizer, ShardedOptimizer) else model
-    for step in steps:
-        for part in range(parts):
-            ids = batch(rank, step, part)
-            with nullcontext() if part == parts - 1 else owner.no_sync():
-                loss_of(model(ids, uses(rank, step)), ids).backward()
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], atol: float = 2e-6) -> None:
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=atol, msg=name)
-
-
-def assert_same_on_all_ranks(model: nn.Module) -> None:
-    for tensor in model.state_dict().values():
-        others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(others, tensor.contiguous())
-        assert all(torch.equal(tensor, other) for other in others)
+from tests.support.sharded_training import (
+    CAP,
+    KINDS,
+    STEPS,
+    assert_close,
+    assert_same_on_all_ranks,
+    plain,
+    sharded,
+    train,
+    weights,
+)
 
 
 def against_ddp(rank: int, world_size: int, kind: str, parts: int) -> None:
@@ -389,82 +334,6 @@ def overlaps(rank: int, world_size: int) -> None:
 
 def test_gradients_are_sent_in_the_backward_pass_and_weights_awaited_in_the_forward_pass():
     run_ranks(overlaps, 2)
-
-
-def saved(rank: int, world_size: int, kind: str) -> tuple[dict, dict, dict]:
-    """The state after some steps, and weights some steps after that."""
-    model = net()
-    optimizer = sharded(model, kind)
-    train(model, optimizer, rank, range(2))
-    optimizer.param_groups[0]["lr"] = 5e-3
-    middle = copy.deepcopy(weights(model)), optimizer.state_dict()
-    for before_first_pass in (True, False):
-        again = net(5)
-        other = sharded(again, kind)
-        if not before_first_pass:
-            train(again, other, rank, range(1))
-            other.wait()
-        again.load_state_dict(middle[0])
-        other.load_state_dict(copy.deepcopy(middle[1]))
-        assert other.param_groups[0]["lr"] == 5e-3
-        train(again, other, rank, range(2, 4))
-        if before_first_pass:
-            train(model, optimizer, rank, range(2, 4))
-        assert all(torch.equal(v, weights(model)[n]) for n, v in weights(again).items())
-        assert_same_state(other.state_dict(), optimizer.state_dict())
-    assert_same_on_all_ranks(model)
-    return *middle, optimizer.state_dict()
-
-
-def assert_same_state(got: dict, want: dict, exact: bool = True) -> None:
-    assert got["state"].keys() == want["state"].keys()
-    for number, state in want["state"].items():
-        assert got["state"][number].keys() == state.keys()
-        for name, value in state.items():
-            limit = 0.0 if exact else 1e-5
-            torch.testing.assert_close(got["state"][number][name], value, rtol=limit, atol=limit)
-    assert got["param_groups"] == want["param_groups"]
-
-
-@pytest.mark.parametrize("kind", ["adamw", "fused", "lamb"])
-def test_a_loaded_state_continues_with_the_same_bits(kind):
-    states = run_ranks(saved, 3, kind)
-    for _, middle, _ in states[1:]:
-        assert_same_state(middle, states[0][1])
-    # Whole tensors, which the optimizer without shards takes; what only has to be alike is alike.
-    weight, middle, end = states[0]
-    model = net(1)
-    model.load_state_dict(weight)
-    alone = plain(model, kind)
-    alone.load_state_dict(middle)
-    shapes = [p.shape for group in alone.param_groups for p in group["params"]]
-    assert [alone.state[p]["exp_avg"].shape for g in alone.param_groups for p in g["params"]] == (
-        shapes
-    )
-    for step in (2, 3):
-        model.zero_grad()
-        for rank in range(3):
-            ids = batch(rank, step)
-            (loss_of(model(ids), ids) / 3).backward()
-        alone.step()
-    assert_same_state(alone.state_dict(), end, exact=False)
-
-
-def continued(rank: int, world_size: int, start: tuple[dict, dict], kind: str) -> dict:
-    model = net(rank)
-    model.load_state_dict(start[0])
-    optimizer = sharded(model, kind)
-    optimizer.load_state_dict(start[1])
-    ids = torch.cat([batch(r, 9) for r in range(3)])
-    loss_of(model(ids), ids).backward()  # the same batch on every rank
-    optimizer.step()
-    return optimizer.state_dict()
-
-
-def test_states_fit_another_number_of_ranks():
-    start = run_ranks(saved, 3, "fused")[0][:2]
-    two, three = (run_ranks(continued, ranks, start, "fused")[0] for ranks in (2, 3))
-    assert_same_state(two, three, exact=False)
 
 
 def refusals(rank: int, world_size: int) -> None:
