@@ -96,6 +96,17 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
       "clip_bucket_into(Tensor bucket, Tensor(a!) out, Tensor(b!)? residual, float max_norm, "
       "Tensor? bound, float factor) -> Tensor");
 
+  // Signs of value + error, a bit each. Where `guard` is not finite, nothing changes. Without a value
+  // the error alone is compressed. `factor` is one of all scales.
+  m.def("sign_scale(Tensor? value, Tensor error) -> Tensor");
+  m.def(
+      "sign_pack_(Tensor? value, Tensor(a!) error, Tensor(b!) bits, Tensor scale, Tensor? guard) "
+      "-> ()");
+  m.def(
+      "sign_mean_(Tensor bits, Tensor scales, Tensor(a!) out, float factor, bool add, "
+      "Tensor? guard) -> ()");
+  m.def("sign_unpack_(Tensor bits, Tensor scales, Tensor(a!) out) -> ()");
+
   // Lists of tensors. `masters` is empty or has the float32 weights of 16-bit params; `steps`,
   // `lr`, `grad_scale` and `norm` are float32 scalars on the tensors' device. Where `norm` (of the
   // gradient that was handed in) is not finite, nothing but `skipped` changes.
