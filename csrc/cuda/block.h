@@ -1,4 +1,5 @@
-// Threads of a block: barriers, shuffles, votes, and BU_REQUIRE, which stops a kernel on wrong arguments.
+// Threads of a block: barriers, shuffles, votes, and BU_REQUIRE, which stops a kernel on wrong
+// arguments.
 #pragma once
 
 #include <cassert>

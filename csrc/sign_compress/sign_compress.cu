@@ -1,8 +1,8 @@
 // Packing signs, and sums of packed signs, limited by memory.
 //
 // A warp packs 256 elements at a time: a lane loads one element out of every 32, a vote collects 32
-// signs in a word, and each lane stores one of the 32 bytes. So loads and stores of a warp are whole
-// lines, whatever the address, and the end needs no other path.
+// signs in a word, and each lane stores one of the 32 bytes. So loads and stores of a warp are
+// whole lines, whatever the address, and the end needs no other path.
 #include <cmath>
 
 #include "cuda/launch.h"
@@ -14,8 +14,8 @@ namespace bert_unpad::cuda {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-// 4 blocks of 256 threads with 8 loads of value and error each keep 64 KiB in flight on an SM, where
-// an H100 needs some 20 KiB to hide its memory's latency. Not measured.
+// 4 blocks of 256 threads with 8 loads of value and error each keep 64 KiB in flight on an SM,
+// where an H100 needs some 20 KiB to hide its memory's latency. Not measured.
 constexpr int kBlocks = 4, kInFlight = 8;
 constexpr int kWarpElements = 32 * kInFlight, kBlockElements = kWarps * kWarpElements;
 constexpr unsigned kSharedBytes = sum_over_y_bytes(32, kWarps, 1);
@@ -67,24 +67,31 @@ BU_DEVICE void for_warp_elements(const SignCudaParams& p, const Body& body) {
 
 template <class T>
 BU_KERNEL(kThreads, kBlocks)
-sign_square_sum_kernel(BU_PARAMS SignCudaParams p, float* partials) {
+sign_square_sum_kernel(BU_PARAMS SignCudaParams p) {
   float sum = 0.0f;
   for_warp_elements<T>(p, [&](int64_t, const float (&u)[kInFlight]) {
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) sum += u[k] * u[k];
   });
   sum = sum_over_block(sum);
-  if (threadIdx.x == 0 && threadIdx.y == 0) store_global(partials + blockIdx.x, sum);
+  if (threadIdx.x == 0 && threadIdx.y == 0) store_global(p.partials + blockIdx.x, sum);
 }
 
+struct ScaleParams {
+  const float* partials;
+  float* scale;
+  int64_t size;
+  int64_t count;  // of partials
+};
+
 BU_KERNEL(kThreads, 1)
-sign_scale_kernel(const float* partials, int count, int64_t size, float* scale) {
+sign_scale_kernel(BU_PARAMS ScaleParams p) {
   float sum = 0.0f;
-  for (int i = static_cast<int>(threadIdx.y * 32 + threadIdx.x); i < count; i += kThreads)
-    sum += load_global<float>(partials + i);
+  for (int i = static_cast<int>(threadIdx.y * 32 + threadIdx.x); i < p.count; i += kThreads)
+    sum += load_global<float>(p.partials + i);
   sum = sum_over_block(sum);
   if (threadIdx.x == 0 && threadIdx.y == 0)
-    store_global(scale, size == 0 ? 0.0f : std::sqrt(sum / static_cast<float>(size)));
+    store_global(p.scale, p.size == 0 ? 0.0f : std::sqrt(sum / static_cast<float>(p.size)));
 }
 
 template <class T>
@@ -166,14 +173,14 @@ int64_t sign_blocks(int64_t size) {
                              static_cast<int64_t>(sm_count("sign_scale")) * kBlocks);
 }
 
-void sign_scale(const SignCudaParams& p, float* partials, float* scale, cudaStream_t stream) {
+void sign_scale(const SignCudaParams& p, cudaStream_t stream) {
   const char* op = "sign_scale";
   const dim3 grid = grid_of(p.size), block(32, kWarps);
   dispatch_value(p, [&]<class T>() {
-    launch(op, sign_square_sum_kernel<T>, grid, block, kSharedBytes, stream, p, partials);
+    launch(op, sign_square_sum_kernel<T>, grid, block, kSharedBytes, stream, p);
   });
-  launch(op, sign_scale_kernel, dim3(1), block, kSharedBytes, stream, partials,
-         static_cast<int>(grid.x), p.size, scale);
+  launch(op, sign_scale_kernel, dim3(1), block, kSharedBytes, stream,
+         ScaleParams{p.partials, p.scale, p.size, grid.x});
 }
 
 void sign_pack(const SignCudaParams& p, cudaStream_t stream) {

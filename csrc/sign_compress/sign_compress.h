@@ -18,8 +18,8 @@ struct SignCpuParams {
 };
 
 struct SignMeanCpuParams {
-  const uint8_t* bits;   // [ranks, stride]
-  int64_t stride;        // bytes of a rank
+  const uint8_t* bits;  // [ranks, stride]
+  int64_t stride;       // bytes of a rank
   int64_t ranks;
   const float* weights;  // [ranks]
   float* out;

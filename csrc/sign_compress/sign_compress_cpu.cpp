@@ -57,8 +57,7 @@ void sign_pack_(std::optional<Tensor> value, Tensor error, Tensor bits, Tensor s
   if (stops(optional_scalar(guard, error, op, "guard"))) return;
   const float by = *scale.const_data_ptr<float>();
   const SignKernels& kernels = sign_kernels();
-  for_chunks(a.size,
-             [&](int64_t, int64_t begin, int64_t end) { kernels.pack(p, begin, end, by); });
+  for_chunks(a.size, [&](int64_t, int64_t begin, int64_t end) { kernels.pack(p, begin, end, by); });
 }
 
 void sign_mean_(Tensor bits, Tensor scales, Tensor out, double factor, bool add,
@@ -69,8 +68,8 @@ void sign_mean_(Tensor bits, Tensor scales, Tensor out, double factor, bool add,
   if (stops(optional_scalar(guard, bits, op, "guard"))) return;
   std::vector<float> weights(rows.scales, rows.scales + rows.rows);
   for (float& weight : weights) weight *= static_cast<float>(factor);
-  const SignMeanCpuParams p{rows.bits, rows.stride, rows.rows, weights.data(),
-                            rows.out,  add,         past_caches(rows.size)};
+  const SignMeanCpuParams p{rows.bits, rows.stride,           rows.rows, weights.data(), rows.out,
+                            add,       past_caches(rows.size)};
   const SignKernels& kernels = sign_kernels();
   for_chunks(rows.size, [&](int64_t, int64_t begin, int64_t end) { kernels.mean(p, begin, end); });
 }

@@ -13,8 +13,9 @@ Tensor sign_scale_(std::optional<Tensor> value, Tensor error) {
   const Call call(error, op);
   Tensor scale = torch::stable::new_empty(error, {}, ScalarType::Float);
   Tensor partials = torch::stable::new_empty(error, {sign_blocks(a.size)}, ScalarType::Float);
-  sign_scale({a.dtype, a.size, a.value, a.error, nullptr, nullptr, nullptr},
-             partials.mutable_data_ptr<float>(), scale.mutable_data_ptr<float>(), call.stream);
+  sign_scale({a.dtype, a.size, a.value, a.error, nullptr, scale.mutable_data_ptr<float>(), nullptr,
+              partials.mutable_data_ptr<float>()},
+             call.stream);
   return scale;
 }
 
@@ -26,7 +27,8 @@ void sign_pack_(std::optional<Tensor> value, Tensor error, Tensor bits, Tensor s
   check_scalar(scale, ScalarType::Float, error, op, "scale", "float32");
   const float* stop = optional_scalar(guard, error, op, "guard");
   const Call call(error, op);
-  sign_pack({a.dtype, a.size, a.value, a.error, packed, scale.const_data_ptr<float>(), stop},
+  sign_pack({a.dtype, a.size, a.value, a.error, packed,
+             const_cast<float*>(scale.const_data_ptr<float>()), stop, nullptr},
             call.stream);
 }
 

@@ -16,8 +16,9 @@ struct SignCudaParams {
   const void* value;
   float* error;
   uint8_t* bits;
-  const float* scale;
+  float* scale;
   const float* guard;  // where it is not finite, nothing changes; null: no guard
+  float* partials;     // [sign_blocks(size)]: scratch memory of sign_scale
 };
 
 struct SignMeanCudaParams {
@@ -31,13 +32,11 @@ struct SignMeanCudaParams {
   const float* guard;
 };
 
-// Blocks of sign_scale, which is the length of `partials`.
 int64_t sign_blocks(int64_t size);
 
-// scale = sqrt(sum of squares / size). `partials` is scratch memory. No atomics: the same inputs
-// give the same bits on the same device.
-void sign_scale(const SignCudaParams& p, float* partials, float* scale, cudaStream_t stream);
-
+// scale = sqrt(sum of squares / size). No atomics: the same inputs give the same bits on the same
+// device.
+void sign_scale(const SignCudaParams& p, cudaStream_t stream);
 void sign_pack(const SignCudaParams& p, cudaStream_t stream);
 void sign_mean(const SignMeanCudaParams& p, cudaStream_t stream);
 

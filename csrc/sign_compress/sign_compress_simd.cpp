@@ -44,8 +44,8 @@ BU_INLINE f32v with_sign_of(f32v magnitude, f32v v) {
   return as_f32(as_u32(magnitude) | (as_u32(v) & kSignBit));
 }
 
-// Past the caches, to an address that is a multiple of a vector: memory is then not read first, which
-// an ordinary store to a line that is not cached does.
+// Past the caches, to an address that is a multiple of a vector: memory is then not read first,
+// which an ordinary store to a line that is not cached does.
 BU_INLINE void stream(float* p, f32v v) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(p, (__m512)v);

@@ -65,8 +65,8 @@ BU_EXPORT int optim_update(int64_t count, void* const* arrays, const int64_t* si
                           numbers[4],    flags[0] != 0, flags[1] != 0, flags[2] != 0,
                           flags[3] != 0, flags[4] != 0, flags[5] != 0};
     auto* rows = reinterpret_cast<Coefficients*>(coefficients);
-    cuda::advance_steps("test", rule, steps, {lr, grad_scale, norm, own_norms, skipped}, rows,
-                        nullptr);
+    cuda::advance_steps("test", rule, steps,
+                        {lr, false, nullptr, grad_scale, norm, own_norms, skipped}, rows, nullptr);
     const cuda::UpdateCall call{
         "test",  rule, static_cast<DType>(param_dtype), static_cast<DType>(grad_dtype),
         tensors, rows};
