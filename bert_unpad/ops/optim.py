@@ -225,8 +225,11 @@ def frozen_lamb_sums_(
         of u + weight_decay * weight, and the largest (sqrt(v) + eps) / (sqrt(fresh) + eps).
 
     Raises:
+        ValueError: the lists are empty.
         RuntimeError: a list, shape, dtype, device or number is wrong; the message names it.
     """
+    if not params:
+        raise ValueError("frozen_lamb_sums_: params must not be empty")
     return _ops.frozen_lamb_sums_(
         *map(list, (params, grads, exp_avgs, exp_avg_sqs, fresh_sqs)),
         *(norm, *betas, eps, weight_decay),

@@ -151,7 +151,6 @@ Tensor frozen_lamb_sums_(Tensors params, Tensors grads, Tensors exp_avgs, Tensor
                          Tensors fresh_sqs, std::optional<Tensor> norm, double beta1, double beta2,
                          double eps, double weight_decay) {
   const char* op = "frozen_lamb_sums_";
-  check(!params.empty(), op, ": params must not be empty");
   const UpdateRule rule =
       lamb_rule(beta1, beta2, eps, weight_decay, 0.0, true, false, true, false, false);
   check_rule(rule, op);
