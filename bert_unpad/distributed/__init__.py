@@ -1,10 +1,15 @@
 """Averages of gradients or models over ranks: beside the backward pass, clipped, with less sent."""
 
-from bert_unpad.distributed.allreduce import HierarchicalAllreduce
+from bert_unpad.distributed.allreduce import (
+    HierarchicalAllreduce,
+    OptimizerAllreduce,
+    allreduce_hook,
+)
 from bert_unpad.distributed.bucket_clip import BucketClip, ClipReport
 from bert_unpad.distributed.bucket_shares import POLICIES
 from bert_unpad.distributed.clip_before import ClipBefore
 from bert_unpad.distributed.gradient_flow import GradientFlow, gradient_flow_hook
+from bert_unpad.distributed.one_bit import OneBitAllreduce
 from bert_unpad.distributed.partial_sync import PartialSync, partial_sync_hook
 from bert_unpad.distributed.sharded_clip import ShardedClip
 
@@ -15,8 +20,11 @@ __all__ = [
     "ClipReport",
     "GradientFlow",
     "HierarchicalAllreduce",
+    "OneBitAllreduce",
+    "OptimizerAllreduce",
     "PartialSync",
     "ShardedClip",
+    "allreduce_hook",
     "gradient_flow_hook",
     "partial_sync_hook",
 ]
