@@ -262,9 +262,9 @@ class OneBitOptimizer(FusedOptimizer):
         group, device = segment.group, norm.device
         skipped = None
         if segment is self._segments[0]:  # only the first call of a step counts it
-            skipped = self._skipped.setdefault(
-                device, torch.zeros((), dtype=torch.int64).to(device)
-            )
+            if device not in self._skipped:
+                self._skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
+            skipped = self._skipped[device]
         state = self.state[segment.params[0]]
         frozen_adam_(
             [param.detach() for param in segment.params],

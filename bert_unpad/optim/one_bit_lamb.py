@@ -72,14 +72,11 @@ class OneBitLAMB(OneBitOptimizer):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         for name, low, high in (
-            ("coeff", min_coeff, max_coeff),
-            ("factor", factor_min, factor_max),
+            ("min_coeff", min_coeff, max_coeff),
+            ("factor_min", factor_min, factor_max),
         ):
             if not 0 < low <= high:
-                names = (
-                    f"min_{name} and max_{name}" if name == "coeff" else "factor_min, factor_max"
-                )
-                raise ValueError(f"{names}: expected 0 < min <= max, got {low} and {high}")
+                raise ValueError(f"{name}: expected a number > 0, at most {high!r}, got {low!r}")
         for name, value in (("coeff_beta", coeff_beta), ("factor_threshold", factor_threshold)):
             if not 0 <= value < 1:
                 raise ValueError(f"{name}: expected a number in [0, 1), got {value!r}")
@@ -180,14 +177,11 @@ class OneBitLAMB(OneBitOptimizer):
 
     def _coefficients(self, segment: Segment, guard: Tensor) -> Tensor:
         """Moves the fresh variances and the factors on; c of each tensor, float32 [tensors]."""
-        group = segment.group
+        group, names = segment.group, ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
         sums = frozen_lamb_sums_(
             self._weights(segment),
             segment.views,
-            *(
-                self._states(segment, name)
-                for name in ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
-            ),
+            *(self._states(segment, name) for name in names),
             norm=guard,
             betas=tuple(group["betas"]),
             eps=group["eps"],

@@ -76,7 +76,7 @@ class ZeroOneAdam(OneBitOptimizer):
             )
         self.var_update_scaler = var_update_scaler
         self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
-        # By segment, since the last exchange: weights then, sum of lr, what weight decay leaves of 1.
+        # By segment, since the last exchange: weights then, sum of lr, what decay leaves of 1.
         self._anchors: list[list[Tensor]] = []
         self._rates: list[Tensor] = []
         self._kept: list[Tensor] = []
@@ -216,7 +216,7 @@ class ZeroOneAdam(OneBitOptimizer):
         guard = self._average()
         for number, (segment, rate) in enumerate(zip(self._segments, rates, strict=True)):
             if self._anchors:
-                for weight, anchor in self._weights_and_anchors(segment, number):
+                for weight, anchor in self._with_anchors(segment, number):
                     weight.copy_(torch.where(guard.isfinite(), anchor * kept[number], weight))
             self._apply(
                 *(segment, segment.views, rate, guard),
@@ -239,16 +239,14 @@ class ZeroOneAdam(OneBitOptimizer):
             moved = (anchor.float() * kept - weight.float()) * keep
             view.addcmul_(moved, variance.sqrt().add_(segment.group["eps"]))
 
-    def _weights_and_anchors(
-        self, segment: Segment, number: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def _with_anchors(self, segment: Segment, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         return zip(self._weights(segment), self._anchors[number], strict=True)
 
     def _begin_interval(self, guard: Tensor) -> None:
         """Takes the weights as those of the last exchange, unless that was left out."""
         self._last_guard, done = guard, guard.isfinite()
         for number, segment in enumerate(self._segments):
-            for weight, anchor in self._weights_and_anchors(segment, number):
+            for weight, anchor in self._with_anchors(segment, number):
                 anchor.copy_(torch.where(done, weight, anchor))
             self._rates[number] = torch.where(done, 0.0, self._rates[number])
             self._kept[number] = torch.where(done, 1.0, self._kept[number])
