@@ -10,6 +10,9 @@ from torch import Tensor
 
 from bert_unpad.ops import multi_tensor_l2norm, sign_mean_, sign_pack_, sign_scale, sign_unpack_
 
+# Its name in PyTorch 2.13, and before.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 # A rank's part begins at a byte of the packed signs whose address is a multiple of 16.
 _PART = 128
 
@@ -99,14 +102,14 @@ class OneBitAllreduce:
         own = sign_scale(None, self.server_error)
         packed = self._average[: -(-self.server_error.numel() // 8)]
         sign_pack_(None, self.server_error, packed, own, guard=guard)
-        dist.all_gather_into_tensor(self._received.view(-1), self._average, group=self._group)
+        all_gather_single(self._received.view(-1), self._average, group=self._group)
         sign_unpack_(self._received, self._gather_scales(own), buffer)
         self.bytes_sent += (self._ranks - 1) * 2 * self._average.numel()
         return guard
 
     def _gather_scales(self, own: Tensor) -> Tensor:
         scales = own.new_empty(self._ranks)
-        dist.all_gather_into_tensor(scales, own.reshape(1), group=self._group)
+        all_gather_single(scales, own.reshape(1), group=self._group)
         self.bytes_sent += (self._ranks - 1) * own.element_size()
         return scales
 

@@ -171,8 +171,8 @@ def frozen_adam_(
     """Makes one Adam step by a variance that does not change, in one pass.
 
     That is what 1-bit Adam does after its warm-up (Tang et al., 2021, arXiv:2102.02888). A weight
-    whose variance is 0, because it had no gradient, only decays: the update of any other momentum
-    would be that momentum divided by `eps`.
+    whose variance is 0, because it had no gradient, only decays, and its momentum becomes 0: the
+    update would be the momentum divided by `eps`.
 
     Args:
         grads: with `averaged` the new momenta, which replace `exp_avgs`; else gradients.

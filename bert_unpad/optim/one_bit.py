@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from bert_unpad.distributed.one_bit import OneBitAllreduce
+from bert_unpad.distributed.one_bit import OneBitAllreduce, all_gather_single
 from bert_unpad.ops.optim import frozen_adam_, multi_tensor_l2norm
 from bert_unpad.optim.base import FusedOptimizer
 
@@ -98,6 +98,12 @@ class OneBitOptimizer(FusedOptimizer):
         if getattr(self, "_flat", None) is not None:
             raise RuntimeError("add_param_group: expected no compressed step before, got one")
         super().add_param_group(param_group)
+
+    def synchronise(self) -> None:
+        """Makes weights and state the same on all ranks where they differ: between two exchanges.
+
+        Not the errors, which are each rank's own. All ranks must call it.
+        """
 
     def local_state(self) -> dict[str, Any] | None:
         """What only this rank has, beside `state_dict`: its errors; None before there are any."""
@@ -200,7 +206,7 @@ class OneBitOptimizer(FusedOptimizer):
         places = torch.arange(1, len(norms) + 1, device=norms.device)
         own = torch.stack([norms.new_tensor(sum(sizes)), (norms * places).sum()])
         found = own.new_empty(dist.get_world_size(self._ranks), 2)
-        dist.all_gather_into_tensor(found.view(-1), own, group=self._ranks)
+        all_gather_single(found.view(-1), own, group=self._ranks)
         if not torch.allclose(found, found[:1].expand_as(found), rtol=1e-4, atol=0.0):
             raise RuntimeError(
                 "params: expected the same parameters and values on all ranks, got different ones; "

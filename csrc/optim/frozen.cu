@@ -26,12 +26,13 @@ frozen_adam_kernel(BU_PARAMS UpdateParams p) {
 #pragma unroll
       for (int i = 0; i < N; ++i) m[i] = (old[i] - old[i] * f.decay1) + m[i];
     }
-    store_vector<float, N>(t.exp_avg + j, m);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
+      if (!(v[i] > 0.0f)) m[i] = 0.0f;
       const float change = divide_by_root(m[i] * step, v[i], c.denominator, f.eps);
       w[i] = w[i] * keep - (v[i] > 0.0f ? change : 0.0f);
     }
+    store_vector<float, N>(t.exp_avg + j, m);
     store_weight<P>(t, j, w);
   });
 }

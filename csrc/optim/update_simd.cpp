@@ -152,30 +152,33 @@ void lamb_apply(const RuleFactors& f, const Coefficients& c, const UpdateTensor&
 }
 
 // The gradient is the new exp_avg where nothing of the old one is kept. A variance of 0, of what
-// had no gradient, would divide by eps alone: nothing is added there.
+// had no gradient, would divide by eps alone: nothing is added there, and exp_avg is 0.
 template <class P, class G>
 void frozen_adam(const RuleFactors& f, const Coefficients& c, const UpdateTensor& t, int64_t begin,
                  int64_t end) {
   const FlushDenormals flush;
   const float keep = 1.0f - c.lr * f.weight_decay, step = c.lr * c.momentum;
   const auto* grad = static_cast<const G*>(t.grad);
+  const auto where_varied = [](f32v x, f32v v) __attribute__((always_inline)) {
+    return select(v > 0.0f, x, splat(0.0f));
+  };
   for_strips(end - begin, [&](int64_t i, auto width) __attribute__((always_inline)) {
     const int64_t j = begin + i;
     prefetch_state<P>(t, j);
     prefetch(grad + j);
     const auto w = load_weight<P>(t, j, width);
+    const auto v = load_strip(t.exp_avg_sq + j, width);
     auto m = load_strip(grad + j, width) * (c.gradient * f.gradient1);
     if (f.decay1 != 1.0f) {
       const auto old = load_strip(t.exp_avg + j, width);
       m = (old - old * f.decay1) + m;
     }
+    m = lockstep(where_varied, m, v);
     store_strip(t.exp_avg + j, m, width);
-    const State s{w, w, m, load_strip(t.exp_avg_sq + j, width)};
-    const auto change =
-        lockstep([](f32v x, f32v v)
-                     __attribute__((always_inline)) { return select(v > 0.0f, x, splat(0.0f)); },
-                 s.normalised(m * step, f, c), s.v);
-    store_weight<P>(t, j, width, w * keep - change);
+    const State s{w, w, m, v};
+    // Again, because of an eps of 0.
+    store_weight<P>(t, j, width,
+                    w * keep - lockstep(where_varied, s.normalised(m * step, f, c), v));
   });
 }
 

@@ -52,6 +52,7 @@ def frozen_adam(
         w = (state.masters or state.params)[i].double()
         v, g = state.exp_avg_sqs[i].double(), grad.double() * rule.grad_scale
         m = g if rule.averaged else BETAS[0] * state.exp_avgs[i].double() + (1 - BETAS[0]) * g
+        m = torch.where(v > 0, m, 0.0)
         correct1 = correct2 = 1.0
         if rule.bias_correction:
             step = int(state.steps[i]) + 1
