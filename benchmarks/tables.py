@@ -38,6 +38,7 @@ python -m benchmarks.host                 # what the host needs for a layer; wri
 python -m benchmarks.ops --device cuda    # single operators on a GPU
 python -m benchmarks.model --device cuda  # a step on a GPU: time, MFU, memory, kernels
 python -m benchmarks.optim --device cuda  # optimizers on a GPU
+python -m benchmarks.one_bit              # compression to one bit a value, against a copy of memory
 ```
 
 `benchmarks/bucket_size.py` measures which size of DDP's buckets is fastest on a cluster \

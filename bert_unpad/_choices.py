@@ -10,7 +10,18 @@ from typing import Literal
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 """`precision`: the type of the activations."""
-OptimizerName = Literal["adamw", "fused_adam", "lamb", "lans", "stable_adamw", "muon", "mt_dao"]
+OptimizerName = Literal[
+    "adamw",
+    "fused_adam",
+    "lamb",
+    "lans",
+    "stable_adamw",
+    "muon",
+    "mt_dao",
+    "onebit_adam",
+    "onebit_lamb",
+    "zero_one_adam",
+]
 """`optimizer.name`, unless that is an import path: rows of `bert_unpad.pretrain.update.kinds`."""
 Shard = Literal["none", "node", "world", "overlap", "fsdp"]
 """`optimizer.shard`: which ranks share the optimizer's state out among them, and how."""

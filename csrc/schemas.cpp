@@ -96,6 +96,17 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
       "clip_bucket_into(Tensor bucket, Tensor(a!) out, Tensor(b!)? residual, float max_norm, "
       "Tensor? bound, float factor) -> Tensor");
 
+  // Signs of value + error, a bit each. Where `guard` is not finite, nothing changes. Without a
+  // value the error alone is compressed. `factor` is one of all scales.
+  m.def("sign_scale(Tensor? value, Tensor error) -> Tensor");
+  m.def(
+      "sign_pack_(Tensor? value, Tensor(a!) error, Tensor(b!) bits, Tensor scale, Tensor? guard) "
+      "-> ()");
+  m.def(
+      "sign_mean_(Tensor bits, Tensor scales, Tensor(a!) out, float factor, bool add, "
+      "Tensor? guard) -> ()");
+  m.def("sign_unpack_(Tensor bits, Tensor scales, Tensor(a!) out) -> ()");
+
   // Lists of tensors. `masters` is empty or has the float32 weights of 16-bit params; `steps`,
   // `lr`, `grad_scale` and `norm` are float32 scalars on the tensors' device. Where `norm` (of the
   // gradient that was handed in) is not finite, nothing but `skipped` changes.
@@ -139,4 +150,15 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
       "stable_adamw_apply_(Tensor(a!)[] params, Tensor[] grads, Tensor[] exp_avgs, "
       "Tensor[] exp_avg_sqs, Tensor(d!)[] masters, Tensor sums, Tensor coefficients, float eps, "
       "float weight_decay) -> ()");
+  // The variance stays as it is; `lr` is a scalar or one number a tensor. With `averaged` the
+  // gradients are the new exp_avgs.
+  m.def(
+      "frozen_adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+      "Tensor[] exp_avg_sqs, Tensor(d!)[] masters, Tensor(e!)[] steps, Tensor? variance_step, "
+      "Tensor lr, Tensor? grad_scale, Tensor? norm, Tensor(f!)? skipped, float beta1, float beta2, "
+      "float eps, float weight_decay, bool averaged, bool bias_correction) -> ()");
+  m.def(
+      "frozen_lamb_sums_(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, "
+      "Tensor[] exp_avg_sqs, Tensor(a!)[] fresh_sqs, Tensor? norm, float beta1, float beta2, "
+      "float eps, float weight_decay) -> Tensor");
 }

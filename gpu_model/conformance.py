@@ -64,6 +64,16 @@ def check_shuffle(call: Call, device: str) -> None:
     assert torch.equal(numbers.cpu().long(), source * 0x01010101)
 
 
+def check_ballot(call: Call, device: str) -> None:
+    """Every lane gets all votes."""
+    generator = torch.Generator().manual_seed(7)
+    votes = torch.randint(-(2**31), 2**31, (20,), generator=generator, dtype=torch.int64)
+    votes = torch.cat([votes, torch.tensor([0, -1])]).int()
+    words = torch.empty(22, 32, dtype=torch.int32, device=device)
+    call("conformance_ballot", 22, votes.to(device), words)
+    assert torch.equal(words.cpu(), votes[:, None].expand(22, 32))
+
+
 def _hard_to_round(dtype: torch.dtype) -> Tensor:
     """fp32 values: every 16-bit value, the middles between neighbours, and what is next to these,
     and arbitrary bits; no NaN."""

@@ -96,6 +96,7 @@ for part in "${parts[@]}"; do
         step "benchmarks_$op" "$python" -m benchmarks.ops --device cuda --op "$op"
       done
       step benchmarks_optim "$python" -m benchmarks.optim --device cuda
+      step benchmarks_one_bit "$python" -m benchmarks.one_bit --device cuda
       # The last contenders are compiled, which takes up to two minutes each.
       step benchmarks_model "$python" -m benchmarks.model --device cuda \
         --start-within "$((limit - 150))"

@@ -27,7 +27,11 @@ _OURS = (
     (EMBEDDING, r"embedding_|table_(pieces|rows)_|token_(digits|places|first)_"),
     (NORM, r"layer_norm_"),
     (LOSS, r"masked_cross_entropy_|sum_losses_"),
-    (OPTIMIZER, r"(adam|\w+_moments|apply_ratios|step|scale|square_sum|chunk_sum|clip_\w+)_kernel"),
+    (COMMUNICATION, r"sign_\w+_kernel"),
+    (
+        OPTIMIZER,
+        r"(adam|frozen_\w+|\w+_moments|apply_ratios|step|scale|square_sum|chunk_sum|clip_\w+)_kernel",
+    ),
     (COPIES, r"fp8_"),  # quantisation
     (ELEMENTWISE, r"column_sum_"),  # gradients of biases
 )

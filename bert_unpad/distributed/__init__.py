@@ -3,11 +3,16 @@
 `ShardedOptimizer` also shares the update out.
 """
 
-from bert_unpad.distributed.allreduce import HierarchicalAllreduce
+from bert_unpad.distributed.allreduce import (
+    HierarchicalAllreduce,
+    OptimizerAllreduce,
+    allreduce_hook,
+)
 from bert_unpad.distributed.bucket_clip import BucketClip, ClipReport
 from bert_unpad.distributed.bucket_shares import POLICIES
 from bert_unpad.distributed.clip_before import ClipBefore
 from bert_unpad.distributed.gradient_flow import GradientFlow, gradient_flow_hook
+from bert_unpad.distributed.one_bit import OneBitAllreduce
 from bert_unpad.distributed.partial_sync import PartialSync, partial_sync_hook
 from bert_unpad.distributed.sharded_clip import ShardedClip
 from bert_unpad.distributed.sharded_optimizer import ShardedOptimizer
@@ -19,9 +24,12 @@ __all__ = [
     "ClipReport",
     "GradientFlow",
     "HierarchicalAllreduce",
+    "OneBitAllreduce",
+    "OptimizerAllreduce",
     "PartialSync",
     "ShardedClip",
     "ShardedOptimizer",
+    "allreduce_hook",
     "gradient_flow_hook",
     "partial_sync_hook",
 ]

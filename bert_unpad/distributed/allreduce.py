@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -104,6 +105,37 @@ class HierarchicalAllreduce:
         if self._leads:
             dist.all_reduce(tensor, group=self._leaders)
         dist.broadcast(tensor, self._leader, group=self._node)
+
+
+class _Averages(Protocol):
+    averages_gradients: bool
+
+
+class OptimizerAllreduce:
+    """Sums tensors over all ranks while an optimizer takes averaged gradients; else leaves them.
+
+    An optimizer that communicates by itself (`OneBitAdam`) takes averaged gradients at times, and
+    each rank's own at others. `ddp_model.register_comm_hook(OptimizerAllreduce(optimizer),
+    allreduce_hook)` gives it what its next step takes. While it takes each rank's own, nothing is
+    sent, and a tensor is multiplied by the number of ranks, as if all had the same.
+
+    Args:
+        optimizer: has an attribute `averages_gradients`: whether its next step takes gradients that
+            are averaged over the ranks.
+    """
+
+    def __init__(self, optimizer: _Averages) -> None:
+        self._optimizer = optimizer
+
+    def __call__(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
+        """Starts the sum over all ranks, in place, and returns a future of the tensor."""
+        if self._optimizer.averages_gradients:
+            future = dist.all_reduce(tensor, async_op=True).get_future()
+            return future.then(lambda done: done.value()[0])
+        devices = [tensor.device] if tensor.is_cuda else None
+        own: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        own.set_result(tensor.mul_(dist.get_world_size()))
+        return own
 
 
 def _run_all(todo: queue.SimpleQueue[Callable[[], None] | None]) -> None:

@@ -2,8 +2,8 @@
 
 Activations are float32, bfloat16 or float16, packed as [tokens, ...]. Statistics, softmax and sums
 are computed in float32. Every operator works under `torch.compile(fullgraph=True)`. All have
-gradients, except `multi_tensor_l2norm` and the in-place operators, whose names end in an
-underscore. Second derivatives and forward-mode differentiation raise a NotImplementedError; only
+gradients, except `multi_tensor_l2norm`, `sign_scale` and the in-place operators, whose names end in
+an underscore. Second derivatives and forward-mode differentiation raise a NotImplementedError; only
 `linear` supports both where it uses PyTorch's own product.
 """
 
@@ -23,10 +23,18 @@ from bert_unpad.ops.matmul import accumulate_in_place, time_algorithms  # noqa: 
 from bert_unpad.ops.norm import dropout_add_layer_norm  # noqa: E402
 from bert_unpad.ops.optim import (  # noqa: E402
     adam_,
+    frozen_adam_,
+    frozen_lamb_sums_,
     lamb_,
     multi_tensor_l2norm,
     multi_tensor_scale_,
     stable_adamw_,
+)
+from bert_unpad.ops.sign_compress import (  # noqa: E402
+    sign_mean_,
+    sign_pack_,
+    sign_scale,
+    sign_unpack_,
 )
 
 __all__ = [
@@ -37,6 +45,8 @@ __all__ = [
     "dropout_add_layer_norm",
     "embedding_layer_norm",
     "fp8_linear",
+    "frozen_adam_",
+    "frozen_lamb_sums_",
     "lamb_",
     "linear",
     "linear_residual",
@@ -44,6 +54,10 @@ __all__ = [
     "mlp",
     "multi_tensor_l2norm",
     "multi_tensor_scale_",
+    "sign_mean_",
+    "sign_pack_",
+    "sign_scale",
+    "sign_unpack_",
     "stable_adamw_",
     "time_algorithms",
     "varlen_attention",

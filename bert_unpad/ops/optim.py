@@ -190,6 +190,93 @@ def stable_adamw_(
     )
 
 
+def frozen_adam_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    lr: Tensor,
+    variance_step: Tensor | None = None,
+    masters: Sequence[Tensor] = (),
+    grad_scale: Tensor | None = None,
+    norm: Tensor | None = None,
+    skipped: Tensor | None = None,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    averaged: bool = False,
+    bias_correction: bool = True,
+) -> None:
+    """Makes one Adam step by a variance that does not change, in one pass.
+
+    That is what 1-bit Adam does after its warm-up (Tang et al., 2021, arXiv:2102.02888). A weight
+    whose variance is 0, because it had no gradient, only decays, and its momentum becomes 0: the
+    update would be the momentum divided by `eps`.
+
+    Args:
+        grads: with `averaged` the new momenta, which replace `exp_avgs`; else gradients.
+        exp_avg_sqs: read only.
+        lr: the learning rate, float32 []; or one for each tensor, float32 [len(params)].
+        variance_step: number of updates of `exp_avg_sqs`, float32 [], for the correction of their
+            bias; by default as many as of the parameters.
+
+        The other arguments are those of `adam_`, with decoupled weight decay.
+
+    Raises:
+        RuntimeError: a list, shape, dtype, device or number is wrong; the message names it.
+    """
+    _ops.frozen_adam_(
+        *map(list, (params, grads, exp_avgs, exp_avg_sqs, masters, steps)),
+        *(variance_step, lr, grad_scale, norm, skipped, *betas, eps, weight_decay),
+        *(averaged, bias_correction),
+    )
+
+
+def frozen_lamb_sums_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    fresh_sqs: Sequence[Tensor],
+    *,
+    norm: Tensor | None = None,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> Tensor:
+    """Moves 1-bit LAMB's fresh variances on, and computes what its coefficients come from.
+
+    Li et al., "1-bit LAMB" (2021, arXiv:2104.06069): the gradient is reconstructed from two momenta
+    that follow each other, g = (m - betas[0] * exp_avg) / (1 - betas[0]), and enters the fresh
+    variance. The first two sums leave out, and the ratio ignores, weights whose frozen variance is
+    0.
+
+    Args:
+        params: parameters, or their master weights, of one dtype and device, contiguous.
+        grads: the new momenta, of the same shapes.
+        exp_avgs: the momenta before, float32; read only.
+        exp_avg_sqs: the frozen variances, float32; read only.
+        fresh_sqs: the fresh variances, float32; overwritten.
+        norm: float32 []; where it is not finite, nothing changes and all results are 0.
+
+    Returns:
+        float32 [len(params), 3]: for each tensor the squared norm of u = m / (sqrt(v) + eps), that
+        of u + weight_decay * weight, and the largest (sqrt(v) + eps) / (sqrt(fresh) + eps).
+
+    Raises:
+        ValueError: the lists are empty.
+        RuntimeError: a list, shape, dtype, device or number is wrong; the message names it.
+    """
+    if not params:
+        raise ValueError("frozen_lamb_sums_: params must not be empty")
+    return _ops.frozen_lamb_sums_(
+        *map(list, (params, grads, exp_avgs, exp_avg_sqs, fresh_sqs)),
+        *(norm, *betas, eps, weight_decay),
+    )
+
+
 @register_fake("multi_tensor_l2norm")
 def _(tensors):
     return tensors[0].new_empty((), dtype=torch.float32), tensors[0].new_empty(
@@ -202,6 +289,11 @@ def _first_pass(params, grads, exp_avgs, exp_avg_sqs, masters, steps, lr, *rest)
     return tuple(rows)
 
 
+@register_fake("frozen_lamb_sums_")
+def _(params, grads, *rest):
+    return params[0].new_empty((len(params), 3), dtype=torch.float32)
+
+
 register_autograd("multi_tensor_l2norm")
 
 
@@ -211,7 +303,7 @@ def _changes_in_place(*arguments):
 
 for _name in ("lamb_moments_", "stable_adamw_moments_"):
     register_fake(_name)(_first_pass)
-for _name in ("multi_tensor_scale_", "adam_"):
+for _name in ("multi_tensor_scale_", "adam_", "frozen_adam_"):
     register_fake(_name)(_changes_in_place)
 for _name in ("lamb_", "lamb_apply_", "stable_adamw_", "stable_adamw_apply_"):
     register_fake(_name)(_changes_in_place)

@@ -8,6 +8,7 @@ parameter (DTensor).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -18,8 +19,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from bert_unpad.ops.optim import multi_tensor_l2norm
-
-_TENSORS = ("exp_avg", "exp_avg_sq", "master_param", "momentum_buffer")
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -44,17 +43,14 @@ class ParameterList:
 
     def __init__(self, shards: tuple[dist.ProcessGroup, ...]) -> None:
         self.shards = shards
-        self.tensors: dict[str, list[Tensor]] = {
-            name: [] for name in ("param", "grad", "step", *_TENSORS)
-        }
+        self.tensors: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def add(self, param: Tensor, grad: Tensor, state: dict[str, Tensor]) -> None:
         """Appends a parameter, its gradient and its state to the lists."""
         self.tensors["param"].append(local(param.detach()))
         self.tensors["grad"].append(grad)
-        for name in ("step", *_TENSORS):
-            if name in state:
-                self.tensors[name].append(local(state[name]))
+        for name, tensor in state.items():
+            self.tensors[name].append(local(tensor))
 
     @property
     def arrays(self) -> tuple[list[Tensor], ...]:
@@ -167,15 +163,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for number, param in zip(ids, params, strict=True):
-            saved = state_dict["state"].get(number, {})
-            for name in _TENSORS:
-                if name in saved:
-                    value = saved[name].to(device=param.device, dtype=torch.float32, copy=True)
-                    self.state[param][name] = value
-            if "step" in saved:
-                self.state[param]["step"] = torch.as_tensor(saved["step"], dtype=torch.float32).to(
-                    param.device, copy=True
-                )
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor) or name == "step":
+                    value = torch.as_tensor(value, dtype=torch.float32)
+                    self.state[param][name] = value.to(param.device, copy=True)
 
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         state = self.state[param]
@@ -264,7 +255,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if device not in self._skipped:
                 self._skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
             common = {
-                "lr": _scalar(group["lr"], device),
+                "lr": scalar(group["lr"], device),
                 "grad_scale": None if inverse is None else inverse.to(device),
                 "norm": None if norm is None else norm.to(device),
                 # Only the first call of a step counts it as skipped.
@@ -287,7 +278,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
 
-def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
+def scalar(value: float | Tensor, device: torch.device) -> Tensor:
     """Returns a learning rate as float32 [] on the device, without waiting for the device."""
     if isinstance(value, Tensor):
         return value.detach().to(device, torch.float32).reshape(())

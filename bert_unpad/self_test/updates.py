@@ -127,6 +127,46 @@ def lamb_(inputs: Inputs) -> Iterator[Compared]:
 
 
 @case
+def frozen_adam_(inputs: Inputs) -> Iterator[Compared]:
+    state = _Updates(inputs)
+    state.second = [x.square() + 0.1 for x in _tensors(inputs, torch.float32)]
+    expected, first = list(state.expected), [torch.zeros_like(x) for x in state.expected]
+    for step, grads in enumerate(state.grads, 1):
+        ops.frozen_adam_(
+            *(*state.lists(grads), state.steps),
+            **{"lr": state.lr, "masters": state.masters, "betas": _BETAS, "eps": _EPS},
+            weight_decay=_DECAY,
+        )
+        for i, grad in enumerate(grads):
+            first[i] = _BETAS[0] * first[i] + (1 - _BETAS[0]) * grad.double()
+            root = (state.second[i].double() / (1 - _BETAS[1] ** step)).sqrt() + _EPS
+            update = first[i] / (1 - _BETAS[0] ** step) / root + _DECAY * expected[i]
+            expected[i] = expected[i] - _LR * update
+    yield from state.compared(expected)
+
+
+@case
+def frozen_lamb_sums_(inputs: Inputs) -> Iterator[Compared]:
+    weights, momenta, old = (_tensors(inputs, torch.float32) for _ in range(3))
+    frozen, fresh = ([x.square() + 0.1 for x in _tensors(inputs, torch.float32)] for _ in "12")
+    sums, variances = [], []
+    for w, m, before, v, n in zip(weights, momenta, old, frozen, fresh, strict=True):
+        w, m, before, v, n = (x.double() for x in (w, m, before, v, n))
+        grad = (m - _BETAS[0] * before) / (1 - _BETAS[0])
+        variances.append(_BETAS[1] * n + (1 - _BETAS[1]) * grad * grad)
+        update = m / (v.sqrt() + _EPS)
+        ratio = (v.sqrt() + _EPS) / (variances[-1].sqrt() + _EPS)
+        whole = update + _DECAY * w
+        sums.append(torch.stack([update.square().sum(), whole.square().sum(), ratio.max()]))
+    options = {"betas": _BETAS, "eps": _EPS, "weight_decay": _DECAY}
+    got = ops.frozen_lamb_sums_(weights, momenta, old, frozen, fresh, **options)
+    for got_sums, want in zip(got, sums, strict=True):
+        yield Compared("sums", got_sums / want, torch.ones_like(want), 1e-5)
+    for variance, want in zip(fresh, variances, strict=True):
+        yield Compared("fresh variance", variance, want, 1e-5)
+
+
+@case
 def lamb_halves(inputs: Inputs) -> Iterator[Compared]:
     """Checks lamb_moments_ and lamb_apply_, which update sharded states."""
     state, op = _Updates(inputs), torch.ops.bert_unpad

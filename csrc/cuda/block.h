@@ -1,4 +1,5 @@
-// Threads of a block: barriers, shuffles, and BU_REQUIRE, which stops a kernel on wrong arguments.
+// Threads of a block: barriers, shuffles, votes, and BU_REQUIRE, which stops a kernel on wrong
+// arguments.
 #pragma once
 
 #include <cassert>
@@ -21,6 +22,9 @@ BU_DEVICE float shuffle_xor(float value, int mask) {
 BU_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
 }
+
+// Bit l is lane l's vote; all 32 lanes take part.
+BU_DEVICE uint32_t ballot(bool vote) { return __ballot_sync(0xffffffffu, vote); }
 
 // The value itself, which the compiler will keep in a register and not compute again at each use.
 BU_DEVICE uint32_t hold(uint32_t value) {

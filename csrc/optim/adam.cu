@@ -24,7 +24,8 @@ BU_KERNEL(kStepTensors, 1) step_kernel(BU_PARAMS StepParams p) {
   };
   const float step = load_global<float>(p.steps[i]) + 1.0f;
   const Coefficients c = coefficients_of(
-      p.rule, step, value(s.lr, 0.0f), value(s.grad_scale, 1.0f), value(s.norm, 0.0f),
+      p.rule, step, value(s.variance_step, step), value(s.lr + (s.lr_each ? p.first + i : 0), 0.0f),
+      value(s.grad_scale, 1.0f), value(s.norm, 0.0f),
       value(s.own_norms == nullptr ? nullptr : s.own_norms + p.first + i, -1.0f));
   store_global(p.coefficients + p.first + i, c);
   if (!c.skipped())

@@ -52,8 +52,17 @@ struct UpdateScalars {
   Tensor lr;
   std::optional<Tensor> grad_scale, norm, skipped;
 
-  void check_all(const Tensor& like, const UpdateRule& rule, const char* op) const {
-    check_scalar(lr, like, op, "lr");
+  // `tensors`: how many learning rates there may be, where there may be one a tensor.
+  void check_all(const Tensor& like, const UpdateRule& rule, const char* op,
+                 int64_t tensors = 1) const {
+    if (lr.numel() != 1 && lr.numel() == tensors) {
+      check_shape(lr, {tensors}, op, "lr", "[] or [tensors]");
+      check_dtype(lr, ScalarType::Float, op, "lr", "float32");
+      check_contiguous(lr, op, "lr");
+      check_same_device(lr, like, op, "lr");
+    } else {
+      check_scalar(lr, like, op, "lr");
+    }
     if (grad_scale) check_scalar(*grad_scale, like, op, "grad_scale");
     if (norm) check_scalar(*norm, like, op, "norm");
     check(norm.has_value() || rule.max_grad_norm == 0.0, op, ": max_grad_norm needs norm");
@@ -111,6 +120,13 @@ struct UpdateList {
         steps.push_back(step.mutable_data_ptr<float>());
       }
     }
+  }
+
+  // 1-bit LAMB's second average of squares, in the place of the masters, which it has none of.
+  void add_fresh(const Tensors& fresh_sqs, const Tensors& params, const char* op) {
+    check_count(fresh_sqs, params, op, "fresh_sqs");
+    for (size_t i = 0; i < tensors.size(); ++i)
+      tensors[i].master = state(fresh_sqs[i], params[i], op, "fresh_sqs", i);
   }
 
  private:

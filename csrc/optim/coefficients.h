@@ -29,6 +29,7 @@ struct UpdateRule {
   Ratio ratio;
   bool nesterov;
   bool maximize;
+  bool averaged = false;  // the gradients handed in are the new exp_avg themselves
 };
 
 inline UpdateRule adam_rule(double beta1, double beta2, double eps, double weight_decay,
@@ -82,7 +83,7 @@ struct RuleFactors {
 };
 
 inline RuleFactors factors_of(const UpdateRule& r) {
-  const auto decay1 = static_cast<float>(1.0 - r.beta1);
+  const auto decay1 = r.averaged ? 1.0f : static_cast<float>(1.0 - r.beta1);
   return {decay1,
           static_cast<float>(1.0 - r.beta2),
           r.grad_averaging ? decay1 : 1.0f,
@@ -114,10 +115,11 @@ BU_HD double power(double beta, int64_t n) {
   return result;
 }
 
-// `step` counts this update; `norm` and `grad_scale` are those of the whole gradient (0 and 1 where
-// there are none), `own_norm` this tensor's (negative: gradients are not normalised by tensor).
-BU_HD Coefficients coefficients_of(const UpdateRule& r, float step, float lr, float grad_scale,
-                                   float norm, float own_norm) {
+// `step` counts this update, `variance_step` those of exp_avg_sq; `norm` and `grad_scale` are those
+// of the whole gradient (0 and 1 where there are none), `own_norm` this tensor's (negative:
+// gradients are not normalised by tensor).
+BU_HD Coefficients coefficients_of(const UpdateRule& r, float step, float variance_step, float lr,
+                                   float grad_scale, float norm, float own_norm) {
   if (!is_finite(norm) || !is_finite(grad_scale)) return {0.0f, 0.0f, 0.0f, 0.0f};
   double gradient = grad_scale;
   if (own_norm >= 0.0f) {
@@ -126,11 +128,10 @@ BU_HD Coefficients coefficients_of(const UpdateRule& r, float step, float lr, fl
     const double ratio = norm * (gradient < 0.0 ? -gradient : gradient) / r.max_grad_norm;
     if (ratio > 1.0) gradient /= ratio;
   }
-  const auto t = static_cast<int64_t>(step);
   double momentum = 1.0, denominator = 1.0;
   if (r.bias_correction) {
-    momentum = 1.0 / (1.0 - power(r.beta1, t));
-    denominator = 1.0 / sqrt(1.0 - power(r.beta2, t));
+    momentum = 1.0 / (1.0 - power(r.beta1, static_cast<int64_t>(step)));
+    denominator = 1.0 / sqrt(1.0 - power(r.beta2, static_cast<int64_t>(variance_step)));
   }
   return {static_cast<float>(r.maximize ? -gradient : gradient), static_cast<float>(momentum),
           static_cast<float>(denominator), lr};

@@ -39,7 +39,8 @@ struct Update {
   const UpdateRule& rule;
   const UpdateList& list;
   const UpdateScalars& scalars;
-  const float* own_norms;  // null: gradients are not normalised by tensor
+  const float* own_norms;                // null: gradients are not normalised by tensor
+  const float* variance_step = nullptr;  // updates of exp_avg_sq; null: as many as steps
 };
 
 //   adam(update)
@@ -182,6 +183,45 @@ void stable_adamw_apply_(Tensors params, Tensors grads, Tensors exp_avgs, Tensor
   const UpdateRule rule = stable_adamw_rule(0.0, 0.0, eps, weight_decay, 0.0, false);
   second_pass<Device>("stable_adamw_apply_", rule, params, grads, exp_avgs, exp_avg_sqs, masters,
                       sums, coefficients);
+}
+
+//   frozen_adam(update)
+template <class Device>
+void frozen_adam_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs,
+                  Tensors masters, Tensors steps, std::optional<Tensor> variance_step, Tensor lr,
+                  std::optional<Tensor> grad_scale, std::optional<Tensor> norm,
+                  std::optional<Tensor> skipped, double beta1, double beta2, double eps,
+                  double weight_decay, bool averaged, bool bias_correction) {
+  const char* op = "frozen_adam_";
+  UpdateRule rule = adam_rule(beta1, beta2, eps, weight_decay, 0.0, true, bias_correction, false);
+  rule.averaged = averaged;
+  check_rule(rule, op);
+  const UpdateList list(params, grads, exp_avgs, exp_avg_sqs, masters, &steps, op);
+  if (params.empty()) return;
+  const UpdateScalars scalars{lr, grad_scale, norm, skipped};
+  scalars.check_all(params[0], rule, op, static_cast<int64_t>(params.size()));
+  if (variance_step) check_scalar(*variance_step, params[0], op, "variance_step");
+  const float* counted = variance_step ? variance_step->const_data_ptr<float>() : nullptr;
+  Device(op, params[0]).frozen_adam({rule, list, scalars, nullptr, counted});
+}
+
+//   frozen_lamb_sums(rule, list, norm, sums)  into float32 [tensors, kFrozenLambSums]
+template <class Device>
+Tensor frozen_lamb_sums_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs,
+                         Tensors fresh_sqs, std::optional<Tensor> norm, double beta1, double beta2,
+                         double eps, double weight_decay) {
+  const char* op = "frozen_lamb_sums_";
+  const UpdateRule rule =
+      lamb_rule(beta1, beta2, eps, weight_decay, 0.0, true, false, true, false, false);
+  check_rule(rule, op);
+  UpdateList list(params, grads, exp_avgs, exp_avg_sqs, {}, nullptr, op);
+  list.add_fresh(fresh_sqs, params, op);
+  if (norm) check_scalar(*norm, params[0], op, "norm");
+  Tensor sums = torch::stable::new_empty(
+      params[0], {static_cast<int64_t>(params.size()), kFrozenLambSums}, ScalarType::Float);
+  Device(op, params[0])
+      .frozen_lamb_sums(rule, list, norm ? norm->const_data_ptr<float>() : nullptr, sums);
+  return sums;
 }
 
 }  // namespace bert_unpad

@@ -27,6 +27,10 @@ struct PlainTensor {
 // (Nesterov) of the update by the gradient alone. StableAdamW: elements, g^2 / max(v, eps^2), 0.
 inline constexpr int kTensorSums = 3;
 
+// What 1-bit LAMB needs of a tensor: squares of m / (sqrt(v) + eps) and of the whole update, and
+// the largest ratio of the frozen denominator to the fresh one.
+inline constexpr int kFrozenLambSums = 3;
+
 struct UpdateKernels {
   // Each for elements [begin, end); DTypes are the parameter's and the gradient's.
   void (*adam)(const RuleFactors&, const Coefficients&, DType, DType, const UpdateTensor&,
@@ -39,6 +43,12 @@ struct UpdateKernels {
   // Recomputes the update and adds it: `ratios` of the update and of the one by the gradient alone.
   void (*apply)(const RuleFactors&, const Coefficients&, DType, DType, const UpdateTensor&,
                 const float* ratios /* [2] */, int64_t begin, int64_t end);
+  // Adam with the exp_avg_sq there is.
+  void (*frozen_adam)(const RuleFactors&, const Coefficients&, DType, DType, const UpdateTensor&,
+                      int64_t begin, int64_t end);
+  // `master` is the fresh exp_avg_sq, which moves on; the gradient is the new exp_avg.
+  void (*frozen_lamb_sums)(const RuleFactors&, DType, DType, const UpdateTensor&, int64_t begin,
+                           int64_t end, double* sums /* [kFrozenLambSums] */);
 };
 
 struct MultiTensorKernels {

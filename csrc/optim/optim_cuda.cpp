@@ -51,6 +51,21 @@ class Lists {
     cuda::apply_ratios(update_call(rule, list, rows), sums, call_.stream);
   }
 
+  void frozen_adam(const Update& update) const {
+    Tensor rows = empty_rows(update, 4);
+    advance(update, rows);
+    cuda::frozen_adam(update_call(update.rule, update.list, rows.const_data_ptr<float>()),
+                      call_.stream);
+  }
+
+  void frozen_lamb_sums(const UpdateRule& rule, const UpdateList& list, const float* norm,
+                        Tensor& sums) const {
+    Tensor partials = empty({update_chunks(list.tensors), kFrozenLambSums});
+    cuda::frozen_lamb_sums(update_call(rule, list, nullptr), norm,
+                           partials.mutable_data_ptr<float>(), sums.mutable_data_ptr<float>(),
+                           call_.stream);
+  }
+
  private:
   Tensor empty(std::initializer_list<int64_t> sizes) const {
     return torch::stable::new_empty(like_, sizes, ScalarType::Float);
@@ -62,8 +77,12 @@ class Lists {
   // Steps, and the coefficients of this step, float32 [tensors, 4].
   void advance(const Update& update, Tensor& rows) const {
     const UpdateScalars& s = update.scalars;
-    const DeviceScalars scalars{s.lr.const_data_ptr<float>(), pointer(s.grad_scale),
-                                pointer(s.norm), update.own_norms,
+    const DeviceScalars scalars{s.lr.const_data_ptr<float>(),
+                                s.lr.numel() > 1,
+                                update.variance_step,
+                                pointer(s.grad_scale),
+                                pointer(s.norm),
+                                update.own_norms,
                                 s.skipped ? s.skipped->mutable_data_ptr<int64_t>() : nullptr};
     advance_steps(op_, update.rule, update.list.steps, scalars,
                   static_cast<Coefficients*>(rows.mutable_data_ptr()), call_.stream);
@@ -95,6 +114,8 @@ STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CUDA, m) {
   m.impl("stable_adamw_", TORCH_BOX(&stable_adamw_<Lists>));
   m.impl("stable_adamw_moments_", TORCH_BOX(&stable_adamw_moments_<Lists>));
   m.impl("stable_adamw_apply_", TORCH_BOX(&stable_adamw_apply_<Lists>));
+  m.impl("frozen_adam_", TORCH_BOX(&frozen_adam_<Lists>));
+  m.impl("frozen_lamb_sums_", TORCH_BOX(&frozen_lamb_sums_<Lists>));
 }
 
 }  // namespace bert_unpad::cuda

@@ -25,10 +25,12 @@ void multi_tensor_scale(const std::vector<PlainTensor>& tensors, const std::vect
 // What an update's coefficients come from, on the device.
 struct DeviceScalars {
   const float* lr;
-  const float* grad_scale;  // null: 1
-  const float* norm;        // null: nothing is checked
-  const float* own_norms;   // null: gradients are not normalised by tensor
-  int64_t* skipped;         // null: not counted
+  bool lr_each;                // one a tensor
+  const float* variance_step;  // null: as many as steps
+  const float* grad_scale;     // null: 1
+  const float* norm;           // null: nothing is checked
+  const float* own_norms;      // null: gradients are not normalised by tensor
+  int64_t* skipped;            // null: not counted
 };
 
 // Moves the steps on, unless the update is skipped, and computes the coefficients [tensors].
@@ -52,5 +54,12 @@ void stable_adamw_moments(const UpdateCall& call, float* partials, float* sums,
                           cudaStream_t stream);
 // The second pass of LAMB and StableAdamW: recomputes the update and adds it.
 void apply_ratios(const UpdateCall& call, const float* sums, cudaStream_t stream);
+
+void frozen_adam(const UpdateCall& call, cudaStream_t stream);
+
+// Sums [tensors, kFrozenLambSums] by way of partials [chunks, kFrozenLambSums]; `norm` may be null.
+// The call has no coefficients.
+void frozen_lamb_sums(const UpdateCall& call, const float* norm, float* partials, float* sums,
+                      cudaStream_t stream);
 
 }  // namespace bert_unpad::cuda

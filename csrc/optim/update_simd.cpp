@@ -178,6 +178,91 @@ void apply(const RuleFactors& f, const Coefficients& c, const UpdateTensor& t, c
   });
 }
 
+// The gradient is the new exp_avg where nothing of the old one is kept. A variance of 0, of what
+// had no gradient, would divide by eps alone: nothing is added there, and exp_avg is 0.
+template <class P, class G>
+void frozen_adam(const RuleFactors& f, const Coefficients& c, const UpdateTensor& t, int64_t begin,
+                 int64_t end) {
+  const FlushDenormals flush;
+  const float keep = 1.0f - c.lr * f.weight_decay, step = c.lr * c.momentum;
+  const auto* grad = static_cast<const G*>(t.grad);
+  const auto where_varied = [](f32v x, f32v v) __attribute__((always_inline)) {
+    return select(v > 0.0f, x, splat(0.0f));
+  };
+  for_strips(end - begin, [&](int64_t i, auto width) __attribute__((always_inline)) {
+    const int64_t j = begin + i;
+    prefetch_state<P>(t, j);
+    prefetch(grad + j);
+    const auto w = load_weight<P>(t, j, width);
+    const auto v = load_strip(t.exp_avg_sq + j, width);
+    auto m = load_strip(grad + j, width) * (c.gradient * f.gradient1);
+    if (f.decay1 != 1.0f) {
+      const auto old = load_strip(t.exp_avg + j, width);
+      m = (old - old * f.decay1) + m;
+    }
+    m = lockstep(where_varied, m, v);
+    store_strip(t.exp_avg + j, m, width);
+    const State s{w, w, m, v};
+    // Again, because of an eps of 0.
+    store_weight<P>(t, j, width,
+                    w * keep - lockstep(where_varied, s.normalised(m * step, f, c), v));
+  });
+}
+
+BU_INLINE f32v root(f32v v) {
+#if defined(__AVX512F__)
+  return (f32v)_mm512_sqrt_ps((__m512)v);
+#elif defined(__AVX2__)
+  return (f32v)_mm256_sqrt_ps((__m256)v);
+#else
+  for (int i = 0; i < kLanes; ++i) v[i] = __builtin_sqrtf(v[i]);
+  return v;
+#endif
+}
+
+template <class P, class G>
+void frozen_lamb_sums(const RuleFactors& f, const UpdateTensor& t, int64_t begin, int64_t end,
+                      double* sums) {
+  const FlushDenormals flush;
+  constexpr int64_t kRun = 4096;
+  const auto* momentum = static_cast<const G*>(t.grad);
+  const float back = 1.0f / f.decay1;
+  f32v largest{};
+  sums[0] = sums[1] = 0.0;
+  for (int64_t run = begin; run < end; run += kRun) {
+    f32v adam{}, whole{};
+    const int64_t size = run + kRun < end ? kRun : end - run;
+    for_strips(size, [&](int64_t i, auto width) __attribute__((always_inline)) {
+      const int64_t j = run + i;
+      const auto m = load_strip(momentum + j, width), old = load_strip(t.exp_avg + j, width);
+      const auto w = load_strip(static_cast<const P*>(t.param) + j, width);
+      const auto v = load_strip(t.exp_avg_sq + j, width);
+      auto fresh = load_strip(t.master + j, width);
+      const auto g = (m - (old - old * f.decay1)) * back;
+      fresh = (fresh - fresh * f.decay2) + g * g * f.decay2;
+      store_strip(t.master + j, fresh, width);
+      const auto frozen_root = lockstep(root, v);
+      const auto change = lockstep(
+          [&](f32v x, f32v r) __attribute__((always_inline)) {
+            return select(r > 0.0f, x / (r + f.eps), splat(0.0f));
+          },
+          m, frozen_root);
+      const auto ratio = lockstep(
+          [&](f32v r, f32v n) __attribute__((always_inline)) {
+            return select(r > 0.0f, (r + f.eps) / (root(n) + f.eps), splat(0.0f));
+          },
+          frozen_root, fresh);
+      add_squares(adam, change, width);
+      add_squares(whole, change + w * f.weight_decay, width);
+      constexpr int kVectors = sizeof(ratio.v) / sizeof(f32v);
+      for (int k = 0; k < kVectors; ++k) largest = vmax(largest, ratio.v[k]);
+    });
+    sums[0] += static_cast<double>(reduce_add(adam));
+    sums[1] += static_cast<double>(reduce_add(whole));
+  }
+  sums[2] = static_cast<double>(reduce_max(largest));
+}
+
 // f.operator()<P, G>() for the combinations that training makes: gradients of the parameters' type
 // or of fp32, and 16-bit gradients of fp32 parameters. The bindings let no other pass.
 template <class F>
@@ -213,9 +298,19 @@ void run_apply(const RuleFactors& f, const Coefficients& c, DType param, DType g
   dispatch(param, grad, [&]<class P, class G>() { apply<P, G>(f, c, t, ratios, begin, end); });
 }
 
+void run_frozen_adam(const RuleFactors& f, const Coefficients& c, DType param, DType grad,
+                     const UpdateTensor& t, int64_t begin, int64_t end) {
+  dispatch(param, grad, [&]<class P, class G>() { frozen_adam<P, G>(f, c, t, begin, end); });
+}
+void run_frozen_lamb_sums(const RuleFactors& f, DType param, DType grad, const UpdateTensor& t,
+                          int64_t begin, int64_t end, double* sums) {
+  dispatch(param, grad,
+           [&]<class P, class G>() { frozen_lamb_sums<P, G>(f, t, begin, end, sums); });
+}
+
 }  // namespace
 
-extern const UpdateKernels update_kernels = {run_adam, run_lamb_moments, run_stable_adamw_moments,
-                                             run_apply};
+extern const UpdateKernels update_kernels = {run_adam,  run_lamb_moments, run_stable_adamw_moments,
+                                             run_apply, run_frozen_adam,  run_frozen_lamb_sums};
 
 }  // namespace bert_unpad::BERT_UNPAD_ISA

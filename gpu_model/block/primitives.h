@@ -69,6 +69,21 @@ inline uint32_t shuffle_xor(uint32_t value, int mask,
   return block_model::shuffle_xor(value, mask, site);
 }
 
+inline uint32_t ballot(bool vote, block_model::Site site = block_model::Site::current()) {
+  struct Lane {
+    bool vote;
+    uint32_t result;
+  } mine{vote, 0};
+  block_model::block.collective("ballot", site, mine, [](Lane** lanes) {
+    ++block_model::statistics.collectives;
+    uint32_t votes = 0;
+    for (unsigned l = 0; l < block_model::kWarpSize; ++l)
+      votes |= static_cast<uint32_t>(lanes[l]->vote) << l;
+    for (unsigned l = 0; l < block_model::kWarpSize; ++l) lanes[l]->result = votes;
+  });
+  return mine.result;
+}
+
 // Far from 0, so that an offset taken for an address is out of bounds.
 inline uint32_t shared_base() { return 0x01000000; }
 

@@ -110,6 +110,20 @@ BU_KERNEL(32, 1) shuffle_kernel(BU_PARAMS ShuffleParams p) {
   }
 }
 
+struct BallotParams {
+  const uint32_t* votes;  // [rounds]: bit l is lane l's
+  uint32_t* words;        // [rounds, 32]: what each lane gets
+  int64_t rounds;
+};
+
+BU_KERNEL(32, 1) ballot_kernel(BU_PARAMS BallotParams p) {
+  const uint32_t lane = threadIdx.x;
+  for (int64_t i = 0; i < p.rounds; ++i) {
+    const uint32_t votes = load_global<uint32_t>(p.votes + i);
+    store_global(p.words + 32 * i + lane, ballot((votes >> lane & 1) != 0));
+  }
+}
+
 struct PackParams {
   const float* x;         // [2 n]
   const uint32_t* pairs;  // [n]
@@ -236,6 +250,13 @@ BU_EXPORT int conformance_shuffle(const float* x, float* floats, uint32_t* numbe
   return guarded([&] {
     cuda::launch("shuffle", shuffle_kernel, dim3(1), dim3(32), 0, nullptr,
                  ShuffleParams{x, floats, numbers});
+  });
+}
+
+BU_EXPORT int conformance_ballot(int64_t rounds, const uint32_t* votes, uint32_t* words) {
+  return guarded([&] {
+    cuda::launch("ballot", ballot_kernel, dim3(1), dim3(32), 0, nullptr,
+                 BallotParams{votes, words, rounds});
   });
 }
 

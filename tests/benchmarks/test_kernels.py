@@ -45,6 +45,10 @@ def test_every_kernel_of_ours_has_a_family() -> None:
         "adam_kernel": "optimizer",
         "apply_ratios_kernel": "optimizer",
         "stable_adamw_moments_kernel": "optimizer",
+        "frozen_adam_kernel": "optimizer",
+        "frozen_lamb_sums_kernel": "optimizer",
+        "sign_square_sum_kernel": "communication",
+        "sign_pack_kernel": "communication",
         "clip_scale_kernel": "optimizer",
         "fp8_quantize_kernel": "copies, casts",
     }

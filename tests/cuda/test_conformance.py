@@ -59,6 +59,6 @@ def test_a_tile_of_attention(call, dtype):
     conformance.check_tile(call, "cuda", dtype)
 
 
-@pytest.mark.parametrize("check", ["check_matrices", "check_shuffle", "check_copy"])
+@pytest.mark.parametrize("check", ["check_matrices", "check_shuffle", "check_ballot", "check_copy"])
 def test_data_movement(call, check):
     getattr(conformance, check)(call, "cuda")

@@ -68,10 +68,11 @@ def test_pack_rounds_to_nearest_even_and_unpack_is_exact(primitives, dtype):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_shuffles_and_copies(primitives, policy):
+def test_shuffles_votes_and_copies(primitives, policy):
     for seed in range(4):
         primitives.model.configure(policy, seed)
         conformance.check_shuffle(primitives, "cpu")
+        conformance.check_ballot(primitives, "cpu")
         conformance.check_copy(primitives, "cpu")
 
 

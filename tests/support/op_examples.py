@@ -83,6 +83,7 @@ def _examples() -> dict[str, tuple]:
     steps, norms = torch.zeros((), dtype=torch.int64), rows(2)
     adam = update((scalar(), scalar(), scalar(), steps))
     lamb = update((scalar(), scalar(), scalar(), norms, steps))
+    signs = (torch.zeros(2, 4, dtype=torch.uint8), rows(2), rows(30))
     apply = (two(torch.bfloat16), *(two() for _ in range(4)), rows(2, 3), rows(2, 4))
     return {
         "varlen_attention": (qkv, cu_q, *attend),
@@ -118,4 +119,13 @@ def _examples() -> dict[str, tuple]:
         "stable_adamw_": (*adam, False),
         "stable_adamw_moments_": (*adam, False),
         "stable_adamw_apply_": (*apply, 1e-6, 0.01),
+        "frozen_adam_": (
+            *(two(torch.bfloat16), *(two() for _ in range(4)), [scalar(), scalar()], scalar()),
+            *(rows(2), scalar(), scalar(), steps, 0.9, 0.99, 1e-6, 0.01, False, True),
+        ),
+        "frozen_lamb_sums_": (*(two() for _ in range(5)), scalar(), 0.9, 0.99, 1e-6, 0.01),
+        "sign_scale": (x, dy),
+        "sign_pack_": (rows(30), rows(30), torch.zeros(4, dtype=torch.uint8), scalar(), scalar()),
+        "sign_mean_": (*signs, 0.5, True, scalar()),
+        "sign_unpack_": (torch.zeros(2, 4, dtype=torch.uint8), rows(2), rows(60)),
     }

@@ -31,9 +31,10 @@ class CommConfig:
     norms travel, the others later (Sun et al., 2019); what is kept is not bounded by clip."""
     start: int = advanced(1000)
     """With comm.hook power_sgd, post_local_sgd, dream_ddp or gradient_flow, or optimizer.name
-    mt_dao: updates at the start of the run that use plain allreduces. dream_ddp then measures times
-    in 5 more; with gradient_flow the share of chunks falls to comm.chunk_share during as many
-    more."""
+    mt_dao, onebit_adam or onebit_lamb: updates at the start of the run that use plain allreduces.
+    dream_ddp then measures times in 5 more; with gradient_flow the share of chunks falls to
+    comm.chunk_share during as many more. With optimizer.name zero_one_adam: updates in which the
+    variance may change."""
     power_sgd_rank: int = advanced(POWER_SGD_RANK)
     """With comm.hook power_sgd: columns of the thin matrices."""
     local_sgd_period: int = advanced(LOCAL_SGD_PERIOD)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["check_rules"]
 
 _FP16_MAX = 65504
+_ONE_BIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 # The options that each kind of growth reads.
 _GROWTH_OPTIONS = {
     "none": set(),
@@ -147,6 +148,12 @@ def _check_comm(config: PretrainConfig) -> None:
         raise ConfigError(
             "clip.wire_dtype", f"expected fp32 with comm.hook {comm.hook}, got {clip.wire_dtype}"
         )
+    if config.optimizer.name in _ONE_BIT and comm.start == 0:
+        raise ConfigError(
+            "comm.start",
+            f"expected a number >= 1 with optimizer.name {config.optimizer.name}, which needs a "
+            "variance before it compresses, got 0",
+        )
     if comm.hook in ("post_local_sgd", "dream_ddp") and config.optimizer.shard != "none":
         raise ConfigError(
             "optimizer.shard",
@@ -261,9 +268,11 @@ def _check_growth_fits(config: PretrainConfig) -> None:
         raise ConfigError(
             "comm.hook", f"expected allreduce with growth.name {name}, got {config.comm.hook}"
         )
-    if config.optimizer.name == "mt_dao":
+    optimizer = config.optimizer.name
+    if optimizer in ("mt_dao", *_ONE_BIT):
         raise ConfigError(
-            "optimizer.name", f"expected another than mt_dao with growth.name {name}, got mt_dao"
+            "optimizer.name",
+            f"expected another than {optimizer} with growth.name {name}, got {optimizer}",
         )
     if config.cuda_graphs:
         raise ConfigError("cuda_graphs", f"expected false with growth.name {name}, got true")

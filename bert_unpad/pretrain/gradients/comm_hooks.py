@@ -21,12 +21,16 @@ from torch.utils._pytree import tree_leaves
 
 from bert_unpad.distributed import (
     GradientFlow,
+    HierarchicalAllreduce,
+    OptimizerAllreduce,
     PartialSync,
+    allreduce_hook,
     gradient_flow_hook,
     partial_sync_hook,
 )
-from bert_unpad.distributed.allreduce import Allreduce, HierarchicalAllreduce, allreduce_hook
+from bert_unpad.distributed.allreduce import Allreduce
 from bert_unpad.optim import MTDAO
+from bert_unpad.optim.one_bit import OneBitOptimizer
 from bert_unpad.pretrain.config import CommConfig, ConfigError
 from bert_unpad.pretrain.node_groups import common_node_size
 from bert_unpad.pretrain.ranks import Ranks
@@ -39,6 +43,8 @@ __all__ = [
     "Hierarchical",
     "LocalSGD",
     "LocalSteps",
+    "OneBitSync",
+    "OptimizerSync",
     "PowerSGD",
     "build_comm_hook",
 ]
@@ -137,22 +143,15 @@ class LocalAllreduce:
     """An allreduce over all ranks, or over a group as if the others had its gradients as well.
 
     PyTorch's post_localSGD_hook is the same for buckets that travel as they are.
-
-    Args:
-        group: some of the ranks; None: this rank, which sends nothing then.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.alone = False
         """Whether the group keeps to itself now."""
         self._group = group
-        self._groups = dist.get_world_size() // (1 if group is None else dist.get_world_size(group))
+        self._groups = dist.get_world_size() // dist.get_world_size(group)
 
     def __call__(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
-        if self.alone and self._group is None:
-            done = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
-            done.set_result(tensor.mul_(self._groups))
-            return done
         group = self._group if self.alone else None
         sent = dist.all_reduce(tensor, group=group, async_op=True).get_future()
         if not self.alone:
@@ -237,37 +236,75 @@ class DreamDDP(CommHook):
         self.state.load_state_dict(state)
 
 
-class LocalSteps(CommHook):
-    """For an optimizer that makes local steps and averages by itself, see `MTDAO`.
+class OptimizerSync(CommHook):
+    """For an optimizer that communicates by itself.
 
-    After the warm-up gradients stay on their rank, and the ranks' models and optimizer states
-    differ, except where `synchronise` or the optimizer has just made them the same. Whether a step
-    is left out stays common to all.
+    Gradients are averaged when its next step takes averaged ones, and stay on their rank when it
+    takes each rank's own. Whether a step is left out stays common to all.
     """
 
-    def __init__(self, config: CommConfig, ranks: Ranks, optimizer: MTDAO) -> None:
+    def __init__(
+        self, config: CommConfig, ranks: Ranks, optimizer: MTDAO | OneBitOptimizer
+    ) -> None:
         if config.hook != "allreduce":
             raise ConfigError(
                 "comm.hook",
-                f"expected allreduce with an optimizer that makes local steps, got {config.hook}",
+                f"expected allreduce with an optimizer that communicates by itself, got "
+                f"{config.hook}",
             )
-        optimizer.start = config.start
+        self.averages_gradients = True
         self.hook = allreduce_hook
-        self.state = self.allreduce = self._local = LocalAllreduce(None)
+        self.state = self.allreduce = OptimizerAllreduce(self)
         self._ranks, self._optimizer = ranks, optimizer
 
     def start(self, done: int) -> None:
-        self._local.alone = not self._optimizer.averages_gradients
+        self.averages_gradients = self._optimizer.averages_gradients
 
     def agree(self, finite: Tensor) -> Tensor:
         return self._ranks.sum((~finite).float()) == 0
 
     def after_update(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._local.alone = not self._optimizer.averages_gradients
+        self.averages_gradients = self._optimizer.averages_gradients
+
+
+class LocalSteps(OptimizerSync):
+    """After the warm-up of MT-DAO the ranks' models and optimizer states differ.
+
+    Except where `synchronise` or the optimizer has just made them the same.
+    """
+
+    def __init__(self, config: CommConfig, ranks: Ranks, optimizer: MTDAO) -> None:
+        super().__init__(config, ranks, optimizer)
+        optimizer.start = config.start
 
     def synchronise(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        if self._local.alone:
+        if not self.averages_gradients:
             _average_models(self._ranks, model, optimizer)
+
+
+class OneBitSync(OptimizerSync):
+    """After the warm-up of 1-bit Adam, 1-bit LAMB and 0/1 Adam each rank has errors of its own.
+
+    Between two exchanges of 0/1 Adam, which may be several updates apart, models and momenta differ
+    too.
+    """
+
+    def __init__(self, config: CommConfig, ranks: Ranks, optimizer: OneBitOptimizer) -> None:
+        super().__init__(config, ranks, optimizer)
+        optimizer.freeze_step = config.start
+
+    def start(self, done: int) -> None:
+        self._optimizer.updates = done
+        super().start(done)
+
+    def synchronise(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._optimizer.synchronise()
+
+    def local_state(self) -> dict[str, Any] | None:
+        return self._optimizer.local_state()
+
+    def load_local_state(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_local_state(state)
 
 
 class ChunkedSync(CommHook):
@@ -325,13 +362,15 @@ def build_comm_hook(
     Args:
         config: says what.
         ranks: the processes of the run.
-        optimizer: what makes the updates. gradient_flow asks for its momentum; one that makes
-            local steps needs its gradients local.
+        optimizer: what makes the updates. gradient_flow asks for its momentum; one that
+            communicates by itself has a hook of its own.
 
     Raises:
         ConfigError: groups that do not fit the number of ranks, or a hook that does not fit the
             optimizer.
     """
+    if isinstance(optimizer, OneBitOptimizer):
+        return OneBitSync(config, ranks, optimizer)
     if ranks.world_size == 1:
         return CommHook()
     if isinstance(optimizer, MTDAO):

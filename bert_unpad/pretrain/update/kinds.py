@@ -20,6 +20,9 @@ from bert_unpad.optim import (
     FusedLAMB,
     FusedStableAdamW,
     Muon,
+    OneBitAdam,
+    OneBitLAMB,
+    ZeroOneAdam,
     decay_groups,
     muon_groups,
 )
@@ -64,6 +67,8 @@ class Kind:
         return self.shared_layout or f"{self.optimizer.__module__}.{self.optimizer.__qualname__}"
 
 
+# The comm hook sets comm.start.
+_ONE_BIT = {"freeze_step": 1, "group": None}
 _OURS = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}
 _UNCLIPPED = {"max_grad_norm": None}  # which `clip` does
 _ADAM: dict[str, Any] = {"shared_layout": "adam", "takes_parts": True}
@@ -82,6 +87,9 @@ KINDS: dict[str, Kind] = {
         communicates=True,
         shards=False,
     ),
+    "onebit_adam": Kind(OneBitAdam, _ONE_BIT, _OURS, communicates=True, shards=False),
+    "onebit_lamb": Kind(OneBitLAMB, _ONE_BIT, _OURS, communicates=True, shards=False),
+    "zero_one_adam": Kind(ZeroOneAdam, _ONE_BIT, _OURS, communicates=True, shards=False),
 }
 
 

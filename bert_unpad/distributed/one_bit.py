@@ -1,0 +1,140 @@
+"""OneBitAllreduce: averages a buffer over ranks with one bit a value, with error feedback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bert_unpad.ops import multi_tensor_l2norm, sign_mean_, sign_pack_, sign_scale, sign_unpack_
+
+# Its name in PyTorch 2.13, and before.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# A rank's part begins at a byte of the packed signs whose address is a multiple of 16.
+_PART = 128
+
+
+class OneBitAllreduce:
+    """Averages a float32 buffer over ranks; each value travels as its sign, both ways.
+
+    Each rank compresses its buffer (the worker's side), and sends a part of the signs to each other
+    rank. A rank averages the parts it gets, compresses the average (the server's side), and sends
+    it to all. What a compression loses is added to the next buffer, or average, before that is
+    compressed (Tang et al., "1-bit Adam", 2021, arXiv:2102.02888, algorithm 1). `ops.sign_pack_`
+    says what the compression is. Scales, one a rank and side, travel as float32.
+
+    Per rank that are (R - 1) / R * numel / 4 bytes and 8 (R - 1) bytes of scales for R ranks: a
+    32nd of what a ring sends of float32. The errors take 4 * numel * (1 + 1 / R) bytes of memory.
+    The result has the same bits on all ranks. One rank keeps its values: nothing is compressed.
+
+    Args:
+        numel: number of values.
+        device: of the buffers.
+        group: the ranks, by default all; one if torch.distributed is not initialised.
+
+    Raises:
+        ValueError: numel is negative.
+    """
+
+    def __init__(
+        self, numel: int, device: torch.device | str, group: dist.ProcessGroup | None = None
+    ) -> None:
+        if numel < 0:
+            raise ValueError(f"numel: expected 0 or more, got {numel}")
+        self._group = group
+        self._ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+        self._numel = numel
+        self.bytes_sent = 0
+        """Bytes that this rank's signs and scales took to reach the other ranks so far."""
+        if self._ranks == 1:
+            return
+        part = -(-numel // (self._ranks * _PART)) * _PART
+        first = min(dist.get_rank(group) * part, numel)
+        own = min(part, numel - first)
+        self.worker_error = torch.zeros(numel, device=device)
+        self.server_error = torch.zeros(own, device=device)
+        rows = (self._ranks, part // 8)
+        self._sent, self._received = (
+            torch.zeros(rows, dtype=torch.uint8, device=device) for _ in range(2)
+        )
+        self._average = torch.zeros(part // 8, dtype=torch.uint8, device=device)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self._ranks
+
+    def average_(self, buffer: Tensor, found_inf: Tensor | None = None) -> Tensor:
+        """Replaces the buffer by its compressed average; all ranks must call it.
+
+        The host does not wait on a GPU.
+
+        Args:
+            buffer: float32 [numel], contiguous.
+            found_inf: float32 [] or [1]; above 0 where this rank must not take part.
+
+        Returns:
+            float32 [], the same on all ranks: not finite where some rank's buffer is not, or its
+            `found_inf` is above 0. Then no error has changed, and the buffer means nothing.
+
+        Raises:
+            ValueError: the buffer has another dtype or number of elements.
+        """
+        if buffer.dtype != torch.float32 or buffer.numel() != self._numel:
+            raise ValueError(
+                f"buffer: expected float32 with {self._numel} elements, got {buffer.dtype} with "
+                f"{buffer.numel()}"
+            )
+        if self._ranks == 1:
+            return _unless(found_inf, multi_tensor_l2norm([buffer])[0])
+        if self._numel == 0:
+            return _unless(found_inf, buffer.new_zeros(()))
+        own = sign_scale(buffer, self.worker_error)
+        scales = self._gather_scales(_unless(found_inf, own))
+        guard = scales.sum()
+        packed = self._sent.view(-1)[: -(-self._numel // 8)]
+        sign_pack_(buffer, self.worker_error, packed, own, guard=guard)
+        dist.all_to_all_single(self._received, self._sent, group=self._group)
+        sign_mean_(self._received, scales, self.server_error, add=True, guard=guard)
+        own = sign_scale(None, self.server_error)
+        packed = self._average[: -(-self.server_error.numel() // 8)]
+        sign_pack_(None, self.server_error, packed, own, guard=guard)
+        all_gather_single(self._received.view(-1), self._average, group=self._group)
+        sign_unpack_(self._received, self._gather_scales(own), buffer)
+        self.bytes_sent += (self._ranks - 1) * 2 * self._average.numel()
+        return guard
+
+    def _gather_scales(self, own: Tensor) -> Tensor:
+        scales = own.new_empty(self._ranks)
+        all_gather_single(scales, own.reshape(1), group=self._group)
+        self.bytes_sent += (self._ranks - 1) * own.element_size()
+        return scales
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns this rank's errors; those of other ranks differ."""
+        if self._ranks == 1:
+            return {}
+        return {"worker_error": self.worker_error, "server_error": self.server_error}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from `state_dict` of the same rank among as many.
+
+        Raises:
+            ValueError: the errors have other sizes.
+        """
+        for name, own in self.state_dict().items():
+            saved = state.get(name)
+            if saved is None or saved.shape != own.shape:
+                got = "none" if saved is None else list(saved.shape)
+                raise ValueError(f"{name}: expected the shape {list(own.shape)}, got {got}")
+            own.copy_(saved)
+
+
+def _unless(found_inf: Tensor | None, value: Tensor) -> Tensor:
+    """The value, or infinity where `found_inf` is above 0."""
+    if found_inf is None:
+        return value
+    return torch.where(found_inf.reshape(()).to(value.device) > 0, torch.inf, value)
