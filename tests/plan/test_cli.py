@@ -98,7 +98,7 @@ def test_the_tables(capsys, tmp_path):
         (["--model=RECIPE", "--set=batching.strategy=packed"], "expected batching.strategy"),
         (
             ["--model=RECIPE", "--set=optimizer.name=torch.optim.SGD"],
-            "expected optimizer.name of one of adamw, fused_adam, lamb, lans, whose time and",
+            "expected optimizer.name of one of adamw, fused_adam, lamb, lans, stable_adamw, whose",
         ),
         (["--model=RECIPE", "--set=optimizer.name=muon"], "(--optimizer plans with another)"),
         (["--max-length=513"], "argument --max-length: expected at most 512"),
