@@ -17,7 +17,7 @@ usage: bash scripts/test_aarch64.sh [PYTEST ARGUMENT...]
 
 Builds bert_unpad for aarch64 and runs the tests of the operators there (or those that the arguments
 name) in QEMU, on a CPU with bf16 instructions, and the check of bert_unpad.info on one without.
-Takes about half an hour on two cores; the first time it also downloads up to 4 GB.
+Takes about half an hour; the first time it also downloads up to 4 GB.
 
 Needs Debian with: apt-get install qemu-user-static g++-aarch64-linux-gnu python3-pip
 
@@ -137,5 +137,5 @@ if [[ $# -eq 0 ]]; then
   set -- tests/ops tests/test_build.py
 fi
 # QEMU does not enforce the limit on memory that the deselected test sets.
-"$EMULATED" -m pytest -n 2 --dist loadfile "$@" --deselect \
+"$EMULATED" -m pytest "$@" --deselect \
   tests/ops/test_safety.py::test_a_failed_allocation_of_scratch_memory_keeps_its_message
