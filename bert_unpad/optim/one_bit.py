@@ -59,6 +59,7 @@ class OneBitOptimizer(FusedOptimizer):
             raise ValueError(f"freeze_step: expected an integer of 1 or more, got {freeze_step!r}")
         self.freeze_step = freeze_step
         self._ranks = group
+        self._checked = False
         self._flat: Tensor | None = None
         self._segments: list[Segment] = []
         self._exchange: OneBitAllreduce | None = None
@@ -97,6 +98,7 @@ class OneBitOptimizer(FusedOptimizer):
         """
         if getattr(self, "_flat", None) is not None:
             raise RuntimeError("add_param_group: expected no compressed step before, got one")
+        self._checked = False
         super().add_param_group(param_group)
 
     def synchronise(self) -> None:
@@ -138,15 +140,17 @@ class OneBitOptimizer(FusedOptimizer):
             RuntimeError: a parameter or gradient is sharded, sparse, or does not match; or the
                 ranks have different parameters.
         """
+        if not self._checked:
+            self._check()
         if self.averages_gradients:
-            self._check_whole()
             loss = super().step(closure)
         else:
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self._lay_out()
+            if self._flat is None:
+                self._lay_out()
             self._own_step()
             for segment in self._segments:
                 torch.autograd.graph.increment_version(segment.params)
@@ -161,58 +165,52 @@ class OneBitOptimizer(FusedOptimizer):
         for group in self.param_groups:
             yield from ((group, param) for param in group["params"] if param.requires_grad)
 
-    def _check_whole(self) -> None:
-        for _, param in self._params():
+    def _check(self) -> None:
+        """All ranks must have the same parameters in the same order, with the same values."""
+        params = [param.detach() for _, param in self._params()]
+        for param in params:
             if isinstance(param, DTensor):
                 raise RuntimeError(
                     "params: expected whole parameters, since each rank compresses the momentum of "
                     "all of them, got a sharded one (DTensor)"
                 )
-
-    def _lay_out(self) -> None:
-        """Decides on each parameter's place in the flat buffer, once."""
-        if self._flat is not None:
-            return
-        self._check_whole()
-        pairs = list(self._params())
-        devices = {param.device for _, param in pairs}
+            if not param.is_contiguous():
+                raise RuntimeError("params: expected contiguous parameters")
+        devices = {param.device for param in params}
         if len(devices) != 1:
             got = ", ".join(sorted(map(str, devices))) or "no parameter"
             raise RuntimeError(f"params: expected all on one device, got {got}")
-        pairs.sort(key=lambda pair: pair[1].numel() % 4 != 0)
+        if dist.is_initialized():
+            norms = multi_tensor_l2norm(params)[1].double()
+            places = torch.arange(1, len(norms) + 1, device=norms.device)
+            numel = norms.new_tensor(sum(param.numel() for param in params))
+            own = torch.stack([numel, (norms * places).sum()])
+            found = own.new_empty(dist.get_world_size(self._ranks), 2)
+            all_gather_single(found.view(-1), own, group=self._ranks)
+            if not torch.allclose(found, found[:1].expand_as(found), rtol=1e-4, atol=0.0):
+                raise RuntimeError(
+                    "params: expected the same parameters and values on all ranks, got different "
+                    "ones; state that is shared out (ZeroRedundancyOptimizer) is not supported, "
+                    "since each rank compresses the momentum of all parameters"
+                )
+        self._checked = True
+
+    def _lay_out(self) -> None:
+        """Decides on each parameter's place in the flat buffer, once."""
+        pairs = sorted(self._params(), key=lambda pair: pair[1].numel() % 4 != 0)
         sizes = [param.numel() for _, param in pairs]
-        self._flat = torch.zeros(sum(sizes), device=devices.pop())
+        flat = torch.zeros(sum(sizes), device=pairs[0][1].device)
         lists: dict[Any, Segment] = {}
-        for (group, param), view in zip(pairs, self._flat.split(sizes), strict=True):
-            if not param.detach().is_contiguous():
-                raise RuntimeError("params: expected contiguous parameters")
+        for (group, param), view in zip(pairs, flat.split(sizes), strict=True):
             state = self._state_of(param, group)
             key = (id(group), param.dtype, "master_param" in state)
             segment = lists.setdefault(key, Segment(group, [], []))
             segment.params.append(param)
             segment.views.append(view.view(param.shape))
-        self._segments = list(lists.values())
-        self._check_same(sizes)
-        self._exchange = OneBitAllreduce(len(self._flat), self._flat.device, self._ranks)
+        exchange = OneBitAllreduce(len(flat), flat.device, self._ranks)
         if self._saved_errors is not None:
-            self._exchange.load_state_dict(self._saved_errors)
-
-    def _check_same(self, sizes: list[int]) -> None:
-        """All ranks must have the same parameters in the same order, with the same values."""
-        if not dist.is_initialized():
-            return
-        params = [param.detach() for segment in self._segments for param in segment.params]
-        norms = multi_tensor_l2norm(params)[1].double()
-        places = torch.arange(1, len(norms) + 1, device=norms.device)
-        own = torch.stack([norms.new_tensor(sum(sizes)), (norms * places).sum()])
-        found = own.new_empty(dist.get_world_size(self._ranks), 2)
-        all_gather_single(found.view(-1), own, group=self._ranks)
-        if not torch.allclose(found, found[:1].expand_as(found), rtol=1e-4, atol=0.0):
-            raise RuntimeError(
-                "params: expected the same parameters and values on all ranks, got different ones; "
-                "state that is shared out (ZeroRedundancyOptimizer) is not supported, since each "
-                "rank compresses the momentum of all parameters"
-            )
+            exchange.load_state_dict(self._saved_errors)
+        self._flat, self._segments, self._exchange = flat, list(lists.values()), exchange
 
     def _states(self, segment: Segment, name: str) -> list[Tensor]:
         return [self.state[param][name] for param in segment.params]
