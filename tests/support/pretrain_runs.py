@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +23,12 @@ __all__ = [
     "GLOBAL_BATCH",
     "WORDS",
     "finish",
+    "go_back",
     "go_on",
     "in_turn",
     "losses",
     "make_folder",
+    "mean_losses",
     "pause_after",
     "run",
     "run_in_turn",
@@ -226,6 +229,28 @@ def losses(run_dir: Path) -> dict[int, tuple[float, ...]]:
     names = ("loss", "mlm_loss", "nsp_loss", "mlm_accuracy", "lr", "gradient_norm", "tokens")
     assert [line["step"] for line in train] == list(range(1, len(train) + 1))
     return {line["step"]: tuple(line[name] for name in names) for line in train}
+
+
+def mean_losses(run_dir: Path, steps: int) -> list[float]:
+    """The training loss of each step of a run that has made so many."""
+    found = [values[0] for values in losses(run_dir).values()]
+    assert len(found) == steps
+    return found
+
+
+def go_back(folder: Path, name: str, step: int, to: str | None = None) -> str:
+    """Copies a run as if it had been killed after the checkpoint of a step.
+
+    Returns:
+        The name of the copy: `to`, by default one made of `name` and `step`.
+    """
+    copy = f"{name}, from {step}" if to is None else to
+    shutil.copytree(folder / name, folder / copy)
+    (folder / copy / "summary.json").unlink()
+    for saved in (folder / copy / "checkpoints").glob("step-*"):
+        if int(saved.name.removeprefix("step-")) > step:
+            shutil.rmtree(saved)
+    return copy
 
 
 def uses(run_dir: Path) -> dict[int, Counter]:

@@ -63,6 +63,11 @@ class CommHook:
     one_bucket = False
     """Whether DDP must put all gradients into one bucket."""
 
+    @property
+    def name(self) -> str:
+        """What `local_state` belongs to."""
+        return type(self).__name__
+
     def start(self, done: int) -> None:
         """Called once before training, after the empty passes, with the updates made so far."""
 
@@ -256,6 +261,10 @@ class OptimizerSync(CommHook):
         self.hook = allreduce_hook
         self.state = self.allreduce = OptimizerAllreduce(self)
         self._ranks, self._optimizer = ranks, optimizer
+
+    @property
+    def name(self) -> str:
+        return type(self._optimizer).__name__
 
     def start(self, done: int) -> None:
         self.averages_gradients = self._optimizer.averages_gradients

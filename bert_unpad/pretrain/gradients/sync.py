@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -29,6 +30,8 @@ from bert_unpad.pretrain.losses import SUMS, stack_outputs
 from bert_unpad.pretrain.model import to_device
 from bert_unpad.pretrain.ranks import HostSums
 from bert_unpad.pretrain.run import Run
+
+logger = logging.getLogger(__name__)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -182,11 +185,15 @@ class GradientSync:
 
     def local_state(self) -> dict[str, Any] | None:
         """What a checkpoint must keep of this rank alone; None for nothing."""
-        return self._hook.local_state()
+        state = self._hook.local_state()
+        return None if state is None else {"hook": self._hook.name, "state": state}
 
     def load_local_state(self, state: dict[str, Any]) -> None:
-        """Continues from `local_state`, after `begin`."""
-        self._hook.load_local_state(state)
+        """Continues from `local_state`, after `begin`; what another hook has left is dropped."""
+        if state.get("hook") == self._hook.name:
+            self._hook.load_local_state(state["state"])
+        else:
+            logger.warning("the checkpoint's memory of another comm hook or optimizer is dropped")
 
     def _travelling(self, last: bool) -> AbstractContextManager:
         """The context of a pass: DDP averages gradients in the last one, unless clipping does."""

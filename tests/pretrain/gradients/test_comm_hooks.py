@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from bert_unpad.optim import FusedAdam
-from bert_unpad.pretrain.config import ClipConfig, CommConfig, ConfigError, read_config
-from bert_unpad.pretrain.gradients.clipping import Clipping, step_if
+from bert_unpad.pretrain.config import CommConfig, ConfigError, read_config
 from bert_unpad.pretrain.gradients.comm_hooks import build_comm_hook
 from bert_unpad.pretrain.ranks import Ranks
-from tests.support.pretrain_runs import finish, losses, make_folder, run_in_turn
+from tests.support.ddp_steps import ddp_steps
+from tests.support.pretrain_runs import (
+    finish,
+    go_back,
+    losses,
+    make_folder,
+    mean_losses,
+    run_in_turn,
+)
 from tests.support.processes import run_ranks, start_ranks
 
 pytestmark = pytest.mark.slow
@@ -26,6 +27,7 @@ STEPS = 18
 POWER = ["--comm.hook", "power_sgd", "--comm.start", "3"]
 LOCAL = ["--comm.hook", "post_local_sgd", "--comm.start", "3", "--comm.local_sgd_group", "1"]
 LOCAL += ["--comm.local_sgd_period", "4"]
+DREAM = ["--comm.hook", "dream_ddp", "--comm.start", "3"]
 BUCKET = ["--clip.mode", "bucket", "--clip.policy", "adaptive", "--clip.max_norm", "0.5"]
 
 
@@ -44,74 +46,40 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def _mean_losses(folder: Path, name: str) -> list[float]:
-    found = losses(folder / name)
-    assert len(found) == STEPS
-    return [values[0] for values in found.values()]
-
-
 def test_hooks_train_as_well_and_begin_when_told(folder):
-    plain = _mean_losses(folder, "plain")
+    plain = mean_losses(folder / "plain", STEPS)
     for name in ("plain", "power", "local"):
-        found = _mean_losses(folder, name)
+        found = mean_losses(folder / name, STEPS)
         assert sum(found[-4:]) / 4 < found[0] - 0.1, name
     for name in ("power", "local"):
         # The fourth update is the first that is another; the fifth step the first to see it. Here
         # DDP has one bucket anyway.
-        found = _mean_losses(folder, name)
+        found = mean_losses(folder / name, STEPS)
         assert found[:4] == pytest.approx(plain[:4], rel=1e-6)
         assert found[4:] != pytest.approx(plain[4:], rel=1e-6)
 
 
 def test_local_gradients_may_travel_in_16_bits(folder):
-    found, want = (_mean_losses(folder, name) for name in ("local, bf16", "local"))
+    found, want = (mean_losses(folder / name, STEPS) for name in ("local, bf16", "local"))
     assert found != want
     assert found == pytest.approx(want, rel=1e-2)
 
 
 def test_a_resumed_run_goes_on_as_one_without_interruption(folder):
     names = {"power": [*POWER, *BUCKET], "local": [*LOCAL, *BUCKET]}
-    for name in names:
-        shutil.copytree(folder / name, folder / f"{name}-resumed")
-        for saved in (folder / f"{name}-resumed" / "checkpoints").iterdir():
-            if int(saved.name.removeprefix("step-")) > 7:
-                shutil.rmtree(saved)
-    run_in_turn(folder, 2, {f"{name}-resumed": more for name, more in names.items()}, BASE)
-    for name in names:
-        assert losses(folder / f"{name}-resumed") == losses(folder / name), name
+    copies = {go_back(folder, name, 7): name for name in names}
+    run_in_turn(folder, 2, {copy: names[name] for copy, name in copies.items()}, BASE)
+    for copy, name in copies.items():
+        assert losses(folder / copy) == losses(folder / name), name
 
 
-def _steps(rank: int, world_size: int, comm: CommConfig, mode: str) -> dict:
-    """Some steps on a model of two layers; rank 1 has a NaN in step 4."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 24))
-    ranks = Ranks(rank, world_size, torch.device("cpu"), dist.group.WORLD)
-    hook = build_comm_hook(comm, ranks)
-    clipping = Clipping(ClipConfig(max_norm=0.5, mode=mode), ranks, model, hook)
-    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    clipping.attach(replica)
-    for _ in range(2):
-        (replica(torch.zeros(1, 24)) * 0).sum().backward()
-        model.zero_grad()
-    hook.start(0)
-    optimizer = FusedAdam(model.parameters(), lr=1e-2)
-    draw = torch.Generator().manual_seed(rank)
-    finite, weights = [], []
-    for step in range(9):
-        x = torch.randn(16, 24, generator=draw)
-        if (rank, step) == (1, 4):
-            x[3, 5] = math.nan
-        (replica(x) - x.roll(1, 1)).square().mean().backward()
-        every_finite = hook.agree(clipping.clip().finite)
-        step_if(optimizer, every_finite)
-        hook.after_update(model.parameters())
-        optimizer.zero_grad()
-        finite.append(bool(every_finite))
-        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]).clone())
-    hook.synchronise(model, optimizer)
-    states = [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]
-    everything = [*(p.detach() for p in model.parameters()), *states]
-    return {"finite": finite, "weights": weights, "end": [t.clone() for t in everything]}
+def test_another_hook_drops_the_memory_of_the_one_before(folder):
+    copy = go_back(folder, "power", 14, "power, then averages of models")
+    run_in_turn(folder, 2, {copy: [*DREAM, *BUCKET]}, BASE)
+    assert "memory of another comm hook" in (folder / "runs.log.0").read_text()
+    found, before = (mean_losses(folder / name, STEPS) for name in (copy, "power"))
+    assert found[:15] == before[:15]
+    assert sum(found[-3:]) / 3 < found[0] - 0.1
 
 
 CASES = [(hook, m) for hook in ("power_sgd", "post_local_sgd") for m in ("bucket", "after", "none")]
@@ -119,11 +87,13 @@ CASES = [(hook, m) for hook in ("power_sgd", "post_local_sgd") for m in ("bucket
 
 def _all_cases(rank: int, world_size: int) -> dict[tuple[str, str], dict]:
     return {
-        (hook, mode): _steps(
+        (hook, mode): ddp_steps(
             rank,
             world_size,
             CommConfig(hook=hook, start=2, local_sgd_period=3, local_sgd_group=1),
             mode,
+            steps=9,
+            nan_step=4,
         )
         for hook, mode in CASES
     }

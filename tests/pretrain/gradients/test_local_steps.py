@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
-import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.optim import MTDAO
-from bert_unpad.pretrain.config import ClipConfig, CommConfig, ConfigError, read_config
-from bert_unpad.pretrain.gradients.clipping import Clipping, step_if
+from bert_unpad.pretrain.config import CommConfig, ConfigError, read_config
 from bert_unpad.pretrain.gradients.comm_hooks import build_comm_hook
 from bert_unpad.pretrain.ranks import Ranks
-from tests.support.pretrain_runs import losses, make_folder, run_in_turn
+from tests.support.ddp_steps import ddp_steps
+from tests.support.pretrain_runs import go_back, losses, make_folder, mean_losses, run_in_turn
 from tests.support.processes import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -45,87 +42,41 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def _mean_losses(folder: Path, name: str) -> list[float]:
-    found = [values[0] for values in losses(folder / name).values()]
-    assert len(found) == STEPS
-    return found
-
-
 @pytest.mark.parametrize("name", ["averaged", *RUNS])
 def test_every_run_learns(folder, name):
-    found = _mean_losses(folder, name)
+    found = mean_losses(folder / name, STEPS)
     assert sum(found[-4:]) / 4 < found[0] - 0.1
 
 
 def test_steps_are_local_after_the_warm_up(folder):
-    averaged, found = _mean_losses(folder, "averaged"), _mean_losses(folder, "local")
+    averaged, found = mean_losses(folder / "averaged", STEPS), mean_losses(folder / "local", STEPS)
     assert found[: START + 1] == pytest.approx(averaged[: START + 1], rel=1e-6)
     assert found[START + 1 :] != pytest.approx(averaged[START + 1 :], rel=1e-6)
 
 
-def _go_back(folder: Path, name: str, step: int) -> str:
-    copy = f"{name}, from {step}"
-    shutil.copytree(folder / name, folder / copy)
-    for saved in (folder / copy / "checkpoints").iterdir():
-        if int(saved.name.removeprefix("step-")) > step:
-            shutil.rmtree(saved)
-    return copy
-
-
 def test_a_resumed_run_goes_on_as_one_without_interruption(folder):
-    again = {_go_back(folder, name, 10): name for name in RUNS}
-    again[_go_back(folder, "local", 5)] = "local"
+    again = {go_back(folder, name, 10): name for name in RUNS}
+    again[go_back(folder, "local", 5)] = "local"
     run_in_turn(folder, 2, {copy: RUNS[name] for copy, name in again.items()}, BASE)
     for copy, name in again.items():
         assert losses(folder / copy) == losses(folder / name), copy
 
 
 def test_another_number_of_ranks_goes_on(folder):
-    copy = _go_back(folder, "local", 15)
+    copy = go_back(folder, "local", 15)
     run_in_turn(folder, 3, {copy: RUNS["local"]}, BASE)
-    found = _mean_losses(folder, copy)
-    assert found[:15] == _mean_losses(folder, "local")[:15]
+    found = mean_losses(folder / copy, STEPS)
+    assert found[:15] == mean_losses(folder / "local", STEPS)[:15]
     assert sum(found[-4:]) / 4 < found[0] - 0.1
-
-
-def _steps(rank: int, world_size: int, mode: str) -> dict:
-    """Some steps on a model of two layers; rank 1 has a NaN in step 6."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 24))
-    ranks = Ranks(rank, world_size, torch.device("cpu"), dist.group.WORLD)
-    optimizer = MTDAO(model.parameters(), lr=1e-2, period=3)
-    hook = build_comm_hook(CommConfig(start=2), ranks, optimizer)
-    clipping = Clipping(ClipConfig(max_norm=0.5, mode=mode), ranks, model, hook)
-    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    clipping.attach(replica)
-    for _ in range(2):
-        (replica(torch.zeros(1, 24)) * 0).sum().backward()
-        model.zero_grad()
-    hook.start(0)
-    draw = torch.Generator().manual_seed(rank)
-    finite, weights = [], []
-    for step in range(11):
-        x = torch.randn(16, 24, generator=draw)
-        if (rank, step) == (1, 6):
-            x[3, 5] = math.nan
-        (replica(x) - x.roll(1, 1)).square().mean().backward()
-        every_finite = hook.agree(clipping.clip().finite)
-        step_if(optimizer, every_finite)
-        hook.after_update(model.parameters())
-        optimizer.zero_grad()
-        finite.append(bool(every_finite))
-        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]).clone())
-    hook.synchronise(model, optimizer)
-    states = [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]
-    everything = [*(p.detach() for p in model.parameters()), *states]
-    return {"finite": finite, "weights": weights, "end": [t.clone() for t in everything]}
 
 
 MODES = ("bucket", "after", "none")
 
 
 def _all_modes(rank: int, world_size: int) -> dict[str, dict]:
-    return {mode: _steps(rank, world_size, mode) for mode in MODES}
+    make_optimizer = partial(MTDAO, lr=1e-2, period=3)
+    more = {"steps": 11, "nan_step": 6, "make_optimizer": make_optimizer}
+    return {mode: ddp_steps(rank, world_size, CommConfig(start=2), mode, **more) for mode in MODES}
 
 
 @pytest.fixture(scope="module")

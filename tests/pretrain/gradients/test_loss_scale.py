@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.pretrain.config import ConfigError, LossScaleConfig, read_config
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
 from bert_unpad.pretrain.output.metrics import read_json_lines
-from tests.support.pretrain_runs import losses, make_folder, run_in_turn
+from tests.support.pretrain_runs import go_back, losses, make_folder, run_in_turn
 
 pytestmark = pytest.mark.slow
 
@@ -90,10 +89,7 @@ def test_updates_that_overflow_are_left_out_and_counted(folder):
 
 
 def test_a_resumed_run_goes_on_with_its_scale(folder):
-    shutil.copytree(folder / "overflow", folder / "resumed")
-    for saved in (folder / "resumed" / "checkpoints").iterdir():
-        if int(saved.name.removeprefix("step-")) > 5:  # between two moves of the scale
-            shutil.rmtree(saved)
+    go_back(folder, "overflow", 5, "resumed")  # between two moves of the scale
     run_in_turn(folder, 2, {"resumed": RUNS["overflow"]}, BASE)
     assert losses(folder / "resumed") == losses(folder / "overflow")
     whole, resumed = (_train_lines(folder / name) for name in ("overflow", "resumed"))

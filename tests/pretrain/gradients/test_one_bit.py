@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
-import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.optim import OneBitAdam, ZeroOneAdam
-from bert_unpad.optim.one_bit import OneBitOptimizer
-from bert_unpad.pretrain.config import ClipConfig, CommConfig, ConfigError, read_config
-from bert_unpad.pretrain.gradients.clipping import Clipping, step_if
+from bert_unpad.pretrain.config import CommConfig, ConfigError, read_config
 from bert_unpad.pretrain.gradients.comm_hooks import build_comm_hook
 from bert_unpad.pretrain.ranks import Ranks
-from tests.support.pretrain_runs import losses, make_folder, run_in_turn
+from tests.support.ddp_steps import ddp_steps
+from tests.support.pretrain_runs import go_back, losses, make_folder, mean_losses, run_in_turn
 from tests.support.processes import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -56,38 +52,23 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def _mean_losses(folder: Path, name: str) -> list[float]:
-    found = [values[0] for values in losses(folder / name).values()]
-    assert len(found) == STEPS
-    return found
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_every_run_learns(folder, name):
-    found = _mean_losses(folder, name)
+    found = mean_losses(folder / name, STEPS)
     assert sum(found[-4:]) / 4 < found[0] - 0.1
 
 
 def test_the_warm_up_is_adam(folder):
     assert losses(folder / "averaged") == losses(folder / "fused")
-    plain, found = _mean_losses(folder, "fused"), _mean_losses(folder, "adam")
+    plain, found = mean_losses(folder / "fused", STEPS), mean_losses(folder / "adam", STEPS)
     assert found[: START + 1] == plain[: START + 1]
     assert found[START + 1 :] != plain[START + 1 :]
-
-
-def _go_back(folder: Path, name: str, step: int, ranks: int = 2) -> str:
-    copy = f"{name}, from {step} on {ranks}"
-    shutil.copytree(folder / name, folder / copy)
-    for saved in (folder / copy / "checkpoints").iterdir():
-        if int(saved.name.removeprefix("step-")) > step:
-            shutil.rmtree(saved)
-    return copy
 
 
 def test_a_resumed_run_goes_on_as_one_without_interruption(folder):
     """From the warm-up, from the middle, and from within an interval of 0/1 Adam."""
     points = [("lamb", 5), *((name, 10) for name in RUNS), ("zero one", 15)]
-    again = {_go_back(folder, name, step): name for name, step in points}
+    again = {go_back(folder, name, step): name for name, step in points}
     run_in_turn(folder, 2, {copy: RUNS[name] for copy, name in again.items()}, BASE)
     for copy, name in again.items():
         assert losses(folder / copy) == losses(folder / name), copy
@@ -95,51 +76,27 @@ def test_a_resumed_run_goes_on_as_one_without_interruption(folder):
 
 def test_other_numbers_of_ranks_go_on(folder):
     for ranks in (1, 3):
-        copies = {_go_back(folder, name, 10, ranks): name for name in ("adam", "lamb", "zero one")}
+        copies = {
+            go_back(folder, name, 10, f"{name} on {ranks}"): name
+            for name in ("adam", "lamb", "zero one")
+        }
         run_in_turn(folder, ranks, {copy: RUNS[name] for copy, name in copies.items()}, BASE)
         for copy, name in copies.items():
-            found = _mean_losses(folder, copy)
-            assert found[:10] == _mean_losses(folder, name)[:10]
+            found = mean_losses(folder / copy, STEPS)
+            assert found[:10] == mean_losses(folder / name, STEPS)[:10]
             assert sum(found[-4:]) / 4 < found[0] - 0.1
-
-
-def _steps(rank: int, world_size: int, mode: str, optimizer_class: type[OneBitOptimizer]) -> dict:
-    """Some steps on a model of two layers; rank 1 has a NaN in step 6."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 24))
-    ranks = Ranks(rank, world_size, torch.device("cpu"), dist.group.WORLD)
-    more = {"local_step_scaler": 3} if optimizer_class is ZeroOneAdam else {}
-    optimizer = optimizer_class(model.parameters(), lr=1e-2, **more)
-    hook = build_comm_hook(CommConfig(start=2), ranks, optimizer)
-    clipping = Clipping(ClipConfig(max_norm=0.5, mode=mode), ranks, model, hook)
-    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    clipping.attach(replica)
-    hook.start(0)
-    draw = torch.Generator().manual_seed(rank)
-    finite, weights = [], []
-    for step in range(11):
-        x = torch.randn(16, 24, generator=draw)
-        if (rank, step) == (1, 6):
-            x[3, 5] = math.nan
-        (replica(x) - x.roll(1, 1)).square().mean().backward()
-        every_finite = hook.agree(clipping.clip().finite)
-        step_if(optimizer, every_finite)
-        hook.after_update(model.parameters())
-        optimizer.zero_grad()
-        finite.append(bool(every_finite))
-        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]).clone())
-    hook.synchronise(model, optimizer)
-    states = [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]
-    everything = [*(p.detach() for p in model.parameters()), *states]
-    errors = list(hook.local_state().values())
-    return {"finite": finite, "weights": weights, "end": everything, "errors": errors}
 
 
 CASES = [(m, k) for m in ("bucket", "after", "none") for k in (OneBitAdam, ZeroOneAdam)]
 
 
 def _all_cases(rank: int, world_size: int) -> list[dict]:
-    return [_steps(rank, world_size, mode, kind) for mode, kind in CASES]
+    found = []
+    for mode, kind in CASES:
+        options = {"lr": 1e-2} | ({"local_step_scaler": 3} if kind is ZeroOneAdam else {})
+        more = {"steps": 11, "nan_step": 6, "make_optimizer": partial(kind, **options)}
+        found.append(ddp_steps(rank, world_size, CommConfig(start=2), mode, **more))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +115,8 @@ def test_all_ranks_leave_a_step_out_together_and_go_on(both_ranks, number):
         alone = CASES[number][1] is ZeroOneAdam and step > 7
         assert torch.equal(one["weights"][step], other["weights"][step]) == (not alone), step
     assert all(torch.equal(a, b) for a, b in zip(one["end"], other["end"], strict=True))
-    assert not torch.equal(one["errors"][0], other["errors"][0])
-    assert all(error.isfinite().all() for error in (*one["errors"], *other["errors"]))
+    assert not torch.equal(one["local"][0], other["local"][0])
+    assert all(error.isfinite().all() for error in (*one["local"], *other["local"]))
 
 
 @pytest.mark.parametrize(

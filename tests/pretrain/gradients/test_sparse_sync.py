@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.distributed.partial_sync import PROFILED
-from bert_unpad.optim import FusedAdam
-from bert_unpad.pretrain.config import ClipConfig, CommConfig, ConfigError, read_config
-from bert_unpad.pretrain.gradients.clipping import Clipping, step_if
+from bert_unpad.pretrain.config import CommConfig, ConfigError, read_config
 from bert_unpad.pretrain.gradients.comm_hooks import build_comm_hook
 from bert_unpad.pretrain.ranks import Ranks
-from tests.support.pretrain_runs import losses, make_folder, run_in_turn
+from tests.support.ddp_steps import ddp_steps
+from tests.support.pretrain_runs import go_back, losses, make_folder, mean_losses, run_in_turn
 from tests.support.processes import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -50,13 +45,9 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def _mean_losses(folder: Path, name: str) -> list[float]:
-    return [values[0] for values in losses(folder / name).values()]
-
-
 @pytest.mark.parametrize(("name", "same"), [("dream", START + PROFILED + 1), ("flow", START + 2)])
 def test_runs_learn_and_begin_when_told(folder, name, same):
-    plain, found = _mean_losses(folder, "plain"), _mean_losses(folder, name)
+    plain, found = mean_losses(folder / "plain", STEPS), mean_losses(folder / name, STEPS)
     assert len(found) == STEPS
     assert found[:same] == pytest.approx(plain[:same], rel=1e-6)
     assert found[same:] != pytest.approx(plain[same:], rel=1e-6)
@@ -64,21 +55,12 @@ def test_runs_learn_and_begin_when_told(folder, name, same):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_run_learns(folder, name):
-    found = _mean_losses(folder, name)
+    found = mean_losses(folder / name, STEPS)
     assert sum(found[-4:]) / 4 < found[0] - 0.1
 
 
 def test_a_sharded_optimizer_gives_the_same_bits(folder):
     assert losses(folder / "flow, sharded") == losses(folder / "flow")
-
-
-def _go_back(folder: Path, name: str, step: int) -> str:
-    copy = f"{name}, from {step}"
-    shutil.copytree(folder / name, folder / copy)
-    for saved in (folder / copy / "checkpoints").iterdir():
-        if int(saved.name.removeprefix("step-")) > step:
-            shutil.rmtree(saved)
-    return copy
 
 
 def test_a_resumed_run_goes_on_as_one_without_interruption(folder):
@@ -89,7 +71,7 @@ def test_a_resumed_run_goes_on_as_one_without_interruption(folder):
         ("dream, bucket", 10, STEPS),
     ]
     points += [("flow", 5, STEPS), ("flow", 10, STEPS), ("flow, bucket", 10, STEPS)]
-    again = {_go_back(folder, name, step): (name, last) for name, step, last in points}
+    again = {go_back(folder, name, step): (name, last) for name, step, last in points}
     run_in_turn(folder, 2, {copy: RUNS[name] for copy, (name, _) in again.items()}, BASE)
     for copy, (name, last) in again.items():
         found, want = losses(folder / copy), losses(folder / name)
@@ -101,53 +83,25 @@ def test_a_resumed_run_goes_on_as_one_without_interruption(folder):
 
 def test_another_number_of_ranks_goes_on_with_averages(folder):
     """Its times are measured again, and what was kept of gradients is gone."""
-    copies = {_go_back(folder, name, 15): name for name in ("dream", "flow")}
+    copies = {go_back(folder, name, 15): name for name in ("dream", "flow")}
     run_in_turn(folder, 3, {copy: RUNS[name] for copy, name in copies.items()}, BASE)
     for copy in copies:
-        found = _mean_losses(folder, copy)
+        found = mean_losses(folder / copy, STEPS)
         assert len(found) == STEPS
         assert sum(found[-4:]) / 4 < found[0] - 0.1
-
-
-def _steps(rank: int, world_size: int, hook_name: str, mode: str) -> dict:
-    """Some steps on a model of two layers; rank 1 has a NaN in step 10."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 24))
-    ranks = Ranks(rank, world_size, torch.device("cpu"), dist.group.WORLD)
-    optimizer = FusedAdam(model.parameters(), lr=1e-2)
-    comm = CommConfig(hook=hook_name, start=2, local_sgd_period=3, chunk_share=0.2, chunk_size=16)
-    hook = build_comm_hook(comm, ranks, optimizer)
-    clipping = Clipping(ClipConfig(max_norm=0.5, mode=mode), ranks, model, hook)
-    replica = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.002)
-    clipping.attach(replica)
-    for _ in range(2):
-        (replica(torch.zeros(1, 24)) * 0).sum().backward()
-        model.zero_grad()
-    hook.start(0)
-    draw = torch.Generator().manual_seed(rank)
-    finite, weights = [], []
-    for step in range(15):
-        x = torch.randn(16, 24, generator=draw)
-        if (rank, step) == (1, 10):
-            x[3, 5] = math.nan
-        (replica(x) - x.roll(1, 1)).square().mean().backward()
-        every_finite = hook.agree(clipping.clip().finite)
-        step_if(optimizer, every_finite)
-        hook.after_update(model.parameters())
-        optimizer.zero_grad()
-        finite.append(bool(every_finite))
-        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]).clone())
-    hook.synchronise(model, optimizer)
-    states = [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]
-    everything = [*(p.detach() for p in model.parameters()), *states]
-    return {"finite": finite, "weights": weights, "end": [t.clone() for t in everything]}
 
 
 CASES = [(h, m) for h in ("dream_ddp", "gradient_flow") for m in ("bucket", "after", "none")]
 
 
 def _all_cases(rank: int, world_size: int) -> dict[tuple[str, str], dict]:
-    return {case: _steps(rank, world_size, *case) for case in CASES}
+    more = {"start": 2, "local_sgd_period": 3, "chunk_share": 0.2, "chunk_size": 16}
+    return {
+        (hook, mode): ddp_steps(
+            *(rank, world_size, CommConfig(hook=hook, **more), mode), steps=15, nan_step=10
+        )
+        for hook, mode in CASES
+    }
 
 
 @pytest.fixture(scope="module")

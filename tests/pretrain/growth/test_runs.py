@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from bert_unpad.data import DataConfig, prepare
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain import main
 from bert_unpad.pretrain.output.metrics import read_json_lines
-from tests.support.pretrain_runs import WORDS, finish, in_turn, tiny_settings, write_corpus
+from tests.support.pretrain_runs import WORDS, finish, go_back, in_turn, tiny_settings, write_corpus
 from tests.support.processes import free_port, start_ranks
 
 pytestmark = pytest.mark.slow
@@ -84,15 +83,6 @@ def _lines(run: Path) -> list[dict]:
     return lines
 
 
-def _truncated(folder: Path, name: str, step: int, to: str) -> None:
-    """A run as it would be if it had been killed after the checkpoint of a step."""
-    shutil.copytree(folder / name, folder / to)
-    (folder / to / "summary.json").unlink()
-    for checkpoint in (folder / to / "checkpoints").glob("step-*"):
-        if int(checkpoint.name.removeprefix("step-")) > step:
-            shutil.rmtree(checkpoint)
-
-
 def test_runs_go_through_their_stages(folder):
     layers = {name: [line["layers"] for line in _lines(folder / name)] for name in RUNS}
     assert layers["mslt"] == [1] * 3 + [2] * 3 + [4] * 6
@@ -110,7 +100,7 @@ def test_runs_go_through_their_stages(folder):
 def test_a_run_goes_on_across_borders_with_the_same_bits(folder):
     resumed = {f"{name}@{step}": (name, step) for name in RUNS for step in RUNS[name][1]}
     for to, (name, step) in resumed.items():
-        _truncated(folder, name, step, to)
+        go_back(folder, name, step, to)
     _train(folder, 2, list(resumed))
     same = ("loss", "mlm_accuracy", "gradient_norm", "clipped_share", "lr", "tokens", "layers")
     for to, (name, _) in resumed.items():
@@ -128,7 +118,7 @@ def test_a_run_goes_on_in_another_stage_on_another_number_of_ranks(folder):
     names = ["mslt@5 on 1", "lengths@7 on 1"]
     for to in names:
         name, step = to.removesuffix(" on 1").split("@")
-        _truncated(folder, name, int(step), to)
+        go_back(folder, name, int(step), to)
     _train(folder, 1, names)
     for to in names:
         ours, theirs = _lines(folder / to), _lines(folder / to.split("@")[0])
@@ -137,7 +127,7 @@ def test_a_run_goes_on_in_another_stage_on_another_number_of_ranks(folder):
 
 
 def test_a_checkpoint_of_other_stages_is_refused(folder, capsys):
-    _truncated(folder, "mslt", 5, "mslt@other")
+    go_back(folder, "mslt", 5, "mslt@other")
     arguments = ["--config", str(folder / "mslt.yaml"), "--run_dir", str(folder / "mslt@other")]
     assert main([*arguments, "--growth.layers", "[1, 3, 4]"]) == 2
     assert "growth: " in capsys.readouterr().err
