@@ -15,6 +15,8 @@ Options after `--` go to pretrain.py. Writes benchmarks/results/<device>/tune.js
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import math
 import statistics
 import sys
@@ -80,6 +82,7 @@ class Tuner:
         fixed = {
             "config": str(options.config),
             "run_dir": str(run_dir),
+            "resume": "never",
             "batching.global_batch_size": options.batch,
             "schedule.total_steps": options.steps,
             "checkpoint.every": 0,
@@ -94,14 +97,21 @@ class Tuner:
             raise SystemExit(f"a run has failed with code {code}; its message is above")
         return read_json_lines(run_dir / "metrics.jsonl")
 
+    def name_of(self, contender: str) -> str:
+        """Of a study and its runs: what they train, and with which settings they are compared."""
+        options = self.options
+        setting = [options.config.name, options.ranks, *options.rest]
+        digest = hashlib.sha256(json.dumps(setting).encode()).hexdigest()[:8]
+        return f"{contender}-batch{options.batch}-steps{options.steps}-{digest}"
+
     def run_of(self, contender: str, number: int) -> Path:
-        return self.options.folder / f"{contender.replace('/', '-')}-{number}"
+        return self.options.folder / f"{self.name_of(contender).replace('/', '-')}-{number}"
 
     def study(self, contender: str) -> optuna.Study:
         """Runs the trials that are missing."""
         options = self.options
         study = optuna.create_study(
-            study_name=f"{contender}-batch{options.batch}-steps{options.steps}",
+            study_name=self.name_of(contender),
             storage=self.storage,
             load_if_exists=True,
         )
@@ -172,11 +182,11 @@ def report(tuner: Tuner, studies: dict[str, optuna.Study]) -> dict:
         best = study.best_trial
         logs = tuner.repeat(name, best)
         curves[name] = [smooth_losses(lines) for lines in logs]
-        losses = [loss for loss in map(held_out, logs) if loss is not None]
+        losses = [held_out(lines) for lines in logs]
         rows[name] = {
             "best_settings": suggest(optuna.trial.FixedTrial(best.params), name),
             "best_trial": best.number,
-            "held_out_mlm_loss": statistics.mean(losses),
+            "held_out_mlm_loss": None if None in losses else statistics.mean(losses),
             "held_out_mlm_loss_of_seeds": losses,
             "trials": [
                 {"number": t.number, "state": t.state.name, "loss": t.value, "params": t.params}
@@ -247,7 +257,9 @@ def main() -> None:
     studies = {contender: tuner.study(contender) for contender in contenders}
     rows = report(tuner, studies)
     for name, row in rows.items():
-        print(f"{name}: {row['held_out_mlm_loss']:.4f} held out, {row['best_settings']}")
+        found = row["held_out_mlm_loss"]
+        end = "a seed has diverged" if found is None else f"{found:.4f} held out"
+        print(f"{name}: {end}, {row['best_settings']}")
         for other, steps in row["steps_to_final_training_loss_of"].items():
             print(f"  steps to the final training loss of {other}: {steps}")
     settings = {k: v for k, v in vars(options).items() if k not in ("folder", "device", "config")}

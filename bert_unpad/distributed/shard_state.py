@@ -18,7 +18,7 @@ State = Mapping[str, Any]
 def slice_state(state: State, parameter: nn.Parameter, first: int, last: int) -> dict[str, Any]:
     """The state of elements `first` to `last` (exclusive) of a parameter.
 
-    Tensors of the parameter's shape are cut; the step and what is no tensor is copied.
+    Tensors of the parameter's shape are cut; single numbers and what is no tensor are copied.
 
     Raises:
         ValueError: a tensor has another shape.
@@ -27,7 +27,7 @@ def slice_state(state: State, parameter: nn.Parameter, first: int, last: int) ->
     for name, value in state.items():
         if not isinstance(value, Tensor):
             part[name] = value
-        elif name == "step":
+        elif name == "step" or (value.dim() == 0 and parameter.dim() > 0):
             part[name] = value.clone()
         elif value.shape == parameter.shape:
             part[name] = value.detach().reshape(-1)[first:last].clone()

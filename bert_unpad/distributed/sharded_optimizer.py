@@ -172,7 +172,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group in self.optim.param_groups:
             group["params"] = [self._slices[p] for p in group["params"]]
         self._share_groups()
-        self._gather_order = self._waits.assign(self._gradients.bucket_of)
+        # Ranks may have used different modules in the first pass, but must send in one order.
+        order = torch.tensor(
+            self._waits.assign(self._gradients.bucket_of), device=self._parameters[0].device
+        )
+        dist.broadcast(order, group_src=0, group=self._group)
+        self._gather_order = order.tolist()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:

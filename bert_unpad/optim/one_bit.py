@@ -90,6 +90,16 @@ class OneBitOptimizer(FusedOptimizer):
         """Bytes that this rank's compressed buffers took to reach the other ranks so far."""
         return 0 if self._exchange is None else self._exchange.bytes_sent
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of this class or of `torch.optim.AdamW`; see `FusedAdam`.
+
+        Errors start at zero again, unless `load_local_state` follows.
+        """
+        super().load_state_dict(state_dict)
+        self._checked = False
+        self._flat = self._exchange = self._saved_errors = None
+        self._segments = []
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, before the first compressed step.
 
@@ -122,8 +132,9 @@ class OneBitOptimizer(FusedOptimizer):
             ValueError: the errors have other sizes; raised by the next compressed step if there
                 was none.
         """
-        self._saved_errors = state
-        if self._exchange is not None:
+        if self._exchange is None:
+            self._saved_errors = state
+        else:
             self._exchange.load_state_dict(state)
 
     @torch.no_grad()
@@ -203,13 +214,16 @@ class OneBitOptimizer(FusedOptimizer):
         lists: dict[Any, Segment] = {}
         for (group, param), view in zip(pairs, flat.split(sizes), strict=True):
             state = self._state_of(param, group)
-            key = (id(group), param.dtype, "master_param" in state)
+            # One call of the operator corrects by one number of updates of the variance.
+            counted = int(state["variance_step"]) if "variance_step" in state else 0
+            key = (id(group), param.dtype, "master_param" in state, counted)
             segment = lists.setdefault(key, Segment(group, [], []))
             segment.params.append(param)
             segment.views.append(view.view(param.shape))
         exchange = OneBitAllreduce(len(flat), flat.device, self._ranks)
         if self._saved_errors is not None:
             exchange.load_state_dict(self._saved_errors)
+            self._saved_errors = None
         self._flat, self._segments, self._exchange = flat, list(lists.values()), exchange
 
     def _states(self, segment: Segment, name: str) -> list[Tensor]:
@@ -270,12 +284,14 @@ class OneBitOptimizer(FusedOptimizer):
                 self._skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
             skipped = self._skipped[device]
         state = self.state[segment.params[0]]
+        # At least 1, also where there was no gradient in the warm-up: exp_avg_sq is 0 there.
+        counted = state["variance_step"].clamp(min=1) if bias_correction else None
         frozen_adam_(
             [param.detach() for param in segment.params],
             grads,
             *(self._states(segment, name) for name in ("exp_avg", "exp_avg_sq", "step")),
             lr=lr,
-            variance_step=state["variance_step"] if bias_correction else None,
+            variance_step=counted,
             masters=self._states(segment, "master_param") if "master_param" in state else (),
             grad_scale=grad_scale,
             norm=norm,

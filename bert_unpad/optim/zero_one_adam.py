@@ -70,7 +70,8 @@ class ZeroOneAdam(OneBitOptimizer):
         ):
             if not (isinstance(value, int) and value >= 1):
                 raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}")
-        if not (isinstance(local_step_clipper, int) and local_step_clipper.bit_count() == 1):
+        clipper = local_step_clipper
+        if not (isinstance(clipper, int) and clipper >= 1 and clipper.bit_count() == 1):
             raise ValueError(
                 f"local_step_clipper: expected a power of 2, got {local_step_clipper!r}"
             )
@@ -186,10 +187,8 @@ class ZeroOneAdam(OneBitOptimizer):
         found = getattr(self, "found_inf", None)
         if found is None:
             norm = multi_tensor_l2norm([grad for grads in gradients for grad in grads])[0]
-            made = torch.ones_like(norm)  # the same on all ranks, whatever this one's gradient is
         else:
-            made = (found.reshape(()).to(self._flat.device) <= 0).float()
-            norm = torch.where(made > 0, 0.0, torch.inf)
+            norm = torch.where(found.reshape(()).to(self._flat.device) > 0, torch.inf, 0.0)
         for number, (segment, grads) in enumerate(zip(self._segments, gradients, strict=True)):
             lr, decay = scalar(segment.group["lr"], norm.device), segment.group["weight_decay"]
             self._apply(
@@ -198,8 +197,9 @@ class ZeroOneAdam(OneBitOptimizer):
                 averaged=False,
                 grad_scale=self._inverse_scale(),
             )
-            self._rates[number] += made * lr
-            self._kept[number] *= 1.0 - made * lr * decay
+            # Also where this rank leaves the step out: they must be the same on all ranks.
+            self._rates[number] += lr
+            self._kept[number] *= 1.0 - lr * decay
 
     def _step_together(self) -> None:
         self._fill_with_momenta()
@@ -215,6 +215,8 @@ class ZeroOneAdam(OneBitOptimizer):
             kept.append(keep)
         guard = self._average()
         for number, (segment, rate) in enumerate(zip(self._segments, rates, strict=True)):
+            if float(segment.group["lr"]) == 0 and float(rate) == 0:
+                continue  # the buffer holds nothing of it, and its momentum stays
             if self._anchors:
                 for weight, anchor in self._with_anchors(segment, number):
                     weight.copy_(torch.where(guard.isfinite(), anchor * kept[number], weight))

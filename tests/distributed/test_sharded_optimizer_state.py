@@ -47,7 +47,7 @@ def assert_same_state(got: dict, want: dict, exact: bool = True) -> None:
     assert got["param_groups"] == want["param_groups"]
 
 
-@pytest.mark.parametrize("kind", ["adamw", "fused", "lamb"])
+@pytest.mark.parametrize("kind", ["adamw", "nadam", "fused", "lamb"])
 def test_a_loaded_state_continues_with_the_same_bits(kind):
     states = run_ranks(saved, 3, kind)
     for _, middle, _ in states[1:]:

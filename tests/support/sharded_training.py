@@ -28,6 +28,7 @@ __all__ = [
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "nadam": (torch.optim.NAdam, {"lr": 1e-2}),
     "fused": (FusedAdam, {"lr": 1e-2}),
     "fused, clipped": (FusedAdam, {"lr": 1e-2, "max_grad_norm": 0.5}),
     "lamb": (FusedLAMB, {"lr": 1e-2}),

@@ -46,8 +46,9 @@ class RankSpeeds:
         self._updates = 0
         self._due = _FIRST
         self._laps: list[tuple[float, Spans]] = []
+        self._follows = setting == "auto" and len(saved) == ranks.world_size
         if setting == "auto":
-            values = saved if len(saved) == ranks.world_size else [1.0] * ranks.world_size
+            values = saved if self._follows else [1.0] * ranks.world_size
         elif len(setting) != ranks.world_size:
             raise ConfigError(
                 "batching.rank_speeds",
@@ -75,7 +76,6 @@ class RankSpeeds:
             self._laps.append((work, spans))
         if self._updates < self._due:
             return False
-        first = self._due == _FIRST
         self._due += _EVERY
         rates = [work / self.clock.seconds(spans) for work, spans in self._laps]
         self._laps = []
@@ -86,7 +86,8 @@ class RankSpeeds:
         # A rank without examples has shown nothing. It counts as one of mean speed, or it would
         # never get an example again.
         measured = np.where(known, measured / measured[known].mean(), 1.0)
-        trust = 1.0 if first else _TRUST
+        trust = _TRUST if self._follows else 1.0  # the first measurement counts fully
+        self._follows = True
         values = self.values ** (1 - trust) * measured**trust
         # In steps of 1 %: dealing is faster where ranks have few different speeds.
         values = 1.01 ** np.round(np.log(values / values.mean()) / np.log(1.01))

@@ -310,7 +310,8 @@ class OneBitSync(OptimizerSync):
         self._optimizer.synchronise()
 
     def local_state(self) -> dict[str, Any] | None:
-        return self._optimizer.local_state()
+        state = self._optimizer.local_state()
+        return state and {name: error.cpu() for name, error in state.items()}
 
     def load_local_state(self, state: dict[str, Any]) -> None:
         self._optimizer.load_local_state(state)

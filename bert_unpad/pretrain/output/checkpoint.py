@@ -186,7 +186,8 @@ class Checkpointer:
         state = {self._local_key: b""}
         # Each rank reads what no other one does.
         self._read(path, state, no_dist=True)
-        return torch.load(io.BytesIO(state[self._local_key]), weights_only=True)
+        buffer = io.BytesIO(state[self._local_key])
+        return torch.load(buffer, map_location="cpu", weights_only=True)
 
     def _read(self, path: Path, state: dict[str, Any], no_dist: bool) -> None:
         """Fills the state from a checkpoint, in place."""

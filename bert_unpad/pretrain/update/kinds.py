@@ -97,7 +97,8 @@ def find_kind(name: str) -> Kind:
     """The row of a name, or a row for the class that an import path leads to.
 
     Raises:
-        ConfigError: there is no such name, module or class.
+        ConfigError: there is no such name, module or class, or the class is served by its name
+            only.
     """
     if name in KINDS:
         return KINDS[name]
@@ -108,6 +109,13 @@ def find_kind(name: str) -> Kind:
         raise _unknown(f"{name!r}: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise _unknown(repr(name))
+    for entry, row in KINDS.items():
+        if (row.communicates or row.shares_work) and issubclass(found, row.optimizer):
+            raise ConfigError(
+                "optimizer.name",
+                f"expected {entry}: ranks meet in its step, for which the trainer makes ready by "
+                f"that name only, got {name!r}",
+            )
     return Kind(found)
 
 

@@ -161,7 +161,8 @@ def test_first_measurement_counts_alone_and_leaves_the_first_updates_out():
 
 
 def test_a_rank_without_examples_gets_some_again():
-    speeds, ranks = _pair([1.9, 0.1])
+    speeds, ranks = _pair([])
+    speeds.values = np.array([1.9, 0.1])
     object.__setattr__(ranks, "other", 0.0)
     assert _updates(speeds, 6, 1.0, 0.1)[-1]
     np.testing.assert_allclose(speeds.values, [1.0, 1.0])
@@ -175,7 +176,11 @@ def test_a_list_must_fit_one_rank_too():
 
 
 def test_what_was_saved_counts_for_as_many_ranks():
-    assert _pair([1.5, 0.5])[0].values.tolist() == [1.5, 0.5]
+    speeds, ranks = _pair([1.5, 0.5])
+    assert speeds.values.tolist() == [1.5, 0.5]
+    object.__setattr__(ranks, "other", 1.0)
+    assert _updates(speeds, 6, 1.0, 1.0)[-1]  # both alike, half of which is believed
+    np.testing.assert_allclose(speeds.values[0] / speeds.values[1], 3**0.5, rtol=1.2e-2)
     assert _pair([1.0, 1.0, 1.0])[0].values.tolist() == [1.0, 1.0]
 
 

@@ -1,0 +1,79 @@
+"""One-bit optimizers where a parameter, a group, a rank or the order of calls is not as usual."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bert_unpad.optim import OneBitAdam, OneBitLAMB, ZeroOneAdam
+from tests.support.one_bit_runs import FREEZE, OPTIMIZERS, Run
+from tests.support.processes import run_ranks
+
+
+@pytest.mark.parametrize("kind", [OneBitAdam, OneBitLAMB, ZeroOneAdam])
+@pytest.mark.parametrize("missed", [4, 2])
+def test_parameters_without_gradients_in_the_warm_up_leave_others_alone(kind, missed):
+    """They are of one size, so they share a call of the operator if anything does."""
+    found = []
+    for count in (1, 2):
+        torch.manual_seed(1)
+        params = [nn.Parameter(torch.randn(8)) for _ in range(2)][-count:]
+        optimizer = kind(params, lr=0.1, freeze_step=4)
+        for step in range(8):
+            draw = torch.Generator().manual_seed(step)
+            params[-1].grad = torch.randn(8, generator=draw)
+            if count == 2:
+                params[0].grad = torch.ones(8) if step >= missed else None
+            optimizer.step()
+        found.append(params)
+    (alone,), (late, beside) = found
+    assert late.isfinite().all()
+    if kind is not OneBitLAMB:  # whose scales depend on all parameters
+        assert torch.equal(alone, beside)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_groups_loaded_between_compressed_steps_count(kind):
+    run = Run(kind)
+    for step in range(FREEZE + 3):
+        run.step(step)
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    before = run.weights()
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+    run.optimizer.step()
+    assert torch.equal(run.weights(), before)
+
+
+def test_a_group_that_stands_still_keeps_its_momentum():
+    params = [nn.Parameter(torch.ones(6)) for _ in range(2)]
+    groups = [{"params": [params[0]], "lr": 0.0}, {"params": [params[1]], "lr": 0.1}]
+    optimizer = ZeroOneAdam(groups, freeze_step=2)
+    for _ in range(4):
+        for param in params:
+            param.grad = torch.ones(6)
+        optimizer.step()
+    assert (optimizer.state[params[0]]["exp_avg"] > 0).all()
+    assert torch.equal(params[0], torch.ones(6))
+
+
+def _overflow(rank: int, world_size: int) -> Tensor:
+    run = Run("zero_one_adam")
+    for step in range(16):  # ends with an exchange, so that the ranks cannot differ
+        # Only rank 0 leaves a local step out, as with a GradScaler, which asks no other rank.
+        run.optimizer.found_inf = torch.tensor(float((rank, step) == (0, 12)))
+        run.step(step)
+    run.optimizer.synchronise()
+    return run.weights()
+
+
+def test_a_step_that_one_rank_leaves_out_keeps_weights_the_same():
+    one, other = run_ranks(_overflow, 2)
+    assert one.isfinite().all()
+    assert torch.equal(one, other)
+
+
+def test_a_negative_clipper_is_refused():
+    with pytest.raises(ValueError, match="local_step_clipper: expected a power of 2, got -4"):
+        ZeroOneAdam([nn.Parameter(torch.ones(2))], local_step_clipper=-4)
