@@ -7,10 +7,12 @@ Trains the quickstart's model on its text with gloo, one process of one thread o
 are network namespaces joined by links of limited rate (where the rights for that are missing it
 says so and uses loopback). Two parts:
 
-- times and bytes, for each number of hosts and rate: all contenders in turns, `--rounds` times,
-  `--steps` updates each, of which those behind `--settle` count;
 - losses, on two hosts without a limit, which do not depend on it: `--loss-steps` updates of each
-  contender with `--seeds` seeds, held-out loss at the end.
+  contender with `--seeds` seeds, held-out loss at the end;
+- times and bytes, for each number of hosts and rate: all contenders in turns, `--rounds` times,
+  `--steps` updates each, of which those behind `--settle` count.
+
+What is done is kept in FOLDER: the same command continues where it was stopped.
 
 The first `comm.start` updates are plain DDP's for all contenders that need a warm-up. Bytes are
 what leaves the first host, headers and acknowledgements included. Writes
@@ -21,11 +23,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,7 @@ from benchmarks.lib import harness
 from benchmarks.lib.cluster_plot import draw
 from benchmarks.lib.network import Hosts, joined_hosts, loopback
 from benchmarks.lib.processes import RankPool, serve
+from bert_unpad._files import replacing
 from bert_unpad.data import prepare
 from bert_unpad.pretrain.config import read_config
 from bert_unpad.pretrain.gradients.sync import GradientSync
@@ -51,6 +56,7 @@ BF16 = {"clip.wire_dtype": "bf16", "clip.error_feedback": "true"}
 LOCAL = {"comm.hook": "post_local_sgd", "comm.local_sgd_group": 1}
 ALONE = "no exchange"
 PLAIN = "plain DDP"
+MT_DAO = "MT-DAO"
 CONTENDERS: dict[str, dict[str, Any]] = {
     # What a step takes without any exchange: each rank trains a model of its own.
     ALONE: OVERLAP | LOCAL | {"comm.start": 0, "comm.local_sgd_period": 10**9},
@@ -64,7 +70,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "local SGD": OVERLAP | LOCAL,
     "local SGD in bf16": OVERLAP | LOCAL | BF16,
     "DreamDDP": OVERLAP | {"comm.hook": "dream_ddp"},
-    "MT-DAO": OVERLAP | {"optimizer.name": "mt_dao"},
+    MT_DAO: OVERLAP | {"optimizer.name": "mt_dao"},
     "GradientFlow": OVERLAP | {"comm.hook": "gradient_flow"},
     "sharded overlap": OVERLAP | {"optimizer.shard": "overlap", "optimizer.name": "fused_adam"},
 }
@@ -106,10 +112,12 @@ def work(arguments: list[str]) -> list[int] | None:
         return None if trainer.main(arguments) else seen
 
 
-def settings_of(name: str, run_dir: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The run's settings, as pretrain.py names them."""
+def settings_of(
+    name: str, run_dir: Path, options: argparse.Namespace, **more: Any
+) -> dict[str, Any]:
+    """The run's settings, as pretrain.py names them; the contender's win over `more`."""
     return {
-        "config": ROOT / "configs" / "quickstart.yaml",
+        "config": ROOT / "configs" / "quickstart.yaml",  # first: what comes later wins
         "run_dir": run_dir,
         "resume": "never",
         "device": "cpu",
@@ -120,7 +128,9 @@ def settings_of(name: str, run_dir: Path, options: argparse.Namespace) -> dict[s
         "evaluation.every": 0,
         "logging.every": 1,
         "logging.progress": "none",
+        **more,
         **CONTENDERS[name],
+        **({"optimizer.arguments": f'{{"period": {options.period}}}'} if name == MT_DAO else {}),
     }
 
 
@@ -133,18 +143,31 @@ def train(ranks: RankPool, settings: dict[str, Any]) -> tuple[list[dict[str, Any
     return read_json_lines(Path(settings["run_dir"]) / "metrics.jsonl"), sent
 
 
+def kept(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What an earlier call of the same command has measured, or measures it now."""
+    if not path.exists():
+        found = measure()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(found))
+    return json.loads(path.read_text())
+
+
 def timed(ranks: RankPool, name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds and bytes of the updates of one run that count."""
+    """Seconds and bytes of the updates of one run that count.
+
+    One more update is made, at whose beginning the bytes of the last that counts are known.
+    """
     more = {
-        "schedule.total_steps": options.steps,
+        "schedule.total_steps": options.steps + 1,
         "evaluation.examples": 0,
         "comm.start": options.timed_start,
     }
-    lines, sent = train(ranks, more | settings_of(name, options.folder / "timed", options))
+    lines, sent = train(ranks, settings_of(name, options.folder / "timed", options, **more))
     seconds = [line["seconds"] for line in lines if line["kind"] == "train"]
-    steps = [b - a for a, b in itertools.pairwise(seconds)][options.settle - 1 :]
-    counted = sent[options.settle :]
-    return {"steps": steps, "bytes": (counted[-1] - counted[0]) / (len(counted) - 1)}
+    steps = [b - a for a, b in itertools.pairwise(seconds[options.settle - 1 : options.steps])]
+    bytes_sent = sent[options.steps] - sent[options.settle]
+    return {"steps": steps, "bytes": bytes_sent / len(steps)}
 
 
 def measure_link(
@@ -153,11 +176,13 @@ def measure_link(
     """All contenders in turns on one kind of link."""
     ranks = RankPool([sys.executable, "-m", "benchmarks.cluster", WORKER], count, hosts)
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only}
+    done = options.folder / f"{count} hosts, {rate}"
     try:
         timed(ranks, PLAIN, options)  # warm-up
         for number in range(options.rounds):
             for name in options.only:
-                rounds[name].append(timed(ranks, name, options))
+                path = done / f"{name.replace('/', '-')}, round {number + 1}.json"
+                rounds[name].append(kept(path, partial(timed, ranks, name, options)))
                 last = statistics.fmean(rounds[name][-1]["steps"])
                 print(
                     f"{count} hosts, {rate}, round {number + 1}: {name}: {last:.3f} s", flush=True
@@ -182,6 +207,19 @@ def measure_link(
     return {"hosts": count, "rate": rate, "results": rows}
 
 
+def trained(ranks: RankPool, name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Losses of one run: in the end on held-out text, and while it trained."""
+    more = {
+        "schedule.total_steps": options.loss_steps,
+        "comm.start": options.start,
+        "evaluation.examples": options.examples,
+        "seed": seed,
+    }
+    lines, _ = train(ranks, settings_of(name, options.folder / "loss", options, **more))
+    (end,) = (line["mlm_loss"] for line in lines if line["kind"] == "evaluation")
+    return {"end": end, "curve": [line["loss"] for line in lines if line["kind"] == "train"]}
+
+
 def measure_losses(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Held-out loss of each contender and seed."""
     command = [sys.executable, "-m", "benchmarks.cluster", WORKER]
@@ -191,18 +229,11 @@ def measure_losses(options: argparse.Namespace) -> list[dict[str, Any]]:
         for name in options.only:
             if name == ALONE:
                 continue
-            losses, curves = [], []
+            runs = []
             for seed in range(options.seeds):
-                more = {
-                    "schedule.total_steps": options.loss_steps,
-                    "comm.start": options.start,
-                    "evaluation.examples": options.examples,
-                    "seed": seed,
-                }
-                lines, _ = train(ranks, more | settings_of(name, options.folder / "loss", options))
-                (end,) = (line["mlm_loss"] for line in lines if line["kind"] == "evaluation")
-                losses.append(end)
-                curves.append([line["loss"] for line in lines if line["kind"] == "train"])
+                path = options.folder / "losses" / f"{name.replace('/', '-')}, seed {seed}.json"
+                runs.append(kept(path, partial(trained, ranks, name, seed, options)))
+            losses = [run["end"] for run in runs]
             print(f"{name}: held-out loss {', '.join(f'{x:.3f}' for x in losses)}", flush=True)
             rows.append(
                 {
@@ -210,7 +241,8 @@ def measure_losses(options: argparse.Namespace) -> list[dict[str, Any]]:
                     "held_out_mlm_loss": statistics.fmean(losses),
                     "held_out_mlm_loss_of_seeds": losses,
                     "training_loss": [
-                        round(statistics.fmean(x), 4) for x in zip(*curves, strict=True)
+                        round(statistics.fmean(x), 4)
+                        for x in zip(*(run["curve"] for run in runs), strict=True)
                     ],
                 }
             )
@@ -225,8 +257,8 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"], help="as tc reads them")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=32, help="updates of a timed run")
-    parser.add_argument("--settle", type=int, default=16, help="its first, which do not count")
+    parser.add_argument("--steps", type=int, default=24, help="updates of a timed run")
+    parser.add_argument("--settle", type=int, default=8, help="its first, which do not count")
     parser.add_argument("--timed-start", type=int, default=3, help="its first, by plain allreduces")
     parser.add_argument("--batch", type=int, default=32, help="sequences, of all hosts")
     parser.add_argument("--period", type=int, default=8, help="updates between averages of models")
@@ -240,9 +272,11 @@ def main() -> None:
     if options.steps < options.settle + 2:
         parser.error("--steps must be at least --settle + 2: what comes behind is measured")
     for name in options.only:
-        settings = {"schedule.total_steps": 1, **settings_of(name, options.folder / "x", options)}
+        more = {"schedule.total_steps": 1}
+        settings = settings_of(name, options.folder / "x", options, **more)
         config, _ = read_config([f"--{key}={value}" for key, value in settings.items()])
     prepare(config.data)  # before any clock runs
+    losses = measure_losses(options) if options.seeds else []
     load = os.getloadavg()[0]  # above 1: the machine has other work to do
     links = []
     for count, rate in itertools.product(options.hosts, options.rates):
@@ -253,7 +287,6 @@ def main() -> None:
                 print(f"no link of limited rate, using loopback: {error}", file=sys.stderr)
                 hosts, rate = loopback(), "loopback"
             links.append(measure_link(hosts, count, rate, options))
-    losses = measure_losses(options) if options.seeds else []
     show(links, losses)
     left_out = ("folder", "only", "name", "hosts", "rates")
     payload = {k: v for k, v in vars(options).items() if k not in left_out}
