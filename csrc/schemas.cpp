@@ -43,6 +43,15 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
       "bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool tanh) "
       "-> (Tensor dx, Tensor dbias)");
 
+  // Rotates the first rotary_dim elements of x's [tokens, N, head_dim] first `heads` heads by angles
+  // that grow with `positions` [tokens], backwards where `inverse`; in place, or in a copy of x.
+  m.def(
+      "rotary_(Tensor(a!) x, Tensor positions, int heads, float theta, int rotary_dim, "
+      "bool interleaved, float position_scale, bool inverse) -> ()");
+  m.def(
+      "rotary(Tensor x, Tensor positions, int heads, float theta, int rotary_dim, "
+      "bool interleaved, float position_scale, bool inverse) -> Tensor");
+
   // The products of a linear layer on [tokens, features] matrices. With `gelu` the result is the
   // tanh GELU of `pre`, the product with its bias, else pre is empty [0]; linear_dgrad with `pre`
   // multiplies by that GELU's derivative. linear_wgrad_ adds to dweight. dbias is empty [0] where

@@ -25,7 +25,9 @@ LIMITS = {
     r"bias_gelu_backward_kernel<": 80,
 }
 # fp16 kernels are the bf16 ones with other instructions; narrow ones are no one's fast path.
-LEFT_OUT = re.compile(r"<f16\b|bias_gelu\w+<\w+, 1,|masked_cross_entropy\w+<\w+, 1>")
+LEFT_OUT = re.compile(
+    r"<f16\b|bias_gelu\w+<\w+, 1,|masked_cross_entropy\w+<\w+, 1>|rotary\w+<\w+, 1,"
+)
 
 HEAD = """\
 # CUDA kernels
@@ -34,7 +36,7 @@ What the compiler made of each kernel; written by `python -m benchmarks.cuda_bui
 docs/development/cuda-kernels.md`, and checked in CI. Blocks per SM are those that registers and \
 warps allow; shared memory that a launch asks for may allow fewer. Local memory counts spills and \
 stack. fp16 kernels, which are the bf16 ones with other instructions, and the scalar paths of \
-bias + GELU and of the cross-entropy are left out.
+bias + GELU, the cross-entropy and rotary position embeddings are left out.
 
 nvcc {version}
 

@@ -3,8 +3,8 @@
 Activations are float32, bfloat16 or float16, packed as [tokens, ...]. Statistics, softmax and sums
 are computed in float32. Every operator works under `torch.compile(fullgraph=True)`. All have
 gradients, except `multi_tensor_l2norm`, `sign_scale` and the in-place operators, whose names end in
-an underscore. Second derivatives and forward-mode differentiation raise a NotImplementedError; only
-`linear` supports both where it uses PyTorch's own product.
+an underscore; of these only `rotary_` has one. Second derivatives and forward-mode differentiation
+raise a NotImplementedError; only `linear` supports both where it uses PyTorch's own product.
 """
 
 from bert_unpad import _library
@@ -30,6 +30,7 @@ from bert_unpad.ops.optim import (  # noqa: E402
     multi_tensor_scale_,
     stable_adamw_,
 )
+from bert_unpad.ops.rotary import rotary_  # noqa: E402
 from bert_unpad.ops.sign_compress import (  # noqa: E402
     sign_mean_,
     sign_pack_,
@@ -54,6 +55,7 @@ __all__ = [
     "mlp",
     "multi_tensor_l2norm",
     "multi_tensor_scale_",
+    "rotary_",
     "sign_mean_",
     "sign_pack_",
     "sign_scale",

@@ -81,6 +81,32 @@ def bias_gelu(inputs: Inputs) -> Iterator[Compared]:
 
 
 @case
+def rotary_(inputs: Inputs) -> Iterator[Compared]:
+    positions = inputs.integers(32768, 67)
+    for interleaved in (False, True):
+
+        def plain(x, interleaved=interleaved):
+            powers = torch.arange(0, 32, 2, dtype=torch.float64, device=x.device) / 32
+            angles = positions.double()[:, None, None] * 10000.0**-powers
+            turns = torch.polar(torch.ones_like(angles), angles)
+            pairs = x[:, :3, :32].double().unflatten(-1, (-1, 2) if interleaved else (2, -1))
+            pairs = pairs if interleaved else pairs.transpose(-1, -2)
+            turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
+            turned = turned if interleaved else turned.transpose(-1, -2)
+            turned = torch.cat([turned.flatten(-2).to(x.dtype), x[:, :3, 32:]], -1)
+            return torch.cat([turned, x[:, 3:]], 1)
+
+        yield from compare(
+            inputs,
+            lambda x, interleaved=interleaved: ops.rotary_(
+                x * 1, positions, heads=3, rotary_dim=32, interleaved=interleaved
+            ),
+            plain,
+            {"x": inputs.normal(67, 4, 40)},
+        )
+
+
+@case
 def embedding_layer_norm(inputs: Inputs) -> Iterator[Compared]:
     entries = (60, 40, 2)
     ids = [inputs.integers(n, 100) for n in entries]

@@ -212,7 +212,27 @@ BU_INLINE void store(float* p, f32v v) { store_bits(p, v); }
 BU_INLINE void store(bf16* p, f32v v) { store_bits(p, narrow_bf16(v)); }
 BU_INLINE void store(f16* p, f32v v) { store_bits(p, narrow_f16(v)); }
 
-// The first n (< kLanes) elements; the other lanes read as zero and are not written.
+// The first n (at most kLanes) elements; the other lanes read as zero and are not written.
+#if defined(__AVX512F__)
+BU_INLINE __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
+BU_INLINE u16v load_bits_n(const void* p, int n) {
+  return (u16v)_mm256_maskz_loadu_epi16(first_lanes(n), p);
+}
+BU_INLINE f32v load_n(const float* p, int n) {
+  return (f32v)_mm512_maskz_loadu_ps(first_lanes(n), p);
+}
+BU_INLINE f32v load_n(const bf16* p, int n) { return widen_bf16(load_bits_n(p, n)); }
+BU_INLINE f32v load_n(const f16* p, int n) { return widen_f16(load_bits_n(p, n)); }
+BU_INLINE void store_n(float* p, f32v v, int n) {
+  _mm512_mask_storeu_ps(p, first_lanes(n), (__m512)v);
+}
+BU_INLINE void store_n(bf16* p, f32v v, int n) {
+  _mm256_mask_storeu_epi16(p, first_lanes(n), (__m256i)narrow_bf16(v));
+}
+BU_INLINE void store_n(f16* p, f32v v, int n) {
+  _mm256_mask_storeu_epi16(p, first_lanes(n), (__m256i)narrow_f16(v));
+}
+#else
 template <class T>
 BU_INLINE f32v load_n(const T* p, int n) {
   T buffer[kLanes] = {};
@@ -225,6 +245,7 @@ BU_INLINE void store_n(T* p, f32v v, int n) {
   store(buffer, v);
   std::memcpy(p, buffer, n * sizeof(T));
 }
+#endif
 
 // --- reductions and functions
 // ------------------------------------------------------------------------

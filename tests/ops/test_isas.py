@@ -37,6 +37,15 @@ def compute() -> list[torch.Tensor]:
             for form in ("none", "tanh"):
                 x, b = leaf(40, hidden, dtype=dtype), leaf(hidden)
                 keep(ops.bias_gelu(x, b, approximate=form), x, b)
+            for interleaved in (False, True):
+                x, positions = leaf(40, 3, hidden, dtype=dtype), torch.arange(40) * 997
+                turned = ops.rotary_(
+                    *(x * 1, positions),
+                    heads=2,
+                    rotary_dim=hidden // 2 * 2,
+                    interleaved=interleaved,
+                )
+                keep(turned, x)
             ids = [torch.randint(n, (40,)) for n in (9, 5, 2)]
             tables = [leaf(n, hidden) for n in (9, 5, 2)]
             w, b = leaf(hidden), leaf(hidden)

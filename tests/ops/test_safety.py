@@ -36,6 +36,11 @@ def _projections(x: Tensor, *weights: Tensor) -> Tensor:
 # The name in the message, the function, and shapes of what it is differentiated by.
 FUNCTIONS: dict[str, tuple[str, Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "bias_gelu": ("bias_gelu", ops.bias_gelu, [(TOKENS, HIDDEN), (HIDDEN,)]),
+    "rotary": (
+        "rotary_",  # linear by itself
+        lambda x: ops.rotary_(x * 1, BATCH, heads=2).square(),
+        [(TOKENS, 3, 16)],
+    ),
     "layer_norm": (
         "dropout_add_layer_norm",
         lambda x, residual, weight: ops.dropout_add_layer_norm(x, residual, weight, weight),

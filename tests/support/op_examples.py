@@ -84,6 +84,7 @@ def _examples() -> dict[str, tuple]:
     adam = update((scalar(), scalar(), scalar(), steps))
     lamb = update((scalar(), scalar(), scalar(), norms, steps))
     signs = (torch.zeros(2, 4, dtype=torch.uint8), rows(2), rows(30))
+    rotation = (rows(TOKENS, HEADS, WIDTH), torch.arange(TOKENS), HEADS, 1e4, WIDTH, False, 1.0)
     apply = (two(torch.bfloat16), *(two() for _ in range(4)), rows(2, 3), rows(2, 4))
     return {
         "varlen_attention": (qkv, cu_q, *attend),
@@ -96,6 +97,8 @@ def _examples() -> dict[str, tuple]:
         ),
         "bias_gelu": (x, vector(), False),
         "bias_gelu_backward": (dy, x, vector(), False),
+        "rotary_": (*rotation, False),
+        "rotary": (*rotation, True),
         "linear": (x, weight, rows(WIDTH), False),
         "linear_dgrad": (rows(TOKENS, WIDTH), weight, x, None),
         "linear_wgrad": (rows(TOKENS, WIDTH), x, True, torch.float32),

@@ -143,6 +143,28 @@ def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str = "none") -> Tens
     return functional.gelu(x if bias is None else x + bias.to(x.dtype), approximate=approximate)
 
 
+def rotary(
+    x: Tensor,
+    positions: Tensor,
+    *,
+    heads: int,
+    theta: float = 10000.0,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    position_scale: float = 1.0,
+) -> Tensor:
+    """x [tokens, N, head_dim], rotated; angles are computed in float64."""
+    rotary_dim = x.shape[-1] if rotary_dim is None else rotary_dim
+    powers = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=x.device) / rotary_dim
+    angles = positions.double()[:, None, None] * position_scale * theta**-powers
+    cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    turned, rest = x[:, :heads, :rotary_dim], x[:, :heads, rotary_dim:]
+    pairs = turned.unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    a, b = pairs.unbind(-1 if interleaved else -2)
+    pairs = torch.stack([a * cosine - b * sine, b * cosine + a * sine], -1 if interleaved else -2)
+    return torch.cat([torch.cat([pairs.flatten(-2), rest], -1), x[:, heads:]], 1)
+
+
 def embedding_layer_norm(
     input_ids: Tensor,
     position_ids: Tensor,

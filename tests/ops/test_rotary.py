@@ -1,0 +1,322 @@
+"""Rotary position embeddings against the plain reference, and against transformers' functions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from bert_unpad import ops
+from bert_unpad.batch import VarlenBatch
+from tests.support import reference
+from tests.support.op_checks import (
+    assert_compiles_to_the_same_bits,
+    assert_same_bits_whatever_the_threads,
+    results_of,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Whole vectors and tails of every width, and what is left of a head.
+SHAPES = [(64, None), (64, 32), (16, None), (2, None), (7, 6), (34, None), (256, None), (40, 24)]
+
+
+def compare(x: Tensor, positions: Tensor, **settings) -> None:
+    dout = torch.randn_like(x)
+    reference.assert_as_good_as_pytorch(
+        lambda: results_of(lambda x: ops.rotary_(x * 1, positions, **settings), [x], dout),
+        lambda precision: results_of(
+            lambda x: reference.rotary(x, positions, **settings), [x], dout, precision
+        ),
+        x.dtype,
+        ["y", "dx"],
+    )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matches_the_reference(
+    dtype: torch.dtype, head_dim: int, rotary_dim: int | None, interleaved: bool
+) -> None:
+    torch.manual_seed(head_dim)
+    x = torch.randn(70, 5, head_dim).to(dtype)
+    positions = torch.randint(0, 600, (70,), dtype=torch.int32)
+    compare(x, positions, heads=3, rotary_dim=rotary_dim, interleaved=interleaved)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 0.37, 8.0])
+def test_angles_are_right_at_long_positions(scale: float, interleaved: bool) -> None:
+    """Where an angle in fp32 is wrong in the third digit."""
+    torch.manual_seed(0)
+    x = torch.randn(2000, 2, 64)
+    positions = torch.randint(-1_000_000, 1_000_000, (2000,))
+    positions[:4] = torch.tensor([32767, 32768, -(2**40), 2**40 + 1])
+    settings = {"heads": 2, "theta": 160000.0, "interleaved": interleaved, "position_scale": scale}
+    got = ops.rotary_(x.clone(), positions, **settings)
+    want = reference.rotary(x.double(), positions, **settings)
+    # From 2^40 on, float64 angles themselves are off by 1e-4.
+    near = positions.abs() <= 1_000_000
+    assert (got - want)[near].norm() < 1e-6 * want[near].norm()
+    torch.testing.assert_close(got.double().norm(dim=-1), x.double().norm(dim=-1))
+
+
+def test_scores_depend_on_distances_only() -> None:
+    """Also beyond the range of int32, where both positions have the same upper half or not."""
+    torch.manual_seed(1)
+    q, k = torch.randn(2, 1, 1, 64)
+    offsets = torch.tensor([0, 5, 2**31 - 20, 2**31 - 5, 2**32 - 5, 2**40, -(2**40), -7])
+    turn = lambda x, at: ops.rotary_(x.repeat(len(at), 1, 1), at, heads=1)  # noqa: E731
+    scores = (turn(q, offsets + 12) * turn(k, offsets)).sum(-1)
+    torch.testing.assert_close(scores, scores[:1].expand_as(scores), rtol=1e-5, atol=1e-5)
+
+
+def test_int32_and_int64_positions_give_the_same_bits() -> None:
+    x, positions = torch.randn(50, 2, 32), torch.randint(-5000, 5000, (50,))
+    one = ops.rotary_(x.clone(), positions, heads=2)
+    assert torch.equal(one, ops.rotary_(x.clone(), positions.int(), heads=2))
+
+
+def test_positions_start_again_in_every_sequence() -> None:
+    torch.manual_seed(2)
+    lengths = [3, 0, 7, 1]
+    x = torch.randn(11, 4, 16)
+    batch = VarlenBatch.from_lengths(lengths)
+    got = ops.rotary_(x.clone(), batch, heads=4)
+    alone = [ops.rotary_(s.clone(), torch.arange(len(s)), heads=4) for s in x.split(lengths)]
+    assert torch.equal(got, torch.cat(alone))
+
+
+def test_backward_is_the_inverse() -> None:
+    torch.manual_seed(3)
+    x = torch.randn(20, 3, 32, requires_grad=True)
+    turned = ops.rotary_(x * 1, torch.arange(20) * 31, heads=2)
+    turned.backward(turned.detach())
+    torch.testing.assert_close(x.grad, x.detach())
+
+
+def test_is_in_place_and_touches_nothing_else() -> None:
+    torch.manual_seed(4)
+    x = torch.randn(9, 5, 24)
+    before, version = x.clone(), x._version
+    y = ops.rotary_(x, torch.arange(9), heads=2, rotary_dim=8)
+    assert y is x
+    assert x._version > version
+    assert not torch.equal(x[1:, :2, :8], before[1:, :2, :8])
+    assert torch.equal(x[:, 2:], before[:, 2:])
+    assert torch.equal(x[:, :2, 8:], before[:, :2, 8:])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_strided_views(interleaved: bool) -> None:
+    torch.manual_seed(5)
+    qkv, positions = torch.randn(12, 3, 4, 16), torch.arange(12)
+    settings = {"heads": 4, "interleaved": interleaved}
+    want = qkv.clone()
+    want[:, 1] = reference.rotary(qkv[:, 1].double(), positions, **settings).float()
+    ops.rotary_(qkv[:, 1], positions, **settings)  # the keys
+    torch.testing.assert_close(qkv, want)
+    heads_first = torch.randn(4, 12, 16).transpose(0, 1)
+    want = reference.rotary(heads_first.double(), positions, **settings).float()
+    torch.testing.assert_close(ops.rotary_(heads_first, positions, **settings), want)
+
+
+def parts_of_qkv(x: Tensor) -> list[Tensor]:
+    """Every way in which autograd may see what is rotated: itself, a view, part of a tensor."""
+    batch = VarlenBatch.from_lengths([2, 5])
+    whole = ops.rotary_(x * 1, batch, heads=2)
+    view = ops.rotary_((x * 1).view(7, 48).view(7, 3, 16), batch, heads=2)
+    qkv = x * 1
+    ops.rotary_(qkv[:, :2], batch, heads=2)
+    left = (x * 1).view(7, 48)
+    ops.rotary_(left.view(7, 3, 16), batch, heads=2)  # the result is not used
+    return [whole, view, qkv, left.view(7, 3, 16)]
+
+
+def test_gradients_through_views() -> None:
+    torch.manual_seed(6)
+    x, weight = torch.randn(7, 3, 16, requires_grad=True), torch.randn(7, 3, 16)
+    results = parts_of_qkv(x)
+    gradients = [torch.autograd.grad((y * weight).sum(), x)[0] for y in results]
+    for y, gradient in zip(results, gradients, strict=True):
+        assert torch.equal(y, results[0])
+        assert torch.equal(gradient, gradients[0])
+
+
+@pytest.mark.parametrize("strided", ["last", "all"])
+def test_gradient_of_any_stride(strided: str) -> None:
+    torch.manual_seed(7)
+    x = torch.randn(7, 3, 16, requires_grad=True)
+    run = lambda: ops.rotary_(x * 1, torch.arange(7), heads=2)  # noqa: E731
+    dout = torch.ones(7, 3, 16)
+    want = torch.autograd.grad(run(), x, dout)[0]
+    dout = torch.ones(7, 3, 32)[..., ::2] if strided == "last" else torch.ones(()).expand(7, 3, 16)
+    assert torch.equal(torch.autograd.grad(run(), x, dout)[0], want)
+
+
+def test_a_gradient_that_others_hold_is_not_changed() -> None:
+    held = []
+    x = torch.randn(5, 1, 8, requires_grad=True)
+    y = ops.rotary_(x * 1, torch.arange(5), heads=1)
+    y.register_hook(held.append)
+    (y * torch.ones(5, 1, 8)).sum().backward()
+    assert torch.equal(held[0], torch.ones(5, 1, 8))
+
+
+def test_a_tensor_that_a_backward_pass_needs_is_protected() -> None:
+    x = torch.randn(5, 1, 8, requires_grad=True)
+    saved = x * 1
+    loss = saved.square().sum()
+    ops.rotary_(saved, torch.arange(5), heads=1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        ops.rotary_(x, torch.arange(5), heads=1)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 8), (4, 0, 8), (4, 3, 8)])
+def test_nothing_to_do(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, requires_grad=True)
+    y = ops.rotary_(x * 1, torch.zeros(shape[0], dtype=torch.int32), heads=0)
+    y.sum().backward()
+    assert torch.equal(y, x)
+    assert torch.equal(x.grad, torch.ones(shape))
+
+
+def test_nan_stays_in_its_pair() -> None:
+    x = torch.ones(2, 2, 8)
+    x[1, 0, 1] = float("nan")
+    y = ops.rotary_(x, torch.tensor([0, 3]), heads=2)
+    assert y.isnan().nonzero().tolist() == [[1, 0, 1], [1, 0, 5]]
+
+
+def test_same_bits_whatever_the_threads() -> None:
+    torch.manual_seed(8)
+    x, dout = torch.randn(2, 500, 6, 32)
+    batch = VarlenBatch.from_lengths([200, 300])
+    assert_same_bits_whatever_the_threads(
+        lambda: results_of(lambda x: ops.rotary_(x * 1, batch, heads=4), [x], dout)
+    )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_opcheck(interleaved: bool) -> None:
+    arguments = (torch.arange(6), 2, 1e4, 12, interleaved, 0.5)
+    x = torch.randn(6, 3, 16)
+    opcheck(torch.ops.bert_unpad.rotary_, (x, *arguments, False))
+    opcheck(torch.ops.bert_unpad.rotary, (x.requires_grad_(), *arguments, True))
+
+
+def test_compiles_without_graph_breaks() -> None:
+    torch.manual_seed(9)
+    batch = VarlenBatch.from_lengths([2, 5])
+    x, weight = torch.randn(7, 8, requires_grad=True), torch.randn(8, 48, requires_grad=True)
+
+    def f(x: Tensor, weight: Tensor) -> Tensor:
+        qkv = (x @ weight).view(7, 3, 16)
+        ops.rotary_(qkv, batch, heads=2)
+        return qkv.square().cumsum(1).sum()
+
+    assert_compiles_to_the_same_bits(f, [x, weight])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_operator_of_compiled_code_is_the_same(interleaved: bool) -> None:
+    torch.manual_seed(10)
+    x = torch.randn(3, 12, 16).transpose(0, 1)
+    for heads, rotary_dim in ((3, 16), (2, 16), (2, 6), (0, 2)):
+        arguments = (torch.arange(12), heads, 1e4, rotary_dim, interleaved, 1.0)
+        for inverse in (False, True):
+            y = x.clone()
+            torch.ops.bert_unpad.rotary_(y, *arguments, inverse)
+            copy = torch.ops.bert_unpad.rotary(x, *arguments, inverse)
+            assert copy.is_contiguous()
+            assert torch.equal(copy, y)
+
+
+def padded() -> tuple[Tensor, Tensor]:
+    """q [2, 3, 40, 16], as transformers takes it, and its positions [2, 40]."""
+    torch.manual_seed(11)
+    return torch.randn(2, 3, 40, 16), torch.stack([torch.arange(40), torch.arange(40) * 3])
+
+
+def assert_equals(want: Tensor, q: Tensor, positions: Tensor, **settings) -> None:
+    packed = q.transpose(1, 2).flatten(0, 1).contiguous()
+    got = ops.rotary_(packed, positions.flatten(), heads=3, **settings)
+    # Their angles are rounded to fp32, at most 120 radians to 4e-6.
+    torch.testing.assert_close(got.view(2, 40, 3, 16).transpose(1, 2), want, rtol=0, atol=4e-5)
+
+
+@pytest.mark.parametrize("name", ["Llama", "EuroBert", "Esm"])
+def test_equals_transformers(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    module = pytest.importorskip(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
+    q, positions = padded()
+    sizes = {"hidden_size": 48, "num_attention_heads": 3}
+    embedding = getattr(module, f"{name}RotaryEmbedding", None)
+    if not hasattr(embedding, "compute_default_rope_parameters"):
+        pytest.skip("an earlier transformers, with other functions")
+    embedding = embedding(getattr(transformers, f"{name}Config")(**sizes))
+    want, _ = module.apply_rotary_pos_emb(q, q, *embedding(q, positions))
+    parameters = getattr(embedding.config, "rope_parameters", {"rope_theta": 10000.0})
+    assert_equals(want, q, positions, theta=parameters["rope_theta"])
+
+
+@pytest.mark.parametrize(("kind", "theta"), [("full", 160000.0), ("sliding", 10000.0)])
+def test_equals_modernbert(kind: str, theta: float) -> None:
+    transformers = pytest.importorskip("transformers")
+    module = pytest.importorskip("transformers.models.modernbert.modeling_modernbert")
+    config = transformers.ModernBertConfig(hidden_size=48, num_attention_heads=3)
+    if not hasattr(config, "rope_parameters"):
+        pytest.skip("an earlier transformers, with other functions")
+    q, positions = padded()
+    angles = module.ModernBertRotaryEmbedding(config)(q, positions, f"{kind}_attention")
+    assert_equals(module.apply_rotary_pos_emb(q, q, *angles)[0], q, positions, theta=theta)
+
+
+def test_equals_gptj() -> None:
+    module = pytest.importorskip("transformers.models.gptj.modeling_gptj")
+    q, positions = padded()
+    sine, cosine = module.create_sinusoidal_positions(120, 16)[positions].chunk(2, -1)
+    want = module.apply_rotary_pos_emb(q.transpose(1, 2), sine, cosine).transpose(1, 2)
+    assert_equals(want, q, positions, interleaved=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.randn(6, 20)}, ValueError, r"x must have shape \[tokens, heads, head_dim\]"),
+        ({"x": torch.randn(6, 4, 8).double()}, RuntimeError, "x must be float32, bfloat16 or fl"),
+        ({"x": torch.randn(6, 4, 16)[..., ::2]}, RuntimeError, "x must be contiguous in its last"),
+        ({"x": torch.randn(1, 4, 8).expand(6, 4, 8)}, RuntimeError, "no two elements at one addr"),
+        ({"x": torch.randn(6, 1, 8).expand(6, 4, 8)}, RuntimeError, "no two elements at one addr"),
+        (
+            {"x": torch.randn(100).as_strided((6, 4, 8), (8, 4, 1))},
+            RuntimeError,
+            "no two elements at one address, got strides 8, 4, 1",
+        ),
+        ({"positions": torch.arange(5)}, RuntimeError, r"positions must have shape \[tokens\]"),
+        ({"positions": torch.arange(6.0)}, RuntimeError, "positions must be int32 or int64"),
+        ({"positions": torch.arange(12)[::2]}, RuntimeError, "positions must be contiguous"),
+        ({"heads": 5}, RuntimeError, "heads must be between 0 and 4, .*, got 5"),
+        ({"heads": -1}, RuntimeError, "heads must be between 0 and 4, .*, got -1"),
+        ({"rotary_dim": 3}, RuntimeError, "rotary_dim must be even and between 2 and 8, got 3"),
+        ({"rotary_dim": 10}, RuntimeError, "rotary_dim must be even and between 2 and 8, got 10"),
+        ({"rotary_dim": 0}, RuntimeError, "rotary_dim must be even and between 2 and 8, got 0"),
+        ({"theta": 0.0}, RuntimeError, "theta must be finite and above 0, got 0"),
+        ({"theta": float("inf")}, RuntimeError, "theta must be finite and above 0, got inf"),
+        ({"position_scale": -1.0}, RuntimeError, "position_scale must be finite and above 0"),
+    ],
+)
+def test_bad_input_is_named(change: dict, error: type[Exception], message: str) -> None:
+    good = {"x": torch.randn(6, 4, 8), "positions": torch.arange(6), "heads": 2}
+    with pytest.raises(error, match=message):
+        ops.rotary_(**(good | change))
+
+
+def test_widths_that_cannot_be_halved() -> None:
+    with pytest.raises(RuntimeError, match="rotary_dim must be even and between 2 and 1, got 1"):
+        ops.rotary_(torch.randn(3, 2, 1), torch.arange(3), heads=1)
+    with pytest.raises(RuntimeError, match="between 2 and 256, got 300"):
+        ops.rotary_(torch.randn(3, 2, 300), torch.arange(3), heads=1)
