@@ -48,6 +48,7 @@ _RANGES: dict[str, _Range] = {
     "schedule.warmup_steps": _at_least(0),
     "schedule.warmup_share": _between(0, 1),
     "schedule.power": _at_least(0),
+    "schedule.decay_share": _between(0, 1),
     "schedule.end_lr_share": _between(0, 1),
     "optimizer.lr": _at_least(0),
     "optimizer.betas": _Range(0, _BELOW_ONE, "numbers in [0, 1)"),
