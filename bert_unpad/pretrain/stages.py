@@ -196,7 +196,9 @@ class Stages:
         self._stage_data = data
         self._work = WorkModel.for_hidden(run.model.config.hidden_size)
         self._updates = 0  # with this sampler
-        self.sampler = build_sampler(config, data, run.ranks, self._work, self.speeds)
+        self.sampler = build_sampler(
+            config, data, run.ranks, self._work, self.speeds, run.progress.step
+        )
 
     def steps(self) -> AbstractContextManager[Iterator[tuple[Step, FeedState]]]:
         """The steps to come, from where the sampler stands; see `feed.feed_steps`."""

@@ -40,6 +40,8 @@ _RANGES: dict[str, _Range] = {
     "rank_timeout": _between(1, 1e6),
     "batching.global_batch_size": _at_least(1),
     "batching.batch_size_per_rank": _at_least(1),
+    "batching.warmup_batch_size": _at_least(1),
+    "batching.warmup_steps": _at_least(1),
     "batching.accumulation": _at_least(1),
     "batching.rank_speeds": _Range(1e-3, 1e3, "numbers in 0.001 .. 1000, or auto"),
     "batching.shuffle_buffer": _at_least(1),

@@ -55,6 +55,7 @@ def check_rules(config: PretrainConfig) -> None:
         *("schedule", config.schedule, {"power", "decay_share", "end_lr_share"}),
         _SHAPE_OPTIONS[config.schedule.name],
     )
+    _check_batch_warmup(config)
     _check_rank_speeds(config)
     _check_clip(config.clip)
     _check_comm(config)
@@ -115,6 +116,21 @@ def _check_optimizer(name: str) -> None:
             "optimizer.name",
             f"expected one of {', '.join(known)}, or an import path such as torch.optim.SGD, got "
             f"{name!r}",
+        )
+
+
+def _check_batch_warmup(config: PretrainConfig) -> None:
+    first, steps = config.batching.warmup_batch_size, config.batching.warmup_steps
+    if (first is None) != (steps is None):
+        missing, given = ("warmup_batch_size", "warmup_steps")[:: 1 if first is None else -1]
+        raise ConfigError(
+            f"batching.{missing}", f"expected a number with batching.{given}, got null"
+        )
+    if first is not None and config.schedule.total_steps is None:
+        raise ConfigError(
+            "schedule.total_steps",
+            "expected a number with batching.warmup_steps, where epochs have unequal numbers of "
+            "updates, got null",
         )
 
 

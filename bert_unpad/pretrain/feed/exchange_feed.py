@@ -45,9 +45,11 @@ class ExchangedFeed:
         batching: how examples become steps, and how far they travel.
         work: work of a sequence by its length.
         speeds: of the ranks; None where all are alike.
+        updates: made already, for a batch that still grows.
 
     Raises:
-        ConfigError: machines have different numbers of processes, and batching.scope is by machine.
+        ConfigError: machines have different numbers of processes, and batching.scope is by machine,
+            or the batch does not fit the number of ranks.
     """
 
     def __init__(
@@ -57,10 +59,12 @@ class ExchangedFeed:
         batching: BatchingConfig,
         work: WorkModel,
         speeds: RankSpeeds | None = None,
+        updates: int = 0,
     ) -> None:
         self._ranks = ranks
         self._batching = batching
         self._batch_size = batching.per_rank(ranks.world_size)
+        self._warmup, self._updates = batching.warmup(ranks.world_size), updates
         self._work = work
         self._stream = stream
         self._speed = None if speeds is None else float(speeds.values[ranks.rank])
@@ -157,6 +161,8 @@ class ExchangedFeed:
         exchange = self._exchange = ExampleExchange(
             self._stream,
             batch_size=self._batch_size,
+            warmup=self._warmup,
+            updates=self._updates,
             scope=self._batching.scope,
             dealing="lpt" if self._speed is None else "greedy",
             work=self._work,

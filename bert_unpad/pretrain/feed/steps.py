@@ -19,6 +19,7 @@ from bert_unpad.batch.graph_shapes import GraphShapes
 from bert_unpad.data import ExampleBatch, Prefetcher
 from bert_unpad.data.sampling.epoch_sampler import EpochSampler
 from bert_unpad.data.sampling.speed_sampler import SpeedSampler
+from bert_unpad.data.sampling.warmup_sampler import WarmupSampler
 
 __all__ = ["FeedState", "Step", "StepCollator", "count_labels", "endless_steps"]
 
@@ -106,7 +107,7 @@ class FeedState:
 
 def endless_steps(
     collator: StepCollator,
-    sampler: EpochSampler | SpeedSampler,
+    sampler: EpochSampler | SpeedSampler | WarmupSampler,
     *,
     pin_memory: bool,
     efficiency: bool,

@@ -11,6 +11,7 @@ from bert_unpad.data import PreparedData
 from bert_unpad.data.sampling.balanced_sampler import BalancedSampler, WorkModel
 from bert_unpad.data.sampling.packed_sampler import PackedSampler
 from bert_unpad.data.sampling.speed_sampler import SpeedSampler
+from bert_unpad.data.sampling.warmup_sampler import WarmupSampler
 from bert_unpad.pretrain.config import PretrainConfig
 from bert_unpad.pretrain.feed.exchange_feed import ExchangedFeed
 from bert_unpad.pretrain.feed.rank_speeds import RankSpeeds
@@ -21,7 +22,7 @@ __all__ = ["Sampler", "build_sampler", "feed_steps"]
 
 logger = logging.getLogger(__name__)
 
-Sampler = BalancedSampler | PackedSampler | SpeedSampler | ExchangedFeed
+Sampler = BalancedSampler | PackedSampler | WarmupSampler | SpeedSampler | ExchangedFeed
 
 
 def build_sampler(
@@ -30,6 +31,7 @@ def build_sampler(
     ranks: Ranks,
     work: WorkModel,
     speeds: RankSpeeds | None = None,
+    updates: int = 0,
 ) -> Sampler:
     """The sampler of the batching strategy, at the beginning of the first epoch.
 
@@ -39,9 +41,10 @@ def build_sampler(
         ranks: the processes of the run.
         work: work of a sequence by its length.
         speeds: of the ranks; None where all are alike.
+        updates: made already, for a batch that still grows.
 
     Raises:
-        ConfigError: the strategy does not fit the data.
+        ConfigError: the strategy does not fit the data, or the batch the number of ranks.
     """
     batching = config.batching
     if batching.strategy == "exchange":
@@ -51,12 +54,19 @@ def build_sampler(
             seed=config.seed,
             shuffle_buffer=batching.shuffle_buffer,
         )
-        return ExchangedFeed(stream, ranks, batching, work, speeds)
+        return ExchangedFeed(stream, ranks, batching, work, speeds, updates)
     per_rank = batching.per_rank(ranks.world_size)
     if speeds is not None:
-        whole = _indexed(config, data, (1, 0, per_rank * ranks.world_size), work)
-        return SpeedSampler(whole, ranks.rank, speeds.values, work=work)
-    return _indexed(config, data, (ranks.world_size, ranks.rank, per_rank), work)
+        place = (1, 0, per_rank * ranks.world_size)
+    else:
+        place = (ranks.world_size, ranks.rank, per_rank)
+    warmup = batching.warmup(ranks.world_size)
+    if warmup is None:
+        whole = _indexed(config, data, place, work)
+    else:
+        place = (*place[:2], place[2] // warmup.full)
+        whole = WarmupSampler(_indexed(config, data, place, work), warmup, updates)
+    return whole if speeds is None else SpeedSampler(whole, ranks.rank, speeds.values, work=work)
 
 
 def _indexed(
