@@ -132,7 +132,12 @@ class ExchangedFeed:
 
     @contextmanager
     def steps(
-        self, collator: PackedCollator, *, pin_memory: bool, graph_shapes: GraphShapes | None = None
+        self,
+        collator: PackedCollator,
+        progress: Iterator[float],
+        *,
+        pin_memory: bool,
+        graph_shapes: GraphShapes | None = None,
     ) -> Iterator[Iterator[tuple[Step, FeedState]]]:
         """Steps from where the run stands, without end; all ranks enter and leave together.
 
@@ -140,18 +145,20 @@ class ExchangedFeed:
 
         Args:
             collator: whose masks to make.
+            progress: for each step, the share of training that is done before it.
             pin_memory: put steps into page-locked memory, for a GPU.
             graph_shapes: what passes are padded to; None to leave them as they are.
         """
         timeout = self._ranks.timeout.total_seconds()
         collate = StepCollator(
-            lambda examples, epoch: pack_examples(examples, collator.masker, epoch),
+            lambda examples, *at: pack_examples(examples, collator.masker, *at),
             self._batching.accumulation,
             graph_shapes,
         )
 
-        def make_step(given: ExchangedStep, _: int) -> tuple[Step, FeedState]:
-            step = collate(given.examples, given.epoch)
+        def make_step(made: tuple[ExchangedStep, float], _: int) -> tuple[Step, FeedState]:
+            given, done = made
+            step = collate(given.examples, given.epoch, done)
             counts = {"exchange_seconds": given.seconds, "exchange_bytes": given.bytes_sent}
             step = replace(step, counts=step.counts | counts)
             if pin_memory:
@@ -173,7 +180,7 @@ class ExchangedFeed:
             timeout=2 * timeout,
             state=self._position.state(self._stream.identity()),
         )
-        prefetcher = Prefetcher(make_step, exchange)
+        prefetcher = Prefetcher(make_step, zip(exchange, progress, strict=False))
         patience = _STOP_SECONDS
         try:
             yield prefetcher

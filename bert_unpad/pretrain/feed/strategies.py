@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
 
 from bert_unpad.batch.graph_shapes import GraphShapes
 from bert_unpad.data import PreparedData
+from bert_unpad.data.masking import masking_rates
 from bert_unpad.data.sampling.balanced_sampler import BalancedSampler, WorkModel
 from bert_unpad.data.sampling.packed_sampler import PackedSampler
 from bert_unpad.data.sampling.speed_sampler import SpeedSampler
@@ -97,23 +99,41 @@ def _indexed(
 
 
 def feed_steps(
-    config: PretrainConfig, sampler: Sampler, data: PreparedData, ranks: Ranks
+    config: PretrainConfig,
+    sampler: Sampler,
+    data: PreparedData,
+    ranks: Ranks,
+    updates: int,
+    total_steps: int,
 ) -> AbstractContextManager[Iterator[tuple[Step, FeedState]]]:
-    """Steps from where the sampler stands, without end; its threads end with the context."""
+    """Steps from where the sampler stands, without end; its threads end with the context.
+
+    Args:
+        config: of the run.
+        sampler: from `build_sampler`.
+        data: the examples.
+        ranks: the processes of the run.
+        updates: made already.
+        total_steps: updates of the whole run.
+    """
+    progress = (min(update / total_steps, 1.0) for update in itertools.count(updates))
     pin_memory = ranks.device.type == "cuda"
     graph_shapes = None
     if config.cuda_graphs:
         graph_shapes = GraphShapes(
             config.batching.per_pass(ranks.world_size),
             config.data.max_seq_length,
-            config.data.masked_lm_prob,
+            max(masking_rates(config.data.masked_lm_prob)),
         )
     if isinstance(sampler, ExchangedFeed):
-        return sampler.steps(data.collator(), pin_memory=pin_memory, graph_shapes=graph_shapes)
+        return sampler.steps(
+            data.collator(), progress, pin_memory=pin_memory, graph_shapes=graph_shapes
+        )
     return closing(
         endless_steps(
             StepCollator(data.collator(), config.batching.accumulation, graph_shapes),
             sampler,
+            progress,
             pin_memory=pin_memory,
             efficiency=ranks.is_first,
         )
