@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from bert_unpad.data.sampling.histogram import sample_lengths, wikipedia_lengths
     from bert_unpad.data.sampling.packed_sampler import PackedSampler
     from bert_unpad.data.sampling.speed_sampler import SpeedSampler
+    from bert_unpad.data.sampling.warmup_sampler import BatchWarmup, WarmupSampler
     from bert_unpad.data.store.example_batch import ExampleBatch
     from bert_unpad.data.store.manifest import DamagedDataError
     from bert_unpad.data.store.shards import Example, ShardDataset, ShardWriter
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "BalancedSampler": "sampling.balanced_sampler",
+    "BatchWarmup": "sampling.warmup_sampler",
     "DamagedDataError": "store.manifest",
     "DataConfig": "config",
     "Example": "store.shards",
@@ -47,6 +49,7 @@ _HOME = {
     "SpeedSampler": "sampling.speed_sampler",
     "TextStream": "streams.text_stream",
     "TokenMasker": "masking",
+    "WarmupSampler": "sampling.warmup_sampler",
     "WordPieceTokenizer": "text.tokenizer",
     "most_frequent_token_rate": "masking",
     "pack_examples": "collate",
@@ -57,6 +60,7 @@ _HOME = {
 
 __all__ = [
     "BalancedSampler",
+    "BatchWarmup",
     "DamagedDataError",
     "DataConfig",
     "Example",
@@ -77,6 +81,7 @@ __all__ = [
     "SpeedSampler",
     "TextStream",
     "TokenMasker",
+    "WarmupSampler",
     "WordPieceTokenizer",
     "most_frequent_token_rate",
     "pack_examples",

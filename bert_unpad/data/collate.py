@@ -7,12 +7,14 @@ depends only on the indices and the epoch. So any rank or worker can make any ba
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
-from bert_unpad.data.masking import MaskedTokens, TokenMasker
+from bert_unpad.data.masking import MaskedTokens, MaskUnit, TokenMasker
 from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.text.tokenizer import WordPieceTokenizer
@@ -26,8 +28,9 @@ class PackedCollator:
     Args:
         dataset: the examples.
         tokenizer: the tokenizer that the examples were made with.
-        masked_lm_prob, whole_word, max_predictions_per_seq, seed: see `TokenMasker`. A mask depends
-            only on (seed, epoch, index of the example in `dataset`).
+        masked_lm_prob, mask_unit, max_predictions_per_seq, seed: see `TokenMasker`. A mask depends
+            only on (seed, epoch, index of the example in `dataset`, and progress of training where
+            the rate follows it).
 
     Raises:
         ValueError: a masking argument is out of range, or the tokenizer is not the data set's.
@@ -38,8 +41,8 @@ class PackedCollator:
         dataset: ExampleDataset,
         tokenizer: WordPieceTokenizer,
         *,
-        masked_lm_prob: float = 0.15,
-        whole_word: bool = False,
+        masked_lm_prob: float | Sequence[float] = 0.15,
+        mask_unit: MaskUnit = "token",
         max_predictions_per_seq: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -54,17 +57,20 @@ class PackedCollator:
         self.masker = TokenMasker(
             tokenizer,
             masked_lm_prob=masked_lm_prob,
-            whole_word=whole_word,
+            mask_unit=mask_unit,
             max_predictions_per_seq=max_predictions_per_seq,
             seed=seed,
         )
 
-    def __call__(self, indices: NDArray[np.integer], epoch: int) -> PackedInputs:
+    def __call__(
+        self, indices: NDArray[np.integer], epoch: int, progress: float = 1.0
+    ) -> PackedInputs:
         """Collates examples on the CPU.
 
         Args:
             indices: indices of examples in the data set, [B]; B = 0 is allowed.
             epoch: number of the pass over the data.
+            progress: share of training that is done, 0 to 1.
 
         Returns:
             The batch, longest sequence first (sequences of equal length in the order given).
@@ -78,10 +84,12 @@ class PackedCollator:
             raise IndexError(
                 f"indices: expected 0 to {len(dataset) - 1}, got {indices.min()} to {indices.max()}"
             )
-        return pack_examples(dataset.batch(indices), self.masker, epoch)
+        return pack_examples(dataset.batch(indices), self.masker, epoch, progress)
 
 
-def pack_examples(examples: ExampleBatch, masker: TokenMasker, epoch: int) -> PackedInputs:
+def pack_examples(
+    examples: ExampleBatch, masker: TokenMasker, epoch: int, progress: float = 1.0
+) -> PackedInputs:
     """Packs and masks examples; the result depends only on the arguments.
 
     Args:
@@ -89,6 +97,7 @@ def pack_examples(examples: ExampleBatch, masker: TokenMasker, epoch: int) -> Pa
         masker: draws the masks of examples that have none, by its seed, the epoch and the example's
             id.
         epoch: number of the pass over the data.
+        progress: share of training that is done, 0 to 1.
 
     Returns:
         The batch on the CPU, longest sequence first (sequences of equal length in the order given).
@@ -99,7 +108,7 @@ def pack_examples(examples: ExampleBatch, masker: TokenMasker, epoch: int) -> Pa
     second = np.repeat(begins + examples.second_starts, lengths)
     tokens, given = examples.tokens.astype(np.int64), examples.masks
     if given is None:
-        masked = masker(tokens, lengths, examples.ids, epoch)
+        masked = masker(tokens, lengths, examples.ids, epoch, progress)
     else:
         positions = np.repeat(begins, given.counts) + given.positions
         masked = MaskedTokens(tokens, positions, given.labels)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bert_unpad._tiers import advanced, code_only
-from bert_unpad.data.masking import check_masking_arguments
+from bert_unpad.data.masking import MaskUnit, check_masking_arguments, masking_rates
 from bert_unpad.data.store.shards import MAX_LENGTH
 from bert_unpad.data.text.pairs import MIN_SEQ_LENGTH
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
@@ -36,11 +36,13 @@ class DataConfig:
     """Convert text to lower case and strip accents."""
     short_seq_prob: float = code_only(0.1)
     """Probability that a document makes examples of a random shorter length."""
-    masked_lm_prob: float = advanced(0.15)
-    """Share of an example's tokens to predict."""
-    whole_word: bool = advanced(False)
-    """Mask whole words."""
-    max_predictions_per_seq: int | None = None
+    masked_lm_prob: float | tuple[float, float] = advanced(0.15)
+    """Share of an example's tokens to predict. Two numbers, such as [0.3, 0.15]: it goes from the
+    first to the second over the run; evaluation takes the second."""
+    mask_unit: MaskUnit = advanced("token")
+    """What is masked as one. token: tokens. word: whole words. span: runs of up to 10 words, of
+    geometric length (SpanBERT, Joshi et al., 2020)."""
+    max_predictions_per_seq: int | None = advanced(None)
     """Most tokens to predict per example. By default there is no limit."""
     dupe_factor: int = code_only(1)
     """Passes over the training documents, each with other random sentence pairs. Masks are new in
@@ -71,4 +73,5 @@ class DataConfig:
             )
         if self.seed < 0:
             raise ValueError(f"seed: expected 0 or more, got {self.seed}")
-        check_masking_arguments(self.masked_lm_prob, self.max_predictions_per_seq)
+        masking_rates(self.masked_lm_prob)
+        check_masking_arguments(self.mask_unit, self.max_predictions_per_seq)

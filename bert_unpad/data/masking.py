@@ -9,8 +9,9 @@ few sorts instead of a loop over its tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,17 @@ from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 _MASK64 = (1 << 64) - 1
 _MASKED = int(0.8 * 2**32)  # of what is predicted: 80 % becomes [MASK],
 _REPLACED = int(0.9 * 2**32)  # 10 % another token, 10 % stays
+_LONGEST_SPAN = 10  # words
+# Of 2^32 random numbers, those below entry i make a span of at most i + 1 words: a geometric
+# distribution with p = 0.2, of which lengths above the greatest are left out (SpanBERT; mean 3.8).
+_SPAN_LENGTHS = np.array(
+    [(5**10 - 4**n * 5 ** (10 - n)) * 2**32 // (5**10 - 4**10) for n in range(1, _LONGEST_SPAN)],
+    np.uint64,
+)
 _MAX_SEQUENCES = 1 << 24  # bits of a sort key: 24 sequence, 24 hash, 16 position
+
+
+MaskUnit = Literal["token", "word", "span"]
 
 
 class MaskedTokens(NamedTuple):
@@ -37,6 +48,9 @@ class MaskedTokens(NamedTuple):
     input_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     labels: NDArray[np.int64]
+
+
+_Chosen = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -68,20 +82,34 @@ class _Batch:
         key.sort()
         return (key >> np.uint64(40)).astype(np.int64), (key & np.uint64(0xFFFF)).astype(np.int64)
 
+    def random_numbers(self, items: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the numbers of the items in their random order."""
+        owner, place = self.random_order(items)
+        number = np.empty(len(self.input_ids), np.int64)
+        number[items] = np.arange(len(items))
+        return number[self.begins[owner] + place]
+
 
 class TokenMasker:
     """Chooses the tokens to predict and their replacements (Devlin et al. 2018, section 3.1).
 
-    Of a sequence of length s, round(`masked_lm_prob` * s) tokens are predicted, at least one, at
-    most `max_predictions_per_seq`, never a special token. 80 % of them are replaced by [MASK], 10 %
-    by a random ordinary token, 10 % stay.
+    Of a sequence of length s, round(rate * s) tokens are predicted, at least one, at most
+    `max_predictions_per_seq`, never a special token. 80 % of them are replaced by [MASK], 10 % by a
+    random ordinary token, 10 % stay.
 
     Args:
         tokenizer: knows the special ids and the tokens that continue a word.
-        masked_lm_prob: share of a sequence's tokens to predict, in (0, 1).
-        whole_word: choose words instead of tokens. Words are tried in random order, and each that
-            still fits the number above is chosen, as in Google's whole-word masking. If no word
-            fits, one is chosen anyway, cut to `max_predictions_per_seq` tokens.
+        masked_lm_prob: the rate, in (0, 1): share of a sequence's tokens to predict. Two numbers:
+            it goes from the first to the second in proportion to the progress of training.
+        mask_unit: what is chosen as one.
+            token: tokens.
+            word: whole words. They are tried in random order, and each that still fits the number
+                above is chosen, as in Google's whole-word masking. If no word fits, one is chosen
+                anyway, cut to `max_predictions_per_seq` tokens.
+            span: runs of words (Joshi et al., 2020, arXiv:1907.10529). Their lengths are geometric
+                (p = 0.2) with at most 10 words, mean 3.8. Spans are drawn until the number above is
+                reached, to which the last one is cut; they end at special tokens and may overlap.
+                The tokens of a span are all replaced by [MASK], all by random tokens, or all stay.
         max_predictions_per_seq: largest number of predictions per sequence, or None.
         seed: any integer.
 
@@ -93,14 +121,18 @@ class TokenMasker:
         self,
         tokenizer: WordPieceTokenizer,
         *,
-        masked_lm_prob: float = 0.15,
-        whole_word: bool = False,
+        masked_lm_prob: float | Sequence[float] = 0.15,
+        mask_unit: MaskUnit = "token",
         max_predictions_per_seq: int | None = None,
         seed: int = 0,
     ) -> None:
-        check_masking_arguments(masked_lm_prob, max_predictions_per_seq)
-        self.masked_lm_prob = masked_lm_prob
-        self.whole_word = whole_word
+        self._rates = masking_rates(masked_lm_prob)
+        check_masking_arguments(mask_unit, max_predictions_per_seq)
+        self._choose = {
+            "token": self._choose_tokens,
+            "word": self._choose_words,
+            "span": self._choose_spans,
+        }[mask_unit]
         self.max_predictions_per_seq = max_predictions_per_seq
         self.seed = seed
         self.mask_id = tokenizer.mask_id
@@ -119,6 +151,7 @@ class TokenMasker:
         lengths: NDArray[np.integer],
         example_indices: NDArray[np.integer],
         epoch: int,
+        progress: float = 1.0,
     ) -> MaskedTokens:
         """Masks a packed batch.
 
@@ -127,6 +160,8 @@ class TokenMasker:
             lengths: [B], tokens of each sequence (up to 65,535); T in all.
             example_indices: [B], the index of each sequence's example in the data set.
             epoch: number of the epoch; each has different masks.
+            progress: share of training that is done, 0 to 1; only a rate of two numbers depends on
+                it.
 
         Raises:
             ValueError: sizes do not fit together, or there are 2^24 sequences or more.
@@ -148,15 +183,17 @@ class TokenMasker:
 
         candidates = np.flatnonzero(self._maskable[input_ids])
         # int(rint) is Python's round(), which the original uses.
-        quota = np.maximum(np.rint(lengths * self.masked_lm_prob).astype(np.int64), 1)
+        first, last = self._rates
+        rate = last if first == last else first + (last - first) * progress
+        quota = np.maximum(np.rint(lengths * rate).astype(np.int64), 1)
         if self.max_predictions_per_seq is not None:
             quota = np.minimum(quota, self.max_predictions_per_seq)
-        choose = self._choose_words if self.whole_word else self._choose_tokens
-        positions = choose(candidates, _Batch(input_ids, sequence, position, hashes, begins, quota))
+        batch = _Batch(input_ids, sequence, position, hashes, begins, quota)
+        positions, deciding = self._choose(candidates, batch)
 
         labels = input_ids[positions]
         second = splitmix64(hashes[positions] ^ np.uint64(GAMMA))
-        action = second >> np.uint64(32)
+        action = splitmix64(hashes[deciding] ^ np.uint64(GAMMA)) >> np.uint64(32)
         draw = (second & np.uint64(0xFFFFFFFF)) * np.uint64(len(self._replacements))
         replacement = self._replacements[(draw >> np.uint64(32)).astype(np.int64)]
         masked = input_ids.copy()
@@ -174,30 +211,41 @@ class TokenMasker:
         indices = np.asarray(example_indices, np.int64).astype(np.uint64)
         return splitmix64(key + indices * np.uint64(GAMMA))
 
-    def _choose_tokens(self, candidates: NDArray[np.int64], batch: _Batch) -> NDArray[np.int64]:
-        """Chooses each sequence's `quota` candidates with the smallest hashes; ascending."""
+    # Each of these returns the chosen tokens, ascending, and for each the token whose hash decides
+    # whether it is replaced.
+
+    def _choose_tokens(self, candidates: NDArray[np.int64], batch: _Batch) -> _Chosen:
+        """Chooses each sequence's `quota` candidates with the smallest hashes."""
         owner, place = batch.random_order(candidates)
         rank = np.arange(len(owner)) - _group_begins(owner, len(batch.quota))[owner]
         chosen = rank < batch.quota[owner]
-        return np.sort(batch.begins[owner[chosen]] + place[chosen])
+        positions = np.sort(batch.begins[owner[chosen]] + place[chosen])
+        return positions, positions
 
-    def _choose_words(self, candidates: NDArray[np.int64], batch: _Batch) -> NDArray[np.int64]:
-        """Chooses words in random order while they fit the quota; returns ascending tokens."""
-        if not len(candidates):
-            return candidates
+    def _words(
+        self, candidates: NDArray[np.int64], batch: _Batch
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Returns the number of each candidate's word, and which candidates begin a run of words.
+
+        A run ends with its sequence or at a special token.
+        """
+        begins_run = batch.position[candidates] == 0
+        begins_run[:1] = True
+        begins_run[1:] |= candidates[1:] - candidates[:-1] > 1
         # A continuation whose beginning was cut off (by truncation) begins a word itself.
-        is_head = ~self._is_continuation[batch.input_ids[candidates]]
-        is_head |= batch.position[candidates] == 0
-        is_head[0] = True
-        is_head[1:] |= candidates[1:] - candidates[:-1] > 1
-        word = np.cumsum(is_head) - 1
-        heads = candidates[is_head]
+        is_head = ~self._is_continuation[batch.input_ids[candidates]] | begins_run
+        return np.cumsum(is_head) - 1, begins_run
+
+    def _choose_words(self, candidates: NDArray[np.int64], batch: _Batch) -> _Chosen:
+        """Chooses words in random order while they fit the quota."""
+        if not len(candidates):
+            return candidates, candidates
+        word, _ = self._words(candidates, batch)
+        heads = candidates[_group_begins(word, word[-1] + 1)]
         sizes = np.bincount(word)
 
-        owner, place = batch.random_order(heads)
-        number = np.empty(len(batch.input_ids), np.int64)
-        number[heads] = np.arange(len(heads))
-        order = number[batch.begins[owner] + place]  # word numbers in random order
+        order = batch.random_numbers(heads)  # word numbers in random order
+        owner = batch.sequence[heads[order]]
         size = sizes[order]
         taken = np.zeros(len(order), bool)
         left = batch.quota.copy()
@@ -225,13 +273,57 @@ class TokenMasker:
         most[order[taken]] = size[taken]
         if self.max_predictions_per_seq is not None:
             most = np.minimum(most, self.max_predictions_per_seq)
-        return candidates[candidates - heads[word] < most[word]]
+        positions = candidates[candidates - heads[word] < most[word]]
+        return positions, positions
+
+    def _choose_spans(self, candidates: NDArray[np.int64], batch: _Batch) -> _Chosen:
+        """Chooses the tokens of spans in random order until the quota is reached.
+
+        A span begins at each word. So a token belongs to the first span, in random order, of those
+        that cover it, and the first tokens in this order are the chosen ones.
+        """
+        if not len(candidates):
+            return candidates, candidates
+        word, begins_run = self._words(candidates, batch)
+        first = _group_begins(word, word[-1] + 1)
+        heads, run = candidates[first], np.cumsum(begins_run)[first]
+        order = batch.random_numbers(heads)
+        rank = np.empty(len(heads), np.int64)
+        rank[order] = np.arange(len(heads))
+        draw = splitmix64(~batch.hashes[heads]) >> np.uint64(32)
+        size = 1 + np.searchsorted(_SPAN_LENGTHS, draw, side="right")
+        earliest = rank.copy()  # of the spans that cover each word
+        for offset in range(1, min(_LONGEST_SPAN, len(heads))):
+            covers = (size[:-offset] > offset) & (run[:-offset] == run[offset:])
+            np.minimum(*(earliest[offset:], rank[:-offset]), out=earliest[offset:], where=covers)
+
+        in_order = np.argsort(earliest[word], kind="stable")
+        owner = batch.sequence[candidates[in_order]]
+        place = np.arange(len(owner)) - _group_begins(owner, len(batch.quota))[owner]
+        chosen = np.sort(in_order[place < batch.quota[owner]])
+        return candidates[chosen], heads[order[earliest[word[chosen]]]]
 
 
-def check_masking_arguments(masked_lm_prob: float, max_predictions_per_seq: int | None) -> None:
+def masking_rates(masked_lm_prob: float | Sequence[float]) -> tuple[float, float]:
+    """Returns the rates at the beginning and at the end of training.
+
+    Raises:
+        ValueError: they are not one or two numbers in (0, 1).
+    """
+    rates = (masked_lm_prob,) if isinstance(masked_lm_prob, int | float) else tuple(masked_lm_prob)
+    if not 1 <= len(rates) <= 2 or not all(0 < rate < 1 for rate in rates):
+        raise ValueError(
+            f"masked_lm_prob: expected a share between 0 and 1, or two, got {masked_lm_prob}"
+        )
+    return rates[0], rates[-1]
+
+
+def check_masking_arguments(mask_unit: str, max_predictions_per_seq: int | None) -> None:
     """Raises a ValueError that names the argument unless both are in range."""
-    if not 0 < masked_lm_prob < 1:
-        raise ValueError(f"masked_lm_prob: expected a share between 0 and 1, got {masked_lm_prob}")
+    if mask_unit not in get_args(MaskUnit):
+        raise ValueError(
+            f"mask_unit: expected one of {', '.join(get_args(MaskUnit))}, got {mask_unit!r}"
+        )
     if max_predictions_per_seq is not None and max_predictions_per_seq < 1:
         raise ValueError(
             f"max_predictions_per_seq: expected None or at least 1, got {max_predictions_per_seq}"

@@ -56,7 +56,7 @@ _PROVEN = (
     *("tokenizer/vocab.txt", "tokenizer/tokenizer_config.json"),
     *(f"{split}/{MANIFEST}" for split in _SPLITS),
 )
-_MASKING_SETTINGS = ("masked_lm_prob", "whole_word", "max_predictions_per_seq")
+_MASKING_SETTINGS = ("masked_lm_prob", "mask_unit", "max_predictions_per_seq")
 _PLACES = ("source", "cache_dir", "vocab_file", "verify")
 
 
@@ -124,7 +124,7 @@ class PreparedData:
             getattr(self, split),
             self.tokenizer,
             masked_lm_prob=self.config.masked_lm_prob,
-            whole_word=self.config.whole_word,
+            mask_unit=self.config.mask_unit,
             max_predictions_per_seq=self.config.max_predictions_per_seq,
             seed=self.config.seed if seed is None else seed,
         )

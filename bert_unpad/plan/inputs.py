@@ -196,6 +196,12 @@ def _recipe(path: str, overrides: list[str]) -> dict[str, Any]:
             f"{path}: expected batching.strategy stratified or random, got {batching.strategy!r} "
             "(--set batching.strategy=stratified)"
         )
+    if batching.warmup_batch_size is not None:
+        raise ValueError(
+            f"{path}: expected batching.warmup_batch_size null, since a plan has one batch size, "
+            f"got {batching.warmup_batch_size} (--set batching.warmup_batch_size=null "
+            "--set batching.warmup_steps=null)"
+        )
     vocabulary = run.data.vocab_size
     if run.data.vocab_file is not None:
         vocabulary = _lines(Path(run.data.vocab_file))

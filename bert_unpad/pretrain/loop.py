@@ -87,7 +87,7 @@ class Trainer:
         """
         progress, stopped = self.progress, False
         while not (stopped or progress.target_reached):
-            with self.stages.steps() as steps:
+            with self.stages.steps(self.total_steps) as steps:
                 stopped = self._run_stage(steps, stop)
             if progress.step == self.total_steps:
                 break

@@ -196,11 +196,17 @@ class Stages:
         self._stage_data = data
         self._work = WorkModel.for_hidden(run.model.config.hidden_size)
         self._updates = 0  # with this sampler
-        self.sampler = build_sampler(config, data, run.ranks, self._work, self.speeds)
+        self.sampler = build_sampler(
+            config, data, run.ranks, self._work, self.speeds, run.progress.step
+        )
 
-    def steps(self) -> AbstractContextManager[Iterator[tuple[Step, FeedState]]]:
+    def steps(self, total_steps: int) -> AbstractContextManager[Iterator[tuple[Step, FeedState]]]:
         """The steps to come, from where the sampler stands; see `feed.feed_steps`."""
-        return feed_steps(self._run.config, self.sampler, self._stage_data, self._run.ranks)
+        run = self._run
+        return feed_steps(
+            *(run.config, self.sampler, self._stage_data, run.ranks, run.progress.step),
+            total_steps,
+        )
 
 
 def _prepare(config: PretrainConfig, max_seq_length: int, ranks: Ranks) -> PreparedData:

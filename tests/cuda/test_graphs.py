@@ -134,9 +134,9 @@ def make_step(padded: bool) -> Step:
     """Three passes, one of them without tokens."""
     batches = [make_inputs(lengths, 3, masked_fraction=0.15) for lengths in ([9, 4], [20, 7], [])]
     collate = StepCollator(
-        lambda numbers, epoch: batches[numbers[0]], 3, SHAPES if padded else None
+        lambda numbers, epoch, progress: batches[numbers[0]], 3, SHAPES if padded else None
     )
-    return collate(torch.arange(3).numpy(), 0)
+    return collate(torch.arange(3).numpy(), 0, 0.0)
 
 
 def test_the_trainer_counts_and_sums_the_same(monkeypatch) -> None:

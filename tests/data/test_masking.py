@@ -1,5 +1,8 @@
 """Masks: against a plain loop over tokens, their statistics, and what they depend on."""
 
+from fractions import Fraction
+from itertools import chain
+
 import numpy as np
 import pytest
 
@@ -80,16 +83,16 @@ def reference(tokenizer, ids, *, index, seed, epoch, prob, whole_word, cap):
     return seen, chosen
 
 
-@pytest.mark.parametrize("whole_word", [False, True])
+@pytest.mark.parametrize("unit", ["token", "word"])
 @pytest.mark.parametrize(("prob", "cap"), [(0.15, None), (0.15, 4), (0.5, None), (0.02, 1)])
-def test_equals_a_loop_over_tokens(tokenizer, whole_word, prob, cap):
+def test_equals_a_loop_over_tokens(tokenizer, unit, prob, cap):
     rng = np.random.default_rng(3)
     ids, lengths = batch(tokenizer, [128, 0, 1, 5, *rng.integers(1, 120, 40), 0])
     indices = rng.integers(0, 2**40, len(lengths))
     masker = TokenMasker(
         tokenizer,
         masked_lm_prob=prob,
-        whole_word=whole_word,
+        mask_unit=unit,
         max_predictions_per_seq=cap,
         seed=-7,
     )
@@ -105,7 +108,7 @@ def test_equals_a_loop_over_tokens(tokenizer, whole_word, prob, cap):
             seed=-7,
             epoch=11,
             prob=prob,
-            whole_word=whole_word,
+            whole_word=unit == "word",
             cap=cap,
         )
         seen += expected
@@ -166,7 +169,7 @@ def test_depends_on_seed_epoch_and_index_only(tokenizer):
 
 def test_whole_words_stay_whole(tokenizer):
     ids, lengths = batch(tokenizer, [100] * 50)
-    result = TokenMasker(tokenizer, whole_word=True)(ids, lengths, np.arange(50), 0)
+    result = TokenMasker(tokenizer, mask_unit="word")(ids, lengths, np.arange(50), 0)
     chosen = np.zeros(len(ids), bool)
     chosen[result.positions] = True
     ordinary = ~np.isin(ids, tokenizer.unmaskable_ids)
@@ -178,9 +181,102 @@ def test_whole_words_stay_whole(tokenizer):
     assert counts.mean() > 14
 
 
+def spans_of(tokenizer, ids, *, index, quota):
+    """{position: first token of the span that has chosen it} of one sequence, span by span."""
+    state = mix((mix(mix(0)) + index * GAMMA) & M64)
+    hashes = [mix((state + place * GAMMA) & M64) for place in range(len(ids))]
+    runs: list[list[list[int]]] = []
+    for place, token in enumerate(ids):
+        if token in tokenizer.unmaskable_ids:
+            runs.append([])
+        elif not runs or not runs[-1] or not tokenizer.is_continuation[token]:
+            runs = runs or [[]]
+            runs[-1].append([place])
+        else:
+            runs[-1][-1].append(place)
+    spans = []
+    for run in runs:
+        for first, word in enumerate(run):
+            draw = mix(hashes[word[0]] ^ M64) >> 32
+            weights = [Fraction(4, 5) ** n for n in range(10)]
+            below = [sum(weights[: n + 1]) / sum(weights) * 2**32 for n in range(10)]
+            words = next(n + 1 for n in range(10) if draw < int(below[n]))
+            spans.append((hashes[word[0]] >> 40, word[0], [*chain(*run[first : first + words])]))
+    chosen: dict[int, int] = {}
+    for _, head, places in sorted(spans):
+        for place in places:
+            if place not in chosen and len(chosen) < quota:
+                chosen[place] = head
+    return chosen, hashes
+
+
+@pytest.mark.parametrize(("prob", "cap"), [(0.15, None), (0.15, 4), (0.6, None)])
+def test_spans_equal_a_loop_over_spans(tokenizer, prob, cap):
+    rng = np.random.default_rng(8)
+    ids, lengths = batch(tokenizer, [90, 0, 1, 5, 2, *rng.integers(1, 100, 25), 0])
+    indices = rng.integers(0, 2**40, len(lengths))
+    masker = TokenMasker(
+        tokenizer, masked_lm_prob=prob, mask_unit="span", max_predictions_per_seq=cap
+    )
+    result = masker(ids, lengths, indices, epoch=0)
+    expected = {}
+    for begin, length, index in zip(
+        np.cumsum(lengths) - lengths, lengths.tolist(), indices.tolist(), strict=True
+    ):
+        quota = min(max(1, round(length * prob)), cap or length + 1)
+        given = ids[begin : begin + length].tolist()
+        chosen, hashes = spans_of(tokenizer, given, index=index, quota=quota)
+        for place, head in chosen.items():
+            action = mix(hashes[head] ^ GAMMA) >> 32
+            draw = (mix(hashes[place] ^ GAMMA) & 0xFFFFFFFF) * (tokenizer.vocab_size - 5)
+            kept = given[place] if action >= int(0.9 * 2**32) else 5 + (draw >> 32)
+            expected[begin + place] = tokenizer.mask_id if action < int(0.8 * 2**32) else kept
+    assert result.positions.tolist() == sorted(expected)
+    assert result.input_ids[result.positions].tolist() == [expected[p] for p in sorted(expected)]
+    np.testing.assert_array_equal(result.labels, ids[result.positions])
+
+
+def test_spans_are_replaced_as_one(tokenizer):
+    ids = np.tile(np.arange(5, 65), 4000)  # each token a word
+    masker = TokenMasker(tokenizer, masked_lm_prob=0.17, mask_unit="span")  # 10 tokens
+    result = masker(ids, np.full(4000, 60), np.arange(4000), 0)
+    assert len(result.positions) == 40_000
+    place = result.positions.reshape(4000, 10) % 60
+    runs = 1 + (np.diff(place, axis=1) > 1).sum(1)
+    # Spans of 3.8 words on average: more than two and less than four have room for 10 words.
+    assert 2.0 < runs.mean() < 4.0
+    seen = result.input_ids[result.positions].reshape(4000, 10)
+    masked = seen == tokenizer.mask_id
+    assert abs(masked.mean() - 0.8) < 0.02
+    joined = np.diff(place, axis=1) == 1
+    together = (masked[:, 1:] == masked[:, :-1])[joined]
+    assert together.mean() > 0.9  # of tokens one by one 0.68
+
+
+def test_the_rate_follows_progress(tokenizer):
+    ids, lengths = batch(tokenizer, [100] * 20)
+    masker = TokenMasker(tokenizer, masked_lm_prob=[0.3, 0.15], seed=3)
+    constant = {rate: TokenMasker(tokenizer, masked_lm_prob=rate, seed=3) for rate in (0.3, 0.15)}
+    counts = [
+        len(masker(ids, lengths, np.arange(20), 1, progress).positions)
+        for progress in (0.0, 0.2, 0.5, 0.9, 1.0)
+    ]
+    assert counts == [20 * n for n in (30, 27, 22, 16, 15)]
+    for progress, rate in ((0.0, 0.3), (1.0, 0.15)):
+        ours = masker(ids, lengths, np.arange(20), 1, progress)
+        theirs = constant[rate](ids, lengths, np.arange(20), 1, 0.5)
+        for left, right in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(left, right)
+    default = masker(ids, lengths, np.arange(20), 1)
+    assert len(default.positions) == 20 * 15  # as at the end of training
+    few = masker(ids, lengths, np.arange(20), 1, 1.0).positions
+    many = masker(ids, lengths, np.arange(20), 1, 0.0).positions
+    assert np.isin(few, many).all()  # a lower rate only leaves tokens out
+
+
 def test_empty_batches_and_unmaskable_sequences(tokenizer):
-    for whole_word in (False, True):
-        masker = TokenMasker(tokenizer, whole_word=whole_word)
+    for unit in ("token", "word", "span"):
+        masker = TokenMasker(tokenizer, mask_unit=unit)
         empty = np.empty(0, np.int64)
         for lengths in (empty, np.zeros(3, np.int64)):
             result = masker(empty, lengths, np.arange(len(lengths)), 0)
@@ -194,7 +290,15 @@ def test_empty_batches_and_unmaskable_sequences(tokenizer):
 
 @pytest.mark.parametrize(
     "bad",
-    [{"masked_lm_prob": 0.0}, {"masked_lm_prob": 1.0}, {"max_predictions_per_seq": 0}],
+    [
+        {"masked_lm_prob": 0.0},
+        {"masked_lm_prob": 1.0},
+        {"masked_lm_prob": [0.3, 0.0]},
+        {"masked_lm_prob": [0.3, 0.2, 0.1]},
+        {"masked_lm_prob": []},
+        {"mask_unit": "sentence"},
+        {"max_predictions_per_seq": 0},
+    ],
 )
 def test_bad_arguments_are_named(tokenizer, bad):
     with pytest.raises(ValueError, match=f"{next(iter(bad))}: expected"):

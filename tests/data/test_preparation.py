@@ -87,7 +87,7 @@ def test_no_document_is_in_both_parts(config):
 def test_key_follows_content_and_settings_but_not_masking(config, text_file, tmp_path):
     path = prepare(config, progress=False).path
     for change in (
-        {"masked_lm_prob": 0.3, "whole_word": True, "max_predictions_per_seq": 5},
+        {"masked_lm_prob": 0.3, "mask_unit": "word", "max_predictions_per_seq": 5},
         {"verify": False},
     ):
         assert prepare(dataclasses.replace(config, **change), progress=False).path == path

@@ -97,6 +97,13 @@ def test_the_tables(capsys, tmp_path):
         (["--model=RECIPE", "--set=precision"], "argument --set: expected KEY=VALUE"),
         (["--model=RECIPE", "--set=batching.strategy=packed"], "expected batching.strategy"),
         (
+            [
+                *("--model=RECIPE", "--set=batching.warmup_batch_size=2"),
+                "--set=batching.warmup_steps=9",
+            ],
+            "expected batching.warmup_batch_size null, since a plan has one batch size, got 2",
+        ),
+        (
             ["--model=RECIPE", "--set=optimizer.name=torch.optim.SGD"],
             "expected optimizer.name of one of adamw, fused_adam, lamb, lans, stable_adamw, whose",
         ),

@@ -139,7 +139,7 @@ class BalancedSampler(EpochSampler):
             yield indices[begins[at] : begins[at + 1]]
         self.set_epoch(self._epoch + 1)
 
-    def straggler_efficiency(self, step: int | None = None) -> float:
+    def straggler_efficiency(self, step: int | None = None, together: int = 1) -> float:
         """Returns the mean over the greatest work of a rank in a step; 1.0 if no rank waits.
 
         The work of all ranks is computed for a pool of steps at a time (with `random`, for one
@@ -150,22 +150,25 @@ class BalancedSampler(EpochSampler):
 
         Args:
             step: step of the current epoch, from 0; by default the last one that was yielded.
+            together: count so many steps, of which it is the last, as one.
 
         Raises:
             ValueError: the step does not exist, or was before a change of the number of ranks.
         """
         step = self.step - 1 if step is None else step
-        end = self.step + self.steps_left
-        if not self._past_steps <= step < end:
-            raise ValueError(f"step: expected {self._past_steps} to {end - 1}, got {step}")
+        least, end = self._past_steps + together - 1, self.step + self.steps_left
+        if not least <= step < end:
+            raise ValueError(f"step: expected {least} to {end - 1}, got {step}")
         at = step - self._past_steps
-        first, values = self._efficiencies
-        if not first <= at < first + len(values):
+        begin = at - together + 1
+        first, work = self._work_of
+        if not first <= begin <= at < first + len(work):
             plan = self._current_plan()
-            first, last = plan.block(at)
-            values = efficiency(plan.work(first, last))
-            self._efficiencies = first, values
-        return float(values[at - first])
+            first, last = plan.block(begin)[0], plan.block(at)[1]
+            work = plan.work(first, last)
+            self._work_of = first, work
+        together_work = work[begin - first : at - first + 1].sum(axis=0, keepdims=True)
+        return float(efficiency(together_work)[0])
 
     def state_dict(self, steps_done: int | None = None) -> dict[str, Any]:
         """Returns the position, as plain values that JSON keeps exactly.
@@ -220,7 +223,8 @@ class BalancedSampler(EpochSampler):
         self._past_steps = sum(part.steps for part in past)
         self._done = done  # steps of the current plan
         self._plan: EpochPlan | None = None
-        self._efficiencies: tuple[int, NDArray[np.float64]] = (0, np.empty(0))
+        # Work of the ranks, [steps, ranks], from a step on.
+        self._work_of: tuple[int, NDArray[np.float64]] = (0, np.empty((0, 1)))
         self._turn += 1
 
     def _current_plan(self) -> EpochPlan:

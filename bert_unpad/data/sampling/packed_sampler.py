@@ -106,15 +106,21 @@ class PackedSampler(EpochSampler):
             self._last_rows = first, min(first + self._global_rows, self.rows)
             self._rows_done = self._last_rows[1]
             self._steps_done += 1
-            yield self._examples(self.rank)
+            yield self._examples(self.rank, *self._last_rows)
         self.set_epoch(self._epoch + 1)
 
-    def straggler_efficiency(self) -> float:
-        """Returns mean over greatest work of a rank in the last step yielded; 1.0 before any."""
+    def straggler_efficiency(self, together: int = 1) -> float:
+        """Returns mean over greatest work of a rank in the last step yielded; 1.0 before any.
+
+        Args:
+            together: count so many steps, the last ones, as one.
+        """
         linear, quadratic = self._work.linear, self._work.quadratic
+        first, last = self._last_rows
+        first = max(first - (together - 1) * self._global_rows, 0)
         work = np.zeros((1, self._num_replicas))
         for rank in range(self._num_replicas):
-            sizes = self.lengths[self._examples(rank)].astype(np.float64)
+            sizes = self.lengths[self._examples(rank, first, last)].astype(np.float64)
             work[0, rank] = (linear * sizes + quadratic * sizes**2).sum()
         return float(efficiency(work)[0])
 
@@ -170,10 +176,10 @@ class PackedSampler(EpochSampler):
             self._planned = indices, np.concatenate([[0], ends])
         return self._planned
 
-    def _examples(self, rank: int) -> NDArray[np.int64]:
-        """Returns a rank's examples in the last step that was yielded, longest first."""
+    def _examples(self, rank: int, first: int, last: int) -> NDArray[np.int64]:
+        """Returns a rank's examples in the rows of whole steps, longest first."""
         indices, bounds = self._plan()
-        rows = range(self._last_rows[0] + rank, self._last_rows[1], self._num_replicas)
+        rows = range(first + rank, last, self._num_replicas)
         parts = [indices[bounds[row] : bounds[row + 1]] for row in rows]
         chosen = np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64)
         return chosen[np.argsort(-self.lengths[chosen].astype(np.int64), kind="stable")]

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from bert_unpad._balancer import WorkModel, deal
 from bert_unpad.data.sampling.balanced_sampler import BalancedSampler, efficiency
 from bert_unpad.data.sampling.packed_sampler import PackedSampler
+from bert_unpad.data.sampling.warmup_sampler import WarmupSampler
 
 
 class SpeedSampler:
@@ -37,7 +38,7 @@ class SpeedSampler:
 
     def __init__(
         self,
-        whole: BalancedSampler | PackedSampler,
+        whole: BalancedSampler | PackedSampler | WarmupSampler,
         rank: int,
         speeds: ArrayLike,
         *,

@@ -17,7 +17,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -25,23 +25,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad._balancer import WorkModel, deal
-from bert_unpad.data.prefetch import Prefetcher
 from bert_unpad.data.sampling.balanced_sampler import efficiency
+from bert_unpad.data.sampling.warmup_sampler import BatchWarmup
 from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.streams.position import StreamPosition
-from bert_unpad.data.streams.stream import ExampleStream, token_dtype
+from bert_unpad.data.streams.step_reader import FAILED, LATE, STOPPING, WAIT_SLICE, StepReader
+from bert_unpad.data.streams.stream import ExampleStream
 from bert_unpad.data.streams.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-_OK, _FAILED, _LATE, _STOPPING = range(4)
 # What each rank says in a round: status, examples read, its position in the epoch after them, a
 # digest of the plan before, checksums of what it has read and been given before, the bits of its
 # speed; then the lengths, with the numbers of given masks in higher bits.
 _FIELDS = 7
 _LENGTH_BITS = 16  # lengths are uint16 everywhere
-_WAIT_SLICE = 0.25  # seconds between two looks at whether the exchange was closed meanwhile
-_READ_AHEAD = 2  # steps that wait in front of the exchange
 _MAX_TEXT = 4000  # characters of an error that other ranks are told
 
 
@@ -87,6 +85,8 @@ class ExampleExchange(Iterator[ExchangedStep]):
     Args:
         stream: this rank's.
         batch_size: examples that each rank reads for a step.
+        warmup: how the batch grows to that; None where it is full from the beginning.
+        updates: steps that were taken before, for `warmup`.
         scope: how far examples travel: "none", "node" (within a node), "world", or "two_level" (as
             far as world, but within nodes first, then between them).
         dealing: "plain", "snake", "lpt" or "greedy", see `_balancer.deal`.
@@ -111,6 +111,8 @@ class ExampleExchange(Iterator[ExchangedStep]):
         stream: ExampleStream,
         *,
         batch_size: int,
+        warmup: BatchWarmup | None = None,
+        updates: int = 0,
         scope: str = "world",
         dealing: str = "lpt",
         work: WorkModel | None = None,
@@ -123,12 +125,19 @@ class ExampleExchange(Iterator[ExchangedStep]):
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size: expected 1 or more, got {batch_size}")
+        if warmup is not None and batch_size % warmup.full:
+            raise ValueError(
+                f"batch_size: expected a multiple of the {warmup.full} parts of warmup, got "
+                f"{batch_size}"
+            )
         if depth < 1:
             raise ValueError(f"depth: expected 1 or more, got {depth}")
         if not reader_timeout > 0:
             raise ValueError(f"reader_timeout: expected more than 0 s, got {reader_timeout}")
         self._stream = stream
         self._batch_size = batch_size
+        self._warmup = BatchWarmup(1, 1) if warmup is None else warmup
+        self._updates = updates
         self._dealing = dealing
         self._work = WorkModel.for_hidden() if work is None else work
         self._reader_timeout = reader_timeout
@@ -138,7 +147,6 @@ class ExampleExchange(Iterator[ExchangedStep]):
         self._transport = Transport(scope, node_size, timeout)
         self.rank, self.num_ranks = self._transport.rank, self._transport.num_ranks
         self._identity = stream.identity()
-        self._nothing = ExampleBatch.empty(token_dtype(stream.vocab_size), stream.has_masks)
         self._position = StreamPosition.begin(0, self.num_ranks)
         try:
             self._agree(scope, state)  # so that loading fails on all ranks or on none
@@ -154,10 +162,14 @@ class ExampleExchange(Iterator[ExchangedStep]):
         self._ready: deque[ExchangedStep | BaseException | None] = deque()
         self._filled = threading.Semaphore(0)
         self._room = threading.Semaphore(depth)
-        self._reader = Prefetcher(
-            lambda batch, _: batch,
-            self._read(self._position.epoch, self._position.positions[self.rank]),
-            depth=_READ_AHEAD,
+        self._reader = StepReader(
+            stream,
+            self._position.epoch,
+            self._position.positions[self.rank],
+            batch_size // self._warmup.full,
+            self._warmup.full,
+            reader_timeout,
+            lambda: self._closed,
         )
         self._thread = threading.Thread(target=self._run, name="bert_unpad-exchange", daemon=True)
         self._thread.start()
@@ -165,6 +177,8 @@ class ExampleExchange(Iterator[ExchangedStep]):
     def _agree(self, scope: str, state: Mapping[str, Any] | None) -> None:
         mine = {
             "batch_size": self._batch_size,
+            "warmup": self._warmup,
+            "updates": self._updates,
             "scope": scope,
             "dealing": self._dealing,
             "work": (self._work.linear, self._work.quadratic),
@@ -182,14 +196,6 @@ class ExampleExchange(Iterator[ExchangedStep]):
                         f"{name}: expected the same on all ranks, got {value} on rank {self.rank} "
                         f"and {theirs[name]} on rank {rank}"
                     )
-
-    def _read(self, epoch: int, start: int) -> Iterator[ExampleBatch]:
-        """This rank's share of each step; no examples at an epoch's end."""
-        while True:
-            for batch in self._stream.batches(epoch, start, self._batch_size):
-                yield replace(batch, tokens=batch.tokens.astype(self._nothing.tokens.dtype))
-            yield self._nothing
-            epoch, start = epoch + 1, 0
 
     @property
     def speed(self) -> float | None:
@@ -245,7 +251,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
             self._transport.abort()
         else:
             self._transport.close()
-        self._reader.close(_WAIT_SLICE)
+        self._reader.close(WAIT_SLICE)
         self._put(None)
 
     def __enter__(self) -> ExampleExchange:
@@ -265,16 +271,13 @@ class ExampleExchange(Iterator[ExchangedStep]):
 
     def _run(self) -> None:
         """The thread: rounds until something ends them."""
-        ended = False
         try:
             while True:
                 self._room.acquire()
                 step = None
                 while step is None:  # more than once where an epoch ends
-                    status, batch, error = self._take(ended)
-                    ended = not len(batch)
-                    step = self._round(status, batch, error)
-                    ended = ended and step is not None
+                    step = self._round(*self._reader.take(self._warmup.parts(self._updates)))
+                self._updates += 1
                 self._put(step)
         except _Stopped:
             self._put(None)
@@ -288,28 +291,6 @@ class ExampleExchange(Iterator[ExchangedStep]):
             )
             broken.__cause__ = error
             self._put(broken)
-
-    def _take(self, ended: bool) -> tuple[int, ExampleBatch, BaseException | None]:
-        """How reading went, and this rank's share of a step: empty where its epoch has ended."""
-        nothing = self._nothing
-        deadline = time.monotonic() + self._reader_timeout
-        while not self._closed:
-            if ended:
-                return _OK, nothing, None
-            left = deadline - time.monotonic()
-            try:
-                batch = self._reader.next_within(max(min(_WAIT_SLICE, left), 0.0))
-            except TimeoutError as error:
-                # The reader itself may have raised this one: then its thread has ended.
-                if self._reader.ended:
-                    return _FAILED, nothing, error
-                if left <= _WAIT_SLICE:
-                    return _LATE, nothing, error
-            except BaseException as error:
-                return _FAILED, nothing, error
-            else:
-                return _OK, batch, None
-        return _STOPPING, nothing, None
 
     def _round(
         self, status: int, batch: ExampleBatch, error: BaseException | None
@@ -337,6 +318,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
         mask_counts = sizes >> _LENGTH_BITS if self._stream.has_masks else None
         if not len(lengths):
             self._end_epoch(rows)
+            self._reader.begin_epoch()
             return None
         speeds = None
         if own_speed is not None:
@@ -377,19 +359,19 @@ class ExampleExchange(Iterator[ExchangedStep]):
     def _check(self, rows: NDArray[np.int64], error: BaseException | None) -> None:
         """Ends the round on all ranks if any rank has reported a problem."""
         statuses, digests = rows[:, 0], rows[:, 3]
-        faulty = np.flatnonzero((statuses == _FAILED) | (statuses == _LATE)).tolist()
+        faulty = np.flatnonzero((statuses == FAILED) | (statuses == LATE)).tolist()
         if faulty:
             text = "" if error is None else f"{type(error).__name__}: {error}"[:_MAX_TEXT]
             texts = self._transport.share_object(text)
             reasons = [
                 f"rank {rank}: its reader failed: {texts[rank]}"
-                if statuses[rank] == _FAILED
+                if statuses[rank] == FAILED
                 else f"rank {rank}: its reader gave no examples for {self._reader_timeout:g} s "
                 "(reader_timeout)"
                 for rank in faulty
             ]
             raise ExchangeError(f"{'; '.join(reasons)} ({self._where()})", faulty) from error
-        stopping = np.flatnonzero(statuses == _STOPPING).tolist()
+        stopping = np.flatnonzero(statuses == STOPPING).tolist()
         if stopping and self._closed:
             raise _Stopped
         if stopping:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bert_unpad._tiers import advanced
+from bert_unpad.data.sampling.warmup_sampler import BatchWarmup
 from bert_unpad.pretrain.config.errors import ConfigError
 
 
@@ -23,6 +24,11 @@ class BatchingConfig:
     batch_size_per_rank: int | None = None
     """Sequences per forward and backward pass on one rank. Give this or
     batching.global_batch_size."""
+    warmup_batch_size: int | None = advanced(None)
+    """Sequences of the first update over all ranks. Over batching.warmup_steps updates the batch
+    grows in multiples of this to its full size. By default it is full from the beginning."""
+    warmup_steps: int | None = advanced(None)
+    """With batching.warmup_batch_size: updates until the batch is full."""
     accumulation: int = 1
     """Forward and backward passes per update."""
     scope: Literal["none", "node", "world", "two_level"] = advanced("world")
@@ -51,6 +57,23 @@ class BatchingConfig:
                 f"{self.global_batch_size}",
             )
         return self.global_batch_size // world_size
+
+    def warmup(self, world_size: int) -> BatchWarmup | None:
+        """How the batch grows; None where it is full from the beginning.
+
+        Raises:
+            ConfigError: the first batch cannot be split evenly, or the full one is no multiple.
+        """
+        first, full = self.warmup_batch_size, self.per_rank(world_size) * world_size
+        if first is None:
+            return None
+        for wanted, rest in (
+            (f"a multiple of the number of ranks ({world_size})", first % world_size),
+            (f"a divisor of the full batch ({full})", full % first),
+        ):
+            if rest:
+                raise ConfigError("batching.warmup_batch_size", f"expected {wanted}, got {first}")
+        return BatchWarmup(full // first, self.warmup_steps)
 
     def per_pass(self, world_size: int) -> int:
         """Sequences of the largest forward and backward pass on one rank.

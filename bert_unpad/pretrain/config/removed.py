@@ -24,6 +24,7 @@ _REMOVED: dict[str, str] = {
     "data.dupe_factor": _IN_CODE,
     "data.seed": _IN_CODE,
     "data.verify": _IN_CODE,
+    "data.whole_word": "data.mask_unit word",
     "data.file_per_document": "data.source PATH?file_per_document=true",
     "batching.prefetch": "nothing (two steps are prepared ahead)",
     "batching.exchange": "batching.scope (none, node for group, world, two_level for hierarchical)",

@@ -7,9 +7,9 @@ that is known.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
+from dataclasses import fields
 from itertools import pairwise
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from bert_unpad._choices import OptimizerName
 from bert_unpad.data.streams.text_stream import is_streamed
@@ -32,6 +32,15 @@ _GROWTH_OPTIONS = {
     "layer_drop": set(),
     "lengths": {"lengths", "shares", "learning_rate"},
 }
+# The options that each shape of the learning rate reads besides the warm-up.
+_SHAPE_OPTIONS = {
+    "polynomial": {"power", "end_lr_share"},
+    "linear": {"end_lr_share"},
+    "cosine": {"end_lr_share"},
+    "constant": set(),
+    "inverse_sqrt": set(),
+    "wsd": {"decay_share", "end_lr_share"},
+}
 
 
 def check_rules(config: PretrainConfig) -> None:
@@ -42,6 +51,11 @@ def check_rules(config: PretrainConfig) -> None:
     """
     _check_pairs(config)
     _check_optimizer(config.optimizer.name)
+    _check_read(
+        *("schedule", config.schedule, {"power", "decay_share", "end_lr_share"}),
+        _SHAPE_OPTIONS[config.schedule.name],
+    )
+    _check_batch_warmup(config)
     _check_rank_speeds(config)
     _check_clip(config.clip)
     _check_comm(config)
@@ -81,6 +95,19 @@ def _check_pairs(config: PretrainConfig) -> None:
             )
 
 
+def _check_read(section: str, options: Any, names: set[str], read: set[str]) -> None:
+    """Options that have their default unless the section's `name` reads them."""
+    for field in fields(options):
+        value, default = getattr(options, field.name), field.default
+        if field.name in names - read and value != default:
+            default = "null" if default is None else default
+            raise ConfigError(
+                f"{section}.{field.name}",
+                f"expected {default}, since {section}.name {options.name} does not read it, got "
+                f"{value}",
+            )
+
+
 def _check_optimizer(name: str) -> None:
     """A name of the table, or what may be an import path; nothing is imported yet."""
     known = get_args(OptimizerName)
@@ -89,6 +116,21 @@ def _check_optimizer(name: str) -> None:
             "optimizer.name",
             f"expected one of {', '.join(known)}, or an import path such as torch.optim.SGD, got "
             f"{name!r}",
+        )
+
+
+def _check_batch_warmup(config: PretrainConfig) -> None:
+    first, steps = config.batching.warmup_batch_size, config.batching.warmup_steps
+    if (first is None) != (steps is None):
+        missing, given = ("warmup_batch_size", "warmup_steps")[:: 1 if first is None else -1]
+        raise ConfigError(
+            f"batching.{missing}", f"expected a number with batching.{given}, got null"
+        )
+    if first is not None and config.schedule.total_steps is None:
+        raise ConfigError(
+            "schedule.total_steps",
+            "expected a number with batching.warmup_steps, where epochs have unequal numbers of "
+            "updates, got null",
         )
 
 
@@ -219,15 +261,8 @@ def _check_fsdp(config: PretrainConfig) -> None:
 
 
 def _check_growth(growth: GrowthConfig) -> None:
-    for name, value in asdict(growth).items():
-        default = getattr(GrowthConfig, name)
-        if name not in _GROWTH_OPTIONS[growth.name] | {"name"} and value != default:
-            default = "null" if default is None else default
-            raise ConfigError(
-                f"growth.{name}",
-                f"expected {default}, since growth.name {growth.name} does not read it, got "
-                f"{value}",
-            )
+    options = {field.name for field in fields(growth)} - {"name"}
+    _check_read("growth", growth, options, _GROWTH_OPTIONS[growth.name])
     if growth.name == "lengths" and growth.lengths is None:
         raise ConfigError(
             "growth.lengths",

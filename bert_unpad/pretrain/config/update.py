@@ -47,8 +47,14 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
-    """Length of the run and learning rate: linear warm-up, then polynomial decay."""
+    """Length of the run and learning rate: linear warm-up, then what schedule.name says."""
 
+    name: Literal["polynomial", "linear", "cosine", "constant", "inverse_sqrt", "wsd"] = (
+        "polynomial"
+    )
+    """Learning rate after the warm-up. polynomial, linear, cosine: decay to the end of the run.
+    constant: none. inverse_sqrt: as the inverse square root of the updates. wsd: constant, then a
+    decay by 1 - sqrt over the last schedule.decay_share of the run."""
     total_steps: int | None = None
     """Updates of the run. Give this or schedule.epochs."""
     epochs: int | None = None
@@ -61,7 +67,9 @@ class ScheduleConfig:
     """Update before which the warm-up begins, as in MLPerf's rules. With a negative number the
     first update has a learning rate that is already further up the warm-up."""
     power: float = advanced(1.0)
-    """Degree of the polynomial decay."""
+    """With schedule.name polynomial: degree of the decay. 1 is linear."""
+    decay_share: float = advanced(0.1)
+    """With schedule.name wsd: share of the run's updates that the decay takes."""
     end_lr_share: float = advanced(0.0)
     """Learning rate at the end of the decay, as a share of optimizer.lr."""
 

@@ -45,9 +45,11 @@ class ExchangedFeed:
         batching: how examples become steps, and how far they travel.
         work: work of a sequence by its length.
         speeds: of the ranks; None where all are alike.
+        updates: made already, for a batch that still grows.
 
     Raises:
-        ConfigError: machines have different numbers of processes, and batching.scope is by machine.
+        ConfigError: machines have different numbers of processes, and batching.scope is by machine,
+            or the batch does not fit the number of ranks.
     """
 
     def __init__(
@@ -57,10 +59,12 @@ class ExchangedFeed:
         batching: BatchingConfig,
         work: WorkModel,
         speeds: RankSpeeds | None = None,
+        updates: int = 0,
     ) -> None:
         self._ranks = ranks
         self._batching = batching
         self._batch_size = batching.per_rank(ranks.world_size)
+        self._warmup, self._updates = batching.warmup(ranks.world_size), updates
         self._work = work
         self._stream = stream
         self._speed = None if speeds is None else float(speeds.values[ranks.rank])
@@ -128,7 +132,12 @@ class ExchangedFeed:
 
     @contextmanager
     def steps(
-        self, collator: PackedCollator, *, pin_memory: bool, graph_shapes: GraphShapes | None = None
+        self,
+        collator: PackedCollator,
+        progress: Iterator[float],
+        *,
+        pin_memory: bool,
+        graph_shapes: GraphShapes | None = None,
     ) -> Iterator[Iterator[tuple[Step, FeedState]]]:
         """Steps from where the run stands, without end; all ranks enter and leave together.
 
@@ -136,18 +145,20 @@ class ExchangedFeed:
 
         Args:
             collator: whose masks to make.
+            progress: for each step, the share of training that is done before it.
             pin_memory: put steps into page-locked memory, for a GPU.
             graph_shapes: what passes are padded to; None to leave them as they are.
         """
         timeout = self._ranks.timeout.total_seconds()
         collate = StepCollator(
-            lambda examples, epoch: pack_examples(examples, collator.masker, epoch),
+            lambda examples, *at: pack_examples(examples, collator.masker, *at),
             self._batching.accumulation,
             graph_shapes,
         )
 
-        def make_step(given: ExchangedStep, _: int) -> tuple[Step, FeedState]:
-            step = collate(given.examples, given.epoch)
+        def make_step(made: tuple[ExchangedStep, float], _: int) -> tuple[Step, FeedState]:
+            given, done = made
+            step = collate(given.examples, given.epoch, done)
             counts = {"exchange_seconds": given.seconds, "exchange_bytes": given.bytes_sent}
             step = replace(step, counts=step.counts | counts)
             if pin_memory:
@@ -157,6 +168,8 @@ class ExchangedFeed:
         exchange = self._exchange = ExampleExchange(
             self._stream,
             batch_size=self._batch_size,
+            warmup=self._warmup,
+            updates=self._updates,
             scope=self._batching.scope,
             dealing="lpt" if self._speed is None else "greedy",
             work=self._work,
@@ -167,7 +180,7 @@ class ExchangedFeed:
             timeout=2 * timeout,
             state=self._position.state(self._stream.identity()),
         )
-        prefetcher = Prefetcher(make_step, exchange)
+        prefetcher = Prefetcher(make_step, zip(exchange, progress, strict=False))
         patience = _STOP_SECONDS
         try:
             yield prefetcher

@@ -19,6 +19,7 @@ from bert_unpad.batch.graph_shapes import GraphShapes
 from bert_unpad.data import ExampleBatch, Prefetcher
 from bert_unpad.data.sampling.epoch_sampler import EpochSampler
 from bert_unpad.data.sampling.speed_sampler import SpeedSampler
+from bert_unpad.data.sampling.warmup_sampler import WarmupSampler
 
 __all__ = ["FeedState", "Step", "StepCollator", "count_labels", "endless_steps"]
 
@@ -53,17 +54,18 @@ def count_labels(inputs: PackedInputs) -> tuple[int, int]:
 
 
 class StepCollator:
-    """Makes a `Step` of examples or their indices; a function of them and the epoch alone.
+    """Makes a `Step` of examples or their indices; a function of its arguments alone.
 
     Args:
-        collator: makes one packed batch of what the step is made of.
+        collator: makes one packed batch of what the step is made of, in an epoch, at a share of
+            training.
         accumulation: passes per step.
         graph_shapes: what passes are padded to; None to leave them as they are.
     """
 
     def __init__(
         self,
-        collator: Callable[[NDArray[np.integer] | ExampleBatch, int], PackedInputs],
+        collator: Callable[[NDArray[np.integer] | ExampleBatch, int, float], PackedInputs],
         accumulation: int,
         graph_shapes: GraphShapes | None = None,
     ) -> None:
@@ -71,10 +73,18 @@ class StepCollator:
         self._accumulation = accumulation
         self._graph_shapes = graph_shapes
 
-    def __call__(self, examples: NDArray[np.integer] | ExampleBatch, epoch: int) -> Step:
-        """Dealing every n-th example to a pass keeps passes alike where examples are sorted."""
+    def __call__(
+        self, examples: NDArray[np.integer] | ExampleBatch, epoch: int, progress: float
+    ) -> Step:
+        """Dealing every n-th example to a pass keeps passes alike where examples are sorted.
+
+        Args:
+            examples: of this rank.
+            epoch: number of the pass over the data.
+            progress: share of training that is done, 0 to 1.
+        """
         passes = tuple(
-            self._collator(examples[first :: self._accumulation], epoch)
+            self._collator(examples[first :: self._accumulation], epoch, progress)
             for first in range(self._accumulation)
         )
         lengths = [np.asarray(inputs.batch.lengths) for inputs in passes]
@@ -106,7 +116,8 @@ class FeedState:
 
 def endless_steps(
     collator: StepCollator,
-    sampler: EpochSampler | SpeedSampler,
+    sampler: EpochSampler | SpeedSampler | WarmupSampler,
+    progress: Iterator[float],
     *,
     pin_memory: bool,
     efficiency: bool,
@@ -116,6 +127,7 @@ def endless_steps(
     Args:
         collator: makes the steps.
         sampler: says which examples.
+        progress: for each step, the share of training that is done before it.
         pin_memory: put them into page-locked memory, for a GPU.
         efficiency: compute the straggler efficiency of each step. It needs the plan of all ranks,
             so one rank is enough.
@@ -130,8 +142,8 @@ def endless_steps(
 
     while True:
         with Prefetcher(
-            collator,
-            sampler,
+            lambda given, epoch: collator(given[0], epoch, given[1]),
+            zip(sampler, progress, strict=False),  # which ends before it asks for a share
             epoch=sampler.epoch,
             pin_memory=pin_memory,
             get_state=state,

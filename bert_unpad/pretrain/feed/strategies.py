@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
 
 from bert_unpad.batch.graph_shapes import GraphShapes
 from bert_unpad.data import PreparedData
+from bert_unpad.data.masking import masking_rates
 from bert_unpad.data.sampling.balanced_sampler import BalancedSampler, WorkModel
 from bert_unpad.data.sampling.packed_sampler import PackedSampler
 from bert_unpad.data.sampling.speed_sampler import SpeedSampler
+from bert_unpad.data.sampling.warmup_sampler import WarmupSampler
 from bert_unpad.pretrain.config import PretrainConfig
 from bert_unpad.pretrain.feed.exchange_feed import ExchangedFeed
 from bert_unpad.pretrain.feed.rank_speeds import RankSpeeds
@@ -21,7 +24,7 @@ __all__ = ["Sampler", "build_sampler", "feed_steps"]
 
 logger = logging.getLogger(__name__)
 
-Sampler = BalancedSampler | PackedSampler | SpeedSampler | ExchangedFeed
+Sampler = BalancedSampler | PackedSampler | WarmupSampler | SpeedSampler | ExchangedFeed
 
 
 def build_sampler(
@@ -30,6 +33,7 @@ def build_sampler(
     ranks: Ranks,
     work: WorkModel,
     speeds: RankSpeeds | None = None,
+    updates: int = 0,
 ) -> Sampler:
     """The sampler of the batching strategy, at the beginning of the first epoch.
 
@@ -39,9 +43,10 @@ def build_sampler(
         ranks: the processes of the run.
         work: work of a sequence by its length.
         speeds: of the ranks; None where all are alike.
+        updates: made already, for a batch that still grows.
 
     Raises:
-        ConfigError: the strategy does not fit the data.
+        ConfigError: the strategy does not fit the data, or the batch the number of ranks.
     """
     batching = config.batching
     if batching.strategy == "exchange":
@@ -51,12 +56,19 @@ def build_sampler(
             seed=config.seed,
             shuffle_buffer=batching.shuffle_buffer,
         )
-        return ExchangedFeed(stream, ranks, batching, work, speeds)
+        return ExchangedFeed(stream, ranks, batching, work, speeds, updates)
     per_rank = batching.per_rank(ranks.world_size)
     if speeds is not None:
-        whole = _indexed(config, data, (1, 0, per_rank * ranks.world_size), work)
-        return SpeedSampler(whole, ranks.rank, speeds.values, work=work)
-    return _indexed(config, data, (ranks.world_size, ranks.rank, per_rank), work)
+        place = (1, 0, per_rank * ranks.world_size)
+    else:
+        place = (ranks.world_size, ranks.rank, per_rank)
+    warmup = batching.warmup(ranks.world_size)
+    if warmup is None:
+        whole = _indexed(config, data, place, work)
+    else:
+        place = (*place[:2], place[2] // warmup.full)
+        whole = WarmupSampler(_indexed(config, data, place, work), warmup, updates)
+    return whole if speeds is None else SpeedSampler(whole, ranks.rank, speeds.values, work=work)
 
 
 def _indexed(
@@ -87,23 +99,41 @@ def _indexed(
 
 
 def feed_steps(
-    config: PretrainConfig, sampler: Sampler, data: PreparedData, ranks: Ranks
+    config: PretrainConfig,
+    sampler: Sampler,
+    data: PreparedData,
+    ranks: Ranks,
+    updates: int,
+    total_steps: int,
 ) -> AbstractContextManager[Iterator[tuple[Step, FeedState]]]:
-    """Steps from where the sampler stands, without end; its threads end with the context."""
+    """Steps from where the sampler stands, without end; its threads end with the context.
+
+    Args:
+        config: of the run.
+        sampler: from `build_sampler`.
+        data: the examples.
+        ranks: the processes of the run.
+        updates: made already.
+        total_steps: updates of the whole run.
+    """
+    progress = (min(update / total_steps, 1.0) for update in itertools.count(updates))
     pin_memory = ranks.device.type == "cuda"
     graph_shapes = None
     if config.cuda_graphs:
         graph_shapes = GraphShapes(
             config.batching.per_pass(ranks.world_size),
             config.data.max_seq_length,
-            config.data.masked_lm_prob,
+            max(masking_rates(config.data.masked_lm_prob)),
         )
     if isinstance(sampler, ExchangedFeed):
-        return sampler.steps(data.collator(), pin_memory=pin_memory, graph_shapes=graph_shapes)
+        return sampler.steps(
+            data.collator(), progress, pin_memory=pin_memory, graph_shapes=graph_shapes
+        )
     return closing(
         endless_steps(
             StepCollator(data.collator(), config.batching.accumulation, graph_shapes),
             sampler,
+            progress,
             pin_memory=pin_memory,
             efficiency=ranks.is_first,
         )

@@ -25,14 +25,7 @@ def staged_lr_factor(
     """
 
     def factor(step: int, total_steps: int, warmup_steps: int) -> float:
-        return lr_factor(
-            step,
-            total_steps=total_steps,
-            warmup_steps=warmup_steps,
-            start_warmup_step=schedule.start_warmup_step,
-            power=schedule.power,
-            end_share=schedule.end_lr_share,
-        )
+        return lr_factor(step, schedule, total_steps=total_steps, warmup_steps=warmup_steps)
 
     index = growth.index(step)
     if growth.learning_rate == "continue" or (growth.learning_rate == "rewarm" and not index):

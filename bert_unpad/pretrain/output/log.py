@@ -39,6 +39,7 @@ def interval_line(
         **averages(sums),
         "clipped_share": sums["clipped"] / sums["clippable"] if sums["clippable"] else None,
         "skipped_steps": int(sums["skipped"]),
+        "masked_share": sums["masked"] / sums["tokens"],
         "tokens_per_second": sums["tokens"] / seconds,
         "sequences_per_second": sums["sequences"] / seconds,
         "fill": sums["tokens"] / sums["slots"],

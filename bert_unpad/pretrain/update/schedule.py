@@ -6,40 +6,86 @@ the factor of its step and gets the same bits.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from bert_unpad.pretrain.config import ConfigError, ScheduleConfig
 
 __all__ = ["lr_factor", "warmup_updates"]
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where an update after the warm-up lies in the run."""
+
+    step: int
+    """Updates made before this one."""
+    warmed: int
+    """The first update after the warm-up."""
+    total: int
+    """Updates of the run."""
+    warmup: int
+    """Length of the warm-up."""
+    start: int
+    """Updates made when the warm-up begins."""
+
+    def left(self, first: int) -> float:
+        """Share of the updates from `first` on that are still to come, 0 .. 1."""
+        return min(max(1.0 - (self.step - first) / max(self.total - first, 1), 0.0), 1.0)
+
+
+def _cosine(at: _Place, schedule: ScheduleConfig) -> float:
+    return 0.5 * (1.0 - math.cos(math.pi * at.left(at.warmed)))
+
+
+def _inverse_sqrt(at: _Place, schedule: ScheduleConfig) -> float:
+    return min(math.sqrt(max(at.warmup, 1) / max(at.step + 1 - at.start, 1)), 1.0)
+
+
+def _stable_decay(at: _Place, schedule: ScheduleConfig) -> float:
+    decay = max(at.total - round(schedule.decay_share * at.total), at.warmed)
+    return 1.0 - math.sqrt(1.0 - at.left(decay))
+
+
+_SHAPES: dict[str, Callable[[_Place, ScheduleConfig], float]] = {
+    "polynomial": lambda at, schedule: at.left(at.warmed) ** schedule.power,
+    "linear": lambda at, schedule: at.left(at.warmed),
+    "cosine": _cosine,
+    "constant": lambda at, schedule: 1.0,
+    "inverse_sqrt": _inverse_sqrt,
+    "wsd": _stable_decay,
+}
+"""What comes after the warm-up, by `schedule.name`; shares of what is above the end."""
+
+
 def lr_factor(
-    step: int,
-    *,
-    total_steps: int,
-    warmup_steps: int = 0,
-    start_warmup_step: int = 0,
-    power: float = 1.0,
-    end_share: float = 0.0,
+    step: int, schedule: ScheduleConfig, *, total_steps: int, warmup_steps: int = 0
 ) -> float:
-    """Share of the peak learning rate for one update: linear warm-up, then polynomial decay.
+    """Share of the peak learning rate for one update: linear warm-up, then `schedule.name`.
 
     The warm-up gives update n the share (n - start_warmup_step) / warmup_steps, so it ends with
-    update `start_warmup_step + warmup_steps`, as MLPerf's BERT recipes count it. The decay runs
-    over the other updates and never reaches its end inside the run, so no update is wasted.
+    update `start_warmup_step + warmup_steps`, as MLPerf's BERT recipes count it. A decay runs over
+    the updates after it and never reaches its end inside the run, so no update is wasted.
+
+    cosine: Loshchilov and Hutter (2017, arXiv:1608.03983), one cycle. inverse_sqrt: Vaswani et al.
+    (2017, arXiv:1706.03762), update n of the warm-up's count w gets sqrt(w / n). wsd: Hu et al.
+    (2024, arXiv:2404.06395), with a decay by 1 - sqrt of its share that is done (Hägele et al.,
+    2024, arXiv:2405.18392).
 
     Args:
         step: updates made before this one, 0 .. total_steps - 1.
+        schedule: its shape.
         total_steps: updates of the run.
         warmup_steps: length of the warm-up.
-        start_warmup_step: offset of the warm-up; negative starts it above zero.
-        power: degree of the decay; 1 is linear.
-        end_share: share that the decay ends at.
     """
-    warmed = step + 1 - start_warmup_step
+    start = schedule.start_warmup_step
+    warmed = step + 1 - start
     if warmed < warmup_steps:
         return max(warmed, 0) / warmup_steps
-    first = max(warmup_steps + start_warmup_step, 0)
-    left = max(1.0 - (step - first) / max(total_steps - first, 1), 0.0)
-    return end_share + (1.0 - end_share) * min(left, 1.0) ** power
+    at = _Place(step, max(warmup_steps + start, 0), total_steps, warmup_steps, start)
+    end = schedule.end_lr_share
+    return end + (1.0 - end) * _SHAPES[schedule.name](at, schedule)
 
 
 def warmup_updates(schedule: ScheduleConfig, total_steps: int) -> int:

@@ -114,14 +114,7 @@ def test_every_recipe_is_a_valid_configuration(path: Path) -> None:
     warmup = warmup_updates(schedule, schedule.total_steps)
     rates = [
         config.optimizer.lr
-        * lr_factor(
-            step,
-            total_steps=schedule.total_steps,
-            warmup_steps=warmup,
-            start_warmup_step=schedule.start_warmup_step,
-            power=schedule.power,
-            end_share=schedule.end_lr_share,
-        )
+        * lr_factor(step, schedule, total_steps=schedule.total_steps, warmup_steps=warmup)
         for step in (0, warmup + schedule.start_warmup_step, schedule.total_steps)
     ]
     assert rates[1] == pytest.approx(config.optimizer.lr, rel=0.05)

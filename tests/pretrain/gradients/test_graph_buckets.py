@@ -141,9 +141,9 @@ def _step(rank: int, number: int, passes: int, padded: bool) -> Step:
         for i in range(passes)
     ]
     collate = StepCollator(
-        lambda numbers, epoch: batches[numbers[0]], passes, SHAPES if padded else None
+        lambda numbers, epoch, progress: batches[numbers[0]], passes, SHAPES if padded else None
     )
-    return collate(torch.arange(passes).numpy(), 0)
+    return collate(torch.arange(passes).numpy(), 0, 0.0)
 
 
 def _run(

@@ -120,15 +120,19 @@ def test_learning_rate_in_stages():
         growth = Growth(stages, mode)
         return [staged_lr_factor(step, schedule, growth, 100, 10) for step in range(100)]
 
-    plain = [lr_factor(step, total_steps=100, warmup_steps=10) for step in range(100)]
+    plain = [lr_factor(step, schedule, total_steps=100, warmup_steps=10) for step in range(100)]
     assert factors("continue") == plain
     rewarm = factors("rewarm")
     assert rewarm[:40] == plain[:40]
     assert rewarm[40:46] == pytest.approx([plain[40 + i] * (i + 1) / 6 for i in range(6)])
     assert rewarm[46:] == plain[46:]
     restart = factors("restart")
-    assert restart[:40] == [lr_factor(i, total_steps=40, warmup_steps=4) for i in range(40)]
-    assert restart[40:] == [lr_factor(i, total_steps=60, warmup_steps=6) for i in range(60)]
+    assert restart[:40] == [
+        lr_factor(i, schedule, total_steps=40, warmup_steps=4) for i in range(40)
+    ]
+    assert restart[40:] == [
+        lr_factor(i, schedule, total_steps=60, warmup_steps=6) for i in range(60)
+    ]
 
 
 CONFIG = BertConfig(

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import math
+import typing
 
 import pytest
 
-from bert_unpad.pretrain.config import ConfigError, ScheduleConfig
+from bert_unpad.pretrain.config import ConfigError, ScheduleConfig, read_config
+from bert_unpad.pretrain.growth import Growth, Stage
+from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
 from bert_unpad.pretrain.update.schedule import lr_factor, warmup_updates
 
+BASE = ["--batching.global_batch_size", "8", "--schedule.total_steps", "100"]
 
-def test_warmup_then_linear_decay():
-    factors = [lr_factor(step, total_steps=10, warmup_steps=4) for step in range(10)]
+
+def _factors(total: int, warmup: int = 0, **options) -> list[float]:
+    schedule = ScheduleConfig(**options)
+    return [lr_factor(n, schedule, total_steps=total, warmup_steps=warmup) for n in range(total)]
+
+
+@pytest.mark.parametrize("name", ["polynomial", "linear"])
+def test_warmup_then_linear_decay(name):
+    factors = _factors(10, 4, name=name)
     assert factors == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
 
 
 def test_offset_of_the_mlperf_recipe_for_8192():
     # 600 updates, warm-up of 287 that began 76 updates before the run: full rate at update 211.
-    factor = [
-        lr_factor(step, total_steps=600, warmup_steps=287, start_warmup_step=-76)
-        for step in range(600)
-    ]
+    factor = _factors(600, 287, start_warmup_step=-76)
     assert factor[0] == pytest.approx(77 / 287)
     assert factor[209] == pytest.approx(286 / 287)
     assert factor[210] == factor[211] == 1
@@ -29,12 +37,90 @@ def test_offset_of_the_mlperf_recipe_for_8192():
 
 
 def test_power_and_end():
-    quadratic = lr_factor(5, total_steps=10, power=2.0)
-    assert quadratic == pytest.approx(0.25)
-    assert lr_factor(5, total_steps=10, power=2.0, end_share=0.2) == pytest.approx(0.2 + 0.8 / 4)
-    beyond = lr_factor(99, total_steps=10, end_share=0.1)
+    assert _factors(10, power=2.0)[5] == pytest.approx(0.25)
+    assert _factors(10, power=2.0, end_lr_share=0.2)[5] == pytest.approx(0.2 + 0.8 / 4)
+    beyond = lr_factor(99, ScheduleConfig(end_lr_share=0.1), total_steps=10)
     assert beyond == pytest.approx(0.1)
-    assert all(math.isfinite(lr_factor(s, total_steps=1, warmup_steps=1)) for s in range(3))
+
+
+def test_other_shapes():
+    cosine = _factors(12, 4, name="cosine", end_lr_share=0.5)
+    expected = [0.5 + 0.25 * (1 + math.cos(math.pi * i / 8)) for i in range(8)]
+    assert cosine[4:] == pytest.approx(expected)
+    assert _factors(12, 4, name="constant") == [0.25, 0.5, 0.75, *[1.0] * 9]
+    assert _factors(12, name="constant") == [1.0] * 12
+    inverse = _factors(100, 16, name="inverse_sqrt")
+    assert inverse[15] == 1  # update 16 is the last of the warm-up
+    assert inverse[16:] == pytest.approx([math.sqrt(16 / n) for n in range(17, 101)])
+    assert _factors(9, name="inverse_sqrt") == pytest.approx([n**-0.5 for n in range(1, 10)])
+    stable = _factors(100, 10, name="wsd", decay_share=0.2, end_lr_share=0.25)
+    assert stable[10:81] == [1.0] * 71
+    expected = [0.25 + 0.75 * (1 - math.sqrt(i / 20)) for i in range(20)]
+    assert stable[80:] == pytest.approx(expected)
+
+
+def test_a_stable_decay_may_fill_the_run():
+    assert _factors(10, 4, name="wsd", decay_share=1.0)[3:6] == pytest.approx(
+        [1, 1, 1 - math.sqrt(1 / 6)]
+    )
+    assert _factors(10, name="wsd", decay_share=0.0) == [1.0] * 10
+
+
+NAMES = typing.get_args(typing.get_type_hints(ScheduleConfig)["name"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("total", "warmup", "start"), [(1, 1, 0), (1, 0, 0), (7, 9, -3), (7, 3, 2)]
+)
+def test_all_shapes_stay_between_zero_and_the_peak(name, total, warmup, start):
+    factors = _factors(total, warmup, name=name, start_warmup_step=start)
+    factors += [lr_factor(total + 5, ScheduleConfig(name=name), total_steps=total)]
+    assert all(0 <= factor <= 1 for factor in factors)
+    after = factors[max(warmup + start, 0) : total]
+    assert after == sorted(after, reverse=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stages_may_restart_or_rewarm_any_shape(name):
+    schedule = ScheduleConfig(name=name)
+    stages = (Stage(40, 2, 8), Stage(100, 4, 8))
+
+    def staged(mode: str) -> list[float]:
+        growth = Growth(stages, mode)
+        return [staged_lr_factor(step, schedule, growth, 100, 10) for step in range(100)]
+
+    plain = _factors(100, 10, name=name)
+    assert staged("continue") == plain
+    assert staged("restart") == _factors(40, 4, name=name) + _factors(60, 6, name=name)
+    assert staged("rewarm")[40:] == [
+        min((i + 1) / 6, 1.0) * factor for i, factor in enumerate(plain[40:])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("linear", "power"),
+        ("cosine", "decay_share"),
+        ("constant", "end_lr_share"),
+        ("inverse_sqrt", "end_lr_share"),
+        ("wsd", "power"),
+        ("polynomial", "decay_share"),
+    ],
+)
+def test_options_that_a_shape_does_not_read(name, option):
+    given = [*BASE, "--schedule.name", name, f"--schedule.{option}", "0.5"]
+    message = rf"^schedule\.{option}: expected .*, since schedule.name {name} does not read it, got"
+    with pytest.raises(ConfigError, match=message):
+        read_config(given)
+
+
+def test_names_and_ranges():
+    with pytest.raises(ConfigError, match=r"schedule\.name: expected one of polynomial, linear, "):
+        read_config([*BASE, "--schedule.name", "step"])
+    with pytest.raises(ConfigError, match=r"schedule\.decay_share: expected a number in 0 .. 1"):
+        read_config([*BASE, "--schedule.name", "wsd", "--schedule.decay_share", "1.5"])
 
 
 def test_warmup_as_a_share():
