@@ -12,11 +12,17 @@ from bert_unpad.nn.config import BertConfig
 
 
 class Conversion(dict[str, Tensor]):
-    """Tensors of a checkpoint under Hugging Face's names, and its configuration."""
+    """Tensors of a BERT under Hugging Face's names, and its configuration.
+
+    Raises:
+        ValueError: the configuration is that of another family.
+    """
 
     def __init__(
         self, tensors: Mapping[str, Tensor], config: BertConfig, notes: tuple[str, ...] = ()
     ) -> None:
+        if config.model_type != "bert":
+            raise ValueError(f"model_type: expected 'bert', got {config.model_type!r}")
         super().__init__(tensors)
         self.config = config
         self.notes = notes

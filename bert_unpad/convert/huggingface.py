@@ -30,9 +30,7 @@ def read(path: Path, config_path: Path | None = None) -> Conversion:
             f"{WEIGHTS_FILE}"
         )
     config = BertConfig.from_json(config_path or path / weights.CONFIG_FILE)
-    found = dict(weights._modern_names(read_tensors(path)))
-    weights._drop_derived(found)
-    return Conversion(found, config)
+    return Conversion(weights.modern_tensors(read_tensors(path), config), config)
 
 
 def write(conversion: Conversion, path: Path) -> None:

@@ -13,7 +13,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bert_unpad.nn.config import BertConfig
+import torch
+from torch import nn
+
+from bert_unpad.nn import EncoderConfig, EncoderLayer
+from bert_unpad.nn.embeddings import Embeddings
+from bert_unpad.nn.heads import Pooler, PreTrainingHeads
 
 BUCKET_BYTES = 25 * 2**20
 """PyTorch's limit of a bucket."""
@@ -52,31 +57,44 @@ class Bucket:
         return max(gradient.ready for gradient in self.gradients)
 
 
-def gradients_of(config: BertConfig, heads_share: float = 0.0) -> list[Gradient]:
-    """All gradients of `BertForPreTraining`, in the order in which they are complete.
+def gradients_of(config: EncoderConfig, heads_share: float = 0.0) -> list[Gradient]:
+    """All gradients of `EncoderForPreTraining`, in the order in which they are complete.
 
     Args:
         config: the model.
         heads_share: share of the backward pass that is spent in the heads.
     """
-    hidden, wide = config.hidden_size, config.intermediate_size
-    vocabulary = config.padded_vocab_size
-    heads = [(2,), (2, hidden), (hidden,), (hidden, hidden), (vocabulary,)]
-    heads += [(hidden,), (hidden,), (hidden,), (hidden, hidden)]
-    layer = [(hidden,), (hidden,), (hidden,), (hidden, wide), (wide,), (wide, hidden)]
-    layer += [(hidden,), (hidden,), (hidden,), (hidden, hidden)]
-    layer += [(3 * hidden,), (3 * hidden, hidden)]
-    found = list(_spread(heads, 0.0, heads_share))
-    share = (1 - heads_share) / config.num_hidden_layers
-    for number in range(config.num_hidden_layers):
-        found += _spread(layer, heads_share + number * share, share)
-    embeddings = [(hidden,), (hidden,), (config.type_vocab_size, hidden)]
-    embeddings += [(config.max_position_embeddings, hidden), (vocabulary, hidden)]
-    return found + [Gradient(shape, 1.0) for shape in embeddings]
+    with torch.device("meta"):
+        heads, layer, embeddings = _heads(config), EncoderLayer(config), Embeddings(config)
+    found = list(_spread([tuple(p.shape) for p in heads], 0.0, heads_share))
+    order = config.layer_order
+    share = (1 - heads_share) / len(order)
+    shapes = [tuple(p.shape) for p in _backward(layer)]
+    for passed, depth in enumerate(reversed(range(len(order)))):
+        if order[depth] not in order[:depth]:  # of weights used more than once, the last gradient
+            found += _spread(shapes, heads_share + passed * share, share)
+    return found + [Gradient(tuple(p.shape), 1.0) for p in _backward(embeddings)]
 
 
-def num_parameters(config: BertConfig) -> int:
-    """Parameters of `BertForPreTraining`, the tied embedding counted once."""
+def _heads(config: EncoderConfig) -> list[nn.Parameter]:
+    heads = PreTrainingHeads(config)
+    found: list[nn.Parameter] = []
+    if "rtd" in config.heads:
+        found += _backward(heads.detector)
+    if "nsp" in config.heads:
+        found += _backward(heads.seq_relationship) + _backward(Pooler(config))
+    if "mlm" in config.heads:
+        found += [heads.predictions.bias, *_backward(heads.predictions.transform)]
+    return found
+
+
+def _backward(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters in the order of a backward pass."""
+    return [*module.parameters()][::-1]
+
+
+def num_parameters(config: EncoderConfig) -> int:
+    """Parameters of `EncoderForPreTraining`, the tied embedding counted once."""
     return sum(gradient.numel for gradient in gradients_of(config))
 
 

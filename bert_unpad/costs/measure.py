@@ -23,7 +23,7 @@ from bert_unpad.costs.network import Link
 from bert_unpad.costs.replica import make_replica
 from bert_unpad.costs.timing import random_inputs, run_pass
 from bert_unpad.costs.workload import Workload
-from bert_unpad.nn import BertForPreTraining
+from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.config import OptimizerConfig
 from bert_unpad.pretrain.update.optimizer import build_optimizer
 
@@ -136,7 +136,7 @@ class CompressionTimer:
     def __init__(
         self,
         workload: Workload,
-        model: BertForPreTraining,
+        model: EncoderForPreTraining,
         compression: str,
         alone: dist.ProcessGroup,
     ) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from bert_unpad.costs.optimizers import OPTIMIZER_COSTS
 from bert_unpad.costs.workload import Workload
-from bert_unpad.nn.config import BertConfig
+from bert_unpad.nn.config import EncoderConfig
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Memory:
         return self.state + self.activations + self.logits
 
 
-def layer_bytes_per_token(config: BertConfig, precision: str, recompute: str) -> int:
+def layer_bytes_per_token(config: EncoderConfig, precision: str, recompute: str) -> int:
     """What one encoder layer keeps for its backward pass; see docs/architecture.md."""
     size = _bytes(precision)
     if recompute == "layer":
@@ -76,7 +76,7 @@ def memory_of(
     masked = workload.most_masked(tokens)
     # bf16: the buffers that travel; PowerSGD: its error feedback and a copy to compute that from.
     sync = {"none": 0, "bf16": 2, "power_sgd": 8}[compression]
-    layers = config.num_hidden_layers * layer_bytes_per_token(config, workload.precision, recompute)
+    layers = len(config.layer_order) * layer_bytes_per_token(config, workload.precision, recompute)
     if recompute == "layer":  # the one that is being computed again
         layers += layer_bytes_per_token(config, workload.precision, "none")
     # The embedding's sum and output; the gradients of the GELU's output and input, of a layer's

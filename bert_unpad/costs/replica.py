@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bert_unpad.nn import BertForPreTraining
+from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.config import ClipConfig, CommConfig
 from bert_unpad.pretrain.gradients.clipping import Clipping
 from bert_unpad.pretrain.gradients.comm_hooks import build_comm_hook
@@ -14,7 +14,7 @@ from bert_unpad.pretrain.ranks import Ranks
 
 
 def make_replica(
-    model: BertForPreTraining,
+    model: EncoderForPreTraining,
     compression: str,
     group: dist.ProcessGroup | None = None,
     bucket_mb: float | None = None,

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.costs.compute import ComputeCost
-from bert_unpad.nn import BertConfig, BertForPreTraining
+from bert_unpad.nn import BertConfig, EncoderForPreTraining
 from bert_unpad.nn.flops import MASKED_FRACTION
 
 
@@ -64,7 +64,7 @@ def run_pass(
     """A forward and backward pass of the mean loss of the batch's tokens; waits for a GPU.
 
     Args:
-        model: a `BertForPreTraining`, or a wrapper of one.
+        model: a `EncoderForPreTraining`, or a wrapper of one.
         inputs: on the model's device.
         dtype: of the activations (autocast).
     """
@@ -136,10 +136,10 @@ def fit_step_cost(
     """
     if rounds < 1:
         raise ValueError(f"rounds: expected 1 or more, got {rounds}")
-    batches = default_batches(config.max_position_embeddings) if batches is None else batches
+    batches = default_batches(config.max_length) if batches is None else batches
     device = torch.device(device)
     torch.manual_seed(seed)
-    model = BertForPreTraining(config).to(device).train()
+    model = EncoderForPreTraining(config).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     inputs = [random_inputs(config, lengths, seed).to(device) for lengths in batches]
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bert_unpad._choices import Precision
 from bert_unpad.costs.gradient_buckets import num_parameters
 from bert_unpad.costs.optimizers import OPTIMIZER_COSTS
-from bert_unpad.nn.config import BertConfig
+from bert_unpad.nn.config import EncoderConfig
 from bert_unpad.nn.flops import MASKED_FRACTION, training_flops
 
 PRECISIONS = tuple(name for name in get_args(Precision) if name != "fp8")
@@ -41,7 +41,7 @@ class Workload:
         ValueError: a number is out of range, or the lengths do not fit the model.
     """
 
-    config: BertConfig
+    config: EncoderConfig
     """The model."""
     counts: NDArray[np.int64]
     """Sequences of each length, indexed by length: their proportions count."""
@@ -71,9 +71,9 @@ class Workload:
                 )
         if not self.counts[1:].any():
             raise ValueError("counts: expected at least one sequence with tokens")
-        if self.longest > self.config.max_position_embeddings:
+        if self.longest > self.config.max_length:
             raise ValueError(
-                f"counts: expected lengths of at most {self.config.max_position_embeddings}, the "
+                f"counts: expected lengths of at most {self.config.max_length}, the "
                 f"model's positions, got {self.longest}"
             )
 
@@ -111,7 +111,7 @@ class Workload:
         PyTorch's ZeroRedundancyOptimizer gives each rank whole parameters, so the largest, the word
         embedding, is a bound.
         """
-        largest = self.config.padded_vocab_size * self.config.hidden_size
+        largest = self.config.padded_vocab_size * self.config.embedding_width
         return max(1 / ranks, largest / self.parameters) if ranks > 1 else 1.0
 
     def most_tokens(self, sequences: int) -> int:

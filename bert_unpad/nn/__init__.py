@@ -1,14 +1,31 @@
-"""BERT on packed tokens: modules, configuration and Hugging Face checkpoints."""
+"""Encoders on packed tokens: modules, configuration and Hugging Face checkpoints."""
 
-from bert_unpad.nn.config import BertConfig
-from bert_unpad.nn.encoder import BertEncoder, BertLayer
-from bert_unpad.nn.pretraining import BertForPreTraining, BertModel, PreTrainingOutput
+from bert_unpad.nn.config import PRESETS, BertConfig, EncoderConfig
+from bert_unpad.nn.encoder import Encoder, EncoderLayer
+from bert_unpad.nn.families import FAMILIES
+from bert_unpad.nn.pretraining import (
+    BertForPreTraining,
+    EncoderForPreTraining,
+    EncoderModel,
+    PreTrainingOutput,
+    ReplacedTokenOutput,
+)
+
+BertEncoder, BertLayer, BertModel = Encoder, EncoderLayer, EncoderModel
 
 __all__ = [
+    "FAMILIES",
+    "PRESETS",
     "BertConfig",
     "BertEncoder",
     "BertForPreTraining",
     "BertLayer",
     "BertModel",
+    "Encoder",
+    "EncoderConfig",
+    "EncoderForPreTraining",
+    "EncoderLayer",
+    "EncoderModel",
     "PreTrainingOutput",
+    "ReplacedTokenOutput",
 ]

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from bert_unpad import ops
 from bert_unpad.batch import QueryRows, VarlenBatch
 from bert_unpad.batch.rows import gather_rows
-from bert_unpad.nn.config import BertConfig
+from bert_unpad.nn.config import EncoderConfig
 from bert_unpad.ops.attention import AttentionSchedule
 
 
-class BertSelfAttention(nn.Module):
+class SelfAttention(nn.Module):
     """Multi-head attention within each sequence, without the output projection."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.head_dim = config.head_dim
@@ -96,18 +96,18 @@ class BertSelfAttention(nn.Module):
         return out.flatten(1), residual
 
 
-class BertOutput(nn.Module):
+class OutputBlock(nn.Module):
     """LayerNorm(residual + dropout(dense(x))), the end of the attention and feed-forward halves.
 
     The caller computes the product with `dense.weight`, because an operator may fuse it with what
     comes before it.
     """
 
-    def __init__(self, config: BertConfig, in_features: int) -> None:
+    def __init__(self, config: EncoderConfig, in_features: int, dropout_p: float) -> None:
         super().__init__()
         self.dense = nn.Linear(in_features, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout_p = config.hidden_dropout_prob
+        self.dropout_p = dropout_p
 
     def forward(self, x: Tensor, residual: Tensor, rng: Tensor | None = None) -> Tensor:
         """Adds the bias, dropout and the residual, and normalises the sum.
@@ -132,13 +132,15 @@ class BertOutput(nn.Module):
         )
 
 
-class BertAttention(nn.Module):
+class AttentionBlock(nn.Module):
     """The attention half of a layer: self-attention, output projection, residual, LayerNorm."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.self = BertSelfAttention(config)
-        self.output = BertOutput(config, config.hidden_size)
+        self.self = SelfAttention(config)
+        self.output = OutputBlock(
+            config, config.hidden_size, config.rate("attention_output_dropout_prob")
+        )
         self.fp8 = False
 
     def forward(

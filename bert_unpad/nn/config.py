@@ -1,8 +1,9 @@
-"""The model's configuration, with Hugging Face's names, so that their config.json works unchanged.
+"""The configuration of an encoder: its sizes, and the parts that it is made of.
 
-Fields that this model does not read are kept and written back. A value that would need another
-model (relative positions, a decoder, another activation) is an error: a checkpoint must never load
-into a model that computes something else.
+Sizes have Hugging Face's names, and config.json is read and written in Hugging Face's form: the
+row of a model's family (`bert_unpad.nn.families`) says which of its fields is which of ours. Fields
+that no model here reads are kept and written back. A value that would need another model is an
+error: a checkpoint must never load into a model that computes something else.
 """
 
 from __future__ import annotations
@@ -12,38 +13,18 @@ import json
 import os
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from bert_unpad._files import read_json_object, replacing
+from bert_unpad.nn.families import OWN, PRESETS, Family, find_family
 
-PRESETS: dict[str, dict[str, int]] = {
-    "bert-base": {
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "intermediate_size": 3072,
-    },
-    "bert-large": {
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "intermediate_size": 4096,
-    },
-}
-"""The sizes of named models (Devlin et al., 2019); their other fields have default values."""
+__all__ = ["PRESETS", "BertConfig", "EncoderConfig", "Head"]
 
-# The `approximate` argument of GELU for each hidden_act.
+Head = Literal["mlm", "nsp", "rtd"]
+"""What a model predicts: masked tokens, a relation of two sentences, which tokens are replaced."""
+
+# The `approximate` argument of GELU for each name of it.
 _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
-
-# Fields of Hugging Face's BertConfig for which this model supports only one value.
-_REQUIRED = {
-    "model_type": "bert",
-    "position_embedding_type": "absolute",
-    "is_decoder": False,
-    "add_cross_attention": False,
-    "is_encoder_decoder": False,
-    "tie_word_embeddings": True,
-}
 
 # Far above any model in use; they stop a damaged file from asking for absurd amounts of memory.
 _MAX_SIZE = 2**24
@@ -54,16 +35,16 @@ _VOCAB_MULTIPLE = 8
 
 
 @dataclass
-class BertConfig:
-    """Sizes and rates of a BERT model (Devlin et al., 2019, arXiv:1810.04805); default: base.
+class EncoderConfig:
+    """Sizes, rates and parts of an encoder; by default those of BERT-base (arXiv:1810.04805).
 
-    The fields have the names and defaults of Hugging Face's `BertConfig`.
+    `EncoderConfig(**PRESETS["albert-base"])` is another model. A `model_type` fixes the parts of
+    its family; `model_type="bert_unpad"` takes any, but transformers cannot read what it saves.
 
     Raises:
-        ValueError: a size is not positive or absurdly large, hidden_size is not a multiple of
-            num_attention_heads, a probability lies outside [0, 1), hidden_act is not a GELU, or
-            `extra` asks for something that this model does not support. The message names the
-            field.
+        ValueError: a size is not positive or absurdly large, sizes do not fit one another, a
+            probability lies outside [0, 1), a name is unknown, or a part or a value in `extra` is
+            not one of the family's. The message names the field.
     """
 
     vocab_size: int = 30522
@@ -74,6 +55,8 @@ class BertConfig:
     hidden_act: str = "gelu"
     """Activation: gelu (exact, with erf), or gelu_new, also named gelu_pytorch_tanh (tanh)."""
     hidden_dropout_prob: float = 0.1
+    """Dropout of the embeddings and of what attention and feed-forward add, where none of the rates
+    below is given."""
     attention_probs_dropout_prob: float = 0.1
     max_position_embeddings: int = 512
     type_vocab_size: int = 2
@@ -83,43 +66,103 @@ class BertConfig:
     pad_token_id: int | None = 0
     extra: dict[str, Any] = field(default_factory=dict)
     """Fields of config.json that the model does not read; `to_dict` writes them back."""
+    model_type: str = "bert"
+    """The family, by Hugging Face's name, or bert_unpad."""
+    heads: tuple[Head, ...] = ("mlm", "nsp")
+    """What is on top: mlm (masked tokens), nsp (next sentence, or sentence order: the labels
+    decide), rtd (replaced tokens, ELECTRA's discriminator)."""
+    embedding_size: int | None = None
+    """Width of the embeddings, where a linear layer leads from it to hidden_size (factorised
+    embeddings, arXiv:1909.11942). None: embeddings of hidden_size without one."""
+    embedding_dropout_prob: float | None = None
+    """Dropout of the embeddings. None: hidden_dropout_prob."""
+    attention_output_dropout_prob: float | None = None
+    """Dropout of what attention adds. None: hidden_dropout_prob."""
+    feed_forward_dropout_prob: float | None = None
+    """Dropout of what the feed-forward half adds. None: hidden_dropout_prob."""
+    classifier_dropout_prob: float = 0.0
+    """Dropout of the pooled first token, before the nsp head."""
+    position_offset: int = 0
+    """Row of the position embedding that a sequence's first token gets."""
+    num_hidden_groups: int | None = None
+    """Groups of layers that share their weights (arXiv:1909.11942): num_hidden_layers passes are
+    divided among so many groups. None: no layer shares."""
+    inner_group_num: int = 1
+    """Layers of a group, which each pass runs one after another."""
+    head_act: str | None = None
+    """Activation of the mlm head, one of hidden_act's. None: hidden_act."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "intermediate_size",
-            "max_position_embeddings",
-            "type_vocab_size",
+        self.heads = tuple(self.heads)
+        self._check_numbers()
+        self._check_choices()
+        self.family.check_extra(self.extra)
+        if self.family is not OWN:
+            self.family.check_parts(self)
+
+    def _check_numbers(self) -> None:
+        for name, least, most in (
+            ("vocab_size", 1, _MAX_SIZE),
+            ("hidden_size", 1, _MAX_SIZE),
+            ("num_hidden_layers", 1, _MAX_LAYERS),
+            ("num_attention_heads", 1, _MAX_SIZE),
+            ("intermediate_size", 1, _MAX_SIZE),
+            ("max_position_embeddings", 1, _MAX_SIZE),
+            ("type_vocab_size", 1, _MAX_SIZE),
+            ("embedding_size", 1, _MAX_SIZE),
+            ("position_offset", 0, _MAX_SIZE),
+            ("num_hidden_groups", 1, _MAX_LAYERS),
+            ("inner_group_num", 1, _MAX_LAYERS),
         ):
             value = getattr(self, name)
-            most = _MAX_LAYERS if name == "num_hidden_layers" else _MAX_SIZE
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                raise ValueError(f"{name}: expected an integer from 1 to {most}, got {value!r}")
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size: expected a multiple of num_attention_heads = "
-                f"{self.num_attention_heads}, got {self.hidden_size}"
-            )
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+            if value is None and name in _OPTIONAL:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                raise ValueError(
+                    f"{name}: expected an integer from {least} to {most}, got {value!r}"
+                )
+        for name in _RATES:
             value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
             if not _is_finite(value) or not 0 <= value < 1:
                 raise ValueError(f"{name}: expected a number in [0, 1), got {value!r}")
         for name in ("initializer_range", "layer_norm_eps"):
             value = getattr(self, name)
             if not _is_finite(value) or not value > 0:
                 raise ValueError(f"{name}: expected a number above 0, got {value!r}")
-        if not isinstance(self.hidden_act, str) or self.hidden_act not in _GELU:
+        for name, part, whole in (
+            ("hidden_size", self.hidden_size, "num_attention_heads"),
+            ("num_hidden_layers", self.num_hidden_layers, "num_hidden_groups"),
+        ):
+            divisor = getattr(self, whole)
+            if divisor is not None and part % divisor:
+                raise ValueError(f"{name}: expected a multiple of {whole} = {divisor}, got {part}")
+        if self.position_offset >= self.max_position_embeddings:
             raise ValueError(
-                f"hidden_act: expected one of {', '.join(sorted(_GELU))}, got {self.hidden_act!r}"
+                f"max_position_embeddings: expected more than position_offset = "
+                f"{self.position_offset}, got {self.max_position_embeddings}"
             )
-        for name, value in _REQUIRED.items():
-            if self.extra.get(name, value) != value:
-                raise ValueError(f"{name}: expected {value!r}, got {self.extra[name]!r}")
-        if pruned := self.extra.get("pruned_heads"):
-            raise ValueError(f"pruned_heads: expected none, got {pruned!r}")
+
+    def _check_choices(self) -> None:
+        for name in ("hidden_act", "head_act"):
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if not isinstance(value, str) or value not in _GELU:
+                raise ValueError(
+                    f"{name}: expected one of {', '.join(sorted(_GELU))}, got {value!r}"
+                )
+        known = get_args(Head)
+        if not self.heads or len(set(self.heads)) < len(self.heads) or set(self.heads) - {*known}:
+            raise ValueError(
+                f"heads: expected one or more of {', '.join(known)}, got {self.heads!r}"
+            )
+
+    @property
+    def family(self) -> Family:
+        """The row of the family's table."""
+        return find_family(self.model_type)
 
     @property
     def head_dim(self) -> int:
@@ -127,30 +170,84 @@ class BertConfig:
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def embedding_width(self) -> int:
+        """The width of the embeddings: embedding_size, or hidden_size."""
+        return self.hidden_size if self.embedding_size is None else self.embedding_size
+
+    @property
     def gelu_approximate(self) -> str:
         """PyTorch's name for the GELU variant of hidden_act: "none" or "tanh"."""
         return _GELU[self.hidden_act]
+
+    @property
+    def head_gelu_approximate(self) -> str:
+        """PyTorch's name for the GELU variant of the mlm head."""
+        return _GELU[self.head_act or self.hidden_act]
 
     @property
     def padded_vocab_size(self) -> int:
         """The number of rows of the word embedding: vocab_size rounded up to a multiple of 8."""
         return -(-self.vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
 
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a sequence."""
+        return self.max_position_embeddings - self.position_offset
+
+    @property
+    def layer_order(self) -> tuple[int, ...]:
+        """For each layer that a token passes through, the number of the weights that it has."""
+        if self.num_hidden_groups is None:
+            return tuple(range(self.num_hidden_layers))
+        passes, inner = self.num_hidden_layers // self.num_hidden_groups, self.inner_group_num
+        return tuple(
+            group * inner + layer
+            for group in range(self.num_hidden_groups)
+            for _ in range(passes)
+            for layer in range(inner)
+        )
+
+    def rate(self, name: str) -> float:
+        """The dropout rate `name`, which is hidden_dropout_prob where it is not given."""
+        value = getattr(self, name)
+        return self.hidden_dropout_prob if value is None else value
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether training drops anything within the embeddings and layers."""
+        return any(self.rate(name) for name in _RATES if name != "classifier_dropout_prob")
+
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> BertConfig:
-        """Makes a configuration from the contents of a config.json; unknown names go to `extra`."""
-        names = {f.name for f in dataclasses.fields(cls)} - {"extra"}
-        known = {name: value for name, value in values.items() if name in names}
-        extra = {name: value for name, value in values.items() if name not in names}
-        return cls(**known, extra=extra)
+    def from_dict(cls, values: dict[str, Any]) -> EncoderConfig:
+        """Makes a configuration from the contents of a config.json; unknown names go to `extra`.
+
+        Raises:
+            ValueError: it is not a configuration that this model supports; the message names the
+                field of config.json.
+        """
+        model_type = values.get("model_type", "bert")
+        family = find_family(model_type)
+        if family is OWN:
+            names = {f.name for f in dataclasses.fields(cls)}
+            own = {name: value for name, value in values.items() if name in names}
+            unread = {name: value for name, value in values.items() if name not in names}
+            return cls(**own | {"extra": unread})
+        own, unread = family.read(values)
+        try:
+            return cls(**own, model_type=model_type, extra=unread)
+        except ValueError as error:
+            name, colon, message = str(error).partition(": ")
+            raise ValueError(f"{family.fields.get(name, (name,))[0]}{colon}{message}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the contents of a config.json for Hugging Face: all fields, and `extra`."""
-        values = dataclasses.asdict(self)
-        return {"model_type": "bert"} | values.pop("extra") | values
+        if self.family is OWN:
+            values = dataclasses.asdict(self)
+            return values.pop("extra") | values
+        return {"model_type": self.model_type} | self.extra | self.family.write(self)
 
     @classmethod
-    def from_json(cls, path: str | os.PathLike[str]) -> BertConfig:
+    def from_json(cls, path: str | os.PathLike[str]) -> EncoderConfig:
         """Reads a config.json.
 
         Raises:
@@ -169,6 +266,13 @@ class BertConfig:
         text = json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
+
+
+BertConfig = EncoderConfig
+"""Without arguments the configuration of BERT-base."""
+
+_OPTIONAL = {f.name for f in dataclasses.fields(EncoderConfig) if f.default is None}
+_RATES = [f.name for f in dataclasses.fields(EncoderConfig) if f.name.endswith("dropout_prob")]
 
 
 def _is_finite(value: object) -> bool:

@@ -11,26 +11,34 @@ from torch import Tensor, nn
 
 from bert_unpad import ops
 from bert_unpad.batch import PackedInputs
-from bert_unpad.nn.config import BertConfig
+from bert_unpad.nn.config import EncoderConfig
+from bert_unpad.nn.positions import sequence_positions
 
 
-class BertEmbeddings(nn.Module):
-    """dropout(LayerNorm(word + position + token type)), for real tokens only."""
+class Embeddings(nn.Module):
+    """dropout(LayerNorm(word + position + token type)), for real tokens only.
 
-    def __init__(self, config: BertConfig) -> None:
+    With `embedding_size`, a linear layer brings the result to the width of the hidden states.
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        hidden = config.hidden_size
-        self.word_embeddings = nn.Embedding(config.padded_vocab_size, hidden)
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, hidden)
-        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, hidden)
-        self.LayerNorm = nn.LayerNorm(hidden, eps=config.layer_norm_eps)
-        self.dropout_p = config.hidden_dropout_prob
+        width = config.embedding_width
+        self.word_embeddings = nn.Embedding(config.padded_vocab_size, width)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, width)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
+        self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.projection: nn.Linear | None = None
+        if config.embedding_size is not None:
+            self.projection = nn.Linear(width, config.hidden_size)
+        self.position_offset = config.position_offset
+        self.dropout_p = config.rate("embedding_dropout_prob")
 
     def forward(self, inputs: PackedInputs, rng: Tensor | None = None) -> Tensor:
         """Embeds the tokens.
 
         Args:
-            inputs: T packed tokens.
+            inputs: T packed tokens. Where there is one token type only, all tokens have it.
             rng: the dropout key, int64 [2]; None draws one.
 
         Returns:
@@ -38,19 +46,25 @@ class BertEmbeddings(nn.Module):
             parameters' dtype.
 
         Raises:
-            ValueError: the batch is longer than max_position_embeddings.
+            ValueError: a sequence has more tokens than there are positions.
         """
         batch = inputs.batch
-        limit = self.position_embeddings.num_embeddings
+        limit = self.position_embeddings.num_embeddings - self.position_offset
         if batch.seqlen > limit:
+            less = f" - {self.position_offset}" if self.position_offset else ""
             raise ValueError(
-                f"inputs: expected sequences of at most max_position_embeddings = {limit} tokens, "
-                f"got {batch.seqlen}"
+                f"inputs: expected sequences of at most max_position_embeddings{less} = {limit} "
+                f"tokens, got {batch.seqlen}"
             )
-        return ops.embedding_layer_norm(
+        positions, token_types = batch.position_ids, inputs.token_type_ids
+        if self.position_offset:
+            positions = sequence_positions(batch) + self.position_offset
+        if self.token_type_embeddings.num_embeddings == 1:
+            token_types = torch.zeros_like(token_types)
+        x = ops.embedding_layer_norm(
             inputs.input_ids,
-            batch.position_ids,
-            inputs.token_type_ids,
+            positions,
+            token_types,
             self.word_embeddings.weight,
             self.position_embeddings.weight,
             self.token_type_embeddings.weight,
@@ -61,6 +75,9 @@ class BertEmbeddings(nn.Module):
             out_dtype=self._compute_dtype(),
             rng=rng,
         )
+        if self.projection is None:
+            return x
+        return ops.linear(x, self.projection.weight, self.projection.bias)
 
     def _compute_dtype(self) -> torch.dtype:
         weight = self.word_embeddings.weight

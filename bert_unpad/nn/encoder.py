@@ -11,33 +11,35 @@ from torch.utils.checkpoint import checkpoint
 
 from bert_unpad import ops
 from bert_unpad.batch import QueryRows, VarlenBatch
-from bert_unpad.nn.attention import BertAttention, BertOutput
-from bert_unpad.nn.config import BertConfig
+from bert_unpad.nn.attention import AttentionBlock, OutputBlock
+from bert_unpad.nn.config import EncoderConfig
 from bert_unpad.nn.rng import RngKeys
 from bert_unpad.ops.attention import AttentionSchedule
 
 Recompute = Literal["none", "gelu", "layer"]
 
 
-class BertIntermediate(nn.Module):
+class Intermediate(nn.Module):
     """The first linear layer of the feed-forward half, and the kind of GELU that follows it."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
         self.approximate = config.gelu_approximate
 
 
-class BertLayer(nn.Module):
+class EncoderLayer(nn.Module):
     """Attention and feed-forward, each followed by dropout, residual and LayerNorm."""
 
     RNG_KEYS = 3  # attention probabilities, attention output, feed-forward output
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.attention = BertAttention(config)
-        self.intermediate = BertIntermediate(config)
-        self.output = BertOutput(config, config.intermediate_size)
+        self.attention = AttentionBlock(config)
+        self.intermediate = Intermediate(config)
+        self.output = OutputBlock(
+            config, config.intermediate_size, config.rate("feed_forward_dropout_prob")
+        )
         self.fp8 = False
 
     def forward(
@@ -74,12 +76,18 @@ class BertLayer(nn.Module):
         return self.output(y, residual, rng[2])
 
 
-class BertEncoder(nn.Module):
-    """The stack of all transformer layers."""
+class Encoder(nn.Module):
+    """The stack of all transformer layers.
 
-    def __init__(self, config: BertConfig) -> None:
+    `layer` holds each layer's weights once. Where layers share their weights, a token passes
+    through more layers than that; see `layer_order`.
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
+        order = config.layer_order
+        self.layer = nn.ModuleList(EncoderLayer(config) for _ in range(max(order) + 1))
+        self._shared_order = None if config.num_hidden_groups is None else order
         self.recompute = "none"
         self.attention_schedule = "list"
         self.frozen_layers = 0
@@ -88,6 +96,11 @@ class BertEncoder(nn.Module):
         """
         self.active_layers: Sequence[bool] | None = None
         """Whether training runs each layer; the others pass their input on. None runs all."""
+
+    @property
+    def layer_order(self) -> Sequence[int]:
+        """For each layer that a token passes through, its index in `layer`."""
+        return range(len(self.layer)) if self._shared_order is None else self._shared_order
 
     @property
     def fp8(self) -> bool:
@@ -164,14 +177,19 @@ class BertEncoder(nn.Module):
         Returns:
             Hidden states, [T, hidden], or [Q, hidden] with `rows`.
         """
-        count = BertLayer.RNG_KEYS
+        count = EncoderLayer.RNG_KEYS
+        order = self.layer_order
         if rng is None:
-            rng = (None,) * (count * len(self.layer))
-        indices = [index for index in range(len(self.layer)) if self._is_active(index)]
+            rng = (None,) * (count * len(order))
+        if self.frozen_layers and self._shared_order is not None:
+            raise ValueError(
+                f"frozen_layers: expected 0 where layers share weights, got {self.frozen_layers}"
+            )
+        indices = [index for index in range(len(order)) if self._is_active(index)]
         if not indices and rows is not None:
             x = x.index_select(0, rows.positions)
         for index in indices:
-            layer = self.layer[index]
+            layer = self.layer[order[index]]
             arguments = (
                 x,
                 batch,

@@ -1,4 +1,4 @@
-"""Floating-point operations that a BERT model needs, for model FLOPs utilisation (MFU).
+"""Floating-point operations that an encoder needs, for model FLOPs utilisation (MFU).
 
 The count is that of the model, not of this implementation (Chowdhery et al., 2022,
 arXiv:2204.02311, appendix B): every layer for every real token, attention within each sequence,
@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
-from bert_unpad.nn.config import BertConfig
+from bert_unpad.nn.config import EncoderConfig
 
 MASKED_FRACTION = 0.15
 """The share of tokens that BERT's pretraining masks; the default where no count is given."""
@@ -31,16 +31,16 @@ class _ForwardFlops(NamedTuple):
 
     layer: int
     """Operations of one layer."""
-    heads: int
-    """Operations of everything above the layers."""
+    rest: int
+    """Operations of everything else: heads, and the layer that widens factorised embeddings."""
     qkv: int
     """Operations of a layer's product that computes queries, keys and values."""
     decoder: int
     """Operations of the heads' product with the word embedding."""
 
 
-def forward_flops(config: BertConfig, lengths: Lengths, num_masked: int | None = None) -> int:
-    """Counts the operations of one forward pass, including both pretraining heads.
+def forward_flops(config: EncoderConfig, lengths: Lengths, num_masked: int | None = None) -> int:
+    """Counts the operations of one forward pass, including the heads of the configuration.
 
     Args:
         config: the model's configuration.
@@ -49,11 +49,11 @@ def forward_flops(config: BertConfig, lengths: Lengths, num_masked: int | None =
             `PackedInputs`, and 15 % of the tokens of anything else.
     """
     parts = _forward_parts(config, lengths, num_masked)
-    return config.num_hidden_layers * parts.layer + parts.heads
+    return len(config.layer_order) * parts.layer + parts.rest
 
 
 def training_flops(
-    config: BertConfig,
+    config: EncoderConfig,
     lengths: Lengths,
     num_masked: int | None = None,
     *,
@@ -75,14 +75,16 @@ def training_flops(
             is one product instead of two.
     """
     parts = _forward_parts(config, lengths, num_masked)
-    layers = config.num_hidden_layers if layers is None else layers
-    flops = 3 * (layers * parts.layer + parts.heads) - 2 * frozen_layers * parts.layer
+    layers = len(config.layer_order) if layers is None else layers
+    flops = 3 * (layers * parts.layer + parts.rest) - 2 * frozen_layers * parts.layer
     if frozen_layers:
         flops -= parts.qkv if frozen_layers < layers else 0
     return flops - (parts.decoder if frozen_decoder else 0)
 
 
-def _forward_parts(config: BertConfig, lengths: Lengths, num_masked: int | None) -> _ForwardFlops:
+def _forward_parts(
+    config: EncoderConfig, lengths: Lengths, num_masked: int | None
+) -> _ForwardFlops:
     if isinstance(lengths, PackedInputs):
         num_masked = lengths.num_masked if num_masked is None else num_masked
         lengths = lengths.batch
@@ -92,23 +94,28 @@ def _forward_parts(config: BertConfig, lengths: Lengths, num_masked: int | None)
     tokens = int(sizes.sum())
     if num_masked is None:
         num_masked = round(MASKED_FRACTION * tokens)
-    hidden = config.hidden_size
+    hidden, width = config.hidden_size, config.embedding_width
     # queries, keys, values, output projection: 4 hidden^2; feed-forward: 2 hidden * intermediate
     dense = 2 * tokens * (4 * hidden**2 + 2 * hidden * config.intermediate_size)
     attention = 2 * int((sizes**2).sum()) * 2 * hidden  # QK^T and PV
-    transform = 2 * num_masked * hidden**2
-    decoder = 2 * num_masked * hidden * config.vocab_size
-    next_sentence = 2 * int((sizes > 0).sum()) * (hidden**2 + 2 * hidden)
+    transform = 2 * num_masked * hidden * width
+    decoder = 2 * num_masked * width * config.vocab_size
+    heads = {
+        "mlm": transform + decoder,
+        "nsp": 2 * int((sizes > 0).sum()) * (hidden**2 + 2 * hidden),
+        "rtd": 2 * tokens * (hidden**2 + hidden),
+    }
+    projection = 0 if config.embedding_size is None else 2 * tokens * width * hidden
     return _ForwardFlops(
         layer=dense + attention,
-        heads=transform + decoder + next_sentence,
+        rest=projection + sum(heads[name] for name in config.heads),
         qkv=2 * tokens * 3 * hidden**2,
         decoder=decoder,
     )
 
 
 def padded_training_flops(
-    config: BertConfig, batch_size: int, seqlen: int, num_logits: int | None = None
+    config: EncoderConfig, batch_size: int, seqlen: int, num_logits: int | None = None
 ) -> int:
     """Counts the operations of a forward and backward pass of a model that computes padding too.
 

@@ -1,4 +1,4 @@
-"""The heads on top of the encoder in pretraining: pooler, masked tokens, next sentence."""
+"""The heads on top of the encoder in pretraining; `EncoderConfig.heads` says which a model has."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from bert_unpad import ops
-from bert_unpad.nn.config import BertConfig
+from bert_unpad.nn.config import EncoderConfig
 
 
-class BertPooler(nn.Module):
+class Pooler(nn.Module):
     """tanh(dense(x)) of the first token of each sequence."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
@@ -24,14 +24,15 @@ class BertPooler(nn.Module):
 class MlmTransform(nn.Module):
     """LayerNorm(gelu(dense(x))), the first part of the masked-token head."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.approximate = config.gelu_approximate
+        width = config.embedding_width
+        self.dense = nn.Linear(config.hidden_size, width)
+        self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.approximate = config.head_gelu_approximate
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transforms hidden states: [rows, hidden] -> [rows, hidden]."""
+        """Transforms hidden states: [rows, hidden] -> [rows, embedding width]."""
         x = ops.linear(x, self.dense.weight)
         x = ops.bias_gelu(x, self.dense.bias, approximate=self.approximate)
         norm = self.LayerNorm
@@ -41,7 +42,7 @@ class MlmTransform(nn.Module):
 class MlmHead(nn.Module):
     """The masked-token head: logits over the vocabulary, decoded by the word embedding."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.transform = MlmTransform(config)
         self.bias = nn.Parameter(torch.zeros(config.padded_vocab_size))
@@ -51,7 +52,7 @@ class MlmHead(nn.Module):
 
         Args:
             x: hidden states, [rows, hidden].
-            word_embeddings: the decoder's weight, [padded_vocab_size, hidden].
+            word_embeddings: the decoder's weight, [padded_vocab_size, embedding width].
 
         Returns:
             Logits, [rows, padded_vocab_size]; the loss ignores the padded columns.
@@ -59,22 +60,43 @@ class MlmHead(nn.Module):
         return ops.linear(self.transform(x), word_embeddings, self.bias)
 
 
-class NextSentenceHead(nn.Linear):
+class SentenceHead(nn.Linear):
     """A linear layer whose weights may stay fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes next-sentence logits: [N, hidden] -> [N, 2]."""
+        """Computes logits of a relation of two sentences: [N, hidden] -> [N, 2]."""
         return ops.linear(x, self.weight, self.bias)
 
 
-class BertPreTrainingHeads(nn.Module):
-    """The two pretraining heads, which Hugging Face's models name `cls`."""
+class ReplacedTokenHead(nn.Module):
+    """ELECTRA's discriminator (Clark et al., 2020, arXiv:2003.10555): one logit per token."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.predictions = MlmHead(config)
-        self.seq_relationship = NextSentenceHead(config.hidden_size, 2)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense_prediction = nn.Linear(config.hidden_size, 1)
+        self.approximate = config.gelu_approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes the logits that tokens are replaced: [rows, hidden] -> [rows]."""
+        x = ops.linear(x, self.dense.weight)
+        x = ops.bias_gelu(x, self.dense.bias, approximate=self.approximate)
+        last = self.dense_prediction
+        return ops.linear(x, last.weight, last.bias).squeeze(-1)
+
+
+class PreTrainingHeads(nn.Module):
+    """The heads of one model, which Hugging Face's BERT names `cls`."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        if "mlm" in config.heads:
+            self.predictions = MlmHead(config)
+        if "nsp" in config.heads:
+            self.seq_relationship = SentenceHead(config.hidden_size, 2)
+        if "rtd" in config.heads:
+            self.detector = ReplacedTokenHead(config)
 
     def next_sentence(self, pooled: Tensor) -> Tensor:
-        """Computes next-sentence logits [N, 2] (0 = is next, 1 = random) of pooled [N, hidden]."""
+        """Computes sentence logits [N, 2] (0 = is next, or in order) of pooled [N, hidden]."""
         return self.seq_relationship(pooled)

@@ -1,28 +1,32 @@
-"""BERT with its two pretraining tasks, on packed tokens from the embeddings to the loss.
+"""An encoder with its pretraining heads, on packed tokens from the embeddings to the losses.
 
-The loss needs only the hidden states of masked tokens and of the first token of each sequence. So
-training computes the last layer for those rows only (`QueryRows`), and logits for masked tokens
-only. Losses are sums. The caller divides them by the counts of the global batch, so that the
-gradients of ranks with unequal numbers of tokens add up to the gradient of that batch.
+The losses of masked tokens and of sentences need only the hidden states of masked tokens and of the
+first token of each sequence. So training computes the last layer for those rows only (`QueryRows`),
+and logits for masked tokens only. Losses are sums. The caller divides them by the counts of the
+global batch, so that the gradients of ranks with unequal numbers of tokens add up to the gradient
+of that batch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_unpad import ops
 from bert_unpad.batch import PackedInputs
+from bert_unpad.batch.inputs import IGNORE
 from bert_unpad.batch.rows import gather_rows, scatter_rows
 from bert_unpad.nn import weights
-from bert_unpad.nn.config import BertConfig
-from bert_unpad.nn.embeddings import BertEmbeddings
-from bert_unpad.nn.encoder import BertEncoder, BertLayer
+from bert_unpad.nn.config import EncoderConfig
+from bert_unpad.nn.embeddings import Embeddings
+from bert_unpad.nn.encoder import Encoder, EncoderLayer
 from bert_unpad.nn.flops import Lengths, training_flops
-from bert_unpad.nn.heads import BertPooler, BertPreTrainingHeads
+from bert_unpad.nn.heads import Pooler, PreTrainingHeads
 from bert_unpad.nn.rng import draw_rng_keys
 
 
@@ -39,7 +43,10 @@ def initialize(module: nn.Module, std: float) -> None:
 
 
 class PreTrainingOutput(NamedTuple):
-    """Losses and correct predictions, summed over the batch; scalars on the device."""
+    """Losses and correct predictions, summed over the batch; scalars on the device.
+
+    Sums of a head that the model does not have are 0.
+    """
 
     mlm_loss_sum: Tensor
     """fp32: cross-entropy in nats, summed over masked tokens with a label."""
@@ -51,28 +58,42 @@ class PreTrainingOutput(NamedTuple):
     """int64: the number of sequences whose next-sentence label was predicted right."""
 
 
-class BertModel(nn.Module):
-    """Embeddings, encoder and pooler."""
+class ReplacedTokenOutput(NamedTuple):
+    """The discriminator's loss and correct predictions, summed over tokens; scalars."""
 
-    def __init__(self, config: BertConfig) -> None:
+    rtd_loss_sum: Tensor
+    """fp32: binary cross-entropy in nats, summed over tokens with a label."""
+    rtd_correct: Tensor
+    """int64: the number of tokens whose label was predicted right."""
+
+
+class EncoderModel(nn.Module):
+    """Embeddings, encoder, and the pooler if there is an nsp head."""
+
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embeddings = BertEmbeddings(config)
-        self.encoder = BertEncoder(config)
-        self.pooler = BertPooler(config)
+        self.embeddings = Embeddings(config)
+        self.encoder = Encoder(config)
+        if "nsp" in config.heads:
+            self.pooler = Pooler(config)
 
     def draw_rng_keys(self, device: torch.device) -> Tensor | None:
-        """Draws the dropout keys of one forward pass, which determine all its dropout masks.
+        """Draws the dropout keys of one forward pass, which determine its dropout masks.
+
+        The dropout before the nsp head (`classifier_dropout_prob`) draws from PyTorch's generator.
 
         Returns:
             int64 [keys, 2], from PyTorch's default generator of the device. None without drawing
             anything if the model has no dropout or is in evaluation mode.
         """
-        config = self.config
-        rates = config.hidden_dropout_prob, config.attention_probs_dropout_prob
-        if not (self.training and any(rates)):
+        if not (self.training and self.config.has_dropout):
             return None
-        return draw_rng_keys(1 + BertLayer.RNG_KEYS * len(self.encoder.layer), device)
+        return draw_rng_keys(self._num_keys, device)
+
+    @property
+    def _num_keys(self) -> int:
+        return 1 + EncoderLayer.RNG_KEYS * len(self.encoder.layer_order)
 
     def forward(
         self, inputs: PackedInputs, rows_only: bool = False, rng_keys: Tensor | None = None
@@ -89,26 +110,26 @@ class BertModel(nn.Module):
         """
         if rng_keys is None:
             rng_keys = self.draw_rng_keys(inputs.device)
-        count = 1 + BertLayer.RNG_KEYS * len(self.encoder.layer)
-        keys = (None,) * count if rng_keys is None else rng_keys.unbind()
+        keys = (None,) * self._num_keys if rng_keys is None else rng_keys.unbind()
         frozen = self.training and self.encoder.frozen_layers > 0
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
             x = self.embeddings(inputs, keys[0])
         return self.encoder(x, inputs.batch, inputs.query_rows if rows_only else None, keys[1:])
 
 
-class BertForPreTraining(nn.Module):
-    """BERT with masked-token and next-sentence heads (Devlin et al., 2019, arXiv:1810.04805).
+class EncoderForPreTraining(nn.Module):
+    """An encoder with the heads of its configuration.
 
-    Parameters have Hugging Face's names, with two differences: queries, keys and values are one
-    `attention.self.qkv`, and the word embedding has padding rows, which stay zero.
+    Parameters have the names of Hugging Face's BERT in every family, with two differences: queries,
+    keys and values are one `attention.self.qkv`, and the word embedding has padding rows, which
+    stay zero. Saved files have the names of the model's own family.
     """
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.bert = BertModel(config)
-        self.cls = BertPreTrainingHeads(config)
+        self.bert = EncoderModel(config)
+        self.cls = PreTrainingHeads(config)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -116,11 +137,12 @@ class BertForPreTraining(nn.Module):
         """Draws weights with `initializer_range`; sets biases to 0 and LayerNorms to 1 and 0."""
         initialize(self, self.config.initializer_range)
         self.word_embeddings[self.config.vocab_size :].zero_()
-        self.cls.predictions.bias.zero_()
+        if "mlm" in self.config.heads:
+            self.cls.predictions.bias.zero_()
 
     @property
     def word_embeddings(self) -> Tensor:
-        """The word embedding, also the decoder's weight: [padded_vocab_size, hidden]."""
+        """The word embedding, also the decoder's weight: [padded_vocab_size, embedding width]."""
         return self.bert.embeddings.word_embeddings.weight
 
     def forward(self, inputs: PackedInputs, rng_keys: Tensor | None = None) -> PreTrainingOutput:
@@ -132,11 +154,14 @@ class BertForPreTraining(nn.Module):
         Args:
             inputs: T packed tokens.
             rng_keys: dropout keys from `bert.draw_rng_keys`; None draws them.
+
+        Raises:
+            ValueError: the model has no mlm head.
         """
+        self._require("mlm")
         rows = inputs.query_rows
         hidden = self.bert(inputs, rows_only=True, rng_keys=rng_keys)
         masked = gather_rows(hidden, rows.mlm_rows)
-        first = gather_rows(hidden, rows.cls_rows)
         # Nothing else uses the logits, so their gradient may overwrite them.
         mlm_loss, mlm_correct = ops.masked_cross_entropy(
             self.cls.predictions(masked, self.word_embeddings),
@@ -144,16 +169,47 @@ class BertForPreTraining(nn.Module):
             vocab_size=self.config.vocab_size,
             inplace_backward=True,
         )
-        nsp_loss, nsp_correct = ops.masked_cross_entropy(
-            self.cls.next_sentence(self.bert.pooler(first)), rows.cls_labels
-        )
+        if "nsp" in self.config.heads:
+            first = gather_rows(hidden, rows.cls_rows)
+            nsp_loss, nsp_correct = ops.masked_cross_entropy(
+                self._sentence_logits(first), rows.cls_labels
+            )
+        else:
+            nsp_loss, nsp_correct = torch.zeros_like(mlm_loss), torch.zeros_like(mlm_correct)
         return PreTrainingOutput(mlm_loss, mlm_correct, nsp_loss, nsp_correct)
+
+    def detect(
+        self, inputs: PackedInputs, replaced: Tensor, rng_keys: Tensor | None = None
+    ) -> ReplacedTokenOutput:
+        """Computes the loss of replaced-token detection, as sums over tokens.
+
+        Args:
+            inputs: T packed tokens, some of them replaced.
+            replaced: int64 [T]: 1 where the token is not the original one, 0 where it is, -100
+                where it does not count.
+            rng_keys: dropout keys from `bert.draw_rng_keys`; None draws them.
+
+        Raises:
+            ValueError: the model has no rtd head, or `replaced` has another shape.
+        """
+        if replaced.shape != inputs.input_ids.shape:
+            raise ValueError(
+                f"replaced: expected shape {list(inputs.input_ids.shape)}, got "
+                f"{list(replaced.shape)}"
+            )
+        logits = self.detector_logits(inputs, rng_keys).float()
+        counts = replaced != IGNORE
+        losses = F.binary_cross_entropy_with_logits(logits, replaced.float(), reduction="none")
+        correct = (logits > 0) == (replaced == 1)
+        return ReplacedTokenOutput(torch.where(counts, losses, 0.0).sum(), (correct & counts).sum())
 
     def encode(self, inputs: PackedInputs) -> Tensor:
         """Computes the hidden states of the last layer for every token, [T, hidden]."""
         return self.bert(inputs)
 
-    def logits(self, inputs: PackedInputs, all_positions: bool = False) -> tuple[Tensor, Tensor]:
+    def logits(
+        self, inputs: PackedInputs, all_positions: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Computes logits, for evaluation and for filling masks.
 
         Args:
@@ -162,16 +218,41 @@ class BertForPreTraining(nn.Module):
 
         Returns:
             Masked-token logits [M, vocab_size] (or [T, vocab_size]), and next-sentence logits
-            [B, 2] (0 = is next, 1 = random), which are 0 for an empty sequence.
+            [B, 2] (0 = is next, 1 = random), which are 0 for an empty sequence; None without an nsp
+            head.
+
+        Raises:
+            ValueError: the model has no mlm head.
         """
+        self._require("mlm")
         rows = inputs.query_rows
         hidden = self.bert(inputs, rows_only=not all_positions)
         tokens = hidden if all_positions else gather_rows(hidden, rows.mlm_rows)
+        mlm = self.cls.predictions(tokens, self.word_embeddings)[:, : self.config.vocab_size]
+        if "nsp" not in self.config.heads:
+            return mlm, None
         first = gather_rows(hidden, rows.cls_positions if all_positions else rows.cls_rows)
-        mlm = self.cls.predictions(tokens, self.word_embeddings)
-        nsp = self.cls.next_sentence(self.bert.pooler(first))
-        nsp = scatter_rows(nsp, rows.cls_sequences, inputs.batch.batch_size)
-        return mlm[:, : self.config.vocab_size], nsp
+        nsp = self._sentence_logits(first)
+        return mlm, scatter_rows(nsp, rows.cls_sequences, inputs.batch.batch_size)
+
+    def detector_logits(self, inputs: PackedInputs, rng_keys: Tensor | None = None) -> Tensor:
+        """Computes the logits that tokens are replaced, [T].
+
+        Raises:
+            ValueError: the model has no rtd head.
+        """
+        self._require("rtd")
+        return self.cls.detector(self.bert(inputs, rng_keys=rng_keys))
+
+    def _sentence_logits(self, first: Tensor) -> Tensor:
+        pooled = self.bert.pooler(first)
+        if self.config.classifier_dropout_prob:
+            pooled = F.dropout(pooled, self.config.classifier_dropout_prob, self.training)
+        return self.cls.next_sentence(pooled)
+
+    def _require(self, head: str) -> None:
+        if head not in self.config.heads:
+            raise ValueError(f"heads: expected a model with {head}, got {self.config.heads!r}")
 
     def num_flops(self, lengths: Lengths, num_masked: int | None = None) -> int:
         """Counts the model FLOPs of a training step's forward and backward pass.
@@ -185,7 +266,7 @@ class BertForPreTraining(nn.Module):
             self.config,
             lengths,
             num_masked,
-            layers=len(encoder.layer) if active is None else sum(active),
+            layers=len(encoder.layer_order) if active is None else sum(active),
             frozen_layers=encoder.frozen_layers,
             frozen_decoder=not self.word_embeddings.requires_grad,
         )
@@ -197,15 +278,26 @@ class BertForPreTraining(nn.Module):
     @classmethod
     def from_pretrained(
         cls, directory: str | os.PathLike[str], *, strict: bool = True, **overrides
-    ) -> BertForPreTraining:
-        """Reads a directory with a Hugging Face BERT; see `weights.load`.
+    ) -> EncoderForPreTraining:
+        """Reads a directory with a model of Hugging Face; see `weights.load`.
 
         Args:
             directory: folder with config.json and model.safetensors (or its shards and their
                 index).
             strict: raise an error if tensors are missing or unexpected. Otherwise log them as a
                 warning; missing tensors keep their initial values.
-            overrides: fields of the configuration to replace, for example a dropout rate.
+            overrides: fields of the configuration to replace, for example a dropout rate, or
+                `heads`.
         """
         config = weights.read_config(directory, overrides)
         return weights.load(lambda: cls(config), directory, strict=strict)
+
+
+class BertForPreTraining(EncoderForPreTraining):
+    """An encoder with the heads of Devlin et al. (2019, arXiv:1810.04805): mlm and nsp.
+
+    Those heads are there whatever the configuration or a file says.
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__(dataclasses.replace(config, heads=("mlm", "nsp")))

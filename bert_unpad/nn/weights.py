@@ -1,9 +1,9 @@
 """Checkpoints in Hugging Face's layout: config.json and model.safetensors, with their tensor names.
 
-Our parameters have the same names, so the conversion handles only the differences: one packed
-tensor for queries, keys and values, and a vocabulary padded to a multiple of 8. It also reads the
-names of older files, and drops tensors that repeat others. Anything else that is missing or
-unexpected is reported by name.
+Our parameters have the names of Hugging Face's BERT; the row of a model's family says how theirs
+differ. Besides, queries, keys and values are one packed tensor here, and the vocabulary is padded
+to a multiple of 8. Reading also understands the names of older files, and drops tensors that repeat
+others. Anything else that is missing or unexpected is reported by name.
 """
 
 from __future__ import annotations
@@ -22,36 +22,29 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bert_unpad._files import replacing
-from bert_unpad.nn.config import BertConfig
+from bert_unpad.nn.config import EncoderConfig
+from bert_unpad.nn.families import OWN
 from bert_unpad.nn.weight_files import WEIGHTS_FILE, read_tensors
 
 CONFIG_FILE = "config.json"
 
-_QKV = re.compile(r"(.*\.attention\.self\.)qkv\.(weight|bias)")
-_QKV_PARTS = ("query", "key", "value")
-_WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
-_MLM_BIAS = "cls.predictions.bias"
-_VOCAB_PADDED = (_WORD_EMBEDDINGS, _MLM_BIAS)
-
-# Tensors that some files hold twice, or only under this name.
-_DUPLICATES = {
-    "cls.predictions.decoder.weight": _WORD_EMBEDDINGS,
-    "cls.predictions.decoder.bias": _MLM_BIAS,
-}
-_POSITION_IDS = "bert.embeddings.position_ids"  # a buffer 0, 1, 2, ... in older files
+# Our tensors with one row for each token of the vocabulary, and padding rows.
+_VOCAB_PADDED = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
 
 logger = logging.getLogger(__name__)
 
 
-class BertWithConfig(Protocol):
-    """What these functions need of a model: `BertForPreTraining`'s parameters and configuration."""
+class ModelWithConfig(Protocol):
+    """What these functions need: the parameters of an `EncoderForPreTraining`, and its config."""
 
-    config: BertConfig
+    config: EncoderConfig
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
+    def parameters(self) -> Iterator[nn.Parameter]: ...
 
-Model = TypeVar("Model", bound=BertWithConfig)
+
+Model = TypeVar("Model", bound=ModelWithConfig)
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,7 @@ class LoadReport:
         return "; ".join(f"{label}: {', '.join(names)}" for label, names in lists if names)
 
 
-def to_hf_state_dict(model: BertWithConfig) -> dict[str, Tensor]:
+def to_hf_state_dict(model: ModelWithConfig) -> dict[str, Tensor]:
     """Returns the parameters under Hugging Face's names, as views that share memory.
 
     The decoder's weight is left out, as in their files, because it is the word embedding.
@@ -79,18 +72,18 @@ def to_hf_state_dict(model: BertWithConfig) -> dict[str, Tensor]:
     return {
         name: part
         for own_name, parameter in model.named_parameters()
-        for name, part in _hf_parts(own_name, parameter.detach(), model.config.vocab_size).items()
+        for name, part in _hf_parts(own_name, parameter.detach(), model.config).items()
     }
 
 
 def load_state_dict(
-    model: BertWithConfig, tensors: Mapping[str, Tensor], strict: bool = True
+    model: ModelWithConfig, tensors: Mapping[str, Tensor], strict: bool = True
 ) -> LoadReport:
     """Copies tensors with Hugging Face's names into the model, converting their dtype.
 
-    Accepts the names of BertForPreTraining, BertForMaskedLM and similar models, of the bare
-    BertModel (without `bert.`), LayerNorm's older names (gamma, beta), and those of NVIDIA's
-    DeepLearningExamples (dense_act). Changes the model only if every check passes.
+    Accepts the names of transformers' models with heads, of the bare model (in BERT's case without
+    `bert.`), LayerNorm's older names (gamma, beta), and those of NVIDIA's DeepLearningExamples
+    (dense_act). Changes the model only if every check passes.
 
     Args:
         model: the model to fill.
@@ -112,12 +105,11 @@ def load_state_dict(
 
 
 def _match(
-    model: BertWithConfig, tensors: Mapping[str, Tensor], strict: bool
+    model: ModelWithConfig, tensors: Mapping[str, Tensor], strict: bool
 ) -> tuple[LoadReport, list[tuple[Tensor, Tensor]]]:
     """Returns a report, and pairs of a tensor of the model and the one to copy into it."""
-    found = dict(_modern_names(tensors))
-    _drop_derived(found)
     targets = to_hf_state_dict(model)
+    found = modern_tensors(tensors, model.config)
     report = LoadReport(
         missing=tuple(sorted(targets.keys() - found.keys())),
         unexpected=tuple(sorted(found.keys() - targets.keys())),
@@ -155,15 +147,15 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[i
 
 def read_config(
     directory: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None
-) -> BertConfig:
+) -> EncoderConfig:
     """Reads the configuration in `directory`, with some fields replaced.
 
     Raises:
         FileNotFoundError: there is no config.json.
         ValueError: it is not a configuration that this model supports.
-        TypeError: an override is not a field of `BertConfig`.
+        TypeError: an override is not a field of `EncoderConfig`.
     """
-    config = BertConfig.from_json(Path(directory) / CONFIG_FILE)
+    config = EncoderConfig.from_json(Path(directory) / CONFIG_FILE)
     return dataclasses.replace(config, **(overrides or {}))
 
 
@@ -196,7 +188,7 @@ def load(
     return model
 
 
-def save(model: BertWithConfig, directory: str | os.PathLike[str]) -> None:
+def save(model: ModelWithConfig, directory: str | os.PathLike[str]) -> None:
     """Writes config.json and model.safetensors, which transformers' `from_pretrained` reads.
 
     Each file appears whole or not at all. Creates the directory if it does not exist.
@@ -207,37 +199,44 @@ def save(model: BertWithConfig, directory: str | os.PathLike[str]) -> None:
     with replacing(directory / WEIGHTS_FILE) as temporary:
         # transformers reads only files that name the framework they come from.
         save_file(tensors, temporary, metadata={"format": "pt"})
-    extra = {k: v for k, v in model.config.extra.items() if k != "torch_dtype"} | {
-        "architectures": ["BertForPreTraining"],
-        # transformers loads the weights in this dtype.
-        "dtype": str(tensors[_WORD_EMBEDDINGS].dtype).removeprefix("torch."),
-    }
-    dataclasses.replace(model.config, extra=extra).to_json(directory / CONFIG_FILE)
+    config = model.config
+    extra = {k: v for k, v in config.extra.items() if k != "torch_dtype"}
+    if config.family is not OWN:
+        extra["architectures"] = [config.family.architecture(config.heads)]
+    # transformers loads the weights in this dtype.
+    dtype = next(iter(model.parameters())).dtype
+    extra["dtype"] = str(dtype).removeprefix("torch.")
+    dataclasses.replace(config, extra=extra).to_json(directory / CONFIG_FILE)
 
 
-def _hf_parts(name: str, tensor: Tensor, vocab_size: int) -> dict[str, Tensor]:
+def _hf_parts(name: str, tensor: Tensor, config: EncoderConfig) -> dict[str, Tensor]:
     """Returns views of one of our tensors under Hugging Face's names."""
-    if packed := _QKV.fullmatch(name):
-        prefix, kind = packed.groups()
-        parts = zip(_QKV_PARTS, tensor.chunk(3), strict=True)
-        return {f"{prefix}{part}.{kind}": view for part, view in parts}
-    return {name: tensor[:vocab_size] if name in _VOCAB_PADDED else tensor}
+    if name in _VOCAB_PADDED:
+        tensor = tensor[: config.vocab_size]
+    found = config.family.hf_names(name, config)
+    if isinstance(found, str):
+        return {found: tensor}
+    return dict(zip(found, tensor.chunk(len(found)), strict=True))
 
 
-def _modern_names(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    bare = not any(name.startswith(("bert.", "cls.")) for name in tensors)
+def modern_tensors(tensors: Mapping[str, Tensor], config: EncoderConfig) -> dict[str, Tensor]:
+    """Returns a file's tensors by today's names, without those that repeat others.
+
+    Raises:
+        ValueError: a tensor that should repeat another one differs from it.
+    """
+    family = config.family
+    bare = not any(name.startswith(f"{family.trunk}.") for name in tensors)
+    found = {}
     for name, tensor in tensors.items():
         name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
         name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
         name = name.replace(".dense_act.", ".dense.")
         if bare and name.startswith(("embeddings.", "encoder.", "pooler.")):
-            name = f"bert.{name}"
-        yield name, tensor
-
-
-def _drop_derived(found: dict[str, Tensor]) -> None:
-    """Removes tensors that repeat others or follow from the shape; checks that they agree."""
-    for name, source in _DUPLICATES.items():
+            name = f"{family.trunk}.{name}"
+        if not any(re.fullmatch(pattern, name) for pattern in family.unused):
+            found[name] = tensor
+    for name, source in family.tied.items():
         if name not in found:
             continue
         tensor = found.pop(name)
@@ -245,8 +244,10 @@ def _drop_derived(found: dict[str, Tensor]) -> None:
             raise ValueError(
                 f"{name}: expected the same values as {source}; untied decoders are not supported"
             )
-    position_ids = found.get(_POSITION_IDS)
+    # A buffer 0, 1, 2, ... in older files.
+    position_ids = found.get(f"{family.trunk}.embeddings.position_ids")
     if position_ids is not None and torch.equal(
         position_ids.flatten(), torch.arange(position_ids.numel())
     ):
-        del found[_POSITION_IDS]
+        del found[f"{family.trunk}.embeddings.position_ids"]
+    return found

@@ -21,7 +21,7 @@ from bert_unpad.costs.measure import CompressionTimer, PassTimer, fit_link, link
 from bert_unpad.costs.network import Link
 from bert_unpad.costs.sync import COMPRESSIONS
 from bert_unpad.costs.workload import Workload
-from bert_unpad.nn import BertForPreTraining
+from bert_unpad.nn import EncoderForPreTraining
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def calibrate(
     begin = time.perf_counter()
     with process_group(device) as alone:
         torch.manual_seed(0)
-        model = BertForPreTraining(workload.config).to(device).train()
+        model = EncoderForPreTraining(workload.config).to(device).train()
 
         def left(share: float) -> float:
             """Seconds until that share of the time is used, by the first rank's clock."""

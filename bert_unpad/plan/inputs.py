@@ -39,10 +39,10 @@ def workload_of(options: argparse.Namespace) -> tuple[Workload, float | None]:
         value = getattr(options, name)
         return recipe.get(name, default) if value is None else value
 
-    longest = given("max_length", config.max_position_embeddings)
-    if longest > config.max_position_embeddings:
+    longest = given("max_length", config.max_length)
+    if longest > config.max_length:
         raise ValueError(
-            f"argument --max-length: expected at most {config.max_position_embeddings}, the "
+            f"argument --max-length: expected at most {config.max_length}, the "
             f"model's positions, got {longest}"
         )
     counts = cap_lengths(read_counts(options.data, "--data"), longest)

@@ -9,7 +9,7 @@ import torch
 
 from bert_unpad.batch import PackedInputs
 from bert_unpad.data import PackedCollator, Prefetcher
-from bert_unpad.nn import BertForPreTraining
+from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.feed.steps import count_labels
 from bert_unpad.pretrain.losses import SUMS, averages, stack_outputs
 from bert_unpad.pretrain.model import to_device
@@ -52,7 +52,7 @@ class Evaluator:
         self._autocast = autocast
 
     @torch.no_grad()
-    def __call__(self, model: BertForPreTraining) -> dict[str, float | None]:
+    def __call__(self, model: EncoderForPreTraining) -> dict[str, float | None]:
         """Losses (nats) and accuracies (0 .. 1) over all examples; see `losses.averages`.
 
         All ranks must call it with the same parameters, and get the same result. The model is left
@@ -72,6 +72,6 @@ class Evaluator:
             dict(zip((*SUMS, "masked", "pairs"), self._ranks.sum(both).tolist(), strict=True))
         )
 
-    def _forward(self, model: BertForPreTraining, inputs: PackedInputs) -> torch.Tensor:
+    def _forward(self, model: EncoderForPreTraining, inputs: PackedInputs) -> torch.Tensor:
         with self._autocast:
             return stack_outputs(model(to_device(inputs, model, self._ranks.device)))

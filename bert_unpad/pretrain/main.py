@@ -162,9 +162,18 @@ def _prepare_data(config: PretrainConfig, ranks: Ranks) -> PreparedData:
     return data
 
 
+_WHOLE = ("none", "lengths")  # schedules that train all layers all the time
+
+
 def _growth(run: Run) -> Growth:
     """The stages of the run."""
     config = run.config
+    if run.model.config.num_hidden_groups is not None and config.growth.name not in _WHOLE:
+        raise ConfigError(
+            "growth.name",
+            f"expected {' or '.join(_WHOLE)} for a model whose layers share weights, got "
+            f"{config.growth.name}",
+        )
     return make_growth(
         config.growth,
         Setting(

@@ -7,12 +7,14 @@ from torch import nn
 
 from bert_unpad import ops
 from bert_unpad.batch import PackedInputs
-from bert_unpad.nn import BertForPreTraining
+from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.ops.attention import HEAD_DIMS
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 
 
-def build_model(config: PretrainConfig, vocab_size: int, max_seq_length: int) -> BertForPreTraining:
+def build_model(
+    config: PretrainConfig, vocab_size: int, max_seq_length: int
+) -> EncoderForPreTraining:
     """The model on the CPU, fresh or from a folder, the same on all ranks for the same seed.
 
     Args:
@@ -24,19 +26,19 @@ def build_model(config: PretrainConfig, vocab_size: int, max_seq_length: int) ->
         ConfigError: the model does not fit the data, or the folder's weights do not fit the sizes.
     """
     sizes = config.model.resolve(vocab_size)
-    if max_seq_length > sizes.max_position_embeddings:
+    if max_seq_length > sizes.max_length:
         raise ConfigError(
             "model.max_position_embeddings",
             f"expected at least {max_seq_length}, the tokens of the longest example, got "
-            f"{sizes.max_position_embeddings}",
+            f"{sizes.max_length}",
         )
     torch.manual_seed(config.seed)
     if config.model.weights is None:
-        model = BertForPreTraining(sizes)
+        model = EncoderForPreTraining(sizes)
     else:
         try:
-            model = BertForPreTraining.from_pretrained(
-                config.model.weights, **config.model.overrides()
+            model = EncoderForPreTraining.from_pretrained(
+                config.model.weights, heads=sizes.heads, **config.model.overrides()
             )
         except (FileNotFoundError, ValueError) as error:
             raise ConfigError("model.preset", str(error)) from error
@@ -75,7 +77,7 @@ def add_gradients_in_products(model: nn.Module, config: PretrainConfig) -> None:
 
 
 def to_device(
-    inputs: PackedInputs, model: BertForPreTraining, device: torch.device
+    inputs: PackedInputs, model: EncoderForPreTraining, device: torch.device
 ) -> PackedInputs:
     """Copies inputs to the model's device, with all that is computed on the host once a batch."""
     if model.bert.encoder.attention_schedule == "groups":

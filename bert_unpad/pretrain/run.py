@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from bert_unpad.nn import BertForPreTraining
+from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.config import PretrainConfig
 from bert_unpad.pretrain.progress import Progress
 from bert_unpad.pretrain.ranks import Ranks
@@ -27,7 +27,7 @@ class Run:
 
     config: PretrainConfig
     ranks: Ranks
-    model: BertForPreTraining
+    model: EncoderForPreTraining
     """The bare model, neither compiled nor in DDP."""
     progress: Progress = field(default_factory=Progress)
 

@@ -19,7 +19,7 @@ from bert_unpad.costs.gradient_buckets import (
 from bert_unpad.costs.network import Cluster, Link
 from bert_unpad.costs.overlap import BucketOverlap, Overlap, SyncBucket, exposed_seconds
 from bert_unpad.costs.sync import COMPRESSIONS, power_sgd_bytes, sync_buckets
-from bert_unpad.nn import BertConfig, BertForPreTraining
+from bert_unpad.nn import BertConfig, BertForPreTraining, EncoderConfig, EncoderForPreTraining
 from bert_unpad.nn.config import PRESETS
 from tests.support.cost_models import TINY
 
@@ -46,6 +46,20 @@ def test_gradients_are_those_of_the_model_and_buckets_those_of_ddp():
         ours = fill_buckets(shapes, limits[1], limits[0])
         assert [len(bucket.gradients) for bucket in ours] == [len(part) for part in indices]
         assert sum(bucket.numel for bucket in ours) == sum(t.numel() for t in tensors)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_gradients_of_every_family(name):
+    config = EncoderConfig(**PRESETS[name])
+    found = gradients_of(config, 0.1)
+    with torch.device("meta"):
+        model = EncoderForPreTraining(config)
+    assert sorted(g.shape for g in found) == sorted(tuple(p.shape) for p in model.parameters())
+    ready = [gradient.ready for gradient in found]
+    assert ready == sorted(ready)
+    if config.num_hidden_groups == 1:  # shared weights are complete after their last use
+        layer = model.bert.encoder.layer[0].attention.self.qkv.weight.shape
+        assert min(g.ready for g in found if g.shape == layer) > 1 - 0.9 / 12
 
 
 def test_power_sgd_sends_thin_matrices():

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bert_unpad._tiers import advanced
-from bert_unpad.nn import BertConfig
-from bert_unpad.nn.config import PRESETS
+from bert_unpad.nn import PRESETS, EncoderConfig
 from bert_unpad.pretrain.config.errors import ConfigError
 
 
@@ -17,9 +16,9 @@ class ModelConfig:
     """The model: a preset, and sizes that replace the preset's."""
 
     preset: str = "bert-base"
-    """bert-base, bert-large, the path of a config.json in Hugging Face's format (for other sizes,
-    activations or vocabularies), or a folder with config.json and model.safetensors, with whose
-    weights training begins."""
+    """bert-base, bert-large, albert-base, the path of a config.json in Hugging Face's format (for
+    other sizes, activations or vocabularies), or a folder with config.json and model.safetensors,
+    with whose weights training begins."""
     hidden_size: int | None = None
     """Width of the hidden states. By default the preset's."""
     num_hidden_layers: int | None = None
@@ -48,7 +47,7 @@ class ModelConfig:
         del values["preset"]
         return {name: value for name, value in values.items() if value is not None}
 
-    def resolve(self, vocab_size: int) -> BertConfig:
+    def resolve(self, vocab_size: int) -> EncoderConfig:
         """The model's configuration, for a tokenizer with `vocab_size` tokens.
 
         Raises:
@@ -56,9 +55,13 @@ class ModelConfig:
                 has a smaller vocabulary than the tokenizer or no second segment.
         """
         try:
-            config = BertConfig.from_dict(self._preset_values(vocab_size) | self.overrides())
+            config = dataclasses.replace(
+                self._preset(vocab_size), heads=("mlm", "nsp"), **self.overrides()
+            )
         except ValueError as error:
             name, _, message = str(error).partition(": ")
+            if name not in {field.name for field in dataclasses.fields(self)}:
+                name, message = "preset", str(error)
             raise ConfigError(f"model.{name}", message) from error
         if config.type_vocab_size < 2:
             raise ConfigError(
@@ -74,9 +77,9 @@ class ModelConfig:
             )
         return config
 
-    def _preset_values(self, vocab_size: int) -> dict[str, object]:
+    def _preset(self, vocab_size: int) -> EncoderConfig:
         if self.preset in PRESETS:
-            return {"vocab_size": vocab_size, **PRESETS[self.preset]}
+            return EncoderConfig(**PRESETS[self.preset] | {"vocab_size": vocab_size})
         path = Path(self.preset)
         if self.weights is not None:
             path = path / "config.json"
@@ -87,7 +90,7 @@ class ModelConfig:
                 f"one, got {self.preset!r}",
             )
         try:
-            return BertConfig.from_json(path).to_dict()
+            return EncoderConfig.from_json(path)
         except ValueError as error:
             raise ConfigError(
                 "model.preset", f"expected a config.json, got {path}: {error}"

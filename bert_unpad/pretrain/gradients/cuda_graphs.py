@@ -25,7 +25,7 @@ from torch import Tensor
 from bert_unpad.batch import PackedInputs
 from bert_unpad.batch.tensor_fields import map_tensors, tensor_fields
 from bert_unpad.batch.varlen import DEVICE_TENSORS
-from bert_unpad.nn import BertForPreTraining, PreTrainingOutput
+from bert_unpad.nn import EncoderForPreTraining, PreTrainingOutput
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.update.kinds import find_kind
@@ -85,7 +85,7 @@ class StaticPass:
 
     def __init__(
         self,
-        model: BertForPreTraining,
+        model: EncoderForPreTraining,
         autocast: AbstractContextManager,
         inputs: PackedInputs,
         rng_keys: Tensor | None,
@@ -150,7 +150,7 @@ class GraphRunner:
         ValueError: the model is not on a GPU.
     """
 
-    def __init__(self, model: BertForPreTraining, autocast: AbstractContextManager) -> None:
+    def __init__(self, model: EncoderForPreTraining, autocast: AbstractContextManager) -> None:
         self._device = model.word_embeddings.device
         if self._device.type != "cuda":
             raise ValueError(f"model must be on a GPU, got {self._device}")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from bert_unpad.distributed import BucketClip
 from bert_unpad.distributed.allreduce import Allreduce
-from bert_unpad.nn import BertForPreTraining
+from bert_unpad.nn import EncoderForPreTraining
 
 __all__ = ["GraphBucket", "GraphBuckets", "units"]
 
@@ -29,17 +29,23 @@ _DEFAULT_MB = 25.0  # as DDP's buckets
 _ALIGN = 128  # bytes, so that every gradient begins where vector instructions can load
 
 
-def units(model: BertForPreTraining) -> list[list[nn.Parameter]]:
+def units(model: EncoderForPreTraining) -> list[list[nn.Parameter]]:
     """The parameters that need gradients, in groups that a backward pass completes one by one.
 
-    The heads, the layers from the top down, and the embeddings, which the decoder shares.
+    The heads, the layers from the top down, and the embeddings, which the decoder shares. Layers
+    that share weights are complete with the embeddings.
     """
-    bert = model.bert
-    below: list[nn.Module] = [*reversed(bert.encoder.layer), bert.embeddings]
-    known = {p for module in below for p in module.parameters()}
-    heads = [p for p in model.parameters() if p not in known]
-    found = [heads, *(list(module.parameters()) for module in below)]
+    bert, layers = model.bert, _layers(model)
+    last = [*([] if layers else bert.encoder.parameters()), *bert.embeddings.parameters()]
+    below = [*(list(layer.parameters()) for layer in layers), last]
+    known = {p for unit in below for p in unit}
+    found = [[p for p in model.parameters() if p not in known], *below]
     return [[p for p in reversed(unit) if p.requires_grad] for unit in found]
+
+
+def _layers(model: EncoderForPreTraining) -> list[nn.Module]:
+    """The layers from the top down, where each has its own weights."""
+    return [] if model.config.num_hidden_groups else [*reversed(model.bert.encoder.layer)]
 
 
 @dataclass(frozen=True)
@@ -75,11 +81,11 @@ class GraphBuckets:
         limit_mb: size limit of a bucket in MiB, unless a single parameter is larger; None: 25.
     """
 
-    def __init__(self, model: BertForPreTraining, limit_mb: float | None = None) -> None:
+    def __init__(self, model: EncoderForPreTraining, limit_mb: float | None = None) -> None:
         self._device = model.word_embeddings.device
         limit = int((limit_mb or _DEFAULT_MB) * 2**20)
         self.buckets, self._gaps = _fill(units(model), limit)
-        self._last = 1 + len(model.bert.encoder.layer)
+        self._last = 1 + len(_layers(model))
         self._marked: set[int] = set()
         self._clip: BucketClip | None = None
         self._sent: list[torch.futures.Future[Tensor]] = []
@@ -129,12 +135,12 @@ class GraphBuckets:
     def _beside(self) -> AbstractContextManager:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _watch(self, model: BertForPreTraining) -> None:
+    def _watch(self, model: EncoderForPreTraining) -> None:
         """Registers the hooks that mark the end of each unit but the embeddings'."""
         encoder = model.bert.encoder
         encoder.register_forward_pre_hook(lambda module, inputs: self._marked.clear())
         encoder.register_forward_hook(lambda module, inputs, output: self._mark_at(output, 0))
-        for unit, layer in enumerate(reversed(encoder.layer), start=1):
+        for unit, layer in enumerate(_layers(model), start=1):
             layer.register_forward_pre_hook(
                 lambda module, inputs, unit=unit: self._mark_at(inputs[0], unit)
             )

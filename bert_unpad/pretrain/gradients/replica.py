@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.distributed import ShardedOptimizer
-from bert_unpad.nn import BertForPreTraining
+from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.gradients.clipping import Clipping
 from bert_unpad.pretrain.gradients.comm_hooks import SETTLING_PASSES, CommHook
@@ -58,7 +58,7 @@ def wrap_in_ddp(
 
 
 def replicate(
-    model: BertForPreTraining,
+    model: EncoderForPreTraining,
     ranks: Ranks,
     clipping: Clipping,
     hook: CommHook,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from bert_unpad.distributed import BucketClip, ShardedClip, ShardedOptimizer
-from bert_unpad.nn import BertForPreTraining, PreTrainingOutput
+from bert_unpad.nn import EncoderForPreTraining, PreTrainingOutput
 from bert_unpad.pretrain.gradients.clipping import Clipping, GradientReport
 
 __all__ = ["FsdpClipping", "FsdpReplica", "OverlapClipping", "OverlapReplica", "clipping_kind"]
@@ -24,7 +24,7 @@ __all__ = ["FsdpClipping", "FsdpReplica", "OverlapClipping", "OverlapReplica", "
 class OverlapReplica:
     """A model whose gradients a `ShardedOptimizer` averages, with DDP's interface."""
 
-    def __init__(self, model: BertForPreTraining, optimizer: ShardedOptimizer) -> None:
+    def __init__(self, model: EncoderForPreTraining, optimizer: ShardedOptimizer) -> None:
         self.optimizer = optimizer
         self._model = model
 

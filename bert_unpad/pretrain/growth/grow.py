@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bert_unpad.nn import BertForPreTraining
+from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.config import OptimizerConfig
 from bert_unpad.pretrain.growth.stage import Stage
 from bert_unpad.pretrain.update.optimizer import build_optimizer
@@ -20,13 +20,14 @@ __all__ = ["add_layers", "cut_layers", "freeze", "next_optimizer"]
 Copies = dict[nn.Parameter, nn.Parameter]
 
 
-def cut_layers(model: BertForPreTraining, layers: int) -> None:
+def cut_layers(model: EncoderForPreTraining, layers: int) -> None:
     """Takes the topmost layers away, so that `layers` are left."""
-    del model.bert.encoder.layer[layers:]
-    _note_layers(model)
+    if layers < model.config.num_hidden_layers:
+        del model.bert.encoder.layer[layers:]
+        _note_layers(model)
 
 
-def add_layers(model: BertForPreTraining, sources: tuple[int, ...]) -> Copies:
+def add_layers(model: EncoderForPreTraining, sources: tuple[int, ...]) -> Copies:
     """Puts layers on top.
 
     Args:
@@ -49,13 +50,13 @@ def add_layers(model: BertForPreTraining, sources: tuple[int, ...]) -> Copies:
     return copies
 
 
-def _note_layers(model: BertForPreTraining) -> None:
+def _note_layers(model: EncoderForPreTraining) -> None:
     count = len(model.bert.encoder.layer)
     model.config = dataclasses.replace(model.config, num_hidden_layers=count)
     model.bert.config = model.config
 
 
-def freeze(model: BertForPreTraining, stage: Stage) -> None:
+def freeze(model: EncoderForPreTraining, stage: Stage) -> None:
     """Makes exactly the stage's parameters require gradients; drops the gradients of all."""
     model.zero_grad()
     bert = model.bert

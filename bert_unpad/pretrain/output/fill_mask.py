@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from bert_unpad.data import PreparedData
-from bert_unpad.nn import BertForPreTraining
+from bert_unpad.nn import EncoderForPreTraining
 
 __all__ = ["FilledText", "fill_masks"]
 
@@ -24,7 +24,7 @@ class FilledText:
 
 
 @torch.no_grad()
-def fill_masks(model: BertForPreTraining, data: PreparedData, examples: int) -> list[FilledText]:
+def fill_masks(model: EncoderForPreTraining, data: PreparedData, examples: int) -> list[FilledText]:
     """Fills the masks of held-out examples of about median length.
 
     The model must be on one device and is left in evaluation mode.

@@ -18,7 +18,7 @@ import torch
 
 from bert_unpad._files import write_text
 from bert_unpad.data import PreparedData, most_frequent_token_rate
-from bert_unpad.nn import BertForPreTraining
+from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.output.fill_mask import FilledText, fill_masks
 from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.output.plots import draw_run
@@ -65,7 +65,7 @@ def write_report(run: Run, data: PreparedData) -> None:
 def _summary(
     lines: list[dict[str, Any]],
     data: PreparedData,
-    model: BertForPreTraining,
+    model: EncoderForPreTraining,
     progress: Progress,
     most_frequent: float | None,
 ) -> dict[str, Any]:

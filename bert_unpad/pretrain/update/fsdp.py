@@ -7,14 +7,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from bert_unpad.nn import BertForPreTraining
+from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.config import PretrainConfig
 from bert_unpad.pretrain.ranks import Ranks
 
 __all__ = ["shard_model", "whole_model"]
 
 
-def shard_model(model: BertForPreTraining, config: PretrainConfig, ranks: Ranks) -> None:
+def shard_model(model: EncoderForPreTraining, config: PretrainConfig, ranks: Ranks) -> None:
     """Shards a model with FSDP2, in place, if `optimizer.shard` asks for it.
 
     Each encoder layer is a group of its own. All other parameters are the root's: the decoder is
@@ -31,7 +31,7 @@ def shard_model(model: BertForPreTraining, config: PretrainConfig, ranks: Ranks)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def whole_model(model: BertForPreTraining, ranks: Ranks) -> BertForPreTraining:
+def whole_model(model: EncoderForPreTraining, ranks: Ranks) -> EncoderForPreTraining:
     """The model with whole parameters, on rank 0; all ranks must call it.
 
     Returns:
@@ -45,6 +45,6 @@ def whole_model(model: BertForPreTraining, ranks: Ranks) -> BertForPreTraining:
     )
     if not ranks.is_first:
         return model
-    copy = BertForPreTraining(model.config)
+    copy = EncoderForPreTraining(model.config)
     copy.load_state_dict(whole)
     return copy.to(ranks.device).train()

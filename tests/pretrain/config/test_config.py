@@ -195,6 +195,14 @@ def test_model_sizes():
         ModelConfig(num_attention_heads=7).resolve(1000)
 
 
+def test_presets_of_other_families():
+    sizes = ModelConfig(preset="albert-base", num_hidden_layers=6).resolve(vocab_size=1000)
+    assert (sizes.model_type, sizes.vocab_size, sizes.embedding_size) == ("albert", 1000, 128)
+    assert (sizes.num_hidden_layers, sizes.num_hidden_groups) == (6, 1)
+    with pytest.raises(ConfigError, match=r"model\.preset: heads: expected one of .*roberta"):
+        ModelConfig(preset="roberta-base").resolve(1000)  # has no head for pairs of sentences
+
+
 def test_a_preset_may_be_a_file(tmp_path):
     path = tmp_path / "sizes.json"
     BertConfig(hidden_size=64, num_attention_heads=2, hidden_act="gelu_new").to_json(path)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bert_unpad import ops
 from bert_unpad.batch.graph_shapes import GraphShapes
-from bert_unpad.nn import BertForPreTraining
+from bert_unpad.nn import BertForPreTraining, EncoderForPreTraining
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
 from bert_unpad.pretrain.feed.steps import Step, StepCollator
 from bert_unpad.pretrain.gradients import sync as gradient_sync
@@ -119,6 +119,28 @@ def test_a_bucket_is_complete_when_its_unit_is_marked(recompute, in_place, monke
         seen.clear()
         model(make_inputs())
         assert not seen
+
+
+def test_shared_layers_are_complete_with_the_embeddings(monkeypatch):
+    shared = {"model_type": "bert_unpad", "num_hidden_groups": 1}
+    model = EncoderForPreTraining(replace(TINY, **shared)).train()
+    heads, rest = units(model)
+    assert set(heads).isdisjoint(model.bert.encoder.parameters())
+    assert set(rest) == {
+        *model.bert.encoder.parameters(),
+        *model.bert.embeddings.parameters(),
+    }
+    buckets = GraphBuckets(model, 1e-6)
+    seen = []
+    monkeypatch.setattr(
+        buckets, "_record", lambda unit: seen.append([b.flat.clone() for b in buckets.buckets])
+    )
+    out = model(make_inputs())
+    (out.mlm_loss_sum + out.nsp_loss_sum).backward()
+    (flats,) = seen
+    complete = [torch.equal(x, b.flat) for x, b in zip(flats, buckets.buckets, strict=True)]
+    assert complete == [bucket.ready == 0 for bucket in buckets.buckets]
+    assert len(set(complete)) == 2
 
 
 class _Result(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,12 +11,19 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
-from bert_unpad.nn import BertConfig, BertForPreTraining
+from bert_unpad.nn import (
+    PRESETS,
+    BertConfig,
+    BertForPreTraining,
+    EncoderConfig,
+    EncoderForPreTraining,
+)
 from bert_unpad.nn.flops import forward_flops
 from bert_unpad.pretrain.config import (
     ConfigError,
     GrowthConfig,
     OptimizerConfig,
+    PretrainConfig,
     ScheduleConfig,
     read_config,
 )
@@ -31,6 +39,7 @@ from bert_unpad.pretrain.growth import (
 )
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
 from bert_unpad.pretrain.growth.schedules.layer_drop import keep_probabilities
+from bert_unpad.pretrain.main import _growth
 from bert_unpad.pretrain.update.schedule import lr_factor
 from tests.support.processes import run_ranks
 
@@ -308,3 +317,22 @@ def test_frozen_layers_exchange_nothing():
     everything = sum(p.nbytes for p in BertForPreTraining(CONFIG).parameters())
     assert other == (exchanged, trained)
     assert exchanged == trained < everything - 2 * layer
+
+
+@pytest.mark.parametrize("name", ["none", "lengths", "mslt", "stacking", "layer_drop"])
+def test_layers_that_share_weights_do_not_grow(name):
+    with torch.device("meta"):
+        model = EncoderForPreTraining(EncoderConfig(**PRESETS["albert-base"]))
+    lengths = [64, 128] if name == "lengths" else None
+    config = PretrainConfig(
+        growth=GrowthConfig(name=name, lengths=lengths),
+        schedule=ScheduleConfig(total_steps=90),
+    )
+    run = SimpleNamespace(config=config, model=model)
+    if name in ("none", "lengths"):
+        assert _growth(run).stages[-1].layers == 12
+        cut_layers(model, 12)
+        assert model.config.num_hidden_layers == 12
+    else:
+        with pytest.raises(ConfigError, match=f"growth.name: expected none or lengths .*{name}"):
+            _growth(run)

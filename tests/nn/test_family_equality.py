@@ -1,0 +1,121 @@
+"""Outputs, losses and gradients of every family are those of transformers' own model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from bert_unpad.batch import PackedInputs, unpad
+from bert_unpad.nn import EncoderConfig, EncoderForPreTraining, weights
+from bert_unpad.nn.flops import forward_flops
+from tests.support.tolerances import assert_same_gradients, assert_same_values
+
+transformers = pytest.importorskip("transformers")
+
+from tests.support.encoder_families import (
+    CASES,
+    PAD,
+    Case,
+    own_loss,
+    padded_and_packed,
+    stock_model,
+)
+
+Pair = tuple[Any, EncoderForPreTraining, dict[str, Tensor], PackedInputs]
+
+
+def make_pair(case: Case, seed: int, folder: Path, padding: str = "right") -> Pair:
+    """transformers' model, ours from the folder that it has saved, and a batch for each."""
+    stock = stock_model(case, seed)
+    stock.save_pretrained(folder)
+    model = EncoderForPreTraining.from_pretrained(folder).train()
+    types = getattr(stock.config, "type_vocab_size", 0)
+    return stock, model, *padded_and_packed(case, model.config.vocab_size, types, seed, padding)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_loss_and_gradients(case: Case, seed: int, tmp_path: Path) -> None:
+    stock, model, padded, packed = make_pair(case, seed, tmp_path)
+    want = stock(**padded).loss
+    want.backward()
+    got = own_loss(model, padded, packed)
+    got.backward()
+    assert_same_values(got.detach(), want.detach())
+    # Our gradients, renamed and split the same way as the parameters they belong to.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    stock_grads = {name: p.grad for name, p in stock.named_parameters() if p.grad is not None}
+    assert_same_gradients(weights.to_hf_state_dict(model), stock_grads)
+
+
+def stock_logits(stock: Any, padded: dict[str, Tensor]) -> dict[str, Tensor]:
+    out = stock(**{name: x for name, x in padded.items() if "label" not in name})
+    names = {"prediction_logits": "logits", "seq_relationship_logits": "nsp", "sop_logits": "nsp"}
+    return {names.get(name, name): out[name] for name in out if name.endswith("logits")}
+
+
+def own_logits(model: EncoderForPreTraining, packed: PackedInputs) -> dict[str, Tensor]:
+    if "rtd" in model.config.heads:
+        return {"logits": model.detector_logits(packed)}
+    logits, nsp = model.logits(packed, all_positions=True)
+    return {"logits": logits} if nsp is None else {"logits": logits, "nsp": nsp}
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+@torch.no_grad()
+def test_logits_of_all_tokens(case: Case, padding: str, tmp_path: Path) -> None:
+    stock, model, padded, packed = make_pair(case, 5, tmp_path, padding)
+    want = stock_logits(stock.eval(), padded)
+    want["logits"] = unpad(want["logits"], packed.batch)
+    got = own_logits(model.eval(), packed)
+    if padding == "left":  # transformers pools the first column, which is padding then
+        got.pop("nsp", None), want.pop("nsp", None)
+    assert_same_values(got, want)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@torch.no_grad()
+def test_transformers_reads_what_we_write(case: Case, tmp_path: Path) -> None:
+    _, model, padded, packed = make_pair(case, 6, tmp_path / "stock")
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model.eval().save_pretrained(tmp_path / "own")
+    kind = getattr(transformers, case.architecture)
+    again, info = kind.from_pretrained(tmp_path / "own", output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    want = stock_logits(again.eval(), padded)
+    want["logits"] = unpad(want["logits"], packed.batch)
+    assert_same_values(own_logits(model, packed), want)
+    ours = EncoderForPreTraining.from_pretrained(tmp_path / "own")
+    assert ours.config.heads == model.config.heads
+    for name, tensor in ours.state_dict().items():
+        if name not in weights._VOCAB_PADDED:  # padding rows are not saved
+            assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_configuration_survives_both_ways(case: Case, tmp_path: Path) -> None:
+    stock = stock_model(case, 7)
+    stock.save_pretrained(tmp_path)
+    config = weights.read_config(tmp_path)
+    again = type(stock.config).from_dict(config.to_dict())
+    assert again.to_dict() == stock.config.to_dict() | {"architectures": [case.architecture]}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_flops_are_those_that_pytorch_counts(case: Case) -> None:
+    stock = stock_model(case, 8, attn_implementation="eager").eval()
+    values = stock.config.to_dict() | {"architectures": [case.architecture]}
+    config = EncoderConfig.from_dict(values)
+    ids = torch.randint(PAD + 1, config.vocab_size, (3, 10))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        stock(input_ids=ids)
+    assert counter.get_total_flops() == forward_flops(config, [10, 10, 10], num_masked=30)
