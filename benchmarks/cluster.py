@@ -30,7 +30,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +39,13 @@ from benchmarks.lib import harness
 from benchmarks.lib.cluster_plot import draw
 from benchmarks.lib.network import Hosts, joined_hosts, loopback
 from benchmarks.lib.processes import RankPool, serve
+from benchmarks.lib.training_runs import ROOT, as_arguments, train_here
 from bert_unpad._files import replacing
 from bert_unpad.data import prepare
 from bert_unpad.pretrain.config import read_config
 from bert_unpad.pretrain.gradients.sync import GradientSync
 from bert_unpad.pretrain.output.metrics import read_json_lines
 
-trainer = import_module("bert_unpad.pretrain.main")  # whose function of that name hides it
-
-ROOT = Path(__file__).resolve().parent.parent
 WORKER = "--worker"
 CLIP = {"clip.mode": "bucket", "clip.policy": "adaptive"}
 OVERLAP = CLIP | {"comm.bucket_mb": 2}
@@ -107,9 +104,8 @@ def counted() -> Iterator[list[int]]:
 
 def work(arguments: list[str]) -> list[int] | None:
     """One run on one rank; the bytes sent by each of its updates, None where it has failed."""
-    trainer.write_report = lambda run, data: None
     with counted() as seen:
-        return None if trainer.main(arguments) else seen
+        return None if train_here(arguments) else seen
 
 
 def settings_of(
@@ -136,8 +132,7 @@ def settings_of(
 
 def train(ranks: RankPool, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
     """The log of a run, and the bytes that the first host had sent at the start of each update."""
-    arguments = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
-    sent = ranks.run(arguments)
+    sent = ranks.run(as_arguments(settings))
     if sent is None:
         raise SystemExit("a run has failed; its message is above")
     return read_json_lines(Path(settings["run_dir"]) / "metrics.jsonl"), sent

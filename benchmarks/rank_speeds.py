@@ -17,17 +17,14 @@ import os
 import statistics
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import harness
 from benchmarks.lib.processes import RankPool, serve
+from benchmarks.lib.training_runs import ROOT, as_arguments, train_here
 from bert_unpad.pretrain.output.metrics import read_json_lines
 
-trainer = import_module("bert_unpad.pretrain.main")  # whose function of that name hides it
-
-ROOT = Path(__file__).resolve().parent.parent
 WORKER = "--worker"
 SHARES = {"equal": "[1, 1]", "by speed": "auto"}
 BUSY = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
@@ -38,12 +35,11 @@ def work(job: dict[str, Any]) -> int:
     rank = int(os.environ["RANK"])
     core = job["cores"][rank]
     os.sched_setaffinity(0, {core})
-    trainer.write_report = lambda run, data: None
     neighbour = None
     if job["busy"] and rank == 1:
         neighbour = subprocess.Popen([sys.executable, "-c", BUSY, str(core)])
     try:
-        return trainer.main(job["arguments"])
+        return train_here(job["arguments"])
     finally:
         if neighbour is not None:
             neighbour.kill()
@@ -67,8 +63,8 @@ def run(ranks: RankPool, name: str, busy: bool, cores: list[int], options: Any) 
         "logging.every": 1,
         "logging.progress": "none",
     }
-    arguments = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
-    if code := ranks.run({"arguments": arguments, "busy": busy, "cores": cores}):
+    job = {"arguments": as_arguments(settings), "busy": busy, "cores": cores}
+    if code := ranks.run(job):
         raise SystemExit(f"a run has failed with code {code}; its message is above")
     lines = read_json_lines(run_dir / "metrics.jsonl")
     train = [line for line in lines if line["kind"] == "train"]

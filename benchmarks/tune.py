@@ -20,21 +20,18 @@ import json
 import math
 import statistics
 import sys
-from importlib import import_module
 from pathlib import Path
 
 from benchmarks.lib import harness
 from benchmarks.lib.processes import RankPool, serve
+from benchmarks.lib.training_runs import ROOT, as_arguments, train_here
 from bert_unpad._extras import packages_of
 from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.pretrain.output.metrics import read_json_lines
 
-trainer = import_module("bert_unpad.pretrain.main")  # whose function of that name hides it
-
 with packages_of("tune"):
     import optuna
 
-ROOT = Path(__file__).resolve().parent.parent
 WORKER = "--worker"
 # LAMB's learning rate counts relative to each weight's norm, Adam's is the size of a step: spaces
 # of two decades each, around what the literature's large-batch recipes use for BERT.
@@ -90,10 +87,7 @@ class Tuner:
             "logging.every": 1,
             "logging.progress": "none",
         }
-        arguments = [
-            text for key, value in (fixed | settings).items() for text in (f"--{key}", str(value))
-        ]
-        if code := self._ranks.run([*arguments, *options.rest]):
+        if code := self._ranks.run([*as_arguments(fixed | settings), *options.rest]):
             raise SystemExit(f"a run has failed with code {code}; its message is above")
         return read_json_lines(run_dir / "metrics.jsonl")
 
@@ -151,9 +145,8 @@ class Tuner:
 
 def work(arguments: list[str]) -> int:
     """One run on one rank, without its report; its exit code, 0 too where it has diverged."""
-    trainer.write_report = lambda run, data: None
     try:
-        return trainer.main(arguments)
+        return train_here(arguments)
     except FloatingPointError:
         return 0
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,18 @@ from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.output.report import is_reported
 
 ROOT = Path(__file__).resolve().parents[2]
+_TRAINER = import_module("bert_unpad.pretrain.main")  # whose function of that name hides it
+
+
+def train_here(arguments: list[str]) -> int:
+    """A run in this process, without its report; its exit code."""
+    _TRAINER.write_report = lambda run, data: None
+    return _TRAINER.main(arguments)
+
+
+def as_arguments(settings: Mapping[str, Any]) -> list[str]:
+    """Settings by their keys, as the trainer's command takes them."""
+    return [text for key, value in settings.items() for text in (f"--{key}", str(value))]
 
 
 def trained(run_dir: Path, steps: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -38,8 +51,7 @@ def trained(run_dir: Path, steps: int, settings: Mapping[str, Any]) -> list[dict
             "logging.progress": "lines",
         }
         command = [sys.executable, "-m", "bert_unpad.pretrain"]
-        for key, value in (every | dict(settings)).items():
-            command += [f"--{key}", str(value)]
+        command += as_arguments(every | dict(settings))
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
         if done.returncode:

@@ -22,7 +22,7 @@ def model_config(name: str) -> BertConfig:
         return BertConfig(**PRESETS[name])
     if not Path(name).is_file():
         raise ValueError(
-            f"argument --model: expected {' or '.join(PRESETS)} or a config.json, got {name!r}"
+            f"argument --model: expected one of {', '.join(PRESETS)}, or a config.json, got {name!r}"
         )
     return BertConfig.from_json(Path(name))
 

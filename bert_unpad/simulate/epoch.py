@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from bert_unpad._balancer import EpochPlan, WorkModel, deal, pack
+from bert_unpad._balancer import EpochPlan, WorkModel, pack
 from bert_unpad.costs.step import StepModel, StepTime
 from bert_unpad.data.sampling.balanced_sampler import efficiency
 from bert_unpad.data.sampling.epoch_sampler import as_lengths
+from bert_unpad.data.sampling.speed_sampler import deal_by_speed
 
 # What travels of an example (`bert_unpad.data.store.example_batch`): ids as uint16 and a record;
 # before that its length as int64, from its rank to all others of the exchange.
@@ -182,14 +183,7 @@ def _work_by_speed(
     found = np.empty((plan.steps, len(speeds)))
     for step in range(plan.steps):
         indices, _ = plan.rank_steps(0, step, step + 1)
-        sizes = lengths[indices]
-        counts = np.zeros(len(speeds), np.int64)
-        counts[0] = len(sizes)
-        how = {"dealing": "greedy", "group_ranks": len(speeds), "work": work}
-        given = deal(sizes, counts, speeds=speeds, **how)
-        sizes = sizes.astype(np.float64)
-        each = sizes * (work.linear + work.quadratic * sizes)
-        found[step] = np.bincount(given, each, minlength=len(speeds))
+        _, found[step] = deal_by_speed(lengths[indices], speeds, work)
     return found
 
 

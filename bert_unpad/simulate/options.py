@@ -74,7 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     cost.add_argument(
         "--model",
         default="bert-large",
-        help=f"{' or '.join(PRESETS)}, or a config.json in Hugging Face's layout",
+        help=f"one of {', '.join(PRESETS)}, or a config.json in Hugging Face's layout",
     )
     cost.add_argument(
         "--tflops",

@@ -1,14 +1,12 @@
 // CPU bindings of clip_bucket_: checks, chunks, the coefficient.
 #include "clip/clip.h"
 
-#include <algorithm>
 #include <cmath>
-#include <vector>
 
 #include "clip/arguments.h"
 #include "clip/coefficient.h"
+#include "cpu/array_chunks.h"
 #include "cpu/isa.h"
-#include "cpu/parallel.h"
 
 namespace bert_unpad {
 
@@ -16,27 +14,11 @@ BU_ISA_TABLE(ClipKernels, clip_kernels)
 
 namespace {
 
-// A pure function of the bucket's size, so that its norm does not depend on threads. Within a
-// chunk a lane adds up 256 squares or so, which loses 1e-6 of the sum; chunks add up in fp64.
-constexpr int64_t kChunk = 16384;
-
-template <class F>
-void for_chunks(int64_t size, const F& fn) {
-  const int64_t chunks = (size + kChunk - 1) / kChunk;
-  parallel_for(0, chunks, 4, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) fn(i, i * kChunk, std::min(size, (i + 1) * kChunk));
-  });
-}
-
 Tensor clip(const ClipArguments& a, const Tensor& bucket) {
   const ClipCpuParams p{a.dtype, a.out_dtype, a.bucket, a.out, a.residual};
   const ClipKernels& kernels = clip_kernels();
-  std::vector<float> partials((a.size + kChunk - 1) / kChunk);
-  for_chunks(a.size, [&](int64_t i, int64_t begin, int64_t end) {
-    partials[i] = kernels.sum_squares(p, begin, end);
-  });
-  double sum = 0.0;
-  for (float partial : partials) sum += partial;
+  const double sum = sum_chunks(
+      a.size, [&](int64_t begin, int64_t end) { return kernels.sum_squares(p, begin, end); });
   const auto norm = static_cast<float>(std::sqrt(sum));
   Tensor result = torch::stable::new_empty(bucket, {}, ScalarType::Float);
   *result.mutable_data_ptr<float>() = norm;

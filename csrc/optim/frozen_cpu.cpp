@@ -15,17 +15,7 @@ struct CpuFrozen {
   CpuFrozen(const char*, const Tensor&) {}
 
   void frozen_adam(const Update& update) const {
-    const UpdateList& list = update.list;
-    const std::vector<Coefficients> coefficients = advance_steps(update);
-    const RuleFactors factors = factors_of(update.rule);
-    const std::vector<Chunk> chunks = chunks_of(list.tensors);
-    const UpdateKernels& kernels = update_kernels();
-    parallel_tasks(static_cast<int64_t>(chunks.size()), [&](int64_t i) {
-      const Chunk& c = chunks[i];
-      if (coefficients[c.tensor].skipped()) return;
-      kernels.frozen_adam(factors, coefficients[c.tensor], list.param_dtype, list.grad_dtype,
-                          list.tensors[c.tensor], c.begin, c.end);
-    });
+    update_elements(update, update_kernels().frozen_adam);
   }
 
   void frozen_lamb_sums(const UpdateRule& rule, const UpdateList& list, const float* norm,

@@ -3,6 +3,8 @@
 
 #include <vector>
 
+#include "cpu/parallel.h"
+#include "optim/chunks.h"
 #include "optim/operators.h"
 
 namespace bert_unpad {
@@ -30,6 +32,21 @@ inline std::vector<Coefficients> advance_steps(const Update& update) {
   }
   if (skipped && scalars.skipped) *scalars.skipped->mutable_data_ptr<int64_t>() += 1;
   return out;
+}
+
+// Makes an update that treats each element by itself: chunks over threads.
+template <class Kernel>
+void update_elements(const Update& update, const Kernel& kernel) {
+  const UpdateList& list = update.list;
+  const std::vector<Coefficients> coefficients = advance_steps(update);
+  const RuleFactors factors = factors_of(update.rule);
+  const std::vector<Chunk> chunks = chunks_of(list.tensors);
+  parallel_tasks(static_cast<int64_t>(chunks.size()), [&](int64_t i) {
+    const Chunk& c = chunks[i];
+    if (coefficients[c.tensor].skipped()) return;
+    kernel(factors, coefficients[c.tensor], list.param_dtype, list.grad_dtype,
+           list.tensors[c.tensor], c.begin, c.end);
+  });
 }
 
 }  // namespace bert_unpad

@@ -5,8 +5,8 @@
 #include <cmath>
 #include <vector>
 
+#include "cpu/array_chunks.h"
 #include "cpu/isa.h"
-#include "cpu/parallel.h"
 #include "sign_compress/arguments.h"
 
 namespace bert_unpad {
@@ -14,18 +14,6 @@ namespace bert_unpad {
 BU_ISA_TABLE(SignKernels, sign_kernels)
 
 namespace {
-
-// A pure function of the size, so that sums do not depend on threads. Within a chunk a lane adds up
-// 256 squares or so, which loses 1e-6 of the sum; chunks add up in fp64.
-constexpr int64_t kChunk = 16384;
-
-template <class F>
-void for_chunks(int64_t size, const F& fn) {
-  const int64_t chunks = (size + kChunk - 1) / kChunk;
-  parallel_for(0, chunks, 4, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) fn(i, i * kChunk, std::min(size, (i + 1) * kChunk));
-  });
-}
 
 // 4 MiB: an array of that size is no longer in a core's own caches when it is read next.
 bool past_caches(int64_t size) { return size >= int64_t{1} << 20; }
@@ -36,12 +24,8 @@ Tensor sign_scale(std::optional<Tensor> value, Tensor error) {
   const SignArguments a(value, error, "sign_scale");
   const SignCpuParams p{a.dtype, a.value, a.error, nullptr};
   const SignKernels& kernels = sign_kernels();
-  std::vector<float> partials((a.size + kChunk - 1) / kChunk);
-  for_chunks(a.size, [&](int64_t i, int64_t begin, int64_t end) {
-    partials[i] = kernels.sum_squares(p, begin, end);
-  });
-  double sum = 0.0;
-  for (float partial : partials) sum += partial;
+  const double sum = sum_chunks(
+      a.size, [&](int64_t begin, int64_t end) { return kernels.sum_squares(p, begin, end); });
   Tensor scale = torch::stable::new_empty(error, {}, ScalarType::Float);
   *scale.mutable_data_ptr<float>() =
       a.size == 0 ? 0.0f : static_cast<float>(std::sqrt(sum / static_cast<double>(a.size)));
@@ -77,11 +61,11 @@ void sign_mean_(Tensor bits, Tensor scales, Tensor out, double factor, bool add,
 void sign_unpack_(Tensor bits, Tensor scales, Tensor out) {
   const SignRows rows(bits, scales, out, true, "sign_unpack_");
   const SignKernels& kernels = sign_kernels();
-  const int64_t part = 8 * rows.stride, chunks = (part + kChunk - 1) / kChunk;
+  const int64_t part = 8 * rows.stride, chunks = array_chunks(part);
   parallel_for(0, rows.rows * chunks, 4, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
-      const int64_t row = i / chunks, begin = i % chunks * kChunk;
-      const int64_t end = std::min({begin + kChunk, part, rows.size - row * part});
+      const int64_t row = i / chunks, begin = i % chunks * kArrayChunk;
+      const int64_t end = std::min({begin + kArrayChunk, part, rows.size - row * part});
       const SignMeanCpuParams p{rows.bits + row * rows.stride,
                                 rows.stride,
                                 1,

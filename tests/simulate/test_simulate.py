@@ -147,7 +147,7 @@ def test_histogram_of_prepared_data(tmp_path, capsys):
         ([], "--ranks, --batch"),
         (["--fit", "cost.json", "--ranks", "2"], "required: --batch"),
         (["--ranks-per-node", "3"], "ranks: expected a multiple of ranks_per_node"),
-        (["--model", "bert-huge"], "argument --model: expected bert-base or bert-large or a conf"),
+        (["--model", "bert-huge"], "argument --model: expected one of bert-base, bert-large, "),
         (["--cost", "no/such/file"], "argument --cost: .*No such file"),
         (["--cost=-1,2"], "argument --cost: linear: expected seconds of 0 or more"),
         (["--tflops", "0"], "argument --tflops: expected a number above 0"),

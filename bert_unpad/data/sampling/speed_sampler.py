@@ -125,21 +125,32 @@ class SpeedSampler:
 
     def _deal(self, lengths: NDArray[np.uint16]) -> NDArray[np.int64]:
         """Returns which rank gets each example, int64 [N]."""
-        speeds = self._speeds
-        counts = np.zeros(len(speeds), np.int64)
-        counts[0] = len(lengths)
-        given = deal(
-            *(lengths, counts),
-            dealing="greedy",
-            group_ranks=len(speeds),
-            work=self._work,
-            speeds=speeds,
-        )
-        sizes = lengths.astype(np.float64)
-        work = sizes * (self._work.linear + self._work.quadratic * sizes)
-        times = np.bincount(given, work, minlength=len(speeds)) / speeds
-        self._efficiency = float(efficiency(times[None])[0])
+        given, work = deal_by_speed(lengths, self._speeds, self._work)
+        self._efficiency = float(efficiency((work / self._speeds)[None])[0])
         return given
+
+
+def deal_by_speed(
+    lengths: NDArray[np.uint16], speeds: NDArray[np.float64], work: WorkModel
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Deals a global batch out to ranks of unequal speed.
+
+    Args:
+        lengths: uint16 [N], tokens of each example.
+        speeds: float64 [ranks].
+        work: of an example, by its length.
+
+    Returns:
+        Which rank gets each example, int64 [N], and the work of each rank, float64 [ranks].
+    """
+    counts = np.zeros(len(speeds), np.int64)
+    counts[0] = len(lengths)
+    given = deal(
+        lengths, counts, dealing="greedy", group_ranks=len(speeds), work=work, speeds=speeds
+    )
+    sizes = lengths.astype(np.float64)
+    each = sizes * (work.linear + work.quadratic * sizes)
+    return given, np.bincount(given, each, minlength=len(speeds))
 
 
 def _checked(speeds: ArrayLike, count: int | None) -> NDArray[np.float64]:

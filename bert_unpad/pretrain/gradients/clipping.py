@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.distributed import BucketClip, ClipBefore
 from bert_unpad.pretrain.config import ClipConfig
-from bert_unpad.pretrain.gradients.comm_hooks import CommHook
+from bert_unpad.pretrain.gradients.comm_hook import CommHook
 from bert_unpad.pretrain.gradients.graph_buckets import GraphBuckets
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
 from bert_unpad.pretrain.ranks import Ranks

@@ -16,77 +16,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.algorithms.model_averaging.utils import average_parameters
-from torch.utils._pytree import tree_leaves
 
 from bert_unpad.distributed import (
     GradientFlow,
     HierarchicalAllreduce,
-    OptimizerAllreduce,
     PartialSync,
     allreduce_hook,
     gradient_flow_hook,
     partial_sync_hook,
 )
-from bert_unpad.distributed.allreduce import Allreduce
 from bert_unpad.optim import MTDAO
 from bert_unpad.optim.one_bit import OneBitOptimizer
 from bert_unpad.pretrain.config import CommConfig, ConfigError
+from bert_unpad.pretrain.gradients.comm_hook import CommHook, all_agree, average_models
+from bert_unpad.pretrain.gradients.optimizer_sync import LocalSteps, OneBitSync
 from bert_unpad.pretrain.node_groups import common_node_size
 from bert_unpad.pretrain.ranks import Ranks
 
 __all__ = [
     "SETTLING_PASSES",
     "ChunkedSync",
-    "CommHook",
     "DreamDDP",
     "Hierarchical",
     "LocalSGD",
-    "LocalSteps",
-    "OneBitSync",
-    "OptimizerSync",
     "PowerSGD",
     "build_comm_hook",
 ]
 
 SETTLING_PASSES = 2
 _MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")  # of PowerSGDState, by bucket
-
-
-class CommHook:
-    """A hook with its state, and what has to happen around it; this base is DDP's own allreduce."""
-
-    hook: Any = None
-    state: Any = None
-    allreduce: Allreduce | None = None
-    """Sums over all ranks, where `hook` does nothing but that and divide."""
-    one_bucket = False
-    """Whether DDP must put all gradients into one bucket."""
-
-    @property
-    def name(self) -> str:
-        """What `local_state` belongs to."""
-        return type(self).__name__
-
-    def start(self, done: int) -> None:
-        """Called once before training, after the empty passes, with the updates made so far."""
-
-    def agree(self, finite: Tensor) -> Tensor:
-        """Whether all ranks may update: bool [], the same on all; once gradients are averaged."""
-        return finite
-
-    def after_update(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Called after each update, while there still are gradients."""
-
-    def synchronise(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Makes the model, and the optimizer's state if given, the same on all ranks."""
-
-    def local_state(self) -> dict[str, Any] | None:
-        """What a checkpoint must keep of this rank; None for nothing."""
-        return None
-
-    def load_local_state(self, state: dict[str, Any]) -> None:
-        """Continues from `local_state`."""
 
 
 class Hierarchical(CommHook):
@@ -200,7 +158,7 @@ class LocalSGD(CommHook):
         self._local.alone = done >= self._averager.warmup_steps
 
     def agree(self, finite: Tensor) -> Tensor:
-        return self._ranks.sum((~finite).float()) == 0
+        return all_agree(self._ranks, finite)
 
     def after_update(self, parameters: Iterable[nn.Parameter]) -> None:
         self._averager.average_parameters(parameters)
@@ -208,7 +166,7 @@ class LocalSGD(CommHook):
 
     def synchronise(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         if self._apart:
-            _average_models(self._ranks, model, optimizer)
+            average_models(self._ranks, model, optimizer)
 
 
 class DreamDDP(CommHook):
@@ -228,93 +186,17 @@ class DreamDDP(CommHook):
 
     def agree(self, finite: Tensor) -> Tensor:
         self.state.finish()
-        return self._ranks.sum((~finite).float()) == 0
+        return all_agree(self._ranks, finite)
 
     def synchronise(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         if self.state.schedule is not None:
-            _average_models(self._ranks, model, optimizer)
+            average_models(self._ranks, model, optimizer)
 
     def local_state(self) -> dict[str, Any]:
         return self.state.state_dict()
 
     def load_local_state(self, state: dict[str, Any]) -> None:
         self.state.load_state_dict(state)
-
-
-class OptimizerSync(CommHook):
-    """For an optimizer that communicates by itself.
-
-    Gradients are averaged when its next step takes averaged ones, and stay on their rank when it
-    takes each rank's own. Whether a step is left out stays common to all.
-    """
-
-    def __init__(
-        self, config: CommConfig, ranks: Ranks, optimizer: MTDAO | OneBitOptimizer
-    ) -> None:
-        if config.hook != "allreduce":
-            raise ConfigError(
-                "comm.hook",
-                f"expected allreduce with an optimizer that communicates by itself, got "
-                f"{config.hook}",
-            )
-        self.averages_gradients = True
-        self.hook = allreduce_hook
-        self.state = self.allreduce = OptimizerAllreduce(self)
-        self._ranks, self._optimizer = ranks, optimizer
-
-    @property
-    def name(self) -> str:
-        return type(self._optimizer).__name__
-
-    def start(self, done: int) -> None:
-        self.averages_gradients = self._optimizer.averages_gradients
-
-    def agree(self, finite: Tensor) -> Tensor:
-        return self._ranks.sum((~finite).float()) == 0
-
-    def after_update(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.averages_gradients = self._optimizer.averages_gradients
-
-
-class LocalSteps(OptimizerSync):
-    """After the warm-up of MT-DAO the ranks' models and optimizer states differ.
-
-    Except where `synchronise` or the optimizer has just made them the same.
-    """
-
-    def __init__(self, config: CommConfig, ranks: Ranks, optimizer: MTDAO) -> None:
-        super().__init__(config, ranks, optimizer)
-        optimizer.start = config.start
-
-    def synchronise(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        if not self.averages_gradients:
-            _average_models(self._ranks, model, optimizer)
-
-
-class OneBitSync(OptimizerSync):
-    """After the warm-up of 1-bit Adam, 1-bit LAMB and 0/1 Adam each rank has errors of its own.
-
-    Between two exchanges of 0/1 Adam, which may be several updates apart, models and momenta differ
-    too.
-    """
-
-    def __init__(self, config: CommConfig, ranks: Ranks, optimizer: OneBitOptimizer) -> None:
-        super().__init__(config, ranks, optimizer)
-        optimizer.freeze_step = config.start
-
-    def start(self, done: int) -> None:
-        self._optimizer.updates = done
-        super().start(done)
-
-    def synchronise(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        self._optimizer.synchronise()
-
-    def local_state(self) -> dict[str, Any] | None:
-        state = self._optimizer.local_state()
-        return state and {name: error.cpu() for name, error in state.items()}
-
-    def load_local_state(self, state: dict[str, Any]) -> None:
-        self._optimizer.load_local_state(state)
 
 
 class ChunkedSync(CommHook):
@@ -349,19 +231,6 @@ def _moved(memory: dict[str, dict[int, Tensor]], device: torch.device) -> dict[s
         name: {index: tensor.to(device) for index, tensor in tensors.items()}
         for name, tensors in memory.items()
     }
-
-
-def _average_models(
-    ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> None:
-    """Averages the model over the ranks, and the optimizer's state if given."""
-    average_parameters(iter(model.parameters()), dist.group.WORLD)
-    for parameter in model.parameters():
-        state = {} if optimizer is None else optimizer.state.get(parameter, {})
-        for value in tree_leaves(dict(sorted(state.items()))):
-            mine = isinstance(value, Tensor) and value.device == parameter.device
-            if mine and value.is_floating_point():
-                ranks.sum(value).div_(ranks.world_size)
 
 
 def build_comm_hook(

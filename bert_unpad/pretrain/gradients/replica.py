@@ -13,7 +13,8 @@ from bert_unpad.distributed import ShardedOptimizer
 from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.gradients.clipping import Clipping
-from bert_unpad.pretrain.gradients.comm_hooks import SETTLING_PASSES, CommHook
+from bert_unpad.pretrain.gradients.comm_hook import CommHook
+from bert_unpad.pretrain.gradients.comm_hooks import SETTLING_PASSES
 from bert_unpad.pretrain.gradients.sharded import FsdpReplica, OverlapReplica
 from bert_unpad.pretrain.ranks import Ranks
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from bert_unpad.pretrain.feed.steps import Step
 from bert_unpad.pretrain.gradients.clipping import Clipping, GradientReport
-from bert_unpad.pretrain.gradients.comm_hooks import CommHook, build_comm_hook
+from bert_unpad.pretrain.gradients.comm_hook import CommHook
+from bert_unpad.pretrain.gradients.comm_hooks import build_comm_hook
 from bert_unpad.pretrain.gradients.compute_clock import ComputeClock
 from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner
 from bert_unpad.pretrain.gradients.graph_buckets import GraphBuckets

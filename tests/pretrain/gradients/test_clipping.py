@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bert_unpad.data import DataConfig, prepare
 from bert_unpad.pretrain.config import ClipConfig
 from bert_unpad.pretrain.gradients.clipping import Clipping, step_if
-from bert_unpad.pretrain.gradients.comm_hooks import CommHook
+from bert_unpad.pretrain.gradients.comm_hook import CommHook
 from bert_unpad.pretrain.gradients.sync import GradientSync
 from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.ranks import Ranks
