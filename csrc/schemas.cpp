@@ -43,8 +43,14 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
       "bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool tanh) "
       "-> (Tensor dx, Tensor dbias)");
 
-  // Rotates the first rotary_dim elements of x's [tokens, N, head_dim] first `heads` heads by angles
-  // that grow with `positions` [tokens], backwards where `inverse`; in place, or in a copy of x.
+  // x [..., 2 * width]: an activation (csrc/gelu/glu_kind.h) of the first half times the second
+  // half, both with bias [2 * width].
+  m.def("glu(Tensor x, Tensor? bias, int kind) -> Tensor");
+  m.def("glu_backward(Tensor dy, Tensor x, Tensor? bias, int kind) -> (Tensor dx, Tensor dbias)");
+
+  // Rotates the first rotary_dim elements of x's [tokens, N, head_dim] first `heads` heads by
+  // angles that grow with `positions` [tokens], backwards where `inverse`; in place, or in a copy
+  // of x.
   m.def(
       "rotary_(Tensor(a!) x, Tensor positions, int heads, float theta, int rotary_dim, "
       "bool interleaved, float position_scale, bool inverse) -> ()");

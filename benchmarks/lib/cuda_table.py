@@ -26,7 +26,7 @@ LIMITS = {
 }
 # fp16 kernels are the bf16 ones with other instructions; narrow ones are no one's fast path.
 LEFT_OUT = re.compile(
-    r"<f16\b|bias_gelu\w+<\w+, 1,|masked_cross_entropy\w+<\w+, 1>|rotary\w+<\w+, 1,"
+    r"<f16\b|bias_gelu\w+<\w+, 1,|masked_cross_entropy\w+<\w+, 1>|(rotary|glu)_\w+<\w+, 1,"
 )
 
 HEAD = """\
@@ -36,7 +36,7 @@ What the compiler made of each kernel; written by `python -m benchmarks.cuda_bui
 docs/development/cuda-kernels.md`, and checked in CI. Blocks per SM are those that registers and \
 warps allow; shared memory that a launch asks for may allow fewer. Local memory counts spills and \
 stack. fp16 kernels, which are the bf16 ones with other instructions, and the scalar paths of \
-bias + GELU, the cross-entropy and rotary position embeddings are left out.
+bias + GELU, gated linear units, the cross-entropy and rotary position embeddings are left out.
 
 nvcc {version}
 

@@ -23,7 +23,7 @@ FAMILIES = (
 # The first that is found in the name decides.
 _OURS = (
     (ATTENTION, r"attention_"),
-    (GELU, r"bias_gelu_"),
+    (GELU, r"bias_gelu_|\bglu_"),
     (EMBEDDING, r"embedding_|table_(pieces|rows)_|token_(digits|places|first)_"),
     (NORM, r"layer_norm_"),
     (LOSS, r"masked_cross_entropy_|sum_losses_"),

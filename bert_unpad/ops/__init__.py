@@ -14,9 +14,10 @@ _library.require()  # before anything that needs a compiled module
 from bert_unpad.ops.attention import varlen_attention, varlen_cross_attention  # noqa: E402
 from bert_unpad.ops.clip import clip_bucket_  # noqa: E402
 from bert_unpad.ops.embedding import embedding_layer_norm  # noqa: E402
-from bert_unpad.ops.feed_forward import mlp  # noqa: E402
+from bert_unpad.ops.feed_forward import glu_mlp, mlp  # noqa: E402
 from bert_unpad.ops.fp8 import fp8_linear  # noqa: E402
 from bert_unpad.ops.gelu import bias_gelu  # noqa: E402
+from bert_unpad.ops.glu import glu  # noqa: E402
 from bert_unpad.ops.linear_layer import linear, linear_residual  # noqa: E402
 from bert_unpad.ops.loss import masked_cross_entropy  # noqa: E402
 from bert_unpad.ops.matmul import accumulate_in_place, time_algorithms  # noqa: E402
@@ -48,6 +49,8 @@ __all__ = [
     "fp8_linear",
     "frozen_adam_",
     "frozen_lamb_sums_",
+    "glu",
+    "glu_mlp",
     "lamb_",
     "linear",
     "linear_residual",

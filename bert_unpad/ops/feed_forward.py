@@ -1,8 +1,8 @@
-"""The feed-forward half of a layer, linear - GELU - linear, as one autograd node.
+"""The feed-forward half of a layer, linear - GELU or GLU - linear, as one autograd node.
 
-The node keeps x, the input of the GELU and its output, unless the backward pass should compute the
-output again (selective recomputation; Korthikanti et al., 2022, arXiv:2205.05198). The input and
-the output take intermediate_size numbers per token each.
+The node keeps x, the input of the activation and its output, unless the backward pass should
+compute the output again (selective recomputation; Korthikanti et al., 2022, arXiv:2205.05198). The
+output takes intermediate_size numbers per token, the input as many, or twice as many for a GLU.
 
 On a GPU the matrix products compute the tanh GELU and its derivative in their epilogues, which
 saves two passes over [tokens, intermediate_size] in each direction. cuBLASLt supports only this
@@ -18,17 +18,25 @@ from torch.utils.checkpoint import checkpoint
 
 from bert_unpad.ops import matmul
 from bert_unpad.ops.fp8 import fp8_linear
-from bert_unpad.ops.gelu import bias_gelu
+from bert_unpad.ops.glu import GluKind, kind_number
 from bert_unpad.ops.linear_layer import check_linear, linear, linear_residual
 from bert_unpad.ops.registration import first_order
 
 _ops = torch.ops.bert_unpad
+
+_TANH = ("bias_gelu", True)
 
 
 @functools.cache
 def _epilogue_pays(device: torch.device) -> bool:
     """Whether GELU in the epilogue is fast; before Hopper it is reported slower than a kernel."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _activate(pre: Tensor, bias1: Tensor | None, activation: tuple[str, int]) -> Tensor:
+    """Of an activation's operator and its kind, with the bias."""
+    name, kind = activation
+    return getattr(_ops, name)(pre, bias1, kind)
 
 
 class _Mlp(torch.autograd.Function):
@@ -39,24 +47,27 @@ class _Mlp(torch.autograd.Function):
         ctx,
         x: Tensor,
         weight1: Tensor,
-        bias1: Tensor,
+        bias1: Tensor | None,
         weight2: Tensor,
-        tanh: bool,
+        activation: tuple[str, int],
         recompute: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = matmul.product_dtype(x)
         wide1, wide2 = weight1.to(dtype), weight2.to(dtype)
         # A GELU that is recomputed uses the same kernel both times.
         ctx.epilogue = (
-            tanh and not recompute and matmul.fused(x, weight1) and _epilogue_pays(x.device)
+            activation == _TANH
+            and not recompute
+            and matmul.fused(x, weight1)
+            and _epilogue_pays(x.device)
         )
         if ctx.epilogue:
-            inner, pre = _ops.linear(x, wide1, bias1.to(dtype), True)
+            inner, pre = _ops.linear(x, wide1, None if bias1 is None else bias1.to(dtype), True)
         else:
             pre = matmul.forward(x, wide1)
-            inner = _ops.bias_gelu(pre, bias1, tanh)
+            inner = _activate(pre, bias1, activation)
         y = matmul.forward(inner, wide2)
-        ctx.tanh = tanh
+        ctx.activation = activation
         ctx.save_for_backward(
             x, pre, None if recompute else inner, wide1, wide2, weight1, bias1, weight2
         )
@@ -76,7 +87,7 @@ class _Mlp(torch.autograd.Function):
         with matmul.no_autocast(dy.device.type):
             if needs_weight2:
                 if inner is None:
-                    inner = _ops.bias_gelu(pre, bias1, ctx.tanh)
+                    inner = _activate(pre, bias1, ctx.activation)
                 dweight2, _ = matmul.wgrad(dy, inner, weight2, None)
             del inner
             if needs_x or needs_weight1 or needs_bias1:
@@ -84,7 +95,9 @@ class _Mlp(torch.autograd.Function):
                     dpre = _ops.linear_dgrad(dy, wide2, None, pre)
                 else:
                     dinner = matmul.dgrad(dy, wide2)
-                    dpre, dbias1 = _ops.bias_gelu_backward(dinner, pre, bias1, ctx.tanh)
+                    name, kind = ctx.activation
+                    backward = getattr(_ops, f"{name}_backward")
+                    dpre, dbias1 = backward(dinner, pre, bias1, kind)
                     del dinner
                 if needs_weight1 or ctx.epilogue:
                     bias = bias1 if ctx.epilogue else None
@@ -93,20 +106,20 @@ class _Mlp(torch.autograd.Function):
             if needs_x:
                 addend = None if addend is None else addend.contiguous()
                 dx = matmul.dgrad(dpre, wide1, addend)
-        return dx, dweight1, dbias1, dweight2, None, None
+        return dx, dweight1, None if bias1 is None else dbias1, dweight2, None, None
 
 
-def _gelu_linear(
-    pre: Tensor, bias1: Tensor, weight2: Tensor, approximate: str, fp8: bool
+def _second_half(
+    pre: Tensor, bias1: Tensor | None, weight2: Tensor, activation: tuple[str, int], fp8: bool
 ) -> Tensor:
-    inner = bias_gelu(pre, bias1, approximate=approximate)
+    inner = _activate(pre, bias1, activation)
     return fp8_linear(inner, weight2) if fp8 else linear(inner, weight2)
 
 
 def mlp(
     x: Tensor,
     weight1: Tensor,
-    bias1: Tensor,
+    bias1: Tensor | None,
     weight2: Tensor,
     *,
     approximate: Literal["none", "tanh"] = "none",
@@ -120,7 +133,7 @@ def mlp(
     Args:
         x: [rows, features], float32, bfloat16 or float16.
         weight1: [intermediate, features], x's dtype or float32.
-        bias1: [intermediate], x's dtype or float32.
+        bias1: [intermediate], x's dtype or float32, or None.
         weight2: [out_features, intermediate], x's dtype or float32.
         approximate: "none" or "tanh", as in `torch.nn.functional.gelu`.
         recompute: compute the GELU's output again in the backward pass instead of keeping it.
@@ -134,21 +147,75 @@ def mlp(
     Raises:
         ValueError: a shape, a dtype or `approximate` is wrong.
     """
-    if x.dim() != 2:
-        raise ValueError(f"mlp: x must have shape [rows, features], got {list(x.shape)}")
-    check_linear(x, weight1, bias1)
-    check_linear(x.new_empty((0, weight1.shape[0])), weight2, None)
     if approximate not in ("none", "tanh"):
         raise ValueError(f'mlp: approximate must be "none" or "tanh", got {approximate!r}')
-    tanh = approximate == "tanh"
+    activation = ("bias_gelu", approximate == "tanh")
+    return _feed_forward("mlp", x, weight1, bias1, weight2, activation, recompute, fp8)
+
+
+def glu_mlp(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    *,
+    kind: GluKind = "silu",
+    recompute: bool = False,
+    fp8: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Returns glu(x weight1^T + bias1) weight2^T, and x for the residual connection around it.
+
+    The feed-forward half with a gated linear unit (Shazeer, 2020, arXiv:2002.05202); see `glu`.
+
+    Args:
+        x: [rows, features], float32, bfloat16 or float16.
+        weight1: [2 * intermediate, features], x's dtype or float32; the first half of its rows
+            gives what the activation takes, the second half the gate.
+        bias1: [2 * intermediate], x's dtype or float32, or None.
+        weight2: [out_features, intermediate], x's dtype or float32.
+        kind: "gelu", "gelu_tanh", "silu" or "relu", as in `glu`.
+        recompute: compute the GLU's output again in the backward pass instead of keeping it, with
+            the same bits.
+        fp8: as in `mlp`.
+
+    Returns:
+        The output, [rows, out_features], of x's dtype; and x, see `linear_residual`.
+
+    Raises:
+        ValueError: a shape, a dtype or `kind` is wrong.
+    """
+    activation = ("glu", kind_number("glu_mlp", kind))
+    if weight1.dim() == 2 and weight1.shape[0] % 2:
+        raise ValueError(
+            "glu_mlp: weight1 must have shape [2 * intermediate, features], "
+            f"got {list(weight1.shape)}"
+        )
+    return _feed_forward("glu_mlp", x, weight1, bias1, weight2, activation, recompute, fp8)
+
+
+def _feed_forward(
+    function: str,
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    activation: tuple[str, int],
+    recompute: bool,
+    fp8: bool,
+) -> tuple[Tensor, Tensor]:
+    if x.dim() != 2:
+        raise ValueError(f"{function}: x must have shape [rows, features], got {list(x.shape)}")
+    check_linear(x, weight1, bias1)
+    inner = weight1.shape[0] // 2 if activation[0] == "glu" else weight1.shape[0]
+    check_linear(x.new_empty((0, inner)), weight2, None)
     with matmul.no_autocast(x.device.type):
         if not fp8 and not (recompute and torch.compiler.is_compiling()):
-            return _Mlp.apply(x.contiguous(), weight1, bias1, weight2, tanh, recompute)
+            return _Mlp.apply(x.contiguous(), weight1, bias1, weight2, activation, recompute)
         pre, x = (fp8_linear(x, weight1), x) if fp8 else linear_residual(x, weight1)
-        second = (pre, bias1, weight2, approximate, fp8)
+        second = (pre, bias1, weight2, activation, fp8)
         if not recompute:
-            return _gelu_linear(*second), x
+            return _second_half(*second), x
         # A compiler merges equal nodes of the two passes, and so would keep the output after all.
         # This checkpoint stops it. The compiler drops the unused second product.
-        y = checkpoint(_gelu_linear, *second, use_reentrant=False, preserve_rng_state=False)
+        y = checkpoint(_second_half, *second, use_reentrant=False, preserve_rng_state=False)
         return y, x

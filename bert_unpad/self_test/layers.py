@@ -80,6 +80,26 @@ def bias_gelu(inputs: Inputs) -> Iterator[Compared]:
         )
 
 
+_GATES = {
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "silu": functional.silu,
+    "relu": functional.relu,
+}
+
+
+@case
+def glu(inputs: Inputs) -> Iterator[Compared]:
+    leaves = {"x": inputs.normal(67, 260), "bias": inputs.parameter(260)}
+    for kind, gate in _GATES.items():
+
+        def plain(x, bias, gate=gate):
+            a, b = (x + bias).chunk(2, -1)
+            return gate(a) * b
+
+        yield from compare(inputs, lambda x, b, kind=kind: ops.glu(x, kind, b), plain, leaves)
+
+
 @case
 def rotary_(inputs: Inputs) -> Iterator[Compared]:
     positions = inputs.integers(32768, 67)
@@ -216,6 +236,25 @@ def mlp(inputs: Inputs) -> Iterator[Compared]:
                 plain,
                 leaves,
             )
+
+
+@case
+def glu_mlp(inputs: Inputs) -> Iterator[Compared]:
+    leaves = {
+        "x": inputs.normal(37, 64),
+        "weight1": inputs.parameter(256, 64, scale=0.125),
+        "bias1": inputs.parameter(256),
+        "weight2": inputs.parameter(64, 128, scale=0.1),
+    }
+    for kind in ("gelu", "silu"):  # a rounded weight may change a ReLU's slope altogether
+
+        def plain(x, weight1, bias1, weight2, gate=_GATES[kind]):
+            a, b = functional.linear(x, weight1, bias1).chunk(2, -1)
+            return _both((functional.linear(gate(a) * b, weight2), x))
+
+        yield from compare(
+            inputs, lambda *leaves, kind=kind: _both(ops.glu_mlp(*leaves, kind=kind)), plain, leaves
+        )
 
 
 @case

@@ -29,7 +29,7 @@ from bert_unpad import _C_cuda
 print(_C_cuda.archs(), _C_cuda.cuda_version())
 names = [
     "bias_gelu", "varlen_attention", "varlen_cross_attention", "masked_cross_entropy",
-    "dropout_add_layer_norm", "embedding_layer_norm",
+    "dropout_add_layer_norm", "embedding_layer_norm", "glu",
 ]
 for op in [f"{name}{part}" for name in names for part in ("", "_backward")] + [
     "masked_cross_entropy_backward_", "linear", "linear_dgrad", "linear_wgrad", "linear_wgrad_",
@@ -42,7 +42,7 @@ for op in [f"{name}{part}" for name in names for part in ("", "_backward")] + [
     assert out.returncode == 0, out.stderr
     module, *kernels = out.stdout.splitlines()
     assert re.fullmatch(r"\d+\.\d+[af]?(\+PTX)?(,\d+\.\d+[af]?(\+PTX)?)* \d+\.\d+", module)
-    assert kernels == ["True"] * 21
+    assert kernels == ["True"] * 23
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of PyTorch")

@@ -37,6 +37,9 @@ def compute() -> list[torch.Tensor]:
             for form in ("none", "tanh"):
                 x, b = leaf(40, hidden, dtype=dtype), leaf(hidden)
                 keep(ops.bias_gelu(x, b, approximate=form), x, b)
+            for kind in ("gelu", "gelu_tanh", "silu", "relu"):
+                x, b = leaf(40, 2 * hidden, dtype=dtype), leaf(2 * hidden)
+                keep(ops.glu(x, kind, b), x, b)
             for interleaved in (False, True):
                 x, positions = leaf(40, 3, hidden, dtype=dtype), torch.arange(40) * 997
                 turned = ops.rotary_(

@@ -6,6 +6,8 @@ behind them are PyTorch's products, so what autograd makes of them can be compar
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bert_unpad import ops
 from bert_unpad.ops import matmul
 from tests.support import processes as mp
+from tests.support import reference
 from tests.support.reference import assert_as_good_as_pytorch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -147,6 +150,72 @@ def test_mlp_leaves_out_what_nobody_asks_for(fused, frozen) -> None:
     for got, want in zip(some[1:], everything[1:], strict=True):
         if got.grad is not None:
             torch.testing.assert_close(got.grad, want.grad)
+
+
+GLU_NAMES = ["y", "residual", "dx", "dweight1", "dweight2", "dbias1"]
+
+
+def draw_glu_mlp(rows: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """As draw_mlp, with a first weight and bias for both halves, and the bias last."""
+    (x, _, _, weight2), douts = draw_mlp(rows, dtype, torch.float32)
+    weight1, bias1 = draw((2 * SIZES[1], SIZES[0]), (2 * SIZES[1],), seed=2)
+    return [x, weight1 / 4, weight2, bias1], douts
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", reference.GATES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 37])
+def test_glu_mlp(fused, rows, dtype, kind, bias) -> None:
+    given, douts = draw_glu_mlp(rows, dtype)
+    given = given if bias else given[:3]
+
+    def run(function, inputs):
+        x, weight1, weight2, *bias1 = inputs
+        return gradients(function(x, weight1, *(bias1 or [None]), weight2), douts, inputs)
+
+    def plain_glu_mlp(x, weight1, bias1, weight2):
+        inner = reference.glu(plain_linear(x, weight1, bias1), kind)
+        return plain_linear(inner, weight2, None), x * 1
+
+    def plain(precision: torch.dtype):
+        wide = torch.float64 if precision == torch.float64 else None
+        return run(plain_glu_mlp, leaves(given, wide))
+
+    def ours(recompute: bool = False):
+        glu_mlp = partial(ops.glu_mlp, kind=kind, recompute=recompute)
+        return run(glu_mlp, leaves(given))
+
+    assert_as_good_as_pytorch(ours, plain, dtype, GLU_NAMES[: len(given) + 2])
+    for kept, again in zip(ours(), ours(recompute=True), strict=True):
+        assert torch.equal(kept, again)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_glu_mlp_compiles(recompute, fp8) -> None:
+    (x, weight1, weight2, bias1), douts = draw_glu_mlp(7, torch.float32)
+    function = partial(ops.glu_mlp, kind="gelu", recompute=recompute, fp8=fp8)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    results = []
+    for f in (function, compiled):
+        inputs = leaves([x, weight1, bias1, weight2])
+        results.append(gradients(f(*inputs), douts, inputs))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_mlp_without_a_bias(fused) -> None:
+    given, douts = draw_mlp(9, torch.float32, torch.float32)
+    for form in FORMS:
+        results = []
+        for bias in (None, torch.zeros(SIZES[1])):
+            inputs = leaves([given[0], given[1], bias, given[3]])
+            outputs = ops.mlp(*inputs, approximate=form)
+            torch.autograd.backward(outputs, douts)
+            results.append([*outputs, *(inputs[i].grad for i in (0, 1, 3))])
+        for got, want in zip(*results, strict=True):
+            assert torch.equal(got, want)
 
 
 def test_only_the_residual_may_be_used() -> None:
@@ -282,6 +351,16 @@ def test_bad_input() -> None:
         ops.mlp(x[None], weight1, bias1, weight2)
     with pytest.raises(ValueError, match="expected x"):
         ops.mlp(x, weight1, bias1, weight1)
+    with pytest.raises(ValueError, match=r"glu_mlp: x must have shape \[rows, features\]"):
+        ops.glu_mlp(x[None], weight1, bias1, weight2)
+    with pytest.raises(ValueError, match="expected x"):
+        ops.glu_mlp(x, weight1, bias1, weight2)
+    with pytest.raises(
+        ValueError, match=r"weight1 must have shape \[2 \* intermediate, features\]"
+    ):
+        ops.glu_mlp(x, weight1[:39], bias1[:39], weight2)
+    with pytest.raises(ValueError, match=r"glu_mlp: kind must be one of gelu, .*, got 'erf'"):
+        ops.glu_mlp(x, weight1, bias1, weight2[:, :20], kind="erf")
     with pytest.raises(ValueError, match='approximate must be "none" or "tanh"'):
         ops.mlp(x, weight1, bias1, weight2, approximate="erf")
 

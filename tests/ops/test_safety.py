@@ -36,6 +36,7 @@ def _projections(x: Tensor, *weights: Tensor) -> Tensor:
 # The name in the message, the function, and shapes of what it is differentiated by.
 FUNCTIONS: dict[str, tuple[str, Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "bias_gelu": ("bias_gelu", ops.bias_gelu, [(TOKENS, HIDDEN), (HIDDEN,)]),
+    "glu": ("glu", lambda x, bias: ops.glu(x, "silu", bias), [(TOKENS, HIDDEN), (HIDDEN,)]),
     "rotary": (
         "rotary_",  # linear by itself
         lambda x: ops.rotary_(x * 1, BATCH, heads=2).square(),
@@ -85,6 +86,11 @@ FUNCTIONS: dict[str, tuple[str, Callable[..., Tensor], list[tuple[int, ...]]]] =
         "mlp",
         lambda *leaves: ops.mlp(*leaves)[0],
         [(TOKENS, HIDDEN), (16, HIDDEN), (16,), (HIDDEN, 16)],
+    ),
+    "glu_mlp": (
+        "mlp",
+        lambda *leaves: ops.glu_mlp(*leaves)[0],
+        [(TOKENS, HIDDEN), (32, HIDDEN), (32,), (HIDDEN, 16)],
     ),
     "fp8_linear": ("fp8_linear", ops.fp8_linear, [(TOKENS, HIDDEN), (16, HIDDEN)]),
     "projections": (

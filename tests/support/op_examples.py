@@ -97,6 +97,8 @@ def _examples() -> dict[str, tuple]:
         ),
         "bias_gelu": (x, vector(), False),
         "bias_gelu_backward": (dy, x, vector(), False),
+        "glu": (x, vector(), 2),
+        "glu_backward": (rows(TOKENS, HIDDEN // 2), x, vector(), 2),
         "rotary_": (*rotation, False),
         "rotary": (*rotation, True),
         "linear": (x, weight, rows(WIDTH), False),

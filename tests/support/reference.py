@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -141,6 +141,20 @@ def dropout_add_layer_norm(
 def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str = "none") -> Tensor:
     """gelu(x + bias)."""
     return functional.gelu(x if bias is None else x + bias.to(x.dtype), approximate=approximate)
+
+
+GATES = {
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "silu": functional.silu,
+    "relu": functional.relu,
+}
+
+
+def glu(x: Tensor, kind: str, bias: Tensor | None = None) -> Tensor:
+    """act(first half) * second half of x + bias."""
+    a, gate = (x if bias is None else x + bias.to(x.dtype)).chunk(2, -1)
+    return GATES[kind](a) * gate
 
 
 def rotary(

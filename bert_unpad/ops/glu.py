@@ -1,0 +1,68 @@
+"""Gated linear units: function, fake kernels and autograd over the C++ operator."""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from bert_unpad.ops.registration import register_autograd, register_fake
+
+_ops = torch.ops.bert_unpad
+
+GluKind = Literal["gelu", "gelu_tanh", "silu", "relu"]
+_KINDS = get_args(GluKind)  # in the order of csrc/gelu/glu_kind.h
+
+
+def glu(x: Tensor, kind: GluKind, bias: Tensor | None = None) -> Tensor:
+    """act(a) * b of the halves [a, b] of x + bias, in one pass over memory.
+
+    Gated linear units of Shazeer, "GLU Variants Improve Transformer" (2020, arXiv:2002.05202). Only
+    x and bias are kept for the backward pass, which also sums the bias gradient.
+
+    Args:
+        x: [..., 2 * width], float32, bfloat16 or float16; the activation takes the first half.
+        kind: the activation: "gelu" (GeGLU, exact, with erf), "gelu_tanh" (its tanh approximation),
+            "silu" (SwiGLU) or "relu" (ReGLU).
+        bias: [2 * width], float32 or x's dtype, or None.
+
+    Returns:
+        The gated activations, [..., width], of x's dtype.
+
+    Raises:
+        RuntimeError: a shape, dtype or device is wrong; the message names it.
+        ValueError: `kind` is unknown.
+    """
+    return _ops.glu(x.contiguous(), bias, kind_number("glu", kind))
+
+
+def kind_number(function: str, kind: str) -> int:
+    """Returns the operator's number of a kind; `function` is named in the error message."""
+    if kind not in _KINDS:
+        raise ValueError(f"{function}: kind must be one of {', '.join(_KINDS)}, got {kind!r}")
+    return _KINDS.index(kind)
+
+
+@register_fake("glu")
+def _(x, bias, kind):
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+@register_fake("glu_backward")
+def _(dy, x, bias, kind):
+    dbias = x.new_empty((0,)) if bias is None else bias.new_empty(bias.shape)
+    return x.new_empty(x.shape), dbias
+
+
+def _setup(ctx, inputs, output):
+    x, bias, kind = inputs
+    ctx.save_for_backward(x, bias)
+    ctx.kind = kind
+
+
+def _backward(ctx, saved, dy):
+    x, bias = saved
+    dx, dbias = _ops.glu_backward(dy.contiguous(), x, bias, ctx.kind)
+    return dx, None if bias is None else dbias, None
+
+
+register_autograd("glu", _backward, _setup)
