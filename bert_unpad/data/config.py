@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from bert_unpad._tiers import advanced, code_only
 from bert_unpad.data.masking import MaskUnit, check_masking_arguments, masking_rates
+from bert_unpad.data.objective import SECOND_SEGMENTS, Objective
 from bert_unpad.data.store.shards import MAX_LENGTH
+from bert_unpad.data.text.documents import Documents
 from bert_unpad.data.text.pairs import MIN_SEQ_LENGTH
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 
@@ -26,8 +29,15 @@ class DataConfig:
     same, read during training), or hdf5:PATH or shards:PATH for examples that are already made."""
     cache_dir: str | None = None
     """Folder of the data cache. By default $XDG_CACHE_HOME/bert_unpad or ~/.cache/bert_unpad."""
+    objective: Objective = "mlm_nsp"
+    """What the model learns. mlm_nsp: masked tokens, and whether the second segment follows the
+    first (BERT). mlm: masked tokens alone. mlm_sop: masked tokens, and whether two segments of a
+    document are in order or swapped (ALBERT)."""
+    documents: Documents = advanced("apart")
+    """With data.objective mlm: what an example is. apart: a piece of one document. joined: a piece
+    of all documents one after another, with [SEP] between them."""
     max_seq_length: int = 128
-    """Tokens of the longest example, including [CLS] and both [SEP]; 5 to 65,535."""
+    """Tokens of the longest example, including [CLS] and [SEP]; 5 to 65,535."""
     vocab_size: int = 8192
     """Size of the vocabulary to train. A small corpus gives a smaller one."""
     vocab_file: str | None = None
@@ -54,6 +64,12 @@ class DataConfig:
     verify: bool = code_only(True)
     """Whether opening cached files compares their digests, not only their sizes."""
 
+    @property
+    def segments(self) -> int:
+        """Most segments of an example; finished examples may have two whatever the objective."""
+        finished = self.source.startswith(("hdf5:", "shards:"))
+        return 2 if finished or SECOND_SEGMENTS[self.objective] is not None else 1
+
     def __post_init__(self) -> None:
         if not MIN_SEQ_LENGTH <= self.max_seq_length <= MAX_LENGTH:
             raise ValueError(
@@ -63,6 +79,23 @@ class DataConfig:
         smallest = len(SPECIAL_TOKENS) + 1
         if self.vocab_size < smallest:
             raise ValueError(f"vocab_size: expected at least {smallest}, got {self.vocab_size}")
+        for name, kind in (("objective", Objective), ("documents", Documents)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(
+                    f"{name}: expected one of {', '.join(get_args(kind))}, got "
+                    f"{getattr(self, name)!r}"
+                )
+        has_pairs = SECOND_SEGMENTS[self.objective] is not None
+        if self.documents != "apart" and has_pairs:
+            raise ValueError(
+                f"documents: expected apart with objective {self.objective}, whose examples are "
+                f"segments of documents, got {self.documents}"
+            )
+        if self.dupe_factor != 1 and not has_pairs:
+            raise ValueError(
+                f"dupe_factor: expected 1 with objective {self.objective}, whose examples are not "
+                f"random, got {self.dupe_factor}"
+            )
         if not 0 <= self.short_seq_prob <= 1:
             raise ValueError(f"short_seq_prob: expected 0 to 1, got {self.short_seq_prob}")
         if self.dupe_factor < 1:

@@ -4,8 +4,8 @@ The cache key is a digest of the corpus and of every setting that changes the ex
 corpus or setting never reads stale data, and settings that change only masks share one cache. A
 build first writes the corpus to a spool file, one sentence per line, so that a stream is read only
 once. Then it removes duplicates and splits by document, trains the vocabulary on the training part,
-converts sentences to ids, and draws pairs. Everything is written under a temporary name and renamed
-at the end.
+converts sentences to ids, and makes examples. Everything is written under a temporary name and
+renamed at the end.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from bert_unpad.data.collate import PackedCollator
 from bert_unpad.data.config import DataConfig
+from bert_unpad.data.objective import SECOND_SEGMENTS
 from bert_unpad.data.store.cache import cache_lock, default_cache_dir
 from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.store.manifest import (
@@ -43,7 +44,8 @@ from bert_unpad.data.store.shards import ShardDataset, ShardWriter
 from bert_unpad.data.streams.stream import ShardStream
 from bert_unpad.data.streams.text_stream import TextStream, is_streamed, parse_streamed
 from bert_unpad.data.text.corpus import Spool, tokenize
-from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR, write_examples
+from bert_unpad.data.text.examples import write_examples
+from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR
 from bert_unpad.data.text.sources import HuggingFaceSource, Source, file_sha256, open_source
 from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 
@@ -102,6 +104,8 @@ class PreparedData:
             rank,
             num_ranks,
             column=self.streamed.column,
+            objective=self.config.objective,
+            documents=self.config.documents,
             max_seq_length=self.config.max_seq_length,
             short_seq_prob=self.config.short_seq_prob,
             held_out_share=self.config.validation_share,
@@ -213,6 +217,8 @@ def _settings(config: DataConfig, source: Source) -> dict[str, Any]:
     settings = dataclasses.asdict(config)
     for name in (*_MASKING_SETTINGS, *_PLACES):
         del settings[name]
+    # Objectives with the same examples share a cache.
+    settings["objective"] = SECOND_SEGMENTS[config.objective]
     settings |= {"format": FORMAT, "corpus": source.fingerprint(), "vocabulary": None}
     if config.vocab_file is not None:
         settings |= {"vocab_size": None, "vocabulary": file_sha256(Path(config.vocab_file))}
@@ -323,12 +329,14 @@ def _fill(
                 unmaskable_ids=tokenizer.unmaskable_ids,
                 max_seq_length=config.max_seq_length,
             ) as writer,
-            _bar(f"pairing {split}", "documents", passes * corpus.documents, progress) as bar,
+            _bar(f"making {split}", "documents", passes * corpus.documents, progress) as bar,
         ):
             write_examples(
                 corpus,
                 tokenizer,
                 writer,
+                objective=config.objective,
+                documents=config.documents,
                 max_seq_length=config.max_seq_length,
                 short_seq_prob=config.short_seq_prob,
                 dupe_factor=passes,

@@ -206,7 +206,7 @@ def _recipe(path: str, overrides: list[str]) -> dict[str, Any]:
     if run.data.vocab_file is not None:
         vocabulary = _lines(Path(run.data.vocab_file))
     found: dict[str, Any] = {
-        "config": run.model.resolve(vocabulary),
+        "config": run.model.resolve(vocabulary, run.data),
         "max_length": run.data.max_seq_length,
         "precision": run.precision,
         "optimizer": run.optimizer.name,

@@ -9,6 +9,7 @@ import torch
 
 from bert_unpad.batch import PackedInputs
 from bert_unpad.data import PackedCollator, Prefetcher
+from bert_unpad.data.objective import Objective
 from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.feed.steps import count_labels
 from bert_unpad.pretrain.losses import SUMS, averages, stack_outputs
@@ -27,6 +28,7 @@ class Evaluator:
         batch_size: sequences per forward pass on one rank.
         ranks: the processes that share the work.
         autocast: context of the forward pass.
+        objective: whose losses and accuracies to report.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Evaluator:
         batch_size: int,
         ranks: Ranks,
         autocast: AbstractContextManager,
+        objective: Objective = "mlm_nsp",
     ) -> None:
         available = len(collator.dataset)
         used = min(examples, available)
@@ -50,6 +53,7 @@ class Evaluator:
         self._collator = collator
         self._ranks = ranks
         self._autocast = autocast
+        self._objective = objective
 
     @torch.no_grad()
     def __call__(self, model: EncoderForPreTraining) -> dict[str, float | None]:
@@ -68,9 +72,8 @@ class Evaluator:
                 sums += self._forward(model, inputs)
         model.train()
         both = torch.cat([sums, torch.from_numpy(counts).to(device)])
-        return averages(
-            dict(zip((*SUMS, "masked", "pairs"), self._ranks.sum(both).tolist(), strict=True))
-        )
+        total = zip((*SUMS, "masked", "pairs"), self._ranks.sum(both).tolist(), strict=True)
+        return averages(dict(total), self._objective)
 
     def _forward(self, model: EncoderForPreTraining, inputs: PackedInputs) -> torch.Tensor:
         with self._autocast:

@@ -187,7 +187,7 @@ class Trainer:
 
     def _log(self) -> None:
         sums, elapsed = self.log.close_interval()
-        self._check_loss(averages(sums)["loss"])
+        self._check_loss(averages(sums, self.config.data.objective)["loss"])
         self._check_skipped(sums)
         self._report_state(updated=sums["skipped"] < sums["steps"])
         scale = self.stages.sync.loss_scale
@@ -251,7 +251,7 @@ class Trainer:
         progress.gradients = sync.state_dict()
         sync.synchronise(optimizer)
         if progress.window.get("steps"):
-            self._check_loss(averages(progress.window)["loss"])
+            self._check_loss(averages(progress.window, self.config.data.objective)["loss"])
         progress.seconds = self.log.watch.seconds
         self.checkpointer.save(
             progress.step,

@@ -1,15 +1,40 @@
-"""The sums that the model returns, as the log and the evaluation add them up and average them."""
+"""The tasks of each objective, and their sums as log and evaluation average them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bert_unpad.data.objective import Objective
 from bert_unpad.nn import PreTrainingOutput
 
-SUMS = ("mlm_loss", "mlm_correct", "nsp_loss", "nsp_correct")
+
+@dataclass(frozen=True)
+class Task:
+    """One thing that a model learns; its loss is a mean over the global batch."""
+
+    name: str
+    """Begins the names of its figures: mlm_loss, mlm_accuracy."""
+    title: str
+    """In the report."""
+    count: str
+    """What its sums are divided by, a name in `Step.counts`."""
+
+
+_MLM = Task("mlm", "masked-token", "masked")
+
+TASKS: dict[Objective, tuple[Task, ...]] = {
+    "mlm_nsp": (_MLM, Task("nsp", "next-sentence", "pairs")),
+    "mlm": (_MLM,),
+    "mlm_sop": (_MLM, Task("sop", "sentence-order", "pairs")),
+}
+"""In the order in which the model returns their sums."""
+
+SUMS = ("mlm_loss", "mlm_correct", "second_loss", "second_correct")
+"""Of the first and the second task."""
 
 
 def stack_outputs(outputs: PreTrainingOutput) -> Tensor:
@@ -21,20 +46,15 @@ def stack_outputs(outputs: PreTrainingOutput) -> Tensor:
     return torch.stack([value.detach().double() for value in outputs])
 
 
-def averages(sums: Mapping[str, float]) -> dict[str, float | None]:
+def averages(sums: Mapping[str, float], objective: Objective) -> dict[str, float | None]:
     """Mean losses (nats) and accuracies (0 .. 1) of sums and counts; None where nothing counts.
 
-    `loss` is what training minimises: the mean masked-token loss plus the mean next-sentence loss.
+    `loss` is what training minimises: the sum of the mean losses of the objective's tasks.
     """
-
-    def mean(total: str, count: str) -> float | None:
-        return sums[total] / sums[count] if sums[count] else None
-
-    mlm, nsp = mean("mlm_loss", "masked"), mean("nsp_loss", "pairs")
-    return {
-        "loss": (mlm or 0.0) + (nsp or 0.0),
-        "mlm_loss": mlm,
-        "mlm_accuracy": mean("mlm_correct", "masked"),
-        "nsp_loss": nsp,
-        "nsp_accuracy": mean("nsp_correct", "pairs"),
-    }
+    means: dict[str, float | None] = {"loss": 0.0}
+    for task, *names in zip(TASKS[objective], SUMS[::2], SUMS[1::2], strict=False):
+        count = sums[task.count]
+        loss, correct = (sums[name] / count if count else None for name in names)
+        means[f"{task.name}_loss"], means[f"{task.name}_accuracy"] = loss, correct
+        means["loss"] += loss or 0.0
+    return means

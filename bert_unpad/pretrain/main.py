@@ -231,6 +231,7 @@ def _evaluator(run: Run, data: PreparedData) -> Evaluator | None:
         run.config.batching.per_pass(run.ranks.world_size),
         run.ranks,
         run.autocast,
+        run.config.data.objective,
     )
 
 

@@ -25,7 +25,7 @@ def build_model(
     Raises:
         ConfigError: the model does not fit the data, or the folder's weights do not fit the sizes.
     """
-    sizes = config.model.resolve(vocab_size)
+    sizes = config.model.resolve(vocab_size, config.data)
     if max_seq_length > sizes.max_length:
         raise ConfigError(
             "model.max_position_embeddings",
@@ -55,7 +55,7 @@ def check_model(config: PretrainConfig, device: torch.device) -> None:
     Raises:
         ConfigError: a size does not fit, or the device has no kernel for the width of a head.
     """
-    sizes = config.model.resolve(vocab_size=1)
+    sizes = config.model.resolve(1, config.data)
     served = HEAD_DIMS[device.type]
     if sizes.head_dim not in served:
         wanted = f"1 to {max(served)}" if isinstance(served, range) else f"one of {list(served)}"

@@ -252,7 +252,7 @@ def test_progress_bars_only_if_asked(config, capsys):
     assert capsys.readouterr().err == ""
     prepare(dataclasses.replace(config, seed=2), progress=True)
     shown = capsys.readouterr().err
-    for step in ("reading", "tokenizing train", "pairing validation"):
+    for step in ("reading", "tokenizing train", "making validation"):
         assert step in shown
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bert_unpad.batch.inputs import IGNORE
 from bert_unpad.data.store.example_batch import ExampleBatch
 
 
@@ -38,6 +40,31 @@ class ExampleDataset(Protocol):
         Returns:
             int64 [vocab_size]; 0 for ids in `unmaskable_ids`.
         """
+
+
+class WithoutPairLabels:
+    """Examples whose second segments have no label, for objectives that do not ask for one."""
+
+    def __init__(self, dataset: ExampleDataset) -> None:
+        self._dataset = dataset
+        self.lengths = dataset.lengths
+        self.vocab_size = dataset.vocab_size
+        self.unmaskable_ids = dataset.unmaskable_ids
+        self.max_seq_length = dataset.max_seq_length
+        self.has_masks = dataset.has_masks
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def batch(self, indices: NDArray[np.integer]) -> ExampleBatch:
+        """See `ExampleDataset`."""
+        examples = self._dataset.batch(indices)
+        none = np.full(len(examples), IGNORE, np.int64)
+        return replace(examples, next_sentence_labels=none)
+
+    def target_counts(self) -> NDArray[np.int64]:
+        """See `ExampleDataset`."""
+        return self._dataset.target_counts()
 
 
 class NoExamples:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
+from bert_unpad.data.objective import SECOND_SEGMENTS
 from bert_unpad.data.store.cache import default_cache_dir
-from bert_unpad.data.store.dataset import ExampleDataset, NoExamples
+from bert_unpad.data.store.dataset import ExampleDataset, NoExamples, WithoutPairLabels
 from bert_unpad.data.store.shards import ShardDataset
 from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 
@@ -34,8 +35,8 @@ def open_examples(
     """Opens the examples that `config.source` names.
 
     Args:
-        config: the source; `vocab_file`, `lowercase`, `max_seq_length`, `cache_dir` and `verify`
-            are read too.
+        config: the source; `objective`, `vocab_file`, `lowercase`, `max_seq_length`, `cache_dir`
+            and `verify` are read too.
         progress: whether indexing HDF5 files shows a bar; None shows it if stderr is a terminal.
 
     Returns:
@@ -45,10 +46,17 @@ def open_examples(
         DamagedDataError: a file is damaged or wrong; the message names it.
         FileNotFoundError: a path does not exist.
         ImportError: `h5py` is needed and not installed.
-        ValueError: an option is unknown, the vocabulary is missing, or an example is longer than
-            `max_seq_length`.
+        ValueError: an option is unknown, the vocabulary is missing, an example is longer than
+            `max_seq_length`, or the objective needs other examples.
     """
     kind, _, specification = config.source.partition(":")
+    if config.objective == "mlm_sop" or config.documents != "apart":
+        name = "documents" if config.documents != "apart" else "objective"
+        wanted = {"documents": "apart", "objective": "mlm_nsp or mlm"}[name]
+        raise ValueError(
+            f"{name}: expected {wanted} with source {kind}:, whose examples are made already, got "
+            f"{getattr(config, name)}"
+        )
     text, _, query = specification.partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     if not text or set(options) - {"validation"}:
@@ -69,6 +77,8 @@ def open_examples(
     if not len(train):
         raise ValueError(f"source: expected at least one example in {splits['train']}, got none")
     held_out = open_split(splits["validation"]) if "validation" in splits else NoExamples(train)
+    if SECOND_SEGMENTS[config.objective] is None:
+        train, held_out = WithoutPairLabels(train), WithoutPairLabels(held_out)
     return train, held_out, tokenizer, path
 
 

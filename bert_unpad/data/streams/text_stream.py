@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl, urlencode
 
 import numpy as np
 
+from bert_unpad.data.objective import Objective
 from bert_unpad.data.prefetch import Prefetcher
 from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.streams.stream import (
@@ -29,7 +30,9 @@ from bert_unpad.data.streams.stream import (
     token_dtype,
 )
 from bert_unpad.data.text.corpus import is_held_out, sentences_of, tokenize_in_memory
-from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR, PairDrawer, gather_pairs
+from bert_unpad.data.text.documents import Documents
+from bert_unpad.data.text.examples import make_examples
+from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR
 from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 
 if TYPE_CHECKING:
@@ -92,6 +95,7 @@ class TextStream:
         rank: this rank, 0 to num_ranks - 1.
         num_ranks: number of ranks that share the data set.
         column: name of the column with the text.
+        objective, documents: say what an example is, see `make_examples`.
         max_seq_length: length of the longest example in tokens, at least 5.
         short_seq_prob: see `PairDrawer`.
         held_out_share: share of documents to leave out, as `Spool.held_out` chooses them.
@@ -115,6 +119,8 @@ class TextStream:
         num_ranks: int,
         *,
         column: str = "text",
+        objective: Objective = "mlm_nsp",
+        documents: Documents = "apart",
         max_seq_length: int = 128,
         short_seq_prob: float = 0.1,
         held_out_share: float = 0.0,
@@ -136,6 +142,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._rank, self._num_ranks = rank, num_ranks
         self._max_seq_length, self._short_seq_prob = max_seq_length, short_seq_prob
+        self._objective, self._documents = objective, documents
         self._held_out_share = held_out_share
         self._pair_seed, self._seed = pair_seed, seed
         self._buffer = shuffle_buffer
@@ -154,6 +161,8 @@ class TextStream:
             "column": self._column,
             "vocabulary": vocabulary,
             "lowercase": tokenizer.lowercase,
+            "objective": self._objective,
+            "documents": self._documents,
             "max_seq_length": self._max_seq_length,
             "short_seq_prob": self._short_seq_prob,
             "held_out_share": self._held_out_share,
@@ -271,20 +280,23 @@ class TextStream:
         corpus = tokenize_in_memory(
             buffer.documents, tokenizer, self._max_seq_length - SPECIAL_PER_PAIR
         )
-        drawer = PairDrawer(
-            corpus,
-            tokenizer.is_continuation,
-            max_seq_length=self._max_seq_length,
-            short_seq_prob=self._short_seq_prob,
-            seed=f"{self._pair_seed}, {epoch}, {self._rank}, {buffer.number}",
-        )
-        pairs = [pair for document in range(corpus.documents) for pair in drawer.draw(document)]
         dtype = token_dtype(self.vocab_size)
-        if not pairs:
-            return buffer, ExampleBatch.empty(dtype)
+        blocks = [
+            ExampleBatch(
+                np.zeros(len(columns[1]), np.int64), *columns[1:], columns[0].astype(dtype)
+            )
+            for columns, _ in make_examples(
+                corpus,
+                tokenizer,
+                objective=self._objective,
+                documents=self._documents,
+                max_seq_length=self._max_seq_length,
+                short_seq_prob=self._short_seq_prob,
+                seed=f"{self._pair_seed}, {epoch}, {self._rank}, {buffer.number}",
+            )
+        ]
+        examples = ExampleBatch.concatenate([ExampleBatch.empty(dtype), *blocks])
         if self._buffer > 1:
             key = (self._seed, epoch, self._rank, buffer.number)
-            pairs = [pairs[i] for i in shuffle_by_key(np.arange(len(pairs)), *key)]
-        tokens, lengths, second_starts, labels = gather_pairs(corpus.tokens, tokenizer, pairs)
-        ids = np.zeros(len(pairs), np.int64)
-        return buffer, ExampleBatch(ids, lengths, second_starts, labels, tokens.astype(dtype))
+            examples = examples[shuffle_by_key(np.arange(len(examples)), *key)]
+        return buffer, examples

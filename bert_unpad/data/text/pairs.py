@@ -1,4 +1,4 @@
-"""Draws pairs of segments, with next-sentence labels, from tokenized documents.
+"""Draws pairs of segments, with labels of the second one, from tokenized documents.
 
 The procedure is that of BERT (Devlin et al. 2018, arXiv:1810.04805, section 3.1 and appendix A.2;
 `create_pretraining_data.py` in google-research/bert). Masks are drawn later, in every epoch again
@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad.data.store.shards import ShardWriter
+from bert_unpad.data.objective import SecondSegment
 from bert_unpad.data.text.corpus import TokenizedCorpus
 from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 
 MIN_SEQ_LENGTH = 5  # [CLS] a [SEP] b [SEP] with one token each
 SPECIAL_PER_PAIR = 3
 PairBounds = tuple[int, int, int, int, int]  # see `PairDrawer.draw`
-_BLOCK = 4096  # examples gathered at a time: about 1 MB of tokens at length 128
+Columns = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+BLOCK = 4096  # examples gathered at a time: about 1 MB of tokens at length 128
 
 
 class PairDrawer:
@@ -41,9 +42,14 @@ class PairDrawer:
     always gets a random next sentence; without another document, it becomes an example without b
     and with the label -100.
 
+    With sentence order (ALBERT; Lan et al., 2020, arXiv:1909.11942, section 3.1) both segments are
+    of one document: half of the time in order, otherwise swapped.
+
     Args:
         corpus: the documents.
         is_continuation: bool [vocab_size], whether a token continues a word.
+        second: "next_or_random": the label is 0 if segment b follows a, 1 if it is from another
+            document. "in_order_or_swapped": 0 if segment b follows a, 1 if a follows b.
         max_seq_length: length of the longest example in tokens, at least 5, with special tokens.
         short_seq_prob: probability that the target length of a document is shorter.
         seed: seed of the random choices (as for `random.Random`).
@@ -54,6 +60,7 @@ class PairDrawer:
         corpus: TokenizedCorpus,
         is_continuation: NDArray[np.bool_],
         *,
+        second: SecondSegment = "next_or_random",
         max_seq_length: int,
         short_seq_prob: float,
         seed: int | str,
@@ -62,6 +69,7 @@ class PairDrawer:
         self.is_continuation = is_continuation
         self.max_tokens = max_seq_length - SPECIAL_PER_PAIR
         self.short_seq_prob = short_seq_prob
+        self.swaps = second == "in_order_or_swapped"
         self.random = random.Random(seed)
 
     def draw(self, document: int) -> Iterator[PairBounds]:
@@ -84,7 +92,7 @@ class PairDrawer:
                 middle, cut = end, self._cut_between_words(bounds[first], bounds[end])
                 is_next = cut is not None and rng.random() < 0.5
             a_begin = bounds[first]
-            if not is_next:
+            if not is_next and not self.swaps:
                 random_next = self._random_segment(document, target - (bounds[middle] - a_begin))
                 if random_next is not None:
                     yield (*self._truncate(a_begin, bounds[middle], *random_next), 1)
@@ -94,7 +102,9 @@ class PairDrawer:
                 a_end = min(bounds[end], a_begin + self.max_tokens + 1)
                 yield a_begin, a_end, a_end, a_end, -100
             else:
-                yield (*self._truncate(a_begin, cut, cut, bounds[end]), 0)
+                a, a_end, b, b_end = self._truncate(a_begin, cut, cut, bounds[end])
+                swapped = self.swaps and not is_next
+                yield (b, b_end, a, a_end, 1) if swapped else (a, a_end, b, b_end, 0)
             first = end
 
     def _cut_between_words(self, begin: int, end: int) -> int | None:
@@ -130,68 +140,63 @@ class PairDrawer:
         return a + a_front, a_end - (a_cut - a_front), b + b_front, b_end - (b_cut - b_front)
 
 
-def write_examples(
+def pair_examples(
     corpus: TokenizedCorpus,
     tokenizer: WordPieceTokenizer,
-    writer: ShardWriter,
     *,
+    second: SecondSegment = "next_or_random",
     max_seq_length: int,
     short_seq_prob: float,
-    dupe_factor: int,
+    dupe_factor: int = 1,
     seed: int | str,
-    advance: Callable[[int], object] = lambda documents: None,
-) -> int:
-    """Draws the pairs of all documents `dupe_factor` times and appends them to a shard.
+) -> Iterator[tuple[Columns, int]]:
+    """Yields the pairs of all documents, in blocks of examples.
 
     Args:
-        corpus, max_seq_length, short_seq_prob, seed: see `PairDrawer`.
+        corpus, second, max_seq_length, short_seq_prob, seed: see `PairDrawer`.
         tokenizer: knows the ids of [CLS] and [SEP] and which tokens continue a word.
-        writer: the shard to append to.
         dupe_factor: number of passes over the documents, each with its own random choices.
-        advance: called now and then with the number of documents done since the last call.
 
-    Returns:
-        The number of examples.
+    Yields:
+        Examples as `gather_pairs` returns them, and the number of documents done with them.
     """
     drawer = PairDrawer(
         corpus,
         tokenizer.is_continuation,
+        second=second,
         max_seq_length=max_seq_length,
         short_seq_prob=short_seq_prob,
         seed=seed,
     )
     pairs: list[PairBounds] = []
-    written = pending = 0
+    pending = 0
     for document in (d for _ in range(dupe_factor) for d in range(corpus.documents)):
         pairs.extend(drawer.draw(document))
         pending += 1
-        if len(pairs) >= _BLOCK:
-            writer.append(*gather_pairs(corpus.tokens, tokenizer, pairs))
-            advance(pending)
-            written, pending, pairs = written + len(pairs), 0, []
+        if len(pairs) >= BLOCK:
+            yield gather_pairs(corpus.tokens, tokenizer, np.array(pairs, np.int64)), pending
+            pending, pairs = 0, []
     if pairs:
-        writer.append(*gather_pairs(corpus.tokens, tokenizer, pairs))
-    advance(pending)
-    return written + len(pairs)
+        yield gather_pairs(corpus.tokens, tokenizer, np.array(pairs, np.int64)), pending
 
 
 def gather_pairs(
     tokens: NDArray[np.integer],
     tokenizer: WordPieceTokenizer,
-    pairs: list[PairBounds],
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    pairs: NDArray[np.int64],
+) -> Columns:
     """Gathers the tokens of pairs and adds special tokens around the segments.
 
     Args:
         tokens: tokens of the corpus that the pairs were drawn from.
         tokenizer: knows the ids of [CLS] and [SEP].
-        pairs: B pairs, at least one, from `PairDrawer.draw`.
+        pairs: [B, 5], at least one, from `PairDrawer.draw`.
 
     Returns:
         Tokens of all examples end to end, [sum of lengths]; and the lengths, the index of the
-        second segment's first token within each example, and the next-sentence labels, [B] each.
+        second segment's first token within each example, and the labels of the pairs, [B] each.
     """
-    a, a_end, b, b_end, labels = np.array(pairs, np.int64).T
+    a, a_end, b, b_end, labels = pairs.T
     second_starts = a_end - a + 2
     has_b = b_end > b
     lengths = second_starts + np.where(has_b, b_end - b + 1, 0)

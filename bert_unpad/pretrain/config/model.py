@@ -7,8 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bert_unpad._tiers import advanced
+from bert_unpad.data import DataConfig
+from bert_unpad.data.objective import Objective
 from bert_unpad.nn import PRESETS, EncoderConfig
+from bert_unpad.nn.config import Head
 from bert_unpad.pretrain.config.errors import ConfigError
+
+_HEADS: dict[Objective, tuple[Head, ...]] = {
+    "mlm_nsp": ("mlm", "nsp"),
+    "mlm": ("mlm",),
+    "mlm_sop": ("mlm", "nsp"),
+}
 
 
 @dataclass
@@ -47,27 +56,32 @@ class ModelConfig:
         del values["preset"]
         return {name: value for name, value in values.items() if value is not None}
 
-    def resolve(self, vocab_size: int) -> EncoderConfig:
+    def resolve(self, vocab_size: int, data: DataConfig | None = None) -> EncoderConfig:
         """The model's configuration, for a tokenizer with `vocab_size` tokens.
+
+        Args:
+            vocab_size: of the tokenizer.
+            data: the examples and the objective, which says what heads the model has.
 
         Raises:
             ConfigError: the preset is no name, file or folder, a size does not fit, or the preset
-                has a smaller vocabulary than the tokenizer or no second segment.
+                has a smaller vocabulary than the tokenizer or fewer segments.
         """
+        data = DataConfig() if data is None else data
         try:
             config = dataclasses.replace(
-                self._preset(vocab_size), heads=("mlm", "nsp"), **self.overrides()
+                self._preset(vocab_size), heads=_HEADS[data.objective], **self.overrides()
             )
         except ValueError as error:
             name, _, message = str(error).partition(": ")
             if name not in {field.name for field in dataclasses.fields(self)}:
                 name, message = "preset", str(error)
             raise ConfigError(f"model.{name}", message) from error
-        if config.type_vocab_size < 2:
+        if config.type_vocab_size < data.segments:
             raise ConfigError(
                 "model.preset",
-                f"expected a type_vocab_size of at least 2 (an example has two segments), got "
-                f"{config.type_vocab_size}",
+                f"expected a type_vocab_size of at least {data.segments}, the segments of an "
+                f"example, got {config.type_vocab_size}",
             )
         if config.vocab_size < vocab_size:
             raise ConfigError(

@@ -1,6 +1,6 @@
 """From a step's inputs to the clipped average gradient on every rank, as the training loop sees it.
 
-Losses are divided by the counts of the GLOBAL batch (masked tokens, next-sentence pairs), so the
+Losses are divided by the counts of the GLOBAL batch (masked tokens, pairs of segments), so the
 gradient is that of the global batch, however many sequences and tokens each rank has.
 """
 
@@ -117,8 +117,8 @@ class GradientSync:
     def accumulate(self, step: Step, counts: HostSums) -> Tensor:
         """Adds the gradient of the global batch's loss to the parameters' `.grad`, on every rank.
 
-        The loss is the mean over the global batch's masked tokens plus the mean over its
-        next-sentence pairs. DDP averages over the ranks, hence the factor of their number.
+        The loss is the mean over the global batch's masked tokens plus the mean over its pairs of
+        segments with a label. DDP averages over the ranks, hence the factor of their number.
         Gradients travel in the last pass only.
 
         Args:

@@ -76,10 +76,12 @@ class Display:
             for name, value in line.items():
                 if isinstance(value, int | float) and name != "step":
                     self._tensorboard.add_scalar(f"evaluation/{name}", value, line["step"])
-        text = (
-            f"step {line['step']}/{self._total}  held out: loss {line['loss']:.3f}  "
-            f"mlm acc {_number(line['mlm_accuracy'])}  nsp acc {_number(line['nsp_accuracy'])}"
+        accuracies = "  ".join(
+            f"{name.removesuffix('_accuracy')} acc {_number(value)}"
+            for name, value in line.items()
+            if name.endswith("_accuracy")
         )
+        text = f"step {line['step']}/{self._total}  held out: loss {line['loss']:.3f}  {accuracies}"
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
         elif self._kind == "lines":

@@ -38,7 +38,8 @@ def fill_masks(model: EncoderForPreTraining, data: PreparedData, examples: int) 
     for index in near_median:
         inputs = collate(np.array([index]), 0)
         logits, _ = model.logits(inputs.to(device))
-        probability, guess = logits.float().softmax(-1).max(-1)
+        known = logits[:, : data.tokenizer.vocab_size]  # the model's vocabulary may be larger
+        probability, guess = known.float().softmax(-1).max(-1)
         guesses = zip(
             (data.tokenizer.vocabulary[i] for i in inputs.masked_labels.tolist()),
             (data.tokenizer.vocabulary[i] for i in guess.tolist()),

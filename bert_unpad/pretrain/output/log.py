@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bert_unpad.data.objective import Objective
 from bert_unpad.pretrain.feed.steps import Step
 from bert_unpad.pretrain.gradients.clipping import GradientReport
 from bert_unpad.pretrain.losses import averages
@@ -24,7 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 def interval_line(
-    sums: dict[str, float], seconds: float, ranks: int, peak_flops: float
+    sums: dict[str, float],
+    seconds: float,
+    ranks: int,
+    peak_flops: float,
+    objective: Objective = "mlm_nsp",
 ) -> dict[str, Any]:
     """The fields of a `train` line that follow from one interval's sums.
 
@@ -33,10 +38,11 @@ def interval_line(
         seconds: that the interval took.
         ranks: processes of the run.
         peak_flops: matrix-product rate of all ranks together, 1/s.
+        objective: whose losses and accuracies to report.
     """
     steps = sums["steps"]
     line = {
-        **averages(sums),
+        **averages(sums, objective),
         "clipped_share": sums["clipped"] / sums["clippable"] if sums["clippable"] else None,
         "skipped_steps": int(sums["skipped"]),
         "masked_share": sums["masked"] / sums["tokens"],
@@ -146,7 +152,10 @@ class TrainingLog:
                 "tokens": progress.tokens,
                 "sequences": progress.sequences,
                 "seconds": progress.window_seconds,
-                **interval_line(sums, elapsed, run.ranks.world_size, self._peak_flops),
+                **interval_line(
+                    *(sums, elapsed, run.ranks.world_size, self._peak_flops),
+                    run.config.data.objective,
+                ),
                 **state,
             },
         )

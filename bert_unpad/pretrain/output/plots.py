@@ -24,7 +24,8 @@ def draw_run(path: Path, lines: Sequence[dict[str, Any]], most_frequent_rate: fl
     figure = new_figure(11, 7)
     (loss, accuracy), (speed, shares) = figure.subplots(2, 2)
 
-    _curve(loss, train, "loss", "training: both tasks")
+    if any(name.endswith("_loss") and name != "mlm_loss" for line in train for name in line):
+        _curve(loss, train, "loss", "training: all tasks")
     _curve(loss, train, "mlm_loss", "training: masked tokens")
     _curve(loss, held_out, "mlm_loss", "held out: masked tokens", marker="o")
     loss.set(title="Loss", ylabel="nats")

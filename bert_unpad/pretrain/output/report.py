@@ -11,6 +11,7 @@ import importlib.util
 import json
 import platform
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from bert_unpad._files import write_text
 from bert_unpad.data import PreparedData, most_frequent_token_rate
 from bert_unpad.nn import EncoderForPreTraining
+from bert_unpad.pretrain.losses import TASKS, Task
 from bert_unpad.pretrain.output.fill_mask import FilledText, fill_masks
 from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.output.plots import draw_run
@@ -52,7 +54,7 @@ def write_report(run: Run, data: PreparedData) -> None:
     summary = _summary(lines, data, model, run.progress, most_frequent)
     if plotted := importlib.util.find_spec("matplotlib") is not None:
         draw_run(run_dir / "training.png", lines, most_frequent)
-    print(_table(summary))
+    print(_table(summary, TASKS[run.config.data.objective]))
     if held_out:
         for filled in fill_masks(model, data, _FILLED_EXAMPLES):
             print(_sample(filled))
@@ -106,7 +108,7 @@ def _without(line: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in line.items() if name not in names}
 
 
-def _table(summary: dict[str, Any]) -> str:
+def _table(summary: dict[str, Any], tasks: Sequence[Task]) -> str:
     rows = [
         ("steps", f"{summary['steps']:,}{_epochs(summary['epochs'])}"),
         ("sequences, real tokens", f"{summary['sequences']:,}, {summary['tokens']:,}"),
@@ -121,12 +123,13 @@ def _table(summary: dict[str, Any]) -> str:
     ]
     held_out = summary["held_out"]
     if held_out is not None:
-        rows += [
-            ("held out: loss", _number(held_out["loss"])),
-            ("held out: masked-token accuracy", _number(held_out["mlm_accuracy"])),
-            ("   always the most frequent token", _number(summary["most_frequent_token_rate"])),
-            ("held out: next-sentence accuracy", _number(held_out["nsp_accuracy"])),
-        ]
+        rows.append(("held out: loss", _number(held_out["loss"])))
+        for task in tasks:
+            accuracy = _number(held_out[f"{task.name}_accuracy"])
+            rows.append((f"held out: {task.title} accuracy", accuracy))
+            if task.name == "mlm":
+                frequent = _number(summary["most_frequent_token_rate"])
+                rows.append(("   always the most frequent token", frequent))
     width = max(len(name) for name, _ in rows)
     return "\n".join(["", *(f"{name:<{width}}  {value}" for name, value in rows)])
 

@@ -104,6 +104,24 @@ def test_examples_are_pairs_as_prepared_ones_are(folder):
     assert inputs.batch.total == examples.lengths.sum()
 
 
+@pytest.mark.parametrize(
+    ("objective", "documents", "labels"),
+    [("mlm", "apart", {-100}), ("mlm", "joined", {-100}), ("mlm_sop", "apart", {0, 1})],
+)
+def test_examples_of_other_objectives(folder, objective, documents, labels):
+    reader = stream(load(folder), objective=objective, documents=documents)
+    examples = read(reader)
+    assert set(examples.next_sentence_labels.tolist()) == labels
+    if objective == "mlm":
+        np.testing.assert_array_equal(examples.second_starts, examples.lengths)
+        assert rows_of(examples) == {i for i in range(ROWS) if i % 40 != 7}
+        full = np.mean(examples.lengths >= 30)
+        assert full > 0.5 if documents == "joined" else full < 0.5
+    assert reader.identity() != stream(load(folder)).identity()
+    half = len(examples) // 2
+    assert read(reader, start=half).checksum() == examples[half:].checksum()
+
+
 def test_order_depends_on_seed_and_epoch(folder):
     dataset = load(folder)
     one = stream(dataset)

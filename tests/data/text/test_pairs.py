@@ -5,7 +5,8 @@ import pytest
 
 from bert_unpad.data import ShardDataset, ShardWriter, WordPieceTokenizer
 from bert_unpad.data.text.corpus import Spool, TokenizedCorpus, tokenize
-from bert_unpad.data.text.pairs import PairDrawer, write_examples
+from bert_unpad.data.text.examples import write_examples
+from bert_unpad.data.text.pairs import PairDrawer
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 
 FIRST = len(SPECIAL_TOKENS)

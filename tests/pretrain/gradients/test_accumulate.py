@@ -96,7 +96,7 @@ def _gradient(ranks: Ranks, mine: np.ndarray, passes: int) -> tuple[dict[str, to
     window.add_losses(sync.accumulate(step, counts))
     window.add_counts(counts.on_host())
     gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return gradient, averages(window.close())
+    return gradient, averages(window.close(), "mlm_nsp")
 
 
 @pytest.mark.parametrize("world_size", SPLITS)

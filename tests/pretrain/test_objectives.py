@@ -1,0 +1,143 @@
+"""Whole runs of each objective: what they learn and report, and going on with the same bits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bert_unpad.nn import BertConfig
+from bert_unpad.pretrain import main
+from bert_unpad.pretrain.losses import TASKS, averages
+from bert_unpad.pretrain.output.metrics import read_json_lines
+from tests.support.pretrain_runs import finish, make_folder, run_in_turn, start, uses
+
+STEPS = 24
+COMMON = (
+    *("--schedule.epochs", "null", "--schedule.total_steps", str(STEPS)),
+    *("--checkpoint.every", "6", "--checkpoint.keep_last", "9", "--logging.progress", "lines"),
+)
+RUNS = {
+    "mlm": ["--data.objective", "mlm"],
+    "joined": ["--data.objective", "mlm", "--data.documents", "joined"],
+    "packed": ["--data.objective", "mlm", "--batching.strategy", "packed"],
+    "mlm_sop": ["--data.objective", "mlm_sop", "--batching.strategy", "exchange"],
+}
+TASK_NAMES = {"mlm": {"mlm"}, "joined": {"mlm"}, "packed": {"mlm"}, "mlm_sop": {"mlm", "sop"}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("objectives")
+    make_folder(path)
+    run_in_turn(path, 2, RUNS, COMMON)
+    return path
+
+
+def _lines(run_dir: Path, kind: str = "train") -> list[dict]:
+    return [x for x in read_json_lines(run_dir / "metrics.jsonl") if x["kind"] == kind]
+
+
+def _tasks(line: dict) -> set[str]:
+    ends = ("_loss", "_accuracy")
+    return {name.rpartition("_")[0] for name in line if name.endswith(ends)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_reports_are_of_what_is_learned(folder, name):
+    lines, wanted = _lines(folder / name), TASK_NAMES[name]
+    assert len(lines) == STEPS
+    summary = json.loads((folder / name / "summary.json").read_text())
+    for line in (*lines, *_lines(folder / name, "evaluation"), summary["held_out"]):
+        assert _tasks(line) == wanted
+        parts = [line[f"{task}_loss"] for task in wanted]
+        assert line["loss"] == pytest.approx(sum(parts))
+        assert all(part > 0 for part in parts)
+    assert lines[-1]["mlm_loss"] < lines[0]["mlm_loss"]
+    assert (folder / name / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_what_is_printed(folder):
+    output = (folder / "runs.log.0").read_text()
+    assert "next-sentence" not in output
+    assert "nsp" not in output
+    assert output.count("held out: masked-token accuracy") == len(RUNS)
+    assert output.count("held out: sentence-order accuracy") == 1
+    assert output.count("Held-out text:  [CLS]") == 2 * len(RUNS)
+
+
+@pytest.mark.slow
+def test_joined_examples_are_full(folder):
+    """Each but the last has 32 tokens, or a few less where a document ends at its edge."""
+    joined, apart = (_lines(folder / name)[-1] for name in ("joined", "mlm"))
+    assert joined["fill"] > 0.95 > apart["fill"]
+    assert _lines(folder / "packed")[-1]["fill"] > 0.9
+    assert set(uses(folder / "joined")[0].values()) == {1}
+
+
+@pytest.mark.slow
+def test_runs_go_on_with_the_same_bits(folder):
+    names = ("joined", "mlm_sop")
+    for name in names:
+        shutil.copytree(folder / name, folder / f"{name}_resumed")
+        (folder / f"{name}_resumed" / "summary.json").unlink()
+        for checkpoint in (folder / f"{name}_resumed" / "checkpoints").glob("step-*"):
+            if not checkpoint.name.endswith("12"):
+                shutil.rmtree(checkpoint)
+    run_in_turn(folder, 2, {f"{name}_resumed": RUNS[name] for name in names}, COMMON)
+    for name in names:
+        ours, theirs = (_lines(path) for path in (folder / f"{name}_resumed", folder / name))
+        for a, b in zip(ours, theirs, strict=True):
+            same = [key for key in a if key.endswith(("_loss", "_accuracy", "_norm"))]
+            assert [a[key] for key in same] == [b[key] for key in same]
+
+
+@pytest.mark.slow
+def test_a_model_of_one_segment(folder, capsys):
+    """RoBERTa's type_vocab_size; it cannot learn of two segments."""
+    settings = yaml.safe_load((folder / "run.yaml").read_text())
+    sizes = {"vocab_size": 120, "type_vocab_size": 1, **settings.pop("model")}
+    BertConfig(**sizes).to_json(folder / "sizes.json")
+    (folder / "one.yaml").write_text(yaml.safe_dump(settings))
+    given = ["--model.preset", str(folder / "sizes.json"), "--schedule.epochs", "null"]
+    given += ["--schedule.total_steps", "2", "--run_dir", str(folder / "one")]
+    command = ["--config", str(folder / "one.yaml"), *given]
+    assert main([*command, "--data.objective", "mlm"]) == 0
+    assert main(command) == 2
+    assert "model.preset: expected a type_vocab_size of at least 2" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_finished_examples_without_their_pairs(folder):
+    pytest.importorskip("h5py")
+    from tests.support.hdf5_files import LONGEST, VOCAB, raw_examples, write_folder
+
+    write_folder(folder / "hdf5", raw_examples(), "variable")
+    (folder / "vocab.txt").write_text("\n".join(VOCAB) + "\n")
+    given = ["--data.source", f"hdf5:{folder / 'hdf5'}", "--data.max_seq_length", str(LONGEST)]
+    given += ["--data.vocab_file", str(folder / "vocab.txt"), "--evaluation.examples", "0"]
+    given += ["--model.max_position_embeddings", str(LONGEST), "--data.objective"]
+    codes, output = finish(folder, "pairs", start(folder, "pairs", 1, *COMMON, *given, "mlm"))
+    assert codes == [0], output
+    assert all(_tasks(line) == {"mlm"} for line in _lines(folder / "pairs"))
+    codes, output = finish(folder, "sop", start(folder, "sop", 1, *COMMON, *given, "mlm_sop"))
+    assert codes == [2]
+    assert "expected mlm_nsp or mlm with source hdf5:" in output
+
+
+@pytest.mark.parametrize("objective", TASKS)
+def test_averages_are_of_the_objectives_tasks(objective):
+    sums = {"mlm_loss": 6.0, "mlm_correct": 1.0, "second_loss": 2.0, "second_correct": 3.0}
+    found = averages(sums | {"masked": 4.0, "pairs": 8.0}, objective)
+    names = [task.name for task in TASKS[objective]]
+    assert list(found) == ["loss", *(f"{n}_{x}" for n in names for x in ("loss", "accuracy"))]
+    assert (found["mlm_loss"], found["mlm_accuracy"]) == (1.5, 0.25)
+    assert found["loss"] == 1.5 + 0.25 * (len(names) - 1)
+    none = averages(sums | {"masked": 0.0, "pairs": 0.0}, objective)
+    assert none.pop("loss") == 0
+    assert set(none.values()) == {None}
