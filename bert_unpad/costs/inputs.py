@@ -22,7 +22,8 @@ def model_config(name: str) -> BertConfig:
         return BertConfig(**PRESETS[name])
     if not Path(name).is_file():
         raise ValueError(
-            f"argument --model: expected one of {', '.join(PRESETS)}, or a config.json, got {name!r}"
+            f"argument --model: expected one of {', '.join(PRESETS)}, or a config.json, "
+            f"got {name!r}"
         )
     return BertConfig.from_json(Path(name))
 
