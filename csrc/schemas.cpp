@@ -9,23 +9,36 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(bert_unpad, m) {
+  // Attention. num_heads 0: qkv is [tokens, 3, heads, head_dim]. bias_*: the parts of a position
+  // bias; their gradients come back as empty tensors [0] where there is no such part, that of the
+  // table also without table_gradient.
   m.def(
       "varlen_attention(Tensor qkv, Tensor cu_seqlens, SymInt max_seqlen, float scale, "
-      "float dropout_p, Tensor? rng, Tensor? order=None, Tensor? groups=None) "
-      "-> (Tensor out, Tensor lse)");
+      "float dropout_p, Tensor? rng, Tensor? order=None, Tensor? groups=None, int num_heads=0, "
+      "int window_left=-1, int window_right=-1, Tensor? bias_buckets=None, Tensor? "
+      "bias_table=None, "
+      "Tensor? bias_query=None, Tensor? bias_key=None) -> (Tensor out, Tensor lse)");
   m.def(
       "varlen_attention_backward(Tensor dout, Tensor qkv, Tensor out, Tensor lse, "
       "Tensor cu_seqlens, SymInt max_seqlen, float scale, float dropout_p, Tensor? rng, "
-      "Tensor? order=None, Tensor? groups=None) -> Tensor");
+      "Tensor? order=None, Tensor? groups=None, int num_heads=0, int window_left=-1, "
+      "int window_right=-1, Tensor? bias_buckets=None, Tensor? bias_table=None, "
+      "Tensor? bias_query=None, Tensor? bias_key=None, bool table_gradient=False) "
+      "-> (Tensor dqkv, Tensor dtable, Tensor dquery, Tensor dkey)");
   m.def(
       "varlen_cross_attention(Tensor q, Tensor kv, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
       "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float dropout_p, Tensor? rng, "
-      "Tensor? order=None, Tensor? groups=None) -> (Tensor out, Tensor lse)");
+      "Tensor? order=None, Tensor? groups=None, int window_left=-1, int window_right=-1, "
+      "Tensor? query_positions=None, Tensor? bias_buckets=None, Tensor? bias_table=None, "
+      "Tensor? bias_query=None, Tensor? bias_key=None) -> (Tensor out, Tensor lse)");
   m.def(
       "varlen_cross_attention_backward(Tensor dout, Tensor q, Tensor kv, Tensor out, Tensor lse, "
       "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-      "float scale, float dropout_p, Tensor? rng, Tensor? order=None, Tensor? groups=None) "
-      "-> (Tensor dq, Tensor dkv)");
+      "float scale, float dropout_p, Tensor? rng, Tensor? order=None, Tensor? groups=None, "
+      "int window_left=-1, int window_right=-1, Tensor? query_positions=None, "
+      "Tensor? bias_buckets=None, Tensor? bias_table=None, Tensor? bias_query=None, "
+      "Tensor? bias_key=None, bool table_gradient=False) "
+      "-> (Tensor dq, Tensor dkv, Tensor dtable, Tensor dquery, Tensor dkey)");
 
   // Results that were not asked for, or that equal another, come back as empty tensors [0]:
   // dresidual where p is 0 (it equals dx) or there is no residual, a bias's gradient where there is

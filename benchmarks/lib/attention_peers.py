@@ -77,7 +77,7 @@ class Ours(Contender):
         return torch.ops.bert_unpad.varlen_attention(self.inputs.qkv, *self.tail)
 
     def backward(self, saved: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        dqkv = torch.ops.bert_unpad.varlen_attention_backward(
+        dqkv, *_ = torch.ops.bert_unpad.varlen_attention_backward(
             self.inputs.dout, self.inputs.qkv, *saved, *self.tail
         )
         return dqkv.unbind(1)

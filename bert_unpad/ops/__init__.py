@@ -31,6 +31,7 @@ from bert_unpad.ops.optim import (  # noqa: E402
     multi_tensor_scale_,
     stable_adamw_,
 )
+from bert_unpad.ops.position_bias import PositionBias  # noqa: E402
 from bert_unpad.ops.rotary import rotary_  # noqa: E402
 from bert_unpad.ops.sign_compress import (  # noqa: E402
     sign_mean_,
@@ -40,6 +41,7 @@ from bert_unpad.ops.sign_compress import (  # noqa: E402
 )
 
 __all__ = [
+    "PositionBias",
     "accumulate_in_place",
     "adam_",
     "bias_gelu",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bert_unpad.batch import VarlenBatch
 from bert_unpad.ops import rng as _rng
+from bert_unpad.ops.position_bias import PositionBias
 from bert_unpad.ops.registration import register_autograd, register_fake
 
 _ops = torch.ops.bert_unpad
@@ -16,7 +17,7 @@ _ops = torch.ops.bert_unpad
 AttentionSchedule = Literal["list", "groups"]
 _SCHEDULES = get_args(AttentionSchedule)
 
-HEAD_DIMS: dict[str, Collection[int]] = {"cpu": range(1, 129), "cuda": (32, 64, 128)}
+HEAD_DIMS: dict[str, Collection[int]] = {"cpu": range(1, 257), "cuda": (32, 64, 128)}
 """The supported widths of one attention head, by type of device."""
 
 
@@ -25,6 +26,9 @@ def varlen_attention(
     batch: VarlenBatch | Tensor,
     max_seqlen: int | None = None,
     *,
+    num_heads: int | None = None,
+    window: tuple[int, int] = (-1, -1),
+    position_bias: PositionBias | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     rng: Tensor | None = None,
@@ -33,14 +37,23 @@ def varlen_attention(
     """Self-attention over packed sequences: softmax(q k^T * scale), dropout, times v.
 
     No token attends to another sequence, and no padding is computed. The result is exact. The
-    forward pass reads the keys once; the backward pass recomputes the scores from the log-sum-exp,
-    as in Dao et al., "FlashAttention" (NeurIPS 2022).
+    backward pass recomputes the scores from the log-sum-exp, as in Dao et al., "FlashAttention"
+    (NeurIPS 2022). Memory grows with the tokens, and time with the keys in the windows.
 
     Args:
-        qkv: [tokens, 3, heads, head_dim], float32, bfloat16 or float16; any outer strides,
-            contiguous in the last dimension; head_dim 1 to 128 on a CPU, 32, 64 or 128 on a GPU.
+        qkv: [tokens, 3, heads, head_dim], or with `num_heads` [tokens, num_heads + 2 * kv_heads,
+            head_dim]: all heads of the queries, then of the keys, then of the values. float32,
+            bfloat16 or float16; any outer strides, contiguous in the last dimension; head_dim 1 to
+            256 on a CPU, 32, 64 or 128 on a GPU.
         batch: a VarlenBatch, or its int32 `cu_seqlens` [sequences + 1] on the data's device.
         max_seqlen: longest sequence, in tokens; needed with a bare `cu_seqlens`.
+        num_heads: heads of the queries, a multiple of kv_heads: query head h reads key head
+            h // (num_heads / kv_heads) (Ainslie et al., arXiv 2305.13245). None: as many as keys.
+            On a GPU both numbers must be equal.
+        window: (left, right): a query sees the keys at most `left` tokens before and `right` after
+            its own, both inclusive; -1 for no bound, so (-1, 0) is causal. A query that sees no key
+            gives zeros. Only (-1, -1) on a GPU.
+        position_bias: added to the scaled scores, see `PositionBias`. Not on a GPU.
         dropout_p: probability in [0, 1) that an attention weight is dropped.
         scale: factor of q k^T; None means 1 / sqrt(head_dim).
         rng: int64 [2] (seed, offset) on the data's device; None draws one from PyTorch's default
@@ -55,8 +68,8 @@ def varlen_attention(
 
     Raises:
         RuntimeError: a shape, dtype, device or `cu_seqlens` is wrong; the message names it.
-        ValueError: qkv does not have four dimensions, `schedule` is unknown, or `max_seqlen` is
-            missing.
+        ValueError: qkv does not have four dimensions (three with `num_heads`), `schedule` is
+            unknown, `window` is not a pair, or `max_seqlen` is missing.
     """
     if schedule not in _SCHEDULES:
         raise ValueError(f"varlen_attention: schedule must be 'list' or 'groups', got {schedule!r}")
@@ -69,16 +82,21 @@ def varlen_attention(
         raise ValueError("varlen_attention: max_seqlen is needed with a bare cu_seqlens")
     else:
         cu_seqlens = batch
-    if qkv.dim() != 4:
-        raise ValueError(
-            "varlen_attention: qkv must have shape [tokens, 3, heads, head_dim], "
-            f"got {list(qkv.shape)}"
-        )
+    dims, shape = 4, "[tokens, 3, heads, head_dim]"
+    if num_heads is not None:
+        dims, shape = 3, "[tokens, num_heads + 2 * kv_heads, head_dim]"
+        if num_heads < 1:
+            raise ValueError(f"varlen_attention: num_heads must be at least 1, got {num_heads}")
+    if qkv.dim() != dims:
+        raise ValueError(f"varlen_attention: qkv must have shape {shape}, got {list(qkv.shape)}")
     scale = _scale(qkv) if scale is None else scale
     rng = _rng.draw(dropout_p, rng, qkv.device)
-    return _ops.varlen_attention(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, order, groups)[
-        0
-    ]
+    left, right = _window("varlen_attention", window)
+    bias = _parts(position_bias)
+    return _ops.varlen_attention(
+        qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, order, groups, num_heads or 0, left,
+        right, *bias,
+    )[0]  # fmt: skip
 
 
 def varlen_cross_attention(
@@ -89,6 +107,9 @@ def varlen_cross_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
+    window: tuple[int, int] = (-1, -1),
+    position_bias: PositionBias | None = None,
+    query_positions: Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     rng: Tensor | None = None,
@@ -96,14 +117,20 @@ def varlen_cross_attention(
 ) -> Tensor:
     """Attention of packed queries over packed keys of the same sequences.
 
-    The last layer of BERT uses it to compute only the rows that the loss reads. A sequence without
-    keys gives zeros.
+    The last layer of BERT uses it to compute only the rows that the loss reads. A query that sees
+    no key gives zeros.
 
     Args:
         q: [query tokens, heads, head_dim]; dtypes and strides as in `varlen_attention`.
-        kv: [key tokens, 2, heads, head_dim], of q's dtype.
+        kv: [key tokens, 2, kv_heads, head_dim], of q's dtype; heads is a multiple of kv_heads, as
+            in `varlen_attention`.
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1] on the data's device.
         max_seqlen_q, max_seqlen_k: largest number of queries and of keys of a sequence.
+        window, position_bias: as in `varlen_attention`.
+        query_positions: int32 [query tokens] on the data's device, the position of each query among
+            the keys of its sequence, for windows and biases. None: queries are the last keys, so
+            query i of n is at position keys - n + i. Fastest where positions are sorted within a
+            sequence. Not on a GPU.
         dropout_p, scale, rng: as in `varlen_attention`; the row of a mask is the number of the
             query within its sequence.
         order: int32 [sequences] on the data's device, the order in which a GPU starts the
@@ -115,7 +142,7 @@ def varlen_cross_attention(
 
     Raises:
         RuntimeError: a shape, dtype, device or cu_seqlens is wrong; the message names it.
-        ValueError: q does not have three dimensions.
+        ValueError: q does not have three dimensions, or `window` is not a pair.
     """
     if q.dim() != 3:
         raise ValueError(
@@ -124,13 +151,33 @@ def varlen_cross_attention(
         )
     scale = _scale(q) if scale is None else scale
     rng = _rng.draw(dropout_p, rng, q.device)
+    left, right = _window("varlen_cross_attention", window)
+    bias = _parts(position_bias)
     return _ops.varlen_cross_attention(
-        q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p, rng, order
-    )[0]
+        q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p, rng, order,
+        None, left, right, query_positions, *bias,
+    )[0]  # fmt: skip
 
 
 def _scale(x: Tensor) -> float:
     return 1.0 / math.sqrt(max(x.shape[-1], 1))  # the operator refuses a head_dim of 0
+
+
+def _window(name: str, window: tuple[int, int]) -> tuple[int, int]:
+    if len(window) != 2:
+        raise ValueError(f"{name}: window must be a pair (left, right), got {window!r}")
+    return window
+
+
+def _parts(bias: PositionBias | None) -> tuple[Tensor | None, ...]:
+    if bias is None:
+        return None, None, None, None
+    table = None if bias.table is None else bias.table.contiguous()
+    return bias.buckets, table, _rows(bias.query), _rows(bias.key)
+
+
+def _rows(x: Tensor | None) -> Tensor | None:
+    return None if x is None else _last_contiguous(x)
 
 
 def _last_contiguous(x: Tensor) -> Tensor:
@@ -138,23 +185,31 @@ def _last_contiguous(x: Tensor) -> Tensor:
 
 
 @register_fake("varlen_attention", host=["groups"])
-def _(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, order=None, groups=None):
-    tokens, _, heads, head_dim = qkv.shape
-    out = qkv.new_empty((tokens, heads, head_dim))
+def _(
+    qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, order=None, groups=None, num_heads=0,
+    window_left=-1, window_right=-1, bias_buckets=None, bias_table=None, bias_query=None,
+    bias_key=None,
+):  # fmt: skip
+    tokens, heads = qkv.shape[0], num_heads or qkv.shape[2]
+    out = qkv.new_empty((tokens, heads, qkv.shape[-1]))
     return out, qkv.new_empty((heads, tokens), dtype=torch.float32)
 
 
 @register_fake("varlen_attention_backward", host=["groups"])
 def _(
-    dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, dropout_p, rng, order=None, groups=None
+    dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, dropout_p, rng, order=None, groups=None,
+    num_heads=0, window_left=-1, window_right=-1, bias_buckets=None, bias_table=None,
+    bias_query=None, bias_key=None, table_gradient=False,
 ):  # fmt: skip
-    return qkv.new_empty(qkv.shape)
+    table = bias_table if table_gradient else None
+    return qkv.new_empty(qkv.shape), *_gradients_like(qkv, table, bias_query, bias_key)
 
 
 @register_fake("varlen_cross_attention", host=["groups"])
 def _(
     q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p, rng,
-    order=None, groups=None,
+    order=None, groups=None, window_left=-1, window_right=-1, query_positions=None,
+    bias_buckets=None, bias_table=None, bias_query=None, bias_key=None,
 ):  # fmt: skip
     tokens, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((heads, tokens), dtype=torch.float32)
@@ -163,39 +218,58 @@ def _(
 @register_fake("varlen_cross_attention_backward", host=["groups"])
 def _(
     dout, q, kv, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p,
-    rng, order=None, groups=None,
+    rng, order=None, groups=None, window_left=-1, window_right=-1, query_positions=None,
+    bias_buckets=None, bias_table=None, bias_query=None, bias_key=None, table_gradient=False,
 ):  # fmt: skip
-    return q.new_empty(q.shape), kv.new_empty(kv.shape)
+    table = bias_table if table_gradient else None
+    gradients = _gradients_like(q, table, bias_query, bias_key)
+    return q.new_empty(q.shape), kv.new_empty(kv.shape), *gradients
+
+
+def _gradients_like(data: Tensor, *parts: Tensor | None) -> list[Tensor]:
+    return [data.new_empty(0) if x is None else x.new_empty(x.shape) for x in parts]
 
 
 def _setup(ctx, inputs, output):
-    qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, order, groups = inputs
-    ctx.save_for_backward(qkv, *output, cu_seqlens, rng, order, groups)
+    qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, order, groups, *options = inputs
+    num_heads, left, right, *bias = options
+    ctx.save_for_backward(qkv, *output, cu_seqlens, rng, order, groups, *bias)
     ctx.scalars = max_seqlen, scale, dropout_p
+    ctx.options = num_heads, left, right
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx, saved, dout, _dlse):
-    qkv, out, lse, cu_seqlens, rng, order, groups = saved
-    dqkv = _ops.varlen_attention_backward(
-        _last_contiguous(dout), qkv, out, lse, cu_seqlens, *ctx.scalars, rng, order, groups
-    )
-    return dqkv, None, None, None, None, None, None, None
+    qkv, out, lse, cu_seqlens, rng, order, groups, *bias = saved
+    dqkv, *gradients = _ops.varlen_attention_backward(
+        _last_contiguous(dout), qkv, out, lse, cu_seqlens, *ctx.scalars, rng, order, groups,
+        *ctx.options, *bias, ctx.needs_input_grad[-3],
+    )  # fmt: skip
+    return dqkv, *[None] * 11, *_of_parts(ctx, gradients)
 
 
 def _cross_setup(ctx, inputs, output):
-    q, kv, cu_q, cu_k, max_q, max_k, scale, dropout_p, rng, order, groups = inputs
-    ctx.save_for_backward(q, kv, *output, cu_q, cu_k, rng, order, groups)
+    q, kv, cu_q, cu_k, max_q, max_k, scale, dropout_p, rng, order, groups, *options = inputs
+    left, right, positions, *bias = options
+    ctx.save_for_backward(q, kv, *output, cu_q, cu_k, rng, order, groups, positions, *bias)
     ctx.scalars = max_q, max_k, scale, dropout_p
+    ctx.window = left, right
     ctx.mark_non_differentiable(output[1])
 
 
 def _cross_backward(ctx, saved, dout, _dlse):
-    q, kv, out, lse, cu_q, cu_k, rng, order, groups = saved
-    dq, dkv = _ops.varlen_cross_attention_backward(
-        _last_contiguous(dout), q, kv, out, lse, cu_q, cu_k, *ctx.scalars, rng, order, groups
-    )
-    return dq, dkv, None, None, None, None, None, None, None, None, None
+    q, kv, out, lse, cu_q, cu_k, rng, order, groups, positions, *bias = saved
+    dq, dkv, *gradients = _ops.varlen_cross_attention_backward(
+        _last_contiguous(dout), q, kv, out, lse, cu_q, cu_k, *ctx.scalars, rng, order, groups,
+        *ctx.window, positions, *bias, ctx.needs_input_grad[-3],
+    )  # fmt: skip
+    return dq, dkv, *[None] * 13, *_of_parts(ctx, gradients)
+
+
+def _of_parts(ctx, gradients: list[Tensor]) -> list[Tensor | None]:
+    """Of table, query and key of the bias, the last three inputs; None where not needed."""
+    needed = ctx.needs_input_grad[-3:]
+    return [g if need else None for g, need in zip(gradients, needed, strict=True)]
 
 
 register_autograd("varlen_attention", _backward, _setup)

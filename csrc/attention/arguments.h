@@ -17,18 +17,40 @@ inline void check_last_contiguous(const Tensor& t, const char* op, const char* n
   check_storage(t, op, name);
 }
 
-inline void check_qkv(const Tensor& qkv, const char* op) {
-  check_shape(qkv, {-1, 3, -1, -1}, op, "qkv", "[tokens, 3, heads, head_dim]");
+// Heads of queries, and of keys and values; query head h reads key head h / (q / kv).
+struct AttentionHeads {
+  int64_t q, kv, dim;
+};
+
+// Without `num_heads` (0) qkv has as many heads of each kind; with it all of the queries' heads
+// come first, then those of the keys, then those of the values.
+inline AttentionHeads check_qkv(const Tensor& qkv, int64_t num_heads, const char* op) {
+  if (num_heads == 0) {
+    check_shape(qkv, {-1, 3, -1, -1}, op, "qkv", "[tokens, 3, heads, head_dim]");
+    check_last_contiguous(qkv, op, "qkv");
+    return {qkv.size(2), qkv.size(2), qkv.size(3)};
+  }
+  check_shape(qkv, {-1, -1, -1}, op, "qkv", "[tokens, num_heads + 2 * kv_heads, head_dim]");
   check_last_contiguous(qkv, op, "qkv");
+  const int64_t both = qkv.size(1) - num_heads;
+  check(num_heads > 0 && both > 0 && both % 2 == 0 && num_heads % (both / 2) == 0, op,
+        ": num_heads must be a multiple of kv_heads, and qkv must have num_heads + 2 * kv_heads "
+        "heads, got num_heads = ",
+        num_heads, " and qkv of shape ", shape_string(qkv));
+  return {num_heads, both / 2, qkv.size(2)};
 }
 
-inline void check_q_kv(const Tensor& q, const Tensor& kv, const char* op) {
+inline AttentionHeads check_q_kv(const Tensor& q, const Tensor& kv, const char* op) {
   check_shape(q, {-1, -1, -1}, op, "q", "[query tokens, heads, head_dim]");
-  check_shape(kv, {-1, 2, q.size(1), q.size(2)}, op, "kv", "[key tokens, 2, heads, head_dim]");
+  check_shape(kv, {-1, 2, -1, q.size(2)}, op, "kv", "[key tokens, 2, kv_heads, head_dim]");
+  const int64_t heads = q.size(1), kv_heads = kv.size(2);
+  check(heads == kv_heads || (kv_heads > 0 && heads % kv_heads == 0), op,
+        ": the heads of q must be a multiple of those of kv, got ", heads, " and ", kv_heads);
   check(kv.scalar_type() == q.scalar_type(), op, ": kv must have the dtype of q");
   check_same_device(kv, q, op, "kv");
   check_last_contiguous(q, op, "q");
   check_last_contiguous(kv, op, "kv");
+  return {heads, kv_heads, q.size(2)};
 }
 
 // One side's tokens, queries or keys, and the sequences that they are packed from.
@@ -82,10 +104,14 @@ void set_common(Params& p, const Tensor& like, int64_t heads, int64_t head_dim, 
 }
 
 template <class Params>
-void set_qkv(Params& p, const Tensor& qkv) {
-  p.q = packed(qkv, qkv.stride(0), qkv.stride(2));
-  p.k = packed(qkv, qkv.stride(0), qkv.stride(2), qkv.stride(1));
-  p.v = packed(qkv, qkv.stride(0), qkv.stride(2), 2 * qkv.stride(1));
+void set_qkv(Params& p, const Tensor& qkv, const AttentionHeads& heads) {
+  const int64_t head_stride = qkv.stride(qkv.dim() - 2);
+  const bool grouped = qkv.dim() == 3;
+  const int64_t k = grouped ? heads.q * head_stride : qkv.stride(1);
+  const int64_t v = grouped ? (heads.q + heads.kv) * head_stride : 2 * qkv.stride(1);
+  p.q = packed(qkv, qkv.stride(0), head_stride);
+  p.k = packed(qkv, qkv.stride(0), head_stride, k);
+  p.v = packed(qkv, qkv.stride(0), head_stride, v);
 }
 
 template <class Params>
@@ -125,24 +151,27 @@ std::tuple<Tensor, Tensor> new_outputs(Params& p, const Tensor& like, int64_t to
   return {out, lse};
 }
 
+// Contiguous, of the shape of qkv.
 template <class Params>
-Tensor new_qkv_gradient(Params& p, const Tensor& qkv) {
-  Tensor dqkv = torch::stable::new_empty(qkv, {qkv.size(0), 3, p.heads, p.head_dim});
-  const int64_t hidden = static_cast<int64_t>(p.heads) * p.head_dim;
-  p.dq = writable(dqkv, 3 * hidden, p.head_dim);
-  p.dk = writable(dqkv, 3 * hidden, p.head_dim, hidden);
-  p.dv = writable(dqkv, 3 * hidden, p.head_dim, 2 * hidden);
+Tensor new_qkv_gradient(Params& p, const Tensor& qkv, const AttentionHeads& heads) {
+  const int64_t row = (heads.q + 2 * heads.kv) * heads.dim;
+  Tensor dqkv = qkv.dim() == 3
+                    ? torch::stable::new_empty(qkv, {qkv.size(0), qkv.size(1), heads.dim})
+                    : torch::stable::new_empty(qkv, {qkv.size(0), 3, heads.q, heads.dim});
+  p.dq = writable(dqkv, row, heads.dim);
+  p.dk = writable(dqkv, row, heads.dim, heads.q * heads.dim);
+  p.dv = writable(dqkv, row, heads.dim, (heads.q + heads.kv) * heads.dim);
   return dqkv;
 }
 
 template <class Params>
-std::tuple<Tensor, Tensor> new_q_kv_gradients(Params& p, const Tensor& q, const Tensor& kv) {
-  Tensor dq = torch::stable::new_empty(q, {q.size(0), p.heads, p.head_dim});
-  Tensor dkv = torch::stable::new_empty(kv, {kv.size(0), 2, p.heads, p.head_dim});
-  const int64_t hidden = static_cast<int64_t>(p.heads) * p.head_dim;
-  p.dq = writable(dq, hidden, p.head_dim);
-  p.dk = writable(dkv, 2 * hidden, p.head_dim);
-  p.dv = writable(dkv, 2 * hidden, p.head_dim, hidden);
+std::tuple<Tensor, Tensor> new_q_kv_gradients(Params& p, const Tensor& q, const Tensor& kv,
+                                              const AttentionHeads& heads) {
+  Tensor dq = torch::stable::new_empty(q, {q.size(0), heads.q, heads.dim});
+  Tensor dkv = torch::stable::new_empty(kv, {kv.size(0), 2, heads.kv, heads.dim});
+  p.dq = writable(dq, heads.q * heads.dim, heads.dim);
+  p.dk = writable(dkv, 2 * heads.kv * heads.dim, heads.dim);
+  p.dv = writable(dkv, 2 * heads.kv * heads.dim, heads.dim, heads.kv * heads.dim);
   return {dq, dkv};
 }
 

@@ -1,4 +1,5 @@
-// CPU attention of one (sequence, head) in bf16, forward and backward, on CPUs that multiply bf16.
+// CPU attention of one task in bf16, forward and backward, on CPUs that multiply bf16. Blocks of
+// queries, windows and parts of the keys are as in attention_simd.cpp.
 //
 // Products take bf16 and add in fp32; softmax and dropout are in fp32, and probabilities and the
 // gradients of scores are rounded to bf16 once, for the products that read them. Scores are never
@@ -8,6 +9,7 @@
 // In the backward pass dK and dV are summed up transposed, as dK^T = Q^T dS: so dS is a right-hand
 // side, whose pairs of rows are r and r + 8 of 16, the rows whose dropout bits come together.
 #include "attention/attention.h"
+#include "attention/softmax_bf16.h"
 #include "attention/task_simd.h"
 #include "cpu/columns_simd.h"
 #include "cpu/gemm_bf16.h"
@@ -15,7 +17,8 @@
 namespace bert_unpad::BERT_UNPAD_ISA {
 namespace {
 
-constexpr float kInfinity = __builtin_inff();
+constexpr AttentionSplit kQueries = {768, 512}, kKeys = {768, 512};
+constexpr int kColumns = 32;  // columns of a block begin at a multiple of it
 
 constexpr int kForwardRows = 64;
 // Scores of the backward pass are computed and used up in pieces of this size, in the first-level
@@ -24,45 +27,41 @@ constexpr int kPieceRows = 32, kPieceColumns = 128;
 constexpr int kPieceStride = kPieceColumns + 16;  // spreads rows over the sets of the cache
 
 // Rows of a block in the backward pass: three bf16 matrices [rows, keys] stay in the second-level
-// cache.
-int backward_rows(int q_len, int k_len) {
-  const int most = 65536 / (k_len + 1) / kPieceRows * kPieceRows;
-  const int rows = most < kPieceRows ? kPieceRows : most > 128 ? 128 : most;
-  const int needed = round_up(q_len, kPieceRows);
+// cache. In a narrow window fewer, because a block has columns that only some of its rows see.
+int backward_rows(const AttentionCpuParams& p, int q_len, int keys) {
+  const int fit = 65536 / (keys + 1) / kPieceRows * kPieceRows;
+  const int most = narrow(p, keys) ? 64 : 128, needed = round_up(q_len, kPieceRows);
+  const int rows = fit < kPieceRows ? kPieceRows : fit > most ? most : fit;
   return rows < needed ? rows : needed;
 }
 
-// Hands out a task's scratch memory; without memory, counts how much a task needs.
-struct Scratch {
-  char* base;
-  int64_t bytes = 0;
-  template <class T>
-  T* take(int64_t n) {
-    const int64_t at = bytes;
-    bytes += (n * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-    return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(base) + at);
-  }
-};
-
 // Sizes as the products need them.
 struct Sizes {
-  int keys, depth, columns;  // k_len to 32; head_dim to 32 and to 16
+  int keys, depth, columns;  // of a part to 32; head_dim to 32 and to 16
   int kept_stride;           // of draw_kept, which writes the bits of 64 columns at a time
-  Sizes(int k_len, int head_dim)
-      : keys(round_up(k_len, 32)),
+  Sizes(int most_keys, int head_dim)
+      : keys(round_up(most_keys, 32)),
         depth(round_up(head_dim, 32)),
         columns(round_up(head_dim, 16)),
         kept_stride(keys / 16 + 4) {}
 };
 
 struct Forward {
+  Range keys;  // that the task sees
+  int part;    // keys of a part
+  bool several;
   Sizes n;
   bf16 *k, *v, *q, *weights;
-  float *scores, *out;
+  float *scores, *out, *maxima, *sums;
   uint16_t* kept;
   int64_t score_stride, weight_stride;
 
-  Forward(Scratch& scratch, int k_len, int head_dim) : n(k_len, head_dim) {
+  Forward(Scratch& scratch, const AttentionCpuParams& p, const AttentionTask& t)
+      : keys(aligned(seen(p, t, {t.first, t.last}), kColumns)),
+        part(part_size(keys.size(), kKeys)),
+        several(keys.size() > part),
+        n(keys.size() > 0 ? part : 0, p.head_dim) {
+    const int rows = several ? round_up(t.last - t.first, kForwardRows) : kForwardRows;
     score_stride = n.keys + 16;
     weight_stride = n.keys + 32;
     k = scratch.take<bf16>(static_cast<int64_t>(n.keys) * n.depth);
@@ -70,7 +69,9 @@ struct Forward {
     q = scratch.take<bf16>(kForwardRows * n.depth);
     weights = scratch.take<bf16>(kForwardRows * weight_stride);
     scores = scratch.take<float>(kForwardRows * score_stride);
-    out = scratch.take<float>(kForwardRows * n.columns);
+    out = scratch.take<float>(static_cast<int64_t>(rows) * n.columns);
+    maxima = scratch.take<float>(rows);
+    sums = scratch.take<float>(rows);
     kept = scratch.take<uint16_t>(kForwardRows * n.kept_stride);
   }
 };
@@ -81,11 +82,12 @@ struct Backward {
   bf16 *k_transposed, *v_transposed, *k, *q, *dout, *q_transposed, *dout_transposed;
   bf16 *weight_pairs, *gradient_pairs, *gradients;  // dropped weights, gradients of scores
   float *scores, *dweights, *dq, *dk, *dv, *lse, *delta;
+  Range* seen;  // by each row of a block, of its columns
   uint16_t* kept;
   int64_t gradient_stride, sum_stride;
 
-  Backward(Scratch& scratch, int q_len, int k_len, int head_dim)
-      : n(k_len, head_dim), rows(backward_rows(q_len, k_len)) {
+  Backward(Scratch& scratch, const AttentionCpuParams& p, const AttentionTask& t)
+      : n(t.last - t.first, p.head_dim), rows(backward_rows(p, t.q_len, t.key_part)) {
     gradient_stride = n.keys + 32;
     sum_stride = n.keys + 16;
     k_transposed = scratch.take<bf16>(static_cast<int64_t>(n.keys) * n.depth);
@@ -105,101 +107,80 @@ struct Backward {
     dv = scratch.take<float>(n.columns * sum_stride);
     lse = scratch.take<float>(rows);
     delta = scratch.take<float>(rows);
+    seen = scratch.take<Range>(rows);
     kept = scratch.take<uint16_t>(static_cast<int64_t>(rows) * n.kept_stride);
   }
 };
-
-// A bit for each weight that dropout keeps, for `rows` rows from `first` (a multiple of 16) on:
-// 16 columns a number, [rows to 16][n.kept_stride].
-void draw_kept(const AttentionCpuParams& p, const AttentionTask& t, int first, int rows,
-               const Sizes& n, uint16_t* kept) {
-  const uint32_t stream = t.sequence * p.heads + t.head;
-  for (int base = 0; base < rows; base += 16)
-    for (int g = 0; g < 8; ++g)
-      for (int c = 0; c < n.keys; c += 64) {
-        uint16_t* bits = kept + static_cast<int64_t>(base + g) * n.kept_stride + c / 16;
-        attention_dropout_kept(p.rng, stream, first + base + g, c, p.keep_threshold, bits,
-                               bits + 8 * n.kept_stride);
-      }
-}
-
-// The largest score after scaling, before it: the greatest number, or the least where the scale is
-// negative.
-BU_INLINE float largest_score(const float* s, int k_len, bool negative) {
-  f32v top = splat(negative ? kInfinity : -kInfinity);
-  const auto take = [&](f32v x) __attribute__((always_inline)) {
-    top = negative ? vmin(top, x) : vmax(top, x);
-  };
-  int j = 0;
-  for (; j + kLanes <= k_len; j += kLanes) take(load(s + j));
-  if (j < k_len) take(select((i32v)lane_index() < k_len - j, load(s + j), top));
-  return negative ? -reduce_max(-top) : reduce_max(top);
-}
-
-// One row: scores -> weights that are not normalised, and their sum before dropout. The largest
-// score is subtracted before scaling: a difference of equal numbers is 0 however large they are.
-BU_INLINE void softmax_row(const float* s, int k_len, int keys, float scale, const uint16_t* kept,
-                           bf16* weights, float& maximum, float& sum) {
-  const float largest = largest_score(s, k_len, scale < 0.0f);
-  maximum = largest * scale;
-  f32v total = {};
-  for (int j = 0; j < keys; j += 32) {
-    const uint32_t inside = first_columns(k_len - j);
-    const uint32_t stays = kept ? inside & load_bits<uint32_t>(kept + j / 16) : inside;
-    f32v w[2 * kVectors];
-#pragma GCC unroll 8
-    for (int i = 0; i < 2 * kVectors; ++i) {
-      const f32v e = exp2_short((load(s + j + kLanes * i) - largest) * scale);
-      total += masked(e, inside >> (kLanes * i));
-      w[i] = masked(e, stays >> (kLanes * i));
-    }
-    store_bits(weights + j, narrow_two(w, w + kVectors));
-  }
-  sum = reduce_add(total);
-}
 
 // out = x * factor, rounded.
 BU_INLINE void round_row(const float* x, int columns, float factor, bf16* out) {
   for_columns(columns, [&](int64_t j, auto width) { store(out + j, load(x + j) * factor, width); });
 }
 
+// A block of rows with one part of the keys, of which it sees `columns`.
+void forward_block(const AttentionCpuParams& p, const AttentionTask& t, const Forward& m,
+                   Range rows, Range keys, Range columns, bool begins, bool ends) {
+  const Sizes& n = m.n;
+  const int d = p.head_dim, count = rows.size(), whole = round_up(count, 16);
+  const int column = columns.first - keys.first, width = round_up(columns.size(), 32);
+  const int64_t token = t.q_begin + rows.first, first = m.several ? rows.first - t.first : 0;
+  float *out = m.out + first * n.columns, *maxima = m.maxima + first, *sums = m.sums + first;
+  const bool dropout = p.keep_threshold != 65536u;
+  copy_rows(at<bf16>(p.q, token, t.head), p.q.token_stride, count, d, whole, n.depth, m.q);
+  gemm_bf16({m.q, n.depth}, whole, {m.k + column * n.depth, n.depth * kPairColumns}, width, n.depth,
+            m.scores, m.score_stride, false);
+  if (dropout) draw_kept(p, t, t.head, rows, columns, n.kept_stride, m.kept);
+  for (int r = 0; r < count; ++r) {
+    if (begins) {
+      maxima[r] = -kInfinity;
+      sums[r] = 0.0f;
+    }
+    const Range here = shifted(both(seen(p, t, rows.first + r), columns), columns.first);
+    const float factor = softmax_row(m.scores + r * m.score_stride, here, width, p.scale * kLog2e,
+                                     dropout ? m.kept + r * n.kept_stride : nullptr,
+                                     m.weights + r * m.weight_stride, maxima[r], sums[r]);
+    if (!begins && factor != 1.0f)
+      for (float *x = out + r * n.columns, *end = x + n.columns; x < end; x += kLanes)
+        store(x, load(x) * factor);
+  }
+  for (int r = count; r < whole; ++r)
+    for (int j = 0; j < width; j += 32) store_bits(m.weights + r * m.weight_stride + j, Words{});
+  gemm_bf16({m.weights, m.weight_stride}, whole,
+            {m.v + column * kPairColumns, n.keys * kPairColumns}, n.columns, width, out, n.columns,
+            !begins);
+  if (!ends) return;
+  const float keep = keep_scale(p.keep_threshold);
+  float* lse = p.lse + t.head * p.q_tokens + token;
+  for (int r = 0; r < count; ++r) {  // a sum of 0: the query sees no keys
+    lse[r] = maxima[r] * kLn2 + __builtin_logf(sums[r]);
+    round_row(out + r * n.columns, d, sums[r] == 0.0f ? 0.0f : keep / sums[r],
+              at<bf16>(p.out_w, token + r, t.head));
+  }
+}
+
 void forward_task(const AttentionCpuParams& p, const AttentionTask& t, float* memory) {
   Scratch scratch{reinterpret_cast<char*>(memory)};
-  const Forward m(scratch, t.k_len, p.head_dim);
+  const Forward m(scratch, p, t);
   const Sizes& n = m.n;
+  const int d = p.head_dim, kv_head = key_head(p, t.head);
   const TileRegisters tiles;
-  pack_pairs_transposed(at<bf16>(p.k, t.k_begin, t.head), p.k.token_stride, t.k_len, p.head_dim,
-                        n.keys, n.depth, m.k);
-  pack_pairs(at<bf16>(p.v, t.k_begin, t.head), p.v.token_stride, t.k_len, p.head_dim, n.keys, m.v);
-
-  const bool dropout = p.keep_threshold != 65536u;
-  const float keep = keep_scale(p.keep_threshold);
-  for (int first = 0; first < t.q_len; first += kForwardRows) {
-    const int rows = t.q_len - first < kForwardRows ? t.q_len - first : kForwardRows;
-    const int whole = round_up(rows, 16);
-    copy_rows(at<bf16>(p.q, t.q_begin + first, t.head), p.q.token_stride, rows, p.head_dim, whole,
-              n.depth, m.q);
-    gemm_bf16({m.q, n.depth}, whole, {m.k, n.depth * kPairColumns}, n.keys, n.depth, m.scores,
-              m.score_stride, false);
-    if (dropout) draw_kept(p, t, first, rows, n, m.kept);
-    float sums[kForwardRows];
-    float* lse = p.lse + t.head * p.q_tokens + t.q_begin + first;
-    for (int r = 0; r < rows; ++r) {
-      float maximum;
-      softmax_row(m.scores + r * m.score_stride, t.k_len, n.keys, p.scale * kLog2e,
-                  dropout ? m.kept + r * n.kept_stride : nullptr, m.weights + r * m.weight_stride,
-                  maximum, sums[r]);
-      lse[r] = maximum * kLn2 + __builtin_logf(sums[r]);
+  Range keys = {m.keys.first, m.keys.first};
+  do {
+    keys = both({keys.last, keys.last + m.part}, m.keys);
+    const int64_t key = t.k_begin + keys.first;
+    pack_pairs_transposed(at<bf16>(p.k, key, kv_head), p.k.token_stride, keys.size(), d, n.keys,
+                          n.depth, m.k);
+    pack_pairs(at<bf16>(p.v, key, kv_head), p.v.token_stride, keys.size(), d, n.keys, m.v);
+    for (int first = t.first; first < t.last; first += kForwardRows) {
+      const Range rows = both({first, first + kForwardRows}, {t.first, t.last});
+      const Range sees = seen(p, t, rows), columns = both(sees, keys);
+      if (sees.size() == 0 && keys.first == m.keys.first)
+        forward_block(p, t, m, rows, keys, columns, true, true);
+      else if (columns.size() > 0)
+        forward_block(p, t, m, rows, keys, aligned(columns, kColumns), sees.first >= keys.first,
+                      sees.last <= keys.last);
     }
-    for (int r = rows; r < whole; ++r)
-      for (int j = 0; j < n.keys; j += 32) store_bits(m.weights + r * m.weight_stride + j, Words{});
-    gemm_bf16({m.weights, m.weight_stride}, whole, {m.v, n.keys * kPairColumns}, n.columns, n.keys,
-              m.out, n.columns, false);
-    bf16* out = at<bf16>(p.out_w, t.q_begin + first, t.head);
-    for (int r = 0; r < rows; ++r)  // a sum of 0: the sequence has no keys
-      round_row(m.out + r * n.columns, p.head_dim, sums[r] == 0.0f ? 0.0f : keep / sums[r],
-                out + r * p.out_w.token_stride);
-  }
+  } while (keys.last < m.keys.last);
 }
 
 // The transpose of x [rows, width] as the left-hand side of a product whose right-hand side has the
@@ -219,8 +200,8 @@ void transpose_rows(const bf16* x, int width, int rows, int columns, bf16* out) 
 
 // One piece of scores, [32, columns], and what comes out of it: the dropped weights and the scores'
 // gradients. `row` is the piece's first row in the block, `column` its first column.
-BU_INLINE void piece(const AttentionCpuParams& p, const Backward& m, int rows, int k_len, int row,
-                     int column, int columns) {
+BU_INLINE void piece(const AttentionCpuParams& p, const Backward& m, int rows, int row, int column,
+                     int columns) {
   const float scale = p.scale * kLog2e, keep = keep_scale(p.keep_threshold);
   const bool dropout = p.keep_threshold != 65536u;
   const int64_t kept_stride = m.n.kept_stride;
@@ -231,11 +212,12 @@ BU_INLINE void piece(const AttentionCpuParams& p, const Backward& m, int rows, i
     const float delta[2] = {m.delta[row + a], m.delta[row + a + 8]};
     const uint16_t* kept = m.kept + (row + a) * kept_stride + column / 16;
     bf16* gradients = m.gradients + (row + a) * m.gradient_stride + column;
+    const Range seen[2] = {shifted(m.seen[row + a], column), shifted(m.seen[row + a + 8], column)};
     for (int j = 0; j < columns; j += 32) {
-      const uint32_t inside = first_columns(k_len - column - j);
       f32v w[2][2][kVectors], g[2][2][kVectors];  // [columns / 16][row]
 #pragma GCC unroll 2
       for (int y = 0; y < 2; ++y) {
+        const uint32_t inside = columns_in(seen[y], j);
         const uint32_t stays =
             dropout ? inside & load_bits<uint32_t>(kept + y * 8 * kept_stride + j / 16) : inside;
 #pragma GCC unroll 8
@@ -278,83 +260,104 @@ void round_transposed(const float* sums, int64_t stride, int rows, int columns, 
     }
 }
 
-void backward_task(const AttentionCpuParams& p, const AttentionTask& t, float* memory) {
-  Scratch scratch{reinterpret_cast<char*>(memory)};
-  const Backward m(scratch, t.q_len, t.k_len, p.head_dim);
+// A block of rows of one head with the task's keys, of which it sees `columns`.
+void backward_block(const AttentionCpuParams& p, const AttentionTask& t, const Backward& m,
+                    int head, Range rows, Range columns, const Turn& turn) {
   const Sizes& n = m.n;
-  const int d = p.head_dim;
-  const TileRegisters tiles;
-  const bf16* k = at<bf16>(p.k, t.k_begin, t.head);
-  pack_pairs_transposed(k, p.k.token_stride, t.k_len, d, n.keys, n.depth, m.k_transposed);
-  pack_pairs(k, p.k.token_stride, t.k_len, d, n.keys, m.k);
-  pack_pairs_transposed(at<bf16>(p.v, t.k_begin, t.head), p.v.token_stride, t.k_len, d, n.keys,
-                        n.depth, m.v_transposed);
-
-  const bool dropout = p.keep_threshold != 65536u;
-  const int64_t key_panel = n.depth * kPairColumns;
-  for (int first = 0; first < t.q_len; first += m.rows) {
-    const int rows = t.q_len - first < m.rows ? t.q_len - first : m.rows;
-    const int whole = round_up(rows, kPieceRows);
-    const int64_t token = t.q_begin + first;
-    const bf16 *dout = at<bf16>(p.dout, token, t.head), *out = at<bf16>(p.out, token, t.head);
-    copy_rows(at<bf16>(p.q, token, t.head), p.q.token_stride, rows, d, whole, n.depth, m.q);
-    copy_rows(dout, p.dout.token_stride, rows, d, whole, n.depth, m.dout);
-    transpose_rows(m.q, n.depth, whole, n.columns, m.q_transposed);
-    transpose_rows(m.dout, n.depth, whole, n.columns, m.dout_transposed);
-    for (int r = 0; r < whole; ++r) {
-      m.lse[r] = kInfinity;  // weights of 0
-      m.delta[r] = 0.0f;
-      if (r >= rows) continue;
-      f32v sum = {};
-      for_columns(d, [&](int64_t j, auto width) {
-        sum += load(out + r * p.out.token_stride + j, width) * load(m.dout + r * n.depth + j);
-      });
-      m.lse[r] = p.lse[t.head * p.q_tokens + token + r] * kLog2e;
-      m.delta[r] = reduce_add(sum);
-    }
-    if (dropout) draw_kept(p, t, first, whole, n, m.kept);
-    for (int row = 0; row < whole; row += kPieceRows)
-      for (int column = 0; column < n.keys; column += kPieceColumns) {
-        const int columns = n.keys - column < kPieceColumns ? n.keys - column : kPieceColumns;
-        const int64_t panel = column / kPairColumns * key_panel;
-        gemm_bf16({m.q + row * n.depth, n.depth}, kPieceRows, {m.k_transposed + panel, key_panel},
-                  columns, n.depth, m.scores, kPieceStride, false);
-        gemm_bf16({m.dout + row * n.depth, n.depth}, kPieceRows,
-                  {m.v_transposed + panel, key_panel}, columns, n.depth, m.dweights, kPieceStride,
-                  false);
-        piece(p, m, whole, t.k_len, row, column, columns);
-      }
-    const int64_t row_panel = whole * kPairColumns;
-    gemm_bf16({m.dout_transposed, whole}, n.columns, {m.weight_pairs, row_panel}, n.keys, whole,
-              m.dv, m.sum_stride, first > 0);
-    gemm_bf16({m.q_transposed, whole}, n.columns, {m.gradient_pairs, row_panel}, n.keys, whole,
-              m.dk, m.sum_stride, first > 0);
-    gemm_bf16({m.gradients, m.gradient_stride}, round_up(rows, 16), {m.k, n.keys * kPairColumns},
-              n.columns, n.keys, m.dq, n.columns, false);
-    bf16* dq = at<bf16>(p.dq, token, t.head);
-    for (int r = 0; r < rows; ++r)
-      round_row(m.dq + r * n.columns, d, p.scale, dq + r * p.dq.token_stride);
+  const int d = p.head_dim, count = rows.size(), whole = round_up(count, kPieceRows);
+  const int column = columns.first - t.first, width = round_up(columns.size(), 32);
+  const int64_t token = t.q_begin + rows.first;
+  const bf16 *dout = at<bf16>(p.dout, token, head), *out = at<bf16>(p.out, token, head);
+  copy_rows(at<bf16>(p.q, token, head), p.q.token_stride, count, d, whole, n.depth, m.q);
+  copy_rows(dout, p.dout.token_stride, count, d, whole, n.depth, m.dout);
+  transpose_rows(m.q, n.depth, whole, n.columns, m.q_transposed);
+  transpose_rows(m.dout, n.depth, whole, n.columns, m.dout_transposed);
+  for (int r = 0; r < whole; ++r) {
+    m.lse[r] = kInfinity;  // weights of 0
+    m.delta[r] = 0.0f;
+    m.seen[r] = {0, 0};
+    if (r >= count) continue;
+    f32v sum = {};
+    for_columns(d, [&](int64_t j, auto lanes) {
+      sum += load(out + r * p.out.token_stride + j, lanes) * load(m.dout + r * n.depth + j);
+    });
+    m.lse[r] = p.lse[head * p.q_tokens + token + r] * kLog2e;
+    m.delta[r] = reduce_add(sum);
+    m.seen[r] = shifted(both(seen(p, t, rows.first + r), columns), columns.first);
   }
-  if (t.q_len == 0)
-    for (int64_t i = 0; i < n.columns * m.sum_stride; ++i) m.dk[i] = m.dv[i] = 0.0f;
-  round_transposed(m.dk, m.sum_stride, t.k_len, d, p.scale, at<bf16>(p.dk, t.k_begin, t.head),
-                   p.dk.token_stride);
-  round_transposed(m.dv, m.sum_stride, t.k_len, d, keep_scale(p.keep_threshold),
-                   at<bf16>(p.dv, t.k_begin, t.head), p.dv.token_stride);
+  if (p.keep_threshold != 65536u)
+    draw_kept(p, t, head, {rows.first, rows.first + whole}, columns, n.kept_stride, m.kept);
+  const int64_t key_panel = n.depth * kPairColumns;
+  for (int row = 0; row < whole; row += kPieceRows)
+    for (int c = 0; c < width; c += kPieceColumns) {
+      const int some = width - c < kPieceColumns ? width - c : kPieceColumns;
+      const int64_t panel = (column + c) / kPairColumns * key_panel;
+      gemm_bf16({m.q + row * n.depth, n.depth}, kPieceRows, {m.k_transposed + panel, key_panel},
+                some, n.depth, m.scores, kPieceStride, false);
+      gemm_bf16({m.dout + row * n.depth, n.depth}, kPieceRows, {m.v_transposed + panel, key_panel},
+                some, n.depth, m.dweights, kPieceStride, false);
+      piece(p, m, whole, row, c, some);
+    }
+  const int64_t row_panel = whole * kPairColumns;
+  gemm_bf16({m.dout_transposed, whole}, n.columns, {m.weight_pairs, row_panel}, width, whole,
+            m.dv + column, m.sum_stride, true);
+  gemm_bf16({m.q_transposed, whole}, n.columns, {m.gradient_pairs, row_panel}, width, whole,
+            m.dk + column, m.sum_stride, true);
+  gemm_bf16({m.gradients, m.gradient_stride}, round_up(count, 16),
+            {m.k + column * kPairColumns, n.keys * kPairColumns}, n.columns, width, m.dq, n.columns,
+            false);
+  const float* dq = turn.several ? dq_sums(p, head, token) : m.dq;
+  turn.wait(p);
+  if (turn.several) {
+    float* sums = dq_sums(p, head, token);
+    for (int i = 0; i < count * n.columns; i += kLanes)
+      store(sums + i, turn.mine > turn.first ? load(sums + i) + load(m.dq + i) : load(m.dq + i));
+  }
+  turn.end();
+  if (turn.mine == turn.last)
+    for (int r = 0; r < count; ++r)
+      round_row(dq + r * n.columns, d, p.scale, at<bf16>(p.dq, token + r, head));
 }
 
-int64_t scratch_floats(int q_len, int k_len, int head_dim, bool backward) {
+void backward_task(const AttentionCpuParams& p, const AttentionTask& t, float* memory) {
+  Scratch scratch{reinterpret_cast<char*>(memory)};
+  const Backward m(scratch, p, t);
+  const Sizes& n = m.n;
+  const int d = p.head_dim, keys = t.last - t.first, group = p.heads / p.kv_heads;
+  const int64_t key = t.k_begin + t.first;
+  const TileRegisters tiles;
+  const bf16 *k = at<bf16>(p.k, key, t.head), *v = at<bf16>(p.v, key, t.head);
+  pack_pairs_transposed(k, p.k.token_stride, keys, d, n.keys, n.depth, m.k_transposed);
+  pack_pairs(k, p.k.token_stride, keys, d, n.keys, m.k);
+  pack_pairs_transposed(v, p.v.token_stride, keys, d, n.keys, n.depth, m.v_transposed);
+  for (int64_t i = 0; i < n.columns * m.sum_stride; ++i) m.dk[i] = m.dv[i] = 0.0f;
+
+  for (int head = t.head * group; head < (t.head + 1) * group; ++head)
+    for (int first = 0; first < t.q_len; first += m.rows) {
+      const Range rows = both({first, first + m.rows}, {0, t.q_len}), sees = seen(p, t, rows);
+      const Turn turn(p, t, head, first, sees);
+      if (turn.taken())
+        backward_block(p, t, m, head, rows, aligned(both(sees, {t.first, t.last}), kColumns), turn);
+    }
+  round_transposed(m.dk, m.sum_stride, keys, d, p.scale, at<bf16>(p.dk, key, t.head),
+                   p.dk.token_stride);
+  round_transposed(m.dv, m.sum_stride, keys, d, keep_scale(p.keep_threshold),
+                   at<bf16>(p.dv, key, t.head), p.dv.token_stride);
+}
+
+int64_t scratch_floats(const AttentionCpuParams& p, const AttentionTask& t, bool backward) {
   Scratch scratch{nullptr};
   if (backward)
-    Backward(scratch, q_len, k_len, head_dim);
+    Backward(scratch, p, t);
   else
-    Forward(scratch, k_len, head_dim);
+    Forward(scratch, p, t);
   return scratch.bytes / 4;
 }
 
 }  // namespace
 
-extern const AttentionKernels attention_bf16_kernels = {scratch_floats, forward_task,
-                                                        backward_task};
+extern const AttentionKernels attention_bf16_kernels = {
+    kQueries, kKeys, scratch_floats, forward_task, backward_task,
+};
 
 }  // namespace bert_unpad::BERT_UNPAD_ISA

@@ -65,21 +65,15 @@ void check_schedule_values(const std::optional<Tensor>& order, const std::option
   }
 }
 
-// All (sequence, head) pairs, the most work first.
-std::vector<AttentionTask> make_tasks(const int32_t* cu_q, const int32_t* cu_k, int64_t sequences,
-                                      int heads) {
+// The numbers of the sequences, the most work first.
+std::vector<int> by_work(const int32_t* cu_q, const int32_t* cu_k, int64_t sequences) {
   std::vector<int> order(sequences);
   for (int64_t i = 0; i < sequences; ++i) order[i] = static_cast<int>(i);
   const auto work = [&](int i) {
     return static_cast<int64_t>(cu_q[i + 1] - cu_q[i]) * (cu_k[i + 1] - cu_k[i]);
   };
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return work(a) > work(b); });
-  std::vector<AttentionTask> tasks;
-  tasks.reserve(sequences * heads);
-  for (int i : order)
-    for (int h = 0; h < heads; ++h)
-      tasks.push_back({i, h, cu_q[i], cu_k[i], cu_q[i + 1] - cu_q[i], cu_k[i + 1] - cu_k[i]});
-  return tasks;
+  return order;
 }
 
 // One call of an operator; see operators.h.
@@ -90,11 +84,12 @@ class CpuAttention {
 
   explicit CpuAttention(const char* name) : op(name) {}
 
-  void set_model(const Tensor& like, int64_t heads, int64_t head_dim,
+  void set_model(const Tensor& like, const AttentionHeads& heads,
                  const AttentionSettings& settings) {
-    set_common(p, like, heads, head_dim, settings.scale, settings.dropout_p, op);
-    check(head_dim >= 1 && head_dim <= 128, op, ": head_dim must be between 1 and 128, got ",
-          head_dim);
+    set_common(p, like, heads.q, heads.dim, settings.scale, settings.dropout_p, op);
+    p.kv_heads = static_cast<int>(heads.kv);
+    check(heads.dim >= 1 && heads.dim <= 256, op, ": head_dim must be between 1 and 256, got ",
+          heads.dim);
     if (settings.dropout_p > 0.0) p.rng = read_rng(settings.rng, op);
   }
 
@@ -104,28 +99,97 @@ class CpuAttention {
       check(rows->cu_seqlens.is_cpu(), op, ": ", rows->cu_name,
             " must be on the CPU like the data");
     const int64_t sequences = check_sequences(q, k, op);
-    const int32_t *cu_q = check_cu_seqlens(q, op), *cu_k = check_cu_seqlens(k, op);
+    cu_q_ = check_cu_seqlens(q, op);
+    cu_k_ = check_cu_seqlens(k, op);
     check_schedule(settings.order, settings.groups, q.data, sequences, op);
-    check_schedule_values(settings.order, settings.groups, cu_q, cu_k, sequences, op);
-    tasks_ = make_tasks(cu_q, cu_k, sequences, p.heads);
+    check_schedule_values(settings.order, settings.groups, cu_q_, cu_k_, sequences, op);
+    order_ = by_work(cu_q_, cu_k_, sequences);
+  }
+
+  void set_positions(const Tensor& q, const Tensor& k, const AttentionSettings& settings) {
+    check_window(settings.window_left, settings.window_right, op);
+    p.window = {settings.window_left, settings.window_right};
+    check_query_positions(settings.query_positions, q, op);
+    if (settings.query_positions)
+      p.query_positions = settings.query_positions->const_data_ptr<int32_t>();
+    check(!check_bias(settings.bias, q, k, p.heads, op), op,
+          ": position_bias is not supported yet");
   }
 
   void set_saved(const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& q) {
     bert_unpad::set_saved(p, dout, out, lse, q.size(0), op);
   }
 
-  void forward() const { run(false); }
-  void backward() const { run(true); }
+  void forward() {
+    const AttentionKernels& kernels = kernels_for(p.dtype);
+    std::vector<AttentionTask> tasks;
+    for (int i : order_) {
+      const AttentionTask sequence = task(i);
+      const int part = part_size(sequence.q_len, kernels.queries);
+      for (int first = 0; first < sequence.q_len; first += part)
+        add(tasks, sequence, p.heads, first, std::min(first + part, sequence.q_len));
+    }
+    run(tasks, false);
+  }
+
+  BiasGradients backward(const Tensor& like, const AttentionSettings&) {
+    const AttentionKernels& kernels = kernels_for(p.dtype);
+    std::vector<AttentionTask> tasks;
+    bool several = false;
+    for (int i : order_) {
+      AttentionTask sequence = task(i);
+      sequence.key_part = part_size(sequence.k_len, kernels.keys);
+      several = several || sequence.key_part < sequence.k_len;
+      int first = 0;
+      do {  // a sequence without keys still has gradients of queries
+        const int last = std::min(first + sequence.key_part, sequence.k_len);
+        add(tasks, sequence, p.kv_heads, first, last);
+        first = last;
+      } while (first < sequence.k_len);
+    }
+    Tensor sums;
+    std::vector<int32_t> added;
+    if (several) {
+      const int64_t width = (p.head_dim + 15) / 16 * 16;
+      sums = torch::stable::new_empty(like, {p.heads, p.q_tokens, width}, ScalarType::Float);
+      added.resize(p.heads * p.q_tokens);
+      p.dq_sums = sums.mutable_data_ptr<float>();
+      p.added = added.data();
+    }
+    run(tasks, true);
+    Tensor none = torch::stable::new_empty(like, {0});
+    return {none, none, none};
+  }
 
  private:
-  std::vector<AttentionTask> tasks_;
+  const int32_t *cu_q_, *cu_k_;
+  std::vector<int> order_;
 
-  void run(bool backward) const {
+  AttentionTask task(int i) const {
+    return {i, 0, cu_q_[i], cu_k_[i], cu_q_[i + 1] - cu_q_[i], cu_k_[i + 1] - cu_k_[i], 0, 0, 0};
+  }
+
+  // The same part for all heads before the next part: so tasks that wait for one another in the
+  // backward pass seldom run at the same time.
+  static void add(std::vector<AttentionTask>& tasks, AttentionTask t, int heads, int first,
+                  int last) {
+    t.first = first;
+    t.last = last;
+    for (t.head = 0; t.head < heads; ++t.head) tasks.push_back(t);
+  }
+
+  void run(const std::vector<AttentionTask>& tasks, bool backward) {
     const AttentionKernels& kernels = kernels_for(p.dtype);
     const auto kernel = backward ? kernels.backward : kernels.forward;
-    parallel_tasks(static_cast<int64_t>(tasks_.size()), [&](int64_t i) {
-      const AttentionTask& t = tasks_[i];
-      kernel(p, t, thread_scratch(kernels.scratch(t.q_len, t.k_len, p.head_dim, backward)));
+    int32_t failed = 0;
+    p.failed = &failed;
+    parallel_tasks(static_cast<int64_t>(tasks.size()), [&](int64_t i) {
+      try {
+        kernel(p, tasks[i], thread_scratch(kernels.scratch(p, tasks[i], backward)));
+      } catch (...) {
+        __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+        throw;
+      }
     });
   }
 };

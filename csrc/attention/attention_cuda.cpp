@@ -41,11 +41,13 @@ class CudaAttention {
 
   explicit CudaAttention(const char* name) : op(name) {}
 
-  void set_model(const Tensor& like, int64_t heads, int64_t head_dim,
+  void set_model(const Tensor& like, const AttentionHeads& heads,
                  const AttentionSettings& settings) {
-    set_common(p, like, heads, head_dim, settings.scale, settings.dropout_p, op);
-    check(head_dim == 32 || head_dim == 64 || head_dim == 128, op,
-          ": head_dim must be 32, 64 or 128 on a GPU, got ", head_dim);
+    set_common(p, like, heads.q, heads.dim, settings.scale, settings.dropout_p, op);
+    check(heads.dim == 32 || heads.dim == 64 || heads.dim == 128, op,
+          ": head_dim must be 32, 64 or 128 on a GPU, got ", heads.dim);
+    check(heads.kv == heads.q, op, ": num_heads: on a GPU keys and values must have as many heads ",
+          "as queries, got ", heads.kv, " and ", heads.q);
     p.rng = rng_pointer(settings.rng, settings.dropout_p, like, op);
   }
 
@@ -69,6 +71,17 @@ class CudaAttention {
     device_.emplace(q.data, op);
   }
 
+  void set_positions(const Tensor& q, const Tensor& k, const AttentionSettings& settings) const {
+    check_window(settings.window_left, settings.window_right, op);
+    check(settings.window_left == -1 && settings.window_right == -1, op,
+          ": window must be (-1, -1) on a GPU, got (", settings.window_left, ", ",
+          settings.window_right, ")");
+    check_query_positions(settings.query_positions, q, op);
+    check(!settings.query_positions, op, ": query_positions must be None on a GPU");
+    check(!check_bias(settings.bias, q, k, p.heads, op), op,
+          ": position_bias must be None on a GPU");
+  }
+
   void set_saved(const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& q) {
     for (const auto& [t, name] : {std::pair{&dout, "dout"}, {&out, "out"}, {&lse, "lse"}})
       check_same_device(*t, q, op, name);
@@ -80,7 +93,11 @@ class CudaAttention {
   }
 
   void forward() const { attention_forward(p, groups_, device_->stream); }
-  void backward() const { attention_backward(p, groups_, device_->stream); }
+  BiasGradients backward(const Tensor& like, const AttentionSettings&) const {
+    attention_backward(p, groups_, device_->stream);
+    const Tensor none = torch::stable::new_empty(like, {0});
+    return {none, none, none};
+  }
 
  private:
   std::vector<AttentionGroup> groups_;

@@ -1,8 +1,13 @@
-// CPU attention of one (sequence, head), forward and backward, in fp32 arithmetic.
+// CPU attention of one task, forward and backward, in fp32 arithmetic.
 //
-// A block of query rows keeps its whole strip of scores in the second-level cache, so the softmax
-// needs no online rescaling, and the dropout mask is drawn inside the row pass over that strip.
-// K and V are converted and packed once per task, for all blocks of queries.
+// A block of query rows keeps its strip of scores in the second-level cache, and the dropout mask
+// is drawn inside the row pass over that strip. K and V are converted and packed once per task, for
+// all blocks of queries. A strip has the columns from the first to the last that one of its queries
+// sees.
+//
+// Where a task sees more keys than stay in cache, the forward pass takes them in parts and rescales
+// the softmax (Milakov and Gimelshein, arXiv 1805.02867); the backward pass has a task for each
+// part.
 #include "attention/attention.h"
 #include "attention/task_simd.h"
 #include "cpu/gemm_simd.h"
@@ -11,28 +16,77 @@
 namespace bert_unpad::BERT_UNPAD_ISA {
 namespace {
 
+constexpr AttentionSplit kQueries = {768, 512}, kKeys = {768, 512};
+constexpr int kColumns = 16;  // the first column of a strip is a multiple of it
+
 // Rows of a block: strips of scores of at most 48 K floats (192 KB; two of them in the backward
-// pass), a multiple of 16 because the dropout words of rows r and r + 8 come together.
-int block_rows(int k_len) {
-  const int rows = 49152 / (k_len + 1) / 16 * 16;
-  return rows < 16 ? 16 : rows > 96 ? 96 : rows;
+// pass), a multiple of 16 because the dropout words of rows r and r + 8 come together. In a narrow
+// window fewer: the strip has columns that only some of its rows see.
+int block_rows(const AttentionCpuParams& p, int keys) {
+  const int rows = 49152 / (keys + 1) / 16 * 16, most = narrow(p, keys) ? 48 : 96;
+  return rows < 16 ? 16 : rows > most ? most : rows;
 }
 
-// Where everything lies in a task's scratch memory.
-struct Layout {
-  int d4, dp, kp, rows;  // head_dim rounded up to 4 and to kLanes, k_len rounded up, block rows
-  int64_t size = 0;
-  int64_t take(int64_t n) {
-    const int64_t at = size;
-    size += (n + 15) / 16 * 16;
-    return at;
+struct Sizes {
+  int keys, rows;  // of a part, of a block
+  int d4, dp, kp;  // head_dim rounded up to 4 and to kLanes, columns of a strip
+  Sizes(const AttentionCpuParams& p, int all_keys, int part)
+      : keys(all_keys < part ? all_keys : part),
+        rows(block_rows(p, part)),
+        d4(round_up(p.head_dim, 4)),
+        dp(round_up(p.head_dim, kLanes)),
+        kp(round_up(keys, kAttentionDropoutColumns)) {}
+};
+
+struct Forward {
+  Range keys;  // that the task sees
+  Sizes n;
+  bool several;  // parts of keys
+  float *wide, *kt, *v, *q, *s, *o, *factors, *maxima, *sums;
+  uint16_t* words;
+
+  Forward(Scratch& scratch, const AttentionCpuParams& p, const AttentionTask& t)
+      : keys(aligned(seen(p, t, {t.first, t.last}), kColumns)),
+        n(p, keys.size(), part_size(keys.size(), kKeys)),
+        several(keys.size() > n.keys) {
+    const int64_t rows = n.rows, kept = several ? t.last - t.first : n.rows;
+    wide = scratch.take<float>(static_cast<int64_t>(n.keys) * n.d4);
+    kt = scratch.take<float>(packed_size(n.d4, n.keys));
+    v = scratch.take<float>(packed_size(n.keys, p.head_dim));
+    q = scratch.take<float>(rows * n.d4);
+    s = scratch.take<float>(rows * n.kp);
+    o = scratch.take<float>(kept * n.dp);
+    factors = scratch.take<float>(rows);
+    maxima = scratch.take<float>(kept);
+    sums = scratch.take<float>(kept);
+    words = scratch.take<uint16_t>(2 * n.kp);
   }
 };
 
-Layout make_layout(int k_len, int head_dim) {
-  return {round_up(head_dim, 4), round_up(head_dim, kLanes),
-          round_up(k_len, kAttentionDropoutColumns), block_rows(k_len)};
-}
+struct Backward {
+  Sizes n;
+  float *wide, *kt, *vt, *k, *dk, *dv, *q, *dout, *q_packed, *dout_packed, *s, *ds, *dq;
+  uint16_t* words;
+
+  Backward(Scratch& scratch, const AttentionCpuParams& p, const AttentionTask& t)
+      : n(p, t.last - t.first, t.key_part) {
+    const int64_t keys = n.keys, rows = n.rows;
+    wide = scratch.take<float>(keys * n.d4);
+    kt = scratch.take<float>(packed_size(n.d4, n.keys));
+    vt = scratch.take<float>(packed_size(n.d4, n.keys));
+    k = scratch.take<float>(packed_size(n.keys, p.head_dim));
+    dk = scratch.take<float>(keys * n.dp);
+    dv = scratch.take<float>(keys * n.dp);
+    q = scratch.take<float>(rows * n.d4);
+    dout = scratch.take<float>(rows * n.d4);
+    q_packed = scratch.take<float>(packed_size(n.rows, p.head_dim));
+    dout_packed = scratch.take<float>(packed_size(n.rows, p.head_dim));
+    s = scratch.take<float>(rows * n.kp);
+    ds = scratch.take<float>(rows * n.kp);
+    dq = scratch.take<float>(rows * n.dp);
+    words = scratch.take<uint16_t>(2 * n.kp);
+  }
+};
 
 // Copies rows to fp32 with stride `width` (columns beyond `columns` are zero), times `factor`.
 template <class T>
@@ -58,85 +112,133 @@ inline void narrow_rows(const float* x, int width, int rows, int columns, const 
   }
 }
 
-// Softmax weights of one row in base 2, not normalised; the sum and the maximum go out.
-inline void exponentials(float* s, int columns, int padded, float& maximum, float& sum) {
-  for (int j = columns; j < padded; ++j) s[j] = -__builtin_inff();
-  f32v top = splat(-__builtin_inff());
-  for (int j = 0; j < padded; j += kLanes) top = vmax(load(s + j), top);
-  maximum = reduce_max(top);
+// Sets the columns outside of `seen` to zero, up to `width`.
+BU_INLINE void clear_unseen(float* s, Range seen, int width) {
+  for (int j = 0; j < seen.first; ++j) s[j] = 0.0f;
+  for (int j = seen.last; j < width; ++j) s[j] = 0.0f;
+}
+
+// Softmax weights of one row in base 2, not normalised, and 0 in the columns that it does not see.
+// `maximum` and `sum` go on from those of the parts of the keys before. Returns the factor of what
+// was summed up with the weights of these.
+inline float exponentials(float* s, Range seen, int padded, float& maximum, float& sum) {
+  if (seen.size() == 0) {
+    clear_unseen(s, seen, padded);
+    return 1.0f;
+  }
+  const int first = seen.first / kLanes * kLanes, last = round_up(seen.last, kLanes);
+  for (int j = first; j < seen.first; ++j) s[j] = -kInfinity;
+  for (int j = seen.last; j < last; ++j) s[j] = -kInfinity;
+  f32v top = splat(-kInfinity);
+  for (int j = first; j < last; j += kLanes) top = vmax(load(s + j), top);
+  const float before = maximum, here = reduce_max(top);
+  maximum = before > here ? before : here;
   f32v total = {};
-  for (int j = 0; j < padded; j += kLanes) {
+  for (int j = first; j < last; j += kLanes) {
     const f32v p = exp2v(load(s + j) - maximum);
     total += p;
     store(s + j, p);
   }
-  sum = reduce_add(total);
+  clear_unseen(s, {first, last}, padded);
+  const float factor = before == -kInfinity ? 0.0f : exp2v(splat(before - maximum))[0];
+  sum = sum * factor + reduce_add(total);
+  return factor;
 }
 
-// Calls row(r, words) for every row of a block, with its dropout words where there is dropout.
+// Calls row(r, words) for every row of a block, with the dropout words of the columns where there
+// is dropout.
 template <class Row>
-inline void for_rows(const AttentionCpuParams& p, const AttentionTask& t, int first, int rows,
-                     uint16_t* words, int kp, const Row& row) {
+inline void for_rows(const AttentionCpuParams& p, const AttentionTask& t, int head, Range rows,
+                     Range columns, uint16_t* words, int kp, const Row& row) {
   if (p.keep_threshold == 65536u) {
-    for (int r = 0; r < rows; ++r) row(r, nullptr);
+    for (int r = 0; r < rows.size(); ++r) row(r, nullptr);
     return;
   }
-  const uint32_t stream = t.sequence * p.heads + t.head;
-  for (int base = 0; base < rows; base += 16) {
-    for (int g = 0; g < 8 && base + g < rows; ++g) {
-      for (int c = 0; c < kp; c += kAttentionDropoutColumns)
-        attention_dropout_words(p.rng, stream, first + base + g, c, words + c, words + kp + c);
+  const uint32_t stream = t.sequence * p.heads + head;
+  for (int base = 0; base < rows.size(); base += 16) {
+    for (int g = 0; g < 8 && base + g < rows.size(); ++g) {
+      for (int c = 0; c < columns.size(); c += kAttentionDropoutColumns)
+        attention_dropout_words(p.rng, stream, rows.first + base + g, columns.first + c, words + c,
+                                words + kp + c);
       row(base + g, words);
-      if (base + g + 8 < rows) row(base + g + 8, words + kp);
+      if (base + g + 8 < rows.size()) row(base + g + 8, words + kp);
     }
   }
 }
 
+// A block of rows with one part of the keys, of which it sees `columns`.
 template <class T>
-void forward_task(const AttentionCpuParams& p, const AttentionTask& t, float* scratch) {
-  Layout l = make_layout(t.k_len, p.head_dim);
-  const int d = p.head_dim, lanes = round_up(t.k_len, kLanes);
-  float* rows_f = scratch + l.take(static_cast<int64_t>(t.k_len) * l.d4);
-  float* kt = scratch + l.take(packed_size(l.d4, t.k_len));
-  float* v = scratch + l.take(packed_size(t.k_len, d));
-  float* q = scratch + l.take(static_cast<int64_t>(l.rows) * l.d4);
-  float* s = scratch + l.take(static_cast<int64_t>(l.rows) * l.kp);
-  float* o = scratch + l.take(static_cast<int64_t>(l.rows) * l.dp);
-  float* factors = scratch + l.take(l.rows);
-  auto* words = reinterpret_cast<uint16_t*>(scratch + l.take(l.kp));
-
-  widen_rows(at<T>(p.k, t.k_begin, t.head), p.k.token_stride, t.k_len, d, l.d4, 1.0f, rows_f);
-  pack_transposed(rows_f, l.d4, t.k_len, l.d4, kt);
-  pack(at<T>(p.v, t.k_begin, t.head), p.v.token_stride, t.k_len, d, 1.0f, v);
-
+void forward_block(const AttentionCpuParams& p, const AttentionTask& t, const Forward& m,
+                   Range rows, Range keys, Range columns, bool begins, bool ends) {
+  const Sizes& n = m.n;
+  const int d = p.head_dim, width = columns.size(), lanes = round_up(width, kLanes);
+  const int column = columns.first - keys.first;  // in the part
+  const int64_t token = t.q_begin + rows.first, kept = m.several ? rows.first - t.first : 0;
+  float *o = m.o + kept * n.dp, *maxima = m.maxima + kept, *sums = m.sums + kept;
+  widen_rows(at<T>(p.q, token, t.head), p.q.token_stride, rows.size(), d, n.d4, p.scale * kLog2e,
+             m.q);
+  gemm({m.q, n.d4, 1}, rows.size(), width, n.d4, {m.kt, panel_size(n.d4), column}, m.s, n.kp,
+       false);
+  for_rows(p, t, t.head, rows, columns, m.words, n.kp, [&](int r, const uint16_t* words) {
+    float* s = m.s + static_cast<int64_t>(r) * n.kp;
+    const Range here = shifted(both(seen(p, t, rows.first + r), columns), columns.first);
+    if (begins) {
+      maxima[r] = -kInfinity;
+      sums[r] = 0.0f;
+    }
+    const float factor = exponentials(s, here, lanes, maxima[r], sums[r]);
+    if (!begins && factor != 1.0f)
+      for (float *x = o + r * n.dp, *end = x + n.dp; x < end; x += kLanes)
+        store(x, load(x) * factor);
+    if (words)
+      for (int j = 0; j < lanes; j += kLanes)
+        store(s + j, keep(load(s + j), words + j, p.keep_threshold));
+  });
+  gemm({m.s, n.kp, 1}, rows.size(), d, width,
+       {m.v + static_cast<int64_t>(column) * kPanel, panel_size(keys.size())}, o, n.dp, !begins);
+  if (!ends) return;
+  float* lse = p.lse + t.head * p.q_tokens + token;
   const float scale = keep_scale(p.keep_threshold);
-  for (int first = 0; first < t.q_len; first += l.rows) {
-    const int rows = t.q_len - first < l.rows ? t.q_len - first : l.rows;
-    widen_rows(at<T>(p.q, t.q_begin + first, t.head), p.q.token_stride, rows, d, l.d4,
-               p.scale * kLog2e, q);
-    gemm({q, l.d4, 1}, rows, t.k_len, l.d4, kt, s, l.kp, false);
-    float* lse = p.lse + t.head * p.q_tokens + t.q_begin + first;
-    for_rows(p, t, first, rows, words, l.kp, [&](int r, const uint16_t* w) {
-      float* row = s + static_cast<int64_t>(r) * l.kp;
-      float maximum, sum;
-      exponentials(row, t.k_len, lanes, maximum, sum);
-      if (w)
-        for (int j = 0; j < lanes; j += kLanes)
-          store(row + j, keep(load(row + j), w + j, p.keep_threshold));
-      factors[r] = sum == 0.0f ? 0.0f : scale / sum;  // 0: the sequence has no keys
-      lse[r] = maximum * kLn2 + __builtin_logf(sum);
-    });
-    gemm({s, l.kp, 1}, rows, d, t.k_len, v, o, l.dp, false);
-    narrow_rows(o, l.dp, rows, d, factors, 0.0f, at<T>(p.out_w, t.q_begin + first, t.head),
-                p.out_w.token_stride);
+  for (int r = 0; r < rows.size(); ++r) {
+    m.factors[r] = sums[r] == 0.0f ? 0.0f : scale / sums[r];  // 0: the query sees no keys
+    lse[r] = maxima[r] * kLn2 + __builtin_logf(sums[r]);
   }
+  narrow_rows(o, n.dp, rows.size(), d, m.factors, 0.0f, at<T>(p.out_w, token, t.head),
+              p.out_w.token_stride);
+}
+
+template <class T>
+void forward_task(const AttentionCpuParams& p, const AttentionTask& t, float* memory) {
+  Scratch scratch{reinterpret_cast<char*>(memory)};
+  const Forward m(scratch, p, t);
+  const Sizes& n = m.n;
+  const int d = p.head_dim, kv_head = key_head(p, t.head);
+  Range keys = {m.keys.first, m.keys.first};
+  do {
+    keys = both({keys.last, keys.last + n.keys}, m.keys);
+    widen_rows(at<T>(p.k, t.k_begin + keys.first, kv_head), p.k.token_stride, keys.size(), d, n.d4,
+               1.0f, m.wide);
+    pack_transposed(m.wide, n.d4, keys.size(), n.d4, m.kt);
+    pack(at<T>(p.v, t.k_begin + keys.first, kv_head), p.v.token_stride, keys.size(), d, 1.0f, m.v);
+    for (int first = t.first; first < t.last; first += n.rows) {
+      const Range rows = both({first, first + n.rows}, {t.first, t.last});
+      const Range sees = seen(p, t, rows), columns = both(sees, keys);
+      if (sees.size() == 0 && keys.first == m.keys.first)
+        forward_block<T>(p, t, m, rows, keys, columns, true, true);
+      else if (columns.size() > 0)
+        forward_block<T>(p, t, m, rows, keys, aligned(columns, kColumns), sees.first >= keys.first,
+                         sees.last <= keys.last);
+    }
+  } while (keys.last < m.keys.last);
 }
 
 // Per row: s holds scores, dp the gradient of the dropped weights. Leaves the dropped weights in s
-// and the gradient of the scores in dp.
-inline void softmax_backward_row(float* s, float* dp, int lanes, float lse2, float delta,
-                                 const uint16_t* words, uint32_t threshold, float scale) {
-  for (int j = 0; j < lanes; j += kLanes) {
+// and the gradient of the scores in dp, both 0 in the columns that the row does not see.
+inline void softmax_backward_row(float* s, float* dp, Range seen, int width, float lse2,
+                                 float delta, const uint16_t* words, uint32_t threshold,
+                                 float scale) {
+  const int first = seen.first / kLanes * kLanes, last = round_up(seen.last, kLanes);
+  for (int j = first; j < last; j += kLanes) {
     const f32v weight = exp2v(load(s + j) - lse2);
     const f32v g = load(dp + j) * scale;
     if (words) {
@@ -147,81 +249,90 @@ inline void softmax_backward_row(float* s, float* dp, int lanes, float lse2, flo
       store(dp + j, weight * (g - delta));
     }
   }
+  clear_unseen(s, seen, width);
+  clear_unseen(dp, seen, width);
+}
+
+// A block of rows of one head with the task's keys, of which it sees `columns`.
+template <class T>
+void backward_block(const AttentionCpuParams& p, const AttentionTask& t, const Backward& m,
+                    int head, Range rows, Range columns, const Turn& turn) {
+  const Sizes& n = m.n;
+  const int d = p.head_dim, count = rows.size(), width = columns.size();
+  const int column = columns.first - t.first;
+  const int64_t token = t.q_begin + rows.first;
+  const T *q = at<T>(p.q, token, head), *dout = at<T>(p.dout, token, head);
+  const T* out = at<T>(p.out, token, head);
+  widen_rows(q, p.q.token_stride, count, d, n.d4, p.scale * kLog2e, m.q);
+  pack(q, p.q.token_stride, count, d, p.scale, m.q_packed);
+  widen_rows(dout, p.dout.token_stride, count, d, n.d4, 1.0f, m.dout);
+  pack(dout, p.dout.token_stride, count, d, 1.0f, m.dout_packed);
+  gemm({m.q, n.d4, 1}, count, width, n.d4, {m.kt, panel_size(n.d4), column}, m.s, n.kp, false);
+  gemm({m.dout, n.d4, 1}, count, width, n.d4, {m.vt, panel_size(n.d4), column}, m.ds, n.kp, false);
+  const float* lse = p.lse + head * p.q_tokens + token;
+  const float scale = keep_scale(p.keep_threshold);
+  for_rows(p, t, head, rows, columns, m.words, n.kp, [&](int r, const uint16_t* words) {
+    f32v dot = {};
+    const T* out_row = out + r * p.out.token_stride;
+    const float* dout_row = m.dout + static_cast<int64_t>(r) * n.d4;
+    int j = 0;
+    for (; j + kLanes <= d; j += kLanes) dot += load(out_row + j) * load(dout_row + j);
+    if (j < d) dot += load_n(out_row + j, d - j) * load_n(dout_row + j, d - j);
+    const int64_t at_row = static_cast<int64_t>(r) * n.kp;
+    const Range here = shifted(both(seen(p, t, rows.first + r), columns), columns.first);
+    softmax_backward_row(m.s + at_row, m.ds + at_row, here, width, lse[r] * kLog2e, reduce_add(dot),
+                         words, p.keep_threshold, scale);
+  });
+  const int64_t first_key = static_cast<int64_t>(column) * n.dp;
+  gemm({m.s, 1, n.kp}, width, d, count, {m.dout_packed, panel_size(count)}, m.dv + first_key, n.dp,
+       true);
+  gemm({m.ds, 1, n.kp}, width, d, count, {m.q_packed, panel_size(count)}, m.dk + first_key, n.dp,
+       true);
+  float* dq = turn.several ? dq_sums(p, head, token) : m.dq;
+  turn.wait(p);
+  gemm({m.ds, n.kp, 1}, count, d, width,
+       {m.k + static_cast<int64_t>(column) * kPanel, panel_size(n.keys)}, dq, n.dp,
+       turn.mine > turn.first);
+  turn.end();
+  if (turn.mine == turn.last)
+    narrow_rows(dq, n.dp, count, d, nullptr, p.scale, at<T>(p.dq, token, head), p.dq.token_stride);
 }
 
 template <class T>
-void backward_task(const AttentionCpuParams& p, const AttentionTask& t, float* scratch) {
-  Layout l = make_layout(t.k_len, p.head_dim);
-  const int d = p.head_dim, lanes = round_up(t.k_len, kLanes);
-  float* rows_f = scratch + l.take(static_cast<int64_t>(t.k_len) * l.d4);
-  float* kt = scratch + l.take(packed_size(l.d4, t.k_len));
-  float* vt = scratch + l.take(packed_size(l.d4, t.k_len));
-  float* k = scratch + l.take(packed_size(t.k_len, d));
-  float* dk = scratch + l.take(static_cast<int64_t>(t.k_len) * l.dp);
-  float* dv = scratch + l.take(static_cast<int64_t>(t.k_len) * l.dp);
-  float* q = scratch + l.take(static_cast<int64_t>(l.rows) * l.d4);
-  float* dout = scratch + l.take(static_cast<int64_t>(l.rows) * l.d4);
-  float* q_packed = scratch + l.take(packed_size(l.rows, d));
-  float* dout_packed = scratch + l.take(packed_size(l.rows, d));
-  float* s = scratch + l.take(static_cast<int64_t>(l.rows) * l.kp);
-  float* ds = scratch + l.take(static_cast<int64_t>(l.rows) * l.kp);
-  float* dq = scratch + l.take(static_cast<int64_t>(l.rows) * l.dp);
-  auto* words = reinterpret_cast<uint16_t*>(scratch + l.take(l.kp));
+void backward_task(const AttentionCpuParams& p, const AttentionTask& t, float* memory) {
+  Scratch scratch{reinterpret_cast<char*>(memory)};
+  const Backward m(scratch, p, t);
+  const Sizes& n = m.n;
+  const int d = p.head_dim;
+  const int64_t key = t.k_begin + t.first;
+  const T* k = at<T>(p.k, key, t.head);
+  widen_rows(k, p.k.token_stride, n.keys, d, n.d4, 1.0f, m.wide);
+  pack_transposed(m.wide, n.d4, n.keys, n.d4, m.kt);
+  pack(k, p.k.token_stride, n.keys, d, 1.0f, m.k);
+  widen_rows(at<T>(p.v, key, t.head), p.v.token_stride, n.keys, d, n.d4, 1.0f, m.wide);
+  pack_transposed(m.wide, n.d4, n.keys, n.d4, m.vt);
+  for (int64_t i = 0; i < static_cast<int64_t>(n.keys) * n.dp; ++i) m.dk[i] = m.dv[i] = 0.0f;
 
-  const T* k_in = at<T>(p.k, t.k_begin, t.head);
-  widen_rows(k_in, p.k.token_stride, t.k_len, d, l.d4, 1.0f, rows_f);
-  pack_transposed(rows_f, l.d4, t.k_len, l.d4, kt);
-  pack(k_in, p.k.token_stride, t.k_len, d, 1.0f, k);
-  widen_rows(at<T>(p.v, t.k_begin, t.head), p.v.token_stride, t.k_len, d, l.d4, 1.0f, rows_f);
-  pack_transposed(rows_f, l.d4, t.k_len, l.d4, vt);
-
-  const float scale = keep_scale(p.keep_threshold);
-  for (int first = 0; first < t.q_len; first += l.rows) {
-    const int rows = t.q_len - first < l.rows ? t.q_len - first : l.rows;
-    const T* q_in = at<T>(p.q, t.q_begin + first, t.head);
-    const T* dout_in = at<T>(p.dout, t.q_begin + first, t.head);
-    const T* out_in = at<T>(p.out, t.q_begin + first, t.head);
-    widen_rows(q_in, p.q.token_stride, rows, d, l.d4, p.scale * kLog2e, q);
-    pack(q_in, p.q.token_stride, rows, d, p.scale, q_packed);
-    widen_rows(dout_in, p.dout.token_stride, rows, d, l.d4, 1.0f, dout);
-    pack(dout_in, p.dout.token_stride, rows, d, 1.0f, dout_packed);
-    gemm({q, l.d4, 1}, rows, t.k_len, l.d4, kt, s, l.kp, false);
-    gemm({dout, l.d4, 1}, rows, t.k_len, l.d4, vt, ds, l.kp, false);
-    const float* lse = p.lse + t.head * p.q_tokens + t.q_begin + first;
-    for_rows(p, t, first, rows, words, l.kp, [&](int r, const uint16_t* w) {
-      f32v dot = {};
-      const T* out_row = out_in + r * p.out.token_stride;
-      const float* dout_row = dout + static_cast<int64_t>(r) * l.d4;
-      int j = 0;
-      for (; j + kLanes <= d; j += kLanes) dot += load(out_row + j) * load(dout_row + j);
-      if (j < d) dot += load_n(out_row + j, d - j) * load_n(dout_row + j, d - j);
-      const int64_t at_row = static_cast<int64_t>(r) * l.kp;
-      softmax_backward_row(s + at_row, ds + at_row, lanes, lse[r] * kLog2e, reduce_add(dot), w,
-                           p.keep_threshold, scale);
-    });
-    gemm({s, 1, l.kp}, t.k_len, d, rows, dout_packed, dv, l.dp, first > 0);
-    gemm({ds, 1, l.kp}, t.k_len, d, rows, q_packed, dk, l.dp, first > 0);
-    gemm({ds, l.kp, 1}, rows, d, t.k_len, k, dq, l.dp, false);
-    narrow_rows(dq, l.dp, rows, d, nullptr, p.scale, at<T>(p.dq, t.q_begin + first, t.head),
-                p.dq.token_stride);
-  }
-  if (t.q_len == 0)
-    for (int64_t i = 0; i < static_cast<int64_t>(t.k_len) * l.dp; ++i) dk[i] = dv[i] = 0.0f;
-  narrow_rows(dk, l.dp, t.k_len, d, nullptr, 1.0f, at<T>(p.dk, t.k_begin, t.head),
-              p.dk.token_stride);
-  narrow_rows(dv, l.dp, t.k_len, d, nullptr, 1.0f, at<T>(p.dv, t.k_begin, t.head),
-              p.dv.token_stride);
+  const int group = p.heads / p.kv_heads;
+  for (int head = t.head * group; head < (t.head + 1) * group; ++head)
+    for (int first = 0; first < t.q_len; first += n.rows) {
+      const Range rows = both({first, first + n.rows}, {0, t.q_len}), sees = seen(p, t, rows);
+      const Turn turn(p, t, head, first, sees);
+      if (turn.taken())
+        backward_block<T>(p, t, m, head, rows, aligned(both(sees, {t.first, t.last}), kColumns),
+                          turn);
+    }
+  narrow_rows(m.dk, n.dp, n.keys, d, nullptr, 1.0f, at<T>(p.dk, key, t.head), p.dk.token_stride);
+  narrow_rows(m.dv, n.dp, n.keys, d, nullptr, 1.0f, at<T>(p.dv, key, t.head), p.dv.token_stride);
 }
 
-int64_t scratch_floats(int q_len, int k_len, int head_dim, bool backward) {
-  Layout l = make_layout(k_len, head_dim);
-  const int64_t k_rows = static_cast<int64_t>(k_len) * l.dp;
-  const int64_t k_packed = packed_size(l.d4, k_len), rows_packed = packed_size(l.rows, head_dim);
-  // An upper bound of the takes above: 32 of them round up by at most 15 floats each.
-  int64_t floats = 512 + 2 * k_rows + packed_size(k_len, head_dim) + 2 * k_packed + l.kp +
-                   static_cast<int64_t>(l.rows) * (2 * l.kp + 3 * l.dp + 1) + 2 * rows_packed;
-  if (backward) floats += 2 * k_rows;
-  return floats;
+int64_t scratch_floats(const AttentionCpuParams& p, const AttentionTask& t, bool backward) {
+  Scratch scratch{nullptr};
+  if (backward)
+    Backward(scratch, p, t);
+  else
+    Forward(scratch, p, t);
+  return scratch.bytes / 4;
 }
 
 template <void (*F32)(const AttentionCpuParams&, const AttentionTask&, float*),
@@ -241,6 +352,8 @@ void by_dtype(const AttentionCpuParams& p, const AttentionTask& t, float* scratc
 }  // namespace
 
 extern const AttentionKernels attention_kernels = {
+    kQueries,
+    kKeys,
     scratch_floats,
     by_dtype<forward_task<float>, forward_task<bf16>, forward_task<f16>>,
     by_dtype<backward_task<float>, backward_task<bf16>, backward_task<f16>>,

@@ -20,6 +20,14 @@ struct Strided {
   int64_t rows, columns;
 };
 
+// A packed B: panels of kPanel columns, `stride` floats from one to the next. A product may begin
+// at any multiple of kLanes columns, and p at any row of the first panel.
+struct Panels {
+  const float* p;
+  int64_t stride;
+  int column = 0;
+};
+
 template <int MR, int NV>
 BU_INLINE void tile(Strided a, int depth, const float* b, float* c, int64_t ldc, bool accumulate) {
   f32v acc[MR][NV];
@@ -73,24 +81,31 @@ inline void tile_rows(Strided a, int rows, int depth, const float* b, float* c, 
 // C [rows, columns rounded up to kLanes] (+)= A [rows, depth] B. B is [columns / kPanel][depth]
 // [kPanel]; its padding columns up to a multiple of kLanes must hold finite numbers. ldc >= columns
 // rounded up to kLanes.
-inline void gemm(Strided a, int rows, int columns, int depth, const float* b, float* c, int64_t ldc,
+inline void gemm(Strided a, int rows, int columns, int depth, Panels b, float* c, int64_t ldc,
                  bool accumulate) {
-  for (int column = 0; column < columns;
-       column += kPanel, b += static_cast<int64_t>(depth) * kPanel) {
-    const int left = (columns - column + kLanes - 1) / kLanes;
+  const float* panel = b.p + b.column / kPanel * b.stride;
+  int skip = b.column % kPanel;
+  for (int column = 0; column < columns; panel += b.stride, skip = 0) {
+    const int most = kPanel - skip, width = columns - column < most ? columns - column : most;
+    const int left = (width + kLanes - 1) / kLanes;
+    const float* bp = panel + skip;
     float* cp = c + column;
-    if (left >= kTileVectors) {
-      tile_rows<kTileVectors>(a, rows, depth, b, cp, ldc, accumulate);
+    if (left == kTileVectors) {
+      tile_rows<kTileVectors>(a, rows, depth, bp, cp, ldc, accumulate);
     } else if (left == 1) {
-      tile_rows<1>(a, rows, depth, b, cp, ldc, accumulate);
+      tile_rows<1>(a, rows, depth, bp, cp, ldc, accumulate);
     } else if constexpr (kTileVectors == 4) {
       if (left == 2)
-        tile_rows<2>(a, rows, depth, b, cp, ldc, accumulate);
+        tile_rows<2>(a, rows, depth, bp, cp, ldc, accumulate);
       else
-        tile_rows<3>(a, rows, depth, b, cp, ldc, accumulate);
+        tile_rows<3>(a, rows, depth, bp, cp, ldc, accumulate);
     }
+    column += width;
   }
 }
+
+// Floats of a panel.
+BU_INLINE int64_t panel_size(int depth) { return static_cast<int64_t>(depth) * kPanel; }
 
 // Floats that a packed [depth, columns] operand takes.
 inline int64_t packed_size(int depth, int columns) {

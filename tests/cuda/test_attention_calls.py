@@ -54,7 +54,7 @@ def test_graphs_take_new_inputs_masks_and_lengths(grouped: bool, full: bool) -> 
     def both() -> list[Tensor]:
         tail = (cu, longest, scale, p, rng, order, groups)
         out, lse = op.varlen_attention(qkv, *tail)
-        return [out, op.varlen_attention_backward(dout, qkv, out, lse, *tail)]
+        return [out, op.varlen_attention_backward(dout, qkv, out, lse, *tail)[0]]
 
     def change() -> None:
         qkv.copy_(torch.randn_like(qkv))
@@ -152,6 +152,23 @@ def test_misaligned_rows_are_refused(dtype: torch.dtype) -> None:
     qkv = store[1:].view(20, 3, 2, 64)
     with pytest.raises(RuntimeError, match="16"):
         ops.varlen_attention(qkv, VarlenBatch.from_lengths([20], "cuda"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": (64, 64)}, r"window must be \(-1, -1\) on a GPU, got \(64, 64\)"),
+        ({"query_positions": torch.zeros(20, dtype=torch.int32)}, "query_positions must be None"),
+    ],
+)
+def test_what_a_gpu_does_not_serve_is_refused(options: dict, message: str) -> None:
+    q, kv = torch.randn(20, 2, 64, device="cuda"), torch.randn(20, 2, 2, 64, device="cuda")
+    cu = cu_seqlens([7, 13], "cuda")
+    options = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    with pytest.raises(RuntimeError, match=message):
+        ops.varlen_cross_attention(q, kv, cu, cu, 13, 13, **options)
+    with pytest.raises(RuntimeError, match="num_heads: on a GPU"):
+        ops.varlen_attention(torch.randn(20, 4, 64, device="cuda"), cu, 13, num_heads=2)
 
 
 _OUT_OF_RANGE = """

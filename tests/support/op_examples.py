@@ -64,8 +64,10 @@ def _examples() -> dict[str, tuple]:
     # Copies: memory that numpy owns cannot be freed.
     schedule = (batch.order.clone(), batch.group_sizes.clone())
     cu_q, cu_k = batch.cu_seqlens.clone(), batch.cu_seqlens.clone()
-    attend = (5, 0.25, p, rng, *schedule)
-    cross = (cu_q, cu_k, 5, 5, 0.25, p, rng, *schedule)
+    bias, window = (None, None, None, None), (2, 1)
+    positions = torch.arange(TOKENS, dtype=torch.int32)
+    attend = (5, 0.25, p, rng, *schedule, 0, *window, *bias)
+    cross = (cu_q, cu_k, 5, 5, 0.25, p, rng, *schedule, *window, positions, *bias)
     qkv, q, kv = (rows(TOKENS, *shape, WIDTH) for shape in [(3, HEADS), (HEADS,), (2, HEADS)])
     out, dout, lse = rows(*q.shape), rows(*q.shape), rows(HEADS, TOKENS)
     x, dy, vector = rows(), rows(), lambda: rows(HIDDEN)
@@ -88,9 +90,9 @@ def _examples() -> dict[str, tuple]:
     apply = (two(torch.bfloat16), *(two() for _ in range(4)), rows(2, 3), rows(2, 4))
     return {
         "varlen_attention": (qkv, cu_q, *attend),
-        "varlen_attention_backward": (dout, qkv, out, lse, cu_q, *attend),
+        "varlen_attention_backward": (dout, qkv, out, lse, cu_q, *attend, True),
         "varlen_cross_attention": (q, kv, *cross),
-        "varlen_cross_attention_backward": (dout, q, kv, out, lse, *cross),
+        "varlen_cross_attention_backward": (dout, q, kv, out, lse, *cross, True),
         "dropout_add_layer_norm": (x, vector(), dy, vector(), vector(), p, 1e-5, rng),
         "dropout_add_layer_norm_backward": (
             *(dy, x, vector(), rows(), vector(), *statistics, p, rng),

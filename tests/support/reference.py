@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,6 +81,30 @@ def dropout_scale(p: float) -> float:
     return 65536.0 / keep_threshold(p)
 
 
+def position_scores(
+    positions: Tensor,
+    keys: int,
+    buckets: Tensor,
+    table: Tensor | None = None,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+) -> Tensor:
+    """The position bias [heads, queries, keys] of one sequence, from its rows of query and key."""
+    reach = len(buckets) // 2
+    distance = torch.arange(keys, device=positions.device) - positions[:, None]
+    bucket = buckets.long()[distance.clamp(-reach, reach) + reach]  # [queries, keys]
+    total = 0.0
+    if table is not None:
+        total = total + table[bucket].permute(2, 0, 1)
+    if query is not None:
+        index = bucket.expand(query.shape[1], *bucket.shape)
+        total = total + query.transpose(0, 1).gather(2, index)
+    if key is not None:
+        index = bucket.t().expand(key.shape[1], *bucket.t().shape)
+        total = total + key.transpose(0, 1).gather(2, index).transpose(1, 2)
+    return total
+
+
 def varlen_cross_attention(
     q: Tensor,
     kv: Tensor,
@@ -88,15 +113,42 @@ def varlen_cross_attention(
     p: float = 0.0,
     rng: Tensor | None = None,
     scale: float | None = None,
+    *,
+    window: tuple[int, int] = (-1, -1),
+    positions: Tensor | None = None,
+    bias: tuple[Tensor | None, ...] | None = None,
 ) -> Tensor:
-    """q [Tq, H, D], kv [Tk, 2, H, D] -> [Tq, H, D], a sequence and a head at a time."""
+    """q [Tq, H, D], kv [Tk, 2, KH, D] -> [Tq, H, D], a sequence at a time.
+
+    bias: buckets, table, query, key.
+    """
     heads, head_dim = q.shape[1:]
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     outs = []
     pairs = zip(q.split(list(q_lengths)), kv.split(list(k_lengths)), strict=True)
+    q_first = k_first = 0
     for sequence, (qs, kvs) in enumerate(pairs):
-        k, v = kvs.unbind(1)
-        weights = torch.softmax(torch.einsum("ihd,jhd->hij", qs, k) * scale, dim=-1)
+        k, v = kvs.repeat_interleave(heads // max(kv.shape[2], 1), dim=2).unbind(1)
+        q_rows, k_rows = (
+            slice(first, first + len(x)) for first, x in ((q_first, qs), (k_first, k))
+        )
+        q_first, k_first = q_rows.stop, k_rows.stop
+        at = torch.arange(len(k) - len(qs), len(k), device=q.device)
+        if positions is not None:
+            at = positions[q_rows].long()
+        scores = torch.einsum("ihd,jhd->hij", qs, k) * scale
+        if bias is not None:
+            buckets, table, query, key = bias
+            rows = (None if x is None else x[r] for x, r in ((query, q_rows), (key, k_rows)))
+            scores = scores + position_scores(at, len(k), buckets, table, *rows)
+        distance = torch.arange(len(k), device=q.device) - at[:, None]
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if window[0] >= 0:
+            hidden |= distance < -window[0]
+        if window[1] >= 0:
+            hidden |= distance > window[1]
+        scores = scores.masked_fill(hidden, -math.inf)
+        weights = torch.softmax(scores, dim=-1).masked_fill(hidden, 0.0)  # NaN if all are hidden
         if p > 0.0 and rng is not None:
             masks = [
                 attention_mask(rng, p, sequence * heads + h, len(qs), len(k)) for h in range(heads)
@@ -112,9 +164,16 @@ def varlen_attention(
     p: float = 0.0,
     rng: Tensor | None = None,
     scale: float | None = None,
+    *,
+    num_heads: int | None = None,
+    **options: Any,
 ) -> Tensor:
-    """qkv [T, 3, H, D] -> [T, H, D]."""
-    return varlen_cross_attention(qkv[:, 0], qkv[:, 1:], lengths, lengths, p, rng, scale)
+    """qkv [T, 3, H, D], or with num_heads [T, H + 2 * KH, D], -> [T, H, D]."""
+    if num_heads is None:
+        q, kv = qkv[:, 0], qkv[:, 1:]
+    else:
+        q, kv = qkv[:, :num_heads], qkv[:, num_heads:].unflatten(1, (2, -1))
+    return varlen_cross_attention(q, kv, lengths, lengths, p, rng, scale, **options)
 
 
 def dropout_add_layer_norm(

@@ -29,7 +29,8 @@ EXPORT void attention(const bf16* qkv, const bf16* dout, bf16* out, bf16* dqkv, 
   const int64_t hidden = heads * head_dim;
   bert_unpad::AttentionCpuParams p{};
   p.dtype = bert_unpad::DType::kBFloat16;
-  p.heads = heads;
+  p.heads = p.kv_heads = heads;
+  p.window = {-1, -1};
   p.head_dim = head_dim;
   p.scale = scale;
   p.keep_threshold = bert_unpad::keep_threshold(dropout_p);
@@ -48,8 +49,8 @@ EXPORT void attention(const bf16* qkv, const bf16* dout, bf16* out, bf16* dqkv, 
   const auto& kernels = amx::attention_bf16_kernels;
   for (const bool backward : {false, true})
     for (int head = 0; head < heads; ++head) {
-      const bert_unpad::AttentionTask task{0, head, 0, 0, tokens, tokens};
-      const int64_t floats = kernels.scratch(tokens, tokens, head_dim, backward);
+      const bert_unpad::AttentionTask task{0, head, 0, 0, tokens, tokens, 0, tokens, tokens};
+      const int64_t floats = kernels.scratch(p, task, backward);
       auto* scratch = static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64));
       (backward ? kernels.backward : kernels.forward)(p, task, scratch);
       std::free(scratch);

@@ -1,0 +1,70 @@
+// What attention knows of positions, checked: window, query positions, position bias.
+#pragma once
+
+#include <optional>
+
+#include "attention/arguments.h"
+
+namespace bert_unpad {
+
+inline void check_window(int64_t left, int64_t right, const char* op) {
+  check(left >= -1 && right >= -1, op,
+        ": window must be two numbers of tokens, or -1 for no bound, got (", left, ", ", right,
+        ")");
+}
+
+inline void check_query_positions(const std::optional<Tensor>& positions, const Tensor& q,
+                                  const char* op) {
+  if (!positions) return;
+  check(positions->dim() == 1 && positions->size(0) == q.size(0), op,
+        ": query_positions must have shape [", q.size(0), "], one entry a query, got ",
+        shape_string(*positions));
+  check_dtype(*positions, ScalarType::Int, op, "query_positions", "int32");
+  check_contiguous(*positions, op, "query_positions");
+  check_same_device(*positions, q, op, "query_positions");
+}
+
+// The parts of a position bias as they come from Python; see PositionBias in ops/attention.py.
+struct BiasArguments {
+  const std::optional<Tensor>&buckets, &table, &query, &key;
+};
+
+// Checks all but the values of the buckets; returns whether there is a bias.
+inline bool check_bias(const BiasArguments& bias, const Tensor& q, const Tensor& k, int64_t heads,
+                       const char* op) {
+  if (!bias.buckets) {
+    check(!bias.table && !bias.query && !bias.key, op,
+          ": position_bias must have buckets with a table, query or key");
+    return false;
+  }
+  const Tensor& buckets = *bias.buckets;
+  check(buckets.dim() == 1 && buckets.size(0) % 2 == 1, op,
+        ": buckets of position_bias must have shape [2 * reach + 1], got ", shape_string(buckets));
+  check_dtype(buckets, ScalarType::Int, op, "buckets of position_bias", "int32");
+  check_contiguous(buckets, op, "buckets of position_bias");
+  check_same_device(buckets, q, op, "buckets of position_bias");
+  check(bias.table || bias.query || bias.key, op,
+        ": position_bias must have a table, query or key");
+  int64_t count = -1;  // of buckets
+  if (bias.table) {
+    const Tensor& table = *bias.table;
+    check_shape(table, {-1, heads}, op, "table of position_bias", "[buckets, heads]");
+    count = table.size(0);
+    check(table.scalar_type() == ScalarType::Float || table.scalar_type() == q.scalar_type(), op,
+          ": table of position_bias must be float32 or of the input's dtype");
+    check_contiguous(table, op, "table of position_bias");
+    check_same_device(table, q, op, "table of position_bias");
+  }
+  const auto check_rows = [&](const Tensor& rows, const Tensor& like, const char* name) {
+    check_shape(rows, {like.size(0), heads, count}, op, name, "[tokens, heads, buckets]");
+    count = rows.size(2);
+    check(rows.scalar_type() == q.scalar_type(), op, ": ", name, " must have the input's dtype");
+    check_same_device(rows, q, op, name);
+    check_last_contiguous(rows, op, name);
+  };
+  if (bias.query) check_rows(*bias.query, q, "query of position_bias");
+  if (bias.key) check_rows(*bias.key, k, "key of position_bias");
+  return true;
+}
+
+}  // namespace bert_unpad
