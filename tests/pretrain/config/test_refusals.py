@@ -47,7 +47,7 @@ def _refused(arguments: list[str], capsys) -> str:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--model.num_attention_heads", "1", "--model.hidden_size", "144"], "1 to 128 .*144"),
+        (["--model.num_attention_heads", "1", "--model.hidden_size", "288"], "1 to 256 .*288"),
         (["--threads", "1"], "threads: expected the environment variable OMP_NUM_THREADS"),
         (["--batching.exchange", "group"], "exchange: expected batching.scope .*node for group"),
         (["--data.seq_length", "1"], "data.seq_length: expected an option such as data.max_seq_"),
@@ -74,8 +74,8 @@ def test_width_of_a_head_by_device(run):
     message = r"num_attention_heads: expected .* one of \[32, 64, 128\] on this device \(cuda\)"
     with pytest.raises(ConfigError, match=rf"{message}, got 96 / 2 = 48"):
         check("cuda", 96, 2)
-    with pytest.raises(ConfigError, match=r"1 to 128 on this device \(cpu\), got 129 / 1 = 129"):
-        check("cpu", 129, 1)
+    with pytest.raises(ConfigError, match=r"1 to 256 on this device \(cpu\), got 257 / 1 = 257"):
+        check("cpu", 257, 1)
 
 
 @pytest.mark.parametrize("key", ["run_dir", "data.cache_dir"])
