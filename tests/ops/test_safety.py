@@ -254,22 +254,25 @@ def test_rows_of_no_columns(device: str) -> None:
         ops.embedding_layer_norm(*ids, *[empty(4, 0)] * 3, empty(0), empty(0))
 
 
-# A part of the keys takes more than what may still be allocated.
+# A part of the keys takes more than what may still be allocated; there are tasks for all threads.
 OUT_OF_MEMORY = """
 import ctypes
 import resource
 import torch
 from bert_unpad import ops
-ctypes.CDLL(None).mallopt(-3, 2**17)  # M_MMAP_THRESHOLD: more comes from the system alone
 keys = 2000
 torch.set_num_threads(2)
 def call(keys):
     cu_q, cu_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (1, keys))
     return ops.varlen_cross_attention(q, kv[: 2 * keys], cu_q, cu_k, 1, keys)
-q, kv = torch.zeros(2, 1, 256), torch.zeros(2 * keys, 2, 1, 256)
+q, kv = torch.zeros(2, 64, 256), torch.zeros(2 * keys, 2, 1, 256)
 call(1)  # starts the threads
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**19, -1))
+malloc = ctypes.CDLL(None).malloc
+malloc.restype = ctypes.c_void_p
+while malloc(ctypes.c_size_t(2**20)):  # what glibc has in reserve
+    pass
 try:
     call(keys)
 except RuntimeError as error:
