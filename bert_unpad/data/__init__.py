@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from bert_unpad.data.streams.exchange import ExampleExchange, ExchangedStep, ExchangeError
     from bert_unpad.data.streams.stream import ExampleStream, IterableStream, ShardStream
     from bert_unpad.data.streams.text_stream import TextStream
-    from bert_unpad.data.text.tokenizer import WordPieceTokenizer
+    from bert_unpad.data.text.json_tokenizer import JsonTokenizer
+    from bert_unpad.data.text.tokenizer import TextTokenizer, WordPieceTokenizer
+    from bert_unpad.data.text.train_tokenizer import train_tokenizer
 
 _HOME = {
     "BalancedSampler": "sampling.balanced_sampler",
@@ -38,6 +40,7 @@ _HOME = {
     "ExchangeError": "streams.exchange",
     "ExchangedStep": "streams.exchange",
     "IterableStream": "streams.stream",
+    "JsonTokenizer": "text.json_tokenizer",
     "MaskedTokens": "masking",
     "PackedCollator": "collate",
     "PackedSampler": "sampling.packed_sampler",
@@ -48,6 +51,7 @@ _HOME = {
     "ShardWriter": "store.shards",
     "SpeedSampler": "sampling.speed_sampler",
     "TextStream": "streams.text_stream",
+    "TextTokenizer": "text.tokenizer",
     "TokenMasker": "masking",
     "WarmupSampler": "sampling.warmup_sampler",
     "WordPieceTokenizer": "text.tokenizer",
@@ -55,6 +59,7 @@ _HOME = {
     "pack_examples": "collate",
     "prepare": "preparation",
     "sample_lengths": "sampling.histogram",
+    "train_tokenizer": "text.train_tokenizer",
     "wikipedia_lengths": "sampling.histogram",
 }
 
@@ -70,6 +75,7 @@ __all__ = [
     "ExchangeError",
     "ExchangedStep",
     "IterableStream",
+    "JsonTokenizer",
     "MaskedTokens",
     "PackedCollator",
     "PackedSampler",
@@ -80,6 +86,7 @@ __all__ = [
     "ShardWriter",
     "SpeedSampler",
     "TextStream",
+    "TextTokenizer",
     "TokenMasker",
     "WarmupSampler",
     "WordPieceTokenizer",
@@ -87,6 +94,7 @@ __all__ = [
     "pack_examples",
     "prepare",
     "sample_lengths",
+    "train_tokenizer",
     "wikipedia_lengths",
 ]
 

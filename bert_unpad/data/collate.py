@@ -17,7 +17,7 @@ from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.data.masking import MaskedTokens, MaskUnit, TokenMasker
 from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.store.example_batch import ExampleBatch
-from bert_unpad.data.text.tokenizer import WordPieceTokenizer
+from bert_unpad.data.text.tokenizer import TextTokenizer
 
 
 class PackedCollator:
@@ -39,7 +39,7 @@ class PackedCollator:
     def __init__(
         self,
         dataset: ExampleDataset,
-        tokenizer: WordPieceTokenizer,
+        tokenizer: TextTokenizer,
         *,
         masked_lm_prob: float | Sequence[float] = 0.15,
         mask_unit: MaskUnit = "token",

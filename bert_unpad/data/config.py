@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import get_args
 
 from bert_unpad._tiers import advanced, code_only
@@ -12,6 +13,9 @@ from bert_unpad.data.store.shards import MAX_LENGTH
 from bert_unpad.data.text.documents import Documents
 from bert_unpad.data.text.pairs import MIN_SEQ_LENGTH
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
+
+TRAINED = ("wordpiece", "bpe", "unigram")
+"""Kinds of tokenizers that are trained on the text."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,19 @@ class DataConfig:
     of all documents one after another, with [SEP] between them."""
     max_seq_length: int = 128
     """Tokens of the longest example, including [CLS] and [SEP]; 5 to 65,535."""
+    tokenizer: str = advanced("wordpiece")
+    """wordpiece, bpe (byte pairs) or unigram, trained on the text, or the path of a tokenizer.json
+    or of a folder with one."""
     vocab_size: int = 8192
     """Size of the vocabulary to train. A small corpus gives a smaller one."""
     vocab_file: str | None = None
     """BERT vocabulary to use. By default a vocabulary is trained."""
+    vocab_sample_mb: float | None = advanced(None)
+    """Megabytes of text to train the vocabulary on, of documents chosen at random. By default all
+    text of the training part."""
+    alphabet_size: int = advanced(1000)
+    """With data.tokenizer wordpiece or unigram: letters of a trained vocabulary, the most frequent
+    ones. Chinese and Japanese need several thousand."""
     lowercase: bool = advanced(True)
     """Convert text to lower case and strip accents."""
     short_seq_prob: float = code_only(0.1)
@@ -63,6 +76,11 @@ class DataConfig:
     """Seed of sentence pairs and masks. Which documents are held out depends on their text only."""
     verify: bool = code_only(True)
     """Whether opening cached files compares their digests, not only their sizes."""
+
+    @property
+    def trains_tokenizer(self) -> bool:
+        """Whether `tokenizer` is a kind that is trained, where no vocabulary is given."""
+        return self.tokenizer in TRAINED
 
     @property
     def segments(self) -> int:
@@ -96,6 +114,7 @@ class DataConfig:
                 f"dupe_factor: expected 1 with objective {self.objective}, whose examples are not "
                 f"random, got {self.dupe_factor}"
             )
+        self._check_tokenizer()
         if not 0 <= self.short_seq_prob <= 1:
             raise ValueError(f"short_seq_prob: expected 0 to 1, got {self.short_seq_prob}")
         if self.dupe_factor < 1:
@@ -108,3 +127,31 @@ class DataConfig:
             raise ValueError(f"seed: expected 0 or more, got {self.seed}")
         masking_rates(self.masked_lm_prob)
         check_masking_arguments(self.mask_unit, self.max_predictions_per_seq)
+
+    def _check_tokenizer(self) -> None:
+        kind = self.tokenizer
+        if kind not in TRAINED and Path(kind).name == kind and not Path(kind).exists():
+            raise ValueError(
+                f"tokenizer: expected one of {', '.join(TRAINED)}, or the path of a "
+                f"tokenizer.json, got {kind!r}"
+            )
+        if self.vocab_file is not None and kind != "wordpiece":
+            raise ValueError(
+                f"vocab_file: expected null with tokenizer {kind}, got {self.vocab_file}"
+            )
+        if self.vocab_sample_mb is not None and not self.vocab_sample_mb > 0:
+            raise ValueError(f"vocab_sample_mb: expected more than 0, got {self.vocab_sample_mb}")
+        if self.alphabet_size < 1:
+            raise ValueError(f"alphabet_size: expected 1 or more, got {self.alphabet_size}")
+        given = kind if kind not in TRAINED else self.vocab_file
+        if self.vocab_sample_mb is not None and given is not None:
+            raise ValueError(
+                f"vocab_sample_mb: expected null with the vocabulary of {given}, got "
+                f"{self.vocab_sample_mb}"
+            )
+        default = type(self).alphabet_size
+        if self.alphabet_size != default and (given is not None or kind == "bpe"):
+            raise ValueError(
+                f"alphabet_size: expected {default} with tokenizer {kind}, which has its alphabet, "
+                f"got {self.alphabet_size}"
+            )

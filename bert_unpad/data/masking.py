@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from bert_unpad.data.random_hash import GAMMA, splitmix64
 from bert_unpad.data.store.dataset import ExampleDataset
-from bert_unpad.data.text.tokenizer import WordPieceTokenizer
+from bert_unpad.data.text.tokenizer import TextTokenizer
 
 _MASK64 = (1 << 64) - 1
 _MASKED = int(0.8 * 2**32)  # of what is predicted: 80 % becomes [MASK],
@@ -119,7 +119,7 @@ class TokenMasker:
 
     def __init__(
         self,
-        tokenizer: WordPieceTokenizer,
+        tokenizer: TextTokenizer,
         *,
         masked_lm_prob: float | Sequence[float] = 0.15,
         mask_unit: MaskUnit = "token",
@@ -139,7 +139,8 @@ class TokenMasker:
         self._maskable = np.ones(tokenizer.vocab_size, bool)
         self._maskable[list(tokenizer.unmaskable_ids)] = False
         ordinary = self._maskable.copy()
-        ordinary[tokenizer.unk_id] = False
+        if tokenizer.unk_id is not None:
+            ordinary[tokenizer.unk_id] = False
         self._replacements = np.flatnonzero(ordinary)
         if not len(self._replacements):
             raise ValueError("tokenizer: expected ordinary tokens besides the special ones")

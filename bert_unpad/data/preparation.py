@@ -19,6 +19,7 @@ import shutil
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,19 +46,18 @@ from bert_unpad.data.streams.stream import ShardStream
 from bert_unpad.data.streams.text_stream import TextStream, is_streamed, parse_streamed
 from bert_unpad.data.text.corpus import Spool, tokenize
 from bert_unpad.data.text.examples import write_examples
+from bert_unpad.data.text.json_tokenizer import JsonTokenizer, given_tokenizer, load_tokenizer
 from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR
 from bert_unpad.data.text.sources import HuggingFaceSource, Source, file_sha256, open_source
-from bert_unpad.data.text.tokenizer import WordPieceTokenizer
+from bert_unpad.data.text.tokenizer import TextTokenizer, WordPieceTokenizer
+from bert_unpad.data.text.train_tokenizer import train_tokenizer
 
 logger = logging.getLogger(__name__)
 
 FORMAT = "bert_unpad prepared data, version 2"
 _STALE_SECONDS = 24 * 3600
 _SPLITS = ("train", "validation")
-_PROVEN = (
-    *("tokenizer/vocab.txt", "tokenizer/tokenizer_config.json"),
-    *(f"{split}/{MANIFEST}" for split in _SPLITS),
-)
+_MANIFESTS = tuple(f"{split}/{MANIFEST}" for split in _SPLITS)
 _MASKING_SETTINGS = ("masked_lm_prob", "mask_unit", "max_predictions_per_seq")
 _PLACES = ("source", "cache_dir", "vocab_file", "verify")
 
@@ -80,7 +80,7 @@ class PreparedData:
 
     train: ExampleDataset
     validation: ExampleDataset
-    tokenizer: WordPieceTokenizer
+    tokenizer: TextTokenizer
     path: Path
     config: DataConfig
     statistics: dict[str, int]
@@ -148,7 +148,7 @@ def prepare(config: DataConfig, progress: bool | None = None) -> PreparedData:
 
     Raises:
         DamagedDataError: a file of a source of finished examples is wrong.
-        FileNotFoundError: `source` or `vocab_file` does not exist.
+        FileNotFoundError: `source`, `vocab_file` or `tokenizer` does not exist.
         ImportError: the source needs a package that is not installed.
         ValueError: a setting does not fit the source, the corpus has no text, the vocabulary lacks
             special tokens, or `vocab_size` is too small for the corpus's letters.
@@ -158,11 +158,9 @@ def prepare(config: DataConfig, progress: bool | None = None) -> PreparedData:
     if is_streamed(config.source):
         return _open_streamed(config, progress)
     cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
-    tokenizer = None
-    if config.vocab_file is not None:
-        tokenizer = WordPieceTokenizer.from_vocab_file(config.vocab_file, config.lowercase)
+    tokenizer = given_tokenizer(config)
     source = open_source(config.source, cache_dir=cache)
-    settings = _settings(config, source)
+    settings = _settings(config, source, tokenizer)
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
     path = cache / "prepared" / key
     if path.exists():
@@ -212,16 +210,18 @@ def _open_streamed(config: DataConfig, progress: bool | None) -> PreparedData:
     return dataclasses.replace(data, config=config, streamed=HuggingFaceSource(whole))
 
 
-def _settings(config: DataConfig, source: Source) -> dict[str, Any]:
+def _settings(
+    config: DataConfig, source: Source, tokenizer: TextTokenizer | None
+) -> dict[str, Any]:
     """Returns everything that determines the content of the shards."""
     settings = dataclasses.asdict(config)
     for name in (*_MASKING_SETTINGS, *_PLACES):
         del settings[name]
     # Objectives with the same examples share a cache.
     settings["objective"] = SECOND_SEGMENTS[config.objective]
-    settings |= {"format": FORMAT, "corpus": source.fingerprint(), "vocabulary": None}
-    if config.vocab_file is not None:
-        settings |= {"vocab_size": None, "vocabulary": file_sha256(Path(config.vocab_file))}
+    settings |= {"format": FORMAT, "corpus": source.fingerprint()}
+    if tokenizer is not None:
+        settings |= {"vocab_size": None, "tokenizer": tokenizer.identity()}
     return settings
 
 
@@ -231,7 +231,10 @@ def _open(path: Path, config: DataConfig) -> PreparedData:
         statistics = dict(manifest["statistics"])
         for name in statistics.keys() | {"validation_documents"}:
             count_of(statistics, name, sys.maxsize)
-        digests = {name: manifest["sha256"][name] for name in _PROVEN}
+        files = JsonTokenizer.files
+        if f"tokenizer/{files[0]}" not in manifest["sha256"]:
+            files = WordPieceTokenizer.files
+        digests = {name: manifest["sha256"][name] for name in _proven(files)}
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedDataError(
             f"{path / MANIFEST} is damaged; expected an entry {error}"
@@ -239,7 +242,7 @@ def _open(path: Path, config: DataConfig) -> PreparedData:
     for name, digest in digests.items():
         check_digest(path / name, digest)
     train, validation = (ShardDataset(path / split, config.verify) for split in _SPLITS)
-    tokenizer = WordPieceTokenizer.load(path / "tokenizer")
+    tokenizer = load_tokenizer(path / "tokenizer")
     return PreparedData(train, validation, tokenizer, path, config, statistics)
 
 
@@ -247,7 +250,7 @@ def _build(
     config: DataConfig,
     source: Source,
     settings: dict[str, Any],
-    tokenizer: WordPieceTokenizer | None,
+    tokenizer: TextTokenizer | None,
     path: Path,
     progress: bool | None,
 ) -> None:
@@ -283,7 +286,7 @@ def _fill(
     config: DataConfig,
     source: Source,
     settings: dict[str, Any],
-    tokenizer: WordPieceTokenizer | None,
+    tokenizer: TextTokenizer | None,
     folder: Path,
     spools: Path,
     progress: bool | None,
@@ -301,8 +304,10 @@ def _fill(
         logger.warning("%s is a single document: the validation part is empty", source.name)
     if tokenizer is None:
         logger.info("training a vocabulary of up to %d tokens", config.vocab_size)
-        tokenizer = WordPieceTokenizer.train(
-            lambda: spool.read(~held_out), config.vocab_size, config.lowercase
+        tokenizer = train_tokenizer(
+            config.tokenizer,
+            lambda: spool.sample(~held_out, config.vocab_sample_mb),
+            *(config.vocab_size, config.lowercase, config.alphabet_size),
         )
     tokenizer.save(folder / "tokenizer")
     statistics = {"documents": spool.documents, "duplicates": spool.duplicates}
@@ -360,9 +365,14 @@ def _fill(
         "source": source.name,
         "settings": settings,
         "statistics": statistics,
-        "sha256": {name: file_sha256(folder / name) for name in _PROVEN},
+        "sha256": {name: file_sha256(folder / name) for name in _proven(tokenizer.files)},
     }
     write_synced(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+
+
+def _proven(tokenizer_files: Sequence[str]) -> list[str]:
+    """The files whose digests the manifest has."""
+    return [*(f"tokenizer/{name}" for name in tokenizer_files), *_MANIFESTS]
 
 
 def _bar(title: str, unit: str, total: int | None, progress: bool | None) -> tqdm:

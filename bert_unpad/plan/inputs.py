@@ -205,6 +205,8 @@ def _recipe(path: str, overrides: list[str]) -> dict[str, Any]:
     vocabulary = run.data.vocab_size
     if run.data.vocab_file is not None:
         vocabulary = _lines(Path(run.data.vocab_file))
+    elif not run.data.trains_tokenizer:
+        vocabulary = _entries(Path(run.data.tokenizer))
     found: dict[str, Any] = {
         "config": run.model.resolve(vocabulary, run.data),
         "max_length": run.data.max_seq_length,
@@ -225,6 +227,17 @@ def _lines(vocabulary: Path) -> int:
     if not vocabulary.is_file():
         return BertConfig.vocab_size
     return len(vocabulary.read_text("utf-8").splitlines())
+
+
+def _entries(tokenizer: Path) -> int:
+    """Tokens of a tokenizer.json; as many as BERT's where the file is on another machine."""
+    from bert_unpad.data import JsonTokenizer
+
+    return (
+        JsonTokenizer.from_file(tokenizer).vocab_size
+        if tokenizer.exists()
+        else (BertConfig.vocab_size)
+    )
 
 
 def _is_one_host() -> bool:

@@ -90,9 +90,8 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
 def _pretrain(config: PretrainConfig, resolved: str, ranks: Ranks, lock: RunLock | None) -> int:
     checkpoint = _find_checkpoint(config, ranks)
     data = _prepare_data(config, ranks)
-    run = Run(
-        config, ranks, build_model(config, data.tokenizer.vocab_size, config.data.max_seq_length)
-    )
+    tokenizer, longest = data.tokenizer, config.data.max_seq_length
+    run = Run(config, ranks, build_model(config, tokenizer.vocab_size, longest, tokenizer.pad_id))
     growth = _growth(run)
     evaluator = _evaluator(run, data)
     if lock is not None and config.resume == "never":

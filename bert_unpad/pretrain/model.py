@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import nn
 
@@ -13,7 +15,7 @@ from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 
 
 def build_model(
-    config: PretrainConfig, vocab_size: int, max_seq_length: int
+    config: PretrainConfig, vocab_size: int, max_seq_length: int, pad_id: int | None = None
 ) -> EncoderForPreTraining:
     """The model on the CPU, fresh or from a folder, the same on all ranks for the same seed.
 
@@ -21,11 +23,17 @@ def build_model(
         config: of the run.
         vocab_size: of the tokenizer.
         max_seq_length: longest example of the data, in tokens.
+        pad_id: the tokenizer's id for padding, which a fresh model notes for transformers; None:
+            the preset's.
 
     Raises:
         ConfigError: the model does not fit the data, or the folder's weights do not fit the sizes.
     """
     sizes = config.model.resolve(vocab_size, config.data)
+    if config.model.weights is None and pad_id is not None:
+        # In families that have an offset it is the first id after that of padding.
+        offset = pad_id + 1 if sizes.position_offset else 0
+        sizes = dataclasses.replace(sizes, pad_token_id=pad_id, position_offset=offset)
     if max_seq_length > sizes.max_length:
         raise ConfigError(
             "model.max_position_embeddings",

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bert_unpad.data import DataConfig
 from bert_unpad.nn import BertConfig
 from bert_unpad.pretrain import main
+from bert_unpad.pretrain.config import ModelConfig, PretrainConfig
 from bert_unpad.pretrain.losses import TASKS, averages
+from bert_unpad.pretrain.model import build_model
 from bert_unpad.pretrain.output.metrics import read_json_lines
 from tests.support.pretrain_runs import finish, make_folder, run_in_turn, start, uses
 
@@ -23,7 +26,10 @@ COMMON = (
 RUNS = {
     "mlm": ["--data.objective", "mlm"],
     "joined": ["--data.objective", "mlm", "--data.documents", "joined"],
-    "packed": ["--data.objective", "mlm", "--batching.strategy", "packed"],
+    "packed": [
+        *("--data.objective", "mlm", "--batching.strategy", "packed", "--data.tokenizer", "bpe"),
+        *("--data.vocab_size", "300", "--data.mask_unit", "word"),
+    ],
     "mlm_sop": ["--data.objective", "mlm_sop", "--batching.strategy", "exchange"],
 }
 TASK_NAMES = {"mlm": {"mlm"}, "joined": {"mlm"}, "packed": {"mlm"}, "mlm_sop": {"mlm", "sop"}}
@@ -110,6 +116,22 @@ def test_a_model_of_one_segment(folder, capsys):
     assert main([*command, "--data.objective", "mlm"]) == 0
     assert main(command) == 2
     assert "model.preset: expected a type_vocab_size of at least 2" in capsys.readouterr().err
+
+
+def test_a_fresh_model_notes_the_tokenizers_padding(tmp_path):
+    """RoBERTa's positions begin after the id of padding, in transformers too."""
+    sizes = {"vocab_size": 90, "hidden_size": 16, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 40}
+    for preset, pads in (({"model_type": "roberta"}, ((1, 2), (0, 1))), ({}, ((0, 0), (3, 0)))):
+        own = {"type_vocab_size": 1} if preset else {}
+        config = BertConfig.from_dict(sizes | own | preset)
+        config.to_json(tmp_path / "sizes.json")
+        run = PretrainConfig(model=ModelConfig(preset=str(tmp_path / "sizes.json")))
+        run.data = DataConfig(objective="mlm")
+        for pad, offset in pads:
+            found = build_model(run, 80, 32, pad).config
+            assert (found.pad_token_id, found.position_offset) == (pad, offset)
+        assert build_model(run, 80, 32).config.pad_token_id == config.pad_token_id
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@
 
 PATH is a folder that holds `train` and perhaps `validation` and `tokenizer` (as converters write
 it), or the training examples: an HDF5 file, a folder of such files, or a shard. No text is
-prepared. The vocabulary is that of the `tokenizer` folder, or else `vocab_file`.
+prepared. The vocabulary is that of the `tokenizer` folder, unless `vocab_file` or `tokenizer` names
+one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from bert_unpad.data.objective import SECOND_SEGMENTS
 from bert_unpad.data.store.cache import default_cache_dir
 from bert_unpad.data.store.dataset import ExampleDataset, NoExamples, WithoutPairLabels
 from bert_unpad.data.store.shards import ShardDataset
-from bert_unpad.data.text.tokenizer import WordPieceTokenizer
+from bert_unpad.data.text.json_tokenizer import given_tokenizer, load_tokenizer
+from bert_unpad.data.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from bert_unpad.data.config import DataConfig
@@ -31,7 +33,7 @@ def holds_examples(source: str) -> bool:
 
 def open_examples(
     config: DataConfig, progress: bool | None = None
-) -> tuple[ExampleDataset, ExampleDataset, WordPieceTokenizer, Path]:
+) -> tuple[ExampleDataset, ExampleDataset, TextTokenizer, Path]:
     """Opens the examples that `config.source` names.
 
     Args:
@@ -82,19 +84,19 @@ def open_examples(
     return train, held_out, tokenizer, path
 
 
-def _tokenizer(config: DataConfig, path: Path) -> WordPieceTokenizer:
-    if config.vocab_file is not None:
-        return WordPieceTokenizer.from_vocab_file(config.vocab_file, config.lowercase)
+def _tokenizer(config: DataConfig, path: Path) -> TextTokenizer:
+    if (given := given_tokenizer(config)) is not None:
+        return given
     if not (path / "tokenizer").is_dir():
         raise ValueError(
             f"vocab_file: expected the vocabulary that the examples of {config.source} were made "
             f"with, because there is no folder {path / 'tokenizer'}"
         )
-    return WordPieceTokenizer.load(path / "tokenizer")
+    return load_tokenizer(path / "tokenizer")
 
 
 def _hdf5_opener(
-    config: DataConfig, tokenizer: WordPieceTokenizer, progress: bool | None
+    config: DataConfig, tokenizer: TextTokenizer, progress: bool | None
 ) -> Callable[[Path], ExampleDataset]:
     try:
         from bert_unpad.data.hdf5.dataset import Hdf5Dataset

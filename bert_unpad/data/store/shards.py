@@ -70,7 +70,7 @@ class ShardWriter:
     Args:
         path: the folder to create; it must not exist.
         vocab_size: number of ids; tokens are stored as uint16 if all ids fit, else as uint32.
-        unmaskable_ids: ids that are never predicted (see `WordPieceTokenizer`).
+        unmaskable_ids: ids that are never predicted (see `TextTokenizer`).
         max_seq_length: longest allowed example, in tokens (at most 65,535).
         has_masks: whether every example comes with its masks.
 

@@ -10,7 +10,6 @@ can continue reading where a buffer began. So a resumed run reads only its curre
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -33,7 +32,7 @@ from bert_unpad.data.text.corpus import is_held_out, sentences_of, tokenize_in_m
 from bert_unpad.data.text.documents import Documents
 from bert_unpad.data.text.examples import make_examples
 from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR
-from bert_unpad.data.text.tokenizer import WordPieceTokenizer
+from bert_unpad.data.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -114,7 +113,7 @@ class TextStream:
     def __init__(
         self,
         dataset: IterableDataset,
-        tokenizer: WordPieceTokenizer,
+        tokenizer: TextTokenizer,
         rank: int,
         num_ranks: int,
         *,
@@ -154,13 +153,10 @@ class TextStream:
 
     def identity(self) -> dict[str, Any]:
         """See `ExampleStream`."""
-        tokenizer = self._tokenizer
-        vocabulary = hashlib.sha256("\n".join(tokenizer.vocabulary).encode()).hexdigest()
         return {
             "name": self._name,
             "column": self._column,
-            "vocabulary": vocabulary,
-            "lowercase": tokenizer.lowercase,
+            **self._tokenizer.identity(),
             "objective": self._objective,
             "documents": self._documents,
             "max_seq_length": self._max_seq_length,

@@ -24,9 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad._files import read_json_object, replacing
+from bert_unpad.data.random_hash import splitmix64
 from bert_unpad.data.store.manifest import count_of
 from bert_unpad.data.text.sources import Source
-from bert_unpad.data.text.tokenizer import WordPieceTokenizer
+from bert_unpad.data.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -230,6 +231,28 @@ class Spool:
             if which[document]:
                 yield sentences
 
+    def sample(self, which: NDArray[np.bool_], megabytes: float | None) -> Iterator[list[str]]:
+        """Yields a random sample of documents, the same every time, in their order.
+
+        Args:
+            which: bool [documents], which to choose from.
+            megabytes: text of the sample in UTF-8, in 10^6 bytes: nearly as much, and never more
+                than one document beyond it. None for all.
+        """
+        size = self.path.stat().st_size
+        if megabytes is None or megabytes * 1e6 >= size:
+            yield from self.read(which)
+            return
+        # Another choice than that of held-out documents, which the hashes themselves make.
+        chosen = splitmix64(self.hashes) < np.uint64(int(megabytes * 1e6 / size * 2**64))
+        chosen[self.hashes.argmax()] = True  # never held out
+        left = megabytes * 1e6
+        for sentences in self.read(which & chosen):
+            yield sentences
+            left -= sum(len(sentence.encode()) + 1 for sentence in sentences)
+            if left <= 0:
+                return
+
 
 def _documents_in(path: Path) -> Iterator[list[str]]:
     sentences: list[str] = []
@@ -244,7 +267,7 @@ def _documents_in(path: Path) -> Iterator[list[str]]:
 
 def tokenize(
     documents: Iterable[list[str]],
-    tokenizer: WordPieceTokenizer,
+    tokenizer: TextTokenizer,
     path: Path,
     *,
     longest: int,
@@ -282,7 +305,7 @@ def tokenize(
 
 
 def tokenize_in_memory(
-    documents: list[list[str]], tokenizer: WordPieceTokenizer, longest: int
+    documents: list[list[str]], tokenizer: TextTokenizer, longest: int
 ) -> TokenizedCorpus:
     """Converts documents to ids as `tokenize` does, in memory."""
     lengths = _Lengths()
@@ -295,9 +318,7 @@ class _Lengths:
     def __init__(self) -> None:
         self._sentences, self._documents = array("q"), array("q")
 
-    def encode(
-        self, block: list[list[str]], tokenizer: WordPieceTokenizer, longest: int
-    ) -> list[int]:
+    def encode(self, block: list[list[str]], tokenizer: TextTokenizer, longest: int) -> list[int]:
         """Encodes more documents; returns their ids."""
         encoded = iter(tokenizer.encode_batch([s for document in block for s in document]))
         ids: list[int] = []

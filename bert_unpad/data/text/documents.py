@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bert_unpad.data.text.corpus import TokenizedCorpus
 from bert_unpad.data.text.pairs import BLOCK, Columns, gather_pairs
-from bert_unpad.data.text.tokenizer import WordPieceTokenizer
+from bert_unpad.data.text.tokenizer import TextTokenizer
 
 Documents = Literal["apart", "joined"]
 _SPECIAL = 2  # [CLS] a [SEP]
@@ -22,7 +22,7 @@ _SPECIAL = 2  # [CLS] a [SEP]
 
 def document_examples(
     corpus: TokenizedCorpus,
-    tokenizer: WordPieceTokenizer,
+    tokenizer: TextTokenizer,
     *,
     documents: Documents,
     max_seq_length: int,
@@ -48,7 +48,7 @@ def document_examples(
 def _apart(
     tokens: NDArray[np.integer],
     starts: NDArray[np.int64],
-    tokenizer: WordPieceTokenizer,
+    tokenizer: TextTokenizer,
     longest: int,
 ) -> Iterator[tuple[Columns, int]]:
     for first in range(0, len(starts) - 1, BLOCK):
@@ -68,7 +68,7 @@ def _apart(
 def _joined(
     tokens: NDArray[np.integer],
     starts: NDArray[np.int64],
-    tokenizer: WordPieceTokenizer,
+    tokenizer: TextTokenizer,
     longest: int,
 ) -> Iterator[tuple[Columns, int]]:
     ends = starts[1:-1]  # before these tokens stands a [SEP]

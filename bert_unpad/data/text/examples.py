@@ -9,12 +9,12 @@ from bert_unpad.data.store.shards import ShardWriter
 from bert_unpad.data.text.corpus import TokenizedCorpus
 from bert_unpad.data.text.documents import Documents, document_examples
 from bert_unpad.data.text.pairs import Columns, pair_examples
-from bert_unpad.data.text.tokenizer import WordPieceTokenizer
+from bert_unpad.data.text.tokenizer import TextTokenizer
 
 
 def make_examples(
     corpus: TokenizedCorpus,
-    tokenizer: WordPieceTokenizer,
+    tokenizer: TextTokenizer,
     *,
     objective: Objective = "mlm_nsp",
     documents: Documents = "apart",
@@ -54,7 +54,7 @@ def make_examples(
 
 def write_examples(
     corpus: TokenizedCorpus,
-    tokenizer: WordPieceTokenizer,
+    tokenizer: TextTokenizer,
     writer: ShardWriter,
     *,
     objective: Objective = "mlm_nsp",

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from bert_unpad.data.objective import SecondSegment
 from bert_unpad.data.text.corpus import TokenizedCorpus
-from bert_unpad.data.text.tokenizer import WordPieceTokenizer
+from bert_unpad.data.text.tokenizer import TextTokenizer
 
 MIN_SEQ_LENGTH = 5  # [CLS] a [SEP] b [SEP] with one token each
 SPECIAL_PER_PAIR = 3
@@ -142,7 +142,7 @@ class PairDrawer:
 
 def pair_examples(
     corpus: TokenizedCorpus,
-    tokenizer: WordPieceTokenizer,
+    tokenizer: TextTokenizer,
     *,
     second: SecondSegment = "next_or_random",
     max_seq_length: int,
@@ -182,7 +182,7 @@ def pair_examples(
 
 def gather_pairs(
     tokens: NDArray[np.integer],
-    tokenizer: WordPieceTokenizer,
+    tokenizer: TextTokenizer,
     pairs: NDArray[np.int64],
 ) -> Columns:
     """Gathers the tokens of pairs and adds special tokens around the segments.

@@ -1,19 +1,22 @@
-"""WordPiece tokenizer (Wu et al. 2016, arXiv:1609.08144; BERT's vocabulary, arXiv:1810.04805).
+"""What a tokenizer is, and WordPiece (Wu et al. 2016, arXiv:1609.08144; BERT's, arXiv:1810.04805).
 
 A thin layer over Hugging Face's `tokenizers`. It knows which ids are special and which tokens
-continue a word (masking needs both as arrays), and stores the vocabulary as `vocab.txt`, which
-`transformers.BertTokenizerFast.from_pretrained` reads.
+continue a word (masking needs both as arrays), and stores WordPiece's vocabulary as `vocab.txt`,
+which `transformers.BertTokenizerFast.from_pretrained` reads.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from bert_unpad._files import read_json_object
@@ -23,7 +26,57 @@ CONTINUATION = "##"
 _MAX_WORD = 100  # characters; BERT's tokenizers convert longer words to [UNK]
 
 
-class WordPieceTokenizer:
+class TextTokenizer:
+    """Converts text to ids; what all tokenizers have.
+
+    Special tokens written in a text (a literal "[SEP]") are ordinary characters, so that no text
+    can forge the structure of an example.
+
+    Attributes:
+        vocabulary: the tokens; a token's index is its id.
+        pad_id, unk_id: ids of special tokens; None where there is none.
+        cls_id, sep_id, mask_id: ids of the special tokens that examples need.
+        unmaskable_ids: ids that are never predicted: the special tokens but the unknown one, which
+            stands for a word of the text and is predicted, as in Google's BERT.
+        is_continuation: bool [vocab_size], True for tokens that continue a word ("##ing").
+        files: names of the files of `save`.
+    """
+
+    vocabulary: tuple[str, ...]
+    pad_id: int | None
+    unk_id: int | None
+    cls_id: int
+    sep_id: int
+    mask_id: int
+    unmaskable_ids: tuple[int, ...]
+    is_continuation: NDArray[np.bool_]
+    files: tuple[str, ...]
+    _tokenizer: Tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids."""
+        return len(self.vocabulary)
+
+    def identity(self) -> dict[str, Any]:
+        """Returns JSON values that differ for tokenizers that give other ids."""
+        raise NotImplementedError
+
+    def save(self, folder: str | Path) -> None:
+        """Writes `files` in Hugging Face's layout."""
+        raise NotImplementedError
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Converts each text to ids, without special tokens."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Converts ids to readable text; joins parts of words, keeps special tokens."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+class WordPieceTokenizer(TextTokenizer):
     """Converts text to WordPiece ids.
 
     Args:
@@ -31,19 +84,11 @@ class WordPieceTokenizer:
             index (a trained vocabulary has them at 0 to 4).
         lowercase: lower-case the text and strip accents (BERT's "uncased").
 
-    Special tokens written in a text (a literal "[SEP]") are ordinary characters, so that no text
-    can forge the structure of an example.
-
-    Attributes:
-        vocab_size: number of ids.
-        pad_id, unk_id, cls_id, sep_id, mask_id: ids of the special tokens.
-        unmaskable_ids: ids that are never predicted: [PAD], [CLS], [SEP], [MASK]. [UNK] stands for
-            a word of the text and is predicted, as in Google's BERT.
-        is_continuation: bool [vocab_size], True for tokens that continue a word ("##ing").
-
     Raises:
         ValueError: a special token is missing, or a token occurs twice.
     """
+
+    files = ("vocab.txt", "tokenizer_config.json")
 
     def __init__(self, vocabulary: Sequence[str], lowercase: bool = True) -> None:
         ids = {token: index for index, token in enumerate(vocabulary)}
@@ -65,10 +110,6 @@ class WordPieceTokenizer:
         self.is_continuation = np.array([t.startswith(CONTINUATION) for t in vocabulary])
         model = models.WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=_MAX_WORD)
         self._tokenizer = _pipeline(model, lowercase)
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.vocabulary)
 
     @classmethod
     def train(
@@ -109,7 +150,7 @@ class WordPieceTokenizer:
 
         learner.train_from_iterator(counted(), _trainer(len(SPECIAL_TOKENS), SPECIAL_TOKENS))
         del letters[" "]
-        kept = {c for c, _ in sorted(letters.items(), key=lambda x: (-x[1], x[0]))[:limit_alphabet]}
+        kept = most_frequent(letters, limit_alphabet)
         found = [token for token in learner.get_vocab() if token not in SPECIAL_TOKENS]
         alphabet = [
             *sorted(token for token in found if token in kept),
@@ -146,6 +187,11 @@ class WordPieceTokenizer:
         except ValueError as error:
             raise ValueError(f"vocab_file: {path}: {error}") from error
 
+    def identity(self) -> dict[str, Any]:
+        """See `TextTokenizer`."""
+        vocabulary = hashlib.sha256("\n".join(self.vocabulary).encode()).hexdigest()
+        return {"vocabulary": vocabulary, "lowercase": self.lowercase}
+
     def save(self, folder: str | Path) -> None:
         """Writes `vocab.txt` and `tokenizer_config.json` in Hugging Face's layout."""
         folder = Path(folder)
@@ -170,14 +216,10 @@ class WordPieceTokenizer:
             raise ValueError(f"{path}: do_lower_case: expected true or false, got {lowercase!r}")
         return cls.from_vocab_file(folder / "vocab.txt", lowercase)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Converts each text to ids, without special tokens."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Converts ids to readable text; joins parts of words, keeps special tokens."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+def most_frequent(letters: Counter[str], count: int) -> set[str]:
+    """Returns the most frequent letters, of equally frequent ones the first."""
+    return {c for c, _ in sorted(letters.items(), key=lambda x: (-x[1], x[0]))[:count]}
 
 
 def _pipeline(model: models.Model, lowercase: bool) -> Tokenizer:

@@ -1,0 +1,143 @@
+"""Trains a vocabulary of byte pairs or of a unigram model on a corpus.
+
+With the `tokenizers` library. The special tokens and their ids are those of a trained WordPiece
+vocabulary, so examples look the same whatever made them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from bert_unpad.data.text.json_tokenizer import JsonTokenizer
+from bert_unpad.data.text.tokenizer import (
+    SPECIAL_TOKENS,
+    TextTokenizer,
+    WordPieceTokenizer,
+    most_frequent,
+)
+
+Read = Callable[[], Iterable[Sequence[str]]]
+
+
+def train_tokenizer(
+    kind: str, read: Read, vocab_size: int, lowercase: bool, alphabet_size: int
+) -> TextTokenizer:
+    """Trains at most `vocab_size` tokens on texts.
+
+    Memory grows with the text for unigram, with its distinct words for the others.
+
+    Args:
+        kind: "wordpiece" (see `WordPieceTokenizer.train`), "bpe" (byte pairs: Sennrich et al.,
+            2016, arXiv:1508.07909; on bytes: Radford et al., 2019) or "unigram" (Kudo, 2018,
+            arXiv:1804.10959, on text with marked spaces, arXiv:1808.06226).
+        read: called once or twice; returns an iterable of lists of texts.
+        vocab_size: largest number of tokens, with special tokens and letters or bytes.
+        lowercase: convert the text to lower case and strip accents.
+        alphabet_size: letters to keep, the most frequent ones; others become [UNK]. Byte pairs know
+            all.
+
+    Raises:
+        ValueError: `vocab_size` is too small for the special tokens and the letters.
+    """
+    if kind == "wordpiece":
+        return WordPieceTokenizer.train(read, vocab_size, lowercase, alphabet_size)
+    if kind == "bpe":
+        return _train_bpe(read, vocab_size, lowercase)
+    return _train_unigram(read, vocab_size, lowercase, alphabet_size)
+
+
+def _train_bpe(read: Read, vocab_size: int, lowercase: bool) -> JsonTokenizer:
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    _check_size(vocab_size, len(bytes_), "bytes")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = _normalizer(lowercase, normalizers.NFC())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=bytes_,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(read(), trainer)
+    return _finished(tokenizer)
+
+
+def _train_unigram(
+    read: Read, vocab_size: int, lowercase: bool, alphabet_size: int
+) -> JsonTokenizer:
+    normalizer = _normalizer(lowercase, normalizers.NFKC())
+    letters: Counter[str] = Counter()
+    for texts in read():
+        letters.update(normalizer.normalize_str(" ".join(texts)))
+    del letters[" "]
+    kept = most_frequent(letters, alphabet_size)
+    _check_size(vocab_size, len(kept) + 1, "letters")  # and the mark of a space
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    trainer = trainers.UnigramTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        unk_token="[UNK]",
+        show_progress=False,
+    )
+    # The trainer has no bound on letters, so words with others are left out of what it sees.
+    other = {ord(letter): None for letter in letters.keys() - kept}
+
+    def known() -> Iterator[Sequence[str]]:
+        for texts in read():
+            words = (normalizer.normalize_str(text).split(" ") for text in texts)
+            yield [" ".join(w for w in text if w.translate(other) == w) for text in words]
+
+    tokenizer.train_from_iterator(known() if other else read(), trainer)
+    # The trainer adds probabilities up in an order that changes from run to run: without their last
+    # digits, and sorted by them, two runs give the same.
+    first = len(SPECIAL_TOKENS)
+    scores = [(token, round(score, 6)) for token, score in _scores(tokenizer)]
+    scores[first:] = sorted(scores[first:], key=lambda x: (-x[1], x[0]))
+    tokenizer.model = models.Unigram(scores, SPECIAL_TOKENS.index("[UNK]"))
+    return _finished(tokenizer)
+
+
+def _scores(tokenizer: Tokenizer) -> list[tuple[str, float]]:
+    return json.loads(tokenizer.to_str())["model"]["vocab"]
+
+
+def _normalizer(lowercase: bool, form: normalizers.Normalizer) -> normalizers.Normalizer:
+    parts = [normalizers.NFKD(), normalizers.Lowercase(), normalizers.StripAccents()]
+    spaces = normalizers.Replace(Regex(r"\s+"), " ")
+    return normalizers.Sequence([*(parts if lowercase else [form]), spaces])
+
+
+def _check_size(vocab_size: int, letters: int, what: str) -> None:
+    least = len(SPECIAL_TOKENS) + letters
+    if vocab_size < least:
+        raise ValueError(
+            f"vocab_size: expected at least {least} for the special tokens and the {what} of this "
+            f"corpus, got {vocab_size}"
+        )
+
+
+def _finished(tokenizer: Tokenizer) -> JsonTokenizer:
+    """Adds what `transformers` puts around a text, and segments."""
+    cls, sep = ((token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[cls, sep]
+    )
+    return JsonTokenizer(tokenizer)
