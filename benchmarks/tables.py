@@ -62,6 +62,7 @@ def page() -> str:
         training_tables.clipping(),
         rank_tables.cluster(),
         rank_tables.rank_speeds(),
+        rank_tables.one_bit(),
         training_tables.growth(),
         training_tables.tuned_optimizers(),
         rank_tables.plans(),

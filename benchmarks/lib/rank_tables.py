@@ -214,6 +214,27 @@ def rank_speeds() -> str:
     )
 
 
+def one_bit() -> str:
+    """The operators that compress to one bit a value."""
+    found = read("one_bit")
+    if found is None:
+        return ""
+    rows = [
+        [x["operator"], f"{1e3 * x['seconds']:.1f}", f"{x['gb_per_s']:.1f}"]
+        + [f"{x['copy_share']:.0%}", between([1e3 * y for y in x["rounds"]], 1)]
+        for x in found["results"]
+    ]
+    return section(
+        "One bit a value",
+        f"The operators that compress {found['numel'] / 1e6:.0f} million values, as they run "
+        f"between {found['ranks']} ranks, against a copy of memory of as many: milliseconds, "
+        f"median of {count(found['rounds'], 'round')} in turns; bytes that they must read and "
+        "write at least, a second. [What uses them](training/optimizers.md).",
+        source("one_bit", found),
+        table(["", "ms", "GB/s", "of the copy's", "range of rounds, ms"], rows),
+    )
+
+
 def plans() -> str:
     found = read("plan_check")
     if found is None:
