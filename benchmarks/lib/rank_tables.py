@@ -229,7 +229,7 @@ def one_bit() -> str:
         f"The operators that compress {found['numel'] / 1e6:.0f} million values, as they run "
         f"between {found['ranks']} ranks, against a copy of memory of as many: milliseconds, "
         f"median of {count(found['rounds'], 'round')} in turns; bytes that they must read and "
-        "write at least, a second. [What uses them](training/optimizers.md).",
+        "write at least, a second. [What uses them](training/gradients.md#one-bit-a-value).",
         source("one_bit", found),
         table(["", "ms", "GB/s", "of the copy's", "range of rounds, ms"], rows),
     )
