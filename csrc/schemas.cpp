@@ -40,15 +40,21 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
       "Tensor? bias_key=None, bool table_gradient=False) "
       "-> (Tensor dq, Tensor dkv, Tensor dtable, Tensor dquery, Tensor dkey)");
 
-  // Results that were not asked for, or that equal another, come back as empty tensors [0]:
-  // dresidual where p is 0 (it equals dx) or there is no residual, a bias's gradient where there is
-  // no bias.
+  // Results that were not asked for, or that equal another, come back as empty tensors [0]: `sum`
+  // without `return_sum`, `mean` with `rms`, dresidual where p is 0 (it equals dx) or there is no
+  // residual, a bias's gradient where there is no bias. A missing mean means `rms`.
   m.def(
       "dropout_add_layer_norm(Tensor x, Tensor? x_bias, Tensor? residual, Tensor weight, "
-      "Tensor bias, float p, float eps, Tensor? rng) -> (Tensor y, Tensor mean, Tensor rstd)");
+      "Tensor? bias, float p, float eps, Tensor? rng, bool rms=False, bool return_sum=False) "
+      "-> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)");
   m.def(
       "dropout_add_layer_norm_backward(Tensor dy, Tensor x, Tensor? x_bias, Tensor? residual, "
-      "Tensor weight, Tensor mean, Tensor rstd, float p, Tensor? rng) "
+      "Tensor weight, Tensor? mean, Tensor rstd, float p, Tensor? rng, bool bias=True) "
+      "-> (Tensor dx, Tensor dresidual, Tensor dx_bias, Tensor dweight, Tensor dbias)");
+  // The same from the sum that the forward pass returned, to whose gradient `dsum` is added.
+  m.def(
+      "dropout_add_norm_sum_backward(Tensor dy, Tensor? dsum, Tensor sum, Tensor? x_bias, "
+      "Tensor weight, Tensor? mean, Tensor rstd, float p, Tensor? rng, bool bias, bool residual) "
       "-> (Tensor dx, Tensor dresidual, Tensor dx_bias, Tensor dweight, Tensor dbias)");
 
   m.def("bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor");

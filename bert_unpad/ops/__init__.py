@@ -21,7 +21,12 @@ from bert_unpad.ops.glu import glu  # noqa: E402
 from bert_unpad.ops.linear_layer import linear, linear_residual  # noqa: E402
 from bert_unpad.ops.loss import masked_cross_entropy  # noqa: E402
 from bert_unpad.ops.matmul import accumulate_in_place, time_algorithms  # noqa: E402
-from bert_unpad.ops.norm import dropout_add_layer_norm  # noqa: E402
+from bert_unpad.ops.norm import (  # noqa: E402
+    dropout_add_layer_norm,
+    dropout_add_rms_norm,
+    layer_norm,
+    rms_norm,
+)
 from bert_unpad.ops.optim import (  # noqa: E402
     adam_,
     frozen_adam_,
@@ -47,6 +52,7 @@ __all__ = [
     "bias_gelu",
     "clip_bucket_",
     "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
     "embedding_layer_norm",
     "fp8_linear",
     "frozen_adam_",
@@ -54,12 +60,14 @@ __all__ = [
     "glu",
     "glu_mlp",
     "lamb_",
+    "layer_norm",
     "linear",
     "linear_residual",
     "masked_cross_entropy",
     "mlp",
     "multi_tensor_l2norm",
     "multi_tensor_scale_",
+    "rms_norm",
     "rotary_",
     "sign_mean_",
     "sign_pack_",

@@ -1,4 +1,4 @@
-"""Dropout + residual + LayerNorm: function, fake kernels and autograd over the C++ operator."""
+"""LayerNorm and RMSNorm, alone and after dropout and residual: functions, fakes and autograd."""
 
 import torch
 from torch import Tensor
@@ -13,46 +13,97 @@ def dropout_add_layer_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None = None,
     *,
     p: float = 0.0,
     eps: float = 1e-12,
     x_bias: Tensor | None = None,
     rng: Tensor | None = None,
-) -> Tensor:
+    return_sum: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """LayerNorm(residual + dropout(x + x_bias)) over the last dimension, in one pass over memory.
 
-    The end of both halves of a BERT layer (Devlin et al., "BERT", NAACL 2019). Layer normalisation
-    is that of Ba et al. (2016), with the biased variance. The backward pass recomputes the dropout
-    mask and the normalised row instead of storing them. Parameter gradients are summed in a fixed
-    order, so they have the same bits with any number of threads.
+    The end of both halves of a BERT layer (Devlin et al., "BERT", NAACL 2019), and with
+    `return_sum` what lies between two halves of a pre-norm layer (Xiong et al., 2020,
+    arXiv:2002.04745). Layer normalisation is that of Ba et al. (2016), with the biased variance.
+    The backward pass recomputes the dropout mask and the normalised row instead of storing them;
+    of a sum that is returned it keeps that one instead of x and the residual. Parameter gradients
+    are summed in a fixed order, so they have the same bits with any number of threads.
 
     Args:
         x: [..., hidden], float32, bfloat16 or float16.
         residual: of x's shape and dtype, or None.
-        weight, bias: [hidden], both float32 or both of x's dtype.
+        weight, bias: [hidden], both float32 or both of x's dtype; the bias may be None.
         p: probability in [0, 1) that an element of x + x_bias is dropped; the others are scaled by
             the reciprocal of the keep rate. Pass 0 in evaluation.
         eps: added to the variance.
         x_bias: [hidden], float32 or x's dtype, or None.
         rng: int64 [2] (seed, offset) on the data's device; None draws one from PyTorch's default
             generator. The mask is a pure function of it and of (row, column).
+        return_sum: also return residual + dropout(x + x_bias), rounded to x's dtype; that is then
+            what is normalised.
 
     Returns:
-        The normalised sum, [..., hidden], of x's dtype.
+        The normalised sum, [..., hidden], of x's dtype; with `return_sum` the sum and the
+        normalised sum, which both have gradients.
 
     Raises:
         RuntimeError: a shape, dtype, device or probability is wrong; the message names it.
     """
+    return _add_norm(x, residual, weight, bias, p, eps, x_bias, rng, False, return_sum)
+
+
+def dropout_add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    *,
+    p: float = 0.0,
+    eps: float = 1e-6,
+    x_bias: Tensor | None = None,
+    rng: Tensor | None = None,
+    return_sum: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """RMSNorm(residual + dropout(x + x_bias)); arguments and results of `dropout_add_layer_norm`.
+
+    RMSNorm (Zhang and Sennrich, 2019, arXiv:1910.07467) divides a row by
+    sqrt(mean of its squares + eps).
+    """
+    return _add_norm(x, residual, weight, None, p, eps, x_bias, rng, True, return_sum)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """LayerNorm of x over the last dimension, as in `dropout_add_layer_norm`."""
+    return _add_norm(x, None, weight, bias, 0.0, eps, None, None, False, False)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """RMSNorm of x over the last dimension, as in `dropout_add_rms_norm`."""
+    return _add_norm(x, None, weight, None, 0.0, eps, None, None, True, False)
+
+
+def _add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    p: float,
+    eps: float,
+    x_bias: Tensor | None,
+    rng: Tensor | None,
+    rms: bool,
+    return_sum: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
     rng = _rng.draw(p, rng, x.device)
     residual = None if residual is None else residual.contiguous()
-    return _ops.dropout_add_layer_norm(x.contiguous(), x_bias, residual, weight, bias, p, eps, rng)[
-        0
-    ]
+    y, total, _mean, _rstd = _ops.dropout_add_layer_norm(
+        x.contiguous(), x_bias, residual, weight, bias, p, eps, rng, rms, return_sum
+    )
+    return (total, y) if return_sum else y
 
 
 @register_fake("dropout_add_layer_norm")
-def _(x, x_bias, residual, weight, bias, p, eps, rng):
+def _(x, x_bias, residual, weight, bias, p, eps, rng, rms=False, return_sum=False):
     torch._check(
         x.dim() >= 1 and x.shape[-1] >= 1,
         lambda: (
@@ -61,40 +112,65 @@ def _(x, x_bias, residual, weight, bias, p, eps, rng):
         ),
     )
     rows = x.numel() // x.shape[-1]
-    statistics = [x.new_empty((rows,), dtype=torch.float32) for _ in range(2)]
-    return x.new_empty(x.shape), *statistics
+    mean, rstd = (x.new_empty((n,), dtype=torch.float32) for n in (0 if rms else rows, rows))
+    return x.new_empty(x.shape), x.new_empty(x.shape if return_sum else (0,)), mean, rstd
 
 
-@register_fake("dropout_add_layer_norm_backward")
-def _(dy, x, x_bias, residual, weight, mean, rstd, p, rng):
-    own_dresidual = residual is not None and p > 0.0
+def _fake_gradients(x, x_bias, weight, bias: bool, own_dresidual: bool):
     return (
         x.new_empty(x.shape),
         x.new_empty(x.shape if own_dresidual else (0,)),
         x.new_empty((0,)) if x_bias is None else x_bias.new_empty(x_bias.shape),
         weight.new_empty(weight.shape),
-        weight.new_empty(weight.shape),
+        weight.new_empty(weight.shape) if bias else x.new_empty((0,)),
     )
+
+
+@register_fake("dropout_add_layer_norm_backward")
+def _(dy, x, x_bias, residual, weight, mean, rstd, p, rng, bias=True):
+    return _fake_gradients(x, x_bias, weight, bias, residual is not None and p > 0.0)
+
+
+@register_fake("dropout_add_norm_sum_backward")
+def _(dy, dsum, sum, x_bias, weight, mean, rstd, p, rng, bias, residual):
+    return _fake_gradients(sum, x_bias, weight, bias, residual and p > 0.0)
 
 
 def _setup(ctx, inputs, output):
-    x, x_bias, residual, weight, _bias, p, _eps, rng = inputs
-    _y, mean, rstd = output
-    ctx.save_for_backward(x, x_bias, residual, weight, mean, rstd, rng)
-    ctx.p = p
-    ctx.mark_non_differentiable(mean, rstd)
+    x, x_bias, residual, weight, bias, p, _eps, rng, rms, return_sum = inputs
+    _y, total, mean, rstd = output
+    ctx.p, ctx.return_sum = p, return_sum
+    ctx.has_bias, ctx.has_residual = bias is not None, residual is not None
+    rows = (total, None) if return_sum else (x, residual)
+    ctx.save_for_backward(*rows, x_bias, weight, None if rms else mean, rstd, rng)
+    ctx.mark_non_differentiable(mean, rstd, *(() if return_sum else (total,)))
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, saved, dy, _dmean, _drstd):
-    x, x_bias, residual, weight, mean, rstd, rng = saved
-    dx, dresidual, dx_bias, dweight, dbias = _ops.dropout_add_layer_norm_backward(
-        dy.contiguous(), x, x_bias, residual, weight, mean, rstd, ctx.p, rng
-    )
-    if residual is None:
-        dresidual = None
-    elif ctx.p == 0.0:
+def _backward(ctx, saved, dy, dsum, _dmean, _drstd):
+    x, residual, x_bias, weight, mean, rstd, rng = saved
+    statistics = (weight, mean, rstd, ctx.p, rng, ctx.has_bias)
+    if ctx.return_sum:
+        dy = torch.zeros_like(x) if dy is None else dy.contiguous()
+        dsum = None if dsum is None else dsum.contiguous()
+        gradients = _ops.dropout_add_norm_sum_backward(
+            dy, dsum, x, x_bias, *statistics, ctx.has_residual
+        )
+    else:
+        gradients = _ops.dropout_add_layer_norm_backward(
+            dy.contiguous(), x, x_bias, residual, *statistics
+        )
+    dx, dresidual, dx_bias, dweight, dbias = gradients
+    if ctx.p == 0.0:
         dresidual = dx
-    return dx, None if x_bias is None else dx_bias, dresidual, dweight, dbias, None, None, None
+    return (
+        dx,
+        None if x_bias is None else dx_bias,
+        dresidual if ctx.has_residual else None,
+        dweight,
+        dbias if ctx.has_bias else None,
+        *(None,) * 5,
+    )
 
 
 register_autograd("dropout_add_layer_norm", _backward, _setup)

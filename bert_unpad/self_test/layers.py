@@ -49,6 +49,40 @@ def dropout_add_layer_norm(inputs: Inputs) -> Iterator[Compared]:
     yield from _compare_with_dropout(inputs, ours, plain, leaves, rng, kept)
 
 
+@case
+def dropout_add_rms_norm(inputs: Inputs) -> Iterator[Compared]:
+    leaves = {
+        "x": inputs.normal(67, 256),
+        "residual": inputs.normal(67, 256),
+        "weight": 1 + inputs.parameter(256, scale=0.3),
+    }
+
+    def plain(x, residual, weight):
+        total = residual + x
+        return _both((total, functional.rms_norm(total, total.shape[-1:], weight, 1e-6)))
+
+    yield from compare(
+        inputs,
+        lambda *leaves: _both(ops.dropout_add_rms_norm(*leaves, return_sum=True)),
+        plain,
+        leaves,
+    )
+
+
+@case
+def layer_norm(inputs: Inputs) -> Iterator[Compared]:
+    leaves = {"x": inputs.normal(67, 256), "weight": 1 + inputs.parameter(256, scale=0.3)}
+    plain = lambda x, weight: functional.layer_norm(x, (256,), weight, eps=1e-5)  # noqa: E731
+    yield from compare(inputs, lambda x, weight: ops.layer_norm(x, weight), plain, leaves)
+
+
+@case
+def rms_norm(inputs: Inputs) -> Iterator[Compared]:
+    leaves = {"x": inputs.normal(67, 256), "weight": 1 + inputs.parameter(256, scale=0.3)}
+    plain = lambda x, weight: functional.rms_norm(x, (256,), weight, 1e-6)  # noqa: E731
+    yield from compare(inputs, lambda x, weight: ops.rms_norm(x, weight), plain, leaves)
+
+
 def _compare_with_dropout(
     inputs: Inputs,
     ours: Callable[..., Tensor],

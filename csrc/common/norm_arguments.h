@@ -25,23 +25,25 @@ inline void check_statistics(const Tensor& t, int64_t rows, const Tensor& like, 
   check_same_device(t, like, op, name);
 }
 
-// Allocates both, for the forward pass; `p` is a params struct with their pointers.
+// Allocates both, for the forward pass; `p` is a params struct with their pointers. RMSNorm has no
+// mean: the tensor is empty, and the pointer null.
 template <class Params>
-std::pair<Tensor, Tensor> new_statistics(Params& p, const Tensor& like, int64_t rows) {
-  Tensor mean = torch::stable::new_empty(like, {rows}, ScalarType::Float);
+std::pair<Tensor, Tensor> new_statistics(Params& p, const Tensor& like, int64_t rows,
+                                         bool rms = false) {
+  Tensor mean = torch::stable::new_empty(like, {rms ? 0 : rows}, ScalarType::Float);
   Tensor rstd = torch::stable::new_empty(like, {rows}, ScalarType::Float);
-  p.mean = mean.mutable_data_ptr<float>();
+  p.mean = rms ? nullptr : mean.mutable_data_ptr<float>();
   p.rstd = rstd.mutable_data_ptr<float>();
   return {mean, rstd};
 }
 
 // Checks both as the backward pass gets them, and sets their pointers.
 template <class Params>
-void set_statistics(Params& p, const Tensor& mean, const Tensor& rstd, int64_t rows,
+void set_statistics(Params& p, const std::optional<Tensor>& mean, const Tensor& rstd, int64_t rows,
                     const Tensor& like, const char* op) {
-  check_statistics(mean, rows, like, op, "mean");
+  if (mean) check_statistics(*mean, rows, like, op, "mean");
   check_statistics(rstd, rows, like, op, "rstd");
-  p.mean = const_cast<float*>(mean.const_data_ptr<float>());
+  p.mean = mean ? const_cast<float*>(mean->const_data_ptr<float>()) : nullptr;
   p.rstd = const_cast<float*>(rstd.const_data_ptr<float>());
 }
 

@@ -47,7 +47,8 @@ struct RowChunks {
 inline std::vector<float> padded_vector(const std::optional<Tensor>& t, int64_t n) {
   std::vector<float> out(padded_columns(n), 0.0f);
   if (!t || n == 0) return out;
-  const Tensor wide = torch::stable::to(*t, ScalarType::Float);
+  const bool is_wide = t->scalar_type() == ScalarType::Float;
+  const Tensor wide = is_wide ? *t : torch::stable::to(*t, ScalarType::Float);
   std::memcpy(out.data(), wide.const_data_ptr(), n * sizeof(float));
   return out;
 }

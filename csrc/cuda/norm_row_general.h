@@ -32,26 +32,25 @@ BU_DEVICE void forward_rows_general(const Params& params) {
     for_groups(row_of, hidden, [&](int column, int count, const typename Row::Raw& raw) {
       float z[kGroup];
       row_of.input(raw, column, parameters, dropout.kept(row, column), z);
+      row_of.template keep_input<false>(column, count, z);
       for (int i = 0; i < count; ++i) sum[0] += z[i];
     });
-    sum_over_row(sum);
-    const float mean = sum[0] * inverse;
+    const float mean = mean_of_row(p, sum, inverse, sum_over_row);
     sum[0] = 0.0f;
     for_groups(row_of, hidden, [&](int column, int count, const typename Row::Raw& raw) {
       float z[kGroup];
       row_of.input(raw, column, parameters, dropout.kept(row, column), z);
+      row_of.template keep_input<false>(column, count, z);
       for (int i = 0; i < count; ++i) sum[0] = fma(z[i] - mean, z[i] - mean, sum[0]);
     });
     sum_over_row(sum);
     const float rstd = reciprocal_deviation(sum[0], inverse, p.eps);
-    if (threadIdx.x == 0) {
-      store_global<float>(p.mean + row, mean);
-      store_global<float>(p.rstd + row, rstd);
-    }
+    if (threadIdx.x == 0) store_statistics(p, row, mean, rstd);
     for_groups(row_of, hidden, [&](int column, int count, const typename Row::Raw& raw) {
       float z[kGroup], weight[kGroup], bias[kGroup];
       const uint32_t mask = dropout.kept(row, column);
       row_of.input(raw, column, parameters, mask, z);
+      row_of.template keep_input<false>(column, count, z);
       parameters.get(kWeight, column, weight);
       parameters.get(kBias, column, bias);
       normalise(z, mean, rstd, weight, bias);
@@ -81,7 +80,7 @@ BU_DEVICE void backward_rows_general(const Params& params) {
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
     row_of.begin(row);
     const bool first = row == blockIdx.x;
-    const float mean = load_global<float>(p.mean + row), rstd = load_global<float>(p.rstd + row);
+    const float mean = load_mean(p, row), rstd = load_global<float>(p.rstd + row);
     float sums[2] = {0.0f, 0.0f};
     for_groups(row_of, hidden, [&](int column, int count, const typename Row::Raw& raw) {
       float xhat[kGroup], d[kGroup], weight[kGroup], dweight[kGroup] = {}, dbias[kGroup] = {};
@@ -102,8 +101,8 @@ BU_DEVICE void backward_rows_general(const Params& params) {
       parameters.get(kWeight, column, weight);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) xhat[i] = (xhat[i] - mean) * rstd;
-      project(d, xhat, rstd, inverse, weight, sums);
-      row_of.template input_gradient<false>(column, count, mask, d, third);
+      project(p, d, xhat, rstd, inverse, weight, sums);
+      row_of.template input_gradient<false>(raw, column, count, mask, d, third);
       if constexpr (Row::kSums == 3)
         accumulate(sums_of_block + 2 * next_sum + column, third, count, first);
     });

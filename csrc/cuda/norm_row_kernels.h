@@ -1,5 +1,6 @@
-// LayerNorm's forward and backward pass over rows. Memory is the limit: operands are read once, the
-// row stays in registers between its statistics and its output, and results are written once.
+// LayerNorm's and RMSNorm's forward and backward pass over rows. Memory is the limit: operands are
+// read once, the row stays in registers between its statistics and its output, and results are
+// written once.
 //
 // Each operator says what is normalised and what happens to the result, by its `Row` type:
 //   Row(params)                              of all threads, once
@@ -7,10 +8,11 @@
 //   Raw load<kWide>(column, count)           a group of the operands, as it is in memory
 //   input_bias()                             a parameter that `input` needs, or a null one
 //   input(raw, column, parameters, mask, z)  the LayerNorm's input, in fp32
+//   keep_input<kWide>(column, count, z)      may store that input, and then rounds it as stored
 //   output<kWide>(column, count, mask, y)    takes the LayerNorm's result
 //   gradient<kWide>(column, count)           a group of dy, as it is in memory
 //   result_gradient(group, mask, d)          the gradient of the LayerNorm's result, in fp32
-//   input_gradient<kWide>(column, count, mask, dz, sums)   takes the gradient of its input
+//   input_gradient<kWide>(raw, column, count, mask, dz, sums)   takes the gradient of its input
 // `mask` says which columns dropout keeps, before or after the LayerNorm. kSums is the number of
 // column sums of the backward pass (2: dweight and dbias; 3: also the one that input_gradient adds
 // to). The params have a member `norm`, a RowNormParams.
@@ -54,6 +56,24 @@ BU_DEVICE float reciprocal_deviation(float squares, float inverse_hidden, float 
   return 1.0f / std::sqrt(fma(squares, inverse_hidden, eps));
 }
 
+// From this thread's part of a row's sum; 0 for RMSNorm.
+template <bool kBlockRow>
+BU_DEVICE float mean_of_row(const cuda::RowNormParams& p, float (&sum)[1], float inverse_hidden,
+                            RowSum<kBlockRow>& sum_over_row) {
+  if (p.mean == nullptr) return 0.0f;
+  sum_over_row(sum);
+  return sum[0] * inverse_hidden;
+}
+
+BU_DEVICE void store_statistics(const cuda::RowNormParams& p, int64_t row, float mean, float rstd) {
+  if (p.mean != nullptr) store_global<float>(p.mean + row, mean);
+  store_global<float>(p.rstd + row, rstd);
+}
+
+BU_DEVICE float load_mean(const cuda::RowNormParams& p, int64_t row) {
+  return p.mean == nullptr ? 0.0f : load_global<float>(p.mean + row);
+}
+
 BU_DEVICE void normalise(float (&z)[kGroup], float mean, float rstd, const float (&weight)[kGroup],
                          const float (&bias)[kGroup]) {
 #pragma unroll
@@ -87,11 +107,11 @@ BU_DEVICE void forward_rows(const Params& params) {
       if (share.column(v) >= hidden) break;
       masks[v] = dropout.kept(row, share.column(v));
       row_of.input(raw[v], share.column(v), parameters, masks[v], z[v]);
+      row_of.template keep_input<true>(share.column(v), kGroup, z[v]);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) sum[0] += z[v][i];
     }
-    sum_over_row(sum);
-    const float mean = sum[0] * inverse;
+    const float mean = mean_of_row(p, sum, inverse, sum_over_row);
     sum[0] = 0.0f;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -101,10 +121,7 @@ BU_DEVICE void forward_rows(const Params& params) {
     }
     sum_over_row(sum);
     const float rstd = reciprocal_deviation(sum[0], inverse, p.eps);
-    if (share.thread == 0) {
-      store_global<float>(p.mean + row, mean);
-      store_global<float>(p.rstd + row, rstd);
-    }
+    if (share.thread == 0) store_statistics(p, row, mean, rstd);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (share.column(v) >= hidden) break;
@@ -133,10 +150,12 @@ BU_DEVICE void differentiate(float (&xhat)[kGroup], const float (&d)[kGroup], fl
   }
 }
 
-// d becomes the gradient of the LayerNorm's input; `sums` are those over the row.
-BU_DEVICE void project(float (&d)[kGroup], const float (&xhat)[kGroup], float rstd, float inverse,
+// d becomes the gradient of the norm's input; `sums` are those over the row.
+BU_DEVICE void project(const cuda::RowNormParams& p, float (&d)[kGroup],
+                       const float (&xhat)[kGroup], float rstd, float inverse,
                        const float (&weight)[kGroup], const float (&sums)[2]) {
-  const float factor = rstd * inverse, a = sums[0] * factor, b = sums[1] * factor;
+  const float factor = rstd * inverse, b = sums[1] * factor;
+  const float a = p.mean == nullptr ? 0.0f : sums[0] * factor;  // a mean has a gradient
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) d[i] = fma(d[i] * weight[i], rstd, -fma(xhat[i], b, a));
 }
@@ -164,7 +183,7 @@ BU_DEVICE void backward_rows(const Params& params) {
   float columns[3][kVectors * kGroup] = {};
   for (int64_t row = share.first; row < p.rows; row += share.step) {
     row_of.begin(row);
-    const float mean = load_global<float>(p.mean + row), rstd = load_global<float>(p.rstd + row);
+    const float mean = load_mean(p, row), rstd = load_global<float>(p.rstd + row);
     typename Row::Raw raw[kVectors];
     Group<typename Row::Activation> dy[kVectors];
 #pragma unroll
@@ -196,8 +215,9 @@ BU_DEVICE void backward_rows(const Params& params) {
       float d[kGroup], weight[kGroup];
       row_of.result_gradient(dy[v], masks[v], d);
       again.get(kWeight, column, weight);
-      project(d, xhat[v], rstd, inverse, weight, sums);
-      row_of.template input_gradient<true>(column, kGroup, masks[v], d, columns[2] + v * kGroup);
+      project(p, d, xhat[v], rstd, inverse, weight, sums);
+      row_of.template input_gradient<true>(raw[v], column, kGroup, masks[v], d,
+                                           columns[2] + v * kGroup);
     }
   }
   // What the block adds to the column sums.

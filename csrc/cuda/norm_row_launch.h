@@ -37,7 +37,7 @@ struct RowBlock {
 
 // The same in the forward pass; kOperands: tensors that a row is made of.
 template <int kVectors, bool kBlockRow, int kOperands>
-inline constexpr int kForwardBlocks = kVectors == 0   ? 8
+inline constexpr int kForwardBlocks = kVectors == 0   ? 6
                                       : kBlockRow     ? 1
                                       : kOperands > 2 ? (kVectors == 1 ? 6 : 3)
                                                       : (kVectors == 1 ? 8 : 4);

@@ -1,4 +1,4 @@
-// The part of the params that all CUDA kernels with a LayerNorm share. No torch here.
+// The part of the params that all CUDA kernels with a LayerNorm or RMSNorm share. No torch here.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct RowNormParams {
   const int64_t* rng;       // (seed, offset) on the device; null without dropout
   const void *weight, *bias;
   const void* dy;
-  float *mean, *rstd;  // [rows]
+  float *mean, *rstd;  // [rows]; mean is null for RMSNorm, which takes it for 0
   void *dweight, *dbias;
   // Scratch memory [sums, partial rows, hidden]: what each block adds to dweight, dbias and, where
   // the operator has it, dx_bias.

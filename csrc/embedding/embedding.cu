@@ -57,6 +57,9 @@ class EmbeddingRow {
   }
 
   template <bool kWide>
+  BU_DEVICE void keep_input(int, int, float (&)[kGroup]) const {}
+
+  template <bool kWide>
   BU_DEVICE void output(int column, int count, uint32_t mask, float (&y)[kGroup]) const {
     drop(y, mask, keep_scale_);
     store_group<kWide>(static_cast<T*>(p_.y) + token_ * p_.norm.hidden + column, y, count);
@@ -75,8 +78,8 @@ class EmbeddingRow {
   }
 
   template <bool kWide>
-  BU_DEVICE void input_gradient(int column, int count, uint32_t, const float (&dz)[kGroup],
-                                float*) const {
+  BU_DEVICE void input_gradient(const Raw&, int column, int count, uint32_t,
+                                const float (&dz)[kGroup], float*) const {
     store_group<kWide>(p_.dz + token_ * embedding_stride(p_.norm.hidden) + column, dz, count);
   }
 };

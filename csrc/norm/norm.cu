@@ -1,8 +1,9 @@
-// LN(residual + dropout(x + x_bias)) and its backward pass.
+// LN(residual + dropout(x + x_bias)) and its backward pass; LN is LayerNorm or RMSNorm.
 //
-// The backward pass makes the LayerNorm's input again from x, residual and the mask drawn again,
-// rather than reading a stored copy: the forward pass writes one row less, and that input is never
-// rounded to 16 bits.
+// The backward pass makes the norm's input again from x, residual and the mask drawn again, rather
+// than reading a stored copy: the forward pass writes one row less, and that input is never rounded
+// to 16 bits. A sum that is a result itself is such a copy: then it is what is normalised, and what
+// the backward pass reads.
 #include "norm/norm_cuda.h"
 
 #include "cuda/column_sum.h"
@@ -14,7 +15,8 @@ namespace {
 constexpr const char* kForward = "dropout_add_layer_norm";
 constexpr const char* kBackward = "dropout_add_layer_norm_backward";
 
-template <class T>
+// kOfSum: a backward pass in which x is the sum; the second operand is then the sum's gradient.
+template <class T, bool kOfSum>
 class AddRow {
   const NormCudaParams& p_;
   int64_t begin_ = 0;  // the row's first element
@@ -24,7 +26,7 @@ class AddRow {
   using Activation = T;
   static constexpr int kSums = 3;
   struct Raw {
-    Group<T> x, residual;
+    Group<T> x, second;
   };
 
   BU_DEVICE explicit AddRow(const NormCudaParams& p)
@@ -38,8 +40,8 @@ class AddRow {
   BU_DEVICE Raw load(int column, int count) const {
     Raw raw;
     raw.x = load_group<kWide>(at<const T>(p_.x, column), count);
-    if (p_.residual != nullptr)
-      raw.residual = load_group<kWide>(at<const T>(p_.residual, column), count);
+    const void* second = kOfSum ? p_.dsum : p_.residual;
+    if (second != nullptr) raw.second = load_group<kWide>(at<const T>(second, column), count);
     return raw;
   }
 
@@ -48,6 +50,7 @@ class AddRow {
                        float (&z)[kGroup]) const {
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) z[i] = raw.x[i];
+    if constexpr (kOfSum) return;
     if (p_.x_bias != nullptr) {
       float bias[kGroup];
       parameters.get(kInputBias, column, bias);
@@ -57,8 +60,16 @@ class AddRow {
     drop(z, mask, keep_scale_);
     if (p_.residual != nullptr) {
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) z[i] += raw.residual[i];
+      for (int i = 0; i < kGroup; ++i) z[i] += raw.second[i];
     }
+  }
+
+  template <bool kWide>
+  BU_DEVICE void keep_input(int column, int count, float (&z)[kGroup]) const {
+    if (p_.sum == nullptr) return;
+    store_group<kWide>(at<T>(p_.sum, column), z, count);
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) z[i] = to_float(from_float<T>(z[i]));
   }
 
   template <bool kWide>
@@ -77,8 +88,12 @@ class AddRow {
   }
 
   template <bool kWide>
-  BU_DEVICE void input_gradient(int column, int count, uint32_t mask, float (&dz)[kGroup],
-                                float* dx_bias) const {
+  BU_DEVICE void input_gradient(const Raw& raw, int column, int count, uint32_t mask,
+                                float (&dz)[kGroup], float* dx_bias) const {
+    if (kOfSum && p_.dsum != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) dz[i] += raw.second[i];
+    }
     if (p_.dresidual != nullptr) store_group<kWide>(at<T>(p_.dresidual, column), dz, count);
     drop(dz, mask, keep_scale_);
     store_group<kWide>(at<T>(p_.dx, column), dz, count);
@@ -98,23 +113,24 @@ BU_KERNEL((RowBlock<kVectors, kBlockRow>::kThreads),
           (kForwardBlocks<kVectors, kBlockRow, NormCudaParams::kRowOperands>))
 layer_norm_kernel(BU_PARAMS NormCudaParams p) {
   if constexpr (kVectors == 0)
-    forward_rows_general<AddRow<T>>(p);
+    forward_rows_general<AddRow<T, false>>(p);
   else
-    forward_rows<AddRow<T>, kVectors, kBlockRow>(p);
+    forward_rows<AddRow<T, false>, kVectors, kBlockRow>(p);
 }
 
-template <class T, int kVectors, bool kBlockRow>
+template <class T, bool kOfSum, int kVectors, bool kBlockRow>
 BU_KERNEL((RowBlock<kVectors, kBlockRow>::kThreads), (RowBlock<kVectors, kBlockRow>::kBackward))
 layer_norm_backward_kernel(BU_PARAMS NormCudaParams p) {
   if constexpr (kVectors == 0)
-    backward_rows_general<AddRow<T>>(p);
+    backward_rows_general<AddRow<T, kOfSum>>(p);
   else
-    backward_rows<AddRow<T>, kVectors, kBlockRow>(p);
+    backward_rows<AddRow<T, kOfSum>, kVectors, kBlockRow>(p);
 }
 
 bool aligned(const NormCudaParams& p) {
-  for (const void* q : {p.x, p.residual, p.norm.dy, static_cast<const void*>(p.y),
-                        static_cast<const void*>(p.dx), static_cast<const void*>(p.dresidual)})
+  for (const void* q : {p.x, p.residual, p.norm.dy, p.dsum, static_cast<const void*>(p.y),
+                        static_cast<const void*>(p.sum), static_cast<const void*>(p.dx),
+                        static_cast<const void*>(p.dresidual)})
     if (!is_aligned(q, 16)) return false;
   return true;
 }
@@ -145,7 +161,10 @@ void dropout_add_layer_norm_backward(const NormCudaParams& p, cudaStream_t strea
     dispatch(norm.dtype, [&]<class T>() {
       dispatch_row<T>(norm, aligned(p), [&]<int kVectors, bool kBlockRow>() {
         launch_backward_rows<kVectors, kBlockRow>(
-            kBackward, layer_norm_backward_kernel<T, kVectors, kBlockRow>, p, stream);
+            kBackward,
+            p.of_sum ? layer_norm_backward_kernel<T, true, kVectors, kBlockRow>
+                     : layer_norm_backward_kernel<T, false, kVectors, kBlockRow>,
+            p, stream);
       });
     });
   }

@@ -13,12 +13,12 @@ namespace {
 
 NormCudaParams common(const Tensor& x, const std::optional<Tensor>& x_bias,
                       const std::optional<Tensor>& residual, const Tensor& weight, double dropout_p,
-                      const std::optional<Tensor>& rng, const char* op) {
+                      const std::optional<Tensor>& rng, const char* op, const char* name = "x") {
   NormCudaParams p{};
-  p.norm.rows = check_norm_arguments(x, x_bias, residual, weight, dropout_p, op);
+  p.norm.rows = check_norm_arguments(x, x_bias, residual, weight, dropout_p, op, name);
   p.norm.hidden = weight.size(0);
   check_hidden(p.norm.hidden, op);
-  p.norm.dtype = storage_dtype(x, op, "x");
+  p.norm.dtype = storage_dtype(x, op, name);
   p.norm.parameter_dtype = storage_dtype(weight, op, "weight");
   p.norm.keep_threshold = keep_threshold(dropout_p);
   p.norm.rng = rng_pointer(rng, dropout_p, x, op);
@@ -32,43 +32,46 @@ NormCudaParams common(const Tensor& x, const std::optional<Tensor>& x_bias,
   return p;
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, std::optional<Tensor> x_bias,
-                                           std::optional<Tensor> residual, Tensor weight,
-                                           Tensor bias, double dropout_p, double eps,
-                                           std::optional<Tensor> rng) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor x, std::optional<Tensor> x_bias,
+                                                   std::optional<Tensor> residual, Tensor weight,
+                                                   std::optional<Tensor> bias, double dropout_p,
+                                                   double eps, std::optional<Tensor> rng, bool rms,
+                                                   bool return_sum) {
   const char* op = "dropout_add_layer_norm";
   NormCudaParams p = common(x, x_bias, residual, weight, dropout_p, rng, op);
-  check_norm_bias(bias, weight, x, op);
+  if (bias) check_norm_bias(*bias, weight, x, op);
   const Call call(x, op);
   Tensor y = torch::stable::empty_like(x);
-  const auto [mean, rstd] = new_statistics(p.norm, x, p.norm.rows);
-  p.norm.bias = bias.const_data_ptr();
+  Tensor sum = return_sum ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0});
+  const auto [mean, rstd] = new_statistics(p.norm, x, p.norm.rows, rms);
+  p.norm.bias = bias ? bias->const_data_ptr() : nullptr;
   p.norm.eps = static_cast<float>(eps);
   p.y = y.mutable_data_ptr();
+  p.sum = return_sum ? sum.mutable_data_ptr() : nullptr;
   dropout_add_layer_norm(p, call.stream);
-  return {y, mean, rstd};
+  return {y, sum, mean, rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-    Tensor dy, Tensor x, std::optional<Tensor> x_bias, std::optional<Tensor> residual,
-    Tensor weight, Tensor mean, Tensor rstd, double dropout_p, std::optional<Tensor> rng) {
-  const char* op = "dropout_add_layer_norm_backward";
-  NormCudaParams p = common(x, x_bias, residual, weight, dropout_p, rng, op);
-  check_like(dy, x, op, "dy", "x");
-  set_statistics(p.norm, mean, rstd, p.norm.rows, x, op);
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// `p` has everything but results; `own_dresidual`: that gradient is not dx.
+Gradients run_backward(NormCudaParams& p, const Tensor& x, const std::optional<Tensor>& x_bias,
+                       const Tensor& weight, bool bias, bool own_dresidual, const char* op) {
   const Call call(x, op);
+  const Tensor none = torch::stable::new_empty(x, {0});
   Tensor dx = torch::stable::empty_like(x);
-  const bool own_dresidual = residual.has_value() && dropout_p > 0.0;
-  Tensor dresidual =
-      own_dresidual ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0});
-  Tensor dweight = torch::stable::empty_like(weight), dbias = torch::stable::empty_like(weight);
-  Tensor dx_bias = x_bias ? torch::stable::empty_like(*x_bias) : torch::stable::new_empty(x, {0});
-  p.norm.dy = dy.const_data_ptr();
+  Tensor dresidual = own_dresidual ? torch::stable::empty_like(x) : none;
+  Tensor dweight = torch::stable::empty_like(weight);
+  Tensor dbias = bias ? torch::stable::empty_like(weight) : none;
+  Tensor dx_bias = x_bias ? torch::stable::empty_like(*x_bias) : none;
   p.norm.dweight = dweight.mutable_data_ptr();
-  p.norm.dbias = dbias.mutable_data_ptr();
+  p.norm.dbias = bias ? dbias.mutable_data_ptr() : nullptr;
   p.dx = dx.mutable_data_ptr();
   p.dresidual = own_dresidual ? dresidual.mutable_data_ptr() : nullptr;
-  p.dx_bias = x_bias ? dx_bias.mutable_data_ptr() : nullptr;
+  if (x_bias) {
+    p.dx_bias = dx_bias.mutable_data_ptr();
+    p.x_bias_dtype = storage_dtype(*x_bias, op, "x_bias");
+  }
   Tensor partials = torch::stable::new_empty(
       x, {3, dropout_add_layer_norm_partial_rows(p), p.norm.hidden}, ScalarType::Float);
   p.norm.partials = partials.mutable_data_ptr<float>();
@@ -76,11 +79,37 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {dx, dresidual, dx_bias, dweight, dbias};
 }
 
+Gradients backward(Tensor dy, Tensor x, std::optional<Tensor> x_bias,
+                   std::optional<Tensor> residual, Tensor weight, std::optional<Tensor> mean,
+                   Tensor rstd, double dropout_p, std::optional<Tensor> rng, bool bias) {
+  const char* op = "dropout_add_layer_norm_backward";
+  NormCudaParams p = common(x, x_bias, residual, weight, dropout_p, rng, op);
+  check_like(dy, x, op, "dy", "x");
+  set_statistics(p.norm, mean, rstd, p.norm.rows, x, op);
+  p.norm.dy = dy.const_data_ptr();
+  return run_backward(p, x, x_bias, weight, bias, residual && dropout_p > 0.0, op);
+}
+
+Gradients sum_backward(Tensor dy, std::optional<Tensor> dsum, Tensor sum,
+                       std::optional<Tensor> x_bias, Tensor weight, std::optional<Tensor> mean,
+                       Tensor rstd, double dropout_p, std::optional<Tensor> rng, bool bias,
+                       bool residual) {
+  const char* op = "dropout_add_norm_sum_backward";
+  NormCudaParams p = common(sum, {}, {}, weight, dropout_p, rng, op, "sum");
+  check_norm_sum_arguments(dy, dsum, sum, x_bias, weight, op);
+  set_statistics(p.norm, mean, rstd, p.norm.rows, sum, op);
+  p.of_sum = true;
+  p.norm.dy = dy.const_data_ptr();
+  p.dsum = dsum ? dsum->const_data_ptr() : nullptr;
+  return run_backward(p, sum, x_bias, weight, bias, residual && dropout_p > 0.0, op);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CUDA, m) {
   m.impl("dropout_add_layer_norm", TORCH_BOX(&forward));
   m.impl("dropout_add_layer_norm_backward", TORCH_BOX(&backward));
+  m.impl("dropout_add_norm_sum_backward", TORCH_BOX(&sum_backward));
 }
 
 }  // namespace bert_unpad::cuda

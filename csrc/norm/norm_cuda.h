@@ -1,5 +1,5 @@
-// LN(residual + dropout(x + x_bias)) on a GPU: what the binding hands to the kernels. No torch
-// here.
+// LN(residual + dropout(x + x_bias)) on a GPU, LayerNorm or RMSNorm: what the binding hands to the
+// kernels. No torch here.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,9 +13,12 @@ struct NormCudaParams {
   static constexpr int kRowOperands = 2;  // tensors that a row is made of
   RowNormParams norm;
   DType x_bias_dtype;
+  bool of_sum;  // in the backward pass: x is the sum that the forward pass returned
   const void* x;
   const void *x_bias, *residual;  // null where there is none
+  const void* dsum;               // null where there is none
   void *y, *dx;
+  void* sum;        // null where it is not wanted
   void* dresidual;  // null where it equals dx or is not wanted
   void* dx_bias;    // null where there is no x_bias
 };

@@ -104,6 +104,56 @@ def test_optional_inputs(missing: tuple[int, ...], hidden: int) -> None:
         compare([None if i in missing else x for i, x in enumerate(inputs)], dy, p)
 
 
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("return_sum", [False, True])
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("hidden", [7, 264, 768, 1024, 1032])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_forms(dtype: torch.dtype, hidden: int, rms: bool, return_sum: bool) -> None:
+    """LayerNorm without a bias and RMSNorm, whose sum is or is not a result."""
+    torch.manual_seed(9)
+    (x, residual, weight, _, x_bias), dy = draw((40, hidden), dtype)
+    dout = torch.cat([dy, torch.randn_like(dy)]) if return_sum else dy
+    function = ops.dropout_add_rms_norm if rms else ops.dropout_add_layer_norm
+
+    def run_form(function, settings):
+        def form(x, residual, weight, x_bias):
+            result = function(
+                x, residual, weight, x_bias=x_bias, eps=1e-5, return_sum=return_sum, **settings
+            )
+            return torch.cat(result) if return_sum else result
+
+        return form
+
+    inputs = [x, residual, weight, x_bias]
+    reference.assert_as_good_as_pytorch(
+        lambda: results_of(run_form(function, {}), inputs, dout),
+        lambda precision: results_of(
+            run_form(reference.dropout_add_layer_norm, {"rms": rms}), inputs, dout, precision
+        ),
+        dtype,
+        ["y", "dx", "dresidual", "dweight", "dx_bias"],
+    )
+
+
+@pytest.mark.parametrize("return_sum", [False, True])
+def test_other_forms_agree_with_the_cpu(return_sum: bool) -> None:
+    """With dropout."""
+    torch.manual_seed(10)
+    (x, residual, weight, _, _), dy = draw((40, 200), torch.float32)
+    dout = torch.cat([dy, dy]) if return_sum else dy
+
+    def form(x, residual, weight):
+        settings = {"p": 0.3, "rng": RNG.to(x.device), "return_sum": return_sum}
+        result = ops.dropout_add_rms_norm(x, residual, weight, **settings)
+        return torch.cat(result) if return_sum else result
+
+    inputs = [x, residual, weight]
+    on_cpu = results_of(form, [t.cpu() for t in inputs], dout.cpu())
+    for got, want in zip(results_of(form, inputs, dout), on_cpu, strict=True):
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_parameters_in_the_dtype_of_x(dtype: torch.dtype) -> None:
     torch.manual_seed(3)

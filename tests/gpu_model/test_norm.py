@@ -79,6 +79,47 @@ def test_optional_inputs(missing: tuple[int, ...], hidden: int, p: float) -> Non
     compare([None if i in missing else x for i, x in enumerate(inputs)], dy, p)
 
 
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("hidden", [8, 13, 264, 768, 1032])
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_forms(dtype: torch.dtype, rms: bool, hidden: int, p: float) -> None:
+    """LayerNorm without a bias and RMSNorm, whose sum is or is not a result."""
+    torch.manual_seed(hidden)
+    (x, residual, weight, _, x_bias), dy = draw(7, hidden, dtype)
+    dsum, inputs, eps = torch.randn_like(dy), [x, residual, weight, x_bias], 1e-5
+    for return_sum in (False, True):
+        for given in (dsum, None) if return_sum else (None,):
+
+            def plain(x, residual, weight, x_bias, return_sum=return_sum, given=given):
+                result = reference.dropout_add_layer_norm(
+                    *(x, residual, weight), p=p, eps=eps, x_bias=x_bias, rng=RNG, rms=rms,
+                    return_sum=return_sum,
+                )  # fmt: skip
+                if not return_sum:
+                    return result
+                total, y = result
+                # y's gradient, and the sum's.
+                return torch.cat([y, total if given is not None else total.detach()])
+
+            douts = dy if not return_sum else torch.cat([dy, dsum])
+            results = layer_norm(
+                *(x, residual, weight, None, x_bias, dy), p=p, eps=eps, rng=RNG, rms=rms,
+                return_sum=return_sum, dsum=given,
+            )  # fmt: skip
+            assert "mean" not in results or not rms
+            y = torch.cat([results["y"], results["sum"]]) if return_sum else results["y"]
+            ours = [y, *(results[name] for name in ("dx", "dresidual", "dweight", "dx_bias"))]
+            reference.assert_as_good_as_pytorch(
+                lambda ours=ours: ours,
+                lambda precision, plain=plain, douts=douts: results_of(
+                    plain, inputs, douts, precision
+                ),
+                dtype,
+                ["y", "dx", "dresidual", "dweight", "dx_bias"],
+            )
+
+
 @pytest.mark.parametrize("hidden", [13, 40])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_parameters_in_the_dtype_of_x(dtype: torch.dtype, hidden: int) -> None:

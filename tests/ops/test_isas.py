@@ -34,6 +34,12 @@ def compute() -> list[torch.Tensor]:
                 b,
                 xb,
             )
+            x, residual = leaf(40, hidden, dtype=dtype), leaf(40, hidden, dtype=dtype)
+            w, xb = leaf(hidden), leaf(hidden)
+            both = ops.dropout_add_rms_norm(
+                x, residual, w, p=0.2, x_bias=xb, rng=rng, return_sum=True
+            )
+            keep(torch.stack(both), x, residual, w, xb)
             for form in ("none", "tanh"):
                 x, b = leaf(40, hidden, dtype=dtype), leaf(hidden)
                 keep(ops.bias_gelu(x, b, approximate=form), x, b)

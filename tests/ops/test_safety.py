@@ -47,6 +47,12 @@ FUNCTIONS: dict[str, tuple[str, Callable[..., Tensor], list[tuple[int, ...]]]] =
         lambda x, residual, weight: ops.dropout_add_layer_norm(x, residual, weight, weight),
         [(TOKENS, HIDDEN), (TOKENS, HIDDEN), (HIDDEN,)],
     ),
+    "add_norm": (
+        "dropout_add_layer_norm",
+        lambda *leaves: sum(ops.dropout_add_layer_norm(*leaves, return_sum=True)),
+        [(TOKENS, HIDDEN), (TOKENS, HIDDEN), (HIDDEN,)],
+    ),
+    "rms_norm": ("dropout_add_layer_norm", ops.rms_norm, [(TOKENS, HIDDEN), (HIDDEN,)]),
     "attention": (
         "varlen_attention",
         lambda qkv: ops.varlen_attention(qkv, BATCH),

@@ -32,8 +32,9 @@ class NormCudaParams(ctypes.Structure):
     _fields_ = (
         ("norm", RowNormParams),
         ("x_bias_dtype", ctypes.c_int),
-        *((name, ctypes.c_void_p) for name in ("x", "x_bias", "residual", "y", "dx")),
-        *((name, ctypes.c_void_p) for name in ("dresidual", "dx_bias")),
+        ("of_sum", ctypes.c_bool),
+        *((name, ctypes.c_void_p) for name in ("x", "x_bias", "residual", "dsum", "y", "dx")),
+        *((name, ctypes.c_void_p) for name in ("sum", "dresidual", "dx_bias")),
     )
 
 
@@ -66,16 +67,15 @@ class Buffers:
 
 
 def row_norm_params(
-    buffers: Buffers, dtype: torch.dtype, rows: int, weight: Tensor, bias: Tensor, p: float,
-    eps: float, rng: Tensor | None, dy: Tensor,
+    buffers: Buffers, dtype: torch.dtype, rows: int, weight: Tensor, bias: Tensor | None, p: float,
+    eps: float, rng: Tensor | None, dy: Tensor, rms: bool = False,
 ) -> tuple[RowNormParams, dict[str, Tensor]]:  # fmt: skip
     """What all kernels with a LayerNorm get, and the results that it points to."""
-    results = {
-        "mean": torch.empty(rows),
-        "rstd": torch.empty(rows),
-        "dweight": torch.empty_like(weight),
-        "dbias": torch.empty_like(bias),
-    }
+    results = {"rstd": torch.empty(rows), "dweight": torch.empty_like(weight)}
+    if not rms:
+        results["mean"] = torch.empty(rows)
+    if bias is not None:
+        results["dbias"] = torch.empty_like(bias)
     params = RowNormParams(
         dtype=DTYPES[dtype],
         parameter_dtype=DTYPES[weight.dtype],
@@ -96,21 +96,26 @@ def layer_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     x_bias: Tensor | None,
     dy: Tensor,
     *,
     p: float = 0.0,
     eps: float = 1e-12,
     rng: Tensor | None = None,
+    rms: bool = False,
+    return_sum: bool = False,
+    dsum: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """x, residual and dy are [rows, hidden]. y, dx, dresidual, dweight, dbias, dx_bias, mean and
-    rstd; without what there is no operand for, and with dresidual = dx where p is 0."""
+    """x, residual, dy and dsum are [rows, hidden]. y, dx, dresidual, dweight, dbias, dx_bias, mean,
+    rstd and sum; without what there is no operand for, and with dresidual = dx where p is 0."""
     kernels = model()
     buffers = Buffers(kernels)
     norm, results = row_norm_params(
-        buffers, x.dtype, len(x), weight, bias, p, eps, rng, dy
+        buffers, x.dtype, len(x), weight, bias, p, eps, rng, dy, rms
     )  # fmt: skip
+    if return_sum:
+        results["sum"] = torch.empty_like(x)
     results |= {"y": torch.empty_like(x), "dx": torch.empty_like(x)}
     if residual is not None and p:
         results["dresidual"] = torch.empty_like(x)
@@ -122,12 +127,19 @@ def layer_norm(
         x=buffers.read(x),
         x_bias=buffers.read(x_bias),
         residual=buffers.read(residual),
-        **{name: buffers.write(results.get(name)) for name in ("y", "dx", "dresidual", "dx_bias")},
+        dsum=buffers.read(dsum),
+        **{
+            name: buffers.write(results.get(name))
+            for name in ("y", "sum", "dx", "dresidual", "dx_bias")
+        },
     )
     kernels.call("norm_forward", ctypes.byref(params))
     count = ctypes.c_int64()
     kernels.call("norm_partial_rows", ctypes.byref(params), ctypes.byref(count))
     params.norm.partials = buffers.write(torch.empty(3, count.value, x.shape[1]))
+    if return_sum:  # the backward pass gets nothing else
+        params.of_sum, params.x = True, params.sum
+        params.x_bias = params.residual = params.sum = None
     kernels.call("norm_backward", ctypes.byref(params))
     if residual is not None and not p:
         results["dresidual"] = results["dx"]

@@ -93,9 +93,14 @@ def _examples() -> dict[str, tuple]:
         "varlen_attention_backward": (dout, qkv, out, lse, cu_q, *attend, True),
         "varlen_cross_attention": (q, kv, *cross),
         "varlen_cross_attention_backward": (dout, q, kv, out, lse, *cross, True),
-        "dropout_add_layer_norm": (x, vector(), dy, vector(), vector(), p, 1e-5, rng),
+        "dropout_add_layer_norm": (
+            *(x, vector(), dy, vector(), vector(), p, 1e-5, rng, False, True),
+        ),
         "dropout_add_layer_norm_backward": (
-            *(dy, x, vector(), rows(), vector(), *statistics, p, rng),
+            *(dy, x, vector(), rows(), vector(), *statistics, p, rng, True),
+        ),
+        "dropout_add_norm_sum_backward": (
+            *(dy, rows(), x, vector(), vector(), *statistics, p, rng, True, True),
         ),
         "bias_gelu": (x, vector(), False),
         "bias_gelu_backward": (dy, x, vector(), False),

@@ -180,13 +180,15 @@ def dropout_add_layer_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None = None,
     *,
     p: float = 0.0,
     eps: float = 1e-12,
     x_bias: Tensor | None = None,
     rng: Tensor | None = None,
-) -> Tensor:
+    return_sum: bool = False,
+    rms: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """LN(residual + dropout(x + x_bias)) over the last dimension."""
     y = x if x_bias is None else x + x_bias.to(x.dtype)
     if p > 0.0 and rng is not None:
@@ -194,7 +196,12 @@ def dropout_add_layer_norm(
         y = (flat * row_mask(rng, p, *flat.shape)).view_as(y) * dropout_scale(p)
     if residual is not None:
         y = residual + y
-    return functional.layer_norm(y, y.shape[-1:], weight.to(y.dtype), bias.to(y.dtype), eps)
+    weight, bias = weight.to(y.dtype), None if bias is None else bias.to(y.dtype)
+    if rms:
+        norm = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight
+    else:
+        norm = functional.layer_norm(y, y.shape[-1:], weight, bias, eps)
+    return (y, norm) if return_sum else norm
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str = "none") -> Tensor:

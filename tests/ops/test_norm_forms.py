@@ -1,0 +1,272 @@
+"""LayerNorm without a bias, RMSNorm, both alone, and the sum beside its norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+from torch.nn import functional
+
+from bert_unpad import ops
+from tests.support import reference
+from tests.support.op_checks import (
+    RNG,
+    assert_compiles_to_the_same_bits,
+    assert_same_bits_whatever_the_threads,
+    results_of,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ADD_NORMS = {False: ops.dropout_add_layer_norm, True: ops.dropout_add_rms_norm}
+NAMES = ["y", "dx", "dresidual", "dweight", "dx_bias"]
+
+
+def draw(
+    rows: int, hidden: int, dtype: torch.dtype, parameter_dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], Tensor]:
+    """x, residual, weight, x_bias; and the gradient of y."""
+    weight, x_bias = 1 + 0.3 * torch.randn(hidden), torch.randn(hidden)
+    x, residual, dout = torch.randn(3, rows, hidden).to(dtype)
+    return [x, residual, weight.to(parameter_dtype), x_bias.to(parameter_dtype)], dout
+
+
+def add_norm(rms: bool, **settings) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+    """Of x, residual, weight and x_bias."""
+    function = partial(ADD_NORMS[rms], eps=1e-5, **settings)
+    return lambda x, residual, weight, x_bias: function(x, residual, weight, x_bias=x_bias)
+
+
+def plain_add_norm(rms: bool, **settings) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+    function = partial(reference.dropout_add_layer_norm, eps=1e-5, rms=rms, **settings)
+    return lambda x, residual, weight, x_bias: function(x, residual, weight, x_bias=x_bias)
+
+
+def compare(ours: Callable, plain: Callable, inputs: list[Tensor | None], dout: Tensor) -> None:
+    names = NAMES[:1] + [n for n, x in zip(NAMES[1:], inputs, strict=False) if x is not None]
+    reference.assert_as_good_as_pytorch(
+        lambda: results_of(ours, inputs, dout),
+        lambda precision: results_of(plain, inputs, dout, precision),
+        dout.dtype,
+        names,
+    )
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("hidden", [3, 16, 100, 768])
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_a_bias(dtype: torch.dtype, rms: bool, hidden: int, p: float) -> None:
+    torch.manual_seed(hidden)
+    inputs, dout = draw(70, hidden, dtype)
+    settings = {"p": p, "rng": RNG}
+    compare(add_norm(rms, **settings), plain_add_norm(rms, **settings), inputs, dout)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("hidden", [3, 33, 768])
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sum_and_its_norm(dtype: torch.dtype, rms: bool, hidden: int, p: float) -> None:
+    torch.manual_seed(hidden)
+    inputs, _ = draw(70, hidden, dtype)
+    dout = torch.randn(140, hidden).to(dtype)
+    settings = {"p": p, "rng": RNG, "return_sum": True}
+    ours, plain = add_norm(rms, **settings), plain_add_norm(rms, **settings)
+    for missing in ((), (1,), (3,), (1, 3)):
+        given = [None if i in missing else x for i, x in enumerate(inputs)]
+        compare(lambda *t: torch.cat(ours(*t)), lambda *t: torch.cat(plain(*t)), given, dout)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+@pytest.mark.parametrize("rms", [False, True])
+def test_one_of_the_two_results_may_be_unused(rms: bool, used: int) -> None:
+    torch.manual_seed(0)
+    inputs, dout = draw(9, 40, torch.float32)
+    ours, plain = add_norm(rms, return_sum=True), plain_add_norm(rms, return_sum=True)
+    leaves = [x.requires_grad_() for x in inputs]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    ours(*leaves)[used].backward(dout)
+    plain(*wide)[used].backward(dout.double())
+    for x, want in zip(leaves, wide, strict=True):
+        expected = torch.zeros_like(want) if want.grad is None else want.grad
+        torch.testing.assert_close(x.grad.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rms", [False, True])
+def test_what_is_normalised_is_the_sum_that_is_returned(rms: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    (x, residual, weight, x_bias), _ = draw(20, 72, dtype)
+    total, y = add_norm(rms, p=0.1, rng=RNG, return_sum=True)(x, residual, weight, x_bias)
+    alone = ops.rms_norm if rms else ops.layer_norm
+    rounding = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(y, alone(total, weight, eps=1e-5), rtol=rounding, atol=1e-6)
+    plain = plain_add_norm(rms, p=0.1, rng=RNG, return_sum=True)
+    exact, _ = plain(*(t.double() for t in (x, residual, weight, x_bias)))
+    torch.testing.assert_close(total.double(), exact, rtol=rounding / 3, atol=1e-6)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_a_chain_of_pre_norm_blocks(p: float) -> None:
+    """The sum goes on as the next block's residual, and gets gradients from both."""
+    torch.manual_seed(2)
+
+    def run(function: Callable, x: Tensor, weights: list[Tensor]) -> Tensor:
+        total, y = function(x, None, weights[0])
+        for weight in weights[1:]:
+            total, y = function(y.tanh(), total, weight)
+        return y
+
+    x, weights = torch.randn(12, 40), [torch.randn(40) for _ in range(4)]
+    results = []
+    for module, dtype in ((ops, torch.float32), (reference, torch.float64)):
+        function = partial(module.dropout_add_layer_norm, p=p, rng=RNG, eps=1e-5, return_sum=True)
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (x, *weights)]
+        run(function, leaves[0], leaves[1:]).square().sum().backward()
+        results.append([leaf.grad for leaf in leaves])
+    for got, want in zip(*results, strict=True):
+        assert (got - want).abs().max() < 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("hidden", [3, 7, 64, 768])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_alone(dtype: torch.dtype, hidden: int) -> None:
+    torch.manual_seed(3)
+    (x, _, weight, bias), dout = draw(50, hidden, dtype)
+    x, dout = x.view(2, 25, hidden), dout.view(2, 25, hidden)
+    cast = lambda t, like: None if t is None else t.to(like.dtype)  # noqa: E731
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return functional.layer_norm(x, (hidden,), cast(weight, x), cast(bias, x), 1e-5)
+
+    def plain_rms(x: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(x, (hidden,), cast(weight, x), 1e-6)
+
+    compare(ops.layer_norm, plain, [x, weight, bias], dout)
+    compare(ops.layer_norm, plain, [x, weight], dout)
+    compare(ops.rms_norm, plain_rms, [x, weight], dout)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rms", [False, True])
+def test_parameters_in_the_dtype_of_x(rms: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    inputs, _ = draw(40, 64, dtype, dtype)
+    dout = torch.randn(80, 64).to(dtype)
+    settings = {"p": 0.1, "rng": RNG, "return_sum": True}
+    ours, plain = add_norm(rms, **settings), plain_add_norm(rms, **settings)
+    compare(lambda *t: torch.cat(ours(*t)), lambda *t: torch.cat(plain(*t)), inputs, dout)
+
+
+def test_rows_of_one_number() -> None:
+    x = torch.tensor([[3.0], [-2.0], [1e-4]], requires_grad=True)
+    weight = torch.tensor([5.0], requires_grad=True)
+    assert torch.equal(ops.layer_norm(x, weight), torch.zeros(3, 1))
+    y = ops.rms_norm(x, weight, eps=0.0)
+    torch.testing.assert_close(y, torch.tensor([[5.0], [-5.0], [5.0]]))
+    y.sum().backward()
+    torch.testing.assert_close(weight.grad, torch.tensor([1.0]))
+    torch.testing.assert_close(x.grad, torch.zeros(3, 1), rtol=0, atol=1e-6 * 5 / 1e-4)
+
+
+def test_rms_norm_does_not_subtract_the_mean() -> None:
+    x = torch.full((2, 8), 3.0)
+    torch.testing.assert_close(ops.rms_norm(x, torch.ones(8)), torch.ones(2, 8))
+    assert ops.layer_norm(x, torch.ones(8)).abs().max() == 0
+
+
+def test_rms_norm_of_zeros_is_zero() -> None:
+    x = torch.zeros(2, 8, requires_grad=True)
+    y = ops.rms_norm(x, torch.ones(8))
+    y.sum().backward()
+    assert not y.any()
+    torch.testing.assert_close(x.grad, torch.full((2, 8), 1e3))
+
+
+@pytest.mark.parametrize("rms", [False, True])
+def test_no_rows(rms: bool) -> None:
+    inputs, _ = draw(0, 16, torch.float32)
+    leaves = [x.requires_grad_() for x in inputs]
+    total, y = add_norm(rms, p=0.1, rng=RNG, return_sum=True)(*leaves)
+    assert total.shape == y.shape == (0, 16)
+    torch.cat([total, y]).sum().backward()
+    for x in leaves:
+        assert torch.equal(x.grad, torch.zeros_like(x))
+
+
+def test_strided_inputs_and_gradients() -> None:
+    torch.manual_seed(5)
+    inputs, _ = draw(24, 40, torch.float32)
+    strided = [torch.stack([t, t], -1)[..., 0] for t in inputs[:2]] + inputs[2:]
+    assert not strided[0].is_contiguous()
+    results = []
+    for given in (inputs, strided):
+        leaves = [x.detach().requires_grad_() for x in given]
+        outputs = add_norm(True, return_sum=True)(*leaves)
+        gradient = torch.ones(()).expand(24, 40)
+        results.append([*outputs, *torch.autograd.grad(outputs, leaves, [gradient, gradient])])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("rms", [False, True])
+def test_same_bits_whatever_the_threads(rms: bool) -> None:
+    torch.manual_seed(6)
+    inputs, _ = draw(500, 96, torch.float32)
+    dout = torch.randn(1000, 96)
+    run = add_norm(rms, p=0.1, rng=RNG, return_sum=True)
+    assert_same_bits_whatever_the_threads(
+        lambda: results_of(lambda *t: torch.cat(run(*t)), inputs, dout)
+    )
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("return_sum", [False, True])
+@pytest.mark.parametrize("rms", [False, True])
+def test_opcheck(rms: bool, return_sum: bool, p: float) -> None:
+    x, residual, weight, x_bias = (t.requires_grad_() for t in draw(6, 20, torch.float32)[0])
+    args = (x, x_bias, residual, weight, None, p, 1e-5, RNG if p else None, rms, return_sum)
+    opcheck(torch.ops.bert_unpad.dropout_add_layer_norm, args)
+
+
+@pytest.mark.parametrize("rms", [False, True])
+def test_compiles_without_graph_breaks(rms: bool) -> None:
+    leaves = [t.requires_grad_() for t in draw(6, 20, torch.bfloat16)[0]]
+
+    def f(x: Tensor, residual: Tensor, weight: Tensor, x_bias: Tensor) -> Tensor:
+        run = add_norm(rms, p=0.1, rng=RNG, return_sum=True)
+        total, y = run(x * 2, residual, weight, x_bias)
+        return total.float().square().sum() + y.float().square().sum()
+
+    assert_compiles_to_the_same_bits(f, leaves)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.randn(6, 20).double()}, "x must be float32, bfloat16 or float16"),
+        ({"x": torch.randn(6, 0)}, r"hidden >= 1, got \[6, 0\]"),
+        ({"weight": torch.randn(19)}, r"weight must have shape \[20\], got \[19\]"),
+        ({"weight": torch.randn(20).half()}, "weight must be float32 or of the input's dtype"),
+    ],
+)
+@pytest.mark.parametrize("function", [ops.layer_norm, ops.rms_norm])
+def test_bad_input_is_named(function: Callable, change: dict, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        function(**({"x": torch.randn(6, 20), "weight": torch.randn(20)} | change))
+
+
+def test_gradients_of_another_shape_are_named() -> None:
+    x, weight, rstd = torch.randn(6, 20), torch.randn(20), torch.ones(6)
+    run = torch.ops.bert_unpad.dropout_add_norm_sum_backward
+    rest = (None, weight, None, rstd, 0.0, None, False, False)
+    with pytest.raises(RuntimeError, match=r"dsum must have the shape of sum, \[6, 20\]"):
+        run(x, x[:5], x, *rest)
+    with pytest.raises(RuntimeError, match="dy must have the dtype of sum"):
+        run(x.half(), None, x, *rest)
+    with pytest.raises(RuntimeError, match=r"rstd must have shape \[rows\]"):
+        run(x, x, x, None, weight, None, rstd[:5], 0.0, None, False, False)
