@@ -28,9 +28,9 @@ class PackedCollator:
     Args:
         dataset: the examples.
         tokenizer: the tokenizer that the examples were made with.
-        masked_lm_prob, mask_unit, max_predictions_per_seq, seed: see `TokenMasker`. A mask depends
-            only on (seed, epoch, index of the example in `dataset`, and progress of training where
-            the rate follows it).
+        masked_lm_prob, mask_unit, always_mask, max_predictions_per_seq, seed: see `TokenMasker`. A
+            mask depends only on (seed, epoch, index of the example in `dataset`, and progress of
+            training where the rate follows it).
 
     Raises:
         ValueError: a masking argument is out of range, or the tokenizer is not the data set's.
@@ -43,6 +43,7 @@ class PackedCollator:
         *,
         masked_lm_prob: float | Sequence[float] = 0.15,
         mask_unit: MaskUnit = "token",
+        always_mask: bool = False,
         max_predictions_per_seq: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -58,6 +59,7 @@ class PackedCollator:
             tokenizer,
             masked_lm_prob=masked_lm_prob,
             mask_unit=mask_unit,
+            always_mask=always_mask,
             max_predictions_per_seq=max_predictions_per_seq,
             seed=seed,
         )

@@ -36,10 +36,11 @@ class DataConfig:
     objective: Objective = "mlm_nsp"
     """What the model learns. mlm_nsp: masked tokens, and whether the second segment follows the
     first (BERT). mlm: masked tokens alone. mlm_sop: masked tokens, and whether two segments of a
-    document are in order or swapped (ALBERT)."""
+    document are in order or swapped (ALBERT). rtd: which tokens a small generator has replaced
+    (ELECTRA)."""
     documents: Documents = advanced("apart")
-    """With data.objective mlm: what an example is. apart: a piece of one document. joined: a piece
-    of all documents one after another, with [SEP] between them."""
+    """With data.objective mlm or rtd: what an example is. apart: a piece of one document. joined: a
+    piece of all documents one after another, with [SEP] between them."""
     max_seq_length: int = 128
     """Tokens of the longest example, including [CLS] and [SEP]; 5 to 65,535."""
     tokenizer: str = advanced("wordpiece")

@@ -110,6 +110,7 @@ class TokenMasker:
                 (p = 0.2) with at most 10 words, mean 3.8. Spans are drawn until the number above is
                 reached, to which the last one is cut; they end at special tokens and may overlap.
                 The tokens of a span are all replaced by [MASK], all by random tokens, or all stay.
+        always_mask: replace all of what is predicted by [MASK], as ELECTRA's generator sees it.
         max_predictions_per_seq: largest number of predictions per sequence, or None.
         seed: any integer.
 
@@ -123,11 +124,13 @@ class TokenMasker:
         *,
         masked_lm_prob: float | Sequence[float] = 0.15,
         mask_unit: MaskUnit = "token",
+        always_mask: bool = False,
         max_predictions_per_seq: int | None = None,
         seed: int = 0,
     ) -> None:
         self._rates = masking_rates(masked_lm_prob)
         check_masking_arguments(mask_unit, max_predictions_per_seq)
+        self._masked = 2**32 if always_mask else _MASKED
         self._choose = {
             "token": self._choose_tokens,
             "word": self._choose_words,
@@ -199,7 +202,7 @@ class TokenMasker:
         replacement = self._replacements[(draw >> np.uint64(32)).astype(np.int64)]
         masked = input_ids.copy()
         masked[positions] = np.where(
-            action < np.uint64(_MASKED),
+            action < np.uint64(self._masked),
             self.mask_id,
             np.where(action < np.uint64(_REPLACED), replacement, labels),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Objective = Literal["mlm_nsp", "mlm", "mlm_sop"]
+Objective = Literal["mlm_nsp", "mlm", "mlm_sop", "rtd"]
 """`data.objective`."""
 SecondSegment = Literal["next_or_random", "in_order_or_swapped"]
 
@@ -12,5 +12,6 @@ SECOND_SEGMENTS: dict[Objective, SecondSegment | None] = {
     "mlm_nsp": "next_or_random",
     "mlm": None,
     "mlm_sop": "in_order_or_swapped",
+    "rtd": None,
 }
 """What the second segment of an example is; None: examples have one segment."""

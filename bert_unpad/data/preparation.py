@@ -129,6 +129,7 @@ class PreparedData:
             self.tokenizer,
             masked_lm_prob=self.config.masked_lm_prob,
             mask_unit=self.config.mask_unit,
+            always_mask=self.config.objective == "rtd",
             max_predictions_per_seq=self.config.max_predictions_per_seq,
             seed=self.config.seed if seed is None else seed,
         )

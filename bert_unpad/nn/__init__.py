@@ -10,6 +10,11 @@ from bert_unpad.nn.pretraining import (
     PreTrainingOutput,
     ReplacedTokenOutput,
 )
+from bert_unpad.nn.replaced_tokens import (
+    ReplacedTokenPreTraining,
+    ReplacedTokenPreTrainingOutput,
+    generator_config,
+)
 
 BertEncoder, BertLayer, BertModel = Encoder, EncoderLayer, EncoderModel
 
@@ -28,4 +33,7 @@ __all__ = [
     "EncoderModel",
     "PreTrainingOutput",
     "ReplacedTokenOutput",
+    "ReplacedTokenPreTraining",
+    "ReplacedTokenPreTrainingOutput",
+    "generator_config",
 ]

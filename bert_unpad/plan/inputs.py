@@ -202,6 +202,11 @@ def _recipe(path: str, overrides: list[str]) -> dict[str, Any]:
             f"got {batching.warmup_batch_size} (--set batching.warmup_batch_size=null "
             "--set batching.warmup_steps=null)"
         )
+    if run.data.objective == "rtd":
+        raise ValueError(
+            f"{path}: expected data.objective mlm_nsp, mlm or mlm_sop, since a plan has one "
+            "encoder, got rtd (--set data.objective=mlm)"
+        )
     vocabulary = run.data.vocab_size
     if run.data.vocab_file is not None:
         vocabulary = _lines(Path(run.data.vocab_file))

@@ -64,15 +64,17 @@ class Evaluator:
         """
         device = self._ranks.device
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
-        counts = np.zeros(2)
+        counts = np.zeros(3)
         model.eval()
         with Prefetcher(self._collator, self._batches, pin_memory=device.type == "cuda") as batches:
             for inputs in batches:
-                counts += count_labels(inputs)
+                counts += (*count_labels(inputs), inputs.batch.total)
                 sums += self._forward(model, inputs)
         model.train()
         both = torch.cat([sums, torch.from_numpy(counts).to(device)])
-        total = zip((*SUMS, "masked", "pairs"), self._ranks.sum(both).tolist(), strict=True)
+        total = zip(
+            (*SUMS, "masked", "pairs", "tokens"), self._ranks.sum(both).tolist(), strict=True
+        )
         return averages(dict(total), self._objective)
 
     def _forward(self, model: EncoderForPreTraining, inputs: PackedInputs) -> torch.Tensor:

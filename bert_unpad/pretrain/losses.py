@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bert_unpad.data.objective import Objective
-from bert_unpad.nn import PreTrainingOutput
+from bert_unpad.nn import PreTrainingOutput, ReplacedTokenPreTrainingOutput
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Task:
     """In the report."""
     count: str
     """What its sums are divided by, a name in `Step.counts`."""
+    weight: float = 1.0
+    """Of its mean loss in the loss."""
 
 
 _MLM = Task("mlm", "masked-token", "masked")
@@ -30,6 +32,7 @@ TASKS: dict[Objective, tuple[Task, ...]] = {
     "mlm_nsp": (_MLM, Task("nsp", "next-sentence", "pairs")),
     "mlm": (_MLM,),
     "mlm_sop": (_MLM, Task("sop", "sentence-order", "pairs")),
+    "rtd": (_MLM, Task("rtd", "replaced-token", "tokens", weight=50.0)),
 }
 """In the order in which the model returns their sums."""
 
@@ -37,7 +40,7 @@ SUMS = ("mlm_loss", "mlm_correct", "second_loss", "second_correct")
 """Of the first and the second task."""
 
 
-def stack_outputs(outputs: PreTrainingOutput) -> Tensor:
+def stack_outputs(outputs: PreTrainingOutput | ReplacedTokenPreTrainingOutput) -> Tensor:
     """The four sums that the model returns, as float64 [4] on the device, in the order of SUMS.
 
     float64 holds sums of many fp32 values of like size exactly, so the mean of an interval does not
@@ -49,12 +52,12 @@ def stack_outputs(outputs: PreTrainingOutput) -> Tensor:
 def averages(sums: Mapping[str, float], objective: Objective) -> dict[str, float | None]:
     """Mean losses (nats) and accuracies (0 .. 1) of sums and counts; None where nothing counts.
 
-    `loss` is what training minimises: the sum of the mean losses of the objective's tasks.
+    `loss` is what training minimises: the weighted sum of the mean losses of the objective's tasks.
     """
     means: dict[str, float | None] = {"loss": 0.0}
     for task, *names in zip(TASKS[objective], SUMS[::2], SUMS[1::2], strict=False):
         count = sums[task.count]
         loss, correct = (sums[name] / count if count else None for name in names)
         means[f"{task.name}_loss"], means[f"{task.name}_accuracy"] = loss, correct
-        means["loss"] += loss or 0.0
+        means["loss"] += task.weight * (loss or 0.0)
     return means

@@ -9,7 +9,13 @@ from torch import nn
 
 from bert_unpad import ops
 from bert_unpad.batch import PackedInputs
-from bert_unpad.nn import EncoderForPreTraining
+from bert_unpad.nn import (
+    Encoder,
+    EncoderConfig,
+    EncoderForPreTraining,
+    ReplacedTokenPreTraining,
+    generator_config,
+)
 from bert_unpad.ops.attention import HEAD_DIMS
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 
@@ -41,20 +47,34 @@ def build_model(
             f"{sizes.max_length}",
         )
     torch.manual_seed(config.seed)
-    if config.model.weights is None:
-        model = EncoderForPreTraining(sizes)
-    else:
-        try:
-            model = EncoderForPreTraining.from_pretrained(
-                config.model.weights, heads=sizes.heads, **config.model.overrides()
-            )
-        except (FileNotFoundError, ValueError) as error:
-            raise ConfigError("model.preset", str(error)) from error
-    model.bert.encoder.recompute = config.recompute
-    model.bert.encoder.attention_schedule = config.attention_schedule
-    model.bert.encoder.fp8 = config.precision == "fp8"
+    model = _make(config, sizes)
+    for encoder in (module for module in model.modules() if isinstance(module, Encoder)):
+        encoder.recompute = config.recompute
+        encoder.attention_schedule = config.attention_schedule
+        encoder.fp8 = config.precision == "fp8"
     add_gradients_in_products(model, config)
     return model.train()
+
+
+def _make(config: PretrainConfig, sizes: EncoderConfig) -> EncoderForPreTraining:
+    """A fresh model, or one from a folder.
+
+    Raises:
+        ConfigError: the folder's weights do not fit the sizes.
+    """
+    given, replaced_tokens = config.model, config.data.objective == "rtd"
+    if given.weights is None and replaced_tokens:
+        return ReplacedTokenPreTraining(sizes, generator_config(sizes, given.generator_share))
+    if given.weights is None:
+        return EncoderForPreTraining(sizes)
+    try:
+        if replaced_tokens:
+            return ReplacedTokenPreTraining.from_pretrained(given.weights, **given.overrides())
+        return EncoderForPreTraining.from_pretrained(
+            given.weights, heads=sizes.heads, **given.overrides()
+        )
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError("model.preset", str(error)) from error
 
 
 def check_model(config: PretrainConfig, device: torch.device) -> None:

@@ -136,6 +136,18 @@ def test_shares_are_15_percent_and_80_10_10(tokenizer):
     np.testing.assert_array_equal(result.input_ids[untouched], ids[untouched])
 
 
+def test_all_that_is_predicted_may_become_masks(tokenizer):
+    ids, lengths = batch(tokenizer, [60] * 30)
+    usual, always = (
+        TokenMasker(tokenizer, always_mask=always)(ids, lengths, np.arange(30), 0)
+        for always in (False, True)
+    )
+    np.testing.assert_array_equal(always.positions, usual.positions)
+    np.testing.assert_array_equal(always.labels, usual.labels)
+    assert (always.input_ids[always.positions] == tokenizer.mask_id).all()
+    assert not (usual.input_ids[usual.positions] == tokenizer.mask_id).all()
+
+
 def test_every_position_is_equally_likely(tokenizer):
     ids = np.tile(np.r_[tokenizer.cls_id, np.arange(5, 45), tokenizer.sep_id], 4000)
     result = TokenMasker(tokenizer)(ids, np.full(4000, 42), np.arange(4000), 0)

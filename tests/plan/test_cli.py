@@ -104,6 +104,10 @@ def test_the_tables(capsys, tmp_path):
             "expected batching.warmup_batch_size null, since a plan has one batch size, got 2",
         ),
         (
+            ["--model=RECIPE", "--set=data.objective=rtd"],
+            "expected data.objective mlm_nsp, mlm or mlm_sop, since a plan has one encoder",
+        ),
+        (
             ["--model=RECIPE", "--set=optimizer.name=torch.optim.SGD"],
             "expected optimizer.name of one of adamw, fused_adam, lamb, lans, stable_adamw, whose",
         ),

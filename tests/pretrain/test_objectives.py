@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from bert_unpad.data import DataConfig
 from bert_unpad.nn import BertConfig
 from bert_unpad.pretrain import main
-from bert_unpad.pretrain.config import ModelConfig, PretrainConfig
+from bert_unpad.pretrain.config import ConfigError, ModelConfig, PretrainConfig, read_config
 from bert_unpad.pretrain.losses import TASKS, averages
 from bert_unpad.pretrain.model import build_model
 from bert_unpad.pretrain.output.metrics import read_json_lines
@@ -31,8 +32,13 @@ RUNS = {
         *("--data.vocab_size", "300", "--data.mask_unit", "word"),
     ],
     "mlm_sop": ["--data.objective", "mlm_sop", "--batching.strategy", "exchange"],
+    "rtd": [
+        *("--data.objective", "rtd", "--data.documents", "joined"),
+        *("--model.preset", "electra-small", "--batching.accumulation", "2"),
+    ],
 }
-TASK_NAMES = {"mlm": {"mlm"}, "joined": {"mlm"}, "packed": {"mlm"}, "mlm_sop": {"mlm", "sop"}}
+WEIGHTS = {name: {"mlm": 1} for name in RUNS}
+WEIGHTS |= {"mlm_sop": {"mlm": 1, "sop": 1}, "rtd": {"mlm": 1, "rtd": 50}}
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +61,15 @@ def _tasks(line: dict) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_reports_are_of_what_is_learned(folder, name):
-    lines, wanted = _lines(folder / name), TASK_NAMES[name]
+    lines, wanted = _lines(folder / name), WEIGHTS[name]
     assert len(lines) == STEPS
     summary = json.loads((folder / name / "summary.json").read_text())
     for line in (*lines, *_lines(folder / name, "evaluation"), summary["held_out"]):
-        assert _tasks(line) == wanted
-        parts = [line[f"{task}_loss"] for task in wanted]
+        assert _tasks(line) == set(wanted)
+        parts = [weight * line[f"{task}_loss"] for task, weight in wanted.items()]
         assert line["loss"] == pytest.approx(sum(parts))
         assert all(part > 0 for part in parts)
-    assert lines[-1]["mlm_loss"] < lines[0]["mlm_loss"]
+    assert lines[-1]["loss"] < lines[0]["loss"]
     assert (folder / name / "model" / "model.safetensors").is_file()
 
 
@@ -74,6 +80,7 @@ def test_what_is_printed(folder):
     assert "nsp" not in output
     assert output.count("held out: masked-token accuracy") == len(RUNS)
     assert output.count("held out: sentence-order accuracy") == 1
+    assert output.count("held out: replaced-token accuracy") == 1
     assert output.count("Held-out text:  [CLS]") == 2 * len(RUNS)
 
 
@@ -88,7 +95,7 @@ def test_joined_examples_are_full(folder):
 
 @pytest.mark.slow
 def test_runs_go_on_with_the_same_bits(folder):
-    names = ("joined", "mlm_sop")
+    names = ("joined", "mlm_sop", "rtd")
     for name in names:
         shutil.copytree(folder / name, folder / f"{name}_resumed")
         (folder / f"{name}_resumed" / "summary.json").unlink()
@@ -101,6 +108,65 @@ def test_runs_go_on_with_the_same_bits(folder):
         for a, b in zip(ours, theirs, strict=True):
             same = [key for key in a if key.endswith(("_loss", "_accuracy", "_norm"))]
             assert [a[key] for key in same] == [b[key] for key in same]
+
+
+@pytest.mark.slow
+def test_what_replaced_tokens_leave(folder):
+    """A discriminator and a generator for transformers; and a run that goes on from both."""
+    transformers = pytest.importorskip("transformers")
+    saved = folder / "rtd" / "model"
+    model = transformers.ElectraForPreTraining.from_pretrained(saved)
+    generator = transformers.ElectraForMaskedLM.from_pretrained(saved / "generator")
+    assert (model.config.hidden_size, generator.config.hidden_size) == (16, 8)
+    words = [x.get_input_embeddings().weight for x in (model.electra, generator.electra)]
+    assert torch.equal(*words)
+    settings = yaml.safe_load((folder / "run.yaml").read_text())
+    del settings["model"]
+    (folder / "further.yaml").write_text(yaml.safe_dump(settings))
+    given = ["--config", str(folder / "further.yaml"), "--run_dir", str(folder / "further")]
+    given += ["--model.preset", str(saved), "--schedule.epochs", "null"]
+    assert main([*given, "--data.objective", "rtd", "--schedule.total_steps", "2"]) == 0
+    first, last = (_lines(folder / name, "train") for name in ("further", "rtd"))
+    assert first[0]["mlm_loss"] < 0.9 * last[0]["mlm_loss"]
+
+
+BASE = ["--batching.global_batch_size", "8", "--schedule.total_steps", "9"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            ["--model.generator_share", "0.5"],
+            "generator_share: expected 0.25 with data.objective m",
+        ),
+        (["--data.objective", "rtd", "--compile", "true"], "compile: expected false with data.obj"),
+        (["--data.objective", "rtd", "--cuda_graphs", "true"], "cuda_graphs: expected false with"),
+        (
+            ["--data.objective", "rtd", "--optimizer.shard", "fsdp"],
+            "optimizer.shard: expected none or node or world with data.objective rtd, got fsdp",
+        ),
+        (
+            ["--data.objective", "rtd", "--growth.name", "stacking"],
+            "growth.name: expected none or lengths with data.objective rtd, got stacking",
+        ),
+        (
+            ["--data.objective", "rtd", "--model.generator_share", "0"],
+            "generator_share: expected a number > 0 and <= 1",
+        ),
+    ],
+)
+def test_what_replaced_tokens_exclude(given, message):
+    with pytest.raises(ConfigError, match=message):
+        read_config([*BASE, *given])
+
+
+def test_a_model_without_a_detector():
+    config, _ = read_config([*BASE, "--data.objective", "rtd"])
+    with pytest.raises(
+        ConfigError, match=r"model\.preset: heads: expected .*in a model of type bert"
+    ):
+        config.model.resolve(100, config.data)
 
 
 @pytest.mark.slow
@@ -149,17 +215,18 @@ def test_finished_examples_without_their_pairs(folder):
     assert all(_tasks(line) == {"mlm"} for line in _lines(folder / "pairs"))
     codes, output = finish(folder, "sop", start(folder, "sop", 1, *COMMON, *given, "mlm_sop"))
     assert codes == [2]
-    assert "expected mlm_nsp or mlm with source hdf5:" in output
+    assert "expected mlm_nsp, mlm or rtd with source hdf5:" in output
 
 
 @pytest.mark.parametrize("objective", TASKS)
 def test_averages_are_of_the_objectives_tasks(objective):
     sums = {"mlm_loss": 6.0, "mlm_correct": 1.0, "second_loss": 2.0, "second_correct": 3.0}
-    found = averages(sums | {"masked": 4.0, "pairs": 8.0}, objective)
+    found = averages(sums | {"masked": 4.0, "pairs": 8.0, "tokens": 16.0}, objective)
     names = [task.name for task in TASKS[objective]]
     assert list(found) == ["loss", *(f"{n}_{x}" for n in names for x in ("loss", "accuracy"))]
     assert (found["mlm_loss"], found["mlm_accuracy"]) == (1.5, 0.25)
-    assert found["loss"] == 1.5 + 0.25 * (len(names) - 1)
-    none = averages(sums | {"masked": 0.0, "pairs": 0.0}, objective)
+    second = {"mlm_nsp": 0.25, "mlm": 0.0, "mlm_sop": 0.25, "rtd": 50 * 0.125}[objective]
+    assert found["loss"] == 1.5 + second
+    none = averages(sums | {"masked": 0.0, "pairs": 0.0, "tokens": 0.0}, objective)
     assert none.pop("loss") == 0
     assert set(none.values()) == {None}

@@ -54,7 +54,7 @@ def open_examples(
     kind, _, specification = config.source.partition(":")
     if config.objective == "mlm_sop" or config.documents != "apart":
         name = "documents" if config.documents != "apart" else "objective"
-        wanted = {"documents": "apart", "objective": "mlm_nsp or mlm"}[name]
+        wanted = {"documents": "apart", "objective": "mlm_nsp, mlm or rtd"}[name]
         raise ValueError(
             f"{name}: expected {wanted} with source {kind}:, whose examples are made already, got "
             f"{getattr(config, name)}"

@@ -17,6 +17,7 @@ _HEADS: dict[Objective, tuple[Head, ...]] = {
     "mlm_nsp": ("mlm", "nsp"),
     "mlm": ("mlm",),
     "mlm_sop": ("mlm", "nsp"),
+    "rtd": ("rtd",),
 }
 
 
@@ -36,6 +37,9 @@ class ModelConfig:
     """Attention heads per layer. By default the preset's."""
     intermediate_size: int | None = None
     """Width of the feed-forward layers. By default the preset's."""
+    generator_share: float = advanced(0.25)
+    """With data.objective rtd: attention heads and width of the generator, as a share of the
+    model's. It has as many layers."""
     hidden_dropout_prob: float | None = advanced(None)
     """Dropout probability of hidden states. By default the preset's."""
     attention_probs_dropout_prob: float | None = advanced(None)
@@ -53,7 +57,7 @@ class ModelConfig:
     def overrides(self) -> dict[str, object]:
         """The sizes and rates that are given."""
         values = dataclasses.asdict(self)
-        del values["preset"]
+        del values["preset"], values["generator_share"]
         return {name: value for name, value in values.items() if value is not None}
 
     def resolve(self, vocab_size: int, data: DataConfig | None = None) -> EncoderConfig:

@@ -52,6 +52,7 @@ _RANGES: dict[str, _Range] = {
     "schedule.power": _at_least(0),
     "schedule.decay_share": _between(0, 1),
     "schedule.end_lr_share": _between(0, 1),
+    "model.generator_share": _Range(_ABOVE_ZERO, 1, "a number > 0 and <= 1"),
     "optimizer.lr": _at_least(0),
     "optimizer.betas": _Range(0, _BELOW_ONE, "numbers in [0, 1)"),
     "optimizer.eps": _at_least(0),

@@ -62,6 +62,7 @@ def check_rules(config: PretrainConfig) -> None:
     _check_shard(config)
     _check_growth(config.growth)
     _check_growth_fits(config)
+    _check_replaced_tokens(config)
     if config.compile and config.cuda_graphs:
         raise ConfigError("cuda_graphs", "expected false with compile true, got true")
     if config.cuda_graphs and config.attention_schedule != "list":
@@ -328,6 +329,31 @@ def _check_growth_fits(config: PretrainConfig) -> None:
             raise ConfigError(
                 "optimizer.shard",
                 f"expected none with growth.name {name}, got {config.optimizer.shard}",
+            )
+
+
+def _check_replaced_tokens(config: PretrainConfig) -> None:
+    """What does not know the second encoder of replaced-token detection."""
+    share, objective = config.model.generator_share, config.data.objective
+    if objective != "rtd":
+        default = type(config.model).generator_share
+        if share != default:
+            raise ConfigError(
+                "model.generator_share",
+                f"expected {default} with data.objective {objective}, which has no generator, got "
+                f"{share}",
+            )
+        return
+    for name, value, allowed in (
+        ("cuda_graphs", config.cuda_graphs, (False,)),
+        ("compile", config.compile, (False,)),
+        ("optimizer.shard", config.optimizer.shard, ("none", "node", "world")),
+        ("growth.name", config.growth.name, ("none", "lengths")),
+    ):
+        if value not in allowed:
+            words = " or ".join(str(x).lower() if isinstance(x, bool) else x for x in allowed)
+            raise ConfigError(
+                name, f"expected {words} with data.objective rtd, got {str(value).lower()}"
             )
 
 

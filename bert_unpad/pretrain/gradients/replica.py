@@ -97,7 +97,7 @@ def replicate(
     empty = empty.to(ranks.device)
     for _ in range(SETTLING_PASSES):
         outputs = replica(empty)
-        (outputs.mlm_loss_sum + outputs.nsp_loss_sum).backward()
+        (outputs[0] + outputs[2]).backward()
         if isinstance(replica, OverlapReplica):
             replica.optimizer.reduce_gradients()
             replica.optimizer.zero_grad()

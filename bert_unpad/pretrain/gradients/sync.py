@@ -27,7 +27,7 @@ from bert_unpad.pretrain.gradients.graph_buckets import GraphBuckets
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
 from bert_unpad.pretrain.gradients.replica import Replica, replicate
 from bert_unpad.pretrain.gradients.sharded import clipping_kind
-from bert_unpad.pretrain.losses import SUMS, stack_outputs
+from bert_unpad.pretrain.losses import SUMS, TASKS, stack_outputs
 from bert_unpad.pretrain.model import to_device
 from bert_unpad.pretrain.ranks import HostSums
 from bert_unpad.pretrain.run import Run
@@ -123,7 +123,7 @@ class GradientSync:
 
         Args:
             step: this rank's inputs.
-            counts: being added up over all ranks; must begin with masked, pairs.
+            counts: being added up over all ranks; must begin with `step.counts`.
 
         Returns:
             This rank's losses and correct predictions, float64 [4] in the order of
@@ -134,15 +134,15 @@ class GradientSync:
         factors: Tensor | None = None
         for number, inputs in enumerate(step.passes):
             if self._graphs is not None:
-                factors = self._loss_factors(counts) if factors is None else factors
+                factors = self._loss_factors(step, counts) if factors is None else factors
                 sums += stack_outputs(self._graphs(inputs, factors))
                 continue
             with self._travelling(last=number == len(step.passes) - 1):
                 with self.run.autocast:
                     outputs = self._replica(to_device(inputs, self.run.model, self.run.device))
                 # After the first forward pass, during which the counts were added up.
-                factors = self._loss_factors(counts) if factors is None else factors
-                loss = outputs.mlm_loss_sum * factors[0] + outputs.nsp_loss_sum * factors[1]
+                factors = self._loss_factors(step, counts) if factors is None else factors
+                loss = outputs[0] * factors[0] + outputs[2] * factors[1]
                 loss.backward()
             sums += stack_outputs(outputs)
         if self._buckets is not None:
@@ -202,11 +202,19 @@ class GradientSync:
             return nullcontext()
         return self._replica.no_sync()
 
-    def _loss_factors(self, counts: HostSums) -> Tensor:
+    def _loss_factors(self, step: Step, counts: HostSums) -> Tensor:
         """What the sums of the two losses are multiplied by, float32 [2]."""
-        # Clamped: a global batch without a label of one kind has a loss of 0 for it.
         self.clock.stop()
         counts.on_device()
         self.clock.start()
-        factors = (self.run.ranks.world_size / counts.on_device()[:2].clamp(min=1)).float()
+        tasks, names = TASKS[self.run.config.data.objective], list(step.counts)
+        # Where there is one task, the second loss is 0 and has no gradient.
+        places = [names.index(task.count) for task in (tasks[0], tasks[-1])]
+        # Clamped: a global batch without a label of one kind has a loss of 0 for it.
+        factors = torch.stack(
+            [
+                task.weight * self.run.ranks.world_size / counts.on_device()[place].clamp(min=1)
+                for task, place in zip((tasks[0], tasks[-1]), places, strict=True)
+            ]
+        ).float()
         return factors if self.loss_scale is None else factors * self.loss_scale.value

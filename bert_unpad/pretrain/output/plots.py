@@ -34,7 +34,9 @@ def draw_run(path: Path, lines: Sequence[dict[str, Any]], most_frequent_rate: fl
     _curve(accuracy, held_out, "mlm_accuracy", "held out", marker="o")
     if most_frequent_rate is not None:
         accuracy.axhline(most_frequent_rate, color="grey", ls=":", label="most frequent token")
-    accuracy.set(title="Masked-token accuracy", ylim=(0, None))
+    if any("rtd_accuracy" in line for line in held_out):
+        _curve(accuracy, held_out, "rtd_accuracy", "held out: replaced tokens", marker="s")
+    accuracy.set(title="Accuracy of masked tokens", ylim=(0, None))
 
     _curve(speed, train, "tokens_per_second", "real tokens / s")
     speed.set(title="Throughput", ylabel="tokens / s", ylim=(0, None))

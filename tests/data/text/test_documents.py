@@ -186,13 +186,13 @@ def test_each_objective_has_its_own_cache(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"objective": "clm"}, "objective: expected one of mlm_nsp, mlm, mlm_sop, got 'clm'"),
+        ({"objective": "clm"}, "objective: expected one of mlm_nsp, mlm, mlm_sop, rtd, got 'clm'"),
         ({"documents": "mixed", "objective": "mlm"}, "documents: expected one of apart, joined, "),
         ({"documents": "joined"}, "documents: expected apart with objective mlm_nsp"),
         ({"dupe_factor": 2, "objective": "mlm"}, "dupe_factor: expected 1 with objective mlm"),
         (
             {"source": "shards:/tmp", "objective": "mlm_sop"},
-            "objective: expected mlm_nsp or mlm with source shards:",
+            "objective: expected mlm_nsp, mlm or rtd with source shards:",
         ),
         (
             {"source": "hdf5:/tmp", "objective": "mlm", "documents": "joined"},
@@ -208,7 +208,10 @@ def test_settings_that_do_not_fit(given, message):
 def test_settings_that_do_not_fit_a_run():
     base = ["--batching.global_batch_size", "8", "--schedule.total_steps", "9"]
     for given, message in (
-        (["--data.objective", "clm"], r"data\.objective: expected one of mlm_nsp, mlm, mlm_sop, g"),
+        (
+            ["--data.objective", "clm"],
+            r"data\.objective: expected one of mlm_nsp, mlm, mlm_sop, rtd, g",
+        ),
         (["--data.documents", "joined"], r"data\.documents: expected apart with objective mlm_nsp"),
     ):
         with pytest.raises(ConfigError, match=f"^{message}"):

@@ -189,7 +189,7 @@ def _run(
     passes = config.batching.accumulation
     for number in range(steps):
         step = _step(rank, number, passes, padded=graphs)
-        factors = sync._loss_factors(HostSums(ranks, step.counts))
+        factors = sync._loss_factors(step, HostSums(ranks, step.counts))
         plain = make_model()
         for inputs in step.passes:
             out = plain(inputs)
