@@ -14,7 +14,7 @@ from bert_unpad.data.text.documents import Documents
 from bert_unpad.data.text.pairs import MIN_SEQ_LENGTH
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 
-TRAINED = ("wordpiece", "bpe", "unigram")
+TRAINED = ("wordpiece", "bpe", "unigram", "characters")
 """Kinds of tokenizers that are trained on the text."""
 
 
@@ -44,8 +44,8 @@ class DataConfig:
     max_seq_length: int = 128
     """Tokens of the longest example, including [CLS] and [SEP]; 5 to 65,535."""
     tokenizer: str = advanced("wordpiece")
-    """wordpiece, bpe (byte pairs) or unigram, trained on the text, or the path of a tokenizer.json
-    or of a folder with one."""
+    """wordpiece, bpe (byte pairs), unigram or characters (each letter is a token), trained on the
+    text, or the path of a tokenizer.json or of a folder with one."""
     vocab_size: int = 8192
     """Size of the vocabulary to train. A small corpus gives a smaller one."""
     vocab_file: str | None = None
@@ -54,7 +54,7 @@ class DataConfig:
     """Megabytes of text to train the vocabulary on, of documents chosen at random. By default all
     text of the training part."""
     alphabet_size: int = advanced(1000)
-    """With data.tokenizer wordpiece or unigram: letters of a trained vocabulary, the most frequent
+    """With data.tokenizer other than bpe: letters of a trained vocabulary, the most frequent
     ones. Chinese and Japanese need several thousand."""
     lowercase: bool = advanced(True)
     """Convert text to lower case and strip accents."""

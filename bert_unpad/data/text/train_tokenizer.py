@@ -1,4 +1,4 @@
-"""Trains a vocabulary of byte pairs or of a unigram model on a corpus.
+"""Trains a vocabulary of byte pairs, of a unigram model or of characters on a corpus.
 
 With the `tokenizers` library. The special tokens and their ids are those of a trained WordPiece
 vocabulary, so examples look the same whatever made them.
@@ -41,8 +41,9 @@ def train_tokenizer(
 
     Args:
         kind: "wordpiece" (see `WordPieceTokenizer.train`), "bpe" (byte pairs: Sennrich et al.,
-            2016, arXiv:1508.07909; on bytes: Radford et al., 2019) or "unigram" (Kudo, 2018,
-            arXiv:1804.10959, on text with marked spaces, arXiv:1808.06226).
+            2016, arXiv:1508.07909; on bytes: Radford et al., 2019), "unigram" (Kudo, 2018,
+            arXiv:1804.10959, on text with marked spaces, arXiv:1808.06226) or "characters" (each
+            letter is a token, spaces are dropped: amino acids, nucleotides).
         read: called once or twice; returns an iterable of lists of texts.
         vocab_size: largest number of tokens, with special tokens and letters or bytes.
         lowercase: convert the text to lower case and strip accents.
@@ -56,7 +57,8 @@ def train_tokenizer(
         return WordPieceTokenizer.train(read, vocab_size, lowercase, alphabet_size)
     if kind == "bpe":
         return _train_bpe(read, vocab_size, lowercase)
-    return _train_unigram(read, vocab_size, lowercase, alphabet_size)
+    train = _train_unigram if kind == "unigram" else _find_characters
+    return train(read, vocab_size, lowercase, alphabet_size)
 
 
 def _train_bpe(read: Read, vocab_size: int, lowercase: bool) -> JsonTokenizer:
@@ -81,10 +83,7 @@ def _train_unigram(
     read: Read, vocab_size: int, lowercase: bool, alphabet_size: int
 ) -> JsonTokenizer:
     normalizer = _normalizer(lowercase, normalizers.NFKC())
-    letters: Counter[str] = Counter()
-    for texts in read():
-        letters.update(normalizer.normalize_str(" ".join(texts)))
-    del letters[" "]
+    letters = _count_letters(read, normalizer)
     kept = most_frequent(letters, alphabet_size)
     _check_size(vocab_size, len(kept) + 1, "letters")  # and the mark of a space
     tokenizer = Tokenizer(models.Unigram())
@@ -113,6 +112,32 @@ def _train_unigram(
     scores[first:] = sorted(scores[first:], key=lambda x: (-x[1], x[0]))
     tokenizer.model = models.Unigram(scores, SPECIAL_TOKENS.index("[UNK]"))
     return _finished(tokenizer)
+
+
+def _find_characters(
+    read: Read, vocab_size: int, lowercase: bool, alphabet_size: int
+) -> JsonTokenizer:
+    normalizer = _normalizer(lowercase, normalizers.NFC())
+    kept = most_frequent(_count_letters(read, normalizer), alphabet_size)
+    _check_size(vocab_size, len(kept), "letters")
+    tokens = (*SPECIAL_TOKENS, *sorted(kept))
+    ids = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex("."), "isolated")]
+    )
+    tokenizer.decoder = decoders.Fuse()
+    return _finished(tokenizer)
+
+
+def _count_letters(read: Read, normalizer: normalizers.Normalizer) -> Counter[str]:
+    letters: Counter[str] = Counter()
+    for texts in read():
+        letters.update(normalizer.normalize_str(" ".join(texts)))
+    del letters[" "]
+    return letters
 
 
 def _scores(tokenizer: Tokenizer) -> list[tuple[str, float]]:

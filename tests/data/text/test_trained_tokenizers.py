@@ -133,6 +133,26 @@ def test_too_small_vocabularies_are_refused(kind, what):
         train(kind, size=12)
 
 
+def test_characters(tmp_path):
+    proteins = ["MKTAYIAKQR QISFVKSHFS", "MVLSPADKTN", "GATTACA"] * 9
+    tokenizer = train("characters", proteins, 40, lowercase=False)
+    letters = sorted(set("".join(proteins)) - {" "})
+    assert tokenizer.vocabulary == (*SPECIAL_TOKENS, *letters)
+    assert tokenizer.unmaskable_ids == (0, 2, 3, 4)
+    (ids,) = tokenizer.encode_batch(["GATX ta"])
+    g, a, t, unknown = (*(tokenizer.vocabulary.index(c) for c in "GAT"), tokenizer.unk_id)
+    assert ids == [g, a, t, unknown, unknown, unknown]
+    assert tokenizer.decode([tokenizer.cls_id, g, a]) == "[CLS]GA"
+    assert not tokenizer.is_continuation.any()
+    tokenizer.save(tmp_path)
+    assert load_tokenizer(tmp_path).identity() == tokenizer.identity()
+    few = train("characters", proteins, 40, lowercase=False, alphabet_size=3)
+    assert few.vocab_size == 8
+    assert train("characters", proteins, 40).encode_batch(["GA"]) == [[9, 5]]  # lower case
+    with pytest.raises(ValueError, match=r"^vocab_size: expected at least \d+ for the .*letters"):
+        train("characters", proteins, 12)
+
+
 def _foreign(tmp_path, special: list[str], kind: str = "bpe", config: dict | None = None):
     """A tokenizer.json as others write it."""
     tokenizer = Tokenizer(models.BPE())
@@ -227,7 +247,7 @@ def corpus(tmp_path):
     return common | {"vocab_size": 350, "max_seq_length": 32}
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "characters"])
 def test_prepared_with_a_trained_tokenizer(corpus, kind, caplog):
     caplog.set_level("INFO")
     data = [prepare(DataConfig(**corpus, tokenizer=kind), progress=False) for _ in range(2)]
@@ -299,7 +319,10 @@ BASE = ["--batching.global_batch_size", "8", "--schedule.total_steps", "9"]
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tokenizer": "wordpeice"}, "tokenizer: expected one of wordpiece, bpe, unigram, or the "),
+        (
+            {"tokenizer": "wordpeice"},
+            "tokenizer: expected one of wordpiece, bpe, unigram, characters, or ",
+        ),
         ({"tokenizer": "bpe", "alphabet_size": 9}, "alphabet_size: expected 1000 with tokenizer b"),
         ({"tokenizer": "bpe", "vocab_file": "v.txt"}, "vocab_file: expected null with tokenizer b"),
         ({"vocab_file": "v.txt", "vocab_sample_mb": 1}, "vocab_sample_mb: expected null with the"),
