@@ -172,7 +172,7 @@ def _window(name: str, window: tuple[int, int]) -> tuple[int, int]:
 def _parts(bias: PositionBias | None) -> tuple[Tensor | None, ...]:
     if bias is None:
         return None, None, None, None
-    table = None if bias.table is None else bias.table.contiguous()
+    table = None if bias.table is None else bias.table.float().contiguous()
     return bias.buckets, table, _rows(bias.query), _rows(bias.key)
 
 
@@ -241,11 +241,12 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, saved, dout, _dlse):
     qkv, out, lse, cu_seqlens, rng, order, groups, *bias = saved
+    needed = _needed_of_bias(ctx, 12)
     dqkv, *gradients = _ops.varlen_attention_backward(
         _last_contiguous(dout), qkv, out, lse, cu_seqlens, *ctx.scalars, rng, order, groups,
-        *ctx.options, *bias, ctx.needs_input_grad[-3],
+        *ctx.options, *bias, needed[0],
     )  # fmt: skip
-    return dqkv, *[None] * 11, *_of_parts(ctx, gradients)
+    return dqkv, *[None] * 11, *_where(needed, gradients)
 
 
 def _cross_setup(ctx, inputs, output):
@@ -259,16 +260,24 @@ def _cross_setup(ctx, inputs, output):
 
 def _cross_backward(ctx, saved, dout, _dlse):
     q, kv, out, lse, cu_q, cu_k, rng, order, groups, positions, *bias = saved
+    needed = _needed_of_bias(ctx, 15)
     dq, dkv, *gradients = _ops.varlen_cross_attention_backward(
         _last_contiguous(dout), q, kv, out, lse, cu_q, cu_k, *ctx.scalars, rng, order, groups,
-        *ctx.window, positions, *bias, ctx.needs_input_grad[-3],
+        *ctx.window, positions, *bias, needed[0],
     )  # fmt: skip
-    return dq, dkv, *[None] * 13, *_of_parts(ctx, gradients)
+    return dq, dkv, *[None] * 13, *_where(needed, gradients)
 
 
-def _of_parts(ctx, gradients: list[Tensor]) -> list[Tensor | None]:
-    """Of table, query and key of the bias, the last three inputs; None where not needed."""
-    needed = ctx.needs_input_grad[-3:]
+def _needed_of_bias(ctx, first: int) -> list[bool]:
+    """Whether table, query and key, arguments from `first` on, need gradients.
+
+    Arguments at the end that have their default are no inputs of the node.
+    """
+    needed = [*ctx.needs_input_grad[first : first + 3]]
+    return needed + [False] * (3 - len(needed))
+
+
+def _where(needed: list[bool], gradients: list[Tensor]) -> list[Tensor | None]:
     return [g if need else None for g, need in zip(gradients, needed, strict=True)]
 
 

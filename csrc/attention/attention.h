@@ -32,14 +32,15 @@ struct AttentionWindow {
 };
 
 // What is added to the scaled scores, by the distance (key position - query position), from -reach
-// to reach; further ones count as these. Any of the three may be null.
+// to reach; further ones count as these. Of table, query and key at least one is there.
 struct AttentionBias {
   int buckets, reach;
-  const int32_t* bucket;     // [2 * reach + 1]: the bucket of a distance
-  DType table_dtype;         // of table; query and key have the dtype of the data
-  const void* table;         // [buckets, heads]
-  Packed<const void> query;  // [query tokens, heads, buckets]
-  Packed<const void> key;    // [key tokens, heads, buckets]
+  const int32_t* bucket;          // [2 * reach + 1]: the bucket of a distance; null = no bias
+  const float* table;             // [heads, buckets]
+  Packed<const void> query, key;  // [query tokens, heads, buckets], [key tokens, heads, buckets]
+  float* dtable;                  // [parts of sequences, heads, buckets]; null: not needed
+  Packed<void> dquery, dkey;
+  float* dquery_sums;  // [q_tokens, heads, buckets], as dq_sums below
 };
 
 // A part of a sequence: forward, queries `first` to `last` of one head, with the keys that they
@@ -50,6 +51,7 @@ struct AttentionTask {
   int64_t q_begin, k_begin;  // the sequence's first tokens
   int q_len, k_len;          // of the sequence
   int first, last;
+  int part;      // number of the part among those of all sequences, the same for all heads
   int key_part;  // of the backward pass: keys of each task of the sequence but the last
 };
 
@@ -60,8 +62,8 @@ struct AttentionCpuParams {
   uint32_t keep_threshold;  // of 65,536; 65,536 = no dropout
   RngKey rng;
   AttentionWindow window;
-  const int32_t*
-      query_positions;  // [q_tokens], among the keys of the sequence; null: the last ones
+  AttentionBias bias;
+  const int32_t* query_positions;  // [q_tokens], among the keys; null: the last ones
   Packed<const void> q, k, v, out, dout;
   Packed<void> out_w, dq, dk, dv;
   float* lse;  // [heads, q_tokens]: log of the sum of exponentials of the scaled scores

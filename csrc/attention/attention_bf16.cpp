@@ -9,6 +9,7 @@
 // In the backward pass dK and dV are summed up transposed, as dK^T = Q^T dS: so dS is a right-hand
 // side, whose pairs of rows are r and r + 8 of 16, the rows whose dropout bits come together.
 #include "attention/attention.h"
+#include "attention/bias_simd.h"
 #include "attention/softmax_bf16.h"
 #include "attention/task_simd.h"
 #include "cpu/columns_simd.h"
@@ -17,7 +18,8 @@
 namespace bert_unpad::BERT_UNPAD_ISA {
 namespace {
 
-constexpr AttentionSplit kQueries = {768, 512}, kKeys = {768, 512};
+constexpr AttentionSplit kQueries = {1536, 1024}, kKeys = {768, 512};
+constexpr AttentionSplit kForwardKeys = {2048, 1024};  // of a pass of the softmax
 constexpr int kColumns = 32;  // columns of a block begin at a multiple of it
 
 constexpr int kForwardRows = 64;
@@ -55,12 +57,14 @@ struct Forward {
   float *scores, *out, *maxima, *sums;
   uint16_t* kept;
   int64_t score_stride, weight_stride;
+  BiasRows<bf16> bias;
 
   Forward(Scratch& scratch, const AttentionCpuParams& p, const AttentionTask& t)
       : keys(aligned(seen(p, t, {t.first, t.last}), kColumns)),
-        part(part_size(keys.size(), kKeys)),
+        part(part_size(keys.size(), kForwardKeys)),
         several(keys.size() > part),
-        n(keys.size() > 0 ? part : 0, p.head_dim) {
+        n(keys.size() > 0 ? part : 0, p.head_dim),
+        bias(scratch, p, t, kForwardRows, n.keys, false) {
     const int rows = several ? round_up(t.last - t.first, kForwardRows) : kForwardRows;
     score_stride = n.keys + 16;
     weight_stride = n.keys + 32;
@@ -85,9 +89,12 @@ struct Backward {
   Range* seen;  // by each row of a block, of its columns
   uint16_t* kept;
   int64_t gradient_stride, sum_stride;
+  BiasRows<bf16> bias;
 
   Backward(Scratch& scratch, const AttentionCpuParams& p, const AttentionTask& t)
-      : n(t.last - t.first, p.head_dim), rows(backward_rows(p, t.q_len, t.key_part)) {
+      : n(t.last - t.first, p.head_dim),
+        rows(backward_rows(p, t.q_len, t.key_part)),
+        bias(scratch, p, t, rows, n.keys, true) {
     gradient_stride = n.keys + 32;
     sum_stride = n.keys + 16;
     k_transposed = scratch.take<bf16>(static_cast<int64_t>(n.keys) * n.depth);
@@ -112,6 +119,11 @@ struct Backward {
   }
 };
 
+// What a score is still to be multiplied with; with a position bias it is scaled before.
+BU_INLINE float score_scale(const AttentionCpuParams& p) {
+  return p.bias.bucket ? 1.0f : p.scale * kLog2e;
+}
+
 // out = x * factor, rounded.
 BU_INLINE void round_row(const float* x, int columns, float factor, bf16* out) {
   for_columns(columns, [&](int64_t j, auto width) { store(out + j, load(x + j) * factor, width); });
@@ -135,8 +147,10 @@ void forward_block(const AttentionCpuParams& p, const AttentionTask& t, const Fo
       maxima[r] = -kInfinity;
       sums[r] = 0.0f;
     }
-    const Range here = shifted(both(seen(p, t, rows.first + r), columns), columns.first);
-    const float factor = softmax_row(m.scores + r * m.score_stride, here, width, p.scale * kLog2e,
+    const Range here = seen_among(p, t, rows.first + r, columns);
+    float* scores = m.scores + r * m.score_stride;
+    if (m.bias) m.bias.add(t.head, rows.first + r, columns, here, p.scale * kLog2e, scores);
+    const float factor = softmax_row(scores, here, width, score_scale(p),
                                      dropout ? m.kept + r * n.kept_stride : nullptr,
                                      m.weights + r * m.weight_stride, maxima[r], sums[r]);
     if (!begins && factor != 1.0f)
@@ -202,7 +216,7 @@ void transpose_rows(const bf16* x, int width, int rows, int columns, bf16* out) 
 // gradients. `row` is the piece's first row in the block, `column` its first column.
 BU_INLINE void piece(const AttentionCpuParams& p, const Backward& m, int rows, int row, int column,
                      int columns) {
-  const float scale = p.scale * kLog2e, keep = keep_scale(p.keep_threshold);
+  const float scale = score_scale(p), keep = keep_scale(p.keep_threshold);
   const bool dropout = p.keep_threshold != 65536u;
   const int64_t kept_stride = m.n.kept_stride;
   for (int i = 0; i < 16; ++i) {
@@ -283,7 +297,7 @@ void backward_block(const AttentionCpuParams& p, const AttentionTask& t, const B
     });
     m.lse[r] = p.lse[head * p.q_tokens + token + r] * kLog2e;
     m.delta[r] = reduce_add(sum);
-    m.seen[r] = shifted(both(seen(p, t, rows.first + r), columns), columns.first);
+    m.seen[r] = seen_among(p, t, rows.first + r, columns);
   }
   if (p.keep_threshold != 65536u)
     draw_kept(p, t, head, {rows.first, rows.first + whole}, columns, n.kept_stride, m.kept);
@@ -296,7 +310,18 @@ void backward_block(const AttentionCpuParams& p, const AttentionTask& t, const B
                 some, n.depth, m.scores, kPieceStride, false);
       gemm_bf16({m.dout + row * n.depth, n.depth}, kPieceRows, {m.v_transposed + panel, key_panel},
                 some, n.depth, m.dweights, kPieceStride, false);
+      if (m.bias)
+        for (int r = row; r < row + kPieceRows && r < count; ++r)
+          m.bias.add(head, rows.first + r, shifted({0, some}, -columns.first - c),
+                     both(shifted(m.seen[r], c), {0, some}), p.scale * kLog2e,
+                     m.scores + (r - row) * kPieceStride);
       piece(p, m, whole, row, c, some);
+    }
+  if (m.bias)
+    for (int r = 0; r < count; ++r) {
+      m.bias.set_buckets(rows.first + r, columns);
+      m.bias.add_gradients(r, rows.first + r, columns, m.seen[r],
+                           m.gradients + r * m.gradient_stride);
     }
   const int64_t row_panel = whole * kPairColumns;
   gemm_bf16({m.dout_transposed, whole}, n.columns, {m.weight_pairs, row_panel}, width, whole,
@@ -313,6 +338,7 @@ void backward_block(const AttentionCpuParams& p, const AttentionTask& t, const B
     for (int i = 0; i < count * n.columns; i += kLanes)
       store(sums + i, turn.mine > turn.first ? load(sums + i) + load(m.dq + i) : load(m.dq + i));
   }
+  if (m.bias) m.bias.add_query_sums(head, rows, turn);
   turn.end();
   if (turn.mine == turn.last)
     for (int r = 0; r < count; ++r)
@@ -332,13 +358,16 @@ void backward_task(const AttentionCpuParams& p, const AttentionTask& t, float* m
   pack_pairs_transposed(v, p.v.token_stride, keys, d, n.keys, n.depth, m.v_transposed);
   for (int64_t i = 0; i < n.columns * m.sum_stride; ++i) m.dk[i] = m.dv[i] = 0.0f;
 
-  for (int head = t.head * group; head < (t.head + 1) * group; ++head)
+  for (int head = t.head * group; head < (t.head + 1) * group; ++head) {
+    if (m.bias) m.bias.begin_head();
     for (int first = 0; first < t.q_len; first += m.rows) {
       const Range rows = both({first, first + m.rows}, {0, t.q_len}), sees = seen(p, t, rows);
       const Turn turn(p, t, head, first, sees);
       if (turn.taken())
         backward_block(p, t, m, head, rows, aligned(both(sees, {t.first, t.last}), kColumns), turn);
     }
+    if (m.bias) m.bias.end_head(head);
+  }
   round_transposed(m.dk, m.sum_stride, keys, d, p.scale, at<bf16>(p.dk, key, t.head),
                    p.dk.token_stride);
   round_transposed(m.dv, m.sum_stride, keys, d, keep_scale(p.keep_threshold),

@@ -112,8 +112,7 @@ class CpuAttention {
     check_query_positions(settings.query_positions, q, op);
     if (settings.query_positions)
       p.query_positions = settings.query_positions->const_data_ptr<int32_t>();
-    check(!check_bias(settings.bias, q, k, p.heads, op), op,
-          ": position_bias is not supported yet");
+    if (check_bias(settings.bias, q, k, p.heads, op)) set_bias(settings.bias);
   }
 
   void set_saved(const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& q) {
@@ -132,12 +131,14 @@ class CpuAttention {
     run(tasks, false);
   }
 
-  BiasGradients backward(const Tensor& like, const AttentionSettings&) {
+  BiasGradients backward(const Tensor& like, const AttentionSettings& settings) {
     const AttentionKernels& kernels = kernels_for(p.dtype);
     std::vector<AttentionTask> tasks;
     bool several = false;
+    int parts = 0;
     for (int i : order_) {
       AttentionTask sequence = task(i);
+      sequence.part = parts;
       sequence.key_part = part_size(sequence.k_len, kernels.keys);
       several = several || sequence.key_part < sequence.k_len;
       int first = 0;
@@ -145,9 +146,16 @@ class CpuAttention {
         const int last = std::min(first + sequence.key_part, sequence.k_len);
         add(tasks, sequence, p.kv_heads, first, last);
         first = last;
+        sequence.part = ++parts;
       } while (first < sequence.k_len);
     }
-    Tensor sums;
+    const BiasArguments& bias = settings.bias;
+    Tensor dquery = bias_gradient(bias.query, like, p.bias.dquery);
+    Tensor dkey = bias_gradient(bias.key, like, p.bias.dkey);
+    const bool table = bias.table && settings.table_gradient;
+    std::vector<float> dtables(table ? parts * table_.size() : 0);  // of each part of a sequence
+    if (table) p.bias.dtable = dtables.data();
+    Tensor sums, query_sums;
     std::vector<int32_t> added;
     if (several) {
       const int64_t width = (p.head_dim + 15) / 16 * 16;
@@ -155,18 +163,64 @@ class CpuAttention {
       added.resize(p.heads * p.q_tokens);
       p.dq_sums = sums.mutable_data_ptr<float>();
       p.added = added.data();
+      if (bias.query) {
+        query_sums = torch::stable::new_empty(like, {p.q_tokens, p.heads, p.bias.buckets},
+                                              ScalarType::Float);
+        p.bias.dquery_sums = query_sums.mutable_data_ptr<float>();
+      }
     }
     run(tasks, true);
-    Tensor none = torch::stable::new_empty(like, {0});
-    return {none, none, none};
+    Tensor dtable = table ? torch::stable::new_empty(*bias.table, {p.bias.buckets, p.heads})
+                          : torch::stable::new_empty(like, {0});
+    if (table) {
+      auto* sum = dtable.mutable_data_ptr<float>();
+      for (int b = 0; b < p.bias.buckets; ++b)
+        for (int h = 0; h < p.heads; ++h, ++sum) {
+          *sum = 0.0f;
+          for (int part = 0; part < parts; ++part)
+            *sum += dtables[part * table_.size() + h * p.bias.buckets + b];
+        }
+    }
+    return {dtable, dquery, dkey};
   }
 
  private:
   const int32_t *cu_q_, *cu_k_;
   std::vector<int> order_;
+  std::vector<float> table_;  // of the position bias, [heads, buckets]
+
+  void set_bias(const BiasArguments& bias) {
+    const Tensor& buckets = *bias.buckets;
+    p.bias.reach = static_cast<int>(buckets.size(0) / 2);
+    p.bias.bucket = buckets.const_data_ptr<int32_t>();
+    p.bias.buckets = static_cast<int>(bias.table   ? bias.table->size(0)
+                                      : bias.query ? bias.query->size(2)
+                                                   : bias.key->size(2));
+    for (int64_t i = 0; i < buckets.size(0); ++i)
+      check(p.bias.bucket[i] >= 0 && p.bias.bucket[i] < p.bias.buckets, op,
+            ": buckets of position_bias must be at least 0 and below ", p.bias.buckets,
+            ", but entry ", i, " is ", p.bias.bucket[i]);
+    if (bias.table) {
+      const auto* table = bias.table->const_data_ptr<float>();
+      table_.resize(static_cast<int64_t>(p.heads) * p.bias.buckets);
+      for (int b = 0; b < p.bias.buckets; ++b)
+        for (int h = 0; h < p.heads; ++h) table_[h * p.bias.buckets + b] = *table++;
+      p.bias.table = table_.data();
+    }
+    if (bias.query)
+      p.bias.query = packed(*bias.query, bias.query->stride(0), bias.query->stride(1));
+    if (bias.key) p.bias.key = packed(*bias.key, bias.key->stride(0), bias.key->stride(1));
+  }
+
+  Tensor bias_gradient(const OptionalTensor& rows, const Tensor& like, Packed<void>& out) const {
+    if (!rows) return torch::stable::new_empty(like, {0});
+    Tensor gradient = torch::stable::new_empty(*rows, {rows->size(0), p.heads, p.bias.buckets});
+    out = writable(gradient, static_cast<int64_t>(p.heads) * p.bias.buckets, p.bias.buckets);
+    return gradient;
+  }
 
   AttentionTask task(int i) const {
-    return {i, 0, cu_q_[i], cu_k_[i], cu_q_[i + 1] - cu_q_[i], cu_k_[i + 1] - cu_k_[i], 0, 0, 0};
+    return {i, 0, cu_q_[i], cu_k_[i], cu_q_[i + 1] - cu_q_[i], cu_k_[i + 1] - cu_k_[i], 0, 0, 0, 0};
   }
 
   // The same part for all heads before the next part: so tasks that wait for one another in the

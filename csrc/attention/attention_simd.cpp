@@ -9,6 +9,7 @@
 // the softmax (Milakov and Gimelshein, arXiv 1805.02867); the backward pass has a task for each
 // part.
 #include "attention/attention.h"
+#include "attention/bias_simd.h"
 #include "attention/task_simd.h"
 #include "cpu/gemm_simd.h"
 #include "cpu/philox_simd.h"
@@ -38,17 +39,20 @@ struct Sizes {
         kp(round_up(keys, kAttentionDropoutColumns)) {}
 };
 
+template <class T>
 struct Forward {
   Range keys;  // that the task sees
   Sizes n;
   bool several;  // parts of keys
   float *wide, *kt, *v, *q, *s, *o, *factors, *maxima, *sums;
   uint16_t* words;
+  BiasRows<T> bias;
 
   Forward(Scratch& scratch, const AttentionCpuParams& p, const AttentionTask& t)
       : keys(aligned(seen(p, t, {t.first, t.last}), kColumns)),
         n(p, keys.size(), part_size(keys.size(), kKeys)),
-        several(keys.size() > n.keys) {
+        several(keys.size() > n.keys),
+        bias(scratch, p, t, n.rows, n.keys, false) {
     const int64_t rows = n.rows, kept = several ? t.last - t.first : n.rows;
     wide = scratch.take<float>(static_cast<int64_t>(n.keys) * n.d4);
     kt = scratch.take<float>(packed_size(n.d4, n.keys));
@@ -63,13 +67,15 @@ struct Forward {
   }
 };
 
+template <class T>
 struct Backward {
   Sizes n;
   float *wide, *kt, *vt, *k, *dk, *dv, *q, *dout, *q_packed, *dout_packed, *s, *ds, *dq;
   uint16_t* words;
+  BiasRows<T> bias;
 
   Backward(Scratch& scratch, const AttentionCpuParams& p, const AttentionTask& t)
-      : n(p, t.last - t.first, t.key_part) {
+      : n(p, t.last - t.first, t.key_part), bias(scratch, p, t, n.rows, n.keys, true) {
     const int64_t keys = n.keys, rows = n.rows;
     wide = scratch.take<float>(keys * n.d4);
     kt = scratch.take<float>(packed_size(n.d4, n.keys));
@@ -168,7 +174,7 @@ inline void for_rows(const AttentionCpuParams& p, const AttentionTask& t, int he
 
 // A block of rows with one part of the keys, of which it sees `columns`.
 template <class T>
-void forward_block(const AttentionCpuParams& p, const AttentionTask& t, const Forward& m,
+void forward_block(const AttentionCpuParams& p, const AttentionTask& t, const Forward<T>& m,
                    Range rows, Range keys, Range columns, bool begins, bool ends) {
   const Sizes& n = m.n;
   const int d = p.head_dim, width = columns.size(), lanes = round_up(width, kLanes);
@@ -181,11 +187,12 @@ void forward_block(const AttentionCpuParams& p, const AttentionTask& t, const Fo
        false);
   for_rows(p, t, t.head, rows, columns, m.words, n.kp, [&](int r, const uint16_t* words) {
     float* s = m.s + static_cast<int64_t>(r) * n.kp;
-    const Range here = shifted(both(seen(p, t, rows.first + r), columns), columns.first);
+    const Range here = seen_among(p, t, rows.first + r, columns);
     if (begins) {
       maxima[r] = -kInfinity;
       sums[r] = 0.0f;
     }
+    if (m.bias) m.bias.add(t.head, rows.first + r, columns, here, 1.0f, s);
     const float factor = exponentials(s, here, lanes, maxima[r], sums[r]);
     if (!begins && factor != 1.0f)
       for (float *x = o + r * n.dp, *end = x + n.dp; x < end; x += kLanes)
@@ -210,7 +217,7 @@ void forward_block(const AttentionCpuParams& p, const AttentionTask& t, const Fo
 template <class T>
 void forward_task(const AttentionCpuParams& p, const AttentionTask& t, float* memory) {
   Scratch scratch{reinterpret_cast<char*>(memory)};
-  const Forward m(scratch, p, t);
+  const Forward<T> m(scratch, p, t);
   const Sizes& n = m.n;
   const int d = p.head_dim, kv_head = key_head(p, t.head);
   Range keys = {m.keys.first, m.keys.first};
@@ -255,7 +262,7 @@ inline void softmax_backward_row(float* s, float* dp, Range seen, int width, flo
 
 // A block of rows of one head with the task's keys, of which it sees `columns`.
 template <class T>
-void backward_block(const AttentionCpuParams& p, const AttentionTask& t, const Backward& m,
+void backward_block(const AttentionCpuParams& p, const AttentionTask& t, const Backward<T>& m,
                     int head, Range rows, Range columns, const Turn& turn) {
   const Sizes& n = m.n;
   const int d = p.head_dim, count = rows.size(), width = columns.size();
@@ -278,10 +285,12 @@ void backward_block(const AttentionCpuParams& p, const AttentionTask& t, const B
     int j = 0;
     for (; j + kLanes <= d; j += kLanes) dot += load(out_row + j) * load(dout_row + j);
     if (j < d) dot += load_n(out_row + j, d - j) * load_n(dout_row + j, d - j);
-    const int64_t at_row = static_cast<int64_t>(r) * n.kp;
-    const Range here = shifted(both(seen(p, t, rows.first + r), columns), columns.first);
-    softmax_backward_row(m.s + at_row, m.ds + at_row, here, width, lse[r] * kLog2e, reduce_add(dot),
-                         words, p.keep_threshold, scale);
+    float *s = m.s + static_cast<int64_t>(r) * n.kp, *ds = m.ds + static_cast<int64_t>(r) * n.kp;
+    const Range here = seen_among(p, t, rows.first + r, columns);
+    if (m.bias) m.bias.add(head, rows.first + r, columns, here, 1.0f, s);
+    softmax_backward_row(s, ds, here, width, lse[r] * kLog2e, reduce_add(dot), words,
+                         p.keep_threshold, scale);
+    if (m.bias) m.bias.add_gradients(r, rows.first + r, columns, here, ds);
   });
   const int64_t first_key = static_cast<int64_t>(column) * n.dp;
   gemm({m.s, 1, n.kp}, width, d, count, {m.dout_packed, panel_size(count)}, m.dv + first_key, n.dp,
@@ -293,6 +302,7 @@ void backward_block(const AttentionCpuParams& p, const AttentionTask& t, const B
   gemm({m.ds, n.kp, 1}, count, d, width,
        {m.k + static_cast<int64_t>(column) * kPanel, panel_size(n.keys)}, dq, n.dp,
        turn.mine > turn.first);
+  if (m.bias) m.bias.add_query_sums(head, rows, turn);
   turn.end();
   if (turn.mine == turn.last)
     narrow_rows(dq, n.dp, count, d, nullptr, p.scale, at<T>(p.dq, token, head), p.dq.token_stride);
@@ -301,7 +311,7 @@ void backward_block(const AttentionCpuParams& p, const AttentionTask& t, const B
 template <class T>
 void backward_task(const AttentionCpuParams& p, const AttentionTask& t, float* memory) {
   Scratch scratch{reinterpret_cast<char*>(memory)};
-  const Backward m(scratch, p, t);
+  const Backward<T> m(scratch, p, t);
   const Sizes& n = m.n;
   const int d = p.head_dim;
   const int64_t key = t.k_begin + t.first;
@@ -314,7 +324,8 @@ void backward_task(const AttentionCpuParams& p, const AttentionTask& t, float* m
   for (int64_t i = 0; i < static_cast<int64_t>(n.keys) * n.dp; ++i) m.dk[i] = m.dv[i] = 0.0f;
 
   const int group = p.heads / p.kv_heads;
-  for (int head = t.head * group; head < (t.head + 1) * group; ++head)
+  for (int head = t.head * group; head < (t.head + 1) * group; ++head) {
+    if (m.bias) m.bias.begin_head();
     for (int first = 0; first < t.q_len; first += n.rows) {
       const Range rows = both({first, first + n.rows}, {0, t.q_len}), sees = seen(p, t, rows);
       const Turn turn(p, t, head, first, sees);
@@ -322,16 +333,18 @@ void backward_task(const AttentionCpuParams& p, const AttentionTask& t, float* m
         backward_block<T>(p, t, m, head, rows, aligned(both(sees, {t.first, t.last}), kColumns),
                           turn);
     }
+    if (m.bias) m.bias.end_head(head);
+  }
   narrow_rows(m.dk, n.dp, n.keys, d, nullptr, 1.0f, at<T>(p.dk, key, t.head), p.dk.token_stride);
   narrow_rows(m.dv, n.dp, n.keys, d, nullptr, 1.0f, at<T>(p.dv, key, t.head), p.dv.token_stride);
 }
 
 int64_t scratch_floats(const AttentionCpuParams& p, const AttentionTask& t, bool backward) {
-  Scratch scratch{nullptr};
+  Scratch scratch{nullptr};  // of any dtype: all arithmetic is in fp32
   if (backward)
-    Backward(scratch, p, t);
+    Backward<float>(scratch, p, t);
   else
-    Forward(scratch, p, t);
+    Forward<float>(scratch, p, t);
   return scratch.bytes / 4;
 }
 

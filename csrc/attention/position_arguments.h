@@ -50,8 +50,7 @@ inline bool check_bias(const BiasArguments& bias, const Tensor& q, const Tensor&
     const Tensor& table = *bias.table;
     check_shape(table, {-1, heads}, op, "table of position_bias", "[buckets, heads]");
     count = table.size(0);
-    check(table.scalar_type() == ScalarType::Float || table.scalar_type() == q.scalar_type(), op,
-          ": table of position_bias must be float32 or of the input's dtype");
+    check_dtype(table, ScalarType::Float, op, "table of position_bias", "float32");
     check_contiguous(table, op, "table of position_bias");
     check_same_device(table, q, op, "table of position_bias");
   }

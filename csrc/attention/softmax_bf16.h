@@ -33,13 +33,17 @@ BU_INLINE float largest_score(const float* s, Range seen, bool negative) {
   const auto take = [&](f32v x) __attribute__((always_inline)) {
     top = negative ? vmin(top, x) : vmax(top, x);
   };
-  for (int j = seen.first / kLanes * kLanes; j < seen.last; j += kLanes)
-    if (j >= seen.first && j + kLanes <= seen.last) {
-      take(load(s + j));
-    } else {
-      const i32v column = (i32v)lane_index() + j;
-      take(select((column >= seen.first) & (column < seen.last), load(s + j), top));
-    }
+  const auto take_some = [&](int j) __attribute__((always_inline)) {
+    const i32v column = (i32v)lane_index() + j;
+    take(select((column >= seen.first) & (column < seen.last), load(s + j), top));
+  };
+  int j = seen.first / kLanes * kLanes;
+  if (j < seen.first) {
+    take_some(j);
+    j += kLanes;
+  }
+  for (; j + kLanes <= seen.last; j += kLanes) take(load(s + j));
+  if (j < seen.last) take_some(j);
   return negative ? -reduce_max(-top) : reduce_max(top);
 }
 

@@ -84,6 +84,13 @@ BU_INLINE Range seen(const AttentionCpuParams& p, const AttentionTask& t, int ro
   return seen_between(p, t, at, at);
 }
 
+// The same among `columns`, counted from the first of these; without a window these are all keys.
+BU_INLINE Range seen_among(const AttentionCpuParams& p, const AttentionTask& t, int row,
+                           Range columns) {
+  if (!bounded(p)) return {0, columns.size()};
+  return shifted(both(seen(p, t, row), columns), columns.first);
+}
+
 // The keys from the first to the last that any of these queries sees.
 BU_INLINE Range seen(const AttentionCpuParams& p, const AttentionTask& t, Range rows) {
   if (!bounded(p) || rows.size() <= 0) return {0, rows.size() > 0 ? t.k_len : 0};

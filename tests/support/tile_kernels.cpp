@@ -49,7 +49,7 @@ EXPORT void attention(const bf16* qkv, const bf16* dout, bf16* out, bf16* dqkv, 
   const auto& kernels = amx::attention_bf16_kernels;
   for (const bool backward : {false, true})
     for (int head = 0; head < heads; ++head) {
-      const bert_unpad::AttentionTask task{0, head, 0, 0, tokens, tokens, 0, tokens, tokens};
+      const bert_unpad::AttentionTask task{0, head, 0, 0, tokens, tokens, 0, tokens, 0, tokens};
       const int64_t floats = kernels.scratch(p, task, backward);
       auto* scratch = static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64));
       (backward ? kernels.backward : kernels.forward)(p, task, scratch);
