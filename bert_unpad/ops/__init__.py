@@ -36,7 +36,13 @@ from bert_unpad.ops.optim import (  # noqa: E402
     multi_tensor_scale_,
     stable_adamw_,
 )
-from bert_unpad.ops.position_bias import PositionBias  # noqa: E402
+from bert_unpad.ops.position_bias import (  # noqa: E402
+    PositionBias,
+    alibi_bias,
+    alibi_slopes,
+    deberta_buckets,
+    t5_buckets,
+)
 from bert_unpad.ops.rotary import rotary_  # noqa: E402
 from bert_unpad.ops.sign_compress import (  # noqa: E402
     sign_mean_,
@@ -49,8 +55,11 @@ __all__ = [
     "PositionBias",
     "accumulate_in_place",
     "adam_",
+    "alibi_bias",
+    "alibi_slopes",
     "bias_gelu",
     "clip_bucket_",
+    "deberta_buckets",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
     "embedding_layer_norm",
@@ -74,6 +83,7 @@ __all__ = [
     "sign_scale",
     "sign_unpack_",
     "stable_adamw_",
+    "t5_buckets",
     "time_algorithms",
     "varlen_attention",
     "varlen_cross_attention",

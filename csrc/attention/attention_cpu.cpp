@@ -198,8 +198,8 @@ class CpuAttention {
                                                    : bias.key->size(2));
     for (int64_t i = 0; i < buckets.size(0); ++i)
       check(p.bias.bucket[i] >= 0 && p.bias.bucket[i] < p.bias.buckets, op,
-            ": buckets of position_bias must be at least 0 and below ", p.bias.buckets,
-            ", but entry ", i, " is ", p.bias.bucket[i]);
+            ": bias_buckets must be at least 0 and below ", p.bias.buckets, ", but entry ", i,
+            " is ", p.bias.bucket[i]);
     if (bias.table) {
       const auto* table = bias.table->const_data_ptr<float>();
       table_.resize(static_cast<int64_t>(p.heads) * p.bias.buckets);

@@ -39,20 +39,20 @@ inline bool check_bias(const BiasArguments& bias, const Tensor& q, const Tensor&
   }
   const Tensor& buckets = *bias.buckets;
   check(buckets.dim() == 1 && buckets.size(0) % 2 == 1, op,
-        ": buckets of position_bias must have shape [2 * reach + 1], got ", shape_string(buckets));
-  check_dtype(buckets, ScalarType::Int, op, "buckets of position_bias", "int32");
-  check_contiguous(buckets, op, "buckets of position_bias");
-  check_same_device(buckets, q, op, "buckets of position_bias");
+        ": bias_buckets must have shape [2 * reach + 1], got ", shape_string(buckets));
+  check_dtype(buckets, ScalarType::Int, op, "bias_buckets", "int32");
+  check_contiguous(buckets, op, "bias_buckets");
+  check_same_device(buckets, q, op, "bias_buckets");
   check(bias.table || bias.query || bias.key, op,
         ": position_bias must have a table, query or key");
   int64_t count = -1;  // of buckets
   if (bias.table) {
     const Tensor& table = *bias.table;
-    check_shape(table, {-1, heads}, op, "table of position_bias", "[buckets, heads]");
+    check_shape(table, {-1, heads}, op, "bias_table", "[buckets, heads]");
     count = table.size(0);
-    check_dtype(table, ScalarType::Float, op, "table of position_bias", "float32");
-    check_contiguous(table, op, "table of position_bias");
-    check_same_device(table, q, op, "table of position_bias");
+    check_dtype(table, ScalarType::Float, op, "bias_table", "float32");
+    check_contiguous(table, op, "bias_table");
+    check_same_device(table, q, op, "bias_table");
   }
   const auto check_rows = [&](const Tensor& rows, const Tensor& like, const char* name) {
     check_shape(rows, {like.size(0), heads, count}, op, name, "[tokens, heads, buckets]");
@@ -61,8 +61,8 @@ inline bool check_bias(const BiasArguments& bias, const Tensor& q, const Tensor&
     check_same_device(rows, q, op, name);
     check_last_contiguous(rows, op, name);
   };
-  if (bias.query) check_rows(*bias.query, q, "query of position_bias");
-  if (bias.key) check_rows(*bias.key, k, "key of position_bias");
+  if (bias.query) check_rows(*bias.query, q, "bias_query");
+  if (bias.key) check_rows(*bias.key, k, "bias_key");
   return true;
 }
 

@@ -64,7 +64,12 @@ def _examples() -> dict[str, tuple]:
     # Copies: memory that numpy owns cannot be freed.
     schedule = (batch.order.clone(), batch.group_sizes.clone())
     cu_q, cu_k = batch.cu_seqlens.clone(), batch.cu_seqlens.clone()
-    bias, window = (None, None, None, None), (2, 1)
+    bias = (
+        torch.zeros(3, dtype=torch.int32),
+        rows(2, HEADS),
+        *(rows(TOKENS, HEADS, 2) for _ in "12"),
+    )
+    window = (2, 1)
     positions = torch.arange(TOKENS, dtype=torch.int32)
     attend = (5, 0.25, p, rng, *schedule, 0, *window, *bias)
     cross = (cu_q, cu_k, 5, 5, 0.25, p, rng, *schedule, *window, positions, *bias)
