@@ -45,7 +45,8 @@ void attention_forward(const AttentionCudaParams& args, std::span<const Attentio
 
 void attention_backward(const AttentionCudaParams& args, std::span<const AttentionGroup> groups,
                         cudaStream_t stream) {
-  const bool fused = backward_is_fused(args.sequences, args.heads, args.max_q, args.max_k,
+  const bool fused = args.heads == args.kv_heads && !has_window(args) &&
+                     backward_is_fused(args.sequences, args.heads, args.max_q, args.max_k,
                                        args.head_dim, this_device(kBackwardOp));
   for_each_run(kBackwardOp, args, groups, stream, [&](const AttentionRun& run, cudaStream_t s) {
     if (args.dtype == DType::kFloat32) return launch_fp32_backward(run, s);
