@@ -45,8 +45,8 @@ class CudaAttention {
   void set_model(const Tensor& like, const AttentionHeads& heads,
                  const AttentionSettings& settings) {
     set_common(p, like, heads.q, heads.dim, settings.scale, settings.dropout_p, op);
-    check(heads.dim == 32 || heads.dim == 64 || heads.dim == 128, op,
-          ": head_dim must be 32, 64 or 128 on a GPU, got ", heads.dim);
+    check(heads.dim == 32 || heads.dim == 64 || heads.dim == 96 || heads.dim == 128, op,
+          ": head_dim must be 32, 64, 96 or 128 on a GPU, got ", heads.dim);
     p.kv_heads = static_cast<int>(heads.kv);
     p.rng = rng_pointer(settings.rng, settings.dropout_p, like, op);
   }

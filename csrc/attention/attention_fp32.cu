@@ -222,6 +222,7 @@ template <class F>
 void dispatch_head_dim(int head_dim, const F& f) {
   if (head_dim == 32) return f.template operator()<32>();
   if (head_dim == 64) return f.template operator()<64>();
+  if (head_dim == 96) return f.template operator()<96>();
   f.template operator()<128>();
 }
 

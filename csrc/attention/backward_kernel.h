@@ -264,7 +264,8 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
   static_assert(!kFused || !kWindow);
   using Shared = BackwardShared<kHeadDim, kWarps, kFused>;
   constexpr int kThreads = 32 * kWarps, kKeys = Shared::kKeys, kQueries = kBackwardQueries;
-  const AttentionBlock block = attention_block<true>(p);
+  AttentionBlock block = attention_block<true>(p);
+  if constexpr (kFused) block.head = block.kv_head;  // no other head reads these keys
   const int first_key = kFused ? 0 : block.tile * kKeys;
   if (!kFused && first_key >= block.k_len) return;
 

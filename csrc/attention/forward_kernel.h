@@ -158,7 +158,7 @@ struct ForwardRows {
 };
 
 template <class T, int kHeadDim, int kRowTiles, bool kDropout, bool kWindow>
-BU_KERNEL(32 * kForwardWarps, 2)
+BU_KERNEL(32 * kForwardWarps, kHeadDim == 64 && kWindow ? 3 : 2)
 attention_forward_kernel(BU_PARAMS AttentionLaunch p) {
   const AttentionBlock block = attention_block(p);
   const int block_row = block.tile * kForwardWarps * 16 * kRowTiles;

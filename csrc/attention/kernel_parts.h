@@ -86,14 +86,20 @@ struct HeadRows {
 template <int kRows, int kThreads, int kColumns, class T>
 BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first, int end BU_SITE) {
   using Tile = SharedTile<kColumns>;
-  constexpr int kStep = kThreads / Tile::kPieces;  // rows between a thread's copies
+  // Neighbouring threads copy neighbouring pieces of a row: all of them, or 4 where a row has 12.
+  constexpr int kPieces = Tile::kPieces == 12 ? 4 : Tile::kPieces;
+  constexpr int kStep = kThreads / kPieces;  // rows between a thread's copies
   static_assert(kRows % kStep == 0 && kStep % 8 == 0, "a thread's copies share one swizzle");
-  const int row = threadIdx.x / Tile::kPieces, piece = threadIdx.x % Tile::kPieces;
+  const int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
   const uint32_t to = tile + Tile::offset(row, piece);
   const T* from = rows.at(first + row, 8 * piece);
 #pragma unroll
-  for (int i = 0; i < kRows; i += kStep, from += kStep * rows.stride)
-    copy_async_16(to + Tile::bytes(i), from, first + row + i < end BU_FROM_SITE);
+  for (int i = 0; i < kRows; i += kStep, from += kStep * rows.stride) {
+#pragma unroll
+    for (int more = 0; more < Tile::kPieces; more += kPieces)
+      copy_async_16(to + Tile::bytes(i) + 16 * more, from + 8 * more,
+                    first + row + i < end BU_FROM_SITE);
+  }
 }
 
 // Copies a head's keys and values to shared memory in tiles of 64, for a block of kWarps warps. The

@@ -69,7 +69,7 @@ def test_lengths_of_several_tiles(kernels, lengths, sms):
     compare(torch.bfloat16, lengths, heads=1, p=0.1)
 
 
-@pytest.mark.parametrize("head_dim", [32, 128])
+@pytest.mark.parametrize("head_dim", [32, 96, 128])
 @pytest.mark.parametrize(("dtype", "sms"), KERNELS)
 def test_other_head_dims(kernels, dtype, head_dim, sms):
     torch.manual_seed(head_dim)
@@ -186,7 +186,7 @@ def test_same_bits_from_every_order_of_threads(kernels, dtype, sms):
             assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 @pytest.mark.parametrize("sms", [FUSED, SPLIT], ids=["fused", "split"])
 def test_shared_memory_is_read_without_bank_conflicts(kernels, head_dim, sms):
     kernels.set_device((9, 0), sms)
@@ -258,7 +258,14 @@ class TestPlan:
 
     @pytest.mark.parametrize(
         ("head_dim", "shared", "longest"),
-        [(64, H100, 512), (64, A100, 384), (32, H100, 1024), (32, A100, 512), (128, H100, 0)],
+        [
+            (64, H100, 512),
+            (64, A100, 384),
+            (32, H100, 1024),
+            (32, A100, 512),
+            (96, H100, 0),
+            (128, H100, 0),
+        ],
     )
     def test_backward_is_fused_while_its_sums_fit(self, head_dim, shared, longest):
         for length in (1, 64, 128, 384, 512, 1024, 8192):

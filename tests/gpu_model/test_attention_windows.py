@@ -42,7 +42,7 @@ def test_windows(dtype, window):
     compare(dtype, lengths_for(dtype), window=window, p=0.1)
 
 
-@pytest.mark.parametrize("head_dim", [32, 128])
+@pytest.mark.parametrize("head_dim", [32, 96, 128])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_other_head_dims(dtype, head_dim):
     torch.manual_seed(head_dim)
