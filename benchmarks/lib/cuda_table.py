@@ -18,7 +18,7 @@ LIMITS = {
     r"attention_forward_kernel<\w+, 64, 1,": 168,
     r"attention_backward_kernel<\w+, 32,": 168,
     r"attention_backward_dq_kernel<\w+, 32,": 128,
-    r"attention_backward_dq_kernel<\w+, 64, false>": 168,
+    r"attention_backward_dq_kernel<\w+, 64, false,": 168,
     r"attention_fp32_forward_kernel<32>": 128,
     r"attention_fp32_forward_kernel<64>": 168,
     r"bias_gelu_kernel<": 64,

@@ -17,7 +17,7 @@ _ops = torch.ops.bert_unpad
 AttentionSchedule = Literal["list", "groups"]
 _SCHEDULES = get_args(AttentionSchedule)
 
-HEAD_DIMS: dict[str, Collection[int]] = {"cpu": range(1, 257), "cuda": (32, 64, 128)}
+HEAD_DIMS: dict[str, Collection[int]] = {"cpu": range(1, 257), "cuda": (32, 64, 96, 128)}
 """The supported widths of one attention head, by type of device."""
 
 
@@ -44,15 +44,14 @@ def varlen_attention(
         qkv: [tokens, 3, heads, head_dim], or with `num_heads` [tokens, num_heads + 2 * kv_heads,
             head_dim]: all heads of the queries, then of the keys, then of the values. float32,
             bfloat16 or float16; any outer strides, contiguous in the last dimension; head_dim 1 to
-            256 on a CPU, 32, 64 or 128 on a GPU.
+            256 on a CPU, 32, 64, 96 or 128 on a GPU.
         batch: a VarlenBatch, or its int32 `cu_seqlens` [sequences + 1] on the data's device.
         max_seqlen: longest sequence, in tokens; needed with a bare `cu_seqlens`.
         num_heads: heads of the queries, a multiple of kv_heads: query head h reads key head
             h // (num_heads / kv_heads) (Ainslie et al., arXiv 2305.13245). None: as many as keys.
-            On a GPU both numbers must be equal.
         window: (left, right): a query sees the keys at most `left` tokens before and `right` after
             its own, both inclusive; -1 for no bound, so (-1, 0) is causal. A query that sees no key
-            gives zeros. Only (-1, -1) on a GPU.
+            gives zeros.
         position_bias: added to the scaled scores, see `PositionBias`. Not on a GPU.
         dropout_p: probability in [0, 1) that an attention weight is dropped.
         scale: factor of q k^T; None means 1 / sqrt(head_dim).
@@ -130,7 +129,7 @@ def varlen_cross_attention(
         query_positions: int32 [query tokens] on the data's device, the position of each query among
             the keys of its sequence, for windows and biases. None: queries are the last keys, so
             query i of n is at position keys - n + i. Fastest where positions are sorted within a
-            sequence. Not on a GPU.
+            sequence.
         dropout_p, scale, rng: as in `varlen_attention`; the row of a mask is the number of the
             query within its sequence.
         order: int32 [sequences] on the data's device, the order in which a GPU starts the

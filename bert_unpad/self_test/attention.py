@@ -58,7 +58,7 @@ def _attention_masks(
 
 @case
 def varlen_attention(inputs: Inputs) -> Iterator[Compared]:
-    for head_dim in (32, 64, 128):
+    for head_dim in (32, 64, 96, 128):
         lengths = [130, 1, 0, 33]
         batch = VarlenBatch.from_lengths(lengths, inputs.device)
 

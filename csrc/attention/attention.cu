@@ -39,18 +39,21 @@ void attention_forward(const AttentionCudaParams& args, std::span<const Attentio
     if (args.dtype == DType::kFloat32) return launch_fp32_forward(run, s);
     if (args.head_dim == 32) return launch_forward<32>(run, s);
     if (args.head_dim == 64) return launch_forward<64>(run, s);
+    if (args.head_dim == 96) return launch_forward<96>(run, s);
     launch_forward<128>(run, s);
   });
 }
 
 void attention_backward(const AttentionCudaParams& args, std::span<const AttentionGroup> groups,
                         cudaStream_t stream) {
-  const bool fused = backward_is_fused(args.sequences, args.heads, args.max_q, args.max_k,
+  const bool fused = args.heads == args.kv_heads && !has_window(args) &&
+                     backward_is_fused(args.sequences, args.heads, args.max_q, args.max_k,
                                        args.head_dim, this_device(kBackwardOp));
   for_each_run(kBackwardOp, args, groups, stream, [&](const AttentionRun& run, cudaStream_t s) {
     if (args.dtype == DType::kFloat32) return launch_fp32_backward(run, s);
     if (args.head_dim == 32) return launch_backward<32>(run, fused, s);
     if (args.head_dim == 64) return launch_backward<64>(run, fused, s);
+    if (args.head_dim == 96) return launch_backward<96>(run, fused, s);
     launch_backward<128>(run, fused, s);
   });
 }

@@ -1,6 +1,7 @@
 // Variable-length attention on a GPU: checks, aligned copies, stream.
 #include "attention/attention_cuda.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -44,10 +45,9 @@ class CudaAttention {
   void set_model(const Tensor& like, const AttentionHeads& heads,
                  const AttentionSettings& settings) {
     set_common(p, like, heads.q, heads.dim, settings.scale, settings.dropout_p, op);
-    check(heads.dim == 32 || heads.dim == 64 || heads.dim == 128, op,
-          ": head_dim must be 32, 64 or 128 on a GPU, got ", heads.dim);
-    check(heads.kv == heads.q, op, ": num_heads: on a GPU keys and values must have as many heads ",
-          "as queries, got ", heads.kv, " and ", heads.q);
+    check(heads.dim == 32 || heads.dim == 64 || heads.dim == 96 || heads.dim == 128, op,
+          ": head_dim must be 32, 64, 96 or 128 on a GPU, got ", heads.dim);
+    p.kv_heads = static_cast<int>(heads.kv);
     p.rng = rng_pointer(settings.rng, settings.dropout_p, like, op);
   }
 
@@ -71,13 +71,13 @@ class CudaAttention {
     device_.emplace(q.data, op);
   }
 
-  void set_positions(const Tensor& q, const Tensor& k, const AttentionSettings& settings) const {
+  void set_positions(const Tensor& q, const Tensor& k, const AttentionSettings& settings) {
     check_window(settings.window_left, settings.window_right, op);
-    check(settings.window_left == -1 && settings.window_right == -1, op,
-          ": window must be (-1, -1) on a GPU, got (", settings.window_left, ", ",
-          settings.window_right, ")");
+    constexpr int64_t kAll = int64_t{1} << 32;  // reaches from any position to all keys
+    p.window = {std::min(settings.window_left, kAll), std::min(settings.window_right, kAll)};
     check_query_positions(settings.query_positions, q, op);
-    check(!settings.query_positions, op, ": query_positions must be None on a GPU");
+    if (settings.query_positions)
+      p.query_positions = settings.query_positions->const_data_ptr<int32_t>();
     check(!check_bias(settings.bias, q, k, p.heads, op), op,
           ": position_bias must be None on a GPU");
   }

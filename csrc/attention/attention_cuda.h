@@ -13,7 +13,7 @@ namespace bert_unpad::cuda {
 // One call, all sequences. Pointers are the device's.
 struct AttentionCudaParams {
   DType dtype;
-  int heads, head_dim, sequences;
+  int heads, kv_heads, head_dim, sequences;  // heads: a multiple of kv_heads
   int64_t q_tokens, k_tokens;
   int max_q, max_k;         // longest run of queries and of keys of one sequence
   float scale;              // of q k^T, before the softmax; finite, not 0
@@ -21,6 +21,9 @@ struct AttentionCudaParams {
   const int64_t* rng;       // [2]: seed, offset; null without dropout
   const int32_t *cu_q, *cu_k;
   const int32_t* order;  // [sequences]: which sequence is started when; null = as they come
+  AttentionWindow window;
+  const int32_t*
+      query_positions;  // [q_tokens], among the keys of the sequence; null: the last ones
   Packed<const void> q, k, v, out, dout;
   Packed<void> out_w, dq, dk, dv;
   float* lse;    // [heads, q_tokens]: log of the sum of exponentials of the scaled scores

@@ -6,6 +6,7 @@
 #include "attention/dropout.h"
 #include "attention/kernel_parts.h"
 #include "attention/launch.h"
+#include "attention/query_windows.h"
 
 namespace bert_unpad {
 
@@ -20,18 +21,18 @@ struct Fp32Shared {
   static BU_DEVICE uint32_t value(int i, int lane) { return row(2) + 4 * (32 * i + lane); }
 };
 
-// What a block reads of its head.
+// What a block reads of a head of queries, and of the keys that this head reads.
 struct Fp32Head {
   HeadRows<const float> q, k, v;
   int64_t first_value;  // of lse and delta
   AttentionDropout dropout;
 
-  BU_DEVICE Fp32Head(const cuda::AttentionCudaParams& a, const AttentionBlock& block)
-      : q(a.q, block.q_begin, block.head),
-        k(a.k, block.k_begin, block.head),
-        v(a.v, block.k_begin, block.head),
-        first_value(block.head * a.q_tokens + block.q_begin),
-        dropout(a.rng, a.keep_threshold, block.sequence * a.heads + block.head) {}
+  BU_DEVICE Fp32Head(const cuda::AttentionCudaParams& a, const AttentionBlock& block, int head)
+      : q(a.q, block.q_begin, head),
+        k(a.k, block.k_begin, block.kv_head),
+        v(a.v, block.k_begin, block.kv_head),
+        first_value(head * a.q_tokens + block.q_begin),
+        dropout(a.rng, a.keep_threshold, block.sequence * a.heads + head) {}
 };
 
 template <int kHeadDim>
@@ -79,7 +80,8 @@ attention_fp32_forward_kernel(BU_PARAMS AttentionLaunch p) {
   using Shared = Fp32Shared<kHeadDim>;
   const AttentionBlock block = attention_block(p);
   const int lane = threadIdx.x % 32;
-  const Fp32Head head(p.args, block);
+  const Fp32Head head(p.args, block, block.head);
+  const QueryWindows windows(p.args, block);
   const HeadRows<float> out(p.args.out_w, block.q_begin, block.head);
   const float scale = p.args.scale * kLog2e;
   for (int i = threadIdx.x / 32; i < kFp32Rows; i += kFp32Warps) {
@@ -88,10 +90,11 @@ attention_fp32_forward_kernel(BU_PARAMS AttentionLaunch p) {
     stage_row<kHeadDim>(0, head.q.at(row, 0));
     sync_warp();
     float top = -INFINITY, sum = 0.0f, o[kHeadDim / 32] = {};
-    for (int first = 0; first < block.k_len; first += 32) {
-      const int key = first + lane, count = std::min(32, block.k_len - first);
+    const RowRange seen = windows.keys(row);
+    for (int first = seen.begin; first < seen.end; first += 32) {
+      const int key = first + lane, count = std::min(32, seen.end - first);
       const float s =
-          key < block.k_len ? dot_with_row<kHeadDim>(0, head.k.at(key, 0)) * scale : -INFINITY;
+          key < seen.end ? dot_with_row<kHeadDim>(0, head.k.at(key, 0)) * scale : -INFINITY;
       const float most = fmaxf(top, warp_max(s));
       const float shrink = exp2_approx(top - most);
       float weight = exp2_approx(s - most);
@@ -119,7 +122,8 @@ attention_fp32_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
   using Shared = Fp32Shared<kHeadDim>;
   const AttentionBlock block = attention_block(p);
   const int lane = threadIdx.x % 32;
-  const Fp32Head head(p.args, block);
+  const Fp32Head head(p.args, block, block.head);
+  const QueryWindows windows(p.args, block);
   const HeadRows<const float> out(p.args.out, block.q_begin, block.head);
   const HeadRows<const float> dout(p.args.dout, block.q_begin, block.head);
   const float scale = p.args.scale * kLog2e, keep = keep_scale(p.args.keep_threshold);
@@ -136,10 +140,11 @@ attention_fp32_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
     const float offset = load_global<float>(p.args.lse + head.first_value + row) * kLog2e;
     sync_warp();
     float dq[kHeadDim / 32] = {};
-    for (int first = 0; first < block.k_len; first += 32) {
-      const int key = first + lane, count = std::min(32, block.k_len - first);
+    const RowRange seen = windows.keys(row);
+    for (int first = seen.begin; first < seen.end; first += 32) {
+      const int key = first + lane, count = std::min(32, seen.end - first);
       float gradient = 0.0f;
-      if (key < block.k_len) {
+      if (key < seen.end) {
         const float weight =
             exp2_approx(fma(dot_with_row<kHeadDim>(0, head.k.at(key, 0)), scale, -offset));
         if (head.dropout.keeps(row, key))
@@ -161,40 +166,47 @@ template <int kHeadDim>
 BU_KERNEL(32 * kFp32Warps, 2)
 attention_fp32_backward_kernel(BU_PARAMS AttentionLaunch p) {
   using Shared = Fp32Shared<kHeadDim>;
-  const AttentionBlock block = attention_block(p);
+  const AttentionBlock block = attention_block<true>(p);
   const int lane = threadIdx.x % 32;
-  const Fp32Head head(p.args, block);
-  const HeadRows<const float> dout(p.args.dout, block.q_begin, block.head);
+  const HeadRows<const float> k(p.args.k, block.k_begin, block.kv_head);
+  const HeadRows<const float> v(p.args.v, block.k_begin, block.kv_head);
+  const QueryWindows windows(p.args, block);
   const float scale = p.args.scale * kLog2e, keep = keep_scale(p.args.keep_threshold);
   for (int i = threadIdx.x / 32; i < kFp32Rows; i += kFp32Warps) {
     const int row = block.tile * kFp32Rows + i;
     if (row >= block.k_len) break;
-    stage_row<kHeadDim>(0, head.k.at(row, 0));
-    stage_row<kHeadDim>(1, head.v.at(row, 0));
+    stage_row<kHeadDim>(0, k.at(row, 0));
+    stage_row<kHeadDim>(1, v.at(row, 0));
     sync_warp();
     float dk[kHeadDim / 32] = {}, dv[kHeadDim / 32] = {};
-    for (int first = 0; first < block.q_len; first += 32) {
-      const int query = first + lane, count = std::min(32, block.q_len - first);
-      float weight = 0.0f, gradient = 0.0f;
-      if (query < block.q_len) {
-        const float offset = load_global<float>(p.args.lse + head.first_value + query) * kLog2e;
-        weight = exp2_approx(fma(dot_with_row<kHeadDim>(0, head.q.at(query, 0)), scale, -offset));
-        const bool kept = head.dropout.keeps(query, row);
-        if (kept) gradient = dot_with_row<kHeadDim>(1, dout.at(query, 0)) * keep;
-        gradient =
-            weight * (gradient - load_global<float>(p.args.delta + head.first_value + query));
-        if (!kept) weight = 0.0f;
+    const RowRange rows = windows.queries(row, row);
+    for (int g = 0; g < p.group; ++g) {
+      const Fp32Head of(p.args, block, block.head + g);
+      const HeadRows<const float> dout(p.args.dout, block.q_begin, block.head + g);
+      for (int first = rows.begin; first < rows.end; first += 32) {
+        const int query = first + lane, count = std::min(32, rows.end - first);
+        float weight = 0.0f, gradient = 0.0f;
+        if (query < rows.end && windows.keys(query).holds(row, row)) {
+          const float offset = load_global<float>(p.args.lse + of.first_value + query) * kLog2e;
+          weight = exp2_approx(fma(dot_with_row<kHeadDim>(0, of.q.at(query, 0)), scale, -offset));
+          const bool kept = of.dropout.keeps(query, row);
+          if (kept) gradient = dot_with_row<kHeadDim>(1, dout.at(query, 0)) * keep;
+          gradient =
+              weight * (gradient - load_global<float>(p.args.delta + of.first_value + query));
+          if (!kept) weight = 0.0f;
+        }
+        store_shared<float>(Shared::value(0, lane), weight);
+        store_shared<float>(Shared::value(1, lane), gradient);
+        sync_warp();
+        add_rows<kHeadDim>(dv, 0, dout, first, count);
+        add_rows<kHeadDim>(dk, 1, of.q, first, count);
+        sync_warp();
       }
-      store_shared<float>(Shared::value(0, lane), weight);
-      store_shared<float>(Shared::value(1, lane), gradient);
-      sync_warp();
-      add_rows<kHeadDim>(dv, 0, dout, first, count);
-      add_rows<kHeadDim>(dk, 1, head.q, first, count);
-      sync_warp();
     }
     store_row<kHeadDim>(dk, p.args.scale,
-                        HeadRows<float>(p.args.dk, block.k_begin, block.head).at(row, 0));
-    store_row<kHeadDim>(dv, keep, HeadRows<float>(p.args.dv, block.k_begin, block.head).at(row, 0));
+                        HeadRows<float>(p.args.dk, block.k_begin, block.kv_head).at(row, 0));
+    store_row<kHeadDim>(dv, keep,
+                        HeadRows<float>(p.args.dv, block.k_begin, block.kv_head).at(row, 0));
   }
 }
 
@@ -210,6 +222,7 @@ template <class F>
 void dispatch_head_dim(int head_dim, const F& f) {
   if (head_dim == 32) return f.template operator()<32>();
   if (head_dim == 64) return f.template operator()<64>();
+  if (head_dim == 96) return f.template operator()<96>();
   f.template operator()<128>();
 }
 
@@ -218,16 +231,19 @@ void dispatch_head_dim(int head_dim, const F& f) {
 void launch_fp32_forward(const AttentionRun& run, cudaStream_t stream) {
   dispatch_head_dim(run.args.head_dim, [&]<int kHeadDim>() {
     launch_grid(kForwardOp, attention_fp32_forward_kernel<kHeadDim>, kThreads,
-                Fp32Shared<kHeadDim>::kBytes, run, run.args.max_q, kFp32Rows, stream);
+                Fp32Shared<kHeadDim>::kBytes, run, run.args.heads, run.args.max_q, kFp32Rows,
+                stream);
   });
 }
 
 void launch_fp32_backward(const AttentionRun& run, cudaStream_t stream) {
   dispatch_head_dim(run.args.head_dim, [&]<int kHeadDim>() {
     launch_grid(kBackwardOp, attention_fp32_backward_dq_kernel<kHeadDim>, kThreads,
-                Fp32Shared<kHeadDim>::kBytes, run, run.args.max_q, kFp32Rows, stream);
+                Fp32Shared<kHeadDim>::kBytes, run, run.args.heads, run.args.max_q, kFp32Rows,
+                stream);
     launch_grid(kBackwardOp, attention_fp32_backward_kernel<kHeadDim>, kThreads,
-                Fp32Shared<kHeadDim>::kBytes, run, run.args.max_k, kFp32Rows, stream);
+                Fp32Shared<kHeadDim>::kBytes, run, run.args.kv_heads, run.args.max_k, kFp32Rows,
+                stream);
   });
 }
 

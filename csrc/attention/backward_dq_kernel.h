@@ -5,6 +5,7 @@
 
 #include "attention/dropout.h"
 #include "attention/kernel_parts.h"
+#include "attention/query_windows.h"
 
 namespace bert_unpad {
 
@@ -13,7 +14,7 @@ inline constexpr int kQueryGradientWarps = 4;
 template <class T, int kHeadDim>
 using QueryGradientKeys = KeyTiles<T, kHeadDim, kQueryGradientWarps>;
 
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, bool kDropout, bool kWindow>
 BU_KERNEL(32 * kQueryGradientWarps, 2)
 attention_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
   const AttentionBlock block = attention_block(p);
@@ -21,8 +22,17 @@ attention_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
   if (block_row >= block.q_len) return;
 
   const int lane = threadIdx.x % 32, first_row = block_row + threadIdx.x / 32 * 16;
-  const QueryGradientKeys<T, kHeadDim> keys(p.args, block);
-  keys.start(0);
+  RowRange block_keys{0, block.k_len}, any = block_keys;
+  [[maybe_unused]] RowRange seen[2];  // the keys that rows g and g + 8 see
+  if constexpr (kWindow) {
+    const QueryWindows windows(p.args, block);
+    block_keys = windows.keys_of_any(windows.template span<16 * kQueryGradientWarps>(block_row));
+    any = windows.keys_of_any(windows.template span<16>(first_row));
+    for (int half = 0; half < 2; ++half) seen[half] = windows.keys(first_row + lane / 4 + 8 * half);
+  }
+  const QueryGradientKeys<T, kHeadDim> keys(p.args, block, block_keys.end);
+  const int first_tile = block_keys.begin / keys.kKeys;
+  keys.start(first_tile);
 
   const float scale = fabsf(p.args.scale) * kLog2e;
   uint32_t q[kHeadDim / 16][4], dout[kHeadDim / 16][4];
@@ -49,7 +59,7 @@ attention_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
   const Operands<kHeadDim> operands;
   float dq[kHeadDim / 8][4] = {};
 
-  for (int tile = 0; tile < keys.tiles(); ++tile) {
+  for (int tile = first_tile; tile < keys.tiles(); ++tile) {
     copy_async_wait<0>();
     sync_block();  // the tile is there for all, and all are done with the one before it
     keys.start(tile + 1);
@@ -58,7 +68,8 @@ attention_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
 #pragma unroll 1
     for (int step = 0; step < keys.kKeys / 16; ++step) {
       const int first_key = tile * keys.kKeys + 16 * step;
-      if (first_key >= block.k_len) break;
+      if (first_key >= any.end) break;
+      if (kWindow && first_key + 16 <= any.begin) continue;
       float s[2][4] = {}, dp[2][4] = {};
 #pragma unroll
       for (int d = 0; d < kHeadDim / 16; ++d) {
@@ -76,7 +87,8 @@ attention_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float weight = exp2_approx(fma(s[n][i], scale, -offset[i / 2]));
-          if (first_key + 8 * n + 2 * (lane % 4) + i % 2 >= block.k_len) weight = 0.0f;
+          const int key = first_key + 8 * n + 2 * (lane % 4) + i % 2;
+          if (kWindow ? !seen[i / 2].holds(key, key) : key >= block.k_len) weight = 0.0f;
           dp[n][i] = weight * (dp[n][i] * keep - delta[i / 2]);
         }
       }

@@ -9,12 +9,16 @@
 // kFused: a block owns a whole head of a sequence and passes over its keys, 16 * kWarps at a time.
 // dQ needs the score gradients of all warps; they meet in shared memory. Between passes the sums of
 // dQ stay there in fp32, in the layout of the registers. So there are no atomics, and q, k, v, out
-// and dout are read from memory once. Not fused: a block owns 16 * kWarps keys, and
-// backward_dq_kernel.h computes dQ and delta first.
+// and dout are read from memory once. Not fused: a block owns 16 * kWarps keys and passes over the
+// queries of all heads that read them, and backward_dq_kernel.h computes dQ and delta first.
+//
+// kWindow (not fused): queries see the keys of a window. A block takes the tiles of queries that
+// see one of its keys, a warp of these the steps of 16 queries that see one of its own.
 #pragma once
 
 #include "attention/dropout.h"
 #include "attention/kernel_parts.h"
+#include "attention/query_windows.h"
 
 namespace bert_unpad {
 
@@ -62,8 +66,8 @@ struct BackwardKeys {
   float dk[kHeadDim / 8][4], dv[kHeadDim / 8][4];
 
   BU_DEVICE BackwardKeys(const cuda::AttentionCudaParams& a, const AttentionBlock& block)
-      : k(a.k, block.k_begin, block.head),
-        v(a.v, block.k_begin, block.head),
+      : k(a.k, block.k_begin, block.kv_head),
+        v(a.v, block.k_begin, block.kv_head),
         end(block.k_len),
         flip(a.scale < 0.0f ? kNegatePair : 0u) {}
 
@@ -78,12 +82,26 @@ struct BackwardKeys {
       for (int i = 0; i < 4; ++i) dk[n][i] = dv[n][i] = 0.0f;
   }
 
+  // Which of this lane's 8 scores of 16 queries (see add_queries) are outside of their windows; bit
+  // 4 * n + i.
+  BU_DEVICE uint32_t hidden(const QueryWindows& windows, int first_query) const {
+    const int lane = threadIdx.x % 32, key = first + lane / 4;
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const RowRange seen = windows.keys(first_query + 2 * (lane % 4) + i / 2 * 8 + i % 2);
+      if (!seen.holds(key, key)) bits |= 1u << (i / 2 * 4 + i % 2);
+      if (!seen.holds(key + 8, key + 8)) bits |= 4u << (i / 2 * 4 + i % 2);
+    }
+    return bits;
+  }
+
   // Takes in 16 queries, rows `row` .. `row` + 15 of the tiles, `first_query` in the sequence.
-  // `lse` and `delta`: where theirs begin in shared memory. Returns the gradients of the scores, as
-  // an A operand [keys, queries].
+  // `lse` and `delta`: where theirs begin in shared memory. `hidden`: scores outside of windows.
+  // Returns the gradients of the scores, as an A operand [keys, queries].
   BU_DEVICE void add_queries(uint32_t (&gradients)[4], uint32_t q_tile, uint32_t dout_tile, int row,
                              int first_query, uint32_t lse, uint32_t delta, float scale,
-                             const AttentionDropout& dropout, float keep) {
+                             const AttentionDropout& dropout, float keep, uint32_t hidden) {
     const int lane = threadIdx.x % 32;
     float s[2][4] = {}, dp[2][4] = {};  // [keys, queries]: scores; gradients of the weights
 #pragma unroll kColumnSteps
@@ -112,7 +130,8 @@ struct BackwardKeys {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {  // key g + 8 * (i / 2), query 2t + i % 2
         const float offset = (i % 2 ? l.high : l.low) * kLog2e;
-        const float weight = exp2_approx(fma(s[n][i], scale, -offset));
+        float weight = exp2_approx(fma(s[n][i], scale, -offset));
+        if (hidden >> (4 * n + i) & 1) weight = 0.0f;
         float gradient = dp[n][i] * keep;
         s[n][i] = weight;
         if constexpr (kDropout) {
@@ -152,9 +171,9 @@ struct BackwardKeys {
 
   BU_DEVICE void store(const cuda::AttentionCudaParams& a, const AttentionBlock& block,
                        float keep) {
-    store_rows<T>(dk, a.scale, a.scale, HeadRows<T>(a.dk, block.k_begin, block.head), first, end,
+    store_rows<T>(dk, a.scale, a.scale, HeadRows<T>(a.dk, block.k_begin, block.kv_head), first, end,
                   0);
-    store_rows<T>(dv, keep, keep, HeadRows<T>(a.dv, block.k_begin, block.head), first, end, 0);
+    store_rows<T>(dv, keep, keep, HeadRows<T>(a.dv, block.k_begin, block.kv_head), first, end, 0);
   }
 };
 
@@ -239,23 +258,40 @@ BU_DEVICE void fill_row_values(const cuda::AttentionCudaParams& a, const Attenti
   }
 }
 
-template <class T, int kHeadDim, int kWarps, bool kDropout, bool kFused>
+template <class T, int kHeadDim, int kWarps, bool kDropout, bool kFused, bool kWindow>
 BU_KERNEL(32 * kWarps, kHeadDim == 32 ? 3 : 1)
 attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
+  static_assert(!kFused || !kWindow);
   using Shared = BackwardShared<kHeadDim, kWarps, kFused>;
   constexpr int kThreads = 32 * kWarps, kKeys = Shared::kKeys, kQueries = kBackwardQueries;
-  const AttentionBlock block = attention_block(p);
+  AttentionBlock block = attention_block<true>(p);
+  if constexpr (kFused) block.head = block.kv_head;  // no other head reads these keys
   const int first_key = kFused ? 0 : block.tile * kKeys;
   if (!kFused && first_key >= block.k_len) return;
 
-  const HeadRows<const T> q(p.args.q, block.q_begin, block.head);
-  const HeadRows<const T> dout(p.args.dout, block.q_begin, block.head);
+  HeadRows<const T> q(p.args.q, block.q_begin, block.head);
+  HeadRows<const T> dout(p.args.dout, block.q_begin, block.head);
   const float* lse = p.args.lse + block.head * p.args.q_tokens + block.q_begin;
   const float* delta = p.args.delta + block.head * p.args.q_tokens + block.q_begin;
   const uint32_t lse_at = Shared::kRowValues;
   const uint32_t delta_at = lse_at + 4 * Shared::rows(p.args.max_q);
-  const int query_tiles = (block.q_len + kQueries - 1) / kQueries;
-  const int passes = kFused ? (block.k_len + kKeys - 1) / kKeys : 1;
+  // A fused block passes over the keys, another one over the heads that read its keys.
+  const int passes = kFused ? (block.k_len + kKeys - 1) / kKeys : p.group;
+  const QueryWindows windows(p.args, block);
+  RowRange rows{0, block.q_len};
+  if constexpr (kWindow) rows = windows.queries(first_key, first_key + kKeys - 1);
+  const int query_tiles = (rows.end + kQueries - 1) / kQueries;
+  // The first tile from this one on with queries that see keys of the block.
+  const auto needed = [&](int tile) {
+    if constexpr (kWindow) {
+      while (tile < query_tiles &&
+             !windows.keys_of_any(windows.template span<kQueries>(tile * kQueries))
+                  .meets(first_key, first_key + kKeys - 1))
+        ++tile;
+    }
+    return tile;
+  };
+  const int first_tile = needed(rows.begin / kQueries);
 
   const auto copy_queries = [&](int tile, int stage) {
     const int first = tile * kQueries;
@@ -270,21 +306,23 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
       }
     }
   };
-  if (query_tiles > 0 && passes > 0) copy_queries(0, 0);
+  if (first_tile < query_tiles && passes > 0) copy_queries(first_tile, 0);
   copy_async_commit();
   if constexpr (kFused) fill_row_values<T, kHeadDim, kWarps>(p.args, block, lse, lse_at, delta_at);
 
-  const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
-                                 block.sequence * p.args.heads + block.head);
+  AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
+                           block.sequence * p.args.heads + block.head);
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   const float scale = fabsf(p.args.scale) * kLog2e;
   BackwardKeys<T, kHeadDim, kDropout> keys(p.args, block);
   [[maybe_unused]] const BackwardQueries<T, kHeadDim, kWarps> queries;
   int count = 0;  // of query tiles so far, over all passes
+  if constexpr (!kFused) keys.start(first_key + static_cast<int>(threadIdx.x) / 32 * 16);
   for (int pass = 0; pass < passes; ++pass) {
-    const int pass_key = first_key + pass * kKeys;
-    keys.start(pass_key + static_cast<int>(threadIdx.x) / 32 * 16);
-    for (int tile = 0; tile < query_tiles; ++tile, ++count) {
+    const int pass_key = kFused ? pass * kKeys : first_key;
+    if constexpr (kFused) keys.start(pass_key + static_cast<int>(threadIdx.x) / 32 * 16);
+    for (int tile = first_tile, next = 0; tile < query_tiles; tile = next, ++count) {
+      next = needed(tile + 1);
       copy_async_wait<0>();
       sync_block();  // the tile is there for all, and all are done with the one before it
       if constexpr (kFused) {
@@ -293,8 +331,16 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
           copy_async_commit();
         }
       }
-      if (count + 1 < passes * query_tiles)
-        copy_queries(tile + 1 < query_tiles ? tile + 1 : 0, count + 1);
+      const bool same_pass = next < query_tiles;
+      if (same_pass || pass + 1 < passes) {
+        if (!kFused && !same_pass) {
+          q.p += p.args.q.head_stride;
+          dout.p += p.args.dout.head_stride;
+          lse += p.args.q_tokens;
+          delta += p.args.q_tokens;
+        }
+        copy_queries(same_pass ? next : first_tile, count + 1);
+      }
       copy_async_commit();
 
       const uint32_t q_tile = Shared::stage(count), dout_tile = q_tile + Shared::kQueryTile;
@@ -304,10 +350,17 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
         for (int step = 0; step < kQueries / 16; ++step) {
           const int first_query = tile * kQueries + 16 * step;
           if (first_query >= block.q_len) break;
+          uint32_t hidden = 0;
+          if constexpr (kWindow) {
+            const PositionSpan span = windows.template span<16>(first_query);
+            if (!windows.keys_of_any(span).meets(keys.first, keys.first + 15)) continue;
+            if (!windows.keys_of_all(span).holds(keys.first, keys.first + 15))
+              hidden = keys.hidden(windows, first_query);
+          }
           uint32_t gradients[4];
           keys.add_queries(gradients, q_tile, dout_tile, 16 * step, first_query,
                            lse_at + values + 64 * step, delta_at + values + 64 * step, scale,
-                           dropout, keep);
+                           dropout, keep, hidden);
           if constexpr (kFused) keys.share(gradients, Shared::kGradients, step);
         }
       }
@@ -321,6 +374,13 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
                          pass + 1 == passes);
       }
     }
+    if constexpr (kFused) {
+      if (keys.first < block.k_len) keys.store(p.args, block, keep);
+    } else {
+      ++dropout.stream;
+    }
+  }
+  if constexpr (!kFused) {
     if (keys.first < block.k_len) keys.store(p.args, block, keep);
   }
   if constexpr (kFused) {

@@ -5,10 +5,15 @@
 // and values come in tiles of 64; the next tile is copied while the current one is used. With one
 // row tile per warp, shared memory is the limit (128 bytes per clock); two halve what a warp reads
 // per product. A row's result does not depend on kRowTiles.
+//
+// kWindow: queries see the keys of a window. A block takes the tiles of keys that one of its
+// queries sees, a warp of these the steps of 16 keys that one of its own sees; scores are masked
+// where not all of them see all keys.
 #pragma once
 
 #include "attention/dropout.h"
 #include "attention/kernel_parts.h"
+#include "attention/query_windows.h"
 
 namespace bert_unpad {
 
@@ -18,25 +23,31 @@ template <class T, int kHeadDim>
 using ForwardKeys = KeyTiles<T, kHeadDim, kForwardWarps>;
 
 // A warp's rows: queries, what they have summed so far, and one step of it.
-template <class T, int kHeadDim, int kRowTiles, bool kDropout>
+template <class T, int kHeadDim, int kRowTiles, bool kDropout, bool kWindow>
 struct ForwardRows {
+  static_assert(!kWindow || kRowTiles == 1);
   static constexpr int kKeys = ForwardKeys<T, kHeadDim>::kKeys, kSteps = kKeys / 16;
   Operands<kHeadDim> operands;
   uint32_t q[kRowTiles][kHeadDim / 16][4];
   float o[kRowTiles][kHeadDim / 8][4];
   float top[kRowTiles][2];  // the largest score so far, before scaling, of rows g and g + 8
   float sum[kRowTiles][2];  // sum of the exponentials in this lane's columns
+  RowRange seen[2];         // with a window: the keys that rows g and g + 8 see
 
-  // Takes in a tile of keys and values, of which `left` are there. `first_row` is the first query's
-  // row, `first_key` the tile's first key, both in the sequence.
-  BU_DEVICE void add_tile(uint32_t k_tile, uint32_t v_tile, int left, float scale,
+  // Takes in a tile of keys and values, of which the rows see `from` .. `to` - 1 at most; all of
+  // these, if `all`. `first_row` is the first query's row, `first_key` the tile's first key, both
+  // in the sequence.
+  BU_DEVICE void add_tile(uint32_t k_tile, uint32_t v_tile, int from, int to, bool all, float scale,
                           const AttentionDropout& dropout, int first_row, int first_key) {
     float s[kRowTiles][kSteps][2][4] = {};
-    scores(s, k_tile, left);
+    scores(s, k_tile, from, to);
+    if constexpr (kWindow) {
+      if (!all) mask(s[0], first_key);
+    }
     softmax(s, scale);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      if (16 * step >= left) continue;
+      if (skips(step, from, to)) continue;
       uint32_t weights[kRowTiles][4];
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
@@ -58,10 +69,14 @@ struct ForwardRows {
   }
 
  private:
-  BU_DEVICE void scores(float (&s)[kRowTiles][kSteps][2][4], uint32_t k_tile, int left) {
+  static BU_DEVICE bool skips(int step, int from, int to) {
+    return 16 * step >= to || (kWindow && 16 * step + 16 <= from);
+  }
+
+  BU_DEVICE void scores(float (&s)[kRowTiles][kSteps][2][4], uint32_t k_tile, int from, int to) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      if (16 * step >= left) continue;
+      if (skips(step, from, to)) continue;
 #pragma unroll
       for (int d = 0; d < kHeadDim / 16; ++d) {
         uint32_t b[4];
@@ -73,14 +88,30 @@ struct ForwardRows {
         }
       }
     }
-    if (left < kKeys) {
+    if (!kWindow && to < kKeys) {
 #pragma unroll
       for (int n = 0; n < 2 * kSteps; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (8 * n + 2 * (threadIdx.x % 4) + i % 2 < left) continue;
+          if (8 * n + 2 * (threadIdx.x % 4) + i % 2 < to) continue;
 #pragma unroll
           for (int r = 0; r < kRowTiles; ++r) s[r][n / 2][n % 2][i] = -INFINITY;
+        }
+      }
+    }
+  }
+
+  BU_DEVICE void mask(float (&s)[kSteps][2][4], int first_key) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int from = seen[half].begin - first_key - 2 * static_cast<int>(threadIdx.x % 4);
+      const auto count = static_cast<uint32_t>(seen[half].end - seen[half].begin);
+#pragma unroll
+      for (int n = 0; n < 2 * kSteps; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (static_cast<uint32_t>(8 * n + i - from) >= count)
+            s[n / 2][n % 2][2 * half + i] = -INFINITY;
         }
       }
     }
@@ -100,8 +131,10 @@ struct ForwardRows {
           most = fmaxf(most, fmaxf(pair[2 * half], pair[2 * half + 1]));
         }
         most = quad_max(most);
-        const float shrink = exp2_approx((top[r][half] - most) * scale);
-        const float offset = most * scale;
+        // A row that has seen no key yet has no largest score.
+        const float base = kWindow && most == -INFINITY ? 0.0f : most;
+        const float shrink = exp2_approx((top[r][half] - base) * scale);
+        const float offset = base * scale;
         top[r][half] = most;
         float total = 0.0f;
 #pragma unroll
@@ -124,8 +157,8 @@ struct ForwardRows {
   }
 };
 
-template <class T, int kHeadDim, int kRowTiles, bool kDropout>
-BU_KERNEL(32 * kForwardWarps, 2)
+template <class T, int kHeadDim, int kRowTiles, bool kDropout, bool kWindow>
+BU_KERNEL(32 * kForwardWarps, kHeadDim == 64 && kWindow ? 3 : 2)
 attention_forward_kernel(BU_PARAMS AttentionLaunch p) {
   const AttentionBlock block = attention_block(p);
   const int block_row = block.tile * kForwardWarps * 16 * kRowTiles;
@@ -133,10 +166,21 @@ attention_forward_kernel(BU_PARAMS AttentionLaunch p) {
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_row = block_row + warp * 16 * kRowTiles;
-  const ForwardKeys<T, kHeadDim> keys(p.args, block);
-  keys.start(0);
+  ForwardRows<T, kHeadDim, kRowTiles, kDropout, kWindow> rows;
+  RowRange block_keys{0, block.k_len}, any = block_keys, all = block_keys;
+  if constexpr (kWindow) {
+    const QueryWindows windows(p.args, block);
+    block_keys = windows.keys_of_any(windows.template span<16 * kForwardWarps>(block_row));
+    const PositionSpan span = windows.template span<16>(first_row);
+    any = windows.keys_of_any(span);
+    all = windows.keys_of_all(span);
+    for (int half = 0; half < 2; ++half)
+      rows.seen[half] = windows.keys(first_row + lane / 4 + 8 * half);
+  }
+  const ForwardKeys<T, kHeadDim> keys(p.args, block, block_keys.end);
+  const int first_tile = block_keys.begin / keys.kKeys;
+  keys.start(first_tile);
 
-  ForwardRows<T, kHeadDim, kRowTiles, kDropout> rows;
   const HeadRows<const T> q(p.args.q, block.q_begin, block.head);
   // The maximum is taken before scores are scaled, so the scale must be positive: q gets its sign.
   const float scale = fabsf(p.args.scale) * kLog2e;
@@ -153,14 +197,16 @@ attention_forward_kernel(BU_PARAMS AttentionLaunch p) {
   const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
                                  block.sequence * p.args.heads + block.head);
 
-  for (int tile = 0; tile < keys.tiles(); ++tile) {
+  for (int tile = first_tile; tile < keys.tiles(); ++tile) {
     copy_async_wait<0>();
     sync_block();  // the tile is there for all, and all are done with the one before it
     keys.start(tile + 1);
     if (first_row >= block.q_len) continue;
     const int first_key = tile * keys.kKeys;
-    rows.add_tile(keys.keys(tile), keys.values(tile), block.k_len - first_key, scale, dropout,
-                  first_row, first_key);
+    if (kWindow && !any.meets(first_key, first_key + keys.kKeys - 1)) continue;
+    rows.add_tile(keys.keys(tile), keys.values(tile), any.begin - first_key, any.end - first_key,
+                  all.holds(first_key, first_key + keys.kKeys - 1), scale, dropout, first_row,
+                  first_key);
   }
   if (first_row >= block.q_len) return;
 

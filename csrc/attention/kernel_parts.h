@@ -21,11 +21,12 @@ inline constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.69314718055994
 struct AttentionLaunch {
   cuda::AttentionCudaParams args;
   int first, tiles;
+  int group;  // query heads that read one head of keys and values
 };
 
-// What one block works on.
+// What one block works on. A block of keys has the first of the query heads that read them.
 struct AttentionBlock {
-  int tile, head, sequence;
+  int tile, head, kv_head, sequence;
   int64_t q_begin, k_begin;  // first token
   int q_len, k_len;
 };
@@ -40,12 +41,16 @@ BU_DEVICE void check_run(int begin, int end, int longest, int64_t tokens, bool f
              "cu_seqlens must end at the number of tokens");
 }
 
+// kKeys: the grid has a block per head of keys, not of queries.
+template <bool kKeys = false>
 BU_DEVICE AttentionBlock attention_block(const AttentionLaunch& p) {
   const cuda::AttentionCudaParams& a = p.args;
-  const unsigned tiles = p.tiles, heads = a.heads;
+  const unsigned tiles = p.tiles, heads = kKeys ? a.kv_heads : a.heads;
   AttentionBlock b;
   b.tile = static_cast<int>(blockIdx.x % tiles);
-  b.head = static_cast<int>(blockIdx.x / tiles % heads);
+  const unsigned head = blockIdx.x / tiles % heads, group = p.group;
+  b.head = static_cast<int>(kKeys ? head * group : head);
+  b.kv_head = static_cast<int>(kKeys ? head : head / group);
   b.sequence = p.first + static_cast<int>(blockIdx.x / tiles / heads);
   if (a.order != nullptr) b.sequence = load_global<int32_t>(a.order + b.sequence);
   BU_REQUIRE(b.sequence >= 0 && b.sequence < a.sequences, "order must hold sequence numbers");
@@ -81,21 +86,27 @@ struct HeadRows {
 template <int kRows, int kThreads, int kColumns, class T>
 BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first, int end BU_SITE) {
   using Tile = SharedTile<kColumns>;
-  constexpr int kStep = kThreads / Tile::kPieces;  // rows between a thread's copies
+  // Neighbouring threads copy neighbouring pieces of a row: all of them, or 4 where a row has 12.
+  constexpr int kPieces = Tile::kPieces == 12 ? 4 : Tile::kPieces;
+  constexpr int kStep = kThreads / kPieces;  // rows between a thread's copies
   static_assert(kRows % kStep == 0 && kStep % 8 == 0, "a thread's copies share one swizzle");
-  const int row = threadIdx.x / Tile::kPieces, piece = threadIdx.x % Tile::kPieces;
+  const int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
   const uint32_t to = tile + Tile::offset(row, piece);
   const T* from = rows.at(first + row, 8 * piece);
 #pragma unroll
-  for (int i = 0; i < kRows; i += kStep, from += kStep * rows.stride)
-    copy_async_16(to + Tile::bytes(i), from, first + row + i < end BU_FROM_SITE);
+  for (int i = 0; i < kRows; i += kStep, from += kStep * rows.stride) {
+#pragma unroll
+    for (int more = 0; more < Tile::kPieces; more += kPieces)
+      copy_async_16(to + Tile::bytes(i) + 16 * more, from + 8 * more,
+                    first + row + i < end BU_FROM_SITE);
+  }
 }
 
 // Copies a head's keys and values to shared memory in tiles of 64, for a block of kWarps warps. The
 // next tile is copied while the current one is used. The kernel waits and synchronises in between,
 //
-//   keys.start(0);
-//   for (int tile = 0; tile < keys.tiles(); ++tile) {
+//   keys.start(first);
+//   for (int tile = first; tile < keys.tiles(); ++tile) {
 //     copy_async_wait<0>();
 //     sync_block();  // the tile is there for all, and all are done with the one before it
 //     keys.start(tile + 1);
@@ -105,22 +116,23 @@ template <class T, int kHeadDim, int kWarps>
 class KeyTiles {
   static constexpr uint32_t kTile = SharedTile<kHeadDim>::bytes(64);
   const HeadRows<const T> k_, v_;
-  const int len_;
+  const int end_;
 
  public:
   static constexpr int kKeys = 64;
   static constexpr uint32_t kSharedBytes = 4 * kTile;
 
-  BU_DEVICE KeyTiles(const cuda::AttentionCudaParams& a, const AttentionBlock& block)
-      : k_(a.k, block.k_begin, block.head), v_(a.v, block.k_begin, block.head), len_(block.k_len) {}
+  // `end`: after the last key that is needed.
+  BU_DEVICE KeyTiles(const cuda::AttentionCudaParams& a, const AttentionBlock& block, int end)
+      : k_(a.k, block.k_begin, block.kv_head), v_(a.v, block.k_begin, block.kv_head), end_(end) {}
 
-  BU_DEVICE int tiles() const { return (len_ + kKeys - 1) / kKeys; }
+  BU_DEVICE int tiles() const { return (end_ + kKeys - 1) / kKeys; }
 
   // Starts copying a tile; nothing beyond the last one.
   BU_DEVICE void start(int tile) const {
     if (tile < tiles()) {
-      copy_tile<kKeys, 32 * kWarps, kHeadDim>(keys(tile), k_, tile * kKeys, len_);
-      copy_tile<kKeys, 32 * kWarps, kHeadDim>(values(tile), v_, tile * kKeys, len_);
+      copy_tile<kKeys, 32 * kWarps, kHeadDim>(keys(tile), k_, tile * kKeys, end_);
+      copy_tile<kKeys, 32 * kWarps, kHeadDim>(values(tile), v_, tile * kKeys, end_);
     }
     copy_async_commit();
   }

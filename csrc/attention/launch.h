@@ -30,19 +30,23 @@ void launch_backward(const AttentionRun& run, bool fused, cudaStream_t stream);
 void launch_fp32_forward(const AttentionRun& run, cudaStream_t stream);
 void launch_fp32_backward(const AttentionRun& run, cudaStream_t stream);
 
-// Starts a kernel on a grid of one block per tile, head and sequence.
+// Starts a kernel on a grid of one block per tile, head (of `heads`) and sequence.
 // `tile_rows`: queries or keys (`longest` of them at most in a sequence) that a block takes; 0 = a
 // block takes all.
 inline void launch_grid(const char* op, void (*kernel)(const AttentionLaunch), int threads,
-                        uint32_t shared_bytes, const AttentionRun& run, int longest, int tile_rows,
-                        cudaStream_t stream) {
+                        uint32_t shared_bytes, const AttentionRun& run, int heads, int longest,
+                        int tile_rows, cudaStream_t stream) {
   const int tiles = tile_rows == 0 ? 1 : (longest + tile_rows - 1) / tile_rows;
-  const int64_t blocks = static_cast<int64_t>(run.sequences) * run.args.heads * tiles;
+  const int64_t blocks = static_cast<int64_t>(run.sequences) * heads * tiles;
   if (blocks == 0) return;
   if (blocks > INT32_MAX)
     throw std::runtime_error(std::string(op) + ": too many sequences and heads for one launch");
   launch(op, kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads), shared_bytes, stream,
-         AttentionLaunch{run.args, run.first, tiles});
+         AttentionLaunch{run.args, run.first, tiles, run.args.heads / run.args.kv_heads});
+}
+
+inline bool has_window(const AttentionCudaParams& args) {
+  return args.window.left >= 0 || args.window.right >= 0;
 }
 
 // f.operator()<T, dropout>() for 16-bit dtypes.

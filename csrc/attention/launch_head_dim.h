@@ -11,27 +11,39 @@ namespace bert_unpad::cuda {
 
 template <int kHeadDim>
 void launch_forward(const AttentionRun& run, cudaStream_t stream) {
-  const auto start = [&]<class T, int kRowTiles, bool kDropout>() {
-    launch_grid(kForwardOp, attention_forward_kernel<T, kHeadDim, kRowTiles, kDropout>,
-                32 * kForwardWarps, ForwardKeys<T, kHeadDim>::kSharedBytes, run, run.args.max_q,
-                16 * kForwardWarps * kRowTiles, stream);
+  const auto start = [&]<class T, int kRowTiles, bool kDropout, bool kWindow>() {
+    launch_grid(kForwardOp, attention_forward_kernel<T, kHeadDim, kRowTiles, kDropout, kWindow>,
+                32 * kForwardWarps, ForwardKeys<T, kHeadDim>::kSharedBytes, run, run.args.heads,
+                run.args.max_q, 16 * kForwardWarps * kRowTiles, stream);
   };
   dispatch_16_bit(run.args, [&]<class T, bool kDropout>() {
+    if (has_window(run.args)) return start.template operator()<T, 1, kDropout, true>();
     if constexpr (kHeadDim == 64) {
       if (forward_row_tiles(run.args.max_q, kHeadDim) == 2)
-        return start.template operator()<T, 2, kDropout>();
+        return start.template operator()<T, 2, kDropout, false>();
     }
-    start.template operator()<T, 1, kDropout>();
+    start.template operator()<T, 1, kDropout, false>();
   });
 }
 
 template <int kHeadDim>
 void launch_backward(const AttentionRun& run, bool fused, cudaStream_t stream) {
+  const int heads = run.args.heads, kv_heads = run.args.kv_heads;
   const int max_q = run.args.max_q, max_k = run.args.max_k;
   const auto start_fused = [&]<class T, int kWarps, bool kDropout>() {
-    launch_grid(kBackwardOp, attention_backward_kernel<T, kHeadDim, kWarps, kDropout, true>,
-                32 * kWarps, BackwardShared<kHeadDim, kWarps, true>::bytes(max_q, max_k), run, 0, 0,
-                stream);
+    launch_grid(kBackwardOp, attention_backward_kernel<T, kHeadDim, kWarps, kDropout, true, false>,
+                32 * kWarps, BackwardShared<kHeadDim, kWarps, true>::bytes(max_q, max_k), run,
+                heads, 0, 0, stream);
+  };
+  const auto start_split = [&]<class T, bool kDropout, bool kWindow>() {
+    launch_grid(kBackwardOp, attention_backward_dq_kernel<T, kHeadDim, kDropout, kWindow>,
+                32 * kQueryGradientWarps, QueryGradientKeys<T, kHeadDim>::kSharedBytes, run, heads,
+                max_q, 16 * kQueryGradientWarps, stream);
+    constexpr int kWarps = 4;
+    launch_grid(kBackwardOp,
+                attention_backward_kernel<T, kHeadDim, kWarps, kDropout, false, kWindow>,
+                32 * kWarps, BackwardShared<kHeadDim, kWarps, false>::bytes(max_q, max_k), run,
+                kv_heads, max_k, 16 * kWarps, stream);
   };
   dispatch_16_bit(run.args, [&]<class T, bool kDropout>() {
     if constexpr (kHeadDim <= 64) {
@@ -43,13 +55,8 @@ void launch_backward(const AttentionRun& run, bool fused, cudaStream_t stream) {
         return start_fused.template operator()<T, 4, kDropout>();
       }
     }
-    launch_grid(kBackwardOp, attention_backward_dq_kernel<T, kHeadDim, kDropout>,
-                32 * kQueryGradientWarps, QueryGradientKeys<T, kHeadDim>::kSharedBytes, run, max_q,
-                16 * kQueryGradientWarps, stream);
-    constexpr int kWarps = 4;
-    launch_grid(kBackwardOp, attention_backward_kernel<T, kHeadDim, kWarps, kDropout, false>,
-                32 * kWarps, BackwardShared<kHeadDim, kWarps, false>::bytes(max_q, max_k), run,
-                max_k, 16 * kWarps, stream);
+    if (has_window(run.args)) return start_split.template operator()<T, kDropout, true>();
+    start_split.template operator()<T, kDropout, false>();
   });
 }
 

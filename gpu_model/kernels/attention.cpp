@@ -5,6 +5,7 @@
 #include "attention/attention_d128.cu"
 #include "attention/attention_d32.cu"
 #include "attention/attention_d64.cu"
+#include "attention/attention_d96.cu"
 #include "attention/attention_fp32.cu"
 
 using bert_unpad::AttentionGroup;

@@ -22,7 +22,7 @@ pytestmark = GPU_ONLY
 
 @FULL
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matches_the_reference(dtype: torch.dtype, head_dim: int, p: float, full: bool) -> None:
     torch.manual_seed(0)
@@ -33,7 +33,7 @@ def test_matches_the_reference(dtype: torch.dtype, head_dim: int, p: float, full
 @pytest.mark.sanitizer
 @FULL
 @pytest.mark.parametrize("p", [0.0, 0.1])
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_small_batches_of_all_kinds(
     dtype: torch.dtype, head_dim: int, p: float, full: bool
@@ -66,7 +66,7 @@ def test_scale_is_applied_before_the_softmax(scale: float) -> None:
 
 @pytest.mark.sanitizer
 @FULL
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cross_attention(dtype: torch.dtype, head_dim: int, full: bool) -> None:
     torch.manual_seed(4)

@@ -154,21 +154,12 @@ def test_misaligned_rows_are_refused(dtype: torch.dtype) -> None:
         ops.varlen_attention(qkv, VarlenBatch.from_lengths([20], "cuda"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window": (64, 64)}, r"window must be \(-1, -1\) on a GPU, got \(64, 64\)"),
-        ({"query_positions": torch.zeros(20, dtype=torch.int32)}, "query_positions must be None"),
-    ],
-)
-def test_what_a_gpu_does_not_serve_is_refused(options: dict, message: str) -> None:
-    q, kv = torch.randn(20, 2, 64, device="cuda"), torch.randn(20, 2, 2, 64, device="cuda")
-    cu = cu_seqlens([7, 13], "cuda")
-    options = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    with pytest.raises(RuntimeError, match=message):
-        ops.varlen_cross_attention(q, kv, cu, cu, 13, 13, **options)
-    with pytest.raises(RuntimeError, match="num_heads: on a GPU"):
-        ops.varlen_attention(torch.randn(20, 4, 64, device="cuda"), cu, 13, num_heads=2)
+def test_a_position_bias_is_refused() -> None:
+    qkv, batch = torch.randn(20, 3, 2, 64, device="cuda"), VarlenBatch.from_lengths([20], "cuda")
+    buckets = torch.zeros(3, dtype=torch.int32, device="cuda")
+    bias = ops.PositionBias(buckets, table=torch.zeros(1, 2, device="cuda"))
+    with pytest.raises(RuntimeError, match="position_bias must be None on a GPU"):
+        ops.varlen_attention(qkv, batch, position_bias=bias)
 
 
 _OUT_OF_RANGE = """

@@ -16,8 +16,7 @@ from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch
 from gpu_model.block_model import POLICIES, SHARED_BYTES
 from gpu_model.build import compiler
-from tests.support import reference
-from tests.support.model_attention import attention, model, plan
+from tests.support.model_attention import FUSED, NAMES, SPLIT, attention, compare, model, plan
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.op_checks import RNG
 
@@ -26,11 +25,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler
 # Around the kernels' tiles: of 16 and 64 rows, in fp32 of 16 rows and 32 counterparts.
 EDGES = [200, 0, 1, 15, 16, 17, 63, 64, 65]
 FP32_EDGES = [70, 0, 1, 15, 16, 17, 31, 32, 33]
-NAMES = ["out", "dq", "dk", "dv"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Multiprocessors: with one, every batch fills the device and the fused backward kernel runs; with
-# many, the two kernels that share a head's tiles.
-FUSED, SPLIT = 1, 10_000
 # The kernels for fp32 know no such choice.
 KERNELS = [
     pytest.param(torch.float32, FUSED, id="float32"),
@@ -58,33 +53,6 @@ def inputs(lengths: Sequence[int], dtype: torch.dtype, heads: int = 2, head_dim:
     return (*qkv.unbind(1), torch.randn(total, heads, head_dim).to(dtype))
 
 
-def compare(
-    dtype: torch.dtype,
-    q_lengths: Sequence[int],
-    k_lengths: Sequence[int] | None = None,
-    *,
-    heads: int = 2,
-    head_dim: int = 64,
-    p: float = 0.0,
-    scale: float | None = None,
-) -> None:
-    k_lengths = q_lengths if k_lengths is None else k_lengths
-    q, dout = (torch.randn(sum(q_lengths), heads, head_dim).to(dtype) for _ in range(2))
-    kv = torch.randn(sum(k_lengths), 2, heads, head_dim).to(dtype)
-
-    def ours() -> list[Tensor]:
-        results = attention(q, *kv.unbind(1), dout, q_lengths, k_lengths, p=p, rng=RNG, scale=scale)
-        return [results[name] for name in NAMES]
-
-    def plain(precision: torch.dtype) -> list[Tensor]:
-        a, b = (x.to(precision, copy=True).requires_grad_() for x in (q, kv))
-        out = reference.varlen_cross_attention(a, b, q_lengths, k_lengths, p, RNG, scale)
-        out.backward(dout.to(precision))
-        return [out.detach(), a.grad, *b.grad.unbind(1)]
-
-    reference.assert_as_good_as_pytorch(ours, plain, dtype, NAMES)
-
-
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize(("dtype", "sms"), KERNELS)
 def test_matches_the_reference(kernels, dtype, p, sms):
@@ -101,7 +69,7 @@ def test_lengths_of_several_tiles(kernels, lengths, sms):
     compare(torch.bfloat16, lengths, heads=1, p=0.1)
 
 
-@pytest.mark.parametrize("head_dim", [32, 128])
+@pytest.mark.parametrize("head_dim", [32, 96, 128])
 @pytest.mark.parametrize(("dtype", "sms"), KERNELS)
 def test_other_head_dims(kernels, dtype, head_dim, sms):
     torch.manual_seed(head_dim)
@@ -218,7 +186,7 @@ def test_same_bits_from_every_order_of_threads(kernels, dtype, sms):
             assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 @pytest.mark.parametrize("sms", [FUSED, SPLIT], ids=["fused", "split"])
 def test_shared_memory_is_read_without_bank_conflicts(kernels, head_dim, sms):
     kernels.set_device((9, 0), sms)
@@ -290,7 +258,14 @@ class TestPlan:
 
     @pytest.mark.parametrize(
         ("head_dim", "shared", "longest"),
-        [(64, H100, 512), (64, A100, 384), (32, H100, 1024), (32, A100, 512), (128, H100, 0)],
+        [
+            (64, H100, 512),
+            (64, A100, 384),
+            (32, H100, 1024),
+            (32, A100, 512),
+            (96, H100, 0),
+            (128, H100, 0),
+        ],
     )
     def test_backward_is_fused_while_its_sums_fit(self, head_dim, shared, longest):
         for length in (1, 64, 128, 384, 512, 1024, 8192):

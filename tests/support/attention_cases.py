@@ -40,6 +40,7 @@ class Case:
     positions: Tensor | None = None
     buckets: Tensor | None = None
     parts: Sequence[str] = ()
+    device: str = "cpu"
 
     def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """q and kv, or qkv, and the parts of the position bias; fresh random numbers."""
@@ -55,20 +56,20 @@ class Case:
         rows = {"table": (count, self.heads)}
         rows |= {"query": (queries, self.heads, count), "key": (keys, self.heads, count)}
         shapes |= {name: rows[name] for name in self.parts}
-        return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+        return {n: torch.randn(s, device=self.device).to(dtype) for n, s in shapes.items()}
 
     def ours(self, x: dict[str, Tensor]) -> Tensor:
         bias = None
         if self.buckets is not None:
             bias = ops.PositionBias(self.buckets, *(x.get(name) for name in PARTS))
         options = {"window": self.window, "position_bias": bias, "dropout_p": self.p}
-        options |= {"scale": self.scale, "rng": RNG}
-        cu_k, longest = cu_seqlens(self.k_lengths), max(self.k_lengths, default=0)
+        options |= {"scale": self.scale, "rng": RNG.to(self.device)}
+        cu_k, longest = cu_seqlens(self.k_lengths, self.device), max(self.k_lengths, default=0)
         if self.q_lengths is None:
             return ops.varlen_attention(x["qkv"], cu_k, longest, num_heads=self.heads, **options)
         return ops.varlen_cross_attention(
-            x["q"], x["kv"], cu_seqlens(self.q_lengths), cu_k, max(self.q_lengths, default=0),
-            longest, query_positions=self.positions, **options,
+            x["q"], x["kv"], cu_seqlens(self.q_lengths, self.device), cu_k,
+            max(self.q_lengths, default=0), longest, query_positions=self.positions, **options,
         )  # fmt: skip
 
     def plain(self, x: dict[str, Tensor]) -> Tensor:
@@ -101,7 +102,7 @@ def compare(case: Case, dtype: torch.dtype) -> None:
     """Holds result and gradients against the reference, on fresh random inputs."""
     inputs = case.inputs(dtype)
     queries = sum(case.q_lengths or case.k_lengths)
-    dout = torch.randn(queries, case.heads, case.head_dim).to(dtype)
+    dout = torch.randn(queries, case.heads, case.head_dim, device=case.device).to(dtype)
 
     def plain(precision: torch.dtype) -> list[Tensor]:
         wide = {name: x.to(precision) for name, x in inputs.items()}

@@ -13,7 +13,12 @@ from torch import Tensor
 from gpu_model.block_model import Model
 from tests.support import reference
 from tests.support.model_checks import DTYPES, load_kernels
-from tests.support.op_checks import cu_seqlens
+from tests.support.op_checks import RNG, cu_seqlens
+
+NAMES = ["out", "dq", "dk", "dv"]
+# Multiprocessors: with one, every batch fills the device and the fused backward kernel runs; with
+# many, the two kernels that share a head's tiles.
+FUSED, SPLIT = 1, 10_000
 
 
 class Packed(ctypes.Structure):
@@ -28,12 +33,14 @@ class Args(ctypes.Structure):
     """AttentionCudaParams of csrc/attention/attention_cuda.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int) for name in ("dtype", "heads", "head_dim", "sequences")),
+        *((name, ctypes.c_int) for name in ("dtype", "heads", "kv_heads", "head_dim", "sequences")),
         *((name, ctypes.c_int64) for name in ("q_tokens", "k_tokens")),
         *((name, ctypes.c_int) for name in ("max_q", "max_k")),
         ("scale", ctypes.c_float),
         ("keep_threshold", ctypes.c_uint32),
         *((name, ctypes.c_void_p) for name in ("rng", "cu_q", "cu_k", "order")),
+        *((name, ctypes.c_int64) for name in ("window_left", "window_right")),
+        ("query_positions", ctypes.c_void_p),
         *((name, Packed) for name in ("q", "k", "v", "out", "dout")),
         *((name, Packed) for name in ("out_w", "dq", "dk", "dv")),
         *((name, ctypes.c_void_p) for name in ("lse", "delta")),
@@ -71,6 +78,8 @@ def attention(
     p: float = 0.0,
     rng: Tensor | None = None,
     scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    positions: Tensor | None = None,
     order: Sequence[int] | None = None,
     groups: Sequence[tuple[int, int, int]] = (),
     max_seqlen: int | None = None,
@@ -102,7 +111,7 @@ def attention(
     for x in bases.values():
         whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
         kernels.register(whole, writable=False)
-    small = {x.data_ptr(): x for x in (cu_q, cu_k, rng, order_t) if x is not None}
+    small = {x.data_ptr(): x for x in (cu_q, cu_k, rng, order_t, positions) if x is not None}
     for x in small.values():
         kernels.register(x, writable=False)
     for x in (*results.values(), delta):
@@ -111,6 +120,7 @@ def attention(
     args = Args(
         dtype=DTYPES[q.dtype],
         heads=heads,
+        kv_heads=k.shape[1],
         head_dim=head_dim,
         sequences=len(q_lengths),
         q_tokens=q.shape[0],
@@ -123,6 +133,9 @@ def attention(
         cu_q=cu_q.data_ptr(),
         cu_k=cu_k.data_ptr(),
         order=None if order_t is None else order_t.data_ptr(),
+        window_left=window[0],
+        window_right=window[1],
+        query_positions=None if positions is None else positions.data_ptr(),
         q=packed(q),
         k=packed(k),
         v=packed(v),
@@ -139,3 +152,36 @@ def attention(
             setattr(args, name, packed(results[name]))
         kernels.call("attention", True, ctypes.byref(args), group_array, len(groups))
     return results
+
+
+def compare(
+    dtype: torch.dtype,
+    q_lengths: Sequence[int],
+    k_lengths: Sequence[int] | None = None,
+    *,
+    heads: int = 2,
+    kv_heads: int | None = None,
+    head_dim: int = 64,
+    p: float = 0.0,
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    positions: Tensor | None = None,
+) -> None:
+    """Holds the kernels' results against the reference, on fresh random inputs."""
+    k_lengths = q_lengths if k_lengths is None else k_lengths
+    q, dout = (torch.randn(sum(q_lengths), heads, head_dim).to(dtype) for _ in range(2))
+    kv = torch.randn(sum(k_lengths), 2, kv_heads or heads, head_dim).to(dtype)
+    options = {"scale": scale, "window": window, "positions": positions}
+
+    def ours() -> list[Tensor]:
+        k, v = kv.unbind(1)
+        results = attention(q, k, v, dout, q_lengths, k_lengths, p=p, rng=RNG, **options)
+        return [results[name] for name in NAMES]
+
+    def plain(precision: torch.dtype) -> list[Tensor]:
+        a, b = (x.to(precision, copy=True).requires_grad_() for x in (q, kv))
+        out = reference.varlen_cross_attention(a, b, q_lengths, k_lengths, p, RNG, **options)
+        out.backward(dout.to(precision))
+        return [x.nan_to_num() for x in (out.detach(), a.grad, *b.grad.unbind(1))]
+
+    reference.assert_as_good_as_pytorch(ours, plain, dtype, NAMES)

@@ -71,7 +71,7 @@ def test_width_of_a_head_by_device(run):
         check("cpu", hidden, heads)
         check("cuda", hidden, heads)
     check("cpu", 96, 2)
-    message = r"num_attention_heads: expected .* one of \[32, 64, 128\] on this device \(cuda\)"
+    message = r"num_attention_heads: expected .* one of \[32, 64, 96, 128\] on this device \(cuda\)"
     with pytest.raises(ConfigError, match=rf"{message}, got 96 / 2 = 48"):
         check("cuda", 96, 2)
     with pytest.raises(ConfigError, match=r"1 to 256 on this device \(cpu\), got 257 / 1 = 257"):

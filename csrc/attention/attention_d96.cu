@@ -1,0 +1,10 @@
+// Attention on tensor cores, forward and backward, head dim 96. One file per head dim, so that they
+// compile side by side.
+#include "attention/launch_head_dim.h"
+
+namespace bert_unpad::cuda {
+
+template void launch_forward<96>(const AttentionRun&, cudaStream_t);
+template void launch_backward<96>(const AttentionRun&, bool, cudaStream_t);
+
+}  // namespace bert_unpad::cuda
