@@ -42,7 +42,11 @@ CUDA_CASES = {
     "mlp": cuda_mlp.cases,
     "norm": cuda_norm.cases,
 }
+OPS = ("attention", "rotary", "glu", *CUDA_CASES)
 HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 12, 64, 768, 3072
+GLU_WIDTH = 1152  # ModernBERT-base's
+GATES = {"gelu": functional.gelu, "silu": functional.silu}
+Results = Tensor | tuple[Tensor, ...]
 
 
 @dataclass
@@ -50,7 +54,7 @@ class Case:
     """One operator at one setting: how to run it, who else runs it, and its cost."""
 
     name: str
-    contenders: dict[str, Callable[[], Tensor]]
+    contenders: dict[str, Callable[[], Results]]
     inputs: list[Tensor]
     flops: int = 0  # of forward and backward, without recomputation
     bytes: int = 0  # that forward and backward must read and write at least
@@ -128,15 +132,123 @@ def gelu_case(dtype: torch.dtype, approximate: str, rows: int) -> Case:
     )
 
 
+def pre_norm_case(dtype: torch.dtype, kind: str, rows: int) -> Case:
+    x, residual = (torch.randn(rows, HIDDEN).to(dtype).requires_grad_() for _ in range(2))
+    weight, p = torch.randn(HIDDEN).to(dtype).requires_grad_(), 0.1
+    ours = getattr(ops, f"dropout_add_{kind}_norm")
+    norm = getattr(functional, f"{kind}_norm")
+
+    def eager() -> tuple[Tensor, Tensor]:
+        total = residual + functional.dropout(x, p)
+        return total, norm(total, (HIDDEN,), weight, eps=1e-5)
+
+    # forward: read x, residual; write sum and norm; backward: read both gradients and the sum,
+    # write dx, dresidual
+    return Case(
+        f"dropout_add_{kind}_norm and its sum, dropout {p}",
+        {
+            "bert_unpad": lambda: ours(x, residual, weight, p=p, eps=1e-5, return_sum=True),
+            "eager": eager,
+        },
+        [x, residual, weight],
+        bytes=9 * x.numel() * x.element_size(),
+    )
+
+
+def bare_norm_case(dtype: torch.dtype, kind: str, rows: int) -> Case:
+    x = torch.randn(rows, HIDDEN).to(dtype).requires_grad_()
+    weight = torch.randn(HIDDEN).to(dtype).requires_grad_()
+    ours, norm = getattr(ops, f"{kind}_norm"), getattr(functional, f"{kind}_norm")
+    # forward: read x, write y; backward: read dy and x, write dx
+    return Case(
+        f"{kind}_norm",
+        {
+            "bert_unpad": lambda: ours(x, weight, eps=1e-5),
+            "eager": lambda: norm(x, (HIDDEN,), weight, eps=1e-5),
+        },
+        [x, weight],
+        bytes=5 * x.numel() * x.element_size(),
+    )
+
+
+def glu_case(dtype: torch.dtype, kind: str, rows: int) -> Case:
+    x = torch.randn(rows, 2 * GLU_WIDTH).to(dtype).requires_grad_()
+
+    def eager() -> Tensor:
+        a, gate = x.chunk(2, -1)
+        return GATES[kind](a) * gate
+
+    # forward: read both halves, write y; backward: read dy and both halves, write both gradients
+    return Case(
+        f"glu, {kind}",
+        {"bert_unpad": lambda: ops.glu(x, kind), "eager": eager},
+        [x],
+        bytes=4 * x.numel() * x.element_size(),
+    )
+
+
+class _Produced(torch.autograd.Function):
+    """Stands for the product that makes qkv: a tensor that may be changed in place, at no cost."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        return dy
+
+
+def rotary_case(dtype: torch.dtype, rows: int) -> Case:
+    x = torch.randn(rows, 3 * HEADS, HEAD_DIM).to(dtype).requires_grad_()
+    batch = VarlenBatch.from_lengths([rows])
+    angles = batch.position_ids[:, None] * 10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    angles = torch.cat([angles, angles], -1)[:, None]
+    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def eager() -> Tensor:
+        turned, v = _Produced.apply(x).split([2 * HEADS, HEADS], 1)
+        a, b = turned.chunk(2, -1)
+        return torch.cat([turned * cosine + torch.cat([-b, a], -1) * sine, v], 1)
+
+    # forward and backward: read and write queries and keys
+    return Case(
+        "rotary_",
+        {
+            "bert_unpad": lambda: ops.rotary_(_Produced.apply(x), batch, heads=2 * HEADS),
+            "eager": eager,
+        },
+        [x],
+        bytes=4 * x.numel() * x.element_size() * 2 // 3,
+    )
+
+
+def cpu_cases(op: str, dtype: torch.dtype, rows: int, sequences: int, seed: int) -> list[Case]:
+    makers = {
+        "attention": lambda: [attention_case(dtype, p, sequences, seed) for p in (0.1, 0.0)],
+        "norm": lambda: [
+            *(norm_case(dtype, p, rows) for p in (0.1, 0.0)),
+            *(pre_norm_case(dtype, kind, rows) for kind in ("layer", "rms")),
+            *(bare_norm_case(dtype, kind, rows) for kind in ("layer", "rms")),
+        ],
+        "gelu": lambda: [gelu_case(dtype, a, rows) for a in ("none", "tanh")],
+        "glu": lambda: [glu_case(dtype, kind, rows) for kind in GATES],
+        "rotary": lambda: [rotary_case(dtype, rows)],
+    }
+    return [case for name, make in makers.items() if op in (name, "all") for case in make()]
+
+
 def run(case: Case, rounds: int) -> dict[str, harness.Timing]:
     with torch.no_grad():
-        gradient = torch.randn_like(case.contenders["bert_unpad"]())
+        results = case.contenders["bert_unpad"]()
+    results = results if isinstance(results, tuple) else (results,)
+    gradients = [torch.randn_like(result) for result in results]
 
-    def step(forward: Callable[[], Tensor]) -> Callable[[], None]:
+    def step(forward: Callable[[], Results]) -> Callable[[], None]:
         def both() -> None:
             for tensor in case.inputs:
                 tensor.grad = None
-            forward().backward(gradient)
+            torch.autograd.backward(forward(), gradients)
 
         return both
 
@@ -148,7 +260,7 @@ def run(case: Case, rounds: int) -> dict[str, harness.Timing]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--op", choices=["attention", *CUDA_CASES, "all"], default="all")
+    parser.add_argument("--op", choices=[*OPS, "all"], default="all")
     parser.add_argument("--sequences", type=int, help="default: 8 on a CPU, 48 on a GPU")
     parser.add_argument("--rows", type=int, default=2048, help="tokens of the other operators")
     parser.add_argument("--rounds", type=int, help="default: 11 on a CPU, 50 on a GPU")
@@ -200,14 +312,7 @@ def main() -> None:
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        cases = []
-        if args.op in ("attention", "all"):
-            cases += [attention_case(dtype, p, sequences, args.seed) for p in (0.1, 0.0)]
-        if args.op in ("norm", "all"):
-            cases += [norm_case(dtype, p, args.rows) for p in (0.1, 0.0)]
-        if args.op in ("gelu", "all"):
-            cases += [gelu_case(dtype, a, args.rows) for a in ("none", "tanh")]
-        for case in cases:
+        for case in cpu_cases(args.op, dtype, args.rows, sequences, args.seed):
             timings = run(case, rounds)
             seconds = timings["bert_unpad"].median
             rate, peak = (case.flops, peak_of[name]) if case.flops else (case.bytes, memory)
