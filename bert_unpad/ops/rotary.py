@@ -63,16 +63,24 @@ def rotary_(
     settings = (heads, theta, rotary_dim, interleaved, position_scale)
     if torch.compiler.is_compiling():
         return x.copy_(_ops.rotary(x, positions, *settings, False))
-    # For a change of a view autograd copies the gradient of what it is a view of, twice. That of
-    # the whole of a tensor is a change of that tensor.
     base = x._base
-    if x.requires_grad and base is not None and _whole(x, base):
-        return _Rotary.apply(base, x.shape, positions, settings).view(x.shape)
-    return _Rotary.apply(x, x.shape, positions, settings)
+    if torch.is_grad_enabled() and x.requires_grad:
+        if (x if base is None else base).is_leaf:
+            raise RuntimeError(
+                "rotary_: x must not be a leaf that requires grad, or a view of one; it is changed "
+                "in place"
+            )
+        # For a change of a view autograd copies the gradient of what it is a view of, twice. That
+        # of the whole of a tensor is a change of that tensor.
+        if base is not None and _whole(x, base):
+            return _Rotary.apply(base, x.shape, positions, settings).view(x.shape)
+    _Rotary.apply(x, x.shape, positions, settings)
+    return x
 
 
 def _whole(x: Tensor, base: Tensor) -> bool:
-    return base.numel() == x.numel() and base.is_contiguous() and x.is_contiguous()
+    same = base.numel() == x.numel() and base.dtype == x.dtype
+    return same and base.is_contiguous() and x.is_contiguous()
 
 
 class _Rotary(torch.autograd.Function):

@@ -171,8 +171,15 @@ def test_a_tensor_that_a_backward_pass_needs_is_protected() -> None:
     ops.rotary_(saved, torch.arange(5), heads=1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    with pytest.raises(RuntimeError, match="leaf Variable"):
-        ops.rotary_(x, torch.arange(5), heads=1)
+    before = x.detach().clone()
+    for leaf in (x, x.view(5, 1, 8), x[1:]):
+        with pytest.raises(RuntimeError, match="rotary_: x must not be a leaf that requires grad"):
+            ops.rotary_(leaf, torch.arange(len(leaf)), heads=1)
+    assert torch.equal(x, before)
+    with torch.no_grad():
+        assert ops.rotary_(x, torch.arange(5), heads=1) is x
+    assert x.is_leaf
+    assert not torch.equal(x, before)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 8), (4, 0, 8), (4, 3, 8)])
