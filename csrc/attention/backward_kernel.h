@@ -9,11 +9,12 @@
 // kFused: a block owns a whole head of a sequence and passes over its keys, 16 * kWarps at a time.
 // dQ needs the score gradients of all warps; they meet in shared memory. Between passes the sums of
 // dQ stay there in fp32, in the layout of the registers. So there are no atomics, and q, k, v, out
-// and dout are read from memory once. Not fused: a block owns 16 * kWarps keys and passes over the
-// queries of all heads that read them, and backward_dq_kernel.h computes dQ and delta first.
+// and dout are read from memory once. Not fused: a block owns 16 * kWarps keys, and
+// backward_dq_kernel.h computes dQ and delta first.
 //
-// kWindow (not fused): queries see the keys of a window. A block takes the tiles of queries that
-// see one of its keys, a warp of these the steps of 16 queries that see one of its own.
+// kGeneral (not fused): several heads may read the keys, and queries may see those of a window
+// only. A block passes over the heads, and takes the tiles of queries that see one of its keys, a
+// warp of these the steps of 16 queries that see one of its own.
 #pragma once
 
 #include "attention/dropout.h"
@@ -50,13 +51,16 @@ struct BackwardShared {
 };
 
 // A warp's 16 keys: their rows, and the gradients that these have gathered.
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, bool kDropout, bool kGeneral>
 struct BackwardKeys {
   // 128 columns of K and V do not fit into registers beside dK and dV; they come from L1 then, 16
   // columns at a time.
   static constexpr bool kKeepRows = kHeadDim <= 64;
   static constexpr int kKept = kKeepRows ? kHeadDim / 16 : 1;
-  static constexpr int kColumnSteps = kKeepRows ? kHeadDim / 16 : 2;  // unrolled
+  // Unrolled. A general kernel has no registers to spare for two of 128 columns' loads at a time.
+  static constexpr int kColumnSteps = kKeepRows                     ? kHeadDim / 16
+                                      : kGeneral && kHeadDim == 128 ? 1
+                                                                    : 2;
 
   HeadRows<const T> k, v;
   int first, end;  // the first of the keys in the sequence, and the sequence's length
@@ -240,8 +244,9 @@ struct BackwardQueries {
 // lse and delta = rowsum(dout * out) of all queries of a head, into shared memory.
 template <class T, int kHeadDim, int kWarps>
 BU_DEVICE void fill_row_values(const cuda::AttentionCudaParams& a, const AttentionBlock& block,
-                               const float* lse, uint32_t lse_at, uint32_t delta_at) {
+                               uint32_t lse_at, uint32_t delta_at) {
   const int lane = threadIdx.x % 32;
+  const float* lse = a.lse + block.head * a.q_tokens + block.q_begin;
   const HeadRows<const T> dout(a.dout, block.q_begin, block.head);
   const HeadRows<const T> out(a.out, block.q_begin, block.head);
   for (int row = threadIdx.x / 32 * 16; row < block.q_len; row += 16 * kWarps) {
@@ -258,32 +263,28 @@ BU_DEVICE void fill_row_values(const cuda::AttentionCudaParams& a, const Attenti
   }
 }
 
-template <class T, int kHeadDim, int kWarps, bool kDropout, bool kFused, bool kWindow>
+template <class T, int kHeadDim, int kWarps, bool kDropout, bool kFused, bool kGeneral>
 BU_KERNEL(32 * kWarps, kHeadDim == 32 ? 3 : 1)
 attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
-  static_assert(!kFused || !kWindow);
+  static_assert(!kFused || !kGeneral);
   using Shared = BackwardShared<kHeadDim, kWarps, kFused>;
   constexpr int kThreads = 32 * kWarps, kKeys = Shared::kKeys, kQueries = kBackwardQueries;
   AttentionBlock block = attention_block<true>(p);
-  if constexpr (kFused) block.head = block.kv_head;  // no other head reads these keys
+  if constexpr (!kGeneral) block.head = block.kv_head;  // no other head reads these keys
   const int first_key = kFused ? 0 : block.tile * kKeys;
   if (!kFused && first_key >= block.k_len) return;
 
-  HeadRows<const T> q(p.args.q, block.q_begin, block.head);
-  HeadRows<const T> dout(p.args.dout, block.q_begin, block.head);
-  const float* lse = p.args.lse + block.head * p.args.q_tokens + block.q_begin;
-  const float* delta = p.args.delta + block.head * p.args.q_tokens + block.q_begin;
   const uint32_t lse_at = Shared::kRowValues;
   const uint32_t delta_at = lse_at + 4 * Shared::rows(p.args.max_q);
-  // A fused block passes over the keys, another one over the heads that read its keys.
-  const int passes = kFused ? (block.k_len + kKeys - 1) / kKeys : p.group;
+  // A fused block passes over the keys, a general one over the heads that read its keys.
+  const int passes = kFused ? (block.k_len + kKeys - 1) / kKeys : kGeneral ? p.group : 1;
   const QueryWindows windows(p.args, block);
   RowRange rows{0, block.q_len};
-  if constexpr (kWindow) rows = windows.queries(first_key, first_key + kKeys - 1);
+  if constexpr (kGeneral) rows = windows.queries(first_key, first_key + kKeys - 1);
   const int query_tiles = (rows.end + kQueries - 1) / kQueries;
   // The first tile from this one on with queries that see keys of the block.
   const auto needed = [&](int tile) {
-    if constexpr (kWindow) {
+    if constexpr (kGeneral) {
       while (tile < query_tiles &&
              !windows.keys_of_any(windows.template span<kQueries>(tile * kQueries))
                   .meets(first_key, first_key + kKeys - 1))
@@ -293,12 +294,17 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
   };
   const int first_tile = needed(rows.begin / kQueries);
 
-  const auto copy_queries = [&](int tile, int stage) {
+  const auto copy_queries = [&](int head, int tile, int stage) {
+    const HeadRows<const T> q(p.args.q, block.q_begin, head);
+    const HeadRows<const T> dout(p.args.dout, block.q_begin, head);
     const int first = tile * kQueries;
     copy_tile<kQueries, kThreads, kHeadDim>(Shared::stage(stage), q, first, block.q_len);
     copy_tile<kQueries, kThreads, kHeadDim>(Shared::stage(stage) + Shared::kQueryTile, dout, first,
                                             block.q_len);
     if constexpr (!kFused) {
+      const int64_t values = head * p.args.q_tokens + block.q_begin;
+      const float* lse = p.args.lse + values;
+      const float* delta = p.args.delta + values;
       for (int i = threadIdx.x; i < 2 * kQueries; i += kThreads) {
         const int row = i % kQueries, to = stage % 2 * kQueries + row;
         copy_async_4((i < kQueries ? lse_at : delta_at) + 4 * to,
@@ -306,21 +312,20 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
       }
     }
   };
-  if (first_tile < query_tiles && passes > 0) copy_queries(first_tile, 0);
+  if (first_tile < query_tiles && passes > 0) copy_queries(block.head, first_tile, 0);
   copy_async_commit();
-  if constexpr (kFused) fill_row_values<T, kHeadDim, kWarps>(p.args, block, lse, lse_at, delta_at);
+  if constexpr (kFused) fill_row_values<T, kHeadDim, kWarps>(p.args, block, lse_at, delta_at);
 
   AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
                            block.sequence * p.args.heads + block.head);
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   const float scale = fabsf(p.args.scale) * kLog2e;
-  BackwardKeys<T, kHeadDim, kDropout> keys(p.args, block);
+  BackwardKeys<T, kHeadDim, kDropout, kGeneral> keys(p.args, block);
   [[maybe_unused]] const BackwardQueries<T, kHeadDim, kWarps> queries;
   int count = 0;  // of query tiles so far, over all passes
-  if constexpr (!kFused) keys.start(first_key + static_cast<int>(threadIdx.x) / 32 * 16);
   for (int pass = 0; pass < passes; ++pass) {
     const int pass_key = kFused ? pass * kKeys : first_key;
-    if constexpr (kFused) keys.start(pass_key + static_cast<int>(threadIdx.x) / 32 * 16);
+    if (kFused || pass == 0) keys.start(pass_key + static_cast<int>(threadIdx.x) / 32 * 16);
     for (int tile = first_tile, next = 0; tile < query_tiles; tile = next, ++count) {
       next = needed(tile + 1);
       copy_async_wait<0>();
@@ -333,13 +338,8 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
       }
       const bool same_pass = next < query_tiles;
       if (same_pass || pass + 1 < passes) {
-        if (!kFused && !same_pass) {
-          q.p += p.args.q.head_stride;
-          dout.p += p.args.dout.head_stride;
-          lse += p.args.q_tokens;
-          delta += p.args.q_tokens;
-        }
-        copy_queries(same_pass ? next : first_tile, count + 1);
+        const int head = block.head + (!kGeneral ? 0 : same_pass ? pass : pass + 1);
+        copy_queries(head, same_pass ? next : first_tile, count + 1);
       }
       copy_async_commit();
 
@@ -351,7 +351,7 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
           const int first_query = tile * kQueries + 16 * step;
           if (first_query >= block.q_len) break;
           uint32_t hidden = 0;
-          if constexpr (kWindow) {
+          if (kGeneral && windows.bounded()) {
             const PositionSpan span = windows.template span<16>(first_query);
             if (!windows.keys_of_any(span).meets(keys.first, keys.first + 15)) continue;
             if (!windows.keys_of_all(span).holds(keys.first, keys.first + 15))
@@ -374,14 +374,8 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
                          pass + 1 == passes);
       }
     }
-    if constexpr (kFused) {
-      if (keys.first < block.k_len) keys.store(p.args, block, keep);
-    } else {
-      ++dropout.stream;
-    }
-  }
-  if constexpr (!kFused) {
-    if (keys.first < block.k_len) keys.store(p.args, block, keep);
+    if constexpr (kGeneral) ++dropout.stream;
+    if ((kFused || pass + 1 == passes) && keys.first < block.k_len) keys.store(p.args, block, keep);
   }
   if constexpr (kFused) {
     if (passes == 0) queries.store_zeros(p.args, block);

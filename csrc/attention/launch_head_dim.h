@@ -35,13 +35,13 @@ void launch_backward(const AttentionRun& run, bool fused, cudaStream_t stream) {
                 32 * kWarps, BackwardShared<kHeadDim, kWarps, true>::bytes(max_q, max_k), run,
                 heads, 0, 0, stream);
   };
-  const auto start_split = [&]<class T, bool kDropout, bool kWindow>() {
+  const auto start_split = [&]<class T, bool kDropout, bool kWindow, bool kGeneral>() {
     launch_grid(kBackwardOp, attention_backward_dq_kernel<T, kHeadDim, kDropout, kWindow>,
                 32 * kQueryGradientWarps, QueryGradientKeys<T, kHeadDim>::kSharedBytes, run, heads,
                 max_q, 16 * kQueryGradientWarps, stream);
     constexpr int kWarps = 4;
     launch_grid(kBackwardOp,
-                attention_backward_kernel<T, kHeadDim, kWarps, kDropout, false, kWindow>,
+                attention_backward_kernel<T, kHeadDim, kWarps, kDropout, false, kGeneral>,
                 32 * kWarps, BackwardShared<kHeadDim, kWarps, false>::bytes(max_q, max_k), run,
                 kv_heads, max_k, 16 * kWarps, stream);
   };
@@ -55,8 +55,9 @@ void launch_backward(const AttentionRun& run, bool fused, cudaStream_t stream) {
         return start_fused.template operator()<T, 4, kDropout>();
       }
     }
-    if (has_window(run.args)) return start_split.template operator()<T, kDropout, true>();
-    start_split.template operator()<T, kDropout, false>();
+    if (has_window(run.args)) return start_split.template operator()<T, kDropout, true, true>();
+    if (heads != kv_heads) return start_split.template operator()<T, kDropout, false, true>();
+    start_split.template operator()<T, kDropout, false, false>();
   });
 }
 

@@ -41,6 +41,9 @@ class QueryWindows {
         q_len_(block.q_len),
         k_len_(block.k_len) {}
 
+  // Whether a window ends anywhere.
+  BU_DEVICE bool bounded() const { return left_ >= 0 || right_ >= 0; }
+
   // Rows beyond the last query count as the last one.
   BU_DEVICE int position(int row) const {
     const int there = row < q_len_ ? row : q_len_ - 1;
