@@ -66,7 +66,7 @@ def rotary_(
     # For a change of a view autograd copies the gradient of what it is a view of, twice. That of
     # the whole of a tensor is a change of that tensor.
     base = x._base
-    if x.requires_grad and base is not None and _whole(x, base):
+    if base is not None and base.requires_grad and _whole(x, base):
         return _Rotary.apply(base, x.shape, positions, settings).view(x.shape)
     return _Rotary.apply(x, x.shape, positions, settings)
 
