@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from bert_unpad._files import replacing
-from bert_unpad.convert.conversion import Conversion
+from bert_unpad.convert.conversion import Conversion, expected_shapes
 from bert_unpad.nn import weights
 from bert_unpad.nn.config import BertConfig
 from bert_unpad.nn.weight_files import WEIGHTS_FILE, read_tensors
@@ -30,7 +30,8 @@ def read(path: Path, config_path: Path | None = None) -> Conversion:
             f"{WEIGHTS_FILE}"
         )
     config = BertConfig.from_json(config_path or path / weights.CONFIG_FILE)
-    return Conversion(weights.modern_tensors(read_tensors(path), config), config)
+    known = expected_shapes(config)
+    return Conversion(weights.modern_tensors(read_tensors(path), config, known), config)
 
 
 def write(conversion: Conversion, path: Path) -> None:

@@ -9,6 +9,7 @@ whole gradients until it reaches the limit; the first limit is small, so that th
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from bert_unpad.nn import EncoderConfig, EncoderLayer
+from bert_unpad.nn import Encoder, EncoderConfig
 from bert_unpad.nn.embeddings import Embeddings
 from bert_unpad.nn.heads import Pooler, PreTrainingHeads
 
@@ -64,16 +65,18 @@ def gradients_of(config: EncoderConfig, heads_share: float = 0.0) -> list[Gradie
         config: the model.
         heads_share: share of the backward pass that is spent in the heads.
     """
+    smallest = dataclasses.replace(config, num_hidden_layers=config.num_hidden_groups or 1)
     with torch.device("meta"):
-        heads, layer, embeddings = _heads(config), EncoderLayer(config), Embeddings(config)
+        heads, encoder, embeddings = _heads(config), Encoder(smallest), Embeddings(config)
     found = list(_spread([tuple(p.shape) for p in heads], 0.0, heads_share))
     order = config.layer_order
     share = (1 - heads_share) / len(order)
-    shapes = [tuple(p.shape) for p in _backward(layer)]
+    shapes = [tuple(p.shape) for p in _backward(encoder.layer[0])]
     for passed, depth in enumerate(reversed(range(len(order)))):
         if order[depth] not in order[:depth]:  # of weights used more than once, the last gradient
             found += _spread(shapes, heads_share + passed * share, share)
-    return found + [Gradient(tuple(p.shape), 1.0) for p in _backward(embeddings)]
+    own = [p for name, p in encoder.named_parameters() if not name.startswith("layer.")]
+    return found + [Gradient(tuple(p.shape), 1.0) for p in (*own, *_backward(embeddings))]
 
 
 def _heads(config: EncoderConfig) -> list[nn.Parameter]:
@@ -84,7 +87,10 @@ def _heads(config: EncoderConfig) -> list[nn.Parameter]:
     if "nsp" in config.heads:
         found += _backward(heads.seq_relationship) + _backward(Pooler(config))
     if "mlm" in config.heads:
-        found += [heads.predictions.bias, *_backward(heads.predictions.transform)]
+        # The decoder's before those below it, although the bias is the first parameter.
+        first, *below = heads.predictions.named_parameters()
+        below = [p for _, p in reversed(below)]
+        found += [first[1], *below] if first[0] == "bias" else [*below, first[1]]
     return found
 
 

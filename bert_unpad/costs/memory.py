@@ -46,11 +46,20 @@ def layer_bytes_per_token(config: EncoderConfig, precision: str, recompute: str)
     size = _bytes(precision)
     if recompute == "layer":
         return config.hidden_size * size
-    kept = 8 * config.hidden_size + 2 * config.intermediate_size
-    if recompute == "gelu":
-        kept -= config.intermediate_size
-    # log-sum-exp of each head; mean and reciprocal deviation of two LayerNorms
-    return kept * size + 4 * config.num_attention_heads + 16
+    # Of both halves, the input and, post-norm, what is added to it, or, pre-norm, the sum.
+    kept = 4 * config.hidden_size
+    # Attention's output; queries, keys and values.
+    kept += (2 * config.num_attention_heads + 2 * config.kv_heads) * config.head_dim
+    # The output of the activation, and its input.
+    products = 2 if config.feed_forward == "glu" else 1
+    kept += (products + (recompute != "gelu")) * config.intermediate_size
+    # Scores of content and distances, and what they are the products of.
+    span = config.relative_buckets or config.max_relative_positions
+    scores = config.num_attention_heads * (config.head_dim + 2 * span)
+    kept += len(config.relative_terms) * scores
+    # Log-sum-exp of each head; mean (not of RMSNorm) and reciprocal deviation of two norms.
+    statistics = 8 if config.norm == "rms_norm" else 16
+    return kept * size + 4 * config.num_attention_heads + statistics
 
 
 def memory_of(
@@ -79,9 +88,10 @@ def memory_of(
     layers = len(config.layer_order) * layer_bytes_per_token(config, workload.precision, recompute)
     if recompute == "layer":  # the one that is being computed again
         layers += layer_bytes_per_token(config, workload.precision, "none")
-    # The embedding's sum and output; the gradients of the GELU's output and input, of a layer's
-    # input and of its two residuals.
-    layers += (5 * config.hidden_size + 2 * config.intermediate_size) * size
+    # The embedding's sum and output; the gradients of the activation's output and input, of a
+    # layer's input and of its two residuals.
+    products = 2 if config.feed_forward == "glu" else 1
+    layers += (5 * config.hidden_size + (1 + products) * config.intermediate_size) * size
     # Gathered states, the transform's three outputs; gradients of as many at most.
     head = config.padded_vocab_size + 8 * config.hidden_size
     return Memory(

@@ -103,7 +103,9 @@ class Workload:
     def heads_share(self) -> float:
         """Share of a pass's arithmetic that is spent above the layers."""
         lengths = [round(self.mean_length)] * 64
-        return training_flops(self.config, lengths, layers=0) / training_flops(self.config, lengths)
+        return training_flops(self.config, lengths, layers=()) / training_flops(
+            self.config, lengths
+        )
 
     def shard_share(self, ranks: int) -> float:
         """Largest share of the parameters that one of so many ranks updates.

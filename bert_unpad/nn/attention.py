@@ -12,6 +12,10 @@ from bert_unpad import ops
 from bert_unpad.batch import QueryRows, VarlenBatch
 from bert_unpad.batch.rows import gather_rows
 from bert_unpad.nn.config import EncoderConfig
+from bert_unpad.nn.norms import dropout_add_norm, make_norm
+from bert_unpad.nn.positions import NO_POSITIONS, AttentionPositions
+from bert_unpad.nn.relative import DisentangledBias
+from bert_unpad.nn.rng import RngKeys
 from bert_unpad.ops.attention import AttentionSchedule
 
 
@@ -20,21 +24,30 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_attention_heads
+        self.num_heads, self.kv_heads = config.num_attention_heads, config.kv_heads
         self.head_dim = config.head_dim
         self.dropout_p = config.attention_probs_dropout_prob
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        width = (self.num_heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.scale = config.score_scale
+        if config.relative_positions == "disentangled":
+            self.relative = DisentangledBias(config)
         self.fp8 = False
         self.schedule: AttentionSchedule = "list"
 
-    def _project(self, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns the linear layer of x, and x for the residual; see `ops.linear_residual`."""
         if self.fp8:
             return ops.fp8_linear(x, weight, bias), x
         return ops.linear_residual(x, weight, bias)
 
     def forward(
-        self, x: Tensor, batch: VarlenBatch, rng: Tensor | None = None
+        self,
+        x: Tensor,
+        batch: VarlenBatch,
+        rng: Tensor | None = None,
+        positions: AttentionPositions = NO_POSITIONS,
+        distances_rng: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Every token attends to its sequence.
 
@@ -42,14 +55,39 @@ class SelfAttention(nn.Module):
             x: hidden states, [T, hidden].
             batch: how x is packed.
             rng: the dropout key, int64 [2]; None draws one.
+            positions: what the layer has to know of positions.
+            distances_rng: the key of the dropout of embeddings of distances.
 
         Returns:
-            The attention output, [T, hidden], and x for the residual; see `ops.linear_residual`.
+            The attention output, [T, heads * head_dim], and x for the residual; see
+            `ops.linear_residual`.
         """
         qkv, residual = self._project(x, self.qkv.weight, self.qkv.bias)
+        rotated = self.num_heads + self.kv_heads
+        if (rotary := positions.rotary) is not None:
+            qkv = ops.rotary_(
+                qkv.view(x.shape[0], rotated + self.kv_heads, self.head_dim),
+                rotary.tokens,
+                heads=rotated,
+                theta=rotary.theta,
+                position_scale=rotary.scale,
+            )
+        if self.kv_heads == self.num_heads:
+            qkv, num_heads = qkv.view(x.shape[0], 3, self.num_heads, self.head_dim), None
+        else:
+            shape = (x.shape[0], rotated + self.kv_heads, self.head_dim)
+            qkv, num_heads = qkv.view(shape), self.num_heads
+        bias = positions.bias
+        if positions.distances is not None:
+            q, k = qkv[:, 0], qkv[:, 1]
+            bias = self.relative(*positions.distances, q, k, self.qkv, self.scale, distances_rng)
         out = ops.varlen_attention(
-            qkv.view(x.shape[0], 3, self.num_heads, self.head_dim),
+            qkv,
             batch,
+            num_heads=num_heads,
+            window=positions.window,
+            position_bias=bias,
+            scale=self.scale,
             dropout_p=self.dropout_p if self.training else 0.0,
             rng=rng,
             schedule=self.schedule,
@@ -63,6 +101,8 @@ class SelfAttention(nn.Module):
         batch: VarlenBatch,
         rows: QueryRows,
         rng: Tensor | None = None,
+        positions: AttentionPositions = NO_POSITIONS,
+        distances_rng: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Only the given rows attend to their whole sequence.
 
@@ -72,23 +112,40 @@ class SelfAttention(nn.Module):
             batch: how x is packed.
             rows: how x_rows is packed.
             rng: the dropout key, int64 [2]; None draws one.
+            positions: what the layer has to know of positions.
+            distances_rng: the key of the dropout of embeddings of distances.
 
         Returns:
-            The attention output, [Q, hidden], and x_rows for the residual.
+            The attention output, [Q, heads * head_dim], and x_rows for the residual.
         """
         # split, not two slices: its backward joins the two gradients in one pass.
-        hidden = x.shape[1]
-        q_weight, kv_weight = self.qkv.weight.split([hidden, 2 * hidden])
-        q_bias, kv_bias = self.qkv.bias.split([hidden, 2 * hidden])
-        q, residual = self._project(x_rows, q_weight, q_bias)
-        kv, _ = self._project(x, kv_weight, kv_bias)
+        sizes = [self.num_heads * self.head_dim, 2 * self.kv_heads * self.head_dim]
+        q_weight, kv_weight = self.qkv.weight.split(sizes)
+        biases = (None, None) if self.qkv.bias is None else self.qkv.bias.split(sizes)
+        q, residual = self._project(x_rows, q_weight, biases[0])
+        kv, _ = self._project(x, kv_weight, biases[1])
+        q = q.view(x_rows.shape[0], self.num_heads, self.head_dim)
+        if (rotary := positions.rotary) is not None:
+            turn = {"theta": rotary.theta, "position_scale": rotary.scale}
+            q = ops.rotary_(q, rotary.rows, heads=self.num_heads, **turn)
+            kv = kv.view(x.shape[0], 2 * self.kv_heads, self.head_dim)
+            kv = ops.rotary_(kv, rotary.tokens, heads=self.kv_heads, **turn)
+        kv = kv.view(x.shape[0], 2, self.kv_heads, self.head_dim)
+        bias = positions.bias
+        if positions.distances is not None:
+            k = kv[:, 0]
+            bias = self.relative(*positions.distances, q, k, self.qkv, self.scale, distances_rng)
         out = ops.varlen_cross_attention(
-            q.view(x_rows.shape[0], self.num_heads, self.head_dim),
-            kv.view(x.shape[0], 2, self.num_heads, self.head_dim),
+            q,
+            kv,
             rows.cu_seqlens,
             batch.cu_seqlens,
             rows.max_seqlen,
             batch.max_seqlen,
+            window=positions.window,
+            position_bias=bias,
+            query_positions=positions.rows,
+            scale=self.scale,
             dropout_p=self.dropout_p if self.training else 0.0,
             rng=rng,
             order=batch.order,
@@ -97,64 +154,84 @@ class SelfAttention(nn.Module):
 
 
 class OutputBlock(nn.Module):
-    """LayerNorm(residual + dropout(dense(x))), the end of the attention and feed-forward halves.
+    """norm(residual + dropout(dense(x))), the end of the attention and feed-forward halves.
+
+    With norms before each half (`norm_place="pre"`), the norm is the one of the half that follows:
+    the sum is the residual of that half, its norm the input. So both kinds of layer end their
+    halves with the same operator, and no norm is a pass over memory of its own.
 
     The caller computes the product with `dense.weight`, because an operator may fuse it with what
     comes before it.
     """
 
-    def __init__(self, config: EncoderConfig, in_features: int, dropout_p: float) -> None:
+    def __init__(self, config: EncoderConfig, in_features: int, bias: bool, dropout_p: float):
         super().__init__()
-        self.dense = nn.Linear(in_features, config.hidden_size)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dense = nn.Linear(in_features, config.hidden_size, bias=bias)
+        self.LayerNorm = make_norm(config, config.hidden_size)
         self.dropout_p = dropout_p
+        self.pre_norm = config.norm_place == "pre"
 
-    def forward(self, x: Tensor, residual: Tensor, rng: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, residual: Tensor, rng: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Adds the bias, dropout and the residual, and normalises the sum.
 
         Args:
             x: the product with `dense.weight`, [rows, hidden].
-            residual: the input of this half of the layer, [rows, hidden].
+            residual: the residual of this half of the layer, [rows, hidden].
             rng: the dropout key, int64 [2]; None draws one.
 
         Returns:
-            The output of this half of the layer, [rows, hidden].
+            The input and the residual of the half that follows, both [rows, hidden]; the same
+            tensor, unless norms come before the halves.
         """
-        return ops.dropout_add_layer_norm(
-            x,
-            residual,
-            self.LayerNorm.weight,
-            self.LayerNorm.bias,
-            p=self.dropout_p if self.training else 0.0,
-            eps=self.LayerNorm.eps,
-            x_bias=self.dense.bias,
-            rng=rng,
+        p = self.dropout_p if self.training else 0.0
+        found = dropout_add_norm(
+            self.LayerNorm, x, residual, self.dense.bias, p, rng, return_sum=self.pre_norm
         )
+        if self.pre_norm:
+            total, y = found
+            return y, total
+        return found, found
 
 
 class AttentionBlock(nn.Module):
-    """The attention half of a layer: self-attention, output projection, residual, LayerNorm."""
+    """The attention half of a layer: self-attention, output projection, residual, norm."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.self = SelfAttention(config)
         self.output = OutputBlock(
-            config, config.hidden_size, config.rate("attention_output_dropout_prob")
+            config,
+            config.num_attention_heads * config.head_dim,
+            config.attention_bias,
+            config.rate("attention_output_dropout_prob"),
         )
         self.fp8 = False
 
     def forward(
         self,
         x: Tensor,
+        residual: Tensor,
         batch: VarlenBatch,
         rows: QueryRows | None = None,
-        rng: tuple[Tensor | None, Tensor | None] = (None, None),
-    ) -> Tensor:
-        """Returns the new hidden states, [T, hidden], or only those of `rows`, [Q, hidden]."""
+        rng: RngKeys = (None, None, None),
+        positions: AttentionPositions = NO_POSITIONS,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns input and residual of the feed-forward half, of all tokens or those of `rows`.
+
+        x and `residual` are [T, hidden], the same tensor unless norms come before the halves; the
+        results are [T, hidden], or [Q, hidden] with `rows`. The dropout keys are those of attention
+        weights, of the output, and of embeddings of distances.
+        """
         if rows is None:
-            out, residual = self.self(x, batch, rng[0])
+            out, same = self.self(x, batch, rng[0], positions, rng[2])
         else:
             x_rows = gather_rows(x, rows.positions)
-            out, residual = self.self.forward_rows(x, x_rows, batch, rows, rng[0])
+            out, same = self.self.forward_rows(x, x_rows, batch, rows, rng[0], positions, rng[2])
+        if residual is x:
+            residual = same
+        elif rows is not None:
+            residual = gather_rows(residual, rows.positions)
         linear = ops.fp8_linear if self.fp8 else ops.linear
         return self.output(linear(out, self.output.dense.weight), residual, rng[1])

@@ -10,25 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
-import sys
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from bert_unpad._files import read_json_object, replacing
+from bert_unpad.nn.config_checks import GELU, check_config
 from bert_unpad.nn.families import OWN, PRESETS, Family, find_family
 
 __all__ = ["PRESETS", "BertConfig", "EncoderConfig", "Head"]
 
 Head = Literal["mlm", "nsp", "rtd"]
 """What a model predicts: masked tokens, a relation of two sentences, which tokens are replaced."""
-
-# The `approximate` argument of GELU for each name of it.
-_GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
-
-# Far above any model in use; they stop a damaged file from asking for absurd amounts of memory.
-_MAX_SIZE = 2**24
-_MAX_LAYERS = 1024
 
 # Tensor cores need the vocabulary dimension in steps of 16 bytes: 8 numbers in bf16 or fp16.
 _VOCAB_MULTIPLE = 8
@@ -62,6 +56,11 @@ class EncoderConfig:
     type_vocab_size: int = 2
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
+    initializer_cutoff_factor: float | None = None
+    """Initial weights are at most so many standard deviations. None: any."""
+    scaled_initializer: bool = False
+    """Whether what each half of a layer adds begins smaller, and the mlm head's linear layer too: a
+    standard deviation of initializer_range / sqrt(2 * num_hidden_layers)."""
     layer_norm_eps: float = 1e-12
     pad_token_id: int | None = 0
     extra: dict[str, Any] = field(default_factory=dict)
@@ -82,82 +81,90 @@ class EncoderConfig:
     """Dropout of what the feed-forward half adds. None: hidden_dropout_prob."""
     classifier_dropout_prob: float = 0.0
     """Dropout of the pooled first token, before the nsp head."""
+    norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
+    """LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467)."""
+    norm_bias: bool = True
+    """Whether a LayerNorm has a bias; RMSNorm has none."""
+    norm_place: Literal["post", "pre"] = "post"
+    """post: after each half of a layer and its residual. pre: before each half, and once after the
+    last layer (arXiv:2002.04745)."""
+    first_norm: bool = False
+    """With norm_place pre: whether there is a norm before the first layer's attention."""
+    embedding_norm: bool = True
+    """Whether the sum of the embeddings is normalised."""
+    learned_positions: bool = True
+    """Whether positions have an embedding."""
     position_offset: int = 0
     """Row of the position embedding that a sequence's first token gets."""
+    relative_positions: Literal["none", "rotary", "bias", "disentangled"] = "none"
+    """What attention knows of positions: nothing; rotary: queries and keys are rotated by them
+    (arXiv:2104.09864); bias: a number for each bucket of distances and head is added to the scores
+    (arXiv:1910.10683); disentangled: products with embeddings of distances (arXiv:2006.03654)."""
+    relative_buckets: int = 0
+    """Buckets of distances, with bias. With disentangled half of their number, or 0 for a bucket of
+    each distance."""
+    max_relative_positions: int = 128
+    """With bias and disentangled, the distance from which on all are alike."""
+    relative_terms: tuple[Literal["c2p", "p2c"], ...] = ()
+    """With disentangled: content to position (c2p), position to content (p2c)."""
+    relative_projections: Literal["shared", "own"] = "shared"
+    """With disentangled: whether embeddings of distances are projected as queries and keys are."""
+    relative_norm: bool = False
+    """With disentangled: whether the embeddings of distances are normalised."""
+    rotary_theta: float = 10000.0
+    """Base of the angles of rotary positions."""
+    local_rotary_theta: float | None = None
+    """That of layers with a window. None: rotary_theta."""
+    rotary_factor: float = 1.0
+    """Positions are divided by it (position interpolation, arXiv:2306.15595)."""
+    window_pattern: tuple[int, ...] = (-1,)
+    """How many tokens before and after its own a token sees, in layer after layer, again from the
+    beginning when it ends; -1: all."""
+    num_key_value_heads: int | None = None
+    """Heads of keys and values, which groups of query heads share (arXiv:2305.13245). None: as many
+    as query heads."""
+    attention_head_size: int | None = None
+    """Width of one attention head. None: hidden_size / num_attention_heads."""
+    attention_bias: bool = True
+    """Whether the linear layers of attention have biases."""
+    feed_forward: Literal["mlp", "glu"] = "mlp"
+    """mlp: linear, activation, linear. glu: the activation times a gate between (arXiv:2002.05202);
+    hidden_act may then be silu or relu too."""
+    mlp_bias: bool = True
+    """Whether the linear layers of the feed-forward half have biases."""
     num_hidden_groups: int | None = None
     """Groups of layers that share their weights (arXiv:1909.11942): num_hidden_layers passes are
     divided among so many groups. None: no layer shares."""
     inner_group_num: int = 1
     """Layers of a group, which each pass runs one after another."""
     head_act: str | None = None
-    """Activation of the mlm head, one of hidden_act's. None: hidden_act."""
+    """Activation of the mlm head: one of hidden_act's, silu or relu. None: hidden_act."""
+    mlm_transform: bool = True
+    """Whether the mlm head has a linear layer, activation and norm below the decoder."""
+    head_bias: bool = True
+    """Whether that linear layer has a bias."""
+    decoder_bias: bool = True
+    """Whether the decoder has a bias."""
+    tie_word_embeddings: bool = True
+    """Whether the decoder is the word embedding."""
+    token_dropout: bool = False
+    """ESM's scaling (Rives et al., 2021, PNAS 118): mask tokens embed to 0, and other tokens are
+    multiplied by the share of tokens that training leaves unmasked over the sequence's own."""
+    mask_token_id: int | None = None
+    """The mask token, for token_dropout."""
+
+    RATES: ClassVar = (
+        *("hidden_dropout_prob", "attention_probs_dropout_prob", "embedding_dropout_prob"),
+        *("attention_output_dropout_prob", "feed_forward_dropout_prob", "classifier_dropout_prob"),
+    )
 
     def __post_init__(self) -> None:
-        self.heads = tuple(self.heads)
-        self._check_numbers()
-        self._check_choices()
+        for name in ("heads", "window_pattern", "relative_terms"):
+            setattr(self, name, tuple(getattr(self, name)))
+        check_config(self)
         self.family.check_extra(self.extra)
         if self.family is not OWN:
             self.family.check_parts(self)
-
-    def _check_numbers(self) -> None:
-        for name, least, most in (
-            ("vocab_size", 1, _MAX_SIZE),
-            ("hidden_size", 1, _MAX_SIZE),
-            ("num_hidden_layers", 1, _MAX_LAYERS),
-            ("num_attention_heads", 1, _MAX_SIZE),
-            ("intermediate_size", 1, _MAX_SIZE),
-            ("max_position_embeddings", 1, _MAX_SIZE),
-            ("type_vocab_size", 1, _MAX_SIZE),
-            ("embedding_size", 1, _MAX_SIZE),
-            ("position_offset", 0, _MAX_SIZE),
-            ("num_hidden_groups", 1, _MAX_LAYERS),
-            ("inner_group_num", 1, _MAX_LAYERS),
-        ):
-            value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                raise ValueError(
-                    f"{name}: expected an integer from {least} to {most}, got {value!r}"
-                )
-        for name in _RATES:
-            value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
-                continue
-            if not _is_finite(value) or not 0 <= value < 1:
-                raise ValueError(f"{name}: expected a number in [0, 1), got {value!r}")
-        for name in ("initializer_range", "layer_norm_eps"):
-            value = getattr(self, name)
-            if not _is_finite(value) or not value > 0:
-                raise ValueError(f"{name}: expected a number above 0, got {value!r}")
-        for name, part, whole in (
-            ("hidden_size", self.hidden_size, "num_attention_heads"),
-            ("num_hidden_layers", self.num_hidden_layers, "num_hidden_groups"),
-        ):
-            divisor = getattr(self, whole)
-            if divisor is not None and part % divisor:
-                raise ValueError(f"{name}: expected a multiple of {whole} = {divisor}, got {part}")
-        if self.position_offset >= self.max_position_embeddings:
-            raise ValueError(
-                f"max_position_embeddings: expected more than position_offset = "
-                f"{self.position_offset}, got {self.max_position_embeddings}"
-            )
-
-    def _check_choices(self) -> None:
-        for name in ("hidden_act", "head_act"):
-            value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
-                continue
-            if not isinstance(value, str) or value not in _GELU:
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(sorted(_GELU))}, got {value!r}"
-                )
-        known = get_args(Head)
-        if not self.heads or len(set(self.heads)) < len(self.heads) or set(self.heads) - {*known}:
-            raise ValueError(
-                f"heads: expected one or more of {', '.join(known)}, got {self.heads!r}"
-            )
 
     @property
     def family(self) -> Family:
@@ -167,7 +174,23 @@ class EncoderConfig:
     @property
     def head_dim(self) -> int:
         """The width of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+        size = self.attention_head_size
+        return self.hidden_size // self.num_attention_heads if size is None else size
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of heads of keys and values."""
+        heads = self.num_key_value_heads
+        return self.num_attention_heads if heads is None else heads
+
+    @property
+    def local_theta(self) -> float:
+        """The base of rotary angles in layers with a window."""
+        return self.rotary_theta if self.local_rotary_theta is None else self.local_rotary_theta
+
+    def window(self, layer: int) -> int:
+        """How far a token sees to both sides in a layer, from 0 on; -1: everything."""
+        return self.window_pattern[layer % len(self.window_pattern)]
 
     @property
     def embedding_width(self) -> int:
@@ -177,12 +200,7 @@ class EncoderConfig:
     @property
     def gelu_approximate(self) -> str:
         """PyTorch's name for the GELU variant of hidden_act: "none" or "tanh"."""
-        return _GELU[self.hidden_act]
-
-    @property
-    def head_gelu_approximate(self) -> str:
-        """PyTorch's name for the GELU variant of the mlm head."""
-        return _GELU[self.head_act or self.hidden_act]
+        return GELU[self.hidden_act]
 
     @property
     def padded_vocab_size(self) -> int:
@@ -207,6 +225,17 @@ class EncoderConfig:
             for layer in range(inner)
         )
 
+    @property
+    def keys_per_layer(self) -> int:
+        """Dropout keys of a layer: attention weights, what both halves add, and with disentangled
+        positions the embeddings of distances."""
+        return 4 if self.relative_positions == "disentangled" else 3
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of attention's scores: one over the root of head_dim times the terms."""
+        return 1.0 / math.sqrt(self.head_dim * (1 + len(self.relative_terms)))
+
     def rate(self, name: str) -> float:
         """The dropout rate `name`, which is hidden_dropout_prob where it is not given."""
         value = getattr(self, name)
@@ -214,8 +243,8 @@ class EncoderConfig:
 
     @property
     def has_dropout(self) -> bool:
-        """Whether training drops anything within the embeddings and layers."""
-        return any(self.rate(name) for name in _RATES if name != "classifier_dropout_prob")
+        """Whether training drops anything."""
+        return any(self.rate(name) for name in self.RATES)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EncoderConfig:
@@ -271,11 +300,7 @@ class EncoderConfig:
 BertConfig = EncoderConfig
 """Without arguments the configuration of BERT-base."""
 
-_OPTIONAL = {f.name for f in dataclasses.fields(EncoderConfig) if f.default is None}
-_RATES = [f.name for f in dataclasses.fields(EncoderConfig) if f.name.endswith("dropout_prob")]
 
-
-def _is_finite(value: object) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    return abs(value) <= sys.float_info.max
+def glu_kind(act: str) -> str:
+    """The `kind` of `ops.glu` for an activation's name."""
+    return {"none": "gelu", "tanh": "gelu_tanh"}.get(GELU.get(act), act)

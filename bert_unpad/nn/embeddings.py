@@ -1,4 +1,4 @@
-"""Word, position and token type embeddings of packed tokens: one fused operator.
+"""Word, position and token type embeddings of packed tokens.
 
 Mixed precision starts here: parameters keep their own dtype (fp32), the output of this layer has
 the compute dtype, and every later layer computes in the dtype of its input.
@@ -7,31 +7,42 @@ the compute dtype, and every later layer computes in the dtype of its input.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_unpad import ops
 from bert_unpad.batch import PackedInputs
 from bert_unpad.nn.config import EncoderConfig
-from bert_unpad.nn.positions import sequence_positions
+from bert_unpad.nn.norms import make_norm, normalise
+from bert_unpad.nn.positions import sequence_of_tokens, sequence_positions
+
+# The share of tokens that ESM's training replaces by mask tokens: 15 % are chosen, 80 % of these.
+_ESM_MASKED = 0.15 * 0.8
 
 
 class Embeddings(nn.Module):
-    """dropout(LayerNorm(word + position + token type)), for real tokens only.
+    """dropout(norm(word + position + token type)), of what the configuration has, for real tokens.
 
-    With `embedding_size`, a linear layer brings the result to the width of the hidden states.
+    One fused operator where the norm is a LayerNorm. With `embedding_size`, a linear layer brings
+    the result to the width of the hidden states.
     """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         width = config.embedding_width
         self.word_embeddings = nn.Embedding(config.padded_vocab_size, width)
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, width)
-        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
-        self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.position_embeddings: nn.Embedding | None = None
+        if config.learned_positions:
+            self.position_embeddings = nn.Embedding(config.max_position_embeddings, width)
+        self.token_type_embeddings: nn.Embedding | None = None
+        if config.type_vocab_size:
+            self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
+        self.LayerNorm = make_norm(config, width) if config.embedding_norm else None
         self.projection: nn.Linear | None = None
         if config.embedding_size is not None:
             self.projection = nn.Linear(width, config.hidden_size)
         self.position_offset = config.position_offset
+        self.mask_token_id = config.mask_token_id if config.token_dropout else None
         self.dropout_p = config.rate("embedding_dropout_prob")
 
     def forward(self, inputs: PackedInputs, rng: Tensor | None = None) -> Tensor:
@@ -48,6 +59,66 @@ class Embeddings(nn.Module):
         Raises:
             ValueError: a sequence has more tokens than there are positions.
         """
+        if isinstance(self.LayerNorm, nn.LayerNorm) and self.mask_token_id is None:
+            x = self._fused(inputs, self.LayerNorm, rng)
+        else:
+            x = self._words(inputs)
+            tables = (
+                (self.position_embeddings, self._positions(inputs)),
+                (
+                    self.token_type_embeddings,
+                    self._token_types(inputs),
+                ),
+            )
+            for table, ids in tables:
+                x = x if table is None else x + F.embedding(ids, table.weight)
+            x = x.to(self._compute_dtype())
+            x = x if self.LayerNorm is None else normalise(self.LayerNorm, x)
+        if self.projection is None:
+            return x
+        return ops.linear(x, self.projection.weight, self.projection.bias)
+
+    def _fused(self, inputs: PackedInputs, norm: nn.LayerNorm, rng: Tensor | None) -> Tensor:
+        words = self.word_embeddings.weight
+        # A row of zeros stands for a table that the model does not have.
+        nothing = words.new_zeros(1, words.shape[1])
+        tables = [
+            nothing if table is None else table.weight
+            for table in (self.position_embeddings, self.token_type_embeddings)
+        ]
+        return ops.embedding_layer_norm(
+            inputs.input_ids,
+            self._positions(inputs),
+            self._token_types(inputs),
+            words,
+            *tables,
+            norm.weight,
+            torch.zeros_like(norm.weight) if norm.bias is None else norm.bias,
+            p=self.dropout_p if self.training else 0.0,
+            eps=norm.eps,
+            out_dtype=self._compute_dtype(),
+            rng=rng,
+        )
+
+    def _words(self, inputs: PackedInputs) -> Tensor:
+        ids, batch = inputs.input_ids, inputs.batch
+        x = F.embedding(ids, self.word_embeddings.weight)
+        if self.mask_token_id is None:
+            return x
+        is_mask = ids == self.mask_token_id
+        sequence = sequence_of_tokens(batch)
+        masks = is_mask.new_zeros(batch.batch_size, dtype=x.dtype)
+        masks = masks.index_add(0, sequence, is_mask.to(x.dtype))
+        lengths = batch.cu_seqlens.diff().to(x.dtype)
+        # Where all tokens are masks nothing is left to scale.
+        left = (1 - masks / lengths.clamp(min=1)).clamp(min=torch.finfo(x.dtype).tiny)
+        scale = (1 - _ESM_MASKED) / left[sequence]
+        return x * torch.where(is_mask, 0.0, scale).unsqueeze(1)
+
+    def _positions(self, inputs: PackedInputs) -> Tensor:
+        """Rows of the position embedding, int64 [T]; zeros without one."""
+        if self.position_embeddings is None:
+            return torch.zeros_like(inputs.input_ids)
         batch = inputs.batch
         limit = self.position_embeddings.num_embeddings - self.position_offset
         if batch.seqlen > limit:
@@ -56,28 +127,16 @@ class Embeddings(nn.Module):
                 f"inputs: expected sequences of at most max_position_embeddings{less} = {limit} "
                 f"tokens, got {batch.seqlen}"
             )
-        positions, token_types = batch.position_ids, inputs.token_type_ids
         if self.position_offset:
-            positions = sequence_positions(batch) + self.position_offset
-        if self.token_type_embeddings.num_embeddings == 1:
-            token_types = torch.zeros_like(token_types)
-        x = ops.embedding_layer_norm(
-            inputs.input_ids,
-            positions,
-            token_types,
-            self.word_embeddings.weight,
-            self.position_embeddings.weight,
-            self.token_type_embeddings.weight,
-            self.LayerNorm.weight,
-            self.LayerNorm.bias,
-            p=self.dropout_p if self.training else 0.0,
-            eps=self.LayerNorm.eps,
-            out_dtype=self._compute_dtype(),
-            rng=rng,
-        )
-        if self.projection is None:
-            return x
-        return ops.linear(x, self.projection.weight, self.projection.bias)
+            return sequence_positions(batch) + self.position_offset
+        return batch.position_ids
+
+    def _token_types(self, inputs: PackedInputs) -> Tensor:
+        """Rows of the token type embedding, int64 [T]; zeros where it has one row or none."""
+        types = self.token_type_embeddings
+        if types is None or types.num_embeddings == 1:
+            return torch.zeros_like(inputs.token_type_ids)
+        return inputs.token_type_ids
 
     def _compute_dtype(self) -> torch.dtype:
         weight = self.word_embeddings.weight

@@ -12,7 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from bert_unpad import ops
 from bert_unpad.batch import QueryRows, VarlenBatch
 from bert_unpad.nn.attention import AttentionBlock, OutputBlock
-from bert_unpad.nn.config import EncoderConfig
+from bert_unpad.nn.config import EncoderConfig, glu_kind
+from bert_unpad.nn.norms import make_norm, normalise
+from bert_unpad.nn.positions import NO_POSITIONS, AttentionPositions, layer_positions
+from bert_unpad.nn.relative import RelativeBias, RelativeEmbeddings
 from bert_unpad.nn.rng import RngKeys
 from bert_unpad.ops.attention import AttentionSchedule
 
@@ -20,25 +23,31 @@ Recompute = Literal["none", "gelu", "layer"]
 
 
 class Intermediate(nn.Module):
-    """The first linear layer of the feed-forward half, and the kind of GELU that follows it."""
+    """The first linear layer of the feed-forward half, and the activation that follows it.
+
+    With a GLU its output has two halves: what the activation takes, and the gate.
+    """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.approximate = config.gelu_approximate
+        self.gated = config.feed_forward == "glu"
+        width = config.intermediate_size * (2 if self.gated else 1)
+        self.dense = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.act = glu_kind(config.hidden_act) if self.gated else config.gelu_approximate
 
 
 class EncoderLayer(nn.Module):
-    """Attention and feed-forward, each followed by dropout, residual and LayerNorm."""
-
-    RNG_KEYS = 3  # attention probabilities, attention output, feed-forward output
+    """Attention and feed-forward, each with dropout, residual and norm; see `OutputBlock`."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.attention = AttentionBlock(config)
         self.intermediate = Intermediate(config)
         self.output = OutputBlock(
-            config, config.intermediate_size, config.rate("feed_forward_dropout_prob")
+            config,
+            config.intermediate_size,
+            config.mlp_bias,
+            config.rate("feed_forward_dropout_prob"),
         )
         self.fp8 = False
 
@@ -49,38 +58,47 @@ class EncoderLayer(nn.Module):
         rows: QueryRows | None = None,
         rng: RngKeys = (None, None, None),
         recompute_gelu: bool = False,
-    ) -> Tensor:
+        residual: Tensor | None = None,
+        positions: AttentionPositions = NO_POSITIONS,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs the layer.
 
         Args:
-            x: hidden states, [T, hidden].
+            x: hidden states, [T, hidden]; with norms before the halves, their norm.
             batch: how x is packed.
             rows: if given, compute only these rows of the output.
-            rng: three dropout keys, int64 [2]; None draws one.
-            recompute_gelu: compute the GELU's output again in the backward pass instead of keeping
-                it.
+            rng: dropout keys, int64 [2]; None draws one. Of attention weights, of what both halves
+                add, and with disentangled positions of the embeddings of distances.
+            recompute_gelu: compute the activation's output again in the backward pass instead of
+                keeping it.
+            residual: with norms before the halves, the hidden states, [T, hidden].
+            positions: what attention has to know of positions.
 
         Returns:
-            Hidden states, [T, hidden], or [Q, hidden] with `rows`.
+            Hidden states, [T, hidden], or [Q, hidden] with `rows`. With norms before the halves,
+            those of the next layer's (or the last) norm, and the sums that the norm is of.
         """
-        x = self.attention(x, batch, rows, (rng[0], rng[1]))
-        y, residual = ops.mlp(
-            x,
-            self.intermediate.dense.weight,
-            self.intermediate.dense.bias,
-            self.output.dense.weight,
-            approximate=self.intermediate.approximate,
-            recompute=recompute_gelu,
-            fp8=self.fp8,
-        )
-        return self.output(y, residual, rng[2])
+        pre_norm = residual is not None
+        keys = (*rng[:2], *rng[3:], None)
+        x, residual = self.attention(x, residual if pre_norm else x, batch, rows, keys, positions)
+        first, second = self.intermediate.dense, self.output.dense
+        weights = (first.weight, first.bias, second.weight)
+        more = {"recompute": recompute_gelu, "fp8": self.fp8}
+        if self.intermediate.gated:
+            y, same = ops.glu_mlp(x, *weights, kind=self.intermediate.act, **more)
+        else:
+            y, same = ops.mlp(x, *weights, approximate=self.intermediate.act, **more)
+        x, residual = self.output(y, residual if pre_norm else same, rng[2])
+        return (x, residual) if pre_norm else x
 
 
 class Encoder(nn.Module):
     """The stack of all transformer layers.
 
     `layer` holds each layer's weights once. Where layers share their weights, a token passes
-    through more layers than that; see `layer_order`.
+    through more layers than that; see `layer_order`. With norms before each half of a layer, every
+    layer holds the norms that follow its halves, the last one the stack's final norm, and
+    `LayerNorm` is the first layer's norm before attention.
     """
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -88,6 +106,14 @@ class Encoder(nn.Module):
         order = config.layer_order
         self.layer = nn.ModuleList(EncoderLayer(config) for _ in range(max(order) + 1))
         self._shared_order = None if config.num_hidden_groups is None else order
+        self._config = config
+        self._pre_norm = config.norm_place == "pre"
+        if config.relative_positions == "bias":
+            self.relative_attention_bias = RelativeBias(config)
+        if config.relative_positions == "disentangled":
+            self.rel_embeddings = RelativeEmbeddings(config)
+        if config.first_norm:
+            self.LayerNorm = make_norm(config, config.hidden_size)
         self.recompute = "none"
         self.attention_schedule = "list"
         self.frozen_layers = 0
@@ -172,12 +198,12 @@ class Encoder(nn.Module):
             x: hidden states, [T, hidden].
             batch: how x is packed.
             rows: if given, the last layer computes only these rows.
-            rng: three dropout keys per layer; None lets each operator draw its own.
+            rng: `keys_per_layer` dropout keys per layer; None lets each operator draw its own.
 
         Returns:
             Hidden states, [T, hidden], or [Q, hidden] with `rows`.
         """
-        count = EncoderLayer.RNG_KEYS
+        count = self._config.keys_per_layer
         order = self.layer_order
         if rng is None:
             rng = (None,) * (count * len(order))
@@ -188,7 +214,13 @@ class Encoder(nn.Module):
         indices = [index for index in range(len(order)) if self._is_active(index)]
         if not indices and rows is not None:
             x = x.index_select(0, rows.positions)
-        for index in indices:
+        residual = None
+        if self._pre_norm:
+            residual = x
+            x = normalise(self.LayerNorm, x) if self._config.first_norm else x
+        bias, distances = self._relative(x.dtype)
+        positions = layer_positions(self._config, indices, batch, rows, bias, distances)
+        for index, place in zip(indices, positions, strict=True):
             layer = self.layer[order[index]]
             arguments = (
                 x,
@@ -196,17 +228,29 @@ class Encoder(nn.Module):
                 rows if index == indices[-1] else None,
                 rng[count * index : count * (index + 1)],
                 self.recompute == "gelu" and self.training,
+                residual,
+                place,
             )
             if self.training and index < self.frozen_layers:
                 with torch.no_grad():
-                    x = layer(*arguments)
-                continue
-            if self.recompute == "layer" and self.training:
+                    found = layer(*arguments)
+            elif self.recompute == "layer" and self.training:
                 # A layer's randomness depends only on its keys, so there is no state to restore.
-                x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+                found = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = layer(*arguments)
+                found = layer(*arguments)
+            x, residual = found if self._pre_norm else (found, None)
         return x
+
+    def _relative(
+        self, dtype: torch.dtype
+    ) -> tuple[ops.PositionBias | None, tuple[Tensor, Tensor] | None]:
+        """What layers get to know of distances; see `AttentionPositions`."""
+        kind = self._config.relative_positions
+        bias = self.relative_attention_bias() if kind == "bias" else None
+        if kind != "disentangled":
+            return bias, None
+        return None, (self.rel_embeddings(dtype), self.rel_embeddings.buckets)
 
     def _is_active(self, index: int) -> bool:
         return not self.training or self.active_layers is None or self.active_layers[index]

@@ -1,12 +1,12 @@
 """Floating-point operations that an encoder needs, for model FLOPs utilisation (MFU).
 
 The count is that of the model, not of this implementation (Chowdhery et al., 2022,
-arXiv:2204.02311, appendix B): every layer for every real token, attention within each sequence,
-logits for masked tokens only. A multiply-add is 2 operations, and the backward pass costs twice the
-forward pass. Embedding look-ups, normalisation, GELU, softmax and recomputation are not counted. A
-layer that runs forward only counts its forward pass. The last layer is counted for all tokens,
-although training computes only some rows of it (see `QueryRows`): the shortcut then shows as a
-higher MFU, and figures stay comparable with other implementations.
+arXiv:2204.02311, appendix B): every layer for every real token, attention within each sequence and
+window, logits for masked tokens only. A multiply-add is 2 operations, and the backward pass costs
+twice the forward pass. Embedding look-ups, normalisation, activations, rotations, softmax and
+recomputation are not counted. A layer that runs forward only counts its forward pass. The last
+layer is counted for all tokens, although training computes only some rows of it (see `QueryRows`):
+the shortcut then shows as a higher MFU, and figures stay comparable with other implementations.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Lengths = PackedInputs | VarlenBatch | Tensor | np.ndarray | Sequence[int]
 class _ForwardFlops(NamedTuple):
     """Operations of the parts of one forward pass."""
 
-    layer: int
-    """Operations of one layer."""
+    layers: list[int]
+    """Operations of each layer."""
     rest: int
     """Operations of everything else: heads, and the layer that widens factorised embeddings."""
     qkv: int
@@ -49,7 +49,7 @@ def forward_flops(config: EncoderConfig, lengths: Lengths, num_masked: int | Non
             `PackedInputs`, and 15 % of the tokens of anything else.
     """
     parts = _forward_parts(config, lengths, num_masked)
-    return len(config.layer_order) * parts.layer + parts.rest
+    return sum(parts.layers) + parts.rest
 
 
 def training_flops(
@@ -57,7 +57,7 @@ def training_flops(
     lengths: Lengths,
     num_masked: int | None = None,
     *,
-    layers: int | None = None,
+    layers: Sequence[int] | None = None,
     frozen_layers: int = 0,
     frozen_decoder: bool = False,
 ) -> int:
@@ -67,7 +67,7 @@ def training_flops(
         config: the model's configuration.
         lengths: see `forward_flops`.
         num_masked: see `forward_flops`.
-        layers: number of layers that run; by default all layers of the model.
+        layers: numbers, from 0, of the layers that run; by default all layers of the model.
         frozen_layers: number of layers, from the bottom, that run forward only. The layer above
             them needs no gradient of its input, which saves a third of the work of its query, key
             and value product.
@@ -75,10 +75,11 @@ def training_flops(
             is one product instead of two.
     """
     parts = _forward_parts(config, lengths, num_masked)
-    layers = len(config.layer_order) if layers is None else layers
-    flops = 3 * (layers * parts.layer + parts.rest) - 2 * frozen_layers * parts.layer
+    run = range(len(parts.layers)) if layers is None else layers
+    flops = 3 * (sum(parts.layers[layer] for layer in run) + parts.rest)
+    flops -= 2 * sum(parts.layers[layer] for layer in run if layer < frozen_layers)
     if frozen_layers:
-        flops -= parts.qkv if frozen_layers < layers else 0
+        flops -= parts.qkv if any(layer >= frozen_layers for layer in run) else 0
     return flops - (parts.decoder if frozen_decoder else 0)
 
 
@@ -95,23 +96,37 @@ def _forward_parts(
     if num_masked is None:
         num_masked = round(MASKED_FRACTION * tokens)
     hidden, width = config.hidden_size, config.embedding_width
-    # queries, keys, values, output projection: 4 hidden^2; feed-forward: 2 hidden * intermediate
-    dense = 2 * tokens * (4 * hidden**2 + 2 * hidden * config.intermediate_size)
-    attention = 2 * int((sizes**2).sum()) * 2 * hidden  # QK^T and PV
+    attended = config.num_attention_heads * config.head_dim
+    qkv = 2 * tokens * hidden * (attended + 2 * config.kv_heads * config.head_dim)
+    products = 3 if config.feed_forward == "glu" else 2
+    dense = qkv + 2 * tokens * hidden * (attended + products * config.intermediate_size)
+    windows = [config.window(layer) for layer in range(len(config.layer_order))]
+    # Products of queries and keys with embeddings of distances, and the projections of these.
+    span = config.relative_buckets or config.max_relative_positions
+    dense += len(config.relative_terms) * 4 * span * attended * (tokens + hidden)
+    # QK^T and PV
+    attention = {window: 4 * _pairs(sizes, window) * attended for window in set(windows)}
     transform = 2 * num_masked * hidden * width
     decoder = 2 * num_masked * width * config.vocab_size
     heads = {
-        "mlm": transform + decoder,
+        "mlm": (transform if config.mlm_transform else 0) + decoder,
         "nsp": 2 * int((sizes > 0).sum()) * (hidden**2 + 2 * hidden),
         "rtd": 2 * tokens * (hidden**2 + hidden),
     }
     projection = 0 if config.embedding_size is None else 2 * tokens * width * hidden
     return _ForwardFlops(
-        layer=dense + attention,
+        layers=[dense + attention[window] for window in windows],
         rest=projection + sum(heads[name] for name in config.heads),
-        qkv=2 * tokens * 3 * hidden**2,
+        qkv=qkv,
         decoder=decoder,
     )
+
+
+def _pairs(lengths: np.ndarray, window: int) -> int:
+    """Pairs of a token and one that it sees, at most `window` tokens away; -1: any."""
+    reach = lengths - 1 if window < 0 else np.minimum(lengths - 1, window)
+    # Each token sees 2 * reach + 1 tokens, but for what lies beyond both ends.
+    return int((lengths * (2 * reach + 1) - reach * (reach + 1))[lengths > 0].sum())
 
 
 def padded_training_flops(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_unpad import ops
 from bert_unpad.nn.config import EncoderConfig
+from bert_unpad.nn.config_checks import GELU
+from bert_unpad.nn.norms import make_norm, normalise
 
 
 class Pooler(nn.Module):
@@ -21,43 +24,61 @@ class Pooler(nn.Module):
         return torch.tanh(ops.linear(x, self.dense.weight, self.dense.bias))
 
 
+def _activate(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    """act(x + bias): [rows, features] -> [rows, features]."""
+    if (approximate := GELU.get(act)) is not None:
+        return ops.bias_gelu(x, bias, approximate=approximate)
+    x = x if bias is None else x + bias.to(x.dtype)
+    return {"silu": F.silu, "relu": F.relu}[act](x)
+
+
 class MlmTransform(nn.Module):
-    """LayerNorm(gelu(dense(x))), the first part of the masked-token head."""
+    """norm(act(dense(x))), the first part of the masked-token head."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         width = config.embedding_width
-        self.dense = nn.Linear(config.hidden_size, width)
-        self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
-        self.approximate = config.head_gelu_approximate
+        self.dense = nn.Linear(config.hidden_size, width, bias=config.head_bias)
+        self.LayerNorm = make_norm(config, width)
+        self.act = config.head_act or config.hidden_act
 
     def forward(self, x: Tensor) -> Tensor:
         """Transforms hidden states: [rows, hidden] -> [rows, embedding width]."""
-        x = ops.linear(x, self.dense.weight)
-        x = ops.bias_gelu(x, self.dense.bias, approximate=self.approximate)
-        norm = self.LayerNorm
-        return ops.dropout_add_layer_norm(x, None, norm.weight, norm.bias, eps=norm.eps)
+        x = _activate(ops.linear(x, self.dense.weight), self.dense.bias, self.act)
+        return normalise(self.LayerNorm, x)
 
 
 class MlmHead(nn.Module):
-    """The masked-token head: logits over the vocabulary, decoded by the word embedding."""
+    """The masked-token head: logits over the vocabulary.
+
+    The decoder is the word embedding, or a weight of its own without `tie_word_embeddings`.
+    """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.transform = MlmTransform(config)
-        self.bias = nn.Parameter(torch.zeros(config.padded_vocab_size))
+        if config.mlm_transform:
+            self.transform = MlmTransform(config)
+        self.bias: nn.Parameter | None = None
+        if config.decoder_bias:
+            self.bias = nn.Parameter(torch.zeros(config.padded_vocab_size))
+        if not config.tie_word_embeddings:
+            self.decoder = nn.Linear(config.embedding_width, config.padded_vocab_size, bias=False)
+        self._transforms, self._tied = config.mlm_transform, config.tie_word_embeddings
 
     def forward(self, x: Tensor, word_embeddings: Tensor) -> Tensor:
         """Computes the logits.
 
         Args:
             x: hidden states, [rows, hidden].
-            word_embeddings: the decoder's weight, [padded_vocab_size, embedding width].
+            word_embeddings: the decoder's weight if it is tied, [padded_vocab_size, embedding
+                width].
 
         Returns:
             Logits, [rows, padded_vocab_size]; the loss ignores the padded columns.
         """
-        return ops.linear(self.transform(x), word_embeddings, self.bias)
+        x = self.transform(x) if self._transforms else x
+        weight = word_embeddings if self._tied else self.decoder.weight
+        return ops.linear(x, weight, self.bias)
 
 
 class SentenceHead(nn.Linear):
@@ -75,12 +96,11 @@ class ReplacedTokenHead(nn.Module):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.dense_prediction = nn.Linear(config.hidden_size, 1)
-        self.approximate = config.gelu_approximate
+        self.act = config.hidden_act
 
     def forward(self, x: Tensor) -> Tensor:
         """Computes the logits that tokens are replaced: [rows, hidden] -> [rows]."""
-        x = ops.linear(x, self.dense.weight)
-        x = ops.bias_gelu(x, self.dense.bias, approximate=self.approximate)
+        x = _activate(ops.linear(x, self.dense.weight), self.dense.bias, self.act)
         last = self.dense_prediction
         return ops.linear(x, last.weight, last.bias).squeeze(-1)
 

@@ -10,6 +10,7 @@ of that batch.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from typing import NamedTuple
 
@@ -22,23 +23,33 @@ from bert_unpad.batch import PackedInputs
 from bert_unpad.batch.inputs import IGNORE
 from bert_unpad.batch.rows import gather_rows, scatter_rows
 from bert_unpad.nn import weights
+from bert_unpad.nn.attention import OutputBlock
 from bert_unpad.nn.config import EncoderConfig
 from bert_unpad.nn.embeddings import Embeddings
-from bert_unpad.nn.encoder import Encoder, EncoderLayer
+from bert_unpad.nn.encoder import Encoder
 from bert_unpad.nn.flops import Lengths, training_flops
-from bert_unpad.nn.heads import Pooler, PreTrainingHeads
-from bert_unpad.nn.rng import draw_rng_keys
+from bert_unpad.nn.heads import MlmTransform, Pooler, PreTrainingHeads
+from bert_unpad.nn.rng import draw_rng_keys, keyed_dropout
 
 
 @torch.no_grad()
-def initialize(module: nn.Module, std: float) -> None:
-    """Draws weights from a normal distribution; sets biases to 0 and LayerNorms to 1 and 0."""
+def initialize(module: nn.Module, config: EncoderConfig) -> None:
+    """Draws weights from a normal distribution; sets biases to 0 and norms to 1 and 0."""
+    small: set[nn.Module] = set()
+    if config.scaled_initializer:
+        ends = (part for part in module.modules() if isinstance(part, OutputBlock | MlmTransform))
+        small = {part.dense for part in ends}
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Embedding):
-            part.weight.normal_(0.0, std)
-        if isinstance(part, nn.Linear):
+            layers = len(config.layer_order) if part in small else 0.5
+            std = config.initializer_range / math.sqrt(2 * layers)
+            if (factor := config.initializer_cutoff_factor) is None:
+                part.weight.normal_(0.0, std)
+            else:
+                nn.init.trunc_normal_(part.weight, 0.0, std, -factor * std, factor * std)
+        if isinstance(part, nn.Linear) and part.bias is not None:
             part.bias.zero_()
-        if isinstance(part, nn.LayerNorm):
+        if isinstance(part, nn.LayerNorm | nn.RMSNorm):
             part.reset_parameters()
 
 
@@ -79,9 +90,7 @@ class EncoderModel(nn.Module):
             self.pooler = Pooler(config)
 
     def draw_rng_keys(self, device: torch.device) -> Tensor | None:
-        """Draws the dropout keys of one forward pass, which determine its dropout masks.
-
-        The dropout before the nsp head (`classifier_dropout_prob`) draws from PyTorch's generator.
+        """Draws the dropout keys of one forward pass, which determine all its dropout masks.
 
         Returns:
             int64 [keys, 2], from PyTorch's default generator of the device. None without drawing
@@ -93,7 +102,9 @@ class EncoderModel(nn.Module):
 
     @property
     def _num_keys(self) -> int:
-        return 1 + EncoderLayer.RNG_KEYS * len(self.encoder.layer_order)
+        """Of the embeddings, the layers, and the pooled tokens where they have dropout."""
+        pooled = "nsp" in self.config.heads and self.config.classifier_dropout_prob > 0
+        return 1 + self.config.keys_per_layer * len(self.encoder.layer_order) + pooled
 
     def forward(
         self, inputs: PackedInputs, rows_only: bool = False, rng_keys: Tensor | None = None
@@ -116,6 +127,17 @@ class EncoderModel(nn.Module):
             x = self.embeddings(inputs, keys[0])
         return self.encoder(x, inputs.batch, inputs.query_rows if rows_only else None, keys[1:])
 
+    def pool(self, first: Tensor, rng_keys: Tensor | None = None) -> Tensor:
+        """Pools the hidden states of first tokens, with dropout: [N, hidden] -> [N, hidden].
+
+        Args:
+            first: hidden states of the first token of each sequence.
+            rng_keys: those of `forward`, of which the last one is used; None draws one.
+        """
+        p = self.config.classifier_dropout_prob if self.training else 0.0
+        x = self.pooler(first)
+        return keyed_dropout(x, p, None if rng_keys is None else rng_keys[-1]) if p else x
+
 
 class EncoderForPreTraining(nn.Module):
     """An encoder with the heads of its configuration.
@@ -134,11 +156,13 @@ class EncoderForPreTraining(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws weights with `initializer_range`; sets biases to 0 and LayerNorms to 1 and 0."""
-        initialize(self, self.config.initializer_range)
-        self.word_embeddings[self.config.vocab_size :].zero_()
-        if "mlm" in self.config.heads:
-            self.cls.predictions.bias.zero_()
+        """Draws weights with `initializer_range`; sets biases to 0 and norms to 1 and 0."""
+        initialize(self, self.config)
+        for name, parameter in self.named_parameters():
+            if name in weights.VOCAB_PADDED:
+                parameter[self.config.vocab_size :].zero_()
+            if name == "cls.predictions.bias":
+                parameter.zero_()
 
     @property
     def word_embeddings(self) -> Tensor:
@@ -160,6 +184,8 @@ class EncoderForPreTraining(nn.Module):
         """
         self._require("mlm")
         rows = inputs.query_rows
+        if rng_keys is None:
+            rng_keys = self.bert.draw_rng_keys(inputs.device)
         hidden = self.bert(inputs, rows_only=True, rng_keys=rng_keys)
         masked = gather_rows(hidden, rows.mlm_rows)
         # Nothing else uses the logits, so their gradient may overwrite them.
@@ -172,7 +198,7 @@ class EncoderForPreTraining(nn.Module):
         if "nsp" in self.config.heads:
             first = gather_rows(hidden, rows.cls_rows)
             nsp_loss, nsp_correct = ops.masked_cross_entropy(
-                self._sentence_logits(first), rows.cls_labels
+                self.cls.next_sentence(self.bert.pool(first, rng_keys)), rows.cls_labels
             )
         else:
             nsp_loss, nsp_correct = torch.zeros_like(mlm_loss), torch.zeros_like(mlm_correct)
@@ -232,7 +258,7 @@ class EncoderForPreTraining(nn.Module):
         if "nsp" not in self.config.heads:
             return mlm, None
         first = gather_rows(hidden, rows.cls_positions if all_positions else rows.cls_rows)
-        nsp = self._sentence_logits(first)
+        nsp = self.cls.next_sentence(self.bert.pool(first))
         return mlm, scatter_rows(nsp, rows.cls_sequences, inputs.batch.batch_size)
 
     def detector_logits(self, inputs: PackedInputs, rng_keys: Tensor | None = None) -> Tensor:
@@ -243,12 +269,6 @@ class EncoderForPreTraining(nn.Module):
         """
         self._require("rtd")
         return self.cls.detector(self.bert(inputs, rng_keys=rng_keys))
-
-    def _sentence_logits(self, first: Tensor) -> Tensor:
-        pooled = self.bert.pooler(first)
-        if self.config.classifier_dropout_prob:
-            pooled = F.dropout(pooled, self.config.classifier_dropout_prob, self.training)
-        return self.cls.next_sentence(pooled)
 
     def _require(self, head: str) -> None:
         if head not in self.config.heads:
@@ -266,7 +286,7 @@ class EncoderForPreTraining(nn.Module):
             self.config,
             lengths,
             num_masked,
-            layers=len(encoder.layer_order) if active is None else sum(active),
+            layers=[i for i in range(len(encoder.layer_order)) if active is None or active[i]],
             frozen_layers=encoder.frozen_layers,
             frozen_decoder=not self.word_embeddings.requires_grad,
         )

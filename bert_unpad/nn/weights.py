@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -29,7 +29,11 @@ from bert_unpad.nn.weight_files import WEIGHTS_FILE, read_tensors
 CONFIG_FILE = "config.json"
 
 # Our tensors with one row for each token of the vocabulary, and padding rows.
-_VOCAB_PADDED = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
+VOCAB_PADDED = (
+    "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.weight",
+    "cls.predictions.bias",
+)
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +113,7 @@ def _match(
 ) -> tuple[LoadReport, list[tuple[Tensor, Tensor]]]:
     """Returns a report, and pairs of a tensor of the model and the one to copy into it."""
     targets = to_hf_state_dict(model)
-    found = modern_tensors(tensors, model.config)
+    found = modern_tensors(tensors, model.config, targets)
     report = LoadReport(
         missing=tuple(sorted(targets.keys() - found.keys())),
         unexpected=tuple(sorted(found.keys() - targets.keys())),
@@ -211,16 +215,27 @@ def save(model: ModelWithConfig, directory: str | os.PathLike[str]) -> None:
 
 def _hf_parts(name: str, tensor: Tensor, config: EncoderConfig) -> dict[str, Tensor]:
     """Returns views of one of our tensors under Hugging Face's names."""
-    if name in _VOCAB_PADDED:
+    if name in VOCAB_PADDED:
         tensor = tensor[: config.vocab_size]
     found = config.family.hf_names(name, config)
     if isinstance(found, str):
         return {found: tensor}
-    return dict(zip(found, tensor.chunk(len(found)), strict=True))
+    sizes = [tensor.shape[0] // len(found)] * len(found)
+    if ".attention.self.qkv." in name:
+        heads = (config.num_attention_heads, config.kv_heads, config.kv_heads)
+        sizes = [count * config.head_dim for count in heads]
+    return dict(zip(found, tensor.split(sizes), strict=True))
 
 
-def modern_tensors(tensors: Mapping[str, Tensor], config: EncoderConfig) -> dict[str, Tensor]:
+def modern_tensors(
+    tensors: Mapping[str, Tensor], config: EncoderConfig, known: Collection[str]
+) -> dict[str, Tensor]:
     """Returns a file's tensors by today's names, without those that repeat others.
+
+    Args:
+        tensors: by the names in the file.
+        config: of the model.
+        known: Hugging Face's names of the model's tensors.
 
     Raises:
         ValueError: a tensor that should repeat another one differs from it.
@@ -232,12 +247,13 @@ def modern_tensors(tensors: Mapping[str, Tensor], config: EncoderConfig) -> dict
         name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
         name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
         name = name.replace(".dense_act.", ".dense.")
-        if bare and name.startswith(("embeddings.", "encoder.", "pooler.")):
+        if bare and f"{family.trunk}.{name}" in known:
             name = f"{family.trunk}.{name}"
         if not any(re.fullmatch(pattern, name) for pattern in family.unused):
             found[name] = tensor
+    words = family.hf_names(VOCAB_PADDED[0], config)
     for name, source in family.tied.items():
-        if name not in found:
+        if name not in found or (source == words and not config.tie_word_embeddings):
             continue
         tensor = found.pop(name)
         if not torch.equal(tensor, found.setdefault(source, tensor)):

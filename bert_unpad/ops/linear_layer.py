@@ -19,7 +19,9 @@ class _Linear(torch.autograd.Function):
         y = matmul.forward(flat, wide, None if bias is None else bias.to(dtype))
         ctx.save_for_backward(x, wide, weight, bias)
         ctx.set_materialize_grads(False)
-        return y.view(*x.shape[:-1], y.shape[-1]), x.view_as(x)
+        # A view could not be changed in place, as `rotary_` does.
+        y = y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+        return y, x.view_as(x)
 
     @staticmethod
     @first_order("linear")

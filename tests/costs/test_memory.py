@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from typing import get_args
 
 import pytest
+import torch
 
 from benchmarks.lib.saved_activations import saved_by
+from bert_unpad.batch import VarlenBatch
 from bert_unpad.costs.memory import layer_bytes_per_token, memory_of
 from bert_unpad.costs.timing import random_inputs
 from bert_unpad.costs.workload import Workload
 from bert_unpad.data.sampling.histogram import wikipedia_lengths
-from bert_unpad.nn import BertConfig, BertForPreTraining
+from bert_unpad.nn import BertConfig, BertEncoder, BertForPreTraining
 from bert_unpad.nn.config import PRESETS
 from bert_unpad.nn.encoder import Recompute
 from tests.support.cost_models import TINY, all_of
+from tests.support.encoder_parts import random_parts
 from tests.support.paths import ROOT
 
 BASE, LARGE = (BertConfig(**PRESETS[name]) for name in ("bert-base", "bert-large"))
@@ -31,6 +35,32 @@ def test_layers_keep_what_was_counted():
         precision = {"float32": "fp32", "bfloat16": "bf16"}[row["dtype"]]
         recompute = row["contender"].split()[-1]
         assert layer_bytes_per_token(config, precision, recompute) == row["bytes_per_token"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_layers_of_any_parts_keep_what_is_computed(seed):
+    """Of three layers and two, whose difference is a layer."""
+    config = random_parts(
+        random.Random(seed),
+        num_hidden_groups=None,
+        inner_group_num=1,
+        window_pattern=(4,),
+        embedding_size=None,
+    )
+    batch = VarlenBatch.from_lengths([9, 0, 17])
+    x = torch.randn(batch.total, config.hidden_size).requires_grad_()
+    rng = torch.randint(1 << 60, (12, 2)).unbind()
+    kept = []
+    for layers in (2, 3):
+        encoder = BertEncoder(replace(config, num_hidden_layers=layers)).train()
+        keys = rng[: layers * config.keys_per_layer]
+        shared = [*keys, batch.cu_seqlens, batch.order, batch.position_ids]
+        kept.append(saved_by(lambda e=encoder, k=keys: e(x, batch, rng=k), encoder, shared))
+    more = kept[1].activations - kept[0].activations
+    # Of a layer with distances, also tensors of the buckets, however many tokens there are.
+    assert more >= batch.total * layer_bytes_per_token(config, "fp32", "none")
+    if config.relative_positions != "disentangled":
+        assert more == batch.total * layer_bytes_per_token(config, "fp32", "none")
 
 
 def test_memory_covers_what_a_whole_model_keeps():

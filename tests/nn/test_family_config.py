@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from bert_unpad.nn import FAMILIES, PRESETS, EncoderConfig, EncoderForPreTraining
+from tests.support.encoder_parts import random_parts
 
-SMALL = {"vocab_size": 40, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+_DISENTANGLED = {"relative_positions": "disentangled", "relative_terms": ("c2p",)}
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -28,8 +29,9 @@ SMALL = {"vocab_size": 40, "hidden_size": 32, "num_attention_heads": 2, "num_hid
     ],
 )
 def test_what_no_family_supports(model_type: str, name: str, value: object, expected: str) -> None:
+    values = {"model_type": model_type, "vocab_size": 40, "pad_token_id": 1, name: value}
     with pytest.raises(ValueError, match=f"^{name}: expected {expected}.*, got "):
-        EncoderConfig.from_dict({"model_type": model_type, name: value})
+        EncoderConfig.from_dict(values)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,38 @@ def test_what_no_family_supports(model_type: str, name: str, value: object, expe
         ("albert", {"num_hidden_groups": 5}, "num_hidden_layers: expected a multiple of"),
         ("albert", {"inner_group_num": 0}, "inner_group_num: expected an integer from 1"),
         ("albert", {"classifier_dropout_prob": 1.0}, "classifier_dropout_prob: expected a number"),
+        ("modernbert", {"mlp_dropout": 0.1}, "mlp_dropout: expected 0.0, got 0.1"),
+        ("modernbert", {"hidden_activation": "tanh"}, "hidden_activation: expected one of gelu, "),
+        ("modernbert", {"norm_eps": 0}, "norm_eps: expected a number above 0"),
+        ("modernbert", {"local_attention": "all"}, "local_attention: expected an integer of 1"),
+        ("modernbert", {"layer_types": ["full_attention"]}, "layer_types: expected .* 22 layers"),
+        (
+            "modernbert",
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            r"rope_parameters\.full_attention\.rope_type: expected default or linear, got 'yarn'",
+        ),
+        (
+            "modernbert",
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+            r"rope_parameters\.full_attention\.factor: expected 1, got 2.0",
+        ),
+        ("eurobert", {"num_key_value_heads": 5}, "num_attention_heads: expected a multiple of "),
+        ("eurobert", {"head_dim": 7}, "head_dim: expected an even number"),
+        ("eurobert", {"rope_scaling": {"type": "dynamic"}}, r"rope_parameters\.rope_type: "),
+        ("nomic_bert", {"tie_word_embeddings": False}, "tie_word_embeddings: expected True"),
+        ("esm", {"position_embedding_type": "relative_key"}, "position_embedding_type: expected "),
+        (
+            "esm",
+            {"pad_token_id": 1, "vocab_size": 9, "is_folding_model": True},
+            "is_folding_model: expected False",
+        ),
+        ("esm", {}, "pad_token_id: expected an integer, got None"),
+        ("esm", {"pad_token_id": 1}, "vocab_size: expected an integer from 1"),
+        (
+            "esm",
+            {"pad_token_id": 1, "vocab_size": 33, "token_dropout": True},
+            "mask_token_id: expected a token with token_dropout, got None",
+        ),
     ],
 )
 def test_what_a_family_does_not_support(model_type: str, values: dict, message: str) -> None:
@@ -99,14 +133,18 @@ PARAMETERS = {
     "albert-base": 12,
     "electra-small": 13.5,
     "electra-base": 109,
+    "modernbert-base": 149,
+    "modernbert-large": 395,
+    "eurobert-210m": 310,
+    "nomic-bert-base": 137,
+    "esm2-8m": 7.5,
+    "esm2-35m": 34,
 }
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_any_parts_make_a_model_that_is_saved_and_loaded(seed: int, tmp_path: Path) -> None:
-    draw = random.Random(seed)
-    parts = {name: draw.choice(values) for name, values in PARTS.items()}
-    config = EncoderConfig(**SMALL | parts, model_type="bert_unpad", intermediate_size=48)
+    config = random_parts(random.Random(seed))
     torch.manual_seed(seed)
     model = EncoderForPreTraining(config)
     model.save_pretrained(tmp_path)
@@ -116,12 +154,86 @@ def test_any_parts_make_a_model_that_is_saved_and_loaded(seed: int, tmp_path: Pa
         assert torch.equal(tensor, again.state_dict()[name]), name
 
 
-PARTS = {
-    "embedding_size": [None, 16, 32],
-    "heads": [("mlm",), ("mlm", "nsp"), ("mlm", "nsp", "rtd"), ("rtd",)],
-    "hidden_act": ["gelu", "gelu_new"],
-    "head_act": [None, "gelu", "gelu_new"],
-    "num_hidden_groups": [None, 1, 2],
-    "position_offset": [0, 3],
-    "type_vocab_size": [1, 2],
-}
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"norm": "batch"}, "norm: expected one of layer_norm, rms_norm, got 'batch'"),
+        ({"norm_bias": 3}, "norm_bias: expected one of True, False, got 3"),
+        ({"norm": "rms_norm"}, "norm_bias: expected False with norm rms_norm, got True"),
+        ({"first_norm": True}, "first_norm: expected False with norm_place post"),
+        ({"learned_positions": False, "position_offset": 1}, "position_offset: expected 0 without"),
+        ({"embedding_norm": False}, "embedding_dropout_prob: expected 0 without a LayerNorm of"),
+        ({"hidden_act": "silu"}, "hidden_act: expected one of gelu, gelu_new, .*_tanh, got 'silu'"),
+        ({"head_act": "tanh"}, "head_act: expected one of gelu, .* silu, relu, got 'tanh'"),
+        ({"window_pattern": ()}, "window_pattern: expected one or more integers of -1 or more"),
+        ({"window_pattern": (-2,)}, "window_pattern: expected one or more integers"),
+        ({"num_key_value_heads": 5}, "num_attention_heads: expected a multiple of num_key_value"),
+        (
+            {"relative_positions": "rotary", "attention_head_size": 7},
+            "attention_head_size: expected an even number with rotary positions, got 7",
+        ),
+        ({"relative_positions": "alibi"}, "relative_positions: expected one of none, rotary, bias"),
+        ({"relative_positions": "bias"}, "relative_buckets: expected a multiple of 4 from 4"),
+        (
+            {"relative_positions": "bias", "relative_buckets": 32, "max_relative_positions": 8},
+            r"relative_buckets: expected .* less than 4 \* max_relative_positions = 32, got 32",
+        ),
+        ({"relative_positions": "disentangled"}, "relative_terms: expected c2p, p2c or both with"),
+        ({"relative_terms": ("c2p",)}, "relative_terms: expected .*, else none"),
+        ({"relative_terms": ("c2p", "c2p")}, "relative_terms: expected c2p, p2c, both or none"),
+        (
+            _DISENTANGLED | {"relative_buckets": 3},
+            "relative_buckets: expected 0, or 4 to less than 2 . max_relative_positions - 2 = 254",
+        ),
+        (_DISENTANGLED | {"num_key_value_heads": 1}, "num_key_value_heads: expected num_attention"),
+        (_DISENTANGLED | {"attention_bias": False}, "attention_bias: expected True with disentan"),
+        ({"token_dropout": True}, "mask_token_id: expected a token with token_dropout, got None"),
+    ],
+)
+def test_parts_that_do_not_fit(parts: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        EncoderConfig(model_type="bert_unpad", **parts)
+
+
+def test_windows_and_angles_in_older_and_newer_files() -> None:
+    older = {
+        "model_type": "modernbert",
+        "num_hidden_layers": 7,
+        "global_attn_every_n_layers": 3,
+        "local_attention": 128,
+        "global_rope_theta": 1000.0,
+        "local_rope_theta": 10.0,
+    }
+    config = EncoderConfig.from_dict(older)
+    assert config.window_pattern == (-1, 64, 64)
+    assert [config.window(layer) for layer in range(7)] == [-1, 64, 64, -1, 64, 64, -1]
+    assert (config.rotary_theta, config.local_theta) == (1000.0, 10.0)
+    newer = config.to_dict()
+    assert newer["rope_parameters"]["full_attention"] == {
+        "rope_type": "default",
+        "rope_theta": 1000.0,
+    }
+    assert EncoderConfig.from_dict(newer) == config
+    longer = dataclasses.replace(config, num_hidden_layers=9)
+    assert longer.to_dict()["layer_types"][6:] == ["full_attention", *["sliding_attention"] * 2]
+
+    euro = {"model_type": "eurobert", "rope_theta": 5.0, "rope_scaling": {"type": "linear"}}
+    euro["rope_scaling"]["factor"] = 4.0
+    config = EncoderConfig.from_dict(euro)
+    assert (config.rotary_theta, config.rotary_factor) == (5.0, 4.0)
+    assert EncoderConfig.from_dict(config.to_dict()) == config
+
+
+def test_initial_weights_that_are_cut_off_and_scaled() -> None:
+    sizes = {"vocab_size": 500, "hidden_size": 64, "num_attention_heads": 2}
+    config = EncoderConfig(**PRESETS["modernbert-base"] | sizes | {"num_hidden_layers": 8})
+    torch.manual_seed(0)
+    weights = dict(EncoderForPreTraining(config).named_parameters())
+    for name, parameter in weights.items():
+        if parameter.dim() == 1:
+            continue
+        small = ".output.dense." in name or ".transform." in name
+        std = config.initializer_range / (4.0 if small else 1.0)
+        assert parameter.abs().max() <= 2 * std, name
+        # What is left of a normal distribution that is cut off at two standard deviations.
+        assert parameter[:500].std().item() == pytest.approx(0.8796 * std, rel=0.03), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bert_unpad.batch import PackedInputs, unpad
 from bert_unpad.nn import EncoderConfig, EncoderForPreTraining, weights
 from bert_unpad.nn.flops import forward_flops
+from bert_unpad.nn.weight_files import read_tensors
 from tests.support.tolerances import assert_same_gradients, assert_same_values
 
 transformers = pytest.importorskip("transformers")
@@ -38,7 +40,7 @@ def make_pair(case: Case, seed: int, folder: Path, padding: str = "right") -> Pa
     return stock, model, *padded_and_packed(case, model.config.vocab_size, types, seed, padding)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_loss_and_gradients(case: Case, seed: int, tmp_path: Path) -> None:
     stock, model, padded, packed = make_pair(case, seed, tmp_path)
@@ -47,12 +49,16 @@ def test_loss_and_gradients(case: Case, seed: int, tmp_path: Path) -> None:
     got = own_loss(model, padded, packed)
     got.backward()
     assert_same_values(got.detach(), want.detach())
-    # Our gradients, renamed and split the same way as the parameters they belong to.
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.grad)
-    stock_grads = {name: p.grad for name, p in stock.named_parameters() if p.grad is not None}
-    assert_same_gradients(weights.to_hf_state_dict(model), stock_grads)
+    # Gradients, renamed and split as the parameters they belong to: saved in their place.
+    for side in (stock, model):
+        for parameter in side.parameters():
+            parameter.data = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
+    stock.save_pretrained(tmp_path / "gradients")
+    ours = weights.to_hf_state_dict(model)
+    saved = read_tensors(tmp_path / "gradients")
+    assert_same_gradients(ours, weights.modern_tensors(saved, model.config, ours.keys()))
 
 
 def stock_logits(stock: Any, padded: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -90,6 +96,10 @@ def test_transformers_reads_what_we_write(case: Case, tmp_path: Path) -> None:
     model.eval().save_pretrained(tmp_path / "own")
     kind = getattr(transformers, case.architecture)
     again, info = kind.from_pretrained(tmp_path / "own", output_loading_info=True)
+    unused = model.config.family.unused
+    info["missing_keys"] = [
+        name for name in info["missing_keys"] if not any(re.fullmatch(p, name) for p in unused)
+    ]
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     want = stock_logits(again.eval(), padded)
     want["logits"] = unpad(want["logits"], packed.batch)
@@ -97,7 +107,7 @@ def test_transformers_reads_what_we_write(case: Case, tmp_path: Path) -> None:
     ours = EncoderForPreTraining.from_pretrained(tmp_path / "own")
     assert ours.config.heads == model.config.heads
     for name, tensor in ours.state_dict().items():
-        if name not in weights._VOCAB_PADDED:  # padding rows are not saved
+        if name not in weights.VOCAB_PADDED:  # padding rows are not saved
             assert torch.equal(tensor, model.state_dict()[name]), name
 
 
@@ -112,10 +122,11 @@ def test_the_configuration_survives_both_ways(case: Case, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_flops_are_those_that_pytorch_counts(case: Case) -> None:
-    stock = stock_model(case, 8, attn_implementation="eager").eval()
+    stock = stock_model(case, 8, attn_implementation="eager").eval().requires_grad_(False)
     values = stock.config.to_dict() | {"architectures": [case.architecture]}
     config = EncoderConfig.from_dict(values)
-    ids = torch.randint(PAD + 1, config.vocab_size, (3, 10))
+    assert min(window % 100 for window in config.window_pattern) > 1
+    ids = torch.randint(PAD + 1, config.vocab_size, (4, 3))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         stock(input_ids=ids)
-    assert counter.get_total_flops() == forward_flops(config, [10, 10, 10], num_masked=30)
+    assert counter.get_total_flops() == forward_flops(config, [3, 3, 3, 3], num_masked=12)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bert_unpad.batch import PackedInputs, VarlenBatch, unpad
 from bert_unpad.nn import EncoderConfig, EncoderForPreTraining
+from tests.support.encoder_parts import random_parts
 from tests.support.tolerances import assert_same_gradients, assert_same_values
 
 transformers = pytest.importorskip("transformers")
@@ -30,6 +31,8 @@ def make_model(case: Case, seed: int, rates: dict[str, float] | None = None):
         {"model_type": case.model_type, "architectures": [case.architecture]} | values
     )
     if rates is not None:  # also such as the family's config.json has no name for
+        if not config.embedding_norm:
+            rates = rates | {"embedding_dropout_prob": 0.0}
         config = dataclasses.replace(config, model_type="bert_unpad", extra={}, **rates)
     torch.manual_seed(seed)
     model = EncoderForPreTraining(config)
@@ -47,7 +50,8 @@ def step(
     torch.manual_seed(seed)
     loss = own_loss(model, padded, packed)
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return loss.detach(), {name: grad.clone() for name, grad in grads.items() if grad is not None}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -158,3 +162,24 @@ def test_longer_than_the_positions_is_refused() -> None:
     assert encode(limit).shape[0] == limit
     with pytest.raises(ValueError, match=f"max_position_embeddings - 2 = {limit} tokens, got"):
         encode(limit + 1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_parts(seed: int) -> None:
+    """Rows, recomputation and dropout with combinations of parts that no family has."""
+    draw = random.Random(seed)
+    config = random_parts(draw)
+    case = CASES[0]
+    torch.manual_seed(seed)
+    model = EncoderForPreTraining(config).train()
+    padded, packed = padded_and_packed(case, config.vocab_size, config.type_vocab_size, seed)
+    model.config = dataclasses.replace(config, heads=tuple({*config.heads} - {"rtd"}))
+    loss, grads = step(model, padded, packed)
+    for recompute in ("gelu", "layer"):
+        model.bert.encoder.recompute = recompute
+        again, again_grads = step(model, padded, packed)
+        assert loss == again
+        assert all(torch.equal(grad, again_grads[name]) for name, grad in grads.items())
+    model.eval()
+    rows, every = model.logits(packed), model.logits(packed, all_positions=True)
+    assert_same_values(rows[0], every[0][packed.masked_positions])

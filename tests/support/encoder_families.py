@@ -48,6 +48,56 @@ def _shared(draw: random.Random) -> dict[str, Any]:
     return _factorised(draw) | layers | {"inner_group_num": draw.choice([1, 2])}
 
 
+def _modern(draw: random.Random) -> dict[str, Any]:
+    layers = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(4)]
+    return sizes(draw) | {
+        "num_hidden_layers": 5,
+        "local_attention": draw.choice([4, 6]),
+        "layer_types": [*layers, "sliding_attention"],
+        "embedding_dropout": 0.0,
+        "norm_bias": draw.choice([False, True]),
+        "attention_bias": draw.choice([False, True]),
+        "mlp_bias": draw.choice([False, True]),
+        "classifier_bias": draw.choice([False, True]),
+        "decoder_bias": draw.choice([False, True]),
+        "classifier_activation": draw.choice(["gelu", "silu"]),
+    }
+
+
+def _euro(draw: random.Random) -> dict[str, Any]:
+    groups, size = draw.choice([1, 2]), draw.choice([8, 16])
+    factor = draw.choice([None, 2.0])
+    linear = {} if factor is None else {"rope_type": "linear", "factor": factor}
+    return sizes(draw) | {
+        "num_attention_heads": 2 * groups,
+        "num_key_value_heads": groups,
+        "hidden_size": 48,
+        "head_dim": size,
+        "tie_word_embeddings": draw.choice([False, True]),
+        "attention_bias": draw.choice([False, True]),
+        "mlp_bias": draw.choice([False, True]),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 250_000.0} | linear,
+    }
+
+
+def _nomic(draw: random.Random) -> dict[str, Any]:
+    return _with_types(draw) | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+
+
+def _esm2(draw: random.Random) -> dict[str, Any]:
+    return sizes(draw) | {
+        "position_embedding_type": "rotary",
+        "token_dropout": True,
+        "emb_layer_norm_before": False,
+        "mask_token_id": 4,
+        "rope_theta": draw.choice([100.0, 10_000.0]),
+    }
+
+
+def _esm1(draw: random.Random) -> dict[str, Any]:
+    return _esm2(draw) | {"position_embedding_type": "absolute", "emb_layer_norm_before": True}
+
+
 @dataclass(frozen=True)
 class Case:
     """A class of transformers, and how to draw its sizes."""
@@ -76,6 +126,12 @@ CASES = (
     Case("electra", "ElectraForPreTraining", lambda draw: _with_types(draw) | _square(draw)),
     Case("albert", "AlbertForPreTraining", _shared, ("classifier_dropout_prob",)),
     Case("albert", "AlbertForMaskedLM", _shared, ("classifier_dropout_prob",)),
+    Case("modernbert", "ModernBertForMaskedLM", _modern, ()),
+    Case("eurobert", "EuroBertForMaskedLM", _euro, ()),
+    Case("nomic_bert", "NomicBertForMaskedLM", _nomic),
+    Case("esm", "EsmForMaskedLM", _esm2),
+    Case("esm", "EsmForMaskedLM", _esm1),
+    Case("esm", "EsmForMaskedLM", lambda draw: _esm2(draw) | {"token_dropout": False}),
 )
 
 

@@ -10,11 +10,13 @@ from typing import Any
 
 from bert_unpad.nn.families.bert_like import ALBERT, BERT, ELECTRA, ROBERTA
 from bert_unpad.nn.families.family import OWN, Family
+from bert_unpad.nn.families.rotary import ESM, EUROBERT, MODERNBERT, NOMIC_BERT
 
 __all__ = ["FAMILIES", "OWN", "PRESETS", "Family", "find_family"]
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (BERT, ROBERTA, ALBERT, ELECTRA)
+    family.model_type: family
+    for family in (BERT, ROBERTA, ALBERT, ELECTRA, MODERNBERT, EUROBERT, NOMIC_BERT, ESM)
 }
 """By `model_type`."""
 
@@ -49,6 +51,16 @@ def _sizes(layers: int, hidden: int, heads: int, intermediate: int, **more: Any)
     }
 
 
+_ESM2 = {
+    "vocab_size": 33,
+    "attention_probs_dropout_prob": 0.0,
+    "pad_token_id": 1,
+    "mask_token_id": 32,
+    "token_dropout": True,
+    "position_embedding_type": "rotary",
+    "emb_layer_norm_before": False,
+}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "bert-base": _preset("bert", **_sizes(12, 768, 12, 3072)),
     "bert-large": _preset("bert", **_sizes(24, 1024, 16, 4096)),
@@ -61,5 +73,22 @@ PRESETS: dict[str, dict[str, Any]] = {
     "albert-base": _preset("albert", **_sizes(12, 768, 12, 3072)),
     "electra-small": _preset("electra", **_sizes(12, 256, 4, 1024)),
     "electra-base": _preset("electra", **_sizes(12, 768, 12, 3072, embedding_size=768)),
+    "modernbert-base": _preset("modernbert", **_sizes(22, 768, 12, 1152)),
+    "modernbert-large": _preset("modernbert", **_sizes(28, 1024, 16, 2624)),
+    "eurobert-210m": _preset(
+        "eurobert",
+        **_sizes(12, 768, 12, 3072, num_key_value_heads=12, rope_theta=250_000.0),
+    ),
+    "nomic-bert-base": _preset("nomic_bert", **_sizes(12, 768, 12, 3072)),
+    "esm2-8m": _preset(
+        "esm",
+        **_sizes(6, 320, 20, 1280, layer_norm_eps=1e-5, hidden_dropout_prob=0.0),
+        **_ESM2,
+    ),
+    "esm2-35m": _preset(
+        "esm",
+        **_sizes(12, 480, 20, 1920, layer_norm_eps=1e-5, hidden_dropout_prob=0.0),
+        **_ESM2,
+    ),
 }
 """Arguments of `EncoderConfig` for named models: those that their authors have published."""

@@ -15,7 +15,7 @@ _QKV = {
 }
 _WORDS = "{}.embeddings.word_embeddings.weight"
 
-_SIZES = same(
+SIZES = same(
     vocab_size=30522,
     hidden_size=768,
     num_hidden_layers=12,
@@ -30,13 +30,13 @@ _SIZES = same(
     layer_norm_eps=1e-12,
     pad_token_id=0,
 )
-_REQUIRED = {"position_embedding_type": "absolute", "tie_word_embeddings": True}
+REQUIRED = {"position_embedding_type": "absolute", "tie_word_embeddings": True}
 
 BERT = Family(
     model_type="bert",
     architectures={"BertForPreTraining": ("mlm", "nsp"), "BertForMaskedLM": ("mlm",)},
-    fields=_SIZES,
-    required=_REQUIRED,
+    fields=SIZES,
+    required=REQUIRED,
     layer=_QKV,
     tied={
         "cls.predictions.decoder.weight": _WORDS.format("bert"),
@@ -55,9 +55,9 @@ def _read_roberta(values: dict[str, Any]) -> dict[str, Any]:
 ROBERTA = Family(
     model_type="roberta",
     architectures={"RobertaForMaskedLM": ("mlm",)},
-    fields=_SIZES | same(vocab_size=50265, pad_token_id=1),
+    fields=SIZES | same(vocab_size=50265, pad_token_id=1),
     parts={"head_act": "gelu"},
-    required=_REQUIRED,
+    required=REQUIRED,
     read_more=_read_roberta,
     trunk="roberta",
     layer=_QKV,
@@ -81,9 +81,9 @@ def _read_electra(values: dict[str, Any]) -> dict[str, Any]:
 ELECTRA = Family(
     model_type="electra",
     architectures={"ElectraForPreTraining": ("rtd",), "ElectraForMaskedLM": ("mlm",)},
-    fields=_SIZES | same(hidden_size=256, num_attention_heads=4, intermediate_size=1024),
+    fields=SIZES | same(hidden_size=256, num_attention_heads=4, intermediate_size=1024),
     parts={"head_act": "gelu"},
-    required=_REQUIRED,
+    required=REQUIRED,
     read_more=_read_electra,
     write_more=lambda config: {"embedding_size": config.embedding_width},
     trunk="electra",
@@ -102,7 +102,7 @@ ELECTRA = Family(
 ALBERT = Family(
     model_type="albert",
     architectures={"AlbertForPreTraining": ("mlm", "nsp"), "AlbertForMaskedLM": ("mlm",)},
-    fields=_SIZES
+    fields=SIZES
     | same(
         vocab_size=30000,
         embedding_size=128,
@@ -117,7 +117,7 @@ ALBERT = Family(
         classifier_dropout_prob=0.1,
     ),
     parts={"feed_forward_dropout_prob": 0.0},
-    required=_REQUIRED,
+    required=REQUIRED,
     trunk="albert",
     layer_prefix="{trunk}.encoder.albert_layer_groups.{group}.albert_layers.{layer}",
     layer={

@@ -47,6 +47,10 @@ class Family:
     """Names within a layer, without `.weight` and `.bias`."""
     layer_prefix: str = "{trunk}.encoder.layer.{i}"
     """What the names of layer i begin with."""
+    attention_norm: str = ""
+    """With norms before the halves of a layer, the name of the one before attention."""
+    final_norm: str = ""
+    """And the name of the one after the last layer."""
     modules: Mapping[str, HfNames] = field(default_factory=dict)
     """All other names, without `.weight` and `.bias`."""
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -68,6 +72,8 @@ class Family:
         for f in dataclasses.fields(config):
             expected = own.get(f.name, f.default)
             got = getattr(config, f.name)
+            if f.name == "window_pattern":
+                expected, got = (_repeated(x, config.num_hidden_layers) for x in (expected, got))
             if f.name not in ("extra", "model_type", "heads") and got != expected:
                 raise ValueError(
                     f"{f.name}: expected {expected!r} in a model of type {self.model_type}, got "
@@ -103,6 +109,8 @@ class Family:
     def hf_names(self, name: str, config: Any) -> HfNames:
         """The name, or names of the parts, that Hugging Face's files have for our tensor `name`."""
         module, _, kind = name.rpartition(".")
+        if config.norm_place == "pre":
+            module = self._own_norm(module, config.num_hidden_layers)
         if inner := _LAYER.fullmatch(module):
             i, module = int(inner[1]), inner[2]
             group, layer = divmod(i, config.inner_group_num)
@@ -115,6 +123,22 @@ class Family:
         if isinstance(found, str):
             return f"{prefix}{found}.{kind}"
         return tuple(f"{prefix}{part}.{kind}" for part in found)
+
+    def _own_norm(self, module: str, layers: int) -> str:
+        """The name that a norm has in the layer whose half follows it; see `nn.Encoder`."""
+        if module == "bert.encoder.LayerNorm":
+            return f"bert.encoder.layer.0.{self.attention_norm}"
+        inner = _LAYER.fullmatch(module)
+        if inner is None or inner[2] != "output.LayerNorm":
+            return module
+        following = int(inner[1]) + 1
+        if following == layers:
+            return self.final_norm
+        return f"bert.encoder.layer.{following}.{self.attention_norm}"
+
+
+def _repeated(pattern: tuple[int, ...], length: int) -> tuple[int, ...]:
+    return tuple(pattern[i % len(pattern)] for i in range(length))
 
 
 OWN = Family(model_type="bert_unpad", architectures={}, fields={})

@@ -33,11 +33,13 @@ def units(model: EncoderForPreTraining) -> list[list[nn.Parameter]]:
     """The parameters that need gradients, in groups that a backward pass completes one by one.
 
     The heads, the layers from the top down, and the embeddings, which the decoder shares. Layers
-    that share weights are complete with the embeddings.
+    that share weights are complete with the embeddings, and so is what all layers use.
     """
     bert, layers = model.bert, _layers(model)
-    last = [*([] if layers else bert.encoder.parameters()), *bert.embeddings.parameters()]
-    below = [*(list(layer.parameters()) for layer in layers), last]
+    below = [list(layer.parameters()) for layer in layers]
+    above = {p for unit in below for p in unit}
+    rest = [p for p in bert.encoder.parameters() if p not in above]  # of all layers
+    below.append([*rest, *bert.embeddings.parameters()])
     known = {p for unit in below for p in unit}
     found = [[p for p in model.parameters() if p not in known], *below]
     return [[p for p in reversed(unit) if p.requires_grad] for unit in found]

@@ -121,6 +121,16 @@ def test_a_bucket_is_complete_when_its_unit_is_marked(recompute, in_place, monke
         assert not seen
 
 
+def test_what_all_layers_use_is_complete_with_the_embeddings():
+    parts = {"norm_place": "pre", "first_norm": True}
+    model = EncoderForPreTraining(replace(TINY, model_type="bert_unpad", **parts))
+    heads, *layers, embeddings = units(model)
+    norm = model.bert.encoder.LayerNorm
+    assert {norm.weight, norm.bias} <= {*embeddings}
+    assert {norm.weight, norm.bias}.isdisjoint([*heads, *(p for unit in layers for p in unit)])
+    assert sum(map(len, (heads, *layers, embeddings))) == len(list(model.parameters()))
+
+
 def test_shared_layers_are_complete_with_the_embeddings(monkeypatch):
     shared = {"model_type": "bert_unpad", "num_hidden_groups": 1}
     model = EncoderForPreTraining(replace(TINY, **shared)).train()

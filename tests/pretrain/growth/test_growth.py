@@ -320,9 +320,10 @@ def test_frozen_layers_exchange_nothing():
 
 
 @pytest.mark.parametrize("name", ["none", "lengths", "mslt", "stacking", "layer_drop"])
-def test_layers_that_share_weights_do_not_grow(name):
+@pytest.mark.parametrize("preset", ["albert-base", "modernbert-base"])
+def test_layers_that_depend_on_others_do_not_grow(name, preset):
     with torch.device("meta"):
-        model = EncoderForPreTraining(EncoderConfig(**PRESETS["albert-base"]))
+        model = EncoderForPreTraining(EncoderConfig(**PRESETS[preset]))
     lengths = [64, 128] if name == "lengths" else None
     config = PretrainConfig(
         growth=GrowthConfig(name=name, lengths=lengths),
@@ -330,9 +331,10 @@ def test_layers_that_share_weights_do_not_grow(name):
     )
     run = SimpleNamespace(config=config, model=model)
     if name in ("none", "lengths"):
-        assert _growth(run).stages[-1].layers == 12
-        cut_layers(model, 12)
-        assert model.config.num_hidden_layers == 12
+        layers = model.config.num_hidden_layers
+        assert _growth(run).stages[-1].layers == layers
+        cut_layers(model, layers)
+        assert model.config.num_hidden_layers == layers
     else:
         with pytest.raises(ConfigError, match=f"growth.name: expected none or lengths .*{name}"):
             _growth(run)

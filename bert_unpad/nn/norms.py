@@ -1,0 +1,50 @@
+"""The norms of an encoder: LayerNorm with or without bias, or RMSNorm."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from bert_unpad import ops
+from bert_unpad.nn.config import EncoderConfig
+
+Norm = nn.LayerNorm | nn.RMSNorm
+
+
+def make_norm(config: EncoderConfig, width: int) -> Norm:
+    """A norm of the configuration's kind over `width` features."""
+    if config.norm == "rms_norm":
+        return nn.RMSNorm(width, eps=config.layer_norm_eps)
+    return nn.LayerNorm(width, eps=config.layer_norm_eps, bias=config.norm_bias)
+
+
+def normalise(norm: Norm, x: Tensor) -> Tensor:
+    """The norm of x: [rows, width] -> [rows, width], of x's dtype."""
+    if isinstance(norm, nn.RMSNorm):
+        return ops.rms_norm(x, norm.weight, norm.eps)
+    return ops.dropout_add_layer_norm(x, None, norm.weight, norm.bias, eps=norm.eps)
+
+
+def dropout_add_norm(
+    norm: Norm,
+    x: Tensor,
+    residual: Tensor,
+    x_bias: Tensor | None,
+    p: float,
+    rng: Tensor | None,
+    return_sum: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The norm of residual + dropout(x + x_bias), all [rows, width].
+
+    Args:
+        norm: what to normalise with.
+        x, residual, x_bias, p, rng: as in `ops.dropout_add_layer_norm`.
+        return_sum: return the sum too, before the norm.
+    """
+    more = {"return_sum": True} if return_sum else {}
+    if isinstance(norm, nn.RMSNorm):
+        return ops.dropout_add_rms_norm(
+            x, residual, norm.weight, p=p, eps=norm.eps, x_bias=x_bias, rng=rng, **more
+        )
+    return ops.dropout_add_layer_norm(
+        x, residual, norm.weight, norm.bias, p=p, eps=norm.eps, x_bias=x_bias, rng=rng, **more
+    )

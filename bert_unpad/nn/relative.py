@@ -1,0 +1,135 @@
+"""What attention adds to its scores by the distance of two tokens: T5's and DeBERTa's ways."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from bert_unpad import ops
+from bert_unpad.nn.config import EncoderConfig
+from bert_unpad.nn.norms import normalise
+from bert_unpad.nn.rng import keyed_dropout
+
+
+def t5_buckets(buckets: int, most: int) -> Tensor:
+    """The bucket of each distance (key - query) from -most to most, int32 [2 * most + 1].
+
+    Raffel et al., 2020, arXiv:1910.10683: half of the buckets for keys after the query; half of
+    these for single distances, the others for ranges that grow up to `most`.
+    """
+    distance = torch.arange(-most, most + 1)
+    half = buckets // 2
+    exact = half // 2
+    far = distance.abs()
+    # As transformers rounds: in float32, the logarithm of the greatest distance in float64.
+    wide = (far.float() / exact).log() / math.log(most / exact) * (half - exact)
+    wide = (exact + wide.clamp(min=0).long()).clamp(max=half - 1)
+    return (torch.where(far < exact, far, wide) + half * (distance > 0)).int()
+
+
+def deberta_buckets(buckets: int, most: int) -> Tensor:
+    """The bucket of each distance (key - query) from -most to most, int32 [2 * most + 1].
+
+    He et al., 2021, arXiv:2006.03654 and arXiv:2111.09543: with `buckets` (half of their number)
+    single distances up to a half of it, and beyond that ranges that grow up to `most`; with 0
+    buckets single distances up to `most`.
+    """
+    distance = torch.arange(most, -most - 1, -1)  # query - key, as the papers count
+    span = most
+    if buckets:
+        span, middle = buckets, buckets // 2
+        far = distance.abs().clamp(min=middle - 1)
+        longest = torch.log(torch.tensor((most - 1) / middle))
+        ranges = torch.ceil(torch.log(far / middle) / longest * (middle - 1)) + middle
+        distance = torch.where(far <= middle, distance, (ranges * distance.sign()).long())
+    return (distance + span).clamp(0, 2 * span - 1).int()
+
+
+class RelativeBias(nn.Embedding):
+    """A number for each bucket of distances and head, the same in all layers (T5, MPNet)."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__(config.relative_buckets, config.num_attention_heads)
+        buckets = t5_buckets(config.relative_buckets, config.max_relative_positions)
+        self.register_buffer("buckets", buckets, persistent=False)
+
+    def forward(self) -> ops.PositionBias:
+        """What attention adds in every layer."""
+        return ops.PositionBias(self.buckets, table=self.weight)
+
+
+class RelativeEmbeddings(nn.Embedding):
+    """An embedding for each bucket of distances, which all layers project (DeBERTa)."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        span = config.relative_buckets or config.max_relative_positions
+        super().__init__(2 * span, config.hidden_size)
+        self.LayerNorm: nn.LayerNorm | None = None
+        if config.relative_norm:
+            self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        buckets = deberta_buckets(config.relative_buckets, config.max_relative_positions)
+        self.register_buffer("buckets", buckets, persistent=False)
+
+    def forward(self, dtype: torch.dtype) -> Tensor:
+        """The embeddings, [buckets, hidden]."""
+        x = self.weight.to(dtype)
+        return x if self.LayerNorm is None else normalise(self.LayerNorm, x)
+
+
+class DisentangledBias(nn.Module):
+    """Content-to-position and position-to-content scores of one layer (arXiv:2006.03654)."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.terms, self.shared = config.relative_terms, config.relative_projections == "shared"
+        self.dropout_p = config.hidden_dropout_prob
+        width = config.num_attention_heads * config.head_dim
+        if not self.shared:
+            for term in self.terms:
+                self.add_module(_PROJECTIONS[term], nn.Linear(config.hidden_size, width))
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        buckets: Tensor,
+        q: Tensor,
+        k: Tensor,
+        qkv: nn.Linear,
+        scale: float,
+        rng: Tensor | None,
+    ) -> ops.PositionBias:
+        """Computes what attention adds.
+
+        Args:
+            embeddings: of distances, [buckets, hidden], of the data's dtype.
+            buckets: of each distance; see `ops.PositionBias`.
+            q: queries, [query tokens, heads, head_dim].
+            k: keys, [key tokens, heads, head_dim].
+            qkv: the layer's projection of hidden states.
+            scale: factor of the scores.
+            rng: the key of the embeddings' dropout, int64 [2]; None draws one.
+        """
+        if self.training and self.dropout_p:
+            embeddings = keyed_dropout(embeddings, self.dropout_p, rng)
+        width = q.shape[1] * q.shape[2]
+        scores = {}
+        for term, content, part in (("c2p", q, 1), ("p2c", k, 0)):
+            if term not in self.terms:
+                continue
+            if self.shared:
+                rows = slice(part * width, (part + 1) * width)
+                weight, bias = qkv.weight[rows], qkv.bias[rows]
+            else:
+                projection = self.get_submodule(_PROJECTIONS[term])
+                weight, bias = projection.weight, projection.bias
+            place = ops.linear(embeddings, weight, bias).view(-1, *q.shape[1:])
+            # [heads, tokens, buckets], and its view with tokens first.
+            product = (content.transpose(0, 1) * scale) @ place.permute(1, 2, 0).to(content.dtype)
+            scores[term] = product.transpose(0, 1)
+        return ops.PositionBias(buckets, query=scores.get("c2p"), key=scores.get("p2c"))
+
+
+# Of a bucket's embedding, where the projections are not those of queries and keys.
+_PROJECTIONS = {"c2p": "pos_key_proj", "p2c": "pos_query_proj"}
