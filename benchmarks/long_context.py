@@ -1,0 +1,174 @@
+"""One training step of a ModernBERT on long sequences, with and without windows, against its peers.
+
+    python -m benchmarks.long_context                    # about 15 minutes on two cores
+    python -m benchmarks.long_context --size tiny --rounds 1 --dry      # try it out
+
+Masked tokens alone, 30 % of them, in bf16 by default: forward, backward and update. Two batches:
+one sequence of `--longest` tokens, and sequences of mixed lengths with a mean of about `--mean`.
+Peers are Hugging Face's own model (sdpa, padded) and its modules on packed tokens with one sdpa
+call a sequence. Memory is measured first, each contender in a process of its own; then time, all
+in turns. Writes benchmarks/results/cpu/long_context.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.lib import harness, model_steps, modernbert_peers
+from benchmarks.lib.peers import PaddedInputs
+from bert_unpad._extras import packages_of
+from bert_unpad.batch import PackedInputs, VarlenBatch
+from bert_unpad.nn import PRESETS, EncoderConfig, EncoderForPreTraining
+from bert_unpad.nn.flops import training_flops
+
+SIZES: dict[str, dict[str, int]] = {
+    "base": {},
+    "tiny": {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 2},
+}
+MASKED = 0.3
+OURS, NO_WINDOWS = "bert_unpad", "bert_unpad, no windows"
+PLAIN, STOCK = "plain unpadded", "hf sdpa"
+CONTENDERS = (OURS, NO_WINDOWS, PLAIN, STOCK)
+LONG, MIXED = "one long sequence", "mixed lengths"
+
+
+def config(size: str, windows: bool = True) -> EncoderConfig:
+    more: dict[str, Any] = {} if windows else {"window_pattern": (-1,)}
+    if not windows:
+        more["model_type"] = "bert_unpad"  # the family has windows
+    return EncoderConfig(**PRESETS["modernbert-base"] | SIZES[size] | more)
+
+
+def batch_of(name: str, args: argparse.Namespace) -> PackedInputs:
+    """Random tokens; MASKED of each sequence are to be predicted."""
+    generator = torch.Generator().manual_seed(args.seed)
+    lengths = [args.longest]
+    if name == MIXED:
+        # Exponential, cut at the longest: a few long documents among many short ones.
+        draws = torch.empty(args.sequences).exponential_(1 / args.mean, generator=generator)
+        lengths = sorted((int(x) for x in draws.clamp(16, args.longest)), reverse=True)
+    batch = VarlenBatch.from_lengths(lengths)
+    vocab = config(args.size).vocab_size
+    ids = torch.randint(1000, vocab - 1000, (batch.total,), generator=generator)
+    chosen = torch.rand(batch.total, generator=generator) < MASKED
+    positions = chosen.nonzero().flatten()
+    return PackedInputs.build(
+        batch=batch,
+        input_ids=ids.index_fill(0, positions, vocab - 1),
+        masked_positions=positions,
+        masked_labels=ids[positions],
+    )
+
+
+def contender(
+    name: str, args: argparse.Namespace
+) -> tuple[Callable[[PackedInputs], Callable[[], None]], torch.optim.Optimizer]:
+    """What makes a contender's training step of a batch, and its optimizer."""
+    torch.manual_seed(0)
+    if name in (OURS, NO_WINDOWS):
+        model = EncoderForPreTraining(config(args.size, windows=name == OURS)).train()
+        loss = _our_loss(model)
+    else:
+        model = hugging_face(args.size)
+        way = modernbert_peers.unpadded if name == PLAIN else modernbert_peers.padded
+        loss = partial(way, model)
+    optimizer = model_steps.adamw(model)
+
+    def step_of(inputs: PackedInputs) -> Callable[[], None]:
+        data = PaddedInputs.build(inputs) if name == STOCK else inputs
+        return model_steps.make_step(loss, optimizer, data, getattr(torch, args.dtype))
+
+    return step_of, optimizer
+
+
+def hugging_face(size: str) -> torch.nn.Module:
+    """Hugging Face's model of the same sizes, with sdpa."""
+    import transformers
+
+    values = config(size).to_dict() | {"attn_implementation": "sdpa"}
+    return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**values)).train()
+
+
+def _our_loss(model: torch.nn.Module) -> Callable[[PackedInputs], torch.Tensor]:
+    return lambda x: model(x).mlm_loss_sum / len(x.masked_labels)
+
+
+def memory(name: str, batch: str, args: argparse.Namespace) -> harness.Memory:
+    """Of one contender in this process."""
+    few = argparse.Namespace(**vars(args) | {"longest": 64})
+    step_of, optimizer = contender(name, args)
+    first, step = (step_of(x) for x in (batch_of(LONG, few), batch_of(batch, args)))
+    return harness.memory_of(optimizer, first, step)
+
+
+def memory_in_own_process(name: str, batch: str) -> harness.Memory:
+    given = ["--memory-of", name, batch]
+    command = [sys.executable, "-m", "benchmarks.long_context", *sys.argv[1:], *given]
+    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return harness.Memory(**json.loads(out.splitlines()[-1]))
+
+
+def measure(batch: str, args: argparse.Namespace) -> dict[str, Any]:
+    """All contenders on one batch."""
+    inputs = batch_of(batch, args)
+    taken = {name: memory_in_own_process(name, batch) for name in args.only}
+    steps = {name: contender(name, args)[0](inputs) for name in args.only}
+    print(f"{batch}: {inputs.batch.batch_size} sequences, {inputs.batch.total} tokens", flush=True)
+    timings = harness.interleave(
+        steps, args.rounds, 1, on_time=lambda name, s: print(f"  {name:24s} {s:8.2f} s", flush=True)
+    )
+    rows = []
+    for name, timing in timings.items():
+        row = {"contender": name, "seconds": timing.median, "rounds": timing.rounds}
+        if OURS in timings:
+            row["ours_faster_by"] = timing.median / timings[OURS].median
+        rows.append(row | {"peak_bytes": taken[name].peak, "step_bytes": taken[name].step})
+        print(f"  {name:24s} {timing.median:8.2f} s  {taken[name].peak / 1e9:6.2f} GB")
+    return {
+        "batch": batch,
+        "lengths": inputs.batch.lengths.tolist(),
+        "tflop": training_flops(config(args.size), inputs) / 1e12,
+        "results": rows,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--size", choices=list(SIZES), default="base")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--longest", type=int, default=8192, help="tokens")
+    parser.add_argument("--mean", type=float, default=1500.0, help="tokens of the mixed lengths")
+    parser.add_argument("--sequences", type=int, default=6, help="of the mixed lengths")
+    parser.add_argument("--batches", nargs="+", choices=[LONG, MIXED], default=[LONG, MIXED])
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--name", default="long_context", help="of the JSON file")
+    parser.add_argument("--dry", action="store_true", help="print, and write nothing")
+    parser.add_argument("--memory-of", nargs=2, metavar=("CONTENDER", "BATCH"))
+    args = parser.parse_args()
+    allocator = harness.fix_allocator("heap")
+    with packages_of("hf"):
+        import transformers
+    if args.memory_of:
+        print(json.dumps(dataclasses.asdict(memory(*args.memory_of, args))))
+        return
+    found = [measure(batch, args) for batch in args.batches]
+    if not args.dry:
+        payload = {k: v for k, v in vars(args).items() if k not in ("dry", "memory_of", "name")}
+        payload |= {"transformers": transformers.__version__, "allocator": allocator}
+        path = harness.save(args.name, "cpu", harness.command(), payload | {"batches": found})
+        print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
