@@ -91,7 +91,11 @@ def _pretrain(config: PretrainConfig, resolved: str, ranks: Ranks, lock: RunLock
     checkpoint = _find_checkpoint(config, ranks)
     data = _prepare_data(config, ranks)
     tokenizer, longest = data.tokenizer, config.data.max_seq_length
-    run = Run(config, ranks, build_model(config, tokenizer.vocab_size, longest, tokenizer.pad_id))
+    run = Run(
+        config,
+        ranks,
+        build_model(config, tokenizer.vocab_size, longest, tokenizer.pad_id, tokenizer.mask_id),
+    )
     growth = _growth(run)
     evaluator = _evaluator(run, data)
     if lock is not None and config.resume == "never":

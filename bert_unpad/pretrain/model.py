@@ -21,7 +21,11 @@ from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 
 
 def build_model(
-    config: PretrainConfig, vocab_size: int, max_seq_length: int, pad_id: int | None = None
+    config: PretrainConfig,
+    vocab_size: int,
+    max_seq_length: int,
+    pad_id: int | None = None,
+    mask_id: int | None = None,
 ) -> EncoderForPreTraining:
     """The model on the CPU, fresh or from a folder, the same on all ranks for the same seed.
 
@@ -31,6 +35,7 @@ def build_model(
         max_seq_length: longest example of the data, in tokens.
         pad_id: the tokenizer's id for padding, which a fresh model notes for transformers; None:
             the preset's.
+        mask_id: the tokenizer's id of [MASK], for a fresh model that treats it in a way of its own.
 
     Raises:
         ConfigError: the model does not fit the data, or the folder's weights do not fit the sizes.
@@ -40,6 +45,8 @@ def build_model(
         # In families that have an offset it is the first id after that of padding.
         offset = pad_id + 1 if sizes.position_offset else 0
         sizes = dataclasses.replace(sizes, pad_token_id=pad_id, position_offset=offset)
+    if config.model.weights is None and sizes.mask_token_id is not None and mask_id is not None:
+        sizes = dataclasses.replace(sizes, mask_token_id=mask_id)
     if max_seq_length > sizes.max_length:
         raise ConfigError(
             "model.max_position_embeddings",

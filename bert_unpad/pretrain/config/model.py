@@ -81,7 +81,7 @@ class ModelConfig:
             if name not in {field.name for field in dataclasses.fields(self)}:
                 name, message = "preset", str(error)
             raise ConfigError(f"model.{name}", message) from error
-        if config.type_vocab_size < data.segments:
+        if config.type_vocab_size < data.segments > 1:
             raise ConfigError(
                 "model.preset",
                 f"expected a type_vocab_size of at least {data.segments}, the segments of an "
@@ -97,7 +97,10 @@ class ModelConfig:
 
     def _preset(self, vocab_size: int) -> EncoderConfig:
         if self.preset in PRESETS:
-            return EncoderConfig(**PRESETS[self.preset] | {"vocab_size": vocab_size})
+            values = PRESETS[self.preset] | {"vocab_size": vocab_size}
+            if "mask_token_id" in values:  # of the authors' vocabulary
+                values["mask_token_id"] = min(values["mask_token_id"], vocab_size - 1)
+            return EncoderConfig(**values)
         path = Path(self.preset)
         if self.weights is not None:
             path = path / "config.json"

@@ -59,6 +59,10 @@ def _train(
         settings["data"]["vocab_file"] = str(start / "vocab.txt")
     if "warmup_steps" in settings["schedule"]:
         settings["schedule"]["warmup_steps"] = 1
+    if "warmup_steps" in settings["batching"]:
+        settings["batching"] |= {"warmup_batch_size": 2, "warmup_steps": 1}
+    if "accumulation" in settings["batching"]:
+        settings["batching"]["accumulation"] = 2
     (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
     arguments = ["--config", str(folder / "tiny.yaml"), *more]
     processes = start_ranks(main, ranks, arguments, log=folder / "log")
@@ -74,7 +78,7 @@ def _check(run: Path) -> None:
     train = [line for line in lines if line["kind"] == "train"]
     assert [line["step"] for line in train] == [1, 2]
     for line in train:
-        assert 0 < line["loss"] < 10
+        assert 0 < line["mlm_loss"] < 10
         assert line["gradient_norm"] > 0
     assert [line["step"] for line in lines if line["kind"] == "evaluation"] == [2]
 
@@ -94,6 +98,23 @@ def test_recipes_train(tmp_path: Path) -> None:
     _check(run)
     lines = [x for x in read_json_lines(run / "metrics.jsonl") if x["kind"] == "train"]
     assert all(0 < line["clipped_share"] <= 1 for line in lines)
+
+
+@pytest.mark.parametrize(
+    "name", ["roberta_base", "albert_base", "electra_small", "modernbert_base", "esm2_8m"]
+)
+def test_recipes_of_other_families_train_and_go_on(name: str, tmp_path: Path) -> None:
+    more = ("--data.vocab_size", "300")
+    run = _train(
+        CONFIGS / f"{name}.yaml", tmp_path, more=(*more, "--model.num_attention_heads", "4")
+    )
+    _check(run)
+    # Another run continues from the model in Hugging Face's layout, which has the sizes.
+    for key in TINY["model"]:
+        more = (*more, f"--model.{key}", "null")
+    more = (*more, "--model.preset", str(run / "model"), "--run_dir", str(tmp_path / "again"))
+    _train(CONFIGS / f"{name}.yaml", tmp_path, more=more)
+    _check(tmp_path / "again")
 
 
 @pytest.mark.parametrize("mode", ["bucket", "before", "after", "none"])
