@@ -236,5 +236,5 @@ def test_recipes_are_valid(recipe):
     assert config.run_dir == f"runs/{recipe.stem}"
     warmup_updates(config.schedule, config.schedule.total_steps)
     if config.model.weights is None:
-        sizes = config.model.resolve(config.data.vocab_size)
+        sizes = config.model.resolve(config.data.vocab_size, config.data)
         assert sizes.max_position_embeddings >= config.data.max_seq_length
