@@ -98,6 +98,19 @@ def _esm1(draw: random.Random) -> dict[str, Any]:
     return _esm2(draw) | {"position_embedding_type": "absolute", "emb_layer_norm_before": True}
 
 
+def _deberta(draw: random.Random) -> dict[str, Any]:
+    return sizes(draw) | {
+        "relative_attention": True,
+        "pos_att_type": draw.choice([["p2c", "c2p"], "c2p|p2c", ["c2p"], ["p2c"]]),
+        "share_att_key": draw.choice([False, True]),
+        "norm_rel_ebd": draw.choice(["none", "layer_norm"]),
+        "position_buckets": draw.choice([-1, 4, 6]),
+        "max_relative_positions": draw.choice([7, 12, -1]),
+        "position_biased_input": draw.choice([False, True]),
+        "type_vocab_size": draw.choice([0, 2]),
+    }
+
+
 @dataclass(frozen=True)
 class Case:
     """A class of transformers, and how to draw its sizes."""
@@ -128,6 +141,9 @@ CASES = (
     Case("albert", "AlbertForMaskedLM", _shared, ("classifier_dropout_prob",)),
     Case("modernbert", "ModernBertForMaskedLM", _modern, ()),
     Case("eurobert", "EuroBertForMaskedLM", _euro, ()),
+    Case("mpnet", "MPNetForMaskedLM", sizes),
+    Case("deberta-v2", "DebertaV2ForMaskedLM", _deberta),
+    Case("deberta-v2", "DebertaV2ForMaskedLM", _with_types),
     Case("nomic_bert", "NomicBertForMaskedLM", _nomic),
     Case("esm", "EsmForMaskedLM", _esm2),
     Case("esm", "EsmForMaskedLM", _esm1),
