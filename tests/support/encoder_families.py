@@ -130,7 +130,7 @@ class Case:
         return FAMILIES[self.model_type].architectures[self.architecture]
 
 
-CASES = (
+_CASES = (
     Case("bert", "BertForPreTraining", _with_types),
     Case("bert", "BertForMaskedLM", _with_types),
     Case("roberta", "RobertaForMaskedLM", lambda draw: sizes(draw) | {"type_vocab_size": 1}),
@@ -149,6 +149,8 @@ CASES = (
     Case("esm", "EsmForMaskedLM", _esm1),
     Case("esm", "EsmForMaskedLM", lambda draw: _esm2(draw) | {"token_dropout": False}),
 )
+# Older versions of transformers lack some.
+CASES = tuple(case for case in _CASES if hasattr(transformers, case.architecture))
 
 
 def _square(draw: random.Random) -> dict[str, Any]:
