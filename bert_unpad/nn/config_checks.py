@@ -134,8 +134,8 @@ def _check_relative_positions(config: EncoderConfig) -> None:
         _refuse("relative_terms", expected, config.relative_terms)
     if kind != "disentangled":
         return
-    if buckets and not 4 <= buckets < 2 * most - 2:
-        expected = f"0, or 4 to less than 2 * max_relative_positions - 2 = {2 * most - 2}"
+    if buckets and (buckets % 2 or not 4 <= buckets <= most):
+        expected = f"0, or an even number from 4 to max_relative_positions = {most}"
         _refuse("relative_buckets", expected, buckets)
     if config.kv_heads != config.num_attention_heads:
         expected = "num_attention_heads with disentangled positions"

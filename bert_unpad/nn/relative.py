@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -13,46 +11,12 @@ from bert_unpad.nn.norms import normalise
 from bert_unpad.nn.rng import keyed_dropout
 
 
-def t5_buckets(buckets: int, most: int) -> Tensor:
-    """The bucket of each distance (key - query) from -most to most, int32 [2 * most + 1].
-
-    Raffel et al., 2020, arXiv:1910.10683: half of the buckets for keys after the query; half of
-    these for single distances, the others for ranges that grow up to `most`.
-    """
-    distance = torch.arange(-most, most + 1)
-    half = buckets // 2
-    exact = half // 2
-    far = distance.abs()
-    # As transformers rounds: in float32, the logarithm of the greatest distance in float64.
-    wide = (far.float() / exact).log() / math.log(most / exact) * (half - exact)
-    wide = (exact + wide.clamp(min=0).long()).clamp(max=half - 1)
-    return (torch.where(far < exact, far, wide) + half * (distance > 0)).int()
-
-
-def deberta_buckets(buckets: int, most: int) -> Tensor:
-    """The bucket of each distance (key - query) from -most to most, int32 [2 * most + 1].
-
-    He et al., 2021, arXiv:2006.03654 and arXiv:2111.09543: with `buckets` (half of their number)
-    single distances up to a half of it, and beyond that ranges that grow up to `most`; with 0
-    buckets single distances up to `most`.
-    """
-    distance = torch.arange(most, -most - 1, -1)  # query - key, as the papers count
-    span = most
-    if buckets:
-        span, middle = buckets, buckets // 2
-        far = distance.abs().clamp(min=middle - 1)
-        longest = torch.log(torch.tensor((most - 1) / middle))
-        ranges = torch.ceil(torch.log(far / middle) / longest * (middle - 1)) + middle
-        distance = torch.where(far <= middle, distance, (ranges * distance.sign()).long())
-    return (distance + span).clamp(0, 2 * span - 1).int()
-
-
 class RelativeBias(nn.Embedding):
     """A number for each bucket of distances and head, the same in all layers (T5, MPNet)."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config.relative_buckets, config.num_attention_heads)
-        buckets = t5_buckets(config.relative_buckets, config.max_relative_positions)
+        buckets = ops.t5_buckets(config.relative_buckets, config.max_relative_positions)
         self.register_buffer("buckets", buckets, persistent=False)
 
     def forward(self) -> ops.PositionBias:
@@ -69,7 +33,7 @@ class RelativeEmbeddings(nn.Embedding):
         self.LayerNorm: nn.LayerNorm | None = None
         if config.relative_norm:
             self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        buckets = deberta_buckets(config.relative_buckets, config.max_relative_positions)
+        buckets = ops.deberta_buckets(config.max_relative_positions, config.relative_buckets or -1)
         self.register_buffer("buckets", buckets, persistent=False)
 
     def forward(self, dtype: torch.dtype) -> Tensor:

@@ -71,6 +71,21 @@ def test_what_no_family_supports(model_type: str, name: str, value: object, expe
             {"pad_token_id": 1, "vocab_size": 9, "is_folding_model": True},
             "is_folding_model: expected False",
         ),
+        ("mpnet", {"relative_attention_num_buckets": 64}, "relative_attention_num_buckets: expect"),
+        ("deberta-v2", {"conv_kernel_size": 3}, "conv_kernel_size: expected 0, got 3"),
+        ("deberta-v2", {"embedding_size": 64}, "embedding_size: expected 1536, got 64"),
+        ("deberta-v2", {"legacy": False}, "legacy: expected True, got False"),
+        ("deberta-v2", {"relative_attention": True}, "pos_att_type: expected c2p, p2c or both"),
+        (
+            "deberta-v2",
+            {"relative_attention": True, "pos_att_type": ["p2p"]},
+            "pos_att_type: expected c2p, p2c or both",
+        ),
+        (
+            "deberta-v2",
+            {"relative_attention": True, "pos_att_type": "c2p", "norm_rel_ebd": "batch"},
+            "norm_rel_ebd: expected none or layer_norm",
+        ),
         ("esm", {}, "pad_token_id: expected an integer, got None"),
         ("esm", {"pad_token_id": 1}, "vocab_size: expected an integer from 1"),
         (
@@ -137,6 +152,8 @@ PARAMETERS = {
     "modernbert-large": 395,
     "eurobert-210m": 310,
     "nomic-bert-base": 137,
+    "mpnet-base": 109,
+    "deberta-v3-base": 184,
     "esm2-8m": 7.5,
     "esm2-35m": 34,
 }
@@ -183,7 +200,7 @@ def test_any_parts_make_a_model_that_is_saved_and_loaded(seed: int, tmp_path: Pa
         ({"relative_terms": ("c2p", "c2p")}, "relative_terms: expected c2p, p2c, both or none"),
         (
             _DISENTANGLED | {"relative_buckets": 3},
-            "relative_buckets: expected 0, or 4 to less than 2 . max_relative_positions - 2 = 254",
+            "relative_buckets: expected 0, or an even number from 4 to max_relative_pos",
         ),
         (_DISENTANGLED | {"num_key_value_heads": 1}, "num_key_value_heads: expected num_attention"),
         (_DISENTANGLED | {"attention_bias": False}, "attention_bias: expected True with disentan"),

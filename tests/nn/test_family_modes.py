@@ -21,7 +21,7 @@ from tests.support.encoder_families import (
 )
 
 # Of those whose parts differ most; BERT's are in test_bert.py.
-_TYPES = ("albert", "modernbert", "eurobert", "esm")
+_TYPES = ("albert", "modernbert", "eurobert", "esm", "deberta-v2")
 _MLM = {str(case): case for case in reversed(CASES) if "mlm" in case.heads}
 ONE_EACH = [case for case in _MLM.values() if case.model_type in _TYPES]
 

@@ -98,6 +98,19 @@ def _esm1(draw: random.Random) -> dict[str, Any]:
     return _esm2(draw) | {"position_embedding_type": "absolute", "emb_layer_norm_before": True}
 
 
+def _deberta(draw: random.Random) -> dict[str, Any]:
+    return sizes(draw) | {
+        "relative_attention": True,
+        "pos_att_type": draw.choice([["p2c", "c2p"], "c2p|p2c", ["c2p"], ["p2c"]]),
+        "share_att_key": draw.choice([False, True]),
+        "norm_rel_ebd": draw.choice(["none", "layer_norm"]),
+        "position_buckets": draw.choice([-1, 4, 6]),
+        "max_relative_positions": draw.choice([7, 12, -1]),
+        "position_biased_input": draw.choice([False, True]),
+        "type_vocab_size": draw.choice([0, 2]),
+    }
+
+
 @dataclass(frozen=True)
 class Case:
     """A class of transformers, and how to draw its sizes."""
@@ -117,7 +130,7 @@ class Case:
         return FAMILIES[self.model_type].architectures[self.architecture]
 
 
-CASES = (
+_CASES = (
     Case("bert", "BertForPreTraining", _with_types),
     Case("bert", "BertForMaskedLM", _with_types),
     Case("roberta", "RobertaForMaskedLM", lambda draw: sizes(draw) | {"type_vocab_size": 1}),
@@ -128,11 +141,16 @@ CASES = (
     Case("albert", "AlbertForMaskedLM", _shared, ("classifier_dropout_prob",)),
     Case("modernbert", "ModernBertForMaskedLM", _modern, ()),
     Case("eurobert", "EuroBertForMaskedLM", _euro, ()),
+    Case("mpnet", "MPNetForMaskedLM", sizes),
+    Case("deberta-v2", "DebertaV2ForMaskedLM", _deberta),
+    Case("deberta-v2", "DebertaV2ForMaskedLM", _with_types),
     Case("nomic_bert", "NomicBertForMaskedLM", _nomic),
     Case("esm", "EsmForMaskedLM", _esm2),
     Case("esm", "EsmForMaskedLM", _esm1),
     Case("esm", "EsmForMaskedLM", lambda draw: _esm2(draw) | {"token_dropout": False}),
 )
+# Older versions of transformers lack some.
+CASES = tuple(case for case in _CASES if hasattr(transformers, case.architecture))
 
 
 def _square(draw: random.Random) -> dict[str, Any]:

@@ -22,7 +22,7 @@ _PARTS: dict[str, list[Any]] = {
     "embedding_norm": [False, True],
     "learned_positions": [False, True],
     "position_offset": [0, 3],
-    "relative_positions": ["none", "rotary"],
+    "relative_positions": ["none", "rotary", "bias", "disentangled"],
     "relative_buckets": [0, 4, 8],
     "max_relative_positions": [6, 20],
     "relative_terms": [(), ("c2p",), ("p2c",), ("c2p", "p2c")],

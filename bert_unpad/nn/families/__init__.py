@@ -10,13 +10,17 @@ from typing import Any
 
 from bert_unpad.nn.families.bert_like import ALBERT, BERT, ELECTRA, ROBERTA
 from bert_unpad.nn.families.family import OWN, Family
+from bert_unpad.nn.families.relative import DEBERTA_V2, MPNET
 from bert_unpad.nn.families.rotary import ESM, EUROBERT, MODERNBERT, NOMIC_BERT
 
 __all__ = ["FAMILIES", "OWN", "PRESETS", "Family", "find_family"]
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (BERT, ROBERTA, ALBERT, ELECTRA, MODERNBERT, EUROBERT, NOMIC_BERT, ESM)
+    for family in (
+        *(BERT, ROBERTA, ALBERT, ELECTRA, MODERNBERT, EUROBERT, NOMIC_BERT, ESM),
+        *(MPNET, DEBERTA_V2),
+    )
 }
 """By `model_type`."""
 
@@ -89,6 +93,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         "esm",
         **_sizes(12, 480, 20, 1920, layer_norm_eps=1e-5, hidden_dropout_prob=0.0),
         **_ESM2,
+    ),
+    "mpnet-base": _preset(
+        "mpnet", **_sizes(12, 768, 12, 3072, layer_norm_eps=1e-5), max_position_embeddings=514
+    ),
+    "deberta-v3-base": _preset(
+        "deberta-v2",
+        **_sizes(12, 768, 12, 3072),
+        relative_attention=True,
+        pos_att_type="p2c|c2p",
+        position_biased_input=False,
+        position_buckets=256,
+        share_att_key=True,
+        norm_rel_ebd="layer_norm",
     ),
 }
 """Arguments of `EncoderConfig` for named models: those that their authors have published."""
