@@ -127,7 +127,7 @@ BU_INLINE void clear_unseen(float* s, Range seen, int width) {
 // Softmax weights of one row in base 2, not normalised, and 0 in the columns that it does not see.
 // `maximum` and `sum` go on from those of the parts of the keys before. Returns the factor of what
 // was summed up with the weights of these.
-inline float exponentials(float* s, Range seen, int padded, float& maximum, float& sum) {
+BU_INLINE float exponentials(float* s, Range seen, int padded, float& maximum, float& sum) {
   if (seen.size() == 0) {
     clear_unseen(s, seen, padded);
     return 1.0f;
@@ -241,9 +241,9 @@ void forward_task(const AttentionCpuParams& p, const AttentionTask& t, float* me
 
 // Per row: s holds scores, dp the gradient of the dropped weights. Leaves the dropped weights in s
 // and the gradient of the scores in dp, both 0 in the columns that the row does not see.
-inline void softmax_backward_row(float* s, float* dp, Range seen, int width, float lse2,
-                                 float delta, const uint16_t* words, uint32_t threshold,
-                                 float scale) {
+BU_INLINE void softmax_backward_row(float* s, float* dp, Range seen, int width, float lse2,
+                                    float delta, const uint16_t* words, uint32_t threshold,
+                                    float scale) {
   const int first = seen.first / kLanes * kLanes, last = round_up(seen.last, kLanes);
   for (int j = first; j < last; j += kLanes) {
     const f32v weight = exp2v(load(s + j) - lse2);

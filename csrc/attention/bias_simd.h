@@ -32,7 +32,8 @@ struct Reached {
   }
 };
 
-// Scratch memory and loops over a row of a task with a position bias; without one, nothing.
+// Scratch memory and loops over a row of a task with a position bias; without one, nothing. Its
+// loops stay out of line, so that tasks without a bias are compiled as if there were none.
 // T is the dtype of the data.
 template <class T>
 struct BiasRows {
@@ -73,7 +74,8 @@ struct BiasRows {
   }
 
   // s * factor + bias, in base 2, of the columns that a row sees; leaves set_buckets of the row.
-  void add(int head, int row, Range columns, Range seen, float factor, float* s) const {
+  [[gnu::noinline]] void add(int head, int row, Range columns, Range seen, float factor,
+                             float* s) const {
     set_buckets(row, columns);
     const float* table =
         bias.table ? bias.table + static_cast<int64_t>(head) * bias.buckets : nullptr;
@@ -99,7 +101,7 @@ struct BiasRows {
   }
 
   // Zeroes the sums of a head.
-  void begin_head() const {
+  [[gnu::noinline]] void begin_head() const {
     if (bias.dtable)
       for (int64_t d = 0; d < 2 * static_cast<int64_t>(bias.reach) + 1; ++d) distances[d] = 0.0f;
     if (bias.key.p)
@@ -110,7 +112,8 @@ struct BiasRows {
   // Adds up the gradients of a row's scores, ds. `r`: the row in its block. The buckets must be
   // set.
   template <class G>
-  void add_gradients(int r, int row, Range columns, Range seen, const G* ds) const {
+  [[gnu::noinline]] void add_gradients(int r, int row, Range columns, Range seen,
+                                       const G* ds) const {
     if (bias.dtable) {
       const int64_t first = distance(row, columns);
       const Reached reached(bias, first, columns.size());
@@ -143,7 +146,7 @@ struct BiasRows {
   }
 
   // In this task's turn: adds the block's sums of dquery to those of the tasks before.
-  void add_query_sums(int head, Range rows, const Turn& turn) const {
+  [[gnu::noinline]] void add_query_sums(int head, Range rows, const Turn& turn) const {
     if (!bias.query.p) return;
     for (int r = 0; r < rows.size(); ++r) {
       const int64_t token = t.q_begin + rows.first + r;
@@ -159,7 +162,7 @@ struct BiasRows {
   }
 
   // Writes the gradients of a head's table and keys.
-  void end_head(int head) const {
+  [[gnu::noinline]] void end_head(int head) const {
     if (bias.dtable) {
       float* out = bias.dtable + (static_cast<int64_t>(t.part) * p.heads + head) * bias.buckets;
       for (int b = 0; b < bias.buckets; ++b) out[b] = 0.0f;
