@@ -107,13 +107,14 @@ class Embeddings(nn.Module):
             return x
         is_mask = ids == self.mask_token_id
         sequence = sequence_of_tokens(batch)
-        masks = is_mask.new_zeros(batch.batch_size, dtype=x.dtype)
-        masks = masks.index_add(0, sequence, is_mask.to(x.dtype))
-        lengths = batch.cu_seqlens.diff().to(x.dtype)
+        # In fp32: 16 bits cannot count so far.
+        masks = x.new_zeros(batch.batch_size, dtype=torch.float32)
+        masks = masks.index_add(0, sequence, is_mask.float())
+        lengths = batch.cu_seqlens.diff().float()
         # Where all tokens are masks nothing is left to scale.
-        left = (1 - masks / lengths.clamp(min=1)).clamp(min=torch.finfo(x.dtype).tiny)
+        left = (1 - masks / lengths.clamp(min=1)).clamp(min=torch.finfo(torch.float32).tiny)
         scale = (1 - _ESM_MASKED) / left[sequence]
-        return x * torch.where(is_mask, 0.0, scale).unsqueeze(1)
+        return x * torch.where(is_mask, 0.0, scale).unsqueeze(1).to(x.dtype)
 
     def _positions(self, inputs: PackedInputs) -> Tensor:
         """Rows of the position embedding, int64 [T]; zeros without one."""

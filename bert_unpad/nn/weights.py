@@ -249,7 +249,7 @@ def modern_tensors(
         name = name.replace(".dense_act.", ".dense.")
         if bare and f"{family.trunk}.{name}" in known:
             name = f"{family.trunk}.{name}"
-        if not any(re.fullmatch(pattern, name) for pattern in family.unused):
+        if name in known or not any(re.fullmatch(x, name) for x in family.unused):
             found[name] = tensor
     words = family.hf_names(VOCAB_PADDED[0], config)
     for name, source in family.tied.items():

@@ -180,7 +180,7 @@ def _rows(x: Tensor | None) -> Tensor | None:
 
 
 def _last_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 @register_fake("varlen_attention", host=["groups"])

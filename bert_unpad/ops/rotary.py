@@ -2,6 +2,8 @@
 
 import torch
 from torch import Size, Tensor
+from torch._C._autograd import CreationMeta
+from torch._C._autograd import _get_creation_meta as get_creation_meta
 
 from bert_unpad.batch import VarlenBatch
 from bert_unpad.ops.registration import first_order, register_autograd, register_fake
@@ -69,6 +71,11 @@ def rotary_(
             raise RuntimeError(
                 "rotary_: x must not be a leaf that requires grad, or a view of one; it is changed "
                 "in place"
+            )
+        if x._is_view() and get_creation_meta(x) != CreationMeta.DEFAULT:
+            raise RuntimeError(
+                "rotary_: x must not be a view that cannot be changed in place, such as those of "
+                "unbind, split and chunk; rotate what it is a view of"
             )
         # For a change of a view autograd copies the gradient of what it is a view of, twice. That
         # of the whole of a tensor is a change of that tensor.

@@ -16,6 +16,8 @@ from bert_unpad.nn import (
     ReplacedTokenPreTraining,
     generator_config,
 )
+from bert_unpad.nn.config import Head
+from bert_unpad.nn.weights import read_config
 from bert_unpad.ops.attention import HEAD_DIMS
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 
@@ -41,18 +43,28 @@ def build_model(
         ConfigError: the model does not fit the data, or the folder's weights do not fit the sizes.
     """
     sizes = config.model.resolve(vocab_size, config.data)
+    special: dict[str, int] = {}
     if config.model.weights is None and pad_id is not None:
         # In families that have an offset it is the first id after that of padding.
-        offset = pad_id + 1 if sizes.position_offset else 0
-        sizes = dataclasses.replace(sizes, pad_token_id=pad_id, position_offset=offset)
-    if config.model.weights is None and sizes.mask_token_id is not None and mask_id is not None:
-        sizes = dataclasses.replace(sizes, mask_token_id=mask_id)
-    if max_seq_length > sizes.max_length:
+        special = {"pad_token_id": pad_id, "position_offset": pad_id + 1}
+        special["position_offset"] *= sizes.position_offset > 0
+    offset = special.get("position_offset", sizes.position_offset)
+    if max_seq_length + offset > sizes.max_position_embeddings:
+        more = f" and {offset} rows that no token of this family gets" if offset else ""
         raise ConfigError(
             "model.max_position_embeddings",
-            f"expected at least {max_seq_length}, the tokens of the longest example, got "
-            f"{sizes.max_length}",
+            f"expected at least {max_seq_length + offset}, for the tokens of the longest example"
+            f"{more}, got {sizes.max_position_embeddings}",
         )
+    if sizes.mask_token_id is not None and mask_id is not None:
+        if config.model.weights is not None and sizes.mask_token_id != mask_id:
+            raise ConfigError(
+                "data.tokenizer",
+                f"expected the model's, whose [MASK] is token {sizes.mask_token_id}, got one where "
+                f"it is {mask_id}",
+            )
+        special["mask_token_id"] = mask_id
+    sizes = dataclasses.replace(sizes, **special)
     torch.manual_seed(config.seed)
     model = _make(config, sizes)
     for encoder in (module for module in model.modules() if isinstance(module, Encoder)):
@@ -77,11 +89,24 @@ def _make(config: PretrainConfig, sizes: EncoderConfig) -> EncoderForPreTraining
     try:
         if replaced_tokens:
             return ReplacedTokenPreTraining.from_pretrained(given.weights, **given.overrides())
+        if set(sizes.heads) < set(read_config(given.weights).heads):
+            whole = EncoderForPreTraining.from_pretrained(given.weights, **given.overrides())
+            return _with_fewer_heads(whole, sizes.heads)
         return EncoderForPreTraining.from_pretrained(
             given.weights, heads=sizes.heads, **given.overrides()
         )
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError("model.preset", str(error)) from error
+
+
+def _with_fewer_heads(
+    whole: EncoderForPreTraining, heads: tuple[Head, ...]
+) -> EncoderForPreTraining:
+    """A model with the weights of one that has more heads."""
+    model = EncoderForPreTraining(dataclasses.replace(whole.config, heads=heads))
+    weights = whole.state_dict()
+    model.load_state_dict({name: weights[name] for name in model.state_dict()})
+    return model
 
 
 def check_model(config: PretrainConfig, device: torch.device) -> None:

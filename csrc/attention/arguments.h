@@ -12,7 +12,8 @@
 namespace bert_unpad {
 
 inline void check_last_contiguous(const Tensor& t, const char* op, const char* name) {
-  check(t.numel() == 0 || t.stride(t.dim() - 1) == 1, op, ": ", name,
+  const int64_t last = t.dim() - 1;
+  check(t.numel() == 0 || t.size(last) == 1 || t.stride(last) == 1, op, ": ", name,
         " must be contiguous in its last dimension");
   check_storage(t, op, name);
 }

@@ -107,8 +107,7 @@ class CpuAttention {
   }
 
   void set_positions(const Tensor& q, const Tensor& k, const AttentionSettings& settings) {
-    check_window(settings.window_left, settings.window_right, op);
-    p.window = {settings.window_left, settings.window_right};
+    p.window = checked_window(settings.window_left, settings.window_right, op);
     check_query_positions(settings.query_positions, q, op);
     if (settings.query_positions)
       p.query_positions = settings.query_positions->const_data_ptr<int32_t>();

@@ -72,9 +72,7 @@ class CudaAttention {
   }
 
   void set_positions(const Tensor& q, const Tensor& k, const AttentionSettings& settings) {
-    check_window(settings.window_left, settings.window_right, op);
-    constexpr int64_t kAll = int64_t{1} << 32;  // reaches from any position to all keys
-    p.window = {std::min(settings.window_left, kAll), std::min(settings.window_right, kAll)};
+    p.window = checked_window(settings.window_left, settings.window_right, op);
     check_query_positions(settings.query_positions, q, op);
     if (settings.query_positions)
       p.query_positions = settings.query_positions->const_data_ptr<int32_t>();

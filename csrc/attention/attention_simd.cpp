@@ -139,9 +139,10 @@ BU_INLINE float exponentials(float* s, Range seen, int padded, float& maximum, f
   for (int j = first; j < last; j += kLanes) top = vmax(load(s + j), top);
   const float before = maximum, here = reduce_max(top);
   maximum = before > here ? before : here;
+  const float base = maximum == -kInfinity ? 0.0f : maximum;  // a bias may be -inf
   f32v total = {};
   for (int j = first; j < last; j += kLanes) {
-    const f32v p = exp2v(load(s + j) - maximum);
+    const f32v p = exp2v(load(s + j) - base);
     total += p;
     store(s + j, p);
   }

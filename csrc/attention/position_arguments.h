@@ -1,16 +1,19 @@
 // What attention knows of positions, checked: window, query positions, position bias.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 
 #include "attention/arguments.h"
 
 namespace bert_unpad {
 
-inline void check_window(int64_t left, int64_t right, const char* op) {
+inline AttentionWindow checked_window(int64_t left, int64_t right, const char* op) {
   check(left >= -1 && right >= -1, op,
         ": window must be two numbers of tokens, or -1 for no bound, got (", left, ", ", right,
         ")");
+  constexpr int64_t kAll = int64_t{1} << 32;  // reaches from any position to all keys
+  return {std::min(left, kAll), std::min(right, kAll)};
 }
 
 inline void check_query_positions(const std::optional<Tensor>& positions, const Tensor& q,

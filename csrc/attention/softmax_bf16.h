@@ -61,6 +61,7 @@ BU_INLINE float softmax_row(const float* s, Range seen, int width, float scale,
   const float before = maximum, here = largest * scale;
   const float shift = before > here ? here - before : 0.0f;
   maximum = before > here ? before : here;
+  const float base = here == -kInfinity ? 0.0f : largest;  // a bias may be -inf
   f32v total = {};
   for (int j = begin; j < end; j += 32) {
     const uint32_t inside = columns_in(seen, j);
@@ -68,7 +69,7 @@ BU_INLINE float softmax_row(const float* s, Range seen, int width, float scale,
     f32v w[2 * kVectors];
 #pragma GCC unroll 8
     for (int i = 0; i < 2 * kVectors; ++i) {
-      const f32v e = exp2_short((load(s + j + kLanes * i) - largest) * scale + shift);
+      const f32v e = exp2_short((load(s + j + kLanes * i) - base) * scale + shift);
       total += masked(e, inside >> (kLanes * i));
       w[i] = masked(e, stays >> (kLanes * i));
     }

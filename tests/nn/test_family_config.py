@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import FAMILIES, PRESETS, EncoderConfig, EncoderForPreTraining
 from tests.support.encoder_parts import random_parts
 
@@ -254,3 +256,36 @@ def test_initial_weights_that_are_cut_off_and_scaled() -> None:
         assert parameter.abs().max() <= 2 * std, name
         # What is left of a normal distribution that is cut off at two standard deviations.
         assert parameter[:500].std().item() == pytest.approx(0.8796 * std, rel=0.03), name
+
+
+def test_scaled_angles_and_half_windows_of_modernbert() -> None:
+    for kind in ("linear", "yarn"):
+        scaled = {"model_type": "modernbert", "rope_scaling": {"rope_type": kind, "factor": 4.0}}
+        with pytest.raises(ValueError, match=r"rope_parameters\.full_attention"):
+            EncoderConfig.from_dict(scaled)
+    config = EncoderConfig.from_dict({"model_type": "modernbert", "sliding_window": 16})
+    assert max(config.window_pattern) == 16
+
+
+def test_esm_files_with_positions_that_are_not_used(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    config = EncoderConfig(**PRESETS["esm2-8m"] | sizes | {"intermediate_size": 32})
+    model = EncoderForPreTraining(config)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path) | {"esm.embeddings.position_embeddings.weight": torch.zeros(1026, 16)}
+    save_file(tensors, path)
+    loaded = EncoderForPreTraining.from_pretrained(tmp_path)
+    assert all(map(torch.equal, loaded.state_dict().values(), model.state_dict().values()))
+
+
+def test_esm_counts_masks_in_16_bits_too() -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    config = EncoderConfig(**PRESETS["esm2-8m"] | sizes | {"intermediate_size": 32})
+    embeddings = EncoderForPreTraining(config).bert.embeddings
+    ids = torch.full((3001,), 5)
+    ids[:900] = config.mask_token_id
+    inputs = PackedInputs.build(batch=VarlenBatch.from_lengths([3001]), input_ids=ids)
+    found = embeddings.bfloat16()._words(inputs)[-1] / embeddings.word_embeddings.weight[5]
+    scale = (1 - 0.15 * 0.8) / (1 - 900 / 3001)
+    torch.testing.assert_close(found.float(), torch.full((16,), scale), rtol=1e-2, atol=0.0)

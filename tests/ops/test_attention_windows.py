@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -240,3 +242,11 @@ def test_all_instruction_sets_agree() -> None:
             torch.testing.assert_close(
                 a, b, atol=tolerance, rtol=0, msg=lambda m, i=isa: f"{i}: {m}"
             )
+
+
+@pytest.mark.parametrize("window", [(-1, sys.maxsize), (sys.maxsize, -1), (sys.maxsize,) * 2])
+def test_bounds_far_beyond_the_sequence_are_none(window):
+    qkv = torch.randn(40, 3, 2, 16)
+    batch = VarlenBatch.from_lengths([33, 7])
+    whole = ops.varlen_attention(qkv, batch)
+    assert torch.equal(ops.varlen_attention(qkv, batch, window=window), whole)

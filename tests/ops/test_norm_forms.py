@@ -270,3 +270,18 @@ def test_gradients_of_another_shape_are_named() -> None:
         run(x.half(), None, x, *rest)
     with pytest.raises(RuntimeError, match=r"rstd must have shape \[rows\]"):
         run(x, x, x, None, weight, None, rstd[:5], 0.0, None, False, False)
+
+
+def test_a_gradient_that_is_not_there():
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return None
+
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    Nothing.apply(ops.layer_norm(x, weight)).sum().backward()
+    assert x.grad is None or not x.grad.any()

@@ -248,3 +248,19 @@ def test_all_instruction_sets_agree() -> None:
             units = 40 if a.dtype == torch.float32 else 4
             limit = units * torch.finfo(a.dtype).eps * a.abs().max().item()
             torch.testing.assert_close(a, b, atol=limit, rtol=0, msg=lambda m, i=isa: f"{i}: {m}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [600, 1700, 2500])
+def test_distances_that_must_not_be_seen(dtype: torch.dtype, tokens: int) -> None:
+    """Where the keys come in parts, whole parts of a row may be minus infinity."""
+    torch.manual_seed(0)
+    qkv = torch.randn(tokens, 3, 1, 16).to(dtype)
+    reach = 50
+    buckets = torch.zeros(2 * reach + 3, dtype=torch.int32)
+    buckets[0] = buckets[-1] = 1
+    bias = ops.PositionBias(buckets, table=torch.tensor([[0.0], [-torch.inf]]))
+    batch = VarlenBatch.from_lengths([tokens])
+    found = ops.varlen_attention(qkv, batch, position_bias=bias)
+    expected = ops.varlen_attention(qkv, batch, window=(reach, reach))
+    torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)

@@ -327,3 +327,12 @@ def test_widths_that_cannot_be_halved() -> None:
         ops.rotary_(torch.randn(3, 2, 1), torch.arange(3), heads=1)
     with pytest.raises(RuntimeError, match="between 2 and 256, got 300"):
         ops.rotary_(torch.randn(3, 2, 300), torch.arange(3), heads=1)
+
+
+def test_views_that_autograd_refuses_stay_as_they_are():
+    qkv = torch.randn(4, 3, 2, 8, requires_grad=True) * 1.0
+    before = qkv.detach().clone()
+    for view in (qkv.unbind(1)[0], qkv.view(4, 6, 8).split(2, 1)[1]):
+        with pytest.raises(RuntimeError, match="rotary_: x must not be a view that cannot be cha"):
+            ops.rotary_(view, torch.arange(4, dtype=torch.int32), heads=2)
+        assert torch.equal(qkv, before)

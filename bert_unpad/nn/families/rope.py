@@ -31,7 +31,8 @@ def read_ropes(values: dict[str, Any], thetas: dict[str, float], older: dict[str
     """Takes the rotary positions of several kinds of layers out of a config.json.
 
     Args:
-        values: of config.json; `rope_parameters` and the names in `older` are taken out.
+        values: of config.json; `rope_parameters`, `rope_scaling` and the names in `older` are taken
+            out.
         thetas: the default of each kind.
         older: the name that the theta of each kind had.
 
@@ -41,10 +42,11 @@ def read_ropes(values: dict[str, Any], thetas: dict[str, float], older: dict[str
     Raises:
         ValueError: positions are scaled.
     """
+    scaling = values.pop("rope_scaling", None) or {}
     parameters = values.pop("rope_parameters", None) or {}
     found = {}
     for kind, theta in thetas.items():
-        own = parameters.get(kind) or {}
+        own = scaling | (parameters.get(kind) or {})
         found[kind] = own.get("rope_theta", values.pop(older[kind], theta))
         if (factor := _factor(f"rope_parameters.{kind}", own)) != 1.0:
             raise ValueError(f"rope_parameters.{kind}.factor: expected 1, got {factor}")

@@ -16,6 +16,8 @@ _OLDER_THETAS = {_GLOBAL: "global_rope_theta", _WINDOWED: "local_rope_theta"}
 def _read_modernbert(values: dict[str, Any]) -> dict[str, Any]:
     layers = values.get("num_hidden_layers", 22)
     every, reach = values.pop("global_attn_every_n_layers", 3), values.pop("local_attention", 128)
+    if (half := values.pop("sliding_window", None)) is not None:
+        reach = 2 * half
     for name, number in (("local_attention", reach), ("global_attn_every_n_layers", every)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ValueError(f"{name}: expected an integer of 1 or more, got {number!r}")
@@ -302,6 +304,11 @@ ESM = Family(
         "cls.predictions.transform.LayerNorm": "lm_head.layer_norm",
     },
     tied={"lm_head.decoder.weight": "esm.embeddings.word_embeddings.weight"},
-    # Of the head that predicts contacts from attention weights, and what follows from rope_theta.
-    unused=(r"esm\.contact_head\..*", r"esm\..*rotary_embeddings\.inv_freq"),
+    # Of the head that predicts contacts from attention weights, what follows from rope_theta, and
+    # what published files of models with rotary positions still hold.
+    unused=(
+        r"esm\.contact_head\..*",
+        r"esm\..*rotary_embeddings\.inv_freq",
+        r"esm\.embeddings\.position_embeddings\.weight",
+    ),
 )

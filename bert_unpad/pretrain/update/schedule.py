@@ -81,8 +81,8 @@ def lr_factor(
     """
     start = schedule.start_warmup_step
     warmed = step + 1 - start
-    if warmed < warmup_steps:
-        return max(warmed, 0) / warmup_steps
+    if warmed < warmup_steps or warmed <= 0:
+        return max(warmed, 0) / max(warmup_steps, 1)
     at = _Place(step, max(warmup_steps + start, 0), total_steps, warmup_steps, start)
     end = schedule.end_lr_share
     return end + (1.0 - end) * _SHAPES[schedule.name](at, schedule)

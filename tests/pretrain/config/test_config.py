@@ -8,10 +8,18 @@ import typing
 from collections.abc import Iterator
 
 import pytest
+import torch
 import yaml
 
-from bert_unpad.nn import BertConfig
+from bert_unpad.nn import (
+    PRESETS,
+    BertConfig,
+    BertForPreTraining,
+    EncoderConfig,
+    EncoderForPreTraining,
+)
 from bert_unpad.pretrain.config import ConfigError, ModelConfig, read_config
+from bert_unpad.pretrain.model import build_model
 from bert_unpad.pretrain.update.schedule import warmup_updates
 from tests.support.paths import CONFIGS
 
@@ -238,3 +246,34 @@ def test_recipes_are_valid(recipe):
     if config.model.weights is None:
         sizes = config.model.resolve(config.data.vocab_size, config.data)
         assert sizes.max_position_embeddings >= config.data.max_seq_length
+
+
+def test_a_model_goes_on_with_fewer_heads(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    whole = BertForPreTraining(BertConfig(vocab_size=64, intermediate_size=32, **sizes))
+    whole.save_pretrained(tmp_path)
+    given = ["--schedule.total_steps", "1", "--batching.global_batch_size", "1"]
+    given += ["--model.preset", str(tmp_path), "--data.objective", "mlm"]
+    model = build_model(read_config(given)[0], 64, 32)
+    assert model.config.heads == ("mlm",)
+    weights = whole.state_dict()
+    assert all(torch.equal(t, weights[name]) for name, t in model.state_dict().items())
+
+
+def test_a_tokenizer_that_is_not_the_models(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = EncoderConfig(**PRESETS["esm2-8m"] | sizes | {"intermediate_size": 32})
+    EncoderForPreTraining(config).save_pretrained(tmp_path)
+    given = ["--schedule.total_steps", "1", "--batching.global_batch_size", "1"]
+    given += ["--model.preset", str(tmp_path), "--data.objective", "mlm"]
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: expected the model's, whose \[MASK\]"):
+        build_model(read_config(given)[0], 33, 32, 0, 4)
+
+
+def test_ids_of_padding_that_leave_too_few_positions():
+    given = ["--schedule.total_steps", "1", "--batching.global_batch_size", "1"]
+    given += ["--model.preset", "roberta-base", "--data.objective", "mlm"]
+    with pytest.raises(
+        ConfigError, match=r"expected at least 50796, for the tokens of .* 50284 ro"
+    ):
+        build_model(read_config(given)[0], 50_300, 512, 50_283)

@@ -130,3 +130,7 @@ def test_warmup_as_a_share():
     with pytest.raises(ConfigError, match="warmup_steps"):
         warmup_updates(ScheduleConfig(warmup_steps=300), 200)
     assert warmup_updates(ScheduleConfig(warmup_steps=300, start_warmup_step=-100), 200) == 300
+
+
+def test_a_start_without_a_warmup():
+    assert _factors(10, start_warmup_step=2)[:2] == [0.0, 0.0]
