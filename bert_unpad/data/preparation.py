@@ -45,7 +45,7 @@ from bert_unpad.data.store.shards import ShardDataset, ShardWriter
 from bert_unpad.data.streams.stream import ShardStream
 from bert_unpad.data.streams.text_stream import TextStream, is_streamed, parse_streamed
 from bert_unpad.data.text.corpus import Spool, tokenize
-from bert_unpad.data.text.examples import write_examples
+from bert_unpad.data.text.examples import make_examples, write_examples
 from bert_unpad.data.text.json_tokenizer import JsonTokenizer, given_tokenizer, load_tokenizer
 from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR
 from bert_unpad.data.text.sources import HuggingFaceSource, Source, file_sha256, open_source
@@ -337,18 +337,17 @@ def _fill(
             ) as writer,
             _bar(f"making {split}", "documents", passes * corpus.documents, progress) as bar,
         ):
-            write_examples(
+            examples = make_examples(
                 corpus,
                 tokenizer,
-                writer,
                 objective=config.objective,
                 documents=config.documents,
                 max_seq_length=config.max_seq_length,
                 short_seq_prob=config.short_seq_prob,
                 dupe_factor=passes,
                 seed=f"{config.seed}, {split}",
-                advance=bar.update,
             )
+            write_examples(examples, writer, bar.update)
         dataset = ShardDataset(folder / split, verify=False)
         statistics |= {
             f"{split}_documents": corpus.documents,

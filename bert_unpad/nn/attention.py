@@ -64,27 +64,23 @@ class SelfAttention(nn.Module):
         """
         qkv, residual = self._project(x, self.qkv.weight, self.qkv.bias)
         rotated = self.num_heads + self.kv_heads
+        qkv = qkv.view(x.shape[0], rotated + self.kv_heads, self.head_dim)
         if (rotary := positions.rotary) is not None:
             qkv = ops.rotary_(
-                qkv.view(x.shape[0], rotated + self.kv_heads, self.head_dim),
+                qkv,
                 rotary.tokens,
                 heads=rotated,
                 theta=rotary.theta,
                 position_scale=rotary.scale,
             )
-        if self.kv_heads == self.num_heads:
-            qkv, num_heads = qkv.view(x.shape[0], 3, self.num_heads, self.head_dim), None
-        else:
-            shape = (x.shape[0], rotated + self.kv_heads, self.head_dim)
-            qkv, num_heads = qkv.view(shape), self.num_heads
         bias = positions.bias
         if positions.distances is not None:
-            q, k = qkv[:, 0], qkv[:, 1]
+            q, k = qkv[:, : self.num_heads], qkv[:, self.num_heads : rotated]
             bias = self.relative(*positions.distances, q, k, self.qkv, self.scale, distances_rng)
         out = ops.varlen_attention(
             qkv,
             batch,
-            num_heads=num_heads,
+            num_heads=self.num_heads,
             window=positions.window,
             position_bias=bias,
             scale=self.scale,

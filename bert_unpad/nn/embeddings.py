@@ -63,14 +63,10 @@ class Embeddings(nn.Module):
             x = self._fused(inputs, self.LayerNorm, rng)
         else:
             x = self._words(inputs)
-            tables = (
+            for table, ids in (
                 (self.position_embeddings, self._positions(inputs)),
-                (
-                    self.token_type_embeddings,
-                    self._token_types(inputs),
-                ),
-            )
-            for table, ids in tables:
+                (self.token_type_embeddings, self._token_types(inputs)),
+            ):
                 x = x if table is None else x + F.embedding(ids, table.weight)
             x = x.to(self._compute_dtype())
             x = x if self.LayerNorm is None else normalise(self.LayerNorm, x)

@@ -21,7 +21,7 @@ def normalise(norm: Norm, x: Tensor) -> Tensor:
     """The norm of x: [rows, width] -> [rows, width], of x's dtype."""
     if isinstance(norm, nn.RMSNorm):
         return ops.rms_norm(x, norm.weight, norm.eps)
-    return ops.dropout_add_layer_norm(x, None, norm.weight, norm.bias, eps=norm.eps)
+    return ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
 
 
 def dropout_add_norm(
@@ -40,11 +40,7 @@ def dropout_add_norm(
         x, residual, x_bias, p, rng: as in `ops.dropout_add_layer_norm`.
         return_sum: return the sum too, before the norm.
     """
-    more = {"return_sum": True} if return_sum else {}
+    more = {"p": p, "eps": norm.eps, "x_bias": x_bias, "rng": rng, "return_sum": return_sum}
     if isinstance(norm, nn.RMSNorm):
-        return ops.dropout_add_rms_norm(
-            x, residual, norm.weight, p=p, eps=norm.eps, x_bias=x_bias, rng=rng, **more
-        )
-    return ops.dropout_add_layer_norm(
-        x, residual, norm.weight, norm.bias, p=p, eps=norm.eps, x_bias=x_bias, rng=rng, **more
-    )
+        return ops.dropout_add_rms_norm(x, residual, norm.weight, **more)
+    return ops.dropout_add_layer_norm(x, residual, norm.weight, norm.bias, **more)

@@ -43,12 +43,12 @@ def build_model(
         ConfigError: the model does not fit the data, or the folder's weights do not fit the sizes.
     """
     sizes = config.model.resolve(vocab_size, config.data)
-    special: dict[str, int] = {}
-    if config.model.weights is None and pad_id is not None:
+    fresh, special = config.model.weights is None, {}
+    offset = sizes.position_offset
+    if fresh and pad_id is not None:
         # In families that have an offset it is the first id after that of padding.
-        special = {"pad_token_id": pad_id, "position_offset": pad_id + 1}
-        special["position_offset"] *= sizes.position_offset > 0
-    offset = special.get("position_offset", sizes.position_offset)
+        offset = pad_id + 1 if offset else 0
+        special = {"pad_token_id": pad_id, "position_offset": offset}
     if max_seq_length + offset > sizes.max_position_embeddings:
         more = f" and {offset} rows that no token of this family gets" if offset else ""
         raise ConfigError(
@@ -57,7 +57,7 @@ def build_model(
             f"{more}, got {sizes.max_position_embeddings}",
         )
     if sizes.mask_token_id is not None and mask_id is not None:
-        if config.model.weights is not None and sizes.mask_token_id != mask_id:
+        if not fresh and sizes.mask_token_id != mask_id:
             raise ConfigError(
                 "data.tokenizer",
                 f"expected the model's, whose [MASK] is token {sizes.mask_token_id}, got one where "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from bert_unpad.data.objective import SECOND_SEGMENTS, Objective
 from bert_unpad.data.store.shards import ShardWriter
@@ -53,23 +53,14 @@ def make_examples(
 
 
 def write_examples(
-    corpus: TokenizedCorpus,
-    tokenizer: TextTokenizer,
+    examples: Iterable[tuple[Columns, int]],
     writer: ShardWriter,
-    *,
-    objective: Objective = "mlm_nsp",
-    documents: Documents = "apart",
-    max_seq_length: int,
-    short_seq_prob: float,
-    dupe_factor: int,
-    seed: int | str,
     advance: Callable[[int], object] = lambda documents: None,
 ) -> int:
-    """Makes the examples of a corpus and appends them to a shard.
+    """Appends examples to a shard.
 
     Args:
-        corpus, tokenizer, objective, documents, max_seq_length, short_seq_prob, dupe_factor, seed:
-            see `make_examples`.
+        examples: from `make_examples`.
         writer: the shard to append to.
         advance: called now and then with the number of documents done since the last call.
 
@@ -77,16 +68,7 @@ def write_examples(
         The number of examples.
     """
     written = 0
-    for columns, done in make_examples(
-        corpus,
-        tokenizer,
-        objective=objective,
-        documents=documents,
-        max_seq_length=max_seq_length,
-        short_seq_prob=short_seq_prob,
-        dupe_factor=dupe_factor,
-        seed=seed,
-    ):
+    for columns, done in examples:
         writer.append(*columns)
         advance(done)
         written += len(columns[1])

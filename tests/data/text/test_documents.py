@@ -5,30 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bert_unpad.data import DataConfig, ShardDataset, ShardWriter, WordPieceTokenizer, prepare
+from bert_unpad.data import DataConfig, ShardDataset, ShardWriter, prepare
 from bert_unpad.data.text.corpus import TokenizedCorpus
 from bert_unpad.data.text.examples import make_examples, write_examples
 from bert_unpad.data.text.pairs import BLOCK
-from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 from bert_unpad.pretrain.config import ConfigError, read_config
-
-FIRST = len(SPECIAL_TOKENS)
-VOCAB = 40_000
-
-
-def corpus_of(documents: list[list[int]]) -> TokenizedCorpus:
-    """A corpus of documents of sentences of given lengths, whose tokens are all different."""
-    lengths = [n for document in documents for n in document]
-    return TokenizedCorpus(
-        FIRST + np.arange(sum(lengths), dtype=np.int32),
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        np.concatenate([[0], np.cumsum([len(d) for d in documents])]).astype(np.int64),
-    )
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> WordPieceTokenizer:
-    return WordPieceTokenizer([*SPECIAL_TOKENS, *(f"w{i}" for i in range(VOCAB - FIRST))])
+from tests.support.numbered_corpus import FIRST, corpus_of
 
 
 def _examples(corpus, tokenizer, longest: int, seed: int = 0, **what) -> list[tuple]:
@@ -142,16 +124,10 @@ def test_written_as_made(tokenizer, tmp_path):
     about = {"vocab_size": tokenizer.vocab_size, "unmaskable_ids": tokenizer.unmaskable_ids}
     what = {"objective": "mlm", "documents": "joined"}
     with ShardWriter(tmp_path / "shard", max_seq_length=32, **about) as writer:
-        count = write_examples(
-            corpus,
-            tokenizer,
-            writer,
-            **what,
-            max_seq_length=32,
-            short_seq_prob=0,
-            dupe_factor=1,
-            seed=0,
+        examples = make_examples(
+            corpus, tokenizer, **what, max_seq_length=32, short_seq_prob=0, dupe_factor=1, seed=0
         )
+        count = write_examples(examples, writer)
     dataset = ShardDataset(tmp_path / "shard")
     made = _examples(corpus, tokenizer, 32, **what)
     assert len(dataset) == count == len(made)

@@ -4,42 +4,25 @@ import numpy as np
 import pytest
 
 from bert_unpad.data import ShardDataset, ShardWriter, WordPieceTokenizer
-from bert_unpad.data.text.corpus import Spool, TokenizedCorpus, tokenize
-from bert_unpad.data.text.examples import write_examples
+from bert_unpad.data.text.corpus import Spool, tokenize
+from bert_unpad.data.text.examples import make_examples, write_examples
 from bert_unpad.data.text.pairs import PairDrawer
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
-
-FIRST = len(SPECIAL_TOKENS)
-VOCAB = 60_000
-
-
-def corpus_of(documents):
-    """A corpus whose tokens are all different, so a token tells where it came from."""
-    lengths = [n for document in documents for n in document]
-    return TokenizedCorpus(
-        FIRST + np.arange(sum(lengths), dtype=np.int32),
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        np.concatenate([[0], np.cumsum([len(d) for d in documents])]).astype(np.int64),
-    )
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return WordPieceTokenizer([*SPECIAL_TOKENS, *(f"w{i}" for i in range(VOCAB - FIRST))])
+from tests.support.numbered_corpus import FIRST, VOCAB, corpus_of
 
 
 def examples_of(corpus, tokenizer, folder, *, seed=0, short=0.1, longest=64, passes=1):
     about = {"vocab_size": tokenizer.vocab_size, "unmaskable_ids": tokenizer.unmaskable_ids}
     with ShardWriter(folder, max_seq_length=longest, **about) as writer:
-        count = write_examples(
+        examples = make_examples(
             corpus,
             tokenizer,
-            writer,
             max_seq_length=longest,
             short_seq_prob=short,
             dupe_factor=passes,
             seed=seed,
         )
+        count = write_examples(examples, writer)
     dataset = ShardDataset(folder)
     assert len(dataset) == count
     return dataset
