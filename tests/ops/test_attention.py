@@ -13,11 +13,11 @@ from bert_unpad.batch import VarlenBatch
 from tests.support import reference
 from tests.support.op_checks import (
     RNG,
+    assert_all_isas_agree,
     assert_compiles_to_the_same_bits,
     compare_attention,
     compare_cross_attention,
     cu_seqlens,
-    results_of_every_isa,
 )
 
 LENGTHS = [200, 0, 1, 15, 16, 17, 63, 64, 65, 129]
@@ -323,13 +323,4 @@ def compute() -> list[Tensor]:
 
 
 def test_all_instruction_sets_agree() -> None:
-    results = results_of_every_isa(compute)
-    first = results.pop("generic")
-    for isa, tensors in results.items():
-        for a, b in zip(first, tensors, strict=True):
-            # bf16 products round attention weights once more.
-            units = 20 if a.dtype == torch.float32 else 3
-            tolerance = units * torch.finfo(a.dtype).eps * a.abs().max().item()
-            torch.testing.assert_close(
-                a, b, atol=tolerance, rtol=0, msg=lambda m, isa=isa: f"{isa}: {m}"
-            )
+    assert_all_isas_agree(compute, 20, 3)

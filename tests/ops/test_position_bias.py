@@ -17,10 +17,10 @@ from tests.support import reference
 from tests.support.attention_cases import PARTS, Case, compare, random_positions, with_gradients
 from tests.support.op_checks import (
     RNG,
+    assert_all_isas_agree,
     assert_compiles_to_the_same_bits,
     assert_same_bits_whatever_the_threads,
     cu_seqlens,
-    results_of_every_isa,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -240,14 +240,7 @@ def compute() -> list[Tensor]:
 
 
 def test_all_instruction_sets_agree() -> None:
-    results = results_of_every_isa(compute)
-    first = results.pop("generic")
-    for isa, tensors in results.items():
-        for a, b in zip(first, tensors, strict=True):
-            # bf16 products round attention weights once more.
-            units = 40 if a.dtype == torch.float32 else 4
-            limit = units * torch.finfo(a.dtype).eps * a.abs().max().item()
-            torch.testing.assert_close(a, b, atol=limit, rtol=0, msg=lambda m, i=isa: f"{i}: {m}")
+    assert_all_isas_agree(compute, 40, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

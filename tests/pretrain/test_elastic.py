@@ -14,9 +14,14 @@ import yaml
 
 from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import read_config
-from bert_unpad.pretrain.output.metrics import read_json_lines
 from tests.support.paths import ROOT
-from tests.support.pretrain_runs import go_on, tiny_settings, wait_until_paused, write_corpus
+from tests.support.pretrain_runs import (
+    go_on,
+    log_lines,
+    tiny_settings,
+    wait_until_paused,
+    write_corpus,
+)
 from tests.support.processes import TIMEOUT, free_port, join_ranks, start_ranks
 
 pytestmark = pytest.mark.slow
@@ -54,10 +59,6 @@ def _worker(agent: int, rank: int) -> int:
         if f"RANK={rank}".encode() in environment:
             return int(child)
     raise AssertionError(f"no rank {rank} among {children}")
-
-
-def _lines(run: Path, kind: str) -> list[dict]:
-    return [line for line in read_json_lines(run / "metrics.jsonl") if line["kind"] == kind]
 
 
 @pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sbatch"])
@@ -114,14 +115,14 @@ def test_a_worker_killed_under_torchrun_is_replaced(tmp_path):
             agent.kill()
     output = (tmp_path / "log").read_text()
     assert agent.returncode == 0, output
-    starts = [line["step"] for line in _lines(run, "start")]
+    starts = [line["step"] for line in log_lines(run, "start")]
     assert len(starts) == 2, output
     # A step is logged before its checkpoint is written, for which the next one waits.
     assert starts[0] == 0 < KILLED_AT - 1 <= starts[1] < STEPS
     assert join_ranks(control) == []
     assert [process.exitcode for process in control] == [0, 0]
-    ours, theirs = (_lines(path, "train") for path in (run, tmp_path / "control"))
+    ours, theirs = (log_lines(path, "train") for path in (run, tmp_path / "control"))
     assert [line["step"] for line in ours] == list(range(1, STEPS + 1))
     assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
-    held_out = [_lines(path, "evaluation")[-1] for path in (run, tmp_path / "control")]
+    held_out = [log_lines(path, "evaluation")[-1] for path in (run, tmp_path / "control")]
     assert held_out[0] == held_out[1]

@@ -16,8 +16,7 @@ from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import ConfigError, ModelConfig, PretrainConfig, read_config
 from bert_unpad.pretrain.losses import TASKS, averages
 from bert_unpad.pretrain.model import build_model
-from bert_unpad.pretrain.output.metrics import read_json_lines
-from tests.support.pretrain_runs import finish, make_folder, run_in_turn, start, uses
+from tests.support.pretrain_runs import finish, log_lines, make_folder, run_in_turn, start, uses
 
 STEPS = 24
 COMMON = (
@@ -49,10 +48,6 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def _lines(run_dir: Path, kind: str = "train") -> list[dict]:
-    return [x for x in read_json_lines(run_dir / "metrics.jsonl") if x["kind"] == kind]
-
-
 def _tasks(line: dict) -> set[str]:
     ends = ("_loss", "_accuracy")
     return {name.rpartition("_")[0] for name in line if name.endswith(ends)}
@@ -61,10 +56,10 @@ def _tasks(line: dict) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_reports_are_of_what_is_learned(folder, name):
-    lines, wanted = _lines(folder / name), WEIGHTS[name]
+    lines, wanted = log_lines(folder / name), WEIGHTS[name]
     assert len(lines) == STEPS
     summary = json.loads((folder / name / "summary.json").read_text())
-    for line in (*lines, *_lines(folder / name, "evaluation"), summary["held_out"]):
+    for line in (*lines, *log_lines(folder / name, "evaluation"), summary["held_out"]):
         assert _tasks(line) == set(wanted)
         parts = [weight * line[f"{task}_loss"] for task, weight in wanted.items()]
         assert line["loss"] == pytest.approx(sum(parts))
@@ -87,9 +82,9 @@ def test_what_is_printed(folder):
 @pytest.mark.slow
 def test_joined_examples_are_full(folder):
     """Each but the last has 32 tokens, or a few less where a document ends at its edge."""
-    joined, apart = (_lines(folder / name)[-1] for name in ("joined", "mlm"))
+    joined, apart = (log_lines(folder / name)[-1] for name in ("joined", "mlm"))
     assert joined["fill"] > 0.95 > apart["fill"]
-    assert _lines(folder / "packed")[-1]["fill"] > 0.9
+    assert log_lines(folder / "packed")[-1]["fill"] > 0.9
     assert set(uses(folder / "joined")[0].values()) == {1}
 
 
@@ -104,7 +99,7 @@ def test_runs_go_on_with_the_same_bits(folder):
                 shutil.rmtree(checkpoint)
     run_in_turn(folder, 2, {f"{name}_resumed": RUNS[name] for name in names}, COMMON)
     for name in names:
-        ours, theirs = (_lines(path) for path in (folder / f"{name}_resumed", folder / name))
+        ours, theirs = (log_lines(path) for path in (folder / f"{name}_resumed", folder / name))
         for a, b in zip(ours, theirs, strict=True):
             same = [key for key in a if key.endswith(("_loss", "_accuracy", "_norm"))]
             assert [a[key] for key in same] == [b[key] for key in same]
@@ -126,7 +121,7 @@ def test_what_replaced_tokens_leave(folder):
     given = ["--config", str(folder / "further.yaml"), "--run_dir", str(folder / "further")]
     given += ["--model.preset", str(saved), "--schedule.epochs", "null"]
     assert main([*given, "--data.objective", "rtd", "--schedule.total_steps", "2"]) == 0
-    first, last = (_lines(folder / name, "train") for name in ("further", "rtd"))
+    first, last = (log_lines(folder / name, "train") for name in ("further", "rtd"))
     assert first[0]["mlm_loss"] < 0.9 * last[0]["mlm_loss"]
 
 
@@ -212,7 +207,7 @@ def test_finished_examples_without_their_pairs(folder):
     given += ["--model.max_position_embeddings", str(LONGEST), "--data.objective"]
     codes, output = finish(folder, "pairs", start(folder, "pairs", 1, *COMMON, *given, "mlm"))
     assert codes == [0], output
-    assert all(_tasks(line) == {"mlm"} for line in _lines(folder / "pairs"))
+    assert all(_tasks(line) == {"mlm"} for line in log_lines(folder / "pairs"))
     codes, output = finish(folder, "sop", start(folder, "sop", 1, *COMMON, *given, "mlm_sop"))
     assert codes == [2]
     assert "expected mlm_nsp, mlm or rtd with source hdf5:" in output

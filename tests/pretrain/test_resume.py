@@ -19,11 +19,11 @@ import torch
 
 from bert_unpad.data import DataConfig, prepare
 from bert_unpad.pretrain.output.checkpoint_files import newest_checkpoint
-from bert_unpad.pretrain.output.metrics import read_json_lines
 from tests.support.pretrain_runs import (
     GLOBAL_BATCH,
     finish,
     go_on,
+    log_lines,
     losses,
     make_folder,
     run,
@@ -90,8 +90,7 @@ def test_killed_and_resumed_on_more_ranks(folder, control, killed):
     shutil.copytree(killed, folder / "more")
     run(folder, "more", 3)
     assert uses(folder / "more") == uses(control)
-    lines = read_json_lines(folder / "more" / "metrics.jsonl")
-    assert [x["ranks"] for x in lines if x["kind"] == "start"] == [2, 3]
+    assert [x["ranks"] for x in log_lines(folder / "more", "start")] == [2, 3]
     # Other examples share a batch now, but the run goes on from where it was.
     ends = [list(losses(path).values())[-1][0] for path in (folder / "more", control)]
     assert ends[0] == pytest.approx(ends[1], rel=0.1)

@@ -78,6 +78,23 @@ def results_of_every_isa(compute: Callable[[], list[Tensor]]) -> dict[str, list[
     return dict(zip(isas, results, strict=True))
 
 
+def assert_all_isas_agree(
+    compute: Callable[[], list[Tensor]], fp32_units: int, low_units: int
+) -> None:
+    """Compares what each instruction set computes with the portable code's results.
+
+    The units are of the dtype's eps times the largest value; of 16-bit types a few, because some
+    instruction sets round attention weights once more.
+    """
+    results = results_of_every_isa(compute)
+    first = results.pop("generic")
+    for isa, tensors in results.items():
+        for a, b in zip(first, tensors, strict=True):
+            units = fp32_units if a.dtype == torch.float32 else low_units
+            limit = units * torch.finfo(a.dtype).eps * a.abs().max().item()
+            torch.testing.assert_close(a, b, atol=limit, rtol=0, msg=lambda m, i=isa: f"{i}: {m}")
+
+
 def _compute_with(rank: int, _: int, isas: Sequence[str], compute: Callable) -> list[Tensor]:
     os.environ["BERT_UNPAD_ISA"] = isas[rank]
     assert _C.cpu_isa() == isas[rank]

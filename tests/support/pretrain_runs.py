@@ -26,6 +26,7 @@ __all__ = [
     "go_back",
     "go_on",
     "in_turn",
+    "log_lines",
     "losses",
     "make_folder",
     "mean_losses",
@@ -223,9 +224,14 @@ def start_pausing(
     return processes
 
 
+def log_lines(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
+    """The lines of one kind in a run's log."""
+    return [x for x in read_json_lines(run_dir / "metrics.jsonl") if x["kind"] == kind]
+
+
 def losses(run_dir: Path) -> dict[int, tuple[float, ...]]:
     """What must be the same bits, by step; each step must be there once."""
-    train = [x for x in read_json_lines(run_dir / "metrics.jsonl") if x["kind"] == "train"]
+    train = log_lines(run_dir)
     names = ("loss", "mlm_loss", "nsp_loss", "mlm_accuracy", "lr", "gradient_norm", "tokens")
     assert [line["step"] for line in train] == list(range(1, len(train) + 1))
     return {line["step"]: tuple(line[name] for name in names) for line in train}

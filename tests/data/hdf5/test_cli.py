@@ -20,6 +20,7 @@ from tests.support.hdf5_files import (
     raw_examples,
     write_folder,
 )
+from tests.support.pretrain_runs import log_lines
 
 
 def test_round_trips_through_shards_and_both_layouts(dataset, tokenizer, tmp_path):
@@ -108,7 +109,6 @@ def test_a_run_trains_on_files_and_resumes(tmp_path, tokenizer, capsys):
     import yaml
 
     from bert_unpad.pretrain import main as pretrain
-    from bert_unpad.pretrain.output.metrics import read_json_lines
 
     folder = write_folder(tmp_path / "data" / "train", raw_examples(), "variable").parent
     write_folder(folder / "validation", raw_examples(seed=1)[:20], "fixed")
@@ -132,14 +132,7 @@ def test_a_run_trains_on_files_and_resumes(tmp_path, tokenizer, capsys):
     assert pretrain([*parted, "--schedule.total_steps=6", "--schedule.power=0"]) == 0
     assert pretrain([*parted, "--schedule.power=0"]) == 0
     assert pretrain([*run, "--schedule.power=0"]) == 0
-    losses = [
-        [
-            line["loss"]
-            for line in read_json_lines(tmp_path / name / "metrics.jsonl")
-            if line["kind"] == "train"
-        ]
-        for name in ("parted", "whole")
-    ]
+    losses = [[line["loss"] for line in log_lines(tmp_path / name)] for name in ("parted", "whole")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 10
     damage(folder / "train" / "part_3.hdf5", "truncated")

@@ -12,6 +12,7 @@ from bert_unpad._balancer import WorkModel
 from bert_unpad.data import PackedSampler
 from bert_unpad.data.sampling.balanced_sampler import efficiency
 from bert_unpad.data.sampling.histogram import sample_lengths
+from tests.support.pretrain_runs import log_lines
 
 
 def samplers(lengths, ranks, rows, **options):
@@ -140,14 +141,7 @@ def test_a_run_trains_on_rows_and_resumes(tmp_path):
     assert main([*run, whole]) == 0
     assert main([*run, parted, "--schedule.epochs=null", "--schedule.total_steps=3"]) == 0
     assert main([*run, parted]) == 0
-    lines = [
-        [
-            line
-            for line in read_json_lines(tmp_path / name / "metrics.jsonl")
-            if line["kind"] == "train"
-        ]
-        for name in ("whole", "parted")
-    ]
+    lines = [log_lines(tmp_path / name) for name in ("whole", "parted")]
     assert [line["loss"] for line in lines[0]] == [line["loss"] for line in lines[1]]
     last = lines[0][-1]
     unpacked = last["tokens"] / (last["sequences"] * 32)

@@ -19,6 +19,7 @@ from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.update.check import check_optimizer
 from bert_unpad.pretrain.update.schedule import lr_factor, warmup_updates
 from tests.support.paths import CONFIGS
+from tests.support.pretrain_runs import log_lines
 from tests.support.processes import TIMEOUT, start_ranks
 
 TINY = {
@@ -96,7 +97,7 @@ def test_recipes_train(tmp_path: Path) -> None:
     adam = CONFIGS / "bert_large_adam_16384.yaml"
     run = _train(adam, folders[3], first / "model", ranks=2, more=clip)
     _check(run)
-    lines = [x for x in read_json_lines(run / "metrics.jsonl") if x["kind"] == "train"]
+    lines = log_lines(run)
     assert all(0 < line["clipped_share"] <= 1 for line in lines)
 
 

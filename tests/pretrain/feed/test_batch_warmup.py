@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from bert_unpad.pretrain.config import ConfigError, read_config
-from bert_unpad.pretrain.output.metrics import read_json_lines
 from tests.support.pretrain_runs import (
     GLOBAL_BATCH,
+    log_lines,
     losses,
     make_folder,
     run,
@@ -43,7 +43,7 @@ def folder(tmp_path_factory) -> Path:
 
 def _sequences(run_dir: Path) -> list[int]:
     """Sequences of each update."""
-    lines = [x for x in read_json_lines(run_dir / "metrics.jsonl") if x["kind"] == "train"]
+    lines = log_lines(run_dir)
     total = [0, *(line["sequences"] for line in lines)]
     return [b - a for a, b in pairwise(total)]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bert_unpad.pretrain.output.metrics import read_json_lines
 from tests.support.pretrain_runs import (
     finish,
     go_on,
+    log_lines,
     losses,
     make_folder,
     run,
@@ -39,10 +39,6 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def _train_lines(run_dir: Path) -> list[dict]:
-    return [x for x in read_json_lines(run_dir / "metrics.jsonl") if x["kind"] == "train"]
-
-
 def test_each_example_is_used_once_an_epoch(folder):
     epochs = uses(folder / "control")
     assert sorted(epochs) == [0, 1]
@@ -52,7 +48,7 @@ def test_each_example_is_used_once_an_epoch(folder):
 
 
 def test_work_is_shared_and_what_it_costs_is_logged(folder):
-    for line in _train_lines(folder / "control"):
+    for line in log_lines(folder / "control"):
         assert 0.8 < line["straggler_efficiency"] <= 1
         assert line["data_wait"] >= 0
         assert line["exchange_seconds"] > 0
@@ -62,7 +58,7 @@ def test_work_is_shared_and_what_it_costs_is_logged(folder):
 def test_who_trains_on_what_changes_nothing_else(folder):
     """Without an exchange the global batches are the same, and so are masks and losses."""
     run(folder, "unshared", 2, *EXCHANGE, "--batching.scope", "none")
-    kept, shared = (_train_lines(folder / name) for name in ("unshared", "control"))
+    kept, shared = (log_lines(folder / name) for name in ("unshared", "control"))
     assert all(line["exchange_bytes"] == 0 for line in kept)
     efficiency = [
         sum(line["straggler_efficiency"] for line in lines) / len(lines) for lines in (kept, shared)
@@ -80,7 +76,7 @@ def test_stopped_and_resumed(folder):
     go_on(folder / "stopped")
     codes, output = finish(folder, "stopped", processes)
     assert codes == [143, 143], output
-    assert 6 <= len(_train_lines(folder / "stopped")) <= 8 < len(losses(folder / "control"))
+    assert 6 <= len(log_lines(folder / "stopped")) <= 8 < len(losses(folder / "control"))
     shutil.copytree(folder / "stopped", folder / "more")
     assert "continuing from" in run(folder, "stopped", 2, *EXCHANGE)
     assert losses(folder / "stopped") == losses(folder / "control")

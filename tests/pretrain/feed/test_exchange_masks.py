@@ -14,7 +14,7 @@ from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.config import read_config
 from bert_unpad.pretrain.model import build_model
 from bert_unpad.pretrain.output.metrics import read_json_lines
-from tests.support.pretrain_runs import losses, run_in_turn, tiny_settings, uses
+from tests.support.pretrain_runs import log_lines, losses, run_in_turn, tiny_settings, uses
 
 pytest.importorskip("h5py")
 
@@ -97,8 +97,7 @@ def test_who_trains_on_what_changes_nothing_else(folder):
     """Every scope has the same global batches, so the same losses; masks travel or stay."""
     kept = losses(folder / "none")
     for how in ("world", "two_level"):
-        lines = read_json_lines(folder / how / "metrics.jsonl")
-        assert all(line["exchange_bytes"] > 0 for line in lines if line["kind"] == "train")
+        assert all(line["exchange_bytes"] > 0 for line in log_lines(folder / how))
         shared = losses(folder / how)
         torch.testing.assert_close(
             torch.tensor([shared[step][:3] for step in shared]),

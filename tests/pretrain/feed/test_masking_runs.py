@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from bert_unpad.pretrain.config import ConfigError, read_config
-from bert_unpad.pretrain.output.metrics import read_json_lines
-from tests.support.pretrain_runs import losses, make_folder, run_in_turn
+from tests.support.pretrain_runs import log_lines, losses, make_folder, run_in_turn
 
 STEPS = 20
 COMMON = (
@@ -33,14 +32,10 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def _lines(run_dir: Path, kind: str = "train") -> list[dict]:
-    return [x for x in read_json_lines(run_dir / "metrics.jsonl") if x["kind"] == kind]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_the_rate_falls_over_the_run(folder, name):
-    shares = [line["masked_share"] for line in _lines(folder / name)]
+    shares = [line["masked_share"] for line in log_lines(folder / name)]
     wanted = [0.5 - 0.4 * step / STEPS for step in range(STEPS)]
     # Each example's number of predictions is rounded.
     assert shares == pytest.approx(wanted, abs=0.03)
@@ -49,11 +44,13 @@ def test_the_rate_falls_over_the_run(folder, name):
 @pytest.mark.slow
 def test_masks_are_the_same_on_other_ranks(folder):
     run_in_turn(folder, 1, {"alone": RUNS["random"]}, COMMON)
-    alone, both = (_lines(folder / name) for name in ("alone", "random"))
+    alone, both = (log_lines(folder / name) for name in ("alone", "random"))
     assert [x["masked_share"] for x in alone] == [x["masked_share"] for x in both]
     ours, theirs = (torch.tensor([x["mlm_loss"] for x in lines]) for lines in (alone, both))
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
-    held_out = [_lines(folder / name, "evaluation")[-1]["mlm_loss"] for name in ("alone", "random")]
+    held_out = [
+        log_lines(folder / name, "evaluation")[-1]["mlm_loss"] for name in ("alone", "random")
+    ]
     assert held_out[0] == pytest.approx(held_out[1], abs=1e-4)
 
 

@@ -16,7 +16,7 @@ from bert_unpad.pretrain.feed.rank_speeds import RankSpeeds
 from bert_unpad.pretrain.gradients.compute_clock import ComputeClock
 from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.ranks import Ranks
-from tests.support.pretrain_runs import losses, make_folder, run_in_turn, uses
+from tests.support.pretrain_runs import log_lines, losses, make_folder, run_in_turn, uses
 
 CPU = torch.device("cpu")
 
@@ -47,10 +47,6 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def _lines(run_dir: Path, kind: str) -> list[dict]:
-    return [x for x in read_json_lines(run_dir / "metrics.jsonl") if x["kind"] == kind]
-
-
 def _curve(run_dir: Path) -> torch.Tensor:
     return torch.tensor([values[:3] for values in losses(run_dir).values()])
 
@@ -78,14 +74,13 @@ def test_the_faster_rank_gets_more(folder, strategy):
     fast, slow = _sequences(folder / f"{strategy}-unequal")
     assert 2 < fast / slow < 4.5
     assert all(
-        line["straggler_efficiency"] > 0.6
-        for line in _lines(folder / f"{strategy}-unequal", "train")
+        line["straggler_efficiency"] > 0.6 for line in log_lines(folder / f"{strategy}-unequal")
     )
 
 
 @pytest.mark.slow
 def test_measured_speeds_are_logged_and_go_on_where_they_were(folder):
-    found = _lines(folder / "stratified-auto", "rank_speeds")
+    found = log_lines(folder / "stratified-auto", "rank_speeds")
     assert found[0]["step"] == 6
     for line in found:
         assert len(line["speeds"]) == 2

@@ -17,9 +17,16 @@ from bert_unpad.pretrain.config import ClipConfig
 from bert_unpad.pretrain.gradients.clipping import Clipping, step_if
 from bert_unpad.pretrain.gradients.comm_hook import CommHook
 from bert_unpad.pretrain.gradients.sync import GradientSync
-from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.ranks import Ranks
-from tests.support.pretrain_runs import WORDS, finish, go_back, in_turn, tiny_settings, write_corpus
+from tests.support.pretrain_runs import (
+    WORDS,
+    finish,
+    go_back,
+    in_turn,
+    log_lines,
+    tiny_settings,
+    write_corpus,
+)
 from tests.support.processes import free_port, start_ranks
 
 pytestmark = pytest.mark.slow
@@ -96,14 +103,7 @@ def _train(folder: Path, runs: dict[str, tuple[float, list[str]]]) -> dict[str, 
     processes = start_ranks(_runs, 2, commands, log=folder / "train.log")
     codes, output = finish(folder, "train", processes)
     assert codes == [0, 0], output
-    return {
-        name: [
-            line
-            for line in read_json_lines(folder / name / "metrics.jsonl")
-            if line["kind"] == "train"
-        ]
-        for name in runs
-    }
+    return {name: log_lines(folder / name) for name in runs}
 
 
 def _end(lines: list[dict]) -> float:

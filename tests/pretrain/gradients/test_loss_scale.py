@@ -13,8 +13,7 @@ from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.pretrain.config import ConfigError, LossScaleConfig, read_config
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
-from bert_unpad.pretrain.output.metrics import read_json_lines
-from tests.support.pretrain_runs import go_back, losses, make_folder, run_in_turn
+from tests.support.pretrain_runs import go_back, log_lines, losses, make_folder, run_in_turn
 
 pytestmark = pytest.mark.slow
 
@@ -47,14 +46,10 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def _train_lines(run_dir: Path) -> list[dict]:
-    return [x for x in read_json_lines(run_dir / "metrics.jsonl") if x["kind"] == "train"]
-
-
 @pytest.mark.parametrize("name", ["bucket", "before", "after", "bf16 wire", "power"])
 def test_norms_bounds_and_losses_are_those_of_fp32(folder, name):
-    plain = _train_lines(folder / ("power fp32" if name == "power" else "fp32"))
-    scaled = _train_lines(folder / name)
+    plain = log_lines(folder / ("power fp32" if name == "power" else "fp32"))
+    scaled = log_lines(folder / name)
     for a, b in zip(plain, scaled, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=0.02), b["step"]
         assert b["skipped_steps"] == 0
@@ -73,7 +68,7 @@ def test_norms_bounds_and_losses_are_those_of_fp32(folder, name):
 
 
 def test_updates_that_overflow_are_left_out_and_counted(folder):
-    lines = _train_lines(folder / "overflow")
+    lines = log_lines(folder / "overflow")
     skipped = [line["skipped_steps"] for line in lines]
     assert skipped[:2] == [1, 1]
     assert sum(skipped) < STEPS / 2
@@ -92,7 +87,7 @@ def test_a_resumed_run_goes_on_with_its_scale(folder):
     go_back(folder, "overflow", 5, "resumed")  # between two moves of the scale
     run_in_turn(folder, 2, {"resumed": RUNS["overflow"]}, BASE)
     assert losses(folder / "resumed") == losses(folder / "overflow")
-    whole, resumed = (_train_lines(folder / name) for name in ("overflow", "resumed"))
+    whole, resumed = (log_lines(folder / name) for name in ("overflow", "resumed"))
     scales = [line["loss_scale"] for line in whole]
     assert [line["loss_scale"] for line in resumed] == scales
     assert len(set(scales[5:])) > 1

@@ -11,8 +11,15 @@ import yaml
 from bert_unpad.data import DataConfig, prepare
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain import main
-from bert_unpad.pretrain.output.metrics import read_json_lines
-from tests.support.pretrain_runs import WORDS, finish, go_back, in_turn, tiny_settings, write_corpus
+from tests.support.pretrain_runs import (
+    WORDS,
+    finish,
+    go_back,
+    in_turn,
+    log_lines,
+    tiny_settings,
+    write_corpus,
+)
 from tests.support.processes import free_port, start_ranks
 
 pytestmark = pytest.mark.slow
@@ -78,7 +85,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def _lines(run: Path) -> list[dict]:
-    lines = [x for x in read_json_lines(run / "metrics.jsonl") if x["kind"] == "train"]
+    lines = log_lines(run)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     return lines
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bert_unpad.pretrain.output.metrics import read_json_lines
-from tests.support.pretrain_runs import finish, losses, make_folder, run_in_turn, start
+from tests.support.pretrain_runs import finish, log_lines, losses, make_folder, run_in_turn, start
 
 pytestmark = pytest.mark.slow
 
@@ -36,10 +34,6 @@ if find_spec("pytorch_optimizer"):  # Luo et al., "CAME" (ACL 2023), arXiv:2307.
     RUNS["came"] += ["--optimizer.arguments", '{"betas": [0.9, 0.99, 0.999]}']
 
 
-def _lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    return [x for x in read_json_lines(run_dir / "metrics.jsonl") if x["kind"] == kind]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("path")
@@ -63,7 +57,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(folder, name):
 
 def test_an_overflow_is_left_out(folder):
     for name in ("mixed", "muon"):
-        skipped = [x["skipped_steps"] for x in _lines(folder / name, "train")]
+        skipped = [x["skipped_steps"] for x in log_lines(folder / name)]
         assert (skipped[0], skipped[-1]) == (1, 0)
 
 
@@ -73,7 +67,7 @@ def test_sharing_out_changes_no_bit(folder):
 
 def test_the_log_says_that_the_host_waits(folder):
     for name in RUNS:
-        line = _lines(folder / name, "optimizer")[-1]
+        line = log_lines(folder / name, "optimizer")[-1]
         assert line["host_waits"] is (name != "muon")
         assert line["state_bytes"][0] > 0
     assert (
@@ -84,7 +78,9 @@ def test_the_log_says_that_the_host_waits(folder):
 
 @pytest.mark.skipif("came" not in RUNS, reason="needs pytorch_optimizer")
 def test_came_keeps_little(folder):
-    came, merit = (_lines(folder / x, "optimizer")[-1]["state_bytes"][0] for x in ("came", "merit"))
+    came, merit = (
+        log_lines(folder / x, "optimizer")[-1]["state_bytes"][0] for x in ("came", "merit")
+    )
     assert came < 0.7 * merit
 
 

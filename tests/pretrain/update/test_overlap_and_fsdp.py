@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from bert_unpad.pretrain.config import ConfigError, read_config
 from bert_unpad.pretrain.output.metrics import read_json_lines
-from tests.support.pretrain_runs import losses, make_folder, run_in_turn
+from tests.support.pretrain_runs import log_lines, losses, make_folder, run_in_turn
 
 pytestmark = pytest.mark.slow
 
@@ -61,13 +61,11 @@ def folder(tmp_path_factory) -> Path:
 
 
 def _state_bytes(run_dir: Path) -> list[int]:
-    lines = read_json_lines(run_dir / "metrics.jsonl")
-    return [x for x in lines if x["kind"] == "optimizer"][-1]["state_bytes"]
+    return log_lines(run_dir, "optimizer")[-1]["state_bytes"]
 
 
 def _evaluations(run_dir: Path) -> list[float]:
-    lines = read_json_lines(run_dir / "metrics.jsonl")
-    return [line["loss"] for line in lines if line["kind"] == "evaluation"]
+    return [line["loss"] for line in log_lines(run_dir, "evaluation")]
 
 
 def _weights(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -104,10 +102,7 @@ def test_runs_learn_as_without_shards(folder, name):
 
 @pytest.mark.parametrize("name", ["scaled-overlap", "scaled-fsdp", "bounded-fsdp"])
 def test_updates_that_overflow_are_left_out_on_all_ranks(folder, name):
-    train = [
-        [x for x in read_json_lines(folder / run / "metrics.jsonl") if x["kind"] == "train"]
-        for run in (name, "scaled")
-    ]
+    train = [log_lines(folder / run) for run in (name, "scaled")]
     for ours, plain in zip(*train, strict=True):
         assert ours["skipped_steps"] == plain["skipped_steps"]
         assert ours["loss_scale"] == plain["loss_scale"]

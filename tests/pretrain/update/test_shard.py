@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from bert_unpad.pretrain.config import ConfigError, read_config
-from bert_unpad.pretrain.output.metrics import read_json_lines
-from tests.support.pretrain_runs import losses, make_folder, run_in_turn
+from tests.support.pretrain_runs import log_lines, losses, make_folder, run_in_turn
 
 pytestmark = pytest.mark.slow
 
@@ -42,16 +41,14 @@ def folder(tmp_path_factory) -> Path:
 
 
 def _state_bytes(run_dir: Path) -> list[int]:
-    lines = read_json_lines(run_dir / "metrics.jsonl")
-    return [x for x in lines if x["kind"] == "optimizer"][-1]["state_bytes"]
+    return log_lines(run_dir, "optimizer")[-1]["state_bytes"]
 
 
 @pytest.mark.parametrize("name", ["adam-world", "lamb-node", "adamw-node"])
 def test_updates_are_the_same_bits_and_ranks_keep_less(folder, name):
     plain = name.split("-")[0]
     assert losses(folder / name) == losses(folder / plain)
-    lines = read_json_lines(folder / name / "metrics.jsonl")
-    skipped = [x["skipped_steps"] for x in lines if x["kind"] == "train"]
+    skipped = [x["skipped_steps"] for x in log_lines(folder / name)]
     assert (skipped[0], skipped[-1]) == (int(plain == "adamw"), 0)
     whole, shared = _state_bytes(folder / plain), _state_bytes(folder / name)
     assert len(whole) == len(shared) == 4
