@@ -21,6 +21,7 @@ from bert_unpad.ops.fp8 import fp8_linear
 from bert_unpad.ops.glu import GluKind, kind_number
 from bert_unpad.ops.linear_layer import check_linear, linear, linear_residual
 from bert_unpad.ops.registration import first_order
+from bert_unpad.ops.rounded_weights import rounded
 
 _ops = torch.ops.bert_unpad
 
@@ -53,7 +54,7 @@ class _Mlp(torch.autograd.Function):
         recompute: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = matmul.product_dtype(x)
-        wide1, wide2 = weight1.to(dtype), weight2.to(dtype)
+        wide1, wide2 = rounded(weight1, dtype), rounded(weight2, dtype)
         # A GELU that is recomputed uses the same kernel both times.
         ctx.epilogue = (
             activation == _TANH

@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from bert_unpad.ops import matmul
 from bert_unpad.ops.registration import first_order
+from bert_unpad.ops.rounded_weights import rounded
 
 
 class _Linear(torch.autograd.Function):
@@ -14,7 +15,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         dtype = matmul.product_dtype(x)
-        wide = weight.to(dtype)
+        wide = rounded(weight, dtype)
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         y = matmul.forward(flat, wide, None if bias is None else bias.to(dtype))
         ctx.save_for_backward(x, wide, weight, bias)

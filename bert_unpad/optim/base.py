@@ -9,7 +9,7 @@ parameter (DTensor).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from bert_unpad.ops.optim import multi_tensor_l2norm
+from bert_unpad.ops.rounded_weights import RoundedWeight
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -99,6 +100,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf
     takes_parts = True
     """Whether it can update parts of parameters, see `shard_group`."""
+    rounds = True
+    """Whether it can keep rounded weights, see `keep_rounded`."""
     shard_group: dist.ProcessGroup | None = None
     """Processes each of which has a part of every parameter, maybe without elements, that is no
     DTensor: norms of parameters are summed over them. All must have the same lists of parameters
@@ -135,6 +138,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.skip_non_finite = skip_non_finite
         self.norm_group = norm_group
         self._skipped: dict[torch.device, Tensor] = {}
+        self._rounded: dict[Tensor, RoundedWeight] = {}
         super().__init__(params, defaults)
         for group in self.param_groups:
             on_gpu = any(p.is_cuda for p in group["params"])
@@ -152,6 +156,33 @@ class FusedOptimizer(torch.optim.Optimizer):
     def skipped_steps(self) -> int:
         """The number of steps skipped because a gradient was not finite. Waits for the device."""
         return sum(int(count) for count in self._skipped.values())
+
+    def keep_rounded(self, params: Iterable[Tensor], dtype: torch.dtype) -> None:
+        """Writes parameters in 16 bits too from now on, for the products of 16-bit activations.
+
+        `ops.linear`, `ops.mlp` and the modules made of them take a copy in place of rounding the
+        weight again in every forward pass; results have the same bits. That holds as long as
+        nothing writes to a weight through its `.data`, which leaves the copy as it was.
+
+        Args:
+            params: float32 parameters of this optimizer, that no process group shards.
+            dtype: bfloat16 or float16, that of the activations.
+
+        Raises:
+            ValueError: a parameter is not float32, or the dtype has not 16 bits.
+            NotImplementedError: this optimizer cannot.
+        """
+        if not self.rounds:
+            raise NotImplementedError(f"{type(self).__name__} keeps no rounded weights")
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"dtype: expected torch.bfloat16 or torch.float16, got {dtype}")
+        for param in params:
+            if param.dtype != torch.float32 or isinstance(param, DTensor):
+                raise ValueError(
+                    f"params: expected float32 parameters that are not sharded, got {param.dtype}"
+                    f"{', a DTensor' if isinstance(param, DTensor) else ''}"
+                )
+            self._rounded[param] = RoundedWeight(param, dtype)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of `torch.optim.AdamW`.
@@ -199,6 +230,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 shards = (self.shard_group,)
             state = self._state_of(param, group)
             grad = local(param.grad).contiguous()
+            copy = self._rounded.get(param)
+            if copy is not None:  # which takes the parameter for its master weights
+                copy.renew(param)
+                state = state | {"master_param": param.detach()}
+                param = copy.tensor
             master = "master_param" in state
             key = (param.device, param.dtype, grad.dtype, master, shards)
             lists.setdefault(key, ParameterList(shards)).add(param, grad, state)
@@ -265,6 +301,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._update_all(updates)
         for _, parameters in lists:
             torch.autograd.graph.increment_version(parameters.tensors["param"])
+        for param, copy in self._rounded.items():
+            if param.grad is not None:
+                torch.autograd.graph.increment_version(param)
+                copy.mark(param)
         return loss
 
     def _update_all(self, updates: Sequence[Update]) -> None:

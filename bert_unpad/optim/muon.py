@@ -100,6 +100,7 @@ class Muon(FusedAdam):
     """
 
     takes_parts = False
+    rounds = False
 
     def __init__(
         self,

@@ -47,6 +47,8 @@ class OneBitOptimizer(FusedOptimizer):
         ValueError: a number is out of range; the message names it.
     """
 
+    rounds = False
+
     def __init__(
         self,
         params: Any,

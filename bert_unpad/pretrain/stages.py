@@ -26,7 +26,7 @@ from bert_unpad.pretrain.feed.steps import FeedState, Step
 from bert_unpad.pretrain.feed.strategies import Sampler, build_sampler, feed_steps
 from bert_unpad.pretrain.gradients.sync import GradientSync
 from bert_unpad.pretrain.growth import Growth, Stage, add_layers, cut_layers, freeze, next_optimizer
-from bert_unpad.pretrain.model import add_gradients_in_products
+from bert_unpad.pretrain.model import add_gradients_in_products, round_weights_in_updates
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.update.fsdp import shard_model
@@ -84,6 +84,7 @@ class Stages:
             group=self._shard_group,
             bucket_mb=run.config.comm.bucket_mb,
         )
+        round_weights_in_updates(run.model, self.optimizer, run.config, run.device)
         self._feed()
 
     @property
@@ -174,6 +175,7 @@ class Stages:
         self.optimizer = next_optimizer(
             run.model, run.config.optimizer, self.optimizer, copies, self._shard_group
         )
+        round_weights_in_updates(run.model, self.optimizer, run.config, run.device)
         state, feed = progress.sampler, self.sampler
         if before.max_seq_length != self.stage.max_seq_length:
             state = progress.sampler = {}  # other data

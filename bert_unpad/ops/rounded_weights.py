@@ -1,0 +1,49 @@
+"""16-bit copies of float32 weights, written by the optimizer that updates them.
+
+A product of 16-bit activations with a float32 weight rounds the weight first: every forward pass
+reads all of it and writes half as much. The optimizer has each new weight in a register anyway. A
+copy counts as long as nothing else has changed its weight, as far as PyTorch counts changes: what
+is written through `weight.data` it cannot see.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class RoundedWeight:
+    """A weight rounded to 16 bits; `rounded` finds it from now on.
+
+    Args:
+        weight: a float32 parameter.
+        dtype: bfloat16 or float16.
+    """
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        self.tensor = weight.detach().to(dtype)
+        self.mark(weight)
+        weight._bert_unpad_rounded = self
+
+    def mark(self, weight: Tensor) -> None:
+        """Says that the copy is that of the weight as it is now."""
+        self._state = weight._version, weight.data_ptr()
+
+    def fits(self, weight: Tensor) -> bool:
+        """Whether the weight is still what it was at the last `mark`."""
+        return self._state == (weight._version, weight.data_ptr())
+
+    def renew(self, weight: Tensor) -> None:
+        """Rounds again if something else has changed the weight."""
+        if not self.fits(weight):
+            self.tensor.copy_(weight.detach())
+            self.mark(weight)
+
+
+def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a weight in `dtype`: the copy that its optimizer keeps, if it is up to date."""
+    if not torch.compiler.is_compiling():
+        copy = getattr(weight, "_bert_unpad_rounded", None)
+        if copy is not None and copy.tensor.dtype == dtype and copy.fits(weight):
+            return copy.tensor
+    return weight.to(dtype)
