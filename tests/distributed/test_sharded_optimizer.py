@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bert_unpad.distributed import BucketClip, ShardedOptimizer, sharded_optimizer
+from bert_unpad.distributed import (
+    BucketClip,
+    ShardedOptimizer,
+    gradient_shards,
+    sharded_optimizer,
+)
 from bert_unpad.optim import (
     FusedAdam,
     Muon,
@@ -214,22 +219,18 @@ def test_16_bit_parameters_with_masters():
 
 
 class Sent:
-    """Counts the bytes that a rank sends in collectives."""
+    """Counts the bytes that a rank sends in messages and allreduces."""
 
     def __init__(self) -> None:
         self.bytes = 0.0
         share = 1 - 1 / dist.get_world_size()
-        # What is sent of which argument; the best that an allreduce can do.
-        for module, name, factor, argument in (
-            (dist, "all_to_all_single", share, 1),
-            (dist, "all_reduce", 2 * share, 0),
-            (dist, "broadcast", share, 0),  # over all roots, as an all-gather takes them
-        ):
-            setattr(module, name, self._counted(getattr(module, name), factor, argument))
+        # What is sent of the first argument; of an allreduce the best that it can do.
+        for name, factor in (("isend", 1.0), ("all_reduce", 2 * share)):
+            setattr(dist, name, self._counted(getattr(dist, name), factor))
 
-    def _counted(self, function: Any, factor: float, argument: int) -> Any:
+    def _counted(self, function: Any, factor: float) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.bytes += args[argument].nbytes * factor
+            self.bytes += args[0].nbytes * factor
             return function(*args, **kwargs)
 
         return call
@@ -288,32 +289,22 @@ def overlaps(rank: int, world_size: int) -> None:
 
     pass_once()
     assert [len(b.parameters) for b in ours._gradients.buckets] == [2, 2, 2, 2]
-    gather, scatter = sharded_optimizer.start_all_gather, dist.all_to_all_single
 
-    class Work:
-        def __init__(self, work: dist.Work) -> None:
-            self.work = work
+    def noted(start: Callable, what: str) -> Callable:
+        def starting(*args: Any) -> Callable[[], None]:
+            events.append(f"{what} sent")
+            finish = start(*args)
 
-        def wait(self) -> None:
-            events.append("gradient arrived")
-            self.work.wait()
+            def wait() -> None:
+                events.append(f"{what} arrived")
+                finish()
 
-    def scattering(*args: Any, **kwargs: Any) -> Work:
-        events.append("gradient sent")
-        return Work(scatter(*args, **kwargs))
+            return wait
 
-    def gathering(*args: Any) -> Callable[[], None]:
-        events.append("weights sent")
-        finish = gather(*args)
+        return starting
 
-        def wait() -> None:
-            events.append("weights arrived")
-            finish()
-
-        return wait
-
-    sharded_optimizer.start_all_gather = gathering
-    dist.all_to_all_single = scattering
+    sharded_optimizer.start_all_gather = noted(sharded_optimizer.start_all_gather, "weights")
+    gradient_shards.start_reduce_scatter = noted(gradient_shards.start_reduce_scatter, "gradient")
     for number, layer in enumerate(model.layers):
         layer.register_forward_hook(lambda *_, n=number: events.append(f"forward {n}"))
         layer.register_full_backward_hook(lambda *_, n=number: events.append(f"backward {n}"))
