@@ -65,8 +65,9 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "1-bit LAMB": OVERLAP | {"optimizer.name": "onebit_lamb", "optimizer.lr": 1e-2},
     "0/1 Adam": OVERLAP | {"optimizer.name": "zero_one_adam"},
     "local SGD": OVERLAP | LOCAL,
-    "local SGD in bf16": OVERLAP | LOCAL | BF16,
+    "local SGD, period 64": OVERLAP | LOCAL | {"comm.local_sgd_period": 64},
     "DreamDDP": OVERLAP | {"comm.hook": "dream_ddp"},
+    "DreamDDP, period 16": OVERLAP | {"comm.hook": "dream_ddp", "comm.local_sgd_period": 16},
     MT_DAO: OVERLAP | {"optimizer.name": "mt_dao"},
     "GradientFlow": OVERLAP | {"comm.hook": "gradient_flow"},
     "sharded overlap": OVERLAP | {"optimizer.shard": "overlap", "optimizer.name": "fused_adam"},
@@ -151,18 +152,22 @@ def kept(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def timed(ranks: RankPool, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds and bytes of the updates of one run that count.
 
-    One more update is made, at whose beginning the bytes of the last that counts are known.
+    At least a period of the contender's own counts. One more update is made, at whose beginning the
+    bytes of the last that counts are known.
     """
+    period = 0 if name == ALONE else CONTENDERS[name].get("comm.local_sgd_period", 0)
+    end = max(options.steps, options.settle + period)
     more = {
-        "schedule.total_steps": options.steps + 1,
+        "schedule.total_steps": end + 1,
         "evaluation.examples": 0,
         "comm.start": options.timed_start,
+        "logging.every": options.settle,  # a line makes the ranks meet
     }
     lines, sent = train(ranks, settings_of(name, options.folder / "timed", options, **more))
-    seconds = [line["seconds"] for line in lines if line["kind"] == "train"]
-    steps = [b - a for a, b in itertools.pairwise(seconds[options.settle - 1 : options.steps])]
-    bytes_sent = sent[options.steps] - sent[options.settle]
-    return {"steps": steps, "bytes": bytes_sent / len(steps)}
+    seconds = {line["step"]: line["seconds"] for line in lines if line["kind"] == "train"}
+    count = end - options.settle
+    bytes_sent = sent[end] - sent[options.settle]
+    return {"step": (seconds[end] - seconds[options.settle]) / count, "bytes": bytes_sent / count}
 
 
 def measure_link(
@@ -178,7 +183,7 @@ def measure_link(
             for name in options.only:
                 path = done / f"{name.replace('/', '-')}, round {number + 1}.json"
                 rounds[name].append(kept(path, partial(timed, ranks, name, options)))
-                last = statistics.fmean(rounds[name][-1]["steps"])
+                last = rounds[name][-1]["step"]
                 print(
                     f"{count} hosts, {rate}, round {number + 1}: {name}: {last:.3f} s", flush=True
                 )
@@ -186,7 +191,7 @@ def measure_link(
         ranks.close()
     rows = []
     for name, found in rounds.items():
-        means = [statistics.fmean(x["steps"]) for x in found]
+        means = [x["step"] for x in found]
         row = {
             "contender": name,
             "step_seconds": statistics.median(means),
@@ -194,7 +199,7 @@ def measure_link(
             "bytes_per_step": statistics.median(x["bytes"] for x in found),
         }
         if ALONE in rounds:
-            alone = [statistics.fmean(x["steps"]) for x in rounds[ALONE]]
+            alone = [x["step"] for x in rounds[ALONE]]
             row["of_no_exchange"] = statistics.median(
                 a / b for a, b in zip(means, alone, strict=True)
             )
@@ -252,7 +257,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"], help="as tc reads them")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=24, help="updates of a timed run")
+    parser.add_argument("--steps", type=int, default=16, help="updates of a timed run")
     parser.add_argument("--settle", type=int, default=8, help="its first, which do not count")
     parser.add_argument("--timed-start", type=int, default=3, help="its first, by plain allreduces")
     parser.add_argument("--batch", type=int, default=32, help="sequences, of all hosts")
@@ -264,8 +269,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--name", default="cluster", help="of the JSON file")
     options = parser.parse_args()
-    if options.steps < options.settle + 2:
-        parser.error("--steps must be at least --settle + 2: what comes behind is measured")
+    if options.steps % options.settle or options.steps == options.settle:
+        parser.error("--steps must be two or more times --settle")
     for name in options.only:
         more = {"schedule.total_steps": 1}
         settings = settings_of(name, options.folder / "x", options, **more)

@@ -52,6 +52,7 @@ def page() -> str:
     sections = [
         speed_tables.operators(),
         speed_tables.pretraining_step(),
+        speed_tables.long_context(),
         speed_tables.versions(),
         speed_tables.hugging_face(),
         speed_tables.optimizers(),

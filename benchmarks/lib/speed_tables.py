@@ -98,6 +98,33 @@ def pretraining_step() -> str:
     )
 
 
+def long_context() -> str:
+    """A ModernBERT's step on long sequences."""
+    found = read("long_context")
+    if found is None:
+        return ""
+    rows = []
+    for batch in found["batches"]:
+        lengths = batch["lengths"]
+        what = f"{batch['batch']}: {count(len(lengths), 'sequence')}, {sum(lengths):,} tokens"
+        for x in batch["results"]:
+            row = [what, x["contender"], f"{x['seconds']:.2f}", between(x["rounds"])]
+            row.append(f"{x['ours_faster_by']:.2f}")
+            rows.append([*row, *(f"{x[key] / 1e9:.1f}" for key in ("step_bytes", "peak_bytes"))])
+    rounds = count(len(found["batches"][0]["results"][0]["rounds"]), "round")
+    header = ["", "", "seconds, median", "least and greatest round", "`bert_unpad` is faster by"]
+    return section(
+        "Long sequences",
+        f"Forward, backward and AdamW of ModernBERT-{found['size']} in {precision(found['dtype'])}"
+        f", masked tokens alone; {rounds} in which the contenders take turns. Its layers look at "
+        'windows of 128 tokens, every third at all; "no windows" is the same model whose layers '
+        'all look at all. "Plain unpadded" is Hugging Face\'s modules on packed tokens with one '
+        'SDPA call a sequence, "hf sdpa" its model, padded. Memory as above.',
+        source("long_context", found),
+        table([*header, "GB of a step", "GB in all"], rows, text_columns=2),
+    )
+
+
 def versions() -> str:
     found = read("versions")
     if found is None:
