@@ -17,7 +17,7 @@ namespace {
 Tensor clip(const ClipArguments& a, const Tensor& bucket) {
   const ClipCpuParams p{a.dtype, a.out_dtype, a.bucket, a.out, a.residual};
   const ClipKernels& kernels = clip_kernels();
-  const double sum = sum_chunks(
+  const double sum = sum_over_chunks(
       a.size, [&](int64_t begin, int64_t end) { return kernels.sum_squares(p, begin, end); });
   const auto norm = static_cast<float>(std::sqrt(sum));
   Tensor result = torch::stable::new_empty(bucket, {}, ScalarType::Float);

@@ -26,7 +26,7 @@ void for_chunks(int64_t size, const F& fn) {
 
 // The sum of fn(begin, end) over an array's chunks.
 template <class F>
-double sum_chunks(int64_t size, const F& fn) {
+double sum_over_chunks(int64_t size, const F& fn) {
   std::vector<float> partials(array_chunks(size));
   for_chunks(size, [&](int64_t i, int64_t begin, int64_t end) { partials[i] = fn(begin, end); });
   double sum = 0.0;

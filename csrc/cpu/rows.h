@@ -75,4 +75,18 @@ inline Tensor sum_chunks(const float* partials, int64_t chunks, int64_t stride,
   return dtype == ScalarType::Float ? sums : torch::stable::to(sums, dtype);
 }
 
+// The gradient of a bias: fn(first row, row after the last, sums) for all chunks in parallel adds
+// up its rows in sums [stride], null without a bias, for which the result is empty.
+template <class F>
+Tensor bias_gradient(const RowChunks& chunks, const std::optional<Tensor>& bias, int64_t stride,
+                     const Tensor& like, const F& fn) {
+  Tensor partials =
+      torch::stable::new_empty(like, {bias ? chunks.count * stride : 0}, ScalarType::Float);
+  float* sums = bias ? partials.mutable_data_ptr<float>() : nullptr;
+  chunks.for_each([&](int64_t chunk, int64_t begin, int64_t end) {
+    fn(begin, end, sums ? sums + chunk * stride : nullptr);
+  });
+  return bias ? sum_chunks(sums, chunks.count, stride, *bias) : torch::stable::new_empty(like, {0});
+}
+
 }  // namespace bert_unpad

@@ -5,9 +5,9 @@
 // gradient is summed in registers: first over a thread's rows, then over the block, then over the
 // blocks by column_sum. The backward pass recomputes x + bias instead of storing it.
 #include "cuda/column_sum.h"
-#include "cuda/launch.h"
 #include "cuda/reduce.h"
 #include "cuda/vector.h"
+#include "gelu/column_grid.h"
 #include "gelu/gelu_cuda.h"
 #include "gelu/gelu_math.h"
 
@@ -100,24 +100,10 @@ bias_gelu_backward_kernel(BU_PARAMS GeluCudaParams p) {
     store_vector<float, N>(p.partials + blockIdx.y * p.columns + column, sum);
 }
 
-// Elements per thread: 16 bytes where every row starts at a multiple of 16 bytes, else one.
-int vector_width(const GeluCudaParams& p) {
-  const int width = 16 / element_size(p.dtype);
-  bool aligned = p.columns % width == 0;
-  for (const void* q : {p.x, p.dy, static_cast<const void*>(p.y), static_cast<const void*>(p.dx)})
-    aligned = aligned && is_aligned(q, 16);
-  return aligned ? width : 1;
-}
-
-ColumnGrid grid_of(const GeluCudaParams& p, const char* op, int blocks_per_sm) {
-  return ColumnGrid(p.rows, p.columns / vector_width(p),
-                    static_cast<int64_t>(sm_count(op)) * blocks_per_sm);
-}
-
 // f.operator()<T, elements per thread, tanh>()
 template <class F>
 void dispatch_kernel(const GeluCudaParams& p, const F& f) {
-  const bool vectors = vector_width(p) > 1;
+  const bool vectors = vector_width(p, p.columns) > 1;
   dispatch(p.dtype, [&]<class T>() {
     if (vectors)
       p.tanh ? f.template operator()<T, kVectorWidth<T>, true>()
@@ -131,21 +117,20 @@ void dispatch_kernel(const GeluCudaParams& p, const F& f) {
 
 void bias_gelu(const GeluCudaParams& p, cudaStream_t stream) {
   if (p.rows == 0 || p.columns == 0) return;
-  const ColumnGrid g = grid_of(p, kForward, kForwardBlocks);
+  const ColumnGrid g = column_grid(p, p.columns, kForward, kForwardBlocks);
   dispatch_kernel(p, [&]<class T, int N, bool kTanh>() {
     launch(kForward, bias_gelu_kernel<T, N, kTanh>, g.grid, g.block, 0, stream, p);
   });
 }
 
 int64_t bias_gelu_partial_rows(const GeluCudaParams& p) {
-  return p.rows == 0 || p.columns == 0 ? 0 : grid_of(p, kBackward, kBackwardBlocks).grid.y;
+  return partial_rows(p, p.columns, kBackward, kBackwardBlocks);
 }
 
 void bias_gelu_backward(const GeluCudaParams& p, cudaStream_t stream) {
-  int64_t chunks = 0;
-  if (p.rows > 0 && p.columns > 0) {
-    const ColumnGrid g = grid_of(p, kBackward, kBackwardBlocks);
-    chunks = g.grid.y;
+  const int64_t chunks = bias_gelu_partial_rows(p);
+  if (chunks > 0) {
+    const ColumnGrid g = column_grid(p, p.columns, kBackward, kBackwardBlocks);
     dispatch_kernel(p, [&]<class T, int N, bool kTanh>() {
       launch(kBackward, bias_gelu_backward_kernel<T, N, kTanh>, g.grid, g.block,
              sum_over_y_bytes(g.block.x, g.block.y, N), stream, p);

@@ -52,15 +52,9 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(Tensor dy, Tensor x, std::optional
   p.dy = dy.const_data_ptr();
   p.out = dx.mutable_data_ptr();
   const GeluKernels& kernels = gelu_kernels();
-  const RowChunks chunks(rows);
-  const int64_t stride = bias ? padded_columns(p.hidden) : 0;
-  Tensor partials = torch::stable::new_empty(x, {chunks.count * stride}, ScalarType::Float);
-  float* sums = bias ? partials.mutable_data_ptr<float>() : nullptr;
-  chunks.for_each([&](int64_t chunk, int64_t begin, int64_t end) {
-    kernels.backward(p, begin, end, sums ? sums + chunk * stride : nullptr);
-  });
-  Tensor dbias =
-      bias ? sum_chunks(sums, chunks.count, stride, *bias) : torch::stable::new_empty(x, {0});
+  Tensor dbias = bias_gradient(
+      RowChunks(rows), bias, padded_columns(p.hidden), x,
+      [&](int64_t begin, int64_t end, float* sums) { kernels.backward(p, begin, end, sums); });
   return {dx, dbias};
 }
 

@@ -5,9 +5,9 @@
 // As in gelu.cu a thread keeps its columns, of both halves, and walks down the rows; the backward
 // pass computes both halves' gradients from one activation, of which nothing was kept.
 #include "cuda/column_sum.h"
-#include "cuda/launch.h"
 #include "cuda/reduce.h"
 #include "cuda/vector.h"
+#include "gelu/column_grid.h"
 #include "gelu/gelu_math.h"
 #include "gelu/glu_cuda.h"
 
@@ -114,21 +114,6 @@ glu_backward_kernel(BU_PARAMS GluCudaParams p) {
   }
 }
 
-// Elements per thread: 16 bytes where both halves of every row start at a multiple of 16 bytes,
-// else one.
-int vector_width(const GluCudaParams& p) {
-  const int width = 16 / element_size(p.dtype);
-  bool aligned = p.width % width == 0;
-  for (const void* q : {p.x, p.dy, static_cast<const void*>(p.y), static_cast<const void*>(p.dx)})
-    aligned = aligned && is_aligned(q, 16);
-  return aligned ? width : 1;
-}
-
-ColumnGrid grid_of(const GluCudaParams& p, const char* op, int blocks_per_sm) {
-  return ColumnGrid(p.rows, p.width / vector_width(p),
-                    static_cast<int64_t>(sm_count(op)) * blocks_per_sm);
-}
-
 // f.operator()<kind>()
 template <class F>
 void dispatch_kind(GluKind kind, const F& f) {
@@ -147,7 +132,7 @@ void dispatch_kind(GluKind kind, const F& f) {
 // f.operator()<T, elements per thread, kind>()
 template <class F>
 void dispatch_kernel(const GluCudaParams& p, const F& f) {
-  const bool vectors = vector_width(p) > 1;
+  const bool vectors = vector_width(p, p.width) > 1;
   dispatch(p.dtype, [&]<class T>() {
     dispatch_kind(p.kind, [&]<GluKind kKind>() {
       vectors ? f.template operator()<T, kVectorWidth<T>, kKind>()
@@ -160,21 +145,20 @@ void dispatch_kernel(const GluCudaParams& p, const F& f) {
 
 void glu(const GluCudaParams& p, cudaStream_t stream) {
   if (p.rows == 0 || p.width == 0) return;
-  const ColumnGrid g = grid_of(p, kForward, kForwardBlocks);
+  const ColumnGrid g = column_grid(p, p.width, kForward, kForwardBlocks);
   dispatch_kernel(p, [&]<class T, int N, GluKind kKind>() {
     launch(kForward, glu_kernel<T, N, kKind>, g.grid, g.block, 0, stream, p);
   });
 }
 
 int64_t glu_partial_rows(const GluCudaParams& p) {
-  return p.rows == 0 || p.width == 0 ? 0 : grid_of(p, kBackward, kBackwardBlocks).grid.y;
+  return partial_rows(p, p.width, kBackward, kBackwardBlocks);
 }
 
 void glu_backward(const GluCudaParams& p, cudaStream_t stream) {
-  int64_t chunks = 0;
-  if (p.rows > 0 && p.width > 0) {
-    const ColumnGrid g = grid_of(p, kBackward, kBackwardBlocks);
-    chunks = g.grid.y;
+  const int64_t chunks = glu_partial_rows(p);
+  if (chunks > 0) {
+    const ColumnGrid g = column_grid(p, p.width, kBackward, kBackwardBlocks);
     dispatch_kernel(p, [&]<class T, int N, GluKind kKind>() {
       launch(kBackward, glu_backward_kernel<T, N, kKind>, g.grid, g.block,
              sum_over_y_bytes(g.block.x, g.block.y, N), stream, p);

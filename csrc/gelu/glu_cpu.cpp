@@ -37,16 +37,10 @@ std::tuple<Tensor, Tensor> glu_backward(Tensor dy, Tensor x, std::optional<Tenso
   p.bias = bias_vector.data();
   p.dy = dy.const_data_ptr();
   p.out = dx.mutable_data_ptr();
-  const RowChunks chunks(rows);
-  const int64_t stride = bias ? 2 * p.width : 0;
-  Tensor partials = torch::stable::new_empty(x, {chunks.count * stride}, ScalarType::Float);
-  float* sums = bias ? partials.mutable_data_ptr<float>() : nullptr;
   const GluKernels& kernels = glu_kernels();
-  chunks.for_each([&](int64_t chunk, int64_t begin, int64_t end) {
-    kernels.backward(p, begin, end, sums ? sums + chunk * stride : nullptr);
-  });
-  Tensor dbias =
-      bias ? sum_chunks(sums, chunks.count, stride, *bias) : torch::stable::new_empty(x, {0});
+  Tensor dbias = bias_gradient(
+      RowChunks(rows), bias, 2 * p.width, x,
+      [&](int64_t begin, int64_t end, float* sums) { kernels.backward(p, begin, end, sums); });
   return {dx, dbias};
 }
 

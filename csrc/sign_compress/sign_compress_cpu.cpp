@@ -24,7 +24,7 @@ Tensor sign_scale(std::optional<Tensor> value, Tensor error) {
   const SignArguments a(value, error, "sign_scale");
   const SignCpuParams p{a.dtype, a.value, a.error, nullptr};
   const SignKernels& kernels = sign_kernels();
-  const double sum = sum_chunks(
+  const double sum = sum_over_chunks(
       a.size, [&](int64_t begin, int64_t end) { return kernels.sum_squares(p, begin, end); });
   Tensor scale = torch::stable::new_empty(error, {}, ScalarType::Float);
   *scale.mutable_data_ptr<float>() =
