@@ -32,9 +32,10 @@ def collect() -> dict[str, Any]:
         A dict with the sections `versions`, `modules` (per compiled module: `loaded`, `files`, and
         `missing`, the reason why it is not loaded, or None), `cpu`, `cuda` and `operators` (per
         operator and dispatch key, whether a kernel is registered). Memory is in bytes. A value that
-        only a missing module knows is None.
+        only a missing module knows is None; `served` says whether the CUDA operators run on a GPU.
     """
     modules = _modules()
+    archs = _names(_ask("_C_cuda", "archs", modules))
     return {
         "versions": {
             "bert_unpad": bert_unpad.__version__,
@@ -52,10 +53,7 @@ def collect() -> dict[str, Any]:
             "instruction_set": _ask("_C", "cpu_isa", modules),
             "instruction_sets_built": _names(_ask("_C", "built_isas", modules)),
         },
-        "cuda": {
-            "architectures_built": _names(_ask("_C_cuda", "archs", modules)),
-            "gpus": _gpus(),
-        },
+        "cuda": {"architectures_built": archs, "gpus": _gpus(archs)},
         "operators": _operators(),
     }
 
@@ -94,7 +92,23 @@ def _cpu_model() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
-def _gpus() -> list[dict[str, Any]]:
+def _runs_on(major: int, minor: int, archs: list[str]) -> bool:
+    """Whether one of the built architectures, such as `8.0+PTX` or `9.0a`, serves a GPU."""
+    for arch in archs:
+        number = arch.removesuffix("+PTX")
+        built = tuple(int(part) for part in number.rstrip("af").split("."))
+        if number.endswith("a"):
+            served = built == (major, minor)
+        else:
+            served = built[0] == major and built[1] <= minor
+        if served or (
+            arch.endswith("+PTX") and not number[-1].isalpha() and built <= (major, minor)
+        ):
+            return True
+    return False
+
+
+def _gpus(archs: list[str] | None) -> list[dict[str, Any]]:
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
@@ -104,6 +118,9 @@ def _gpus() -> list[dict[str, Any]]:
                 "compute_capability": f"{properties.major}.{properties.minor}",
                 "memory": properties.total_memory,
                 "multiprocessors": properties.multi_processor_count,
+                "served": None
+                if archs is None
+                else _runs_on(properties.major, properties.minor, archs),
             }
         )
     return gpus
@@ -150,7 +167,10 @@ def render(info: dict[str, Any]) -> str:
     ]
     for gpu in cuda["gpus"]:
         memory = f"{gpu['memory'] / 2**30:.0f} GiB"
-        rows.append(("", f"{gpu['name']}, sm {gpu['compute_capability']}, {memory}"))
+        text = f"{gpu['name']}, sm {gpu['compute_capability']}, {memory}"
+        if gpu["served"] is False:
+            text += "; not among the architectures built (TORCH_CUDA_ARCH_LIST, 8.0 and later)"
+        rows.append(("", text))
     lines = [f"{label:<20} {value}".rstrip() for label, value in rows]
     lines += ["", f"{'operators':<36}" + "".join(f"{key:<10}" for key in DISPATCH_KEYS)]
     for name, kernels in info["operators"].items():

@@ -155,7 +155,9 @@ inline bool fits(const MatmulDescObject& desc, const LayoutObject& a, const Layo
   const bool needs_bias = desc.epilogue == Epilogue::kBias ||
                           desc.epilogue == Epilogue::kGeluAuxBias ||
                           desc.epilogue == Epilogue::kBiasGradientB;
-  if (needs_bias && (desc.bias == nullptr || desc.bias_type != d.type)) return false;
+  const DataType bias_type =
+      is_8_bit(a.type) && d.type == DataType::kFloat32 ? DataType::kBFloat16 : d.type;
+  if (needs_bias && (desc.bias == nullptr || desc.bias_type != bias_type)) return false;
   const bool needs_aux =
       desc.epilogue == Epilogue::kGeluAuxBias || desc.epilogue == Epilogue::kDGelu;
   return !needs_aux || (desc.aux != nullptr && desc.aux_type == d.type && desc.aux_ld >= d.rows &&

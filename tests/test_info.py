@@ -7,6 +7,7 @@ import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
+import pytest
 import torch
 
 import bert_unpad
@@ -36,6 +37,30 @@ def test_text_shows_every_operator_and_why_a_module_is_missing():
         assert f"  {name} " in text
     found["modules"]["_C_cuda"].update(loaded=False, missing="it is Tuesday")
     assert "it is Tuesday" in info.render(found)
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "served"),
+    [
+        ((8, 0), "8.0", True),
+        ((8, 6), "8.0", True),
+        ((9, 0), "8.0", False),
+        ((9, 0), "8.0+PTX", True),
+        ((7, 5), "8.0+PTX 9.0a", False),
+        ((9, 0), "9.0a", True),
+        ((9, 1), "9.0a", False),
+        ((10, 0), "9.0a+PTX", False),
+        ((10, 3), "10.0f", True),
+        ((12, 0), "10.0f", False),
+    ],
+)
+def test_gpus_that_nothing_was_built_for_are_told(capability, archs, served):
+    assert info._runs_on(*capability, archs.split()) is served
+    found = info.collect()
+    found["cuda"]["gpus"] = [
+        {"name": "GPU X", "compute_capability": "1.0", "memory": 2**30, "served": served}
+    ]
+    assert ("not among the architectures built" in info.render(found)) is not served
 
 
 def test_unknown_instruction_set_is_reported(monkeypatch):

@@ -102,7 +102,8 @@ class _Fp8Linear(torch.autograd.Function):
         needs_x, needs_weight, _ = ctx.needs_input_grad
         q, q_kept, scale = quantize_fp8(x, False, needs_weight)
         w, w_kept, w_scale = quantize_fp8(weight, False, needs_x)
-        low_bias = None if bias is None else bias.to(x.dtype)
+        bias_dtype = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
+        low_bias = None if bias is None else bias.to(bias_dtype)
         y = _ops.fp8_product(w, q, w_scale, scale, low_bias, x.dtype, False)
         inputs = x.new_empty(0)
         ctx.save_for_backward(q_kept, scale, w_kept, w_scale, inputs)
@@ -138,7 +139,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Args:
         x: [rows, in_features], float32, bfloat16 or float16; in_features a multiple of 16.
         weight: [out_features, in_features], x's dtype or float32; out_features a multiple of 16.
-        bias: [out_features] or None, x's dtype or float32.
+        bias: [out_features] or None, x's dtype or float32; added as bfloat16 if x is float32.
 
     Returns:
         The output, [rows, out_features], of x's dtype. A matrix with a value that is not finite

@@ -36,7 +36,7 @@ void launch_fp32_backward(const AttentionRun& run, cudaStream_t stream);
 inline void launch_grid(const char* op, void (*kernel)(const AttentionLaunch), int threads,
                         uint32_t shared_bytes, const AttentionRun& run, int heads, int longest,
                         int tile_rows, cudaStream_t stream) {
-  const int tiles = tile_rows == 0 ? 1 : (longest + tile_rows - 1) / tile_rows;
+  const int tiles = tile_rows == 0 ? 1 : longest / tile_rows + (longest % tile_rows != 0);
   const int64_t blocks = static_cast<int64_t>(run.sequences) * heads * tiles;
   if (blocks == 0) return;
   if (blocks > INT32_MAX)

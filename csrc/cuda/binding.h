@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "common/checks.h"
+#include "cuda/error.h"
 #include "cuda/stream.h"
 
 namespace bert_unpad::cuda {
@@ -16,7 +17,12 @@ struct Call {
   cudaStream_t stream;
 
   Call(const Tensor& t, const char* op)
-      : guard(t.get_device_index()), stream(current_stream(t.get_device_index(), op)) {}
+      : guard(t.get_device_index()), stream(current_stream(t.get_device_index(), op)) {
+    // The guard speaks to PyTorch's CUDA runtime, kernels are launched by the one linked in here.
+    int device = -1;
+    check_cuda(cudaGetDevice(&device), op);
+    if (device != t.get_device_index()) check_cuda(cudaSetDevice(t.get_device_index()), op);
+  }
 };
 
 // The (seed, offset) of a call with dropout, on the device; null without.

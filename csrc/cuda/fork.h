@@ -11,9 +11,8 @@
 namespace bert_unpad::cuda {
 
 // Branch 0 is the caller's stream itself; the others start after what it was given so far. The end
-// of the scope makes the caller's stream wait for them all, so later work on
-// it, and memory that is freed in its order, are safe. Works while the caller's stream is being
-// captured.
+// of the scope makes the caller's stream wait for them all, so later work on it, and memory that is
+// freed in its order, are safe. Works while the caller's stream is being captured.
 class Fork {
  public:
   static constexpr int kMaxBranches = 4;
@@ -62,11 +61,16 @@ class Fork {
     const auto [entry, fresh] = all.try_emplace(device);
     if (fresh) {
       Sides& made = entry->second;
+      // The first call may be part of a capture, which forbids making streams unless it is told
+      // that they have nothing to do with it.
+      cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+      check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), op);
       check_cuda(cudaEventCreateWithFlags(&made.begin, cudaEventDisableTiming), op);
       for (int i = 0; i + 1 < kMaxBranches; ++i) {
         check_cuda(cudaStreamCreateWithFlags(&made.streams[i], cudaStreamNonBlocking), op);
         check_cuda(cudaEventCreateWithFlags(&made.ends[i], cudaEventDisableTiming), op);
       }
+      check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), op);
     }
     return entry->second;
   }

@@ -8,6 +8,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <mutex>
+#include <set>
+#include <utility>
 
 #include "common/types.h"
 #include "cuda/error.h"
@@ -20,6 +23,22 @@ namespace bert_unpad::cuda {
 // Dynamic shared memory that a kernel gets without asking.
 inline constexpr size_t kUnaskedSharedBytes = 48 * 1024;
 
+#ifdef __CUDACC__
+// Lets a kernel use as much as a block can have, once on each device. Not what a launch needs: a
+// limit that went down again would fail the launch of another thread, or of a captured graph.
+inline void allow_shared_memory(const char* op, const void* kernel) {
+  static std::mutex mutex;
+  static std::set<std::pair<int, const void*>> allowed;
+  int device = 0, bytes = 0;
+  check_cuda(cudaGetDevice(&device), op);
+  const std::scoped_lock lock(mutex);
+  if (allowed.contains({device, kernel})) return;
+  check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), op);
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
+  allowed.emplace(device, kernel);
+}
+#endif
+
 // cudaGetLastError also reports an error of earlier, asynchronous work; the message names the
 // operator that met it.
 template <class... Params, class... Args>
@@ -27,9 +46,7 @@ void launch(const char* op, void (*kernel)(Params...), dim3 grid, dim3 block, si
             cudaStream_t stream, const Args&... args) {
 #ifdef __CUDACC__
   if (shared_bytes > kUnaskedSharedBytes)
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(shared_bytes)),
-               op);
+    allow_shared_memory(op, reinterpret_cast<const void*>(kernel));
   kernel<<<grid, block, shared_bytes, stream>>>(args...);
 #else
   static_cast<void>(stream);

@@ -37,7 +37,7 @@ int64_t quantize_partials(const QuantizeParams& p);
 void quantize_fp8(const QuantizeParams& p, cudaStream_t stream);
 
 // y [b.rows, a.rows] = (a_scale * b_scale) b a^T + bias, of row-major 8-bit a [a_rows, k] and
-// b [b_rows, k]; bias [a_rows] of out_dtype or null.
+// b [b_rows, k]; bias [a_rows], of the type that fp8_bias_dtype gives, or null.
 struct Fp8Product {
   bool a_e5m2, b_e5m2;
   int64_t a_rows, b_rows, k;
@@ -49,6 +49,9 @@ struct Fp8Product {
   DType out_dtype;
   bool fast_accumulation;
 };
+
+// 8-bit products with fp32 results take a bf16 bias only.
+inline DType fp8_bias_dtype(DType out) { return out == DType::kFloat32 ? DType::kBFloat16 : out; }
 
 Matmul fp8_matmul(const Fp8Product& p);
 

@@ -21,7 +21,7 @@ Matmul fp8_matmul(const Fp8Product& p) {
   m.d_data = p.out;
   m.fast_accumulation = p.fast_accumulation;
   m.epilogue = Epilogue::kNone;
-  m.bias_type = m.d.type;
+  m.bias_type = data_type(fp8_bias_dtype(p.out_dtype));
   if (p.bias != nullptr) {
     m.epilogue = Epilogue::kBias;
     m.bias = const_cast<void*>(p.bias);

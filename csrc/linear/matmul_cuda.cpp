@@ -182,12 +182,15 @@ class PreparedProduct {
   void run(const Matmul& product, const Allocate& allocate, cudaStream_t stream, const char* op) {
     set_addresses(product, op);
     resize(product, op);
-    Status status = queue(product, choice_, product.d_data, allocate, stream);
-    if (status == kNotSupported || status == kInvalidValue) {
-      // The bucket's algorithm cannot do exactly this many tokens.
-      const std::vector<Choice> guesses = guess(product, 1, op);
-      status = queue(product, guesses.front(), product.d_data, allocate, stream);
-    }
+    const auto try_choice = [&](const Choice& choice) {
+      const size_t bytes = choice.workspace_bytes;
+      void* workspace = bytes == 0 ? nullptr : allocate(bytes);
+      return queue(product, choice, product.d_data, workspace, stream);
+    };
+    Status status = try_choice(choice_);
+    // The bucket's algorithm cannot do exactly this many tokens.
+    if (status == kNotSupported || status == kInvalidValue)
+      status = try_choice(guess(product, 1, op).front());
     require(status, "cublasLtMatmul", op);
   }
 
@@ -215,11 +218,10 @@ class PreparedProduct {
     d_.resize(product.d, op);
   }
 
-  Status queue(const Matmul& product, const Choice& choice, void* d, const Allocate& allocate,
+  Status queue(const Matmul& product, const Choice& choice, void* d, void* workspace,
                cudaStream_t stream) const {
     const float alpha = 1.0f, beta = product.c_data == nullptr ? 0.0f : 1.0f;
     const void* c = product.c_data == nullptr ? d : product.c_data;
-    void* workspace = choice.workspace_bytes == 0 ? nullptr : allocate(choice.workspace_bytes);
     return api().matmul(handle_, desc_.get(), &alpha, product.a_data, a_.get(), product.b_data,
                         b_.get(), &beta, c, d_.get(), d, d_.get(), &choice.algorithm, workspace,
                         choice.workspace_bytes, stream);
@@ -271,10 +273,13 @@ class PreparedProduct {
     // Into memory of its own: d may be the addend.
     const size_t element = product.d.type == DataType::kFloat32 ? 4 : 2;
     void* scratch = allocate(product.d.ld * product.d.cols * element);
+    // One for all, one after the other: all of them at once can be gigabytes.
+    const size_t most = std::ranges::max(guesses, {}, &Choice::workspace_bytes).workspace_bytes;
+    void* workspace = most == 0 ? nullptr : allocate(most);
     const Choice* best = &guesses.front();
     float least = 0;
     for (const Choice& choice : guesses) {
-      const float milliseconds = time(product, choice, scratch, allocate, stream, op);
+      const float milliseconds = time(product, choice, scratch, workspace, stream, op);
       if (milliseconds < 0 || (best != &choice && least > 0 && milliseconds >= least)) continue;
       best = &choice;
       least = milliseconds;
@@ -284,15 +289,15 @@ class PreparedProduct {
   }
 
   // Of kRepeats runs after one more; negative if the algorithm refuses.
-  float time(const Matmul& product, const Choice& choice, void* d, const Allocate& allocate,
+  float time(const Matmul& product, const Choice& choice, void* d, void* workspace,
              cudaStream_t stream, const char* op) const {
-    if (queue(product, choice, d, allocate, stream) != kSuccess) return -1;
+    if (queue(product, choice, d, workspace, stream) != kSuccess) return -1;
     cudaEvent_t begin, end;
     check_cuda(cudaEventCreateWithFlags(&begin, cudaEventDefault), op);
     check_cuda(cudaEventCreateWithFlags(&end, cudaEventDefault), op);
     check_cuda(cudaEventRecord(begin, stream), op);
     for (int i = 0; i < kRepeats; ++i)
-      require(queue(product, choice, d, allocate, stream), "cublasLtMatmul", op);
+      require(queue(product, choice, d, workspace, stream), "cublasLtMatmul", op);
     check_cuda(cudaEventRecord(end, stream), op);
     check_cuda(cudaEventSynchronize(end), op);
     float milliseconds = 0;

@@ -64,12 +64,16 @@ BU_EXPORT int set_library(int64_t algorithms, int last_is_choosy) {
   return 0;
 }
 
-// Heuristic calls, products, the last product's algorithm, the last preference's alignments.
+// Heuristic calls, products, the last product's algorithm, bytes of memory that the last call took,
+// the last preference's alignments.
 BU_EXPORT int library_counts(int64_t* out) {
   const cublaslt::Library& library = cublaslt::library;
   *out++ = library.heuristic_calls;
   *out++ = library.products;
   *out++ = static_cast<int64_t>(library.last_algorithm);
+  *out = 0;
+  for (const auto& memory : workspaces) *out += static_cast<int64_t>(memory.size());
+  ++out;
   for (const uint32_t bytes : library.last_preference.alignment) *out++ = bytes;
   return 0;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ def test_product(fp8, b_e5m2, sum_over_tokens):
     qb, _, b_scale = quantize_fp8(b, b_e5m2)
     bias = torch.randn(32, generator=generator).bfloat16()
     want = (qb.double() * b_scale.double()) @ (qa.double() * a_scale.double()).T
-    for with_bias, out_dtype in ((True, torch.bfloat16), (False, torch.float32)):
+    for with_bias, out_dtype in itertools.product((True, False), (torch.bfloat16, torch.float32)):
         out = torch.full((21, 32), torch.nan, dtype=out_dtype)
         fp8.clear()
         for tensor in (qa, qb):

@@ -32,9 +32,9 @@ class Counts:
     """What the model of cuBLASLt has been asked for since the test began."""
 
     def __init__(self, library):
-        values = (ctypes.c_int64 * 7)()
+        values = (ctypes.c_int64 * 8)()
         library.call("library_counts", values)
-        self.heuristics, self.products, self.algorithm, *self.alignments = values
+        self.heuristics, self.products, self.algorithm, self.bytes, *self.alignments = values
 
 
 def inputs(library, dtype, *shapes, seed=0):
@@ -160,7 +160,11 @@ def test_the_fastest_algorithm_is_kept_in_the_file(library, tmp_path):
     path = tmp_path / "algorithms.txt"
     library.call("set_algorithm_file", str(path).encode())
     forward_once(library, 3, 64, 16)
-    assert Counts(library).algorithm == 1  # 1 ms, where the others take 3 and 2
+    counts = Counts(library)
+    assert counts.algorithm == 1  # 1 ms, where the others take 3 and 2
+    # While timing: a result, and one workspace for the greediest; then the best one's.
+    result = 3 * 16 * 2
+    assert counts.bytes == result + 2 * 1024 + 1 * 1024
     assert len(path.read_text().splitlines()) == 1
     forward_once(library, 3, 72, 16)
     lines = path.read_text().splitlines()
