@@ -56,8 +56,9 @@ class DataConfig:
     alphabet_size: int = advanced(1000)
     """With data.tokenizer other than bpe: letters of a trained vocabulary, the most frequent
     ones. Chinese and Japanese need several thousand."""
-    lowercase: bool = advanced(True)
-    """Convert text to lower case and strip accents."""
+    lowercase: bool | None = advanced(None)
+    """Convert text to lower case and strip accents. By default true; a tokenizer.json says itself
+    what it does."""
     short_seq_prob: float = code_only(0.1)
     """Probability that a document makes examples of a random shorter length."""
     masked_lm_prob: float | tuple[float, float] = advanced(0.15)
@@ -82,6 +83,11 @@ class DataConfig:
     def trains_tokenizer(self) -> bool:
         """Whether `tokenizer` is a kind that is trained, where no vocabulary is given."""
         return self.tokenizer in TRAINED
+
+    @property
+    def lowercases(self) -> bool:
+        """`lowercase` with its default, for a tokenizer that is made here."""
+        return self.lowercase is not False
 
     @property
     def segments(self) -> int:
@@ -144,6 +150,11 @@ class DataConfig:
             raise ValueError(f"vocab_sample_mb: expected more than 0, got {self.vocab_sample_mb}")
         if self.alphabet_size < 1:
             raise ValueError(f"alphabet_size: expected 1 or more, got {self.alphabet_size}")
+        if self.lowercase is not None and kind not in TRAINED:
+            raise ValueError(
+                f"lowercase: expected null with tokenizer {kind}, which says itself what it does "
+                f"to letters, got {str(self.lowercase).lower()}"
+            )
         given = kind if kind not in TRAINED else self.vocab_file
         if self.vocab_sample_mb is not None and given is not None:
             raise ValueError(

@@ -218,6 +218,7 @@ def _settings(
     settings = dataclasses.asdict(config)
     for name in (*_MASKING_SETTINGS, *_PLACES):
         del settings[name]
+    settings["lowercase"] = config.lowercases
     # Objectives with the same examples share a cache.
     settings["objective"] = SECOND_SEGMENTS[config.objective]
     settings |= {"format": FORMAT, "corpus": source.fingerprint()}
@@ -308,7 +309,7 @@ def _fill(
         tokenizer = train_tokenizer(
             config.tokenizer,
             lambda: spool.sample(~held_out, config.vocab_sample_mb),
-            *(config.vocab_size, config.lowercase, config.alphabet_size),
+            *(config.vocab_size, config.lowercases, config.alphabet_size),
         )
     tokenizer.save(folder / "tokenizer")
     statistics = {"documents": spool.documents, "duplicates": spool.duplicates}

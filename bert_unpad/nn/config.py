@@ -76,7 +76,8 @@ class EncoderConfig:
     embedding_dropout_prob: float | None = None
     """Dropout of the embeddings. None: hidden_dropout_prob."""
     attention_output_dropout_prob: float | None = None
-    """Dropout of what attention adds. None: hidden_dropout_prob."""
+    """Dropout of what attention adds. None: hidden_dropout_prob, or in a model of type modernbert
+    attention_probs_dropout_prob."""
     feed_forward_dropout_prob: float | None = None
     """Dropout of what the feed-forward half adds. None: hidden_dropout_prob."""
     classifier_dropout_prob: float = 0.0
@@ -237,9 +238,10 @@ class EncoderConfig:
         return 1.0 / math.sqrt(self.head_dim * (1 + len(self.relative_terms)))
 
     def rate(self, name: str) -> float:
-        """The dropout rate `name`, which is hidden_dropout_prob where it is not given."""
+        """The dropout rate `name`; where it is not given, hidden_dropout_prob or the family's."""
         value = getattr(self, name)
-        return self.hidden_dropout_prob if value is None else value
+        other = self.family.rates.get(name, "hidden_dropout_prob")
+        return getattr(self, other) if value is None else value
 
     @property
     def has_dropout(self) -> bool:

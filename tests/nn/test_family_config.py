@@ -138,6 +138,23 @@ def test_presets(name: str) -> None:
     assert parameters == pytest.approx(PARAMETERS[name] * 1e6, rel=0.02)
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_dropout_of_attention_weights_can_be_set_in_every_family(name: str) -> None:
+    config = dataclasses.replace(EncoderConfig(**PRESETS[name]), attention_probs_dropout_prob=0.07)
+    modern = config.model_type in ("modernbert", "eurobert")
+    values = config.to_dict()
+    assert values["attention_dropout" if modern else "attention_probs_dropout_prob"] == 0.07
+    again = EncoderConfig.from_dict(values)
+    both = config.model_type == "modernbert"  # whose output projection has the same rate
+    for found in (config, again):
+        assert found.attention_probs_dropout_prob == 0.07
+        assert (found.rate("attention_output_dropout_prob") == 0.07) == both
+    if both:
+        message = "^attention_output_dropout_prob: expected None in a model of type modernbert"
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(config, attention_output_dropout_prob=0.2)
+
+
 def _first(config: EncoderConfig) -> str:
     return config.family.architecture(config.heads)
 

@@ -16,7 +16,13 @@ from tests.support.tolerances import assert_same_gradients, assert_same_values
 
 transformers = pytest.importorskip("transformers")
 
-from tests.support.encoder_families import CASES, Case, own_loss, padded_and_packed
+from tests.support.encoder_families import (
+    CASES,
+    Case,
+    own_loss,
+    padded_and_packed,
+    stock_model,
+)
 
 DROPOUT = {
     "hidden_dropout_prob": 0.2,
@@ -75,6 +81,19 @@ def test_each_rate_has_an_effect(name: str) -> None:
     model, padded, packed = make_model(case, 2, rates | {name: 0.3})
     plain, *_ = make_model(case, 2, rates)
     assert step(model, padded, packed)[0] != step(plain, padded, packed)[0]
+
+
+def test_modernberts_attention_has_one_rate_for_weights_and_output() -> None:
+    """As transformers', which has `attention_dropout` for both."""
+    case = next((case for case in CASES if case.model_type == "modernbert"), None)
+    if case is None:
+        pytest.skip("this transformers has no ModernBERT")
+    theirs = stock_model(case, 9, attention_dropout=0.3).model.layers[0].attn
+    config = EncoderConfig.from_dict({"model_type": "modernbert", "attention_dropout": 0.3})
+    with torch.device("meta"):
+        ours = EncoderForPreTraining(config).bert.encoder.layer[0].attention
+    assert (ours.self.dropout_p, ours.output.dropout_p) == (0.3, 0.3)
+    assert (theirs.attention_dropout, theirs.out_drop.p) == (0.3, 0.3)
 
 
 @pytest.mark.parametrize("recompute", ["gelu", "layer"])

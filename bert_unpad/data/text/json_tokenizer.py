@@ -126,7 +126,7 @@ def given_tokenizer(config: DataConfig) -> TextTokenizer | None:
         ValueError: a file is damaged, or lacks a special token; the message names it.
     """
     if config.vocab_file is not None:
-        return WordPieceTokenizer.from_vocab_file(config.vocab_file, config.lowercase)
+        return WordPieceTokenizer.from_vocab_file(config.vocab_file, config.lowercases)
     return None if config.trains_tokenizer else JsonTokenizer.from_file(config.tokenizer)
 
 

@@ -34,6 +34,8 @@ class Family:
     """For each field of `EncoderConfig` its name in config.json, and transformers' default."""
     parts: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `EncoderConfig` that have the same value in every model of the family."""
+    rates: Mapping[str, str] = field(default_factory=dict)
+    """Dropout rates of `EncoderConfig` that are always this other rate, not hidden_dropout_prob."""
     required: Mapping[str, Any] = field(default_factory=dict)
     """Fields of config.json of which only this value is supported."""
     read_more: Callable[[dict[str, Any]], dict[str, Any]] | None = None

@@ -30,12 +30,10 @@ def _read_modernbert(values: dict[str, Any]) -> dict[str, Any]:
             f"{types!r}"
         )
     thetas = read_ropes(values, _THETAS, _OLDER_THETAS)
-    dropout = values.get("attention_dropout", 0.0)
     return {
         "window_pattern": _period([reach // 2 if kind == _WINDOWED else -1 for kind in types]),
         "rotary_theta": thetas[_GLOBAL],
         "local_rotary_theta": thetas[_WINDOWED],
-        "attention_output_dropout_prob": dropout,
     }
 
 
@@ -94,6 +92,7 @@ MODERNBERT = Family(
         "feed_forward": "glu",
         "scaled_initializer": True,
     },
+    rates={"attention_output_dropout_prob": "attention_probs_dropout_prob"},
     required={"mlp_dropout": 0.0, "tie_word_embeddings": True},
     read_more=_read_modernbert,
     write_more=_write_modernbert,

@@ -328,6 +328,8 @@ BASE = ["--batching.global_batch_size", "8", "--schedule.total_steps", "9"]
         ({"vocab_file": "v.txt", "vocab_sample_mb": 1}, "vocab_sample_mb: expected null with the"),
         ({"vocab_file": "v.txt", "alphabet_size": 99}, "alphabet_size: expected 1000 with "),
         ({"alphabet_size": 0}, "alphabet_size: expected 1 or more, got 0"),
+        ({"tokenizer": "a/b.json", "lowercase": True}, "lowercase: expected null .* got true"),
+        ({"tokenizer": "a/b.json", "lowercase": False}, "lowercase: expected null .* a/b.json, wh"),
         ({"vocab_sample_mb": 0}, "vocab_sample_mb: expected more than 0, got 0"),
     ],
 )

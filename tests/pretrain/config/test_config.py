@@ -203,6 +203,14 @@ def test_model_sizes():
         ModelConfig(num_attention_heads=7).resolve(1000)
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_dropout_of_attention_weights_in_every_family(preset):
+    given = ["--model.preset", preset, "--data.objective", "mlm"]
+    config, _ = read_config([*BASE, *given, "--model.attention_probs_dropout_prob", "0.07"])
+    sizes = config.model.resolve(1000, config.data)
+    assert sizes.attention_probs_dropout_prob == 0.07
+
+
 def test_presets_of_other_families():
     sizes = ModelConfig(preset="albert-base", num_hidden_layers=6).resolve(vocab_size=1000)
     assert (sizes.model_type, sizes.vocab_size, sizes.embedding_size) == ("albert", 1000, 128)
