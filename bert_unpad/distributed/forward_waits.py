@@ -2,7 +2,8 @@
 
 A module may use the parameters of its children without calling them. So the first forward pass
 shows which modules are called, and each parameter is waited for before the forward pass of the
-innermost called module that contains it.
+innermost called module that contains it. A module that borrows another one, as an attribute that is
+no submodule, waits for that one's parameters too.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class ForwardWaits:
         needs: dict[nn.Module, set[int]] = {}
         modules = dict(self._module.named_modules(remove_duplicate=False))
         for name, owner in modules.items():
-            found = {bucket_of[p] for p in owner.parameters(recurse=False) if p in bucket_of}
+            used = [*owner.parameters(recurse=False)]
+            for borrowed in vars(owner).values():
+                used += borrowed.parameters() if isinstance(borrowed, nn.Module) else ()
+            found = {bucket_of[p] for p in used if p in bucket_of}
             while found and modules[name] not in self._called and name:
                 name = name.rpartition(".")[0]
             # Of parameters in no called module, anything that is called may be the user.

@@ -164,6 +164,10 @@ class EncoderForPreTraining(nn.Module):
             if name == "cls.predictions.bias":
                 parameter.zero_()
 
+    def fresh(self) -> EncoderForPreTraining:
+        """A model of the same configuration, with fresh weights on the CPU."""
+        return EncoderForPreTraining(self.config)
+
     @property
     def word_embeddings(self) -> Tensor:
         """The word embedding, also the decoder's weight: [padded_vocab_size, embedding width]."""

@@ -110,13 +110,17 @@ class ReplacedTokenPreTraining(EncoderForPreTraining):
             gather_rows(hidden, rows.mlm_rows), generator.word_embeddings
         )
         vocab_size = self.config.vocab_size
-        drawn = sample_tokens(logits.detach()[:, :vocab_size], self._rng(logits.device))
+        drawn = self._draw(logits.detach()[:, :vocab_size])
         # Nothing else uses the logits after this, so their gradient may overwrite them.
         mlm_loss, mlm_correct = ops.masked_cross_entropy(
             logits, inputs.masked_labels, vocab_size=vocab_size, inplace_backward=True
         )
         detected = self.detect(*replace_tokens(inputs, drawn), rng_keys)
         return ReplacedTokenPreTrainingOutput(mlm_loss, mlm_correct, *detected)
+
+    def fresh(self) -> ReplacedTokenPreTraining:
+        """A model of the same two configurations, with fresh weights on the CPU."""
+        return ReplacedTokenPreTraining(self.config, self.generator.config)
 
     def logits(self, inputs: PackedInputs, all_positions: bool = False) -> tuple[Tensor, None]:
         """Computes the generator's masked-token logits; see `EncoderForPreTraining.logits`."""
@@ -161,8 +165,12 @@ class ReplacedTokenPreTraining(EncoderForPreTraining):
         model.load_state_dict({name: values[name] for name in model.state_dict()})
         return model
 
-    def _rng(self, device: torch.device) -> torch.Generator | None:
-        return None if self.training else torch.Generator(device).manual_seed(0)
+    # torch.compile would compile again for each number of parts, and knows no generators.
+    @torch.compiler.disable
+    def _draw(self, logits: Tensor) -> Tensor:
+        """One token for each row: [rows, vocab_size] -> int64 [rows]."""
+        rng = None if self.training else torch.Generator(logits.device).manual_seed(0)
+        return sample_tokens(logits, rng)
 
     def _alone(self, config: EncoderConfig, part: EncoderForPreTraining) -> EncoderForPreTraining:
         """One of the two as a model of its own, on the same memory."""

@@ -86,6 +86,30 @@ def test_state_dicts_wait_for_everything_and_copies_for_nothing():
     assert set(wait.calls) == {None}
 
 
+class Borrower(nn.Module):
+    """Has a module as an attribute, which is no submodule."""
+
+    def __init__(self, lender: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "lender", lender)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.lender.weight
+
+
+def test_what_is_borrowed_is_waited_for_too():
+    lender, wait = nn.Linear(7, 7), Recorder()
+    model = nn.Sequential(Borrower(lender), lender)
+    waits = ForwardWaits(model, wait)
+    model(torch.ones(2, 7))
+    assert waits.assign({lender.weight: 1, lender.bias: 0}) == [0, 1]
+    seen: list[list[int]] = []
+    for module in model:
+        module.register_forward_pre_hook(lambda *_: seen.append(wait.take()))
+    model(torch.ones(2, 7))
+    assert seen == [[0, 1], [0, 1]]
+
+
 def test_nothing_of_bert_is_left_to_the_whole_model():
     """Else the first layers would wait for what only the last ones use."""
     config = BertConfig(

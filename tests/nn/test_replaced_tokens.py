@@ -18,6 +18,7 @@ from bert_unpad.nn import (
     generator_config,
 )
 from bert_unpad.nn.replaced_tokens import replace_tokens, sample_tokens
+from tests.support.tolerances import assert_same_gradients, assert_same_values
 
 VOCAB = 93  # not a multiple of 8
 SIZES = {
@@ -150,6 +151,25 @@ def test_gradients_of_shared_embeddings_add_up():
         else:
             expected = grads[0][name]
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_it_draws_and_learns_the_same():
+    model = make_model(**NO_DROPOUT).train()
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
+    for lengths in ([20, 13, 31], [9, 5]):
+        inputs, found = make_inputs(lengths, seed=11), []
+        for call in (model, compiled):
+            torch.manual_seed(12)
+            out = call(inputs)
+            (out.mlm_loss_sum + 50 * out.rtd_loss_sum).backward()
+            found.append((out, {name: p.grad for name, p in model.named_parameters()}))
+            model.zero_grad()
+        (want, want_grads), (got, got_grads) = found
+        assert_same_values(list(got), list(want))
+        assert_same_gradients(got_grads, want_grads)
+    model.eval()
+    with torch.no_grad():
+        assert_same_values(list(compiled(inputs)), list(model(inputs)))
 
 
 def test_an_empty_batch_gives_every_parameter_a_gradient_of_zero():

@@ -7,7 +7,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from bert_unpad.nn import EncoderForPreTraining
+from bert_unpad.nn import Encoder, EncoderForPreTraining
 from bert_unpad.pretrain.config import PretrainConfig
 from bert_unpad.pretrain.ranks import Ranks
 
@@ -26,8 +26,9 @@ def shard_model(model: EncoderForPreTraining, config: PretrainConfig, ranks: Ran
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     wire = torch.bfloat16 if config.clip.wire_dtype == "bf16" else None
     policy = MixedPrecisionPolicy(reduce_dtype=wire)
-    for layer in model.bert.encoder.layer:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    for encoder in (module for module in model.modules() if isinstance(module, Encoder)):
+        for layer in encoder.layer:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
@@ -45,6 +46,6 @@ def whole_model(model: EncoderForPreTraining, ranks: Ranks) -> EncoderForPreTrai
     )
     if not ranks.is_first:
         return model
-    copy = EncoderForPreTraining(model.config)
+    copy = model.fresh()
     copy.load_state_dict(whole)
     return copy.to(ranks.device).train()
