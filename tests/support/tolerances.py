@@ -43,9 +43,13 @@ def assert_same_values(got: Any, want: Any, tolerance: float = STEP, name: str =
 
 
 def assert_same_gradients(
-    got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float = STEP
+    got: Mapping[str, Tensor],
+    want: Mapping[str, Tensor],
+    tolerance: float = STEP,
+    order: float = 2.0,
 ) -> None:
-    """Gradients by the names of parameters: each to `tolerance` of its norm.
+    """Gradients by the names of parameters: each to `tolerance` of its norm of that order (of its
+    largest entry, with infinity).
 
     Some are sums that cancel, that of a key's bias altogether: what is left of them is the rounding
     of their terms. These are the terms of the gradient of the weight beside it too. So a bias is
@@ -53,12 +57,12 @@ def assert_same_gradients(
     is frozen or there is none), and nothing against less than 1 % of the largest.
     """
     assert got.keys() == want.keys()
-    norms = {name: gradient.norm().item() for name, gradient in want.items()}
+    norms = {name: gradient.norm(order).item() for name, gradient in want.items()}
     largest = max(norms.values())
     for name, gradient in want.items():
         beside = 0.01 * largest
         if name.endswith("bias"):
             beside = max(beside, norms.get(name.removesuffix("bias") + "weight", 0.1 * largest))
         limit = tolerance * max(norms[name], beside)
-        error = (got[name] - gradient).norm().item()
+        error = (got[name] - gradient).norm(order).item()
         assert error <= limit, f"gradient of {name}: error {error:.1e} > {limit:.1e}"
