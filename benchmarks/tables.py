@@ -64,6 +64,7 @@ def page() -> str:
         rank_tables.cluster(),
         rank_tables.rank_speeds(),
         rank_tables.one_bit(),
+        training_tables.families(),
         training_tables.growth(),
         training_tables.tuned_optimizers(),
         rank_tables.plans(),

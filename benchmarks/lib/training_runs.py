@@ -32,30 +32,45 @@ def as_arguments(settings: Mapping[str, Any]) -> list[str]:
     return [text for key, value in settings.items() for text in (f"--{key}", str(value))]
 
 
-def trained(run_dir: Path, steps: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The log of a run on one process of one thread of a CPU; of what is there if it is complete.
+def arguments_of(run_dir: Path, steps: int, settings: Mapping[str, Any]) -> list[str]:
+    """The trainer's arguments for a run on a CPU.
+
+    Args:
+        run_dir: of the run.
+        steps: `schedule.total_steps`.
+        settings: by their keys, in addition to the quickstart's with a batch of 32 and a warm-up of
+            a tenth, unless they say otherwise.
+    """
+    every = {
+        "config": ROOT / "configs" / "quickstart.yaml",
+        "run_dir": run_dir,
+        "device": "cpu",
+        "batching.global_batch_size": 32,
+        "schedule.total_steps": steps,
+        "schedule.warmup_share": 0.1,
+        "logging.progress": "lines",
+    }
+    return as_arguments(every | dict(settings))
+
+
+def trained(
+    run_dir: Path, steps: int, settings: Mapping[str, Any], ranks: int = 1
+) -> list[dict[str, Any]]:
+    """The log of a run on a CPU, of what is there if it is complete; see `arguments_of`.
 
     Args:
         run_dir: of the run, which is made or continued unless it has been reported.
         steps: `schedule.total_steps`.
-        settings: by their keys, in addition to the quickstart's with a batch of 32 and a warm-up of
-            a tenth, unless they say otherwise.
+        settings: by their keys.
+        ranks: processes of one thread each.
 
     Raises:
         SystemExit: the run has failed; the message ends with what it said.
     """
     if not is_reported(run_dir, steps):
-        every = {
-            "config": ROOT / "configs" / "quickstart.yaml",
-            "run_dir": run_dir,
-            "device": "cpu",
-            "batching.global_batch_size": 32,
-            "schedule.total_steps": steps,
-            "schedule.warmup_share": 0.1,
-            "logging.progress": "lines",
-        }
-        command = [sys.executable, "-m", "bert_unpad.pretrain"]
-        command += as_arguments(every | dict(settings))
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [sys.executable, *(launcher if ranks > 1 else []), "-m", "bert_unpad.pretrain"]
+        command += arguments_of(run_dir, steps, settings)
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
         if done.returncode:

@@ -1,4 +1,5 @@
-"""The sections of docs/benchmarks.md on what models learn: clipping, growth, tuned optimizers."""
+"""The sections of docs/benchmarks.md on what models learn: clipping, families, growth, tuned
+optimizers."""
 
 from __future__ import annotations
 
@@ -99,6 +100,40 @@ def _stages(found: Result) -> str:
             rows.append([*row, *(f"{stage[size] / 1e6:.2f}" for size in sizes)])
     header = ["", "CPU ms of an update", "MB exchanged", "MB that stay", "MB of a step"]
     return table(header, rows)
+
+
+def families() -> str:
+    found = read("families")
+    if found is None:
+        return ""
+    rows = []
+    for x in found["results"]:
+        detector = x["contender"] == "ELECTRA"
+        row = [f"{x['contender']}'s generator" if detector else x["contender"]]
+        row += [f"{x['parameters'] / 1e6:.2f}", f"{x['updates']:,}", f"{x['flops'] / 1e12:.2f}"]
+        row += [f"{x['mlm_loss']:.3f}", between(x["mlm_loss_of_seeds"], 3)]
+        row += [f"{x['mlm_accuracy']:.1%}", f"{x['rtd_accuracy']:.1%}" if detector else ""]
+        rows.append(row)
+    header = ["", "million parameters", "updates", "TFLOPs", "held-out loss, mean"]
+    header += ["range of seeds", "masked tokens right", "tokens told apart"]
+    return section(
+        "Families at equal compute",
+        f"Small models of one width ({found['hidden']}) and depth ({found['layers']} layers) on "
+        f"the quickstart's text, {found['ranks']} ranks, batches of {found['batch']} examples of "
+        f"up to {found['length']} tokens, {count(found['seeds'], 'seed')}. BERT makes "
+        f"{found['steps']:,} updates, the others as many as take the same operations in matrix "
+        "products, forward and backward. All learn masked tokens alone, with the same examples, "
+        "learning rate and schedule. None was tuned, and runs as short as these do not show which "
+        "family is best at the sizes it is made for. ELECTRA's masked tokens are those of its "
+        "generator, which is a quarter as wide and sees `[MASK]` in all of their places, the "
+        "others in 80% of them: its loss says how the generator learns, not how good the "
+        "discriminator is. One that calls every token original tells at least 85% of them apart. "
+        "What a discriminator is worth beside the others shows only after fine-tuning, which is "
+        "not part of this.",
+        source("families", found),
+        table(header, rows),
+        figures("families"),
+    )
 
 
 def tuned_optimizers() -> str:

@@ -151,6 +151,7 @@ class TrainingLog:
                 "gradient_norm": None if self._norm is None else float(self._norm),
                 "tokens": progress.tokens,
                 "sequences": progress.sequences,
+                "flops": progress.flops,
                 "seconds": progress.window_seconds,
                 **interval_line(
                     *(sums, elapsed, run.ranks.world_size, self._peak_flops),
