@@ -174,8 +174,9 @@ def cluster() -> str:
         "Hosts on slow links",
         "The quickstart's model on processes of one thread in network namespaces, joined by links "
         f"of limited rate: {found['batch']} sequences of all hosts in an update. Seconds are means "
-        f"of {counted} updates, median of {count(found['rounds'], 'round')} in turns; MB are what "
-        "a host sends in an update. `no exchange` lets each rank train a model of its own. More "
+        f"of {counted} updates or a whole period of local steps, median of "
+        f"{count(found['rounds'], 'round')} in turns; MB are what a host sends in an update. "
+        "`no exchange` lets each rank train a model of its own. More "
         "than two hosts share two cores here, so their updates take longer. "
         "[What to set on a cluster](training/clusters.md#what-to-set).",
         source("cluster", found),

@@ -27,7 +27,15 @@ def lines_of(run_dir: Path, lr: float, best: float) -> list[dict]:
 @pytest.fixture
 def tuner(tmp_path, monkeypatch):
     options = argparse.Namespace(
-        folder=tmp_path, trials=7, steps=10, batch=8, ranks=1, seed=0, seeds=2, rest=[]
+        folder=tmp_path,
+        config=tmp_path / "some.yaml",
+        trials=7,
+        steps=10,
+        batch=8,
+        ranks=1,
+        seed=0,
+        seeds=2,
+        rest=[],
     )
     made = tune.Tuner(options)
     made.calls = []
