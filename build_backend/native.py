@@ -6,7 +6,8 @@ What a file is called says how it is compiled, so that a new operator needs no b
   csrc/<family>/*_bf16.cpp                              once per set that multiplies bf16, into _C
   csrc/<family>/*_amx.cpp                               once, for AMX, into _C
   csrc/<family>/*.cu, csrc/**/*_cuda.cpp                by nvcc, into _C_cuda
-  csrc/balancer/*.cpp                                    once, into _balancer (pybind11, no torch)
+  csrc/balancer/*.cpp, csrc/text/*.cpp                  once, into _balancer and _text (pybind11,
+                                                        no torch)
 
 setuptools' own CUDAExtension is not used: it imports torch, refuses to build CUDA under a CPU-only
 PyTorch, and cannot compile one file for several instruction sets.
@@ -32,6 +33,7 @@ from torch_location import find_torch
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 CUDA_MODULE = "_C_cuda"
+PYBIND_MODULES = ("_balancer", "_text")  # of the folders of csrc with these names
 
 # Instruction sets of the *_simd.cpp files, best last; csrc/cpu/isa.h must list the same names.
 X86_SIMD = {
@@ -72,7 +74,7 @@ def sources(*patterns: str) -> list[Path]:
 
 def extensions() -> list[Extension]:
     """All modules. NativeBuild ignores everything in them but the names, and decides on _C_cuda."""
-    names = ["_C", "_balancer", CUDA_MODULE]
+    names = ["_C", *PYBIND_MODULES, CUDA_MODULE]
     return [Extension(f"bert_unpad.{name}", sources=[]) for name in names]
 
 
@@ -186,7 +188,8 @@ class NativeBuild(build_ext):
         ninja.rule("cxx", f"{cxx} -MD -MF $out.d $flags -c $in -o $out", True, "C++")
         ninja.rule("ld", f"{cxx} -shared $in $flags -o $out", False, "link")
         self._cpu_module(ninja, cpp + stable, torch)
-        self._balancer_module(ninja, cpp)
+        for name in PYBIND_MODULES:
+            self._pybind_module(ninja, cpp, name)
         if self.nvcc:
             self._cuda_module(ninja, self.nvcc, stable, torch)
         else:
@@ -222,12 +225,13 @@ class NativeBuild(build_ext):
                 ]
         ninja.link("ld", "_C.so", objects, [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lpthread"])
 
-    def _balancer_module(self, ninja: NinjaFile, flags: list[str]) -> None:
+    def _pybind_module(self, ninja: NinjaFile, flags: list[str], name: str) -> None:
         import pybind11
 
         flags = [*flags, f"-isystem{pybind11.get_include()}"]
-        objects = [ninja.compile("cxx", source, flags) for source in sources("balancer/*.cpp")]
-        ninja.link("ld", "_balancer.so", objects, ["-lpthread"])
+        found = sources(f"{name.removeprefix('_')}/*.cpp")
+        objects = [ninja.compile("cxx", source, flags) for source in found]
+        ninja.link("ld", f"{name}.so", objects, ["-lpthread"])
 
     def _cuda_module(self, ninja: NinjaFile, nvcc: str, stable: list[str], torch: Path) -> None:
         archs = cuda_choice.arch_flags(cuda_choice.arch_list())

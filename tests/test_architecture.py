@@ -10,8 +10,8 @@ from pathlib import Path
 from tests.support.paths import CSRC, ROOT
 
 PYTHON = ("bert_unpad", "benchmarks", "examples", "gpu_model", "tests")
-COMPILED = ("_C", "_C_cuda", "_balancer")
-GROUND = ("common", "cpu", "cuda", "balancer")  # folders of csrc; all others are families
+COMPILED = ("_C", "_C_cuda", "_balancer", "_text")
+GROUND = ("common", "cpu", "cuda", "balancer", "text")  # folders of csrc; all others are families
 
 Arrow = tuple[str, str]
 

@@ -179,7 +179,7 @@ def build_in_place(backend, nvcc, tmp_path, monkeypatch):
     return run
 
 
-CPU_MODULES = {"_C": "new _C.so", "_balancer": "new _balancer.so"}
+CPU_MODULES = {name: f"new {name}.so" for name in ("_C", "_balancer", "_text")}
 
 
 def test_no_cuda_module_of_an_earlier_build_is_left_beside_a_new_one(

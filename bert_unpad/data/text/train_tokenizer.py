@@ -7,7 +7,6 @@ vocabulary, so examples look the same whatever made them.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tokenizers import (
@@ -24,9 +23,9 @@ from tokenizers import (
 from bert_unpad.data.text.json_tokenizer import JsonTokenizer
 from bert_unpad.data.text.tokenizer import (
     SPECIAL_TOKENS,
+    LetterCounts,
     TextTokenizer,
     WordPieceTokenizer,
-    most_frequent,
 )
 
 Read = Callable[[], Iterable[Sequence[str]]]
@@ -84,7 +83,7 @@ def _train_unigram(
 ) -> JsonTokenizer:
     normalizer = _normalizer(lowercase, normalizers.NFKC())
     letters = _count_letters(read, normalizer)
-    kept = most_frequent(letters, alphabet_size)
+    kept = letters.most_frequent(alphabet_size)
     _check_size(vocab_size, len(kept) + 1, "letters")  # and the mark of a space
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizer
@@ -97,7 +96,7 @@ def _train_unigram(
         show_progress=False,
     )
     # The trainer has no bound on letters, so words with others are left out of what it sees.
-    other = {ord(letter): None for letter in letters.keys() - kept}
+    other = {ord(letter): None for letter in letters.all() - kept}
 
     def known() -> Iterator[Sequence[str]]:
         for texts in read():
@@ -118,7 +117,7 @@ def _find_characters(
     read: Read, vocab_size: int, lowercase: bool, alphabet_size: int
 ) -> JsonTokenizer:
     normalizer = _normalizer(lowercase, normalizers.NFC())
-    kept = most_frequent(_count_letters(read, normalizer), alphabet_size)
+    kept = _count_letters(read, normalizer).most_frequent(alphabet_size)
     _check_size(vocab_size, len(kept), "letters")
     tokens = (*SPECIAL_TOKENS, *sorted(kept))
     ids = {token: index for index, token in enumerate(tokens)}
@@ -132,11 +131,10 @@ def _find_characters(
     return _finished(tokenizer)
 
 
-def _count_letters(read: Read, normalizer: normalizers.Normalizer) -> Counter[str]:
-    letters: Counter[str] = Counter()
+def _count_letters(read: Read, normalizer: normalizers.Normalizer) -> LetterCounts:
+    letters = LetterCounts()
     for texts in read():
-        letters.update(normalizer.normalize_str(" ".join(texts)))
-    del letters[" "]
+        letters.add(normalizer.normalize_str(" ".join(texts)))
     return letters
 
 

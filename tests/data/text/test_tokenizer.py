@@ -116,3 +116,35 @@ def test_bad_vocabularies_are_named(tmp_path):
         WordPieceTokenizer([*SPECIAL_TOKENS, "a", "a"])
     with pytest.raises(ValueError, match="vocab_size: expected at least"):
         WordPieceTokenizer.train(lambda: [TEXTS], 10)
+
+
+def test_sentences_together_are_what_they_are_alone():
+    rng = random.Random()
+    letters = "abAB\u00e9\u0130\u03a3\u0301\u4e00 .!?-'##\x00\u00ad\t"
+    vocabulary = [
+        *SPECIAL_TOKENS,
+        "a",
+        "b",
+        "##a",
+        "##b",
+        "e",
+        "##e",
+        ".",
+        "!",
+        "\u4e00",
+        "i",
+        "ab",
+    ]
+    for extra, mark in (([], ""), ([], "\u2e2e"), (["\u2e2e"], ""), (["\u2e2e"], "\u2e2e")):
+        for lowercase in (True, False):
+            tokenizer = WordPieceTokenizer([*vocabulary, *extra], lowercase)
+            sentences = [
+                "".join(rng.choices(letters + mark, k=rng.randint(0, 30))) for _ in range(220)
+            ]
+            expected = tokenizer.encode_batch(sentences)
+            ids, lengths = tokenizer.encode_sentences(sentences)
+            assert lengths.tolist() == [len(one) for one in expected]
+            assert ids.tolist() == [i for one in expected for i in one]
+            assert ids.dtype == np.int32
+    ids, lengths = WordPieceTokenizer(vocabulary).encode_sentences([])
+    assert len(ids) == len(lengths) == 0
