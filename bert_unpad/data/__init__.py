@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from bert_unpad.data.sampling.warmup_sampler import BatchWarmup, WarmupSampler
     from bert_unpad.data.store.example_batch import ExampleBatch
     from bert_unpad.data.store.manifest import DamagedDataError
-    from bert_unpad.data.store.shards import Example, ShardDataset, ShardWriter
+    from bert_unpad.data.store.shard_writer import ShardWriter
+    from bert_unpad.data.store.shards import Example, ShardDataset
     from bert_unpad.data.streams.exchange import ExampleExchange, ExchangedStep, ExchangeError
     from bert_unpad.data.streams.stream import ExampleStream, IterableStream, ShardStream
     from bert_unpad.data.streams.text_stream import TextStream
@@ -48,7 +49,7 @@ _HOME = {
     "PreparedData": "preparation",
     "ShardDataset": "store.shards",
     "ShardStream": "streams.stream",
-    "ShardWriter": "store.shards",
+    "ShardWriter": "store.shard_writer",
     "SpeedSampler": "sampling.speed_sampler",
     "TextStream": "streams.text_stream",
     "TextTokenizer": "text.tokenizer",

@@ -30,7 +30,8 @@ class DataConfig:
     """Where text or examples come from: stdlib (docstrings of Python's standard library), the path
     of a text file or folder (with ?file_per_document=true each file is one document, otherwise a
     blank line ends one), hf:NAME?... (a data set of the `datasets` library), stream:NAME?... (the
-    same, read during training), or hdf5:PATH or shards:PATH for examples that are already made."""
+    same, read during training), or hdf5:PATH or shards:PATH for examples that are already made
+    (python -m bert_unpad.data prepare makes them)."""
     cache_dir: str | None = None
     """Folder of the data cache. By default $XDG_CACHE_HOME/bert_unpad or ~/.cache/bert_unpad."""
     objective: Objective = "mlm_nsp"
@@ -76,8 +77,9 @@ class DataConfig:
     """Share of the documents that is held out for evaluation."""
     seed: int = code_only(0)
     """Seed of sentence pairs and masks. Which documents are held out depends on their text only."""
-    verify: bool = code_only(True)
-    """Whether opening cached files compares their digests, not only their sizes."""
+    verify: bool = code_only(False)
+    """Whether opening prepared data reads all files and compares their digests, not only their
+    sizes; `python -m bert_unpad.data check` does that once."""
 
     @property
     def trains_tokenizer(self) -> bool:

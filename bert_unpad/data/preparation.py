@@ -1,11 +1,10 @@
-"""From a corpus to a checked cache of training and validation shards.
+"""From a corpus to a cache of training and validation examples.
 
 The cache key is a digest of the corpus and of every setting that changes the examples. So a changed
-corpus or setting never reads stale data, and settings that change only masks share one cache. A
-build first writes the corpus to a spool file, one sentence per line, so that a stream is read only
-once. Then it removes duplicates and splits by document, trains the vocabulary on the training part,
-converts sentences to ids, and makes examples. Everything is written under a temporary name and
-renamed at the end.
+corpus or setting never reads stale data, and settings that change only masks share one cache.
+`data.building` makes the examples, in a folder of its own that is renamed at the end; a build that
+was killed is continued. Larger corpora are better prepared by `python -m bert_unpad.data prepare`,
+whose folders a source of `shards:FOLDER` opens.
 """
 
 from __future__ import annotations
@@ -16,50 +15,36 @@ import json
 import logging
 import os
 import shutil
-import sys
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
+from bert_unpad._files import write_text
+from bert_unpad.data.building.blocks import BLOCK_BYTES, identity
+from bert_unpad.data.building.build import example_settings
+from bert_unpad.data.building.engines import InProcess
+from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.collate import PackedCollator
 from bert_unpad.data.config import DataConfig
-from bert_unpad.data.objective import SECOND_SEGMENTS
 from bert_unpad.data.store.cache import cache_lock, default_cache_dir
 from bert_unpad.data.store.dataset import ExampleDataset
-from bert_unpad.data.store.manifest import (
-    MANIFEST,
-    DamagedDataError,
-    check_digest,
-    count_of,
-    read_manifest,
-    write_synced,
-)
+from bert_unpad.data.store.manifest import DamagedDataError
 from bert_unpad.data.store.open_examples import holds_examples, open_examples
-from bert_unpad.data.store.shards import ShardDataset, ShardWriter
+from bert_unpad.data.store.prepared import FORMAT, SPLITS, is_prepared, open_prepared
 from bert_unpad.data.streams.stream import ShardStream
 from bert_unpad.data.streams.text_stream import TextStream, is_streamed, parse_streamed
-from bert_unpad.data.text.corpus import Spool, tokenize
-from bert_unpad.data.text.examples import make_examples, write_examples
-from bert_unpad.data.text.json_tokenizer import JsonTokenizer, given_tokenizer, load_tokenizer
-from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR
-from bert_unpad.data.text.sources import HuggingFaceSource, Source, file_sha256, open_source
-from bert_unpad.data.text.tokenizer import TextTokenizer, WordPieceTokenizer
-from bert_unpad.data.text.train_tokenizer import train_tokenizer
+from bert_unpad.data.text.json_tokenizer import given_tokenizer, load_tokenizer
+from bert_unpad.data.text.sources import HuggingFaceSource, Source, TextSource, open_source
+from bert_unpad.data.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "bert_unpad prepared data, version 2"
-_STALE_SECONDS = 24 * 3600
-_SPLITS = ("train", "validation")
-_MANIFESTS = tuple(f"{split}/{MANIFEST}" for split in _SPLITS)
-_MASKING_SETTINGS = ("masked_lm_prob", "mask_unit", "max_predictions_per_seq")
-_PLACES = ("source", "cache_dir", "vocab_file", "verify")
+_COUNTED = ("documents", "examples", "tokens")
+_STALE_SECONDS = 7 * 24 * 3600
+_JUST_NOW = 2 * 10**9  # nanoseconds: a file may change again without a new time
 
 
 @dataclass(frozen=True)
@@ -122,8 +107,8 @@ class PreparedData:
             split: `train` or `validation`.
             seed: seed of the masks; None takes the configuration's.
         """
-        if split not in _SPLITS:
-            raise ValueError(f"split: expected one of {', '.join(_SPLITS)}, got {split!r}")
+        if split not in SPLITS:
+            raise ValueError(f"split: expected one of {', '.join(SPLITS)}, got {split!r}")
         return PackedCollator(
             getattr(self, split),
             self.tokenizer,
@@ -135,7 +120,7 @@ class PreparedData:
         )
 
 
-def prepare(config: DataConfig, progress: bool | None = None) -> PreparedData:
+def prepare(config: DataConfig, progress: bool | None = None, check: bool = True) -> PreparedData:
     """Opens the cache for a configuration; builds it first if it is missing or damaged.
 
     A source of finished examples (`hdf5:`, `shards:`) is opened without a cache. For a `stream:`
@@ -146,6 +131,8 @@ def prepare(config: DataConfig, progress: bool | None = None) -> PreparedData:
     Args:
         config: corpus and settings.
         progress: whether building shows progress bars; None shows them if stderr is a terminal.
+        check: whether to compare manifests and the sizes of all files, which one process of a
+            machine should do. Others may open the same data without.
 
     Raises:
         DamagedDataError: a file of a source of finished examples is wrong.
@@ -155,37 +142,42 @@ def prepare(config: DataConfig, progress: bool | None = None) -> PreparedData:
             special tokens, or `vocab_size` is too small for the corpus's letters.
     """
     if holds_examples(config.source):
-        return _open_examples(config, progress)
+        return _open_examples(config, progress, check)
     if is_streamed(config.source):
-        return _open_streamed(config, progress)
+        return _open_streamed(config, progress, check)
     cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
     tokenizer = given_tokenizer(config)
     source = open_source(config.source, cache_dir=cache)
-    settings = _settings(config, source, tokenizer)
+    settings = example_settings(config, tokenizer)
+    settings |= {
+        "format": FORMAT,
+        "block_bytes": BLOCK_BYTES,
+        "corpus": _fingerprint(source, cache / "fingerprints"),
+    }
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
     path = cache / "prepared" / key
     if path.exists():
         try:
-            return _open(path, config)
+            return _open(path, config, check)
         except DamagedDataError:
             pass  # the process that gets the lock first checks again, and reports it
     with cache_lock(cache / "locks" / f"{key}.lock"):
         if path.exists():
             try:
-                return _open(path, config)
+                return _open(path, config, check)
             except DamagedDataError as error:
                 logger.warning("rebuilding damaged data: %s", error)
                 aside = path.with_name(f".{key}.{uuid.uuid4().hex}")
                 os.replace(path, aside)  # processes that have it open keep its files
                 shutil.rmtree(aside)
-        _build(config, source, settings, tokenizer, path, progress)
-        return _open(path, config)
+        _build(config, source, path, cache / "building" / key, progress)
+        return _open(path, config, check)
 
 
-def _open_examples(config: DataConfig, progress: bool | None) -> PreparedData:
-    train, validation, tokenizer, path = open_examples(config, progress)
+def _open_examples(config: DataConfig, progress: bool | None, check: bool) -> PreparedData:
+    train, validation, tokenizer, path = open_examples(config, progress, check)
     statistics = {}
-    for split, dataset in zip(_SPLITS, (train, validation), strict=True):
+    for split, dataset in zip(SPLITS, (train, validation), strict=True):
         statistics |= {
             f"{split}_examples": len(dataset),
             f"{split}_tokens": int(dataset.lengths.sum(dtype=np.int64)),
@@ -193,16 +185,16 @@ def _open_examples(config: DataConfig, progress: bool | None) -> PreparedData:
     return PreparedData(train, validation, tokenizer, path, config, statistics)
 
 
-def _open_streamed(config: DataConfig, progress: bool | None) -> PreparedData:
+def _open_streamed(config: DataConfig, progress: bool | None, check: bool) -> PreparedData:
     if config.dupe_factor != 1:
         raise ValueError(
             f"dupe_factor: expected 1 for {config.source}, which reads documents once per epoch, "
             f"got {config.dupe_factor}"
         )
     whole, sample = parse_streamed(config.source)
-    data = prepare(dataclasses.replace(config, source=f"hf:{sample}"), progress)
+    data = prepare(dataclasses.replace(config, source=f"hf:{sample}"), progress, check)
     held_out = data.statistics["validation_documents"]
-    # `Spool.held_out` may have chosen a single one because it needs at least one, not by its text.
+    # A single one may have been chosen because at least one is needed, not by its text.
     if config.validation_share > 0 and held_out < 2:
         raise ValueError(
             f"validation_share: expected at least 2 held-out documents in the sample of "
@@ -211,171 +203,52 @@ def _open_streamed(config: DataConfig, progress: bool | None) -> PreparedData:
     return dataclasses.replace(data, config=config, streamed=HuggingFaceSource(whole))
 
 
-def _settings(
-    config: DataConfig, source: Source, tokenizer: TextTokenizer | None
-) -> dict[str, Any]:
-    """Returns everything that determines the content of the shards."""
-    settings = dataclasses.asdict(config)
-    for name in (*_MASKING_SETTINGS, *_PLACES):
-        del settings[name]
-    settings["lowercase"] = config.lowercases
-    # Objectives with the same examples share a cache.
-    settings["objective"] = SECOND_SEGMENTS[config.objective]
-    settings |= {"format": FORMAT, "corpus": source.fingerprint()}
-    if tokenizer is not None:
-        settings |= {"vocab_size": None, "tokenizer": tokenizer.identity()}
-    return settings
+def _fingerprint(source: Source, folder: Path) -> str:
+    """The fingerprint of a source, remembered as long as its files keep their sizes and times."""
+    if not isinstance(source, TextSource):
+        return source.fingerprint()
+    about = identity(source)
+    path = folder / about
+    if path.is_file():
+        return path.read_text("utf-8")
+    newest = max((file.stat().st_mtime_ns for file in source.files), default=0)
+    fingerprint = source.fingerprint()
+    if newest < time.time_ns() - _JUST_NOW and identity(source) == about:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(path, fingerprint)
+    return fingerprint
 
 
-def _open(path: Path, config: DataConfig) -> PreparedData:
-    manifest = read_manifest(path / MANIFEST, FORMAT)
-    try:
-        statistics = dict(manifest["statistics"])
-        for name in statistics.keys() | {"validation_documents"}:
-            count_of(statistics, name, sys.maxsize)
-        files = JsonTokenizer.files
-        if f"tokenizer/{files[0]}" not in manifest["sha256"]:
-            files = WordPieceTokenizer.files
-        digests = {name: manifest["sha256"][name] for name in _proven(files)}
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamagedDataError(
-            f"{path / MANIFEST} is damaged; expected an entry {error}"
-        ) from error
-    for name, digest in digests.items():
-        check_digest(path / name, digest)
-    train, validation = (ShardDataset(path / split, config.verify) for split in _SPLITS)
+def _open(path: Path, config: DataConfig, check: bool) -> PreparedData:
+    train, validation, manifest = open_prepared(path, check, config.verify)
     tokenizer = load_tokenizer(path / "tokenizer")
-    return PreparedData(train, validation, tokenizer, path, config, statistics)
+    return PreparedData(train, validation, tokenizer, path, config, manifest["statistics"])
 
 
 def _build(
-    config: DataConfig,
-    source: Source,
-    settings: dict[str, Any],
-    tokenizer: TextTokenizer | None,
-    path: Path,
-    progress: bool | None,
+    config: DataConfig, source: Source, path: Path, building: Path, progress: bool | None
 ) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(path)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    temporary.mkdir()
+    _remove_leftovers(building)
     try:
-        # The spool of a stream survives an interrupted build; it has its own key.
-        streamed = isinstance(source, HuggingFaceSource) and source.streaming
-        spools = path.parent.parent / "spools" / path.name if streamed else temporary / "work"
-        _fill(config, source, settings, tokenizer, temporary, spools, progress)
-        try:
-            os.replace(temporary, path)
-        except OSError:
-            if not path.is_dir():
-                raise
-            # Locks may not work between machines: then another one has finished the same data.
-            logger.info("%s was built by another process meanwhile", path)
-        shutil.rmtree(spools, ignore_errors=True)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if not is_prepared(building):
+            statistics = Pipeline(building, config, source, InProcess(), progress=progress).run()
+            for split in SPLITS:
+                counts = (statistics[f"{split}_{what}"] for what in _COUNTED)
+                logger.info("%s: %d documents, %d examples, %d tokens", split, *counts)
+        os.replace(building, path)
+    except OSError:
+        if not path.is_dir():
+            raise
+        # Locks may not work between machines: then another one has finished the same data.
+        logger.info("%s was built by another process meanwhile", path)
+    except ValueError:  # it would fail again
+        shutil.rmtree(building, ignore_errors=True)
+        raise
 
 
-def _remove_leftovers(path: Path) -> None:
-    """Deletes old folders of killed builds; recent ones may belong to another machine."""
-    for folder in path.parent.glob(f".{path.name}.*"):
-        if time.time() - folder.stat().st_mtime > _STALE_SECONDS:
+def _remove_leftovers(building: Path) -> None:
+    """Deletes what killed builds of other data have left long ago."""
+    for folder in building.parent.glob("*"):
+        if folder != building and time.time() - folder.stat().st_mtime > _STALE_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _fill(
-    config: DataConfig,
-    source: Source,
-    settings: dict[str, Any],
-    tokenizer: TextTokenizer | None,
-    folder: Path,
-    spools: Path,
-    progress: bool | None,
-) -> None:
-    """Builds everything in a new folder; reads the documents into the folder `spools`."""
-    work = folder / "work"
-    work.mkdir()
-    spools.mkdir(parents=True, exist_ok=True)
-    with _bar(f"reading {source.name}", "documents", None, progress) as bar:
-        spool = Spool(spools / "spool.txt", source, bar.update)
-    if not spool.documents:
-        raise ValueError(f"source: {source.name} holds no text; expected at least one document")
-    held_out = spool.held_out(config.validation_share)
-    if config.validation_share > 0 and not held_out.any():
-        logger.warning("%s is a single document: the validation part is empty", source.name)
-    if tokenizer is None:
-        logger.info("training a vocabulary of up to %d tokens", config.vocab_size)
-        tokenizer = train_tokenizer(
-            config.tokenizer,
-            lambda: spool.sample(~held_out, config.vocab_sample_mb),
-            *(config.vocab_size, config.lowercases, config.alphabet_size),
-        )
-    tokenizer.save(folder / "tokenizer")
-    statistics = {"documents": spool.documents, "duplicates": spool.duplicates}
-    for split, which in zip(_SPLITS, (~held_out, held_out), strict=True):
-        sentences = int(spool.sentences[which].sum())
-        with _bar(f"tokenizing {split}", "sentences", sentences, progress) as bar:
-            corpus = tokenize(
-                spool.read(which),
-                tokenizer,
-                work / f"{split}.bin",
-                longest=config.max_seq_length - SPECIAL_PER_PAIR,
-                advance=bar.update,
-            )
-        if split == "train" and not corpus.documents:
-            raise ValueError(
-                f"source: {source.name} holds no text that the tokenizer knows; expected at least "
-                "one word"
-            )
-        passes = config.dupe_factor if split == "train" else 1
-        with (
-            ShardWriter(
-                folder / split,
-                vocab_size=tokenizer.vocab_size,
-                unmaskable_ids=tokenizer.unmaskable_ids,
-                max_seq_length=config.max_seq_length,
-            ) as writer,
-            _bar(f"making {split}", "documents", passes * corpus.documents, progress) as bar,
-        ):
-            examples = make_examples(
-                corpus,
-                tokenizer,
-                objective=config.objective,
-                documents=config.documents,
-                max_seq_length=config.max_seq_length,
-                short_seq_prob=config.short_seq_prob,
-                dupe_factor=passes,
-                seed=f"{config.seed}, {split}",
-            )
-            write_examples(examples, writer, bar.update)
-        dataset = ShardDataset(folder / split, verify=False)
-        statistics |= {
-            f"{split}_documents": corpus.documents,
-            f"{split}_examples": len(dataset),
-            f"{split}_tokens": len(dataset.tokens),
-        }
-        logger.info(
-            "%s: %d documents, %d examples, %d tokens, %.1f %% of %d-token rows",
-            *(split, corpus.documents, len(dataset), len(dataset.tokens)),
-            *(100 * dataset.fill, config.max_seq_length),
-        )
-    shutil.rmtree(work)
-    manifest = {
-        "format": FORMAT,
-        "source": source.name,
-        "settings": settings,
-        "statistics": statistics,
-        "sha256": {name: file_sha256(folder / name) for name in _proven(tokenizer.files)},
-    }
-    write_synced(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-
-
-def _proven(tokenizer_files: Sequence[str]) -> list[str]:
-    """The files whose digests the manifest has."""
-    return [*(f"tokenizer/{name}" for name in tokenizer_files), *_MANIFESTS]
-
-
-def _bar(title: str, unit: str, total: int | None, progress: bool | None) -> tqdm:
-    disable = None if progress is None else not progress  # None: only on a terminal
-    return tqdm(desc=title, total=total, unit=f" {unit}", disable=disable, leave=False)

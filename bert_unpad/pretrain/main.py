@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from bert_unpad import ops
 from bert_unpad._malloc import keep_freed_memory
-from bert_unpad.data import PreparedData, prepare
+from bert_unpad.data import PreparedData
 from bert_unpad.data.store.cache import default_cache_dir
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
 from bert_unpad.pretrain.evaluate import Evaluator
@@ -32,10 +32,11 @@ from bert_unpad.pretrain.output.metrics import drop_later_examples
 from bert_unpad.pretrain.output.report import is_reported, write_report
 from bert_unpad.pretrain.output.run_lock import RunLock, run_lock
 from bert_unpad.pretrain.output.settings import save_settings
+from bert_unpad.pretrain.prepared_data import open_data
 from bert_unpad.pretrain.progress import Progress
 from bert_unpad.pretrain.ranks import Ranks, join_ranks
 from bert_unpad.pretrain.run import Run
-from bert_unpad.pretrain.stages import DATA_ERRORS, Stages
+from bert_unpad.pretrain.stages import Stages
 from bert_unpad.pretrain.update.check import check_optimizer
 from bert_unpad.pretrain.update.fsdp import whole_model
 from bert_unpad.pretrain.update.kinds import find_kind
@@ -89,7 +90,7 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
 
 def _pretrain(config: PretrainConfig, resolved: str, ranks: Ranks, lock: RunLock | None) -> int:
     checkpoint = _find_checkpoint(config, ranks)
-    data = _prepare_data(config, ranks)
+    data = open_data(config.data, ranks)
     tokenizer, longest = data.tokenizer, config.data.max_seq_length
     run = Run(
         config,
@@ -154,15 +155,6 @@ def _find_checkpoint(config: PretrainConfig, ranks: Ranks) -> Path | None:
     if config.resume == "must" and found is None:
         raise ConfigError("resume", f"expected a checkpoint in {config.checkpoint_dir}, got none")
     return found
-
-
-def _prepare_data(config: PretrainConfig, ranks: Ranks) -> PreparedData:
-    try:
-        data = prepare(config.data, progress=None if ranks.is_first else False)
-    except DATA_ERRORS as error:
-        raise ConfigError("data", str(error)) from error
-    ranks.meet()  # one machine may have had to prepare data that another one had
-    return data
 
 
 _WHOLE = ("none", "lengths")  # schedules that train all layers all the time

@@ -49,6 +49,11 @@ class Ranks:
         """Whether this is rank 0, which alone writes files and talks to the user."""
         return self.rank == 0
 
+    @property
+    def is_first_of_node(self) -> bool:
+        """Whether this is the first of the ranks of its machine."""
+        return self.rank % self.node_size == 0
+
     def at_step(self, step: int) -> None:
         """Lets the other ranks know that this one begins an update; costs nothing."""
         if self.watch is not None:

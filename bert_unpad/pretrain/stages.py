@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bert_unpad.data import DamagedDataError, PreparedData, prepare
+from bert_unpad.data import PreparedData
 from bert_unpad.data.sampling.balanced_sampler import WorkModel
-from bert_unpad.pretrain.config import ConfigError, PretrainConfig
+from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.feed.exchange_feed import ExchangedFeed
 from bert_unpad.pretrain.feed.rank_speeds import RankSpeeds
 from bert_unpad.pretrain.feed.steps import FeedState, Step
@@ -27,20 +27,17 @@ from bert_unpad.pretrain.feed.strategies import Sampler, build_sampler, feed_ste
 from bert_unpad.pretrain.gradients.sync import GradientSync
 from bert_unpad.pretrain.growth import Growth, Stage, add_layers, cut_layers, freeze, next_optimizer
 from bert_unpad.pretrain.model import add_gradients_in_products, round_weights_in_updates
-from bert_unpad.pretrain.ranks import Ranks
+from bert_unpad.pretrain.prepared_data import open_data
 from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.update.fsdp import shard_model
 from bert_unpad.pretrain.update.kinds import find_kind
 from bert_unpad.pretrain.update.optimizer import shard_group
 
-__all__ = ["DATA_ERRORS", "Stages"]
+__all__ = ["Stages"]
 
 logger = logging.getLogger(__name__)
 
 _LEAD = 8  # updates by which samplers are ahead of training, at most
-
-DATA_ERRORS = (DamagedDataError, FileNotFoundError, ImportError, PermissionError, ValueError)
-"""What `prepare` raises where settings or files are wrong."""
 
 
 class Stages:
@@ -188,8 +185,8 @@ class Stages:
     def _feed(self) -> None:
         run, config, data = self._run, self._run.config, self._data
         if self.stage.max_seq_length != config.data.max_seq_length:
-            data = _prepare(config, self.stage.max_seq_length, run.ranks)
-            run.ranks.meet()
+            shorter = replace(config.data, max_seq_length=self.stage.max_seq_length)
+            data = open_data(shorter, run.ranks, "growth.lengths")
             if data.tokenizer.vocabulary != self._data.tokenizer.vocabulary:
                 raise ConfigError(
                     "growth.lengths",
@@ -209,13 +206,3 @@ class Stages:
             *(run.config, self.sampler, self._stage_data, run.ranks, run.progress.step),
             total_steps,
         )
-
-
-def _prepare(config: PretrainConfig, max_seq_length: int, ranks: Ranks) -> PreparedData:
-    try:
-        return prepare(
-            replace(config.data, max_seq_length=max_seq_length),
-            progress=None if ranks.is_first else False,
-        )
-    except DATA_ERRORS as error:
-        raise ConfigError("growth.lengths", str(error)) from error

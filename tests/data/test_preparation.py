@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import multiprocessing
 import os
 import random
 import subprocess
@@ -13,8 +14,15 @@ import numpy as np
 import pytest
 
 import bert_unpad.data
-from bert_unpad.data import DataConfig, ShardWriter, WordPieceTokenizer, prepare
+from bert_unpad.data import (
+    DamagedDataError,
+    DataConfig,
+    ShardWriter,
+    WordPieceTokenizer,
+    prepare,
+)
 from bert_unpad.data.store.cache import cache_lock
+from bert_unpad.data.text import sources
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 from tests.support.processes import TIMEOUT
 
@@ -88,7 +96,7 @@ def test_key_follows_content_and_settings_but_not_masking(config, text_file, tmp
     path = prepare(config, progress=False).path
     for change in (
         {"masked_lm_prob": 0.3, "mask_unit": "word", "max_predictions_per_seq": 5},
-        {"verify": False},
+        {"verify": True},
     ):
         assert prepare(dataclasses.replace(config, **change), progress=False).path == path
     paths = {path}
@@ -123,10 +131,13 @@ def test_held_out_documents_do_not_depend_on_the_seed(config):
 
 
 @pytest.mark.parametrize(
-    "name", ["manifest.json", "tokenizer/vocab.txt", "train/tokens.bin", "validation/manifest.json"]
+    "name",
+    ["manifest.json", "tokenizer/vocab.txt", "train/tokens-000000.bin", "validation/manifest.json"],
 )
 @pytest.mark.parametrize("damage", ["truncate", "alter", "remove"])
 def test_damaged_caches_are_reported_and_rebuilt(config, caplog, name, damage):
+    if (name, damage) == ("train/tokens-000000.bin", "alter"):
+        config = dataclasses.replace(config, verify=True)
     data = prepare(config, progress=False)
     tokens = data.train.tokens.copy()
     file = data.path / name
@@ -211,6 +222,53 @@ def test_failed_build_leaves_nothing(config, monkeypatch):
     assert [p.name for p in data.path.parent.iterdir()] == [data.path.name]
 
 
+def build_until_examples(config):
+    ShardWriter.close = lambda self: os._exit(9)
+    prepare(config, progress=False)
+
+
+def test_a_killed_build_is_continued(config):
+    folder = Path(config.cache_dir)
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=build_until_examples, args=(config,))
+    process.start()
+    process.join(TIMEOUT)
+    assert process.exitcode == 9
+    (building,) = (folder / "building").iterdir()
+    (records,) = (building / "work" / "spool").glob("*.npy")
+    read = records.stat().st_mtime_ns
+    before = (building / "tokenizer" / "vocab.txt").stat().st_mtime_ns
+    assert read < before
+    data = prepare(config, progress=False)
+    assert (data.path / "tokenizer" / "vocab.txt").stat().st_mtime_ns == before
+    assert list((folder / "building").iterdir()) == []
+
+
+def test_fingerprints_are_remembered_until_files_change(config, text_file, monkeypatch):
+    os.utime(text_file, (1_000_000_000, 1_000_000_000))
+    path = prepare(config, progress=False).path
+    hashed = []
+    digest = sources.file_sha256
+    monkeypatch.setattr(sources, "file_sha256", lambda p: hashed.append(p) or digest(p))
+    assert prepare(config, progress=False).path == path
+    assert hashed == []
+    os.utime(text_file, (1_000_000_001, 1_000_000_001))
+    assert prepare(config, progress=False).path == path
+    assert hashed == [text_file]
+
+
+def test_one_process_checks_for_the_others(config):
+    data = prepare(config, progress=False)
+    file = data.path / "train" / "tokens-000000.bin"
+    content = file.read_bytes()
+    file.write_bytes(content[:-2])
+    unchecked = prepare(config, progress=False, check=False)
+    with pytest.raises(DamagedDataError, match=r"tokens-000000\.bin has .* bytes; expected"):
+        unchecked.train.batch(np.arange(2))
+    prepare(config, progress=False)
+    assert file.read_bytes() == content
+
+
 def test_vocab_file_is_used_and_keyed_by_content(config, tmp_path):
     vocab = tmp_path / "vocab.txt"
     vocab.write_text("\n".join([*SPECIAL_TOKENS, "n", "##1", *WORDS, "."]))
@@ -252,7 +310,7 @@ def test_progress_bars_only_if_asked(config, capsys):
     assert capsys.readouterr().err == ""
     prepare(dataclasses.replace(config, seed=2), progress=True)
     shown = capsys.readouterr().err
-    for step in ("reading", "tokenizing train", "making validation"):
+    for step in ("reading", "making examples"):
         assert step in shown
 
 

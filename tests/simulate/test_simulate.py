@@ -16,7 +16,7 @@ from bert_unpad.costs.timing import fit_step_cost
 from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
 from bert_unpad.data.sampling.histogram import measure_histogram, sample_lengths
 from bert_unpad.data.sampling.speed_sampler import SpeedSampler
-from bert_unpad.data.store.shards import ShardWriter
+from bert_unpad.data.store.shard_writer import ShardWriter
 from bert_unpad.simulate import Fill, StepModel, simulate
 from bert_unpad.simulate.cli import main
 from bert_unpad.simulate.epoch import STRATEGIES

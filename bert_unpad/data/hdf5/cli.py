@@ -20,7 +20,7 @@ from bert_unpad.data.masking import TokenMasker
 from bert_unpad.data.preparation import PreparedData, prepare
 from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.store.manifest import DamagedDataError
-from bert_unpad.data.store.shards import ShardWriter
+from bert_unpad.data.store.shard_writer import ShardWriter
 from bert_unpad.data.streams.text_stream import is_streamed
 
 _BLOCK = 4096  # examples handled at a time

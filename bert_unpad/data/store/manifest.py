@@ -42,6 +42,16 @@ def read_manifest(path: Path, expected_format: str) -> dict[str, Any]:
     return manifest
 
 
+def check_size(path: Path, expected: int) -> None:
+    """Raises a DamagedDataError that names the file unless it has so many bytes."""
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError as error:
+        raise DamagedDataError(f"{path} is missing; expected {expected:,} bytes") from error
+    if found != expected:
+        raise DamagedDataError(f"{path} has {found:,} bytes; expected {expected:,} bytes")
+
+
 def check_digest(path: Path, expected: str) -> None:
     """Raises a DamagedDataError that names the file unless its SHA-256 is `expected`."""
     try:

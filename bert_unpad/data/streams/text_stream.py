@@ -28,10 +28,11 @@ from bert_unpad.data.streams.stream import (
     shuffle_by_key,
     token_dtype,
 )
-from bert_unpad.data.text.corpus import is_held_out, sentences_of, tokenize_in_memory
+from bert_unpad.data.text.corpus import tokenize
 from bert_unpad.data.text.documents import Documents
 from bert_unpad.data.text.examples import make_examples
 from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR
+from bert_unpad.data.text.sentences import is_held_out, split_sentences
 from bert_unpad.data.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class TextStream:
         objective, documents: say what an example is, see `make_examples`.
         max_seq_length: length of the longest example in tokens, at least 5.
         short_seq_prob: see `PairDrawer`.
-        held_out_share: share of documents to leave out, as `Spool.held_out` chooses them.
+        held_out_share: share of documents to leave out, as `held_out` chooses them.
         pair_seed: seed of the choice of pairs.
         seed: seed of the shuffling.
         shuffle_buffer: approximate number of examples that are made and shuffled together.
@@ -245,7 +246,7 @@ class TextStream:
         size = 0
         for row in part:
             text = self._text(row)
-            sentences = sentences_of(text)
+            sentences = split_sentences(text)
             if not sentences or is_held_out(sentences, self._held_out_share):
                 continue
             documents.append(sentences)
@@ -273,9 +274,8 @@ class TextStream:
     def _examples(self, buffer: _Buffer, epoch: int) -> tuple[_Buffer, ExampleBatch]:
         """Makes all examples of a buffer, shuffled; ids are set later."""
         tokenizer = self._tokenizer
-        corpus = tokenize_in_memory(
-            buffer.documents, tokenizer, self._max_seq_length - SPECIAL_PER_PAIR
-        )
+        longest = self._max_seq_length - SPECIAL_PER_PAIR
+        corpus = tokenize(buffer.documents, tokenizer, longest=longest)
         dtype = token_dtype(self.vocab_size)
         blocks = [
             ExampleBatch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from bert_unpad.data.objective import SECOND_SEGMENTS, Objective
-from bert_unpad.data.store.shards import ShardWriter
+from bert_unpad.data.store.shard_writer import ShardWriter
 from bert_unpad.data.text.corpus import TokenizedCorpus
 from bert_unpad.data.text.documents import Documents, document_examples
 from bert_unpad.data.text.pairs import Columns, pair_examples

@@ -108,7 +108,8 @@ def test_writer_refuses_what_does_not_fit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["tokens.bin", "offsets.bin", "second_starts.bin", "next_sentence_labels.bin"]
+    "name",
+    ["tokens.bin", "lengths.bin", "offsets.bin", "second_starts.bin", "next_sentence_labels.bin"],
 )
 def test_damage_is_named_with_what_was_expected(tmp_path, name):
     write(tmp_path / "shard")
@@ -138,7 +139,63 @@ def test_unverified_offsets_must_still_fit_the_tokens(tmp_path):
     offsets[3] = offsets[2] - 5
     offsets.tofile(file)
     with pytest.raises(DamagedDataError, match=r"offsets\.bin is damaged: expected offsets"):
+        ShardDataset(tmp_path / "shard", verify=False).batch(np.arange(5))
+
+
+def test_a_file_of_tokens_may_be_looked_at_when_it_is_read(tmp_path):
+    write(tmp_path / "shard")
+    file = tmp_path / "shard" / "tokens.bin"
+    file.write_bytes(file.read_bytes()[:-2])
+    dataset = ShardDataset(tmp_path / "shard", verify=False, sizes=False)
+    assert len(dataset) == 50
+    with pytest.raises(DamagedDataError, match=r"tokens\.bin has .* bytes; expected"):
+        dataset.batch(np.arange(2))
+    with pytest.raises(DamagedDataError, match=r"tokens\.bin has .* bytes; expected"):
         ShardDataset(tmp_path / "shard", verify=False)
+
+
+def split_tokens(folder, examples):
+    """Puts the tokens from an example on into a second file."""
+    offsets = np.fromfile(folder / "offsets.bin", np.int64)
+    tokens = np.fromfile(folder / "tokens.bin", np.uint16)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    parts = {"tokens.bin": tokens[: offsets[examples]], "more.bin": tokens[offsets[examples] :]}
+    for name, part in parts.items():
+        part.tofile(folder / name)
+        digest = hashlib.sha256(part.tobytes()).hexdigest()
+        manifest["files"][name] = {"dtype": "uint16", "count": len(part), "sha256": digest}
+    manifest["tokens"] = list(parts)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("at", [0, 1, 23, 50])
+def test_tokens_in_several_files(tmp_path, at):
+    tokens, *_ = write(tmp_path / "shard")
+    whole = ShardDataset(tmp_path / "shard")
+    indices = np.random.default_rng().permutation(50)
+    expected, counts = whole.batch(indices), whole.target_counts()
+    split_tokens(tmp_path / "shard", at)
+    parts = ShardDataset(tmp_path / "shard")
+    np.testing.assert_array_equal(parts.tokens, tokens)
+    np.testing.assert_array_equal(parts.batch(indices).tokens, expected.tokens)
+    np.testing.assert_array_equal(parts.target_counts(), counts)
+    assert parts.num_tokens == len(tokens)
+
+
+def test_examples_that_reach_beyond_a_file_are_refused(tmp_path):
+    write(tmp_path / "shard")
+    split_tokens(tmp_path / "shard", 20)
+    offsets, lengths = (
+        np.fromfile(tmp_path / "shard" / f"{name}.bin", dtype)
+        for name, dtype in (("offsets", np.int64), ("lengths", np.uint16))
+    )
+    offsets[20] -= 1  # the example before it ends earlier, the next one begins in the file before
+    lengths[19:21] += np.array([65_535, 1], np.uint16)
+    offsets.tofile(tmp_path / "shard" / "offsets.bin")
+    lengths.tofile(tmp_path / "shard" / "lengths.bin")
+    dataset = ShardDataset(tmp_path / "shard", verify=False)
+    with pytest.raises(DamagedDataError, match="expected examples within a file"):
+        dataset.batch(np.array([20]))
 
 
 def test_damaged_manifests_are_named(tmp_path):
@@ -171,6 +228,11 @@ def test_damaged_manifests_are_named(tmp_path):
         ("unmaskable_ids", [1000]),
         ("unmaskable_ids", ["0"]),
         ("unmaskable_ids", 5),
+        ("tokens", []),
+        ("tokens", 5),
+        ("tokens", ["../tokens.bin"]),
+        ("tokens", ["other.bin"]),
+        ("statistics", {"documents": -1}),
         ("files", []),
         ("files", 5),
         ("count", -4),
@@ -209,6 +271,9 @@ def forge(folder, name, place, value):
         ("tokens.bin", 7, 1000, r"tokens\.bin is damaged: expected ids of 0 to 999"),
         ("offsets.bin", 1, -1, r"offsets\.bin is damaged"),
         ("offsets.bin", 1, 2**63 - 1, r"offsets\.bin is damaged"),
+        ("lengths.bin", 3, 10, r"offsets\.bin is damaged"),
+        ("lengths.bin", 3, 41, r"lengths\.bin is damaged"),
+        ("lengths.bin", 3, 0, r"lengths\.bin is damaged"),
         ("second_starts.bin", 0, 65_535, r"second_starts\.bin is damaged"),
         ("next_sentence_labels.bin", 0, 2, r"next_sentence_labels\.bin is damaged"),
         ("masked_offsets.bin", slice(1, 3), [2**63 - 1, -2], r"masked_offsets\.bin is damaged"),

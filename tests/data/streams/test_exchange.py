@@ -18,7 +18,8 @@ import torch.distributed as dist
 from bert_unpad.data.sampling.balanced_sampler import WorkModel
 from bert_unpad.data.sampling.histogram import sample_lengths
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks
-from bert_unpad.data.store.shards import Example, ShardDataset, ShardWriter
+from bert_unpad.data.store.shard_writer import ShardWriter
+from bert_unpad.data.store.shards import Example, ShardDataset
 from bert_unpad.data.streams.exchange import ExampleExchange, ExchangeError
 from bert_unpad.data.streams.stream import IterableStream, ShardStream
 from tests.support.processes import run_ranks

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 
-import numpy as np
 import pytest
 
-from bert_unpad.data.text import corpus
-from bert_unpad.data.text.corpus import Spool
+from bert_unpad.data.building.spool import spool_in_order
 from bert_unpad.data.text.sources import HuggingFaceSource
 
 datasets = pytest.importorskip("datasets")
@@ -74,18 +72,36 @@ class Interrupted(HuggingFaceSource):
             yield text
 
 
-def test_reading_a_stream_is_resumed(path, tmp_path, monkeypatch):
+def spool(folder, source):
+    """Spools a data set; returns its files, and how many blocks this call has written."""
+    written = []
+    folder.mkdir(exist_ok=True)
+    blocks = spool_in_order(folder, source, 5_000, written.append)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    del files["position.json"]
+    assert len(files) == 2 * blocks
+    return files, len(written)
+
+
+def test_reading_a_stream_is_resumed(path, tmp_path):
     specification = f"json?data_files={path}&streaming=true"
-    expected = Spool(tmp_path / "whole.txt", HuggingFaceSource(specification))
-    monkeypatch.setattr(corpus, "_SAVE_EVERY", 500)
+    expected, blocks = spool(tmp_path / "whole", HuggingFaceSource(specification))
+    assert blocks > 3
     for last in (100, 2600, 700):
         with pytest.raises(ConnectionError):
-            Spool(tmp_path / "parts.txt", Interrupted(specification, last))
+            spool(tmp_path / "parts", Interrupted(specification, last))
     final = Interrupted(specification, ROWS)
-    found = Spool(tmp_path / "parts.txt", final)
+    found, written = spool(tmp_path / "parts", final)
     assert final.read < ROWS // 2
-    assert (tmp_path / "parts.txt").read_bytes() == (tmp_path / "whole.txt").read_bytes()
-    assert (found.documents, found.duplicates) == (expected.documents, expected.duplicates)
-    assert found.duplicates > 0
-    np.testing.assert_array_equal(found.hashes, expected.hashes)
-    np.testing.assert_array_equal(found.sentences, expected.sentences)
+    assert written < blocks
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "[" * 100_000, '{"blocks": "1"}', '{"blocks": -1, "documents": 0}']
+)
+def test_a_damaged_position_is_left_out(path, tmp_path, text, caplog):
+    expected, _ = spool(tmp_path / "spool", source(path))
+    (tmp_path / "spool" / "position.json").write_text(text)
+    assert spool(tmp_path / "spool", source(path))[0] == expected
+    assert "position.json is damaged" in caplog.text

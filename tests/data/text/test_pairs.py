@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from bert_unpad.data import ShardDataset, ShardWriter, WordPieceTokenizer
-from bert_unpad.data.text.corpus import Spool, tokenize
+from bert_unpad.data.text import corpus
+from bert_unpad.data.text.corpus import tokenize
 from bert_unpad.data.text.examples import make_examples, write_examples
 from bert_unpad.data.text.pairs import PairDrawer
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
@@ -37,18 +38,6 @@ def segments(example, tokenizer):
         assert len(segment)
         np.testing.assert_array_equal(np.diff(segment), 1)  # a run of neighbours in the corpus
     return a, b
-
-
-class Listed:
-    """A source of given documents."""
-
-    name = "listed"
-
-    def __init__(self, texts):
-        self.texts = texts
-
-    def documents(self):
-        return iter(self.texts)
 
 
 def test_pairs_are_what_their_labels_say(tokenizer, tmp_path):
@@ -151,54 +140,29 @@ def test_pairs_follow_from_the_seed(tokenizer, tmp_path):
     assert not np.array_equal(first.tokens[:500], first.tokens[first.offsets[half] :][:500])
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", "[" * 100_000, '{"size": "1"}', '{"size": -1, "duplicates": 0}']
-)
-def test_a_damaged_position_of_a_spool_is_left_out(tmp_path, text, caplog):
-    (tmp_path / "spool").write_text("Of an interrupted run.\n\n")
-    (tmp_path / "spool.position.json").write_text(text)
-    assert Spool(tmp_path / "spool", Listed(["One text."])).documents == 1
-    assert (tmp_path / "spool").read_text() == "One text.\n\n"
-    assert "spool.position.json is damaged" in caplog.text
-
-
-def test_spool_drops_duplicates_and_splits_by_text(tmp_path):
-    texts = [f"Document {i}. It has two sentences." for i in range(400)]
-    spool = Spool(tmp_path / "1", Listed([*texts, "", texts[7].replace(" ", "\n"), " \n"]))
-    assert (spool.documents, spool.duplicates) == (400, 1)
-    assert spool.sentences.tolist() == [2] * 400
-    held_out = spool.held_out(0.1)
-    assert 20 < held_out.sum() < 65
-    parts = [list(spool.read(held_out)), list(spool.read(~held_out))]
-    assert len(parts[0]) == held_out.sum()
-    assert sorted(" ".join(d) for part in parts for d in part) == sorted(texts)
-
-    # The same documents are held out of a corpus that has grown and is in another order.
-    grown = Spool(tmp_path / "2", Listed(["New. One.", *texts[::-1]]))
-    again = [d for d in grown.read(grown.held_out(0.1)) if d != ["New.", "One."]]
-    assert sorted(again) == sorted(parts[0])
-
-
-def test_small_corpora_still_give_both_parts(tmp_path):
-    for count in (2, 3):
-        spool = Spool(tmp_path / str(count), Listed([f"Text {i}." for i in range(count)]))
-        for share in (0.001, 0.999):
-            assert 0 < spool.held_out(share).sum() < count
-        assert not spool.held_out(0.0).any()
-    assert not Spool(tmp_path / "one", Listed(["Only one."])).held_out(0.5).any()
-
-
-def test_unpaired_surrogates_do_not_stop_a_build(tmp_path):
-    spool = Spool(tmp_path / "spool", Listed(["A \ud800 lone surrogate."]))
-    assert list(spool.read(np.ones(1, bool))) == [["A ? lone surrogate."]]
-
-
-def test_tokenize_cuts_long_sentences_and_drops_empty_ones(tmp_path):
+def test_tokenize_cuts_long_sentences_and_drops_empty_ones():
     tokenizer = WordPieceTokenizer([*SPECIAL_TOKENS, "a", "b"])
     documents = [["a b", "\x00"], ["\x00"], ["a " * 25], ["b"]]
     done = []
-    corpus = tokenize(documents, tokenizer, tmp_path / "ids", longest=10, advance=done.append)
+    corpus = tokenize(documents, tokenizer, longest=10, advance=done.append)
     assert corpus.tokens.tolist() == [5, 6, *[5] * 25, 6]
     assert corpus.sentence_offsets.tolist() == [0, 2, 12, 22, 27, 28]
     assert corpus.document_offsets.tolist() == [0, 1, 4, 5]
     assert sum(done) == 5
+    none = tokenize([], tokenizer, longest=10)
+    assert (none.documents, len(none.tokens), len(none.sentence_offsets)) == (0, 0, 1)
+
+
+def test_tokenize_in_batches_is_the_same(monkeypatch):
+    tokenizer = WordPieceTokenizer([*SPECIAL_TOKENS, "a", "b"])
+    rng = np.random.default_rng()
+    documents = [
+        [" ".join(rng.choice(["a", "b", "\x00"], n)) for n in rng.integers(1, 30, count)]
+        for count in rng.integers(1, 20, 40)
+    ]
+    whole = tokenize(documents, tokenizer, longest=7)
+    monkeypatch.setattr(corpus, "_BATCH", 50)
+    parts = tokenize(documents, tokenizer, longest=7)
+    np.testing.assert_array_equal(parts.tokens, whole.tokens)
+    np.testing.assert_array_equal(parts.sentence_offsets, whole.sentence_offsets)
+    np.testing.assert_array_equal(parts.document_offsets, whole.document_offsets)

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from bert_unpad.data.text.corpus import split_sentences
+from bert_unpad.data.text.sentences import split_sentences
 from bert_unpad.data.text.sources import HuggingFaceSource, StdlibSource, TextSource, open_source
 
 

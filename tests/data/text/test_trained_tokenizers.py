@@ -17,8 +17,10 @@ from bert_unpad.data import (
     prepare,
     train_tokenizer,
 )
-from bert_unpad.data.text.corpus import Spool
+from bert_unpad.data.building.engines import InProcess
+from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.text.json_tokenizer import load_tokenizer
+from bert_unpad.data.text.sources import TextSource
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 from bert_unpad.pretrain.config import ConfigError, read_config
 
@@ -275,33 +277,30 @@ def test_prepared_with_a_given_tokenizer(corpus, tmp_path):
     assert rebuilt.tokenizer.identity() == data.tokenizer.identity()
 
 
-class _Listed:
-    name = "listed"
-
-    def __init__(self, texts):
-        self.texts = texts
-
-    def documents(self):
-        return iter(self.texts)
-
-
 def test_a_sample_has_its_size(tmp_path):
     texts = [f"{n} " + "word " * random.Random(n).randint(5, 200) for n in range(3000)]
-    spool = Spool(tmp_path / "spool.txt", _Listed(texts))
-    held_out = spool.held_out(0.2)
-    every = list(spool.read(~held_out))
-    assert list(spool.sample(~held_out, None)) == list(spool.sample(~held_out, 1e3)) == every
-    size = (tmp_path / "spool.txt").stat().st_size / 1e6
+    (tmp_path / "text").write_text("\n\n".join(texts))
+    config = DataConfig(str(tmp_path / "text"), validation_share=0.2)
+    work = Pipeline(
+        tmp_path / "out", config, TextSource(tmp_path / "text"), InProcess(), block_bytes=100_000
+    )
+    work.read()
+    work.plan()
+    build, corpus = work.build, work.build.corpus()
+    every = list(build.sample(corpus, None))
+    assert 2000 < len(every) < 2800
+    assert list(build.sample(corpus, 1e3)) == every
+    size = corpus.size / 1e6
     for share in (0.05, 0.4):
-        sample = list(spool.sample(~held_out, share * size))
-        assert sample == list(spool.sample(~held_out, share * size))
+        sample = list(build.sample(corpus, share * size))
+        assert sample == list(build.sample(corpus, share * size))
         found = sum(len(sentence) + 1 for document in sample for sentence in document) / 1e6
         assert 0.6 * share * size < found < share * size + 0.002
         assert all(document in every for document in sample[:50])
         first = [int(document[0].split()[0]) for document in sample]
         assert first == sorted(first)
         assert 0.4 < np.mean(first) / 1500 < 1.4
-    assert len(list(spool.sample(~held_out, 1e-9))) == 1
+    assert len(list(build.sample(corpus, 1e-9))) == 1
 
 
 def test_a_vocabulary_of_a_sample(corpus):

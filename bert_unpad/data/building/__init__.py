@@ -1,0 +1,1 @@
+"""Prepares a corpus in blocks: reads, removes duplicates, trains a vocabulary, makes examples."""

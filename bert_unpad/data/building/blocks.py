@@ -1,0 +1,249 @@
+"""Cuts a corpus into blocks: the unit of work, and of every random choice.
+
+A block is a pure function of the corpus, so the result does not depend on who works on which block.
+Text files are cut by bytes, between documents, and data sets of the `datasets` library between
+rows; any worker can read any block of these. Other sources are read in order, by one process.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import numpy as np
+
+from bert_unpad.data.text.sentences import CleanText, clean
+from bert_unpad.data.text.sources import HuggingFaceSource, Source, TextSource
+
+BLOCK_BYTES = 8 << 20
+_GROW_EVERY = 512  # blocks; so a corpus of 1 TB has 10,000 blocks
+_MOST_DOUBLINGS = 4
+_WINDOW = 1 << 20  # bytes in which a cut looks for the end of a document
+_LARGE_FILE = 128 << 20  # bytes; a larger file is cut even if it is one document
+_ROWS = 1000  # of a data set, read at a time
+_BOM = codecs.BOM_UTF8
+
+
+def block_bytes(number: int, first: int) -> int:
+    """The size that a block of text aims at.
+
+    Blocks become larger, so that a small corpus keeps several workers busy and a large one has no
+    millions of files. A growing corpus keeps the blocks that it has.
+
+    Args:
+        number: which block, from 0.
+        first: size of the first blocks.
+    """
+    return first << min(number // _GROW_EVERY, _MOST_DOUBLINGS)
+
+
+class Block(Protocol):
+    """A part of a corpus that any worker can read."""
+
+    def read(self) -> Iterator[CleanText]:
+        """Yields the documents of the block, some at a time."""
+
+
+def cut(source: Source, first: int) -> Sequence[Block] | None:
+    """Cuts a corpus into blocks; None for a source that has to be read in order.
+
+    Args:
+        source: the corpus.
+        first: see `block_bytes`.
+    """
+    if type(source) is TextSource:
+        return _file_blocks(source, first)
+    if type(source) is HuggingFaceSource and not source.streaming:
+        return _row_blocks(source, first)
+    return None
+
+
+def identity(source: Source) -> str | None:
+    """Changes when the content of a source does; None if that cannot be told without reading it.
+
+    Of text files it takes paths, sizes and times.
+    """
+    if isinstance(source, HuggingFaceSource):
+        return source.fingerprint()
+    if not isinstance(source, TextSource):
+        return None
+    files = ((str(path.resolve()), path.stat()) for path in source.files)
+    about = [(path, status.st_size, status.st_mtime_ns) for path, status in files]
+    return hashlib.sha256(json.dumps([source.file_per_document, *about]).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A part of a text file, in bytes; its ends move to the next boundary when it is read."""
+
+    path: Path
+    begin: int
+    end: int
+    size: int
+    """Of the whole file."""
+
+
+@dataclass(frozen=True)
+class FileBlock:
+    """Parts of one or more text files."""
+
+    extents: tuple[Extent, ...]
+    file_per_document: bool
+
+    def read(self) -> Iterator[CleanText]:
+        """See `Block`.
+
+        Raises:
+            ValueError: a file is not UTF-8, or has shrunk.
+        """
+        for extent in self.extents:
+            with extent.path.open("rb") as file:
+                begin, end = (
+                    _boundary(file, at, extent.size, not self.file_per_document)
+                    for at in (extent.begin, extent.end)
+                )
+                file.seek(begin)
+                text = file.read(end - begin)
+            if len(text) != end - begin:
+                raise ValueError(
+                    f"source: expected {extent.size:,} bytes in {extent.path}, which has changed "
+                    "while it is read"
+                )
+            _check_utf8(text, extent.path, begin)
+            if b"\r" in text:
+                text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+            if begin == 0:
+                text = text.removeprefix(_BOM)
+            yield clean(text, np.array([len(text)]) if self.file_per_document else None)
+
+
+def _file_blocks(source: TextSource, first: int) -> list[FileBlock]:
+    blocks: list[list[Extent]] = [[]]
+    room = block_bytes(0, first)
+    for path in source.files:
+        size, begin = path.stat().st_size, 0
+        while begin < size:
+            if room <= 0:
+                room = block_bytes(len(blocks), first)
+                blocks.append([])
+            end = min(begin + (_LARGE_FILE if source.file_per_document else room), size)
+            blocks[-1].append(Extent(path, begin, end, size))
+            room -= end - begin
+            begin = end
+    return [FileBlock(tuple(extents), source.file_per_document) for extents in blocks]
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows `first` to `last` - 1 of a data set, one document each."""
+
+    specification: str
+    first: int
+    last: int
+
+    def read(self) -> Iterator[CleanText]:
+        """See `Block`."""
+        source = _data_set(self.specification)
+        column = source.load().data.column(source.column)
+        for first in range(self.first, self.last, _ROWS):
+            texts = column[first : min(first + _ROWS, self.last)].to_pylist()
+            yield _clean_all([text.encode() for text in texts if text])
+
+
+def _row_blocks(source: HuggingFaceSource, first: int) -> list[RowBlock] | None:
+    import pyarrow
+    import pyarrow.compute
+
+    table = source.load()
+    column = table.data.column(source.column)
+    text = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
+    if not text or table._indices is not None:  # rows in another order than in the table
+        return None
+    lengths = pyarrow.compute.fill_null(pyarrow.compute.binary_length(column), 0)
+    ends = np.cumsum(lengths.to_numpy()[: source.limit], dtype=np.int64)
+    blocks: list[RowBlock] = []
+    row = size = 0
+    while len(ends) and size < ends[-1]:
+        enough = size + block_bytes(len(blocks), first)
+        last = min(int(np.searchsorted(ends, enough)) + 1, len(ends))
+        blocks.append(RowBlock(source.name.removeprefix("hf:"), row, last))
+        row, size = last, int(ends[last - 1])
+    return blocks
+
+
+@functools.lru_cache(maxsize=1)
+def _data_set(specification: str) -> HuggingFaceSource:
+    """Opened once by a worker."""
+    return HuggingFaceSource(specification)
+
+
+def _boundary(file: BinaryIO, at: int, size: int, blank_line_ends: bool) -> int:
+    """Where a cut at a byte really is: after the next blank line, or line, or white space.
+
+    Cuts keep their order: a later one never comes before an earlier one.
+    """
+    if at in (0, size):
+        return at
+    file.seek(at)
+    window = file.read(_WINDOW)
+    patterns = (rb"\n[ \t\r\v\f]*\n", rb"\n", rb"[ \t\r\v\f]")
+    for pattern in patterns[not blank_line_ends :]:
+        if found := re.search(pattern, window):
+            return at + found.end()
+        if at + len(window) >= size:  # the rest is one document
+            return size
+    inside = re.match(rb"[\x80-\xbf]{0,3}", window)  # the rest of a character
+    return at + inside.end()
+
+
+def _check_utf8(text: bytes, path: Path, begin: int) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for at in range(0, len(text), _WINDOW):
+        try:
+            decoder.decode(text[at : at + _WINDOW], final=at + _WINDOW >= len(text))
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"source: {path} is not UTF-8 text, after byte {begin + at:,}: {error}"
+            ) from error
+
+
+def documents_in_blocks(
+    documents: Iterable[str], first: int, number: int
+) -> Iterator[list[CleanText]]:
+    """Yields the blocks of a source that is read in order.
+
+    Args:
+        documents: what is to be read.
+        first: see `block_bytes`.
+        number: of the first of these blocks.
+    """
+    block: list[CleanText] = []
+    pending: list[bytes] = []
+    size = pending_size = 0
+    for document in documents:
+        pending.append(document.encode("utf-8", "replace"))
+        pending_size += len(pending[-1])
+        full = size + pending_size >= block_bytes(number, first)
+        if full or pending_size >= _WINDOW:
+            block.append(_clean_all(pending))
+            size += pending_size
+            pending, pending_size = [], 0
+        if full:
+            yield block
+            number, size, block = number + 1, 0, []
+    if pending:
+        block.append(_clean_all(pending))
+    if block:
+        yield block
+
+
+def _clean_all(texts: list[bytes]) -> CleanText:
+    ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+    return clean(b"".join(texts), ends)

@@ -1,0 +1,139 @@
+"""The last stage: joins the shards of all blocks to one, and makes the folder complete.
+
+Joining copies the small columns, which have some bytes an example, and moves the files of tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bert_unpad._files import read_json_object, sync_folder
+from bert_unpad.data.building.build import Build, open_build
+from bert_unpad.data.store.manifest import MANIFEST
+from bert_unpad.data.store.prepared import SPLITS, is_prepared, read_prepared, write_prepared
+from bert_unpad.data.store.shard_writer import Column, write_shard_manifest
+from bert_unpad.data.store.shards import ShardDataset
+
+_COLUMNS = ("lengths", "second_starts", "next_sentence_labels")
+_SHOWN = 8  # missing blocks that a message names
+
+
+def join_parts(folder: Path) -> dict[str, int]:
+    """Puts all parts together, and removes what is no longer needed.
+
+    Goes on where an earlier call was killed; does nothing if the folder is complete.
+
+    Args:
+        folder: where the parts have worked.
+
+    Returns:
+        Counts of documents, duplicates, examples and tokens.
+
+    Raises:
+        ValueError: the folder has no preparation, parts have not finished, or no text had tokens.
+    """
+    if is_prepared(folder):
+        shutil.rmtree(folder / "work", ignore_errors=True)
+        return read_prepared(folder)["statistics"]
+    build, about = open_build(folder)
+    corpus, source = build.corpus(), about["source"]
+    if corpus is None:
+        raise ValueError(f"output: expected parts that have read {source}, got none in {folder}")
+    statistics = {"documents": corpus.documents, "duplicates": corpus.duplicates}
+    for split in SPLITS:
+        count = build.pieces(split, corpus.blocks)
+        missing = missing_pieces(build, split, count)
+        if missing:
+            names = ", ".join(str(number) for number in missing[:_SHOWN])
+            raise ValueError(
+                f"output: expected {count} finished blocks of {split} in {folder}; missing: "
+                f"{names}{', ...' if len(missing) > _SHOWN else ''}; run the parts to their end"
+            )
+    for split in SPLITS:
+        _join(build, split, build.pieces(split, corpus.blocks))
+        statistics |= _counts(build, split)
+    if not statistics["train_documents"]:
+        raise ValueError(
+            f"source: {source} holds no text that the tokenizer knows; expected at least one word"
+        )
+    settings = {name: value for name, value in about.items() if name not in ("source", "content")}
+    write_prepared(
+        folder,
+        source=source,
+        settings={**settings, "corpus": corpus.digest},
+        statistics=statistics,
+        tokenizer_files=build.tokenizer().files,
+    )
+    shutil.rmtree(build.work, ignore_errors=True)
+    return statistics
+
+
+def missing_pieces(build: Build, split: str, count: int) -> list[int]:
+    """The pieces of a split that are still to be made."""
+    if (build.folder / split).exists():
+        return []
+    return [number for number in range(count) if not build.piece(split, number).exists()]
+
+
+def _join(build: Build, split: str, count: int) -> None:
+    """Makes one shard of all pieces of a split; goes on where an earlier call was killed."""
+    final = build.folder / split
+    if final.exists():
+        return
+    joined = build.work / f"{split}.joined"
+    joined.mkdir(exist_ok=True)
+    pieces = [build.piece(split, number) for number in range(count)]
+    manifests = [read_json_object(piece / MANIFEST) for piece in pieces]
+    files = {f"{name}.bin": _join_column(joined, pieces, manifests, name) for name in _COLUMNS}
+    files["offsets.bin"] = _join_offsets(joined, pieces)
+    tokens = []
+    some = [n for n in range(count) if manifests[n]["files"]["tokens.bin"]["count"]] or [0]
+    for number in some:
+        name = f"tokens-{number:06}.bin"
+        if not (joined / name).exists():
+            os.rename(pieces[number] / "tokens.bin", joined / name)
+        files[name] = manifests[number]["files"]["tokens.bin"]
+        tokens.append(name)
+    first = manifests[0]
+    about = {name: first[name] for name in ("vocab_size", "unmaskable_ids", "max_seq_length")}
+    documents = sum(manifest["statistics"]["documents"] for manifest in manifests)
+    about["statistics"] = {"documents": documents}
+    write_shard_manifest(joined, about, files, tokens)
+    sync_folder(joined)
+    os.rename(joined, final)
+
+
+def _join_column(
+    joined: Path, pieces: list[Path], manifests: list[dict[str, Any]], name: str
+) -> dict[str, Any]:
+    dtype = np.dtype(manifests[0]["files"][f"{name}.bin"]["dtype"])
+    column = Column(joined / f"{name}.bin", dtype)
+    for piece in pieces:
+        column.append(np.fromfile(piece / f"{name}.bin", dtype.newbyteorder("<")))
+    return column.close()
+
+
+def _join_offsets(joined: Path, pieces: list[Path]) -> dict[str, Any]:
+    column = Column(joined / "offsets.bin", np.int64)
+    column.append(np.zeros(1, np.int64))
+    end = 0
+    for piece in pieces:
+        offsets = np.fromfile(piece / "offsets.bin", "<i8")
+        column.append(offsets[1:] + end)
+        end += int(offsets[-1])
+    return column.close()
+
+
+def _counts(build: Build, split: str) -> dict[str, int]:
+    """Documents, examples and tokens of a finished split."""
+    dataset = ShardDataset(build.folder / split, verify=False)
+    return {
+        f"{split}_documents": dataset.statistics["documents"],
+        f"{split}_examples": len(dataset),
+        f"{split}_tokens": dataset.num_tokens,
+    }

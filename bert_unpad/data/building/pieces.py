@@ -1,0 +1,65 @@
+"""The third stage: the examples of a block, as a shard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from bert_unpad.data.building.build import Build
+from bert_unpad.data.store.shard_writer import ShardWriter
+from bert_unpad.data.text.corpus import tokenize
+from bert_unpad.data.text.examples import make_examples, write_examples
+from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR
+
+
+def make_piece(build: Build, split: str, number: int) -> dict[str, Any]:
+    """Makes the examples of a split of one or more blocks.
+
+    Returns:
+        What was done: `bytes` of text, `tokens`, and `seconds` by stage.
+    """
+    if build.piece(split, number).exists():  # by a worker that was lost before it could say so
+        return {"bytes": 0, "tokens": 0, "seconds": {}}
+    corpus, config, tokenizer = build.corpus(), build.config, build.tokenizer()
+    together = build.blocks_together(split)
+    blocks = range(number * together, min((number + 1) * together, corpus.blocks))
+    size = 0
+
+    def documents() -> Iterator[list[str]]:
+        nonlocal size
+        for block in blocks:
+            which = build.chosen(split, corpus, block)
+            records = build.block(block).records
+            size += int(np.diff(records["end"], prepend=0)[which].sum())
+            yield from build.block(block).read(which)
+
+    started = time.perf_counter()
+    tokenized = tokenize(documents(), tokenizer, longest=config.max_seq_length - SPECIAL_PER_PAIR)
+    encoded = time.perf_counter()
+    with ShardWriter(
+        build.piece(split, number),
+        vocab_size=tokenizer.vocab_size,
+        unmaskable_ids=tokenizer.unmaskable_ids,
+        max_seq_length=config.max_seq_length,
+    ) as writer:
+        examples = make_examples(
+            tokenized,
+            tokenizer,
+            objective=config.objective,
+            documents=config.documents,
+            max_seq_length=config.max_seq_length,
+            short_seq_prob=config.short_seq_prob,
+            dupe_factor=config.dupe_factor if split == "train" else 1,
+            seed=f"{config.seed}, {split}, {number}",
+        )
+        write_examples(examples, writer)
+        writer.statistics["documents"] = tokenized.documents
+    finished = time.perf_counter()
+    return {
+        "bytes": size,
+        "tokens": len(tokenized.tokens),
+        "seconds": {"tokenize": encoded - started, "examples": finished - encoded},
+    }

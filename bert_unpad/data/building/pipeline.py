@@ -1,0 +1,277 @@
+"""The stages of a preparation, one after the other; each continues where it was killed.
+
+`read` needs the corpus only. `plan` (duplicates and the vocabulary) needs all blocks. `examples`
+needs the plan. Within `read` and `examples` any worker can do any block, so both can be divided
+into parts for a scheduler. `join` puts the parts together.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from bert_unpad.data.building.blocks import BLOCK_BYTES, cut, identity
+from bert_unpad.data.building.build import MEMORY, Build, Corpus, begin_build, example_settings
+from bert_unpad.data.building.duplicates import duplicates_path, find_duplicates, num_ranges
+from bert_unpad.data.building.engines import Engine
+from bert_unpad.data.building.join import join_parts, missing_pieces
+from bert_unpad.data.building.pieces import make_piece
+from bert_unpad.data.building.spool import spool_block
+from bert_unpad.data.building.streams import spool_stream
+from bert_unpad.data.config import DataConfig
+from bert_unpad.data.store.prepared import SPLITS
+from bert_unpad.data.text.json_tokenizer import given_tokenizer
+from bert_unpad.data.text.sources import Source
+from bert_unpad.data.text.train_tokenizer import train_tokenizer
+
+logger = logging.getLogger(__name__)
+
+_RESERVED = 5 * 10**8  # bytes of the memory that libraries and a block take
+LEAST_MEMORY = 2 * _RESERVED
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of several runs that share the blocks; number 1 alone does what is done once."""
+
+    number: int = 1
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.number <= self.count:
+            raise ValueError(f"part: expected 1/n to n/n, got {self.number}/{self.count}")
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 1
+
+    def mine(self, number: int) -> bool:
+        return number % self.count == self.number - 1
+
+
+@dataclass
+class StageReport:
+    """What was done in a stage, now; what an earlier run had done is not counted."""
+
+    bytes: int = 0
+    """Of cleaned text."""
+    worker_seconds: float = 0.0
+
+
+@dataclass
+class Report:
+    """How long the stages of a run took, by name in order."""
+
+    stages: dict[str, StageReport] = field(default_factory=dict)
+
+    def add(self, done: dict[str, Any]) -> None:
+        """Adds what a job returned."""
+        for name, seconds in done["seconds"].items():
+            stage = self.stages.setdefault(name, StageReport())
+            stage.bytes += done.get("bytes", 0)
+            stage.worker_seconds += seconds
+
+
+class Pipeline:
+    """Prepares a corpus in a folder.
+
+    Args:
+        folder: where the result appears; `work` in it has what is not finished.
+        config: settings of the examples.
+        source: the corpus.
+        engine: runs the jobs.
+        part: this run's share of the blocks.
+        block_bytes: size of the first blocks; another size gives other examples.
+        memory: bytes that a worker may take, at least `LEAST_MEMORY`. The training of a vocabulary
+            takes memory in proportion to its sample instead (`vocab_sample_mb`).
+        progress: whether to show bars; None shows them if stderr is a terminal.
+
+    Raises:
+        FileNotFoundError, ValueError: the tokenizer of the configuration cannot be read, a number
+            is out of range, or the folder has the unfinished work of other settings.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: DataConfig,
+        source: Source,
+        engine: Engine,
+        *,
+        part: Part | None = None,
+        block_bytes: int = BLOCK_BYTES,
+        memory: int = MEMORY,
+        progress: bool | None = None,
+    ) -> None:
+        if memory < LEAST_MEMORY:
+            raise ValueError(f"memory: expected {LEAST_MEMORY:,} bytes or more, got {memory:,}")
+        if block_bytes < 1:
+            raise ValueError(f"block_bytes: expected 1 or more, got {block_bytes}")
+        self.build = Build(folder, config, block_bytes, memory)
+        self.report = Report()
+        self._source, self._engine, self._part = source, engine, part or Part()
+        self._progress = progress
+        self._tokenizer = given_tokenizer(config)
+        about = {
+            **example_settings(config, self._tokenizer),
+            "source": source.name,
+            "content": identity(source),
+        }
+        begin_build(self.build, about)
+
+    def run(self) -> dict[str, int]:
+        """Does all that is left, and joins the parts; see `join_parts`."""
+        self.read()
+        self.plan()
+        self.make_examples()
+        return join_parts(self.build.folder)
+
+    def read(self) -> None:
+        """Spools this part's share of the corpus; a source read in order is the first part's."""
+        build = self.build
+        blocks = cut(self._source, build.block_bytes)
+        if blocks is None:
+            self._read_in_order()
+            return
+        if build.number_of_blocks() is None:
+            build.save_number_of_blocks(len(blocks))
+        left = [
+            (build.spool, number, block)
+            for number, block in enumerate(blocks)
+            if self._part.mine(number) and not build.block(number).is_done
+        ]
+        self._run("reading", spool_block, left)
+
+    def _read_in_order(self) -> None:
+        streams = self.build.streams
+        streams.begin(1)
+        if self._part.is_first and not streams.is_done(0):
+            with self._bar("reading", "B") as bar:
+                first = self.build.block_bytes
+                self.report.add(
+                    spool_stream(
+                        streams.of(0), self._source, first, lambda done: bar.update(done["bytes"])
+                    )
+                )
+
+    def _all_read(self) -> bool:
+        count = self.build.number_of_blocks()
+        if count is None:
+            return self.build.streams.missing() == []
+        return all(self.build.block(number).is_done for number in range(count))
+
+    def _is_planned(self) -> bool:
+        return self.build.corpus() is not None and (self.build.folder / "tokenizer").exists()
+
+    def plan_with_others(self, wait: bool) -> None:
+        """Plans once for all parts.
+
+        Args:
+            wait: wait until the other parts, which run at the same time, have done their share;
+                the first part plans. Otherwise all of them must have read before.
+
+        Raises:
+            ValueError: see `plan`.
+        """
+        if not wait:
+            if not self._is_planned() and not self._all_read():
+                raise ValueError(
+                    f"stage: expected all parts to have read {self._source.name}; run those that "
+                    "have not been run to their end with --stage read"
+                )
+            self.plan()
+        elif self._part.is_first:
+            _wait_until(self._all_read, "reading")
+            self.plan()
+        else:
+            _wait_until(self._is_planned, "reading and the vocabulary")
+
+    def plan(self) -> None:
+        """Finds duplicates, and trains the vocabulary; needs all blocks.
+
+        Raises:
+            ValueError: there is no text, or the vocabulary cannot be trained.
+        """
+        build, source = self.build, self._source
+        if build.number_of_blocks() is None:
+            build.save_number_of_blocks(build.streams.number_blocks(build.spool))
+        if build.corpus() is None:
+            self._find_duplicates(build.number_of_blocks())
+        corpus = build.corpus()
+        if not corpus.documents:
+            raise ValueError(f"source: {source.name} holds no text; expected at least one document")
+        if build.config.validation_share > 0 and corpus.documents == 1:
+            logger.warning("%s is a single document: the validation part is empty", source.name)
+        if not (build.folder / "tokenizer").exists():
+            started = time.perf_counter()
+            self._make_tokenizer(corpus)
+            seconds = time.perf_counter() - started
+            self.report.stages["vocabulary"] = StageReport(0, seconds)
+
+    def _find_duplicates(self, blocks: int) -> None:
+        build = self.build
+        documents = sum(len(build.block(number).records) for number in range(blocks))
+        ranges = num_ranges(documents, build.memory - _RESERVED)
+        left = [
+            (build.spool, build.duplicates, blocks, number, ranges)
+            for number in range(ranges)
+            if not duplicates_path(build.duplicates, number, ranges).exists()
+        ]
+        for done in self._engine.run(find_duplicates, left):
+            self.report.add(done)
+        build.save_corpus(blocks, ranges)
+
+    def _make_tokenizer(self, corpus: Corpus) -> None:
+        build, config, tokenizer = self.build, self.build.config, self._tokenizer
+        if tokenizer is None:
+            logger.info("training a vocabulary of up to %d tokens", config.vocab_size)
+            tokenizer = train_tokenizer(
+                config.tokenizer,
+                lambda: build.sample(corpus, config.vocab_sample_mb),
+                *(config.vocab_size, config.lowercase, config.alphabet_size),
+            )
+        temporary = build.work / f"tokenizer.{os.getpid()}"
+        tokenizer.save(temporary)
+        try:
+            os.rename(temporary, build.folder / "tokenizer")
+        except OSError:
+            if not (build.folder / "tokenizer").exists():  # another one may have been quicker
+                raise
+
+    def make_examples(self) -> None:
+        """Makes the examples of this part's blocks."""
+        build = self.build
+        corpus = build.corpus()
+        left = [
+            (build, split, number)
+            for split in SPLITS
+            for number in missing_pieces(build, split, build.pieces(split, corpus.blocks))
+            if self._part.mine(number)
+        ]
+        self._run("making examples", make_piece, left)
+
+    def _run(self, title: str, job: Callable[..., Any], jobs: list[tuple]) -> None:
+        with self._bar(title, " blocks", len(jobs)) as bar:
+            for done in self._engine.run(job, jobs):
+                bar.update()
+                self.report.add(done)
+
+    def _bar(self, title: str, unit: str, total: int | None = None) -> tqdm:
+        disable = None if self._progress is None else not self._progress  # None: on a terminal
+        options = {"unit_scale": total is None, "disable": disable, "leave": False}
+        return tqdm(desc=title, unit=unit, total=total, **options)
+
+
+def _wait_until(ready: Callable[[], bool], what: str) -> None:
+    if not ready():
+        logger.info("waiting until the other parts have finished %s", what)
+    while not ready():
+        time.sleep(_POLL_SECONDS)

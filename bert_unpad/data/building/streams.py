@@ -1,0 +1,108 @@
+"""Sources that have to be read in order: each by one worker, into blocks of its own.
+
+The blocks of a stream are numbered when all streams have been read, those of the first stream
+first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bert_unpad._files import read_json_object, write_text
+from bert_unpad.data.building.spool import SpooledBlock, spool_in_order
+from bert_unpad.data.text.sources import Source
+
+_DONE = "done.json"
+
+
+class Streams:
+    """The streams of a corpus on disk.
+
+    Args:
+        work: folder of intermediate files.
+    """
+
+    def __init__(self, work: Path) -> None:
+        self._folder = work / "streams"
+
+    def begin(self, count: int) -> None:
+        """Says how many streams there are."""
+        self._folder.mkdir(exist_ok=True)
+        write_text(self._folder / "count.json", json.dumps({"streams": count}))
+
+    def of(self, number: int) -> Path:
+        """The folder of a stream."""
+        return self._folder / f"{number:05}"
+
+    def is_done(self, number: int) -> bool:
+        """Whether a stream has been read to its end."""
+        return (self.of(number) / _DONE).exists()
+
+    def missing(self) -> list[int] | None:
+        """The streams that are still to be read; None if their number is not known."""
+        path = self._folder / "count.json"
+        if not path.exists():
+            return None
+        count = read_json_object(path)["streams"]
+        return [number for number in range(count) if not self.is_done(number)]
+
+    def number_blocks(self, spool: Path) -> int:
+        """Moves the blocks of all streams, which have been read, to one folder.
+
+        Several processes may do so at once, and one may be killed.
+
+        Returns:
+            The number of blocks.
+        """
+        number = 0
+        for stream in range(read_json_object(self._folder / "count.json")["streams"]):
+            folder = self.of(stream)
+            for own in range(read_json_object(folder / _DONE)["blocks"]):
+                source, target = SpooledBlock(folder, own), SpooledBlock(spool, number)
+                _move(source.text_path, target.text_path)
+                _move(source.records_path, target.records_path)
+                number += 1
+        return number
+
+
+def spool_stream(
+    folder: Path,
+    source: Source,
+    first: int,
+    done: Callable[[dict[str, Any]], object] = lambda result: None,
+) -> dict[str, Any]:
+    """Reads a stream to its end, or goes on where an earlier call was killed.
+
+    Args:
+        folder: of the stream.
+        source: its documents.
+        first: see `blocks.block_bytes`.
+        done: called for each block with what `SpooledBlock.write` returns.
+
+    Returns:
+        What was done: `documents`, `bytes` of cleaned text, and `seconds`.
+    """
+    total = {"documents": 0, "bytes": 0, "seconds": {"read": 0.0}}
+
+    def add(result: dict[str, Any]) -> None:
+        total["documents"] += result["documents"]
+        total["bytes"] += result["bytes"]
+        total["seconds"]["read"] += result["seconds"]["read"]
+        done(result)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / _DONE).exists():
+        blocks = spool_in_order(folder, source, first, add)
+        write_text(folder / _DONE, json.dumps({"blocks": blocks}))
+    return total
+
+
+def _move(source: Path, target: Path) -> None:
+    try:
+        source.rename(target)
+    except FileNotFoundError:
+        if not target.exists():
+            raise

@@ -1,0 +1,52 @@
+"""What a preparation reports at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from bert_unpad.data.building.pipeline import Report
+from bert_unpad.data.store.prepared import SPLITS
+from bert_unpad.data.store.shards import ShardDataset
+
+_QUANTILES = (0.25, 0.5, 0.75, 0.95)
+
+
+def summary(folder: Path, statistics: dict[str, int], report: Report | None = None) -> str:
+    """Describes finished data, and the time that each stage took.
+
+    Args:
+        folder: the data.
+        statistics: counts of documents, examples and tokens.
+        report: the stages of this run; None leaves them out.
+
+    Returns:
+        Some lines of text.
+    """
+    lines = [
+        f"{folder}: {statistics['documents']:,} documents, "
+        f"{statistics['duplicates']:,} duplicates left out"
+    ]
+    for split in SPLITS:
+        counts = (
+            f"{statistics[f'{split}_{what}']:,} {what}"
+            for what in ("documents", "examples", "tokens")
+        )
+        lines.append(f"{split}: {', '.join(counts)}{_lengths(folder / split)}")
+    for name, stage in (report.stages if report else {}).items():
+        rate = f"{stage.bytes / 1e6 / stage.worker_seconds:.1f} MB/s a worker"
+        text = f", {stage.bytes / 1e6:,.1f} MB of text, {rate}" if stage.bytes else ""
+        lines.append(f"{name}: {stage.worker_seconds:,.1f} s of one worker{text}")
+    return "\n".join(lines)
+
+
+def _lengths(path: Path) -> str:
+    lengths = ShardDataset(path, verify=False).lengths
+    if not len(lengths):
+        return ""
+    quarter, middle, three_quarters, most = np.quantile(lengths, _QUANTILES).astype(int)
+    return (
+        f"; lengths: mean {lengths.mean():.1f}, quartiles {quarter}, {middle}, {three_quarters}, "
+        f"95 % up to {most}, longest {lengths.max()}"
+    )

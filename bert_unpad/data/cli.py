@@ -1,0 +1,217 @@
+"""`python -m bert_unpad.data`: prepares a corpus for training, in parallel and in parts.
+
+A `data.source` of `shards:FOLDER` trains on the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+
+from bert_unpad.data.building.blocks import BLOCK_BYTES
+from bert_unpad.data.building.build import MEMORY
+from bert_unpad.data.building.engines import Engine, InProcess, Processes
+from bert_unpad.data.building.join import join_parts
+from bert_unpad.data.building.pipeline import Part, Pipeline
+from bert_unpad.data.building.summary import summary
+from bert_unpad.data.config import DataConfig
+from bert_unpad.data.objective import Objective
+from bert_unpad.data.store.cache import default_cache_dir
+from bert_unpad.data.store.manifest import DamagedDataError
+from bert_unpad.data.store.open_examples import holds_examples
+from bert_unpad.data.store.prepared import SPLITS, is_prepared, open_prepared
+from bert_unpad.data.streams.text_stream import is_streamed
+from bert_unpad.data.text.documents import Documents
+from bert_unpad.data.text.sources import open_source
+
+_SAMPLE_MB = 200.0
+_CHECKED = 4096  # examples looked at together
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status.
+
+    Returns:
+        0 if all went well, 2 for bad arguments, 1 for damaged data or a worker that was killed, 130
+        after an interruption.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        options.run(options)
+    except (DamagedDataError, RuntimeError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    except (ImportError, OSError, ValueError) as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: stopped; the same command continues", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bert_unpad.data",
+        description="Pretraining data: prepares a corpus, and checks what was prepared.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    prepare = commands.add_parser(
+        "prepare",
+        help="make a folder of examples from a corpus; continues what was killed",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    prepare.add_argument("output", type=Path, help="folder for the result")
+    prepare.set_defaults(run=_prepare)
+    _add_data_options(prepare.add_argument_group("examples, as in the section data of the trainer"))
+    _add_work_options(prepare.add_argument_group("work; none of these changes the result"))
+
+    merge = commands.add_parser("merge", help="join the parts that prepare --part has made")
+    merge.add_argument("output", type=Path, help="folder of the parts")
+    merge.set_defaults(run=_merge)
+
+    check = commands.add_parser("check", help="read all that was prepared, compare its digests")
+    check.add_argument("folder", type=Path, help="what prepare has written")
+    check.set_defaults(run=_check)
+    return parser
+
+
+def _add_data_options(group: argparse._ArgumentGroup) -> None:
+    default = DataConfig()
+    group.add_argument(
+        "--source", default=default.source, help="text file, folder, hf:NAME, stdlib"
+    )
+    group.add_argument("--objective", choices=get_args(Objective), default=default.objective)
+    group.add_argument("--documents", choices=get_args(Documents), default=default.documents)
+    group.add_argument("--max-seq-length", type=int, default=default.max_seq_length)
+    group.add_argument(
+        "--tokenizer", default=default.tokenizer, help="kind to train, or path of a tokenizer.json"
+    )
+    group.add_argument("--vocab-file", help="BERT vocabulary to use")
+    group.add_argument("--vocab-size", type=int, default=default.vocab_size)
+    group.add_argument(
+        "--vocab-sample-mb", type=float, default=_SAMPLE_MB, help="text to train a vocabulary on"
+    )
+    group.add_argument("--alphabet-size", type=int, default=default.alphabet_size)
+    group.add_argument("--cased", action="store_true", help="keep upper case and accents")
+    group.add_argument("--short-seq-prob", type=float, default=default.short_seq_prob)
+    group.add_argument("--dupe-factor", type=int, default=default.dupe_factor)
+    group.add_argument("--validation-share", type=float, default=default.validation_share)
+    group.add_argument("--seed", type=int, default=default.seed)
+    group.add_argument(
+        "--block-mb", type=float, default=BLOCK_BYTES / 2**20, help="text of the first blocks, MiB"
+    )
+    group.add_argument("--cache-dir", help="where slow sources keep documents")
+
+
+def _add_work_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--workers", type=int, help="processes, each on one core (default: all)")
+    group.add_argument("--memory", type=float, default=MEMORY / 1e9, help="GB of a worker")
+    group.add_argument("--part", type=_part, metavar="I/N", help="do one of N shares of the work")
+    group.add_argument(
+        "--stage",
+        choices=("read", "examples"),
+        help="of a part: read must end in all parts before examples begins (default: both, waiting "
+        "for the other parts, which have to run at the same time)",
+    )
+
+
+def _part(text: str) -> Part:
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal()):
+        raise argparse.ArgumentTypeError(f"expected I/N, such as 1/16, got {text!r}")
+    try:
+        return Part(int(number), int(count))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _config(options: argparse.Namespace) -> DataConfig:
+    given = DataConfig(tokenizer=options.tokenizer, vocab_file=options.vocab_file)
+    trained = given.trains_tokenizer and given.vocab_file is None
+    return DataConfig(
+        source=options.source,
+        objective=options.objective,
+        documents=options.documents,
+        max_seq_length=options.max_seq_length,
+        tokenizer=options.tokenizer,
+        vocab_file=options.vocab_file,
+        vocab_size=options.vocab_size,
+        vocab_sample_mb=options.vocab_sample_mb if trained else None,
+        alphabet_size=options.alphabet_size,
+        lowercase=not options.cased,
+        short_seq_prob=options.short_seq_prob,
+        dupe_factor=options.dupe_factor,
+        validation_share=options.validation_share,
+        seed=options.seed,
+    )
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    if options.stage and not options.part:
+        raise ValueError(f"--stage: expected --part beside it, got --stage {options.stage} alone")
+    if is_streamed(options.source) or holds_examples(options.source):
+        raise ValueError(
+            f"--source: expected text (a path, hf:NAME or stdlib), got {options.source}"
+        )
+    if is_prepared(options.output):
+        print(f"{options.output} is complete; remove it to prepare it again")
+        join_parts(options.output)
+        return
+    cache = Path(options.cache_dir).expanduser() if options.cache_dir else default_cache_dir()
+    with _engine(options) as engine:
+        pipeline = Pipeline(
+            options.output,
+            _config(options),
+            open_source(options.source, cache_dir=cache),
+            engine,
+            part=options.part,
+            block_bytes=int(options.block_mb * 2**20),
+            memory=int(options.memory * 1e9),
+        )
+        if not options.part:
+            statistics = pipeline.run()
+            print(summary(options.output, statistics, pipeline.report))
+            return
+        if options.stage != "examples":
+            pipeline.read()
+        if options.stage != "read":
+            pipeline.plan_with_others(wait=options.stage is None)
+            pipeline.make_examples()
+    print(f"part {options.part.number} of {options.part.count} is done; after all: merge")
+
+
+def _engine(options: argparse.Namespace) -> Engine:
+    workers = _cores() if options.workers is None else options.workers
+    if workers == 1:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a worker has one core
+        return InProcess()
+    return Processes(workers)
+
+
+def _cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)  # not on every system
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _merge(options: argparse.Namespace) -> None:
+    statistics = join_parts(options.output)
+    print(summary(options.output, statistics))
+
+
+def _check(options: argparse.Namespace) -> None:
+    if not options.folder.is_dir():
+        raise FileNotFoundError(f"folder: {options.folder} does not exist; expected prepared data")
+    train, held_out, _ = open_prepared(options.folder, verify=True)
+    for split, dataset in zip(SPLITS, (train, held_out), strict=True):
+        for begin in range(0, len(dataset), _CHECKED):
+            dataset.batch(np.arange(begin, min(begin + _CHECKED, len(dataset))))
+        print(f"{split}: {len(dataset):,} examples, {dataset.num_tokens:,} tokens, as written")

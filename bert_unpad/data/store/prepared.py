@@ -1,0 +1,135 @@
+"""A folder of prepared data: training and held-out examples, the tokenizer, and a manifest.
+
+The manifest has the digests of the files that describe the others, and its own. So looking at a few
+small files and at the sizes of all others tells whether the data is what was written; `check` also
+reads all contents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bert_unpad.data.store.manifest import (
+    MANIFEST,
+    DamagedDataError,
+    check_digest,
+    count_of,
+    read_manifest,
+    write_synced,
+)
+from bert_unpad.data.store.shards import ShardDataset
+from bert_unpad.data.text.json_tokenizer import JsonTokenizer
+from bert_unpad.data.text.sources import file_sha256
+from bert_unpad.data.text.tokenizer import WordPieceTokenizer
+
+FORMAT = "bert_unpad prepared data, version 3"
+SPLITS = ("train", "validation")
+
+
+def is_prepared(folder: Path) -> bool:
+    """Whether a folder holds prepared data, perhaps damaged."""
+    return (folder / MANIFEST).is_file()
+
+
+def write_prepared(
+    folder: Path,
+    *,
+    source: str,
+    settings: dict[str, Any],
+    statistics: dict[str, int],
+    tokenizer_files: Sequence[str],
+) -> None:
+    """Writes the manifest, which makes a folder complete.
+
+    Args:
+        folder: has `train`, `validation` and `tokenizer`.
+        source: name of the corpus.
+        settings: everything that determines the examples, as JSON values.
+        statistics: counts of documents, examples and tokens.
+        tokenizer_files: names of the tokenizer's files.
+    """
+    names = _described(tokenizer_files)
+    manifest = {
+        "format": FORMAT,
+        "source": source,
+        "settings": settings,
+        "statistics": statistics,
+        "sha256": {name: file_sha256(folder / name) for name in names},
+    }
+    manifest["checksum"] = _checksum(manifest)
+    write_synced(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+
+
+def read_prepared(folder: Path, check: bool = True) -> dict[str, Any]:
+    """Reads the manifest of prepared data.
+
+    Args:
+        folder: the data.
+        check: whether to look at the manifest's checksum and at the files that it describes.
+
+    Returns:
+        Its `settings` and `statistics`, among others.
+
+    Raises:
+        DamagedDataError: a file is missing or was altered; the message names it.
+    """
+    manifest = read_manifest(folder / MANIFEST, FORMAT)
+    try:
+        for name in {*manifest["statistics"], "validation_documents"}:
+            count_of(manifest["statistics"], name, sys.maxsize)
+        digests = manifest["sha256"]
+        dict(manifest["settings"])
+        files = JsonTokenizer.files
+        if f"tokenizer/{files[0]}" not in digests:
+            files = WordPieceTokenizer.files
+        expected = {name: digests[name] for name in _described(files)}
+        checksum = manifest["checksum"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedDataError(
+            f"{folder / MANIFEST} is damaged; expected an entry {error}"
+        ) from error
+    if check:
+        if _checksum(manifest) != checksum:
+            raise DamagedDataError(f"{folder / MANIFEST} was altered: expected checksum {checksum}")
+        for name, digest in expected.items():
+            check_digest(folder / name, digest)
+    return manifest
+
+
+def open_prepared(
+    folder: Path, check: bool = True, verify: bool = False
+) -> tuple[ShardDataset, ShardDataset, dict[str, Any]]:
+    """Opens prepared data.
+
+    Args:
+        folder: the data.
+        check: whether to compare the manifest's checksum and the sizes of all files. One process a
+            machine is enough.
+        verify: whether to compare the digests of all files, which reads them.
+
+    Returns:
+        Training examples, held-out examples, and the manifest.
+
+    Raises:
+        DamagedDataError: see `read_prepared` and `ShardDataset`.
+    """
+    manifest = read_prepared(folder, check or verify)
+    train, held_out = (ShardDataset(folder / split, verify, sizes=check) for split in SPLITS)
+    return train, held_out, manifest
+
+
+def _described(tokenizer_files: Sequence[str]) -> list[str]:
+    """The files whose digests the manifest has."""
+    of_splits = (f"{split}/{MANIFEST}" for split in SPLITS)
+    return [*(f"tokenizer/{name}" for name in tokenizer_files), *of_splits]
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    """The digest of everything in a manifest but itself."""
+    rest = {name: value for name, value in manifest.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,290 @@
+"""Preparing: the same bytes whoever did which part of the work, and whatever was killed."""
+
+import multiprocessing
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bert_unpad.data import DataConfig, ShardDataset
+from bert_unpad.data.building import duplicates
+from bert_unpad.data.building.engines import InProcess, Processes
+from bert_unpad.data.building.join import join_parts
+from bert_unpad.data.building.pipeline import LEAST_MEMORY, Part, Pipeline
+from bert_unpad.data.store.prepared import SPLITS, open_prepared
+from bert_unpad.data.text.json_tokenizer import load_tokenizer
+from bert_unpad.data.text.sources import TextSource
+from tests.support.prepared_text import contents, write_corpus
+from tests.support.processes import TIMEOUT
+from tests.support.sentences import split_sentences
+
+BLOCK = 6000
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = write_corpus(folder / "text", random.Random())
+    config = DataConfig(
+        str(folder / "text"), max_seq_length=48, vocab_size=200, validation_share=0.1
+    )
+    return config, texts
+
+
+def pipeline(corpus, output, engine=None, **options):
+    config, _ = corpus
+    source = TextSource(Path(config.source))
+    options = {"block_bytes": BLOCK, "progress": False, **options}
+    return Pipeline(output, config, source, engine or InProcess(), **options)
+
+
+@pytest.fixture(scope="module")
+def expected(corpus, tmp_path_factory):
+    """What one worker makes without an interruption."""
+    output = tmp_path_factory.mktemp("expected") / "out"
+    pipeline(corpus, output).run()
+    return output
+
+
+def test_documents_are_what_they_were(corpus, expected):
+    _, texts = corpus
+    train, held_out, manifest = open_prepared(expected, verify=True)
+    distinct = list(dict.fromkeys(" ".join(split_sentences(text)) for text in texts))
+    counts = manifest["statistics"]
+    assert counts["documents"] == len(distinct)
+    assert counts["duplicates"] == len(texts) - len(distinct)
+    assert counts["train_documents"] + counts["validation_documents"] == len(distinct)
+    assert 0.02 < counts["validation_documents"] / len(distinct) < 0.25
+    assert counts["train_examples"] == len(train)
+    assert counts["train_tokens"] == train.num_tokens == len(train.tokens)
+    assert len(train._token_paths) > 5
+    assert sorted(path.name for path in expected.iterdir()) == [
+        *("manifest.json", "tokenizer", "train", "validation")
+    ]
+    tokenizer = load_tokenizer(expected / "tokenizer")
+    texts = [" ".join(tokenizer.decode(e.input_ids) for e in part) for part in (train, held_out)]
+    # Each sentence begins with its document's number; one at a segment's end may be cut off.
+    numbers = [set(re.findall(r"\bn(\d+) \w", text)) for text in texts]
+    assert not numbers[0] & numbers[1]
+    assert len(numbers[0] | numbers[1]) > 0.9 * len(distinct)
+
+
+def test_two_processes(corpus, expected, tmp_path):
+    with Processes(2) as engine:
+        pipeline(corpus, tmp_path / "out", engine).run()
+    assert contents(tmp_path / "out") == contents(expected)
+
+
+def test_three_parts_one_after_the_other(corpus, expected, tmp_path):
+    output = tmp_path / "out"
+    parts = [pipeline(corpus, output, part=Part(number, 3)) for number in (2, 3, 1)]
+    for part in parts[:2]:
+        part.read()
+    with pytest.raises(ValueError, match="stage: expected all parts to have read"):
+        parts[0].plan_with_others(wait=False)
+    parts[2].read()
+    for part in parts[:2]:
+        part.plan_with_others(wait=False)
+        part.make_examples()
+    with pytest.raises(
+        ValueError, match=r"output: expected \d+ finished blocks of train .*missing"
+    ):
+        join_parts(output)
+    parts[2].make_examples()
+    statistics = join_parts(output)
+    assert join_parts(output) == statistics
+    assert contents(output) == contents(expected)
+
+
+def prepare_in_child(corpus, output, part, connection):
+    work = pipeline(corpus, output, part=part)
+    connection.send("begins")
+    if part is None:
+        work.run()
+        return
+    work.read()
+    work.plan_with_others(wait=True)
+    work.make_examples()
+
+
+def child(corpus, output, part=None):
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=prepare_in_child, args=(corpus, output, part, theirs))
+    process.start()
+    assert ours.poll(TIMEOUT)
+    ours.recv()
+    return process
+
+
+def test_parts_that_wait_for_each_other(corpus, expected, tmp_path):
+    processes = [child(corpus, tmp_path / "out", Part(number, 3)) for number in (3, 2, 1)]
+    for process in processes:
+        process.join(TIMEOUT)
+        assert process.exitcode == 0
+    join_parts(tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(expected)
+
+
+def test_killed_at_random_moments(corpus, expected, tmp_path):
+    process = child(corpus, tmp_path / "whole")
+    begun = time.monotonic()
+    process.join(TIMEOUT)
+    assert process.exitcode == 0
+    seconds = time.monotonic() - begun
+    rng = random.Random()
+    for _ in range(4):
+        process = child(corpus, tmp_path / "out")
+        time.sleep(rng.uniform(0, seconds / 3))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(TIMEOUT)
+    process = child(corpus, tmp_path / "out")
+    process.join(TIMEOUT)
+    assert process.exitcode == 0
+    assert contents(tmp_path / "out") == contents(expected)
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("call", range(6))
+def test_killed_while_joining(corpus, expected, tmp_path, monkeypatch, call):
+    """Stops at each of the renames that joining makes, and later goes on."""
+    output = tmp_path / "out"
+    work = pipeline(corpus, output)
+    work.read()
+    work.plan()
+    work.make_examples()
+    rename, left = os.rename, [call]
+
+    def stop(*paths):
+        if not left[0]:
+            raise Interrupted
+        left[0] -= 1
+        rename(*paths)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", stop)
+        with pytest.raises(Interrupted):
+            join_parts(output)
+    pipeline(corpus, output).run()
+    assert contents(output) == contents(expected)
+
+
+def test_ranges_of_digests_find_the_same(corpus, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(duplicates, "_BYTES_PER_DOCUMENT", LEAST_MEMORY // 80)
+    pipeline(corpus, tmp_path / "out", memory=LEAST_MEMORY).run()
+    assert contents(tmp_path / "out") == contents(expected)
+    assert duplicates.num_ranges(400, LEAST_MEMORY // 2) == 10
+
+
+class Killed(InProcess):
+    """Runs every job twice, as if the first worker had been lost before it could answer."""
+
+    def run(self, job, arguments):
+        for one in arguments:
+            job(*one)
+        yield from super().run(job, arguments)
+
+
+def test_jobs_may_run_again(corpus, expected, tmp_path):
+    pipeline(corpus, tmp_path / "out", Killed()).run()
+    assert contents(tmp_path / "out") == contents(expected)
+
+
+class Listed:
+    """A source that is read in order, with an error after some documents."""
+
+    name = "listed"
+
+    def __init__(self, texts, last=10**9):
+        self.texts, self.last, self.read = texts, last, 0
+
+    def documents(self):
+        for text in self.texts[: self.last]:
+            self.read += 1
+            yield text
+        if self.last < len(self.texts):
+            raise ConnectionError("the stream has ended early")
+
+
+def test_sources_that_are_read_in_order(corpus, expected, tmp_path):
+    config, texts = corpus
+    for last in (10, 200, 390):
+        work = Pipeline(
+            tmp_path / "out", config, Listed(texts, last), InProcess(), block_bytes=BLOCK
+        )
+        with pytest.raises(ConnectionError):
+            work.run()
+    Pipeline(tmp_path / "out", config, Listed(texts), InProcess(), block_bytes=BLOCK).run()
+    whole = tmp_path / "whole"
+    Pipeline(whole, config, Listed(texts), InProcess(), block_bytes=BLOCK).run()
+    assert contents(tmp_path / "out") == contents(whole)
+    # The same documents in the same order as from files, in other blocks.
+    found, other = (open_prepared(folder)[2] for folder in (whole, expected))
+    assert found["settings"]["corpus"] == other["settings"]["corpus"]
+    for name in ("documents", "duplicates", "train_documents", "validation_documents"):
+        assert found["statistics"][name] == other["statistics"][name]
+
+
+def test_block_size_changes_pairs_but_no_document(corpus, expected, tmp_path):
+    pipeline(corpus, tmp_path / "out", block_bytes=1 << 20).run()
+    found, other = (
+        open_prepared(folder)[2]["statistics"] for folder in (tmp_path / "out", expected)
+    )
+    assert found["train_documents"] == other["train_documents"]
+    for split in SPLITS:
+        one, two = (ShardDataset(folder / split) for folder in (tmp_path / "out", expected))
+        assert not np.array_equal(one.lengths, two.lengths)
+
+
+def test_bad_input(corpus, tmp_path):
+    with pytest.raises(ValueError, match=r"memory: expected 1,000,000,000 bytes or more, got 5"):
+        pipeline(corpus, tmp_path / "out", memory=5)
+    with pytest.raises(ValueError, match="block_bytes: expected 1 or more, got 0"):
+        pipeline(corpus, tmp_path / "out", block_bytes=0)
+    with pytest.raises(ValueError, match="workers: expected at least 1, got 0"):
+        Processes(0)
+    for number, count in ((0, 3), (4, 3), (1, 0)):
+        with pytest.raises(ValueError, match=f"part: expected 1/n to n/n, got {number}/{count}"):
+            Part(number, count)
+    with pytest.raises(ValueError, match="output: expected a preparation that was begun in"):
+        join_parts(tmp_path)
+    (tmp_path / "taken" / "train").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"output: expected a new folder, .* with train"):
+        pipeline(corpus, tmp_path / "taken")
+    pipeline(corpus, tmp_path / "out").read()
+    with pytest.raises(ValueError, match=r"output: .*begun with other settings .*block_bytes 6000"):
+        pipeline(corpus, tmp_path / "out", block_bytes=7000)
+    with pytest.raises(ValueError, match="output: expected parts that have read"):
+        join_parts(tmp_path / "out")
+
+
+def killed_job(number):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_ends_the_run_with_what_to_do():
+    with Processes(1) as engine, pytest.raises(RuntimeError, match="a worker was killed"):
+        list(engine.run(killed_job, [(1,)]))
+
+
+def test_given_tokenizers(corpus, expected, tmp_path):
+    config, texts = corpus
+    tokenizer = load_tokenizer(expected / "tokenizer")
+    tokenizer.save(tmp_path)
+    given = DataConfig(
+        config.source,
+        max_seq_length=48,
+        validation_share=0.1,
+        vocab_file=str(tmp_path / "vocab.txt"),
+    )
+    pipeline((given, texts), tmp_path / "out").run()
+    for split in SPLITS:
+        assert contents(tmp_path / "out" / split) == contents(expected / split)

@@ -1,0 +1,68 @@
+"""Streams: several sources read in order, whose blocks get numbers when all have been read."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from bert_unpad.data.building.spool import SpooledBlock
+from bert_unpad.data.building.streams import Streams, spool_stream
+from tests.support.prepared_text import contents, write_corpus
+from tests.support.sentences import split_sentences
+
+FIRST = 4000
+
+
+class Listed:
+    """A source of given documents."""
+
+    name = "listed"
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def documents(self):
+        return iter(self.texts)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_blocks_of_all_streams_in_order(tmp_path, monkeypatch):
+    texts = write_corpus(tmp_path / "text", random.Random())
+    parts = [texts[:150], [], texts[150:]]
+    streams, spool = Streams(tmp_path), tmp_path / "spool"
+    spool.mkdir()
+    assert streams.missing() is None
+    streams.begin(3)
+    for number in (2, 0, 1):
+        assert number in streams.missing()
+        done = spool_stream(streams.of(number), Listed(parts[number]), FIRST)
+        assert done["documents"] == len(parts[number])
+        again = spool_stream(streams.of(number), Listed(["Another."]), FIRST)
+        assert again["documents"] == 0
+    assert streams.missing() == []
+    blocks = sum(len(list(streams.of(number).glob("*.npy"))) for number in range(3))
+
+    rename, calls = Path.rename, [0]
+
+    def stop(source, target):
+        calls[0] += 1
+        if calls[0] % 5 == 0:
+            raise Interrupted
+        return rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", stop)
+        for _ in range(3):
+            with pytest.raises(Interrupted):
+                streams.number_blocks(spool)
+    assert streams.number_blocks(spool) == blocks
+    assert streams.number_blocks(spool) == blocks
+    assert len(contents(spool)) == 2 * blocks
+    found = []
+    for number in range(blocks):
+        block = SpooledBlock(spool, number)
+        found += block.read(block.records["sentences"] > 0)
+    assert found == [split_sentences(text) for text in texts]

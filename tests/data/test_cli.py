@@ -1,0 +1,184 @@
+"""`python -m bert_unpad.data`: prepare, merge and check; the trainer opens the result."""
+
+import dataclasses
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bert_unpad.data import DamagedDataError, DataConfig, prepare
+from bert_unpad.data.cli import main
+from tests.support.paths import ROOT
+from tests.support.prepared_text import contents, write_corpus
+from tests.support.processes import TIMEOUT
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus") / "text"
+    write_corpus(folder, random.Random())
+    return folder
+
+
+def arguments(text, output, *more):
+    options = ["--max-seq-length", "48", "--vocab-size", "200", "--validation-share", "0.1"]
+    options += ["--block-mb", "0.01", "--source", str(text)]
+    return ["prepare", str(output), *options, *more]
+
+
+@pytest.fixture(scope="module")
+def prepared(text, tmp_path_factory):
+    output = tmp_path_factory.mktemp("prepared") / "out"
+    assert main(arguments(text, output, "--workers", "1")) == 0
+    return output
+
+
+def test_summary_and_what_is_written(text, prepared, tmp_path, capsys):
+    assert main(arguments(text, tmp_path / "out", "--workers", "2", "--memory", "1.5")) == 0
+    said = capsys.readouterr().out
+    data = prepare(DataConfig(f"shards:{prepared}", max_seq_length=48), progress=False)
+    assert f"{len(data.train):,} examples, {data.train.num_tokens:,} tokens; lengths: mean" in said
+    assert f"longest {data.train.lengths.max()}" in said
+    for stage in ("read", "duplicates", "vocabulary", "tokenize", "examples"):
+        assert f"\n{stage}: " in said
+    assert said.count("MB/s a worker") == 3
+    assert contents(tmp_path / "out") == contents(prepared)
+    assert main(arguments(text, tmp_path / "out")) == 0
+    assert "is complete; remove it to prepare it again" in capsys.readouterr().out
+
+
+def test_parts(text, prepared, tmp_path, capsys):
+    output = tmp_path / "out"
+    for stage in ("read", "examples"):
+        for part in ("1/2", "2/2"):
+            given = ["--part", part, "--stage", stage, "--workers", "1"]
+            assert main(arguments(text, output, *given)) == 0
+    assert "part 2 of 2 is done" in capsys.readouterr().out
+    assert main(["merge", str(output)]) == 0
+    assert "duplicates left out" in capsys.readouterr().out
+    assert contents(output) == contents(prepared)
+
+
+def test_killed_with_its_workers(text, prepared, tmp_path):
+    """SIGKILL of the command alone: its workers must end too, and what they did is kept."""
+    output = tmp_path / "out"
+    command = [sys.executable, "-m", "bert_unpad.data"]
+    command += arguments(text, output, "--workers", "2")
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    deadline = time.monotonic() + TIMEOUT
+    while not list(output.glob("work/spool/*.npy")) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    while group_lives(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not group_lives(process.pid)
+    assert (output / "work").exists()
+    assert main(arguments(text, output, "--workers", "1")) == 0
+    assert contents(output) == contents(prepared)
+
+
+def group_lives(group):
+    """Whether a process of the group runs; one that nobody has waited for does not."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, found, *_ = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(found) == group and state != "Z":
+            return True
+    return False
+
+
+def test_the_trainer_opens_it(prepared, tmp_path):
+    config = DataConfig(f"shards:{prepared}", max_seq_length=48)
+    data = prepare(config, progress=False)
+    assert len(data.train) > 100
+    assert 0 < len(data.validation) < len(data.train)
+    assert set(np.unique(data.train.next_sentence_labels)) <= {0, 1, -100}
+    labels = prepare(dataclasses.replace(config, objective="mlm"), progress=False).train.batch(
+        np.arange(20)
+    )
+    assert (labels.next_sentence_labels == -100).all()
+    inputs = data.collator()(np.arange(20), 0)
+    assert len(inputs.masked_positions)
+    for change, message in (
+        ({"objective": "mlm_sop"}, "objective: expected one whose examples are those of"),
+        ({"max_seq_length": 20}, "max_seq_length: expected at least"),
+        ({"objective": "mlm", "documents": "joined"}, "documents: expected apart, as the examples"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare(dataclasses.replace(config, **change), progress=False)
+
+
+def test_sentence_order_is_opened_as_what_it_is(text, tmp_path):
+    given = ["--workers", "1", "--objective", "mlm_sop"]
+    assert main(arguments(text, tmp_path / "out", *given)) == 0
+    config = DataConfig(f"shards:{tmp_path / 'out'}", max_seq_length=48, objective="mlm_sop")
+    assert len(prepare(config, progress=False).train) > 100
+    with pytest.raises(ValueError, match="objective: expected one whose examples"):
+        prepare(dataclasses.replace(config, objective="mlm_nsp"), progress=False)
+
+
+def test_check_finds_what_opening_does_not(prepared, tmp_path, capsys):
+    files = contents(prepared)
+    folder = tmp_path / "copy"
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    assert main(["check", str(folder)]) == 0
+    assert "as written" in capsys.readouterr().out
+    config = DataConfig(f"shards:{folder}", max_seq_length=48)
+    for name in ("train/tokens-000003.bin", "train/lengths.bin", "validation/offsets.bin"):
+        damaged = bytearray(files[name])
+        damaged[len(damaged) // 2 & ~1] ^= 1
+        (folder / name).write_bytes(damaged)
+        assert main(["check", str(folder)]) == 1
+        assert f"{folder / name} was altered" in capsys.readouterr().err
+        (folder / name).write_bytes(files[name])
+    for name in ("manifest.json", "train/manifest.json", "tokenizer/vocab.txt"):
+        (folder / name).write_bytes(files[name].replace(b"1", b"2"))
+        with pytest.raises(DamagedDataError, match=name.rpartition("/")[2]):
+            prepare(config, progress=False)
+        (folder / name).write_bytes(files[name])
+    (folder / "train/tokens-000003.bin").unlink()
+    with pytest.raises(DamagedDataError, match=r"tokens-000003\.bin is missing; expected"):
+        prepare(config, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--part", "3"], "--part: expected I/N, such as 1/16, got '3'"),
+        (["--part", "3/2"], "part: expected 1/n to n/n, got 3/2"),
+        (["--stage", "read"], "--stage: expected --part beside it"),
+        (["--memory", "0.5"], "memory: expected 1,000,000,000 bytes or more, got 500,000,000"),
+        (["--workers", "0"], "workers: expected at least 1, got 0"),
+        (["--block-mb", "0"], "block_bytes: expected 1 or more, got 0"),
+        (["--source", "shards:/tmp"], "--source: expected text .* got shards:/tmp"),
+        (["--source", "stream:c4"], "--source: expected text .* got stream:c4"),
+        (["--source", "/nothing"], "source: /nothing does not exist"),
+        (["--objective", "mlm", "--dupe-factor", "2"], "dupe_factor: expected 1 with objective"),
+    ],
+)
+def test_bad_arguments_are_named(text, tmp_path, capsys, given, message):
+    with pytest.raises(SystemExit) as error:
+        main(arguments(text, tmp_path / "out", *given))
+    assert error.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_folders_without_data_are_named(tmp_path, capsys):
+    for command, message in (("merge", "expected a preparation"), ("check", "does not exist")):
+        with pytest.raises(SystemExit):
+            main([command, str(tmp_path / "nothing")])
+        assert message in capsys.readouterr().err
+    assert main(["check", str(tmp_path)]) == 1
+    assert "manifest.json is missing" in capsys.readouterr().err
