@@ -20,6 +20,7 @@ from bert_unpad.data.building.build import MEMORY
 from bert_unpad.data.building.engines import Engine, InProcess, Processes
 from bert_unpad.data.building.join import join_parts
 from bert_unpad.data.building.pipeline import Part, Pipeline
+from bert_unpad.data.building.ray_engine import Ray
 from bert_unpad.data.building.summary import summary
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.objective import Objective
@@ -114,6 +115,10 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
 
 def _add_work_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--workers", type=int, help="processes, each on one core (default: all)")
+    group.add_argument("--engine", choices=("processes", "ray"), default="processes")
+    group.add_argument(
+        "--address", help="with ray: of a running cluster, or auto (default: starts one here)"
+    )
     group.add_argument("--memory", type=float, default=MEMORY / 1e9, help="GB of a worker")
     group.add_argument("--part", type=_part, metavar="I/N", help="do one of N shares of the work")
     group.add_argument(
@@ -190,6 +195,10 @@ def _prepare(options: argparse.Namespace) -> None:
 
 
 def _engine(options: argparse.Namespace) -> Engine:
+    if options.engine == "ray":
+        return Ray(options.workers, options.address)
+    if options.address is not None:
+        raise ValueError(f"--address: expected --engine ray beside it, got {options.address}")
     workers = _cores() if options.workers is None else options.workers
     if workers == 1:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a worker has one core

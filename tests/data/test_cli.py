@@ -161,6 +161,7 @@ def test_check_finds_what_opening_does_not(prepared, tmp_path, capsys):
         (["--stage", "read"], "--stage: expected --part beside it"),
         (["--memory", "0.5"], "memory: expected 1,000,000,000 bytes or more, got 500,000,000"),
         (["--workers", "0"], "workers: expected at least 1, got 0"),
+        (["--address", "auto"], "--address: expected --engine ray beside it, got auto"),
         (["--block-mb", "0"], "block_bytes: expected 1 or more, got 0"),
         (["--source", "shards:/tmp"], "--source: expected text .* got shards:/tmp"),
         (["--source", "stream:c4"], "--source: expected text .* got stream:c4"),

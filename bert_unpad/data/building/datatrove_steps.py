@@ -1,0 +1,128 @@
+"""Steps of a datatrove pipeline (https://github.com/huggingface/datatrove): its documents prepared.
+
+Three pipelines, each of which needs the one before to be complete:
+
+    [reader, filters, ..., SpoolDocuments(OUT, config)]    as many tasks as you like
+    [MakeExamples(OUT, config)]                            as many tasks as you like
+    [JoinParts(OUT)]                                       one task
+
+The documents of one task follow those of the task before, so the result depends on the number of
+tasks of the first pipeline, but not on that of the second. A task that was killed goes on where it
+was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from datatrove.data import Document, DocumentsPipeline
+from datatrove.pipeline.base import PipelineStep
+
+from bert_unpad.data.building.blocks import BLOCK_BYTES
+from bert_unpad.data.building.build import MEMORY
+from bert_unpad.data.building.engines import InProcess
+from bert_unpad.data.building.join import join_parts
+from bert_unpad.data.building.pipeline import Part, Pipeline
+from bert_unpad.data.building.streams import spool_stream
+from bert_unpad.data.config import DataConfig
+
+__all__ = ["JoinParts", "MakeExamples", "SpoolDocuments"]
+
+
+class _Documents:
+    """What datatrove's earlier steps yield, as a source."""
+
+    name = "datatrove"
+
+    def __init__(self, data: DocumentsPipeline = ()) -> None:
+        self._data = data
+
+    def documents(self) -> Iterator[str]:
+        return (document.text for document in self._data)
+
+
+class SpoolDocuments(PipelineStep):
+    """Cleans the documents of a task, splits them into sentences and writes them to blocks.
+
+    Args:
+        output: folder of the result, which all tasks see.
+        config: how examples are made; its source is not read.
+        block_bytes: size of the first blocks of each task.
+    """
+
+    name = "spool documents"
+    type = "bert_unpad"
+
+    def __init__(self, output: str, config: DataConfig, block_bytes: int = BLOCK_BYTES) -> None:
+        super().__init__()
+        self.output, self.config, self.block_bytes = output, config, block_bytes
+
+    def run(
+        self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1
+    ) -> Iterator[Document]:
+        """Writes the documents of a task; yields none."""
+        streams = _pipeline(self.output, self.config, self.block_bytes).build.streams
+        streams.begin(world_size)
+        done = spool_stream(streams.of(rank), _Documents(data), self.block_bytes)
+        self.stat_update("documents", value=done["documents"])
+        yield from ()
+
+
+class MakeExamples(PipelineStep):
+    """Makes a task's share of the examples; the first to come finds duplicates and the vocabulary.
+
+    Args:
+        output, config, block_bytes: as given to `SpoolDocuments`.
+    """
+
+    name = "make examples"
+    type = "bert_unpad"
+
+    def __init__(self, output: str, config: DataConfig, block_bytes: int = BLOCK_BYTES) -> None:
+        super().__init__()
+        self.output, self.config, self.block_bytes = output, config, block_bytes
+
+    def run(
+        self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1
+    ) -> Iterator[Document]:
+        """Makes examples; yields no documents.
+
+        Raises:
+            ValueError: a task of `SpoolDocuments` has not finished.
+        """
+        work = _pipeline(self.output, self.config, self.block_bytes, Part(rank + 1, world_size))
+        work.plan_with_others(wait=False)
+        work.make_examples()
+        yield from ()
+
+
+class JoinParts(PipelineStep):
+    """Joins what the tasks of `MakeExamples` have made.
+
+    Args:
+        output: folder of the result.
+    """
+
+    name = "join parts"
+    type = "bert_unpad"
+
+    def __init__(self, output: str) -> None:
+        super().__init__()
+        self.output = output
+
+    def run(
+        self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1
+    ) -> Iterator[Document]:
+        """Joins the parts; yields no documents."""
+        if rank == 0:
+            for name, count in join_parts(Path(self.output)).items():
+                self.stat_update(name, value=count)
+        yield from ()
+
+
+def _pipeline(
+    output: str, config: DataConfig, block_bytes: int, part: Part | None = None
+) -> Pipeline:
+    options = {"part": part, "block_bytes": block_bytes, "memory": MEMORY, "progress": False}
+    return Pipeline(Path(output), config, _Documents(), InProcess(), **options)

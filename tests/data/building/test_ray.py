@@ -1,0 +1,91 @@
+"""Ray: the same bytes as one process gives, also where a worker is killed in mid-run."""
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from bert_unpad.data import DataConfig
+from bert_unpad.data.building.engines import InProcess
+from bert_unpad.data.building.pipeline import Pipeline
+from bert_unpad.data.building.ray_engine import Ray
+from bert_unpad.data.text.sources import TextSource
+from tests.support.prepared_text import contents, write_corpus
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus") / "text"
+    write_corpus(folder, random.Random(), 1000)
+    config = DataConfig(str(folder), max_seq_length=48, vocab_size=200)
+    output = folder.parent / "expected"
+    run(config, output, InProcess())
+    return config, contents(output)
+
+
+def run(config, output, engine):
+    source = TextSource(Path(config.source))
+    Pipeline(output, config, source, engine, block_bytes=5000, progress=False).run()
+
+
+class Tracked:
+    """Notes the process of every job in a file; one that is new waits, so that it can be killed."""
+
+    def __init__(self, engine, folder):
+        self.engine, self.folder, self.workers = engine, folder, engine.workers
+
+    def run(self, job, arguments):
+        return self.engine.run(noted, [(str(self.folder), job, one) for one in arguments])
+
+
+def noted(folder, job, arguments):
+    note = Path(folder, str(os.getpid()))
+    if not note.exists():
+        note.touch()
+        time.sleep(1)
+    return job(*arguments)
+
+
+def test_a_killed_worker_changes_nothing(corpus, tmp_path):
+    config, expected = corpus
+    (tmp_path / "pids").mkdir()
+    killed = []
+
+    def kill():
+        while len(killed) < 2:
+            for path in (tmp_path / "pids").iterdir():
+                if int(path.name) not in killed:
+                    killed.append(int(path.name))
+                    os.kill(int(path.name), signal.SIGKILL)
+                    break
+            time.sleep(0.05)
+
+    with Ray(2) as engine:
+        threading.Thread(target=kill, daemon=True).start()
+        run(config, tmp_path / "out", Tracked(engine, tmp_path / "pids"))
+    assert len(killed) == 2
+    assert contents(tmp_path / "out") == expected
+
+
+def fails(number):
+    raise ValueError(f"number: expected another one, got {number}")
+
+
+def test_errors_of_jobs_are_those_of_the_job():
+    with Ray(1) as engine, pytest.raises(ValueError, match="number: expected another one, got 5"):
+        list(engine.run(fails, [(5,)]))
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install 'bert_unpad\[ray\]'"):
+        Ray()
+    with pytest.raises(ValueError, match="workers: expected at least 1, got 0"):
+        Ray(0)
