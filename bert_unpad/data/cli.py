@@ -152,7 +152,7 @@ def _config(options: argparse.Namespace) -> DataConfig:
         vocab_size=options.vocab_size,
         vocab_sample_mb=options.vocab_sample_mb if trained else None,
         alphabet_size=options.alphabet_size,
-        lowercase=not options.cased,
+        lowercase=False if options.cased else None,
         short_seq_prob=options.short_seq_prob,
         dupe_factor=options.dupe_factor,
         validation_share=options.validation_share,

@@ -209,6 +209,7 @@ def example_settings(config: DataConfig, tokenizer: TextTokenizer | None) -> dic
     settings = dataclasses.asdict(config)
     for name in _NOT_OF_EXAMPLES:
         del settings[name]
+    settings["lowercase"] = config.lowercases
     # Objectives with the same examples share them.
     settings["objective"] = SECOND_SEGMENTS[config.objective]
     if tokenizer is not None:

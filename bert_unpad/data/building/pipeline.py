@@ -236,7 +236,7 @@ class Pipeline:
             tokenizer = train_tokenizer(
                 config.tokenizer,
                 lambda: build.sample(corpus, config.vocab_sample_mb),
-                *(config.vocab_size, config.lowercase, config.alphabet_size),
+                *(config.vocab_size, config.lowercases, config.alphabet_size),
             )
         temporary = build.work / f"tokenizer.{os.getpid()}"
         tokenizer.save(temporary)
