@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
 from bert_unpad.convert import google, huggingface, nvidia
+from bert_unpad.nn.config_checks import GELU
 
 LAYOUTS = {"hf": huggingface, "google": google, "nvidia": nvidia}
 """The module that reads and writes each layout."""
@@ -28,6 +30,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--to", dest="target_layout", choices=LAYOUTS, default="hf")
     parser.add_argument("--config", type=Path, help="config.json of a source that holds none")
     parser.add_argument(
+        "--hidden-act",
+        choices=GELU,
+        help="activation to note in the configuration, if the source's means another: Google's and "
+        "MLPerf's TensorFlow models compute the GELU of a bert_config.json by tanh, gelu_new",
+    )
+    parser.add_argument(
         "--allow-partial",
         action="store_true",
         help="list what is missing or unknown and convert all the same, unknown tensors too",
@@ -43,6 +51,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         conversion = LAYOUTS[args.source_layout].read(args.source, args.config)
         conversion.check_tensors()
+        if args.hidden_act is not None:
+            conversion.config = dataclasses.replace(conversion.config, hidden_act=args.hidden_act)
     except FileNotFoundError as error:
         return fail(f"source: {error}", 2)
     except (OSError, ValueError) as error:

@@ -22,6 +22,7 @@ from bert_unpad.pretrain.interrupt import StopRequest
 from bert_unpad.pretrain.losses import averages
 from bert_unpad.pretrain.output.checkpoint import Checkpointer
 from bert_unpad.pretrain.output.log import TrainingLog
+from bert_unpad.pretrain.output.mlperf_log import MlperfLog
 from bert_unpad.pretrain.ranks import HostSums
 from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.stages import Stages
@@ -45,6 +46,7 @@ class Trainer:
         stages: what trains, and how; ready for the next update.
         checkpointer: saves the run.
         evaluator: measures the model on held-out examples; None to do without.
+        mlperf: notes blocks and evaluations, where the run has such a log.
         total_steps: updates of the whole run.
     """
 
@@ -54,6 +56,7 @@ class Trainer:
         stages: Stages,
         checkpointer: Checkpointer,
         evaluator: Evaluator | None,
+        mlperf: MlperfLog,
         total_steps: int,
     ) -> None:
         self.config, self.ranks, self.model = run.config, run.ranks, run.model
@@ -61,12 +64,14 @@ class Trainer:
         self.stages = stages
         self.checkpointer = checkpointer
         self.evaluator = evaluator
+        self.mlperf = mlperf
         self.total_steps = total_steps
         self.warmup_steps = warmup_updates(run.config.schedule, total_steps)
         self.log = TrainingLog(run, total_steps)
+        batch = run.config.batching.per_rank(run.ranks.world_size) * run.ranks.world_size
         self._every = {
             "log": run.config.logging.every,
-            "evaluation": run.config.evaluation.every,
+            "evaluation": run.config.evaluation.updates_between(batch),
             "checkpoint": run.config.checkpoint.every,
         }
         self._saved_step = run.progress.step
@@ -86,6 +91,8 @@ class Trainer:
             FloatingPointError: the loss is no longer finite.
         """
         progress, stopped = self.progress, False
+        if self.evaluator is not None:
+            self.mlperf.start_training(self.evaluator.examples)
         while not (stopped or progress.target_reached):
             with self.stages.steps(self.total_steps) as steps:
                 stopped = self._run_stage(steps, stop)
@@ -93,6 +100,8 @@ class Trainer:
                 break
             if not (stopped or progress.target_reached):
                 self.stages.begin()
+        if not progress.target_reached:
+            self.mlperf.abort(progress.sequences)
         if self._saved_step != progress.step:
             self._save()
         self.checkpointer.wait()
@@ -236,13 +245,18 @@ class Trainer:
     def _evaluate(self) -> None:
         if self.evaluator is None:
             return
+        progress = self.progress
         self.stages.sync.synchronise()
+        self.mlperf.start_evaluation(progress.sequences)
         with self.log.watch.paused():
             result = self.evaluator(self.model)
-        self.log.show_evaluation(result)
         target, accuracy = self.config.evaluation.target_accuracy, result["mlm_accuracy"]
         if target is not None and accuracy is not None and accuracy >= target:
-            self.progress.target_reached = True
+            progress.target_reached = True
+        self.mlperf.stop_evaluation(progress.sequences, accuracy, progress.target_reached)
+        self.log.show_evaluation(result)
+        if not progress.target_reached and progress.step < self.total_steps:
+            self.mlperf.continue_training(progress.sequences)
 
     def _save(self) -> None:
         progress = self.progress

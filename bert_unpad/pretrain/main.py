@@ -18,6 +18,9 @@ from bert_unpad import ops
 from bert_unpad._malloc import keep_freed_memory
 from bert_unpad.data import PreparedData
 from bert_unpad.data.store.cache import default_cache_dir
+from bert_unpad.data.text.json_tokenizer import given_tokenizer
+from bert_unpad.data.text.tokenizer import TextTokenizer
+from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
 from bert_unpad.pretrain.evaluate import Evaluator
 from bert_unpad.pretrain.gradients.cuda_graphs import check_graphs
@@ -29,10 +32,11 @@ from bert_unpad.pretrain.output.check_folders import check_folders
 from bert_unpad.pretrain.output.checkpoint import Checkpointer
 from bert_unpad.pretrain.output.checkpoint_files import newest_checkpoint
 from bert_unpad.pretrain.output.metrics import drop_later_examples
+from bert_unpad.pretrain.output.mlperf_log import MlperfLog
 from bert_unpad.pretrain.output.report import is_reported, write_report
 from bert_unpad.pretrain.output.run_lock import RunLock, run_lock
 from bert_unpad.pretrain.output.settings import save_settings
-from bert_unpad.pretrain.prepared_data import open_data
+from bert_unpad.pretrain.prepared_data import DATA_ERRORS, open_data
 from bert_unpad.pretrain.progress import Progress
 from bert_unpad.pretrain.ranks import Ranks, join_ranks
 from bert_unpad.pretrain.run import Run
@@ -80,29 +84,33 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
         ConfigError: a setting does not fit the data, the machine or the saved run, or another run
             uses the folder.
     """
+    mlperf = MlperfLog(config, ranks)
     check_graphs(config, ranks)
     check_optimizer(config, ranks.device)
     check_model(config, ranks.device)
     check_folders(config, ranks)
     with run_lock(config, ranks) as lock:
-        return _pretrain(config, resolved, ranks, lock)
+        return _pretrain(config, resolved, ranks, lock, mlperf)
 
 
-def _pretrain(config: PretrainConfig, resolved: str, ranks: Ranks, lock: RunLock | None) -> int:
+def _pretrain(
+    config: PretrainConfig, resolved: str, ranks: Ranks, lock: RunLock | None, mlperf: MlperfLog
+) -> int:
     checkpoint = _find_checkpoint(config, ranks)
+    mlperf.check_is_new(checkpoint)
+    # Before the data where a tokenizer is given: what does not fit is found before data are
+    # prepared, and MLPerf's clock, which starts with the data, leaves it out.
+    given = _given_tokenizer(config)
+    model = None if given is None else _model(config, given, ranks)
+    mlperf.start_run()
     data = open_data(config.data, ranks)
-    tokenizer, longest = data.tokenizer, config.data.max_seq_length
-    run = Run(
-        config,
-        ranks,
-        build_model(config, tokenizer.vocab_size, longest, tokenizer.pad_id, tokenizer.mask_id),
-    )
+    run = Run(config, ranks, model or _model(config, data.tokenizer, ranks))
     growth = _growth(run)
     evaluator = _evaluator(run, data)
     if lock is not None and config.resume == "never":
         lock.set_aside()
+    mlperf.open_file()
     checkpointer = Checkpointer(config.checkpoint_dir, config.checkpoint.keep_last, ranks, lock)
-    run.model.to(run.device)
     if run.device.type == "cuda":
         ops.time_algorithms(default_cache_dir() / "cublaslt_algorithms.txt")
     if checkpoint is not None:
@@ -120,7 +128,7 @@ def _pretrain(config: PretrainConfig, resolved: str, ranks: Ranks, lock: RunLock
         stages.begin()
         if checkpoint is not None and (local := checkpointer.load_local(checkpoint)) is not None:
             stages.load_local_state(local)
-        trainer = Trainer(run, stages, checkpointer, evaluator, total_steps)
+        trainer = Trainer(run, stages, checkpointer, evaluator, mlperf, total_steps)
         with StopRequest() as stop:
             finished = trainer.train(stop)
         if not finished:
@@ -155,6 +163,20 @@ def _find_checkpoint(config: PretrainConfig, ranks: Ranks) -> Path | None:
     if config.resume == "must" and found is None:
         raise ConfigError("resume", f"expected a checkpoint in {config.checkpoint_dir}, got none")
     return found
+
+
+def _given_tokenizer(config: PretrainConfig) -> TextTokenizer | None:
+    """The tokenizer that the settings name; None where it comes with the data."""
+    try:
+        return given_tokenizer(config.data)
+    except DATA_ERRORS as error:
+        raise ConfigError("data", str(error)) from error
+
+
+def _model(config: PretrainConfig, tokenizer: TextTokenizer, ranks: Ranks) -> EncoderForPreTraining:
+    """The model for a tokenizer, on its device."""
+    sizes = (tokenizer.vocab_size, config.data.max_seq_length)
+    return build_model(config, *sizes, tokenizer.pad_id, tokenizer.mask_id).to(ranks.device)
 
 
 _WHOLE = ("none", "lengths")  # schedules that train all layers all the time

@@ -6,9 +6,10 @@ from bert_unpad.data import DamagedDataError, DataConfig, PreparedData, prepare
 from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["open_data"]
+__all__ = ["DATA_ERRORS", "open_data"]
 
-_ERRORS = (DamagedDataError, FileNotFoundError, ImportError, PermissionError, ValueError)
+DATA_ERRORS = (DamagedDataError, FileNotFoundError, ImportError, PermissionError, ValueError)
+"""What `prepare` raises where settings or files are wrong."""
 
 
 def open_data(config: DataConfig, ranks: Ranks, key: str = "data") -> PreparedData:
@@ -28,7 +29,7 @@ def open_data(config: DataConfig, ranks: Ranks, key: str = "data") -> PreparedDa
     if ranks.is_first_of_node:
         try:
             data = prepare(config, progress=None if ranks.is_first else False)
-        except _ERRORS as error:
+        except DATA_ERRORS as error:
             failure = error
     ranks.meet()  # preparing may take hours, and one machine may have to where another had not
     if failure is not None:
@@ -36,6 +37,6 @@ def open_data(config: DataConfig, ranks: Ranks, key: str = "data") -> PreparedDa
     if data is None:
         try:
             data = prepare(config, progress=False, check=False)
-        except _ERRORS as error:
+        except DATA_ERRORS as error:
             raise ConfigError(key, str(error)) from error
     return data

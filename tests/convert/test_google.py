@@ -4,6 +4,7 @@ What the reader understands is checked against files put together here byte by b
 descriptions of the format, and with a CRC computed bit by bit.
 """
 
+import json
 import random
 import struct
 
@@ -234,3 +235,17 @@ def test_refuses(checkpoint, tmp_path, capsys):  # noqa: F811
     target.with_name(google.CONFIG_FILE).unlink()
     assert run(target, tmp_path / "out", "--from", "google") == 2
     assert "bert_config.json" in capsys.readouterr().err
+
+
+def test_the_activation_that_the_weights_were_trained_with(checkpoint, tmp_path, capsys):  # noqa: F811
+    target = tmp_path / "google" / "model.ckpt-28252"
+    assert run(checkpoint, target, "--to", "google") == 0
+    for given, noted in (((), "gelu"), (("--hidden-act", "gelu_new"), "gelu_new")):
+        out = tmp_path / noted
+        assert run(target, out, "--from", "google", *given) == 0
+        assert json.loads((out / "config.json").read_text())["hidden_act"] == noted
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("gelu", "gelu_new")]
+    assert_same_tensors(*weights)
+    with pytest.raises(SystemExit):
+        run(target, tmp_path / "out", "--from", "google", "--hidden-act", "tanh")
+    assert "gelu_new" in capsys.readouterr().err

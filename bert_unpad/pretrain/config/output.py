@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from bert_unpad._tiers import advanced
+from bert_unpad.pretrain.config.mlperf import evaluation_interval
 
 
 @dataclass
@@ -28,11 +29,23 @@ class EvaluationConfig:
 
     every: int = 1000
     """Updates between evaluations. With 0 a run evaluates only at the end."""
+    every_samples: int | Literal["mlperf"] | None = advanced(None)
+    """Sequences trained on between evaluations, in place of evaluation.every; rounded up to whole
+    updates. mlperf: as many as MLPerf's rules for BERT say for the global batch."""
     examples: int = 10_000
     """Most examples of an evaluation. With 0 there is no evaluation."""
     target_accuracy: float | None = None
     """Masked-token accuracy, 0 to 1, at which training ends. By default it ends with the
     schedule."""
+
+    def updates_between(self, global_batch_size: int) -> int:
+        """Updates between evaluations, for so many sequences per update."""
+        samples = self.every_samples
+        if samples is None:
+            return self.every
+        if samples == "mlperf":
+            samples = evaluation_interval(global_batch_size)
+        return -(-samples // global_batch_size)
 
 
 @dataclass
@@ -47,3 +60,9 @@ class LoggingConfig:
     """Write TensorBoard event files too. Needs the package tensorboard."""
     examples: bool = advanced(False)
     """Write which examples each rank used in each step, to examples.rank<r>.jsonl."""
+    mlperf: str | None = advanced(None)
+    """File for MLPerf's log of the run, by the package mlperf-logging. Such a run is not resumed,
+    and ends at evaluation.target_accuracy."""
+    mlperf_submission: dict[str, Any] | None = advanced(None)
+    """Entries of that log that the run does not know, such as {"submission_org": "...",
+    "submission_division": "closed", "cache_clear": true}. The division is closed by default."""

@@ -74,6 +74,7 @@ _RANGES: dict[str, _Range] = {
     "checkpoint.every": _at_least(0),
     "checkpoint.keep_last": _at_least(1),
     "evaluation.every": _at_least(0),
+    "evaluation.every_samples": _Range(1, math.inf, "a number >= 1, or mlperf"),
     "evaluation.examples": _at_least(0),
     "evaluation.target_accuracy": _between(0, 1),
     "logging.every": _at_least(1),

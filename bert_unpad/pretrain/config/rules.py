@@ -15,6 +15,7 @@ from bert_unpad._choices import OptimizerName
 from bert_unpad.data.streams.text_stream import is_streamed
 from bert_unpad.pretrain.config.errors import ConfigError
 from bert_unpad.pretrain.config.growth import GrowthConfig
+from bert_unpad.pretrain.config.mlperf import check_mlperf
 from bert_unpad.pretrain.config.update import ClipConfig
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def check_rules(config: PretrainConfig) -> None:
         )
     if config.evaluation.target_accuracy is not None and config.evaluation.examples == 0:
         raise ConfigError("evaluation.examples", "expected a number > 0 for a target, got 0")
+    check_mlperf(config)
     if is_streamed(config.data.source):
         _check_streamed(config)
 
