@@ -105,7 +105,7 @@ class Trainer:
         if self._saved_step != progress.step:
             self._save()
         self.checkpointer.wait()
-        self.progress.seconds = self.log.watch.seconds
+        self.log.note_costs()
         self.log.close()
         return not stopped
 
@@ -266,7 +266,7 @@ class Trainer:
         sync.synchronise(optimizer)
         if progress.window.get("steps"):
             self._check_loss(averages(progress.window, self.config.data.objective)["loss"])
-        progress.seconds = self.log.watch.seconds
+        self.log.note_costs()
         self.checkpointer.save(
             progress.step,
             self.model,

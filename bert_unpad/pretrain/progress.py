@@ -24,6 +24,8 @@ class Progress:
     """Floating-point operations of the model so far, forward and backward."""
     seconds: float = 0.0
     """Spent training."""
+    joules: dict[str, float | None] = field(default_factory=dict)
+    """Energy of the run so far, by source, see `output.energy`; None: not read all the time."""
     stage: int = 0
     """The stage of growth that the latest update was made in."""
     layers: int | None = None

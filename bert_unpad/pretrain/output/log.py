@@ -17,6 +17,7 @@ from bert_unpad.pretrain.feed.steps import Step
 from bert_unpad.pretrain.gradients.clipping import GradientReport
 from bert_unpad.pretrain.losses import averages
 from bert_unpad.pretrain.output.display import Display
+from bert_unpad.pretrain.output.energy import EnergyMeter, joules_per_sequence
 from bert_unpad.pretrain.output.matmul_peak import measure_matmul_peak
 from bert_unpad.pretrain.output.metrics import JsonLines, Stopwatch, Window, examples_path
 from bert_unpad.pretrain.run import Run
@@ -76,6 +77,7 @@ class TrainingLog:
         rate = torch.tensor(peak.flops_per_second, dtype=torch.float64, device=run.device)
         self._peak_flops = float(ranks.sum(rate))
         self.watch = Stopwatch(progress.seconds)
+        self._energy = EnergyMeter(ranks, progress.joules if progress.step else None)
         self.window = Window(ranks, progress.window)
         self._norm: Tensor | None = None
         self._metrics = self._open(run.dir / "metrics.jsonl") if ranks.is_first else None
@@ -94,6 +96,7 @@ class TrainingLog:
                 "threads": torch.get_num_threads(),
                 "peak": str(peak),
                 "peak_flops": self._peak_flops,
+                "energy_missing": self._energy.missing,
             },
         )
 
@@ -123,13 +126,18 @@ class TrainingLog:
                 }
             )
 
+    def note_costs(self) -> None:
+        """Notes in the run's progress the seconds and joules that it has taken so far."""
+        self._run.progress.seconds = self.watch.seconds
+        self._run.progress.joules = self._energy.joules()
+
     def close_interval(self) -> tuple[dict[str, float], float]:
         """Ends an interval; its sums over all ranks, and its seconds."""
         progress = self._run.progress
         sums = self.window.close()
-        seconds = self.watch.seconds
-        elapsed = seconds - progress.window_seconds
-        progress.window_seconds = seconds
+        self.note_costs()
+        elapsed = progress.seconds - progress.window_seconds
+        progress.window_seconds = progress.seconds
         return sums, elapsed
 
     def show_interval(self, sums: dict[str, float], elapsed: float, state: dict[str, Any]) -> None:
@@ -157,6 +165,8 @@ class TrainingLog:
                     *(sums, elapsed, run.ranks.world_size, self._peak_flops),
                     run.config.data.objective,
                 ),
+                **{f"{source}_joules": joules for source, joules in progress.joules.items()},
+                "joules_per_sequence": joules_per_sequence(progress.joules, progress.sequences),
                 **state,
             },
         )
@@ -170,6 +180,7 @@ class TrainingLog:
     def close(self) -> None:
         """Closes the files and the display."""
         self._display.close()
+        self._energy.close()
         for file in (self._metrics, self._examples):
             if file is not None:
                 file.close()

@@ -21,6 +21,7 @@ from bert_unpad._files import write_text
 from bert_unpad.data import PreparedData, most_frequent_token_rate
 from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.losses import TASKS, Task
+from bert_unpad.pretrain.output.energy import joules_per_sequence
 from bert_unpad.pretrain.output.fill_mask import FilledText, fill_masks
 from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.output.plots import draw_run
@@ -85,6 +86,9 @@ def _summary(
         "tokens_per_second": progress.tokens / progress.seconds,
         "sequences_per_second": progress.sequences / progress.seconds,
         "mfu": progress.flops / progress.seconds / start["peak_flops"],
+        "joules": progress.joules,
+        "joules_per_sequence": joules_per_sequence(progress.joules, progress.sequences),
+        "energy_missing": start.get("energy_missing", {}),
         "padding_avoided": 1 - progress.tokens / progress.padded,
         "straggler_efficiency": statistics.fmean(line["straggler_efficiency"] for line in train),
         "skipped_steps": sum(line["skipped_steps"] for line in train),
@@ -115,6 +119,7 @@ def _table(summary: dict[str, Any], tasks: Sequence[Task]) -> str:
         ("training time", f"{summary['seconds']:,.1f} s on {summary['ranks']} rank(s)"),
         ("real tokens/s, sequences/s", _rates(summary)),
         ("MFU", f"{summary['mfu']:.3f} of {summary['peak']} per rank"),
+        ("energy", _energy(summary)),
         ("padding avoided", f"{summary['padding_avoided']:.1%} of the padded batch"),
         ("straggler efficiency", f"{summary['straggler_efficiency']:.4f}  (mean / max work)"),
         ("optimizer state", f"{summary['optimizer_bytes_per_rank'] / 1e6:,.2f} MB on a rank"),
@@ -140,6 +145,15 @@ def _epochs(value: float | None) -> str:
 
 def _rates(summary: dict[str, Any]) -> str:
     return f"{summary['tokens_per_second']:,.0f}, {summary['sequences_per_second']:,.1f}"
+
+
+def _energy(summary: dict[str, Any]) -> str:
+    read = {source: x for source, x in summary["joules"].items() if x is not None}
+    parts = [f"{source.upper()} {joules:,.0f} J" for source, joules in read.items()]
+    if read:
+        parts.append(f"{summary['joules_per_sequence']:.4g} J per sequence")
+    parts += [f"{source.upper()} not read: {x}" for source, x in summary["energy_missing"].items()]
+    return ", ".join(parts) or "not read"
 
 
 def _number(value: float | None) -> str:
