@@ -1,0 +1,274 @@
+"""Fine-tuning on GLUE and SQuAD, from local files in the formats of the real ones."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from bert_unpad.data import WordPieceTokenizer
+from bert_unpad.evaluate.cli import main
+from bert_unpad.evaluate.features import answers_of, features_of
+from bert_unpad.evaluate.metrics import METRICS
+from bert_unpad.evaluate.tasks import TASKS, read_rows
+from bert_unpad.nn import BertConfig, BertForPreTraining
+
+WORDS = ["kalo", "mitu", "soka", "lumi", "tesa", "rano", "pilu", "demo"]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    """The folder `model` of a run, with fresh weights."""
+    folder = tmp_path_factory.mktemp("evaluate") / "model"
+    text = [[f"{a} {b}, {a}." for a in WORDS for b in WORDS]]
+    tokenizer = WordPieceTokenizer.train(lambda: text, vocab_size=80)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    BertForPreTraining(config).save_pretrained(folder)
+    tokenizer.save(folder)
+    return folder
+
+
+def sentence(rng: random.Random, words: list[str], longest: int = 9) -> str:
+    return " ".join(rng.choice(words) for _ in range(rng.randint(1, longest)))
+
+
+def single(count: int, seed: int) -> list[dict]:
+    """Sentences; those of class 1 have the word kalo."""
+    rng, rows = random.Random(seed), []
+    for index in range(count):
+        words = [*sentence(rng, WORDS[1:]).split(), *["kalo"] * (index % 2)]
+        rng.shuffle(words)
+        rows.append({"sentence": " ".join(words), "label": index % 2, "idx": index})
+    return rows
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        quoted = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0].keys(), **quoted)
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def run(model_dir: Path, folder: Path, *arguments: str, lr: str = "5e-3") -> dict[str, dict]:
+    """The results of a command, by file."""
+    given = ["--data", str(folder / "data"), "--output", str(folder / "out"), "--device", "cpu"]
+    more = ["--batch-size", "8", "--lr", lr, *arguments]
+    assert main([str(model_dir), *given, *more]) == 0
+    found = sorted((folder / "out").glob("*/*.json"))
+    return {f"{path.parent.name}/{path.stem}": json.loads(path.read_text()) for path in found}
+
+
+def test_a_model_learns_and_the_table_has_means(model_dir, tmp_path, capsys):
+    write(tmp_path / "data" / "sst2" / "train.tsv", single(64, 1))
+    write(tmp_path / "data" / "sst2" / "validation.csv", single(40, 2))
+    found = run(model_dir, tmp_path, "--tasks", "sst2", "--seeds", "0", "7", "--epochs", "8")
+    accuracies = [found[f"sst2/seed-{seed}"]["metrics"]["accuracy"] for seed in (0, 7)]
+    assert min(accuracies) > 0.9
+    mean, deviation = 50 * sum(accuracies), 100 * np.std(accuracies, ddof=1)
+    row = f"| sst2 | accuracy | {mean:.2f} | {deviation:.2f} | 2 |"
+    assert row in capsys.readouterr().out
+    assert row in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_results_that_are_there_are_kept(model_dir, tmp_path, capsys):
+    for split in ("train", "validation"):
+        write(tmp_path / "data" / "cola" / f"{split}.jsonl", single(16, 3))
+    first = run(model_dir, tmp_path, "--tasks", "cola", "--seeds", "1", "--epochs", "1")
+    file = tmp_path / "out" / "cola" / "seed-1.json"
+    noted = json.loads(file.read_text()) | {"metrics": {"matthews": 0.123}}
+    file.write_text(json.dumps(noted))
+    again = run(model_dir, tmp_path, "--tasks", "cola", "--seeds", "1", "2", "--epochs", "1")
+    assert again["cola/seed-1"]["metrics"] == {"matthews": 0.123}
+    assert again["cola/seed-2"]["metrics"].keys() == first["cola/seed-1"]["metrics"].keys()
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        run(model_dir, tmp_path, "--tasks", "cola", "--seeds", "1", "--epochs", "2")
+    assert ended.value.code == 2
+    assert "seed-1.json: expected a result with these settings" in capsys.readouterr().err
+
+
+def test_the_same_seed_gives_the_same_result_and_padding_changes_nothing(model_dir, tmp_path):
+    rng = random.Random(4)
+    rows = [
+        {"sentence1": sentence(rng, WORDS), "sentence2": sentence(rng, WORDS), "label": x / 8}
+        for x in range(40)
+    ]
+    for split in ("train", "validation"):
+        write(tmp_path / "data" / "stsb" / f"{split}.jsonl", rows)
+    common = ("--tasks", "stsb", "--seeds", "5", "--epochs", "2")
+    out = [tmp_path / name for name in ("a", "b", "c")]
+    for folder in out:
+        folder.mkdir()
+        (folder / "data").symlink_to(tmp_path / "data")
+    first, second = (run(model_dir, folder, *common, lr="1e-3") for folder in out[:2])
+    padded = run(model_dir, out[2], *common, "--padded", lr="1e-3")
+    measures = [x["stsb/seed-5"]["metrics"] for x in (first, second, padded)]
+    assert measures[0] == measures[1]
+    assert measures[0] == pytest.approx(measures[2], abs=0.02)
+    assert set(measures[0]) == {"pearson", "spearman"}
+
+
+def squad(count: int, seed: int, longest: int) -> dict:
+    """SQuAD's own layout: the answer is the word after the one that is asked for."""
+    rng, paragraphs = random.Random(seed), []
+    for index in range(count):
+        words = [rng.choice(WORDS) for _ in range(rng.randint(4, longest))]
+        place = rng.randrange(len(words) - 1)
+        text = " ".join(words)
+        start = len(" ".join(words[: place + 1])) + 1
+        question = {
+            "id": str(index),
+            "question": f"{words[place]} ?",
+            "answers": [{"text": words[place + 1], "answer_start": start}],
+        }
+        paragraphs.append({"context": text, "qas": [question]})
+    return {"version": "1.1", "data": [{"title": "made up", "paragraphs": paragraphs}]}
+
+
+def test_answers_of_long_texts_come_back(model_dir, tmp_path):
+    folder = tmp_path / "squad"
+    folder.mkdir()
+    (folder / "validation.json").write_text(json.dumps(squad(30, 6, 60)))
+    rows = read_rows("squad", "validation", tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    features = features_of(TASKS["squad"], rows, tokenizer, 24, 8)
+    assert len(features) > len(rows)
+    assert max(len(feature["input_ids"]) for feature in features) <= 24
+    scores, with_answer = [], set()
+    for feature in features:
+        score = np.zeros((len(feature["input_ids"]), 2), np.float32)
+        score[:, 0] = score[:, 1] = -np.arange(len(score))  # the nearest to the front otherwise
+        if feature["end"]:
+            with_answer.add(feature["row"])
+            score[feature["start"], 0] = score[feature["end"], 1] = 50
+        scores.append(score)
+    assert with_answer == set(range(len(rows)))
+    found = answers_of(rows, features, scores)
+    assert found == [row["answers"]["text"][0] for row in rows]
+    assert METRICS["exact_match"](found, [row["answers"]["text"] for row in rows]) == 1.0
+
+
+def test_squad_runs_packed(model_dir, tmp_path):
+    folder = tmp_path / "data" / "squad"
+    folder.mkdir(parents=True)
+    (folder / "train.json").write_text(json.dumps(squad(24, 7, 20)))
+    write(
+        folder / "validation.jsonl",
+        [
+            {
+                "id": question["id"],
+                "context": paragraph["context"],
+                "question": question["question"],
+                "answers": {
+                    "text": [question["answers"][0]["text"]],
+                    "answer_start": [question["answers"][0]["answer_start"]],
+                },
+            }
+            for paragraph in squad(12, 8, 20)["data"][0]["paragraphs"]
+            for question in paragraph["qas"]
+        ],
+    )
+    found = run(model_dir, tmp_path, "--tasks", "squad", "--max-length", "32", "--stride", "8")
+    metrics = found["squad/seed-0"]["metrics"]
+    assert 0 <= metrics["exact_match"] <= metrics["answer_f1"] <= 1
+
+
+def test_measures():
+    rng = np.random.default_rng(0)
+    found, labels = rng.integers(0, 2, (2, 50))
+    both = int((found & labels).sum())
+    tp, fp, fn = both, int(found.sum()) - both, int(labels.sum()) - both
+    tn = 50 - tp - fp - fn
+    assert METRICS["accuracy"](found, labels) == pytest.approx((tp + tn) / 50)
+    assert METRICS["f1"](found, labels) == pytest.approx(tp / (tp + (fp + fn) / 2))
+    root = ((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)) ** 0.5
+    assert METRICS["matthews"](found, labels) == pytest.approx((tp * tn - fp * fn) / root)
+    x, y = rng.normal(size=(2, 30)).round(1)  # with ties
+    assert METRICS["pearson"](x, y) == pytest.approx(np.corrcoef(x, y)[0, 1])
+    ranks = [[(v < u).sum() + (v == u).sum() / 2 for u in v] for v in (x, y)]
+    assert METRICS["spearman"](x, y) == pytest.approx(np.corrcoef(*ranks)[0, 1])
+    for name in ("f1", "matthews", "pearson", "spearman"):
+        assert METRICS[name](np.zeros(4), np.zeros(4)) == 0.0
+    answers = [["The Kalo!", "mitu"], ["a soka lumi"], ["x"]]
+    given = ["kalo", "lumi tesa", "y"]
+    assert METRICS["exact_match"](given, answers) == pytest.approx(1 / 3)
+    assert METRICS["answer_f1"](given, answers) == pytest.approx((1 + 0.5 + 0) / 3)
+
+
+@pytest.mark.parametrize(
+    ("task", "rows", "message"),
+    [
+        ("rte", None, "rte: expected one of train.jsonl, train.json, train.csv"),
+        (
+            "rte",
+            [{"sentence1": "a", "label": 1}],
+            "expected rows with .* got one without sentence2",
+        ),
+        ("sst2", [{"sentence": "a", "label": 2}], "label: expected 0 to 1, got 2"),
+        ("sst2", [], "expected rows with label, sentence, got one without"),
+    ],
+)
+def test_wrong_files_are_named(task, rows, message, tmp_path):
+    if rows is not None:
+        write(tmp_path / task / "train.jsonl", rows)
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
+        read_rows(task, "train", tmp_path)
+
+
+@pytest.mark.parametrize("text", ["sentence,label\nkalo,one\n", "sentence,label\nkalo\n"])
+def test_wrong_labels_of_a_table_are_named(text, tmp_path):
+    (tmp_path / "cola").mkdir()
+    (tmp_path / "cola" / "train.csv").write_text(text)
+    with pytest.raises(ValueError, match=r"train.csv: expected rows as GLUE or SQuAD"):
+        read_rows("cola", "train", tmp_path)
+
+
+def test_parquet_files_have_the_columns_of_the_datasets_library(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cola").mkdir()
+    datasets.Dataset.from_list(single(5, 0)).to_parquet(tmp_path / "cola" / "train.parquet")
+    assert read_rows("cola", "train", tmp_path) == single(5, 0)
+
+
+def test_more_wrong_files(tmp_path, model_dir, capsys):
+    for ending in ("csv", "jsonl"):
+        write(tmp_path / "cola" / f"train.{ending}", single(2, 0))
+    with pytest.raises(
+        ValueError, match=r"expected one file of train, got train\.jsonl, train\.csv"
+    ):
+        read_rows("cola", "train", tmp_path)
+    (tmp_path / "squad").mkdir()
+    (tmp_path / "squad" / "train.json").write_text('{"data": [{"paragraphs": [{}]}]}')
+    with pytest.raises(ValueError, match=r"as GLUE or SQuAD 1.1 has them, got KeyError: 'qas'"):
+        read_rows("squad", "train", tmp_path)
+    none = squad(1, 0, 5)
+    none["data"][0]["paragraphs"][0]["qas"][0]["answers"] = []
+    (tmp_path / "squad" / "train.json").write_text(json.dumps(none))
+    with pytest.raises(ValueError, match="answers: expected one at least for each question"):
+        read_rows("squad", "train", tmp_path)
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "nothing"), "--data", str(tmp_path), "--output", str(tmp_path / "o")])
+    assert "model: expected a folder with config.json" in capsys.readouterr().err
