@@ -64,7 +64,7 @@ def _version(command: tuple[str, ...]) -> str:
 
 
 def _digest(command: Sequence[str], files: Iterable[str]) -> str:
-    """Of how and from what a library is made; "" if a file is gone."""
+    """Of how and from what a file is made; "" if one of these is gone."""
     digest = hashlib.sha256("\0".join(command).encode())
     for name in sorted(files):
         path = ROOT / name
@@ -81,13 +81,66 @@ def _included(depfile: Path) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in paths if path.is_relative_to(ROOT)]
 
 
-def load(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
-    """The library of one .cpp file, compiled if need be into build/gpu_model.
+def compiled(command: Sequence[str], version: str, source: Path, suffix: str) -> Path:
+    """What a compiler makes of one file, in build/gpu_model; made if need be.
+
+    Args:
+        command: the compiler and its options, without those for files.
+        version: of the compiler.
+        source: the file.
+        suffix: of what is made, such as ".so".
+
+    Raises:
+        RuntimeError: the compiler reports an error.
+    """
+    command = [*command, str(source)]
+    variant = hashlib.sha256(f"{command}{version}".encode()).hexdigest()[:8]
+    stem = f"{source.stem}-{variant}"
+    BUILD.mkdir(parents=True, exist_ok=True)
+    # A second process waits here, and then finds the file.
+    with (BUILD / f"{stem}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # What the last build included, and the digest of that.
+        record = BUILD / f"{stem}.json"
+        made = json.loads(record.read_text()) if record.exists() else {"files": [], "digest": ""}
+        result = BUILD / f"{stem}-{made['digest']}{suffix}"
+        if not made["digest"] or _digest(command, made["files"]) != made["digest"]:
+            stale, result = result, _compile(command, stem, suffix)
+            if stale != result:
+                stale.unlink(missing_ok=True)
+    return result
+
+
+def _compile(command: list[str], stem: str, suffix: str) -> Path:
+    # Renamed at the end: a process that is killed leaves nothing that looks like a result.
+    temporary = BUILD / f"{stem}.{os.getpid()}.tmp"
+    depfile = temporary.with_suffix(".d")
+    outputs = ["-MD", "-MF", str(depfile), "-o", str(temporary)]
+    try:
+        done = subprocess.run([*command, *outputs], capture_output=True, text=True, cwd=ROOT)
+        if done.returncode:
+            raise RuntimeError(f"{Path(command[-1]).name} does not compile:\n{done.stderr}")
+        files = _included(depfile)
+        digest = _digest(command, files)
+        result = BUILD / f"{stem}-{digest}{suffix}"
+        os.replace(temporary, result)
+        temporary.write_text(json.dumps({"files": files, "digest": digest}))
+        os.replace(temporary, BUILD / f"{stem}.json")
+    finally:
+        temporary.unlink(missing_ok=True)
+        depfile.unlink(missing_ok=True)
+    return result
+
+
+def load(source: Path, flags: Sequence[str] = (), *, pattern: bool = True) -> ctypes.CDLL:
+    """The library of one .cpp file, compiled if need be into build/gpu_model. Its `source` is that
+    file's path.
 
     Args:
         source: includes "gpu_model/block/c_api.h" first, then kernels, and exports functions with
             BU_EXPORT.
         flags: more compiler options.
+        pattern: whether variables that are not set get a value that shows.
 
     Raises:
         RuntimeError: there is no compiler, or it reports an error.
@@ -96,39 +149,8 @@ def load(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
     cxx = compiler()
     if cxx is None:
         raise RuntimeError(f"no C++ compiler: {os.environ.get('CXX', 'g++')!r} was not found")
-    command = [*cxx, *FLAGS, *_optional_flags(tuple(cxx)), *flags, str(source)]
-    variant = hashlib.sha256(f"{command}{_version(tuple(cxx))}".encode()).hexdigest()[:8]
-    BUILD.mkdir(parents=True, exist_ok=True)
-    # A second process waits here, and then finds the library.
-    with (BUILD / f"{source.stem}-{variant}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        # What the last build included, and the digest of that.
-        record = BUILD / f"{source.stem}-{variant}.json"
-        made = json.loads(record.read_text()) if record.exists() else {"files": [], "digest": ""}
-        library = BUILD / f"{source.stem}-{variant}-{made['digest']}.so"
-        if not made["digest"] or _digest(command, made["files"]) != made["digest"]:
-            stale, library = library, _compile(command, source.stem, variant)
-            if stale != library:
-                stale.unlink(missing_ok=True)
-    return ctypes.CDLL(str(library))
-
-
-def _compile(command: list[str], stem: str, variant: str) -> Path:
-    # Renamed at the end: a process that is killed leaves nothing that looks like a library.
-    temporary = BUILD / f"{stem}-{variant}.{os.getpid()}.tmp"
-    depfile = temporary.with_suffix(".d")
-    outputs = ["-MD", "-MF", str(depfile), "-o", str(temporary)]
-    try:
-        done = subprocess.run([*command, *outputs], capture_output=True, text=True, cwd=ROOT)
-        if done.returncode:
-            raise RuntimeError(f"{stem}.cpp does not compile:\n{done.stderr}")
-        files = _included(depfile)
-        digest = _digest(command, files)
-        library = BUILD / f"{stem}-{variant}-{digest}.so"
-        os.replace(temporary, library)
-        temporary.write_text(json.dumps({"files": files, "digest": digest}))
-        os.replace(temporary, BUILD / f"{stem}-{variant}.json")
-    finally:
-        temporary.unlink(missing_ok=True)
-        depfile.unlink(missing_ok=True)
+    optional = [flag for flag in _optional_flags(tuple(cxx)) if pattern or flag != PATTERN]
+    command = [*cxx, *FLAGS, *optional, *flags]
+    library = ctypes.CDLL(str(compiled(command, _version(tuple(cxx)), source, ".so")))
+    library.source = source
     return library

@@ -63,11 +63,17 @@ BU_EXPORT void bu_ignore_site(const char* file, unsigned line) {
 BU_EXPORT void bu_restore_sites() { bert_unpad::block_model::sites.restore(); }
 BU_EXPORT void bu_forget_sites() { bert_unpad::block_model::sites.forget(); }
 
+// Launches run compiled kernels from here on; with null their source again.
+BU_EXPORT void bu_use_compiled(void* run, void* module) {
+  bert_unpad::block_model::compiled_kernels = {
+      reinterpret_cast<bert_unpad::block_model::RunCompiled>(run), module};
+}
+
 // mma, load_matrices, bank conflict cycles, warp-wide operations, switches between threads.
 BU_EXPORT void bu_statistics(int64_t* out) {
   const bert_unpad::block_model::Statistics& s = bert_unpad::block_model::statistics;
   const int64_t values[] = {s.mma, s.load_matrices, s.bank_conflict_cycles, s.collectives,
-                            bert_unpad::block_model::block.switches};
+                            bert_unpad::block_model::block.switches + s.switches};
   for (const int64_t value : values) *out++ = value;
 }
 BU_EXPORT void bu_reset_statistics() {

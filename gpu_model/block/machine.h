@@ -1,6 +1,7 @@
 // What is counted and configured for all launches, and the loop over a grid's blocks.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <numeric>
 #include <stdexcept>
@@ -9,19 +10,13 @@
 #include <vector>
 
 #include "gpu_model/block/block.h"
+#include "gpu_model/block/compiled.h"
 #include "gpu_model/block/device.h"
 #include "gpu_model/block/global_memory.h"
 #include "gpu_model/block/shared_memory.h"
 #include "gpu_model/block/site.h"
 
 namespace bert_unpad::block_model {
-
-struct Statistics {
-  int64_t mma = 0, load_matrices = 0;
-  // Of load_matrices, beyond one per 8 x 8 matrix.
-  int64_t bank_conflict_cycles = 0;
-  int64_t collectives = 0;  // warp-wide operations of any kind
-};
 
 struct Configuration {
   Policy policy = Policy::kInOrder;
@@ -72,6 +67,38 @@ inline void run_grid(const char* name, dim3 grid, dim3 shape, size_t shared_byte
   }
 }
 
+inline bool pass_site(const char* kind, const char* file, unsigned line, int64_t threads) {
+  return sites.pass(kind, file, line, threads);
+}
+
+// Runs what nvcc made of `kernel`.
+template <class... Params>
+void run_compiled(const char* name, const void* kernel, dim3 grid, dim3 shape, size_t shared_bytes,
+                  const std::tuple<Params...>& arguments) {
+  check_launch(name, grid, shape, shared_bytes);
+  const uint32_t bytes[] = {sizeof(Params)..., 0};
+  const auto pointers = std::apply(
+      [](const Params&... each) { return std::array<const void*, sizeof...(Params)>{&each...}; },
+      arguments);
+  const CompiledLaunch launch{name,
+                              kernel,
+                              nullptr,
+                              {grid.x, grid.y, grid.z},
+                              {shape.x, shape.y, shape.z},
+                              static_cast<uint32_t>(shared_bytes),
+                              pointers.data(),
+                              bytes,
+                              sizeof...(Params),
+                              static_cast<int>(configuration.policy),
+                              configuration.seed,
+                              shared_memory.races,
+                              &global_memory,
+                              &statistics,
+                              pass_site};
+  const char* error = compiled_kernels.run(compiled_kernels.module, launch);
+  if (error != nullptr) throw std::runtime_error(error);
+}
+
 // kernel(args...) as every thread of the grid.
 template <class... Params, class... Args>
 void run_kernel(const char* name, void (*kernel)(Params...), dim3 grid, dim3 shape,
@@ -80,6 +107,9 @@ void run_kernel(const char* name, void (*kernel)(Params...), dim3 grid, dim3 sha
     void (*kernel)(Params...);
     std::tuple<Params...> arguments;
   } call{kernel, std::tuple<Params...>(args...)};
+  if (compiled_kernels.run != nullptr)
+    return run_compiled(name, reinterpret_cast<const void*>(kernel), grid, shape, shared_bytes,
+                        call.arguments);
   run_grid(
       name, grid, shape, shared_bytes,
       [](void* p) { std::apply(static_cast<Call*>(p)->kernel, static_cast<Call*>(p)->arguments); },

@@ -13,12 +13,12 @@ namespace bert_unpad::block_model {
 
 using Site = std::source_location;
 
-inline bool same_file(const char* a, const char* b) { return a == b || std::strcmp(a, b) == 0; }
+inline bool same_text(const char* a, const char* b) { return a == b || std::strcmp(a, b) == 0; }
 
 inline bool same_site(const Site& a, const Site& b) {
   if (std::memcmp(&a, &b, sizeof(Site)) == 0) return true;  // one pointer, as a rule
   return a.line() == b.line() && a.column() == b.column() &&
-         same_file(a.file_name(), b.file_name());
+         same_text(a.file_name(), b.file_name());
 }
 
 inline std::string place(const Site& site) {
@@ -39,14 +39,16 @@ class SiteList {
 
   // Counts; false where this site is to be ignored.
   bool pass(const char* kind, const Site& site) {
+    return pass(kind, site.file_name(), site.line(), 1);
+  }
+  bool pass(const char* kind, const char* file, unsigned line, int64_t threads) {
     for (Entry& entry : entries_) {
-      if (entry.line == site.line() && entry.kind == kind &&
-          same_file(entry.file, site.file_name())) {
-        ++entry.passes;
+      if (entry.line == line && same_text(entry.kind, kind) && same_text(entry.file, file)) {
+        entry.passes += threads;
         return !entry.ignored;
       }
     }
-    Entry entry{kind, site.file_name(), site.line(), 1, false};
+    Entry entry{kind, file, line, threads, false};
     for (const Place& place : ignored_) entry.ignored |= matches(entry, place);
     entries_.push_back(entry);
     return !entry.ignored;
