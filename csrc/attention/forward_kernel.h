@@ -222,7 +222,7 @@ attention_forward_kernel(BU_PARAMS AttentionLaunch p) {
       factor[half] = total > 0.0f ? keep / total : total;  // 0 without keys; a NaN stays one
       const int row = first_row + 16 * r + 8 * half + lane / 4;
       if (lane % 4 == 0 && row < block.q_len)
-        store_global<float>(lse + row, (rows.top[r][half] * scale + log2f(total)) * kLn2);
+        store_global<float>(lse + row, fma(rows.top[r][half], scale, log2f(total)) * kLn2);
     }
     store_rows<T>(rows.o[r], factor[0], factor[1], out, first_row + 16 * r, block.q_len, 0);
   }
