@@ -8,7 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpu_model.ptx.interpreter import Program, core, program_of
+
 POLICIES = ("in_order", "uniform", "warp_first")
+# The compute capability for which compiled kernels run in the place of sources.
+_arch: str | None = None
 # Compute capability -> bytes of shared memory that a block can have.
 SHARED_BYTES = {(8, 0): 166912, (9, 0): 232448}
 
@@ -34,6 +38,18 @@ class Statistics:
     switches: int
 
 
+@contextmanager
+def compiled_for(arch: str | None) -> Iterator[None]:
+    """Within it every Model runs what nvcc makes of its kernels for a compute capability, such
+    as "80", in the place of their sources; with None their sources."""
+    global _arch
+    before, _arch = _arch, arch
+    try:
+        yield
+    finally:
+        _arch = before
+
+
 class Model:
     """One library and its state: policy, device, registered buffers.
 
@@ -42,11 +58,13 @@ class Model:
 
     def __init__(self, library: ctypes.CDLL):
         self.library = library
+        self._chosen: Program | None = None  # by `running`
         library.bu_last_error.restype = ctypes.c_char_p
         library.bu_sites.restype = ctypes.c_char_p
         library.bu_configure.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_int]
         library.bu_register.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int]
         library.bu_ignore_site.argtypes = [ctypes.c_char_p, ctypes.c_uint]
+        library.bu_use_compiled.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 
     def configure(self, policy: str = "in_order", seed: int = 0, races: bool = True) -> None:
         """Sets which thread goes on when one waits (POLICIES; block.h says what they mean), the
@@ -79,7 +97,25 @@ class Model:
         Raises:
             RuntimeError: the function failed; the message names block, thread and source line.
         """
+        self._select_program()
         self._check(getattr(self.library, function)(*map(_convert, arguments)))
+
+    @contextmanager
+    def running(self, program: Program) -> Iterator[None]:
+        """Launches run these compiled kernels for the time of a `with` block."""
+        self._chosen = program
+        try:
+            yield
+        finally:
+            self._chosen = None
+
+    def _select_program(self) -> None:
+        program = self._chosen
+        if program is None and _arch is not None:
+            program = program_of(self.library.source, _arch)
+        # Every time: other Models may share the library.
+        run = None if program is None else ctypes.cast(core().ptx_run, ctypes.c_void_p)
+        self.library.bu_use_compiled(run, None if program is None else program.handle)
 
     def sites(self) -> list[Site]:
         """Barriers and waits passed since `forget_sites`, in the order of their first pass."""

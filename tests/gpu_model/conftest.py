@@ -1,0 +1,62 @@
+"""Runs the tests of kernels on every level of gpu_model: their sources, and what nvcc makes of
+them.
+
+BERT_UNPAD_PTX_TESTS says how many run on compiled kernels: `all`, `sample` (the default: one case
+of each test) or `none`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gpu_model.block_model import compiled_for
+from gpu_model.ptx.compiler import nvcc
+
+# These test a level itself, or no kernel.
+OF_ONE_LEVEL = {"test_block_model", "test_gelu_math", "test_linear"}
+CHOICES = ("all", "sample", "none")
+# Compute capabilities; nvcc makes the same PTX for 90a as long as no source asks for the
+# architecture.
+ARCHS = ("80",)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    name = Path(metafunc.module.__file__).stem
+    if name not in OF_ONE_LEVEL and not name.startswith("test_ptx"):
+        metafunc.parametrize(
+            "level", [None, *ARCHS], ids=["source", *(f"sm_{arch}" for arch in ARCHS)],
+            indirect=True,
+        )  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    choice = os.environ.get("BERT_UNPAD_PTX_TESTS", "sample")
+    if choice not in CHOICES:
+        raise pytest.UsageError(f"BERT_UNPAD_PTX_TESTS: expected one of {CHOICES}, got {choice!r}")
+    kept, left_out, seen = [], [], set()
+    for item in items:
+        here = item.path.parent == Path(__file__).parent and hasattr(item, "callspec")
+        if here and item.callspec.params.get("level") and choice != "all":
+            function = (item.path, item.originalname)
+            if choice == "none" or function in seen:
+                left_out.append(item)
+                continue
+            seen.add(function)
+        kept.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+
+
+@pytest.fixture(autouse=True)
+def level(request: pytest.FixtureRequest):
+    """The compute capability whose compiled kernels run, or None for sources."""
+    arch = getattr(request, "param", None)
+    if arch is not None and nvcc() is None:
+        pytest.skip("needs nvcc")
+    with compiled_for(arch):
+        yield arch

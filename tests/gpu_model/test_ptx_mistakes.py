@@ -1,0 +1,113 @@
+"""Mistakes that are made in compiled kernels' text are found: by a fault or by wrong values."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+import torch
+
+from gpu_model import build
+from gpu_model.block_model import POLICIES
+from gpu_model.ptx import compiler
+from gpu_model.ptx.interpreter import Program
+from tests.support import model_norm
+from tests.support.model_attention import FUSED, SPLIT, compare, model
+from tests.support.model_checks import NEEDED
+from tests.support.op_checks import RNG
+
+pytestmark = [
+    pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler"),
+    pytest.mark.skipif(compiler.nvcc() is None, reason="needs nvcc"),
+]
+
+ARCH = "80"
+
+
+@cache
+def texts(kernels: str) -> dict[str, str]:
+    sources = compiler.cuda_sources(build.KERNELS / f"{kernels}.cpp")
+    return {f"{source.stem}.ptx": compiler.ptx(source, ARCH) for source in sources}
+
+
+def edited(kernels: str, pattern: str, replacement: str, file: str = "") -> Program:
+    """Every match of a pattern is replaced; there has to be one."""
+    count, result = 0, {}
+    for name, text in texts(kernels).items():
+        if file in name:
+            text, found = re.subn(pattern, replacement, text)
+            count += found
+        result[name] = text
+    assert count > 0, pattern
+    return Program(result)
+
+
+# Pattern, replacement, what the fault says; none where values are wrong.
+MISTAKES = {
+    "operands_of_mma_swapped": (
+        r"(mma\.sync\.aligned\S+ \{[^}]*\}, \{[^}]*\}, )\{(%\w+), (%\w+)\}", r"\1{\3, \2}", None,
+    ),
+    "rows_of_mma_swapped": (
+        r"(mma\.sync\.aligned\S+ \{[^}]*\}), \{(%\w+), (%\w+), ", r"\1, {\3, \2, ", None,
+    ),
+    "not_transposed": (r"\.x4\.trans\.", ".x4.", None),
+    "transposed": (r"\.x4\.shared", ".x4.trans.shared", None),
+    "no_wait": (r"cp\.async\.wait_group \d+;", "", "not waited for"),
+    "waits_for_too_little": (r"cp\.async\.wait_group \d+;", "cp.async.wait_group 9;",
+                             "not waited for"),
+    "not_committed": (r"cp\.async\.commit_group;", "", "not waited for"),
+    "no_barrier": (r"bar\.sync\s+0;", "", NEEDED),
+    "copies_half": (r"(cp\.async\.cg\S* \[%\w+\], \[%\w+\], )16, %\w+;", r"\g<1>16, 8;", None),
+    "other_shuffle": (r"shfl\.sync\.bfly", "shfl.sync.down", None),
+    "other_exponent": (r"ex2\.approx\.ftz\.f32", "lg2.approx.ftz.f32", None),
+}  # fmt: skip
+
+
+@pytest.fixture
+def kernels():
+    kernels = model()
+    kernels.configure()
+    kernels.set_device((9, 0), FUSED)
+    yield kernels
+    kernels.configure()
+
+
+def run(dtype: torch.dtype = torch.bfloat16) -> None:
+    torch.manual_seed(1)
+    compare(dtype, [70, 17], heads=1, p=0.1)
+
+
+@pytest.mark.parametrize("sms", [FUSED, SPLIT], ids=["fused", "split"])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_in_attention(kernels, name, sms):
+    pattern, replacement, message = MISTAKES[name]
+    kernels.set_device((9, 0), sms)
+    program = edited("attention", pattern, replacement, "d64")
+    for policy in POLICIES:
+        kernels.configure(policy, seed=1)
+        error = (AssertionError, RuntimeError) if message is None else RuntimeError
+        with kernels.running(program), pytest.raises(error, match=message):
+            run()
+    kernels.configure()
+    with kernels.running(Program(texts("attention"))):
+        run()  # without the mistake
+
+
+def test_mistakes_in_addresses(kernels):
+    """Rows further on than there is memory."""
+    program = edited("attention", r"(cp\.async\.cg\S+ \[%\w+\], \[%\w+)\]", r"\1+1048576]", "d64")
+    with kernels.running(program), pytest.raises(RuntimeError, match="global memory"):
+        run()
+
+
+def test_a_norm_whose_warps_do_not_wait():
+    kernels = model_norm.model()
+    x, residual, dy = (torch.randn(3, 2056) for _ in range(3))
+    weight, bias = torch.randn(2056), torch.randn(2056)
+    program = edited("norm", r"bar\.sync\s+0;", "")
+    for policy in POLICIES:
+        kernels.configure(policy, seed=1)
+        with kernels.running(program), pytest.raises(RuntimeError, match=NEEDED):
+            model_norm.layer_norm(x, residual, weight, bias, None, dy, p=0.1, rng=RNG)
+    kernels.configure()

@@ -1,0 +1,118 @@
+"""The PTX interpreter's check for races, against the definition of a race on random programs.
+
+Two accesses of one word by different threads, one of them a write, are a race unless a chain of
+program order and barriers leads from one to the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from gpu_model import build
+from tests.support.ptx_kernels import POLICIES, program
+
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+
+WARPS, WORDS, LANES = 3, 3, (0, 7)
+
+
+def draw(rng: random.Random) -> list[list[tuple]]:
+    """What each warp does: ("st" or "ld", lane, word), ("warp",), or ("sync" or "arrive", number,
+    warps)."""
+    warps: list[list[tuple]] = [[] for _ in range(WARPS)]
+    for number in range(1, rng.randint(2, 5)):
+        for steps in warps:
+            for _ in range(rng.randint(0, 2)):
+                kind = rng.choice(("st", "ld", "ld", "warp"))
+                lane, word = rng.choice(LANES), rng.randrange(WORDS)
+                steps.append(("warp",) if kind == "warp" else (kind, lane, word))
+        members = rng.sample(range(WARPS), rng.choice((2, WARPS, WARPS)))
+        waiting = rng.sample(members, rng.choice((len(members), len(members), 1)))
+        for w in members:
+            kind = "sync" if w in waiting else "arrive"
+            warps[w].append((kind, number, len(members)))
+    return warps
+
+
+def has_race(warps: list[list[tuple]]) -> bool:
+    """By reachability in the graph of accesses and barriers."""
+    after: dict[object, set] = {}
+    accesses = []
+    for w, steps in enumerate(warps):
+        last = {lane: ("start", w, lane) for lane in LANES}
+        for n, step in enumerate(steps):
+            lanes = (step[1],) if step[0] in ("st", "ld") else LANES
+            # A barrier of several warps is one node; lanes that only arrive do not come out of it.
+            node = ("barrier", step[1]) if step[0] in ("sync", "arrive") else (w, n)
+            for lane in lanes:
+                after.setdefault(last[lane], set()).add(node)
+                if step[0] != "arrive":
+                    last[lane] = node
+            if step[0] in ("st", "ld"):
+                accesses.append((node, (w, step[1]), step[0], step[2]))
+
+    def reaches(a: object, b: object) -> bool:
+        seen, todo = set(), [a]
+        while todo:
+            for node in after.get(todo.pop(), ()):
+                if node == b:
+                    return True
+                if node not in seen:
+                    seen.add(node)
+                    todo.append(node)
+        return False
+
+    for (a, who_a, kind_a, word_a), (b, who_b, kind_b, word_b) in itertools.combinations(
+        accesses, 2
+    ):
+        if word_a != word_b or who_a == who_b or kind_a == kind_b == "ld":
+            continue
+        if not reaches(a, b) and not reaches(b, a):
+            return True
+    return False
+
+
+def text_of(warps: list[list[tuple]]) -> str:
+    lines = ["mov.u32 %r0, %laneid; shr.u32 %r1, %t, 5;"]
+    lines += [f"setp.eq.u32 %q{k}, %r0, {lane};" for k, lane in enumerate(LANES)]
+    lines.append("setp.eq.u32 %q5, %t, 0;")
+    lines += [f"@%q5 st.shared.u32 [memory+{4 * word}], 0;" for word in range(WORDS)]
+    lines.append("bar.sync 0;")
+    lines += [f"setp.eq.u32 %q6, %r1, {w}; @%q6 bra WARP{w};" for w in range(WARPS)]
+    for w, steps in enumerate(warps):
+        lines.append(f"WARP{w}:")
+        for step in steps:
+            if step[0] == "warp":
+                lines.append("bar.warp.sync -1;")
+            elif step[0] in ("sync", "arrive"):
+                lines.append(f"bar.{step[0]} {step[1]}, {32 * step[2]};")
+            else:
+                address = f"[memory+{4 * step[2]}]"
+                operands = f"{address}, %t" if step[0] == "st" else f"%r2, {address}"
+                lines.append(f"@%q{LANES.index(step[1])} {step[0]}.shared.u32 {operands};")
+        lines.append("bra END;")
+    return "\n".join([*lines, "END:"])
+
+
+def test_races_are_those_of_the_definition():
+    rng, racy = random.Random(1), 0
+    for trial in range(400):
+        warps = draw(rng)
+        expected = has_race(warps)
+        racy += expected
+        kernel = program(text_of(warps), shared=4 * WORDS)
+        for policy in POLICIES:
+            error = ""
+            try:
+                kernel.launch(
+                    "test", torch.zeros(1), block=(32 * WARPS, 1, 1), policy=policy, seed=trial
+                )
+            except RuntimeError as raised:
+                error = str(raised)
+            assert ("race: " in error) == expected, (warps, error)
+            assert expected or not error, error
+    assert 80 < racy < 320  # both happen often
