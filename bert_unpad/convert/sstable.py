@@ -11,39 +11,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 
-from bert_unpad.convert.crc32c import masked_crc32c
+from bert_unpad._crc32c import masked_crc32c
+from bert_unpad._protobuf import varint, write_varint
 
 _MAGIC = 0xDB4775248B80FB57
 _FOOTER = 48  # bytes: two block handles, padded to 40, and the magic number
 _TRAILER = 5  # bytes after a block: type and CRC
 _BLOCK_SIZE = 2**18  # as in TensorFlow; the index of a checkpoint has one block
 _RESTART_INTERVAL = 16  # as in TensorFlow; every 16th key is stored whole
-
-
-def varint(data: bytes, at: int) -> tuple[int, int]:
-    """Reads the base-128 number at data[at:]; returns it and its end.
-
-    Raises:
-        ValueError: the data ends within it, or it has more than 64 bits.
-    """
-    value = 0
-    for shift in range(0, 70, 7):
-        if at >= len(data):
-            raise ValueError("the data ends within a number")
-        value |= (data[at] & 0x7F) << shift
-        at += 1
-        if data[at - 1] < 0x80 and value < 1 << 64:
-            return value, at
-    raise ValueError("a number has more than 64 bits")
-
-
-def write_varint(value: int) -> bytes:
-    """Encodes a number >= 0 in base 128, lowest digits first."""
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes(out) + bytes([value])
 
 
 def read_table(data: bytes) -> dict[bytes, bytes]:

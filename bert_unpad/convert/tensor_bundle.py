@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bert_unpad._crc32c import masked_crc32c
 from bert_unpad._files import replacing
-from bert_unpad.convert.crc32c import masked_crc32c
-from bert_unpad.convert.sstable import read_table, table, varint, write_varint
+from bert_unpad._protobuf import fields, write_message, write_number, write_varint
+from bert_unpad.convert.sstable import read_table, table
 
 # The types of tensorflow/core/framework/types.proto that PyTorch has too.
 _DTYPES = {
@@ -77,7 +78,7 @@ class TensorBundle:
         path = index_path(prefix)
         try:
             entries = read_table(path.read_bytes())
-            header = dict(_fields(entries.pop(b"", b"")))
+            header = dict(fields(entries.pop(b"", b"")))
             self._shards = _integer(header, 1)
             if self._shards < 1:
                 raise ValueError("it has no header of a tensor bundle")
@@ -135,7 +136,8 @@ def write_bundle(prefix: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: TensorFlow does not have a tensor's dtype.
     """
-    header = _number(1, 1) + _message(3, _number(1, _BUNDLE_VERSION))  # little-endian is 0
+    version = write_number(1, _BUNDLE_VERSION)
+    header = write_number(1, 1) + write_message(3, version)  # little-endian is 0
     entries, offset = {b"": header}, 0
     with replacing(data_path(prefix, 0, 1)) as temporary, open(temporary, "wb") as file:
         for name in sorted(tensors):
@@ -143,12 +145,12 @@ def write_bundle(prefix: Path, tensors: Mapping[str, Tensor]) -> None:
             if tensor.dtype not in _NUMBERS:
                 raise ValueError(f"{name} is {tensor.dtype}, which TensorFlow does not have")
             data = tensor.reshape(-1).view(torch.uint8).numpy()
-            dimensions = b"".join(_message(2, _number(1, size)) for size in tensor.shape)
+            dimensions = b"".join(write_message(2, write_number(1, size)) for size in tensor.shape)
             entries[name.encode()] = (
-                _number(1, _NUMBERS[tensor.dtype])
-                + _message(2, dimensions)
-                + _number(4, offset)
-                + _number(5, data.size)
+                write_number(1, _NUMBERS[tensor.dtype])
+                + write_message(2, dimensions)
+                + write_number(4, offset)
+                + write_number(5, data.size)
                 + write_varint(6 << 3 | 5)
                 + struct.pack("<I", masked_crc32c(data))
             )
@@ -159,41 +161,17 @@ def write_bundle(prefix: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _entry(message: bytes) -> _Entry:
-    found = dict(_fields(message))
-    shape = [value for number, value in _fields(_bytes(found.get(2, b""))) if number == 2]
+    found = dict(fields(message))
+    shape = [value for number, value in fields(_bytes(found.get(2, b""))) if number == 2]
     return _Entry(
         dtype=_integer(found, 1),
-        shape=tuple(_integer(dict(_fields(_bytes(dimension))), 1) for dimension in shape),
+        shape=tuple(_integer(dict(fields(_bytes(dimension))), 1) for dimension in shape),
         shard=_integer(found, 3),
         offset=_integer(found, 4),
         size=_integer(found, 5),
         crc=_integer(found, 6),
         sliced=7 in found,
     )
-
-
-# Protocol buffers: a message is a sequence of fields, each with (number << 3 | wire type) and a
-# value. Fields with the value 0 are left out.
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    at = 0
-    while at < len(message):
-        tag, at = varint(message, at)
-        kind, width = tag & 7, {1: 8, 5: 4}.get(tag & 7, 0)
-        if kind == 0:
-            value, at = varint(message, at)
-        elif kind in (1, 2, 5):
-            if kind == 2:
-                width, at = varint(message, at)
-            value = message[at : at + width]
-            at += width
-            if at > len(message):
-                raise ValueError("a field reaches beyond its message")
-            value = value if kind == 2 else int.from_bytes(value, "little")
-        else:
-            raise ValueError(f"a field has wire type {kind}: this is no protocol buffer")
-        yield tag >> 3, value
 
 
 def _integer(fields: Mapping[int, Any], number: int) -> int:
@@ -207,11 +185,3 @@ def _bytes(value: object) -> bytes:
     if not isinstance(value, bytes):
         raise ValueError("expected a message within a message")
     return value
-
-
-def _number(field: int, value: int) -> bytes:
-    return write_varint(field << 3) + write_varint(value) if value else b""
-
-
-def _message(field: int, message: bytes) -> bytes:
-    return write_varint(field << 3 | 2) + write_varint(len(message)) + message

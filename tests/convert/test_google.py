@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bert_unpad._crc32c import crc32c, masked_crc32c_of
 from bert_unpad.convert import google
-from bert_unpad.convert.crc32c import crc32c
 from bert_unpad.convert.sstable import read_table, table
 from bert_unpad.convert.tensor_bundle import TensorBundle, write_bundle
 from tests.convert.test_convert import CONFIG, assert_same_tensors, checkpoint, run  # noqa: F401
@@ -44,6 +44,9 @@ def test_crc32c():
     for size in (1, 127, 128, 129, 1000, 4099, 20001):
         data = rng.randbytes(size)
         assert crc32c(data) == slow_crc(data), size
+    pieces = [rng.randbytes(size) for size in (0, 1, 3, 4, 5, 8, 31, 32, 700, 0)]
+    assert [struct.pack("<I", crc) for crc in masked_crc32c_of(pieces)] == list(map(masked, pieces))
+    assert len(masked_crc32c_of([])) == 0
 
 
 def block(*entries: bytes, kind: bytes = b"\0") -> bytes:
