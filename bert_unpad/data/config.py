@@ -9,6 +9,7 @@ from typing import get_args
 from bert_unpad._tiers import advanced, code_only
 from bert_unpad.data.masking import MaskUnit, check_masking_arguments, masking_rates
 from bert_unpad.data.objective import SECOND_SEGMENTS, Objective
+from bert_unpad.data.readers import READERS, kind_of
 from bert_unpad.data.store.shards import MAX_LENGTH
 from bert_unpad.data.text.documents import Documents
 from bert_unpad.data.text.pairs import MIN_SEQ_LENGTH
@@ -30,8 +31,9 @@ class DataConfig:
     """Where text or examples come from: stdlib (docstrings of Python's standard library), the path
     of a text file or folder (with ?file_per_document=true each file is one document, otherwise a
     blank line ends one), hf:NAME?... (a data set of the `datasets` library), stream:NAME?... (the
-    same, read during training), or hdf5:PATH or shards:PATH for examples that are already made
-    (python -m bert_unpad.data prepare makes them)."""
+    same, read during training), or FORMAT:PATH for token ids, or examples that are already made
+    (python -m bert_unpad.data prepare makes shards): shards, hdf5, tfrecord, megatron, parquet,
+    mds, or examples, where the files' names say which."""
     cache_dir: str | None = None
     """Folder of the data cache. By default $XDG_CACHE_HOME/bert_unpad or ~/.cache/bert_unpad."""
     objective: Objective = "mlm_nsp"
@@ -94,7 +96,8 @@ class DataConfig:
     @property
     def segments(self) -> int:
         """Most segments of an example; finished examples may have two whatever the objective."""
-        finished = self.source.startswith(("hdf5:", "shards:"))
+        kind = kind_of(self.source)
+        finished = kind is not None and READERS[kind].finished
         return 2 if finished or SECOND_SEGMENTS[self.objective] is not None else 1
 
     def __post_init__(self) -> None:

@@ -9,29 +9,16 @@ import numpy as np
 
 from bert_unpad.data.hdf5 import Hdf5Dataset
 from bert_unpad.data.hdf5.index import find_files
-from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
+from tests.support.masked_examples import LONGEST, PREDICTIONS, VOCAB, masked_examples
 
-VOCAB = [*SPECIAL_TOKENS, *(f"w{i}" for i in range(95))]
-LONGEST, PREDICTIONS, EXAMPLES = 24, 6, 90
+__all__ = ["LONGEST", "VOCAB", "damage", "open_folder", "raw_examples", "write_folder", "write_raw"]
+
+EXAMPLES = 90
 
 
 def raw_examples(seed=0):
-    """Random examples as plain lists, made without the package: (ids, segments, positions, labels,
-    next sentence)."""
-    rng = np.random.default_rng(seed)
-    examples = []
-    for _ in range(EXAMPLES):
-        length = int(rng.integers(6, LONGEST + 1))
-        second = int(rng.integers(3, length - 1))
-        ids = rng.integers(5, 100, length)
-        ids[[0, second - 1, length - 1]] = 2, 3, 3
-        ordinary = [i for i in range(length) if i not in (0, second - 1, length - 1)]
-        count = min(int(rng.integers(1, PREDICTIONS + 1)), len(ordinary))
-        positions = np.sort(rng.choice(ordinary, count, replace=False))
-        labels = rng.integers(5, 100, count)
-        segments = (np.arange(length) >= second).astype(int)
-        examples.append((ids, segments, positions, labels, int(rng.integers(2))))
-    return examples
+    """As many random examples as the folders of these tests have."""
+    return masked_examples(EXAMPLES, seed)
 
 
 def write_raw(path, examples, layout):

@@ -71,16 +71,17 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
 
     shards = commands.add_parser(
-        "to-shards", parents=[common, writes], help="memory-mapped shards from HDF5 files"
+        "to-shards", parents=[common, writes], help="memory-mapped shards from finished examples"
     )
-    shards.add_argument("--source", required=True, help="hdf5:PATH, as data.source of the trainer")
+    finished = "hdf5:PATH or tfrecord:PATH, as data.source of the trainer"
+    shards.add_argument("--source", required=True, help=finished)
     shards.add_argument(
         "--unmask", action="store_true", help="store the true text: masks are then drawn per epoch"
     )
     shards.set_defaults(run=_to_shards)
 
-    check = commands.add_parser("check", parents=[common], help="read every example of HDF5 files")
-    check.add_argument("--source", required=True, help="hdf5:PATH, as data.source of the trainer")
+    check = commands.add_parser("check", parents=[common], help="read every finished example")
+    check.add_argument("--source", required=True, help=finished)
     check.set_defaults(run=_check)
     return parser
 
@@ -137,8 +138,8 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _open(options: argparse.Namespace) -> PreparedData:
-    if not options.source.startswith("hdf5:"):
-        raise ValueError(f"--source: expected hdf5:PATH, got {options.source!r}")
+    if not options.source.startswith(("hdf5:", "tfrecord:")):
+        raise ValueError(f"--source: expected hdf5:PATH or tfrecord:PATH, got {options.source!r}")
     return prepare(
         DataConfig(
             source=options.source,

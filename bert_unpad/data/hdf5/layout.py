@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from bert_unpad.data.hdf5.checks import has_dataset, open_dataset, open_file, read_dataset
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks
+from bert_unpad.data.store.finished import finished_batch, leading
 from bert_unpad.data.store.manifest import DamagedDataError
 from bert_unpad.data.store.shards import MAX_LENGTH
 
@@ -118,10 +119,10 @@ def read_rows(
     """
     fixed = has_dataset(file, "input_mask")
     ids, segments, positions, labels = (read_dataset(file, name, rows) for name in COLUMNS[:4])
-    next_sentence = read_dataset(file, COLUMNS[4], rows).astype(np.int64)
+    next_sentence = read_dataset(file, COLUMNS[4], rows)
     if fixed:
         mask = read_dataset(file, "input_mask", rows) != 0
-        counts = _leading(positions != 0)
+        counts = leading(positions != 0)
         begins = [row[:length] for row, length in zip(mask, lengths, strict=True)]
         if not all(row.all() for row in begins) or (mask.sum(axis=1) != lengths).any():
             raise DamagedDataError(f"{file.filename}: expected padding at the end of input_mask")
@@ -145,47 +146,12 @@ def read_rows(
             np.concatenate([*column, np.empty(0, np.int16)])
             for column in (ids, segments, positions, labels)
         )
-    masks = _ascending(Masks(counts, positions.astype(np.int64), labels.astype(np.int64)))
-    second_starts = _second_starts(file, segments, lengths)
-    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise DamagedDataError(
-            f"{file.filename}: input_ids: expected ids of 0 to {vocab_size - 1} (the vocabulary), "
-            f"got {ids.min()} to {ids.max()}"
-        )
-    if not np.isin(next_sentence, (0, 1)).all():
-        raise DamagedDataError(f"{file.filename}: next_sentence_labels: expected 0 or 1")
+    masks = Masks(counts, positions.astype(np.int64), labels.astype(np.int64))
     try:
-        masks.check(lengths, vocab_size)
+        return finished_batch(rows, lengths, ids, segments, masks, next_sentence, vocab_size)
     except ValueError as error:
         raise DamagedDataError(f"{file.filename}: {error}") from error
-    return ExampleBatch(rows, lengths, second_starts, next_sentence, ids.astype(np.int64), masks)
 
 
 def _sizes(rows: Sequence[NDArray]) -> NDArray[np.int64]:
     return np.fromiter((len(row) for row in rows), np.int64, len(rows))
-
-
-def _leading(flags: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Counts the flags of each row [B, P] that are set before the first one that is not."""
-    return np.logical_and.accumulate(flags, axis=1).sum(axis=1, dtype=np.int64)
-
-
-def _ascending(masks: Masks) -> Masks:
-    """Makes masks with ascending positions in each example, as the packed batch needs them."""
-    owner = np.repeat(np.arange(len(masks.counts)), masks.counts)
-    order = np.lexsort((masks.positions, owner))
-    return Masks(masks.counts, masks.positions[order], masks.labels[order])
-
-
-def _second_starts(
-    file: h5py.File, segments: NDArray[np.integer], lengths: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Returns where segment 1 begins in each example; segment ids must be zeros, then ones."""
-    owner = np.repeat(np.arange(len(lengths)), lengths)
-    segments = segments.astype(np.int64)  # differences of unsigned numbers would wrap around
-    rises = np.diff(segments, prepend=segments[:1])
-    inside = np.diff(owner, prepend=owner[:1]) == 0
-    if not np.isin(segments, (0, 1)).all() or (rises[inside] < 0).any():
-        raise DamagedDataError(f"{file.filename}: segment_ids: expected 0s followed by 1s")
-    ones = np.bincount(owner[segments == 1], minlength=len(lengths))
-    return lengths - ones

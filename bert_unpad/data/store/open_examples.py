@@ -1,25 +1,25 @@
-"""Opens sources that hold finished examples: HDF5 files, and shards written by a converter.
+"""Opens sources that hold finished examples or token ids, in the formats of `data.readers`.
 
-    hdf5:PATH[?validation=PATH]      shards:PATH[?validation=PATH]
+    FORMAT:PATH[?validation=PATH&...]      examples:PATH, whose format the files' names say
 
 PATH is a folder that holds `train` and perhaps `validation` and `tokenizer` (as converters and
-`python -m bert_unpad.data prepare` write it), or the training examples: an HDF5 file, a folder of
-such files, or a shard. No text is prepared. The vocabulary is that of the `tokenizer` folder,
-unless `vocab_file` or `tokenizer` names one.
+`python -m bert_unpad.data prepare` write it), or the training examples: a file or a folder of
+files. No text is prepared. The vocabulary is that of the `tokenizer` folder, unless `vocab_file` or
+`tokenizer` names one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 from bert_unpad.data.objective import SECOND_SEGMENTS
+from bert_unpad.data.readers import DETECT, READERS, Setting, detect, open_split
+from bert_unpad.data.readers.shards import check_longest
 from bert_unpad.data.store.cache import default_cache_dir
 from bert_unpad.data.store.dataset import ExampleDataset, NoExamples, WithoutPairLabels
 from bert_unpad.data.store.prepared import is_prepared, open_prepared
-from bert_unpad.data.store.shards import ShardDataset
 from bert_unpad.data.text.json_tokenizer import given_tokenizer, load_tokenizer
 from bert_unpad.data.text.tokenizer import TextTokenizer
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 def holds_examples(source: str) -> bool:
-    """Whether a `DataConfig.source` names finished examples."""
-    return source.startswith(("hdf5:", "shards:"))
+    """Whether a `DataConfig.source` names finished examples or token ids."""
+    return source.partition(":")[0] in (*READERS, DETECT) and ":" in source
 
 
 def open_examples(
@@ -40,7 +40,7 @@ def open_examples(
     Args:
         config: the source; `objective`, `vocab_file`, `lowercase`, `max_seq_length`, `cache_dir`
             and `verify` are read too.
-        progress: whether indexing HDF5 files shows a bar; None shows it if stderr is a terminal.
+        progress: whether indexing files shows a bar; None shows it if stderr is a terminal.
         check: whether to compare the manifests and file sizes of shards.
 
     Returns:
@@ -49,45 +49,91 @@ def open_examples(
     Raises:
         DamagedDataError: a file is damaged or wrong; the message names it.
         FileNotFoundError: a path does not exist.
-        ImportError: `h5py` is needed and not installed.
+        ImportError: a package that reads the files is not installed.
         ValueError: an option is unknown, the vocabulary is missing, an example is longer than
             `max_seq_length`, or the objective needs other examples.
     """
     kind, _, specification = config.source.partition(":")
     text, _, query = specification.partition("?")
     path = Path(text).expanduser()
-    options = dict(parse_qsl(query, keep_blank_values=True))
-    if not text or set(options) - {"validation"}:
-        raise ValueError(
-            f"source: expected {kind}:PATH or {kind}:PATH?validation=PATH, got {config.source!r}"
-        )
+    if kind == DETECT and text:
+        _check_exists(path)
+        kind = detect(path)
+    options = _options(config.source, kind, text, query)
+    prepared = None
     if kind == "shards" and is_prepared(path):
-        return _open_prepared(config, path, options, check)
-    if config.objective == "mlm_sop" or config.documents != "apart":
-        name = "documents" if config.documents != "apart" else "objective"
-        wanted = {"documents": "apart", "objective": "mlm_nsp, mlm or rtd"}[name]
-        raise ValueError(
-            f"{name}: expected {wanted} with source {kind}:, whose examples are made already, got "
-            f"{getattr(config, name)}"
-        )
-    if not path.exists():
-        raise FileNotFoundError(f"source: {path} does not exist; expected a file or folder")
-    splits = {"train": path / "train" if (path / "train").is_dir() else path}
-    if "validation" in options:
-        splits["validation"] = Path(options["validation"]).expanduser()
-    elif (path / "validation").is_dir():
-        splits["validation"] = path / "validation"
+        prepared = _open_prepared(config, path, check)
+    else:
+        _check_objective(config, kind)
+        _check_exists(path)
     tokenizer = _tokenizer(config, path)
-    open_split = (
-        _hdf5_opener(config, tokenizer, progress) if kind == "hdf5" else _shards(config, check)
+    held_out_path = options.pop("validation", None)
+    setting = Setting(
+        vocab_size=tokenizer.vocab_size,
+        unmaskable_ids=tokenizer.unmaskable_ids,
+        cls_id=tokenizer.cls_id,
+        sep_id=tokenizer.sep_id,
+        pad_id=tokenizer.pad_id,
+        max_seq_length=config.max_seq_length,
+        cache_dir=Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir(),
+        verify=config.verify,
+        check=check,
+        progress=progress,
+        options=options,
     )
-    train = open_split(splits["train"])
-    if not len(train):
-        raise ValueError(f"source: expected at least one example in {splits['train']}, got none")
-    held_out = open_split(splits["validation"]) if "validation" in splits else NoExamples(train)
-    if SECOND_SEGMENTS[config.objective] is None:
+    validation = path / "validation" if held_out_path is None else Path(held_out_path).expanduser()
+    if prepared is not None:
+        train, held_out, pairs = prepared
+    else:
+        folder = path / "train" if (path / "train").is_dir() else path
+        train = open_split(kind, folder, setting)
+        if not len(train):
+            raise ValueError(f"source: expected at least one example in {folder}, got none")
+        held_out, pairs = NoExamples(train), READERS[kind].finished
+    if held_out_path is not None or (prepared is None and validation.is_dir()):
+        held_out = open_split(kind, validation, setting)
+    if SECOND_SEGMENTS[config.objective] is None and pairs:
         train, held_out = WithoutPairLabels(train), WithoutPairLabels(held_out)
     return train, held_out, tokenizer, path
+
+
+def _check_exists(path: Path) -> None:
+    if not path.exists():
+        raise FileNotFoundError(f"source: {path} does not exist; expected a file or folder")
+
+
+def _check_objective(config: DataConfig, kind: str) -> None:
+    if config.documents != "apart":
+        raise ValueError(
+            f"documents: expected apart with source {kind}:, whose examples are made already, got "
+            f"{config.documents}"
+        )
+    finished = READERS[kind].finished
+    if config.objective == "mlm_sop" or (config.objective == "mlm_nsp" and not finished):
+        wanted = "mlm_nsp, mlm or rtd" if finished else "mlm or rtd"
+        raise ValueError(
+            f"objective: expected {wanted} with source {kind}:, whose examples are made already, "
+            f"got {config.objective}"
+        )
+
+
+def _options(source: str, kind: str, path: str, query: str) -> dict[str, str]:
+    """Returns the options of a source, after checking them.
+
+    Raises:
+        ValueError: the source has no path, or an option or its value is unknown.
+    """
+    known = {"validation": ("PATH",)}
+    if kind != DETECT:
+        known |= READERS[kind].options
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    wrong = set(options) - set(known) or {
+        name for name, value in options.items() if len(known[name]) > 1 and value not in known[name]
+    }
+    if not path or wrong:
+        forms = "&".join(f"{name}={'|'.join(values)}" for name, values in known.items())
+        raise ValueError(f"source: expected {kind}:PATH or {kind}:PATH?{forms}, got {source!r}")
+    return options
 
 
 def _tokenizer(config: DataConfig, path: Path) -> TextTokenizer:
@@ -101,57 +147,15 @@ def _tokenizer(config: DataConfig, path: Path) -> TextTokenizer:
     return load_tokenizer(path / "tokenizer")
 
 
-def _hdf5_opener(
-    config: DataConfig, tokenizer: TextTokenizer, progress: bool | None
-) -> Callable[[Path], ExampleDataset]:
-    try:
-        from bert_unpad.data.hdf5.dataset import Hdf5Dataset
-        from bert_unpad.data.hdf5.index import find_files
-    except ModuleNotFoundError as error:
-        if error.name != "h5py":
-            raise
-        raise ImportError(
-            f"source={config.source!r} needs the package `h5py`: pip install 'bert_unpad[hdf5]'"
-        ) from error
-    cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
-
-    def opener(path: Path) -> ExampleDataset:
-        return Hdf5Dataset(
-            find_files(path),
-            vocab_size=tokenizer.vocab_size,
-            unmaskable_ids=tokenizer.unmaskable_ids,
-            max_seq_length=config.max_seq_length,
-            cache_dir=cache,
-            progress=progress,
-        )
-
-    return opener
-
-
-def _shards(config: DataConfig, check: bool) -> Callable[[Path], ExampleDataset]:
-    def opener(path: Path) -> ExampleDataset:
-        dataset = ShardDataset(path, config.verify, sizes=check)
-        _check_longest(config, path, dataset)
-        return dataset
-
-    return opener
-
-
-def _check_longest(config: DataConfig, path: Path, dataset: ExampleDataset) -> None:
-    if len(dataset) and dataset.lengths.max() > config.max_seq_length:
-        raise ValueError(
-            f"max_seq_length: expected at least {dataset.lengths.max()}, the longest example "
-            f"of {path}, got {config.max_seq_length}"
-        )
-
-
 def _open_prepared(
-    config: DataConfig, path: Path, options: dict[str, str], check: bool
-) -> tuple[ExampleDataset, ExampleDataset, TextTokenizer, Path]:
-    """Opens what `python -m bert_unpad.data prepare` has written."""
+    config: DataConfig, path: Path, check: bool
+) -> tuple[ExampleDataset, ExampleDataset, bool]:
+    """Opens what `python -m bert_unpad.data prepare` has written.
+
+    Returns:
+        Training and held-out examples, and whether these are pairs of segments.
+    """
     train, held_out, manifest = open_prepared(path, check, config.verify)
-    if "validation" in options:
-        held_out = _shards(config, check)(Path(options["validation"]).expanduser())
     settings = manifest["settings"]
     made, wanted = settings.get("objective"), SECOND_SEGMENTS[config.objective]
     if wanted is not None and made != wanted:
@@ -165,7 +169,5 @@ def _open_prepared(
             f"made, got {config.documents}"
         )
     for dataset in (train, held_out):
-        _check_longest(config, path, dataset)
-    if wanted is None and made is not None:
-        return WithoutPairLabels(train), WithoutPairLabels(held_out), _tokenizer(config, path), path
-    return train, held_out, _tokenizer(config, path), path
+        check_longest(dataset, path, config.max_seq_length)
+    return train, held_out, made is not None

@@ -1,0 +1,103 @@
+"""Megatron's indexed data sets, which NeMo Curator and datatrove write too: NAME.bin and NAME.idx.
+
+NAME.bin has the ids of all sequences, one after another. NAME.idx has, little-endian:
+
+    "MMIDIDX", two bytes 0; version, uint64, which is 1; type of the ids, uint8
+    number of sequences S, uint64; number of document borders D, uint64
+    ids of each sequence, int32 [S]; byte where each begins, int64 [S]
+    sequence with which each document begins, and S, int64 [D]
+    a mode of each sequence, int8 [S], in multimodal data sets only
+
+Format: `megatron/core/datasets/indexed_dataset.py` of Megatron-LM. The index is memory-mapped, so
+nothing is indexed anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from bert_unpad.data.readers import Setting, find_files
+from bert_unpad.data.readers.cached import MAX_MAPS
+from bert_unpad.data.readers.tokens import TokenDataset, TokenFile
+from bert_unpad.data.store.manifest import DamagedDataError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEAD = struct.Struct("<9sQBQQ")
+_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}  # 6 and 7 are floating point
+
+
+def open_split(path: Path, setting: Setting) -> TokenDataset:
+    """See `bert_unpad.data.readers.open_split`.
+
+    Examples are made of documents; with the option `unit=sequence`, of the sequences in them.
+    """
+    whole = setting.options.get("unit", "document") == "document"
+    return TokenDataset(functools.partial(_open_files, path, whole), setting)
+
+
+def _open_files(path: Path, whole: bool) -> list[TokenFile]:
+    if path.suffix == ".bin":
+        path = path.with_suffix(".idx")
+    files = find_files(path, "megatron")
+    return [_open(file, whole, len(files) <= MAX_MAPS) for file in files]
+
+
+def _open(index: Path, whole: bool, mapped: bool) -> TokenFile:
+    def fail(message: str) -> DamagedDataError:
+        return DamagedDataError(f"{index}: {message}")
+
+    ids = index.with_suffix(".bin")
+    if not ids.is_file():
+        raise fail(f"expected its ids in {ids}, which does not exist")
+    size = index.stat().st_size
+    data = np.empty(0, np.uint8)
+    if size:
+        data = np.memmap(index, np.uint8, mode="r") if mapped else np.fromfile(index, np.uint8)
+        data = data.view(np.ndarray)
+    if size < _HEAD.size or bytes(data[:9]) != _MAGIC:
+        raise fail("expected an index of Megatron, which begins with MMIDIDX")
+    _, version, code, count, borders = _HEAD.unpack(bytes(data[: _HEAD.size]))
+    if version != 1 or code not in _DTYPES:
+        raise fail(
+            f"expected version 1 and ids of an integer type ({', '.join(map(str, _DTYPES))}), got "
+            f"version {version} and type {code}"
+        )
+    expected = _HEAD.size + 12 * count + 8 * borders
+    if size not in (expected, expected + count):
+        raise fail(
+            f"expected {expected:,} bytes for {count:,} sequences and {borders:,} borders of "
+            f"documents, got {size:,}"
+        )
+
+    dtype, at = np.dtype(f"<{_DTYPES[code]}"), _HEAD.size
+    lengths = data[at : at + 4 * count].view("<i4")
+    begins = data[at + 4 * count : at + 12 * count].view("<i8")
+    documents = data[at + 12 * count : expected].view("<i8")
+    if count and lengths.min() < 0:
+        raise fail(f"expected lengths of 0 or more, got {lengths.min()}")
+    ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
+    if count and (begins[0] != 0 or (begins[1:] != ends[:-1]).any()):
+        raise fail("expected sequences one after another, got others")
+    total = int(ends[-1]) if count else 0
+    if ids.stat().st_size != total:
+        raise DamagedDataError(
+            f"{ids}: expected {total:,} bytes, as {index.name} says, got {ids.stat().st_size:,}: "
+            "it is cut off, or the two files do not belong together"
+        )
+    if not whole:
+        return TokenFile(ids, ids, dtype, begins, lengths)
+    if (
+        not borders
+        or documents[0] != 0
+        or documents[-1] != count
+        or (documents[1:] < documents[:-1]).any()
+    ):
+        raise fail(f"expected borders of documents that rise from 0 to {count}")
+    if borders == count + 1 and (np.diff(documents) == 1).all():
+        return TokenFile(ids, ids, dtype, begins, lengths)
+    bounds = np.concatenate([[0], ends])[documents]
+    return TokenFile(ids, ids, dtype, bounds[:-1], np.diff(bounds) // dtype.itemsize)

@@ -1,0 +1,69 @@
+"""Files of token ids as tests make them, without the libraries that usually write them."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from bert_unpad.data.readers import Setting
+from tests.support.masked_examples import CLS, LONGEST, SEP, VOCAB
+
+
+def setting(cache, max_seq_length=LONGEST, vocab_size=100, **options):
+    """What readers are told of the vocabulary above."""
+    return Setting(
+        vocab_size=vocab_size,
+        unmaskable_ids=(0, CLS, SEP, 4),
+        cls_id=CLS,
+        sep_id=SEP,
+        pad_id=0,
+        max_seq_length=max_seq_length,
+        cache_dir=Path(cache),
+        progress=False,
+        options=options,
+    )
+
+
+def random_sequences(count, longest=LONGEST, seed=0, special=True):
+    """Lists of ids of random lengths, with [CLS] and [SEP] around each."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(3, longest + 1, count)
+    bodies = [rng.integers(5, len(VOCAB), size).tolist() for size in sizes]
+    return [[CLS, *body[2:], SEP] for body in bodies] if special else bodies
+
+
+def megatron_index(sizes, documents, code, width, version=1):
+    """The bytes of a NAME.idx, after Megatron-LM's indexed_dataset.py."""
+    begins = np.cumsum([0, *sizes])[:-1] * width
+    return (
+        struct.pack("<9sQBQQ", b"MMIDIDX", version, code, len(sizes), len(documents))
+        + np.array(sizes, "<i4").tobytes()
+        + np.array(begins, "<i8").tobytes()
+        + np.array(documents, "<i8").tobytes()
+    )
+
+
+def write_megatron(prefix, sequences, documents=None, code=8, modes=False):
+    """Writes NAME.bin and NAME.idx; each sequence is a document unless borders are given."""
+    dtype = np.dtype({1: "u1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}[code])
+    sizes = [len(ids) for ids in sequences]
+    documents = range(len(sizes) + 1) if documents is None else documents
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    ids = [token for sequence in sequences for token in sequence]
+    prefix.with_suffix(".bin").write_bytes(np.array(ids, dtype).tobytes())
+    index = megatron_index(sizes, documents, code, dtype.itemsize)
+    prefix.with_suffix(".idx").write_bytes(index + bytes(len(sizes)) * modes)
+    return prefix
+
+
+def examples_of(dataset, indices):
+    """The ids of some examples, as lists, after checking what all token files have in common."""
+    batch = dataset.batch(np.array(indices, np.int64))
+    assert batch.ids.tolist() == list(indices)
+    assert batch.lengths.tolist() == dataset.lengths[np.array(indices, np.int64)].tolist()
+    assert batch.second_starts.tolist() == batch.lengths.tolist()
+    assert set(batch.next_sentence_labels.tolist()) <= {-100}
+    assert batch.masks is None
+    return [ids.tolist() for ids in np.split(batch.tokens, np.cumsum(batch.lengths)[:-1])]
