@@ -18,7 +18,7 @@ import sysconfig
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 from urllib.parse import parse_qsl
 
 from bert_unpad._files import read_json_object, write_text
@@ -151,6 +151,8 @@ def _documents_sha256(documents: list[str]) -> str:
 class TextSource:
     """A UTF-8 text file, or every text file below a folder in the order of their paths.
 
+    Files of other formats, and compressed ones, are those of `FileSource`.
+
     Args:
         path: a file, or a folder, whose files with a suffix of `TEXT_SUFFIXES` are read.
         file_per_document: whether a whole file is one document. Otherwise a blank line ends a
@@ -192,26 +194,32 @@ class TextSource:
         return digest.hexdigest()
 
     def documents(self) -> Iterator[str]:
-        for file in self.files:
-            try:
-                yield from self._documents_of(file)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"source: {file} is not UTF-8 text: {error}") from error
+        for path in self.files:
+            with path.open(encoding="utf-8-sig") as file:
+                yield from text_documents(path, file, self.file_per_document)
 
-    def _documents_of(self, path: Path) -> Iterator[str]:
-        if self.file_per_document:
-            yield path.read_text("utf-8-sig")
+
+def text_documents(path: Path, file: TextIO, file_per_document: bool) -> Iterator[str]:
+    """Yields the documents of a text file; see `TextSource`.
+
+    Raises:
+        ValueError: the file is not UTF-8; the message names it.
+    """
+    try:
+        if file_per_document:
+            yield file.read()
             return
         lines: list[str] = []
-        with path.open(encoding="utf-8-sig") as file:
-            for line in file:
-                if line.strip():
-                    lines.append(line)
-                elif lines:
-                    yield "".join(lines)
-                    lines = []
+        for line in file:
+            if line.strip():
+                lines.append(line)
+            elif lines:
+                yield "".join(lines)
+                lines = []
         if lines:
             yield "".join(lines)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"source: {path} is not UTF-8 text: {error}") from error
 
 
 class HuggingFaceSource:
@@ -325,7 +333,8 @@ def open_source(source: str, *, cache_dir: Path) -> Source:
 
     Args:
         source: `stdlib`, `hf:NAME?...` (see `HuggingFaceSource`), or `PATH` or
-            `PATH?file_per_document=true` (see `TextSource`).
+            `PATH?option=value&...` with the options `file_per_document`, `format` and `column` (see
+            `TextSource`, and `FileSource` for files that are not plain text).
         cache_dir: folder where a source may keep documents that are slow to collect.
 
     Raises:
@@ -339,11 +348,36 @@ def open_source(source: str, *, cache_dir: Path) -> Source:
         raise ValueError("source: expected 'stdlib', 'hf:NAME' or a path, got an empty string")
     path, _, query = source.partition("?")
     if not query or Path(source).expanduser().exists():  # a name may have a question mark
-        return TextSource(Path(source).expanduser())
+        return _open_files(Path(source).expanduser(), {})
     options = dict(parse_qsl(query, keep_blank_values=True))
-    whole = options.pop("file_per_document", "")
-    if options or whole not in ("true", "false"):
-        raise ValueError(
-            f"source: expected PATH or PATH?file_per_document=true or false, got {source!r}"
-        )
-    return TextSource(Path(path).expanduser(), whole == "true")
+    wrong = {
+        name
+        for name, value in options.items()
+        if not value or (value not in _FILE_OPTIONS.get(name, ()) and name != "column")
+    }
+    if not options or wrong:
+        forms = "&".join(f"{name}={'|'.join(values)}" for name, values in _FILE_OPTIONS.items())
+        raise ValueError(f"source: expected PATH or PATH?{forms}, got {source!r}")
+    return _open_files(Path(path).expanduser(), options)
+
+
+_FILE_OPTIONS = {
+    "file_per_document": ("true", "false"),
+    "format": ("text", "jsonl", "mediawiki"),
+    "column": ("NAME",),
+}
+
+
+def _open_files(path: Path, options: dict[str, str]) -> Source:
+    """A source of plain text files, which can be cut anywhere, or of files of other formats."""
+    from bert_unpad.data.text.file_source import FileSource, find_files, is_plain  # imports this
+
+    whole, wanted = options.get("file_per_document") == "true", options.get("format")
+    files = find_files(path, wanted)
+    if wanted is not None and path.exists() and not files:
+        raise FileNotFoundError(f"source: expected files of format {wanted} below {path}, got none")
+    if "column" in options and not any(kind == "jsonl" for _, kind in files):
+        raise ValueError(f"source: expected JSON Lines at {path} with the option column, got none")
+    if all(is_plain(file, kind) for file, kind in files):
+        return TextSource(path, whole)
+    return FileSource(path, files, whole, options.get("column", "text"))

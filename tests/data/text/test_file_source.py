@@ -1,0 +1,158 @@
+"""Documents in compressed text, JSON Lines and dumps of MediaWiki."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+
+import pytest
+
+from bert_unpad.data import DamagedDataError, DataConfig, prepare
+from bert_unpad.data.text.file_source import FileSource
+from bert_unpad.data.text.sources import TextSource, open_source
+
+TEXT = "One.\nTwo ü.\n\n \nThree."
+DOCUMENTS = ["One.\nTwo ü.\n", "Three."]
+ROWS = [{"id": 1, "text": "Zero."}, {"text": "Häuser\nOne."}, {"text": None}, {"text": ""}]
+
+
+def zstd_compress(data):
+    try:
+        from compression import zstd
+    except ModuleNotFoundError:
+        zstd = pytest.importorskip("backports.zstd")
+    return zstd.compress(data)
+
+
+PACK = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstd_compress,
+    ".zstd": zstd_compress,
+}
+
+
+def lines(rows, **options):
+    return "\n".join(json.dumps(row, **options) for row in rows)
+
+
+def read(source, tmp_path):
+    return list(open_source(str(source), cache_dir=tmp_path).documents())
+
+
+@pytest.mark.parametrize("ending", PACK)
+def test_compressed_files_read_as_their_content(tmp_path, ending):
+    (tmp_path / f"a.txt{ending}").write_bytes(PACK[ending](b"\xef\xbb\xbf" + TEXT.encode()))
+    assert read(tmp_path / f"a.txt{ending}", tmp_path) == DOCUMENTS
+    whole = f"{tmp_path / f'a.txt{ending}'}?file_per_document=true"
+    assert read(whole, tmp_path) == [TEXT]
+    (tmp_path / f"b.jsonl{ending}").write_bytes(PACK[ending](lines(ROWS).encode()))
+    assert read(tmp_path / f"b.jsonl{ending}", tmp_path) == ["Zero.", "Häuser\nOne."]
+
+
+@pytest.mark.parametrize("ending", PACK)
+def test_files_of_several_compressed_parts(tmp_path, ending):
+    pieces = [TEXT[:7].encode(), TEXT[7:].encode()]
+    (tmp_path / f"a.txt{ending}").write_bytes(b"".join(map(PACK[ending], pieces)))
+    assert read(tmp_path / f"a.txt{ending}", tmp_path) == DOCUMENTS
+
+
+@pytest.mark.parametrize("ending", PACK)
+@pytest.mark.parametrize("damage", [lambda data: data[:-6], lambda data: b"x" * 99])
+def test_damaged_compressed_files_are_named(tmp_path, ending, damage):
+    data = PACK[ending](b" ".join(b"%d." % i for i in range(99_999)))
+    (tmp_path / f"a.txt{ending}").write_bytes(damage(data))
+    message = rf"a\.txt\{ending}: expected a complete \{ending} file"
+    with pytest.raises(DamagedDataError, match=message):
+        read(tmp_path / f"a.txt{ending}", tmp_path)
+
+
+def test_a_folder_of_all_kinds_is_read_in_the_order_of_paths(tmp_path):
+    data = tmp_path / "data"
+    (data / "sub").mkdir(parents=True)
+    (data / "b.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
+    (data / "a.ndjson").write_text(lines(ROWS[:1]) + "\n\n")
+    (data / "c.json.gz").write_bytes(gzip.compress(lines([{"text": "C4."}]).encode()))
+    (data / "config.json").write_text("{}")  # about the data
+    (data / "sub" / "wiki_00").write_text("Four.")
+    (data / ".hidden.jsonl").write_text("{")
+    (data / "picture.png.gz").write_bytes(b"\xff")
+    source = open_source(str(data), cache_dir=tmp_path)
+    assert list(source.documents()) == ["Zero.", *DOCUMENTS, "C4.", "Four."]
+    assert [file.name for file in source.files] == ["a.ndjson", "b.txt.gz", "c.json.gz", "wiki_00"]
+    assert read(f"{data}?format=text", tmp_path) == [*DOCUMENTS, "Four."]
+    before = source.fingerprint()
+    assert open_source(str(data), cache_dir=tmp_path).fingerprint() == before
+    (data / "a.ndjson").write_text(lines(ROWS[1:2]))
+    assert open_source(str(data), cache_dir=tmp_path).fingerprint() != before
+
+
+def test_plain_text_stays_a_source_that_can_be_cut(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "b.jsonl").write_text(lines(ROWS))
+    assert type(open_source(str(tmp_path / "a.txt"), cache_dir=tmp_path)) is TextSource
+    assert type(open_source(f"{tmp_path}?format=text", cache_dir=tmp_path)) is TextSource
+    assert type(open_source(str(tmp_path), cache_dir=tmp_path)) is FileSource
+
+
+def test_columns_and_formats_are_options(tmp_path):
+    (tmp_path / "rows.json").write_text(lines([{"body": "One."}, {"body": "Two."}]))
+    path = tmp_path / "rows.json"
+    first = open_source(f"{path}?column=body", cache_dir=tmp_path)
+    assert list(first.documents()) == ["One.", "Two."]
+    path.rename(tmp_path / "rows")
+    named = open_source(f"{tmp_path / 'rows'}?column=body&format=jsonl", cache_dir=tmp_path)
+    assert list(named.documents()) == ["One.", "Two."]
+    other = open_source(f"{tmp_path / 'rows'}?column=text&format=jsonl", cache_dir=tmp_path)
+    assert other.fingerprint() != named.fingerprint()
+    with pytest.raises(ValueError, match=r"expected JSON Lines at .* with the option column"):
+        open_source(f"{tmp_path / 'rows'}?column=body", cache_dir=tmp_path)
+    with pytest.raises(FileNotFoundError, match="expected files of format mediawiki below"):
+        open_source(f"{tmp_path}?format=mediawiki", cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": 5}', "got int"),
+        ('{"body": "x"}', r"got KeyError\('text'\)"),
+        ('["text"]', "got list"),
+        ("null", "got NoneType"),
+        ('"text"', "got str"),
+        ('{"text": "x"', "got JSONDecodeError"),
+        ("[" * 100_000, "got RecursionError"),
+        (b'{"text": "caf\xe9"}', "got UnicodeDecodeError"),
+    ],
+)
+def test_lines_without_text_are_named(tmp_path, line, message):
+    line = line if isinstance(line, bytes) else line.encode()
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n\n' + line)
+    wanted = rf"a\.jsonl: line 3: expected a JSON object with text as its entry 'text' .*{message}"
+    with pytest.raises(ValueError, match=wanted):
+        read(tmp_path / "a.jsonl", tmp_path)
+
+
+def test_compressed_text_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"caf\xe9"))
+    with pytest.raises(ValueError, match=r"a\.txt\.gz is not UTF-8"):
+        read(tmp_path / "a.txt.gz", tmp_path)
+
+
+def test_the_same_data_whatever_the_format(tmp_path):
+    texts = [f"Word{i} and word{i + 1}. More of word{i % 7}." for i in range(60)]
+    (tmp_path / "a.txt").write_text("\n\n".join(texts))
+    (tmp_path / "b.jsonl.gz").write_bytes(
+        gzip.compress(lines([{"text": text} for text in texts]).encode())
+    )
+    data = [
+        prepare(
+            DataConfig(source=str(tmp_path / name), cache_dir=str(tmp_path), vocab_size=200),
+            progress=False,
+        )
+        for name in ("a.txt", "b.jsonl.gz")
+    ]
+    first, second = (d.train.batch(range(len(d.train))).tokens.tolist() for d in data)
+    assert first == second
