@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from bert_unpad.data.collate import PackedCollator, pack_examples
     from bert_unpad.data.config import DataConfig
     from bert_unpad.data.masking import MaskedTokens, TokenMasker, most_frequent_token_rate
+    from bert_unpad.data.mixture import Mixture
     from bert_unpad.data.prefetch import Prefetcher
     from bert_unpad.data.preparation import PreparedData, prepare
     from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
@@ -43,6 +44,7 @@ _HOME = {
     "IterableStream": "streams.stream",
     "JsonTokenizer": "text.json_tokenizer",
     "MaskedTokens": "masking",
+    "Mixture": "mixture",
     "PackedCollator": "collate",
     "PackedSampler": "sampling.packed_sampler",
     "Prefetcher": "prefetch",
@@ -78,6 +80,7 @@ __all__ = [
     "IterableStream",
     "JsonTokenizer",
     "MaskedTokens",
+    "Mixture",
     "PackedCollator",
     "PackedSampler",
     "Prefetcher",

@@ -8,6 +8,7 @@ from typing import get_args
 
 from bert_unpad._tiers import advanced, code_only
 from bert_unpad.data.masking import MaskUnit, check_masking_arguments, masking_rates
+from bert_unpad.data.mixture import check_mixture
 from bert_unpad.data.objective import SECOND_SEGMENTS, Objective
 from bert_unpad.data.readers import READERS, kind_of
 from bert_unpad.data.store.shards import MAX_LENGTH
@@ -34,6 +35,9 @@ class DataConfig:
     same, read during training), or FORMAT:PATH for token ids, or examples that are already made
     (python -m bert_unpad.data prepare makes shards): shards, hdf5, tfrecord, megatron, parquet,
     mds, or examples, where the files' names say which."""
+    mixture: dict[str, float] | None = advanced(None)
+    """Sources with weights, instead of data.source: in which proportion an epoch's examples come
+    from them. All need one vocabulary: data.tokenizer, data.vocab_file, or that of the examples."""
     cache_dir: str | None = None
     """Folder of the data cache. By default $XDG_CACHE_HOME/bert_unpad or ~/.cache/bert_unpad."""
     objective: Objective = "mlm_nsp"
@@ -96,8 +100,8 @@ class DataConfig:
     @property
     def segments(self) -> int:
         """Most segments of an example; finished examples may have two whatever the objective."""
-        kind = kind_of(self.source)
-        finished = kind is not None and READERS[kind].finished
+        kinds = [kind_of(source) for source in self.mixture or (self.source,)]
+        finished = any(kind is not None and READERS[kind].finished for kind in kinds)
         return 2 if finished or SECOND_SEGMENTS[self.objective] is not None else 1
 
     def __post_init__(self) -> None:
@@ -106,6 +110,13 @@ class DataConfig:
                 f"max_seq_length: expected {MIN_SEQ_LENGTH} ([CLS] a [SEP] b [SEP]) to "
                 f"{MAX_LENGTH:,} tokens, got {self.max_seq_length}"
             )
+        if self.mixture is not None:
+            check_mixture(self.mixture)
+            default = type(self).source
+            if self.source != default:
+                raise ValueError(
+                    f"source: expected {default} (the default) with mixture, got {self.source}"
+                )
         smallest = len(SPECIAL_TOKENS) + 1
         if self.vocab_size < smallest:
             raise ValueError(f"vocab_size: expected at least {smallest}, got {self.vocab_size}")

@@ -29,6 +29,7 @@ from bert_unpad.data.building.engines import InProcess
 from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.collate import PackedCollator
 from bert_unpad.data.config import DataConfig
+from bert_unpad.data.mixture import Joined, Mixture
 from bert_unpad.data.store.cache import cache_lock, default_cache_dir
 from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.store.manifest import DamagedDataError
@@ -141,6 +142,8 @@ def prepare(config: DataConfig, progress: bool | None = None, check: bool = True
         ValueError: a setting does not fit the source, the corpus has no text, the vocabulary lacks
             special tokens, or `vocab_size` is too small for the corpus's letters.
     """
+    if config.mixture is not None:
+        return _open_mixture(config, progress, check)
     if holds_examples(config.source):
         return _open_examples(config, progress, check)
     if is_streamed(config.source):
@@ -183,6 +186,32 @@ def _open_examples(config: DataConfig, progress: bool | None, check: bool) -> Pr
             f"{split}_tokens": int(dataset.lengths.sum(dtype=np.int64)),
         }
     return PreparedData(train, validation, tokenizer, path, config, statistics)
+
+
+def _open_mixture(config: DataConfig, progress: bool | None, check: bool) -> PreparedData:
+    sources = sorted(config.mixture)  # whatever the order in which they are named
+    texts = [source for source in sources if not holds_examples(source)]
+    if texts and given_tokenizer(config) is None:
+        raise ValueError(
+            f"vocab_file: expected one vocabulary (or tokenizer) for the mixture with {texts[0]}, "
+            "got null, with which each source would have its own"
+        )
+    parts = [
+        prepare(dataclasses.replace(config, source=source, mixture=None), progress, check)
+        for source in sources
+    ]
+    for source, part in zip(sources, parts, strict=True):
+        if part.tokenizer.identity() != parts[0].tokenizer.identity():
+            raise ValueError(
+                f"mixture: expected sources with one vocabulary, got another with {source} than "
+                f"with {sources[0]}"
+            )
+    train = Mixture([part.train for part in parts], [config.mixture[name] for name in sources])
+    validation = Joined([part.validation for part in parts])
+    names = set.intersection(*(set(part.statistics) for part in parts))
+    statistics = {name: sum(part.statistics[name] for part in parts) for name in sorted(names)}
+    first = parts[0]
+    return PreparedData(train, validation, first.tokenizer, first.path, config, statistics)
 
 
 def _open_streamed(config: DataConfig, progress: bool | None, check: bool) -> PreparedData:

@@ -30,7 +30,7 @@ MEMORY = 2 * 10**9
 """Bytes that a worker takes by default."""
 _ABOUT = "settings.json"
 _NOT_OF_EXAMPLES = (
-    *("source", "cache_dir", "vocab_file", "verify"),
+    *("source", "mixture", "cache_dir", "vocab_file", "verify"),
     *("masked_lm_prob", "mask_unit", "max_predictions_per_seq"),
 )
 _MOST_HELD_OUT_TOGETHER = 16  # blocks whose held-out documents make examples together

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bert_unpad._balancer import EpochPlan, WorkModel
-from bert_unpad.data.sampling.epoch_sampler import EpochSampler, check_at_least
+from bert_unpad.data.sampling.epoch_sampler import EpochSampler, Population, check_at_least
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class BalancedSampler(EpochSampler):
             (`WorkModel.for_hidden(1024)`).
         pool_steps: how many steps are balanced together. More mixes better, and makes
             `straggler_efficiency` slower by the step.
+        population: which examples an epoch has, such as a `Mixture`; None for all.
 
     Raises:
         TypeError: `lengths` are not integers.
@@ -94,8 +95,9 @@ class BalancedSampler(EpochSampler):
         *,
         work: WorkModel | None = None,
         pool_steps: int = 64,
+        population: Population | None = None,
     ) -> None:
-        super().__init__(lengths, num_replicas, rank, batch_size, seed)
+        super().__init__(lengths, num_replicas, rank, batch_size, seed, population)
         check_at_least("pool_steps", pool_steps, 1)
         if strategy not in ("stratified", "random"):
             raise ValueError(f"strategy: expected 'stratified' or 'random', got {strategy!r}")
@@ -113,13 +115,13 @@ class BalancedSampler(EpochSampler):
     @property
     def steps_left(self) -> int:
         """The number of steps left in the current epoch."""
-        left = len(self.lengths) - sum(part.steps * part.global_batch for part in self._past)
+        left = self.epoch_size - sum(part.steps * part.global_batch for part in self._past)
         return -(-left // self._setup.global_batch) - self._done
 
     @property
     def steps_per_epoch(self) -> int:
         """The number of steps of a whole epoch with this number of ranks, the same on all ranks."""
-        return -(-len(self.lengths) // self._setup.global_batch)
+        return -(-self.epoch_size // self._setup.global_batch)
 
     def set_epoch(self, epoch: int) -> None:
         """Moves to the beginning of an epoch."""
@@ -202,7 +204,7 @@ class BalancedSampler(EpochSampler):
             history = tuple(_segment(entry) for entry in state["history"])
         except (KeyError, TypeError, ValueError) as error:
             raise self._no_state(error) from error
-        left = len(self.lengths)
+        left = self.epoch_size
         for part in history:
             if left <= 0:
                 raise ValueError("state: its history goes on after the end of the epoch")
@@ -230,6 +232,8 @@ class BalancedSampler(EpochSampler):
     def _current_plan(self) -> EpochPlan:
         if self._plan is None:
             population = None
+            if self.population is not None:
+                population = self.population.epoch_examples(self.seed, self._epoch)
             for number, part in enumerate(self._past):
                 plan = self._make_plan(part, number, population)
                 population = plan.remaining(part.steps)

@@ -9,12 +9,25 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 _STATE_VERSION = 1
+
+
+class Population(Protocol):
+    """Which of all examples an epoch has, such as `bert_unpad.data.mixture.Mixture`."""
+
+    epoch_size: int
+    """Number of examples of an epoch, the same in all."""
+
+    def identity(self) -> str:
+        """Returns what a saved position depends on besides the lengths."""
+
+    def epoch_examples(self, seed: int, epoch: int) -> NDArray[np.uint32]:
+        """Returns the indices of an epoch's examples, ascending."""
 
 
 class EpochSampler(ABC):
@@ -26,6 +39,7 @@ class EpochSampler(ABC):
         rank: this one, 0 to num_replicas - 1.
         batch_size: per rank and step.
         seed: 0 to 2**63 - 1.
+        population: which examples an epoch has; None for all.
 
     Raises:
         TypeError: `lengths` are not integers.
@@ -35,10 +49,17 @@ class EpochSampler(ABC):
     _epoch: int
 
     def __init__(
-        self, lengths: ArrayLike, num_replicas: int, rank: int, batch_size: int, seed: int
+        self,
+        lengths: ArrayLike,
+        num_replicas: int,
+        rank: int,
+        batch_size: int,
+        seed: int,
+        population: Population | None = None,
     ) -> None:
         self.lengths = as_lengths(lengths)
         _check_setup(self.lengths, num_replicas, rank, batch_size, seed)
+        self.population = population
         self.rank = rank
         self.seed = seed
         self._checksum: int | None = None
@@ -48,6 +69,11 @@ class EpochSampler(ABC):
     def epoch(self) -> int:
         """The number of the current pass over the data; grows when an iterator ends."""
         return self._epoch
+
+    @property
+    def epoch_size(self) -> int:
+        """The number of examples of an epoch."""
+        return len(self.lengths) if self.population is None else self.population.epoch_size
 
     @property
     @abstractmethod
@@ -126,6 +152,8 @@ class EpochSampler(ABC):
         """Returns the number of examples and the CRC-32 of their lengths."""
         if self._checksum is None:
             self._checksum = lengths_checksum(self.lengths)
+            if self.population is not None:
+                self._checksum = zlib.crc32(self.population.identity().encode(), self._checksum)
         return len(self.lengths), self._checksum
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from bert_unpad.data.mixture import Mixture
 from bert_unpad.data.random_hash import splitmix64
 from bert_unpad.data.sampling.epoch_sampler import lengths_checksum
 from bert_unpad.data.store.dataset import ExampleDataset
@@ -115,12 +116,15 @@ class ShardStream:
 
     def identity(self) -> dict[str, Any]:
         """See `ExampleStream`."""
-        return {
+        identity = {
             "seed": self._seed,
             "shuffle_buffer": self._buffer,
             "num_examples": len(self.dataset),
             "lengths_crc32": lengths_checksum(self.dataset.lengths),
         }
+        if isinstance(self.dataset, Mixture):
+            identity["mixture"] = self.dataset.identity()
+        return identity
 
     def continue_after(self, epoch: int, past: Sequence[Sequence[int]]) -> None:
         """See `ExampleStream`; takes 8 bytes of memory per example that is left."""
@@ -147,8 +151,16 @@ class ShardStream:
             yield self.dataset.batch(left)
 
     def _population(self, epoch: int) -> NDArray[np.int64] | range:
-        """Returns the indices that the current ranks share in this epoch, ascending."""
+        """Returns the indices that the current ranks share in this epoch.
+
+        They ascend; those of a mixture are in random order, so that each rank's part has its share
+        of every source.
+        """
         population: NDArray[np.int64] | range = range(len(self.dataset))
+        mixed = isinstance(self.dataset, Mixture)
+        if mixed:
+            chosen = self.dataset.epoch_examples(self._seed, epoch).astype(np.int64)
+            population = shuffle_by_key(chosen, self._seed, epoch)
         if epoch == self._past_epoch:
             for segment, positions in enumerate(self._past):
                 parts = _parts(population, len(positions))
@@ -158,6 +170,8 @@ class ShardStream:
                     for indices in self._shuffled(part, epoch, segment, rank, start)
                 ]
                 population = np.sort(np.concatenate([np.empty(0, np.int64), *rest]))
+                if mixed:
+                    population = shuffle_by_key(population, self._seed, epoch, segment)
         return population
 
     def _shuffled(

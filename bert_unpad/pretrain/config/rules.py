@@ -77,6 +77,12 @@ def check_rules(config: PretrainConfig) -> None:
     check_mlperf(config)
     if is_streamed(config.data.source):
         _check_streamed(config)
+    if config.data.mixture is not None and config.batching.strategy == "packed":
+        raise ConfigError(
+            "batching.strategy",
+            "expected another than packed with data.mixture, whose epochs have different examples, "
+            "got packed",
+        )
 
 
 def _check_pairs(config: PretrainConfig) -> None:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, closing
 from bert_unpad.batch.graph_shapes import GraphShapes
 from bert_unpad.data import PreparedData
 from bert_unpad.data.masking import masking_rates
+from bert_unpad.data.mixture import Mixture
 from bert_unpad.data.sampling.balanced_sampler import BalancedSampler, WorkModel
 from bert_unpad.data.sampling.packed_sampler import PackedSampler
 from bert_unpad.data.sampling.speed_sampler import SpeedSampler
@@ -95,7 +96,10 @@ def _indexed(
             *(len(data.train), packed.rows, longest, 100 * packed.fill),
         )
         return packed
-    return BalancedSampler(lengths, *place, config.seed, batching.strategy, work=work)
+    population = data.train if isinstance(data.train, Mixture) else None
+    return BalancedSampler(
+        *(lengths, *place, config.seed, batching.strategy), work=work, population=population
+    )
 
 
 def feed_steps(
