@@ -104,6 +104,18 @@ def test_given_masks_reach_the_model(tmp_path):
     assert inputs.next_sentence_labels.tolist() == [RAW[4][4]]
 
 
+def test_converted_to_shards_once(tmp_path):
+    cli = pytest.importorskip("bert_unpad.data.hdf5.cli")
+    folder = tmp_path / "data"
+    WordPieceTokenizer(VOCAB).save(folder / "tokenizer")
+    write_folder(folder / "train")
+    common = ["--max-seq-length", str(LONGEST), "--cache-dir", str(tmp_path)]
+    source = ["--source", f"tfrecord:{folder}"]
+    assert cli.main(["to-shards", str(tmp_path / "out"), *source, *common]) == 0
+    config = DataConfig(source=f"shards:{tmp_path / 'out'}", max_seq_length=LONGEST)
+    check(prepare(config).train, range(50))
+
+
 def test_files_are_indexed_once_until_they_change(tmp_path, monkeypatch):
     folder = write_folder(tmp_path / "data")
     tfrecord.open_split(folder, setting(tmp_path))
