@@ -133,4 +133,11 @@ def test_flops_are_those_that_pytorch_counts(case: Case) -> None:
     ids = torch.randint(PAD + 1, config.vocab_size, (4, 3))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         stock(input_ids=ids)
-    assert counter.get_total_flops() == forward_flops(config, [3, 3, 3, 3], num_masked=12)
+    # Older versions of transformers compute the angles of rotations by a product too.
+    angles = sum(
+        sum(counts.values())
+        for name, counts in counter.get_flop_counts().items()
+        if name.rpartition(".")[2].startswith("rotary")
+    )
+    flops = counter.get_total_flops() - angles
+    assert flops == forward_flops(config, [3, 3, 3, 3], num_masked=12)
