@@ -146,7 +146,7 @@ def draw(path: Path, runs: list[dict[str, Any]]) -> None:
     panels = (
         ("mlm_loss", "held-out masked-token loss (nats)"),
         ("mlm_accuracy", "held-out masked tokens right"),
-        ("rtd_accuracy", "held-out tokens told apart (ELECTRA's discriminator)"),
+        ("rtd_accuracy", "held-out tokens told apart (discriminator)"),
     )
     for axes, cost in zip(rows, costs, strict=True):
         for panel, (key, label) in zip(axes, panels, strict=True):

@@ -128,6 +128,7 @@ def families() -> str:
         "generator, which is a quarter as wide and sees `[MASK]` in all of their places, the "
         "others in 80% of them: its loss says how the generator learns, not how good the "
         "discriminator is. One that calls every token original tells at least 85% of them apart. "
+        "Parameters and operations are those of both. "
         "What a discriminator is worth beside the others shows only after fine-tuning, which is "
         "not part of this.",
         source("families", found),
