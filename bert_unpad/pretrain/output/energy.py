@@ -136,7 +136,7 @@ class EnergyMeter:
             makers = {"gpu": lambda: _Nvml(ranks.device), **makers}
         for source, make in makers.items():
             problem = ""
-            if source == "gpu" or ranks.rank % ranks.node_size == 0:
+            if source == "gpu" or ranks.is_first_of_node:
                 try:
                     self._readers[source] = make()
                 except _Unread as error:

@@ -29,7 +29,7 @@ def ranks(device: str = "cpu", rank: int = 0, world_size: int = 1, gather=None) 
         device=torch.device(device),
         rank=rank,
         world_size=world_size,
-        node_size=world_size,
+        is_first_of_node=rank == 0,
         gather=gather or (lambda value: [float(value)]),
     )
 
