@@ -18,8 +18,8 @@ runs MLPerf's checkers on the logs. Each run has a seed of its own, from the sys
                    settings for it; for another N give the settings after --
   --runs N         logs to make (default 1; a submission has 10)
   --ranks N        processes on this machine (default: one per GPU, 1 without)
-  --train PATH     training files     (default FOLDER/train)
-  --eval PATH      evaluation files   (default FOLDER/eval)
+  --train PATH     training files, HDF5 or TFRecord      (default FOLDER/train)
+  --eval PATH      evaluation files, in the same format  (default FOLDER/eval)
   --checkpoint P   the start: a TensorFlow 1 checkpoint's prefix, a .pt file, or a folder in
                    Hugging Face's layout   (default FOLDER/tf1_ckpt/model.ckpt-28252)
   --org TEXT, --platform TEXT   submission_org and submission_platform of the log
@@ -114,8 +114,11 @@ if [[ ! -d $checkpoint ]]; then
   fi
 fi
 
+# The reference writes TFRecord, other preparations HDF5.
+kind=hdf5
+compgen -G "$train/*.h*5" >/dev/null || [[ $train == *.h*5 ]] || kind=tfrecord
 arguments=(--config configs/bert_large_mlperf.yaml --model.preset "$preset"
-  --data.source "hdf5:$train?validation=$evaluation" --data.vocab_file "$folder/vocab.txt"
+  --data.source "$kind:$train?validation=$evaluation" --data.vocab_file "$folder/vocab.txt"
   --batching.global_batch_size "$batch" --checkpoint.every 0 "${recipe[@]}" "${settings[@]}")
 # Indexes the files' lengths, once and before any clock runs.
 "$PY" - "${arguments[@]}" <<'PYTHON'

@@ -13,7 +13,9 @@ import torch
 
 from bert_unpad import convert
 from bert_unpad.nn import BertConfig, BertForPreTraining
-from tests.support.hdf5_files import LONGEST, PREDICTIONS, VOCAB, raw_examples, write_folder
+from tests.support.hdf5_files import raw_examples, write_folder
+from tests.support.masked_examples import LONGEST, PREDICTIONS, VOCAB
+from tests.support.tf_records import example, features_of, write_records
 
 __all__ = ["BATCH", "SIZES", "read_log", "toy_settings", "write_benchmark", "write_benchmark_data"]
 
@@ -37,18 +39,27 @@ def _examples(seed: int) -> list:
 
 
 def write_benchmark_data(folder: Path, train: str, evaluation: str) -> list:
-    """Writes vocab.txt, train/ and eval/, in a layout each; returns the evaluation examples."""
+    """Writes vocab.txt, train/ and eval/; returns the evaluation examples.
+
+    Args:
+        folder: to write to.
+        train, evaluation: fixed or variable (HDF5), or both tfrecord.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.txt").write_text("\n".join(VOCAB) + "\n")
-    write_folder(folder / "train", _examples(1), train)
     held_out = _examples(2)
-    write_folder(folder / "eval", held_out, evaluation)
+    for name, layout, examples in (("train", train, _examples(1)), ("eval", evaluation, held_out)):
+        if layout == "tfrecord":
+            records = [example(features_of(raw)) for raw in examples]
+            write_records(folder / name / "part-00000-of-00001", records)
+        else:
+            write_folder(folder / name, examples, layout)
     return held_out
 
 
 def write_benchmark(folder: Path) -> None:
     """Writes the whole folder, with a TensorFlow checkpoint to start from."""
-    write_benchmark_data(folder, "variable", "fixed")
+    write_benchmark_data(folder, "tfrecord", "tfrecord")
     torch.manual_seed(3)
     BertForPreTraining(BertConfig(vocab_size=len(VOCAB), **SIZES)).save_pretrained(folder / "hf")
     prefix = folder / "tf1_ckpt" / "model.ckpt-28252"
@@ -64,7 +75,7 @@ def toy_settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "seed": int.from_bytes(os.urandom(4), "little"),
         "model": dict(SIZES),
         "data": {
-            "source": f"hdf5:{folder / 'train'}?validation={folder / 'eval'}",
+            "source": f"examples:{folder / 'train'}?validation={folder / 'eval'}",
             "vocab_file": str(folder / "vocab.txt"),
             "cache_dir": str(folder / "cache"),
             "max_seq_length": LONGEST,
