@@ -14,13 +14,13 @@ from benchmarks.lib.cuda_kernels import Kernel
 # the table.
 TUNED = ("sm_80", "sm_90a")
 LIMITS = {
-    r"attention_forward_kernel<\w+, 32,": 168,
-    r"attention_forward_kernel<\w+, 64, 1,": 168,
-    r"attention_backward_kernel<\w+, 32,": 168,
-    r"attention_backward_dq_kernel<\w+, 32,": 128,
-    r"attention_backward_dq_kernel<\w+, 64, false,": 168,
-    r"attention_fp32_forward_kernel<32>": 128,
-    r"attention_fp32_forward_kernel<64>": 168,
+    r"attention_forward_kernel<\w+, 32,.*, AttentionLaunch>": 168,
+    r"attention_forward_kernel<\w+, 64, 1,.*, AttentionLaunch>": 168,
+    r"attention_backward_kernel<\w+, 32,.*, AttentionLaunch>": 168,
+    r"attention_backward_dq_kernel<\w+, 32,.*, AttentionLaunch>": 128,
+    r"attention_backward_dq_kernel<\w+, 64, false,.*, AttentionLaunch>": 168,
+    r"attention_fp32_forward_kernel<32, AttentionLaunch>": 128,
+    r"attention_fp32_forward_kernel<64, AttentionLaunch>": 168,
     r"bias_gelu_kernel<": 64,
     r"bias_gelu_backward_kernel<": 80,
 }

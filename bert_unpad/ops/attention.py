@@ -52,7 +52,7 @@ def varlen_attention(
         window: (left, right): a query sees the keys at most `left` tokens before and `right` after
             its own, both inclusive; -1 for no bound, so (-1, 0) is causal. A query that sees no key
             gives zeros.
-        position_bias: added to the scaled scores, see `PositionBias`. Not on a GPU.
+        position_bias: added to the scaled scores, see `PositionBias`.
         dropout_p: probability in [0, 1) that an attention weight is dropped.
         scale: factor of q k^T; None means 1 / sqrt(head_dim).
         rng: int64 [2] (seed, offset) on the data's device; None draws one from PyTorch's default

@@ -16,12 +16,16 @@ class PositionBias:
 
     Attributes:
         buckets: int32 [2 * reach + 1], the bucket of each distance from -reach to reach; further
-            ones count as these.
+            ones count as these. A number that is no bucket is an error, on a GPU a device-side
+            assertion.
         table: [buckets, heads], one number per bucket and head, as in T5 (Raffel et al., arXiv
             1910.10683) and MPNet. It is used in float32.
         query: [query tokens, heads, buckets], the data's dtype: content-to-position scores.
         key: [key tokens, heads, buckets], the data's dtype: position-to-content scores. These two
             are DeBERTa's disentangled attention (He et al., arXiv 2006.03654).
+
+    On a GPU the backward pass holds sums in float32, [query tokens, heads, buckets] for `query` or
+    the gradient of `table`, and [key tokens, heads, buckets] for `key`.
     """
 
     buckets: Tensor

@@ -27,13 +27,19 @@ def _attention(
     q_lengths: Sequence[int],
     k_lengths: Sequence[int],
     masks: Sequence[Tensor] | None = None,
+    biases: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Computes plain attention, one sequence at a time; a mask is [heads, queries, keys]."""
+    """Computes plain attention, one sequence at a time.
+
+    A mask and a bias are [heads, queries, keys].
+    """
     outs = []
     pairs = zip(q.split(list(q_lengths)), kv.split(list(k_lengths)), strict=True)
     for i, (queries, keys_values) in enumerate(pairs):
         keys, values = keys_values.unbind(1)
         scores = torch.einsum("ihd,jhd->hij", queries, keys) / math.sqrt(q.shape[-1])
+        if biases is not None:
+            scores = scores + biases[i]
         weights = dropped(scores.softmax(-1), None if masks is None else masks[i])
         outs.append(torch.einsum("hij,jhd->ihd", weights, values))
     return torch.cat(outs)
@@ -54,6 +60,22 @@ def _attention_masks(
     masks = [part[:, :, :n].permute(1, 0, 2) for part, n in parts]
     check_dropout_rate(torch.cat([mask.flatten() for mask in masks]))
     return masks
+
+
+def _biases(
+    bias: ops.PositionBias, q_lengths: Sequence[int], k_lengths: Sequence[int]
+) -> list[Tensor]:
+    """Returns what a position bias with all parts adds to the scores of each sequence."""
+    biases, reach = [], len(bias.buckets) // 2
+    pairs = zip(bias.query.split(list(q_lengths)), bias.key.split(list(k_lengths)), strict=True)
+    for query, key in pairs:
+        columns = torch.arange(len(key), device=key.device)
+        rows = torch.arange(len(query), device=key.device)[:, None]
+        distance = columns - (rows + len(key) - len(query))
+        bucket = bias.buckets[distance.clamp(-reach, reach) + reach].long()
+        total = bias.table[bucket] + query[rows, :, bucket] + key[columns, :, bucket]
+        biases.append(total.permute(2, 0, 1))
+    return biases
 
 
 @case
@@ -94,4 +116,27 @@ def varlen_cross_attention(inputs: Inputs) -> Iterator[Compared]:
         lambda q, kv: ops.varlen_cross_attention(q, kv, *cu, max(q_lengths), max(k_lengths)),
         lambda q, kv: _attention(q, kv, q_lengths, k_lengths),
         {"q": inputs.normal(sum(q_lengths), 2, 64), "kv": inputs.normal(sum(k_lengths), 2, 2, 64)},
+    )
+    buckets = ops.t5_buckets(8, 20, inputs.device)
+
+    def biased(q, kv, table, query, key):
+        bias = ops.PositionBias(buckets, table, query, key)
+        lengths = max(q_lengths), max(k_lengths)
+        return ops.varlen_cross_attention(q, kv, *cu, *lengths, position_bias=bias)
+
+    def plain(q, kv, *parts):
+        biases = _biases(ops.PositionBias(buckets, *parts), q_lengths, k_lengths)
+        return _attention(q, kv, q_lengths, k_lengths, biases=biases)
+
+    yield from compare(
+        inputs,
+        biased,
+        plain,
+        {
+            "q": inputs.normal(sum(q_lengths), 2, 64),
+            "kv": inputs.normal(sum(k_lengths), 2, 2, 64),
+            "table": inputs.parameter(8, 2),
+            "query": inputs.normal(sum(q_lengths), 2, 8),
+            "key": inputs.normal(sum(k_lengths), 2, 8),
+        },
     )

@@ -9,11 +9,11 @@ namespace {
 
 // f(run, stream) for each group, side by side; for all sequences at once without groups.
 template <class F>
-void for_each_run(const char* op, const AttentionCudaParams& args,
+void for_each_run(const char* op, const AttentionCudaParams& args, const AttentionCudaBias& bias,
                   std::span<const AttentionGroup> groups, cudaStream_t stream, const F& f) {
-  if (groups.empty()) return f(AttentionRun{args, 0, args.sequences}, stream);
+  if (groups.empty()) return f(AttentionRun{args, bias, 0, args.sequences}, stream);
   Fork fork(op, stream, static_cast<int>(groups.size()));
-  AttentionRun run{args, 0, 0};
+  AttentionRun run{args, bias, 0, 0};
   for (size_t i = 0; i < groups.size(); ++i) {
     run.first += run.sequences;
     run.sequences = groups[i].sequences;
@@ -33,29 +33,34 @@ AttentionDevice this_device(const char* op) {
 
 }  // namespace
 
-void attention_forward(const AttentionCudaParams& args, std::span<const AttentionGroup> groups,
-                       cudaStream_t stream) {
-  for_each_run(kForwardOp, args, groups, stream, [&](const AttentionRun& run, cudaStream_t s) {
-    if (args.dtype == DType::kFloat32) return launch_fp32_forward(run, s);
-    if (args.head_dim == 32) return launch_forward<32>(run, s);
-    if (args.head_dim == 64) return launch_forward<64>(run, s);
-    if (args.head_dim == 96) return launch_forward<96>(run, s);
-    launch_forward<128>(run, s);
-  });
+void attention_forward(const AttentionCudaParams& args, const AttentionCudaBias& bias,
+                       std::span<const AttentionGroup> groups, cudaStream_t stream) {
+  if (bias.bucket != nullptr) prepare_bias(kForwardOp, args, bias, stream);
+  for_each_run(kForwardOp, args, bias, groups, stream,
+               [&](const AttentionRun& run, cudaStream_t s) {
+                 if (args.dtype == DType::kFloat32) return launch_fp32_forward(run, s);
+                 dispatch_head_dim(args.head_dim, [&]<int kHeadDim>() {
+                   if (bias.bucket != nullptr) return launch_bias_forward<kHeadDim>(run, s);
+                   launch_forward<kHeadDim>(run, s);
+                 });
+               });
 }
 
-void attention_backward(const AttentionCudaParams& args, std::span<const AttentionGroup> groups,
-                        cudaStream_t stream) {
+void attention_backward(const AttentionCudaParams& args, const AttentionCudaBias& bias,
+                        std::span<const AttentionGroup> groups, cudaStream_t stream) {
+  if (bias.bucket != nullptr) prepare_bias(kBackwardOp, args, bias, stream);
   const bool fused = args.heads == args.kv_heads && !has_window(args) &&
                      backward_is_fused(args.sequences, args.heads, args.max_q, args.max_k,
                                        args.head_dim, this_device(kBackwardOp));
-  for_each_run(kBackwardOp, args, groups, stream, [&](const AttentionRun& run, cudaStream_t s) {
-    if (args.dtype == DType::kFloat32) return launch_fp32_backward(run, s);
-    if (args.head_dim == 32) return launch_backward<32>(run, fused, s);
-    if (args.head_dim == 64) return launch_backward<64>(run, fused, s);
-    if (args.head_dim == 96) return launch_backward<96>(run, fused, s);
-    launch_backward<128>(run, fused, s);
-  });
+  for_each_run(kBackwardOp, args, bias, groups, stream,
+               [&](const AttentionRun& run, cudaStream_t s) {
+                 if (args.dtype == DType::kFloat32) return launch_fp32_backward(run, s);
+                 dispatch_head_dim(args.head_dim, [&]<int kHeadDim>() {
+                   if (bias.bucket != nullptr) return launch_bias_backward<kHeadDim>(run, s);
+                   launch_backward<kHeadDim>(run, fused, s);
+                 });
+               });
+  if (bias.bucket != nullptr) finish_bias(args, bias, stream);
 }
 
 }  // namespace bert_unpad::cuda

@@ -189,13 +189,8 @@ class CpuAttention {
   std::vector<float> table_;  // of the position bias, [heads, buckets]
 
   void set_bias(const BiasArguments& bias) {
-    const Tensor& buckets = *bias.buckets;
-    p.bias.reach = static_cast<int>(buckets.size(0) / 2);
-    p.bias.bucket = buckets.const_data_ptr<int32_t>();
-    p.bias.buckets = static_cast<int>(bias.table   ? bias.table->size(0)
-                                      : bias.query ? bias.query->size(2)
-                                                   : bias.key->size(2));
-    for (int64_t i = 0; i < buckets.size(0); ++i)
+    set_bias_parts(p.bias, bias);
+    for (int64_t i = 0; i < bias.buckets->size(0); ++i)
       check(p.bias.bucket[i] >= 0 && p.bias.bucket[i] < p.bias.buckets, op,
             ": bias_buckets must be at least 0 and below ", p.bias.buckets, ", but entry ", i,
             " is ", p.bias.bucket[i]);
@@ -206,9 +201,6 @@ class CpuAttention {
         for (int h = 0; h < p.heads; ++h) table_[h * p.bias.buckets + b] = *table++;
       p.bias.table = table_.data();
     }
-    if (bias.query)
-      p.bias.query = packed(*bias.query, bias.query->stride(0), bias.query->stride(1));
-    if (bias.key) p.bias.key = packed(*bias.key, bias.key->stride(0), bias.key->stride(1));
   }
 
   Tensor bias_gradient(const OptionalTensor& rows, const Tensor& like, Packed<void>& out) const {

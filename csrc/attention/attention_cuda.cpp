@@ -76,28 +76,38 @@ class CudaAttention {
     check_query_positions(settings.query_positions, q, op);
     if (settings.query_positions)
       p.query_positions = settings.query_positions->const_data_ptr<int32_t>();
-    check(!check_bias(settings.bias, q, k, p.heads, op), op,
-          ": position_bias must be None on a GPU");
+    if (check_bias(settings.bias, q, k, p.heads, op)) set_bias(settings.bias, q);
   }
 
   void set_saved(const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& q) {
     for (const auto& [t, name] : {std::pair{&dout, "dout"}, {&out, "out"}, {&lse, "lse"}})
       check_same_device(*t, q, op, name);
     bert_unpad::set_saved(p, dout, out, lse, q.size(0), op);
-    workspace_.push_back(torch::stable::new_empty(lse, {p.heads, p.q_tokens}));
-    p.delta = workspace_.back().mutable_data_ptr<float>();
+    p.delta = workspace(lse, {p.heads, p.q_tokens});
     p.dout = aligned(dout, p.dout);
     p.out = aligned(out, p.out);
   }
 
-  void forward() const { attention_forward(p, groups_, device_->stream); }
-  BiasGradients backward(const Tensor& like, const AttentionSettings&) const {
-    attention_backward(p, groups_, device_->stream);
-    const Tensor none = torch::stable::new_empty(like, {0});
-    return {none, none, none};
+  void forward() const { attention_forward(p, bias_, groups_, device_->stream); }
+
+  BiasGradients backward(const Tensor& like, const AttentionSettings& settings) {
+    const BiasArguments& bias = settings.bias;
+    Tensor dquery = bias_gradient(bias.query, like, bias_.dquery, bias_.dquery_sums);
+    Tensor dkey = bias_gradient(bias.key, like, bias_.dkey, bias_.dkey_sums);
+    const bool table = bias.table && settings.table_gradient;
+    Tensor dtable = table ? torch::stable::new_empty(*bias.table, {bias_.buckets, p.heads})
+                          : torch::stable::new_empty(like, {0});
+    if (table) {
+      bias_.dtable = dtable.mutable_data_ptr<float>();
+      bias_.dtable_parts = workspace(like, {bias_parts(p.q_tokens), bias_.buckets, p.heads});
+      if (!bias.query) bias_.dquery_sums = workspace(like, {p.q_tokens, p.heads, bias_.buckets});
+    }
+    attention_backward(p, bias_, groups_, device_->stream);
+    return {dtable, dquery, dkey};
   }
 
  private:
+  AttentionCudaBias bias_{};
   std::vector<AttentionGroup> groups_;
   std::optional<Call> device_;
   std::vector<Tensor> workspace_;  // kept until the kernels have been started
@@ -105,6 +115,35 @@ class CudaAttention {
   void check_aligned(const Packed<const void>& rows, const char* name) const {
     check(rows_are_aligned(rows, p.dtype), op, ": every row of ", name,
           " must begin at a multiple of 16 bytes; use a contiguous copy");
+  }
+
+  // Uninitialised memory of the call, fp32.
+  float* workspace(const Tensor& like, std::vector<int64_t> shape) {
+    workspace_.push_back(torch::stable::new_empty(like, shape, ScalarType::Float));
+    return workspace_.back().mutable_data_ptr<float>();
+  }
+
+  // The values of the buckets are on the device, where a kernel checks them.
+  void set_bias(const BiasArguments& bias, const Tensor& like) {
+    const int64_t distances = bias.buckets->size(0);
+    check(p.k_tokens + distances <= INT32_MAX - 64, op,
+          ": with a position bias at most 2^31 - 65 tokens and entries of bias_buckets together, "
+          "got ",
+          p.k_tokens, " and ", distances);
+    set_bias_parts(bias_, bias);
+    if (!bias.table) return;
+    bias_.table = bias.table->const_data_ptr<float>();
+    bias_.distances = workspace(like, {p.heads, distances});
+  }
+
+  // Of `rows`, which query or key may be; where the sums in fp32 are another tensor, a workspace.
+  Tensor bias_gradient(const OptionalTensor& rows, const Tensor& like, void*& out, float*& sums) {
+    if (!rows) return torch::stable::new_empty(like, {0});
+    const std::vector<int64_t> shape{rows->size(0), p.heads, bias_.buckets};
+    Tensor gradient = torch::stable::new_empty(*rows, shape);
+    out = gradient.mutable_data_ptr();
+    sums = p.dtype == DType::kFloat32 ? static_cast<float*>(out) : workspace(like, shape);
+    return gradient;
   }
 
   // A gradient that autograd made may lie anywhere; its caller could not do anything about it.

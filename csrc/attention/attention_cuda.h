@@ -30,14 +30,35 @@ struct AttentionCudaParams {
   float* delta;  // [heads, q_tokens], backward's workspace: rowsum(dout * out)
 };
 
+// What is added to the scaled scores, by the distance (key position - query position), from -reach
+// to reach; further ones count as these. Of table, query and key at least one is there.
+struct AttentionCudaBias {
+  int buckets, reach;
+  const int32_t* bucket;          // [2 * reach + 1]: the bucket of a distance; null = no bias
+  const float* table;             // [buckets, heads]
+  float* distances;               // workspace [heads, 2 * reach + 1]: the table by distance
+  Packed<const void> query, key;  // [query tokens, heads, buckets], [key tokens, heads, buckets]
+  float* dtable;                  // [buckets, heads]; null: not needed
+  void *dquery, *dkey;            // of the shapes of query and key, contiguous
+  // Workspaces of the backward pass: sums in fp32, of the same shapes. Those of queries are there
+  // for dtable too, which is summed up in parts [rows of dtable_parts, buckets, heads]. With fp32
+  // data they are dquery and dkey.
+  float *dquery_sums, *dkey_sums, *dtable_parts;
+};
+
+inline constexpr int kBiasPartRows = 256;  // queries whose sums make a row of dtable_parts
+inline int64_t bias_parts(int64_t q_tokens) {
+  return (q_tokens + kBiasPartRows - 1) / kBiasPartRows;
+}
+
 // Writes out_w and lse. Without groups one launch takes all sequences. Results do not depend on
 // `order` and `groups`. Strides of q, k, v, dout are multiples of 16 bytes, and so are the
 // pointers.
-void attention_forward(const AttentionCudaParams& args, std::span<const AttentionGroup> groups,
-                       cudaStream_t stream);
+void attention_forward(const AttentionCudaParams& args, const AttentionCudaBias& bias,
+                       std::span<const AttentionGroup> groups, cudaStream_t stream);
 
-// Writes dq, dk, dv; overwrites delta.
-void attention_backward(const AttentionCudaParams& args, std::span<const AttentionGroup> groups,
-                        cudaStream_t stream);
+// Writes dq, dk, dv and the gradients of the bias; overwrites delta.
+void attention_backward(const AttentionCudaParams& args, const AttentionCudaBias& bias,
+                        std::span<const AttentionGroup> groups, cudaStream_t stream);
 
 }  // namespace bert_unpad::cuda

@@ -7,6 +7,7 @@
 #include "attention/kernel_parts.h"
 #include "attention/launch.h"
 #include "attention/query_windows.h"
+#include "attention/score_bias.h"
 
 namespace bert_unpad {
 
@@ -74,9 +75,39 @@ BU_DEVICE void store_row(const float (&sums)[kHeadDim / 32], float factor, float
     store_global<float>(p + threadIdx.x % 32 + 32 * c, sums[c] * factor);
 }
 
-template <int kHeadDim>
+// A lane's score of a query and a key, scaled and with its bias, in base 2; `dot` is q k^T.
+BU_DEVICE float biased_score(const AttentionBiasLaunch& p, const AttentionBlock& block,
+                             const QueryWindows& windows, int head, int query, int key, float dot,
+                             float scale) {
+  const ScoreBias<float> bias(p, block, head);
+  float s[1][1] = {{dot}};
+  bias.add(s, scale, [&](int, int) {
+    return ScoreBias<float>::Score{query, bias.start(windows, query), key};
+  });
+  return s[0][0];
+}
+
+// Lane 0 adds up the gradients of a row's scores: values i of `count` counterparts. `pair(j)`: the
+// row and counterpart j.
+struct QueryAndKey {
+  int query, key;
+};
+template <int kHeadDim, class Pair>
+BU_DEVICE void add_gradients(const BucketRows& row, const ScoreBias<float>& bias,
+                             const QueryWindows& windows, int i, int count, const Pair& pair) {
+  if (threadIdx.x % 32 != 0 || row.first == nullptr) return;
+  for (int j = 0; j < count; ++j) {
+    const QueryAndKey at = pair(j);
+    float* sum = row.first + bias.bucket(bias.start(windows, at.query), at.key);
+    store_global<float>(
+        sum, load_global<float>(sum) + load_shared<float>(Fp32Shared<kHeadDim>::value(i, j)));
+  }
+}
+
+template <int kHeadDim, class Launch>
 BU_KERNEL(32 * kFp32Warps, 2)
-attention_fp32_forward_kernel(BU_PARAMS AttentionLaunch p) {
+attention_fp32_forward_kernel(BU_PARAMS Launch p) {
+  constexpr bool kBias = kHasBias<Launch>;
   using Shared = Fp32Shared<kHeadDim>;
   const AttentionBlock block = attention_block(p);
   const int lane = threadIdx.x % 32;
@@ -93,11 +124,14 @@ attention_fp32_forward_kernel(BU_PARAMS AttentionLaunch p) {
     const RowRange seen = windows.keys(row);
     for (int first = seen.begin; first < seen.end; first += 32) {
       const int key = first + lane, count = std::min(32, seen.end - first);
-      const float s =
-          key < seen.end ? dot_with_row<kHeadDim>(0, head.k.at(key, 0)) * scale : -INFINITY;
+      float s = key < seen.end ? dot_with_row<kHeadDim>(0, head.k.at(key, 0)) * scale : -INFINITY;
+      if constexpr (kBias) {
+        if (key < seen.end) s = biased_score(p, block, windows, block.head, row, key, s, 1.0f);
+      }
       const float most = fmaxf(top, warp_max(s));
-      const float shrink = exp2_approx(top - most);
-      float weight = exp2_approx(s - most);
+      const float base = kBias && most == -INFINITY ? 0.0f : most;
+      const float shrink = exp2_approx(top - base);
+      float weight = exp2_approx(s - base);
       top = most;
       sum = fma(sum, shrink, warp_sum(weight));
       if (!head.dropout.keeps(row, key)) weight = 0.0f;
@@ -116,9 +150,10 @@ attention_fp32_forward_kernel(BU_PARAMS AttentionLaunch p) {
 }
 
 // dQ and delta.
-template <int kHeadDim>
+template <int kHeadDim, class Launch>
 BU_KERNEL(32 * kFp32Warps, 2)
-attention_fp32_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
+attention_fp32_backward_dq_kernel(BU_PARAMS Launch p) {
+  constexpr bool kBias = kHasBias<Launch>;
   using Shared = Fp32Shared<kHeadDim>;
   const AttentionBlock block = attention_block(p);
   const int lane = threadIdx.x % 32;
@@ -130,6 +165,8 @@ attention_fp32_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
   for (int i = threadIdx.x / 32; i < kFp32Rows; i += kFp32Warps) {
     const int row = block.tile * kFp32Rows + i;
     if (row >= block.q_len) break;
+    if constexpr (kBias)
+      BucketRows(p.bias.dquery_sums, p, block.q_begin + row, block.head).zero(1, p.bias.buckets);
     stage_row<kHeadDim>(0, head.q.at(row, 0));
     stage_row<kHeadDim>(1, dout.at(row, 0));
     float delta = 0.0f;
@@ -145,14 +182,23 @@ attention_fp32_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
       const int key = first + lane, count = std::min(32, seen.end - first);
       float gradient = 0.0f;
       if (key < seen.end) {
-        const float weight =
-            exp2_approx(fma(dot_with_row<kHeadDim>(0, head.k.at(key, 0)), scale, -offset));
+        float weight;
+        if constexpr (kBias)
+          weight = exp2_approx(biased_score(p, block, windows, block.head, row, key,
+                                            dot_with_row<kHeadDim>(0, head.k.at(key, 0)), scale) -
+                               offset);
+        else
+          weight = exp2_approx(fma(dot_with_row<kHeadDim>(0, head.k.at(key, 0)), scale, -offset));
         if (head.dropout.keeps(row, key))
           gradient = dot_with_row<kHeadDim>(1, head.v.at(key, 0)) * keep;
         gradient = weight * (gradient - delta);
       }
       store_shared<float>(Shared::value(0, lane), gradient);
       sync_warp();
+      if constexpr (kBias)
+        add_gradients<kHeadDim>(BucketRows(p.bias.dquery_sums, p, block.q_begin + row, block.head),
+                                ScoreBias<float>(p, block, block.head), windows, 0, count,
+                                [&](int j) { return QueryAndKey{row, first + j}; });
       add_rows<kHeadDim>(dq, 0, head.k, first, count);
       sync_warp();
     }
@@ -162,9 +208,10 @@ attention_fp32_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
 }
 
 // dK and dV.
-template <int kHeadDim>
+template <int kHeadDim, class Launch>
 BU_KERNEL(32 * kFp32Warps, 2)
-attention_fp32_backward_kernel(BU_PARAMS AttentionLaunch p) {
+attention_fp32_backward_kernel(BU_PARAMS Launch p) {
+  constexpr bool kBias = kHasBias<Launch>;
   using Shared = Fp32Shared<kHeadDim>;
   const AttentionBlock block = attention_block<true>(p);
   const int lane = threadIdx.x % 32;
@@ -183,12 +230,23 @@ attention_fp32_backward_kernel(BU_PARAMS AttentionLaunch p) {
     for (int g = 0; g < p.group; ++g) {
       const Fp32Head of(p.args, block, block.head + g);
       const HeadRows<const float> dout(p.args.dout, block.q_begin, block.head + g);
+      if constexpr (kBias)
+        BucketRows(p.bias.dkey_sums, p, block.k_begin + row, block.head + g)
+            .zero(1, p.bias.buckets);
       for (int first = rows.begin; first < rows.end; first += 32) {
         const int query = first + lane, count = std::min(32, rows.end - first);
         float weight = 0.0f, gradient = 0.0f;
+        int bias_head = block.head + g;
+        // There are no registers to keep pointers to the bias in.
+        if constexpr (kBias) bias_head = static_cast<int>(hold(static_cast<uint32_t>(bias_head)));
         if (query < rows.end && windows.keys(query).holds(row, row)) {
           const float offset = load_global<float>(p.args.lse + of.first_value + query) * kLog2e;
-          weight = exp2_approx(fma(dot_with_row<kHeadDim>(0, of.q.at(query, 0)), scale, -offset));
+          if constexpr (kBias)
+            weight = exp2_approx(biased_score(p, block, windows, bias_head, query, row,
+                                              dot_with_row<kHeadDim>(0, of.q.at(query, 0)), scale) -
+                                 offset);
+          else
+            weight = exp2_approx(fma(dot_with_row<kHeadDim>(0, of.q.at(query, 0)), scale, -offset));
           const bool kept = of.dropout.keeps(query, row);
           if (kept) gradient = dot_with_row<kHeadDim>(1, dout.at(query, 0)) * keep;
           gradient =
@@ -198,6 +256,10 @@ attention_fp32_backward_kernel(BU_PARAMS AttentionLaunch p) {
         store_shared<float>(Shared::value(0, lane), weight);
         store_shared<float>(Shared::value(1, lane), gradient);
         sync_warp();
+        if constexpr (kBias)
+          add_gradients<kHeadDim>(BucketRows(p.bias.dkey_sums, p, block.k_begin + row, bias_head),
+                                  ScoreBias<float>(p, block, bias_head), windows, 1, count,
+                                  [&](int j) { return QueryAndKey{first + j, row}; });
         add_rows<kHeadDim>(dv, 0, dout, first, count);
         add_rows<kHeadDim>(dk, 1, of.q, first, count);
         sync_warp();
@@ -217,31 +279,31 @@ namespace {
 
 constexpr int kThreads = 32 * kFp32Warps;
 
-// f.operator()<head dim>()
+// f.operator()<head dim, AttentionLaunch or AttentionBiasLaunch>()
 template <class F>
-void dispatch_head_dim(int head_dim, const F& f) {
-  if (head_dim == 32) return f.template operator()<32>();
-  if (head_dim == 64) return f.template operator()<64>();
-  if (head_dim == 96) return f.template operator()<96>();
-  f.template operator()<128>();
+void dispatch_fp32(const AttentionRun& run, const F& f) {
+  dispatch_head_dim(run.args.head_dim, [&]<int kHeadDim>() {
+    if (run.bias.bucket != nullptr) return f.template operator()<kHeadDim, AttentionBiasLaunch>();
+    f.template operator()<kHeadDim, AttentionLaunch>();
+  });
 }
 
 }  // namespace
 
 void launch_fp32_forward(const AttentionRun& run, cudaStream_t stream) {
-  dispatch_head_dim(run.args.head_dim, [&]<int kHeadDim>() {
-    launch_grid(kForwardOp, attention_fp32_forward_kernel<kHeadDim>, kThreads,
+  dispatch_fp32(run, [&]<int kHeadDim, class Launch>() {
+    launch_grid(kForwardOp, attention_fp32_forward_kernel<kHeadDim, Launch>, kThreads,
                 Fp32Shared<kHeadDim>::kBytes, run, run.args.heads, run.args.max_q, kFp32Rows,
                 stream);
   });
 }
 
 void launch_fp32_backward(const AttentionRun& run, cudaStream_t stream) {
-  dispatch_head_dim(run.args.head_dim, [&]<int kHeadDim>() {
-    launch_grid(kBackwardOp, attention_fp32_backward_dq_kernel<kHeadDim>, kThreads,
+  dispatch_fp32(run, [&]<int kHeadDim, class Launch>() {
+    launch_grid(kBackwardOp, attention_fp32_backward_dq_kernel<kHeadDim, Launch>, kThreads,
                 Fp32Shared<kHeadDim>::kBytes, run, run.args.heads, run.args.max_q, kFp32Rows,
                 stream);
-    launch_grid(kBackwardOp, attention_fp32_backward_kernel<kHeadDim>, kThreads,
+    launch_grid(kBackwardOp, attention_fp32_backward_kernel<kHeadDim, Launch>, kThreads,
                 Fp32Shared<kHeadDim>::kBytes, run, run.args.kv_heads, run.args.max_k, kFp32Rows,
                 stream);
   });

@@ -6,6 +6,7 @@
 #include "attention/dropout.h"
 #include "attention/kernel_parts.h"
 #include "attention/query_windows.h"
+#include "attention/score_bias.h"
 
 namespace bert_unpad {
 
@@ -14,9 +15,10 @@ inline constexpr int kQueryGradientWarps = 4;
 template <class T, int kHeadDim>
 using QueryGradientKeys = KeyTiles<T, kHeadDim, kQueryGradientWarps>;
 
-template <class T, int kHeadDim, bool kDropout, bool kWindow>
+template <class T, int kHeadDim, bool kDropout, bool kWindow, class Launch>
 BU_KERNEL(32 * kQueryGradientWarps, 2)
-attention_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
+attention_backward_dq_kernel(BU_PARAMS Launch p) {
+  constexpr bool kBias = kHasBias<Launch>;
   const AttentionBlock block = attention_block(p);
   const int block_row = block.tile * 16 * kQueryGradientWarps;
   if (block_row >= block.q_len) return;
@@ -24,8 +26,8 @@ attention_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
   const int lane = threadIdx.x % 32, first_row = block_row + threadIdx.x / 32 * 16;
   RowRange block_keys{0, block.k_len}, any = block_keys;
   [[maybe_unused]] RowRange seen[2];  // the keys that rows g and g + 8 see
+  const QueryWindows windows(p.args, block);
   if constexpr (kWindow) {
-    const QueryWindows windows(p.args, block);
     block_keys = windows.keys_of_any(windows.template span<16 * kQueryGradientWarps>(block_row));
     any = windows.keys_of_any(windows.template span<16>(first_row));
     for (int half = 0; half < 2; ++half) seen[half] = windows.keys(first_row + lane / 4 + 8 * half);
@@ -57,6 +59,9 @@ attention_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
                                                   block.sequence * p.args.heads + block.head);
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   const Operands<kHeadDim> operands;
+  const QueryBias<T, kBias> bias(p, block, windows, first_row);
+  const QueryBiasSums<T, kBias> sums(p, block, windows, first_row, keys.kSharedBytes);
+  const float unit = kBias ? 1.0f : scale;  // of a score, once it has its bias
   float dq[kHeadDim / 8][4] = {};
 
   for (int tile = first_tile; tile < keys.tiles(); ++tile) {
@@ -81,17 +86,21 @@ attention_backward_dq_kernel(BU_PARAMS AttentionLaunch p) {
         mma<T>(dp[0], dout[d], b[0], b[1]);
         mma<T>(dp[1], dout[d], b[2], b[3]);
       }
-      if constexpr (kDropout) dropout.apply(dp, first_row / 16, first_key / 16);
+      bias.add(s, first_key, scale);
+      if constexpr (kDropout) {
+        if (!kBias || dropout.draws()) dropout.apply(dp, first_row / 16, first_key / 16);
+      }
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          float weight = exp2_approx(fma(s[n][i], scale, -offset[i / 2]));
+          float weight = exp2_approx(fma(s[n][i], unit, -offset[i / 2]));
           const int key = first_key + 8 * n + 2 * (lane % 4) + i % 2;
           if (kWindow ? !seen[i / 2].holds(key, key) : key >= block.k_len) weight = 0.0f;
           dp[n][i] = weight * (dp[n][i] * keep - delta[i / 2]);
         }
       }
+      sums.add(dp, first_key);
       uint32_t gradients[4];
       pack_a<T>(gradients, dp[0], dp[1]);
 #pragma unroll

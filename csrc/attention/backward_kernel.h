@@ -14,44 +14,25 @@
 //
 // kGeneral (not fused): several heads may read the keys, and queries may see those of a window
 // only. A block passes over the heads, and takes the tiles of queries that see one of its keys, a
-// warp of these the steps of 16 queries that see one of its own.
+// warp of these the steps of 16 queries that see one of its own. With a position bias this kernel
+// is taken too.
 #pragma once
 
+#include "attention/backward_fused.h"
 #include "attention/dropout.h"
 #include "attention/kernel_parts.h"
 #include "attention/query_windows.h"
+#include "attention/score_bias.h"
 
 namespace bert_unpad {
 
-inline constexpr int kBackwardQueries = 64;
-
-// Where things lie in shared memory.
-template <int kHeadDim, int kWarps, bool kFused>
-struct BackwardShared {
-  static constexpr int kKeys = 16 * kWarps;
-  static constexpr uint32_t kQueryTile = SharedTile<kHeadDim>::bytes(kBackwardQueries);
-  // Two stages, each a tile of q and one of dout.
-  static BU_HD uint32_t stage(int i) { return i % 2 * 2 * kQueryTile; }
-  static constexpr uint32_t kKeyTile = 4 * kQueryTile;
-  // Score gradients, [keys, 64 queries].
-  static constexpr uint32_t kGradients = kKeyTile + SharedTile<kHeadDim>::bytes(kFused ? kKeys : 0);
-  // lse and delta: of all queries, or of two stages.
-  static constexpr uint32_t kRowValues =
-      kGradients + SharedTile<kBackwardQueries>::bytes(kFused ? kKeys : 0);
-
-  static BU_HD int rows(int max_q) {
-    return kFused ? (max_q + kBackwardQueries - 1) / kBackwardQueries * kBackwardQueries
-                  : 2 * kBackwardQueries;
-  }
-  // Sums of dQ: of a 16 x 8 tile, 16 bytes a lane.
-  static BU_HD uint32_t query_sums(int max_q) { return kRowValues + 8 * rows(max_q); }
-  static BU_HD uint32_t bytes(int max_q, int max_k) {
-    return query_sums(max_q) + (kFused && max_k > kKeys ? rows(max_q) * kHeadDim * 4 : 0);
-  }
-};
+// Columns of dk and dv that a launch computes: all; with a position bias 64 of 128, because there
+// are not enough registers for more.
+template <int kHeadDim, bool kBias>
+inline constexpr int kKeyColumns = kBias && kHeadDim == 128 ? 64 : kHeadDim;
 
 // A warp's 16 keys: their rows, and the gradients that these have gathered.
-template <class T, int kHeadDim, bool kDropout, bool kGeneral>
+template <class T, int kHeadDim, bool kDropout, bool kGeneral, bool kBias>
 struct BackwardKeys {
   // 128 columns of K and V do not fit into registers beside dK and dV; they come from L1 then, 16
   // columns at a time.
@@ -62,12 +43,14 @@ struct BackwardKeys {
                                       : kGeneral && kHeadDim == 128 ? 1
                                                                     : 2;
 
+  static constexpr int kColumns = kKeyColumns<kHeadDim, kBias>;
+
   HeadRows<const T> k, v;
   int first, end;  // the first of the keys in the sequence, and the sequence's length
   uint32_t flip;   // gives k the scale's sign, as q gets it in the forward pass
   Operands<kHeadDim> operands;
   uint32_t k_rows[kKept][4], v_rows[kKept][4];
-  float dk[kHeadDim / 8][4], dv[kHeadDim / 8][4];
+  float dk[kColumns / 8][4], dv[kColumns / 8][4];
 
   BU_DEVICE BackwardKeys(const cuda::AttentionCudaParams& a, const AttentionBlock& block)
       : k(a.k, block.k_begin, block.kv_head),
@@ -82,7 +65,7 @@ struct BackwardKeys {
       load_a<kHeadDim>(v_rows, v, first, end, 0);
     }
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n)
+    for (int n = 0; n < kColumns / 8; ++n)
       for (int i = 0; i < 4; ++i) dk[n][i] = dv[n][i] = 0.0f;
   }
 
@@ -100,12 +83,23 @@ struct BackwardKeys {
     return bits;
   }
 
+  // The same of scores with queries after the first `count` of the 16.
+  BU_DEVICE uint32_t beyond(int count) const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (2 * static_cast<int>(threadIdx.x % 4) + i / 2 * 8 + i % 2 >= count)
+        bits |= 5u << (i / 2 * 4 + i % 2);
+    return bits;
+  }
+
   // Takes in 16 queries, rows `row` .. `row` + 15 of the tiles, `first_query` in the sequence.
   // `lse` and `delta`: where theirs begin in shared memory. `hidden`: scores outside of windows.
   // Returns the gradients of the scores, as an A operand [keys, queries].
   BU_DEVICE void add_queries(uint32_t (&gradients)[4], uint32_t q_tile, uint32_t dout_tile, int row,
                              int first_query, uint32_t lse, uint32_t delta, float scale,
-                             const AttentionDropout& dropout, float keep, uint32_t hidden) {
+                             const AttentionDropout& dropout, float keep, uint32_t hidden,
+                             const KeyBias<T, kBias>& bias, int first_column) {
     const int lane = threadIdx.x % 32;
     float s[2][4] = {}, dp[2][4] = {};  // [keys, queries]: scores; gradients of the weights
 #pragma unroll kColumnSteps
@@ -124,8 +118,11 @@ struct BackwardKeys {
       mma<T>(dp[0], v_rows[d % kKept], b[0], b[1]);
       mma<T>(dp[1], v_rows[d % kKept], b[2], b[3]);
     }
+    bias.add(s, first_query, scale);
+    const float unit = kBias ? 1.0f : scale;  // of a score, once it has its bias
+    const bool draws = kDropout && (!kBias || dropout.draws());
     AttentionDropout::Transposed drawn;
-    if constexpr (kDropout) drawn = dropout.transposed_words(first_query / 16, first / 16);
+    if (draws) drawn = dropout.transposed_words(first_query / 16, first / 16);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const uint32_t at = 4 * (8 * n + 2 * (lane % 4));
@@ -134,11 +131,11 @@ struct BackwardKeys {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {  // key g + 8 * (i / 2), query 2t + i % 2
         const float offset = (i % 2 ? l.high : l.low) * kLog2e;
-        float weight = exp2_approx(fma(s[n][i], scale, -offset));
+        float weight = exp2_approx(fma(s[n][i], unit, -offset));
         if (hidden >> (4 * n + i) & 1) weight = 0.0f;
         float gradient = dp[n][i] * keep;
         s[n][i] = weight;
-        if constexpr (kDropout) {
+        if (draws) {
           const uint32_t word = i % 2 ? drawn.odd[n] : drawn.even[n];
           if (!(i / 2 ? dropout.keeps_high(word) : dropout.keeps_low(word)))
             s[n][i] = gradient = 0.0f;
@@ -146,16 +143,17 @@ struct BackwardKeys {
         dp[n][i] = weight * (gradient - (i % 2 ? dots.high : dots.low));
       }
     }
+    bias.add_gradients(dp, first_query);
     uint32_t weights[4];
     pack_a<T>(weights, s[0], s[1]);
     pack_a<T>(gradients, dp[0], dp[1]);
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 16; ++n) {
+    for (int n = 0; n < kColumns / 16; ++n) {
       uint32_t b[4];
-      operands.b_transposed(b, dout_tile, row, n);
+      operands.b_transposed(b, dout_tile, row, first_column / 16 + n);
       mma<T>(dv[2 * n], weights, b[0], b[1]);
       mma<T>(dv[2 * n + 1], weights, b[2], b[3]);
-      operands.b_transposed(b, q_tile, row, n);
+      operands.b_transposed(b, q_tile, row, first_column / 16 + n);
       mma<T>(dk[2 * n], gradients, b[0], b[1]);
       mma<T>(dk[2 * n + 1], gradients, b[2], b[3]);
     }
@@ -173,100 +171,22 @@ struct BackwardKeys {
     }
   }
 
-  BU_DEVICE void store(const cuda::AttentionCudaParams& a, const AttentionBlock& block,
-                       float keep) {
+  BU_DEVICE void store(const cuda::AttentionCudaParams& a, const AttentionBlock& block, float keep,
+                       int first_column) {
     store_rows<T>(dk, a.scale, a.scale, HeadRows<T>(a.dk, block.k_begin, block.kv_head), first, end,
-                  0);
-    store_rows<T>(dv, keep, keep, HeadRows<T>(a.dv, block.k_begin, block.kv_head), first, end, 0);
+                  first_column);
+    store_rows<T>(dv, keep, keep, HeadRows<T>(a.dv, block.k_begin, block.kv_head), first, end,
+                  first_column);
   }
 };
 
-// dQ of a block's head. A warp takes 16 of a tile's 64 queries and, with 8 warps, half of the
-// columns. Sums wait in shared memory between passes over the keys.
-template <class T, int kHeadDim, int kWarps>
-struct BackwardQueries {
-  static constexpr int kColumns = kHeadDim / (kWarps / 4);
-  Operands<kHeadDim> key_operands;
-  Operands<kBackwardQueries> gradient_operands;
-
-  // Adds what `keys` keys (the tile's first ones) give to the queries of a tile; `sums` is where
-  // its sums wait. Stores the rows after the last pass.
-  BU_DEVICE void add_keys(const cuda::AttentionCudaParams& a, const AttentionBlock& block, int tile,
-                          uint32_t sums, uint32_t key_tile, uint32_t gradients, int keys,
-                          bool first_pass, bool last_pass) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int row_tile = warp % 4, column = warp / 4 * kColumns;
-    const int first_query = tile * kBackwardQueries + 16 * row_tile;
-    if (first_query >= block.q_len) return;
-    float dq[kColumns / 8][4] = {};
-    const uint32_t at =
-        sums + ((tile * 4 + row_tile) * (kHeadDim / 8) + column / 8) * 512 + lane * 16;
-    if (!first_pass) {
-#pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n) {
-        const auto x = load_shared<Vector<float, 4>>(at + 512 * n);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) dq[n][i] = x.v[i];
-      }
-    }
-#pragma unroll 1
-    for (int row = 0; row < keys; row += 16) {
-      uint32_t d[4];
-      gradient_operands.a_transposed(d, gradients, row, row_tile);
-#pragma unroll
-      for (int n = 0; n < kColumns / 16; ++n) {
-        uint32_t b[4];
-        key_operands.b_transposed(b, key_tile, row, column / 16 + n);
-        mma<T>(dq[2 * n], d, b[0], b[1]);
-        mma<T>(dq[2 * n + 1], d, b[2], b[3]);
-      }
-    }
-    if (last_pass) {
-      store_rows<T>(dq, a.scale, a.scale, HeadRows<T>(a.dq, block.q_begin, block.head), first_query,
-                    block.q_len, column);
-    } else {
-#pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n)
-        store_shared<Vector<float, 4>>(at + 512 * n, {dq[n][0], dq[n][1], dq[n][2], dq[n][3]});
-    }
-  }
-
-  // For sequences without keys.
-  BU_DEVICE void store_zeros(const cuda::AttentionCudaParams& a,
-                             const AttentionBlock& block) const {
-    const float zeros[kHeadDim / 8][4] = {};
-    for (int row = threadIdx.x / 32 * 16; row < block.q_len; row += 16 * kWarps)
-      store_rows<T>(zeros, 1.0f, 1.0f, HeadRows<T>(a.dq, block.q_begin, block.head), row,
-                    block.q_len, 0);
-  }
-};
-
-// lse and delta = rowsum(dout * out) of all queries of a head, into shared memory.
-template <class T, int kHeadDim, int kWarps>
-BU_DEVICE void fill_row_values(const cuda::AttentionCudaParams& a, const AttentionBlock& block,
-                               uint32_t lse_at, uint32_t delta_at) {
-  const int lane = threadIdx.x % 32;
-  const float* lse = a.lse + block.head * a.q_tokens + block.q_begin;
-  const HeadRows<const T> dout(a.dout, block.q_begin, block.head);
-  const HeadRows<const T> out(a.out, block.q_begin, block.head);
-  for (int row = threadIdx.x / 32 * 16; row < block.q_len; row += 16 * kWarps) {
-    uint32_t rows[kHeadDim / 16][4];
-    load_a<kHeadDim>(rows, dout, row, block.q_len, 0);
-    float dots[2];
-    row_dots<kHeadDim>(dots, rows, out, row, block.q_len);
-    if (lane % 4 < 2) {
-      const int mine = row + lane / 4 + 8 * (lane % 4);
-      store_shared<float>(lse_at + 4 * mine,
-                          mine < block.q_len ? load_global<float>(lse + mine) : 0.0f);
-      store_shared<float>(delta_at + 4 * mine, lane % 4 ? dots[1] : dots[0]);
-    }
-  }
-}
-
-template <class T, int kHeadDim, int kWarps, bool kDropout, bool kFused, bool kGeneral>
-BU_KERNEL(32 * kWarps, kHeadDim == 32 ? 3 : 1)
-attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
+template <class T, int kHeadDim, int kWarps, bool kDropout, bool kFused, bool kGeneral,
+          class Launch>
+BU_KERNEL(32 * kWarps, kHeadDim == 32 && !kHasBias<Launch> ? 3 : 1)
+attention_backward_kernel(BU_PARAMS Launch p) {
+  constexpr bool kBias = kHasBias<Launch>;
   static_assert(!kFused || !kGeneral);
+  static_assert(!kBias || kGeneral);
   using Shared = BackwardShared<kHeadDim, kWarps, kFused>;
   constexpr int kThreads = 32 * kWarps, kKeys = Shared::kKeys, kQueries = kBackwardQueries;
   AttentionBlock block = attention_block<true>(p);
@@ -320,12 +240,16 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
                            block.sequence * p.args.heads + block.head);
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   const float scale = fabsf(p.args.scale) * kLog2e;
-  BackwardKeys<T, kHeadDim, kDropout, kGeneral> keys(p.args, block);
+  BackwardKeys<T, kHeadDim, kDropout, kGeneral, kBias> keys(p.args, block);
   [[maybe_unused]] const BackwardQueries<T, kHeadDim, kWarps> queries;
+  int first_column = 0;
+  if constexpr (kKeyColumns<kHeadDim, kBias> < kHeadDim) first_column = p.first_column;
   int count = 0;  // of query tiles so far, over all passes
   for (int pass = 0; pass < passes; ++pass) {
     const int pass_key = kFused ? pass * kKeys : first_key;
     if (kFused || pass == 0) keys.start(pass_key + static_cast<int>(threadIdx.x) / 32 * 16);
+    const KeyBias<T, kBias> bias(p, block, windows, block.head + pass, keys.first,
+                                 Shared::query_sums(0));
     for (int tile = first_tile, next = 0; tile < query_tiles; tile = next, ++count) {
       next = needed(tile + 1);
       copy_async_wait<0>();
@@ -357,10 +281,13 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
             if (!windows.keys_of_all(span).holds(keys.first, keys.first + 15))
               hidden = keys.hidden(windows, first_query);
           }
+          // Their scores are zero without a bias, and so are their gradients.
+          if (kBias && first_query + 16 > block.q_len)
+            hidden |= keys.beyond(block.q_len - first_query);
           uint32_t gradients[4];
           keys.add_queries(gradients, q_tile, dout_tile, 16 * step, first_query,
                            lse_at + values + 64 * step, delta_at + values + 64 * step, scale,
-                           dropout, keep, hidden);
+                           dropout, keep, hidden, bias, first_column);
           if constexpr (kFused) keys.share(gradients, Shared::kGradients, step);
         }
       }
@@ -375,7 +302,8 @@ attention_backward_kernel(BU_PARAMS AttentionLaunch p) {
       }
     }
     if constexpr (kGeneral) ++dropout.stream;
-    if ((kFused || pass + 1 == passes) && keys.first < block.k_len) keys.store(p.args, block, keep);
+    if ((kFused || pass + 1 == passes) && keys.first < block.k_len)
+      keys.store(p.args, block, keep, first_column);
   }
   if constexpr (kFused) {
     if (passes == 0) queries.store_zeros(p.args, block);

@@ -35,6 +35,9 @@ struct AttentionDropout {
     if (rng != nullptr) key = rng_key(load_global<int64_t>(rng), load_global<int64_t>(rng + 1));
   }
 
+  // Whether there is dropout at all, for kernels that serve both cases.
+  BU_DEVICE bool draws() const { return threshold < 65536u; }
+
   // Is the weight that drew the lower or upper half of a word kept?
   BU_DEVICE bool keeps_low(uint32_t word) const { return (word & 0xffffu) < threshold; }
   BU_DEVICE bool keeps_high(uint32_t word) const { return word < threshold_high; }

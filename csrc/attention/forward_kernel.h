@@ -8,12 +8,13 @@
 //
 // kWindow: queries see the keys of a window. A block takes the tiles of keys that one of its
 // queries sees, a warp of these the steps of 16 keys that one of its own sees; scores are masked
-// where not all of them see all keys.
+// where not all of them see all keys. A launch with a position bias takes the kernel for windows.
 #pragma once
 
 #include "attention/dropout.h"
 #include "attention/kernel_parts.h"
 #include "attention/query_windows.h"
+#include "attention/score_bias.h"
 
 namespace bert_unpad {
 
@@ -23,14 +24,15 @@ template <class T, int kHeadDim>
 using ForwardKeys = KeyTiles<T, kHeadDim, kForwardWarps>;
 
 // A warp's rows: queries, what they have summed so far, and one step of it.
-template <class T, int kHeadDim, int kRowTiles, bool kDropout, bool kWindow>
+template <class T, int kHeadDim, int kRowTiles, bool kDropout, bool kWindow, bool kBias>
 struct ForwardRows {
-  static_assert(!kWindow || kRowTiles == 1);
+  static_assert((!kWindow && !kBias) || kRowTiles == 1);
   static constexpr int kKeys = ForwardKeys<T, kHeadDim>::kKeys, kSteps = kKeys / 16;
   Operands<kHeadDim> operands;
   uint32_t q[kRowTiles][kHeadDim / 16][4];
   float o[kRowTiles][kHeadDim / 8][4];
-  float top[kRowTiles][2];  // the largest score so far, before scaling, of rows g and g + 8
+  // The largest score so far of rows g and g + 8, before scaling; with a bias in base 2.
+  float top[kRowTiles][2];
   float sum[kRowTiles][2];  // sum of the exponentials in this lane's columns
   RowRange seen[2];         // with a window: the keys that rows g and g + 8 see
 
@@ -38,9 +40,16 @@ struct ForwardRows {
   // these, if `all`. `first_row` is the first query's row, `first_key` the tile's first key, both
   // in the sequence.
   BU_DEVICE void add_tile(uint32_t k_tile, uint32_t v_tile, int from, int to, bool all, float scale,
-                          const AttentionDropout& dropout, int first_row, int first_key) {
+                          const QueryBias<T, kBias>& bias, const AttentionDropout& dropout,
+                          int first_row, int first_key) {
     float s[kRowTiles][kSteps][2][4] = {};
     scores(s, k_tile, from, to);
+    if constexpr (kBias) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+        if (!skips(step, from, to)) bias.add(s[0][step], first_key + 16 * step, scale);
+      scale = 1.0f;
+    }
     if constexpr (kWindow) {
       if (!all) mask(s[0], first_key);
     }
@@ -51,8 +60,10 @@ struct ForwardRows {
       uint32_t weights[kRowTiles][4];
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
-        if constexpr (kDropout)
-          dropout.apply(s[r][step], first_row / 16 + r, first_key / 16 + step);
+        if constexpr (kDropout) {
+          if (!kBias || dropout.draws())
+            dropout.apply(s[r][step], first_row / 16 + r, first_key / 16 + step);
+        }
         pack_a<T>(weights[r], s[r][step][0], s[r][step][1]);
       }
 #pragma unroll
@@ -157,19 +168,20 @@ struct ForwardRows {
   }
 };
 
-template <class T, int kHeadDim, int kRowTiles, bool kDropout, bool kWindow>
-BU_KERNEL(32 * kForwardWarps, kHeadDim == 64 && kWindow ? 3 : 2)
-attention_forward_kernel(BU_PARAMS AttentionLaunch p) {
+template <class T, int kHeadDim, int kRowTiles, bool kDropout, bool kWindow, class Launch>
+BU_KERNEL(32 * kForwardWarps, kHeadDim == 64 && kWindow && !kHasBias<Launch> ? 3 : 2)
+attention_forward_kernel(BU_PARAMS Launch p) {
+  constexpr bool kBias = kHasBias<Launch>;
   const AttentionBlock block = attention_block(p);
   const int block_row = block.tile * kForwardWarps * 16 * kRowTiles;
   if (block_row >= block.q_len) return;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_row = block_row + warp * 16 * kRowTiles;
-  ForwardRows<T, kHeadDim, kRowTiles, kDropout, kWindow> rows;
+  ForwardRows<T, kHeadDim, kRowTiles, kDropout, kWindow, kBias> rows;
   RowRange block_keys{0, block.k_len}, any = block_keys, all = block_keys;
+  const QueryWindows windows(p.args, block);
   if constexpr (kWindow) {
-    const QueryWindows windows(p.args, block);
     block_keys = windows.keys_of_any(windows.template span<16 * kForwardWarps>(block_row));
     const PositionSpan span = windows.template span<16>(first_row);
     any = windows.keys_of_any(span);
@@ -196,6 +208,7 @@ attention_forward_kernel(BU_PARAMS AttentionLaunch p) {
   }
   const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
                                  block.sequence * p.args.heads + block.head);
+  const QueryBias<T, kBias> bias(p, block, windows, first_row);
 
   for (int tile = first_tile; tile < keys.tiles(); ++tile) {
     copy_async_wait<0>();
@@ -205,7 +218,7 @@ attention_forward_kernel(BU_PARAMS AttentionLaunch p) {
     const int first_key = tile * keys.kKeys;
     if (kWindow && !any.meets(first_key, first_key + keys.kKeys - 1)) continue;
     rows.add_tile(keys.keys(tile), keys.values(tile), any.begin - first_key, any.end - first_key,
-                  all.holds(first_key, first_key + keys.kKeys - 1), scale, dropout, first_row,
+                  all.holds(first_key, first_key + keys.kKeys - 1), scale, bias, dropout, first_row,
                   first_key);
   }
   if (first_row >= block.q_len) return;
@@ -213,6 +226,7 @@ attention_forward_kernel(BU_PARAMS AttentionLaunch p) {
   const HeadRows<T> out(p.args.out_w, block.q_begin, block.head);
   float* lse = p.args.lse + block.head * p.args.q_tokens + block.q_begin;
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
+  const float unit = kBias ? 1.0f : scale;  // of `top`
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) {
     float factor[2];
@@ -222,7 +236,7 @@ attention_forward_kernel(BU_PARAMS AttentionLaunch p) {
       factor[half] = total > 0.0f ? keep / total : total;  // 0 without keys; a NaN stays one
       const int row = first_row + 16 * r + 8 * half + lane / 4;
       if (lane % 4 == 0 && row < block.q_len)
-        store_global<float>(lse + row, fma(rows.top[r][half], scale, log2f(total)) * kLn2);
+        store_global<float>(lse + row, fma(rows.top[r][half], unit, log2f(total)) * kLn2);
     }
     store_rows<T>(rows.o[r], factor[0], factor[1], out, first_row + 16 * r, block.q_len, 0);
   }

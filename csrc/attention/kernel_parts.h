@@ -2,6 +2,8 @@
 // fragments get into and out of shared memory and registers.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/attention_cuda.h"
 #include "cuda/math.h"
 #include "cuda/primitives.h"
@@ -23,6 +25,16 @@ struct AttentionLaunch {
   int first, tiles;
   int group;  // query heads that read one head of keys and values
 };
+
+// The same with a position bias. Kernels are compiled for one or the other, so that those without a
+// bias know nothing of it.
+struct AttentionBiasLaunch : AttentionLaunch {
+  cuda::AttentionCudaBias bias;
+  int first_column;  // of dk and dv that this launch computes, see kKeyColumns
+};
+
+template <class Launch>
+inline constexpr bool kHasBias = std::is_same_v<Launch, AttentionBiasLaunch>;
 
 // What one block works on. A block of keys has the first of the query heads that read them.
 struct AttentionBlock {

@@ -1,4 +1,5 @@
-// The launches of one head dim for bf16 and fp16: which tile shape takes a run, and its grid.
+// The launches of one head dim for bf16 and fp16, without a position bias: which tile shape takes a
+// run, and its grid.
 #pragma once
 
 #include "attention/backward_dq_kernel.h"
@@ -12,9 +13,11 @@ namespace bert_unpad::cuda {
 template <int kHeadDim>
 void launch_forward(const AttentionRun& run, cudaStream_t stream) {
   const auto start = [&]<class T, int kRowTiles, bool kDropout, bool kWindow>() {
-    launch_grid(kForwardOp, attention_forward_kernel<T, kHeadDim, kRowTiles, kDropout, kWindow>,
-                32 * kForwardWarps, ForwardKeys<T, kHeadDim>::kSharedBytes, run, run.args.heads,
-                run.args.max_q, 16 * kForwardWarps * kRowTiles, stream);
+    launch_grid(
+        kForwardOp,
+        attention_forward_kernel<T, kHeadDim, kRowTiles, kDropout, kWindow, AttentionLaunch>,
+        32 * kForwardWarps, ForwardKeys<T, kHeadDim>::kSharedBytes, run, run.args.heads,
+        run.args.max_q, 16 * kForwardWarps * kRowTiles, stream);
   };
   dispatch_16_bit(run.args, [&]<class T, bool kDropout>() {
     if (has_window(run.args)) return start.template operator()<T, 1, kDropout, true>();
@@ -31,19 +34,23 @@ void launch_backward(const AttentionRun& run, bool fused, cudaStream_t stream) {
   const int heads = run.args.heads, kv_heads = run.args.kv_heads;
   const int max_q = run.args.max_q, max_k = run.args.max_k;
   const auto start_fused = [&]<class T, int kWarps, bool kDropout>() {
-    launch_grid(kBackwardOp, attention_backward_kernel<T, kHeadDim, kWarps, kDropout, true, false>,
-                32 * kWarps, BackwardShared<kHeadDim, kWarps, true>::bytes(max_q, max_k), run,
-                heads, 0, 0, stream);
+    launch_grid(
+        kBackwardOp,
+        attention_backward_kernel<T, kHeadDim, kWarps, kDropout, true, false, AttentionLaunch>,
+        32 * kWarps, BackwardShared<kHeadDim, kWarps, true>::bytes(max_q, max_k), run, heads, 0, 0,
+        stream);
   };
   const auto start_split = [&]<class T, bool kDropout, bool kWindow, bool kGeneral>() {
-    launch_grid(kBackwardOp, attention_backward_dq_kernel<T, kHeadDim, kDropout, kWindow>,
+    launch_grid(kBackwardOp,
+                attention_backward_dq_kernel<T, kHeadDim, kDropout, kWindow, AttentionLaunch>,
                 32 * kQueryGradientWarps, QueryGradientKeys<T, kHeadDim>::kSharedBytes, run, heads,
                 max_q, 16 * kQueryGradientWarps, stream);
     constexpr int kWarps = 4;
-    launch_grid(kBackwardOp,
-                attention_backward_kernel<T, kHeadDim, kWarps, kDropout, false, kGeneral>,
-                32 * kWarps, BackwardShared<kHeadDim, kWarps, false>::bytes(max_q, max_k), run,
-                kv_heads, max_k, 16 * kWarps, stream);
+    launch_grid(
+        kBackwardOp,
+        attention_backward_kernel<T, kHeadDim, kWarps, kDropout, false, kGeneral, AttentionLaunch>,
+        32 * kWarps, BackwardShared<kHeadDim, kWarps, false>::bytes(max_q, max_k), run, kv_heads,
+        max_k, 16 * kWarps, stream);
   };
   dispatch_16_bit(run.args, [&]<class T, bool kDropout>() {
     if constexpr (kHeadDim <= 64) {

@@ -69,4 +69,16 @@ inline bool check_bias(const BiasArguments& bias, const Tensor& q, const Tensor&
   return true;
 }
 
+// From checked arguments to a device's params; the table is each device's own business.
+template <class Bias>
+void set_bias_parts(Bias& bias, const BiasArguments& from) {
+  bias.reach = static_cast<int>(from.buckets->size(0) / 2);
+  bias.bucket = from.buckets->const_data_ptr<int32_t>();
+  bias.buckets = static_cast<int>(from.table   ? from.table->size(0)
+                                  : from.query ? from.query->size(2)
+                                               : from.key->size(2));
+  if (from.query) bias.query = packed(*from.query, from.query->stride(0), from.query->stride(1));
+  if (from.key) bias.key = packed(*from.key, from.key->stride(0), from.key->stride(1));
+}
+
 }  // namespace bert_unpad

@@ -2,24 +2,35 @@
 #include "gpu_model/block/c_api.h"
 //
 #include "attention/attention.cu"
+#include "attention/attention_bias_d128.cu"
+#include "attention/attention_bias_d32.cu"
+#include "attention/attention_bias_d64.cu"
+#include "attention/attention_bias_d96.cu"
 #include "attention/attention_d128.cu"
 #include "attention/attention_d32.cu"
 #include "attention/attention_d64.cu"
 #include "attention/attention_d96.cu"
 #include "attention/attention_fp32.cu"
+#include "attention/position_bias.cu"
+#include "cuda/column_sum.cu"
 
 using bert_unpad::AttentionGroup;
+using bert_unpad::cuda::AttentionCudaBias;
 using bert_unpad::cuda::AttentionCudaParams;
 
-// The layout of AttentionCudaParams is mirrored in tests/support/model_attention.py.
-BU_EXPORT int64_t attention_args_size() { return sizeof(AttentionCudaParams); }
+// The layouts of both are mirrored in tests/support/model_attention.py.
+struct AttentionArgs {
+  AttentionCudaParams params;
+  AttentionCudaBias bias;
+};
+BU_EXPORT int64_t attention_args_size() { return sizeof(AttentionArgs); }
 
-BU_EXPORT int attention(int backward, const AttentionCudaParams* args, const AttentionGroup* groups,
+BU_EXPORT int attention(int backward, const AttentionArgs* args, const AttentionGroup* groups,
                         int64_t group_count) {
   return bert_unpad::block_model::guarded([&] {
     const auto run =
         backward ? bert_unpad::cuda::attention_backward : bert_unpad::cuda::attention_forward;
-    run(*args, {groups, static_cast<size_t>(group_count)}, nullptr);
+    run(args->params, args->bias, {groups, static_cast<size_t>(group_count)}, nullptr);
   });
 }
 

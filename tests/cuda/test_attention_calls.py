@@ -154,14 +154,6 @@ def test_misaligned_rows_are_refused(dtype: torch.dtype) -> None:
         ops.varlen_attention(qkv, VarlenBatch.from_lengths([20], "cuda"))
 
 
-def test_a_position_bias_is_refused() -> None:
-    qkv, batch = torch.randn(20, 3, 2, 64, device="cuda"), VarlenBatch.from_lengths([20], "cuda")
-    buckets = torch.zeros(3, dtype=torch.int32, device="cuda")
-    bias = ops.PositionBias(buckets, table=torch.zeros(1, 2, device="cuda"))
-    with pytest.raises(RuntimeError, match="position_bias must be None on a GPU"):
-        ops.varlen_attention(qkv, batch, position_bias=bias)
-
-
 _OUT_OF_RANGE = """
 import json, sys, torch
 from bert_unpad import ops

@@ -14,7 +14,14 @@ from transformers.models.t5 import modeling_t5
 from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch
 from tests.support import reference
-from tests.support.attention_cases import PARTS, Case, compare, random_positions, with_gradients
+from tests.support.attention_cases import (
+    PARTS,
+    Case,
+    compare,
+    random_buckets,
+    random_positions,
+    with_gradients,
+)
 from tests.support.op_checks import (
     RNG,
     assert_all_isas_agree,
@@ -25,12 +32,6 @@ from tests.support.op_checks import (
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [130, 0, 1, 17, 70]
-
-
-def random_buckets(reach: int, count: int) -> Tensor:
-    buckets = torch.randint(count, (2 * reach + 1,)).int()
-    buckets[-1] = count - 1
-    return buckets
 
 
 @pytest.mark.parametrize("parts", [*((part,) for part in PARTS), PARTS], ids="+".join)

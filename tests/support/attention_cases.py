@@ -25,6 +25,13 @@ def random_positions(q_lengths: Sequence[int], k_lengths: Sequence[int]) -> Tens
     return torch.cat(rows).int()
 
 
+def random_buckets(reach: int, count: int) -> Tensor:
+    """Of distances up to `reach`, in no order."""
+    buckets = torch.randint(count, (2 * reach + 1,)).int()
+    buckets[-1] = count - 1
+    return buckets
+
+
 @dataclass
 class Case:
     """Arguments of attention; without `q_lengths` those of self-attention."""

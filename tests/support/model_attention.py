@@ -12,10 +12,12 @@ from torch import Tensor
 
 from gpu_model.block_model import Model
 from tests.support import reference
+from tests.support.attention_cases import PARTS
 from tests.support.model_checks import DTYPES, load_kernels
 from tests.support.op_checks import RNG, cu_seqlens
 
 NAMES = ["out", "dq", "dk", "dv"]
+PART_ROWS = 256  # kBiasPartRows of csrc/attention/attention_cuda.h
 # Multiprocessors: with one, every batch fills the device and the fused backward kernel runs; with
 # many, the two kernels that share a head's tiles.
 FUSED, SPLIT = 1, 10_000
@@ -30,7 +32,7 @@ class Packed(ctypes.Structure):
 
 
 class Args(ctypes.Structure):
-    """AttentionCudaParams of csrc/attention/attention_cuda.h."""
+    """AttentionCudaParams and AttentionCudaBias of csrc/attention/attention_cuda.h."""
 
     _fields_ = (
         *((name, ctypes.c_int) for name in ("dtype", "heads", "kv_heads", "head_dim", "sequences")),
@@ -44,6 +46,12 @@ class Args(ctypes.Structure):
         *((name, Packed) for name in ("q", "k", "v", "out", "dout")),
         *((name, Packed) for name in ("out_w", "dq", "dk", "dv")),
         *((name, ctypes.c_void_p) for name in ("lse", "delta")),
+        # AttentionCudaBias
+        *((name, ctypes.c_int) for name in ("buckets", "reach")),
+        *((name, ctypes.c_void_p) for name in ("bucket", "table", "distances")),
+        *((name, Packed) for name in ("query", "key")),
+        *((name, ctypes.c_void_p) for name in ("dtable", "dquery", "dkey")),
+        *((name, ctypes.c_void_p) for name in ("dquery_sums", "dkey_sums", "dtable_parts")),
     )
 
 
@@ -56,6 +64,27 @@ def model() -> Model:
 def packed(x: Tensor) -> Packed:
     """[tokens, heads, head_dim], contiguous in the last dimension."""
     return Packed(x.data_ptr(), x.stride(0), x.stride(1))
+
+
+def nans(*shape: int) -> Tensor:
+    return torch.full(shape, math.nan)
+
+
+def bias_workspaces(
+    bias: Sequence[Tensor | None], results: dict[str, Tensor], heads: int, tokens: int
+) -> dict[str, Tensor]:
+    """What the binding allocates beside the results, by field of Args."""
+    buckets, table, *rows = bias
+    work = {} if table is None else {"distances": nans(heads, len(buckets))}
+    for name, x in zip(("dquery", "dkey"), rows, strict=True):
+        if name in results:
+            gradient = results[name]
+            work[f"{name}_sums"] = gradient if x.dtype == torch.float32 else nans(*x.shape)
+    if "dtable" in results:
+        count = len(table)
+        work["dtable_parts"] = nans(-(-tokens // PART_ROWS), count, heads)
+        work.setdefault("dquery_sums", nans(tokens, heads, count))
+    return work
 
 
 def plan(
@@ -80,6 +109,7 @@ def attention(
     scale: float | None = None,
     window: tuple[int, int] = (-1, -1),
     positions: Tensor | None = None,
+    bias: Sequence[Tensor | None] | None = None,
     order: Sequence[int] | None = None,
     groups: Sequence[tuple[int, int, int]] = (),
     max_seqlen: int | None = None,
@@ -87,7 +117,8 @@ def attention(
 ) -> dict[str, Tensor]:
     """out and lse; with `dout` dq, dk, dv too. Operands may be strided views.
 
-    Results begin as NaN, so what a kernel leaves out shows. A wrong `cu` can be given on purpose.
+    bias: buckets, table, query, key, whose gradients are dtable, dquery and dkey. Results begin as
+    NaN, so what a kernel leaves out shows. A wrong `cu` can be given on purpose.
     """
     kernels = model()
     heads, head_dim = q.shape[1:]
@@ -103,18 +134,25 @@ def attention(
         for name, x in (("dq", q), ("dk", k), ("dv", v)):
             results[name] = torch.full(x.shape, math.nan, dtype=x.dtype)
     delta = torch.full((heads, q.shape[0]), math.nan)
+    buckets, *parts = bias or [None] * 4
+    parts = {name: x for name, x in zip(PARTS, parts, strict=True) if x is not None}
+    if dout is not None:
+        results |= {f"d{n}": nans(*x.shape).to(x.dtype) for n, x in parts.items()}
+    work = bias_workspaces(bias, results, heads, q.shape[0]) if bias else {}
     rng = None if p == 0.0 else rng
     order_t = None if order is None else torch.tensor(order, dtype=torch.int32)
 
     kernels.clear()
-    bases = {x.untyped_storage().data_ptr(): x for x in (q, k, v, dout) if x is not None}
+    rows = (q, k, v, dout, *parts.values())
+    bases = {x.untyped_storage().data_ptr(): x for x in rows if x is not None}
     for x in bases.values():
         whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
         kernels.register(whole, writable=False)
-    small = {x.data_ptr(): x for x in (cu_q, cu_k, rng, order_t, positions) if x is not None}
+    small = (cu_q, cu_k, rng, order_t, positions, buckets)
+    small = {x.data_ptr(): x for x in small if x is not None}
     for x in small.values():
         kernels.register(x, writable=False)
-    for x in (*results.values(), delta):
+    for x in {id(x): x for x in (*results.values(), delta, *work.values())}.values():
         kernels.register(x)
 
     args = Args(
@@ -143,6 +181,13 @@ def attention(
         lse=results["lse"].data_ptr(),
         delta=delta.data_ptr(),
     )
+    if buckets is not None:
+        args.reach, args.bucket = len(buckets) // 2, buckets.data_ptr()
+        for name, x in parts.items():
+            args.buckets = x.shape[0] if name == "table" else x.shape[2]
+            setattr(args, name, x.data_ptr() if name == "table" else packed(x))
+        for name, x in work.items():
+            setattr(args, name, x.data_ptr())
     flat = [number for group in groups for number in group]
     group_array = (ctypes.c_int * len(flat))(*flat)
     kernels.call("attention", False, ctypes.byref(args), group_array, len(groups))
@@ -150,6 +195,8 @@ def attention(
         args.out, args.dout = packed(results["out"]), packed(dout)
         for name in ("dq", "dk", "dv"):
             setattr(args, name, packed(results[name]))
+        for name in parts:
+            setattr(args, f"d{name}", results[f"d{name}"].data_ptr())
         kernels.call("attention", True, ctypes.byref(args), group_array, len(groups))
     return results
 
@@ -166,22 +213,47 @@ def compare(
     scale: float | None = None,
     window: tuple[int, int] = (-1, -1),
     positions: Tensor | None = None,
+    buckets: Tensor | None = None,
+    parts: Sequence[str] = (),
 ) -> None:
-    """Holds the kernels' results against the reference, on fresh random inputs."""
+    """Holds the kernels' results against the reference, on fresh random inputs.
+
+    parts: those of the position bias, of which `buckets` are the buckets.
+    """
     k_lengths = q_lengths if k_lengths is None else k_lengths
     q, dout = (torch.randn(sum(q_lengths), heads, head_dim).to(dtype) for _ in range(2))
     kv = torch.randn(sum(k_lengths), 2, kv_heads or heads, head_dim).to(dtype)
     options = {"scale": scale, "window": window, "positions": positions}
+    names = [*NAMES, *(f"d{name}" for name in parts)]
+    terms = bias_terms(dtype, q, kv, buckets, parts)
 
     def ours() -> list[Tensor]:
         k, v = kv.unbind(1)
-        results = attention(q, k, v, dout, q_lengths, k_lengths, p=p, rng=RNG, **options)
-        return [results[name] for name in NAMES]
+        bias = None if buckets is None else (buckets, *(terms.get(name) for name in PARTS))
+        results = attention(q, k, v, dout, q_lengths, k_lengths, p=p, rng=RNG, bias=bias, **options)
+        return [results[name] for name in names]
 
     def plain(precision: torch.dtype) -> list[Tensor]:
         a, b = (x.to(precision, copy=True).requires_grad_() for x in (q, kv))
-        out = reference.varlen_cross_attention(a, b, q_lengths, k_lengths, p, RNG, **options)
+        wide = {name: x.to(precision, copy=True).requires_grad_() for name, x in terms.items()}
+        bias = None if buckets is None else (buckets, *(wide.get(name) for name in PARTS))
+        out = reference.varlen_cross_attention(
+            a, b, q_lengths, k_lengths, p, RNG, bias=bias, **options
+        )
         out.backward(dout.to(precision))
-        return [x.nan_to_num() for x in (out.detach(), a.grad, *b.grad.unbind(1))]
+        gradients = (a.grad, *b.grad.unbind(1), *(wide[name].grad for name in parts))
+        return [x.nan_to_num() for x in (out.detach(), *gradients)]
 
-    reference.assert_as_good_as_pytorch(ours, plain, dtype, NAMES)
+    reference.assert_as_good_as_pytorch(ours, plain, dtype, names)
+
+
+def bias_terms(
+    dtype: torch.dtype, q: Tensor, kv: Tensor, buckets: Tensor | None, parts: Sequence[str]
+) -> dict[str, Tensor]:
+    """Random parts of a position bias for q and kv; the table in fp32, as the kernels take it."""
+    count, heads = 0 if buckets is None else int(buckets.max()) + 1, q.shape[1]
+    rows = {"query": (q.shape[0], heads, count), "key": (kv.shape[0], heads, count)}
+    terms = {name: torch.randn(rows[name]).to(dtype) for name in parts if name != "table"}
+    if "table" in parts:
+        terms["table"] = torch.randn(count, heads).to(dtype).float()
+    return terms

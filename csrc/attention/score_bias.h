@@ -1,0 +1,303 @@
+// The position bias in attention's kernels: what it adds to scores, and the sums of their gradients
+// by bucket.
+//
+// Each row of queries, and of keys, has a sum for every bucket in global memory. A warp that owns
+// 16 rows leaves the gradients of 16 x 16 scores in shared memory; then one lane a row adds them up
+// in the order of their columns. So any buckets will do: no two lanes share a sum, and the order of
+// additions depends on the data's coordinates alone.
+#pragma once
+
+#include <algorithm>
+
+#include "attention/kernel_parts.h"
+#include "attention/query_windows.h"
+
+namespace bert_unpad {
+
+// What is added to the scores of one sequence and head.
+template <class T>
+class ScoreBias {
+  const cuda::AttentionCudaBias& bias_;
+  const float* distances_;  // null: no table
+  HeadRows<const T> query_, key_;
+  int k_len_;
+
+ public:
+  BU_DEVICE ScoreBias(const AttentionBiasLaunch& p, const AttentionBlock& block, int head)
+      : bias_(p.bias),
+        distances_(p.bias.distances == nullptr
+                       ? nullptr
+                       : p.bias.distances + head * (2 * int64_t{p.bias.reach} + 1)),
+        query_(p.bias.query, block.q_begin, head),
+        key_(p.bias.key, block.k_begin, head),
+        k_len_(block.k_len) {}
+
+  // Where the distance from a query to key 0 is among the distances; may be beyond their ends.
+  BU_DEVICE int start(const QueryWindows& windows, int query) const {
+    const int64_t position = windows.position(query), reach = bias_.reach;
+    // Further away all distances are the last one, and the result still fits.
+    const int64_t last = k_len_ + reach;
+    return static_cast<int>(reach - (position < -reach ? -reach
+                                     : position < last ? position
+                                                       : last));
+  }
+
+  // Where the distance to a key is, and its bucket.
+  BU_DEVICE int place(int start, int key) const {
+    const int at = start + key, last = 2 * bias_.reach;
+    return at < 0 ? 0 : at < last ? at : last;
+  }
+  BU_DEVICE int bucket(int start, int key) const {
+    return load_global<int32_t>(bias_.bucket + place(start, key));
+  }
+
+  // Scores (of C tiles side by side) times `factor` plus the bias, in base 2. at(n, i) is the score
+  // s[n][i]'s query, which exists, its start, and its key.
+  struct Score {
+    int query, start, key;
+  };
+  template <int kTiles, int kScores, class At>
+  BU_DEVICE void add(float (&s)[kTiles][kScores], float factor, const At& at) const {
+    const auto each = [&](const auto& f) {
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) f(n, i);
+      }
+    };
+    int places[kTiles][kScores];
+    float sum[kTiles][kScores] = {};
+    each([&](int n, int i) {
+      const Score score = at(n, i);
+      places[n][i] = place(score.start, score.key);
+    });
+    if (distances_ != nullptr)
+      each([&](int n, int i) { sum[n][i] = load_global<float>(distances_ + places[n][i]); });
+    if (bias_.query.p != nullptr || bias_.key.p != nullptr)
+      each([&](int n, int i) { places[n][i] = load_global<int32_t>(bias_.bucket + places[n][i]); });
+    if (bias_.query.p != nullptr) {
+      each([&](int n, int i) {
+        sum[n][i] += to_float(load_global<T>(query_.at(at(n, i).query, places[n][i])));
+      });
+    }
+    if (bias_.key.p != nullptr) {
+      each([&](int n, int i) {
+        const int key = at(n, i).key;  // beyond the last one the score does not count
+        sum[n][i] +=
+            to_float(load_global<T>(key_.at(key < k_len_ ? key : k_len_ - 1, places[n][i])));
+      });
+    }
+    each([&](int n, int i) { s[n][i] = fma(s[n][i], factor, sum[n][i] * kLog2e); });
+  }
+};
+
+// The sums of a head's rows from a token on, within [tokens, heads, buckets]; null: none are
+// needed.
+struct BucketRows {
+  float* first;
+  int64_t stride;
+
+  BU_DEVICE BucketRows(float* all, const AttentionBiasLaunch& p, int64_t token, int head)
+      : first(all), stride(static_cast<int64_t>(p.args.heads) * p.bias.buckets) {
+    if (all != nullptr) first += token * stride + static_cast<int64_t>(head) * p.bias.buckets;
+  }
+
+  BU_DEVICE float* row(int row) const { return first + row * stride; }
+
+  // All lanes of a warp take part, and must synchronise before one of them adds.
+  BU_DEVICE void zero(int rows, int buckets) const {
+    if (first == nullptr) return;
+    for (int row = 0; row < rows; ++row)
+      for (int b = threadIdx.x % 32; b < buckets; b += 32)
+        store_global<float>(first + row * stride + b, 0.0f);
+  }
+};
+
+// A warp's 16 x 16 gradients of scores in shared memory.
+class GradientTile {
+  // 80 bytes a row: rows begin in different banks, and at multiples of 16 bytes.
+  static constexpr uint32_t kRowBytes = 80;
+  uint32_t at_;
+
+ public:
+  static constexpr uint32_t kBytes = 16 * kRowBytes;
+
+  // Of this warp; those of the block begin at offset `first`.
+  BU_DEVICE explicit GradientTile(uint32_t first) : at_(first + threadIdx.x / 32 * kBytes) {}
+
+  // Two C tiles side by side.
+  BU_DEVICE void store(const float (&c)[2][4]) const {
+    const uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+    for (uint32_t n = 0; n < 2; ++n) {
+#pragma unroll
+      for (uint32_t half = 0; half < 2; ++half)
+        store_shared<FloatPair>(at_ + (lane / 4 + 8 * half) * kRowBytes + 32 * n + 8 * (lane % 4),
+                                {c[n][2 * half], c[n][2 * half + 1]});
+    }
+  }
+
+  // Adds this lane's row, of lanes 0 to 15, to its sums. `bucket(column)`: that of a column. Four
+  // sums are read at a time; columns that share one meet before.
+  template <class Bucket>
+  BU_DEVICE void add_row(float* sums, const Bucket& bucket) const {
+    const uint32_t row = at_ + threadIdx.x % 32 * kRowBytes;
+    int buckets[16];
+#pragma unroll
+    for (int column = 0; column < 16; ++column) buckets[column] = bucket(column);
+#pragma unroll
+    for (int first = 0; first < 16; first += 4) {
+      auto x = load_shared<Vector<float, 4>>(row + 4 * first);
+      bool alone[4] = {true, true, true, true};
+#pragma unroll
+      for (int i = 3; i > 0; --i) {
+#pragma unroll
+        for (int j = i - 1; j >= 0; --j) {
+          if (!alone[i] || buckets[first + i] != buckets[first + j]) continue;
+          x.v[j] += x.v[i];
+          alone[i] = false;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (alone[i]) x.v[i] += load_global<float>(sums + buckets[first + i]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (alone[i]) store_global<float>(sums + buckets[first + i], x.v[i]);
+    }
+  }
+};
+
+// The bias of a warp's 16 queries, `first_row` the first of them; without a bias, nothing.
+template <class T, bool kBias>
+struct QueryBias {
+  BU_DEVICE QueryBias(const AttentionLaunch&, const AttentionBlock&, const QueryWindows&, int) {}
+  BU_DEVICE void add(float (&)[2][4], int, float) const {}
+};
+
+template <class T>
+struct QueryBias<T, true> {
+  ScoreBias<T> bias;
+  int query[2], start[2];  // rows g and g + 8
+
+  BU_DEVICE QueryBias(const AttentionBiasLaunch& p, const AttentionBlock& block,
+                      const QueryWindows& windows, int first_row)
+      : bias(p, block, block.head) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * half;
+      query[half] = row < block.q_len ? row : block.q_len - 1;
+      start[half] = bias.start(windows, row);
+    }
+  }
+
+  // Of 16 keys from `first_key` on.
+  BU_DEVICE void add(float (&s)[2][4], int first_key, float factor) const {
+    const int key = first_key + 2 * static_cast<int>(threadIdx.x % 4);
+    bias.add(s, factor, [&](int n, int i) {
+      return typename ScoreBias<T>::Score{query[i / 2], start[i / 2], key + 8 * n + i % 2};
+    });
+  }
+};
+
+// The sums of a warp's 16 queries; without a bias, nothing.
+template <class T, bool kBias>
+struct QueryBiasSums {
+  BU_DEVICE QueryBiasSums(const AttentionLaunch&, const AttentionBlock&, const QueryWindows&, int,
+                          uint32_t) {}
+  BU_DEVICE void add(const float (&)[2][4], int) const {}
+};
+
+template <class T>
+struct QueryBiasSums<T, true> {
+  ScoreBias<T> bias;
+  BucketRows sums;
+  GradientTile tile;
+  int start;  // of this lane's row
+  bool mine;  // whether it has one
+
+  // `shared`: where the block's tiles begin.
+  BU_DEVICE QueryBiasSums(const AttentionBiasLaunch& p, const AttentionBlock& block,
+                          const QueryWindows& windows, int first_row, uint32_t shared)
+      : bias(p, block, block.head),
+        sums(p.bias.dquery_sums, p, block.q_begin + first_row, block.head),
+        tile(shared) {
+    const int lane = threadIdx.x % 32, rows = std::min(block.q_len - first_row, 16);
+    start = bias.start(windows, first_row + lane);
+    mine = lane < rows;
+    sums.zero(rows, p.bias.buckets);
+  }
+
+  // Of 16 keys from `first_key` on.
+  BU_DEVICE void add(const float (&gradients)[2][4], int first_key) const {
+    if (sums.first == nullptr) return;
+    tile.store(gradients);
+    sync_warp();
+    if (mine)
+      tile.add_row(sums.row(threadIdx.x % 32),
+                   [&](int column) { return bias.bucket(start, first_key + column); });
+    sync_warp();
+  }
+};
+
+// The bias of a warp's 16 keys, `first` the first of them, under one head of queries, and their
+// sums; without a bias, nothing.
+template <class T, bool kBias>
+struct KeyBias {
+  BU_DEVICE KeyBias(const AttentionLaunch&, const AttentionBlock&, const QueryWindows&, int, int,
+                    uint32_t) {}
+  BU_DEVICE void add(float (&)[2][4], int, float) const {}
+  BU_DEVICE void add_gradients(const float (&)[2][4], int) const {}
+};
+
+template <class T>
+struct KeyBias<T, true> {
+  const QueryWindows& windows;
+  ScoreBias<T> bias;
+  BucketRows sums;
+  GradientTile tile;
+  int first, q_len;
+  bool mine;  // whether this lane has a row of sums
+
+  BU_DEVICE KeyBias(const AttentionBiasLaunch& p, const AttentionBlock& block,
+                    const QueryWindows& all_windows, int head, int first_key, uint32_t shared)
+      : windows(all_windows),
+        bias(p, block, head),
+        sums(p.first_column == 0 ? p.bias.dkey_sums : nullptr, p, block.k_begin + first_key, head),
+        tile(shared),
+        first(first_key),
+        q_len(block.q_len) {
+    const int rows = std::min(block.k_len - first_key, 16);
+    mine = static_cast<int>(threadIdx.x % 32) < rows;
+    sums.zero(rows, p.bias.buckets);
+  }
+
+  // To the scores of 16 queries from `first_query` on, [keys, queries].
+  BU_DEVICE void add(float (&s)[2][4], int first_query, float factor) const {
+    const int lane = threadIdx.x % 32;
+    int start[2][2];  // of queries 2t, 2t + 1, 2t + 8 and 2t + 9
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      start[i / 2][i % 2] = bias.start(windows, first_query + 2 * (lane % 4) + 8 * (i / 2) + i % 2);
+    bias.add(s, factor, [&](int n, int i) {
+      const int query = first_query + 2 * (lane % 4) + 8 * n + i % 2;
+      return typename ScoreBias<T>::Score{query < q_len ? query : q_len - 1, start[n][i % 2],
+                                          first + lane / 4 + 8 * (i / 2)};
+    });
+  }
+
+  BU_DEVICE void add_gradients(const float (&gradients)[2][4], int first_query) const {
+    if (sums.first == nullptr) return;
+    tile.store(gradients);
+    sync_warp();
+    if (mine) {
+      const int lane = threadIdx.x % 32;
+      tile.add_row(sums.row(lane), [&](int column) {
+        return bias.bucket(bias.start(windows, first_query + column), first + lane);
+      });
+    }
+    sync_warp();
+  }
+};
+
+}  // namespace bert_unpad
