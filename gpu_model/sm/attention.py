@@ -1,0 +1,243 @@
+"""The launches of csrc/attention for a batch, for the model of an SM: what attention.cu and
+launch_head_dim.h start, with which parameters. bf16, no windows, as many heads of keys as of
+queries."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from gpu_model.sm.architectures import Architecture
+from gpu_model.sm.kernel import Kernel, Launch, Stage
+from gpu_model.sm.state import Memory
+
+# Lengths that share their last rows' or keys' group of this many are one kind of block: warps skip
+# by 16.
+QUANTUM = 32
+BF16 = 1  # DType::kBFloat16
+
+
+class _Packed(ctypes.Structure):
+    _fields_ = (
+        ("p", ctypes.c_void_p),
+        ("token_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+    )
+
+
+class _Launch(ctypes.Structure):
+    """AttentionLaunch of csrc/attention/kernel_parts.h; kernel.py checks its size."""
+
+    _fields_ = (
+        *((n, ctypes.c_int) for n in ("dtype", "heads", "kv_heads", "head_dim", "sequences")),
+        *((n, ctypes.c_int64) for n in ("q_tokens", "k_tokens")),
+        *((n, ctypes.c_int) for n in ("max_q", "max_k")),
+        ("scale", ctypes.c_float),
+        ("keep_threshold", ctypes.c_uint32),
+        *((n, ctypes.c_void_p) for n in ("rng", "cu_q", "cu_k", "order")),
+        *((n, ctypes.c_int64) for n in ("window_left", "window_right")),
+        ("query_positions", ctypes.c_void_p),
+        *((n, _Packed) for n in ("q", "k", "v", "out", "dout", "out_w", "dq", "dk", "dv")),
+        *((n, ctypes.c_void_p) for n in ("lse", "delta")),
+        *((n, ctypes.c_int) for n in ("first", "tiles", "group")),
+    )
+
+
+def address(number: int) -> int:
+    """Where the device memory of an operand begins: far from that of others."""
+    return 0x7F00_0000_0000 + (number << 34)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of these lengths, and how a call launches them: in `order`, whose parts `groups`
+    (sequences, longest) are launched side by side; all at once without."""
+
+    lengths: tuple[int, ...]
+    heads: int = 16
+    head_dim: int = 64
+    order: tuple[int, ...] = ()
+    groups: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
+    def cu_seqlens(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
+
+    @property
+    def products(self) -> int:
+        """Multiply-adds, times two, of one product of all queries with their keys."""
+        return 2 * sum(n * n for n in self.lengths) * self.heads * self.head_dim
+
+    @property
+    def runs(self) -> list[tuple[int, tuple[int, ...], int]]:
+        """(first, sequences, longest) of each launch."""
+        order = self.order or tuple(range(len(self.lengths)))
+        groups = self.groups or ((len(order), max(self.lengths, default=0)),)
+        first, found = 0, []
+        for count, longest in groups:
+            found.append((first, order[first : first + count], longest))
+            first += count
+        return found
+
+
+def forward_row_tiles(max_q: int, head_dim: int) -> int:
+    """The function of that name of csrc/attention/choice.h."""
+    return 2 if head_dim == 64 and max_q > 64 else 1
+
+
+def fused_warps(max_k: int, head_dim: int) -> int:
+    """The function of that name of csrc/attention/choice.h."""
+    return 8 if head_dim == 64 and max_k > 64 else 4
+
+
+def backward_shared(head_dim: int, warps: int, fused: bool, max_q: int, max_k: int) -> int:
+    """BackwardShared::bytes of csrc/attention/backward_kernel.h."""
+    keys, row = 16 * warps, 2 * head_dim
+    total = 4 * 64 * row + ((keys * row + keys * 128) if fused else 0)
+    rows = -(-max_q // 64) * 64 if fused else 128
+    sums = rows * head_dim * 4 if fused and max_k > keys else 0
+    return total + 8 * rows + sums
+
+
+def backward_is_fused(batch: Batch, architecture: Architecture) -> bool:
+    """The function of that name of csrc/attention/choice.h."""
+    longest = max(batch.lengths, default=0)
+    warps = fused_warps(longest, batch.head_dim)
+    return (
+        batch.head_dim <= 64
+        and len(batch.lengths) * batch.heads >= architecture.sms
+        and longest <= 4096
+        and backward_shared(batch.head_dim, warps, True, longest, longest)
+        <= architecture.block_shared
+    )
+
+
+def kernel_name(name: str, *arguments: int | bool) -> str:
+    """The mangled name of a kernel template for bf16."""
+    values = "".join(f"L{'b' if isinstance(a, bool) else 'i'}{int(a)}E" for a in arguments)
+    return f"_ZN10bert_unpad{len(name)}{name}INS_4bf16E{values}EEvNS_15AttentionLaunchE"
+
+
+def _parameters(
+    batch: Batch, dropout_p: float, first: int, longest: int, tiles: int
+) -> tuple[bytes, Memory]:
+    h, d, tokens = batch.heads, batch.head_dim, batch.tokens
+
+    def packed(number: int, width: int) -> _Packed:
+        return _Packed(address(number), width * h * d, d)
+
+    keep = 65536 - round(65536 * dropout_p)
+    cu, order = address(1), address(2)
+    launch = _Launch(
+        *(BF16, h, h, d, len(batch.lengths), tokens, tokens, longest, longest, 1 / math.sqrt(d)),
+        *(keep, address(3) if dropout_p else None, cu, cu, order if batch.order else None, -1, -1),
+        *(None, packed(4, 3), packed(5, 3), packed(6, 3), packed(7, 1), packed(8, 1)),
+        *(packed(9, 1), packed(10, 3), packed(11, 3), packed(12, 3), address(13), address(14)),
+        *(first, tiles, 1),
+    )
+    regions = {cu: batch.cu_seqlens}
+    if batch.order:
+        regions[order] = np.array(batch.order, np.int32)
+    return bytes(launch), Memory(regions)
+
+
+def _kinds(batch: Batch, sequences: Sequence[int], tiles: int, rows: int) -> list[tuple[int, ...]]:
+    """Of blocks that take `rows` rows of a head each (0 = all): groups of their rows and of keys,
+    and whether the sequence's number has to be loaded first."""
+    found = []
+    for sequence in sequences:
+        length = batch.lengths[sequence]
+        for _ in range(batch.heads):
+            for tile in range(tiles):
+                mine = length if rows == 0 else min(max(length - rows * tile, 0), rows)
+                keys = -(-length // QUANTUM) if mine else 0
+                found.append((-(-mine // QUANTUM), keys, bool(batch.order)))
+    return found
+
+
+def _launches(
+    available: Mapping[str, Kernel],
+    batch: Batch,
+    dropout_p: float,
+    name: str,
+    threads: int,
+    shared: int,
+    run: tuple[int, tuple[int, ...], int],
+    rows: int,
+) -> Launch:
+    first, sequences, longest = run
+    tiles = 1 if rows == 0 else -(-longest // rows)
+    parameters, memory = _parameters(batch, dropout_p, first, longest, tiles)
+    if name not in available:
+        raise ValueError(f"kernels: expected {name}, which these launches need")
+    blocks = len(sequences) * batch.heads * tiles
+    kinds = _kinds(batch, sequences, tiles, rows)
+    return Launch(available[name], (blocks, 1, 1), threads, shared, parameters, kinds, memory)
+
+
+def forward(available: Mapping[str, Kernel], batch: Batch, dropout_p: float) -> list[Stage]:
+    """The launches of a forward pass. Bytes: q, k, v and out, and lse."""
+    d, launches = batch.head_dim, []
+    for run in batch.runs:
+        row_tiles = forward_row_tiles(run[2], d)
+        name = kernel_name("attention_forward_kernel", d, row_tiles, dropout_p > 0, False)
+        launches.append(
+            _launches(available, batch, dropout_p, name, 128, 4 * 64 * 2 * d, run, 64 * row_tiles)
+        )
+    return [Stage("forward", launches, batch.tokens * batch.heads * (4 * 2 * d + 4))]
+
+
+def backward(
+    available: Mapping[str, Kernel],
+    batch: Batch,
+    dropout_p: float,
+    architecture: Architecture,
+) -> list[Stage]:
+    """The launches of a backward pass. Bytes: q, k, v, out, dout and their gradients but out's,
+    and lse; not fused, q, k, v and dout twice, and delta."""
+    d, fused = batch.head_dim, backward_is_fused(batch, architecture)
+    rows = batch.tokens * batch.heads
+    dropout = dropout_p > 0
+    if fused:
+        launches = []
+        for run in batch.runs:
+            warps = fused_warps(run[2], d)
+            name = kernel_name("attention_backward_kernel", d, warps, dropout, True, False)
+            shared = backward_shared(d, warps, True, run[2], run[2])
+            launches.append(
+                _launches(available, batch, dropout_p, name, 32 * warps, shared, run, 0)
+            )
+        return [Stage("backward", launches, rows * (8 * 2 * d + 4))]
+    queries, keys = [], []
+    for run in batch.runs:
+        name = kernel_name("attention_backward_dq_kernel", d, dropout, False)
+        queries.append(_launches(available, batch, dropout_p, name, 128, 4 * 64 * 2 * d, run, 64))
+        name = kernel_name("attention_backward_kernel", d, 4, dropout, False, False)
+        shared = backward_shared(d, 4, False, run[2], run[2])
+        keys.append(_launches(available, batch, dropout_p, name, 128, shared, run, 64))
+    return [
+        Stage("backward, dQ", queries, rows * (6 * 2 * d + 8)),
+        Stage("backward, dK and dV", keys, rows * (6 * 2 * d + 8)),
+    ]
+
+
+def kernel_names(head_dim: int) -> list[str]:
+    """The mangled names of all kernels that these launches may need."""
+    names = []
+    for dropout in (False, True):
+        for tiles in (1, 2):
+            names.append(kernel_name("attention_forward_kernel", head_dim, tiles, dropout, False))
+        for warps, fused in ((4, False), (4, True), (8, True)):
+            arguments = (head_dim, warps, dropout, fused, False)
+            names.append(kernel_name("attention_backward_kernel", *arguments))
+        names.append(kernel_name("attention_backward_dq_kernel", head_dim, dropout, False))
+    return names

@@ -1,0 +1,199 @@
+"""Cycles of an SM that runs blocks of one kernel: scoreboard.cpp, fed with traces of walk.py."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from gpu_model import build
+from gpu_model.sm.architectures import PARTITIONS, PIPES, Architecture, cost
+from gpu_model.sm.sass import Function, Instruction
+from gpu_model.sm.walk import WarpTrace
+
+_PLAIN, _BARRIER, _COMMIT, _WAIT, _COPY = range(5)
+RECORD = np.dtype(
+    [
+        (name, np.int32)
+        for name in (
+            *("kind", "pipe", "stall", "wait_mask", "write_barrier", "read_barrier"),
+            *("argument", "warps"),
+        )
+    ]
+    + [(name, np.float64) for name in ("busy", "latency", "read")]
+)
+_NO_BARRIER = 7
+
+
+class _Machine(ctypes.Structure):
+    _fields_ = (
+        *((n, ctypes.c_int32) for n in ("pipes", "shared", "heavy", "fma", "none", "greedy")),
+        *((n, ctypes.c_double) for n in ("queue", "barrier_latency", "launch_latency")),
+    )
+
+
+@dataclass(frozen=True)
+class Result:
+    """Cycles for one block of an SM that is busy with such blocks, and how many of these each pipe
+    was busy (the mean of the partitions; `issue` counts issued instructions)."""
+
+    cycles: float
+    busy: dict[str, float]
+
+    @property
+    def bound(self) -> str:
+        """The pipe that was busy most, with its share of the time; latency where that is less than
+        70 %."""
+        name = max(self.busy, key=lambda pipe: self.busy[pipe])
+        share = self.busy[name] / self.cycles
+        return f"{name if share >= 0.7 else f'latency, then {name}'} ({share:.0%})"
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = build.load(Path(__file__).with_name("scoreboard.cpp"))
+    library.sm_simulate.restype = ctypes.c_double
+    return library
+
+
+def record(
+    architecture: Architecture, instruction: Instruction, active: bool, wavefronts: int
+) -> tuple[float, ...]:
+    """One entry of RECORD. An instruction whose guard holds for no thread only takes its slot.
+
+    Raises:
+        ValueError: there is no control code, or the instruction is not modelled.
+    """
+    control = instruction.control
+    if control is None:
+        raise ValueError(
+            "control codes: expected a listing that has them (cuobjdump -sass, nvdisasm -hex), got "
+            f"{instruction.text!r} without"
+        )
+    name, kind, argument, warps = instruction.name, _PLAIN, 0, 0
+    value = cost(architecture, instruction, wavefronts)
+    if not active:
+        return (
+            *(kind, PIPES.index("none"), control.stall, control.wait_mask),
+            *(_NO_BARRIER, _NO_BARRIER, 0, 0, 1.0, 0.0, 0.0),
+        )
+    if name == "BAR":
+        if "SYNC" not in instruction.suffixes and "RED" not in instruction.suffixes:
+            raise ValueError(f"barrier: expected BAR.SYNC or BAR.RED, got {instruction.text!r}")
+        numbers = [o.value for o in instruction.operands if o.kind == "immediate"]
+        kind, argument = _BARRIER, numbers[0] if numbers else 0
+        warps = numbers[1] // 32 if len(numbers) > 1 else 0
+    elif name == "LDGDEPBAR":
+        kind = _COMMIT
+    elif name == "DEPBAR":
+        found = re.search(r"LE SB0, (0x[0-9a-f]+)$", instruction.text)
+        if not found:
+            raise ValueError(f"wait: expected DEPBAR.LE SB0, n, got {instruction.text!r}")
+        kind, argument = _WAIT, int(found[1], 16)
+    elif name == "LDGSTS":
+        kind = _COPY
+    return (
+        *(kind, PIPES.index(value.pipe), control.stall, control.wait_mask),
+        *(control.write_barrier, control.read_barrier, argument, warps),
+        *(value.busy, value.latency, value.read),
+    )
+
+
+def simulate(
+    architecture: Architecture,
+    function: Function,
+    blocks: Sequence[Sequence[WarpTrace]],
+    repeats: int = 1,
+    starts: Sequence[float] | None = None,
+    greedy: bool = False,
+) -> Result:
+    """Runs blocks side by side on one SM; the totals, not those per block.
+
+    Args:
+        blocks: of each, the traces of its warps. Warp w is on partition w % 4.
+        repeats: how often each block runs, one after the other.
+        starts: in which cycle each begins; default 0.
+        greedy: whether a partition stays with a warp as long as it can issue; else it goes round.
+
+    Raises:
+        ValueError: warps wait for each other for ever.
+    """
+    keys: dict[int, int] = {}
+    table: list[tuple[float, ...]] = []
+    numbers: dict[int, np.ndarray] = {}  # of a trace, by its identity
+    warps = [warp for block in blocks for warp in block]
+    for warp in warps:
+        if id(warp) in numbers:
+            continue
+        packed = warp.code.astype(np.int64) << 32 | warp.wavefronts << 1 | warp.active
+        unique, inverse = np.unique(packed, return_inverse=True)
+        for key in unique.tolist():
+            if key not in keys:
+                keys[key] = len(table)
+                instruction = function.instructions[key >> 32]
+                waves = (key & 0xFFFFFFFF) >> 1
+                table.append(record(architecture, instruction, bool(key & 1), waves))
+        numbers[id(warp)] = np.array([keys[key] for key in unique.tolist()], np.int32)[inverse]
+    traces = [numbers[id(warp)] for warp in warps]
+    lengths = np.array([len(t) for t in traces], np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+    owner = np.repeat(np.arange(len(blocks)), [len(b) for b in blocks]).astype(np.int32)
+    # Blocks begin on different partitions only if they have no multiple of four warps.
+    partition = (np.arange(len(traces)) % PARTITIONS).astype(np.int32)
+    first = np.array(starts if starts is not None else [0.0] * len(blocks), np.float64)
+    busy = np.zeros(len(PIPES) + 1)
+    machine = _Machine(
+        *(len(PIPES), *(PIPES.index(pipe) for pipe in ("shared", "heavy", "fma", "none")), greedy),
+        *(architecture.queue, architecture.barrier_latency, architecture.launch_latency),
+    )
+    arrays = (np.array(table, RECORD), np.concatenate(traces).astype(np.int32))
+    pointer = [ctypes.c_void_p(a.ctypes.data) for a in arrays]
+    cycles = _library().sm_simulate(
+        ctypes.byref(machine),
+        *(*pointer, len(traces), ctypes.c_void_p(offsets.ctypes.data)),
+        *(ctypes.c_void_p(a.ctypes.data) for a in (lengths, owner, partition)),
+        *(len(blocks), ctypes.c_void_p(first.ctypes.data), repeats),
+        ctypes.c_void_p(busy.ctypes.data),
+    )
+    if cycles < 0:
+        raise ValueError(f"{function.name}: its warps wait for each other for ever")
+    shares = {
+        pipe: float(busy[i]) / (1 if pipe == "shared" else PARTITIONS)
+        for i, pipe in enumerate(PIPES)
+        if pipe != "none"
+    }
+    return Result(cycles, shares | {"issue": float(busy[-1]) / PARTITIONS})
+
+
+def steady(
+    architecture: Architecture,
+    function: Function,
+    block: Sequence[WarpTrace],
+    slots: int,
+    repeats: tuple[int, int] = (2, 5),
+) -> Result:
+    """One block's share of an SM's time, with `slots` such blocks on it all the time.
+
+    The blocks begin apart, and what is counted lies between `repeats` passes of each; the mean of
+    both ways to choose a warp.
+    """
+    apart = simulate(architecture, function, [block]).cycles / slots
+    starts = [slot * apart for slot in range(slots)]
+    short, long = repeats
+    sums: dict[str, float] = dict.fromkeys([*PIPES, "issue", "cycles"], 0.0)
+    for greedy in (False, True):
+        runs = [
+            simulate(architecture, function, [block] * slots, n, starts, greedy)
+            for n in (short, long)
+        ]
+        share = 1 / (2 * slots * (long - short))
+        sums["cycles"] += (runs[1].cycles - runs[0].cycles) * share
+        for pipe, value in runs[1].busy.items():
+            sums[pipe] += (value - runs[0].busy[pipe]) * share
+    sums.pop("none")
+    return Result(sums.pop("cycles"), sums)

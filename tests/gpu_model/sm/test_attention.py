@@ -1,0 +1,86 @@
+"""The launches of csrc/attention, as the model of an SM gets them."""
+
+import ctypes
+import math
+
+import pytest
+
+from gpu_model import build
+from gpu_model.sm import attention
+from gpu_model.sm.architectures import A100, ARCHITECTURES, H100
+from gpu_model.sm.attention import Batch
+from gpu_model.sm.kernel import Kernel
+from tests.support.sass_text import function
+
+PARAMETERS = ctypes.sizeof(attention._Launch)
+
+
+@pytest.fixture(scope="module")
+def available():
+    kernel = Kernel(function(["EXIT"]), 32, 0, PARAMETERS)
+    return {name: kernel for d in (32, 64, 128) for name in attention.kernel_names(d)}
+
+
+@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+def test_choices_and_layout_are_those_of_the_sources():
+    from tests.support import model_attention
+
+    assert ctypes.sizeof(model_attention.Args) + 16 == PARAMETERS  # and three ints, aligned
+    for architecture in ARCHITECTURES.values():
+        for heads, head_dim in ((16, 64), (16, 32), (16, 128), (1, 64)):
+            for longest in (1, 63, 64, 65, 128, 129, 384, 447, 448, 449, 511, 512, 513, 1024):
+                batch = Batch((longest,) * 24, heads, head_dim)
+                sizes = (24, heads, longest, longest, head_dim, architecture.sms)
+                tiles, fused, warps = model_attention.plan(*sizes, architecture.block_shared)
+                assert attention.forward_row_tiles(longest, head_dim) == tiles
+                assert attention.backward_is_fused(batch, architecture) == fused
+                assert attention.fused_warps(longest, head_dim) == warps
+
+
+def test_a_launch_per_group(available):
+    batch = Batch((300, 20, 130), 2, order=(0, 2, 1), groups=((2, 300), (1, 20)))
+    (stage,) = attention.forward(available, batch, 0.1)
+    long, short = stage.launches
+    assert (long.grid, short.grid) == ((2 * 2 * 3, 1, 1), (2, 1, 1))
+    assert list(long.kinds[:3]) == [(4, 10, True), (4, 10, True), (2, 10, True)]
+    # The third tile has no rows.
+    assert long.kinds[6:9] == [(4, 5, True), (1, 5, True), (0, 0, True)]
+    assert short.kinds == [(1, 1, True)] * 2
+    first = attention._Launch.from_buffer_copy(short.parameters)
+    assert (first.first, first.tiles, first.max_q) == (2, 1, 20)
+    assert first.keep_threshold == 65536 - round(6553.6)
+    assert first.scale == pytest.approx(1 / math.sqrt(64))
+    assert short.memory.regions[first.cu_q].tolist() == [0, 300, 320, 450]
+    assert short.memory.regions[first.order].tolist() == [0, 2, 1]
+    assert stage.bytes == 450 * 2 * (4 * 128 + 4)
+
+
+def test_the_backward_pass_is_one_kernel_where_it_fits(available):
+    batch = Batch((512,) * 24)
+    assert [s.name for s in attention.backward(available, batch, 0.0, H100)] == ["backward"]
+    two = attention.backward(available, batch, 0.0, A100)
+    assert [stage.name for stage in two] == ["backward, dQ", "backward, dK and dV"]
+    assert {launch.threads for stage in two for launch in stage.launches} == {128}
+
+
+def test_an_order_is_part_of_the_kind(available):
+    (stage,) = attention.forward(available, Batch((64,)), 0.0)
+    assert stage.launches[0].kinds[0] == (2, 2, False)
+
+
+def test_without_dropout_no_random_numbers(available):
+    (stage,) = attention.forward(available, Batch((64,)), 0.0)
+    launch = attention._Launch.from_buffer_copy(stage.launches[0].parameters)
+    assert (launch.rng, launch.order, launch.keep_threshold) == (None, None, 65536)
+
+
+def test_a_kernel_that_is_missing(available):
+    with pytest.raises(ValueError, match="kernels: expected _ZN10bert_unpad24attention_forward"):
+        attention.forward({}, Batch((64,)), 0.0)
+
+
+def test_names():
+    name = attention.kernel_name("attention_forward_kernel", 64, 2, True, False)
+    assert name == (
+        "_ZN10bert_unpad24attention_forward_kernelINS_4bf16ELi64ELi2ELb1ELb0EEEvNS_15AttentionLaunchE"
+    )
