@@ -99,10 +99,16 @@ def nvcc_version(folders: Iterable[Path]) -> str:
     for folder in folders:
         ninja = folder / "build.ninja"
         found = re.search(r"(\S*nvcc) -MD", ninja.read_text()) if ninja.is_file() else None
-        tool = shutil.which(found[1]) if found else None
-        if tool:
-            said = subprocess.run([tool, "--version"], capture_output=True, text=True).stdout
-            release = re.search(r"release (.+)", said)
-            if release:
-                return release[1].strip()
+        if found and (version := version_of(found[1])):
+            return version
     return "unknown"
+
+
+def version_of(nvcc: str) -> str:
+    """What this nvcc says it is; "" if it cannot be asked."""
+    tool = shutil.which(nvcc)
+    if tool is None:
+        return ""
+    said = subprocess.run([tool, "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release (.+)", said)
+    return release[1].strip() if release else ""

@@ -42,12 +42,19 @@ def find_tools() -> dict[str, str]:
     )
 
 
-def _dump(option: str, file: Path, env: dict[str, str]) -> list[str]:
+def listing(option: str, file: Path, *more: str, env: dict[str, str] | None = None) -> str:
+    """What `cuobjdump` prints, e.g. with -sass or -res-usage."""
+    env = env or find_tools()
     tool = shutil.which("cuobjdump", path=env["PATH"])
-    done = subprocess.run([str(tool), option, str(file)], env=env, capture_output=True, text=True)
+    command = [str(tool), option, *more, str(file)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"cuobjdump {option} {file}: {done.stderr.strip()}")
-    return done.stdout.splitlines()
+    return done.stdout
+
+
+def _dump(option: str, file: Path, env: dict[str, str]) -> list[str]:
+    return listing(option, file, env=env).splitlines()
 
 
 def count_instructions(sass: list[str]) -> dict[KernelKey, Counter[str]]:

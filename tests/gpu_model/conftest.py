@@ -24,8 +24,9 @@ ARCHS = ("80",)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    name = Path(metafunc.module.__file__).stem
-    if name not in OF_ONE_LEVEL and not name.startswith("test_ptx"):
+    path = Path(metafunc.module.__file__)
+    here, name = path.parent == Path(__file__).parent, path.stem
+    if here and name not in OF_ONE_LEVEL and not name.startswith("test_ptx"):
         metafunc.parametrize(
             "level", [None, *ARCHS], ids=["source", *(f"sm_{arch}" for arch in ARCHS)],
             indirect=True,

@@ -1,0 +1,132 @@
+"""Predicts attention's times on GPUs from its machine code, by the model of an SM (gpu_model/sm).
+
+    python -m benchmarks.cuda_model                   # this build's kernels
+    python -m benchmarks.cuda_model --explain         # what keeps their blocks busy
+    python -m benchmarks.cuda_model --flash-attention H100 # and FlashAttention-2's
+    TABLE=docs/development/cuda-model.md
+    RESULT=benchmarks/results/model/attention.json
+    python -m benchmarks.cuda_model --flash-attention H100 --json $RESULT --table $TABLE
+    python -m benchmarks.cuda_model --update $RESULT --table $TABLE # after a change of a kernel
+    python -m benchmarks.cuda_model --from $RESULT --table $TABLE   # only writes the page again
+
+--flash-attention downloads FlashAttention-2's sdist from the package index and compiles 6 kernels
+of it per architecture into build/flash_attention, once (about 5 minutes on two cores). Nothing here
+is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib import cuda_kernels, cuda_model_table, cuda_sass
+from benchmarks.lib import cuda_model_cases as cases
+from benchmarks.lib import flash_attention_build as flash_build
+from benchmarks.lib.flash_attention_launches import FlashAttention
+from gpu_model.sm import attention, kernel, sass
+from gpu_model.sm.architectures import ARCHITECTURES
+
+ROOT = Path(__file__).resolve().parent.parent
+FLASH = ROOT / "build" / "flash_attention"
+ARCHS = {"A100": ("sm_80", "sm_80"), "H100": ("sm_90a", "sm_90")}  # ours, FlashAttention-2's
+
+
+def library() -> Path:
+    """This checkout's compiled CUDA operators."""
+    found = sorted((ROOT / "bert_unpad").glob("_C_cuda*.so"))
+    if not found:
+        sys.exit("no bert_unpad/_C_cuda*.so was found; build with nvcc first: pip install -e .")
+    return found[-1]
+
+
+def nvcc_version() -> str:
+    """Of the last build, such as "13.0, V13.0.88"; without one, of the nvcc on PATH."""
+    built = cuda_kernels.nvcc_version(sorted((ROOT / "build").glob("native-*")))
+    return built if built != "unknown" else cuda_kernels.version_of("nvcc") or "unknown"
+
+
+def own_kernels(arch: str) -> dict[str, kernel.Kernel]:
+    names = ",".join(attention.kernel_names(64))
+    options = ("-arch", arch, "-fun", names)
+    functions = sass.parse(cuda_sass.listing("-sass", library(), *options))
+    return kernel.kernels(functions, cuda_sass.listing("-res-usage", library(), *options))
+
+
+def predict(architectures: list[str], compared: list[str], command: str) -> dict[str, Any]:
+    """`compared`: the architectures for which FlashAttention-2 is predicted too."""
+    if compared:
+        flash_build.build(FLASH, [ARCHS[name][1] for name in compared])
+    result: dict[str, Any] = {
+        "command": command,
+        "what": "modelled from machine code, not measured",
+        "nvcc": nvcc_version(),
+        "flash_attention": flash_build.VERSION if compared else None,
+        "constants": cases.constants(),
+        **{"blocks": [], "passes": [], "published": []},
+    }
+    for name in architectures:
+        model = cases.Model(ARCHITECTURES[name])
+        ours = own_kernels(ARCHS[name][0])
+        flash = FlashAttention(FLASH, ARCHS[name][1]) if name in compared else None
+        result["blocks"] += cases.blocks(model, ours, flash)
+        result["passes"] += cases.passes(model, ours, flash)
+        if flash is not None and name == "H100":
+            result["published"] = cases.check_published(model, flash)
+    return result
+
+
+def update(record: dict[str, Any], command: str) -> dict[str, Any]:
+    """This build's predictions, with FlashAttention-2's of a record."""
+    if record["constants"] != cases.constants():
+        sys.exit("--update: expected a record of today's constants; use --flash-attention instead")
+    architectures = list(dict.fromkeys(row["architecture"] for row in record["passes"]))
+    result = predict(architectures, [], command)
+    for part in ("blocks", "passes"):
+        result[part] += [row for row in record[part] if row["contender"] != cases.OURS]
+    return result | {name: record[name] for name in ("flash_attention", "published")}
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--architecture", nargs="+", choices=ARCHS, default=["H100", "A100"])
+    parser.add_argument(
+        "--flash-attention", nargs="+", choices=ARCHS, default=[], help="compare with its kernels"
+    )
+    parser.add_argument(
+        "--update", type=Path, metavar="FILE", help="a record; keeps its other half"
+    )
+    parser.add_argument("--explain", action="store_true", help="print what keeps blocks busy")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the predictions")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write a Markdown page")
+    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="of --json")
+    args = parser.parse_args()
+    command = shlex.join(["python", "-m", "benchmarks.cuda_model", *sys.argv[1:]])
+    if args.source:
+        result = json.loads(args.source.read_text())
+    elif args.update:
+        result = update(json.loads(args.update.read_text()), command)
+        args.json = args.json or args.update
+    else:
+        result = predict(args.architecture, args.flash_attention, command)
+    page = cuda_model_table.render(result)
+    print(cuda_model_table.explain(result) if args.explain else page)
+    if args.json:
+        write(args.json, json.dumps(result, indent=1) + "\n")
+    if args.table:
+        write(args.table, page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What the model of an SM is asked: batches, both implementations' passes over them, and published
+figures that it is checked against."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from bert_unpad.batch import VarlenBatch
+from bert_unpad.data.sampling.histogram import wikipedia_lengths
+from gpu_model.sm import attention, flow
+from gpu_model.sm.architectures import ARCHITECTURES
+from gpu_model.sm.attention import Batch
+from gpu_model.sm.kernel import Launch, Model, Prediction, Stage
+from gpu_model.sm.sass import Function
+
+OURS, FLASH = "bert_unpad", "FlashAttention-2"
+# Matrix products of what a stage computes.
+PRODUCTS = {"forward": 2, "backward": 5, "backward, dQ": 3, "backward, dK and dV": 4}
+Pass = Callable[[Batch, float], list[Stage]]
+
+
+def batch_of(lengths: list[int], heads: int = 16) -> Batch:
+    """With the order and the groups that a call gets from VarlenBatch."""
+    made = VarlenBatch.from_lengths(lengths)
+    groups = tuple((len(group.sequences), group.max_seqlen) for group in made.groups)
+    return Batch(tuple(lengths), heads, 64, tuple(made.order.tolist()), groups)
+
+
+def wikipedia_mix(sequences: int) -> list[int]:
+    """Lengths at evenly spaced quantiles of the Wikipedia histogram, in an order drawn once."""
+    counts = np.asarray(wikipedia_lengths(), dtype=np.float64)
+    shares = np.cumsum(counts) / counts.sum()
+    at = (np.arange(sequences) + 0.5) / sequences
+    lengths = np.searchsorted(shares, at)
+    return np.random.default_rng(1).permutation(lengths).tolist()
+
+
+def even_mix(sequences: int) -> list[int]:
+    """A fifth of 512 tokens, the others evenly from 20 to 360, in an order drawn once."""
+    full = round(0.2 * sequences)
+    rest = sequences - full
+    lengths = [512] * full + [20 + round(340 * (i + 0.5) / rest) for i in range(rest)]
+    random.Random(1).shuffle(lengths)
+    return lengths
+
+
+def batches() -> dict[str, Batch]:
+    return {
+        "24 x 512": batch_of([512] * 24),
+        "96 x 128": batch_of([128] * 96),
+        "48 of Wikipedia": batch_of(wikipedia_mix(48)),
+        "48 mixed": batch_of(even_mix(48)),
+    }
+
+
+@dataclass(frozen=True)
+class Published:
+    """FlashAttention-2's speed without dropout, sequences of one length, 32 heads of 64, 16k
+    tokens; TFLOP/s."""
+
+    direction: str  # forward or backward
+    length: int
+    value: float
+
+
+# Shah et al., "FlashAttention-3", 2024, arXiv:2407.08608, figures 5 and 6: H100 80GB SXM5.
+PUBLISHED = [
+    *(Published("forward", n, value) for n, value in ((512, 282), (1024, 306), (2048, 318))),
+    *(Published("backward", n, value) for n, value in ((512, 198), (1024, 238), (2048, 264))),
+]
+
+
+def seconds(model: Model, stages: list[Stage]) -> tuple[float, list[Prediction]]:
+    parts = [model.stage(stage) for stage in stages]
+    return sum(part.seconds for part in parts), parts
+
+
+def check_published(model: Model, flash: Any) -> list[dict[str, Any]]:
+    """Published figures beside the model's."""
+    rows = []
+    for point in PUBLISHED:
+        batch = Batch((point.length,) * (16384 // point.length), 32)
+        forward = point.direction == "forward"
+        stages = (flash.forward if forward else flash.backward)(batch, 0.0, even=True)
+        predicted = PRODUCTS[point.direction] * batch.products / seconds(model, stages)[0] / 1e12
+        rows.append(asdict(point) | {"predicted": predicted})
+    return rows
+
+
+def passes(model: Model, ours: dict[str, Any], flash: Any | None) -> list[dict[str, Any]]:
+    """Times of both passes of each implementation for every batch, with and without dropout."""
+    architecture = model.architecture
+    contenders: dict[str, tuple[Pass, Pass]] = {
+        OURS: (
+            lambda batch, p: attention.forward(ours, batch, p),
+            lambda batch, p: attention.backward(ours, batch, p, architecture),
+        )
+    }
+    if flash is not None:
+        contenders[FLASH] = (flash.forward, flash.backward)
+    rows = []
+    for name, batch in batches().items():
+        for dropout_p in (0.0, 0.1):
+            for contender, (forward, backward) in contenders.items():
+                times = {}
+                for label, run in (("forward", forward), ("backward", backward)):
+                    total, parts = seconds(model, run(batch, dropout_p))
+                    times[f"{label}_seconds"] = total
+                    main = max(parts, key=lambda part: part.seconds)
+                    times[f"{label}_bound"] = main.bound
+                row = {"architecture": architecture.name, "batch": name, "dropout_p": dropout_p}
+                rows.append(row | {"contender": contender, "products": batch.products} | times)
+    return rows
+
+
+def blocks(model: Model, ours: dict[str, Any], flash: Any | None) -> list[dict[str, Any]]:
+    """Blocks of full tiles: their main loop, and cycles with as many on an SM as fit."""
+    architecture, rows = model.architecture, []
+    for length in (128, 512):
+        batch = batch_of([length] * 24)
+        for dropout_p in (0.0, 0.1):
+            stages = attention.forward(ours, batch, dropout_p)
+            stages += attention.backward(ours, batch, dropout_p, architecture)
+            found = [(OURS, stage) for stage in stages]
+            if flash is not None:
+                stages = flash.forward(batch, dropout_p) + flash.backward(batch, dropout_p)
+                found += [(FLASH, stage) for stage in stages]
+            for contender, stage in found:
+                for launch in stage.launches:
+                    row = {"architecture": architecture.name, "contender": contender}
+                    row |= {"direction": stage.name, "length": length, "dropout_p": dropout_p}
+                    rows.append(row | _block(model, batch, stage.name, launch))
+    return rows
+
+
+def _block(model: Model, batch: Batch, stage: str, launch: Launch) -> dict[str, Any]:
+    kind = launch.kinds[0]
+    result, trace = model.block(launch, kind), launch.walk(launch.examples[kind])
+    function = launch.kernel.function
+    counts = np.bincount(trace[0].code, minlength=len(function.instructions)).tolist()
+    loop = flow.main_loop(function, counts)
+    flops = PRODUCTS[stage] * batch.products / len(launch.kinds)
+    return {
+        "instructions": len(trace[0].code),
+        "loop": flow.describe(function, loop, counts) if loop else "none",
+        "trips": counts[loop.header] if loop else 0,
+        "blocks_per_sm": model.occupancy(launch).blocks,
+        "cycles": result.cycles,
+        "flop_per_cycle": flops / result.cycles,
+        "bound": result.bound,
+        "busy": {pipe: round(busy / result.cycles, 3) for pipe, busy in result.busy.items()},
+        "opcodes": _opcodes(function, counts, loop),
+    }
+
+
+def _opcodes(function: Function, counts: list[int], loop: flow.Loop | None) -> dict[str, float]:
+    """How often a warp executes each kind of instruction in one pass of its main loop."""
+    if loop is None:
+        return {}
+    graph, found = flow.basic_blocks(function), Counter()
+    for block in loop.blocks:
+        for i in range(graph[block].first, graph[block].last + 1):
+            found[function.instructions[i].name] += counts[i]
+    return {name: round(n / counts[loop.header], 1) for name, n in found.most_common() if n}
+
+
+def constants() -> dict[str, Any]:
+    return {name: asdict(architecture) for name, architecture in ARCHITECTURES.items()}

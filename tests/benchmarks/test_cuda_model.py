@@ -1,0 +1,142 @@
+"""Predictions by the model of an SM: the page is that of the record, and the record that of today's
+kernels."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import cuda_model
+from benchmarks.lib import cuda_model_cases as cases
+from benchmarks.lib import cuda_model_table, cuda_sass
+from benchmarks.lib import flash_attention_build as flash_build
+from gpu_model import build
+from gpu_model.sm import attention
+from gpu_model.sm.architectures import H100
+from gpu_model.sm.kernel import Model
+from tests.support.paths import ROOT
+
+RECORD = ROOT / "benchmarks" / "results" / "model" / "attention.json"
+PAGE = ROOT / "docs" / "development" / "cuda-model.md"
+
+
+@pytest.fixture(scope="module")
+def record():
+    return json.loads(RECORD.read_text())
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """This build's, for Hopper."""
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler")
+    if not list((ROOT / "bert_unpad").glob("_C_cuda*.so")):
+        pytest.skip("built without CUDA")
+    try:
+        cuda_sass.find_tools()
+    except SystemExit as error:
+        pytest.skip(str(error))
+    return cuda_model.own_kernels("sm_90a")
+
+
+def test_the_page_is_that_of_the_record(record):
+    assert PAGE.read_text() == cuda_model_table.render(record)
+
+
+def test_constants_are_those_of_the_record(record):
+    assert record["constants"] == cases.constants()
+
+
+def test_published_figures_are_met(record):
+    """FlashAttention-2's own machine code, with the recorded constants."""
+    errors = [row["predicted"] / row["value"] - 1 for row in record["published"]]
+    assert len(errors) == len(cases.PUBLISHED)
+    assert max(map(abs, errors)) < 0.1
+    assert abs(np.mean(errors)) < 0.05
+
+
+def test_the_record_is_of_these_kernels(record, kernels):
+    """Where the same nvcc built them: another one makes other machine code."""
+    if cuda_model.nvcc_version() != record["nvcc"]:
+        pytest.skip(f"the record is of {record['nvcc']}")
+    batch = cases.batches()["24 x 512"]
+    model = Model(H100)
+    for dropout_p in (0.0, 0.1):
+        (row,) = (
+            r
+            for r in record["passes"]
+            if (r["architecture"], r["batch"], r["contender"], r["dropout_p"])
+            == ("H100", "24 x 512", "bert_unpad", dropout_p)
+        )
+        forward = attention.forward(kernels, batch, dropout_p)
+        backward = attention.backward(kernels, batch, dropout_p, H100)
+        assert cases.seconds(model, forward)[0] == pytest.approx(row["forward_seconds"], rel=0.01)
+        assert cases.seconds(model, backward)[0] == pytest.approx(row["backward_seconds"], rel=0.01)
+
+
+@pytest.mark.parametrize("length", [1, 17, 100, 300])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_traces_have_the_products_of_the_lengths(kernels, length, dropout_p):
+    """Every tensor-core product of every warp: rows and keys in steps of 16 (forward) and, in the
+    backward pass, keys by warps of 16 and queries by steps of 16."""
+    batch = cases.batch_of([length] * 200)
+    up = -(-length // 16) * 16
+
+    def products(stages):
+        launch = stages[0].launches[0]
+        code = launch.kernel.function.instructions
+        return [
+            sum(code[i].name == "HMMA" for i in warp.code.tolist())
+            for block in range(launch.grid[0] // (200 * 16))
+            for warp in launch.walk(block)
+        ]
+
+    # 2,048 multiply-adds each.
+    counts = products(attention.forward(kernels, batch, dropout_p))
+    rows = 32 if length > 64 else 16
+    warps = -(-length // rows)
+    assert sum(counts) == warps * rows * up * 64 * 2 // 2048
+    counts = products(attention.backward(kernels, batch, dropout_p, H100))
+    by_scores = up * up * 64 * 4 // 2048
+    queries = -(-length // 16) * 16
+    assert by_scores < sum(counts) <= by_scores + (queries + 64) * (up + 64) * 64 // 2048
+
+
+def test_the_mix_has_the_lengths_of_the_histogram():
+    lengths = np.array(cases.wikipedia_mix(1000))
+    assert (lengths.min() >= 1, lengths.max()) == (True, 512)
+    assert lengths.mean() == pytest.approx(255.83, abs=0.5)
+    assert (lengths == 512).mean() == pytest.approx(0.234, abs=0.01)
+    assert cases.wikipedia_mix(48) == cases.wikipedia_mix(48)
+    assert cases.batches()["48 of Wikipedia"].runs[0][2] == 512
+
+
+def test_units_of_flash_attention():
+    stems = [unit.stem for unit in flash_build.UNITS]
+    assert len(set(stems)) == len(stems) == 6
+    assert flash_build.Unit("FORWARD", True, False).defines == [
+        *("-DBU_FORWARD", "-DBU_DROPOUT=true", "-DBU_EVEN=false")
+    ]
+
+
+def test_the_page_can_be_written_again(record, tmp_path, monkeypatch, capsys):
+    table = tmp_path / "page.md"
+    arguments = ["cuda_model", "--from", str(RECORD), "--table", str(table)]
+    monkeypatch.setattr("sys.argv", arguments)
+    cuda_model.main()
+    assert table.read_text() == PAGE.read_text()
+
+
+def test_without_flash_attention_there_is_no_ratio(record):
+    rows = [row for row in record["passes"] if row["contender"] == "bert_unpad"]
+    page = cuda_model_table.render(
+        record | {"passes": rows, "flash_attention": None, "published": []}
+    )
+    assert "Published figures" not in page
+    assert page.count("| - | - |") == len(rows)
+
+
+def test_what_keeps_blocks_busy(record):
+    text = cuda_model_table.explain(record)
+    assert text.count(" cycles a block") == len(record["blocks"])
+    assert text.count(" HMMA") == sum(row["trips"] > 0 for row in record["blocks"])
