@@ -29,11 +29,13 @@ def draw(path: Path, links: list[dict[str, Any]], losses: list[dict[str, Any]]) 
         left.barh(places, seconds, height, label=f"{link['hosts']} hosts, {link['rate']}")
     left.set_yticks([i + 0.4 - height / 2 for i in range(len(names))], names)
     left.invert_yaxis()
-    left.set(xlabel="seconds of an update", xscale="log")
-    for row in losses:
+    left.set_xlabel("seconds of an update")
+    for number, row in enumerate(losses):
         curve = row["training_loss"]
         smooth = [statistics.fmean(curve[max(0, i - LAST + 1) : i + 1]) for i in range(len(curve))]
-        right.plot(range(1, len(smooth) + 1), smooth, label=row["contender"], linewidth=1.1)
+        style = ("-", "--", ":")[number // 10]  # colours repeat after ten
+        steps = range(1, len(smooth) + 1)
+        right.plot(steps, smooth, style, label=row["contender"], linewidth=1.1)
     right.set(xlabel="update", ylabel=f"training loss (nats, mean of {LAST} updates and all seeds)")
     for axes in (left, right):
         axes.grid(alpha=0.3)
