@@ -24,8 +24,12 @@ class PositionBias:
         key: [key tokens, heads, buckets], the data's dtype: position-to-content scores. These two
             are DeBERTa's disentangled attention (He et al., arXiv 2006.03654).
 
+    Minus infinity hides a key. A query that all keys are hidden from gets zeros, but its gradients,
+    and the table's, are NaN.
+
     On a GPU the backward pass holds sums in float32, [query tokens, heads, buckets] for `query` or
-    the gradient of `table`, and [key tokens, heads, buckets] for `key`.
+    the gradient of `table`, and [key tokens, heads, buckets] for `key`: 0.8 GB for 16,384 tokens,
+    12 heads and 1,023 buckets, 25 MB for 32 buckets.
     """
 
     buckets: Tensor

@@ -1,6 +1,6 @@
 // Attention dropout in the layouts that tensor cores leave scores in.
 //
-// One Philox call decides on 8 scores (device/philox.h): a forward thread holds exactly these 8 of
+// One Philox call decides on 8 scores (common/philox.h): a forward thread holds exactly these 8 of
 // every 16 x 16 tile of scores. In the backward pass tiles are transposed; there two lanes draw one
 // call each and exchange halves.
 #pragma once

@@ -10,6 +10,21 @@
 
 namespace bert_unpad::cuda {
 
+// Lets streams be made while a stream is captured, which a capture forbids unless it is told that
+// they have nothing to do with it.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const char* op) {
+    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), op);
+  }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  ~RelaxedCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // later the one before
+};
+
 // Branch 0 is the caller's stream itself; the others start after what it was given so far. The end
 // of the scope makes the caller's stream wait for them all, so later work on it, and memory that is
 // freed in its order, are safe. Works while the caller's stream is being captured.
@@ -58,21 +73,15 @@ class Fork {
     thread_local std::map<int, Sides> all;
     int device = 0;
     check_cuda(cudaGetDevice(&device), op);
-    const auto [entry, fresh] = all.try_emplace(device);
-    if (fresh) {
-      Sides& made = entry->second;
-      // The first call may be part of a capture, which forbids making streams unless it is told
-      // that they have nothing to do with it.
-      cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-      check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), op);
-      check_cuda(cudaEventCreateWithFlags(&made.begin, cudaEventDisableTiming), op);
-      for (int i = 0; i + 1 < kMaxBranches; ++i) {
-        check_cuda(cudaStreamCreateWithFlags(&made.streams[i], cudaStreamNonBlocking), op);
-        check_cuda(cudaEventCreateWithFlags(&made.ends[i], cudaEventDisableTiming), op);
-      }
-      check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), op);
+    if (const auto found = all.find(device); found != all.end()) return found->second;
+    const RelaxedCapture relaxed(op);
+    Sides made{};
+    check_cuda(cudaEventCreateWithFlags(&made.begin, cudaEventDisableTiming), op);
+    for (int i = 0; i + 1 < kMaxBranches; ++i) {
+      check_cuda(cudaStreamCreateWithFlags(&made.streams[i], cudaStreamNonBlocking), op);
+      check_cuda(cudaEventCreateWithFlags(&made.ends[i], cudaEventDisableTiming), op);
     }
-    return entry->second;
+    return all.emplace(device, made).first->second;
   }
 
   const char* op_;

@@ -122,9 +122,10 @@ def backward_is_fused(batch: Batch, architecture: Architecture) -> bool:
 
 
 def kernel_name(name: str, *arguments: int | bool) -> str:
-    """The mangled name of a kernel template for bf16."""
+    """The mangled name of a kernel template for bf16 without a position bias."""
     values = "".join(f"L{'b' if isinstance(a, bool) else 'i'}{int(a)}E" for a in arguments)
-    return f"_ZN10bert_unpad{len(name)}{name}INS_4bf16E{values}EEvNS_15AttentionLaunchE"
+    parameter = f"T{len(arguments)}_"  # the kernel's own: of the type of the last argument
+    return f"_ZN10bert_unpad{len(name)}{name}INS_4bf16E{values}NS_15AttentionLaunchEEEv{parameter}"
 
 
 def _parameters(

@@ -82,5 +82,6 @@ def test_a_kernel_that_is_missing(available):
 def test_names():
     name = attention.kernel_name("attention_forward_kernel", 64, 2, True, False)
     assert name == (
-        "_ZN10bert_unpad24attention_forward_kernelINS_4bf16ELi64ELi2ELb1ELb0EEEvNS_15AttentionLaunchE"
+        "_ZN10bert_unpad24attention_forward_kernelINS_4bf16ELi64ELi2ELb1ELb0E"
+        "NS_15AttentionLaunchEEEvT4_"
     )
