@@ -82,6 +82,8 @@ inline unsigned char* global_bytes(Warp& w, const Instruction& i, uint64_t addre
       w.fail(i, 1u << lane,
              std::string("race: ") + (write ? "writes" : "reads") +
                  " global memory that another block has " + conflict);
+    if (i.read_only && block.accesses->written(address, bytes)) [[unlikely]]
+      w.fail(i, 1u << lane, "ld.global.nc of memory that this launch has written");
   }
   return reinterpret_cast<unsigned char*>(address);
 }

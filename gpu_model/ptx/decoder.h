@@ -235,8 +235,11 @@ class Decoder {
   // Bits of a constant or a symbol's address.
   uint64_t value_of(std::string_view text, Type type) const {
     int64_t integer = 0;
-    if (text.starts_with("0f") || text.starts_with("0F") || text.starts_with("0d") ||
-        text.starts_with("0D")) {
+    const bool is_single = text.starts_with("0f") || text.starts_with("0F");
+    if (is_single || text.starts_with("0d") || text.starts_with("0D")) {
+      if (bits_of(type) != (is_single ? 32 : 64))
+        throw std::runtime_error("constant " + std::string(text) +
+                                 " has another size than the type");
       uint64_t bits = 0;
       std::from_chars(text.data() + 2, text.data() + text.size(), bits, 16);
       return bits;

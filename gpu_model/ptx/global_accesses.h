@@ -30,13 +30,21 @@ class GlobalAccesses {
         return "written";
       if (write && unit.reader != kNone && unit.reader != block) return "read";
       if (write) {
-        unit.writer = block;
-        unit.atomic = atomic;
+        const bool first = unit.writer == kNone;
+        unit.writer = first || unit.writer == block ? block : kSeveral;
+        unit.atomic = atomic && (first || unit.atomic);
       } else {
         unit.reader = unit.reader == kNone || unit.reader == block ? block : kSeveral;
       }
     }
     return nullptr;
+  }
+
+  // Whether this launch has written any of it.
+  bool written(uint64_t address, uint32_t bytes) {
+    for (uint64_t at = address; at < address + bytes; at += grain_)
+      if (const Unit& unit = find(at); unit.launch == launch_ && unit.writer != kNone) return true;
+    return false;
   }
 
  private:
@@ -45,7 +53,7 @@ class GlobalAccesses {
 
   struct Unit {
     uint32_t launch = 0, writer = kNone, reader = kNone;
-    bool atomic = false;
+    bool atomic = false;  // all writes were
   };
   using Page = std::unique_ptr<Unit[]>;  // a unit per `grain_` bytes, room for single bytes
 

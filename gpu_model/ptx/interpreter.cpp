@@ -70,7 +70,8 @@ void run_grid(Program& program, const CompiledLaunch& launch) {
   if (static_cast<Policy>(launch.policy) != Policy::kInOrder)
     for (uint64_t i = order.size(); i > 1; --i)
       std::swap(order[i - 1], order[block.random.next() % i]);
-  block.accesses = launch.races && order.size() > 1 ? &accesses : nullptr;
+  block.accesses =
+      launch.races && (order.size() > 1 || kernel->has_read_only_loads) ? &accesses : nullptr;
   for (const uint64_t i : order) {
     block.number = static_cast<uint32_t>(i);
     block.index[0] = static_cast<unsigned>(i % grid[0]);

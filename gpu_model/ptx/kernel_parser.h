@@ -256,10 +256,13 @@ class KernelParser {
 
   void take_branch(const Statement& s) {
     Statement plain = s;
-    plain.take("uni");
+    const bool uniform = plain.take("uni");
     plain.base = "ret";  // for its guard
     Instruction i = decode_instruction(decoder_, plain);
+    i.wide = uniform;
     i.run = [](Warp& w, const Instruction& i, uint32_t lanes) {
+      if (i.wide && lanes != w.mask)
+        w.fail(i, lanes, "bra.uni that only some of the lanes here take");
       w.branch(static_cast<uint32_t>(i.immediate), lanes);
     };
     jumps_.push_back(

@@ -232,14 +232,16 @@ inline void decode_select(Decoder& d, Statement& s, Instruction& i) {
 
 // slct.type.{s32,f32}: the first operand where the third is not negative.
 inline void decode_slct(Decoder& d, Statement& s, Instruction& i) {
-  s.take("ftz");
   const Type sign = parse_type(s.take_last()), type = parse_type(s.take_last());
+  const bool by_float = sign == Type::kF32, flushes = by_float && s.take("ftz");
+  if (!by_float && sign != Type::kS32) throw std::runtime_error("expected slct by s32 or f32");
   i.a[0] = d.out(s.operands.at(0), type);
   i.a[1] = d.in(s.operands.at(1), type);
   i.a[2] = d.in(s.operands.at(2), type);
   i.a[3] = d.in(s.operands.at(3), sign);
-  const bool by_float = sign == Type::kF32;
   i.run = for_bits(type, [&]<class T>() -> Handler {
+    if (flushes)
+      return ternary<T, T, float, [](T x, T y, float z) { return flush(z) >= 0 ? x : y; }>;
     if (by_float) return ternary<T, T, float, [](T x, T y, float z) { return z >= 0 ? x : y; }>;
     return [](Warp& w, const Instruction& i, uint32_t lanes) {
       const auto x = w.in<T>(i.a[1]), y = w.in<T>(i.a[2]);

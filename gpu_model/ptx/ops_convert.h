@@ -102,10 +102,22 @@ void float_to_float(Warp& w, const Instruction& i, uint32_t lanes) {
   });
 }
 
+// An integer as fp64, rounded to odd where it has more bits: rounding that again is right.
+template <class From>
+double integer_to_odd(From x) {
+  const bool negative = x < 0;
+  auto magnitude = static_cast<uint64_t>(x);
+  if (negative) magnitude = 0 - magnitude;
+  if (magnitude >> 53 != 0)
+    magnitude = (magnitude & ~uint64_t{0x7ff}) | ((magnitude & 0x7ff) != 0 ? 0x800 : 0);
+  const auto y = static_cast<double>(magnitude);
+  return negative ? -y : y;
+}
+
 template <class To, class From>
 To integer_to_float(From x) {
   if constexpr (sizeof(To) == 2)
-    return half_from<To>(static_cast<double>(x), Round::kNearest);
+    return half_from<To>(integer_to_odd(x), Round::kNearest);
   else
     return static_cast<To>(x);
 }
@@ -228,8 +240,30 @@ Handler for_scalar(Type type, const F& f) {
   }
 }
 
+// From floats to integers, after kBefore: .ftz, or of 16-bit floats to fp32, which holds them all.
+template <class To, class From, auto kBefore, Round kRound>
+Kept<To> rounded_integer(From x) {
+  const auto y = kBefore(x);
+  return float_to_integer<To, std::remove_const_t<decltype(y)>, kRound>(y);
+}
+template <class To, class From, auto kBefore>
+Handler integer_conversion(Round how) {
+  switch (how) {
+    case Round::kNearest:
+      return unary<Kept<To>, From, rounded_integer<To, From, kBefore, Round::kNearest>>;
+    case Round::kZero:
+      return unary<Kept<To>, From, rounded_integer<To, From, kBefore, Round::kZero>>;
+    case Round::kDown:
+      return unary<Kept<To>, From, rounded_integer<To, From, kBefore, Round::kDown>>;
+    case Round::kUp:
+      return unary<Kept<To>, From, rounded_integer<To, From, kBefore, Round::kUp>>;
+    default:
+      return nullptr;
+  }
+}
+
 template <class To, class From>
-Handler conversion(Round how, bool to_integer, bool saturates) {
+Handler conversion(Round how, bool to_integer, bool saturates, bool flushes) {
   constexpr bool kFromInteger = std::is_integral_v<From>, kToInteger = std::is_integral_v<To>;
   if constexpr (kFromInteger && kToInteger) {
     return saturates ? unary<Kept<To>, From, integer_to_integer_saturated<To, From>>
@@ -237,19 +271,12 @@ Handler conversion(Round how, bool to_integer, bool saturates) {
   } else if constexpr (kFromInteger) {
     return how == Round::kNearest && !saturates ? unary<To, From, integer_to_float<To, From>>
                                                 : nullptr;
+  } else if constexpr (kToInteger && sizeof(From) == 2) {
+    return integer_conversion<To, From, [](From x) { return block_model::decode(x); }>(how);
   } else if constexpr (kToInteger) {
-    switch (how) {
-      case Round::kNearest:
-        return unary<Kept<To>, From, float_to_integer<To, From, Round::kNearest>>;
-      case Round::kZero:
-        return unary<Kept<To>, From, float_to_integer<To, From, Round::kZero>>;
-      case Round::kDown:
-        return unary<Kept<To>, From, float_to_integer<To, From, Round::kDown>>;
-      case Round::kUp:
-        return unary<Kept<To>, From, float_to_integer<To, From, Round::kUp>>;
-      default:
-        return nullptr;
-    }
+    if constexpr (sizeof(From) == 4)
+      if (flushes) return integer_conversion<To, From, flush>(how);
+    return integer_conversion<To, From, [](From x) { return x; }>(how);
   } else {
     const bool narrows = sizeof(To) < sizeof(From);
     const bool known = to_integer || (narrows ? how == Round::kNearest : how == Round::kNone) ||
@@ -257,20 +284,6 @@ Handler conversion(Round how, bool to_integer, bool saturates) {
                        (how == Round::kNearest && sizeof(To) == sizeof(From));
     return known ? float_to_float<To, From> : nullptr;
   }
-}
-
-// Of 16-bit floats to integers, by way of fp32, which holds them all.
-template <class To, class From, Round kRound>
-Kept<To> half_to_integer(From x) {
-  return float_to_integer<To, float, kRound>(block_model::decode(x));
-}
-template <class To, class From>
-Handler half_conversion(Round how) {
-  return how == Round::kNearest ? unary<Kept<To>, From, half_to_integer<To, From, Round::kNearest>>
-         : how == Round::kZero  ? unary<Kept<To>, From, half_to_integer<To, From, Round::kZero>>
-         : how == Round::kDown  ? unary<Kept<To>, From, half_to_integer<To, From, Round::kDown>>
-         : how == Round::kUp    ? unary<Kept<To>, From, half_to_integer<To, From, Round::kUp>>
-                                : nullptr;
 }
 
 inline void decode_cvt(Decoder& d, Statement& s, Instruction& i) {
@@ -291,6 +304,8 @@ inline void decode_cvt(Decoder& d, Statement& s, Instruction& i) {
   const bool finite = s.take("satfinite");
   const bool packed = to == Type::kF16x2 || to == Type::kBF16x2 || to == Type::kE4M3x2 ||
                       to == Type::kE5M2x2 || to == Type::kTF32;
+  if (flushes && (packed || (from != Type::kF32 && to != Type::kF32)))
+    throw std::runtime_error(".ftz is not known here");
   unsigned bits = bits_of(from);
   i.a[0] = d.out(s.operands.at(0), bits_of(to));
   i.a[1] = d.in_wider(s.operands.at(1), from, bits);
@@ -306,10 +321,7 @@ inline void decode_cvt(Decoder& d, Statement& s, Instruction& i) {
   i.bytes = static_cast<uint8_t>(flushes | saturates << 1 | relu << 2 | to_integer << 3);
   i.run = for_scalar(from, [&]<class From>() -> Handler {
     return for_scalar(to, [&]<class To>() -> Handler {
-      if constexpr (!std::is_integral_v<From> && sizeof(From) == 2 && std::is_integral_v<To>)
-        return half_conversion<To, From>(how);
-      else
-        return conversion<To, From>(how, to_integer, saturates);
+      return conversion<To, From>(how, to_integer, saturates, flushes);
     });
   });
 }

@@ -7,6 +7,7 @@
 
 #include "gpu_model/ptx/access.h"
 #include "gpu_model/ptx/decoder.h"
+#include "gpu_model/ptx/ops_integer.h"
 
 namespace bert_unpad::ptx {
 
@@ -62,7 +63,6 @@ inline void skip_cache_modifiers(Statement& s) {
                            "cta",
                            "gpu",
                            "sys",
-                           "nc",
                            "ca",
                            "cg",
                            "cs",
@@ -123,6 +123,8 @@ struct Store {
 inline void decode_access(Decoder& d, Statement& s, Instruction& i) {
   const bool is_load = s.base == "ld" || s.base == "ldu";
   const Space space = take_space(s);
+  i.read_only = is_load && s.take("nc");
+  if (i.read_only) d.kernel().has_read_only_loads = true;
   skip_cache_modifiers(s);
   i.count = s.take("v2") ? 2 : s.take("v4") ? 4 : s.take("v8") ? 8 : 1;
   Type type = parse_type(s.take_last());
@@ -181,7 +183,7 @@ inline Handler atomic_handler(std::string_view op, Type type, Space space) {
   if (op == "add" && type == Type::kF64)
     return atomic_in<double, [](double x, double y, double) { return x + y; }>(space);
   return for_integer(type, [&]<class T>() -> Handler {
-    if (op == "add") return atomic_in<T, [](T x, T y, T) { return static_cast<T>(x + y); }>(space);
+    if (op == "add") return atomic_in<T, [](T x, T y, T) { return plus(x, y); }>(space);
     if (op == "min") return atomic_in<T, [](T x, T y, T) { return std::min(x, y); }>(space);
     if (op == "max") return atomic_in<T, [](T x, T y, T) { return std::max(x, y); }>(space);
     if (op == "and") return atomic_in<T, [](T x, T y, T) { return static_cast<T>(x & y); }>(space);
@@ -299,7 +301,8 @@ inline void decode_copy(Decoder& d, Statement& s, Instruction& i) {
     i.immediate = s.operands.empty() ? -1 : d.number(s.operands[0]);
     i.run = copy_wait;
   } else {
-    if (!s.take("ca") && !s.take("cg")) throw std::runtime_error("unknown kind of copy");
+    const bool global_only = s.take("cg");  // past L1
+    if (!global_only && !s.take("ca")) throw std::runtime_error("unknown kind of copy");
     for (const char* name : {"shared", "shared::cta", "global"}) s.take(name);
     skip_cache_modifiers(s);
     Instruction source;
@@ -308,8 +311,9 @@ inline void decode_copy(Decoder& d, Statement& s, Instruction& i) {
     i.source_displacement = source.immediate;
     d.address(s.operands.at(0), i, 0);
     i.bytes = static_cast<uint8_t>(d.number(s.operands.at(2)));
-    if (i.bytes != 4 && i.bytes != 8 && i.bytes != 16)
-      throw std::runtime_error("expected a copy of 4, 8 or 16 bytes");
+    if (i.bytes != 16 && (global_only || (i.bytes != 4 && i.bytes != 8)))
+      throw std::runtime_error(global_only ? "expected a copy of 16 bytes"
+                                           : "expected a copy of 4, 8 or 16 bytes");
     note_grain(d, Space::kShared, i.bytes);
     note_grain(d, Space::kGlobal, i.bytes);
     i.a[2] = s.operands.size() > 3 ? d.in(s.operands[3], Type::kU32) : d.constant(i.bytes, false);

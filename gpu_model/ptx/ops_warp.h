@@ -160,8 +160,11 @@ void reduce(Warp& w, const Instruction& i, uint32_t lanes) {
 inline void decode_redux(Decoder& d, Statement& s, Instruction& i) {
   i.kind = Kind::kCollective;
   s.take("sync");
-  const Type type = parse_type(s.take_last());
-  const std::string_view op = s.take_last();
+  const std::string_view name = s.take_last(), op = s.take_last();
+  const bool bitwise = op == "and" || op == "or" || op == "xor";
+  if (bitwise ? name != "b32" : name != "u32" && name != "s32")
+    throw std::runtime_error("unknown type of redux");
+  const Type type = parse_type(name);
   i.a[0] = d.out(s.operands.at(0), type);
   i.a[1] = d.in(s.operands.at(1), type);
   i.members = d.in(s.operands.at(2), Type::kU32);

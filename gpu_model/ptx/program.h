@@ -33,6 +33,7 @@ struct Instruction {
   uint8_t bytes = 4;             // of an element in memory
   bool wide = false;             // the address is a 64-bit register
   bool wide_data = false;        // so are the others
+  bool read_only = false;        // ld.nc: of what no thread writes during the launch
   uint32_t members = kNoOffset;  // register with the lanes that take part; all if there is none
   uint32_t a[kMaxOperands] = {};
   int64_t immediate = 0;  // displacement of an address, target of a branch, a constant operand
@@ -95,6 +96,7 @@ struct Kernel {
   // Races are looked for in units of so many bytes: the smallest that is accessed, of shared and of
   // global memory.
   uint32_t grain = 4, global_grain = 16;
+  bool has_read_only_loads = false;
 };
 
 // Address windows. A generic address is the address in the window plus its base; global addresses

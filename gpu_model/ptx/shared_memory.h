@@ -70,7 +70,8 @@ class SharedMemory {
     // All bits set is NaN in every floating-point type.
     data_.assign((bytes + 15) / 16 * 16, 0xff);
     writes_.assign(data_.size() / grain, Write{});
-    reads_.assign(writes_.size() * clocks.warps(), Read{});
+    reads_.assign(writes_.size() * clocks.warps(), Touch{});
+    atomics_.clear();
   }
 
   unsigned char* data(uint32_t offset) { return &data_[offset]; }
@@ -100,17 +101,15 @@ class SharedMemory {
       if (write.state == kPending) return {"pending", write.by(), unit * grain_};
       if (!races) continue;
       if (!ordered(write, by)) return {"written", write.by(), unit * grain_};
-      Read& read = reads_[unit * clocks_->warps() + by.warp];
-      // Lanes that nothing has ordered since count as several.
-      const bool open = read.clock >= clocks_->seen(by.warp, by.warp);
-      const bool several = by.whole_warp || (open && (read.several || read.lane != by.lane));
-      read = {clocks_->now(by.warp), by.pc, static_cast<uint8_t>(by.lane), several};
+      if (const Accessor earlier = unordered(atomics_, unit, by); earlier.warp != kNoWarp)
+        return {"written", earlier, unit * grain_};
+      note(reads_, unit, by);
     }
     return {};
   }
 
   Conflict write(uint32_t offset, uint32_t bytes, const Accessor& by, bool atomic = false) {
-    return mark(offset, bytes, by, atomic ? kAtomic : kWritten);
+    return mark(offset, bytes, by, kWritten, atomic);
   }
   // No thread may use the destination of an asynchronous copy until the copy lands.
   Conflict start_copy(uint32_t offset, uint32_t bytes, const Accessor& by) {
@@ -122,15 +121,19 @@ class SharedMemory {
   }
 
  private:
-  enum State : uint8_t { kEmpty, kWritten, kAtomic, kPending };
+  static constexpr uint32_t kNoWarp = ~0u;
+
+  enum State : uint8_t { kEmpty, kWritten, kPending };
+  // The last write that was not atomic.
   struct Write {
     uint32_t clock = 0, pc = 0;
     uint8_t warp = 0, lane = 0;
     State state = kEmpty;
     Accessor by() const { return {warp, lane, false, pc}; }
   };
-  // The last read of a warp: of one lane, or of several since its clock advanced.
-  struct Read {
+  // The last read, or atomic operation, of a warp: of one lane, or of several since its clock
+  // advanced.
+  struct Touch {
     uint32_t clock = 0, pc = 0;
     uint8_t lane = 0;
     bool several = false;
@@ -146,23 +149,45 @@ class SharedMemory {
     return write.warp == by.warp && write.lane == by.lane && !by.whole_warp;
   }
 
-  Conflict mark(uint32_t offset, uint32_t bytes, const Accessor& by, State state) {
-    const uint32_t warps = clocks_->warps();
+  void note(std::vector<Touch>& touches, uint32_t unit, const Accessor& by) {
+    Touch& touch = touches[unit * clocks_->warps() + by.warp];
+    // Lanes that nothing has ordered since count as several.
+    const bool open = touch.clock >= clocks_->seen(by.warp, by.warp);
+    const bool several = by.whole_warp || (open && (touch.several || touch.lane != by.lane));
+    touch = {clocks_->now(by.warp), by.pc, static_cast<uint8_t>(by.lane), several};
+  }
+  // Who touched a unit and is not ordered before what `by` does; its warp is kNoWarp if nobody.
+  Accessor unordered(const std::vector<Touch>& touches, uint32_t unit, const Accessor& by) const {
+    const uint32_t warps = touches.empty() ? 0 : clocks_->warps();
+    for (uint32_t w = 0; w < warps; ++w) {
+      const Touch& touch = touches[unit * warps + w];
+      if (touch.clock < clocks_->seen(by.warp, w)) continue;
+      if (w == by.warp && touch.lane == by.lane && !touch.several && !by.whole_warp) continue;
+      return {w, touch.lane, touch.several, touch.pc};
+    }
+    return {kNoWarp, 0, false, 0};
+  }
+
+  Conflict mark(uint32_t offset, uint32_t bytes, const Accessor& by, State state,
+                bool atomic = false) {
+    if (atomic && atomics_.empty()) atomics_.resize(reads_.size());
     for (uint32_t unit = offset / grain_; unit < (offset + bytes) / grain_; ++unit) {
       Write& write = writes_[unit];
       if (write.state == kPending) return {"pending", write.by(), unit * grain_};
       if (races) {
-        const bool both_atomic = state == kAtomic && write.state == kAtomic;
-        if (write.state != kEmpty && !both_atomic && !ordered(write, by))
+        if (write.state != kEmpty && !ordered(write, by))
           return {"written", write.by(), unit * grain_};
-        const Read* reads = &reads_[unit * warps];
-        for (uint32_t w = 0; w < warps; ++w) {
-          if (reads[w].clock < clocks_->seen(by.warp, w)) continue;
-          if (w == by.warp && reads[w].lane == by.lane && !reads[w].several) continue;
-          return {"read", {w, reads[w].lane, reads[w].several, reads[w].pc}, unit * grain_};
-        }
+        if (const Accessor earlier = unordered(reads_, unit, by); earlier.warp != kNoWarp)
+          return {"read", earlier, unit * grain_};
+        const Accessor earlier = atomic ? Accessor{kNoWarp} : unordered(atomics_, unit, by);
+        if (earlier.warp != kNoWarp) return {"written", earlier, unit * grain_};
       }
-      write = stamp(by, state);
+      if (atomic) {
+        write.state = kWritten;
+        note(atomics_, unit, by);
+      } else {
+        write = stamp(by, state);
+      }
     }
     return {};
   }
@@ -171,7 +196,7 @@ class SharedMemory {
   const Clocks* clocks_ = nullptr;
   std::vector<unsigned char> data_;
   std::vector<Write> writes_;
-  std::vector<Read> reads_;  // [unit, warp]
+  std::vector<Touch> reads_, atomics_;  // [unit, warp]; none without atomic operations
 };
 
 }  // namespace bert_unpad::ptx

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
 #include <string_view>
 
 #include "common/types.h"
@@ -53,6 +54,8 @@ inline Type parse_type(std::string_view name) {
 
 inline unsigned bits_of(Type type) {
   switch (type) {
+    case Type::kNone:
+      throw std::runtime_error("unknown type");
     case Type::kU8:
     case Type::kS8:
       return 8;

@@ -70,7 +70,8 @@ struct Warp {
   void regroup();
   // Makes the group that is furthest behind run; false if all of them wait.
   bool switch_group();
-  // Whether all lanes that take part are here; if not, another group runs.
+  // Whether all lanes that take part are here; if not, another group runs. Lanes whose masks differ
+  // are groups of their own.
   bool assemble(const Instruction& i, uint32_t lanes);
   [[noreturn]] void fail_missing(uint32_t at, uint32_t have, uint32_t needed) const;
   void find_join() {
@@ -80,6 +81,8 @@ struct Warp {
   }
   // What a group does not know of itself: which lanes its collective needs.
   uint32_t needed_lanes(const Instruction& i, uint32_t lanes) const;
+  // Those of `lanes` whose masks name the same lanes; fails if they do not name themselves.
+  uint32_t same_members(const Instruction& i, uint32_t lanes, uint32_t needed) const;
 
   std::vector<Group> others_;
   uint32_t join_ = ~0u;  // the lowest place of another group that does not wait
@@ -193,6 +196,14 @@ inline uint32_t Warp::needed_lanes(const Instruction& i, uint32_t lanes) const {
   return in<uint32_t>(i.members)[std::countr_zero(lanes)];
 }
 
+inline uint32_t Warp::same_members(const Instruction& i, uint32_t lanes, uint32_t needed) const {
+  if (i.members == kNoOffset) return lanes;
+  const auto masks = in<uint32_t>(i.members);
+  lanes &= lane_bits([&](int l) { return masks[l] == needed; });
+  if ((lanes & ~needed) != 0) fail(i, lanes & ~needed, "the mask of a lane does not name the lane");
+  return lanes;
+}
+
 inline bool Warp::assemble(const Instruction& i, uint32_t lanes) {
   if (lanes != mask) {  // those whose guard is false go on
     others_.push_back({pc + 1, mask & ~lanes, false});
@@ -200,11 +211,19 @@ inline bool Warp::assemble(const Instruction& i, uint32_t lanes) {
     find_join();
   }
   const uint32_t needed = needed_lanes(i, mask);
+  if (const uint32_t same = same_members(i, mask, needed); same != mask) {
+    others_.push_back({pc, mask & ~same, false});  // comes here again
+    mask = same;
+    find_join();
+  }
+  const auto joins = [&](const Group& g) {
+    return g.waiting && g.pc == pc && needed_lanes(i, g.mask) == needed;
+  };
   uint32_t have = mask;
   for (const Group& g : others_)
-    if (g.waiting && g.pc == pc) have |= g.mask;
+    if (joins(g)) have |= g.mask;
   if ((needed & ~have) == 0) {
-    std::erase_if(others_, [&](const Group& g) { return g.waiting && g.pc == pc; });
+    std::erase_if(others_, joins);
     mask = have;
     return true;
   }

@@ -58,6 +58,23 @@ FAULTS = {
         ld.shared.u32 %r3, [%r1];""",
         "race: ",
     ),
+    "atomics_and_the_last_one_s_plain_load": (
+        """mov.u32 %r1, memory; setp.eq.u32 %q0, %t, 0; @%q0 st.shared.u32 [%r1], 0; bar.sync 0;
+        setp.ge.u32 %q0, %t, 32; @%q0 bra END; atom.shared.add.u32 %r2, [%r1], 1;
+        setp.eq.u32 %q0, %t, 31; @%q0 ld.shared.u32 %r3, [%r1]; END:""",
+        r"race: (reads|writes) shared memory at offset 0, (read|written) by",
+    ),
+    "atomics_of_another_warp": (
+        """mov.u32 %r1, memory; setp.eq.u32 %q0, %t, 0; @%q0 st.shared.u32 [%r1], 0; bar.sync 0;
+        and.b32 %r3, %t, 31; setp.eq.u32 %q0, %r3, 0; @%q0 atom.shared.add.u32 %r2, [%r1], 1;
+        bar.warp.sync -1; setp.eq.u32 %q0, %t, 32; @%q0 ld.shared.u32 %r3, [%r1];""",
+        r"race: (reads|writes) shared memory at offset 0, (read|written) by",
+    ),
+    "plain_store_under_an_atomic": (
+        """mov.u32 %r1, memory; setp.eq.u32 %q0, %t, 0; @%q0 st.shared.u32 [%r1], 0;
+        atom.shared.add.u32 %r2, [%r1], 1;""",
+        "race: writes shared memory at offset 0, written by",
+    ),
     "matrix_row_without_barrier": (
         STORE + """mov.u32 %r1, memory;
         ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, [%r1];""",
@@ -136,6 +153,23 @@ FAULTS = {
         ODD: shfl.sync.bfly.b32 %r0, %t, 1, 31, -1; END:""",
         "an operation of all lanes, but lane [01] of this warp waits at line",
     ),
+    "mask_without_the_lane": (
+        "elect.sync %r0|%q0, 0xff00;",
+        "lane 0.*the mask of a lane does not name the lane",
+    ),
+    "masks_that_overlap": (
+        """setp.lt.u32 %q0, %t, 16; selp.b32 %r1, 0xffff, -1, %q0;
+        vote.sync.ballot.b32 %r0, %q0, %r1;""",
+        "an operation of all lanes, but lane",
+    ),
+    "uniform_branch_of_some_lanes": (
+        "setp.eq.u32 %q0, %t, 5; @%q0 bra.uni END; add.u32 %r0, %t, 1; END:",
+        "bra.uni that only some of the lanes here take",
+    ),
+    "written_and_read_as_constant": (
+        ADDRESSES + "st.global.u32 [%a0], %t; ld.global.nc.u32 %r1, [%a0];",
+        "ld.global.nc of memory that this launch has written",
+    ),
     "guarded_mma": (
         """mov.b32 %r0, 0; setp.lt.u32 %q0, %t, 16;
         @%q0 mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32
@@ -187,10 +221,19 @@ def test_races_between_blocks():
         first + "@!%q0 ld.global.u32 %r0, [%a0];": "race: .* that another block has (read|written)",
         "ld.global.u32 %r0, [%a0];" + first: "race: .* that another block has (read|written)",
         "red.global.add.u32 [%a0], 1; ld.global.u32 %r0, [%a0];": "race: ",
+        "setp.eq.u32 %q0, %c, 0; @%q0 st.global.u32 [%a0], 1; red.global.add.u32 [%a0], 1;": "race",
     }.items():
         for policy in POLICIES:
             with pytest.raises(RuntimeError, match=message):
                 program(body + text).launch("test", torch.zeros(96), grid=(3, 1, 1), policy=policy)
+    # The last of the blocks reads what it has added to itself, and all others before it.
+    last = "atom.global.add.u32 %r0, [%p0+64], 1; setp.eq.u32 %q0, %r0, 2;"
+    for text in (
+        last + "@%q0 ld.global.u32 %r1, [%p0+64];",
+        last + "@%q0 st.global.u32 [%p0+64], 0;",
+    ):
+        with pytest.raises(RuntimeError, match=r"race: .* that another block has written"):
+            program(body + text).launch("test", torch.zeros(96), grid=(3, 1, 1), block=(1, 1, 1))
     for text in (
         own + "ld.global.u32 %r0, [%a1]; st.global.u32 [%a1], 5;",
         body + "red.global.add.u32 [%a0], 1;",
@@ -246,6 +289,17 @@ def test_text_that_is_not_understood_names_its_line():
         "add.u32 %r0, %d0, 1;": "has another size",
         "mov.u32 %r0, %nothing;": "unknown operand %nothing",
         "bra NOWHERE;": "unknown label NOWHERE",
+        "mov.xyz %r0, %r1;": "unknown type",
+        "mov.b128 %d0, {%d1, %d2};": "unknown type",
+        "selp.b128 %r0, %r1, %r2, %q0;": "unknown type",
+        "redux.sync.add.f32 %r0, %r1, -1;": "unknown type of redux",
+        "redux.sync.add.b32 %r0, %r1, -1;": "unknown type of redux",
+        "redux.sync.and.u32 %r0, %r1, -1;": "unknown type of redux",
+        "add.f32 %r0, %r1, 0d3FF0000000000000;": "constant 0d.* has another size than the type",
+        "add.f64 %d0, %d1, 0f3F800000;": "constant 0f.* has another size than the type",
+        "cp.async.cg.shared.global [%r0], [%p0], 8;": "expected a copy of 16 bytes",
+        "cvt.rzi.ftz.s32.f64 %r0, %d0;": r"\.ftz is not known here",
+        "slct.ftz.f32.s32 %r0, %r1, %r2, %r3;": r"the modifier \.ftz is not known",
     }.items():
         kernel = program(body)
         with pytest.raises(RuntimeError, match=message):

@@ -242,6 +242,32 @@ def test_integers_to_floats(kind, bits):
         same(got, torch.from_numpy(numbers.astype(name)))
 
 
+@pytest.mark.parametrize("kind", "us")
+def test_integers_to_bf16_are_rounded_once(kind):
+    """Beside what lies half way between two values, where rounding to fp64 first loses the bit."""
+    x = torch.tensor([(m * 2 + 1) << 54 for m in range(128, 256)], dtype=torch.int64)
+    for step in (-1, 0, 1):
+        got = run(f"cvt.rn.bf16.{kind}64 y0, x0;", [x + step], BF16)
+        odd = torch.arange(128, 256) % 2
+        up = odd if step == 0 else torch.full((128,), int(step > 0))
+        want = (torch.arange(128, 256) + up).double() * 2.0**55
+        same(got, want.to(BF16))
+        if kind == "s":
+            same(run("cvt.rn.bf16.s64 y0, x0;", [-(x + step)], BF16), -want.to(BF16))
+
+
+def test_flushing_before_what_has_no_float_result():
+    x = torch.tensor([1e-40, -1e-40, 1.5, -1.5, 0.0])
+    for way, plain, flushed in (("rmi", [0, -1, 1, -2, 0], [0, 0, 1, -2, 0]),
+                                ("rpi", [1, 0, 2, -1, 0], [0, 0, 2, -1, 0])):  # fmt: skip
+        for ftz, want in (("", plain), (".ftz", flushed)):
+            got = evaluate(f"cvt.{way}{ftz}.s32.f32 y0, x0;", [x.view(torch.int32)], torch.int32)[0]
+            assert got.tolist() == want
+    for ftz, want in (("", [5, 6, 5, 6, 5]), (".ftz", [5, 5, 5, 6, 5])):
+        text = f"slct{ftz}.u32.f32 y0, 5, 6, x0;"
+        assert evaluate(text, [x.view(torch.int32)], torch.int32)[0].tolist() == want
+
+
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 

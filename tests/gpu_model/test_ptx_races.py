@@ -1,7 +1,7 @@
 """The PTX interpreter's check for races, against the definition of a race on random programs.
 
-Two accesses of one word by different threads, one of them a write, are a race unless a chain of
-program order and barriers leads from one to the other.
+Two accesses of one word by different threads, one of them a write and not both atomic, are a race
+unless a chain of program order and barriers leads from one to the other.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from tests.support.ptx_kernels import POLICIES, program
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 WARPS, WORDS, LANES = 3, 3, (0, 7)
+ACCESSES = {"st": "st.shared.u32 {}, %t", "ld": "ld.shared.u32 %r2, {}",
+            "atom": "atom.shared.add.u32 %r2, {}, 1"}  # fmt: skip
 
 
 def draw(rng: random.Random) -> list[list[tuple]]:
-    """What each warp does: ("st" or "ld", lane, word), ("warp",), or ("sync" or "arrive", number,
-    warps)."""
+    """What each warp does: ("st", "ld" or "atom", lane, word), ("warp",), or ("sync" or "arrive",
+    number, warps)."""
     warps: list[list[tuple]] = [[] for _ in range(WARPS)]
     for number in range(1, rng.randint(2, 5)):
         for steps in warps:
             for _ in range(rng.randint(0, 2)):
-                kind = rng.choice(("st", "ld", "ld", "warp"))
+                kind = rng.choice(("st", "ld", "ld", "warp", "atom", "atom"))
                 lane, word = rng.choice(LANES), rng.randrange(WORDS)
                 steps.append(("warp",) if kind == "warp" else (kind, lane, word))
         members = rng.sample(range(WARPS), rng.choice((2, WARPS, WARPS)))
@@ -45,14 +47,14 @@ def has_race(warps: list[list[tuple]]) -> bool:
     for w, steps in enumerate(warps):
         last = {lane: ("start", w, lane) for lane in LANES}
         for n, step in enumerate(steps):
-            lanes = (step[1],) if step[0] in ("st", "ld") else LANES
+            lanes = (step[1],) if step[0] in ACCESSES else LANES
             # A barrier of several warps is one node; lanes that only arrive do not come out of it.
             node = ("barrier", step[1]) if step[0] in ("sync", "arrive") else (w, n)
             for lane in lanes:
                 after.setdefault(last[lane], set()).add(node)
                 if step[0] != "arrive":
                     last[lane] = node
-            if step[0] in ("st", "ld"):
+            if step[0] in ACCESSES:
                 accesses.append((node, (w, step[1]), step[0], step[2]))
 
     def reaches(a: object, b: object) -> bool:
@@ -69,7 +71,7 @@ def has_race(warps: list[list[tuple]]) -> bool:
     for (a, who_a, kind_a, word_a), (b, who_b, kind_b, word_b) in itertools.combinations(
         accesses, 2
     ):
-        if word_a != word_b or who_a == who_b or kind_a == kind_b == "ld":
+        if word_a != word_b or who_a == who_b or kind_a == kind_b != "st":
             continue
         if not reaches(a, b) and not reaches(b, a):
             return True
@@ -92,8 +94,7 @@ def text_of(warps: list[list[tuple]]) -> str:
                 lines.append(f"bar.{step[0]} {step[1]}, {32 * step[2]};")
             else:
                 address = f"[memory+{4 * step[2]}]"
-                operands = f"{address}, %t" if step[0] == "st" else f"%r2, {address}"
-                lines.append(f"@%q{LANES.index(step[1])} {step[0]}.shared.u32 {operands};")
+                lines.append(f"@%q{LANES.index(step[1])} {ACCESSES[step[0]].format(address)};")
         lines.append("bra END;")
     return "\n".join([*lines, "END:"])
 

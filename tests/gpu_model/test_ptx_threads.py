@@ -57,6 +57,41 @@ def test_votes_and_reductions():
         assert int(y[0]) % 2**32 == value % 2**32
 
 
+@pytest.mark.parametrize("low", [16, 5])
+def test_lanes_with_other_masks_are_apart(low):
+    """One instruction, with a mask for the lanes below `low` and one for the others."""
+    body = f"""
+    setp.lt.u32 %q1, %t, {low}; selp.b32 %r9, {2**low - 1}, {2**32 - 2**low}, %q1;
+    setp.ne.u32 %q0, %t, 3; vote.sync.ballot.b32 %r0, %q0, %r9;
+    vote.sync.all.pred %q2, %q0, %r9; selp.u32 %r1, 1, 0, %q2;
+    redux.sync.add.u32 %r2, %t, %r9; elect.sync %r3|%q3, %r9;
+    sub.u32 %r5, {low - 1}, %t; @!%q1 sub.u32 %r5, {low + 31}, %t;
+    shfl.sync.idx.b32 %r4, %t, %r5, 31, %r9;
+    mul.wide.u32 %a0, %t, 32; add.u64 %a0, %a0, %p0;
+    st.global.v4.u32 [%a0], {{%r0, %r1, %r2, %r3}}; st.global.u32 [%a0+16], %r4;
+    """
+    out = torch.zeros(32, 8, dtype=torch.int32)
+    launch_all(program(body), out, warps=1)
+    for lane in range(32):
+        group = range(low) if lane < low else range(low, 32)
+        want = [sum(1 << k for k in group if k != 3), int(3 not in group), sum(group), group[0],
+                group[-1] - (lane - group[0])]  # fmt: skip
+        assert [int(v) % 2**32 for v in out[lane, :5]] == want, lane
+
+
+def test_a_mask_of_some_lanes():
+    body = """
+    and.b32 %r1, %t, 24; setp.ne.u32 %q0, %r1, 8; @%q0 bra END;
+    elect.sync %r0|%q1, 0xff00; redux.sync.or.b32 %r2, %t, 0xff00;
+    mul.wide.u32 %a0, %t, 8; add.u64 %a0, %a0, %p0; st.global.v2.u32 [%a0], {%r0, %r2}; END:
+    """
+    out = torch.zeros(32, 2, dtype=torch.int32)
+    launch_all(program(body), out, warps=1)
+    want = torch.zeros(32, 2, dtype=torch.int32)
+    want[8:16] = torch.tensor([8, 15])
+    assert torch.equal(out, want)
+
+
 def test_lanes_part_and_meet_again():
     """A loop that each lane leaves at another time, with branches in it, then a vote of all."""
     body = """
@@ -158,6 +193,14 @@ def test_atomics_of_all_threads():
         assert 0 < out[2] < 64
         assert out[3] == 64
         assert (marks == 1).all()
+
+
+def test_atomic_sums_wrap():
+    body = """red.global.add.s32 [%p0], 5; red.global.add.s64 [%p1], 5;"""
+    low, wide = torch.tensor([2**31 - 3]).int(), torch.tensor([2**63 - 3])
+    program(body, 2).launch("test", low, wide, block=(1, 1, 1))
+    assert int(low) == -(2**31) + 2
+    assert int(wide) == -(2**63) + 2
 
 
 def test_generic_addresses_reach_every_window():
