@@ -133,7 +133,8 @@ def _load(options: argparse.Namespace, name: str, seed: int) -> tuple[Any, torch
         kind, heads = transformers.AutoModelForSequenceClassification, {"num_labels": classes}
     else:
         kind, heads = transformers.AutoModelForQuestionAnswering, {}
-    model = kind.from_pretrained(options.model, **heads)
+    # Weights train in float32; transformers would take the dtype that they were saved in.
+    model = kind.from_pretrained(options.model, dtype=torch.float32, **heads)
     if not options.padded:
         hf.unpad(model)
     return tokenizer, model.to(options.device)

@@ -2,14 +2,19 @@
 
 A product of 16-bit activations with a float32 weight rounds the weight first: every forward pass
 reads all of it and writes half as much. The optimizer has each new weight in a register anyway. A
-copy counts as long as nothing else has changed its weight, as far as PyTorch counts changes: what
-is written through `weight.data` it cannot see.
+copy counts as long as nothing else has changed its weight, as far as PyTorch counts changes. It does
+not count writes through `weight.data`, nor collectives such as `dist.broadcast` and
+`dist.all_reduce` on a weight: call `torch.autograd.graph.increment_version` after one.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+# By weight. Not an attribute of it, which would be pickled with the weight.
+_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class RoundedWeight:
@@ -23,7 +28,7 @@ class RoundedWeight:
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         self.tensor = weight.detach().to(dtype)
         self.mark(weight)
-        weight._bert_unpad_rounded = self
+        _copies[weight] = self
 
     def mark(self, weight: Tensor) -> None:
         """Says that the copy is that of the weight as it is now."""
@@ -43,7 +48,7 @@ class RoundedWeight:
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a weight in `dtype`: the copy that its optimizer keeps, if it is up to date."""
     if not torch.compiler.is_compiling():
-        copy = getattr(weight, "_bert_unpad_rounded", None)
+        copy = _copies.get(weight)
         if copy is not None and copy.tensor.dtype == dtype and copy.fits(weight):
             return copy.tensor
     return weight.to(dtype)

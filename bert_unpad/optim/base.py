@@ -45,6 +45,7 @@ class ParameterList:
     def __init__(self, shards: tuple[dist.ProcessGroup, ...]) -> None:
         self.shards = shards
         self.tensors: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self.rounded: list[tuple[Tensor, RoundedWeight]] = []
 
     def add(self, param: Tensor, grad: Tensor, state: dict[str, Tensor]) -> None:
         """Appends a parameter, its gradient and its state to the lists."""
@@ -161,22 +162,34 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Writes parameters in 16 bits too from now on, for the products of 16-bit activations.
 
         `ops.linear`, `ops.mlp` and the modules made of them take a copy in place of rounding the
-        weight again in every forward pass; results have the same bits. That holds as long as
-        nothing writes to a weight through its `.data`, which leaves the copy as it was.
+        weight again in every forward pass. A copy has the bits of its rounded weight. So do updates
+        have the bits that they have without copies, unless `max_grad_norm` is set (by default it is
+        in `FusedLAMB`): then the norm is added up in another order, and updates are equal to rounding.
+
+        A weight that something else changes is rounded again, as far as PyTorch counts the change.
+        It does not count writes through `.data`, nor collectives such as `dist.broadcast` and
+        `dist.all_reduce` on a weight: call `torch.autograd.graph.increment_version` after one.
 
         Args:
             params: float32 parameters of this optimizer, that no process group shards.
             dtype: bfloat16 or float16, that of the activations.
 
         Raises:
-            ValueError: a parameter is not float32, or the dtype has not 16 bits.
+            ValueError: a parameter is not float32 or not this optimizer's, or the dtype has not 16
+                bits.
             NotImplementedError: this optimizer cannot.
         """
         if not self.rounds:
             raise NotImplementedError(f"{type(self).__name__} keeps no rounded weights")
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"dtype: expected torch.bfloat16 or torch.float16, got {dtype}")
+        own = {id(param) for group in self.param_groups for param in group["params"]}
         for param in params:
+            if id(param) not in own:
+                raise ValueError(
+                    "params: expected parameters of this optimizer, got another of shape "
+                    f"{list(param.shape)}"
+                )
             if param.dtype != torch.float32 or isinstance(param, DTensor):
                 raise ValueError(
                     f"params: expected float32 parameters that are not sharded, got {param.dtype}"
@@ -230,14 +243,17 @@ class FusedOptimizer(torch.optim.Optimizer):
                 shards = (self.shard_group,)
             state = self._state_of(param, group)
             grad = local(param.grad).contiguous()
-            copy = self._rounded.get(param)
+            whole, copy = param, self._rounded.get(param)
             if copy is not None:  # which takes the parameter for its master weights
                 copy.renew(param)
                 state = state | {"master_param": param.detach()}
                 param = copy.tensor
             master = "master_param" in state
             key = (param.device, param.dtype, grad.dtype, master, shards)
-            lists.setdefault(key, ParameterList(shards)).add(param, grad, state)
+            parameters = lists.setdefault(key, ParameterList(shards))
+            parameters.add(param, grad, state)
+            if copy is not None:
+                parameters.rounded.append((whole, copy))
         return list(lists.values())
 
     def _global_norm(self, lists: Sequence[ParameterList]) -> Tensor | None:
@@ -301,8 +317,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._update_all(updates)
         for _, parameters in lists:
             torch.autograd.graph.increment_version(parameters.tensors["param"])
-        for param, copy in self._rounded.items():
-            if param.grad is not None:
+            for param, copy in parameters.rounded:
                 torch.autograd.graph.increment_version(param)
                 copy.mark(param)
         return loss

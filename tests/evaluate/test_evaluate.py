@@ -6,6 +6,7 @@ import csv
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from bert_unpad.data import WordPieceTokenizer
+from bert_unpad.evaluate import cli
 from bert_unpad.evaluate.cli import main
 from bert_unpad.evaluate.features import answers_of, features_of
 from bert_unpad.evaluate.metrics import METRICS
@@ -43,6 +45,17 @@ def model_dir(tmp_path_factory) -> Path:
     BertForPreTraining(config).save_pretrained(folder)
     tokenizer.save(folder)
     return folder
+
+
+def test_a_model_saved_in_16_bits_trains_in_32(model_dir, tmp_path):
+    folder = tmp_path / "model"
+    model = transformers.AutoModel.from_pretrained(model_dir, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(model_dir).save_pretrained(folder)
+    for task in ("cola", "squad"):
+        options = SimpleNamespace(model=folder, padded=False, device="cpu")
+        _, loaded = cli._load(options, task, 0)
+        assert {p.dtype for p in loaded.parameters()} == {torch.float32}
 
 
 def sentence(rng: random.Random, words: list[str], longest: int = 9) -> str:

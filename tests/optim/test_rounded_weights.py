@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from functools import partial
 
 import pytest
@@ -152,12 +153,38 @@ def test_when_the_trainer_does_it(more, expected):
     )
     optimizer = build_optimizer(model, config.optimizer)
     round_weights_in_updates(model, optimizer, config, torch.device("cpu"))
-    found = [hasattr(p, "_bert_unpad_rounded") for p in model.parameters() if p.dim() == 2]
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    found = [rounded(p, torch.bfloat16) is rounded(p, torch.bfloat16) for p in matrices]
     assert any(found) == (expected and cpu_multiplies_bf16())
+
+
+def test_only_what_a_step_writes_counts_as_written():
+    (param, other, *_) = _params()
+    optimizer = FusedAdam([param, other], lr=0.1)
+    optimizer.keep_rounded([param, other], torch.bfloat16)
+    del optimizer.param_groups[0]["params"][1]
+    for p in (param, other):
+        p.grad = torch.ones_like(p)
+    with torch.no_grad():
+        other.add_(5)
+    optimizer.step()
+    for p in (param, other):
+        assert _same_bits(rounded(p, torch.bfloat16), p.detach().bfloat16())
+
+
+def test_a_saved_weight_brings_no_copy():
+    weight = nn.Parameter(torch.randn(8, 8))
+    FusedAdam([weight], lr=0.1).keep_rounded([weight], torch.bfloat16)
+    file = io.BytesIO()
+    torch.save(weight, file)
+    file.seek(0)
+    assert _same_bits(torch.load(file, weights_only=True), weight)  # no class of ours
 
 
 def test_bad_input():
     params = _params()
+    with pytest.raises(ValueError, match=r"^params: expected parameters of this optimizer"):
+        FusedAdam(params).keep_rounded(_params(), torch.bfloat16)
     with pytest.raises(ValueError, match=r"^dtype: expected torch.bfloat16 or torch.float16"):
         FusedAdam(params).keep_rounded(params, torch.float32)
     low = nn.Parameter(torch.randn(3, 3).bfloat16())
