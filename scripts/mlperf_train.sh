@@ -12,7 +12,8 @@ usage() {
 usage: bash scripts/mlperf_train.sh FOLDER OUTPUT [OPTION...] [-- SETTING...]
 
 Trains from the files in FOLDER, once for each log OUTPUT/result_N.txt that is not there yet, and
-runs MLPerf's checkers on the logs. Each run has a seed of its own, from the system's randomness.
+runs MLPerf's checkers on the logs. A log without run_stop, of a run that broke off, is renamed to
+result_N.txt.partial, and its run is made again. Each run has a seed of its own, from the system's randomness.
 
   --batch N        global batch: 256, 448 (default), 1536, 3072, 4096, 8192 or 16384, with MLPerf's
                    settings for it; for another N give the settings after --
@@ -126,10 +127,11 @@ import sys
 
 from bert_unpad.data import prepare
 from bert_unpad.pretrain.config import ConfigError, read_config
+from bert_unpad.pretrain.prepared_data import DATA_ERRORS
 
 try:
     prepare(read_config(sys.argv[1:])[0].data)
-except (ConfigError, ValueError, OSError) as error:
+except (ConfigError, *DATA_ERRORS) as error:
     sys.exit(f"mlperf_train.sh: error: {error}")
 PYTHON
 
@@ -139,8 +141,12 @@ fi
 for ((number = 0; number < runs; number++)); do
   log=$output/result_$number.txt
   if [[ -e $log ]]; then
-    echo "there already: $log"
-    continue
+    if grep -q '"key": "run_stop"' "$log"; then
+      echo "there already: $log"
+      continue
+    fi
+    mv --backup=numbered "$log" "$log.partial"
+    echo "has no run_stop: $log is now $log.partial"
   fi
   cleared=false
   if [[ $clear == yes ]] && sync && { echo 3 >/proc/sys/vm/drop_caches; } 2>/dev/null; then
@@ -159,7 +165,7 @@ PYTHON
   )
   "$PY" -m torch.distributed.run --standalone --nproc-per-node "$ranks" scripts/pretrain.py \
     "${arguments[@]}" \
-    --run_dir "$output/run_$number" --seed "$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')" \
+    --run_dir "$output/run_$number" --resume never --seed "$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')" \
     --logging.mlperf "$log" --logging.mlperf_submission "$submission"
 done
 

@@ -30,7 +30,12 @@ SETTINGS = {
 }
 
 
-def _run(folder: Path, *arguments: str, settings: dict[str, str] | None = None):
+def _run(
+    folder: Path,
+    *arguments: str,
+    settings: dict[str, str] | None = None,
+    python: str = sys.executable,
+):
     given = [text for name, value in (settings or {}).items() for text in (f"--{name}", value)]
     command = ["bash", str(ROOT / "scripts" / "mlperf_train.sh"), *arguments]
     return subprocess.run(
@@ -38,7 +43,7 @@ def _run(folder: Path, *arguments: str, settings: dict[str, str] | None = None):
         cwd=folder,
         env=os.environ
         | {
-            "PYTHON": sys.executable,
+            "PYTHON": python,
             "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
             "OMP_NUM_THREADS": "1",
             "XDG_CACHE_HOME": str(folder / "cache"),
@@ -75,6 +80,26 @@ def test_from_the_folder_to_a_log_that_passes(tmp_path):
     assert done.returncode == 1
     assert f"there already: {out / 'result_0.txt'}" in done.stdout
     assert "Required EXACTLY_ONE occurrence of 'opt_lamb_beta_1'" in done.stdout + done.stderr
+
+
+def test_a_log_without_its_end_is_made_again(tmp_path):
+    for name in ("train", "eval", "vocab.txt", "bert_config.json"):
+        (tmp_path / "files" / name).mkdir(parents=True)
+    logs = [tmp_path / "out" / f"result_{number}.txt" for number in (0, 1)]
+    (tmp_path / "out").mkdir()
+    logs[0].write_text(':::MLLOG {"key": "run_start"}\n')
+    logs[1].write_text(':::MLLOG {"key": "run_stop"}\n')
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n')
+    python.chmod(0o755)
+    arguments = ["files", "out", "--ranks", "1", "--runs", "2", "--keep-caches"]
+    done = _run(tmp_path, *arguments, python=str(python))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (trained,) = [x for x in (tmp_path / "calls").read_text().splitlines() if "pretrain.py" in x]
+    assert f"--logging.mlperf {logs[0]}" in trained
+    assert "--resume never" in trained
+    assert "run_start" in (tmp_path / "out" / "result_0.txt.partial").read_text()
+    assert f"there already: {logs[1]}" in done.stdout
 
 
 @pytest.mark.parametrize(

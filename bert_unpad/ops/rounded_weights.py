@@ -2,8 +2,8 @@
 
 A product of 16-bit activations with a float32 weight rounds the weight first: every forward pass
 reads all of it and writes half as much. The optimizer has each new weight in a register anyway. A
-copy counts as long as nothing else has changed its weight, as far as PyTorch counts changes. It does
-not count writes through `weight.data`, nor collectives such as `dist.broadcast` and
+copy counts as long as nothing else has changed its weight, as far as PyTorch counts changes. It
+does not count writes through `weight.data`, nor collectives such as `dist.broadcast` and
 `dist.all_reduce` on a weight: call `torch.autograd.graph.increment_version` after one.
 """
 

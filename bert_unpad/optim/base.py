@@ -164,7 +164,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         `ops.linear`, `ops.mlp` and the modules made of them take a copy in place of rounding the
         weight again in every forward pass. A copy has the bits of its rounded weight. So do updates
         have the bits that they have without copies, unless `max_grad_norm` is set (by default it is
-        in `FusedLAMB`): then the norm is added up in another order, and updates are equal to rounding.
+        in `FusedLAMB`): then the norm is added up in another order, and updates are equal to
+        rounding.
 
         A weight that something else changes is rounded again, as far as PyTorch counts the change.
         It does not count writes through `.data`, nor collectives such as `dist.broadcast` and

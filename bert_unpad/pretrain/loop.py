@@ -82,7 +82,7 @@ class Trainer:
     def train(self, stop: StopRequest) -> bool:
         """Trains until the last step, the target accuracy, or a request to stop.
 
-        The state is on disk when this returns.
+        The state is on disk when this returns. Files of the log are closed however it ends.
 
         Returns:
             Whether training is finished; if not, a signal has stopped it.
@@ -90,24 +90,38 @@ class Trainer:
         Raises:
             FloatingPointError: the loss is no longer finite.
         """
-        progress, stopped = self.progress, False
         if self.evaluator is not None:
             self.mlperf.start_training(self.evaluator.examples)
-        while not (stopped or progress.target_reached):
-            with self.stages.steps(self.total_steps) as steps:
-                stopped = self._run_stage(steps, stop)
-            if progress.step == self.total_steps:
-                break
-            if not (stopped or progress.target_reached):
-                self.stages.begin()
-        if not progress.target_reached:
-            self.mlperf.abort(progress.sequences)
-        if self._saved_step != progress.step:
-            self._save()
-        self.checkpointer.wait()
-        self.log.note_costs()
-        self.log.close()
+        try:
+            stopped = self._run_stages(stop)
+            if self._saved_step != self.progress.step:
+                self._save()
+            self.checkpointer.wait()
+            self.log.note_costs()
+        finally:
+            self.log.close()
         return not stopped
+
+    def _run_stages(self, stop: StopRequest) -> bool:
+        """Trains to the end of the run or the target; whether a signal has stopped it."""
+        progress, stopped = self.progress, False
+        try:
+            while not (stopped or progress.target_reached):
+                with self.stages.steps(self.total_steps) as steps:
+                    stopped = self._run_stage(steps, stop)
+                if progress.step == self.total_steps:
+                    break
+                if not (stopped or progress.target_reached):
+                    self.stages.begin()
+        except FloatingPointError:
+            self._abort()
+            raise
+        self._abort()
+        return stopped
+
+    def _abort(self) -> None:
+        if not self.progress.target_reached:
+            self.mlperf.abort(self.progress.sequences)
 
     def _run_stage(self, steps: Iterator[tuple[Step, FeedState]], stop: StopRequest) -> bool:
         """Trains to the end of the stage, the run or the target; whether a signal has stopped it.

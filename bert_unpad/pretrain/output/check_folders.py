@@ -31,6 +31,8 @@ def _problem(config: PretrainConfig) -> tuple[str, str] | None:
         "run_dir": Path(config.run_dir),
         "data.cache_dir": cache,
     }
+    if config.logging.mlperf is not None:
+        folders["logging.mlperf"] = Path(config.logging.mlperf).parent
     for key, folder in folders.items():
         # Nothing is written to a cache that has the data already.
         obstacle = _obstacle(folder, write=folder is not cache)

@@ -11,6 +11,7 @@ training_policies, "Run Results").
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from logging.handlers import MemoryHandler
@@ -49,12 +50,16 @@ class MlperfLog:
             self._log("start", "init_start")
 
     def check_is_new(self, checkpoint: Path | None) -> None:
-        """Checks that the run begins now, since the rules measure one contiguous time.
+        """Checks that run and file begin now, since the rules measure one contiguous time.
 
         Raises:
-            ConfigError: there is a checkpoint to continue from.
+            ConfigError: (on all ranks) there is a checkpoint to continue from, or the file is there
+                already and `resume: never` does not set it aside with the run's folder.
         """
-        if self._is_on and checkpoint is not None:
+        if not self._is_on:
+            return
+        self._ranks.on_first(self._check_file)
+        if checkpoint is not None:
             raise ConfigError(
                 "resume",
                 "expected never, or another run_dir, with logging.mlperf, whose runs are timed as "
@@ -124,6 +129,15 @@ class MlperfLog:
         self._lines = MemoryHandler(sys.maxsize, flushLevel=sys.maxsize)
         logger.addHandler(self._lines)
         self._mllogger = MLLogger(logger, default_stack_offset=2, root_dir=re.escape(_ROOT))
+
+    def _check_file(self) -> None:
+        run_dir = Path(self._config.run_dir).resolve()
+        if self._config.resume == "never" and self._path.resolve().is_relative_to(run_dir):
+            return
+        if os.path.lexists(self._path):
+            raise ConfigError(
+                "logging.mlperf", f"expected a new file, got {str(self._path)!r}, which is there"
+            )
 
     def _open(self) -> None:
         try:

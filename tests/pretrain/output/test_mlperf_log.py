@@ -20,6 +20,7 @@ from mlperf_logging.package_checker.seed_checker import SeedChecker
 
 from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import ConfigError, read_config
+from bert_unpad.pretrain.output.energy import EnergyMeter
 from bert_unpad.pretrain.output.mlperf_log import MlperfLog
 from bert_unpad.pretrain.ranks import Ranks
 from tests.support.mlperf_files import BATCH, read_log, toy_settings, write_benchmark_data
@@ -180,6 +181,29 @@ def test_a_run_is_not_continued(folder, logs, capsys, monkeypatch):
     assert main([*arguments, str(logs["reached"]), *run_dir]) == 2
     assert "logging.mlperf: expected a new file" in capsys.readouterr().err
     assert logs["reached"].read_bytes() == before
+    # Found before the data are opened, and before an earlier run is set aside.
+    (folder / "third").mkdir()
+    (folder / "third" / "kept").touch()
+    command = [*arguments, str(logs["reached"]), *run_dir, "--resume", "never"]
+    assert main([*command, "--data.source", "examples:nowhere"]) == 2
+    assert "logging.mlperf: expected a new file" in capsys.readouterr().err
+    assert (folder / "third" / "kept").exists()
+    assert main([*arguments, str(folder / "run.yaml" / "log.txt"), *run_dir]) == 2
+    assert "logging.mlperf: expected a folder to write to" in capsys.readouterr().err
+
+
+def test_a_run_that_diverges_is_aborted(folder, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    closed = []
+    monkeypatch.setattr(EnergyMeter, "close", lambda meter: closed.append(meter))
+    log, run_dir = folder / "diverged" / "log.txt", ["--run_dir", str(folder / "diverged")]
+    command = ["--config", str(folder / "run.yaml"), "--logging.mlperf", str(log), *run_dir]
+    with pytest.raises(FloatingPointError):
+        main([*command, "--optimizer.lr", "1e38", "--resume", "never"])
+    (key, _, metadata, _) = read_log(log)[-1]
+    assert (key, metadata["status"]) == ("run_stop", "aborted")
+    assert [key for key, *_ in read_log(log)].count("run_stop") == 1
+    assert len(closed) == 1
 
 
 def test_the_package_is_named_where_it_is_missing(folder, monkeypatch):
