@@ -156,7 +156,8 @@ def timed(ranks: RankPool, name: str, options: argparse.Namespace) -> dict[str, 
     bytes of the last that counts are known.
     """
     period = 0 if name == ALONE else CONTENDERS[name].get("comm.local_sgd_period", 0)
-    end = max(options.steps, options.settle + period)
+    # A multiple of `settle`: the update has a line in the log.
+    end = -(-max(options.steps, options.settle + period) // options.settle) * options.settle
     more = {
         "schedule.total_steps": end + 1,
         "evaluation.examples": 0,

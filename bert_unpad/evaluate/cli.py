@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, help="local files: TASK/train.jsonl and so on")
     parser.add_argument("--output", type=Path, default=Path("runs/evaluate"))
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--batch-size", type=_count, default=32)
     parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--warmup-share", type=float, default=0.1)
     parser.add_argument("--weight-decay", type=float, default=0.01)
@@ -67,6 +67,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _count(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"expected an integer of 1 or more, got {text!r}")
+    return int(text)
+
+
+def _files(options: argparse.Namespace, name: str) -> dict[str, list[int]]:
+    """Size and time of change of each file that a result depends on."""
+    paths = [options.model / "config.json", *sorted(options.model.glob("*.safetensors"))]
+    if options.data is not None:
+        paths += sorted((options.data / name).glob("*"))
+    found = {str(path.resolve()): path.stat() for path in paths if path.is_file()}
+    return {path: [stat.st_size, stat.st_mtime_ns] for path, stat in found.items()}
+
+
 def _result(options: argparse.Namespace, name: str, seed: int) -> dict[str, float]:
     """The measures of one fine-tuning: from its file if it is there, else made now."""
     names = (field.name for field in dataclasses.fields(FineTuning))
@@ -75,14 +90,15 @@ def _result(options: argparse.Namespace, name: str, seed: int) -> dict[str, floa
     noted = dataclasses.asdict(settings) | {
         "model": str(options.model.resolve()),
         "data": None if options.data is None else str(options.data.resolve()),
+        "files": _files(options, name),
     }
     path = options.output / name / f"seed-{seed}.json"
     if path.is_file():
         found = read_json_object(path)
         if found.get("settings") != noted:
             raise ValueError(
-                f"{path}: expected a result with these settings, got one with others: give another "
-                f"--output, or delete it"
+                f"{path}: expected a result with these settings and files, got one with others: "
+                f"give another --output, or delete it"
             )
         return found["metrics"]
     begin = time.perf_counter()

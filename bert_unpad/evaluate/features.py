@@ -27,7 +27,7 @@ def features_of(
         task: of the rows.
         rows: what `read_rows` returns.
         tokenizer: of transformers; for answers a fast one.
-        max_length: most tokens of a feature.
+        max_length: most tokens of a feature. A question is cut to leave room for its text.
         stride: tokens that two features of a row share, for answers.
 
     Returns:
@@ -48,8 +48,17 @@ def features_of(
 def _answer_features(
     rows: Sequence[Row], texts: Sequence[list[str]], tokenizer: Any, max_length: int, stride: int
 ) -> list[Feature]:
+    # Beside the longest question: the tokens shared, one that is new, and three that mark the ends.
+    longest = max_length - stride - tokenizer.num_special_tokens_to_add(pair=True) - 1
+    if longest < 1:
+        raise ValueError(
+            f"--max-length: expected at least {max_length - longest + 1} with --stride {stride}, "
+            f"got {max_length}"
+        )
+    questions, contexts = texts
     encoded = tokenizer(
-        *texts,
+        _shortened(questions, tokenizer, longest),
+        contexts,
         truncation="only_second",
         max_length=max_length,
         stride=stride,
@@ -69,6 +78,18 @@ def _answer_features(
             | {"start": start, "end": end, "row": row, "offsets": offsets}
         )
     return features
+
+
+def _shortened(texts: Sequence[str], tokenizer: Any, longest: int) -> list[str]:
+    """Texts cut at the end where they have more tokens than `longest`."""
+    options = {"add_special_tokens": False, "return_offsets_mapping": True}
+    found = []
+    for text, places in zip(texts, tokenizer(texts, **options)["offset_mapping"], strict=True):
+        while len(places) > longest:  # more than once where a cut changes tokens before it
+            text = text[: min(places[longest - 1][1], len(text) - 1)]
+            places = tokenizer(text, **options)["offset_mapping"]
+        found.append(text)
+    return found
 
 
 def _answer_tokens(answers: Row, offsets: Sequence[tuple[int, int] | None]) -> tuple[int, int]:

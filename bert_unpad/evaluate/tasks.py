@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def read_rows(name: str, split: str, folder: Path | None) -> list[Row]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: there are several, a column is missing, or a label is not one of the task's.
+        ValueError: there are several, a column is missing, or a label or answer is not of the task.
     """
     task = TASKS[name]
     if folder is None:
@@ -79,7 +80,7 @@ def read_rows(name: str, split: str, folder: Path | None) -> list[Row]:
         where, rows = f"{'/'.join(place)}, {split}", _hub_rows(*place, split=split)
     else:
         path = _file(folder / name, split)
-        where, rows = str(path), _local_rows(path, task)
+        where, rows = str(path), _local_rows(path)
     wanted = {*task.columns, task.label}
     for row in rows or [{}]:
         if missing := wanted - set(row if isinstance(row, dict) else ()):
@@ -87,13 +88,46 @@ def read_rows(name: str, split: str, folder: Path | None) -> list[Row]:
                 f"{where}: expected rows with {', '.join(sorted(wanted))}, got one without "
                 f"{', '.join(sorted(missing))}"
             )
+        if task.classes:
+            row["label"] = _number(row["label"], task, where)
         if task.classes > 1 and row["label"] not in range(task.classes):
             raise ValueError(
                 f"{where}: label: expected 0 to {task.classes - 1}, got {row['label']!r}"
             )
-        if task.classes == 0 and not row["answers"]["text"]:
-            raise ValueError(f"{where}: answers: expected one at least for each question, got none")
+        if task.classes == 0:
+            _check_answers(row["answers"], where)
     return rows
+
+
+def _number(label: Any, task: Task, where: str) -> float:
+    """A label as the task has it, of whatever a file has: a table has texts."""
+    try:
+        value = float(label)
+    except (OverflowError, TypeError, ValueError):
+        value = math.nan
+    whole = task.classes != 1
+    if not (value.is_integer() if whole else math.isfinite(value)):
+        kind = "an integer" if whole else "a number"
+        raise ValueError(f"{where}: label: expected {kind}, got {label!r}")
+    return int(value) if whole else value
+
+
+def _check_answers(answers: Any, where: str) -> None:
+    lists = answers if isinstance(answers, dict) else {}
+    texts, starts = lists.get("text"), lists.get("answer_start")
+    if not (
+        isinstance(texts, list)
+        and isinstance(starts, list)
+        and len(texts) == len(starts)
+        and all(isinstance(text, str) for text in texts)
+        and all(isinstance(start, int) for start in starts)
+    ):
+        raise ValueError(
+            f"{where}: answers: expected an object with the lists text and answer_start, of one "
+            f"length, which no CSV or TSV can have, got {answers!r}"
+        )
+    if not texts:
+        raise ValueError(f"{where}: answers: expected one at least for each question, got none")
 
 
 def _file(folder: Path, split: str) -> Path:
@@ -114,19 +148,17 @@ def _hub_rows(*place: str, **options: Any) -> list[Row]:
     return list(datasets.load_dataset(*place, **options))
 
 
-def _local_rows(path: Path, task: Task) -> list[Row]:
+def _local_rows(path: Path) -> list[Row]:
     if path.suffix == ".parquet":
         return _hub_rows("parquet", data_files=str(path), split="train")
     try:
         if path.suffix in _TABLES:
             with path.open(encoding="utf-8", newline="") as file:
-                rows: list[Row] = list(csv.DictReader(file, **_TABLES[path.suffix]))
-            kind = float if task.classes == 1 else int
-            return [row | {"label": kind(row["label"])} if "label" in row else row for row in rows]
+                return list(csv.DictReader(file, **_TABLES[path.suffix]))
         text = path.read_text("utf-8")
         if path.suffix == ".json" and (rows := _squad(text)):
             return rows
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise ValueError(
             f"{path}: expected rows as GLUE or SQuAD 1.1 has them, got {type(error).__name__}: "

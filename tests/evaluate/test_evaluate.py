@@ -116,10 +116,17 @@ def test_results_that_are_there_are_kept(model_dir, tmp_path, capsys):
     assert again["cola/seed-1"]["metrics"] == {"matthews": 0.123}
     assert again["cola/seed-2"]["metrics"].keys() == first["cola/seed-1"]["metrics"].keys()
     capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        run(model_dir, tmp_path, "--tasks", "cola", "--seeds", "1", "--epochs", "2")
-    assert ended.value.code == 2
-    assert "seed-1.json: expected a result with these settings" in capsys.readouterr().err
+
+    def refused(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            run(model_dir, tmp_path, "--tasks", "cola", "--seeds", "1", *arguments)
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    assert "seed-1.json: expected a result with these settings" in refused("--epochs", "2")
+    assert "--batch-size: expected an integer of 1" in refused("--epochs", "1", "--batch-size", "0")
+    write(tmp_path / "data" / "cola" / "validation.jsonl", single(18, 3))
+    assert "seed-1.json: expected a result with these settings" in refused("--epochs", "1")
 
 
 def test_the_same_seed_gives_the_same_result_and_padding_changes_nothing(model_dir, tmp_path):
@@ -254,8 +261,48 @@ def test_wrong_files_are_named(task, rows, message, tmp_path):
 def test_wrong_labels_of_a_table_are_named(text, tmp_path):
     (tmp_path / "cola").mkdir()
     (tmp_path / "cola" / "train.csv").write_text(text)
-    with pytest.raises(ValueError, match=r"train.csv: expected rows as GLUE or SQuAD"):
+    with pytest.raises(ValueError, match=r"train.csv: label: expected an integer, got"):
         read_rows("cola", "train", tmp_path)
+
+
+def test_json_lines_end_at_newlines_alone_and_labels_may_be_texts(tmp_path):
+    (tmp_path / "stsb").mkdir()
+    row = {"sentence1": "a\u2028b", "sentence2": "c\x85d\x0ce", "label": "3.5"}
+    text = f"{json.dumps(row, ensure_ascii=False)}\r\n" * 2
+    (tmp_path / "stsb" / "train.jsonl").write_bytes(text.encode())
+    assert read_rows("stsb", "train", tmp_path) == [row | {"label": 3.5}] * 2
+    write(tmp_path / "sst2" / "train.jsonl", [{"sentence": "a", "label": x} for x in ("1", 1.0)])
+    assert [row["label"] for row in read_rows("sst2", "train", tmp_path)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        "{}",
+        [{"text": "a", "answer_start": 0}],
+        {"text": "a", "answer_start": 0},
+        {"text": ["a"], "answer_start": []},
+    ],
+)
+def test_answers_of_another_shape_are_named(answers, tmp_path):
+    write(
+        tmp_path / "squad" / "train.jsonl",
+        [{"question": "q", "context": "a"} | {"answers": answers}],
+    )
+    with pytest.raises(ValueError, match="answers: expected an object with the lists text and"):
+        read_rows("squad", "train", tmp_path)
+
+
+def test_a_long_question_is_cut(model_dir):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    row = {"context": "kalo mitu soka lumi", "answers": {"text": ["soka"], "answer_start": [10]}}
+    rows = [row | {"question": question} for question in ("tesa " * 60, "demo")]
+    features = features_of(TASKS["squad"], rows, tokenizer, 32, 16)
+    assert max(len(feature["input_ids"]) for feature in features) <= 32
+    assert {feature["row"] for feature in features if feature["end"]} == {0, 1}
+    with pytest.raises(ValueError, match=r"^--max-length: expected at least 21 with --stride 16"):
+        features_of(TASKS["squad"], rows, tokenizer, 20, 16)
+    assert features_of(TASKS["squad"], rows, tokenizer, 21, 16)
 
 
 def test_parquet_files_have_the_columns_of_the_datasets_library(tmp_path, monkeypatch):

@@ -91,12 +91,18 @@ class _Nvml:
         self._nvml = pynvml
         try:
             pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            raise _Unread(str(error)) from error
+        try:
             # Not by its number: CUDA_VISIBLE_DEVICES changes those of CUDA, not those of NVML.
             uuid = torch.cuda.get_device_properties(device).uuid
             self._gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
             self._first = self._millijoules()
-        except pynvml.NVMLError as error:
-            raise _Unread(str(error)) from error
+        except BaseException as error:
+            self.close()
+            if isinstance(error, pynvml.NVMLError):
+                raise _Unread(str(error)) from error
+            raise
 
     def read(self) -> float:
         """The joules; NaN if the counter cannot be read any more."""
@@ -134,6 +140,15 @@ class EnergyMeter:
         makers: dict[str, Callable[[], _Rapl | _Nvml]] = {"cpu": _Rapl}
         if ranks.device.type == "cuda":
             makers = {"gpu": lambda: _Nvml(ranks.device), **makers}
+        self._sources = tuple(makers)
+        try:
+            self._open(makers)
+        except BaseException:  # another rank may have ended
+            self.close()
+            raise
+
+    def _open(self, makers: Mapping[str, Callable[[], _Rapl | _Nvml]]) -> None:
+        ranks, before = self._ranks, self._before
         for source, make in makers.items():
             problem = ""
             if source == "gpu" or ranks.is_first_of_node:
@@ -146,7 +161,6 @@ class EnergyMeter:
                 self.missing[source] = problem or f"rank {unread[0]} cannot read it"
             elif before is not None and before.get(source) is None:
                 self.missing[source] = "an earlier start of the run did not read it"
-        self._sources = tuple(makers)
 
     def joules(self) -> dict[str, float | None]:
         """The joules of the run so far, of each source; None where it is missing."""

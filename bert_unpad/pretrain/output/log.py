@@ -77,7 +77,6 @@ class TrainingLog:
         rate = torch.tensor(peak.flops_per_second, dtype=torch.float64, device=run.device)
         self._peak_flops = float(ranks.sum(rate))
         self.watch = Stopwatch(progress.seconds)
-        self._energy = EnergyMeter(ranks, progress.joules if progress.step else None)
         self.window = Window(ranks, progress.window)
         self._norm: Tensor | None = None
         self._metrics = self._open(run.dir / "metrics.jsonl") if ranks.is_first else None
@@ -87,6 +86,8 @@ class TrainingLog:
         self._display = Display(
             config.logging, run.dir, progress.step, total_steps, silent=not ranks.is_first
         )
+        # Last of all: its readers have to be closed.
+        self._energy = EnergyMeter(ranks, progress.joules if progress.step else None)
         self.write(
             "start",
             {

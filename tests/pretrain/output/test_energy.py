@@ -168,9 +168,19 @@ def test_a_gpu_without_a_counter_or_the_package_is_missing(powercap, nvml, monke
     nvml.energy = None
     meter = EnergyMeter(ranks("cuda"), None)
     assert meter.missing == {"gpu": "Not Supported"}
+    assert nvml.open == 0
     assert meter.joules() == {"gpu": None, "cpu": 0.0}
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "bert_unpad[energy]" in EnergyMeter(ranks("cuda"), None).missing["gpu"]
+
+
+def test_readers_are_closed_where_another_rank_has_ended(powercap, nvml):
+    def gather(value: float) -> list[float]:
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        EnergyMeter(ranks("cuda", gather=gather), None)
+    assert nvml.open == 0
 
 
 def test_joules_per_sequence():
