@@ -13,7 +13,8 @@ usage: bash scripts/mlperf_train.sh FOLDER OUTPUT [OPTION...] [-- SETTING...]
 
 Trains from the files in FOLDER, once for each log OUTPUT/result_N.txt that is not there yet, and
 runs MLPerf's checkers on the logs. A log without run_stop, of a run that broke off, is renamed to
-result_N.txt.partial, and its run is made again. Each run has a seed of its own, from the system's randomness.
+result_N.txt.partial, and its run is made again. Each run has a seed of its own, from the system's
+randomness.
 
   --batch N        global batch: 256, 448 (default), 1536, 3072, 4096, 8192 or 16384, with MLPerf's
                    settings for it; for another N give the settings after --
