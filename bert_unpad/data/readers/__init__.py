@@ -80,6 +80,8 @@ class Setting:
     """Whether indexing shows a bar; None shows it if stderr is a terminal."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Options of the source."""
+    without: Path | None = None
+    """A file or folder, perhaps below the path, whose files are left out: the held-out ones."""
 
 
 def kind_of(source: str) -> str | None:
@@ -120,14 +122,20 @@ def _kinds_at(path: Path) -> list[str]:
     return [kind for kind, reader in READERS.items() if any(_matches(path, reader.patterns))]
 
 
-def find_files(path: Path, kind: str) -> list[Path]:
+def find_files(path: Path, kind: str, without: Path | None = None) -> list[Path]:
     """Returns a file, or the files of a format below a folder in the order of their paths.
+
+    Args:
+        path: file or folder; hidden files and folders in it are left out.
+        kind: row of `READERS`.
+        without: see `Setting`.
 
     Raises:
         FileNotFoundError: there are no such files.
     """
     patterns = READERS[kind].patterns
     files = [path] if path.is_file() else sorted(set(_matches(path, patterns)))
+    files = left_after(files, path, without)
     if not files:
         raise FileNotFoundError(
             f"source: expected a file, or a folder with files {' or '.join(patterns)}, at {path}"
@@ -138,7 +146,24 @@ def find_files(path: Path, kind: str) -> list[Path]:
 def _matches(path: Path, patterns: tuple[str, ...]) -> Iterable[Path]:
     if path.is_file():
         return [path] if any(path.match(pattern) for pattern in patterns) else []
-    return (found for pattern in patterns for found in path.rglob(pattern) if found.is_file())
+    return (
+        found
+        for pattern in patterns
+        for found in path.rglob(pattern)
+        if found.is_file() and not any(part[0] == "." for part in found.relative_to(path).parts)
+    )
+
+
+def left_after(files: list[Path], path: Path, without: Path | None) -> list[Path]:
+    """Returns the files below a folder that are not `without`, nor below it."""
+    if without is None or path.is_file():
+        return files
+    top = path.resolve()
+    # A link counts as the place where it is, and as the place where it leads.
+    places = {without.resolve(), without.parent.resolve() / without.name}
+    places = {place for place in places if top in place.parents}
+    within = {file: top / file.relative_to(path) for file in files}
+    return [file for file in files if not places & {within[file], *within[file].parents}]
 
 
 def open_split(kind: str, path: Path, setting: Setting) -> ExampleDataset:

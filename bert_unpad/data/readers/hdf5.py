@@ -6,13 +6,13 @@ from pathlib import Path
 
 from bert_unpad.data.hdf5.dataset import Hdf5Dataset
 from bert_unpad.data.hdf5.index import find_files
-from bert_unpad.data.readers import Setting
+from bert_unpad.data.readers import Setting, left_after
 
 
 def open_split(path: Path, setting: Setting) -> Hdf5Dataset:
     """See `bert_unpad.data.readers.open_split`."""
     return Hdf5Dataset(
-        find_files(path),
+        left_after(find_files(path), path, setting.without),
         vocab_size=setting.vocab_size,
         unmaskable_ids=setting.unmaskable_ids,
         max_seq_length=setting.max_seq_length,

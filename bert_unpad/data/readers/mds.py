@@ -59,7 +59,7 @@ def open_split(path: Path, setting: Setting) -> TokenDataset:
 
 
 def _open_files(path: Path, setting: Setting) -> list[TokenFile]:
-    indexes = find_files(path, "mds")
+    indexes = find_files(path, "mds", setting.without)
     shards = [shard for index in indexes for shard in _read_index(index)]
     column = setting.options.get("column", "input_ids")
     dtype = setting.options.get("dtype")

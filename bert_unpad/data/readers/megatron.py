@@ -36,13 +36,15 @@ def open_split(path: Path, setting: Setting) -> TokenDataset:
     Examples are made of documents; with the option `unit=sequence`, of the sequences in them.
     """
     whole = setting.options.get("unit", "document") == "document"
-    return TokenDataset(functools.partial(_open_files, path, whole), setting)
+    return TokenDataset(functools.partial(_open_files, path, whole, setting.without), setting)
 
 
-def _open_files(path: Path, whole: bool) -> list[TokenFile]:
+def _open_files(path: Path, whole: bool, without: Path | None) -> list[TokenFile]:
     if path.suffix == ".bin":
         path = path.with_suffix(".idx")
-    files = find_files(path, "megatron")
+    if without is not None and without.suffix == ".bin":
+        without = without.with_suffix(".idx")
+    files = find_files(path, "megatron", without)
     return [_open(file, whole, len(files) <= MAX_MAPS) for file in files]
 
 

@@ -30,7 +30,7 @@ def open_split(path: Path, setting: Setting) -> TokenDataset:
 
 
 def _open_files(path: Path, setting: Setting) -> list[TokenFile]:
-    files = find_files(path, "parquet")
+    files = find_files(path, "parquet", setting.without)
     column = setting.options.get("column", "input_ids")
     dtype = np.dtype("<u2" if setting.vocab_size <= 65_536 else "<u4")
     mapped = 2 * len(files) <= MAX_MAPS

@@ -54,7 +54,7 @@ class TfRecordDataset:
         self.vocab_size = setting.vocab_size
         self.unmaskable_ids = setting.unmaskable_ids
         self.max_seq_length = setting.max_seq_length
-        self.files = find_files(path, "tfrecord")
+        self.files = find_files(path, "tfrecord", setting.without)
         self._ranges = FileRanges(self.files)
         self._counts, columns = record_index(self.files, setting)
         self._begins, self._sizes = columns["begins"], columns["sizes"]

@@ -10,6 +10,7 @@ files. No text is prepared. The vocabulary is that of the `tokenizer` folder, un
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
@@ -86,7 +87,7 @@ def open_examples(
         train, held_out, pairs = prepared
     else:
         folder = path / "train" if (path / "train").is_dir() else path
-        train = open_split(kind, folder, setting)
+        train = open_split(kind, folder, dataclasses.replace(setting, without=validation))
         if not len(train):
             raise ValueError(f"source: expected at least one example in {folder}, got none")
         held_out, pairs = NoExamples(train), READERS[kind].finished

@@ -48,6 +48,18 @@ def test_held_out_examples_elsewhere_and_a_vocabulary_that_is_named(data, tmp_pa
         prepare(config(source, tmp_path))
 
 
+@pytest.mark.parametrize("elsewhere", ["", "?validation={}", "?validation={}/b.bin"])
+def test_held_out_and_hidden_files_are_not_trained_on(tmp_path, elsewhere):
+    folder = tmp_path / "data"
+    held_out = folder / ("sub" if elsewhere else "validation")
+    write_megatron(folder / "a", SEQUENCES[:20])
+    write_megatron(held_out / "b", SEQUENCES[20:])
+    write_megatron(folder / ".trash" / "c", SEQUENCES)
+    WordPieceTokenizer(VOCAB).save(folder / "tokenizer")
+    prepared = prepare(config(f"megatron:{folder}{elsewhere.format(held_out)}", tmp_path))
+    assert (len(prepared.train), len(prepared.validation)) == (20, 10)
+
+
 @pytest.mark.parametrize(
     "options", ["add=both", "long=yes", "unit=word", "column=x", "split=train", "add="]
 )
