@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 @contextlib.contextmanager
@@ -43,6 +43,12 @@ def set_aside(path: Path, ending: str) -> Path:
         number += 1
     os.rename(path, aside)
     return aside
+
+
+def sync_file(file: IO[Any]) -> None:
+    """Waits until what was written is on disk; otherwise a rename could survive without it."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:

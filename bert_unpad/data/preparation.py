@@ -26,6 +26,7 @@ from bert_unpad._files import write_text
 from bert_unpad.data.building.blocks import BLOCK_BYTES, identity
 from bert_unpad.data.building.build import example_settings
 from bert_unpad.data.building.engines import InProcess
+from bert_unpad.data.building.join import join_parts
 from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.collate import PackedCollator
 from bert_unpad.data.config import DataConfig
@@ -37,6 +38,7 @@ from bert_unpad.data.store.open_examples import holds_examples, open_examples
 from bert_unpad.data.store.prepared import FORMAT, SPLITS, is_prepared, open_prepared
 from bert_unpad.data.streams.stream import ShardStream
 from bert_unpad.data.streams.text_stream import TextStream, is_streamed, parse_streamed
+from bert_unpad.data.text.file_source import FileSource
 from bert_unpad.data.text.json_tokenizer import given_tokenizer, load_tokenizer
 from bert_unpad.data.text.sources import HuggingFaceSource, Source, TextSource, open_source
 from bert_unpad.data.text.tokenizer import TextTokenizer
@@ -234,7 +236,7 @@ def _open_streamed(config: DataConfig, progress: bool | None, check: bool) -> Pr
 
 def _fingerprint(source: Source, folder: Path) -> str:
     """The fingerprint of a source, remembered as long as its files keep their sizes and times."""
-    if not isinstance(source, TextSource):
+    if not isinstance(source, TextSource | FileSource):
         return source.fingerprint()
     about = identity(source)
     path = folder / about
@@ -260,6 +262,12 @@ def _build(
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(building)
     try:
+        if is_prepared(building):
+            try:
+                join_parts(building)  # which was killed before it had removed `work`
+            except DamagedDataError as error:
+                logger.warning("building damaged data again: %s", error)
+                shutil.rmtree(building)
         if not is_prepared(building):
             statistics = Pipeline(building, config, source, InProcess(), progress=progress).run()
             for split in SPLITS:
@@ -271,7 +279,7 @@ def _build(
             raise
         # Locks may not work between machines: then another one has finished the same data.
         logger.info("%s was built by another process meanwhile", path)
-    except ValueError:  # it would fail again
+    except (DamagedDataError, ValueError):  # it would fail again
         shutil.rmtree(building, ignore_errors=True)
         raise
 

@@ -1,5 +1,6 @@
 """`python -m bert_unpad.data`: prepare, merge and check; the trainer opens the result."""
 
+import contextlib
 import dataclasses
 import os
 import random
@@ -174,6 +175,34 @@ def test_bad_arguments_are_named(text, tmp_path, capsys, given, message):
         main(arguments(text, tmp_path / "out", *given))
     assert error.value.code == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("manifest", ["{}", '{"format": "bert_unpad prepared data, vers', "[]"])
+def test_merging_deletes_no_work_of_others(tmp_path, manifest):
+    (tmp_path / "manifest.json").write_text(manifest)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.txt").write_text("Mine.")
+    with contextlib.suppress(SystemExit):
+        assert main(["merge", str(tmp_path)]) == 1
+    assert (tmp_path / "work" / "thesis.txt").exists()
+
+
+def test_merging_a_finished_folder_removes_its_work_only(text, tmp_path):
+    output = tmp_path / "out"
+    assert main(arguments(text, output, "--workers", "1")) == 0
+    (output / "work" / "spool").mkdir(parents=True)
+    assert main(["merge", str(output)]) == 0
+    assert (output / "work").exists()
+    (output / "work" / "settings.json").write_text("{}")
+    assert main(["merge", str(output)]) == 0
+    assert not (output / "work").exists()
+
+
+def test_one_shard_of_a_prepared_folder_opens(prepared):
+    vocab = str(prepared / "tokenizer" / "vocab.txt")
+    whole = prepare(DataConfig(f"shards:{prepared}", max_seq_length=48))
+    part = prepare(DataConfig(f"shards:{prepared / 'train'}", vocab_file=vocab, max_seq_length=48))
+    assert (len(part.train), len(part.validation)) == (len(whole.train), 0)
 
 
 def test_folders_without_data_are_named(tmp_path, capsys):

@@ -21,8 +21,9 @@ from bert_unpad.data import (
     WordPieceTokenizer,
     prepare,
 )
+from bert_unpad.data.building import join
 from bert_unpad.data.store.cache import cache_lock
-from bert_unpad.data.text import sources
+from bert_unpad.data.text import file_source, sources
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 from tests.support.processes import TIMEOUT
 
@@ -242,6 +243,53 @@ def test_a_killed_build_is_continued(config):
     data = prepare(config, progress=False)
     assert (data.path / "tokenizer" / "vocab.txt").stat().st_mtime_ns == before
     assert list((folder / "building").iterdir()) == []
+
+
+def build_until_joined(config):
+    join.remove_work = lambda folder: os._exit(9)
+    prepare(config, progress=False)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_build_killed_at_its_end_is_finished(config, damaged):
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=build_until_joined, args=(config,))
+    process.start()
+    process.join(TIMEOUT)
+    assert process.exitcode == 9
+    (building,) = (Path(config.cache_dir) / "building").iterdir()
+    assert (building / "work").exists()
+    if damaged:
+        (building / "manifest.json").write_text("{")
+    data = prepare(config, progress=False)
+    assert sorted(p.name for p in data.path.iterdir()) == [
+        *("manifest.json", "tokenizer", "train", "validation")
+    ]
+
+
+def test_a_build_with_damaged_files_is_begun_again(config, monkeypatch):
+    def fail(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "close", fail)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config, progress=False)
+    (spool,) = Path(config.cache_dir).glob("building/*/work/spool/000000.txt")
+    os.truncate(spool, spool.stat().st_size // 2)
+    with pytest.raises(DamagedDataError, match=r"000000\.txt: expected [\d,]+ bytes, got [\d,]+;"):
+        prepare(config, progress=False)
+    assert prepare(config, progress=False).statistics["documents"] == 200
+
+
+def test_json_lines_are_not_read_again(config, tmp_path, monkeypatch):
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(f'{{"text": "The packed batch {n} reads."}}\n' for n in range(50)))
+    os.utime(path, (1_000_000_000, 1_000_000_000))
+    config = dataclasses.replace(config, source=str(path))
+    found = prepare(config, progress=False).path
+    monkeypatch.setattr(file_source, "file_sha256", None)
+    assert prepare(config, progress=False).path == found
 
 
 def test_fingerprints_are_remembered_until_files_change(config, text_file, monkeypatch):

@@ -15,10 +15,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
+from bert_unpad.data.text.file_source import FileSource
 from bert_unpad.data.text.sentences import CleanText, clean
 from bert_unpad.data.text.sources import HuggingFaceSource, Source, TextSource
 
@@ -68,15 +69,18 @@ def cut(source: Source, first: int) -> Sequence[Block] | None:
 def identity(source: Source) -> str | None:
     """Changes when the content of a source does; None if that cannot be told without reading it.
 
-    Of text files it takes paths, sizes and times.
+    Of files it takes paths, sizes and times, and how they are read.
     """
     if isinstance(source, HuggingFaceSource):
         return source.fingerprint()
-    if not isinstance(source, TextSource):
+    if not isinstance(source, TextSource | FileSource):
         return None
+    options: list[Any] = [source.file_per_document]
+    if isinstance(source, FileSource):
+        options += [source.column, [kind for _, kind in source.formats]]
     files = ((str(path.resolve()), path.stat()) for path in source.files)
     about = [(path, status.st_size, status.st_mtime_ns) for path, status in files]
-    return hashlib.sha256(json.dumps([source.file_per_document, *about]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([*options, *about]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

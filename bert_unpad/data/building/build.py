@@ -28,7 +28,8 @@ from bert_unpad.data.text.tokenizer import TextTokenizer
 
 MEMORY = 2 * 10**9
 """Bytes that a worker takes by default."""
-_ABOUT = "settings.json"
+ABOUT = "settings.json"
+"""The file in `work` with what a preparation was begun with."""
 _NOT_OF_EXAMPLES = (
     *("source", "mixture", "cache_dir", "vocab_file", "verify"),
     *("masked_lm_prob", "mask_unit", "max_predictions_per_seq"),
@@ -227,7 +228,7 @@ def begin_build(build: Build, about: dict[str, Any]) -> None:
     Raises:
         ValueError: it was begun with something else, or the folder has other files.
     """
-    path = build.work / _ABOUT
+    path = build.work / ABOUT
     if not path.exists() and build.folder.exists():
         others = sorted(other.name for other in build.folder.iterdir() if other != build.work)
         if others:
@@ -258,7 +259,7 @@ def open_build(folder: Path) -> tuple[Build, dict[str, Any]]:
     Raises:
         ValueError: there is none.
     """
-    path = folder / "work" / _ABOUT
+    path = folder / "work" / ABOUT
     if not path.exists():
         raise ValueError(f"output: expected a preparation that was begun in {folder}, got none")
     about = read_json_object(path)

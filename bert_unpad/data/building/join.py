@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bert_unpad._files import read_json_object, sync_folder
-from bert_unpad.data.building.build import Build, open_build
+from bert_unpad.data.building.build import ABOUT, Build, open_build
 from bert_unpad.data.store.manifest import MANIFEST
 from bert_unpad.data.store.prepared import SPLITS, is_prepared, read_prepared, write_prepared
 from bert_unpad.data.store.shard_writer import Column, write_shard_manifest
@@ -35,11 +35,13 @@ def join_parts(folder: Path) -> dict[str, int]:
         Counts of documents, duplicates, examples and tokens.
 
     Raises:
+        DamagedDataError: the folder is complete, and a file is missing or was altered.
         ValueError: the folder has no preparation, parts have not finished, or no text had tokens.
     """
     if is_prepared(folder):
-        shutil.rmtree(folder / "work", ignore_errors=True)
-        return read_prepared(folder)["statistics"]
+        statistics = read_prepared(folder)["statistics"]
+        remove_work(folder)
+        return statistics
     build, about = open_build(folder)
     corpus, source = build.corpus(), about["source"]
     if corpus is None:
@@ -69,8 +71,24 @@ def join_parts(folder: Path) -> dict[str, int]:
         statistics=statistics,
         tokenizer_files=build.tokenizer().files,
     )
-    shutil.rmtree(build.work, ignore_errors=True)
+    remove_work(folder)
     return statistics
+
+
+def remove_work(folder: Path) -> None:
+    """Deletes the intermediate files of a preparation; a `work` of anything else stays.
+
+    What tells it apart goes last, so that a later call can go on where this one is killed.
+    """
+    work = folder / "work"
+    if not (work / ABOUT).is_file():
+        return
+    for other in work.iterdir():
+        if other.is_dir():
+            shutil.rmtree(other, ignore_errors=True)
+        elif other.name != ABOUT:
+            other.unlink(missing_ok=True)
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def missing_pieces(build: Build, split: str, count: int) -> list[int]:

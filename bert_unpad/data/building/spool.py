@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad._files import read_json_object, replacing, write_text
+from bert_unpad._files import read_json_object, replacing, sync_file, write_text
 from bert_unpad.data.building.blocks import Block, documents_in_blocks
-from bert_unpad.data.store.manifest import count_of
+from bert_unpad.data.store.manifest import DamagedDataError, count_of
 from bert_unpad.data.text.sentences import CleanText
 from bert_unpad.data.text.sources import Source
 
@@ -68,13 +68,23 @@ class SpooledBlock:
         return int(self.records["end"][-1]) if len(self.records) else 0
 
     def read(self, which: NDArray[np.bool_]) -> Iterator[list[str]]:
-        """Yields the sentences of each document for which `which` (bool [documents]) is True."""
+        """Yields the sentences of each document for which `which` (bool [documents]) is True.
+
+        Raises:
+            DamagedDataError: the text is cut off; the message names the file.
+        """
         ends = self.records["end"]
         begins = np.concatenate([[0], ends[:-1]])
         with self.text_path.open("rb") as file:
             for begin, end in zip(begins[which].tolist(), ends[which].tolist(), strict=True):
                 file.seek(begin)
-                yield file.read(end - begin).decode().split("\n")[:-1]
+                text = file.read(end - begin)
+                if len(text) != end - begin:
+                    raise DamagedDataError(
+                        f"{self.text_path}: expected {self.size:,} bytes, got "
+                        f"{self.text_path.stat().st_size:,}; prepare again in a new folder"
+                    )
+                yield text.decode().split("\n")[:-1]
 
     def write(self, parts: Iterable[CleanText]) -> dict[str, Any]:
         """Writes the block.
@@ -93,9 +103,11 @@ class SpooledBlock:
                 records.append(of_part)
                 file.write(part.text)
                 size += len(part.text)
+            sync_file(file)
         self._records = np.concatenate(records)
         with replacing(self.records_path) as temporary, temporary.open("wb") as file:
             np.save(file, self._records, allow_pickle=False)
+            sync_file(file)
         return {
             "documents": len(self._records),
             "bytes": size,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-from bert_unpad._files import read_json_object
+from bert_unpad._files import read_json_object, sync_file
 from bert_unpad.data.text.sources import file_sha256
 
 MANIFEST = "manifest.json"
@@ -20,8 +19,7 @@ def write_synced(path: Path, text: str) -> None:
     """Writes text and waits until it is on disk; otherwise a rename could survive without it."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
 
 
 def read_manifest(path: Path, expected_format: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bert_unpad._files import read_json_object
 from bert_unpad.data.store.manifest import (
     MANIFEST,
     DamagedDataError,
@@ -32,8 +33,14 @@ SPLITS = ("train", "validation")
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a folder holds prepared data, perhaps damaged."""
-    return (folder / MANIFEST).is_file()
+    """Whether a folder holds prepared data, perhaps damaged or of another version."""
+    try:
+        found = read_json_object(folder / MANIFEST).get("format")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return False
+    except ValueError:  # reading it says what is wrong
+        return True
+    return str(found).startswith(FORMAT.partition(",")[0])
 
 
 def write_prepared(

@@ -85,12 +85,12 @@ class FileSource:
         self.files = [file for file, _ in files]
         self.file_per_document = file_per_document
         self.column = column
-        self._formats = files
+        self.formats = files
 
     def fingerprint(self) -> str:
         """See `Source`."""
         settings = ["files, version 1", self.file_per_document, self.column]
-        digests = [[kind, file_sha256(file)] for file, kind in self._formats]
+        digests = [[kind, file_sha256(file)] for file, kind in self.formats]
         return hashlib.sha256(json.dumps([*settings, digests]).encode()).hexdigest()
 
     def documents(self) -> Iterator[str]:
@@ -101,7 +101,7 @@ class FileSource:
             ImportError: a package is not installed.
             ValueError: a file is not UTF-8, or a line has no text; the message names it.
         """
-        for path, kind in self._formats:
+        for path, kind in self.formats:
             with open_file(path) as file:
                 if kind == "jsonl":
                     yield from self._lines(path, file)

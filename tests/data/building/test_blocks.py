@@ -13,7 +13,12 @@ from bert_unpad.data.building.blocks import (
     documents_in_blocks,
     identity,
 )
-from bert_unpad.data.text.sources import HuggingFaceSource, StdlibSource, TextSource
+from bert_unpad.data.text.sources import (
+    HuggingFaceSource,
+    StdlibSource,
+    TextSource,
+    open_source,
+)
 from tests.support.prepared_text import write_corpus
 from tests.support.sentences import split_sentences
 
@@ -113,6 +118,17 @@ def test_identity_follows_files(tmp_path):
     assert identity(TextSource(tmp_path)) != before
     assert identity(StdlibSource(tmp_path)) is None
     assert cut(StdlibSource(tmp_path), 8) is None
+
+
+def test_identity_follows_files_of_other_formats(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "One."}\n')
+    (before,) = {identity(open_source(str(path), cache_dir=tmp_path)) for _ in range(2)}
+    for options in ("column=title", "format=text", "file_per_document=true"):
+        source = open_source(f"{path}?{options}", cache_dir=tmp_path)
+        assert identity(source) not in (before, None)
+    path.write_text('{"text": "Three."}\n')
+    assert identity(open_source(str(path), cache_dir=tmp_path)) not in (before, None)
 
 
 def test_bad_files_are_named(tmp_path):
