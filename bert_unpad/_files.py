@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -15,10 +16,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary path next to `path`; renames it to `path` if the block succeeds.
 
     If the block raises, the temporary file is removed. A reader sees the old file or the new one,
-    never a part. The process id in the temporary name keeps several writers apart.
+    never a part. The random temporary name keeps several writers apart, on
+    several machines too.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         yield temporary
         os.replace(temporary, path)

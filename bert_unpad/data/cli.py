@@ -16,7 +16,7 @@ from typing import get_args
 import numpy as np
 
 from bert_unpad.data.building.blocks import BLOCK_BYTES
-from bert_unpad.data.building.build import MEMORY
+from bert_unpad.data.building.build import MEMORY, check_settings, example_settings
 from bert_unpad.data.building.engines import Engine, InProcess, Processes
 from bert_unpad.data.building.join import join_parts
 from bert_unpad.data.building.pipeline import Part, Pipeline
@@ -27,9 +27,10 @@ from bert_unpad.data.objective import Objective
 from bert_unpad.data.store.cache import default_cache_dir
 from bert_unpad.data.store.manifest import DamagedDataError
 from bert_unpad.data.store.open_examples import holds_examples
-from bert_unpad.data.store.prepared import SPLITS, is_prepared, open_prepared
+from bert_unpad.data.store.prepared import SPLITS, is_prepared, open_prepared, read_prepared
 from bert_unpad.data.streams.text_stream import is_streamed
 from bert_unpad.data.text.documents import Documents
+from bert_unpad.data.text.json_tokenizer import given_tokenizer
 from bert_unpad.data.text.sources import open_source
 
 _SAMPLE_MB = 200.0
@@ -167,11 +168,12 @@ def _prepare(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--source: expected text (a path, hf:NAME or stdlib), got {options.source}"
         )
-    if is_prepared(options.output):
-        print(f"{options.output} is complete; remove it to prepare it again")
-        join_parts(options.output)
-        return
     cache = Path(options.cache_dir).expanduser() if options.cache_dir else default_cache_dir()
+    if is_prepared(options.output):
+        _check_finished(options, cache)
+        join_parts(options.output)
+        print(f"{options.output} is complete; remove it to prepare it again")
+        return
     with _engine(options) as engine:
         pipeline = Pipeline(
             options.output,
@@ -192,6 +194,20 @@ def _prepare(options: argparse.Namespace) -> None:
             pipeline.plan_with_others(wait=options.stage is None)
             pipeline.make_examples()
     print(f"part {options.part.number} of {options.part.count} is done; after all: merge")
+
+
+def _check_finished(options: argparse.Namespace, cache: Path) -> None:
+    """Raises a ValueError if a finished folder was made with other settings."""
+    manifest, config = read_prepared(options.output), _config(options)
+    try:
+        source = open_source(options.source, cache_dir=cache).name
+    except FileNotFoundError:  # the text may be gone
+        source = manifest["source"]
+    settings = example_settings(config, given_tokenizer(config))
+    settings |= {"source": source, "block_bytes": int(options.block_mb * 2**20)}
+    found = {**manifest["settings"], "source": manifest["source"]}
+    found.pop("corpus", None)
+    check_settings(options.output, found, settings)
 
 
 def _engine(options: argparse.Namespace) -> Engine:

@@ -9,6 +9,7 @@ whose folders a source of `shards:FOLDER` opens.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -287,5 +288,14 @@ def _build(
 def _remove_leftovers(building: Path) -> None:
     """Deletes what killed builds of other data have left long ago."""
     for folder in building.parent.glob("*"):
-        if folder != building and time.time() - folder.stat().st_mtime > _STALE_SECONDS:
+        if folder != building and time.time() - _last_change(folder) > _STALE_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _last_change(folder: Path) -> float:
+    """When a file below a folder was last changed, which may change meanwhile; see `time.time`."""
+    newest = 0.0
+    for path in (folder, *folder.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):
+            newest = max(newest, path.stat().st_mtime)
+    return newest

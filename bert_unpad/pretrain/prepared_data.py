@@ -8,7 +8,7 @@ from bert_unpad.pretrain.ranks import Ranks
 
 __all__ = ["DATA_ERRORS", "open_data"]
 
-DATA_ERRORS = (DamagedDataError, FileNotFoundError, ImportError, PermissionError, ValueError)
+DATA_ERRORS = (DamagedDataError, ImportError, OSError, ValueError)
 """What `prepare` raises where settings or files are wrong."""
 
 
@@ -23,7 +23,7 @@ def open_data(config: DataConfig, ranks: Ranks, key: str = "data") -> PreparedDa
         key: the option that an error names.
 
     Raises:
-        ConfigError: the data cannot be prepared or opened.
+        ConfigError: the data cannot be prepared or opened; on all ranks if a first one cannot.
     """
     data, failure = None, None
     if ranks.is_first_of_node:
@@ -32,8 +32,12 @@ def open_data(config: DataConfig, ranks: Ranks, key: str = "data") -> PreparedDa
         except DATA_ERRORS as error:
             failure = error
     ranks.meet()  # preparing may take hours, and one machine may have to where another had not
+    failed = ranks.gather(failure is not None)
     if failure is not None:
         raise ConfigError(key, str(failure)) from failure
+    if any(failed):  # the others would prepare what has failed already
+        culprit = failed.index(1)
+        raise ConfigError(key, f"rank {culprit} could not open the data; its message says why")
     if data is None:
         try:
             data = prepare(config, progress=False, check=False)

@@ -55,6 +55,20 @@ def test_summary_and_what_is_written(text, prepared, tmp_path, capsys):
     assert "is complete; remove it to prepare it again" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--max-seq-length", "64"], "expected max_seq_length 48, got 64"),
+        (["--source", "stdlib"], "expected source '.*text', got 'stdlib'"),
+        (["--block-mb", "1"], "expected block_bytes 10485, got 1048576"),
+    ],
+)
+def test_a_finished_folder_of_other_settings_is_refused(text, prepared, capsys, given, message):
+    with pytest.raises(SystemExit):
+        main(arguments(text, prepared, *given))
+    assert re.search(f"output: .*begun with other settings .*: {message}", capsys.readouterr().err)
+
+
 def test_parts(text, prepared, tmp_path, capsys):
     output = tmp_path / "out"
     for stage in ("read", "examples"):

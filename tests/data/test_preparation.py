@@ -19,6 +19,7 @@ from bert_unpad.data import (
     DataConfig,
     ShardWriter,
     WordPieceTokenizer,
+    preparation,
     prepare,
 )
 from bert_unpad.data.building import join
@@ -243,6 +244,18 @@ def test_a_killed_build_is_continued(config):
     data = prepare(config, progress=False)
     assert (data.path / "tokenizer" / "vocab.txt").stat().st_mtime_ns == before
     assert list((folder / "building").iterdir()) == []
+
+
+def test_leftovers_are_old_in_all_their_files(tmp_path):
+    for name in ("dead", "alive"):
+        spool = tmp_path / name / "work" / "spool"
+        spool.mkdir(parents=True)
+        (spool / "000000.txt").touch()
+        for path in (spool / "000000.txt", spool, spool.parent, tmp_path / name):
+            os.utime(path, (1_000_000_000, 1_000_000_000))
+    (tmp_path / "alive" / "work" / "spool" / "000001.txt").touch()
+    preparation._remove_leftovers(tmp_path / "mine")
+    assert [path.name for path in tmp_path.iterdir()] == ["alive"]
 
 
 def build_until_joined(config):

@@ -27,7 +27,14 @@ def calls(monkeypatch):
 
 def rank_of(calls, rank, node_size):
     watch = SimpleNamespace(meet=lambda: calls.append("meet"))
-    return Ranks(rank, 8, None, None, node_size, watch=watch)
+    return RankAlone(rank, 8, None, None, node_size, watch=watch)
+
+
+class RankAlone(Ranks):
+    """A rank whose others succeed."""
+
+    def gather(self, value):
+        return [value if rank == self.rank else 0.0 for rank in range(self.world_size)]
 
 
 @pytest.mark.parametrize(
@@ -49,3 +56,21 @@ def test_all_ranks_name_the_option(calls, rank):
     with pytest.raises(ConfigError, match=r"^growth\.lengths: source: expected another one"):
         open_data(DataConfig(seed=9), rank_of(calls, rank, 2), "growth.lengths")
     assert "meet" in calls
+
+
+def test_other_ranks_do_not_prepare_what_has_failed(calls, monkeypatch):
+    monkeypatch.setattr(RankAlone, "gather", lambda *_: [0.0] * 4 + [1.0] + [0.0] * 3)
+    for rank in (0, 1, 5):
+        message = r"^data: rank 4 could not open the data; its message says why"
+        with pytest.raises(ConfigError, match=message):
+            open_data(DataConfig(), rank_of(calls, rank, 4))
+    assert calls == [True, "meet", "meet", "meet"]
+
+
+def test_a_full_disk_is_named(calls, monkeypatch):
+    def prepare(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prepared_data, "prepare", prepare)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        open_data(DataConfig(), rank_of(calls, 0, 4))

@@ -238,14 +238,27 @@ def begin_build(build: Build, about: dict[str, Any]) -> None:
             )
     for folder in (build.spool, build.duplicates, *(build.work / split for split in SPLITS)):
         folder.mkdir(parents=True, exist_ok=True)
-    about = json.loads(json.dumps({**about, "block_bytes": build.block_bytes}))
+    about = {**about, "block_bytes": build.block_bytes}
     if not path.exists():
         write_text(path, json.dumps(about))
-    elif (found := read_json_object(path)) != about:
+    else:
+        check_settings(build.folder, read_json_object(path), about)
+
+
+def check_settings(folder: Path, found: dict[str, Any], about: dict[str, Any]) -> None:
+    """Raises a ValueError that names the differences if a preparation had other settings.
+
+    Args:
+        folder: the preparation.
+        found: what it was begun with.
+        about: what is asked for, as JSON values.
+    """
+    about = json.loads(json.dumps(about))
+    if found != about:
         names = [name for name in sorted(about | found) if about.get(name) != found.get(name)]
         changes = (f"{name} {found.get(name)!r}, got {about.get(name)!r}" for name in names)
         raise ValueError(
-            f"output: {build.folder} was begun with other settings (remove it to begin again): "
+            f"output: {folder} was begun with other settings (remove it to begin again): "
             f"expected {'; '.join(changes)}"
         )
 

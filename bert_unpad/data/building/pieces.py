@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from bert_unpad.data.building.build import Build
 from bert_unpad.data.store.shard_writer import ShardWriter
-from bert_unpad.data.text.corpus import tokenize
+from bert_unpad.data.text.corpus import TokenizedCorpus, tokenize
 from bert_unpad.data.text.examples import make_examples, write_examples
 from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR
 
@@ -39,6 +40,22 @@ def make_piece(build: Build, split: str, number: int) -> dict[str, Any]:
     started = time.perf_counter()
     tokenized = tokenize(documents(), tokenizer, longest=config.max_seq_length - SPECIAL_PER_PAIR)
     encoded = time.perf_counter()
+    try:
+        _write(build, split, number, tokenized)
+    except OSError as error:
+        another = isinstance(error, FileExistsError) or error.errno == errno.ENOTEMPTY
+        if not another or not build.piece(split, number).exists():
+            raise  # otherwise another worker has been quicker, with the same examples
+    finished = time.perf_counter()
+    return {
+        "bytes": size,
+        "tokens": len(tokenized.tokens),
+        "seconds": {"tokenize": encoded - started, "examples": finished - encoded},
+    }
+
+
+def _write(build: Build, split: str, number: int, tokenized: TokenizedCorpus) -> None:
+    config, tokenizer = build.config, build.tokenizer()
     with ShardWriter(
         build.piece(split, number),
         vocab_size=tokenizer.vocab_size,
@@ -57,9 +74,3 @@ def make_piece(build: Build, split: str, number: int) -> dict[str, Any]:
         )
         write_examples(examples, writer)
         writer.statistics["documents"] = tokenized.documents
-    finished = time.perf_counter()
-    return {
-        "bytes": size,
-        "tokens": len(tokenized.tokens),
-        "seconds": {"tokenize": encoded - started, "examples": finished - encoded},
-    }

@@ -7,16 +7,20 @@ into parts for a scheduler. `join` puts the parts together.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from bert_unpad._files import read_json_object, write_text
 from bert_unpad.data.building.blocks import BLOCK_BYTES, cut, identity
 from bert_unpad.data.building.build import MEMORY, Build, Corpus, begin_build, example_settings
 from bert_unpad.data.building.duplicates import duplicates_path, find_duplicates, num_ranges
@@ -26,6 +30,7 @@ from bert_unpad.data.building.pieces import make_piece
 from bert_unpad.data.building.spool import spool_block
 from bert_unpad.data.building.streams import spool_stream
 from bert_unpad.data.config import DataConfig
+from bert_unpad.data.store.cache import cache_lock
 from bert_unpad.data.store.prepared import SPLITS
 from bert_unpad.data.text.json_tokenizer import given_tokenizer
 from bert_unpad.data.text.sources import Source
@@ -36,6 +41,7 @@ logger = logging.getLogger(__name__)
 _RESERVED = 5 * 10**8  # bytes of the memory that libraries and a block take
 LEAST_MEMORY = 2 * _RESERVED
 _POLL_SECONDS = 1.0
+_PATIENCE_SECONDS = 30.0  # until another part's failure counts, which may begin again by then
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,7 @@ class Pipeline:
             "content": identity(source),
         }
         begin_build(self.build, about)
+        self._failure.unlink(missing_ok=True)
 
     def run(self) -> dict[str, int]:
         """Does all that is left, and joins the parts; see `join_parts`."""
@@ -136,6 +143,10 @@ class Pipeline:
 
     def read(self) -> None:
         """Spools this part's share of the corpus; a source read in order is the first part's."""
+        with self._failing_aloud():
+            self._read()
+
+    def _read(self) -> None:
         build = self.build
         blocks = cut(self._source, build.block_bytes)
         if blocks is None:
@@ -179,6 +190,7 @@ class Pipeline:
                 the first part plans. Otherwise all of them must have read before.
 
         Raises:
+            RuntimeError: another part has failed.
             ValueError: see `plan`.
         """
         if not wait:
@@ -189,10 +201,10 @@ class Pipeline:
                 )
             self.plan()
         elif self._part.is_first:
-            _wait_until(self._all_read, "reading")
+            self._wait_until(self._all_read, "reading")
             self.plan()
         else:
-            _wait_until(self._is_planned, "reading and the vocabulary")
+            self._wait_until(self._is_planned, "reading and the vocabulary")
 
     def plan(self) -> None:
         """Finds duplicates, and trains the vocabulary; needs all blocks.
@@ -200,6 +212,12 @@ class Pipeline:
         Raises:
             ValueError: there is no text, or the vocabulary cannot be trained.
         """
+        with self._failing_aloud(), contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # without locks several parts plan, with one result
+                stack.enter_context(cache_lock(self.build.work / "plan.lock"))
+            self._plan()
+
+    def _plan(self) -> None:
         build, source = self.build, self._source
         if build.number_of_blocks() is None:
             build.save_number_of_blocks(build.streams.number_blocks(build.spool))
@@ -238,7 +256,7 @@ class Pipeline:
                 lambda: build.sample(corpus, config.vocab_sample_mb),
                 *(config.vocab_size, config.lowercases, config.alphabet_size),
             )
-        temporary = build.work / f"tokenizer.{os.getpid()}"
+        temporary = build.work / f"tokenizer.{uuid.uuid4().hex}"
         tokenizer.save(temporary)
         try:
             os.rename(temporary, build.folder / "tokenizer")
@@ -248,6 +266,10 @@ class Pipeline:
 
     def make_examples(self) -> None:
         """Makes the examples of this part's blocks."""
+        with self._failing_aloud():
+            self._make_examples()
+
+    def _make_examples(self) -> None:
         build = self.build
         corpus = build.corpus()
         left = [
@@ -269,9 +291,35 @@ class Pipeline:
         options = {"unit_scale": total is None, "disable": disable, "leave": False}
         return tqdm(desc=title, unit=unit, total=total, **options)
 
+    @property
+    def _failure(self) -> Path:
+        return self.build.work / f"failed-{self._part.number}.json"
 
-def _wait_until(ready: Callable[[], bool], what: str) -> None:
-    if not ready():
-        logger.info("waiting until the other parts have finished %s", what)
-    while not ready():
-        time.sleep(_POLL_SECONDS)
+    @contextlib.contextmanager
+    def _failing_aloud(self) -> Iterator[None]:
+        """Lets the parts that wait for this one know that it has failed."""
+        try:
+            yield
+        except Exception as error:
+            about = {"part": self._part.number, "message": str(error) or type(error).__name__}
+            with contextlib.suppress(OSError):
+                write_text(self._failure, json.dumps(about))
+            raise
+
+    def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
+        if not ready():
+            logger.info("waiting until the other parts have finished %s", what)
+        begun = time.monotonic()
+        while not ready():
+            if time.monotonic() - begun >= _PATIENCE_SECONDS:
+                self._check_others()
+            time.sleep(_POLL_SECONDS)
+
+    def _check_others(self) -> None:
+        for path in sorted(self.build.work.glob("failed-*.json")):
+            with contextlib.suppress(FileNotFoundError):  # that part has begun again
+                failure = read_json_object(path)
+                raise RuntimeError(
+                    f"part {failure['part']} has failed ({failure['message']}); run it again, and "
+                    "this one"
+                )

@@ -29,9 +29,16 @@ class Streams:
         self._folder = work / "streams"
 
     def begin(self, count: int) -> None:
-        """Says how many streams there are."""
+        """Says how many streams there are.
+
+        Raises:
+            ValueError: it was another number before.
+        """
         self._folder.mkdir(exist_ok=True)
-        write_text(self._folder / "count.json", json.dumps({"streams": count}))
+        path = self._folder / "count.json"
+        if path.exists() and (found := read_json_object(path)["streams"]) != count:
+            raise ValueError(f"tasks: expected {found}, as this preparation was begun, got {count}")
+        write_text(path, json.dumps({"streams": count}))
 
     def of(self, number: int) -> Path:
         """The folder of a stream."""

@@ -79,6 +79,8 @@ def cached(
                 os.replace(path, aside)  # processes that have it open keep its files
                 shutil.rmtree(aside)
         path.parent.mkdir(parents=True, exist_ok=True)
+        for old in path.parent.glob(f".{key}.*"):  # of processes that were killed
+            shutil.rmtree(old, ignore_errors=True)
         temporary = path.with_name(f".{key}.{uuid.uuid4().hex}")
         temporary.mkdir()
         try:

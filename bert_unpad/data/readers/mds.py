@@ -287,7 +287,8 @@ def _arrays(
             lengths[here] = _inside(data, at[here] + 1, width, ends[here])
         at = at + 1 + widths
     else:
-        lengths = np.full(len(at), math.prod(map(int, shape.split(","))), np.int64)
+        product = math.prod(map(int, shape.split(",")))
+        lengths = np.full(len(at), min(product, len(data) + 1), np.int64)  # more is refused below
     kind = np.dtype(dtype).newbyteorder("<")
     if ((lengths < 0) | (lengths > ends - at)).any():
         raise ValueError("arrays inside of their samples")

@@ -147,12 +147,13 @@ class ShardWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:
-            self.close()
-            return
-        for column in self._columns.values():
-            column.file.close()
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            for column in self._columns.values():
+                column.file.close()
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def write_shard_manifest(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,7 +44,6 @@ def tokenize(
     tokenizer: TextTokenizer,
     *,
     longest: int,
-    advance: Callable[[int], object] = lambda sentences: None,
 ) -> TokenizedCorpus:
     """Converts documents to ids.
 
@@ -53,7 +52,6 @@ def tokenize(
         tokenizer: converts text to ids.
         longest: sentences with more tokens than this are cut into pieces of this size, because
             drawing pairs would discard most of them (text without full stops, tables).
-        advance: called now and then with the number of sentences done since the last call.
 
     Returns:
         The corpus, without sentences and documents that have no tokens.
@@ -67,7 +65,6 @@ def tokenize(
         some = pieces[-1] > 0
         cut.append(np.full(pieces[-1].sum(), longest))
         cut[-1][np.cumsum(pieces[-1])[some] - 1] = (lengths - (pieces[-1] - 1) * longest)[some]
-        advance(len(batch))
     of_documents = np.diff(_offsets(pieces)[_offsets([np.array(counts, np.int64)])])
     return TokenizedCorpus(
         np.concatenate(tokens), _offsets(cut), _offsets([of_documents[of_documents > 0]])

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 from bert_unpad.data import DataConfig, ShardDataset
-from bert_unpad.data.building import duplicates
+from bert_unpad.data.building import duplicates, pieces
+from bert_unpad.data.building import pipeline as stages
 from bert_unpad.data.building.engines import InProcess, Processes
 from bert_unpad.data.building.join import join_parts
 from bert_unpad.data.building.pipeline import LEAST_MEMORY, Part, Pipeline
@@ -131,6 +133,42 @@ def test_parts_that_wait_for_each_other(corpus, expected, tmp_path):
     assert contents(tmp_path / "out") == contents(expected)
 
 
+def test_parts_do_not_wait_for_one_that_has_failed(corpus, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "_PATIENCE_SECONDS", 0.0)
+    first, second = (pipeline(corpus, tmp_path / "out", part=Part(n, 2)) for n in (1, 2))
+    second.read()
+    with monkeypatch.context() as patch:
+        patch.setattr(first, "_engine", None)
+        with pytest.raises(AttributeError):
+            first.read()
+    with pytest.raises(RuntimeError, match=r"part 1 has failed .*'run'.*; run it again, and this"):
+        second.plan_with_others(wait=True)
+    first, second = (pipeline(corpus, tmp_path / "out", part=Part(n, 2)) for n in (1, 2))
+    first.read()
+    for part in (first, second):
+        part.plan_with_others(wait=True)
+        part.make_examples()
+    join_parts(tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(expected)
+
+
+def test_parts_at_once_plan_once(corpus, tmp_path, monkeypatch):
+    parts = [pipeline(corpus, tmp_path / "out", part=Part(n, 3)) for n in (1, 2, 3)]
+    for part in parts:
+        part.read()
+    trained, train = [], stages.train_tokenizer
+    monkeypatch.setattr(
+        stages, "train_tokenizer", lambda *given: trained.append(given) or train(*given)
+    )
+    threads = [threading.Thread(target=part.plan_with_others, args=(False,)) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert len(trained) == 1
+    assert all(part._is_planned() for part in parts)
+
+
 def test_killed_at_random_moments(corpus, expected, tmp_path):
     process = child(corpus, tmp_path / "whole")
     begun = time.monotonic()
@@ -196,6 +234,27 @@ class Killed(InProcess):
 def test_jobs_may_run_again(corpus, expected, tmp_path):
     pipeline(corpus, tmp_path / "out", Killed()).run()
     assert contents(tmp_path / "out") == contents(expected)
+
+
+@pytest.mark.parametrize("moment", ["tokenize", "write_examples"])
+def test_another_worker_is_quicker(corpus, tmp_path, monkeypatch, moment):
+    work = pipeline(corpus, tmp_path / "out")
+    work.read()
+    work.plan()
+    piece = work.build.piece("train", 0)
+    original, quicker = getattr(pieces, moment), []
+
+    def late(*arguments, **options):
+        if not quicker:
+            quicker.append(None)
+            pieces.make_piece(work.build, "train", 0)
+            quicker[0] = contents(piece)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(pieces, moment, late)
+    pieces.make_piece(work.build, "train", 0)
+    assert quicker == [contents(piece)]
+    assert list(piece.parent.iterdir()) == [piece]
 
 
 class Listed:

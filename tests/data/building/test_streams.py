@@ -66,3 +66,11 @@ def test_blocks_of_all_streams_in_order(tmp_path, monkeypatch):
         block = SpooledBlock(spool, number)
         found += block.read(block.records["sentences"] > 0)
     assert found == [split_sentences(text) for text in texts]
+
+
+def test_another_number_of_streams_is_refused(tmp_path):
+    streams = Streams(tmp_path)
+    streams.begin(8)
+    streams.begin(8)
+    with pytest.raises(ValueError, match="tasks: expected 8, as this preparation was begun, got 4"):
+        streams.begin(4)

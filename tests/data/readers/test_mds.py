@@ -228,3 +228,10 @@ def test_files_of_mosaicml_streaming(tmp_path, encoding, compression):
             writer.write(one)
     dataset = open_all(tmp_path / "data", tmp_path)
     assert examples_of(dataset, range(len(SEQUENCES))) == SEQUENCES
+
+
+def test_a_forged_shape_is_named():
+    data, at, sizes = np.zeros(10, np.uint8), np.array([0]), np.array([10])
+    for shape in ("9" * 30, "4294967296,4294967296"):
+        with pytest.raises(ValueError, match="arrays inside of their samples"):
+            mds._arrays(data, at, sizes, "uint16", shape)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 
 from bert_unpad.data import DataConfig, ShardWriter, WordPieceTokenizer, prepare
 from bert_unpad.data.readers import READERS, detect, kind_of
+from bert_unpad.data.readers.cached import cached
 from tests.support.masked_examples import LONGEST, VOCAB
 from tests.support.token_files import random_sequences, write_megatron
 
@@ -121,3 +124,12 @@ def test_a_missing_package_is_named(data, tmp_path, kind, monkeypatch):
     message = rf"needs the package `{row.package}`: pip install 'bert_unpad\[{row.extra}\]'"
     with pytest.raises(ImportError, match=message):
         prepare(config(f"{kind}:{data}", tmp_path))
+
+
+def test_what_a_killed_process_left_in_the_cache_is_removed(tmp_path):
+    (tmp_path / "file").touch()
+    arguments = (tmp_path / "cache", "kind", [tmp_path / "file"], [])
+    made = cached(*arguments, lambda folder: None, lambda folder: folder)
+    shutil.move(made, made.with_name(f".{made.name}.0123"))
+    assert cached(*arguments, lambda folder: None, lambda folder: folder) == made
+    assert list(made.parent.iterdir()) == [made]
