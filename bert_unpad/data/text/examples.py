@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from bert_unpad.data.objective import SECOND_SEGMENTS, Objective
 from bert_unpad.data.store.shard_writer import ShardWriter
@@ -52,24 +52,18 @@ def make_examples(
     )
 
 
-def write_examples(
-    examples: Iterable[tuple[Columns, int]],
-    writer: ShardWriter,
-    advance: Callable[[int], object] = lambda documents: None,
-) -> int:
+def write_examples(examples: Iterable[tuple[Columns, int]], writer: ShardWriter) -> int:
     """Appends examples to a shard.
 
     Args:
         examples: from `make_examples`.
         writer: the shard to append to.
-        advance: called now and then with the number of documents done since the last call.
 
     Returns:
         The number of examples.
     """
     written = 0
-    for columns, done in examples:
+    for columns, _ in examples:
         writer.append(*columns)
-        advance(done)
         written += len(columns[1])
     return written
