@@ -24,7 +24,7 @@ from bert_unpad.data.building.ray_engine import Ray
 from bert_unpad.data.building.summary import summary
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.objective import Objective
-from bert_unpad.data.store.cache import default_cache_dir
+from bert_unpad.data.store.cache import chosen_cache_dir
 from bert_unpad.data.store.manifest import DamagedDataError
 from bert_unpad.data.store.open_examples import holds_examples
 from bert_unpad.data.store.prepared import SPLITS, is_prepared, open_prepared, read_prepared
@@ -168,7 +168,7 @@ def _prepare(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--source: expected text (a path, hf:NAME or stdlib), got {options.source}"
         )
-    cache = Path(options.cache_dir).expanduser() if options.cache_dir else default_cache_dir()
+    cache = chosen_cache_dir(options.cache_dir)
     if is_prepared(options.output):
         _check_finished(options, cache)
         join_parts(options.output)

@@ -32,7 +32,7 @@ from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.collate import PackedCollator
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.mixture import Joined, Mixture
-from bert_unpad.data.store.cache import cache_lock, default_cache_dir
+from bert_unpad.data.store.cache import cache_lock, chosen_cache_dir
 from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.store.manifest import DamagedDataError
 from bert_unpad.data.store.open_examples import holds_examples, open_examples
@@ -151,7 +151,7 @@ def prepare(config: DataConfig, progress: bool | None = None, check: bool = True
         return _open_examples(config, progress, check)
     if is_streamed(config.source):
         return _open_streamed(config, progress, check)
-    cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
+    cache = chosen_cache_dir(config.cache_dir)
     tokenizer = given_tokenizer(config)
     source = open_source(config.source, cache_dir=cache)
     settings = example_settings(config, tokenizer)

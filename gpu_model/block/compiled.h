@@ -16,18 +16,21 @@ struct Statistics {
   int64_t switches = 0;     // between threads, or between compiled kernels' warps
 };
 
-struct CompiledLaunch {
-  const char* op;      // the launch's name in messages
-  const void* kernel;  // host function: its symbol is the name of the compiled kernel
-  const char* entry;   // the compiled kernel's name, where there is no host function
+// As interpreter.py declares it too.
+struct LaunchSettings {
   unsigned grid[3], block[3];
   uint32_t shared_bytes;
   const void* const* arguments;
   const uint32_t* argument_bytes;
   uint32_t argument_count;
-  // What block_model.py configures.
-  int policy;
+  int policy;  // this and the seed: what block_model.py configures
   uint64_t seed;
+};
+
+struct CompiledLaunch : LaunchSettings {
+  const char* op;      // the launch's name in messages
+  const void* kernel;  // host function: its symbol is the name of the compiled kernel
+  const char* entry;   // the compiled kernel's name, where there is no host function
   bool races;
   Buffers* buffers;
   Statistics* statistics;

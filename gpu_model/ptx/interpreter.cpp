@@ -95,6 +95,7 @@ const char* guarded(Program& program, const F& f) {
 }  // namespace
 }  // namespace bert_unpad::ptx
 
+using bert_unpad::block_model::LaunchSettings;
 using bert_unpad::ptx::CompiledLaunch;
 using bert_unpad::ptx::Program;
 
@@ -143,39 +144,15 @@ BU_EXPORT const char* ptx_run(void* program, const CompiledLaunch& launch) {
   });
 }
 
-// For kernels without a launcher: `Launch` of interpreter.py, and the memory they may touch.
-struct Launch {
-  const char* kernel;
-  unsigned grid[3], block[3];
-  uint32_t shared_bytes;
-  const void* const* arguments;
-  const uint32_t* argument_bytes;
-  uint32_t argument_count;
-  int policy;
-  uint64_t seed;
-};
-
+// For kernels without a launcher, and the memory they may touch.
 BU_EXPORT void ptx_clear() { registered.clear(); }
 BU_EXPORT const char* ptx_register(const void* p, uint64_t bytes, int writable) {
   static Program unnamed;
   return bert_unpad::ptx::guarded(unnamed, [&] { registered.add(p, bytes, writable != 0); });
 }
 
-BU_EXPORT const char* ptx_launch(void* program, const Launch& l) {
+BU_EXPORT const char* ptx_launch(void* program, const char* kernel,
+                                 const LaunchSettings& settings) {
   const auto pass = [](const char*, const char*, unsigned, int64_t) { return true; };
-  return ptx_run(program, {l.kernel,
-                           nullptr,
-                           l.kernel,
-                           {l.grid[0], l.grid[1], l.grid[2]},
-                           {l.block[0], l.block[1], l.block[2]},
-                           l.shared_bytes,
-                           l.arguments,
-                           l.argument_bytes,
-                           l.argument_count,
-                           l.policy,
-                           l.seed,
-                           true,
-                           &registered,
-                           &counted,
-                           pass});
+  return ptx_run(program, {settings, kernel, nullptr, kernel, true, &registered, &counted, pass});
 }

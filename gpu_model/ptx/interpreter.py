@@ -26,17 +26,20 @@ def core() -> ctypes.CDLL:
     library.ptx_decode.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
     library.ptx_kernels.argtypes = [ctypes.c_void_p]
     library.ptx_register.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int]
-    library.ptx_launch.argtypes = [ctypes.c_void_p, ctypes.POINTER(Launch)]
+    library.ptx_launch.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_char_p,
+        ctypes.POINTER(LaunchSettings),
+    ]
     for name in ("ptx_add", "ptx_decode", "ptx_kernels", "ptx_register", "ptx_launch"):
         getattr(library, name).restype = ctypes.c_char_p
     return library
 
 
-class Launch(ctypes.Structure):
-    """Of gpu_model/ptx/interpreter.cpp."""
+class LaunchSettings(ctypes.Structure):
+    """Of gpu_model/block/compiled.h."""
 
     _fields_ = (
-        ("kernel", ctypes.c_char_p),
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
         ("shared_bytes", ctypes.c_uint32),
@@ -109,11 +112,10 @@ class Program:
         values = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else x for x in arguments]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         sizes = (ctypes.c_uint32 * len(values))(*map(ctypes.sizeof, values))
-        launch = Launch(
-            kernel.encode(), tuple(grid), tuple(block), shared_bytes, pointers, sizes,
-            len(values), policy, seed,
-        )  # fmt: skip
-        _check(library.ptx_launch(self.handle, ctypes.byref(launch)))
+        settings = LaunchSettings(
+            tuple(grid), tuple(block), shared_bytes, pointers, sizes, len(values), policy, seed
+        )
+        _check(library.ptx_launch(self.handle, kernel.encode(), ctypes.byref(settings)))
 
 
 @cache

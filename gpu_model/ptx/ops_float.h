@@ -5,7 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <limits>
+#include <functional>
 
 #include "gpu_model/block/convert.h"
 #include "gpu_model/ptx/handlers.h"
@@ -48,133 +48,35 @@ T smaller_nan(T x, T y) {
 // .sat: to [0, 1], NaN to 0.
 inline float to_unit(float x) { return x > 0 ? (x < 1 ? x : 1.0f) : 0.0f; }
 
-inline float negate(float x) {
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(x) ^ 0x80000000u);
-}
-inline float magnitude(float x) {
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(x) & 0x7fffffffu);
-}
-
 // The functions by name, as types, so that each can be made for fp32 with and without .ftz and .sat
 // and for other types.
-struct Add {
-  template <class T>
-  static T run(T x, T y) {
-    return x + y;
-  }
-};
-struct Sub {
-  template <class T>
-  static T run(T x, T y) {
-    return x - y;
-  }
-};
-struct Mul {
-  template <class T>
-  static T run(T x, T y) {
-    return x * y;
-  }
-};
-struct Div {
-  template <class T>
-  static T run(T x, T y) {
-    return x / y;
-  }
-};
-struct Max {
-  template <class T>
-  static T run(T x, T y) {
-    return larger(x, y);
-  }
-};
-struct Min {
-  template <class T>
-  static T run(T x, T y) {
-    return smaller(x, y);
-  }
-};
-struct MaxNan {
-  template <class T>
-  static T run(T x, T y) {
-    return larger_nan(x, y);
-  }
-};
-struct MinNan {
-  template <class T>
-  static T run(T x, T y) {
-    return smaller_nan(x, y);
-  }
-};
-struct Fma {
-  template <class T>
-  static T run(T x, T y, T z) {
-    return std::fma(x, y, z);
-  }
-};
-struct Reciprocal {
-  template <class T>
-  static T run(T x) {
-    return 1 / x;
-  }
-};
-struct Sqrt {
-  template <class T>
-  static T run(T x) {
-    return std::sqrt(x);
-  }
-};
-struct Rsqrt {
-  template <class T>
-  static T run(T x) {
-    return 1 / std::sqrt(x);
-  }
-};
-struct Exp2 {
-  template <class T>
-  static T run(T x) {
-    return std::exp2(x);
-  }
-};
-struct Log2 {
-  template <class T>
-  static T run(T x) {
-    return std::log2(x);
-  }
-};
-struct Sin {
-  template <class T>
-  static T run(T x) {
-    return std::sin(x);
-  }
-};
-struct Cos {
-  template <class T>
-  static T run(T x) {
-    return std::cos(x);
-  }
-};
-struct Tanh {
-  template <class T>
-  static T run(T x) {
-    return std::tanh(x);
-  }
-};
-struct Neg {
-  template <class T>
-  static T run(T x) {
-    return -x;
-  }
-};
-struct Abs {
-  template <class T>
-  static T run(T x) {
-    return std::fabs(x);
-  }
-};
+using Add = std::plus<>;
+using Sub = std::minus<>;
+using Mul = std::multiplies<>;
+using Div = std::divides<>;
+using Max = decltype([](auto x, auto y) { return larger(x, y); });
+using Min = decltype([](auto x, auto y) { return smaller(x, y); });
+using MaxNan = decltype([](auto x, auto y) { return larger_nan(x, y); });
+using MinNan = decltype([](auto x, auto y) { return smaller_nan(x, y); });
+using Fma = decltype([](auto x, auto y, auto z) { return std::fma(x, y, z); });
+using Reciprocal = decltype([](auto x) { return 1 / x; });
+using Sqrt = decltype([](auto x) { return std::sqrt(x); });
+using Rsqrt = decltype([](auto x) { return 1 / std::sqrt(x); });
+using Exp2 = decltype([](auto x) { return std::exp2(x); });
+using Log2 = decltype([](auto x) { return std::log2(x); });
+using Sin = decltype([](auto x) { return std::sin(x); });
+using Cos = decltype([](auto x) { return std::cos(x); });
+using Tanh = decltype([](auto x) { return std::tanh(x); });
+using Neg = decltype([](auto x) { return -x; });
+using Abs = decltype([](auto x) { return std::fabs(x); });
 
+template <class F, class... T>
+double apply(T... x) {
+  return F{}(x...);
+}
 template <class F, bool kFlush, bool kSaturate, class... T>
 float single(T... x) {
-  float y = kFlush ? flush(F::run(flush(x)...)) : F::run(x...);
+  float y = kFlush ? flush(F{}(flush(x)...)) : F{}(x...);
   return kSaturate ? to_unit(y) : y;
 }
 
@@ -212,7 +114,7 @@ uint32_t narrow(double x) {
 template <class F, class T, int kHalves, class... Words>
 uint32_t halves(Words... words) {
   uint32_t result = 0;
-  for (int n = 0; n < kHalves; ++n) result |= narrow<T>(F::run(widen<T>(words, n)...)) << (16 * n);
+  for (int n = 0; n < kHalves; ++n) result |= narrow<T>(F{}(widen<T>(words, n)...)) << (16 * n);
   return result;
 }
 
@@ -239,11 +141,11 @@ Handler float_handler(Type type, bool flushes, bool saturates) {
     case Type::kF64:
       if (saturates || flushes) return nullptr;
       if constexpr (kCount == 1)
-        return unary<double, double, F::template run<double>>;
+        return unary<double, double, apply<F, double>>;
       else if constexpr (kCount == 2)
-        return binary<double, double, F::template run<double>>;
+        return binary<double, double, apply<F, double, double>>;
       else
-        return ternary<double, double, double, F::template run<double>>;
+        return ternary<double, double, double, apply<F, double, double, double>>;
     default:
       break;
   }

@@ -11,7 +11,6 @@ import importlib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 from bert_unpad.data.building.engines import Job
@@ -54,12 +53,7 @@ class Ray:
         self.workers = self._given or int(self._ray.cluster_resources()["CPU"])
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ray.shutdown()
 
     def run(self, job: Job, arguments: Sequence[tuple]) -> Iterator[dict[str, Any]]:

@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from bert_unpad.data.hdf5.checks import open_file
 from bert_unpad.data.hdf5.index import length_index
 from bert_unpad.data.hdf5.layout import layout_of, read_rows
+from bert_unpad.data.store.dataset import count_targets
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks
-
-_BLOCK = 4096  # examples read at a time where all are
 
 
 class Hdf5Dataset:
@@ -104,12 +103,7 @@ class Hdf5Dataset:
 
     def target_counts(self) -> NDArray[np.int64]:
         """See `ExampleDataset`; counts masked tokens and reads all examples."""
-        counts = np.zeros(self.vocab_size, np.int64)
-        for begin in range(0, len(self), _BLOCK):
-            masks = self.batch(np.arange(begin, min(begin + _BLOCK, len(self)))).masks
-            counts += np.bincount(masks.labels, minlength=len(counts))
-        counts[list(self.unmaskable_ids)] = 0
-        return counts
+        return count_targets(self)
 
     def close(self) -> None:
         """Closes all files; reading later opens them again."""

@@ -24,11 +24,10 @@ from bert_unpad.data.readers import Setting, find_files
 from bert_unpad.data.readers.ranges import FileRanges
 from bert_unpad.data.readers.tf_example import Lists, integers, read_lists
 from bert_unpad.data.readers.tfrecord_index import by_all_or_each, record_index
+from bert_unpad.data.store.dataset import count_targets
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks, ragged_places
 from bert_unpad.data.store.finished import finished_batch
 from bert_unpad.data.store.manifest import DamagedDataError
-
-_BLOCK = 1024  # examples read at a time where all are
 
 
 def open_split(path: Path, setting: Setting) -> TfRecordDataset:
@@ -107,12 +106,7 @@ class TfRecordDataset:
 
     def target_counts(self) -> NDArray[np.int64]:
         """See `ExampleDataset`; counts masked tokens and reads all examples."""
-        counts = np.zeros(self.vocab_size, np.int64)
-        for begin in range(0, len(self), _BLOCK):
-            masks = self.batch(np.arange(begin, min(begin + _BLOCK, len(self)))).masks
-            counts += np.bincount(masks.labels, minlength=len(counts))
-        counts[list(self.unmaskable_ids)] = 0
-        return counts
+        return count_targets(self)
 
     def __reduce__(self) -> tuple[type, tuple]:
         # Pickled by its files: handles cannot travel, and the index is in the cache.

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from bert_unpad.batch.inputs import IGNORE
 from bert_unpad.data.readers import Setting
 from bert_unpad.data.readers.ranges import FileRanges
+from bert_unpad.data.store.dataset import count_targets
 from bert_unpad.data.store.example_batch import ExampleBatch, ragged_places
 from bert_unpad.data.store.manifest import DamagedDataError
-
-_BLOCK = 4096  # examples read at a time where all are
 
 
 @dataclass(frozen=True)
@@ -205,12 +204,7 @@ class TokenDataset:
 
     def target_counts(self) -> NDArray[np.int64]:
         """See `ExampleDataset`; reads all examples."""
-        counts = np.zeros(self.vocab_size, np.int64)
-        for begin in range(0, len(self), _BLOCK):
-            tokens = self.batch(np.arange(begin, min(begin + _BLOCK, len(self)))).tokens
-            counts += np.bincount(tokens, minlength=len(counts))
-        counts[list(self.unmaskable_ids)] = 0
-        return counts
+        return count_targets(self)
 
     def __reduce__(self) -> tuple[type, tuple]:
         # Pickled by its files: handles cannot travel, and indexes are in files.

@@ -18,6 +18,11 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bert_unpad"
 
 
+def chosen_cache_dir(given: str | Path | None) -> Path:
+    """Returns the folder that a setting `cache_dir` names; None: the default."""
+    return Path(given).expanduser() if given else default_cache_dir()
+
+
 @contextmanager
 def cache_lock(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on a file; waits while another process holds it.

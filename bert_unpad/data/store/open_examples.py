@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl
 from bert_unpad.data.objective import SECOND_SEGMENTS
 from bert_unpad.data.readers import DETECT, READERS, Setting, detect, open_split
 from bert_unpad.data.readers.shards import check_longest
-from bert_unpad.data.store.cache import default_cache_dir
+from bert_unpad.data.store.cache import chosen_cache_dir
 from bert_unpad.data.store.dataset import ExampleDataset, NoExamples, WithoutPairLabels
 from bert_unpad.data.store.prepared import is_prepared, open_prepared
 from bert_unpad.data.text.json_tokenizer import given_tokenizer, load_tokenizer
@@ -76,7 +76,7 @@ def open_examples(
         sep_id=tokenizer.sep_id,
         pad_id=tokenizer.pad_id,
         max_seq_length=config.max_seq_length,
-        cache_dir=Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir(),
+        cache_dir=chosen_cache_dir(config.cache_dir),
         verify=config.verify,
         check=check,
         progress=progress,

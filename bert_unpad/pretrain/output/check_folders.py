@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from bert_unpad.data.store.cache import default_cache_dir
+from bert_unpad.data.store.cache import chosen_cache_dir
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.ranks import Ranks
 
@@ -26,7 +26,7 @@ def check_folders(config: PretrainConfig, ranks: Ranks) -> None:
 
 def _problem(config: PretrainConfig) -> tuple[str, str] | None:
     """The key and the message, if there is a problem."""
-    cache = Path(config.data.cache_dir or default_cache_dir()).expanduser()
+    cache = chosen_cache_dir(config.data.cache_dir)
     folders = {
         "run_dir": Path(config.run_dir),
         "data.cache_dir": cache,
