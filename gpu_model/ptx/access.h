@@ -30,22 +30,41 @@ inline Accessor accessor(const Warp& w, const Instruction& i, int lane, bool who
 
 [[noreturn]] inline void fail_conflict(const Warp& w, const Instruction& i, int lane,
                                        const SharedMemory::Conflict& conflict, const char* what) {
+  using Problem = SharedMemory::Problem;
   const Accessor& earlier = conflict.earlier;
-  const std::string at = "shared memory at offset " + std::to_string(conflict.offset);
+  const std::string name = what, at = "shared memory at offset " + std::to_string(conflict.offset);
   const std::string verb =
-      std::strcmp(what, "load") == 0 || std::strcmp(what, "ldmatrix") == 0 ? "reads " : "writes ";
-  const uint32_t pc = static_cast<uint32_t>(&i - w.kernel->code.data());
-  if (std::strcmp(conflict.what, "never written") == 0)
-    w.fail(pc, lane, std::string(what) + " of " + at + ", which was never written");
-  const std::string who = (earlier.whole_warp ? "the warp of " : "") +
-                          w.block->thread_name(earlier.warp, earlier.lane) + " at " +
-                          w.block->where(earlier.pc);
-  if (std::strcmp(conflict.what, "pending") == 0)
-    w.fail(pc, lane,
-           std::string(what) + " of " + at +
-               ", destination of an asynchronous copy that was not waited for, by " + who);
-  w.fail(pc, lane,
-         "race: " + verb + at + ", " + conflict.what + " by " + who + " with no barrier between");
+      name == "load" || name == "ldmatrix" || name == "wgmma" ? "reads " : "writes ";
+  const auto fail = [&](const std::string& text) { w.fail(i, 1u << lane, text); };
+  const Block& block = *w.block;
+  const std::string place = block.where(earlier.pc);
+  const bool is_thread = earlier.warp < block.clocks.warps();
+  const std::string who =
+      !is_thread ? (conflict.what == Problem::kRead ? "the wgmma at " : "the bulk copy at ") + place
+                 : (earlier.whole_warp ? "the warp of " : "") +
+                       block.thread_name(earlier.warp, earlier.lane) + " at " + place;
+  switch (conflict.what) {
+    case Problem::kNone:
+      break;
+    case Problem::kEmpty:
+      fail(name + " of " + at + ", which was never written");
+    case Problem::kPending:
+      fail(name + " of " + at +
+           ", destination of an asynchronous copy that was not waited for, by " + who);
+    case Problem::kBarrier:
+      fail(name + " of " + at + ", which is an mbarrier since " + place);
+    case Problem::kHeld:
+      fail(name + " of " + at + ", which the wgmma at " + place +
+           " reads, and no wgmma.wait_group has waited for it");
+    case Problem::kUnfenced:
+      fail(name + " of " + at + ", written by " + who +
+           " with no fence.proxy.async between on the way");
+    case Problem::kWritten:
+    case Problem::kRead:
+      fail("race: " + verb + at + ", " + (conflict.what == Problem::kRead ? "read" : "written") +
+           " by " + who + " with no barrier between");
+  }
+  throw std::logic_error("no conflict");
 }
 
 inline unsigned char* shared_bytes(Warp& w, const Instruction& i, uint64_t address, uint32_t bytes,
@@ -63,7 +82,7 @@ inline unsigned char* shared_bytes(Warp& w, const Instruction& i, uint64_t addre
     conflict = shared.start_copy(at, bytes, by);
   else
     conflict = shared.write(at, bytes, by, access == Access::kAtomic);
-  if (conflict.what != nullptr) [[unlikely]]
+  if (conflict.what != SharedMemory::Problem::kNone) [[unlikely]]
     fail_conflict(w, i, lane, conflict, name_of(access));
   return shared.data(at);
 }

@@ -14,8 +14,11 @@
 #include "gpu_model/block/compiled.h"
 #include "gpu_model/block/random.h"
 #include "gpu_model/ptx/global_accesses.h"
+#include "gpu_model/ptx/mbarrier.h"
+#include "gpu_model/ptx/pending.h"
 #include "gpu_model/ptx/shared_memory.h"
 #include "gpu_model/ptx/warp.h"
+#include "gpu_model/ptx/warpgroup.h"
 
 namespace bert_unpad::ptx {
 
@@ -31,6 +34,8 @@ struct Block {
   static constexpr uint32_t kBarriers = 16;
   // A block that takes more instructions than this loops without end.
   static constexpr uint64_t kMaxInstructions = uint64_t{1} << 32;
+  // So often all warps look at mbarriers in vain before they are taken to wait for ever.
+  static constexpr uint32_t kMaxPolls = 1000;
 
   const Kernel* kernel = nullptr;
   const CompiledLaunch* launch = nullptr;
@@ -43,11 +48,23 @@ struct Block {
   Clocks clocks;
   block_model::Random random;
   std::vector<Warp> warps;
+  std::vector<Warpgroup> warpgroups;
+  MBarriers mbarriers;
+  PendingWork pending;
 
   void run();
   // A warp comes to a barrier of `threads` threads, 0: of all; it may go on at once if it only
   // arrives.
   void arrive(Warp& warp, const Instruction& i, uint32_t number, uint32_t threads, bool waits);
+
+  // Lets warps that wait for something go on, after which they look again.
+  void wake(Warp::State waiting);
+  // After a phase of an mbarrier may have completed, in a change of it that gave `problem`.
+  void finish_mbarrier(Warp& warp, uint32_t pc, uint32_t lanes, const std::string& problem) {
+    if (!problem.empty()) warp.fail(pc, std::countr_zero(lanes), problem);
+    polls_ = 0;
+    wake(Warp::State::kPolling);
+  }
 
   // Counts a barrier or wait; false where a test takes it out.
   bool pass(const char* kind, const Warp& warp, const Instruction& i) const {
@@ -73,15 +90,18 @@ struct Block {
  private:
   struct Barrier {
     uint32_t arrived = 0, waiting = 0, expected = 0;
-    std::vector<uint32_t> seen;  // of the warps' clocks
+    View seen;  // by those who have arrived
   };
 
   void fill_specials(Warp& warp) const;
   uint32_t special(Special kind, const Warp& warp, int lane) const;
+  // What goes on when no warp can: something that was left to later, or another look at mbarriers.
+  bool go_on();
+  std::string waits_at(const Warp& warp) const;
   [[noreturn]] void fail_stuck() const;
 
   Barrier barriers_[kBarriers];
-  uint32_t ready_ = 0;
+  uint32_t ready_ = 0, polls_ = 0;
 };
 
 inline void Warp::fail(uint32_t at, int lane, const std::string& text) const {
@@ -90,6 +110,24 @@ inline void Warp::fail(uint32_t at, int lane, const std::string& text) const {
                            ", " + block->thread_name(id, static_cast<uint32_t>(lane)) + " (warp " +
                            std::to_string(id) + ", lane " + std::to_string(lane) + "), " +
                            block->where(at) + ", kernel " + kernel->name + ": " + text);
+}
+
+inline void Warp::fail_in_flight(const Instruction& i, uint32_t lanes, uint32_t number) const {
+  fail(i, lanes,
+       "uses register " + kernel->wgmma_registers[number].name + " of the wgmma at " +
+           block->where(wgmma_registers.flight_pc(number)) +
+           ", for which no wgmma.wait_group has waited");
+}
+
+inline void Warp::finish_asynchronous(uint32_t lanes) {
+  block->pending.finish_copies(*block, id, lanes);
+  for (const PendingCopy& copy : copies)
+    if ((lanes >> copy.lane & 1) != 0)
+      fail(copy.pc, static_cast<int>(copy.lane), "an asynchronous copy is never waited for");
+  if (id / Warpgroup::kWarps >= block->warpgroups.size()) return;
+  const Warpgroup& group = block->warpgroups[id / Warpgroup::kWarps];
+  if (const WgmmaOperation* oldest = group.not_waited_for(id % Warpgroup::kWarps))
+    fail(oldest->pc, std::countr_zero(lanes), "a wgmma is never waited for");
 }
 
 inline void Warp::fail_missing(uint32_t at, uint32_t have, uint32_t needed) const {
@@ -112,10 +150,14 @@ inline void Block::run() {
   const unsigned* shape = launch->block;
   const uint32_t threads = shape[0] * shape[1] * shape[2];
   const uint32_t count = (threads + kLanes - 1) / kLanes;
-  clocks.reset(count);
+  const uint32_t groups = kernel->wgmma.empty() ? 0 : count / Warpgroup::kWarps;
+  clocks.reset(count, groups);
   shared.reset(kernel->static_shared_bytes + launch->shared_bytes, kernel->grain, clocks);
   warps.resize(count);
-  ready_ = 0;
+  warpgroups.assign(groups, Warpgroup{});
+  mbarriers.reset();
+  pending.clear();
+  ready_ = polls_ = 0;
   for (Barrier& barrier : barriers_) barrier = {};
   for (uint32_t w = 0; w < count; ++w) {
     const uint32_t left = threads - w * kLanes;
@@ -126,7 +168,12 @@ inline void Block::run() {
   const auto policy = static_cast<Policy>(launch->policy);
   const Warp* last = nullptr;
   uint64_t budget = kMaxInstructions;
-  while (ready_ != 0) {
+  for (;;) {
+    pending.run_early(*this);
+    if (ready_ == 0) {
+      if (!go_on()) break;
+      continue;
+    }
     const unsigned number = policy == Policy::kInOrder
                                 ? static_cast<unsigned>(std::countr_zero(ready_))
                                 : random.bit_of(ready_);
@@ -143,6 +190,35 @@ inline void Block::run() {
   }
   for (const Warp& warp : warps)
     if (warp.state != Warp::State::kDone) fail_stuck();
+  for (const Warpgroup& group : warpgroups)
+    if (const auto late = group.late_warp(); late != Warpgroup::kWarps) {
+      const uint32_t first = static_cast<uint32_t>(&group - warpgroups.data()) * Warpgroup::kWarps;
+      warps[first + late].fail(group.next_step(late).pc, 0,
+                               "this warp exits, but others of its warpgroup come here");
+    }
+  mbarriers.for_each([&](uint32_t, const MBarrier& barrier) {
+    const Accessor& by = barrier.copy_by;
+    if (barrier.has_unseen_copy())
+      warps[by.warp].fail(by.pc, static_cast<int>(by.lane), "a bulk copy is never waited for");
+  });
+}
+
+inline bool Block::go_on() {
+  if (pending.run_any(*this)) {
+    polls_ = 0;
+    return true;
+  }
+  if (++polls_ > kMaxPolls) return false;
+  wake(Warp::State::kPolling);
+  return ready_ != 0;
+}
+
+inline void Block::wake(Warp::State waiting) {
+  for (Warp& warp : warps)
+    if (warp.state == waiting) {
+      warp.state = Warp::State::kReady;
+      ready_ |= 1u << warp.id;
+    }
 }
 
 inline void Block::arrive(Warp& warp, const Instruction& i, uint32_t number, uint32_t threads,
@@ -171,6 +247,7 @@ inline void Block::arrive(Warp& warp, const Instruction& i, uint32_t number, uin
       ready_ |= 1u << w;
     });
     barrier = {};
+    polls_ = 0;
   } else if (waits) {
     warp.state = Warp::State::kAtBarrier;
     warp.barrier = number;
@@ -178,23 +255,35 @@ inline void Block::arrive(Warp& warp, const Instruction& i, uint32_t number, uin
   }
 }
 
+inline std::string Block::waits_at(const Warp& warp) const {
+  if (warp.state == Warp::State::kDone) return "has exited";
+  const std::string at = where(warp.barrier_pc);
+  switch (warp.state) {
+    case Warp::State::kAtBarrier:
+      return "waits in sync_block at " + at + ", barrier " + std::to_string(warp.barrier);
+    case Warp::State::kPolling:
+      return "waits for an mbarrier at " + at;
+    default:
+      return "waits in wgmma.wait_group at " + at;
+  }
+}
+
 inline void Block::fail_stuck() const {
   const Warp* stuck = nullptr;
   std::string others;
   for (const Warp& warp : warps) {
-    if (warp.state == Warp::State::kAtBarrier && stuck == nullptr) {
+    if (warp.state != Warp::State::kDone && stuck == nullptr)
       stuck = &warp;
-      continue;
-    }
-    others +=
-        "; warp " + std::to_string(warp.id) +
-        (warp.state == Warp::State::kDone ? " has exited"
-                                          : " waits in sync_block at " + where(warp.barrier_pc) +
-                                                ", barrier " + std::to_string(warp.barrier));
+    else
+      others += "; warp " + std::to_string(warp.id) + " " + waits_at(warp);
   }
-  stuck->fail(stuck->barrier_pc, std::countr_zero(stuck->live),
-              "sync_block at barrier " + std::to_string(stuck->barrier) +
-                  ", to which others never come" + others);
+  const std::string why = stuck->state == Warp::State::kAtBarrier
+                              ? "sync_block at barrier " + std::to_string(stuck->barrier) +
+                                    ", to which others never come"
+                          : stuck->state == Warp::State::kPolling
+                              ? "waits for a phase of an mbarrier that never completes"
+                              : "waits for wgmma to which other warps of the warpgroup never come";
+  stuck->fail(stuck->barrier_pc, std::countr_zero(stuck->live), why + others);
 }
 
 inline uint32_t Block::special(Special kind, const Warp& warp, int lane) const {

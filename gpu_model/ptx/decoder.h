@@ -136,6 +136,9 @@ class Decoder {
 
   Kernel& kernel() { return kernel_; }
 
+  // The registers that were looked up since the last call.
+  std::vector<uint32_t> take_uses() { return std::exchange(uses_, {}); }
+
  private:
   struct Register {
     Type type;
@@ -166,6 +169,7 @@ class Decoder {
       throw std::runtime_error("register " + std::string(name) + " has another size than the type");
     if (entry->offset == kNoOffset)
       entry->offset = predicate ? allocate_predicate() : allocate(own == 64 ? 8 : 4);
+    uses_.push_back(entry->offset);
     return entry->offset;
   }
 
@@ -262,6 +266,7 @@ class Decoder {
   std::vector<Scope> scopes_;
   size_t current_ = 0;
   std::map<std::pair<uint64_t, bool>, uint32_t> constants_;
+  std::vector<uint32_t> uses_;
   uint32_t sink_ = kNoOffset, wide_sink_ = kNoOffset;
   uint32_t next_predicate_ = 0;
   unsigned free_predicates_ = 0;

@@ -4,13 +4,16 @@
 #include <string>
 #include <string_view>
 
+#include "gpu_model/ptx/ops_async.h"
 #include "gpu_model/ptx/ops_compare.h"
 #include "gpu_model/ptx/ops_convert.h"
 #include "gpu_model/ptx/ops_float.h"
 #include "gpu_model/ptx/ops_integer.h"
 #include "gpu_model/ptx/ops_matrix.h"
+#include "gpu_model/ptx/ops_mbarrier.h"
 #include "gpu_model/ptx/ops_memory.h"
 #include "gpu_model/ptx/ops_warp.h"
+#include "gpu_model/ptx/ops_wgmma.h"
 
 namespace bert_unpad::ptx {
 
@@ -72,7 +75,7 @@ inline Decode decoder_of(std::string_view base) {
       {" ld ldu st ", decode_access},
       {" atom red ", decode_atomic},
       {" cvta ", decode_cvta},
-      {" cp ", decode_copy},
+      {" cp ", decode_any_copy},
       {" bar barrier ", decode_barrier},
       {" shfl ", decode_shuffle},
       {" vote ", decode_vote},
@@ -81,9 +84,13 @@ inline Decode decoder_of(std::string_view base) {
       {" elect ", decode_elect},
       {" mma ", decode_mma},
       {" ldmatrix stmatrix ", decode_matrices},
+      {" wgmma ", decode_wgmma},
+      {" setmaxnreg ", decode_setmaxnreg},
+      {" mbarrier ", decode_mbarrier},
+      {" fence ", decode_fence},
       {" ret exit ", decode_exit},
       {" trap ", decode_trap},
-      {" membar fence prefetch nanosleep griddepcontrol ", decode_nothing},
+      {" membar prefetch nanosleep griddepcontrol ", decode_nothing},
   };
   const std::string key = " " + std::string(base) + " ";
   for (const Row& row : kRows)

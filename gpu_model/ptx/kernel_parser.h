@@ -151,6 +151,7 @@ class KernelParser {
     // Falling off the end is an exit.
     add(decode_instruction(decoder_, Statement("ret", cursor_.line())));
     for (const Jump& jump : jumps_) resolve(jump);
+    if (!kernel_.wgmma.empty()) note_uses();
   }
 
   // ".loc FILE LINE COLUMN[, function_name NAME[+N], inlined_at FILE LINE COLUMN]". An inlined
@@ -193,7 +194,7 @@ class KernelParser {
     const auto file = module_.files.find(number);
     if (file == module_.files.end()) return true;
     const std::string_view name = file->second;
-    for (const char* header : {"block.h", "memory.h", "async_copy.h", "mma.h"})
+    for (const char* header : {"block.h", "memory.h", "async_copy.h", "mma.h", "wgmma.h"})
       if (name == std::string("csrc/cuda/") + header) return true;
     return name.starts_with('/');
   }
@@ -252,6 +253,22 @@ class KernelParser {
   void add(Instruction i) {
     i.place = place_;
     kernel_.code.push_back(i);
+    uses_.push_back(decoder_.take_uses());
+  }
+
+  // Which instructions use registers of wgmma.
+  void note_uses() {
+    std::unordered_map<uint32_t, uint32_t> numbers;
+    for (const WgmmaRegister& r : kernel_.wgmma_registers)
+      numbers.emplace(r.offset, static_cast<uint32_t>(numbers.size()));
+    for (size_t at = 0; at < kernel_.code.size(); ++at) {
+      Instruction& i = kernel_.code[at];
+      i.uses_begin = static_cast<uint32_t>(kernel_.uses.size());
+      for (const uint32_t offset : uses_[at])
+        if (const auto found = numbers.find(offset); i.run != wgmma && found != numbers.end())
+          kernel_.uses.push_back(found->second);
+      i.uses_end = static_cast<uint32_t>(kernel_.uses.size());
+    }
   }
 
   void take_branch(const Statement& s) {
@@ -318,6 +335,7 @@ class KernelParser {
   Decoder decoder_;
   std::map<std::pair<size_t, std::string>, size_t> labels_;
   std::vector<Jump> jumps_;
+  std::vector<std::vector<uint32_t>> uses_;  // of each instruction: registers
   std::unordered_map<std::string, uint32_t> call_arguments_;
   std::map<Spot, Spot> callers_;
   std::map<std::pair<unsigned, unsigned>, uint32_t> place_numbers_;

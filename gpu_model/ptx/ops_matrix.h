@@ -167,7 +167,8 @@ void load_matrices(Warp& w, const Instruction& i, uint32_t lanes) {
         w.fail(i, 1u << lane, "ldmatrix" + shared.range_problem(offset, 16));
       const auto at = static_cast<uint32_t>(offset);
       const auto conflict = shared.read(at, 16, accessor(w, i, lane, true));
-      if (conflict.what != nullptr) fail_conflict(w, i, lane, conflict, "ldmatrix");
+      if (conflict.what != SharedMemory::Problem::kNone)
+        fail_conflict(w, i, lane, conflict, "ldmatrix");
       std::memcpy(matrices[m][row], shared.data(at), 16);
     }
     statistics.bank_conflict_cycles += bank_conflicts(rows);

@@ -259,6 +259,7 @@ inline void copy_async(Warp& w, const Instruction& i, uint32_t lanes) {
                      static_cast<uint32_t>(l),
                      w.copy_groups[l],
                      accessor(w, i, l).pc,
+                     w.copy_count++,
                      nullptr,
                      {}};
     std::memset(to, 0xff, bytes);
@@ -275,6 +276,13 @@ inline void copy_async(Warp& w, const Instruction& i, uint32_t lanes) {
   });
 }
 
+inline void land_copy(Warp& w, const PendingCopy& copy) {
+  SharedMemory& shared = w.block->shared;
+  std::memcpy(shared.data(copy.offset), copy.source != nullptr ? copy.source : copy.data,
+              copy.bytes);
+  shared.land_copy(copy.offset, copy.bytes, {w.id, copy.lane, false, copy.pc});
+}
+
 // Lands the copies of all committed groups of each lane but the youngest `pending`; of all groups,
 // committed or not, if that is negative.
 inline void copy_wait(Warp& w, const Instruction& i, uint32_t lanes) {
@@ -283,10 +291,7 @@ inline void copy_wait(Warp& w, const Instruction& i, uint32_t lanes) {
   std::erase_if(w.copies, [&](const PendingCopy& copy) {
     if ((lanes >> copy.lane & 1) == 0) return false;
     if (pending >= 0 && copy.group + pending >= w.copy_groups[copy.lane]) return false;
-    SharedMemory& shared = w.block->shared;
-    std::memcpy(shared.data(copy.offset), copy.source != nullptr ? copy.source : copy.data,
-                copy.bytes);
-    shared.land_copy(copy.offset, copy.bytes, {w.id, copy.lane, false, copy.pc});
+    land_copy(w, copy);
     return true;
   });
 }

@@ -37,9 +37,29 @@ struct Instruction {
   uint32_t members = kNoOffset;  // register with the lanes that take part; all if there is none
   uint32_t a[kMaxOperands] = {};
   int64_t immediate = 0;  // displacement of an address, target of a branch, a constant operand
-  int64_t source_displacement = 0;  // of an asynchronous copy
-  uint32_t line = 0;                // in the PTX
-  uint32_t place = 0;               // in Kernel::places
+  int64_t source_displacement = 0;        // of an asynchronous copy
+  int64_t barrier_displacement = 0;       // of the mbarrier of a bulk copy
+  uint32_t line = 0;                      // in the PTX
+  uint32_t place = 0;                     // in Kernel::places
+  uint32_t uses_begin = 0, uses_end = 0;  // in Kernel::uses
+};
+
+// What a wgmma.mma_async has beyond an Instruction, which names the form by `immediate`; in `a`:
+// the descriptors of A and B, and scale-d.
+struct WgmmaForm {
+  uint32_t columns = 0;  // n
+  bool is_bf16 = false;  // otherwise fp16
+  bool a_k_major = true, b_k_major = true;
+  bool a_in_registers = false;
+  bool negated = false;          // by one of scale-a and scale-b
+  std::vector<uint32_t> sums;    // numbers in Kernel::wgmma_registers
+  std::vector<uint32_t> inputs;  // with A, if they hold it
+};
+
+// A register that holds sums or A of some wgmma.
+struct WgmmaRegister {
+  uint32_t offset;
+  std::string name;
 };
 
 // Where an instruction comes from: the PTX's own file without line information.
@@ -97,6 +117,9 @@ struct Kernel {
   // global memory.
   uint32_t grain = 4, global_grain = 16;
   bool has_read_only_loads = false;
+  std::vector<WgmmaForm> wgmma;
+  std::vector<WgmmaRegister> wgmma_registers;
+  std::vector<uint32_t> uses;  // of wgmma_registers, by instructions other than wgmma
 };
 
 // Address windows. A generic address is the address in the window plus its base; global addresses

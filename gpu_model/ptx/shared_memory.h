@@ -1,10 +1,12 @@
 // A block's shared memory, and who touched each unit of it last.
 //
 // Two accesses of different threads, one of them a write, are a race unless something orders them:
-// a barrier that both warps pass in between, or within a warp bar.warp.sync. Each warp has a clock,
-// which its barriers advance, and remembers how far it has seen the clocks of the others (vector
-// clocks). An access is stamped with its warp's clock: what another warp has not yet seen is not
-// ordered before what that does now. So the check does not depend on the schedule that was run.
+// a barrier that both warps pass in between, an mbarrier, or within a warp bar.warp.sync
+// (clocks.h). What has not been seen of an access is not ordered before what is done now. So the
+// check does not depend on the schedule that was run.
+//
+// The async proxy (wgmma, bulk copies) sees what threads and cp.async wrote only behind a proxy
+// fence. What a wgmma reads is held until a warp has waited for it; nobody may write it meanwhile.
 #pragma once
 
 #include <algorithm>
@@ -13,51 +15,9 @@
 #include <string>
 #include <vector>
 
-#include "gpu_model/ptx/registers.h"
+#include "gpu_model/ptx/clocks.h"
 
 namespace bert_unpad::ptx {
-
-// Who does an access: one lane, or its whole warp (of ldmatrix).
-struct Accessor {
-  uint32_t warp, lane;
-  bool whole_warp;
-  uint32_t pc;
-};
-
-class Clocks {
- public:
-  void reset(uint32_t warps) {
-    warps_ = warps;
-    now_.assign(warps, 1);
-    seen_.assign(size_t{warps} * warps, 1);
-  }
-  uint32_t warps() const { return warps_; }
-  uint32_t now(uint32_t warp) const { return now_[warp]; }
-  // Accesses of `other` with a smaller clock happened before what `warp` does now; with `other` the
-  // warp itself, those of all its lanes.
-  uint32_t seen(uint32_t warp, uint32_t other) const { return seen_[warp * warps_ + other]; }
-
-  // The lanes of a warp wait for each other.
-  void sync(uint32_t warp) { seen_[warp * warps_ + warp] = ++now_[warp]; }
-  // What a warp did so far, and had seen, is passed on by a barrier at which it arrives, ...
-  void leave(uint32_t warp, std::vector<uint32_t>& barrier) {
-    ++now_[warp];
-    barrier.resize(warps_);
-    for (uint32_t w = 0; w < warps_; ++w)
-      barrier[w] = std::max(barrier[w], w == warp ? now_[warp] : seen(warp, w));
-  }
-  // ... to the warps that wait there.
-  void enter(uint32_t warp, const std::vector<uint32_t>& barrier) {
-    for (uint32_t w = 0; w < warps_; ++w) {
-      uint32_t& own = seen_[warp * warps_ + w];
-      own = std::max(own, barrier[w]);
-    }
-  }
-
- private:
-  uint32_t warps_ = 0;
-  std::vector<uint32_t> now_, seen_;
-};
 
 class SharedMemory {
  public:
@@ -70,7 +30,8 @@ class SharedMemory {
     // All bits set is NaN in every floating-point type.
     data_.assign((bytes + 15) / 16 * 16, 0xff);
     writes_.assign(data_.size() / grain, Write{});
-    reads_.assign(writes_.size() * clocks.warps(), Touch{});
+    reads_.assign(writes_.size() * clocks.readers(), Touch{});
+    holds_.assign(data_.size() / kPiece, Hold{});
     atomics_.clear();
   }
 
@@ -84,12 +45,23 @@ class SharedMemory {
       return text + ", out of bounds: the block has " + std::to_string(bytes_) + " bytes";
     return text + ", which is no multiple of that";
   }
-  bool in_range(uint64_t offset, uint32_t bytes) const {
-    return offset % bytes == 0 && offset < bytes_ && bytes_ - offset >= bytes;
+  bool in_range(uint64_t offset, uint32_t bytes, uint32_t align) const {
+    return offset % align == 0 && offset < bytes_ && bytes_ - offset >= bytes;
   }
+  bool in_range(uint64_t offset, uint32_t bytes) const { return in_range(offset, bytes, bytes); }
 
+  enum class Problem : uint8_t {
+    kNone,
+    kEmpty,    // never written
+    kPending,  // destination of a copy that has not been waited for
+    kWritten,  // by somebody, with nothing between
+    kRead,
+    kHeld,      // a wgmma reads it
+    kUnfenced,  // written through the generic proxy, with no proxy fence since
+    kBarrier    // it is an mbarrier
+  };
   struct Conflict {
-    const char* what = nullptr;  // null: none
+    Problem what = Problem::kNone;
     Accessor earlier = {};
     uint32_t offset = 0;
   };
@@ -97,15 +69,38 @@ class SharedMemory {
   Conflict read(uint32_t offset, uint32_t bytes, const Accessor& by) {
     for (uint32_t unit = offset / grain_; unit < (offset + bytes) / grain_; ++unit) {
       const Write& write = writes_[unit];
-      if (write.state == kEmpty) return {"never written", {}, unit * grain_};
-      if (write.state == kPending) return {"pending", write.by(), unit * grain_};
+      if (write.state != kWritten) return not_written(unit);
       if (!races) continue;
-      if (!ordered(write, by)) return {"written", write.by(), unit * grain_};
-      if (const Accessor earlier = unordered(atomics_, unit, by); earlier.warp != kNoWarp)
-        return {"written", earlier, unit * grain_};
+      if (!ordered(write, by)) return {Problem::kWritten, write.by(), unit * grain_};
+      if (const Accessor earlier = unordered(atomics_, clocks_->warps(), unit, by);
+          earlier.warp != kNoWarp)
+        return {Problem::kWritten, earlier, unit * grain_};
       note(reads_, unit, by);
     }
     return {};
+  }
+
+  // A read by wgmma, which happens at some time from now on: until let_go() nobody may write.
+  Conflict read_later(uint32_t offset, uint32_t bytes, const Accessor& by) const {
+    for (uint32_t unit = offset / grain_; unit < (offset + bytes) / grain_; ++unit) {
+      const Write& write = writes_[unit];
+      if (write.state != kWritten) return not_written(unit);
+      if (!races) continue;
+      if (!ordered(write, by)) return {Problem::kWritten, write.by(), unit * grain_};
+      if (!visible(write, by)) return {Problem::kUnfenced, write.by(), unit * grain_};
+    }
+    return {};
+  }
+  void hold(uint32_t piece, const Accessor& by) {
+    Hold& hold = holds_[piece / kPiece];
+    ++hold.count;
+    hold.by = by;
+  }
+  // The read has happened, and counts as one by `actor`.
+  void let_go(uint32_t piece, uint32_t actor, uint32_t clock, uint32_t pc) {
+    --holds_[piece / kPiece].count;
+    for (uint32_t unit = piece / grain_; unit < (piece + kPiece) / grain_; ++unit)
+      reads_[unit * clocks_->readers() + actor] = {clock, pc, 0, true};
   }
 
   Conflict write(uint32_t offset, uint32_t bytes, const Accessor& by, bool atomic = false) {
@@ -119,68 +114,122 @@ class SharedMemory {
     for (uint32_t unit = offset / grain_; unit < (offset + bytes) / grain_; ++unit)
       writes_[unit] = stamp(by, kWritten);
   }
+  // The same for bulk copies, which write through the async proxy; what they wrote is seen by those
+  // who have seen `clock` of the mbarrier.
+  Conflict start_bulk_copy(uint32_t offset, uint32_t bytes, const Accessor& by) {
+    for (uint32_t unit = offset / grain_; races && unit < (offset + bytes) / grain_; ++unit) {
+      const Write& write = writes_[unit];
+      if (write.state == kWritten && ordered(write, by) && !visible(write, by))
+        return {Problem::kUnfenced, write.by(), unit * grain_};
+    }
+    return mark(offset, bytes, by, kPending);
+  }
+  void land_bulk_copy(uint32_t offset, uint32_t bytes, uint32_t actor, uint32_t clock,
+                      uint32_t pc) {
+    for (uint32_t unit = offset / grain_; unit < (offset + bytes) / grain_; ++unit)
+      writes_[unit] = {clock, pc, static_cast<uint8_t>(actor), 0, kWritten};
+  }
+
+  // From here on the memory is an mbarrier, until end_barrier().
+  Conflict start_barrier(uint32_t offset, uint32_t bytes, const Accessor& by) {
+    return mark(offset, bytes, by, kBarrier);
+  }
+  void end_barrier(uint32_t offset, uint32_t bytes) {
+    for (uint32_t unit = offset / grain_; unit < (offset + bytes) / grain_; ++unit)
+      writes_[unit].state = kEmpty;
+  }
+  // Whether who uses an mbarrier comes after who initialised it; through the async proxy too.
+  Conflict use_barrier(uint32_t offset, const Accessor& by) const {
+    const Write& write = writes_[offset / grain_];
+    if (!races || ordered(write, by)) return {};
+    return {Problem::kWritten, write.by(), offset};
+  }
+  bool barrier_is_visible(uint32_t offset, const Accessor& by) const {
+    return !races || visible(writes_[offset / grain_], by);
+  }
 
  private:
-  static constexpr uint32_t kNoWarp = ~0u;
+  static constexpr uint32_t kNoWarp = ~0u, kPiece = 16;
 
-  enum State : uint8_t { kEmpty, kWritten, kPending };
+  enum State : uint8_t { kEmpty, kWritten, kPending, kBarrier };
   // The last write that was not atomic.
   struct Write {
     uint32_t clock = 0, pc = 0;
-    uint8_t warp = 0, lane = 0;
+    uint8_t actor = 0, lane = 0;
     State state = kEmpty;
-    Accessor by() const { return {warp, lane, false, pc}; }
+    Accessor by() const { return {actor, lane, false, pc}; }
   };
-  // The last read, or atomic operation, of a warp: of one lane, or of several since its clock
+  // The last read, or atomic operation, of an actor: of one lane, or of several since its clock
   // advanced.
   struct Touch {
     uint32_t clock = 0, pc = 0;
     uint8_t lane = 0;
     bool several = false;
   };
+  // How many wgmma read a piece, and the last of these.
+  struct Hold {
+    uint32_t count = 0;
+    Accessor by = {};
+  };
 
   Write stamp(const Accessor& by, State state) const {
     return {clocks_->now(by.warp), by.pc, static_cast<uint8_t>(by.warp),
             static_cast<uint8_t>(by.lane), state};
   }
+  Conflict not_written(uint32_t unit) const {
+    const Write& write = writes_[unit];
+    const Problem what = write.state == kEmpty     ? Problem::kEmpty
+                         : write.state == kPending ? Problem::kPending
+                                                   : Problem::kBarrier;
+    return {what, write.by(), unit * grain_};
+  }
 
   bool ordered(const Write& write, const Accessor& by) const {
-    if (write.clock < clocks_->seen(by.warp, write.warp)) return true;
-    return write.warp == by.warp && write.lane == by.lane && !by.whole_warp;
+    return clocks_->before(by, write.actor, write.lane, false, write.clock);
+  }
+  // Whether the async proxy sees it: its own writes, and others behind a fence.
+  bool visible(const Write& write, const Accessor& by) const {
+    return write.actor >= clocks_->readers() ||
+           clocks_->fenced(by, write.actor, write.lane, write.clock);
   }
 
   void note(std::vector<Touch>& touches, uint32_t unit, const Accessor& by) {
-    Touch& touch = touches[unit * clocks_->warps() + by.warp];
+    const uint32_t row = &touches == &reads_ ? clocks_->readers() : clocks_->warps();
+    Touch& touch = touches[unit * row + by.warp];
     // Lanes that nothing has ordered since count as several.
     const bool open = touch.clock >= clocks_->seen(by.warp, by.warp);
     const bool several = by.whole_warp || (open && (touch.several || touch.lane != by.lane));
     touch = {clocks_->now(by.warp), by.pc, static_cast<uint8_t>(by.lane), several};
   }
   // Who touched a unit and is not ordered before what `by` does; its warp is kNoWarp if nobody.
-  Accessor unordered(const std::vector<Touch>& touches, uint32_t unit, const Accessor& by) const {
-    const uint32_t warps = touches.empty() ? 0 : clocks_->warps();
-    for (uint32_t w = 0; w < warps; ++w) {
-      const Touch& touch = touches[unit * warps + w];
-      if (touch.clock < clocks_->seen(by.warp, w)) continue;
-      if (w == by.warp && touch.lane == by.lane && !touch.several && !by.whole_warp) continue;
-      return {w, touch.lane, touch.several, touch.pc};
+  Accessor unordered(const std::vector<Touch>& touches, uint32_t actors, uint32_t unit,
+                     const Accessor& by) const {
+    if (touches.empty()) actors = 0;
+    for (uint32_t actor = 0; actor < actors; ++actor) {
+      const Touch& touch = touches[unit * actors + actor];
+      if (clocks_->before(by, actor, touch.lane, touch.several, touch.clock)) continue;
+      return {actor, touch.lane, touch.several, touch.pc};
     }
     return {kNoWarp, 0, false, 0};
   }
 
   Conflict mark(uint32_t offset, uint32_t bytes, const Accessor& by, State state,
                 bool atomic = false) {
-    if (atomic && atomics_.empty()) atomics_.resize(reads_.size());
+    if (atomic && atomics_.empty()) atomics_.resize(writes_.size() * clocks_->warps());
     for (uint32_t unit = offset / grain_; unit < (offset + bytes) / grain_; ++unit) {
       Write& write = writes_[unit];
-      if (write.state == kPending) return {"pending", write.by(), unit * grain_};
+      if (write.state == kPending || write.state == kBarrier) return not_written(unit);
       if (races) {
         if (write.state != kEmpty && !ordered(write, by))
-          return {"written", write.by(), unit * grain_};
-        if (const Accessor earlier = unordered(reads_, unit, by); earlier.warp != kNoWarp)
-          return {"read", earlier, unit * grain_};
-        const Accessor earlier = atomic ? Accessor{kNoWarp} : unordered(atomics_, unit, by);
-        if (earlier.warp != kNoWarp) return {"written", earlier, unit * grain_};
+          return {Problem::kWritten, write.by(), unit * grain_};
+        if (const Hold& hold = holds_[unit * grain_ / kPiece]; hold.count != 0)
+          return {Problem::kHeld, hold.by, unit * grain_};
+        if (const Accessor earlier = unordered(reads_, clocks_->readers(), unit, by);
+            earlier.warp != kNoWarp)
+          return {Problem::kRead, earlier, unit * grain_};
+        const Accessor earlier = atomic ? Accessor{kNoWarp, 0, false, 0}
+                                        : unordered(atomics_, clocks_->warps(), unit, by);
+        if (earlier.warp != kNoWarp) return {Problem::kWritten, earlier, unit * grain_};
       }
       if (atomic) {
         write.state = kWritten;
@@ -196,7 +245,9 @@ class SharedMemory {
   const Clocks* clocks_ = nullptr;
   std::vector<unsigned char> data_;
   std::vector<Write> writes_;
-  std::vector<Touch> reads_, atomics_;  // [unit, warp]; none without atomic operations
+  std::vector<Touch> reads_;    // [unit, warp or warpgroup]
+  std::vector<Touch> atomics_;  // [unit, warp]; none without atomic operations
+  std::vector<Hold> holds_;     // of each 16 bytes
 };
 
 }  // namespace bert_unpad::ptx

@@ -13,6 +13,7 @@
 
 #include "gpu_model/ptx/program.h"
 #include "gpu_model/ptx/registers.h"
+#include "gpu_model/ptx/wgmma_registers.h"
 
 namespace bert_unpad::ptx {
 
@@ -21,13 +22,20 @@ struct Block;
 // Asynchronous copy of a lane that has not landed.
 struct PendingCopy {
   uint32_t offset, bytes, lane, group, pc;
+  uint64_t number;  // of the warp's copies
   // Where the data still has to be read from; null if `data` has it.
   const void* source;
   unsigned char data[16];
 };
 
 struct Warp {
-  enum class State : uint8_t { kReady, kAtBarrier, kDone };
+  enum class State : uint8_t {
+    kReady,
+    kAtBarrier,
+    kPolling,      // has looked at an mbarrier in vain
+    kAtWarpgroup,  // waits for wgmma that other warps have not come to
+    kDone
+  };
 
   Block* block = nullptr;
   const Kernel* kernel = nullptr;
@@ -41,7 +49,9 @@ struct Warp {
   uint32_t pc = 0, mask = 0;             // the group that runs
   std::vector<PendingCopy> copies;       // oldest first
   uint32_t copy_groups[kLanes] = {};     // committed so far
-  std::vector<unsigned char> local;      // [lane, local bytes]
+  uint64_t copy_count = 0;
+  WgmmaRegisters wgmma_registers;
+  std::vector<unsigned char> local;  // [lane, local bytes]
 
   void start(Block* its_block, const Kernel& k, uint32_t number, uint32_t lanes);
   // Runs up to so many instructions, or until it waits or is done; returns how many are left.
@@ -67,6 +77,8 @@ struct Warp {
     bool waiting;
   };
 
+  // Fails if lanes that exit have not waited for what they started.
+  void finish_asynchronous(uint32_t lanes);
   void regroup();
   // Makes the group that is furthest behind run; false if all of them wait.
   bool switch_group();
@@ -74,6 +86,8 @@ struct Warp {
   // are groups of their own.
   bool assemble(const Instruction& i, uint32_t lanes);
   [[noreturn]] void fail_missing(uint32_t at, uint32_t have, uint32_t needed) const;
+  void note_uses(const Instruction& i, uint32_t lanes);
+  [[noreturn]] void fail_in_flight(const Instruction& i, uint32_t lanes, uint32_t number) const;
   void find_join() {
     join_ = ~0u;
     for (const Group& g : others_)
@@ -99,6 +113,8 @@ inline void Warp::start(Block* its_block, const Kernel& k, uint32_t number, uint
   others_.clear();
   join_ = ~0u;
   copies.clear();
+  copy_count = 0;
+  wgmma_registers.reset(k.wgmma_registers.size());
   std::fill(std::begin(copy_groups), std::end(copy_groups), 0);
   memory.resize(k.image.size() + 64);
   file = memory.data() + (-reinterpret_cast<uintptr_t>(memory.data()) & 63);
@@ -113,6 +129,8 @@ inline uint64_t Warp::run(uint64_t instructions) {
     const Instruction& i = code[pc];
     uint32_t lanes = mask;
     if (i.guard != kNoOffset) lanes &= pred(i.guard) ^ i.flip;
+    if (i.uses_begin != i.uses_end && lanes != 0) [[unlikely]]
+      note_uses(i, lanes);
     if (i.kind == Kind::kPlain) {
       ++pc;
       if (lanes != 0) i.run(*this, i, lanes);
@@ -131,6 +149,12 @@ inline uint64_t Warp::run(uint64_t instructions) {
     if (state != State::kReady) return instructions - 1;
   }
   return 0;
+}
+
+inline void Warp::note_uses(const Instruction& i, uint32_t lanes) {
+  const auto at = static_cast<uint32_t>(&i - kernel->code.data());
+  for (uint32_t n = i.uses_begin; n < i.uses_end; ++n)
+    if (!wgmma_registers.touch(kernel->uses[n], at)) fail_in_flight(i, lanes, kernel->uses[n]);
 }
 
 inline void Warp::regroup() {
@@ -175,9 +199,7 @@ inline void Warp::branch(uint32_t target, uint32_t lanes) {
 }
 
 inline void Warp::exit(uint32_t lanes) {
-  for (const PendingCopy& copy : copies)
-    if ((lanes >> copy.lane & 1) != 0)
-      fail(copy.pc, static_cast<int>(copy.lane), "an asynchronous copy is never waited for");
+  finish_asynchronous(lanes);
   live &= ~lanes;
   mask &= ~lanes;
   if (mask != 0) {
