@@ -13,6 +13,8 @@ measurement or a document shows it to be wrong. Sources:
     Microbenchmarking", 2024, arXiv:2402.13499: mma.sync reaches 62.9 % of an H100's peak; latencies
     of shared memory, L2 and device memory.
 [Ampere] Sun et al., "Dissecting Tensor Cores via Microbenchmarks", 2022, arXiv:2206.02874.
+    In m64nNk16, 4,096 operations a cycle and SM are reached from N = 64 on, below that A's and B's
+    bytes from shared memory take longer than the product.
 [fitted] chosen so that the published kernels of docs/development/cuda-model.md come out.
 """
 
@@ -31,12 +33,14 @@ PARTITIONS = 4
 
 class Cost(NamedTuple):
     """`busy`: cycles that the pipe takes nothing else. `latency`: until a result that a barrier
-    guards is there; `read`: until the operands are no longer needed."""
+    guards is there; `read`: until the operands are no longer needed. `shared`: cycles of the path
+    to shared memory that another pipe's operands take."""
 
     pipe: str
     busy: float
     latency: float = 0.0
     read: float = 0.0
+    shared: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,20 @@ class Architecture:
     launch_latency: float = 800.0  # from a block's end to the next one's first instruction [fitted]
     kernel_seconds: float = 4e-6  # from one kernel's end to the next one's start [fitted]
     fork_seconds: float = 1e-6  # more for launches on several streams
+    # Cycles that wgmma takes for a column of its [64, n] sums, 32 bytes deep; 0: there is none.
+    wgmma_column: float = 0.0
+    # From a product's end until a wait for it ends: as for mma.sync.
+    wgmma_latency: float = 33.0
 
 
 # [guide], [A100] for sizes; tensor_busy: 1,024 multiply-adds a cycle and SM. dram: 72 % of 2,039
 # GB/s, as fitted for the H100. No published kernel has been compared with these.
 A100 = Architecture("A100", 80, 108, 1.41e9, 1.47e12, 167936, 166912, 1024, 8.0, 2)
 # [guide], [H100] for sizes; tensor_busy: 4 / 0.629 [Hopper]. dram: 72 % of 3,352 GB/s [fitted].
-H100 = Architecture("H100", 90, 132, 1.755e9, 2.4e12, 233472, 232448, 1024, 6.36, 1)
+# wgmma_column: 64 x 16 multiply-adds, of which an SM does 2,048 a cycle [H100], [Hopper].
+H100 = Architecture(
+    *("H100", 90, 132, 1.755e9, 2.4e12, 233472, 232448, 1024, 6.36, 1), wgmma_column=0.5
+)
 ARCHITECTURES = {a.name: a for a in (A100, H100)}
 
 _ALU_TEXT = """
@@ -81,7 +92,8 @@ _ALU_TEXT = """
     SHF PRMT F2FP IABS MOV MOV32I P2R R2P CS2R FSET SGXT BMSK I2FP HMNMX2 HSET2 HSETP2"""
 _NOTHING_TEXT = """
     BRA JMP BSSY BSYNC BREAK BMOV EXIT NOP WARPSYNC BAR DEPBAR LDGDEPBAR CALL RET LEPC MEMBAR
-    ERRBAR CCTL CCTLL YIELD ENDCOLLECTIVE NANOSLEEP BPT FENCE ELECT VOTE KILL PREEXIT ACQBULK"""
+    ERRBAR CCTL CCTLL YIELD ENDCOLLECTIVE NANOSLEEP BPT FENCE ELECT VOTE KILL PREEXIT ACQBULK
+    WARPGROUP USETMAXREG"""
 _XU_TEXT = "MUFU F2I I2F F2F FRND FLO POPC BREV FCHK"
 _UNIFORM_TEXT = """
     UMOV UIADD3 UIMAD ULEA ULOP3 USHF UISETP USEL UPLOP3 UPRMT UFLO UPOPC UBREV UBMSK USGXT UIMNMX
@@ -109,6 +121,12 @@ def cost(architecture: Architecture, instruction: Instruction, wavefronts: int =
     if name == "HMMA":
         busy = a.tensor_busy if "16816" in instruction.suffixes else a.tensor_busy / 2
         return Cost("tensor", busy, 33.0)
+    if name == "HGMMA" and a.wgmma_column:
+        # Of a warpgroup each warp does its own 16 rows, and reads a quarter of what all need.
+        columns = 2 * instruction.result_width
+        rows = columns if instruction.operands[1].kind == "register" else 64 + columns
+        busy, shared = columns * a.wgmma_column, rows * 32 / 128 / PARTITIONS
+        return Cost("tensor", busy, a.wgmma_latency, shared=shared)
     if name in ("FFMA", "FMUL", "FADD", "FFMA32I", "FMUL32I"):
         return Cost("fma" if a.fp32_busy == 1 else "heavy", a.fp32_busy)
     if name in ("HFMA2", "HMUL2", "HADD2"):

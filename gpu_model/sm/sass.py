@@ -31,7 +31,7 @@ _CONSTANT = re.compile(r"c\[(0x[0-9a-f]+)\]\[([^\]]+)\]")
 _NO_RESULT_TEXT = """
     ST STG STS STL STSM RED REDG BRA BRX JMP JMX EXIT BAR BSSY BSYNC BREAK NOP WARPSYNC DEPBAR
     LDGDEPBAR LDGSTS CALL RET MEMBAR ERRBAR CCTL CCTLL ENDCOLLECTIVE YIELD BPT UBLKCP UTMALDG
-    UTMASTG UTMACMDFLUSH FENCE WARPGROUP NANOSLEEP USETMAXREG R2P KILL PREEXIT ACQBULK"""
+    UTMASTG UTMACMDFLUSH FENCE WARPGROUP NANOSLEEP USETMAXREG R2P KILL PREEXIT ACQBULK ARRIVES"""
 _NO_RESULT = frozenset(_NO_RESULT_TEXT.split())
 _COMPARES = {"ISETP", "FSETP", "DSETP", "HSETP2", "UISETP", "PLOP3", "UPLOP3", "FSET", "ISET"}
 _CARRIES = {"IADD3", "UIADD3", "LEA", "ULEA", "IMAD", "UIMAD", "VIADDMNMX"}
@@ -215,6 +215,8 @@ class Instruction:
 
     def source_width(self, index: int) -> int:
         """Registers that the operand of this number takes."""
+        if self.name == "HGMMA":
+            return 4 if index == 1 else self.result_width
         if self.name == "HMMA":
             return ({1: 4, 2: 2} if "16816" in self.suffixes else {1: 2, 2: 1}).get(
                 index, self.result_width

@@ -2,10 +2,10 @@
 // warp, as the control codes allow.
 //
 // A warp issues when its last instruction's stall count has passed, the scoreboards that the
-// instruction waits for are free, its pipe takes it, and, of asynchronous copies, the groups that
-// it waits for have landed. A partition issues for one of its warps that can: the next one in turn,
-// or the one that it issued for last, then the oldest. Time goes on to the next cycle in which one
-// of them can.
+// instruction waits for are free, its pipe takes it, and, of asynchronous copies and products
+// (wgmma), the groups that it waits for have landed. A partition issues for one of its warps that
+// can: the next one in turn, or the one that it issued for last, then the oldest. Time goes on to
+// the next cycle in which one of them can.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -17,12 +17,22 @@ constexpr int kPartitions = 4, kBarriers = 6;
 constexpr double kNever = 1e18;
 
 // As scoreboard.py fills it.
-enum Kind : int32_t { kPlain, kBlockBarrier, kCommit, kWaitGroups, kCopy };
+enum Kind : int32_t {
+  kPlain,
+  kBlockBarrier,
+  kCommit,
+  kWaitGroups,
+  kCopy,
+  kArrival,  // at a barrier, without waiting there
+  kProduct,  // `argument`: whether its group ends
+  kWaitProducts
+};
 struct Record {
   int32_t kind, pipe, stall, wait_mask, write_barrier, read_barrier;
   int32_t argument;  // groups that may be on their way; a barrier's number
   int32_t warps;     // that a barrier waits for; 0 = all of the block
   double busy, latency, read;
+  double shared;  // of the path to shared memory, for another pipe
 };
 struct Machine {
   int32_t pipes, shared_pipe, heavy_pipe, fma_pipe, issue_only_pipe, greedy;
@@ -53,8 +63,9 @@ struct Warp {
   double next;     // its next instruction's first cycle, as far as the last one decides
   int phase = -1;  // of the barrier that it waits at
   double barriers[kBarriers] = {};
-  double copies = 0.0;         // when those since the last commit have landed
-  std::vector<double> groups;  // when each committed group has landed
+  // When those since the last commit have landed, and each committed group.
+  double copies = 0.0, products = 0.0;
+  std::vector<double> groups, product_groups;
 };
 
 }  // namespace
@@ -83,7 +94,10 @@ extern "C" __attribute__((visibility("default"))) double sm_simulate(
   }
   std::vector<double> pipes(static_cast<size_t>(kPartitions) * m.pipes, 0.0);
   std::vector<int> last(kPartitions, 0);
-  double shared = 0.0, now = 0.0, end = 0.0;
+  // When the path to shared memory has done what came to it, and with products' operands, which let
+  // all other accesses go first.
+  double shared = 0.0, operands = 0.0;
+  double now = 0.0, end = 0.0;
   int running = warp_count;
 
   // Ends the warp's pass; the block's last warp starts all of them again.
@@ -104,8 +118,9 @@ extern "C" __attribute__((visibility("default"))) double sm_simulate(
       }
       other.at = 0;
       other.next = time + m.launch_latency;
-      other.copies = 0.0;
+      other.copies = other.products = 0.0;
       other.groups.clear();
+      other.product_groups.clear();
       std::fill(other.barriers, other.barriers + kBarriers, 0.0);
     }
   };
@@ -117,9 +132,10 @@ extern "C" __attribute__((visibility("default"))) double sm_simulate(
     const Record& r = records[warp.trace[warp.at]];
     for (int b = 0; b < kBarriers; ++b)
       if (r.wait_mask >> b & 1) time = std::max(time, warp.barriers[b]);
-    if (r.kind == kWaitGroups) {
-      const int64_t count = static_cast<int64_t>(warp.groups.size());
-      for (int64_t g = 0; g + r.argument < count; ++g) time = std::max(time, warp.groups[g]);
+    if (r.kind == kWaitGroups || r.kind == kWaitProducts) {
+      const auto& groups = r.kind == kWaitGroups ? warp.groups : warp.product_groups;
+      const int64_t count = static_cast<int64_t>(groups.size());
+      for (int64_t g = 0; g + r.argument < count; ++g) time = std::max(time, groups[g]);
     }
     if (r.kind == kBlockBarrier && warp.phase >= 0) {
       const Block& block = all_blocks[warp.block];
@@ -161,13 +177,26 @@ extern "C" __attribute__((visibility("default"))) double sm_simulate(
           break;
         }
         warp.phase = -1;
+        if (r.kind == kArrival) {
+          Block& block = all_blocks[warp.block];
+          block.wanted[r.argument] = r.warps;
+          ++block.arrived[r.argument];
+          block.open(r.argument, now + m.barrier_latency);
+        }
         double start = now;
         if (r.pipe == m.shared_pipe) {
           start = std::max(now, shared);
           shared = start + r.busy;
+          operands = std::max(now, operands) + r.busy;
         } else if (r.pipe != m.issue_only_pipe) {
           double& free = pipes[static_cast<size_t>(p) * m.pipes + r.pipe];
           free = std::max(now, free) + r.busy;
+          if (r.shared > 0.0) {  // a product takes as long as its operands do
+            operands = std::max(now, operands) + r.shared;
+            busy[m.shared_pipe] += r.shared;
+            free = std::max(free, operands);
+          }
+          if (r.kind == kProduct) warp.products = std::max(warp.products, free + r.latency);
         }
         busy[r.pipe] += r.busy;
         busy[m.pipes] += 1.0;
@@ -185,6 +214,10 @@ extern "C" __attribute__((visibility("default"))) double sm_simulate(
         if (r.kind == kCommit) {
           warp.groups.push_back(warp.copies);
           warp.copies = 0.0;
+        }
+        if (r.kind == kProduct && r.argument != 0) {
+          warp.product_groups.push_back(warp.products);
+          warp.products = 0.0;
         }
         warp.next = now + std::max(1, r.stall);
         if (++warp.at == warp.length) finish(warp, now + 1.0);

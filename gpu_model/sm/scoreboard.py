@@ -16,7 +16,7 @@ from gpu_model.sm.architectures import PARTITIONS, PIPES, Architecture, cost
 from gpu_model.sm.sass import Function, Instruction
 from gpu_model.sm.walk import WarpTrace
 
-_PLAIN, _BARRIER, _COMMIT, _WAIT, _COPY = range(5)
+_PLAIN, _BARRIER, _COMMIT, _WAIT, _COPY, _ARRIVAL, _PRODUCT, _WAIT_PRODUCTS = range(8)
 RECORD = np.dtype(
     [
         (name, np.int32)
@@ -25,7 +25,7 @@ RECORD = np.dtype(
             *("argument", "warps"),
         )
     ]
-    + [(name, np.float64) for name in ("busy", "latency", "read")]
+    + [(name, np.float64) for name in ("busy", "latency", "read", "shared")]
 )
 _NO_BARRIER = 7
 
@@ -80,14 +80,10 @@ def record(
     if not active:
         return (
             *(kind, PIPES.index("none"), control.stall, control.wait_mask),
-            *(_NO_BARRIER, _NO_BARRIER, 0, 0, 1.0, 0.0, 0.0),
+            *(_NO_BARRIER, _NO_BARRIER, 0, 0, 1.0, 0.0, 0.0, 0.0),
         )
     if name == "BAR":
-        if "SYNC" not in instruction.suffixes and "RED" not in instruction.suffixes:
-            raise ValueError(f"barrier: expected BAR.SYNC or BAR.RED, got {instruction.text!r}")
-        numbers = [o.value for o in instruction.operands if o.kind == "immediate"]
-        kind, argument = _BARRIER, numbers[0] if numbers else 0
-        warps = numbers[1] // 32 if len(numbers) > 1 else 0
+        kind, argument, warps = _barrier(instruction, wavefronts)
     elif name == "LDGDEPBAR":
         kind = _COMMIT
     elif name == "DEPBAR":
@@ -97,11 +93,34 @@ def record(
         kind, argument = _WAIT, int(found[1], 16)
     elif name == "LDGSTS":
         kind = _COPY
+    elif name == "HGMMA":
+        kind, argument = _PRODUCT, int("gsb0" in instruction.text)
+    elif name == "WARPGROUP" and "DEPBAR" in instruction.suffixes:
+        found = re.search(r"LE gsb0, (0x[0-9a-f]+)$", instruction.text)
+        if not found:
+            raise ValueError(f"wait: expected DEPBAR.LE gsb0, n, got {instruction.text!r}")
+        kind, argument = _WAIT_PRODUCTS, int(found[1], 16)
     return (
         *(kind, PIPES.index(value.pipe), control.stall, control.wait_mask),
         *(control.write_barrier, control.read_barrier, argument, warps),
-        *(value.busy, value.latency, value.read),
+        *(value.busy, value.latency, value.read, value.shared),
     )
+
+
+def _barrier(instruction: Instruction, known: int) -> tuple[int, int, int]:
+    """Kind of record, number and warps. `known`: the number, plus 1, where a register holds it."""
+    kinds = {"SYNC": _BARRIER, "RED": _BARRIER, "ARV": _ARRIVAL}
+    kind = next((kinds[s] for s in instruction.opcode.split(".") if s in kinds), None)
+    if kind is None:
+        raise ValueError(
+            f"barrier: expected BAR.SYNC, BAR.RED or BAR.ARV, got {instruction.text!r}"
+        )
+    numbers = [o.value for o in instruction.operands if o.kind == "immediate"]
+    if known:
+        numbers.insert(0, known - 1)
+    if not known and instruction.operands and instruction.operands[0].kind != "immediate":
+        raise ValueError(f"barrier: expected a number that is known, got {instruction.text!r}")
+    return kind, numbers[0] if numbers else 0, numbers[1] // 32 if len(numbers) > 1 else 0
 
 
 def simulate(

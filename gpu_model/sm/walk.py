@@ -121,7 +121,10 @@ class Walk:
             self.steps.append((number, issued, 0, 0))
             return [(number + 1, mask)]
         full = mask if ins.guard is None else None if held.all() else held
-        self.steps.append((number, issued, self._warp_bits(full), self._waves(number, ins)))
+        if ins.name == "BAR":
+            self._barrier(number, ins, issued, self._warp_bits(full))
+        else:
+            self.steps.append((number, issued, self._warp_bits(full), self._waves(number, ins)))
         left = [(number + 1, everyone & ~held)] if (everyone & ~held).any() else []
         if ins.name == "EXIT":
             return left
@@ -132,6 +135,22 @@ class Walk:
         if ins.result_count or ins.name in ("STL", "R2P"):
             self._execute(number, ins, full, guard is not None)
         return [(number + 1, mask)]
+
+    def _barrier(self, number: int, ins: Instruction, issued: int, active: int) -> None:
+        """A step for the warps of each barrier where a register has its number, which goes, plus 1,
+        into the place of wavefronts."""
+        first = ins.operands[0] if ins.operands else None
+        if first is None or first.kind not in ("register", "uniform"):
+            self.steps.append((number, issued, active, 0))
+            return
+        value = self.state.words(first)
+        if value is None:
+            raise ValueError(f"{self.function.name}: the barrier at {ins.address:#x} is not known")
+        of_warp = value.reshape(-1, 32)[:, 0]
+        for which in np.unique(of_warp):
+            warps = sum(1 << i for i in np.flatnonzero(of_warp == which).tolist())
+            if issued & warps:
+                self.steps.append((number, issued & warps, active & warps, int(which) + 1))
 
     def _execute(self, number: int, ins: Instruction, mask: Any, known: bool) -> None:
         self.state.active = mask

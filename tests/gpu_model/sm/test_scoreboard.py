@@ -176,9 +176,11 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("line", "message"),
         [
-            ("HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24", "opcode: expected one that"),
             ("UBLKCP [UR4], [UR6], UR8", "opcode: expected one that"),
-            ("BAR.ARV 0x1, 0x80", r"barrier: expected BAR\.SYNC or BAR\.RED"),
+            ("SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR6], RZ", "opcode: expected one that"),
+            ("BAR.SCAN 0x1, 0x80", r"barrier: expected BAR\.SYNC, BAR\.RED or BAR\.ARV"),
+            ("BAR.SYNC R2, 0x80", "barrier: expected a number that is known"),
+            ("WARPGROUP.DEPBAR.LE gsb1, 0x0", r"wait: expected DEPBAR\.LE gsb0, n"),
             ("DEPBAR.LE SB3, 0x1", r"wait: expected DEPBAR\.LE SB0, n"),
         ],
     )
