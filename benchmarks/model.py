@@ -37,7 +37,9 @@ from bert_unpad._extras import packages_of
 from bert_unpad.batch import PackedInputs
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.nn.flops import training_flops
+from bert_unpad.optim import FusedAdam
 
+PLAIN_ADAM, FUSED_ADAM = "bert_unpad", "bert_unpad, fused_adam"
 PEERS = {
     "plain unpadded": "unpadded",
     "hf padded, logits at labels": "labels",
@@ -45,15 +47,26 @@ PEERS = {
 }
 
 
+def fused_adam(model: torch.nn.Module, dtype: torch.dtype) -> FusedAdam:
+    """As the trainer makes it: for bf16 it keeps the weights of products rounded too."""
+    adam = FusedAdam(model.parameters(), lr=model_steps.LEARNING_RATE)
+    if dtype == torch.bfloat16:
+        linear = {m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)}
+        adam.keep_rounded(linear, dtype)
+    return adam
+
+
 def losses(
-    args: argparse.Namespace, kinds: Collection[str]
+    args: argparse.Namespace, kinds: Collection[str], dtype: torch.dtype
 ) -> dict[str, tuple[Callable[[Any], torch.Tensor], torch.optim.Optimizer]]:
     """Loss and optimizer of the contenders named in `kinds`; the peers share one model."""
     torch.manual_seed(0)
     found = {}
-    if "bert_unpad" in kinds:
-        ours = BertForPreTraining(model_steps.config(args.size, args.dropout)).train()
-        found["bert_unpad"] = (model_steps.our_loss(ours), model_steps.adamw(ours))
+    for kind in (PLAIN_ADAM, FUSED_ADAM):
+        if kind in kinds:
+            ours = BertForPreTraining(model_steps.config(args.size, args.dropout)).train()
+            adam = model_steps.adamw(ours) if kind == PLAIN_ADAM else fused_adam(ours, dtype)
+            found[kind] = (model_steps.our_loss(ours), adam)
     if any(kind in PEERS for kind in kinds):
         stock = model_steps.hugging_face(args.size, args.dropout)
         peers, adam = Peers(stock).train(), model_steps.adamw(stock)
@@ -69,9 +82,10 @@ def losses(
 def measure_memory(args: argparse.Namespace, inputs: PackedInputs) -> harness.Memory:
     """Of the contender that `--memory-of` names, in this process."""
     kind, dtype = args.memory_of.rsplit(", ", 1)
-    loss, adam = losses(args, [kind])[kind]
+    dtype = getattr(torch, dtype)
+    loss, adam = losses(args, [kind], dtype)[kind]
     few = make_inputs(2, 32, args.seed, VOCAB)
-    first, step = (make_step(loss, adam, x, getattr(torch, dtype)) for x in (few, inputs))
+    first, step = (make_step(loss, adam, x, dtype) for x in (few, inputs))
     return harness.memory_of(adam, first, step)
 
 
@@ -208,7 +222,7 @@ def main() -> None:
     names = [
         f"{kind}, {str(dtype).removeprefix('torch.')}"
         for dtype in args.dtypes
-        for kind in ("bert_unpad", *PEERS)
+        for kind in (PLAIN_ADAM, FUSED_ADAM, *PEERS)
     ]
     names = [name for name in names if args.only is None or args.only in name]
     if any(name.rsplit(", ", 1)[0] in PEERS for name in names):
@@ -227,11 +241,14 @@ def main() -> None:
     if args.keep_times:
         print(f"written to {replace_memory(args, memory, inputs)}")
         return
-    built = losses(args, {name.rsplit(", ", 1)[0] for name in names})
+    built = {
+        dtype: losses(args, {name.rsplit(", ", 1)[0] for name in names}, dtype)
+        for dtype in args.dtypes
+    }
     steps = {}
     for name in names:
         kind, dtype = name.rsplit(", ", 1)
-        steps[name] = make_step(*built[kind], inputs, getattr(torch, dtype))
+        steps[name] = make_step(*built[getattr(torch, dtype)][kind], inputs, getattr(torch, dtype))
     peaks = harness.matmul_peaks()
     print("matmul peak: " + ", ".join(f"{k} {v / 1e9:.0f} GFLOP/s" for k, v in peaks.items()))
     print(f"allocator: {allocator}", flush=True)
@@ -246,7 +263,7 @@ def main() -> None:
     rows = []
     for name, timing in timings.items():
         kind, dtype = name.rsplit(", ", 1)
-        ours = timings.get(f"bert_unpad, {dtype}")
+        ours = timings.get(f"{PLAIN_ADAM}, {dtype}")
         rows.append(
             {
                 "contender": kind,

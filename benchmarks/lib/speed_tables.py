@@ -89,7 +89,9 @@ def pretraining_step() -> str:
         f"of Wikipedia lengths, at most {found['max_length']} tokens, {found['tokens']:,} real "
         f"ones; dropout {found['dropout']}. **{count(rounds, 'timed round')}**, in which the "
         'contenders take turns. "Plain unpadded" is plain PyTorch on packed tokens with one SDPA '
-        'call a sequence and logits at masked positions only; "hf" is Hugging Face. '
+        'call a sequence and logits at masked positions only; "hf" is Hugging Face. All update '
+        "with PyTorch's fused AdamW but `fused_adam`, which is ours and in bf16 keeps the weights "
+        "of products rounded. "
         f'{peak}"GB of a step" is what '
         'the step adds at its peak (gradients, activations, temporaries), "GB in all" adds weights '
         "and Adam's state. Memory is measured in a process per contender.",
