@@ -58,6 +58,16 @@ def test_links_lead_somewhere(page):
     assert [problem for problem in problems if problem] == []
 
 
+def test_pages_that_code_names_exist():
+    files = [
+        *ROOT.glob("bert_unpad/**/*.py"),
+        *ROOT.glob("configs/*.yaml"),
+        *ROOT.glob("csrc/**/*.[hc]*"),
+    ]
+    named = {(name_of(f), p) for f in files for p in re.findall(r"docs/[\w/-]+\.md", f.read_text())}
+    assert [pair for pair in sorted(named) if not (ROOT / pair[1]).exists()] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_paths_in_backticks_exist(page):
     if page.name == "CHANGELOG.md":

@@ -137,6 +137,7 @@ def _is_named_tensor(item: tuple[object, object]) -> bool:
 
 def write(conversion: Conversion, path: Path) -> None:
     """Writes the file, and the configuration into the same folder as <name>.json."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         torch.save({"model": to_nvidia(conversion, conversion.config)}, temporary)
     conversion.config.to_json(path.with_suffix(".json"))

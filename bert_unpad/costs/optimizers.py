@@ -15,8 +15,7 @@ class OptimizerCost(NamedTuple):
 
 
 # Traffic: gradient, parameter and two moments are read, the last three written; LAMB,
-# LANS and StableAdamW read what they have written once more, after sums over it (see
-# docs/development/gpu-queue.md).
+# LANS and StableAdamW read what they have written once more, after sums over it.
 OPTIMIZER_COSTS: dict[str, OptimizerCost] = {
     "adamw": OptimizerCost(8, 28),
     "fused_adam": OptimizerCost(8, 28),

@@ -8,10 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bert_unpad.distributed.collectives import all_gather_single
 from bert_unpad.ops import multi_tensor_l2norm, sign_mean_, sign_pack_, sign_scale, sign_unpack_
-
-# Its name in PyTorch 2.13, and before.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # A rank's part begins at a byte of the packed signs whose address is a multiple of 16.
 _PART = 128

@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# PyTorch 2.13 has renamed both, and warns of the old names.
-all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from bert_unpad.distributed.collectives import all_gather_single, reduce_scatter_single
 
 
 def start_reduce_scatter(
@@ -50,7 +48,7 @@ def start_reduce_scatter(
 
         return add_up
     total = shard if wire.dtype == shard.dtype else torch.empty_like(shard, dtype=wire.dtype)
-    work = reduce_scatter_flat(total, wire, group=group, async_op=True)
+    work = reduce_scatter_single(total, wire, group=group, async_op=True)
 
     def copy() -> None:
         work.wait()
@@ -107,6 +105,6 @@ def start_all_gather(
         A function that waits for the end: on a CPU the host does, on a GPU the current stream.
     """
     if flat.is_cuda:
-        return all_gather_flat(flat, flat[part], group=group, async_op=True).wait
+        return all_gather_single(flat, flat[part], group=group, async_op=True).wait
     pieces = flat.view(-1, part.stop - part.start).unbind()
     return _start_messages([flat[part]] * len(pieces), pieces, group)

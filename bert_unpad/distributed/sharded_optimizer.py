@@ -165,6 +165,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter, span, part in zip(bucket.parameters, bucket.spans(), parts, strict=True):
                 self._slices[parameter] = nn.Parameter(part)
                 self._spans[parameter] = span
+                if self._needs_all_parts:
+                    self.optim.part_of[self._slices[parameter]] = parameter.shape, span
         whole, self.optim.state = self.optim.state, defaultdict(dict)
         for parameter, state in whole.items():
             part = slice_state(state, parameter, *self._spans[parameter])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from bert_unpad.hf.fallback import recording_reason, warn_stock
 from bert_unpad.hf.models import missing_operator
 from bert_unpad.hf.packing import Packing
+from bert_unpad.ops.attention import HEAD_DIMS
 
 NAME = "bert_unpad"
 
@@ -96,7 +97,7 @@ def _reason(module, query, key, value, mask, kwargs) -> str | None:
         return f"its mask has {mask.dim()} dimensions, not 2"
     if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its tensors are {query.dtype}"
-    if query.shape[-1] > 128:
+    if query.shape[-1] not in HEAD_DIMS.get(query.device.type, ()):
         return f"its heads have dimension {query.shape[-1]}"
     return recording_reason() or missing_operator(query.device.type)
 

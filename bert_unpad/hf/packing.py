@@ -121,9 +121,10 @@ class Packing:
             limit = tokens if max_seqlen is None else max_seqlen
             return cls(cu_seqlens, cu_seqlens, limit, shape, None, columns, given=True)
         host = cu_seqlens.detach().cpu().numpy()
-        if host.ndim != 1 or host.size < 1 or host[0] != 0 or host[-1] != tokens:
+        whole = host.dtype.kind in "iu" and host.ndim == 1 and host.size >= 1
+        if not whole or host[0] != 0 or host[-1] != tokens or (np.diff(host) < 0).any():
             raise ValueError(
-                f"cu_seq_lens_q: expected numbers that rise from 0 to the number of tokens, "
+                f"cu_seq_lens_q: expected integers that rise from 0 to the number of tokens, "
                 f"{tokens}, got {host.tolist()}"
             )
         batch = VarlenBatch.from_lengths(np.diff(host), cu_seqlens.device)

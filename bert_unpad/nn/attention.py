@@ -1,7 +1,8 @@
 """Self-attention over packed sequences, and the residual block that ends both halves of a layer.
 
-Queries, keys and values share one weight [3 * hidden, hidden] (queries first). So one GEMM reads
-the hidden states once, and its output is the [T, 3, heads, head_dim] buffer that attention reads.
+Queries, keys and values share one weight, queries first: [(heads + 2 * kv_heads) * head_dim,
+hidden]. So one GEMM reads the hidden states once, and its output is the buffer that attention
+reads, [T, heads + 2 * kv_heads, head_dim].
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from bert_unpad.nn.norms import dropout_add_norm, make_norm
 from bert_unpad.nn.positions import NO_POSITIONS, AttentionPositions
 from bert_unpad.nn.relative import DisentangledBias
 from bert_unpad.nn.rng import RngKeys
+from bert_unpad.nn.stacked_linear import StackedLinear
 from bert_unpad.ops.attention import AttentionSchedule
 
 
@@ -27,8 +29,9 @@ class SelfAttention(nn.Module):
         self.num_heads, self.kv_heads = config.num_attention_heads, config.kv_heads
         self.head_dim = config.head_dim
         self.dropout_p = config.attention_probs_dropout_prob
-        width = (self.num_heads + 2 * self.kv_heads) * self.head_dim
-        self.qkv = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        heads = (self.num_heads, self.kv_heads, self.kv_heads)
+        rows = tuple(count * self.head_dim for count in heads)
+        self.qkv = StackedLinear(config.hidden_size, rows, bias=config.attention_bias)
         self.scale = config.score_scale
         if config.relative_positions == "disentangled":
             self.relative = DisentangledBias(config)

@@ -161,7 +161,10 @@ class EncoderConfig:
 
     def __post_init__(self) -> None:
         for name in ("heads", "window_pattern", "relative_terms"):
-            setattr(self, name, tuple(getattr(self, name)))
+            value = getattr(self, name)
+            if not isinstance(value, list | tuple):
+                raise ValueError(f"{name}: expected a list, got {value!r}")
+            setattr(self, name, tuple(value))
         check_config(self)
         self.family.check_extra(self.extra)
         if self.family is not OWN:

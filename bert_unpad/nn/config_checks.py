@@ -89,13 +89,13 @@ def _check_lists(config: EncoderConfig) -> None:
     from bert_unpad.nn.config import Head
 
     heads, known = config.heads, get_args(Head)
-    if not heads or len({*heads}) < len(heads) or {*heads} - {*known}:
+    if not heads or any(x not in known for x in heads) or len({*heads}) < len(heads):
         _refuse("heads", f"one or more of {', '.join(known)}", heads)
     windows = config.window_pattern
     if not windows or any(type(window) is not int or window < -1 for window in windows):
         _refuse("window_pattern", "one or more integers of -1 or more", windows)
     terms = config.relative_terms
-    if len({*terms}) < len(terms) or {*terms} - {"c2p", "p2c"}:
+    if any(x not in ("c2p", "p2c") for x in terms) or len({*terms}) < len(terms):
         _refuse("relative_terms", "c2p, p2c, both or none", terms)
 
 

@@ -1,4 +1,4 @@
-"""The stack of transformer layers, post-LayerNorm as in BERT, on packed tokens."""
+"""The stack of transformer layers on packed tokens."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from bert_unpad.nn.norms import make_norm, normalise
 from bert_unpad.nn.positions import NO_POSITIONS, AttentionPositions, layer_positions
 from bert_unpad.nn.relative import RelativeBias, RelativeEmbeddings
 from bert_unpad.nn.rng import RngKeys
+from bert_unpad.nn.stacked_linear import StackedLinear
 from bert_unpad.ops.attention import AttentionSchedule
 
 Recompute = Literal["none", "gelu", "layer"]
@@ -31,8 +32,8 @@ class Intermediate(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.gated = config.feed_forward == "glu"
-        width = config.intermediate_size * (2 if self.gated else 1)
-        self.dense = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        rows = [config.intermediate_size] * (2 if self.gated else 1)
+        self.dense = StackedLinear(config.hidden_size, rows, bias=config.mlp_bias)
         self.act = glu_kind(config.hidden_act) if self.gated else config.gelu_approximate
 
 

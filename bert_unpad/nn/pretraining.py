@@ -170,7 +170,7 @@ class EncoderForPreTraining(nn.Module):
 
     @property
     def word_embeddings(self) -> Tensor:
-        """The word embedding, also the decoder's weight: [padded_vocab_size, embedding width]."""
+        """The word embedding, [padded_vocab_size, embedding width]; if tied, the decoder's too."""
         return self.bert.embeddings.word_embeddings.weight
 
     def forward(self, inputs: PackedInputs, rng_keys: Tensor | None = None) -> PreTrainingOutput:

@@ -71,7 +71,7 @@ class LoadReport:
 def to_hf_state_dict(model: ModelWithConfig) -> dict[str, Tensor]:
     """Returns the parameters under Hugging Face's names, as views that share memory.
 
-    The decoder's weight is left out, as in their files, because it is the word embedding.
+    A decoder's weight that is the word embedding is left out, as in their files.
     """
     return {
         name: part

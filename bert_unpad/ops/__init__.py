@@ -3,7 +3,8 @@
 Activations are float32, bfloat16 or float16, packed as [tokens, ...]. Statistics, softmax and sums
 are computed in float32. Every operator works under `torch.compile(fullgraph=True)`. All have
 gradients, except `multi_tensor_l2norm`, `sign_scale` and the in-place operators, whose names end in
-an underscore; of these only `rotary_` has one. Second derivatives and forward-mode differentiation
+an underscore; of these only `rotary_` has one. (`accumulate_in_place` and `time_algorithms` are
+settings.) Second derivatives and forward-mode differentiation
 raise a NotImplementedError; only `linear` supports both where it uses PyTorch's own product.
 """
 

@@ -206,9 +206,16 @@ def _feed_forward(
 ) -> tuple[Tensor, Tensor]:
     if x.dim() != 2:
         raise ValueError(f"{function}: x must have shape [rows, features], got {list(x.shape)}")
-    check_linear(x, weight1, bias1)
+    check_linear(function, x, weight1, bias1)
     inner = weight1.shape[0] // 2 if activation[0] == "glu" else weight1.shape[0]
-    check_linear(x.new_empty((0, inner)), weight2, None)
+    if weight2.dim() != 2 or weight2.shape[1] != inner:
+        raise ValueError(
+            f"{function}: expected weight2 [out_features, {inner}], got {list(weight2.shape)}"
+        )
+    if weight2.dtype not in (x.dtype, torch.float32):
+        raise ValueError(
+            f"{function}: weight2 must be {x.dtype} like x or torch.float32, got {weight2.dtype}"
+        )
     with matmul.no_autocast(x.device.type):
         if not fp8 and not (recompute and torch.compiler.is_compiling()):
             return _Mlp.apply(x.contiguous(), weight1, bias1, weight2, activation, recompute)

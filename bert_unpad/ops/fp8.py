@@ -151,7 +151,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if x.dim() != 2:
         raise ValueError(f"fp8_linear: x must have shape [rows, in_features], got {list(x.shape)}")
-    check_linear(x, weight, bias)
+    check_linear("fp8_linear", x, weight, bias)
     if weight.shape[0] % _MULTIPLE or weight.shape[1] % _MULTIPLE:
         raise ValueError(
             f"fp8_linear: weight must have multiples of 16 rows and columns, got "

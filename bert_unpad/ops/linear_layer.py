@@ -61,7 +61,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: a shape or dtype is wrong.
     """
-    check_linear(x, weight, bias)
+    check_linear("linear", x, weight, bias)
     dtype = matmul.product_dtype(x)
     with matmul.no_autocast(x.device.type):
         same = weight.dtype == x.dtype == dtype and (bias is None or bias.dtype == dtype)
@@ -86,24 +86,25 @@ def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tu
     Raises:
         ValueError: a shape or dtype is wrong.
     """
-    check_linear(x, weight, bias)
+    check_linear("linear", x, weight, bias)
     with matmul.no_autocast(x.device.type):
         return _Linear.apply(x, weight, bias)
 
 
-def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check_linear(function: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raises a ValueError where shapes or dtypes of a linear layer's tensors do not fit."""
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            "linear: expected x [..., in_features] and weight [out_features, in_features], "
+            f"{function}: expected x [..., in_features] and weight [out_features, in_features], "
             f"got {list(x.shape)} and {list(weight.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"linear: bias must have shape [{weight.shape[0]}], got {list(bias.shape)}"
+            f"{function}: bias must have shape [{weight.shape[0]}], got {list(bias.shape)}"
         )
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and parameter.dtype not in (x.dtype, torch.float32):
             raise ValueError(
-                f"linear: {name} must be {x.dtype} like x or torch.float32, got {parameter.dtype}"
+                f"{function}: {name} must be {x.dtype} like x or torch.float32, "
+                f"got {parameter.dtype}"
             )

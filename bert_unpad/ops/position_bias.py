@@ -43,8 +43,8 @@ def t5_buckets(
 ) -> Tensor:
     """Buckets of T5's encoder and of MPNet, for `PositionBias.buckets`.
 
-    Half of the buckets are for keys behind the query. Of each half, the first half has a distance
-    each; the others get wider with the logarithm, up to max_distance (Raffel et al., arXiv
+    Half of the buckets are for keys that come after the query. Of each half, the first half has a
+    distance each; the others get wider with the logarithm, up to max_distance (Raffel et al., arXiv
     1910.10683).
 
     Args:

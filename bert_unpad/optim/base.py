@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,18 @@ def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(mesh.get_group(i) for i, p in enumerate(tensor.placements) if p.is_shard())
 
 
+def _own_rows(param: Tensor) -> tuple[int, int]:
+    """The first of a parameter's rows that this rank has, and the one after the last."""
+    first, last = 0, param.shape[0]
+    if isinstance(param, DTensor):
+        for i, placement in enumerate(param.placements):
+            if placement.is_shard(0):  # as torch.chunk deals them out
+                each = -(-(last - first) // param.device_mesh.size(i))
+                own = param.device_mesh.get_local_rank(i)
+                first, last = min(first + own * each, last), min(first + (own + 1) * each, last)
+    return first, last
+
+
 class ParameterList:
     """Parameters of one group that one call of an operator can update, with gradients and state.
 
@@ -46,13 +58,33 @@ class ParameterList:
         self.shards = shards
         self.tensors: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.rounded: list[tuple[Tensor, RoundedWeight]] = []
+        self._repeated: list[int] = []
 
-    def add(self, param: Tensor, grad: Tensor, state: dict[str, Tensor]) -> None:
-        """Appends a parameter, its gradient and its state to the lists."""
-        self.tensors["param"].append(local(param.detach()))
-        self.tensors["grad"].append(grad)
-        for name, tensor in state.items():
-            self.tensors[name].append(local(tensor))
+    def add(
+        self, param: Tensor, grad: Tensor, state: dict[str, Tensor], sizes: Sequence[int] = ()
+    ) -> None:
+        """Appends a parameter, its gradient and its state to the lists.
+
+        With `sizes`, as several tensors of so many rows each.
+        """
+        begin = len(self.tensors["param"])
+        for name, tensor in ({"param": param.detach(), "grad": grad} | state).items():
+            tensor, entries = local(tensor), self.tensors[name]
+            if not sizes:
+                entries.append(tensor)
+            elif tensor.dim():
+                entries.extend(tensor.split(list(sizes)))
+            else:
+                entries.extend([tensor] * len(sizes))
+        self._repeated += range(begin + 1, begin + len(sizes))
+
+    def separate_steps(self) -> None:
+        """Gives all but the first tensor of a parameter a count of its own, as each is moved on."""
+        steps = self.tensors["step"]
+        if self._repeated and steps:
+            copies = torch.stack([steps[i] for i in self._repeated]).unbind()
+            for i, copy in zip(self._repeated, copies, strict=True):
+                steps[i] = copy
 
     @property
     def arrays(self) -> tuple[list[Tensor], ...]:
@@ -103,6 +135,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     """Whether it can update parts of parameters, see `shard_group`."""
     rounds = True
     """Whether it can keep rounded weights, see `keep_rounded`."""
+    splits_stacked = False
+    """Whether it updates the matrices of groups with `stacked` one by one, see `decay_groups`."""
     shard_group: dist.ProcessGroup | None = None
     """Processes each of which has a part of every parameter, maybe without elements, that is no
     DTensor: norms of parameters are summed over them. All must have the same lists of parameters
@@ -123,6 +157,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "capturable": False,
             "differentiable": False,
             "fused": None,
+            "stacked": (),
         }
         if not isinstance(defaults["lr"], Tensor) and not defaults["lr"] >= 0:
             raise ValueError(f"lr: expected 0 or more, got {defaults['lr']!r}")
@@ -138,6 +173,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.skip_non_finite = skip_non_finite
         self.norm_group = norm_group
+        self.part_of: dict[Tensor, tuple[torch.Size, tuple[int, int]]] = {}
+        """Of parameters that are a part of one: its shape, and which of its elements they are."""
         self._skipped: dict[torch.device, Tensor] = {}
         self._rounded: dict[Tensor, RoundedWeight] = {}
         super().__init__(params, defaults)
@@ -152,6 +189,24 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group.setdefault(key, value)
             if group.get("amsgrad"):
                 raise ValueError("amsgrad: expected False in all parameter groups, got True")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; see `torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            ValueError: a parameter has not as many rows as its group's `stacked` says.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group["stacked"] = tuple(group["stacked"])
+        for param in group["params"]:
+            rows = param.shape[0] if param.dim() else 0
+            if group["stacked"] and sum(group["stacked"]) != rows:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"stacked: expected numbers of rows that add up to {rows}, those of a "
+                    f"parameter of shape {list(param.shape)}, got {group['stacked']}"
+                )
 
     @property
     def skipped_steps(self) -> int:
@@ -204,7 +259,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the state uses amsgrad, or its parameter groups differ from these.
         """
+        stacked = [group["stacked"] for group in self.param_groups]
         super().load_state_dict(state_dict)
+        for group, rows in zip(self.param_groups, stacked, strict=True):
+            group["stacked"] = rows  # which says how these parameters lie, as no state can
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for number, param in zip(ids, params, strict=True):
@@ -252,10 +310,24 @@ class FusedOptimizer(torch.optim.Optimizer):
             master = "master_param" in state
             key = (param.device, param.dtype, grad.dtype, master, shards)
             parameters = lists.setdefault(key, ParameterList(shards))
-            parameters.add(param, grad, state)
+            parameters.add(param, grad, state, self._sizes_of(whole, group["stacked"]))
             if copy is not None:
                 parameters.rounded.append((whole, copy))
+        for parameters in lists.values():
+            parameters.separate_steps()
         return list(lists.values())
+
+    def _sizes_of(self, param: Tensor, rows: Sequence[int]) -> list[int]:
+        """How much this rank has of each matrix in a parameter: rows, or elements of a part."""
+        if not (self.splits_stacked and rows):
+            return []
+        if param in self.part_of:
+            shape, (first, last) = self.part_of[param]
+            row = shape[1:].numel()
+        else:
+            row, (first, last) = 1, _own_rows(param)
+        ends = [min(max(end * row, first), last) for end in accumulate(rows)]
+        return [end - begin for begin, end in pairwise([first, *ends])]
 
     def _global_norm(self, lists: Sequence[ParameterList]) -> Tensor | None:
         """Returns the norm of all gradients over all shards, float32 []."""
@@ -264,8 +336,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         for square in sum_over_shards(lists, [norm.square().reshape(1) for norm in norms]):
             total = square[0] if total is None else total + square[0].to(total.device)
         if self.norm_group is not None:
-            if total is None:  # this rank has no parameters, but the others wait for it
-                raise RuntimeError("norm_group: expected parameters with gradients on every rank")
+            if total is None:  # this rank has no gradients, but the others wait for it
+                total = torch.zeros((), device=self.param_groups[0]["params"][0].device)
             dist.all_reduce(total, group=self.norm_group)
         return None if total is None else total.sqrt()
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from bert_unpad.distributed.collectives import all_gather_single
 from bert_unpad.optim.adam import FusedAdam
 from bert_unpad.optim.base import ParameterList
 
@@ -77,9 +78,9 @@ class Muon(FusedAdam):
     must make the same steps. Momentum is kept on every rank, so a state dict fits any number.
 
     Args:
-        params: groups, see `muon_groups`. Those with `stacked` 1 or more are of matrices: so many,
-            of equal size, lie one above the other in each parameter [rows, columns]; float32,
-            bfloat16 or float16. Groups without it are updated by AdamW.
+        params: groups, see `muon_groups`. Those with `use_muon` True are of matrices [rows,
+            columns], float32, bfloat16 or float16; with `stacked`, of several, one above the other.
+            The others are updated by AdamW.
         lr: learning rate; a tensor if it should change between replays of a captured graph.
         betas, eps: of Adam.
         weight_decay: decay rate.
@@ -101,6 +102,7 @@ class Muon(FusedAdam):
 
     takes_parts = False
     rounds = False
+    splits_stacked = True
 
     def __init__(
         self,
@@ -145,12 +147,15 @@ class Muon(FusedAdam):
             "ns_steps": ns_steps,
             "adjust_lr": adjust_lr,
             "adam_lr_share": adam_lr_share,
-            "stacked": 0,
+            "use_muon": False,
         }
+        params = list(params)
+        if not any(isinstance(group, dict) and "use_muon" in group for group in params):
+            raise ValueError("params: expected groups with use_muon, see muon_groups, got none")
         super(FusedAdam, self).__init__(params, options, None, skip_non_finite, None)
         for group in self.param_groups:
-            for p in group["params"]:
-                _check_matrix(p, group["stacked"])
+            for p in group["params"] if group["use_muon"] else ():
+                _check_matrix(p)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -163,7 +168,7 @@ class Muon(FusedAdam):
         return loss
 
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        if not group["stacked"]:
+        if not group["use_muon"]:
             return super()._state_of(param, group)
         state = self.state[param]
         if not state:
@@ -173,7 +178,7 @@ class Muon(FusedAdam):
     def _update(
         self, group: dict[str, Any], parameters: ParameterList, common: dict[str, Any]
     ) -> None:
-        if not group["stacked"]:
+        if not group["use_muon"]:
             lr = common["lr"] * group["adam_lr_share"]
             super()._update(group, parameters, common | {"lr": lr})
             return
@@ -188,7 +193,7 @@ class Muon(FusedAdam):
             self._matrices.append(matrix)
 
     def _directions(self) -> list[Tensor]:
-        """The orthogonalized momentum of each parameter, the same on all ranks."""
+        """The orthogonalized momentum of each matrix, the same on all ranks."""
         joined = self.distributed and dist.is_available() and dist.is_initialized()
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
         owners = assign([matrix.work for matrix in self._matrices], ranks)
@@ -207,7 +212,7 @@ class Muon(FusedAdam):
             sent[: lengths[rank]] = torch.cat([direction.flatten() for direction in found])
         received = sent.new_empty(ranks, max(lengths))
         # As bytes, which all backends can send.
-        dist.all_gather_into_tensor(received.view(-1).view(torch.uint8), sent.view(torch.uint8))
+        all_gather_single(received.view(-1).view(torch.uint8), sent.view(torch.uint8))
         return [
             received[owner, place].view_as(matrix.param)
             for matrix, owner, place in zip(self._matrices, owners, places, strict=True)
@@ -218,13 +223,12 @@ class Muon(FusedAdam):
         found: dict[_Matrix, Tensor] = {}
         alike: dict[tuple[int, ...], list[_Matrix]] = {}
         for matrix in matrices:
-            alike.setdefault((*matrix.shape[1:], matrix.group["ns_steps"]), []).append(matrix)
+            alike.setdefault((*matrix.param.shape, matrix.group["ns_steps"]), []).append(matrix)
         for same in alike.values():
             dtype = self._dtype(same[0].param)
-            momenta = torch.cat([m.momentum().to(dtype).view(m.shape) for m in same])
-            done = orthogonalize(momenta, same[0].group["ns_steps"])
-            found |= zip(same, done.split([m.shape[0] for m in same]), strict=True)
-        return [found[m].reshape(m.param.shape) for m in matrices]
+            momenta = torch.stack([m.momentum().to(dtype) for m in same])
+            found |= zip(same, orthogonalize(momenta, same[0].group["ns_steps"]), strict=True)
+        return [found[m] for m in matrices]
 
     def _dtype(self, param: Tensor) -> torch.dtype:
         """What the iterations compute in."""
@@ -235,30 +239,23 @@ class Muon(FusedAdam):
 
 @dataclass(frozen=True, eq=False)
 class _Matrix:
-    """One or several matrices, one above the other in one parameter, in a step."""
+    """A matrix in a step: a parameter, or rows of one."""
 
     param: Tensor
     grad: Tensor
-    """float32."""
+    """The gradient, float32."""
     buffer: Tensor
-    """Its momentum, float32."""
+    """The momentum, float32."""
     group: dict[str, Any]
     lr: Tensor
     keep: Tensor | None
     """bool []: whether the step changes anything; None: it does."""
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Matrices, rows and columns of each."""
-        stacked = self.group["stacked"]
-        return stacked, self.param.shape[0] // stacked, self.param.shape[1]
-
-    @property
     def work(self) -> int:
         """Multiplications of the iterations."""
-        stacked, *sides = self.shape
-        small, large = sorted(sides)
-        return stacked * self.group["ns_steps"] * small**2 * (2 * large + small)
+        small, large = sorted(self.param.shape)
+        return self.group["ns_steps"] * small**2 * (2 * large + small)
 
     def add_gradient(self) -> None:
         """Updates the momentum."""
@@ -273,7 +270,7 @@ class _Matrix:
 
     def apply(self, direction: Tensor) -> None:
         """Updates the parameter."""
-        _, rows, columns = self.shape
+        rows, columns = self.param.shape
         if self.group["adjust_lr"] == "original":
             size = math.sqrt(max(1.0, rows / columns))
         else:
@@ -291,13 +288,10 @@ def _is_finite(*values: Tensor | None) -> Tensor | None:
     return torch.stack(given).all() if given else None
 
 
-def _check_matrix(param: Tensor, stacked: int) -> None:
-    if not stacked:
-        return
+def _check_matrix(param: Tensor) -> None:
     if isinstance(param, DTensor):
         raise ValueError("params: expected whole matrices, got a sharded one")
-    if param.dim() != 2 or param.shape[0] % stacked:
+    if param.dim() != 2:
         raise ValueError(
-            f"params: expected {stacked} matrices of equal size one above the other, got a "
-            f"parameter of shape {tuple(param.shape)}"
+            f"params: expected matrices, got a parameter of shape {tuple(param.shape)}"
         )

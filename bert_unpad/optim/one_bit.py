@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from bert_unpad.distributed.one_bit import OneBitAllreduce, all_gather_single
+from bert_unpad.distributed.collectives import all_gather_single
+from bert_unpad.distributed.one_bit import OneBitAllreduce
 from bert_unpad.ops.optim import frozen_adam_, multi_tensor_l2norm
 from bert_unpad.optim.base import FusedOptimizer
 

@@ -16,6 +16,8 @@ from bert_unpad.optim.base import FusedOptimizer, Update, sum_over_shards
 class TwoPassOptimizer(FusedOptimizer):
     """Base class of FusedLAMB and FusedStableAdamW."""
 
+    splits_stacked = True
+
     def _update_all(self, updates: Sequence[Update]) -> None:
         self._update_whole([update for update in updates if not update.parameters.shards])
         sharded = [update for update in updates if update.parameters.shards]

@@ -27,7 +27,7 @@ inline void check_query_positions(const std::optional<Tensor>& positions, const 
   check_same_device(*positions, q, op, "query_positions");
 }
 
-// The parts of a position bias as they come from Python; see PositionBias in ops/attention.py.
+// The parts of a position bias as they come from Python; see PositionBias in ops/position_bias.py.
 struct BiasArguments {
   const std::optional<Tensor>&buckets, &table, &query, &key;
 };

@@ -15,6 +15,7 @@ namespace bert_unpad {
 template <class Device>
 std::tuple<Tensor, Tensor> multi_tensor_l2norm(Tensors tensors) {
   const char* op = "multi_tensor_l2norm";
+  check(!tensors.empty(), op, ": tensors must not be empty");
   const PlainList list(tensors, op);
   const Device device(op, tensors[0]);
   const auto count = static_cast<int64_t>(tensors.size());
@@ -211,6 +212,7 @@ Tensor frozen_lamb_sums_(Tensors params, Tensors grads, Tensors exp_avgs, Tensor
                          Tensors fresh_sqs, std::optional<Tensor> norm, double beta1, double beta2,
                          double eps, double weight_decay) {
   const char* op = "frozen_lamb_sums_";
+  check(!params.empty(), op, ": params must not be empty");
   const UpdateRule rule =
       lamb_rule(beta1, beta2, eps, weight_decay, 0.0, true, false, true, false, false);
   check_rule(rule, op);

@@ -8,18 +8,19 @@ namespace {
 
 // n / (sqrt(v) c + eps). A square root and a division of 512 bits take 36 cycles, as long as it
 // takes to stream 16 elements of all arrays; one Newton step each on the 14-bit estimates takes 10,
-// to within 2 ulp. The estimate of sqrt(0) would be 0 * inf, that of sqrt(inf) inf * 0.
+// to within 2 ulp. Steps that would be 0 * inf keep the estimate: roots of 0 and inf, 1 / inf.
 BU_INLINE f32v divide_by_root(f32v n, f32v v, float c, float eps) {
 #if defined(__AVX512F__)
-  const __m512 x = (__m512)v;
+  const __m512 x = (__m512)v, infinity = _mm512_set1_ps(__builtin_inff());
   const __mmask16 ordinary = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ) &
-                             _mm512_cmp_ps_mask(x, _mm512_set1_ps(3e38f), _CMP_LT_OQ);
+                             _mm512_cmp_ps_mask(x, infinity, _CMP_LT_OQ);
   const f32v y = (f32v)_mm512_rsqrt14_ps(x);
   const f32v s = v * y;
   const f32v root = (f32v)_mm512_mask_mov_ps(x, ordinary, (__m512)(s + s * (0.5f - s * y * 0.5f)));
   const f32v d = root * c + eps;
   const f32v r = (f32v)_mm512_rcp14_ps((__m512)d);
-  return n * (r * (2.0f - d * r));
+  const __mmask16 finite = _mm512_cmp_ps_mask((__m512)d, infinity, _CMP_LT_OQ);
+  return n * (f32v)_mm512_mask_mov_ps((__m512)r, finite, (__m512)(r * (2.0f - d * r)));
 #elif defined(__AVX2__)
   return n / ((f32v)_mm256_sqrt_ps((__m256)v) * c + eps);
 #else
@@ -224,7 +225,6 @@ template <class P, class G>
 void frozen_lamb_sums(const RuleFactors& f, const UpdateTensor& t, int64_t begin, int64_t end,
                       double* sums) {
   const FlushDenormals flush;
-  constexpr int64_t kRun = 4096;
   const auto* momentum = static_cast<const G*>(t.grad);
   const float back = 1.0f / f.decay1;
   f32v largest{};

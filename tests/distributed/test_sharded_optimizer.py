@@ -22,7 +22,6 @@ from bert_unpad.optim import (
     FusedAdam,
     Muon,
     decay_groups,
-    muon_groups,
 )
 from tests.support.processes import run_ranks
 from tests.support.shard_nets import Net, batch, loss_of, net
@@ -336,7 +335,7 @@ def refusals(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="max_norm: expected a number above 0, got 0"):
         sharded(model, max_norm=0)
     with pytest.raises(ValueError, match="expected one that can update parts of parameters, got M"):
-        ShardedOptimizer(model, muon_groups(model, 0.1), Muon)
+        ShardedOptimizer(model, [{"params": model.parameters(), "use_muon": False}], Muon)
     odd = nn.Linear(3, 4)
     odd.weight = nn.Parameter(torch.ones(3, 4).t())
     with pytest.raises(ValueError, match="expected contiguous parameters, got weight"):

@@ -19,6 +19,7 @@ from tests.support.processes import run_ranks
 
 SHAPES = [(24, 16), (16, 24), (20, 20), (1, 9), (7, 1), (1, 1)]
 OTHERS = [(11, 6), (13,), (1,)]
+STACKED = [9, 6, 3]  # rows of the matrices in one parameter
 
 
 def _quintic(s: Tensor, steps: int) -> Tensor:
@@ -75,7 +76,7 @@ def test_work_is_dealt_out_evenly_and_alike():
 class _Plain:
     """The algorithm in float64, one matrix at a time."""
 
-    def __init__(self, weights: list[Tensor], stacked: list[int], nesterov: bool, rule: str):
+    def __init__(self, weights: list[Tensor], stacked: list[list[int]], nesterov: bool, rule: str):
         self.weights = [w.detach().double().clone() for w in weights]
         self.stacked, self.nesterov, self.rule = stacked, nesterov, rule
         self.momenta = [torch.zeros_like(w) for w in self.weights]
@@ -87,7 +88,7 @@ class _Plain:
             u = mu * m + (1 - mu) * g if self.nesterov else m
             weight *= 1 - lr * decay
             for part, of in zip(
-                u.chunk(self.stacked[i]), weight.chunk(self.stacked[i]), strict=True
+                u.split(self.stacked[i]), weight.split(self.stacked[i]), strict=True
             ):
                 rows, columns = part.shape
                 size = 0.2 * math.sqrt(max(rows, columns))
@@ -103,8 +104,12 @@ def _draw(seed: int = 0) -> list[nn.Parameter]:
 
 def _groups(parameters: list[nn.Parameter]) -> list[dict]:
     return [
-        {"params": parameters[: len(SHAPES)], "stacked": 1},
-        {"params": parameters[len(SHAPES) : len(SHAPES) + 1], "stacked": 3},
+        {"params": parameters[: len(SHAPES)], "use_muon": True},
+        {
+            "params": parameters[len(SHAPES) : len(SHAPES) + 1],
+            "use_muon": True,
+            "stacked": STACKED,
+        },
         {"params": parameters[len(SHAPES) + 1 :], "weight_decay": 0.0},
     ]
 
@@ -120,7 +125,7 @@ def _set_gradients(parameters: list[nn.Parameter], step: int) -> None:
 def test_30_steps_against_float64(nesterov, rule):
     parameters = _draw()
     matrices = parameters[: len(SHAPES) + 1]
-    plain = _Plain(matrices, [1] * len(SHAPES) + [3], nesterov, rule)
+    plain = _Plain(matrices, [[rows] for rows, _ in SHAPES] + [STACKED], nesterov, rule)
     adam = Truth(parameters[len(matrices) :], Rule("adam", 2e-3, (0.9, 0.99), 1e-6, 0.0))
     optimizer = Muon(
         _groups(parameters),
@@ -149,7 +154,7 @@ def test_as_pytorchs_muon(nesterov, rule):
     ours = [nn.Parameter(torch.randn(x)) for x in SHAPES]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     common = {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov}
-    mine = Muon([{"params": ours, "stacked": 1}], **common, adjust_lr=rule, ns_dtype="bf16")
+    mine = Muon([{"params": ours, "use_muon": True}], **common, adjust_lr=rule, ns_dtype="bf16")
     peer = torch.optim.Muon(theirs, **common, adjust_lr_fn=rule)
     for step in range(5):
         _set_gradients(ours, step)
@@ -272,13 +277,14 @@ def test_a_state_dict_continues_with_the_same_bits():
 
 def test_stacked_matrices_are_updated_one_by_one():
     parameter = nn.Parameter(torch.randn(12, 5))
-    parts = [nn.Parameter(x.clone()) for x in parameter.detach().chunk(3)]
+    rows = [6, 4, 2]
+    parts = [nn.Parameter(x.clone()) for x in parameter.detach().split(rows)]
     gradient = torch.randn(12, 5)
     parameter.grad = gradient
-    for part, of in zip(parts, gradient.chunk(3), strict=True):
+    for part, of in zip(parts, gradient.split(rows), strict=True):
         part.grad = of.clone()
-    Muon([{"params": [parameter], "stacked": 3}], lr=0.1).step()
-    Muon([{"params": parts, "stacked": 1}], lr=0.1).step()
+    Muon([{"params": [parameter], "use_muon": True, "stacked": rows}], lr=0.1).step()
+    Muon([{"params": parts, "use_muon": True}], lr=0.1).step()
     torch.testing.assert_close(parameter.detach(), torch.cat([p.detach() for p in parts]))
 
 
@@ -288,7 +294,7 @@ def test_parameters_of_16_bits(dtype):
     wide = nn.Parameter(parameter.detach().float())
     for p in (parameter, wide):
         p.grad = torch.ones(8, 6).to(p.dtype)
-        Muon([{"params": [p], "stacked": 1}], lr=0.1).step()
+        Muon([{"params": [p], "use_muon": True}], lr=0.1).step()
     assert parameter.dtype == dtype
     assert torch.equal(parameter.detach(), wide.detach().to(dtype))
 
@@ -297,9 +303,11 @@ def test_groups_of_a_model():
     sizes = BertConfig(40, 16, 2, 2, 32, max_position_embeddings=8)
     model = BertForPreTraining(sizes)
     names = {p: name for name, p in model.named_parameters()}
-    alone, stacked, decayed, others = muon_groups(model, 0.1)
-    assert (alone["stacked"], stacked["stacked"]) == (1, 3)
-    assert [g["weight_decay"] for g in (alone, stacked, decayed, others)] == [0.1, 0.1, 0.1, 0.0]
+    alone, decayed, stacked, others, biases = groups = muon_groups(model, 0.1)
+    assert [g["use_muon"] for g in groups] == [True, False, True, False, False]
+    assert [g.get("stacked") for g in groups] == [None, None, (16,) * 3, None, (16,) * 3]
+    assert [g["weight_decay"] for g in groups] == [0.1, 0.1, 0.1, 0.0, 0.0]
+    assert {names[p].split(".")[-2:] == ["qkv", "bias"] for p in biases["params"]} == {True}
     assert all(".encoder.layer." in names[p] for p in [*alone["params"], *stacked["params"]])
     assert len(alone["params"]) == 2 * 3
     assert [tuple(p.shape) for p in stacked["params"]] == [(48, 16)] * 2
@@ -308,12 +316,15 @@ def test_groups_of_a_model():
         *("dense", "seq_relationship"),
     }
     assert not any(".encoder." in names[p] for p in decayed["params"])
-    everything = [p for group in muon_groups(model, 0.1) for p in group["params"]]
+    assert all(p.dim() == 1 for p in others["params"])
+    everything = [p for group in groups for p in group["params"]]
     assert len(everything) == len(set(everything)) == len(names)
     model.bert.encoder.requires_grad_(False)
     assert [group["params"] for group in muon_groups(model, 0.1)] == [
         group["params"] for group in decay_groups(model, 0.1)
     ]
+    with pytest.raises(ValueError, match="model: expected linear layers in a module called encod"):
+        muon_groups(nn.Sequential(nn.Linear(3, 3)), 0.1)
 
 
 @pytest.mark.parametrize(
@@ -329,11 +340,17 @@ def test_groups_of_a_model():
 )
 def test_options_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
-        Muon([nn.Parameter(torch.ones(2, 2))], **options)
+        Muon([{"params": [nn.Parameter(torch.ones(2, 2))], "use_muon": True}], **options)
 
 
 def test_parameters_that_are_no_matrices():
-    for shape, stacked in (((4,), 1), ((4, 2, 2), 1), ((4, 2), 3)):
-        group = {"params": [nn.Parameter(torch.ones(shape))], "stacked": stacked}
-        with pytest.raises(ValueError, match=rf"params: expected {stacked} matrices .* shape"):
+    for shape in ((4,), (4, 2, 2)):
+        group = {"params": [nn.Parameter(torch.ones(shape))], "use_muon": True}
+        with pytest.raises(ValueError, match="params: expected matrices, got a param"):
             Muon([group])
+
+
+def test_groups_that_do_not_say_what_muon_is_for():
+    for given in (nn.Linear(3, 3).parameters(), [{"params": [nn.Parameter(torch.ones(2, 2))]}]):
+        with pytest.raises(ValueError, match="params: expected groups with use_muon"):
+            Muon(given)

@@ -190,6 +190,6 @@ def test_bad_input():
     low = nn.Parameter(torch.randn(3, 3).bfloat16())
     with pytest.raises(ValueError, match=r"^params: expected float32 parameters"):
         FusedAdam([low]).keep_rounded([low], torch.bfloat16)
-    for optimizer in (Muon([{"params": params, "stacked": 0}]), OneBitAdam(params)):
+    for optimizer in (Muon([{"params": params, "use_muon": False}]), OneBitAdam(params)):
         with pytest.raises(NotImplementedError, match="keeps no rounded weights"):
             optimizer.keep_rounded(params, torch.bfloat16)

@@ -13,7 +13,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bert_unpad.optim import FusedAdam, FusedLAMB, FusedStableAdamW
+from bert_unpad.nn.stacked_linear import StackedLinear
+from bert_unpad.optim import FusedAdam, FusedLAMB, FusedStableAdamW, decay_groups
 from tests.support.processes import run_ranks
 
 OPTIMIZERS = {
@@ -29,7 +30,11 @@ STEPS = 4
 def net() -> nn.Module:
     torch.manual_seed(0)
     # The sizes do not divide evenly among two or three ranks.
-    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5, bias=False))
+    return nn.Sequential(StackedLinear(7, (6, 1, 6)), nn.Tanh(), nn.Linear(13, 5, bias=False))
+
+
+def groups(model: nn.Module) -> list[dict]:
+    return decay_groups(model, 0.1)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -57,8 +62,8 @@ def shard(rank: int, world_size: int, name: str) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    train(model, optimizer(model.parameters(), **options))
-    train(plain, optimizer(plain.parameters(), **options))
+    train(model, optimizer(groups(model), **options))
+    train(plain, optimizer(groups(plain), **options))
     assert_trained_alike(model.parameters(), plain)
 
 
@@ -68,11 +73,11 @@ def replicate(rank: int, world_size: int, name: str) -> None:
     model = DistributedDataParallel(copy.deepcopy(plain))
     if "max_grad_norm" not in options:
         # Each rank updates some of the parameters, so it does not see the whole gradient.
-        zero = ZeroRedundancyOptimizer(model.parameters(), optimizer, **options)
+        zero = ZeroRedundancyOptimizer(groups(model), optimizer, **options)
         train(model, zero)
     else:
-        train(model, optimizer(model.parameters(), **options))
-    train(plain, optimizer(plain.parameters(), **options))
+        train(model, optimizer(groups(model), **options))
+    train(plain, optimizer(groups(plain), **options))
     assert_trained_alike(model.parameters(), plain)
 
 
@@ -95,8 +100,8 @@ def test_replicas_stay_alike(name):
 def test_a_scaler_scales_and_skips(name):
     optimizer, options = OPTIMIZERS[name]
     plain, scaled = net(), net()
-    train(plain, optimizer(plain.parameters(), **options))
-    ours = optimizer(scaled.parameters(), **options)
+    train(plain, optimizer(groups(plain), **options))
+    ours = optimizer(groups(scaled), **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
     generator = torch.Generator().manual_seed(1)
     for step in range(STEPS + 1):

@@ -114,9 +114,16 @@ def make_folder(path: Path) -> None:
     prepare(DataConfig(**values["data"]), progress=False)
 
 
+def _arguments(folder: Path, name: str, common: Sequence[str] = ()) -> list[str]:
+    """The first ones of a run. One that finds checkpoints must go on from one of them."""
+    found = ["--config", str(folder / "run.yaml"), *common, "--run_dir", str(folder / name)]
+    saved = any((folder / name / "checkpoints").glob("step-*"))
+    return [*found, *(["--resume", "must"] if saved else [])]
+
+
 def start(folder: Path, name: str, world_size: int, *arguments: str) -> list[BaseProcess]:
     """Starts a run in `folder/name`; the arguments come after `run.yaml` and so win."""
-    command = ["--config", str(folder / "run.yaml"), "--run_dir", str(folder / name), *arguments]
+    command = [*_arguments(folder, name), *arguments]
     return start_ranks(main, world_size, command, log=folder / f"{name}.log")
 
 
@@ -162,10 +169,8 @@ def run_in_turn(
     Starting a process takes longer than a run. `common` comes before the settings of each; with a
     `node_size` every so many ranks count as a machine.
     """
-    first = ["--config", str(folder / "run.yaml"), *common]
     commands = [
-        (free_port(), [*first, "--run_dir", str(folder / name), *more])
-        for name, more in runs.items()
+        (free_port(), [*_arguments(folder, name, common), *more]) for name, more in runs.items()
     ]
     processes = start_ranks(in_turn, world_size, commands, node_size, log=folder / "runs.log")
     codes, output = finish(folder, "runs", processes)
@@ -215,7 +220,7 @@ def start_pausing(
 ) -> list[BaseProcess]:
     """As `start`; returns once the run stands still after a step, until `go_on(folder / name)`."""
     signs = folder / name
-    command = ["--config", str(folder / "run.yaml"), "--run_dir", str(folder / name), *arguments]
+    command = [*_arguments(folder, name), *arguments]
     log = folder / f"{name}.log"
     processes = start_ranks(_main_pausing, world_size, step, signs, command, log=log)
     wait_until_paused(
@@ -256,6 +261,9 @@ def go_back(folder: Path, name: str, step: int, to: str | None = None) -> str:
     for saved in (folder / copy / "checkpoints").glob("step-*"):
         if int(saved.name.removeprefix("step-")) > step:
             shutil.rmtree(saved)
+    assert any((folder / copy / "checkpoints").glob("step-*")), (
+        f"{name} kept no checkpoint to {step}"
+    )
     return copy
 
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bert_unpad.nn.stacked_linear import StackedLinear
+
 WORDS, WIDTH = 11, 7
 
 
@@ -14,7 +16,7 @@ class Inner(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.dense = nn.Linear(WIDTH, 13)
+        self.dense = StackedLinear(WIDTH, (6, 4, 3))
         self.out = nn.Linear(13, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -17,6 +17,27 @@ HfNames = str | tuple[str, ...]
 """One name, or one for each part of a tensor that Hugging Face's files hold in parts."""
 
 
+# Fields of config.json that are looked into before `EncoderConfig` checks what they have become.
+_TYPES: dict[str, type] = {
+    **dict.fromkeys(("architectures", "layer_types"), list),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
+    **dict.fromkeys(("num_hidden_layers", "sliding_window"), int),
+    **dict.fromkeys(("max_relative_positions", "position_buckets", "max_position_embeddings"), int),
+}
+_OPTIONAL = ("architectures", "layer_types", "rope_parameters", "rope_scaling", "sliding_window")
+_JSON_NAMES = {list: "a list of strings", dict: "an object", int: "an integer"}
+
+
+def _check_types(values: Mapping[str, Any]) -> None:
+    for name in values.keys() & _TYPES.keys():
+        value, kind = values[name], _TYPES[name]
+        if value is None and name in _OPTIONAL:
+            continue
+        fits = isinstance(value, kind) and not isinstance(value, bool)
+        if not fits or (kind is list and not all(isinstance(x, str) for x in value)):
+            raise ValueError(f"{name}: expected {_JSON_NAMES[kind]}, got {value!r}")
+
+
 @dataclass(frozen=True)
 class Family:
     """A kind of model as Hugging Face stores it: its config.json and the names of its tensors.
@@ -90,6 +111,7 @@ class Family:
 
     def read(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Fields of `EncoderConfig` from those of config.json, and what of these is left."""
+        _check_types(values)
         left = {name: value for name, value in values.items() if name != "model_type"}
         own = dict(self.parts)
         classes = left.get("architectures") or ()

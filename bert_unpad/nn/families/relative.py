@@ -51,6 +51,8 @@ def _read_deberta(values: dict[str, Any]) -> dict[str, Any]:
     }
     terms = values.pop("pos_att_type", None) or []
     terms = [x.strip() for x in terms.lower().split("|")] if isinstance(terms, str) else terms
+    if not isinstance(terms, list) or not all(isinstance(x, str) for x in terms):
+        raise ValueError(f"pos_att_type: expected a list of strings, got {terms!r}")
     relative = values.pop("relative_attention", False)
     most, buckets = values.pop("max_relative_positions", -1), values.pop("position_buckets", -1)
     norm = values.pop("norm_rel_ebd", "none")

@@ -46,7 +46,10 @@ def read_ropes(values: dict[str, Any], thetas: dict[str, float], older: dict[str
     parameters = values.pop("rope_parameters", None) or {}
     found = {}
     for kind, theta in thetas.items():
-        own = scaling | (parameters.get(kind) or {})
+        own = parameters.get(kind) or {}
+        if not isinstance(own, dict):
+            raise ValueError(f"rope_parameters.{kind}: expected an object, got {own!r}")
+        own = scaling | own
         found[kind] = own.get("rope_theta", values.pop(older[kind], theta))
         if (factor := _factor(f"rope_parameters.{kind}", own)) != 1.0:
             raise ValueError(f"rope_parameters.{kind}.factor: expected 1, got {factor}")

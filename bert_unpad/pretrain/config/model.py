@@ -26,9 +26,9 @@ class ModelConfig:
     """The model: a preset, and sizes that replace the preset's."""
 
     preset: str = "bert-base"
-    """bert-base, bert-large, albert-base, the path of a config.json in Hugging Face's format (for
-    other sizes, activations or vocabularies), or a folder with config.json and model.safetensors,
-    with whose weights training begins."""
+    """bert-base, modernbert-base or another name in docs/encoders.md, the path of a config.json in
+    Hugging Face's format (for other sizes, activations or vocabularies), or a folder with
+    config.json and model.safetensors, with whose weights training begins."""
     hidden_size: int | None = None
     """Width of the hidden states. By default the preset's."""
     num_hidden_layers: int | None = None

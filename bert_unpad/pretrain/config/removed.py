@@ -10,7 +10,7 @@ __all__ = ["check_removed"]
 
 _CONFIG_JSON = "a config.json that sets it, as model.preset"
 _IN_CODE = "bert_unpad.data.DataConfig, in code"
-_SCHEDULE = "for others write a schedule, see docs/growth.md"
+_SCHEDULE = "for others write a schedule, see docs/training/growth.md"
 
 # What to give instead, by name; an entry `name=value` is of that value only.
 _REMOVED: dict[str, str] = {

@@ -1,7 +1,8 @@
 """Schedules of what trains when: one small file each, and what they are made of.
 
 A new one is a function `(GrowthConfig, Setting) -> Growth` in its own file in `schedules/`. Add its
-name to `SCHEDULES` and to `GrowthConfig.name`.
+name to `SCHEDULES` and to `GrowthConfig.name`, and the options that it reads to `_GROWTH_OPTIONS`
+in config/rules.py.
 """
 
 from collections.abc import Callable

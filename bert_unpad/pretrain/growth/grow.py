@@ -65,7 +65,8 @@ def freeze(model: EncoderForPreTraining, stage: Stage) -> None:
     if stage.frozen:
         bert.encoder.layer[: stage.frozen].requires_grad_(False)
         bert.embeddings.requires_grad_(False)
-        bert.embeddings.word_embeddings.requires_grad_(True)  # as the decoder
+        # They are the decoder's weight too.
+        bert.embeddings.word_embeddings.requires_grad_(model.config.tie_word_embeddings)
 
 
 def next_optimizer(

@@ -165,9 +165,5 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def _moved(value: Any, device: torch.device | str) -> Any:
-    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, value)
-
-
 def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -1,0 +1,6 @@
+"""Collectives that PyTorch 2.13 has renamed, where it warns of the old names."""
+
+import torch.distributed as dist
+
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
