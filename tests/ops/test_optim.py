@@ -212,6 +212,12 @@ def test_nothing_to_do() -> None:
     ops.multi_tensor_scale_([], torch.tensor(2.0))
 
 
+def test_no_tensors_are_refused() -> None:
+    norm = torch.tensor(1.0)
+    with pytest.raises(RuntimeError, match="frozen_lamb_sums_: params must not be empty"):
+        torch.ops.bert_unpad.frozen_lamb_sums_([], [], [], [], [], norm, 0.9, 0.99, 1e-8, 0.0)
+
+
 def test_opcheck() -> None:
     state = draw_state([(3, 5), (7,)], torch.float32)
     grads = [torch.randn(p.shape) for p in state.params]

@@ -216,3 +216,14 @@ def test_what_is_not_supported() -> None:
     p.grad = torch.eye(3, 2).to_sparse()
     with pytest.raises(RuntimeError, match="does not support sparse gradients"):
         FusedAdam([p]).step()
+
+
+def test_gradients_whose_squares_overflow() -> None:
+    """As in PyTorch: the second moment becomes infinite, and the weight stays finite."""
+    sizes = torch.tensor([1.0, 1e18, 1.8e19, 1.9e19, 1e20, 3e38]).repeat(7)
+    ours, theirs = (nn.Parameter(torch.ones_like(sizes)) for _ in range(2))
+    for p, kind in ((ours, FusedAdam), (theirs, torch.optim.AdamW)):
+        p.grad = sizes.clone()
+        kind([p], lr=0.1, betas=(0.9, 0.0)).step()
+    assert ours.isfinite().all()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -26,8 +26,10 @@ from bert_unpad.pretrain.config import (
     PretrainConfig,
     ScheduleConfig,
     read_config,
+    rules,
 )
 from bert_unpad.pretrain.growth import (
+    SCHEDULES,
     Growth,
     Setting,
     Stage,
@@ -204,6 +206,22 @@ def test_a_frozen_layer_has_no_gradient_and_no_state():
     for name, parameter in model.named_parameters():
         if name in ours and "word_embeddings" not in name:
             torch.testing.assert_close(ours[name], parameter.grad, msg=name)
+
+
+def test_a_decoder_of_its_own_leaves_the_embedding_frozen():
+    config = EncoderConfig(
+        model_type="bert_unpad", vocab_size=50, hidden_size=16, num_hidden_layers=4,
+        num_attention_heads=2, intermediate_size=32, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = EncoderForPreTraining(config).train()
+    freeze(model, Stage(10, 4, 8, frozen=2))
+    _loss(model).backward()
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    assert not model.bert.embeddings.word_embeddings.weight.requires_grad
+
+
+def test_every_schedule_says_which_options_it_reads():
+    assert SCHEDULES.keys() == rules._GROWTH_OPTIONS.keys()
 
 
 def _saved_bytes(model: BertForPreTraining) -> int:
