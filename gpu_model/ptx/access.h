@@ -96,7 +96,8 @@ inline unsigned char* global_bytes(Warp& w, const Instruction& i, uint64_t addre
     w.fail(i, 1u << lane, block.launch->buffers->problem(name_of(access), address, bytes));
   if (block.accesses != nullptr) {
     const char* conflict =
-        block.accesses->conflict(address, bytes, block.number, write, access == Access::kAtomic);
+        block.accesses->conflict(address, bytes, {block.number, w.id, block.clocks.now(w.id)},
+                                 write, access == Access::kAtomic);
     if (conflict != nullptr) [[unlikely]]
       w.fail(i, 1u << lane,
              std::string("race: ") + (write ? "writes" : "reads") +

@@ -309,7 +309,18 @@ inline void decode_cvt(Decoder& d, Statement& s, Instruction& i) {
   unsigned bits = bits_of(from);
   i.a[0] = d.out(s.operands.at(0), bits_of(to));
   i.a[1] = d.in_wider(s.operands.at(1), from, bits);
-  if ((bits == 64) != (bits_of(from) == 64)) throw std::runtime_error("the source is too wide");
+  if (bits == 64 && bits_of(from) != 64) {  // of the register's low part
+    if (saturates) throw std::runtime_error("the source is too wide");
+    i.run = for_scalar(from, [&]<class From>() -> Handler {
+      return for_scalar(to, [&]<class To>() -> Handler {
+        if constexpr (std::is_integral_v<From> && std::is_integral_v<To>)
+          return unary<Kept<To>, uint64_t, integer_to_integer<To, From>>;
+        else
+          return nullptr;
+      });
+    });
+    return;
+  }
   if (packed) {
     if (finite != (bits_of(to) == 16)) throw std::runtime_error(".satfinite is not known here");
     if (s.operands.size() > 2) i.a[2] = d.in(s.operands[2], from);

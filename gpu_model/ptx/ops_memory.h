@@ -157,6 +157,11 @@ void atomic(Warp& w, const Instruction& i, uint32_t lanes, Space space, const F&
         : space == Space::kGlobal
             ? global_bytes(w, i, address, sizeof(T), l, Access::kAtomic)
             : bytes_at<Space::kGeneric>(w, i, address, sizeof(T), l, Access::kAtomic);
+    if (i.orders_blocks && w.block->accesses != nullptr) {
+      View seen;
+      w.block->clocks.leave(w.id, seen);
+      w.block->accesses->order(address, w.block->number, seen.ordered.actors);
+    }
     T old;
     std::memcpy(&old, p, sizeof(T));
     const T next = f(old, w.in<T>(i.a[2])[l], w.in<T>(i.a[3])[l]);
@@ -205,6 +210,7 @@ inline Handler atomic_handler(std::string_view op, Type type, Space space) {
 inline void decode_atomic(Decoder& d, Statement& s, Instruction& i) {
   const bool returns = s.base == "atom";
   const Space space = take_space(s);
+  i.orders_blocks = space == Space::kGlobal && s.take("acq_rel") && !s.take("cta");
   skip_cache_modifiers(s);
   s.take("noftz");
   const Type type = parse_type(s.take_last());

@@ -242,6 +242,37 @@ def test_races_between_blocks():
         program(text).launch("test", torch.zeros(96), grid=(3, 1, 1))
 
 
+def test_the_last_block_reads_what_others_wrote_before_they_counted():
+    """A counter with .acq_rel orders what a warp did, or has seen by barriers, before its count."""
+    write = "mul.wide.u32 %a0, %c, 4; add.u64 %a0, %a0, %p0; st.global.u32 [%a0], 1;"
+    other_warp = "setp.eq.u32 %q0, %t, 32; " + write.replace("st.", "@%q0 st.")
+    count = """setp.ne.u32 %q1, %t, 0; @%q1 bra END;
+    atom.acq_rel.gpu.global.inc.u32 %r0, [%p0+64], 2;"""
+    read = """setp.ne.u32 %q2, %r0, 2; @%q2 bra END; ld.global.u32 %r1, [%p0];
+    ld.global.u32 %r2, [%p0+4]; ld.global.u32 %r3, [%p0+8]; add.u32 %r1, %r1, %r2;
+    add.u32 %r1, %r1, %r3; st.global.u32 [%p0+32], %r1; END:"""
+    right = other_warp + "bar.sync 0;" + count + read
+    for policy in POLICIES:
+        memory = torch.zeros(32, dtype=torch.int32)
+        program(right).launch("test", memory, grid=(3, 1, 1), block=(64, 1, 1), policy=policy)
+        assert memory[8] == 3
+        assert memory[16] == 0  # the counter wraps
+    first = write.replace("st.", "setp.eq.u32 %q0, %t, 0; @%q0 st.")
+    for wrong in (
+        right.replace("bar.sync 0;", ""),
+        right.replace(".acq_rel", ".relaxed"),
+        right.replace(".acq_rel", "").replace(".gpu", ""),
+        right.replace(".gpu", ".cta"),
+        right.replace("[%p0+64]", "[%a0+64]").replace("%r0, 2", "%r0, 0"),  # counters of their own
+        count + first + read,
+    ):
+        for policy in POLICIES:
+            with pytest.raises(RuntimeError, match=r"race: .* another block has (read|written)"):
+                program(wrong).launch(
+                    "test", torch.zeros(32), grid=(3, 1, 1), block=(64, 1, 1), policy=policy
+                )
+
+
 LEGAL = {
     "warp_barrier": STORE + "bar.warp.sync -1; xor.b32 %r1, %r0, 4; ld.shared.u32 %r2, [%r1];",
     "block_barrier": STORE + "bar.sync 0; xor.b32 %r1, %r0, 128; ld.shared.u32 %r2, [%r1];",

@@ -289,6 +289,19 @@ def test_conversions_between_widths():
                 assert got == want, (source, target, from_kind, to_kind, v)
 
 
+def test_conversions_of_a_wide_register_s_low_part():
+    x = draw(64, 300)
+    for source, target in itertools.product((16, 32), (16, 32, 64)):
+        for from_kind, to_kind in itertools.product("us", repeat=2):
+            (y,) = evaluate(
+                f"cvt.{to_kind}{target}.{from_kind}{source} y0, x0;", [tensor(x, 64)], INTS[target]
+            )
+            for v, got in zip(x, unsigned(y), strict=True):
+                low = v % (1 << source)
+                number = signed(low, source) if from_kind == "s" else low
+                assert got == number % (1 << target), (source, target, from_kind, to_kind, v)
+
+
 def test_saturating_conversions():
     x = draw(64, 300)
     for kind, bits in (("u", 8), ("s", 8), ("u", 16), ("s", 16), ("u", 32), ("s", 32)):
