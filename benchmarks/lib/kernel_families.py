@@ -33,7 +33,7 @@ _OURS = (
         r"(adam|frozen_\w+|\w+_moments|apply_ratios|step|scale|square_sum|chunk_sum|clip_\w+)_kernel",
     ),
     (COPIES, r"fp8_"),  # quantisation
-    (ELEMENTWISE, r"column_sum_|rotary_"),  # gradients of biases; rotations of queries and keys
+    (ELEMENTWISE, r"column_sum_|rotary_"),  # gradients of position biases; rotations
 )
 # torch.compile names a kernel after the operators that it fuses.
 _TRITON = (

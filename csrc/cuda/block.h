@@ -26,6 +26,19 @@ BU_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) {
 // Bit l is lane l's vote; all 32 lanes take part.
 BU_DEVICE uint32_t ballot(bool vote) { return __ballot_sync(0xffffffffu, vote); }
 
+// Adds 1 to a counter in global memory, or sets it back to 0 where it is `last`; returns what it
+// was. What this thread did before, and what others did before a barrier, comes before the call;
+// what blocks did before their calls for the counter, if those are counted already, comes before
+// what follows it.
+BU_DEVICE uint32_t take_ticket(uint32_t* counter, uint32_t last) {
+  uint32_t taken;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(taken)
+               : "l"(__cvta_generic_to_global(counter)), "r"(last)
+               : "memory");
+  return taken;
+}
+
 // The value itself, which the compiler will keep in a register and not compute again at each use.
 BU_DEVICE uint32_t hold(uint32_t value) {
   asm volatile("" : "+r"(value));

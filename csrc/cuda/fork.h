@@ -6,24 +6,10 @@
 #include <array>
 #include <map>
 
+#include "cuda/capture.h"
 #include "cuda/launch.h"
 
 namespace bert_unpad::cuda {
-
-// Lets streams be made while a stream is captured, which a capture forbids unless it is told that
-// they have nothing to do with it.
-class RelaxedCapture {
- public:
-  explicit RelaxedCapture(const char* op) {
-    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), op);
-  }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-  ~RelaxedCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // later the one before
-};
 
 // Branch 0 is the caller's stream itself; the others start after what it was given so far. The end
 // of the scope makes the caller's stream wait for them all, so later work on it, and memory that is

@@ -86,10 +86,11 @@ struct ColumnGrid {
   static constexpr int kThreads = 128;
   dim3 grid, block;
 
-  // `column_vectors`: columns / elements per thread; `blocks` fill the device.
-  ColumnGrid(int64_t rows, int64_t column_vectors, int64_t blocks) {
+  // `column_vectors`: columns / elements per thread; `blocks` fill the device. A block is at most
+  // `widest` threads wide.
+  ColumnGrid(int64_t rows, int64_t column_vectors, int64_t blocks, int64_t widest = kThreads) {
     unsigned width = 1;
-    while (width < kThreads && width < column_vectors) width *= 2;
+    while (width < kThreads && 2 * width <= widest && width < column_vectors) width *= 2;
     block = dim3(width, kThreads / width);
     const int64_t across = (column_vectors + width - 1) / width;
     const int64_t most = (rows + block.y - 1) / block.y;

@@ -75,8 +75,7 @@ BU_DEVICE void backward_rows_general(const Params& params) {
   RowSum<true> sum_over_row(0);
   const GlobalParameters parameters{
       {{p.weight, p.parameter_dtype}, row_of.input_bias(), {nullptr, p.parameter_dtype}}, hidden};
-  float* const sums_of_block = p.partials + blockIdx.x * p.hidden;
-  const int64_t next_sum = gridDim.x * p.hidden;
+  const ColumnSums<Row> column_sums(p, row_of);
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
     row_of.begin(row);
     const bool first = row == blockIdx.x;
@@ -89,8 +88,8 @@ BU_DEVICE void backward_rows_general(const Params& params) {
       row_of.result_gradient(row_of.template gradient<false>(column, count), mask, d);
       parameters.get(kWeight, column, weight);
       differentiate(xhat, d, mean, rstd, weight, dweight, dbias, sums);
-      accumulate(sums_of_block + column, dweight, count, first);
-      accumulate(sums_of_block + next_sum + column, dbias, count, first);
+      accumulate(column_sums.row(0, blockIdx.x) + column, dweight, count, first);
+      accumulate(column_sums.row(1, blockIdx.x) + column, dbias, count, first);
     });
     sum_over_row(sums);
     for_groups(row_of, hidden, [&](int column, int count, const typename Row::Raw& raw) {
@@ -104,9 +103,10 @@ BU_DEVICE void backward_rows_general(const Params& params) {
       project(p, d, xhat, rstd, inverse, weight, sums);
       row_of.template input_gradient<false>(raw, column, count, mask, d, third);
       if constexpr (Row::kSums == 3)
-        accumulate(sums_of_block + 2 * next_sum + column, third, count, first);
+        accumulate(column_sums.row(2, blockIdx.x) + column, third, count, first);
     });
   }
+  column_sums.template finish<1>();
 }
 
 }  // namespace bert_unpad

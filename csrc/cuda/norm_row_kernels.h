@@ -13,6 +13,7 @@
 //   gradient<kWide>(column, count)           a group of dy, as it is in memory
 //   result_gradient(group, mask, d)          the gradient of the LayerNorm's result, in fp32
 //   input_gradient<kWide>(raw, column, count, mask, dz, sums)   takes the gradient of its input
+//   input_bias_gradient()                    where the third column sum goes, where there is one
 // `mask` says which columns dropout keeps, before or after the LayerNorm. kSums is the number of
 // column sums of the backward pass (2: dweight and dbias; 3: also the one that input_gradient adds
 // to). The params have a member `norm`, a RowNormParams.
@@ -23,8 +24,10 @@
 
 #include <cmath>
 
+#include "cuda/last_block.h"
 #include "cuda/norm_row_params.h"
 #include "cuda/norm_row_parts.h"
+#include "cuda/sum_rows.h"
 
 namespace bert_unpad {
 
@@ -160,12 +163,60 @@ BU_DEVICE void project(const cuda::RowNormParams& p, float (&d)[kGroup],
   for (int i = 0; i < kGroup; ++i) d[i] = fma(d[i] * weight[i], rstd, -fma(xhat[i], b, a));
 }
 
-template <int kVectors, bool kBlockRow>
+template <bool kBlockRow>
 constexpr uint32_t backward_shared_bytes(int64_t hidden, dim3 block) {
   const uint32_t parameters = RowSum<kBlockRow>::kBytes + SharedParameters::bytes(hidden, 2);
-  const uint32_t sums = sum_over_y_bytes(block.x, block.y, kVectors * kGroup);
+  const uint32_t sums = kBlockRow ? 0 : block.y * static_cast<uint32_t>(hidden) * 4;
   return parameters > sums ? parameters : sums;
 }
+
+// Rows of partial sums that are added up at once.
+inline constexpr int kSumsAtOnce = 8;
+
+// Where the column sums of the backward pass lie and go.
+template <class Row>
+struct ColumnSums {
+  const cuda::RowNormParams& p;
+  RowGroups groups;
+  Result results[Row::kSums];
+
+  BU_DEVICE ColumnSums(const cuda::RowNormParams& p, const Row& row_of)
+      : p(p), groups(static_cast<int>(gridDim.x), kSumsAtOnce) {
+    results[0] = {p.dweight, p.parameter_dtype};
+    results[1] = {p.dbias, p.parameter_dtype};
+    if constexpr (Row::kSums == 3) results[2] = row_of.input_bias_gradient();
+  }
+
+  // Row `row` of the partial sums of number `s`.
+  BU_DEVICE float* row(int s, int row) const {
+    return p.partials + (static_cast<int64_t>(s) * groups.scratch_rows() + row) * p.hidden;
+  }
+
+  // By all threads of the block, after they have written its row. N: columns that a thread adds up
+  // at once; `hidden` is a multiple.
+  template <int N>
+  BU_DEVICE void finish() const {
+    finish_sums(groups, blockIdx.x, p.tickets, 0, [&](int first, int count, int to) {
+      const int hidden = static_cast<int>(p.hidden), threads = blockDim.x * blockDim.y;
+#pragma unroll
+      for (int s = 0; s < Row::kSums; ++s) {
+        if (results[s].p == nullptr) continue;
+        for (int column = (threadIdx.y * blockDim.x + threadIdx.x) * N; column < hidden;
+             column += threads * N) {
+          float sum[N] = {};
+          sum_rows<8>(sum, count, [&](int r) { return row(s, first + r) + column; });
+          if (to != kResult) {
+            store_vector<float, N>(row(s, to) + column, sum);
+            continue;
+          }
+#pragma unroll
+          for (int i = 0; i < N; ++i)
+            store_parameter(results[s].p, results[s].dtype, column + i, sum[i]);
+        }
+      }
+    });
+  }
+};
 
 template <class Row, int kVectors, bool kBlockRow, class Params>
 BU_DEVICE void backward_rows(const Params& params) {
@@ -220,24 +271,33 @@ BU_DEVICE void backward_rows(const Params& params) {
                                            columns[2] + v * kGroup);
     }
   }
-  // What the block adds to the column sums.
+  // What the block adds to the column sums: of a row held by a block each thread has its own
+  // columns, else all warps add up those of all.
+  const ColumnSums<Row> column_sums(p, row_of);
 #pragma unroll
   for (int s = 0; s < Row::kSums; ++s) {
-    if constexpr (!kBlockRow) {
-      sync_block();  // the parameters, or the sums before, are no longer read
-      sum_over_y(columns[s], 0);
-      if (threadIdx.y > 0) continue;
-    }
-    float* out = p.partials + (static_cast<int64_t>(s) * gridDim.x + blockIdx.x) * p.hidden;
+    if (column_sums.results[s].p == nullptr) continue;
+    float* const out = column_sums.row(s, blockIdx.x);
+    if constexpr (!kBlockRow) sync_block();  // the parameters, or the sums before, were read
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (share.column(v) >= hidden) break;
       float group[kGroup];
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) group[i] = columns[s][v * kGroup + i];
-      store_group<true>(out + share.column(v), group, kGroup);
+      if constexpr (kBlockRow)
+        store_group<true>(out + share.column(v), group, kGroup);
+      else
+        store_shared_row(4 * (threadIdx.y * hidden + share.column(v)), group);
+    }
+    if constexpr (!kBlockRow) {
+      sync_block();
+      sum_shared_rows<4>(0, hidden, [&](int column, const float (&sum)[4]) {
+        store_vector<float, 4>(out + column, sum);
+      });
     }
   }
+  column_sums.template finish<4>();
 }
 
 }  // namespace bert_unpad

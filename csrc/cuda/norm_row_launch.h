@@ -1,6 +1,7 @@
 // Launches of the kernels with a LayerNorm: which kernel takes a shape, and with which blocks.
 #pragma once
 
+#include "cuda/column_scratch.h"
 #include "cuda/launch.h"
 #include "cuda/norm_row_general.h"
 
@@ -9,14 +10,11 @@ namespace bert_unpad::cuda {
 inline constexpr int kLongestWideRow = 4096;
 
 // Threads of a block, and how many blocks share an SM: few enough that no kernel spills, and no
-// more than fill the device, because each block adds a row to `partials`. In the backward pass a
-// thread has up to 32 columns with three sums each.
-template <int kVectors, bool kBlockRow>
+// more than fill the device. kWarpRows: rows at once where a warp holds one.
+template <int kVectors, bool kBlockRow, int kWarpRows = 4>
 struct RowBlock {
   static constexpr bool kGeneral = kVectors == 0;
-  static constexpr int kWarpRows = 4;
-  static constexpr int kThreads = kBlockRow && !kGeneral ? 32 * kMaxRowWarps : 128;
-  static constexpr int kBackward = kGeneral ? 4 : kBlockRow ? 1 : kVectors == 1 ? 4 : 2;
+  static constexpr int kThreads = kGeneral ? 128 : 32 * (kBlockRow ? kMaxRowWarps : kWarpRows);
 
   static dim3 block(int64_t hidden) {
     if (kGeneral) return dim3(kThreads);
@@ -35,7 +33,14 @@ struct RowBlock {
   }
 };
 
-// The same in the forward pass; kOperands: tensors that a row is made of.
+// In the backward pass a thread has up to 32 columns with three sums each. The rows of few large
+// blocks are added up in shared memory: each block adds a row to `partials`.
+template <int kVectors, bool kBlockRow>
+struct BackwardBlock : RowBlock<kVectors, kBlockRow, 8> {
+  static constexpr int kBlocks = kVectors == 0 ? 4 : kBlockRow || kVectors > 1 ? 1 : 2;
+};
+
+// In the forward pass; kOperands: tensors that a row is made of.
 template <int kVectors, bool kBlockRow, int kOperands>
 inline constexpr int kForwardBlocks = kVectors == 0   ? 6
                                       : kBlockRow     ? 1
@@ -56,13 +61,12 @@ auto dispatch_row(const RowNormParams& p, bool aligned, const F& f) {
   return f.template operator()<1, true>();
 }
 
-// Rows of `partials`.
+// What `partials` and `tickets` are.
 template <class T>
-int64_t row_partial_rows(const RowNormParams& p, bool aligned, const char* op) {
-  if (p.rows == 0) return 0;
-  return dispatch_row<T>(p, aligned, [&]<int kVectors, bool kBlockRow>() -> int64_t {
-    using Block = RowBlock<kVectors, kBlockRow>;
-    return Block::grid(p, Block::kBackward, op).x;
+ColumnScratch row_scratch(const RowNormParams& p, bool aligned, const char* op) {
+  return dispatch_row<T>(p, aligned, [&]<int kVectors, bool kBlockRow>() -> ColumnScratch {
+    using Block = BackwardBlock<kVectors, kBlockRow>;
+    return column_scratch(Block::grid(p, Block::kBlocks, op).x, kSumsAtOnce);
   });
 }
 
@@ -81,12 +85,11 @@ void launch_forward_rows(const char* op, void (*kernel)(Params), const Params& p
 template <int kVectors, bool kBlockRow, class Params>
 void launch_backward_rows(const char* op, void (*kernel)(Params), const Params& p,
                           cudaStream_t stream) {
-  using Block = RowBlock<kVectors, kBlockRow>;
+  using Block = BackwardBlock<kVectors, kBlockRow>;
   const dim3 block = Block::block(p.norm.hidden);
-  const uint32_t shared = kVectors == 0
-                              ? RowSum<true>::kBytes
-                              : backward_shared_bytes<kVectors, kBlockRow>(p.norm.hidden, block);
-  launch(op, kernel, Block::grid(p.norm, Block::kBackward, op), block, shared, stream, p);
+  const uint32_t shared =
+      kVectors == 0 ? RowSum<true>::kBytes : backward_shared_bytes<kBlockRow>(p.norm.hidden, block);
+  launch(op, kernel, Block::grid(p.norm, Block::kBlocks, op), block, shared, stream, p);
 }
 
 }  // namespace bert_unpad::cuda

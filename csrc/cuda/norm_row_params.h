@@ -18,9 +18,10 @@ struct RowNormParams {
   const void* dy;
   float *mean, *rstd;  // [rows]; mean is null for RMSNorm, which takes it for 0
   void *dweight, *dbias;
-  // Scratch memory [sums, partial rows, hidden]: what each block adds to dweight, dbias and, where
-  // the operator has it, dx_bias.
+  // Scratch memory [sums, rows, hidden], of which ColumnScratch says how many rows: what each block
+  // adds to dweight, dbias and, where the operator has it, dx_bias.
   float* partials;
+  uint32_t* tickets;  // as many as ColumnScratch says (cuda/tickets.h)
 };
 
 }  // namespace bert_unpad::cuda

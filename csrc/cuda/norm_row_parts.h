@@ -87,6 +87,12 @@ struct Parameter {
   DType dtype;
 };
 
+// Where the gradient of a parameter vector goes; null where it is not wanted.
+struct Result {
+  void* p;
+  DType dtype;
+};
+
 // Parameters as fp32 in shared memory: the loop over rows has no branch on their dtype, and a row
 // held by one warp leaves no registers for them. The lower and the upper four columns of the groups
 // are apart, so that neighbouring threads read neighbouring 16 bytes.

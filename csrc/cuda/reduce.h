@@ -8,6 +8,7 @@
 
 #include "common/macros.h"
 #include "cuda/primitives.h"
+#include "cuda/vector.h"
 
 namespace bert_unpad {
 
@@ -66,6 +67,37 @@ BU_DEVICE void sum_over_y(float (&values)[N], uint32_t shared) {
         values[i] += load_shared<float>(shared + 4 * (row * width + threadIdx.x));
       }
     }
+  }
+}
+
+// A thread's N neighbouring numbers go to shared memory, 16 bytes at a time where they fill them.
+template <int N>
+BU_DEVICE void store_shared_row(uint32_t offset, const float (&x)[N] BU_SITE) {
+  constexpr int kPiece = N % 4 == 0 ? 4 : 1;
+#pragma unroll
+  for (int first = 0; first < N; first += kPiece) {
+    Vector<float, kPiece> piece;
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) piece.v[i] = x[first + i];
+    store_shared(offset + 4 * static_cast<uint32_t>(first), piece BU_FROM_SITE);
+  }
+}
+
+// Adds up [blockDim.y, columns] numbers in shared memory, which begin at offset `shared`, over the
+// rows and in their order. All threads of the block share the columns: take(column, sum) gets N
+// neighbouring ones. `columns` is a multiple of N.
+template <int N, class Take>
+BU_DEVICE void sum_shared_rows(uint32_t shared, int columns, const Take& take) {
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const int threads = blockDim.x * blockDim.y;
+  for (int column = thread * N; column < columns; column += threads * N) {
+    float sum[N] = {};
+    for (uint32_t y = 0; y < blockDim.y; ++y) {
+      const auto x = load_shared<Vector<float, N>>(shared + 4 * (y * columns + column));
+#pragma unroll
+      for (int i = 0; i < N; ++i) sum[i] += x.v[i];
+    }
+    take(column, sum);
   }
 }
 

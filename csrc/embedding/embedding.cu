@@ -2,7 +2,6 @@
 //
 // The backward pass gathers the rows again instead of storing the LayerNorm's input. It writes the
 // gradient of that input in fp32; the tables' gradients are sums of its rows.
-#include "cuda/column_sum.h"
 #include "cuda/norm_row_launch.h"
 #include "embedding/embedding_cuda.h"
 #include "embedding/table_gradient.h"
@@ -95,7 +94,8 @@ embedding_kernel(BU_PARAMS EmbeddingCudaParams p) {
 }
 
 template <class T, class P, int kVectors, bool kBlockRow>
-BU_KERNEL((RowBlock<kVectors, kBlockRow>::kThreads), (RowBlock<kVectors, kBlockRow>::kBackward))
+BU_KERNEL((BackwardBlock<kVectors, kBlockRow>::kThreads),
+          (BackwardBlock<kVectors, kBlockRow>::kBlocks))
 embedding_backward_kernel(BU_PARAMS EmbeddingCudaParams p) {
   if constexpr (kVectors == 0)
     backward_rows_general<EmbeddingRow<T, P>>(p);
@@ -132,18 +132,20 @@ void embedding_layer_norm(const EmbeddingCudaParams& p, cudaStream_t stream) {
   });
 }
 
-int64_t embedding_layer_norm_partial_rows(const EmbeddingCudaParams& p) {
-  int64_t rows = 0;
+ColumnScratch embedding_layer_norm_scratch(const EmbeddingCudaParams& p) {
+  ColumnScratch scratch{};
   dispatch_dtypes(p, [&]<class T, class P>() {
-    rows = row_partial_rows<P>(p.norm, aligned(p), kEmbeddingBackward);
+    scratch = row_scratch<P>(p.norm, aligned(p), kEmbeddingBackward);
   });
-  return rows;
+  return scratch;
 }
 
 void embedding_layer_norm_backward(const EmbeddingCudaParams& p, cudaStream_t stream) {
   const RowNormParams& norm = p.norm;
-  const int64_t chunks = embedding_layer_norm_partial_rows(p);
-  if (norm.rows > 0) {
+  if (norm.rows == 0) {
+    zero_columns(kEmbeddingBackward, norm.dweight, norm.parameter_dtype, norm.hidden, stream);
+    zero_columns(kEmbeddingBackward, norm.dbias, norm.parameter_dtype, norm.hidden, stream);
+  } else {
     dispatch_dtypes(p, [&]<class T, class P>() {
       dispatch_row<P>(norm, aligned(p), [&]<int kVectors, bool kBlockRow>() {
         launch_backward_rows<kVectors, kBlockRow>(
@@ -151,10 +153,6 @@ void embedding_layer_norm_backward(const EmbeddingCudaParams& p, cudaStream_t st
       });
     });
   }
-  column_sums(kEmbeddingBackward,
-              {{norm.partials, norm.dweight, norm.parameter_dtype},
-               {norm.partials + chunks * norm.hidden, norm.dbias, norm.parameter_dtype}},
-              chunks, norm.hidden, stream);
   TableGradientParams tables{};
   tables.sorted = sort_tokens(kEmbeddingBackward, p.tokens, p.sort_space, stream);
   tables.tokens = norm.rows;

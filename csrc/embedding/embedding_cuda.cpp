@@ -7,6 +7,7 @@
 
 #include "common/philox.h"
 #include "cuda/binding.h"
+#include "cuda/tickets.h"
 #include "embedding/arguments.h"
 
 namespace bert_unpad::cuda {
@@ -82,12 +83,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   Tensor pieces =
       torch::stable::new_empty(word, {embedding_pieces(tokens), stride}, ScalarType::Float);
   Tensor sort_space = torch::stable::new_empty(word, {token_sort_words(p.tokens)}, ScalarType::Int);
-  Tensor partials = torch::stable::new_empty(
-      word, {2, embedding_layer_norm_partial_rows(p), p.norm.hidden}, ScalarType::Float);
+  const ColumnScratch scratch = embedding_layer_norm_scratch(p);
+  Tensor partials =
+      torch::stable::new_empty(word, {2, scratch.rows, p.norm.hidden}, ScalarType::Float);
   p.dz = dz.mutable_data_ptr<float>();
   p.pieces = pieces.mutable_data_ptr<float>();
   p.sort_space = sort_space.mutable_data_ptr<int32_t>();
   p.norm.partials = partials.mutable_data_ptr<float>();
+  p.norm.tickets = tickets(op, call.stream, scratch.tickets);
   embedding_layer_norm_backward(p, call.stream);
   return {gradients[0], gradients[1], gradients[2], dweight, dbias};
 }

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "cuda/column_scratch.h"
 #include "cuda/norm_row_params.h"
 #include "embedding/token_sort.h"
 
@@ -30,11 +31,12 @@ void embedding_layer_norm(const EmbeddingCudaParams& p, cudaStream_t stream);
 // Length of an fp32 row in scratch memory: whole groups of 8 columns.
 constexpr int64_t embedding_stride(int64_t hidden) { return (hidden + 7) / 8 * 8; }
 int64_t embedding_pieces(int64_t tokens);
-// Rows of norm.partials, which has 2 sums. Needs the sizes and the activations' pointers.
-int64_t embedding_layer_norm_partial_rows(const EmbeddingCudaParams& p);
+// What norm.partials, of 2 sums, and norm.tickets are. Needs the sizes and the activations'
+// pointers.
+ColumnScratch embedding_layer_norm_scratch(const EmbeddingCudaParams& p);
 
-// No atomics: every row of a table's gradient is summed in token order, in pieces that depend on
-// the ids alone.
+// No atomic sums: every row of a table's gradient is summed in token order, in pieces that depend
+// on the ids alone.
 void embedding_layer_norm_backward(const EmbeddingCudaParams& p, cudaStream_t stream);
 
 }  // namespace bert_unpad::cuda

@@ -1,7 +1,7 @@
-// Every row of a table's gradient is the sum of the gradients of its tokens: a warp sums a row, 128
-// columns at a time, in the order of the sorted tokens.
+// Every row of a table's gradient is the sum of the gradients of its tokens, in the order of the
+// sorted tokens: a thread sums four columns of a row, and neighbours the columns beside them.
 //
-// An id with many tokens ([CLS], a token type) would keep one warp busy for long. So the sorted
+// An id with many tokens ([CLS], a token type) would keep its threads busy for long. So the sorted
 // tokens are cut into pieces of kPiece, wherever ids begin, and the tokens of an id that has more
 // than kPiece are summed in two stages: by piece, then over the pieces. A piece meets at most two
 // such ids: one that covers its first token, and one that begins later and covers its last. The
@@ -11,32 +11,15 @@
 #include <algorithm>
 
 #include "cuda/launch.h"
+#include "cuda/sum_rows.h"
 #include "cuda/vector.h"
 
 namespace bert_unpad::cuda {
 namespace {
 
-constexpr int kPiece = 128;     // tokens
-constexpr int kStrip = 32 * 4;  // columns of a warp
-constexpr int kTableWarps = 4;  // of a block
+constexpr int kPiece = 128;  // tokens
+constexpr int kTableThreads = 256, kTableBlocks = 3;
 constexpr int kRowsInFlight = 8;
-
-// Sum of `count` rows, four columns of each; row(i) is where they begin.
-template <class RowAt>
-BU_DEVICE void sum_rows(float (&sum)[4], int64_t count, const RowAt& row) {
-  for (int64_t first = 0; first < count; first += kRowsInFlight) {
-    Vector<float, 4> x[kRowsInFlight];
-#pragma unroll
-    for (int r = 0; r < kRowsInFlight; ++r)
-      if (first + r < count) x[r] = load_vector<float, 4>(row(first + r));
-#pragma unroll
-    for (int r = 0; r < kRowsInFlight; ++r) {
-      if (first + r >= count) break;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum[i] += x[r].v[i];
-    }
-  }
-}
 
 struct Run {
   int64_t begin, end;
@@ -52,71 +35,80 @@ BU_DEVICE float* piece_sum(const TableGradientParams& p, int table, int64_t piec
   return p.pieces + ((table * pieces + piece) * 2 + part) * p.stride;
 }
 
-// What a warp works on: a strip of columns of something.
-struct Unit {
-  int64_t number;
-  int64_t column;  // of this lane
-};
-BU_DEVICE Unit unit_of(int64_t stride) {
-  const int64_t strips = (stride + kStrip - 1) / kStrip;
-  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kTableWarps + threadIdx.x / 32;
-  return {warp / strips, warp % strips * kStrip + threadIdx.x % 32 * 4};
+// Which row of sums this thread works on.
+BU_DEVICE int64_t row_of_thread() {
+  return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
 }
 
-BU_KERNEL(32 * kTableWarps, 6) table_pieces_kernel(BU_PARAMS TableGradientParams p) {
+// f(column) for the groups of four columns of a row that are this thread's.
+template <class F>
+BU_DEVICE void for_columns(int64_t columns, const F& f) {
+  for (int64_t column = 4 * threadIdx.x; column < columns; column += 4 * blockDim.x) f(column);
+}
+
+// Adds up rows of dz, of the sorted tokens from `from` on.
+BU_DEVICE void sum_tokens(const TableGradientParams& p, int table, int64_t from, int64_t count,
+                          int64_t column, float (&sum)[4]) {
+  sum_rows<kRowsInFlight>(sum, count, [&](int64_t i) {
+    const int64_t token = load_global<int32_t>(p.sorted.order[table] + from + i);
+    return p.dz + token * p.stride + column;
+  });
+}
+
+BU_KERNEL(kTableThreads, kTableBlocks) table_pieces_kernel(BU_PARAMS TableGradientParams p) {
   const int table = blockIdx.y;
-  const Unit unit = unit_of(p.stride);
-  const int64_t piece = unit.number / 2, begin = piece * kPiece;
-  const int part = static_cast<int>(unit.number % 2);
-  if (begin >= p.tokens || unit.column >= p.stride) return;
+  const int64_t piece = row_of_thread() / 2, begin = piece * kPiece;
+  const int part = static_cast<int>(row_of_thread() % 2);
+  if (begin >= p.tokens) return;
   const int64_t end = begin + kPiece < p.tokens ? begin + kPiece : p.tokens;
   const int32_t id = load_global<int32_t>(p.sorted.ids[table] + (part == 0 ? begin : end - 1));
   const Run run = run_of(p, table, id);
   if (run.end - run.begin <= kPiece || (part == 1 && run.begin <= begin)) return;
   const int64_t from = run.begin > begin ? run.begin : begin, to = run.end < end ? run.end : end;
-  float sum[4] = {};
-  sum_rows(sum, to - from, [&](int64_t i) {
-    const int64_t token = load_global<int32_t>(p.sorted.order[table] + from + i);
-    return p.dz + token * p.stride + unit.column;
+  for_columns(p.stride, [&](int64_t column) {
+    float sum[4] = {};
+    sum_tokens(p, table, from, to - from, column, sum);
+    store_vector<float, 4>(piece_sum(p, table, piece, part) + column, sum);
   });
-  store_vector<float, 4>(piece_sum(p, table, piece, part) + unit.column, sum);
 }
 
 template <class P, bool kWide>
-BU_KERNEL(32 * kTableWarps, 6)
+BU_KERNEL(kTableThreads, kTableBlocks)
 table_rows_kernel(BU_PARAMS TableGradientParams p) {
-  const Unit unit = unit_of(p.stride);
-  int64_t id = unit.number;
+  int64_t id = row_of_thread();
   int table = 0;
   for (; table < kTables && id >= p.entries[table]; ++table) id -= p.entries[table];
-  if (table == kTables || unit.column >= p.hidden) return;
+  if (table == kTables) return;
   const Run run = run_of(p, table, id);
-  float sum[4] = {};
-  if (run.end - run.begin <= kPiece) {
-    sum_rows(sum, run.end - run.begin, [&](int64_t i) {
-      const int64_t token = load_global<int32_t>(p.sorted.order[table] + run.begin + i);
-      return p.dz + token * p.stride + unit.column;
-    });
-  } else {
-    const int64_t first = run.begin / kPiece, last = (run.end - 1) / kPiece;
-    sum_rows(sum, last - first + 1, [&](int64_t i) {
-      const int part = i == 0 && run.begin % kPiece != 0 ? 1 : 0;
-      return piece_sum(p, table, first + i, part) + unit.column;
-    });
-  }
-  P* out = static_cast<P*>(p.tables[table]) + id * p.hidden + unit.column;
-  if constexpr (kWide) {
-    store_vector<P, 4>(out, sum);
-  } else {
+  const int64_t first = run.begin / kPiece, last = (run.end - 1) / kPiece;  // pieces
+  P* const out = static_cast<P*>(p.tables[table]) + id * p.hidden;
+  for_columns(p.hidden, [&](int64_t column) {
+    float sum[4] = {};
+    if (run.end - run.begin <= kPiece) {
+      sum_tokens(p, table, run.begin, run.end - run.begin, column, sum);
+    } else {
+      sum_rows<kRowsInFlight>(sum, last - first + 1, [&](int64_t i) {
+        const int part = i == 0 && run.begin % kPiece != 0 ? 1 : 0;
+        return piece_sum(p, table, first + i, part) + column;
+      });
+    }
+    if constexpr (kWide) {
+      store_vector<P, 4>(out + column, sum);
+    } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (unit.column + i < p.hidden) store_global<P>(out + i, from_float<P>(sum[i]));
-  }
+      for (int i = 0; i < 4; ++i)
+        if (column + i < p.hidden) store_global<P>(out + column + i, from_float<P>(sum[i]));
+    }
+  });
 }
 
-dim3 grid_of(int64_t units, int64_t stride, unsigned tables) {
-  const int64_t warps = units * ((stride + kStrip - 1) / kStrip);
-  return dim3(static_cast<unsigned>((warps + kTableWarps - 1) / kTableWarps), tables);
+// A row's threads side by side, and several rows where they are short.
+dim3 block_of(int64_t stride) {
+  const auto width = static_cast<unsigned>(std::min<int64_t>(kTableThreads, stride / 4));
+  return dim3(width, kTableThreads / width);
+}
+dim3 grid_of(int64_t rows, dim3 block, unsigned tables) {
+  return dim3(static_cast<unsigned>((rows + block.y - 1) / block.y), tables);
 }
 
 }  // namespace
@@ -126,18 +118,17 @@ int64_t table_gradient_pieces(int64_t tokens) {
 }
 
 void table_gradients(const char* op, const TableGradientParams& p, cudaStream_t stream) {
-  const dim3 block(32 * kTableWarps);
+  const dim3 block = block_of(p.stride);
   if (p.tokens > 0)
     launch(op, table_pieces_kernel,
-           grid_of(table_gradient_pieces(p.tokens) / kTables, p.stride, kTables), block, 0, stream,
-           p);
+           grid_of(table_gradient_pieces(p.tokens) / kTables, block, kTables), block, 0, stream, p);
   const int64_t entries = p.entries[0] + p.entries[1] + p.entries[2];
   if (entries == 0) return;
   bool wide = p.hidden % 4 == 0;
   for (const void* table : p.tables) wide = wide && is_aligned(table, 16);
   dispatch(p.dtype, [&]<class P>() {
     launch(op, wide ? table_rows_kernel<P, true> : table_rows_kernel<P, false>,
-           grid_of(entries, p.stride, 1), block, 0, stream, p);
+           grid_of(entries, block, 1), block, 0, stream, p);
   });
 }
 

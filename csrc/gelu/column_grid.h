@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 
 #include "cuda/launch.h"
 
@@ -20,17 +21,13 @@ int vector_width(const Params& p, int64_t width) {
   return aligned ? elements : 1;
 }
 
+// `most_bytes`: of a row that a block takes.
 template <class Params>
-ColumnGrid column_grid(const Params& p, int64_t width, const char* op, int blocks_per_sm) {
-  return ColumnGrid(p.rows, width / vector_width(p, width),
-                    static_cast<int64_t>(sm_count(op)) * blocks_per_sm);
-}
-
-// Rows of partial sums that the backward kernel writes for the bias: one for each block of a
-// column.
-template <class Params>
-int64_t partial_rows(const Params& p, int64_t width, const char* op, int blocks_per_sm) {
-  return p.rows == 0 || width == 0 ? 0 : column_grid(p, width, op, blocks_per_sm).grid.y;
+ColumnGrid column_grid(const Params& p, int64_t width, const char* op, int blocks_per_sm,
+                       int64_t most_bytes = std::numeric_limits<int64_t>::max()) {
+  const int vector = vector_width(p, width);
+  return ColumnGrid(p.rows, width / vector, static_cast<int64_t>(sm_count(op)) * blocks_per_sm,
+                    most_bytes / (vector * element_size(p.dtype)));
 }
 
 }  // namespace bert_unpad::cuda

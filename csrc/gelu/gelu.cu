@@ -3,10 +3,9 @@
 //
 // A thread keeps its columns and walks down the rows, so the bias stays in registers and its
 // gradient is summed in registers: first over a thread's rows, then over the block, then over the
-// blocks by column_sum. The backward pass recomputes x + bias instead of storing it.
-#include "cuda/column_sum.h"
-#include "cuda/reduce.h"
+// blocks by the last of them. The backward pass recomputes x + bias instead of storing it.
 #include "cuda/vector.h"
+#include "gelu/bias_gradient.h"
 #include "gelu/column_grid.h"
 #include "gelu/gelu_cuda.h"
 #include "gelu/gelu_math.h"
@@ -17,8 +16,8 @@ namespace {
 constexpr const char* kForward = "bias_gelu";
 constexpr const char* kBackward = "bias_gelu_backward";
 
-// Blocks on an SM: enough to fill the device, while more would only enlarge `partials`; 8 in the
-// backward pass leave 64 registers a thread, which spills in bf16 on sm_90a.
+// Blocks on an SM: enough to fill the device; 8 in the backward pass leave 64 registers a thread,
+// which spills in bf16 on sm_90a.
 constexpr int kForwardBlocks = 8, kBackwardBlocks = 6;
 // Rows that a thread has in flight. Not measured: they keep about 64 and 48 KiB of loads in flight
 // on an SM, where an H100 needs some 20 KiB to hide its memory's latency.
@@ -63,7 +62,7 @@ BU_KERNEL(ColumnGrid::kThreads, kBackwardBlocks)
 bias_gelu_backward_kernel(BU_PARAMS GeluCudaParams p) {
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
   const bool inside = column < p.columns;
-  float sum[N] = {};
+  float sum[1][N] = {};
   if (inside) {
     float bias[N];
     load_bias(p, column, bias);
@@ -88,16 +87,13 @@ bias_gelu_backward_kernel(BU_PARAMS GeluCudaParams p) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           out[i] = to_float(grad[r].v[i]) * gelu_derivative<kTanh>(to_float(in[r].v[i]) + bias[i]);
-          sum[i] += out[i];
+          sum[0][i] += out[i];
         }
         store_vector<T, N>(dx + (row + r * step) * p.columns, out);
       }
     }
   }
-  if (p.partials == nullptr) return;
-  sum_over_y(sum, 0);
-  if (threadIdx.y == 0 && inside)
-    store_vector<float, N>(p.partials + blockIdx.y * p.columns + column, sum);
+  if (p.dbias != nullptr) finish_bias_gradient(p, p.columns, sum);
 }
 
 // f.operator()<T, elements per thread, tanh>()
@@ -123,21 +119,18 @@ void bias_gelu(const GeluCudaParams& p, cudaStream_t stream) {
   });
 }
 
-int64_t bias_gelu_partial_rows(const GeluCudaParams& p) {
-  return partial_rows(p, p.columns, kBackward, kBackwardBlocks);
+ColumnScratch bias_gelu_scratch(const GeluCudaParams& p) {
+  return bias_gradient_scratch(p, p.columns, kBackward, kBackwardBlocks);
 }
 
 void bias_gelu_backward(const GeluCudaParams& p, cudaStream_t stream) {
-  const int64_t chunks = bias_gelu_partial_rows(p);
-  if (chunks > 0) {
-    const ColumnGrid g = column_grid(p, p.columns, kBackward, kBackwardBlocks);
-    dispatch_kernel(p, [&]<class T, int N, bool kTanh>() {
-      launch(kBackward, bias_gelu_backward_kernel<T, N, kTanh>, g.grid, g.block,
-             sum_over_y_bytes(g.block.x, g.block.y, N), stream, p);
-    });
-  }
-  if (p.dbias != nullptr)
-    column_sum(kBackward, p.partials, chunks, p.columns, p.dbias, p.bias_dtype, stream);
+  if (p.rows == 0 || p.columns == 0)
+    return zero_columns(kBackward, p.dbias, p.bias_dtype, p.columns, stream);
+  const ColumnGrid g = backward_grid(p, p.columns, kBackward, kBackwardBlocks);
+  dispatch_kernel(p, [&]<class T, int N, bool kTanh>() {
+    launch(kBackward, bias_gelu_backward_kernel<T, N, kTanh>, g.grid, g.block,
+           bias_gradient_shared_bytes<N, 1>(), stream, p);
+  });
 }
 
 }  // namespace bert_unpad::cuda

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "cuda/binding.h"
+#include "cuda/tickets.h"
 
 namespace bert_unpad::cuda {
 namespace {
@@ -48,10 +49,11 @@ std::tuple<Tensor, Tensor> backward(Tensor dy, Tensor x, std::optional<Tensor> b
   p.dx = dx.mutable_data_ptr();
   // Allocated even where it stays unused; it must outlive the launch only in stream order, which
   // PyTorch's allocator keeps.
-  Tensor partials = torch::stable::new_empty(x, {bias ? bias_gelu_partial_rows(p) : 0, p.columns},
-                                             ScalarType::Float);
+  const ColumnScratch scratch = bias ? bias_gelu_scratch(p) : ColumnScratch{};
+  Tensor partials = torch::stable::new_empty(x, {scratch.rows, p.columns}, ScalarType::Float);
   if (bias) {
     p.partials = partials.mutable_data_ptr<float>();
+    p.tickets = tickets(op, call.stream, scratch.tickets);
     p.dbias = dbias.mutable_data_ptr();
   }
   bias_gelu_backward(p, call.stream);

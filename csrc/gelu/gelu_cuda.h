@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/types.h"
+#include "cuda/column_scratch.h"
 
 namespace bert_unpad::cuda {
 
@@ -18,17 +19,18 @@ struct GeluCudaParams {
   const void* dy;
   void *y, *dx;
   void* dbias;      // null where there is no bias
-  float* partials;  // [bias_gelu_partial_rows(...), columns]: scratch memory of dbias
+  float* partials;  // [rows of bias_gelu_scratch(...), columns]: scratch memory of dbias
+  uint32_t* tickets;
   bool tanh;
 };
 
 void bias_gelu(const GeluCudaParams& p, cudaStream_t stream);
 
-// Rows of `partials`. Needs dtype, rows, columns, and the activations' pointers.
-int64_t bias_gelu_partial_rows(const GeluCudaParams& p);
+// What `partials` and `tickets` are. Needs dtype, rows, columns, and the activations' pointers.
+ColumnScratch bias_gelu_scratch(const GeluCudaParams& p);
 
-// dx = dy * gelu'(x + bias) and dbias = the columns' sums of dx before rounding. No atomics: the
-// same inputs give the same bits on the same device.
+// dx = dy * gelu'(x + bias) and dbias = the columns' sums of dx before rounding. No atomic sums:
+// the same inputs give the same bits on the same device.
 void bias_gelu_backward(const GeluCudaParams& p, cudaStream_t stream);
 
 }  // namespace bert_unpad::cuda

@@ -4,9 +4,8 @@
 //
 // As in gelu.cu a thread keeps its columns, of both halves, and walks down the rows; the backward
 // pass computes both halves' gradients from one activation, of which nothing was kept.
-#include "cuda/column_sum.h"
-#include "cuda/reduce.h"
 #include "cuda/vector.h"
+#include "gelu/bias_gradient.h"
 #include "gelu/column_grid.h"
 #include "gelu/gelu_math.h"
 #include "gelu/glu_cuda.h"
@@ -76,7 +75,7 @@ BU_KERNEL(ColumnGrid::kThreads, kBackwardBlocks)
 glu_backward_kernel(BU_PARAMS GluCudaParams p) {
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
   const bool inside = column < p.width;
-  Halves<N> sum = {};
+  float sum[2][N] = {};  // of both halves
   if (inside) {
     Halves<N> bias;
     load_bias(p, column, bias);
@@ -96,22 +95,14 @@ glu_backward_kernel(BU_PARAMS GluCudaParams p) {
         const float d = to_float(grad.v[i]);
         out.value[i] = d * (to_float(gate.v[i]) + bias.gate[i]) * slope;
         out.gate[i] = d * act;
-        sum.value[i] += out.value[i];
-        sum.gate[i] += out.gate[i];
+        sum[0][i] += out.value[i];
+        sum[1][i] += out.gate[i];
       }
       store_vector<T, N>(dx + row * 2 * p.width, out.value);
       store_vector<T, N>(dx + (row * 2 + 1) * p.width, out.gate);
     }
   }
-  if (p.partials == nullptr) return;
-  sum_over_y(sum.value, 0);
-  sync_block();  // the first half's sums are no longer read
-  sum_over_y(sum.gate, 0);
-  if (threadIdx.y == 0 && inside) {
-    float* partials = p.partials + blockIdx.y * 2 * p.width + column;
-    store_vector<float, N>(partials, sum.value);
-    store_vector<float, N>(partials + p.width, sum.gate);
-  }
+  if (p.dbias != nullptr) finish_bias_gradient(p, p.width, sum);
 }
 
 // f.operator()<kind>()
@@ -151,21 +142,18 @@ void glu(const GluCudaParams& p, cudaStream_t stream) {
   });
 }
 
-int64_t glu_partial_rows(const GluCudaParams& p) {
-  return partial_rows(p, p.width, kBackward, kBackwardBlocks);
+ColumnScratch glu_scratch(const GluCudaParams& p) {
+  return bias_gradient_scratch(p, p.width, kBackward, kBackwardBlocks);
 }
 
 void glu_backward(const GluCudaParams& p, cudaStream_t stream) {
-  const int64_t chunks = glu_partial_rows(p);
-  if (chunks > 0) {
-    const ColumnGrid g = column_grid(p, p.width, kBackward, kBackwardBlocks);
-    dispatch_kernel(p, [&]<class T, int N, GluKind kKind>() {
-      launch(kBackward, glu_backward_kernel<T, N, kKind>, g.grid, g.block,
-             sum_over_y_bytes(g.block.x, g.block.y, N), stream, p);
-    });
-  }
-  if (p.dbias != nullptr)
-    column_sum(kBackward, p.partials, chunks, 2 * p.width, p.dbias, p.bias_dtype, stream);
+  if (p.rows == 0 || p.width == 0)
+    return zero_columns(kBackward, p.dbias, p.bias_dtype, 2 * p.width, stream);
+  const ColumnGrid g = backward_grid(p, p.width, kBackward, kBackwardBlocks);
+  dispatch_kernel(p, [&]<class T, int N, GluKind kKind>() {
+    launch(kBackward, glu_backward_kernel<T, N, kKind>, g.grid, g.block,
+           bias_gradient_shared_bytes<N, 2>(), stream, p);
+  });
 }
 
 }  // namespace bert_unpad::cuda

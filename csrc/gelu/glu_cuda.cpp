@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "cuda/binding.h"
+#include "cuda/tickets.h"
 #include "gelu/glu_arguments.h"
 
 namespace bert_unpad::cuda {
@@ -40,10 +41,11 @@ std::tuple<Tensor, Tensor> backward(Tensor dy, Tensor x, std::optional<Tensor> b
   Tensor dbias = torch::stable::new_empty(bias ? *bias : x, {bias ? 2 * p.width : 0});
   p.dy = dy.const_data_ptr();
   p.dx = dx.mutable_data_ptr();
-  Tensor partials =
-      torch::stable::new_empty(x, {bias ? glu_partial_rows(p) : 0, 2 * p.width}, ScalarType::Float);
+  const ColumnScratch scratch = bias ? glu_scratch(p) : ColumnScratch{};
+  Tensor partials = torch::stable::new_empty(x, {scratch.rows, 2 * p.width}, ScalarType::Float);
   if (bias) {
     p.partials = partials.mutable_data_ptr<float>();
+    p.tickets = tickets(op, call.stream, scratch.tickets);
     p.dbias = dbias.mutable_data_ptr();
   }
   glu_backward(p, call.stream);

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/types.h"
+#include "cuda/column_scratch.h"
 #include "gelu/glu_kind.h"
 
 namespace bert_unpad::cuda {
@@ -21,15 +22,16 @@ struct GluCudaParams {
   const void* dy;
   void *y, *dx;
   void* dbias;      // null where there is no bias
-  float* partials;  // [glu_partial_rows(...), 2 * width]: scratch memory of dbias
+  float* partials;  // [rows of glu_scratch(...), 2 * width]: scratch memory of dbias
+  uint32_t* tickets;
 };
 
 void glu(const GluCudaParams& p, cudaStream_t stream);
 
-// Rows of `partials`. Needs dtype, rows, width, and the activations' pointers.
-int64_t glu_partial_rows(const GluCudaParams& p);
+// What `partials` and `tickets` are. Needs dtype, rows, width, and the activations' pointers.
+ColumnScratch glu_scratch(const GluCudaParams& p);
 
-// dx, and dbias = the columns' sums of dx before rounding. No atomics: the same inputs give the
+// dx, and dbias = the columns' sums of dx before rounding. No atomic sums: the same inputs give the
 // same bits on the same device.
 void glu_backward(const GluCudaParams& p, cudaStream_t stream);
 

@@ -6,7 +6,6 @@
 // the backward pass reads.
 #include "norm/norm_cuda.h"
 
-#include "cuda/column_sum.h"
 #include "cuda/norm_row_launch.h"
 
 namespace bert_unpad::cuda {
@@ -35,6 +34,7 @@ class AddRow {
   BU_DEVICE void begin(int64_t row) { begin_ = row * p_.norm.hidden; }
 
   BU_DEVICE Parameter input_bias() const { return {p_.x_bias, p_.x_bias_dtype}; }
+  BU_DEVICE Result input_bias_gradient() const { return {p_.dx_bias, p_.x_bias_dtype}; }
 
   template <bool kWide>
   BU_DEVICE Raw load(int column, int count) const {
@@ -119,7 +119,8 @@ layer_norm_kernel(BU_PARAMS NormCudaParams p) {
 }
 
 template <class T, bool kOfSum, int kVectors, bool kBlockRow>
-BU_KERNEL((RowBlock<kVectors, kBlockRow>::kThreads), (RowBlock<kVectors, kBlockRow>::kBackward))
+BU_KERNEL((BackwardBlock<kVectors, kBlockRow>::kThreads),
+          (BackwardBlock<kVectors, kBlockRow>::kBlocks))
 layer_norm_backward_kernel(BU_PARAMS NormCudaParams p) {
   if constexpr (kVectors == 0)
     backward_rows_general<AddRow<T, kOfSum>>(p);
@@ -147,33 +148,30 @@ void dropout_add_layer_norm(const NormCudaParams& p, cudaStream_t stream) {
   });
 }
 
-int64_t dropout_add_layer_norm_partial_rows(const NormCudaParams& p) {
-  int64_t rows = 0;
+ColumnScratch dropout_add_layer_norm_scratch(const NormCudaParams& p) {
+  ColumnScratch scratch{};
   dispatch(p.norm.dtype,
-           [&]<class T>() { rows = row_partial_rows<T>(p.norm, aligned(p), kBackward); });
-  return rows;
+           [&]<class T>() { scratch = row_scratch<T>(p.norm, aligned(p), kBackward); });
+  return scratch;
 }
 
 void dropout_add_layer_norm_backward(const NormCudaParams& p, cudaStream_t stream) {
   const RowNormParams& norm = p.norm;
-  const int64_t chunks = dropout_add_layer_norm_partial_rows(p);
-  if (norm.rows > 0) {
-    dispatch(norm.dtype, [&]<class T>() {
-      dispatch_row<T>(norm, aligned(p), [&]<int kVectors, bool kBlockRow>() {
-        launch_backward_rows<kVectors, kBlockRow>(
-            kBackward,
-            p.of_sum ? layer_norm_backward_kernel<T, true, kVectors, kBlockRow>
-                     : layer_norm_backward_kernel<T, false, kVectors, kBlockRow>,
-            p, stream);
-      });
-    });
+  if (norm.rows == 0) {
+    zero_columns(kBackward, norm.dweight, norm.parameter_dtype, norm.hidden, stream);
+    zero_columns(kBackward, norm.dbias, norm.parameter_dtype, norm.hidden, stream);
+    zero_columns(kBackward, p.dx_bias, p.x_bias_dtype, norm.hidden, stream);
+    return;
   }
-  const int64_t sum = chunks * norm.hidden;
-  column_sums(kBackward,
-              {{norm.partials, norm.dweight, norm.parameter_dtype},
-               {norm.partials + sum, norm.dbias, norm.parameter_dtype},
-               {norm.partials + 2 * sum, p.dx_bias, p.x_bias_dtype}},
-              chunks, norm.hidden, stream);
+  dispatch(norm.dtype, [&]<class T>() {
+    dispatch_row<T>(norm, aligned(p), [&]<int kVectors, bool kBlockRow>() {
+      launch_backward_rows<kVectors, kBlockRow>(
+          kBackward,
+          p.of_sum ? layer_norm_backward_kernel<T, true, kVectors, kBlockRow>
+                   : layer_norm_backward_kernel<T, false, kVectors, kBlockRow>,
+          p, stream);
+    });
+  });
 }
 
 }  // namespace bert_unpad::cuda

@@ -6,6 +6,7 @@
 
 #include "common/philox.h"
 #include "cuda/binding.h"
+#include "cuda/tickets.h"
 #include "norm/arguments.h"
 
 namespace bert_unpad::cuda {
@@ -72,9 +73,11 @@ Gradients run_backward(NormCudaParams& p, const Tensor& x, const std::optional<T
     p.dx_bias = dx_bias.mutable_data_ptr();
     p.x_bias_dtype = storage_dtype(*x_bias, op, "x_bias");
   }
-  Tensor partials = torch::stable::new_empty(
-      x, {3, dropout_add_layer_norm_partial_rows(p), p.norm.hidden}, ScalarType::Float);
+  const ColumnScratch scratch = dropout_add_layer_norm_scratch(p);
+  Tensor partials =
+      torch::stable::new_empty(x, {3, scratch.rows, p.norm.hidden}, ScalarType::Float);
   p.norm.partials = partials.mutable_data_ptr<float>();
+  p.norm.tickets = tickets(op, call.stream, scratch.tickets);
   dropout_add_layer_norm_backward(p, call.stream);
   return {dx, dresidual, dx_bias, dweight, dbias};
 }

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "cuda/column_scratch.h"
 #include "cuda/norm_row_params.h"
 
 namespace bert_unpad::cuda {
@@ -25,10 +26,11 @@ struct NormCudaParams {
 
 void dropout_add_layer_norm(const NormCudaParams& p, cudaStream_t stream);
 
-// Rows of `norm.partials`, which has 3 sums. Needs the sizes and the activations' pointers.
-int64_t dropout_add_layer_norm_partial_rows(const NormCudaParams& p);
+// What `norm.partials`, of 3 sums, and `norm.tickets` are. Needs the sizes and the activations'
+// pointers.
+ColumnScratch dropout_add_layer_norm_scratch(const NormCudaParams& p);
 
-// No atomics: the same inputs give the same bits on the same device.
+// No atomic sums: the same inputs give the same bits on the same device.
 void dropout_add_layer_norm_backward(const NormCudaParams& p, cudaStream_t stream);
 
 }  // namespace bert_unpad::cuda

@@ -30,6 +30,14 @@ inline void sync_block(block_model::Site site = block_model::Site::current()) {
 
 inline uint32_t hold(uint32_t value) { return value; }
 
+inline uint32_t take_ticket(uint32_t* counter, uint32_t last,
+                            block_model::Site site = block_model::Site::current()) {
+  block_model::global_memory.check(counter, sizeof(uint32_t), true, "atomic operation", site);
+  const uint32_t taken = *counter;
+  *counter = taken >= last ? 0 : taken + 1;
+  return taken;
+}
+
 inline void sync_warp(block_model::Site site = block_model::Site::current()) {
   if (!block_model::sites.pass("sync_warp", site)) return;
   char nothing = 0;

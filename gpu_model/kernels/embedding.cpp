@@ -1,7 +1,6 @@
 // embedding_layer_norm, and the sort in its backward pass, on the model of a block.
 #include "gpu_model/block/c_api.h"
 //
-#include "cuda/column_sum.cu"
 #include "embedding/embedding.cu"
 #include "embedding/table_gradient.cu"
 #include "embedding/token_sort.cu"
@@ -15,13 +14,16 @@ BU_EXPORT int embedding_forward(const EmbeddingCudaParams* p) {
       [&] { bert_unpad::cuda::embedding_layer_norm(*p, nullptr); });
 }
 
-// Rows of partials and of pieces, 32-bit words for the sort, floats of a row of scratch memory.
+// Rows of partials and of pieces, 32-bit words for the sort, floats of a row of scratch memory,
+// tickets.
 BU_EXPORT int embedding_scratch(const EmbeddingCudaParams* p, int64_t* sizes) {
   return bert_unpad::block_model::guarded([&] {
-    sizes[0] = bert_unpad::cuda::embedding_layer_norm_partial_rows(*p);
+    const auto [rows, tickets] = bert_unpad::cuda::embedding_layer_norm_scratch(*p);
+    sizes[0] = rows;
     sizes[1] = bert_unpad::cuda::embedding_pieces(p->norm.rows);
     sizes[2] = bert_unpad::cuda::token_sort_words(p->tokens);
     sizes[3] = bert_unpad::cuda::embedding_stride(p->norm.hidden);
+    sizes[4] = tickets;
   });
 }
 

@@ -1,7 +1,6 @@
 // glu on the model of a block.
 #include "gpu_model/block/c_api.h"
 //
-#include "cuda/column_sum.cu"
 #include "gelu/glu.cu"
 
 using bert_unpad::cuda::GluCudaParams;
@@ -12,8 +11,13 @@ BU_EXPORT int glu_forward(const GluCudaParams* p) {
   return bert_unpad::block_model::guarded([&] { bert_unpad::cuda::glu(*p, nullptr); });
 }
 
-BU_EXPORT int glu_partial_rows(const GluCudaParams* p, int64_t* rows) {
-  return bert_unpad::block_model::guarded([&] { *rows = bert_unpad::cuda::glu_partial_rows(*p); });
+// Rows of partials, and tickets.
+BU_EXPORT int glu_scratch(const GluCudaParams* p, int64_t* sizes) {
+  return bert_unpad::block_model::guarded([&] {
+    const auto [rows, tickets] = bert_unpad::cuda::glu_scratch(*p);
+    sizes[0] = rows;
+    sizes[1] = tickets;
+  });
 }
 
 BU_EXPORT int glu_backward(const GluCudaParams* p) {

@@ -1,7 +1,6 @@
 // dropout_add_layer_norm on the model of a block.
 #include "gpu_model/block/c_api.h"
 //
-#include "cuda/column_sum.cu"
 #include "norm/norm.cu"
 
 using bert_unpad::cuda::NormCudaParams;
@@ -13,9 +12,13 @@ BU_EXPORT int norm_forward(const NormCudaParams* p) {
       [&] { bert_unpad::cuda::dropout_add_layer_norm(*p, nullptr); });
 }
 
-BU_EXPORT int norm_partial_rows(const NormCudaParams* p, int64_t* rows) {
-  return bert_unpad::block_model::guarded(
-      [&] { *rows = bert_unpad::cuda::dropout_add_layer_norm_partial_rows(*p); });
+// Rows of partials, and tickets.
+BU_EXPORT int norm_scratch(const NormCudaParams* p, int64_t* sizes) {
+  return bert_unpad::block_model::guarded([&] {
+    const auto [rows, tickets] = bert_unpad::cuda::dropout_add_layer_norm_scratch(*p);
+    sizes[0] = rows;
+    sizes[1] = tickets;
+  });
 }
 
 BU_EXPORT int norm_backward(const NormCudaParams* p) {

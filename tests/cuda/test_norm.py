@@ -194,6 +194,28 @@ def test_same_bits_every_time(hidden: int) -> None:
         assert_same_bits(run(ops, inputs, dy, 0.1), first)
 
 
+def test_streams_and_graphs_at_once_keep_their_counts_apart() -> None:
+    """The kernels' last blocks are found by counters that kernels at the same time do not share."""
+    torch.manual_seed(6)
+    inputs, dy = draw((3000, 256), torch.bfloat16)
+    want = run(ops, inputs, dy, 0.1)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(ops, inputs, dy, 0.1)
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(20):
+        with torch.cuda.stream(streams[0]):
+            graph.replay()
+        for stream in streams[1:]:
+            with torch.cuda.stream(stream):
+                results.append(run(ops, inputs, dy, 0.1))
+    torch.cuda.synchronize()
+    for result in (captured, *results):
+        assert_same_bits(result, want)
+
+
 def test_runs_on_the_current_stream() -> None:
     torch.manual_seed(7)
     inputs, dy = draw((512, 1024), torch.bfloat16)

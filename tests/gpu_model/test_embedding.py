@@ -160,6 +160,6 @@ def test_every_barrier_is_needed(kernels) -> None:
     torch.manual_seed(5)
     ids, params, dy = draw(40, 16, torch.float32, torch.bfloat16)
     sites = assert_every_site_is_needed(kernels, lambda: run(ids, params, dy, 0.1))
-    # Of the rows 3, of column sums 1, of the sort 3 in warps and 3 in a block.
+    # Of the rows 4, of their ticket 2, of the sort 3 in warps and 3 in a block.
     assert [site.kind for site in sites].count("sync_warp") == 3
-    assert len(sites) == 10, sites
+    assert len(sites) == 12, sites

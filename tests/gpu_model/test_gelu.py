@@ -31,13 +31,14 @@ def run_gelu(model, dtype, bias_dtype, shape, tanh, seed=0):
         model.register(tensor, writable=False)
     for tensor in (y, dx, dbias):
         model.register(tensor)
-    count = ctypes.c_int64()
-    sizes = (DTYPES[dtype], rows, columns)
-    model.call("gelu_partial_rows", *sizes, x, dy, dx, ctypes.byref(count))
-    partials = model.register(torch.empty(count.value, columns))
+    scratch = (ctypes.c_int64 * 2)()
+    model.call("gelu_scratch", DTYPES[dtype], rows, columns, x, dy, dx, scratch)
+    partials = model.register(torch.full((scratch[0], columns), torch.nan))
+    tickets = model.register(torch.zeros(scratch[1], dtype=torch.int32))
     common = (DTYPES[dtype], DTYPES[bias_dtype], rows, columns, tanh, x, bias)
     model.call("gelu_forward", *common, y)
-    model.call("gelu_backward", *common, dy, dx, dbias, partials)
+    model.call("gelu_backward", *common, dy, dx, dbias, partials, tickets)
+    assert not tickets.any()
     return x, dy, bias, y, dx, dbias
 
 
@@ -68,8 +69,30 @@ def test_bias_gelu_kernels(gelu, shape, dtype, tanh):
         assert all(torch.equal(result, results[0]) for result in results)
 
 
+def test_sums_over_many_blocks(gelu):
+    """More than are added up at once."""
+    gelu.set_device(multiprocessors=7)
+    results = []
+    for policy in POLICIES:
+        gelu.configure(policy, seed=3)
+        x, dy, bias, _, _, dbias = run_gelu(gelu, torch.float32, torch.float32, (5000, 4), True)
+        u, b = (t.double().requires_grad_() for t in (x, bias))
+        F.gelu(u + b, approximate="tanh").backward(dy.double())
+        torch.testing.assert_close(dbias.double(), b.grad, rtol=1e-5, atol=1e-4)
+        results.append(dbias)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_scratch_memory_of_a_large_layer(gelu):
+    """The counts of docs/development/column-sums.md."""
+    gelu.set_device(multiprocessors=132)
+    sizes = (ctypes.c_int64 * 2)()
+    gelu.call("gelu_scratch", DTYPES[torch.bfloat16], 12288, 4096, None, None, None, sizes)
+    assert list(sizes) == [24, 32 * 2]
+
+
 def test_every_barrier_of_bias_gelu_is_needed(gelu):
     gelu.set_device()
     arguments = (torch.bfloat16, torch.float32, (37, 24), False)
     sites = assert_every_site_is_needed(gelu, lambda: run_gelu(gelu, *arguments), seeds=range(5))
-    assert [site.kind for site in sites] == ["sync_block"]
+    assert [site.kind for site in sites] == ["sync_block"] * 3

@@ -27,6 +27,7 @@ class GluCudaParams(ctypes.Structure):
         ("bias_dtype", ctypes.c_int),
         *((name, ctypes.c_int64) for name in ("kind", "rows", "width")),
         *((name, ctypes.c_void_p) for name in ("x", "bias", "dy", "y", "dx", "dbias", "partials")),
+        ("tickets", ctypes.c_void_p),
     )
 
 
@@ -45,11 +46,14 @@ def run_glu(kernels, x: Tensor, bias: Tensor | None, dy: Tensor, kind: str) -> l
         *(buffers.read(t) for t in (x, bias, dy)), *(buffers.write(t) for t in (y, dx, dbias)),
     )  # fmt: skip
     kernels.call("glu_forward", ctypes.byref(params))
+    scratch = (ctypes.c_int64 * 2)()
     if bias is not None:
-        count = ctypes.c_int64()
-        kernels.call("glu_partial_rows", ctypes.byref(params), ctypes.byref(count))
-        params.partials = buffers.write(torch.empty(count.value, x.shape[1]))
-    kernels.call("glu_backward", ctypes.byref(params))
+        kernels.call("glu_scratch", ctypes.byref(params), scratch)
+    rows, tickets = scratch
+    if bias is not None:
+        params.partials = buffers.write(torch.empty(rows, x.shape[1]))
+    with buffers.tickets(tickets) as params.tickets:
+        kernels.call("glu_backward", ctypes.byref(params))
     return [t for t in (y, dx, dbias) if t is not None]
 
 
@@ -86,6 +90,20 @@ def test_matches_the_reference(kernels, shape, dtype, kind):
             assert all(torch.equal(a, b) for a, b in zip(run[:2], runs[0][:2], strict=True))
 
 
+def test_sums_over_many_blocks(kernels):
+    """More than are added up at once."""
+    x, bias, dy = draw(5000, 4, torch.float32)
+    wide = [t.double().requires_grad_() for t in (x, bias)]
+    reference.glu(wide[0], "silu", wide[1]).backward(dy.double())
+    kernels.set_device(multiprocessors=7)
+    results = []
+    for policy in POLICIES:
+        kernels.configure(policy, seed=3)
+        results.append(run_glu(kernels, x, bias, dy, "silu")[2])
+        torch.testing.assert_close(results[-1].double(), wide[1].grad, rtol=1e-5, atol=1e-3)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
 def test_addresses_that_do_not_allow_vector_loads(kernels):
     x, bias, dy = draw(5, 16, torch.bfloat16)
     want = run_glu(kernels, x, bias, dy, "silu")
@@ -101,4 +119,4 @@ def test_every_barrier_is_needed(kernels):
     sites = assert_every_site_is_needed(
         kernels, lambda: run_glu(kernels, x, bias, dy, "gelu"), seeds=range(5)
     )
-    assert [site.kind for site in sites] == ["sync_block"] * 2
+    assert [site.kind for site in sites] == ["sync_block"] * 3

@@ -6,6 +6,8 @@ every order of threads, and a check that each barrier is needed.
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from gpu_model.block_model import POLICIES
 from gpu_model.build import compiler
 from tests.support import reference
 from tests.support.model_checks import assert_every_site_is_needed
-from tests.support.model_norm import layer_norm, model
+from tests.support.model_norm import NormCudaParams, RowNormParams, layer_norm, model
 from tests.support.op_checks import RNG, results_of
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
@@ -192,11 +194,38 @@ def test_same_bits_in_any_order_of_threads_and_blocks(kernels, hidden: int) -> N
             assert torch.equal(x, runs[0][name]), name
 
 
+@pytest.mark.parametrize(("hidden", "rows"), [(8, 330), (13, 90), (264, 50)])
+def test_sums_over_many_blocks(kernels, hidden: int, rows: int) -> None:
+    """More than are added up at once."""
+    torch.manual_seed(8)
+    dtype = torch.bfloat16 if hidden == 8 else torch.float32
+    inputs, dy = draw(rows, hidden, dtype)
+    runs = []
+    kernels.set_device(multiprocessors=20)
+    compare(inputs, dy, 0.1)
+    for policy in POLICIES:
+        kernels.configure(policy, seed=1)
+        runs.append(layer_norm(*inputs, dy, p=0.1, rng=RNG))
+    for run in runs[1:]:
+        for name, x in run.items():
+            assert torch.equal(x, runs[0][name]), name
+
+
+def test_scratch_memory_of_a_large_layer(kernels) -> None:
+    """The counts of docs/development/column-sums.md."""
+    kernels.set_device(multiprocessors=132)
+    params = NormCudaParams(norm=RowNormParams(dtype=1))  # bfloat16
+    params.norm.rows, params.norm.hidden = 12288, 1024
+    sizes = (ctypes.c_int64 * 2)()
+    kernels.call("norm_scratch", ctypes.byref(params), sizes)
+    assert list(sizes) == [132 + 11, 12]
+
+
 @pytest.mark.parametrize(
     ("hidden", "barriers"),
-    # After the parameters, forward and backward; between the sums over warps, and in sum_over_y;
-    # in sums over a row that a block holds.
-    [(64, 4), (1032, 4), (13, 2)],
+    # After the parameters, forward and backward; around the sums over warps; in sums over a row
+    # that a block holds; around the ticket.
+    [(64, 6), (1032, 5), (13, 3)],
 )
 def test_every_barrier_is_needed(kernels, hidden: int, barriers: int) -> None:
     torch.manual_seed(7)

@@ -85,15 +85,16 @@ def embedding(
     )
     kernels.call("embedding_forward", ctypes.byref(params))
     if dy is not None:
-        sizes = (ctypes.c_int64 * 4)()
+        sizes = (ctypes.c_int64 * 5)()
         kernels.call("embedding_scratch", ctypes.byref(params), sizes)
-        partials, pieces, words, stride = sizes
+        partials, pieces, words, stride, tickets = sizes
         params.norm.partials = buffers.write(torch.empty(2, partials, hidden))
         params.pieces = buffers.write(torch.empty(pieces, stride))
         params.dz = buffers.write(torch.empty(tokens, stride))
         space = torch.full((words,), -(2**31), dtype=torch.int32)
         params.sort_space = kernels.register(space).data_ptr()
-        kernels.call("embedding_backward", ctypes.byref(params))
+        with buffers.tickets(tickets) as params.norm.tickets:
+            kernels.call("embedding_backward", ctypes.byref(params))
     return results
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -22,7 +24,7 @@ class RowNormParams(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("keep_threshold", ctypes.c_uint32),
         *((name, ctypes.c_void_p) for name in ("rng", "weight", "bias", "dy", "mean", "rstd")),
-        *((name, ctypes.c_void_p) for name in ("dweight", "dbias", "partials")),
+        *((name, ctypes.c_void_p) for name in ("dweight", "dbias", "partials", "tickets")),
     )
 
 
@@ -64,6 +66,13 @@ class Buffers:
         # Every element has to be written: NaN would show.
         self.alive.append(self.kernels.register(x.fill_(torch.nan)))
         return x.data_ptr()
+
+    @contextmanager
+    def tickets(self, count: int) -> Iterator[int]:
+        """The address of counters for a kernel, which has to leave them as it gets them: zero."""
+        counters = self.kernels.register(torch.zeros(count, dtype=torch.int32))
+        yield counters.data_ptr()
+        assert not counters.any()
 
 
 def row_norm_params(
@@ -134,13 +143,15 @@ def layer_norm(
         },
     )
     kernels.call("norm_forward", ctypes.byref(params))
-    count = ctypes.c_int64()
-    kernels.call("norm_partial_rows", ctypes.byref(params), ctypes.byref(count))
-    params.norm.partials = buffers.write(torch.empty(3, count.value, x.shape[1]))
+    sizes = (ctypes.c_int64 * 2)()
+    kernels.call("norm_scratch", ctypes.byref(params), sizes)
+    rows, tickets = sizes
+    params.norm.partials = buffers.write(torch.empty(3, rows, x.shape[1]))
     if return_sum:  # the backward pass gets nothing else
         params.of_sum, params.x = True, params.sum
         params.x_bias = params.residual = params.sum = None
-    kernels.call("norm_backward", ctypes.byref(params))
+    with buffers.tickets(tickets) as params.norm.tickets:
+        kernels.call("norm_backward", ctypes.byref(params))
     if residual is not None and not p:
         results["dresidual"] = results["dx"]
     return results

@@ -4,6 +4,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdlib>
+#include <cstring>
 
 #include "gpu_model/block/device.h"
 
@@ -24,7 +26,8 @@ using cudaEvent_t = CUevent_st*;
 
 namespace bert_unpad::block_model {
 inline double clock_milliseconds = 0;
-}
+inline bool capturing = false;  // every stream
+}  // namespace bert_unpad::block_model
 
 enum cudaError_t {
   cudaSuccess = 0,
@@ -59,7 +62,17 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned = 0) 
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
+  *status = bert_unpad::block_model::capturing ? cudaStreamCaptureStatusActive
+                                               : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaMalloc(void** p, size_t bytes) {
+  *p = std::memset(std::malloc(bytes), 0xff, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
+  std::memset(p, value, bytes);
   return cudaSuccess;
 }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
