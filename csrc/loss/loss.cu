@@ -9,7 +9,8 @@
 // second kernel, in an order that does not depend on when blocks finish.
 //
 // A row may begin at any address: before its first multiple of 16 bytes, and after its last one,
-// columns are taken one by one.
+// columns are taken one by one. Columns are counted in 32 bits; the binding sees to it that these
+// suffice, with room for what a block takes at once.
 #include <algorithm>
 #include <cmath>
 
@@ -35,26 +36,26 @@ constexpr int kSumThreads = 1024;
 // A row's columns: `head` single ones, then vectors of N, then single ones from `tail` on.
 template <class T, int N>
 struct Columns {
-  int64_t count, head, vectors, tail;
+  int count, head, vectors, tail;
 
-  BU_DEVICE Columns(const T* row, int64_t count) : count(count), head(0) {
+  BU_DEVICE Columns(const T* row, int count) : count(count), head(0) {
     if constexpr (N > 1) {
-      const auto past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) % 16);
-      head = std::min(count, (16 - past) % 16 / static_cast<int64_t>(sizeof(T)));
+      const auto past = static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16);
+      head = std::min(count, (16 - past) % 16 / static_cast<int>(sizeof(T)));
     }
     vectors = (count - head) / N;
     tail = head + vectors * N;
   }
 
   // The one column that this thread takes by itself; -1 if none. There are fewer than 32.
-  BU_DEVICE int64_t single() const {
-    const int64_t t = threadIdx.x;
+  BU_DEVICE int single() const {
+    const int t = threadIdx.x;
     if (t < head) return t;
     return t - head < count - tail ? tail + (t - head) : -1;
   }
 
   // Of vector `v`.
-  BU_DEVICE int64_t first(int64_t v) const { return head + v * N; }
+  BU_DEVICE int first(int v) const { return head + v * N; }
 };
 
 BU_DEVICE float finite_base(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
@@ -68,13 +69,13 @@ struct alignas(16) Part {
 };
 
 struct Label {
-  int64_t column;
+  int column;
   float logit;
 };
 
 // N neighbouring columns, the first of them `column`.
 template <int N>
-BU_DEVICE void add(Part& part, const float (&x)[N], int64_t column, const Label& label) {
+BU_DEVICE void add(Part& part, const float (&x)[N], int column, const Label& label) {
   float top = x[0];
 #pragma unroll
   for (int i = 1; i < N; ++i) top = fmaxf(top, x[i]);
@@ -102,10 +103,10 @@ BU_DEVICE Part join_warp(const Part& part) {
 // f(column, x) for this thread's columns of a row, x being one or N neighbouring logits in fp32;
 // N = 1 where vectors would not be aligned. Loads of kVectors vectors are started together.
 template <int N, class T, class F>
-BU_DEVICE void for_columns(const T* row, int64_t count, const F& f) {
+BU_DEVICE void for_columns(const T* row, int count, const F& f) {
   const Columns<T, N> columns(row, count);
-  const int64_t threads = blockDim.x;
-  for (int64_t v = threadIdx.x; v < columns.vectors; v += threads * kVectors) {
+  const int threads = blockDim.x;
+  for (int v = threadIdx.x; v < columns.vectors; v += threads * kVectors) {
     Vector<T, N> in[kVectors];
 #pragma unroll
     for (int r = 0; r < kVectors; ++r)
@@ -120,16 +121,17 @@ BU_DEVICE void for_columns(const T* row, int64_t count, const F& f) {
       f(columns.first(v + r * threads), x);
     }
   }
-  const int64_t single = columns.single();
+  const int single = columns.single();
   if (single >= 0) {
     float x[1] = {to_float(load_global<T>(row + single))};
     f(single, x);
   }
 }
 
-BU_DEVICE void require_label(const LossCudaParams& p, int64_t label) {
+BU_DEVICE int column_of(const LossCudaParams& p, int64_t label) {
   BU_REQUIRE(label >= 0 && label < p.vocab,
              "masked_cross_entropy: a label is neither ignore_index nor in [0, vocab_size)");
+  return static_cast<int>(label);
 }
 
 template <class T>
@@ -144,12 +146,12 @@ masked_cross_entropy_kernel(BU_PARAMS LossCudaParams p) {
     }
     return;
   }
-  require_label(p, label);
   const T* logits = static_cast<const T*>(p.logits) + row * p.columns;
-  const float logit = to_float(load_global<T>(logits + label));
+  const int column_of_label = column_of(p, label);
+  const float logit = to_float(load_global<T>(logits + column_of_label));
   Part part{-INFINITY, 0.0f, 0.0f, 0.0f};
-  for_columns<kVectorWidth<T>>(logits, p.vocab, [&](int64_t column, const auto& x) {
-    add(part, x, column, Label{label, logit});
+  for_columns<kVectorWidth<T>>(logits, p.vocab, [&](int column, const auto& x) {
+    add(part, x, column, Label{column_of_label, logit});
   });
   part = join_warp(part);
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -174,7 +176,7 @@ struct alignas(16) Sums {
 
 BU_KERNEL(kSumThreads, 1) sum_losses_kernel(BU_PARAMS LossCudaParams p) {
   Sums sums{};
-  for (int64_t row = threadIdx.x; row < p.rows; row += kSumThreads) {
+  for (uint32_t row = threadIdx.x; row < p.rows; row += kSumThreads) {
     const auto one = load_global<RowLoss>(p.row_losses + row);
     sums.loss += one.loss;
     sums.correct += one.correct;
@@ -195,7 +197,7 @@ BU_KERNEL(kSumThreads, 1) sum_losses_kernel(BU_PARAMS LossCudaParams p) {
 
 // N neighbouring columns' logits become gradients.
 template <int N>
-BU_DEVICE void differentiate(float (&x)[N], int64_t column, int64_t vocab, int64_t label, float lse,
+BU_DEVICE void differentiate(float (&x)[N], int column, int vocab, int label, float lse,
                              float dloss) {
 #pragma unroll
   for (int i = 0; i < N; ++i) x[i] = exp2_approx((x[i] - lse) * kLog2e);
@@ -214,12 +216,12 @@ BU_DEVICE void differentiate(float (&x)[N], int64_t column, int64_t vocab, int64
 }
 
 template <class T, int N>
-BU_DEVICE void store_zeros(T* row, int64_t count) {
+BU_DEVICE void store_zeros(T* row, int count) {
   const Columns<T, N> columns(row, count);
   const float zeros[N] = {};
-  for (int64_t v = threadIdx.x; v < columns.vectors; v += blockDim.x)
+  for (int v = threadIdx.x; v < columns.vectors; v += blockDim.x)
     store_vector<T, N>(row + columns.first(v), zeros);
-  const int64_t single = columns.single();
+  const int single = columns.single();
   if (single >= 0) store_global(row + single, from_float<T>(0.0f));
 }
 
@@ -234,11 +236,11 @@ masked_cross_entropy_backward_kernel(BU_PARAMS LossCudaParams p) {
     store_zeros<T, N>(dx, p.columns);
     return;
   }
-  require_label(p, label);
+  const int column_of_label = column_of(p, label);
   const T* x = static_cast<const T*>(p.logits) + row * p.columns;
   const float lse = load_global<float>(p.lse + row), dloss = load_global<float>(p.dloss);
-  for_columns<N>(x, p.columns, [&]<int M>(int64_t column, float (&out)[M]) {
-    differentiate(out, column, p.vocab, label, lse, dloss);
+  for_columns<N>(x, p.columns, [&]<int M>(int column, float (&out)[M]) {
+    differentiate(out, column, p.vocab, column_of_label, lse, dloss);
     store_vector<T, M>(dx + column, out);
   });
 }

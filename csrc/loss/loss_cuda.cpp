@@ -17,6 +17,8 @@ LossCudaParams make_params(const Tensor& logits, const Tensor& labels, int64_t v
   p.rows = logits.size(0);
   check(p.rows <= std::numeric_limits<int32_t>::max(), op,
         ": logits may have at most 2^31 - 1 rows, got ", p.rows);
+  check(logits.size(1) <= int64_t{1} << 30, op,
+        ": logits may have at most 2^30 columns on a GPU, got ", logits.size(1));
   return p;
 }
 

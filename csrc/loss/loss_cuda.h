@@ -18,7 +18,8 @@ struct alignas(8) RowLoss {
 // Logits are [rows, columns], contiguous, of `dtype`; only the first `vocab` columns count.
 struct LossCudaParams {
   DType dtype;
-  int64_t rows, columns, vocab;
+  int64_t rows;
+  int columns, vocab;
   int64_t ignore_index;
   const void* logits;
   const int64_t* labels;
@@ -32,8 +33,8 @@ struct LossCudaParams {
   void* dlogits;       // may be the logits themselves
 };
 
-// At most 2^31 - 1 rows. The same inputs give the same bits, if the logits' address is the same
-// modulo 16 bytes: that decides how a row is divided into vectors.
+// At most 2^31 - 1 rows and 2^30 columns. The same inputs give the same bits, if the logits'
+// address is the same modulo 16 bytes: that decides how a row is divided into vectors.
 void masked_cross_entropy(const LossCudaParams& p, cudaStream_t stream);
 void masked_cross_entropy_backward(const LossCudaParams& p, cudaStream_t stream);
 

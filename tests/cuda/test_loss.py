@@ -251,6 +251,13 @@ def test_labels_out_of_range_stop_the_kernel(label: int) -> None:
     assert "a label is neither ignore_index nor in" in done.stderr
 
 
+def test_more_columns_than_are_counted_are_refused() -> None:
+    logits = torch.empty(0, 2**30 + 8, dtype=torch.bfloat16, device="cuda")
+    labels = torch.empty(0, dtype=torch.int64, device="cuda")
+    with pytest.raises(RuntimeError, match=r"at most 2\^30 columns on a GPU, got 1073741832"):
+        torch.ops.bert_unpad.masked_cross_entropy(logits, labels, 8, -100)
+
+
 @pytest.mark.slow
 def test_more_than_2_to_the_31_elements() -> None:
     rows, columns = 70_347, 30_528  # just over 2^31
