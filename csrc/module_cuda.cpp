@@ -1,6 +1,6 @@
 // The Python module object of bert_unpad._C_cuda. Importing it registers the CUDA operators (static
 // initialisers of the other files). Its functions tell what was built, for `bert_unpad.info`, and
-// set the file of timed algorithms.
+// say how algorithms of matrix products are chosen.
 #include <Python.h>
 #include <cuda_runtime_api.h>
 
@@ -22,11 +22,12 @@ PyObject* cuda_version(PyObject*, PyObject*) {
   return PyUnicode_FromFormat("%d.%d", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
 }
 
-PyObject* set_linear_algorithm_file(PyObject*, PyObject* path) {
-  const char* text = PyUnicode_AsUTF8(path);
-  if (text == nullptr) return nullptr;
+PyObject* set_linear_timing(PyObject*, PyObject* arguments) {
+  int enabled = 0;
+  const char* path = nullptr;
+  if (PyArg_ParseTuple(arguments, "ps", &enabled, &path) == 0) return nullptr;
   try {
-    bert_unpad::cuda::set_algorithm_file(text);
+    bert_unpad::cuda::set_timing(enabled != 0, path);
   } catch (const std::exception& e) {
     PyErr_SetString(PyExc_RuntimeError, e.what());
     return nullptr;
@@ -37,9 +38,9 @@ PyObject* set_linear_algorithm_file(PyObject*, PyObject* path) {
 PyMethodDef methods[] = {
     {"archs", archs, METH_NOARGS, "Comma-separated CUDA architectures in this build."},
     {"cuda_version", cuda_version, METH_NOARGS, "Version of the CUDA Toolkit that built this."},
-    {"set_linear_algorithm_file", set_linear_algorithm_file, METH_O,
-     "Times cuBLASLt's algorithms once for each kind of product and keeps the best in this file; "
-     "an empty path stops it."},
+    {"set_linear_timing", set_linear_timing, METH_VARARGS,
+     "(enabled, path): whether cuBLASLt's algorithms are timed, once for each kind of product, and "
+     "the file that keeps the best; an empty path: none."},
     {nullptr, nullptr, 0, nullptr},
 };
 

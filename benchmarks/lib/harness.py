@@ -148,7 +148,7 @@ def memory_peak(bytes_moved: int = 256 << 20, tries: int = 9) -> float:
 
 def time_algorithms() -> None:
     """Lets cuBLASLt's algorithms be timed, with choices in the file that the trainer keeps."""
-    ops.time_algorithms(default_cache_dir() / "cublaslt_algorithms.txt")
+    ops.time_algorithms(path=default_cache_dir() / "cublaslt_algorithms.txt")
 
 
 def gpu_folder() -> str:

@@ -117,27 +117,39 @@ def accumulate_in_place(weight: Tensor, enabled: bool = True) -> None:
     weight._bert_unpad_accumulates = enabled
 
 
-def time_algorithms(path: str | os.PathLike[str] | None) -> None:
-    """Times cuBLASLt's algorithms once for each kind of product, and uses the fastest from then on.
+def time_algorithms(enabled: bool = True, *, path: str | os.PathLike[str] | None = None) -> None:
+    """Says how linear layers on a GPU choose among cuBLASLt's algorithms.
 
-    A kind of product has a shape (with tokens rounded up to 128), dtypes, an epilogue, an alignment
-    and a model of GPU. The first product of a kind that is not in the file makes the host wait for
-    some milliseconds. Nothing is timed while a CUDA graph is captured. Without timing, cuBLASLt's
-    own first choice is used.
+    By default cuBLASLt's best guesses are timed once for each kind of product, and the process uses
+    the fastest from then on, in all threads. A kind of product has a shape (with tokens rounded up
+    to 128), dtypes, an epilogue, an alignment and a model of GPU. The first product of a kind makes
+    the host wait for some milliseconds, and takes up to 32 MiB and a second result for that time. A
+    product that is first met while its CUDA graph is captured is not timed: it takes cuBLASLt's
+    own first guess, as all do without timing.
+
+    Earlier choices are forgotten; CUDA graphs keep theirs.
 
     Args:
+        enabled: whether to time.
         path: file that keeps the choices, also for later runs: the same file gives the same
-            algorithms, and so the same bits. Its folder is created. None stops timing.
+            algorithms, and so the same bits. Its folder is created. Without one, another run may
+            choose another algorithm, whose results differ in their rounding.
 
     Raises:
+        ValueError: a path without timing.
+        TypeError: `enabled` is not a bool.
         RuntimeError: the file holds something else, or cannot be written.
         ImportError: bert_unpad was built without CUDA.
     """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled: expected a bool, got {enabled!r}")
+    if path is not None and not enabled:
+        raise ValueError(f"path: expected None where enabled is False, got {os.fspath(path)!r}")
     from bert_unpad import _C_cuda
 
     if path is not None:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    _C_cuda.set_linear_algorithm_file("" if path is None else os.fspath(path))
+    _C_cuda.set_linear_timing(enabled, "" if path is None else os.fspath(path))
 
 
 def _target(weight: Tensor) -> Tensor | None:

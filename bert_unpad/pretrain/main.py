@@ -112,7 +112,8 @@ def _pretrain(
     mlperf.open_file()
     checkpointer = Checkpointer(config.checkpoint_dir, config.checkpoint.keep_last, ranks, lock)
     if run.device.type == "cuda":
-        ops.time_algorithms(default_cache_dir() / "cublaslt_algorithms.txt")
+        file = default_cache_dir() / "cublaslt_algorithms.txt"
+        ops.time_algorithms(config.time_products, path=file if config.time_products else None)
     if checkpoint is not None:
         run.progress = Progress(**checkpointer.load_rest(checkpoint))
     stages = Stages(run, growth, data)

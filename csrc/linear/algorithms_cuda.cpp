@@ -1,8 +1,9 @@
-// The store of timed algorithms: a map and its file, a line for each kind of product.
+// The store of chosen algorithms: a map and its file, a line for each kind of product.
 #include "linear/algorithms.h"
 
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -19,8 +20,10 @@ using Choices = std::map<std::string, Choice>;
 
 struct Store {
   std::mutex mutex;
+  bool timing = true;
   std::string path;
-  Choices choices;
+  Choices timed, guessed;
+  std::atomic<uint64_t> version = 0;
 };
 
 Store& store() {
@@ -38,10 +41,11 @@ void read(const std::string& path, Choices& choices) {
     Choice choice{};
     words >> kind >> choice.workspace_bytes >> std::hex;
     for (uint64_t& word : choice.algorithm.data) words >> word;
-    if (!words)
+    if (!words || choice.workspace_bytes > kMaxWorkspaceBytes)
       throw std::runtime_error(path + ", line " + std::to_string(number) +
-                               ": expected a kind, bytes and 8 hexadecimal numbers; delete the "
-                               "file to have algorithms timed again");
+                               ": expected a kind, at most " + std::to_string(kMaxWorkspaceBytes) +
+                               " bytes and 8 hexadecimal numbers; delete the file to have "
+                               "algorithms timed again");
     choices.emplace(kind, choice);
   }
 }
@@ -62,32 +66,42 @@ void write(const std::string& path, const Choices& choices) {
 
 }  // namespace
 
-void set_algorithm_file(const std::string& path) {
-  const std::scoped_lock lock(store().mutex);
-  Choices choices;
-  read(path, choices);
-  store().path = path;
-  store().choices = std::move(choices);
+void set_timing(bool enabled, const std::string& path) {
+  Store& s = store();
+  const std::scoped_lock lock(s.mutex);
+  Choices timed;
+  if (!path.empty()) read(path, timed);
+  s.timing = enabled;
+  s.path = path;
+  s.timed = std::move(timed);
+  s.guessed.clear();
+  ++s.version;
 }
 
 bool timing_enabled() {
   const std::scoped_lock lock(store().mutex);
-  return !store().path.empty();
+  return store().timing;
 }
+
+uint64_t timing_version() { return store().version; }
 
 std::optional<Choice> find_choice(const std::string& kind) {
-  const std::scoped_lock lock(store().mutex);
-  const auto found = store().choices.find(kind);
-  if (found == store().choices.end()) return std::nullopt;
-  return found->second;
+  Store& s = store();
+  const std::scoped_lock lock(s.mutex);
+  for (const Choices* choices : {&s.guessed, &s.timed})
+    if (const auto found = choices->find(kind); found != choices->end()) return found->second;
+  return std::nullopt;
 }
 
-void add_choice(const std::string& kind, const Choice& choice) {
-  const std::scoped_lock lock(store().mutex);
-  store().choices[kind] = choice;
-  if (store().path.empty()) return;
-  read(store().path, store().choices);
-  write(store().path, store().choices);
+Choice add_choice(const std::string& kind, const Choice& choice, bool timed) {
+  Store& s = store();
+  const std::scoped_lock lock(s.mutex);
+  if (const auto found = s.guessed.find(kind); found != s.guessed.end()) return found->second;
+  if (!timed) return s.timed.contains(kind) ? s.timed.at(kind) : (s.guessed[kind] = choice);
+  if (!s.path.empty()) read(s.path, s.timed);
+  const auto [place, is_new] = s.timed.emplace(kind, choice);
+  if (is_new && !s.path.empty()) write(s.path, s.timed);
+  return place->second;
 }
 
 }  // namespace bert_unpad::cuda

@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "cuda/capture.h"
 #include "cuda/error.h"
 #include "linear/algorithms.h"
 
@@ -19,8 +20,6 @@ namespace {
 
 using namespace cublaslt;
 
-// cuBLASLt's own recommendation for sm_90; products that split k use it on other devices too.
-constexpr size_t kMaxWorkspaceBytes = 32 << 20;
 // Guesses that are timed, and timed runs of each.
 constexpr int kGuesses = 8, kRepeats = 5;
 // cuBLASLt tells no alignment above this apart.
@@ -148,12 +147,6 @@ std::string kind_of(const Key& key, const char* op) {
   return text.str();
 }
 
-bool is_capturing(cudaStream_t stream, const char* op) {
-  cudaStreamCaptureStatus status{};
-  check_cuda(cudaStreamIsCapturing(stream, &status), op);
-  return status != cudaStreamCaptureStatusNone;
-}
-
 class PreparedProduct {
  public:
   PreparedProduct(const Matmul& product, const Key& key, const Allocate& allocate,
@@ -161,7 +154,8 @@ class PreparedProduct {
       : handle_(handle(static_cast<int>(key[0]), op)),
         a_(product.a, op),
         b_(product.b, op),
-        d_(product.d, op) {
+        d_(product.d, op),
+        version_(timing_version()) {
     MatmulDesc desc = nullptr;
     require(api().desc_create(&desc, ComputeType::kFloat32, DataType::kFloat32),
             "cublasLtMatmulDescCreate", op);
@@ -178,6 +172,9 @@ class PreparedProduct {
     set_addresses(product, op);
     choice_ = choose(product, kind_of(key, op), allocate, stream, op);
   }
+
+  // Whether choices have been forgotten since.
+  bool is_old() const { return version_ != timing_version(); }
 
   void run(const Matmul& product, const Allocate& allocate, cudaStream_t stream, const char* op) {
     set_addresses(product, op);
@@ -268,8 +265,14 @@ class PreparedProduct {
     if (const std::optional<Choice> known = find_choice(kind)) return *known;
     const bool timed = timing_enabled() && !is_capturing(stream, op);
     const std::vector<Choice> guesses = guess(with_whole_bucket(product), timed ? kGuesses : 1, op);
-    if (!timed) return guesses.front();
+    const Choice& best = timed ? fastest(product, guesses, allocate, stream, op) : guesses.front();
+    return add_choice(kind, best, timed);
+  }
+
+  const Choice& fastest(const Matmul& product, const std::vector<Choice>& guesses,
+                        const Allocate& allocate, cudaStream_t stream, const char* op) {
     resize(product, op);
+    const RelaxedCapture relaxed(op);  // of other threads
     // Into memory of its own: d may be the addend.
     const size_t element = product.d.type == DataType::kFloat32 ? 4 : 2;
     void* scratch = allocate(product.d.ld * product.d.cols * element);
@@ -284,7 +287,6 @@ class PreparedProduct {
       best = &choice;
       least = milliseconds;
     }
-    add_choice(kind, *best);
     return *best;
   }
 
@@ -310,6 +312,7 @@ class PreparedProduct {
   Handle handle_;
   MatrixLayout a_, b_, d_;
   Owned<MatmulDesc, DestroyDesc> desc_;
+  uint64_t version_;
   Choice choice_;
 };
 
@@ -321,6 +324,10 @@ void matmul(const Matmul& product, const Allocate& allocate, cudaStream_t stream
   const Key key = key_of(product, device);
   thread_local std::map<Key, PreparedProduct> prepared;
   auto found = prepared.find(key);
+  if (found != prepared.end() && found->second.is_old()) {
+    prepared.erase(found);
+    found = prepared.end();
+  }
   if (found == prepared.end())
     found = prepared.try_emplace(key, product, key, allocate, stream, op).first;
   found->second.run(product, allocate, stream, op);

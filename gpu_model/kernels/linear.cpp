@@ -53,8 +53,13 @@ BU_EXPORT int linear_wgrad(int64_t dtype, int64_t tokens, int64_t in, int64_t ou
   });
 }
 
-BU_EXPORT int set_algorithm_file(const char* path) {
-  return bert_unpad::block_model::guarded([&] { cuda::set_algorithm_file(path); });
+BU_EXPORT int set_timing(int enabled, const char* path) {
+  return bert_unpad::block_model::guarded([&] { cuda::set_timing(enabled != 0, path); });
+}
+
+BU_EXPORT int set_capturing(int capturing) {
+  bert_unpad::block_model::capturing = capturing != 0;
+  return 0;
 }
 
 BU_EXPORT int set_library(int64_t algorithms, int last_is_choosy) {

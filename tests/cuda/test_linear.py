@@ -151,13 +151,29 @@ def test_timed_algorithms_are_kept(tmp_path):
     x, weight = draw((100, 256), (512, 256), dtype=torch.bfloat16)
     want = ops.linear(x, weight)
     try:
-        ops.time_algorithms(path)
-        # Another bucket of token counts: this process has a plan for the first already.
-        y = ops.linear(torch.cat([x, x]), weight)
+        ops.time_algorithms(path=path)
+        y = ops.linear(x, weight)
+        torch.testing.assert_close(y, want)
+        assert len(path.read_text().splitlines()) == 1
+        ops.time_algorithms(path=path)  # another run
+        assert torch.equal(ops.linear(x, weight), y)
+        ops.time_algorithms(False)
+        torch.testing.assert_close(ops.linear(x, weight), want)
+        assert len(path.read_text().splitlines()) == 1
     finally:
-        ops.time_algorithms(None)
-    torch.testing.assert_close(y[:100], want)
-    assert len(path.read_text().splitlines()) == 1
+        ops.time_algorithms()
+
+
+def test_a_captured_product_is_not_timed_and_keeps_its_algorithm():
+    ops.time_algorithms()
+    (x,) = draw((64, 192), dtype=torch.bfloat16)
+    (weight,) = draw((320, 192), dtype=torch.bfloat16, seed=1)
+    ops.linear(x, weight[:64].contiguous())  # the library and its handle
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.linear(x, weight)
+    graph.replay()
+    assert torch.equal(captured, ops.linear(x, weight))
 
 
 def test_bad_input():

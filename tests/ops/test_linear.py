@@ -365,6 +365,13 @@ def test_bad_input() -> None:
         ops.mlp(x, weight1, bias1, weight2, approximate="erf")
 
 
+def test_what_timing_refuses(tmp_path) -> None:
+    with pytest.raises(TypeError, match=r"^enabled: expected a bool, got '.*algorithms.txt'"):
+        ops.time_algorithms(str(tmp_path / "algorithms.txt"))
+    with pytest.raises(ValueError, match=r"^path: expected None where enabled is False, got '"):
+        ops.time_algorithms(False, path=tmp_path / "algorithms.txt")
+
+
 def test_the_switch(monkeypatch) -> None:
     matmul._cublaslt_wanted.cache_clear()
     monkeypatch.setenv("BERT_UNPAD_CUBLASLT", "no")

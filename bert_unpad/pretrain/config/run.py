@@ -57,6 +57,10 @@ class PretrainConfig:
     """Replay each forward and backward pass as one CUDA graph. Batches are padded to a few token
     counts at the end of the packed buffer. Needs a GPU, and with more than one rank comm.hook
     allreduce or hierarchical."""
+    time_products: bool = advanced(True)
+    """Time cuBLASLt's algorithms once for each shape of a matrix product, and use the fastest; the
+    choices are kept in the cache folder for later runs. Without, cuBLASLt's first guess is used. It
+    has no effect on a CPU."""
     attention_schedule: AttentionSchedule = advanced("list")
     """How a GPU starts a batch's sequences in attention, longest first. list: in one launch.
     groups: in up to 4 launches side by side, each for sequences of similar length. Results are the
