@@ -83,7 +83,12 @@ def toy_settings(folder: Path, **changes: Any) -> dict[str, Any]:
         },
         "batching": {"strategy": "exchange", "global_batch_size": BATCH},
         "optimizer": {"name": "lamb", "lr": 0.02, "weight_decay": 0.01},
-        "schedule": {"total_steps": 40, "warmup_steps": 4, "start_warmup_step": -1},
+        "schedule": {
+            "total_steps": 40,
+            "warmup_steps": 4,
+            "start_warmup_step": -1,
+            "decay_from": "start",
+        },
         "evaluation": {"every_samples": 2 * BATCH - 1, "target_accuracy": 0.72},
         "logging": {"every": 3},
     }

@@ -29,6 +29,7 @@ _CLOSED: dict[str, tuple[Any, ...]] = {
     "data.objective": ("mlm_nsp",),
     "optimizer.name": ("lamb",),
     "schedule.name": ("polynomial", "linear"),
+    "schedule.decay_from": ("start",),
     "batching.warmup_batch_size": (None,),
     "comm.hook": ("allreduce", "hierarchical"),
     "growth.name": ("none",),

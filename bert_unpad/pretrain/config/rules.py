@@ -35,9 +35,9 @@ _GROWTH_OPTIONS = {
 }
 # The options that each shape of the learning rate reads besides the warm-up.
 _SHAPE_OPTIONS = {
-    "polynomial": {"power", "end_lr_share"},
-    "linear": {"end_lr_share"},
-    "cosine": {"end_lr_share"},
+    "polynomial": {"power", "end_lr_share", "decay_from"},
+    "linear": {"end_lr_share", "decay_from"},
+    "cosine": {"end_lr_share", "decay_from"},
     "constant": set(),
     "inverse_sqrt": set(),
     "wsd": {"decay_share", "end_lr_share"},
@@ -53,7 +53,7 @@ def check_rules(config: PretrainConfig) -> None:
     _check_pairs(config)
     _check_optimizer(config.optimizer.name)
     _check_read(
-        *("schedule", config.schedule, {"power", "decay_share", "end_lr_share"}),
+        *("schedule", config.schedule, {"power", "decay_share", "end_lr_share", "decay_from"}),
         _SHAPE_OPTIONS[config.schedule.name],
     )
     _check_batch_warmup(config)

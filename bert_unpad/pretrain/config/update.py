@@ -66,6 +66,10 @@ class ScheduleConfig:
     start_warmup_step: int = advanced(0)
     """Update before which the warm-up begins, as in MLPerf's rules. With a negative number the
     first update has a learning rate that is already further up the warm-up."""
+    decay_from: Literal["warmup", "start"] = advanced("warmup")
+    """With schedule.name polynomial, linear or cosine: where the decay begins. warmup: at the end
+    of the warm-up, with the whole of optimizer.lr. start: at the first update; the warm-up takes
+    the place of the decay as long as it lasts, as in MLPerf's reference for BERT."""
     power: float = advanced(1.0)
     """With schedule.name polynomial: degree of the decay. 1 is linear."""
     decay_share: float = advanced(0.1)

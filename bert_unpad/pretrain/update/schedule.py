@@ -21,8 +21,8 @@ class _Place:
 
     step: int
     """Updates made before this one."""
-    warmed: int
-    """The first update after the warm-up."""
+    begin: int
+    """Updates made when the decay begins."""
     total: int
     """Updates of the run."""
     warmup: int
@@ -36,7 +36,7 @@ class _Place:
 
 
 def _cosine(at: _Place, schedule: ScheduleConfig) -> float:
-    return 0.5 * (1.0 - math.cos(math.pi * at.left(at.warmed)))
+    return 0.5 * (1.0 - math.cos(math.pi * at.left(at.begin)))
 
 
 def _inverse_sqrt(at: _Place, schedule: ScheduleConfig) -> float:
@@ -44,13 +44,13 @@ def _inverse_sqrt(at: _Place, schedule: ScheduleConfig) -> float:
 
 
 def _stable_decay(at: _Place, schedule: ScheduleConfig) -> float:
-    decay = max(at.total - round(schedule.decay_share * at.total), at.warmed)
+    decay = max(at.total - round(schedule.decay_share * at.total), at.begin)
     return 1.0 - math.sqrt(1.0 - at.left(decay))
 
 
 _SHAPES: dict[str, Callable[[_Place, ScheduleConfig], float]] = {
-    "polynomial": lambda at, schedule: at.left(at.warmed) ** schedule.power,
-    "linear": lambda at, schedule: at.left(at.warmed),
+    "polynomial": lambda at, schedule: at.left(at.begin) ** schedule.power,
+    "linear": lambda at, schedule: at.left(at.begin),
     "cosine": _cosine,
     "constant": lambda at, schedule: 1.0,
     "inverse_sqrt": _inverse_sqrt,
@@ -65,8 +65,13 @@ def lr_factor(
     """Share of the peak learning rate for one update: linear warm-up, then `schedule.name`.
 
     The warm-up gives update n the share (n - start_warmup_step) / warmup_steps, so it ends with
-    update `start_warmup_step + warmup_steps`, as MLPerf's BERT recipes count it. A decay runs over
-    the updates after it and never reaches its end inside the run, so no update is wasted.
+    update `start_warmup_step + warmup_steps`. A decay runs over the updates after it and never
+    reaches its end inside the run, so no update is wasted.
+
+    With `decay_from: start` both are those of MLPerf's reference (mlcommons/training,
+    language_model/tensorflow/bert/optimization.py): the decay runs over all updates of the run, the
+    warm-up takes its place, and gives the update after n others the share
+    (n - start_warmup_step) / warmup_steps.
 
     cosine: Loshchilov and Hutter (2017, arXiv:1608.03983), one cycle. inverse_sqrt: Vaswani et al.
     (2017, arXiv:1706.03762), update n of the warm-up's count w gets sqrt(w / n). wsd: Hu et al.
@@ -79,11 +84,12 @@ def lr_factor(
         total_steps: updates of the run.
         warmup_steps: length of the warm-up.
     """
-    start = schedule.start_warmup_step
-    warmed = step + 1 - start
-    if warmed < warmup_steps or warmed <= 0:
+    start, after_warmup = schedule.start_warmup_step, schedule.decay_from == "warmup"
+    warmed = step - start + after_warmup
+    if warmed < warmup_steps or step < start:
         return max(warmed, 0) / max(warmup_steps, 1)
-    at = _Place(step, max(warmup_steps + start, 0), total_steps, warmup_steps, start)
+    begin = max(warmup_steps + start, 0) if after_warmup else 0
+    at = _Place(step, begin, total_steps, warmup_steps, start)
     end = schedule.end_lr_share
     return end + (1.0 - end) * _SHAPES[schedule.name](at, schedule)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import typing
 
 import pytest
@@ -11,6 +12,7 @@ from bert_unpad.pretrain.config import ConfigError, ScheduleConfig, read_config
 from bert_unpad.pretrain.growth import Growth, Stage
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
 from bert_unpad.pretrain.update.schedule import lr_factor, warmup_updates
+from tests.support.paths import CONFIGS, ROOT
 
 BASE = ["--batching.global_batch_size", "8", "--schedule.total_steps", "100"]
 
@@ -26,7 +28,7 @@ def test_warmup_then_linear_decay(name):
     assert factors == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
 
 
-def test_offset_of_the_mlperf_recipe_for_8192():
+def test_a_warmup_that_began_before_the_run():
     # 600 updates, warm-up of 287 that began 76 updates before the run: full rate at update 211.
     factor = _factors(600, 287, start_warmup_step=-76)
     assert factor[0] == pytest.approx(77 / 287)
@@ -34,6 +36,52 @@ def test_offset_of_the_mlperf_recipe_for_8192():
     assert factor[210] == factor[211] == 1
     assert factor[212] == pytest.approx(1 - 1 / 389)
     assert factor[599] == pytest.approx(1 / 389)
+
+
+def _reference_rates(
+    lr: float, steps: int, warmup: int, start: int, power: float = 1.0
+) -> list[float]:
+    """MLPerf's reference: the decay at every update, and where the warm-up is, that instead."""
+    rates = []
+    for made in range(steps):  # tf.train.get_or_create_global_step() is read before the update
+        rate = lr * (1 - min(made, steps) / steps) ** power
+        if warmup and made - start < warmup:
+            rate = lr * (made - start) / warmup
+        rates.append(rate)
+    return rates
+
+
+@pytest.mark.parametrize("batch", ["256", "448", "1536", "3072", "4096", "8192", "16384"])
+@pytest.mark.parametrize("power", [1.0, 0.5])
+def test_rates_of_the_mlperf_reference(batch, power):
+    script = (ROOT / "scripts" / "mlperf_train.sh").read_text()
+    numbers = re.search(rf"^  {batch}\) row (.*) ;;$", script, re.M).group(1).split()
+    lr, steps, warmup, start = float(numbers[0]), *map(int, numbers[1:4])
+    config, _ = read_config(
+        [
+            *("--config", str(CONFIGS / "bert_large_mlperf.yaml"), "--optimizer.lr", numbers[0]),
+            *("--schedule.total_steps", numbers[1], "--schedule.warmup_steps", numbers[2]),
+            *("--schedule.start_warmup_step", numbers[3], "--schedule.power", str(power)),
+        ]
+    )
+    growth = Growth((Stage(steps, 4, 8),), "continue")
+    rates = [
+        config.optimizer.lr
+        * staged_lr_factor(
+            made, config.schedule, growth, steps, warmup_updates(config.schedule, steps)
+        )
+        for made in range(steps)
+    ]
+    assert rates == pytest.approx(_reference_rates(lr, steps, warmup, start, power), rel=1e-12)
+
+
+def test_a_decay_from_the_start_of_other_shapes():
+    linear = _factors(8, 4, name="linear", decay_from="start", end_lr_share=0.2)
+    assert linear[:4] == pytest.approx([0, 1 / 4, 2 / 4, 3 / 4])
+    assert linear[4:] == pytest.approx([0.2 + 0.8 * (1 - n / 8) for n in range(4, 8)])
+    cosine = _factors(8, 2, name="cosine", decay_from="start")
+    assert cosine[2:] == pytest.approx([(1 + math.cos(math.pi * n / 8)) / 2 for n in range(2, 8)])
+    assert _factors(8, decay_from="start") == _factors(8)
 
 
 def test_power_and_end():
@@ -114,6 +162,13 @@ def test_options_that_a_shape_does_not_read(name, option):
     message = rf"^schedule\.{option}: expected .*, since schedule.name {name} does not read it, got"
     with pytest.raises(ConfigError, match=message):
         read_config(given)
+
+
+@pytest.mark.parametrize("name", ["constant", "inverse_sqrt", "wsd"])
+def test_shapes_whose_decay_does_not_begin_at_the_start(name):
+    message = "schedule.decay_from: expected warmup, since schedule.name .* does not read it, got"
+    with pytest.raises(ConfigError, match=message):
+        read_config([*BASE, "--schedule.name", name, "--schedule.decay_from", "start"])
 
 
 def test_names_and_ranges():
