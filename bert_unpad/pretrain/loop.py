@@ -116,7 +116,8 @@ class Trainer:
         except FloatingPointError:
             self._abort()
             raise
-        self._abort()
+        if not stopped:  # by a signal: that is no result, so the log has no end
+            self._abort()
         return stopped
 
     def _abort(self) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -79,7 +81,7 @@ def test_the_checker_sees_what_is_not_there(logs, tmp_path):
         assert any(key in problem for problem in _problems(tmp_path / "less.txt")), key
 
 
-def test_the_order_of_thelog_lines(folder, logs):
+def test_the_order_of_the_lines(folder, logs):
     lines = read_log(logs["missed"])
     keys = [key for key, *_ in lines]
     assert keys[0] == "init_start"
@@ -204,6 +206,23 @@ def test_a_run_that_diverges_is_aborted(folder, monkeypatch):
     assert (key, metadata["status"]) == ("run_stop", "aborted")
     assert [key for key, *_ in read_log(log)].count("run_stop") == 1
     assert len(closed) == 1
+
+
+def test_a_run_that_a_signal_stops_has_no_result(folder, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    begin = MlperfLog.continue_training
+
+    def begin_and_signal(log, samples):
+        begin(log, samples)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(MlperfLog, "continue_training", begin_and_signal)
+    log, run_dir = folder / "stopped" / "log.txt", ["--run_dir", str(folder / "stopped")]
+    command = ["--config", str(folder / "run.yaml"), "--logging.mlperf", str(log), *run_dir]
+    assert main([*command, "--optimizer.lr", "1e-7"]) == 128 + signal.SIGTERM
+    keys = [key for key, *_ in read_log(log)]
+    assert keys.count("block_start") == 2
+    assert not {"run_stop", "train_samples"} & set(keys)
 
 
 def test_the_package_is_named_where_it_is_missing(folder, monkeypatch):
