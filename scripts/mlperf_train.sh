@@ -14,7 +14,8 @@ usage: bash scripts/mlperf_train.sh FOLDER OUTPUT [OPTION...] [-- SETTING...]
 Trains from the files in FOLDER, once for each log OUTPUT/result_N.txt that is not there yet, and
 runs MLPerf's checkers on the logs. A log without run_stop, of a run that broke off, is renamed to
 result_N.txt.partial, and its run is made again. Each run has a seed of its own, from the system's
-randomness.
+randomness. All runs of an OUTPUT have the same batch, files, checkpoint and SETTINGs, which
+OUTPUT/settings.txt holds; others are refused.
 
   --batch N        global batch: 256, 448 (default), 1536, 3072, 4096, 8192 or 16384, with MLPerf's
                    settings for it; for another N give the settings after --
@@ -81,6 +82,7 @@ checkpoint=$(realpath -m "${checkpoint:-$folder/tf1_ckpt/model.ckpt-28252}")
 for file in "$train" "$evaluation" "$folder/vocab.txt" "$folder/bert_config.json"; do
   [[ -e $file ]] || fail "expected $file, got none"
 done
+[[ $train != *\?* ]] || fail "--train: expected a path without ?, got $train"
 
 # Rows of MLPerf's table: the reference's settings, by global batch (rcps_bert.json of its checker).
 row() { # LR STEPS WARMUP START BETA1 BETA2 DECAY
@@ -101,26 +103,44 @@ case $batch in
     ;;
 esac
 
+# What has to be the same in all runs.
+start=("$checkpoint"*)
+[[ ! -d $checkpoint ]] || start=("$checkpoint"/*)
+[[ -e ${start[0]} ]] || fail "--checkpoint: expected $checkpoint, got none"
+noted=$(
+  printf '%s\n' "batch $batch" "train $train" "eval $evaluation" "settings ${settings[*]}"
+  stat --printf '%n, %s bytes, %y\n' "${start[@]}" "$folder/vocab.txt" "$folder/bert_config.json"
+)
 mkdir -p "$output"
+if [[ ! -e $output/settings.txt ]]; then
+  printf '%s\n' "$noted" >"$output/settings.txt"
+elif ! diff "$output/settings.txt" - <<<"$noted" >&2; then
+  fail "OUTPUT: expected a folder of runs with the same settings and files, got $output with others (<)"
+fi
+
 cd "$ROOT"
 preset=$checkpoint
 if [[ ! -d $checkpoint ]]; then
   # The reference computes the GELU of its bert_config.json by tanh.
   preset=$output/checkpoint layout=google
   [[ $checkpoint != *.pt ]] || layout=nvidia
-  if [[ -f $preset/model.safetensors ]]; then
+  if [[ -d $preset ]]; then
     echo "there already: $preset"
   else
-    "$PY" -m bert_unpad.convert "$checkpoint" "$preset" --from "$layout" \
+    mkdir -p "$preset.partial"
+    "$PY" -m bert_unpad.convert "$checkpoint" "$preset.partial" --from "$layout" \
       --config "$folder/bert_config.json" --hidden-act gelu_new
+    mv "$preset.partial" "$preset"
   fi
 fi
 
 # The reference writes TFRecord, other preparations HDF5.
 kind=hdf5
 compgen -G "$train/*.h*5" >/dev/null || [[ $train == *.h*5 ]] || kind=tfrecord
+held_out=${evaluation//%/%25} # options of a source are URL-encoded
+held_out=${held_out//+/%2B} held_out=${held_out//&/%26}
 arguments=(--config configs/bert_large_mlperf.yaml --model.preset "$preset"
-  --data.source "$kind:$train?validation=$evaluation" --data.vocab_file "$folder/vocab.txt"
+  --data.source "$kind:$train?validation=$held_out" --data.vocab_file "$folder/vocab.txt"
   --batching.global_batch_size "$batch" --checkpoint.every 0 "${recipe[@]}" "${settings[@]}")
 # Indexes the files' lengths, once and before any clock runs.
 "$PY" - "${arguments[@]}" <<'PYTHON'

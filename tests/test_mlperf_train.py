@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import parse_qsl
 
 import pytest
 
@@ -82,24 +84,87 @@ def test_from_the_folder_to_a_log_that_passes(tmp_path):
     assert "Required EXACTLY_ONE occurrence of 'opt_lamb_beta_1'" in done.stdout + done.stderr
 
 
+def _write_stand_ins(folder: Path) -> dict[str, str]:
+    """Empty files of a benchmark, and a Python that only notes how it is called, in `calls`."""
+    files = folder / "files"
+    for name in ("train", "a+b&c%d", "tf1_ckpt"):
+        (files / name).mkdir(parents=True)
+    for name in ("vocab.txt", "bert_config.json", "tf1_ckpt/model.ckpt-28252.index"):
+        (files / name).touch()
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\necho "$*" >> {folder}/calls\n')
+    python.chmod(0o755)
+    return {"python": str(python)}
+
+
+STAND_INS = ["files", "out", "--ranks", "1", "--eval", "files/a+b&c%d", "--keep-caches"]
+
+
+def _trained(folder: Path) -> list[str]:
+    """The arguments of each training so far."""
+    return [x for x in (folder / "calls").read_text().splitlines() if "pretrain.py" in x]
+
+
 def test_a_log_without_its_end_is_made_again(tmp_path):
-    for name in ("train", "eval", "vocab.txt", "bert_config.json"):
-        (tmp_path / "files" / name).mkdir(parents=True)
+    stand_ins = _write_stand_ins(tmp_path)
     logs = [tmp_path / "out" / f"result_{number}.txt" for number in (0, 1)]
     (tmp_path / "out").mkdir()
     logs[0].write_text(':::MLLOG {"key": "run_start"}\n')
     logs[1].write_text(':::MLLOG {"key": "run_stop"}\n')
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n')
-    python.chmod(0o755)
-    arguments = ["files", "out", "--ranks", "1", "--runs", "2", "--keep-caches"]
-    done = _run(tmp_path, *arguments, python=str(python))
+    done = _run(tmp_path, *STAND_INS, "--runs", "2", **stand_ins)
     assert done.returncode == 0, done.stdout + done.stderr
-    (trained,) = [x for x in (tmp_path / "calls").read_text().splitlines() if "pretrain.py" in x]
+    (trained,) = _trained(tmp_path)
     assert f"--logging.mlperf {logs[0]}" in trained
     assert "--resume never" in trained
     assert "run_start" in (tmp_path / "out" / "result_0.txt.partial").read_text()
     assert f"there already: {logs[1]}" in done.stdout
+    # Of a path, a source decodes what follows the question mark.
+    _, _, query = re.search(r"--data.source (\S+)", trained).group(1).partition("?")
+    assert dict(parse_qsl(query)) == {"validation": str(tmp_path / "files" / "a+b&c%d")}
+
+
+def test_a_checkpoint_that_was_half_converted_is_converted_again(tmp_path):
+    stand_ins = _write_stand_ins(tmp_path)
+    (tmp_path / "out" / "checkpoint.partial").mkdir(parents=True)
+    for _ in range(2):
+        assert _run(tmp_path, *STAND_INS, **stand_ins).returncode == 0
+    converted = [x for x in (tmp_path / "calls").read_text().splitlines() if ".convert" in x]
+    assert len(converted) == 1
+    assert f"--model.preset {tmp_path / 'out' / 'checkpoint'} " in _trained(tmp_path)[-1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ["--batch", "256"],
+        ["--checkpoint", "files/other"],
+        ["--train", "files/tf1_ckpt"],
+        ["--", "--batching.accumulation", "4"],
+        "touch files/tf1_ckpt/model.ckpt-28252.index",
+        "echo x > files/bert_config.json",
+    ],
+)
+def test_runs_that_differ_are_not_mixed(tmp_path, change):
+    stand_ins = _write_stand_ins(tmp_path)
+    (tmp_path / "files" / "other.pt").touch()
+    assert _run(tmp_path, *STAND_INS, **stand_ins).returncode == 0
+    if isinstance(change, str):
+        subprocess.run(change, cwd=tmp_path, shell=True, check=True)
+        change = []
+    done = _run(tmp_path, *STAND_INS, *change, **stand_ins)
+    assert done.returncode == 2
+    assert "OUTPUT: expected a folder of runs with the same settings and files" in done.stderr
+    assert len(_trained(tmp_path)) == 1
+    done = _run(tmp_path, "files", "new", *STAND_INS[2:], *change, **stand_ins)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
+    stand_ins = _write_stand_ins(tmp_path)
+    done = _run(tmp_path, *STAND_INS, "--checkpoint", "files/lost", **stand_ins)
+    assert done.returncode == 2
+    assert f"--checkpoint: expected {tmp_path}/files/lost, got none" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
