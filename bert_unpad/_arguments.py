@@ -54,6 +54,14 @@ def share(text: str) -> float:
     return value
 
 
+def share_or_zero(text: str) -> float:
+    """A number of 0 to 1."""
+    value = not_below_zero(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"expected a share of 0 to 1, got {text!r}")
+    return value
+
+
 def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
     """The type of a comma-separated list of some of these names."""
 

@@ -14,6 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from bert_unpad._arguments import (
+    above_zero,
+    not_below_zero,
+    not_negative,
+    positive,
+    share_or_zero,
+)
 from bert_unpad._extras import packages_of
 from bert_unpad._files import read_json_object, write_text
 from bert_unpad.evaluate.features import answers_of, features_of, predictions_of
@@ -49,33 +56,40 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", type=Path, help="folder in Hugging Face's layout, with tokenizer")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["cola", "mrpc", "rte"])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="a fine-tuning for each")
+    parser.add_argument(
+        "--seeds", nargs="+", type=not_negative, default=[0], help="a fine-tuning for each"
+    )
     parser.add_argument("--data", type=Path, help="local files: TASK/train.jsonl and so on")
     parser.add_argument("--output", type=Path, default=Path("runs/evaluate"))
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=_count, default=32)
-    parser.add_argument("--lr", type=float, default=2e-5)
-    parser.add_argument("--warmup-share", type=float, default=0.1)
-    parser.add_argument("--weight-decay", type=float, default=0.01)
-    parser.add_argument("--max-length", type=int, help="tokens (default: 128, for squad 384)")
+    parser.add_argument("--epochs", type=positive, default=3)
+    parser.add_argument("--batch-size", type=positive, default=32)
+    parser.add_argument("--lr", type=above_zero, default=2e-5)
+    parser.add_argument("--warmup-share", type=share_or_zero, default=0.1)
+    parser.add_argument("--weight-decay", type=not_below_zero, default=0.01)
+    parser.add_argument("--max-length", type=positive, help="tokens (default: 128, for squad 384)")
     parser.add_argument(
-        "--stride", type=int, default=128, help="tokens that features share (squad)"
+        "--stride", type=not_negative, default=128, help="tokens that features share (squad)"
     )
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=_device, default=device)
     parser.add_argument("--padded", action="store_true", help="compute padding too")
     return parser
 
 
-def _count(text: str) -> int:
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"expected an integer of 1 or more, got {text!r}")
-    return int(text)
+def _device(text: str) -> torch.device:
+    try:
+        return torch.empty(0, device=text).device
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise argparse.ArgumentTypeError(
+            f"expected a device of this machine such as cpu or cuda:0, got {text!r} ({reason})"
+        ) from error
 
 
 def _files(options: argparse.Namespace, name: str) -> dict[str, list[int]]:
     """Size and time of change of each file that a result depends on."""
-    paths = [options.model / "config.json", *sorted(options.model.glob("*.safetensors"))]
+    paths = sorted(options.model.glob("*"))  # the tokenizer's too
     if options.data is not None:
         paths += sorted((options.data / name).glob("*"))
     found = {str(path.resolve()): path.stat() for path in paths if path.is_file()}
@@ -85,7 +99,9 @@ def _files(options: argparse.Namespace, name: str) -> dict[str, list[int]]:
 def _result(options: argparse.Namespace, name: str, seed: int) -> dict[str, float]:
     """The measures of one fine-tuning: from its file if it is there, else made now."""
     names = (field.name for field in dataclasses.fields(FineTuning))
-    length = options.max_length or _LENGTHS.get(name, 128)
+    length = options.max_length
+    if length is None:
+        length = _LENGTHS.get(name, 128)
     settings = FineTuning(**{n: getattr(options, n) for n in names} | {"max_length": length})
     noted = dataclasses.asdict(settings) | {
         "model": str(options.model.resolve()),

@@ -33,10 +33,16 @@ def features_of(
     Returns:
         A dict for each: input_ids, token_type_ids where the model has them, and labels, or
         start, end, row, and the place of each token in the text (offsets; None outside of it).
+
+    Raises:
+        ValueError: `max_length` leaves no room for a text.
     """
     texts = [[row[column] for row in rows] for column in task.columns]
     if not task.classes:
         return _answer_features(rows, texts, tokenizer, max_length, stride)
+    least = tokenizer.num_special_tokens_to_add(pair=len(texts) > 1) + 1
+    if max_length < least:
+        raise ValueError(f"--max-length: expected at least {least}, got {max_length}")
     encoded = tokenizer(*texts, truncation=True, max_length=max_length)
     return [
         {name: encoded[name][i] for name in _MODEL_INPUTS if name in encoded}

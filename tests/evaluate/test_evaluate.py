@@ -124,9 +124,40 @@ def test_results_that_are_there_are_kept(model_dir, tmp_path, capsys):
         return capsys.readouterr().err
 
     assert "seed-1.json: expected a result with these settings" in refused("--epochs", "2")
-    assert "--batch-size: expected an integer of 1" in refused("--epochs", "1", "--batch-size", "0")
+    vocab = model_dir / "vocab.txt"
+    text = vocab.read_text()
+    vocab.write_text(text.replace("\n", "\n\n", 1))
+    assert "seed-1.json: expected a result with these settings" in refused("--epochs", "1")
+    vocab.write_text(text)
     write(tmp_path / "data" / "cola" / "validation.jsonl", single(18, 3))
     assert "seed-1.json: expected a result with these settings" in refused("--epochs", "1")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--batch-size", "0", "expected an integer of 1 or more"),
+        ("--epochs", "-1", "expected an integer of 1 or more"),
+        ("--max-length", "0", "expected an integer of 1 or more"),
+        ("--max-length", "2", "expected at least 3, got 2"),
+        ("--stride", "-1", "expected an integer of 0 or more"),
+        ("--seeds", "-1", "expected an integer of 0 or more"),
+        ("--lr", "nan", "expected a number of 0 or more"),
+        ("--weight-decay", "inf", "expected a number of 0 or more"),
+        ("--warmup-share", "2", "expected a share of 0 to 1, got '2'"),
+        ("--device", "x", "expected a device of this machine such as cpu or cuda:0, got 'x'"),
+        ("--device", "cuda:77", "expected a device of this machine such as cpu or cuda:0, got"),
+    ],
+)
+def test_wrong_options_are_named(model_dir, tmp_path, capsys, option, value, message):
+    for split in ("train", "validation"):
+        write(tmp_path / "data" / "cola" / f"{split}.jsonl", single(4, 3))
+    with pytest.raises(SystemExit) as ended:
+        run(model_dir, tmp_path, "--tasks", "cola", option, value)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert f"{option}: {message}" in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_same_seed_gives_the_same_result_and_padding_changes_nothing(model_dir, tmp_path):
