@@ -16,7 +16,7 @@ from bert_unpad.pretrain.config.errors import ConfigError
 if TYPE_CHECKING:
     from bert_unpad.pretrain.config.run import PretrainConfig
 
-__all__ = ["check_mlperf", "evaluation_interval"]
+__all__ = ["check_mlperf", "evaluation_interval", "submission"]
 
 # What a submission says of itself, beside what the run says.
 _SUBMISSION = (
@@ -41,6 +41,11 @@ def evaluation_interval(global_batch_size: int) -> int:
     return math.floor(0.05 * (230.23 * global_batch_size + 3_000_000) / 25_000) * 25_000
 
 
+def submission(config: PretrainConfig) -> dict[str, Any]:
+    """What logging.mlperf_submission says, in the closed division unless it says another."""
+    return {"submission_division": "closed"} | (config.logging.mlperf_submission or {})
+
+
 def check_mlperf(config: PretrainConfig) -> None:
     """Checks evaluation.every_samples, logging.mlperf and logging.mlperf_submission.
 
@@ -49,20 +54,19 @@ def check_mlperf(config: PretrainConfig) -> None:
             or a setting is not one that the log has a place for or the division allows.
     """
     _check_interval(config)
-    submission = config.logging.mlperf_submission
     if config.logging.mlperf is None:
-        if submission is not None:
+        if config.logging.mlperf_submission is not None:
             raise ConfigError(
                 "logging.mlperf", "expected a file with logging.mlperf_submission, got null"
             )
         return
-    for name in submission or {}:
+    for name in submission(config):
         if name not in _SUBMISSION:
             raise ConfigError(
                 "logging.mlperf_submission",
                 f"expected entries of {', '.join(_SUBMISSION)}, got {name!r}",
             )
-    division = (submission or {}).get("submission_division", "closed")
+    division = submission(config)["submission_division"]
     if division not in _DIVISIONS:
         raise ConfigError(
             "logging.mlperf_submission",

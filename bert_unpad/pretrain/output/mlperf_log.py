@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
+from bert_unpad.pretrain.config.mlperf import submission
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.update.arguments import class_arguments
 from bert_unpad.pretrain.update.kinds import find_kind
@@ -158,8 +159,7 @@ class MlperfLog:
         world_size = self._ranks.world_size
         settings = {
             "submission_benchmark": "bert",
-            "submission_division": "closed",
-            **(config.logging.mlperf_submission or {}),
+            **submission(config),
             "seed": config.seed,
             "global_batch_size": config.batching.per_rank(world_size) * world_size,
             "gradient_accumulation_steps": config.batching.accumulation,
