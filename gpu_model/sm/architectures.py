@@ -149,6 +149,10 @@ def cost(architecture: Architecture, instruction: Instruction, wavefronts: int =
         busy = max(wavefronts if name == "LDGSTS" else 0, _memory_bytes(instruction) // 4)
         latency = a.copy_latency if name == "LDGSTS" else a.global_latency
         return Cost("shared", busy, latency, 12.0)
+    if name in ("SYNCS", "ARRIVES"):
+        return Cost("shared", 1, a.shared_latency, 8.0)
+    if name == "UBLKCP":
+        return Cost("none", 1, a.copy_latency, 12.0)
     if name in ("RED", "REDG"):
         return Cost("shared", 2, 0.0, 12.0)
     if name in ("SHFL", "LDC", "REDUX", "MATCH"):

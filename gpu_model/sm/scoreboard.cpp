@@ -25,18 +25,42 @@ enum Kind : int32_t {
   kCopy,
   kArrival,  // at a barrier, without waiting there
   kProduct,  // `argument`: whether its group ends
-  kWaitProducts
+  kWaitProducts,
+  kMBarrierInit,
+  kMBarrierChange,
+  kMBarrierLate,  // a change when the warp's copies have landed
+  kBulkCopy,
+  kMBarrierWait
 };
 struct Record {
   int32_t kind, pipe, stall, wait_mask, write_barrier, read_barrier;
   int32_t argument;  // groups that may be on their way; a barrier's number
-  int32_t warps;     // that a barrier waits for; 0 = all of the block
+  int32_t warps;     // that a barrier waits for, 0 = all of the block; arrivals at an mbarrier
+  int32_t bytes;     // that an mbarrier expects more, or less
   double busy, latency, read;
   double shared;  // of the path to shared memory, for another pipe
 };
 struct Machine {
-  int32_t pipes, shared_pipe, heavy_pipe, fma_pipe, issue_only_pipe, greedy;
+  int32_t pipes, shared_pipe, heavy_pipe, fma_pipe, issue_only_pipe, greedy, mbarriers;
   double queue, barrier_latency, launch_latency;
+};
+
+// Phases as the PTX ISA has them: one ends when all have arrived and no bytes are missing.
+struct MBarrier {
+  int64_t expected = 0, pending = 0, bytes = 0;
+  int32_t phase = 0;
+  double settled = 0.0, opened = 0.0;  // when the open phase can end; when the last one did
+
+  void change(const Record& r, double time) {
+    pending -= r.warps;
+    bytes += r.bytes;
+    settled = std::max(settled, time);
+    if (pending != 0 || bytes != 0) return;
+    ++phase;
+    pending = expected;
+    opened = settled;
+    settled = 0.0;
+  }
 };
 
 constexpr int kBlockBarriers = 16;
@@ -44,6 +68,7 @@ struct Block {
   int warps = 0, done = 0;
   int arrived[kBlockBarriers] = {}, wanted[kBlockBarriers] = {}, phase[kBlockBarriers] = {};
   double opens[kBlockBarriers] = {};
+  std::vector<MBarrier> mbarriers;
 
   // Opens a barrier that all have come to. Warps that have ended count as there.
   bool open(int number, double time) {
@@ -65,6 +90,7 @@ struct Warp {
   double barriers[kBarriers] = {};
   // When those since the last commit have landed, and each committed group.
   double copies = 0.0, products = 0.0;
+  double landed = 0.0;  // when all copies have
   std::vector<double> groups, product_groups;
 };
 
@@ -80,6 +106,7 @@ extern "C" __attribute__((visibility("default"))) double sm_simulate(
     int32_t block_count, const double* first, int32_t repeats, double* busy) {
   const Machine& m = *machine;
   std::vector<Block> all_blocks(block_count);
+  for (Block& block : all_blocks) block.mbarriers.resize(m.mbarriers);
   std::vector<Warp> warps(warp_count);
   std::vector<std::vector<int>> of_partition(kPartitions);
   for (int w = 0; w < warp_count; ++w) {
@@ -118,7 +145,7 @@ extern "C" __attribute__((visibility("default"))) double sm_simulate(
       }
       other.at = 0;
       other.next = time + m.launch_latency;
-      other.copies = other.products = 0.0;
+      other.copies = other.products = other.landed = 0.0;
       other.groups.clear();
       other.product_groups.clear();
       std::fill(other.barriers, other.barriers + kBarriers, 0.0);
@@ -136,6 +163,11 @@ extern "C" __attribute__((visibility("default"))) double sm_simulate(
       const auto& groups = r.kind == kWaitGroups ? warp.groups : warp.product_groups;
       const int64_t count = static_cast<int64_t>(groups.size());
       for (int64_t g = 0; g + r.argument < count; ++g) time = std::max(time, groups[g]);
+    }
+    if (r.kind == kMBarrierWait) {
+      const MBarrier& mbarrier = all_blocks[warp.block].mbarriers[r.argument];
+      if ((mbarrier.phase & 1) == r.warps) return kNever;  // until it ends
+      time = std::max(time, mbarrier.opened + m.barrier_latency);
     }
     if (r.kind == kBlockBarrier && warp.phase >= 0) {
       const Block& block = all_blocks[warp.block];
@@ -183,6 +215,18 @@ extern "C" __attribute__((visibility("default"))) double sm_simulate(
           ++block.arrived[r.argument];
           block.open(r.argument, now + m.barrier_latency);
         }
+        if (r.kind >= kMBarrierInit && r.kind < kMBarrierWait) {
+          MBarrier& mbarrier = all_blocks[warp.block].mbarriers[r.argument];
+          if (r.kind == kMBarrierInit) {
+            mbarrier = {r.warps, r.warps};
+          } else if (r.kind == kBulkCopy) {
+            operands = std::max(now, operands) + r.shared;
+            busy[m.shared_pipe] += r.shared;
+            mbarrier.change(r, operands + r.latency);
+          } else {
+            mbarrier.change(r, r.kind == kMBarrierLate ? std::max(now, warp.landed) : now);
+          }
+        }
         double start = now;
         if (r.pipe == m.shared_pipe) {
           start = std::max(now, shared);
@@ -210,7 +254,10 @@ extern "C" __attribute__((visibility("default"))) double sm_simulate(
           double& b = warp.barriers[r.read_barrier];
           b = std::max(b, start + extra + r.read);
         }
-        if (r.kind == kCopy) warp.copies = std::max(warp.copies, start + extra + r.latency);
+        if (r.kind == kCopy) {
+          warp.copies = std::max(warp.copies, start + extra + r.latency);
+          warp.landed = std::max(warp.landed, warp.copies);
+        }
         if (r.kind == kCommit) {
           warp.groups.push_back(warp.copies);
           warp.copies = 0.0;

@@ -13,19 +13,23 @@ import numpy as np
 
 from gpu_model import build
 from gpu_model.sm.architectures import PARTITIONS, PIPES, Architecture, cost
+from gpu_model.sm.mbarriers import NAMES as MBARRIER_NAMES
+from gpu_model.sm.mbarriers import MBarrierUse
 from gpu_model.sm.sass import Function, Instruction
 from gpu_model.sm.walk import WarpTrace
 
 _PLAIN, _BARRIER, _COMMIT, _WAIT, _COPY, _ARRIVAL, _PRODUCT, _WAIT_PRODUCTS = range(8)
+_MBARRIER = {"init": 8, "change": 9, "late": 10, "copy": 11, "wait": 12}
 RECORD = np.dtype(
     [
         (name, np.int32)
         for name in (
             *("kind", "pipe", "stall", "wait_mask", "write_barrier", "read_barrier"),
-            *("argument", "warps"),
+            *("argument", "warps", "bytes"),
         )
     ]
-    + [(name, np.float64) for name in ("busy", "latency", "read", "shared")]
+    + [(name, np.float64) for name in ("busy", "latency", "read", "shared")],
+    align=True,
 )
 _NO_BARRIER = 7
 
@@ -33,6 +37,7 @@ _NO_BARRIER = 7
 class _Machine(ctypes.Structure):
     _fields_ = (
         *((n, ctypes.c_int32) for n in ("pipes", "shared", "heavy", "fma", "none", "greedy")),
+        ("mbarriers", ctypes.c_int32),
         *((n, ctypes.c_double) for n in ("queue", "barrier_latency", "launch_latency")),
     )
 
@@ -62,9 +67,17 @@ def _library() -> ctypes.CDLL:
 
 
 def record(
-    architecture: Architecture, instruction: Instruction, active: bool, wavefronts: int
+    architecture: Architecture,
+    instruction: Instruction,
+    active: bool,
+    wavefronts: int,
+    use: MBarrierUse | None = None,
+    mbarrier: int = 0,
 ) -> tuple[float, ...]:
     """One entry of RECORD. An instruction whose guard holds for no thread only takes its slot.
+
+    Args:
+        use: of an mbarrier, which has the number `mbarrier`.
 
     Raises:
         ValueError: there is no control code, or the instruction is not modelled.
@@ -75,14 +88,19 @@ def record(
             "control codes: expected a listing that has them (cuobjdump -sass, nvdisasm -hex), got "
             f"{instruction.text!r} without"
         )
-    name, kind, argument, warps = instruction.name, _PLAIN, 0, 0
+    name, kind, argument, warps, bytes_ = instruction.name, _PLAIN, 0, 0, 0
     value = cost(architecture, instruction, wavefronts)
     if not active:
         return (
             *(kind, PIPES.index("none"), control.stall, control.wait_mask),
-            *(_NO_BARRIER, _NO_BARRIER, 0, 0, 1.0, 0.0, 0.0, 0.0),
+            *(_NO_BARRIER, _NO_BARRIER, 0, 0, 0, 1.0, 0.0, 0.0, 0.0),
         )
-    if name == "BAR":
+    if use is not None:
+        kind = _MBARRIER["late" if use.late else use.kind]
+        argument, warps, bytes_ = mbarrier, use.arrivals, use.bytes
+        if use.kind == "copy":
+            value = value._replace(shared=-use.bytes / 128)
+    elif name == "BAR":
         kind, argument, warps = _barrier(instruction, wavefronts)
     elif name == "LDGDEPBAR":
         kind = _COMMIT
@@ -102,7 +120,7 @@ def record(
         kind, argument = _WAIT_PRODUCTS, int(found[1], 16)
     return (
         *(kind, PIPES.index(value.pipe), control.stall, control.wait_mask),
-        *(control.write_barrier, control.read_barrier, argument, warps),
+        *(control.write_barrier, control.read_barrier, argument, warps, bytes_),
         *(value.busy, value.latency, value.read, value.shared),
     )
 
@@ -142,7 +160,8 @@ def simulate(
     Raises:
         ValueError: warps wait for each other for ever.
     """
-    keys: dict[int, int] = {}
+    keys: dict[tuple[int, int], int] = {}
+    mbarriers: dict[int, int] = {}  # numbers by address
     table: list[tuple[float, ...]] = []
     numbers: dict[int, np.ndarray] = {}  # of a trace, by its identity
     warps = [warp for block in blocks for warp in block]
@@ -151,13 +170,20 @@ def simulate(
             continue
         packed = warp.code.astype(np.int64) << 32 | warp.wavefronts << 1 | warp.active
         unique, inverse = np.unique(packed, return_inverse=True)
-        for key in unique.tolist():
-            if key not in keys:
-                keys[key] = len(table)
-                instruction = function.instructions[key >> 32]
-                waves = (key & 0xFFFFFFFF) >> 1
-                table.append(record(architecture, instruction, bool(key & 1), waves))
-        numbers[id(warp)] = np.array([keys[key] for key in unique.tolist()], np.int32)[inverse]
+        places = [(id(warp.uses), key) for key in unique.tolist()]
+        for place in places:
+            if place in keys:
+                continue
+            keys[place] = len(table)
+            instruction, waves = function.instructions[place[1] >> 32], (place[1] & 0xFFFFFFFF) >> 1
+            use, mbarrier = None, 0
+            if instruction.name in MBARRIER_NAMES and waves:
+                use, waves = warp.uses[waves - 1], 0
+                mbarrier = mbarriers.setdefault(use.address, len(mbarriers))
+            table.append(
+                record(architecture, instruction, bool(place[1] & 1), waves, use, mbarrier)
+            )
+        numbers[id(warp)] = np.array([keys[place] for place in places], np.int32)[inverse]
     traces = [numbers[id(warp)] for warp in warps]
     lengths = np.array([len(t) for t in traces], np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
@@ -168,6 +194,7 @@ def simulate(
     busy = np.zeros(len(PIPES) + 1)
     machine = _Machine(
         *(len(PIPES), *(PIPES.index(pipe) for pipe in ("shared", "heavy", "fma", "none")), greedy),
+        len(mbarriers),
         *(architecture.queue, architecture.barrier_latency, architecture.launch_latency),
     )
     arrays = (np.array(table, RECORD), np.concatenate(traces).astype(np.int32))

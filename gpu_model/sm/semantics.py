@@ -257,6 +257,21 @@ def _r2ur(state: Any, ins: Instruction) -> list[Any]:
     return [*[None] * (ins.result_count - 1), first]
 
 
+@handler("ELECT")
+def _elect(state: Any, ins: Instruction) -> list[Any]:
+    """The first running lane, and its number."""
+    running = state.running().reshape(-1, 32)
+    first = running.argmax(1).astype(np.uint32)
+    lane = np.arange(32, dtype=np.uint32)
+    return [(running & (lane == first[:, None])).reshape(-1), np.repeat(first, 32)]
+
+
+@handler("SYNCS")
+def _syncs(state: Any, ins: Instruction) -> list[Any]:
+    """A wait is over when it ends: when that is, scoreboard.cpp says."""
+    return [state.true] if "PHASECHK" in ins.suffixes else _unknown(ins)
+
+
 @handler("VOTE")
 def _vote(state: Any, ins: Instruction) -> list[Any]:
     bits = state.bits(ins.sources[-1])

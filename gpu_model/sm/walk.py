@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_model.sm import semantics
+from gpu_model.sm import mbarriers, semantics
+from gpu_model.sm.mbarriers import MBarrierUse
 from gpu_model.sm.sass import SIZE, Function, Instruction
 from gpu_model.sm.state import Memory, State, address_parts
 
@@ -30,11 +31,14 @@ _TRAPS = {"BPT", "CALL"}
 @dataclass(frozen=True)
 class WarpTrace:
     """What one warp executes: numbers of instructions, whether any thread's guard holds, and how
-    many times shared memory is accessed for it (0: as often as its size needs)."""
+    many times shared memory is accessed for it (0: as often as its size needs). In the place of the
+    latter barriers have their number plus 1 where a register holds it, and mbarriers' instructions
+    that of an entry of `uses`."""
 
     code: NDArray[np.int32]
     active: NDArray[np.bool_]
     wavefronts: NDArray[np.int32]
+    uses: Sequence[MBarrierUse] = ()
 
 
 def wavefronts(addresses: NDArray[np.uint64], width: int) -> int:
@@ -82,6 +86,7 @@ class Walk:
         self.local: dict[tuple[int, tuple[Any, ...]], Any] = {}
         self.conflicts: dict[tuple[int, bytes], int] = {}
         self.steps: list[tuple[int, int, int, int]] = []
+        self.uses: dict[MBarrierUse, int] = {}
         self.guesses: set[int] = set()  # addresses of branches on unknown data
 
     def run(self) -> list[WarpTrace]:
@@ -123,6 +128,8 @@ class Walk:
         full = mask if ins.guard is None else None if held.all() else held
         if ins.name == "BAR":
             self._barrier(number, ins, issued, self._warp_bits(full))
+        elif ins.name in mbarriers.NAMES:
+            self._mbarrier(number, ins, issued, held)
         else:
             self.steps.append((number, issued, self._warp_bits(full), self._waves(number, ins)))
         left = [(number + 1, everyone & ~held)] if (everyone & ~held).any() else []
@@ -136,9 +143,16 @@ class Walk:
             self._execute(number, ins, full, guard is not None)
         return [(number + 1, mask)]
 
+    def _mbarrier(self, number: int, ins: Instruction, issued: int, held: Any) -> None:
+        idle = issued & ~self._warp_bits(held)
+        if idle:
+            self.steps.append((number, idle, 0, 0))
+        for warp, use in mbarriers.uses(self.state, ins, held):
+            place = 0 if use is None else self.uses.setdefault(use, len(self.uses)) + 1
+            self.steps.append((number, 1 << warp, 1 << warp, place))
+
     def _barrier(self, number: int, ins: Instruction, issued: int, active: int) -> None:
-        """A step for the warps of each barrier where a register has its number, which goes, plus 1,
-        into the place of wavefronts."""
+        """A step for the warps of each barrier where a register has its number."""
         first = ins.operands[0] if ins.operands else None
         if first is None or first.kind not in ("register", "uniform"):
             self.steps.append((number, issued, active, 0))
@@ -210,6 +224,8 @@ class Walk:
         if ins.target is None:
             raise ValueError(f"{self.function.name}: {ins.text} at {ins.address:#x} goes anywhere")
         target = self.function.index(ins.target)
+        if "ANY" in ins.suffixes and guard is not None:  # of the warp's threads
+            guard = np.repeat((guard & mask).reshape(-1, 32).any(1), 32)
         condition = ins.condition
         other = self.state.true if condition is None else self.state.bits(condition)
         taken = None if guard is None or other is None else guard & other
@@ -282,7 +298,7 @@ class Walk:
 
     def _traces(self) -> list[WarpTrace]:
         steps = np.array(self.steps, np.int64).reshape(-1, 4)
-        traces = []
+        traces, uses = [], tuple(self.uses)
         for warp in range(self.warps):
             mine = steps[(steps[:, 1] >> warp & 1).astype(bool)]
             traces.append(
@@ -290,6 +306,7 @@ class Walk:
                     mine[:, 0].astype(np.int32),
                     (mine[:, 2] >> warp & 1).astype(bool),
                     mine[:, 3].astype(np.int32),
+                    uses,
                 )
             )
         return traces

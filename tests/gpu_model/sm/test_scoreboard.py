@@ -176,8 +176,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("line", "message"),
         [
-            ("UBLKCP [UR4], [UR6], UR8", "opcode: expected one that"),
-            ("SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR6], RZ", "opcode: expected one that"),
+            ("UTMALDG.2D [UR4], [UR6]", "opcode: expected one that"),
             ("BAR.SCAN 0x1, 0x80", r"barrier: expected BAR\.SYNC, BAR\.RED or BAR\.ARV"),
             ("BAR.SYNC R2, 0x80", "barrier: expected a number that is known"),
             ("WARPGROUP.DEPBAR.LE gsb1, 0x0", r"wait: expected DEPBAR\.LE gsb0, n"),
