@@ -24,9 +24,10 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         weight_decay: decay rate of parameters with two dimensions or more.
 
     Returns:
-        Parameter groups for an optimizer, none of them empty.
+        Parameter groups for an optimizer. Which groups there are does not depend on what needs a
+        gradient, so some may be empty.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = list(model.parameters())
     return [
         *_by_rows(model, [p for p in parameters if p.dim() > 1], {"weight_decay": weight_decay}),
         *_by_rows(model, [p for p in parameters if p.dim() <= 1], {"weight_decay": 0.0}),
@@ -46,7 +47,7 @@ def muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         weight_decay: decay rate of all but biases and LayerNorm weights.
 
     Returns:
-        Parameter groups for `Muon`, none of them empty.
+        Parameter groups for `Muon`; some may be empty, as those of `decay_groups`.
 
     Raises:
         ValueError: the model has no linear layer in a module that is called `encoder`.
@@ -58,13 +59,15 @@ def muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     }
     if not matrices:
         raise ValueError("model: expected linear layers in a module called encoder, got none")
-    found = []
-    for group in decay_groups(model, weight_decay):
-        for use_muon in (True, False):
-            chosen = [p for p in group["params"] if (p in matrices) == use_muon]
-            if chosen:
-                found.append(group | {"params": chosen, "use_muon": use_muon})
-    return found
+    others = [p for p in model.parameters() if p not in matrices]
+    decays, plain = {"weight_decay": weight_decay}, {"weight_decay": 0.0, "use_muon": False}
+    return [
+        *_by_rows(
+            model, [p for p in model.parameters() if p in matrices], decays | {"use_muon": True}
+        ),
+        *_by_rows(model, [p for p in others if p.dim() > 1], decays | {"use_muon": False}),
+        *_by_rows(model, [p for p in others if p.dim() <= 1], plain),
+    ]
 
 
 def _by_rows(
@@ -77,9 +80,9 @@ def _by_rows(
         for p in module.parameters(recurse=False)
         if len(getattr(module, "stacked_rows", ())) > 1
     }
-    groups: dict[tuple[int, ...], dict[str, Any]] = {}
+    groups: dict[tuple[int, ...], dict[str, Any]] = {(): {"params": []} | options}
     for p in parameters:
         rows = rows_of.get(p, ())
-        stacked = {"stacked": rows} if rows else {}
-        groups.setdefault(rows, {"params": []} | options | stacked)["params"].append(p)
+        group = groups.setdefault(rows, {"params": []} | options | {"stacked": rows})
+        group["params"] += [p] if p.requires_grad else []
     return [groups[rows] for rows in sorted(groups)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bert_unpad.nn import BertConfig, BertForPreTraining
-from bert_unpad.optim import Muon, decay_groups, muon_groups
+from bert_unpad.optim import Muon, muon_groups
 from bert_unpad.optim import muon as module
 from bert_unpad.optim.muon import assign, orthogonalize
 from tests.support.optim_reference import Rule, Truth
@@ -303,9 +303,9 @@ def test_groups_of_a_model():
     sizes = BertConfig(40, 16, 2, 2, 32, max_position_embeddings=8)
     model = BertForPreTraining(sizes)
     names = {p: name for name, p in model.named_parameters()}
-    alone, decayed, stacked, others, biases = groups = muon_groups(model, 0.1)
-    assert [g["use_muon"] for g in groups] == [True, False, True, False, False]
-    assert [g.get("stacked") for g in groups] == [None, None, (16,) * 3, None, (16,) * 3]
+    alone, stacked, decayed, others, biases = groups = muon_groups(model, 0.1)
+    assert [g["use_muon"] for g in groups] == [True, True, False, False, False]
+    assert [g.get("stacked") for g in groups] == [None, (16,) * 3, None, None, (16,) * 3]
     assert [g["weight_decay"] for g in groups] == [0.1, 0.1, 0.1, 0.0, 0.0]
     assert {names[p].split(".")[-2:] == ["qkv", "bias"] for p in biases["params"]} == {True}
     assert all(".encoder.layer." in names[p] for p in [*alone["params"], *stacked["params"]])
@@ -320,9 +320,10 @@ def test_groups_of_a_model():
     everything = [p for group in groups for p in group["params"]]
     assert len(everything) == len(set(everything)) == len(names)
     model.bert.encoder.requires_grad_(False)
-    assert [group["params"] for group in muon_groups(model, 0.1)] == [
-        group["params"] for group in decay_groups(model, 0.1)
-    ]
+    frozen = muon_groups(model, 0.1)
+    assert [g["params"] for g in frozen[:2]] == [[], []]
+    left = [p for g in frozen for p in g["params"]]
+    assert left == [p for p in everything if p.requires_grad]
     with pytest.raises(ValueError, match="model: expected linear layers in a module called encod"):
         muon_groups(nn.Sequential(nn.Linear(3, 3)), 0.1)
 

@@ -206,6 +206,8 @@ class _Trial:
                 middle = flat.numel() // 3
                 self._parts[parameter] = [nn.Parameter(x) for x in (flat[:middle], flat[middle:])]
             group["params"] = [part for parameter in whole for part in self._parts[parameter]]
+            if "stacked" in group:
+                group["stacked"] = ()
 
     def run(self, steps: range) -> None:
         """Makes updates."""

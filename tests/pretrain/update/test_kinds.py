@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from typing import Any, get_args
 
 import pytest
@@ -48,7 +49,7 @@ def importable(monkeypatch) -> None:
 
 
 def _model() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    return nn.Sequential(OrderedDict(encoder=nn.Linear(3, 4), norm=nn.LayerNorm(4)))
 
 
 def _build(*arguments: str) -> torch.optim.Optimizer:
@@ -65,7 +66,7 @@ def test_the_names_are_the_rows():
 def test_defaults_of_the_table(name):
     optimizer = _build("--optimizer.name", name)
     assert isinstance(optimizer, KINDS[name].optimizer)
-    weights, others = optimizer.param_groups
+    weights, others = (group for group in optimizer.param_groups if group["params"])
     assert (weights["weight_decay"], others["weight_decay"]) == (0.01, 0.0)
     betas = (0.999 if name == "mt_dao" else 0.9, 0.999)
     for group in (weights, others):
