@@ -75,18 +75,24 @@ def refuse_other_ranks(epoch: int, past: Sequence[Sequence[int]], num_ranks: int
         )
 
 
-class ShardStream:
-    """One rank's contiguous part of a data set, read in order through a shuffle buffer.
+_CHUNKS = 16
+"""Places of the data set that a full shuffle buffer comes from."""
 
-    The buffer is filled, shuffled and emptied as a whole, so that resuming only has to refill one
-    buffer. Every example is in one rank's part. Sizes of parts differ by at most one example.
+
+class ShardStream:
+    """One rank's part of a data set, read in chunks of neighbours through a shuffle buffer.
+
+    Chunks come in another random order in every epoch, so the beginning of an epoch has examples of
+    the whole data set, whatever the order of its files. The buffer is filled, shuffled and emptied
+    as a whole, so that resuming only has to refill one buffer. Every example is in one rank's part.
+    Sizes of parts differ by at most one example.
 
     Args:
         dataset: the examples; their ids are indices, so masks are those of an index-based sampler.
         rank: this rank, 0 to num_ranks - 1.
         num_ranks: number of ranks that share the data set.
         seed: seed of the shuffling, the same on all ranks.
-        shuffle_buffer: number of examples in the buffer; 1 keeps the data set's order.
+        shuffle_buffer: number of examples in the buffer, 16 chunks; 1 keeps the data set's order.
 
     Raises:
         ValueError: an argument is out of range.
@@ -117,6 +123,7 @@ class ShardStream:
     def identity(self) -> dict[str, Any]:
         """See `ExampleStream`."""
         identity = {
+            "version": 2,  # of the order
             "seed": self._seed,
             "shuffle_buffer": self._buffer,
             "num_examples": len(self.dataset),
@@ -133,15 +140,14 @@ class ShardStream:
 
     def part_sizes(self, epoch: int) -> list[int]:
         """Returns how many examples each rank reads in an epoch."""
-        parts = _parts(self._population(epoch), self._num_ranks)
-        return [len(part) for part in parts]
+        return np.diff(_bounds(len(self._population(epoch)), self._num_ranks)).tolist()
 
     def batches(self, epoch: int, start: int, batch_size: int) -> Iterator[ExampleBatch]:
         """See `ExampleStream`."""
         segment = len(self._past) if epoch == self._past_epoch else 0
-        part = _parts(self._population(epoch), self._num_ranks)[self._rank]
+        chunks = self._chunks(self._population(epoch), epoch, segment)
         left = np.empty(0, np.int64)
-        for indices in self._shuffled(part, epoch, segment, self._rank, start):
+        for indices in self._shuffled(chunks, self._num_ranks, self._rank, start):
             left = np.concatenate([left, indices])
             full = len(left) // batch_size * batch_size
             for first in range(0, full, batch_size):
@@ -153,8 +159,8 @@ class ShardStream:
     def _population(self, epoch: int) -> NDArray[np.int64] | range:
         """Returns the indices that the current ranks share in this epoch.
 
-        They ascend; those of a mixture are in random order, so that each rank's part has its share
-        of every source.
+        They ascend; those of a mixture are in random order, so that each chunk has its share of
+        every source.
         """
         population: NDArray[np.int64] | range = range(len(self.dataset))
         mixed = isinstance(self.dataset, Mixture)
@@ -163,26 +169,31 @@ class ShardStream:
             population = shuffle_by_key(chosen, self._seed, epoch)
         if epoch == self._past_epoch:
             for segment, positions in enumerate(self._past):
-                parts = _parts(population, len(positions))
+                chunks = self._chunks(population, epoch, segment)
                 rest = [
                     indices
-                    for rank, (part, start) in enumerate(zip(parts, positions, strict=True))
-                    for indices in self._shuffled(part, epoch, segment, rank, start)
+                    for rank, start in enumerate(positions)
+                    for indices in self._shuffled(chunks, len(positions), rank, start)
                 ]
                 population = np.sort(np.concatenate([np.empty(0, np.int64), *rest]))
                 if mixed:
                     population = shuffle_by_key(population, self._seed, epoch, segment)
         return population
 
+    def _chunks(self, population: NDArray[np.int64] | range, epoch: int, segment: int) -> _Chunks:
+        size = max(self._buffer // _CHUNKS, 1) if self._buffer > 1 else max(len(population), 1)
+        return _Chunks(population, size, (self._seed, epoch, segment))
+
     def _shuffled(
-        self, part: NDArray[np.int64] | range, epoch: int, segment: int, rank: int, start: int
+        self, chunks: _Chunks, num_ranks: int, rank: int, start: int
     ) -> Iterator[NDArray[np.int64]]:
         """Yields the indices of a rank's examples from the `start`-th on, one buffer at a time."""
-        for number in range(start // self._buffer, -(-len(part) // self._buffer)):
+        begin, end = _bounds(chunks.size, num_ranks)[rank : rank + 2]
+        for number in range(start // self._buffer, -(-(end - begin) // self._buffer)):
             first = number * self._buffer
-            indices = np.asarray(part[first : first + self._buffer], np.int64)
+            indices = chunks[begin + first : min(begin + first + self._buffer, end)]
             if self._buffer > 1:
-                indices = shuffle_by_key(indices, self._seed, epoch, segment, rank, number)
+                indices = shuffle_by_key(indices, *chunks.key, rank, number)
             yield indices[max(start - first, 0) :]
 
 
@@ -267,11 +278,34 @@ class IterableStream:
         )
 
 
-def _parts(
-    population: NDArray[np.int64] | range, num_ranks: int
-) -> list[NDArray[np.int64] | range]:
-    ends = [len(population) * rank // num_ranks for rank in range(num_ranks + 1)]
-    return [population[first:last] for first, last in itertools.pairwise(ends)]
+class _Chunks:
+    """Indices in chunks of neighbours, the chunks in random order; one after another by slices.
+
+    Args:
+        population: the indices.
+        chunk: number of indices in each chunk; the last one may have fewer.
+        key: of the order of the chunks.
+    """
+
+    def __init__(
+        self, population: NDArray[np.int64] | range, chunk: int, key: tuple[int, ...]
+    ) -> None:
+        self.size, self.key = len(population), key
+        self._population = population
+        begins = shuffle_by_key(np.arange(0, self.size, chunk), *key)
+        sizes = np.minimum(chunk, self.size - begins)
+        self._ends = np.cumsum(sizes)
+        self._shifts = begins - (self._ends - sizes)  # from places in this order to those before
+
+    def __getitem__(self, window: slice) -> NDArray[np.int64]:
+        at = np.arange(window.start, window.stop)
+        places = at + self._shifts[np.searchsorted(self._ends, at, side="right")]
+        return places if isinstance(self._population, range) else self._population[places]
+
+
+def _bounds(size: int, num_ranks: int) -> list[int]:
+    """Where each rank's part of so many examples begins, and where the last one ends."""
+    return [size * rank // num_ranks for rank in range(num_ranks + 1)]
 
 
 def shuffle_by_key(indices: NDArray[np.int64], *key: int) -> NDArray[np.int64]:
