@@ -50,14 +50,15 @@ class Ray:
         else:
             options["address"] = self._address
         self._ray.init(**options)
-        self.workers = self._given or int(self._ray.cluster_resources()["CPU"])
+        # A cluster that starts machines when they are needed may have no cores yet.
+        self.workers = self._given or max(1, int(self._ray.cluster_resources().get("CPU", 1)))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ray.shutdown()
 
     def run(self, job: Job, arguments: Sequence[tuple]) -> Iterator[dict[str, Any]]:
-        """See `Engine`.
+        """See `Engine`; tasks that still run when a job fails are cancelled.
 
         Raises:
             RuntimeError: a task was lost again and again.
@@ -66,19 +67,22 @@ class Ray:
         task = ray.remote(num_cpus=1, max_retries=_RETRIES)(_run)
         left = (task.remote(job, one) for one in arguments)
         running = list(itertools.islice(left, self.workers))
-        while running:
-            (done,), running = ray.wait(running, num_returns=1)
-            try:
+        try:
+            while running:
+                (done,), running = ray.wait(running, num_returns=1)
                 result = ray.get(done)
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause from error
-            except ray.exceptions.RayError as error:
-                raise RuntimeError(
-                    f"a worker of Ray was lost {_RETRIES + 1} times, perhaps because memory ran "
-                    "out; run the same command again: what is finished is kept"
-                ) from error
-            running += itertools.islice(left, 1)
-            yield result
+                running += itertools.islice(left, 1)
+                yield result
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+        except ray.exceptions.RayError as error:
+            raise RuntimeError(
+                f"a worker of Ray was lost {_RETRIES + 1} times, perhaps because memory ran out; "
+                "run the same command again: what is finished is kept"
+            ) from error
+        finally:
+            for one in running:  # on a shared cluster they would go on
+                ray.cancel(one)
 
 
 def _run(job: Job, arguments: tuple) -> dict[str, Any]:

@@ -78,9 +78,44 @@ def fails(number):
     raise ValueError(f"number: expected another one, got {number}")
 
 
+def test_a_cluster_without_cores_yet(monkeypatch):
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"memory": 1e9})
+    with Ray(address="auto") as engine:
+        assert engine.workers == 1
+
+
 def test_errors_of_jobs_are_those_of_the_job():
     with Ray(1) as engine, pytest.raises(ValueError, match="number: expected another one, got 5"):
         list(engine.run(fails, [(5,)]))
+
+
+def waits_or_fails(folder, fails):
+    """Waits for ten minutes, or fails once another call waits."""
+    begun = Path(folder, "begun")
+    if not fails:
+        begun.touch()
+        for _ in range(12_000):  # as an interruption does not end a long sleep
+            time.sleep(0.05)
+    while not begun.exists():
+        time.sleep(0.05)
+    raise ValueError("fails: expected False")
+
+
+def meets(folder, name, other):
+    """Ends when both of two calls run at the same time."""
+    Path(folder, name).touch()
+    while not Path(folder, other).exists():
+        time.sleep(0.05)
+    return {"name": name}
+
+
+def test_other_tasks_are_cancelled_when_one_fails(tmp_path):
+    with Ray(2) as engine:
+        with pytest.raises(ValueError, match="fails: expected False"):
+            list(engine.run(waits_or_fails, [(str(tmp_path), False), (str(tmp_path), True)]))
+        found = list(engine.run(meets, [(str(tmp_path), "a", "b"), (str(tmp_path), "b", "a")]))
+    assert sorted(one["name"] for one in found) == ["a", "b"]
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch):
