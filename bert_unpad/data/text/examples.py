@@ -52,18 +52,12 @@ def make_examples(
     )
 
 
-def write_examples(examples: Iterable[tuple[Columns, int]], writer: ShardWriter) -> int:
+def write_examples(examples: Iterable[tuple[Columns, int]], writer: ShardWriter) -> None:
     """Appends examples to a shard.
 
     Args:
         examples: from `make_examples`.
         writer: the shard to append to.
-
-    Returns:
-        The number of examples.
     """
-    written = 0
     for columns, _ in examples:
         writer.append(*columns)
-        written += len(columns[1])
-    return written
