@@ -79,14 +79,16 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
 
   // The products of a linear layer on [tokens, features] matrices. With `gelu` the result is the
   // tanh GELU of `pre`, the product with its bias, else pre is empty [0]; linear_dgrad with `pre`
-  // multiplies by that GELU's derivative. linear_wgrad_ adds to dweight. dbias is empty [0] where
-  // `bias` is false.
+  // multiplies by that GELU's derivative. linear_wgrad_ writes dweight, or adds to it. dbias is
+  // empty [0] where `bias` is false.
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, bool gelu) -> (Tensor y, Tensor pre)");
   m.def("linear_dgrad(Tensor dy, Tensor weight, Tensor? addend, Tensor? pre) -> Tensor");
   m.def(
       "linear_wgrad(Tensor dy, Tensor x, bool bias, ScalarType dtype) "
       "-> (Tensor dweight, Tensor dbias)");
-  m.def("linear_wgrad_(Tensor dy, Tensor x, Tensor(a!) dweight, bool bias) -> Tensor dbias");
+  m.def(
+      "linear_wgrad_(Tensor dy, Tensor x, Tensor(a!) dweight, bool accumulate, bool bias) "
+      "-> Tensor dbias");
   // The last two on a CPU with AMX, into an fp32 dweight; dbias is fp32.
   m.def(
       "tile_wgrad_(Tensor dy, Tensor x, Tensor(a!) dweight, bool accumulate, bool bias) "

@@ -52,6 +52,9 @@ def _ours(setup: Setup, fp8: bool = False, graphs: bool = False) -> Contender:
         model = BertForPreTraining(model_steps.config(setup.size, setup.dropout)).train()
     model.bert.encoder.fp8 = fp8
     optimizer = FusedAdam(decay_groups(model, 0.01), lr=model_steps.LEARNING_RATE)
+    if not fp8:  # as the trainer does
+        weights = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
+        optimizer.keep_rounded(weights, torch.bfloat16)
     if graphs:
         step = _graph_step(setup, model, optimizer)
     else:
@@ -82,9 +85,8 @@ def _graph_step(
     scale = torch.tensor([1 / setup.inputs.num_masked, 1 / batch.batch_size], device=setup.device)
 
     def step() -> None:
-        runner(inputs, scale)
+        runner(inputs, scale, first=True)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
 
     return step
 

@@ -12,7 +12,9 @@ only once, which is also more accurate.
 
 import functools
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -87,13 +89,15 @@ def wgrad(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns the gradients of weight (dy^T x) and bias (the sum of dy's rows), in their dtypes.
 
-    The first is None if it was added to `weight.grad` (see `accumulate_in_place`), the second if
-    there is no bias.
+    The first is None if it went to `weight.grad` (see `accumulate_in_place`), the second if there
+    is no bias.
     """
     target = _target(weight)
     if target is not None:
-        add = _ops.linear_wgrad_ if fused(x, weight) else _add_wgrad
-        dweight, dbias = None, add(dy, x, target, bias is not None)
+        watch = InPlaceGradients.current
+        accumulate = watch is None or watch.accumulates(weight)
+        write = _ops.linear_wgrad_ if fused(x, weight) else _write_wgrad
+        dweight, dbias = None, write(dy, x, target, accumulate, bias is not None)
     else:
         new = _ops.linear_wgrad if fused(x, weight) else cpu_wgrad
         dweight, dbias = new(dy, x, bias is not None, weight.dtype)
@@ -115,6 +119,52 @@ def accumulate_in_place(weight: Tensor, enabled: bool = True) -> None:
         enabled: False turns it off again.
     """
     weight._bert_unpad_accumulates = enabled
+
+
+class InPlaceGradients:
+    """Watches which weight gradients the products of a pass may add in place, for a `with` block
+    around its forward and backward pass; one at a time.
+
+    Args:
+        first: weights whose first gradient takes the place of what `.grad` holds, so that nothing
+            has to set that to zero before. Autograd adds what it has itself after all products.
+
+    Raises:
+        RuntimeError: the block is within another, or no product wrote one of `first`.
+    """
+
+    current: ClassVar["InPlaceGradients | None"] = None
+
+    def __init__(self, first: Iterable[Tensor] = ()) -> None:
+        self._first = {id(weight): weight for weight in first}
+        self._weights: dict[int, Tensor] = {}
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Weights that `accumulate_in_place` was called for and that had a gradient."""
+        return list(self._weights.values())
+
+    def note(self, weight: Tensor) -> None:
+        """A product computes a gradient of this weight."""
+        self._weights[id(weight)] = weight
+
+    def accumulates(self, weight: Tensor) -> bool:
+        """Whether the gradient that comes now is added to what is there."""
+        return self._first.pop(id(weight), None) is None
+
+    def __enter__(self) -> "InPlaceGradients":
+        if InPlaceGradients.current is not None:
+            raise RuntimeError("InPlaceGradients: expected one block at a time, got another in it")
+        InPlaceGradients.current = self
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        InPlaceGradients.current = None
+        if error is None and self._first:
+            shapes = [list(weight.shape) for weight in self._first.values()]
+            raise RuntimeError(
+                f"first: expected weights that products of this pass write, got others of {shapes}"
+            )
 
 
 def time_algorithms(enabled: bool = True, *, path: str | os.PathLike[str] | None = None) -> None:
@@ -156,9 +206,16 @@ def _target(weight: Tensor) -> Tensor | None:
     """Returns the tensor to add the weight's gradient to, or None if autograd should add it."""
     if torch.compiler.is_compiling() or not getattr(weight, "_bert_unpad_accumulates", False):
         return None
+    if InPlaceGradients.current is not None:
+        InPlaceGradients.current.note(weight)
+    return weight.grad if takes_product(weight) and not torch.is_grad_enabled() else None
+
+
+def takes_product(weight: Tensor) -> bool:
+    """Whether `.grad` is memory that a product can write."""
     grad = weight.grad
-    usable = grad is not None and grad.is_contiguous() and not torch.is_grad_enabled()
-    return grad if usable and grad.dtype in (torch.float32, weight.dtype) else None
+    dtypes = (torch.float32, weight.dtype)
+    return grad is not None and grad.is_contiguous() and grad.dtype in dtypes
 
 
 @register_fake("linear")
@@ -179,7 +236,7 @@ def _(dy, x, bias, dtype):
 
 
 @register_fake("linear_wgrad_")
-def _(dy, x, dweight, bias):
+def _(dy, x, dweight, accumulate, bias):
     return dweight.new_empty((dy.shape[1] if bias else 0,))
 
 
@@ -226,11 +283,14 @@ def cpu_wgrad(dy: Tensor, x: Tensor, bias: bool, dtype: torch.dtype) -> tuple[Te
     return dweight.to(dtype), dbias.to(dtype)
 
 
-def _add_wgrad(dy: Tensor, x: Tensor, dweight: Tensor, bias: bool) -> Tensor:
+def _write_wgrad(dy: Tensor, x: Tensor, dweight: Tensor, accumulate: bool, bias: bool) -> Tensor:
     if _by_tiles(dy, x) and dweight.dtype == torch.float32:
-        return _ops.tile_wgrad_(dy.contiguous(), x.contiguous(), dweight, True, bias)
-    added, dbias = _wgrad(dy, x, bias)
-    dweight.add_(added)
+        return _ops.tile_wgrad_(dy.contiguous(), x.contiguous(), dweight, accumulate, bias)
+    product, dbias = _wgrad(dy, x, bias)
+    if accumulate:
+        dweight.add_(product)
+    else:
+        dweight.copy_(product)
     return dbias.to(dweight.dtype)
 
 
@@ -255,6 +315,6 @@ for _name, _function in (
     ("linear", _forward),
     ("linear_dgrad", _dgrad),
     ("linear_wgrad", cpu_wgrad),
-    ("linear_wgrad_", _add_wgrad),
+    ("linear_wgrad_", _write_wgrad),
 ):
     register_cpu(_name)(_function)

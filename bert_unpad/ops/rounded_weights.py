@@ -9,6 +9,8 @@ does not count writes through `weight.data`, nor collectives such as `dist.broad
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -43,6 +45,13 @@ class RoundedWeight:
         if not self.fits(weight):
             self.tensor.copy_(weight.detach())
             self.mark(weight)
+
+
+def copies_of(weights: Iterable[Tensor]) -> list[tuple[Tensor, RoundedWeight]]:
+    """Returns the weights that have a copy, each with it. CUDA graphs read the copies that were
+    there when they were captured: who replays one keeps these, and calls `renew` before."""
+    found = [(weight, _copies.get(weight)) for weight in weights]
+    return [(weight, copy) for weight, copy in found if copy is not None]
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -183,7 +183,8 @@ class Trainer:
         set_lr(stages.optimizer, self._lr(done))
         step_if(stages.optimizer, gradient.finite)
         sync.after_update()
-        stages.optimizer.zero_grad(set_to_none=not sync.keeps_gradients)
+        if not sync.keeps_gradients:
+            stages.optimizer.zero_grad(set_to_none=True)
 
     def _lr(self, done: int) -> float:
         return self.config.optimizer.lr * staged_lr_factor(

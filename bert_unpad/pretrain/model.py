@@ -150,7 +150,6 @@ def round_weights_in_updates(
         or config.optimizer.shard != "none"
         or config.comm.hook in ("post_local_sgd", "dream_ddp")
         or config.compile
-        or config.cuda_graphs
         or product_dtype(torch.empty(0, dtype=dtype, device=device)) != dtype
     ):
         return

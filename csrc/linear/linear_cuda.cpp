@@ -113,7 +113,7 @@ std::tuple<Tensor, Tensor> new_wgrad(Tensor dy, Tensor x, bool bias, ScalarType 
   return {dweight, dbias};
 }
 
-Tensor added_wgrad(Tensor dy, Tensor x, Tensor dweight, bool bias) {
+Tensor wgrad_in_place(Tensor dy, Tensor x, Tensor dweight, bool accumulate, bool bias) {
   const char* op = "linear_wgrad_";
   check_wgrad(dy, x, op);
   check_shape(dweight, {dy.size(1), x.size(1)}, op, "dweight", "[out_features, in_features]");
@@ -121,7 +121,7 @@ Tensor added_wgrad(Tensor dy, Tensor x, Tensor dweight, bool bias) {
         ": dweight must be float32 or of dy's dtype");
   check_contiguous(dweight, op, "dweight");
   check_same_device(dweight, dy, op, "dweight");
-  return wgrad(dy, x, dweight, bias, true, op);
+  return wgrad(dy, x, dweight, bias, accumulate, op);
 }
 
 }  // namespace
@@ -130,7 +130,7 @@ STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CUDA, m) {
   m.impl("linear", TORCH_BOX(&forward));
   m.impl("linear_dgrad", TORCH_BOX(&dgrad));
   m.impl("linear_wgrad", TORCH_BOX(&new_wgrad));
-  m.impl("linear_wgrad_", TORCH_BOX(&added_wgrad));
+  m.impl("linear_wgrad_", TORCH_BOX(&wgrad_in_place));
 }
 
 }  // namespace bert_unpad::cuda

@@ -6,12 +6,13 @@ differ from pass to pass: what a replay needs.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.nn.test_bert import TINY, backward, make_inputs, make_model
 
@@ -22,6 +23,7 @@ from bert_unpad import ops
 from bert_unpad.batch import PackedInputs
 from bert_unpad.batch.graph_shapes import GraphShapes
 from bert_unpad.nn import BertForPreTraining, PreTrainingOutput
+from bert_unpad.optim import FusedAdam
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.feed.steps import Step, StepCollator
 from bert_unpad.pretrain.gradients import sync as gradient_sync
@@ -60,18 +62,21 @@ class Uncaptured:
         self.model = model
         self.passes: dict[tuple[int, ...], StaticPass] = {}
 
-    def __call__(self, inputs: PackedInputs, scale: Tensor) -> PreTrainingOutput:
+    def __call__(
+        self, inputs: PackedInputs, scale: Tensor, first: bool = False
+    ) -> PreTrainingOutput:
         keys = self.model.bert.draw_rng_keys(torch.device("cpu"))
         key = sizes(inputs)
         if key not in self.passes:
             self.passes[key] = StaticPass(self.model, nullcontext(), inputs, keys)
         self.passes[key].load(inputs, keys, scale)
-        return self.passes[key].run()
+        return self.passes[key].run(first)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_buffers_serve_every_batch_of_their_sizes(in_place: bool) -> None:
-    """Weight gradients added within products, as the trainer lets them, are the same bits too."""
+    """Weight gradients written within products, as the trainer lets them, are the same bits too:
+    what was there before is forgotten."""
     model = make_model(**DROPOUT)
     if in_place:
         for module in model.modules():
@@ -87,9 +92,12 @@ def test_buffers_serve_every_batch_of_their_sizes(in_place: bool) -> None:
     for number, inputs in enumerate([*batches, batches[0]]):
         torch.manual_seed(number)
         out, want = backward(model, inputs)
-        model.zero_grad(set_to_none=not in_place)
+        model.zero_grad()
+        if in_place and number > 0:
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, torch.nan)
         torch.manual_seed(number)
-        got = run(inputs, scaled(ONE))
+        got = run(inputs, scaled(ONE), first=in_place)
         for a, b in zip(got, out, strict=True):
             assert torch.equal(a, b)
         for a, b in zip(gradients(model), want.values(), strict=True):
@@ -210,8 +218,10 @@ class TestOnAGpu:
         for _ in range(2):  # with captures between replays, and then replays alone
             for number, inputs in enumerate(batches):
                 torch.manual_seed(number)
-                model.zero_grad(set_to_none=False)
-                got = runner(inputs.pin_memory(), scale)
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.fill_(torch.nan)
+                got = runner(inputs.pin_memory(), scale, first=True)
                 for a, b in zip(got, expected[number][0], strict=True):
                     assert torch.equal(a, b)
                 for a, b in zip(gradients(model), expected[number][1], strict=True):
@@ -235,6 +245,26 @@ class TestOnAGpu:
             parts.append(gradients(model))
         for total, *each in zip(summed, *parts, strict=True):
             torch.testing.assert_close(total, sum(each), rtol=1e-5, atol=1e-5)
+
+    def test_weights_that_the_optimizer_rounds(self) -> None:
+        """A replay reads what the last update, or something else, has made of the weights."""
+        model = make_model().cuda()
+        weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+        optimizer = FusedAdam(model.parameters(), lr=0.01)
+        optimizer.keep_rounded(weights, torch.bfloat16)
+        autocast = torch.autocast("cuda", torch.bfloat16, cache_enabled=False)
+        runner = GraphRunner(model, autocast)
+        inputs, scale = padded_inputs([12, 9, 3]).pin_memory(), scaled(ONE, "cuda")
+        for number in range(4):
+            got = runner(inputs, scale, first=True).mlm_loss_sum.clone()
+            with autocast, torch.no_grad():
+                plain = copy.deepcopy(model)(inputs.to("cuda"))  # its weights have no copies
+            assert torch.equal(got, plain.mlm_loss_sum)
+            optimizer.step()
+            if number == 1:
+                with torch.no_grad():
+                    weights[0].mul_(0.5)
+        assert runner.graphs == 1
 
     def test_a_replay_does_not_make_the_host_wait(self) -> None:
         model = make_model(**DROPOUT).cuda()

@@ -264,7 +264,9 @@ def test_operators(dtype) -> None:
     for with_bias in (False, True):
         opcheck(torch.ops.bert_unpad.linear_wgrad.default, (dy, x, with_bias, torch.float32))
         dweight = torch.randn(8, 16)
-        opcheck(torch.ops.bert_unpad.linear_wgrad_.default, (dy, x, dweight, with_bias))
+        for accumulate in (False, True):
+            operands = (dy, x, dweight, accumulate, with_bias)
+            opcheck(torch.ops.bert_unpad.linear_wgrad_.default, operands)
 
 
 class TestAccumulation:
@@ -282,6 +284,41 @@ class TestAccumulation:
         assert places[0] == places[1] == places[2]
         for got, want in zip(added, plain, strict=True):
             torch.testing.assert_close(got.grad, want.grad)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_the_first_gradient_of_a_pass_can_take_the_place_of_what_is_there(
+        self, fused, dtype
+    ) -> None:
+        given, douts = draw_mlp(9, dtype, torch.float32)
+        plain, written = leaves(given), leaves(given)
+        weights = [written[1], written[3]]
+        for weight in weights:
+            ops.accumulate_in_place(weight)
+            weight.grad = torch.full_like(weight, torch.nan)
+        with matmul.InPlaceGradients(weights) as products:
+            for inputs in (plain, written):  # twice: the second time they are added
+                for _ in range(2):
+                    torch.autograd.backward(ops.mlp(*inputs), douts)
+        assert {id(weight) for weight in products.weights} == {id(weight) for weight in weights}
+        for got, want in zip(written, plain, strict=True):
+            torch.testing.assert_close(got.grad, want.grad)
+
+    def test_what_no_product_writes_is_named(self) -> None:
+        weight = torch.zeros(16, 8, requires_grad=True)
+        with (
+            pytest.raises(
+                RuntimeError, match=r"^first: expected weights .* others of \[\[16, 8\]\]"
+            ),
+            matmul.InPlaceGradients([weight]),
+        ):
+            pass
+        with (
+            matmul.InPlaceGradients(),
+            pytest.raises(RuntimeError, match="expected one block at a time"),
+            matmul.InPlaceGradients(),
+        ):
+            pass
+        assert matmul.InPlaceGradients.current is None
 
     def test_can_be_taken_back(self) -> None:
         x, weight = draw((3, 8), (16, 8))

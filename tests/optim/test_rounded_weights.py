@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bert_unpad import ops
 from bert_unpad.nn import EncoderConfig, EncoderForPreTraining
 from bert_unpad.ops.matmul import cpu_multiplies_bf16
-from bert_unpad.ops.rounded_weights import rounded
+from bert_unpad.ops.rounded_weights import copies_of, rounded
 from bert_unpad.optim import FusedAdam, FusedLAMB, FusedStableAdamW, Muon, OneBitAdam
 from bert_unpad.pretrain.config import read_config
 from bert_unpad.pretrain.model import round_weights_in_updates
@@ -131,6 +131,7 @@ def test_training_keeps_its_bits():
     [
         ([], True),
         (["--optimizer.name=lamb"], True),
+        (["--cuda_graphs=true"], True),
         (["--precision=fp32"], False),
         (["--optimizer.name=muon"], False),
         (["--optimizer.name=adamw"], False),
@@ -170,6 +171,26 @@ def test_only_what_a_step_writes_counts_as_written():
     optimizer.step()
     for p in (param, other):
         assert _same_bits(rounded(p, torch.bfloat16), p.detach().bfloat16())
+
+
+def test_copies_for_who_reads_them_without_asking():
+    """As a replayed CUDA graph does."""
+    weights = _params()
+    optimizer = FusedAdam(weights, lr=0.1)
+    optimizer.keep_rounded(weights[1:], torch.bfloat16)
+    found = copies_of(weights)
+    assert all(weight is given for (weight, _), given in zip(found, weights[1:], strict=True))
+    optimizer.keep_rounded(weights[1:], torch.bfloat16)  # other copies, which updates write now
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with torch.no_grad():
+        weights[1].mul_(3)
+    for weight, copy in found:
+        memory = copy.tensor.data_ptr()
+        copy.renew(weight)
+        assert copy.tensor.data_ptr() == memory
+        assert _same_bits(copy.tensor, weight.detach().bfloat16())
 
 
 def test_a_saved_weight_brings_no_copy():

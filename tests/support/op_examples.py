@@ -116,7 +116,7 @@ def _examples() -> dict[str, tuple]:
         "linear": (x, weight, rows(WIDTH), False),
         "linear_dgrad": (rows(TOKENS, WIDTH), weight, x, None),
         "linear_wgrad": (rows(TOKENS, WIDTH), x, True, torch.float32),
-        "linear_wgrad_": (rows(TOKENS, WIDTH), x, weight, True),
+        "linear_wgrad_": (rows(TOKENS, WIDTH), x, weight, True, True),
         "tile_wgrad_": (low(), low(), rows(HIDDEN, HIDDEN), False, True),
         "quantize_fp8": (x, False, True),
         "fp8_product": (*eight, scalar(), scalar(), rows(WIDTH), torch.float32, False),

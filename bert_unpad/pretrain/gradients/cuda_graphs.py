@@ -4,9 +4,9 @@ Batches come padded to a few shapes (`bert_unpad.batch.graph_shapes`). The first
 runs a few times as usual, on its own stream, and is then captured, whole: forward pass, loss,
 backward pass into `.grad`. From then on a pass copies its inputs into the captured buffers and
 replays. All that differs from pass to pass is in buffers: the batch, the loss's factors, and the
-dropout keys, which are drawn outside as the model itself would
-draw them. Attention takes part without changes: its launches follow from the shape's sizes and
-bounds, and lengths and order are read on the device.
+dropout keys, which are drawn outside as the model itself would draw them. Weights that the
+optimizer also keeps in 16 bits are read there. Attention takes part without changes: its launches
+follow from the shape's sizes and bounds, and lengths and order are read on the device.
 
 After PyTorch's rules (docs.pytorch.org, "CUDA semantics", CUDA graphs): warm-up and
 capture share one stream, all captures one memory pool; gradients lie outside of it and keep their
@@ -26,6 +26,8 @@ from bert_unpad.batch import PackedInputs
 from bert_unpad.batch.tensor_fields import map_tensors, tensor_fields
 from bert_unpad.batch.varlen import DEVICE_TENSORS
 from bert_unpad.nn import EncoderForPreTraining, PreTrainingOutput
+from bert_unpad.ops.matmul import InPlaceGradients, takes_product
+from bert_unpad.ops.rounded_weights import RoundedWeight, copies_of
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.update.kinds import find_kind
@@ -96,6 +98,7 @@ class StaticPass:
         self._inputs = _own_copy(inputs, device)
         self._sizes = sizes(inputs)
         self._scale = torch.zeros(2, device=device)
+        self._in_products: list[Tensor] = []  # weights whose gradients the last run added so
         self._rng_keys = None if rng_keys is None else torch.zeros_like(rng_keys)
 
     def load(self, inputs: PackedInputs, rng_keys: Tensor | None, scale: Tensor) -> None:
@@ -119,12 +122,25 @@ class StaticPass:
             self._rng_keys.copy_(rng_keys)
         self._scale.copy_(scale)
 
-    def run(self) -> PreTrainingOutput:
-        """Adds the gradient of the scaled losses to `.grad`; returns the sums, detached."""
-        with self._autocast:
-            outputs = self._model(self._inputs, self._rng_keys)
-        loss = outputs.mlm_loss_sum * self._scale[0] + outputs.nsp_loss_sum * self._scale[1]
-        loss.backward()
+    def run(self, first: bool = False) -> PreTrainingOutput:
+        """Adds the gradient of the scaled losses to `.grad`; returns the sums, detached.
+
+        Args:
+            first: of an update's passes; what `.grad` holds is forgotten. Products that may add to
+                it (`ops.accumulate_in_place`) write it instead, if an earlier run has shown which.
+        """
+        written = [w for w in self._in_products if takes_product(w)] if first else []
+        if first:
+            known = {id(weight) for weight in written}
+            others = [p.grad for p in self._model.parameters() if id(p) not in known]
+            if others := [grad for grad in others if grad is not None]:
+                torch._foreach_zero_(others)
+        with InPlaceGradients(written) as products:
+            with self._autocast:
+                outputs = self._model(self._inputs, self._rng_keys)
+            loss = outputs.mlm_loss_sum * self._scale[0] + outputs.nsp_loss_sum * self._scale[1]
+            loss.backward()
+        self._in_products = products.weights
         return PreTrainingOutput(*(value.detach() for value in outputs))
 
 
@@ -132,13 +148,14 @@ class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     static: StaticPass
     outputs: PreTrainingOutput
+    rounded: list[tuple[Tensor, RoundedWeight]]  # what it reads in place of weights
 
 
 class GraphRunner:
     """Runs passes of a model by replaying graphs; captures one where sizes are new.
 
-    Every parameter that requires a gradient gets a `.grad`, if it has none, which must stay: clear
-    it with `zero_grad(set_to_none=False)`. When sizes are new, no autograd graph may be alive that
+    Every parameter that requires a gradient gets a `.grad`, if it has none, which must stay: do not
+    set it to None. When sizes are new, no autograd graph may be alive that
     ends at the parameters: its ends belong to the stream that it was made on, and cannot be
     captured.
 
@@ -163,19 +180,23 @@ class GraphRunner:
         self._gradients = [parameter.grad for parameter in self._parameters]
         self._stream = torch.cuda.Stream(self._device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._captured: dict[tuple[int, ...], _Captured] = {}
+        self._captured: dict[tuple[int, ...], _Captured] = {}  # by sizes, and whether `first`
 
     @property
     def graphs(self) -> int:
         """Graphs captured so far."""
         return len(self._captured)
 
-    def __call__(self, inputs: PackedInputs, scale: Tensor) -> PreTrainingOutput:
+    def __call__(
+        self, inputs: PackedInputs, scale: Tensor, first: bool = False
+    ) -> PreTrainingOutput:
         """Adds a batch's gradient to `.grad`.
 
         Args:
             inputs: padded to a graph shape, in page-locked memory or on the device.
             scale: float32 [2] on the device, the factors of the two losses.
+            first: write `.grad` instead, as the first pass of an update: nothing has to set it to
+                zero before. A graph of its own.
 
         Returns:
             The model's sums, which the next pass of these sizes overwrites.
@@ -187,17 +208,25 @@ class GraphRunner:
             if parameter.grad is not gradient:
                 raise RuntimeError(
                     "a parameter's .grad was replaced, but captured passes write into the first "
-                    "one: clear gradients with zero_grad(set_to_none=False)"
+                    "one: clear gradients with zero_grad(set_to_none=False), or not at all"
                 )
         keys = self._model.bert.draw_rng_keys(self._device)
-        captured = self._captured.get(sizes(inputs))
+        key = (*sizes(inputs), first)
+        captured = self._captured.get(key)
         if captured is None:
-            captured = self._captured[sizes(inputs)] = self._capture(inputs, keys, scale)
+            captured = self._captured[key] = self._capture(inputs, keys, scale, first)
+        for weight, copy in captured.rounded:
+            copy.renew(weight)
         captured.static.load(inputs, keys, scale)
         captured.graph.replay()
         return captured.outputs
 
-    def _capture(self, inputs: PackedInputs, keys: Tensor | None, scale: Tensor) -> _Captured:
+    def _capture(
+        self, inputs: PackedInputs, keys: Tensor | None, scale: Tensor, first: bool
+    ) -> _Captured:
+        rounded = copies_of(self._parameters)
+        for weight, copy in rounded:
+            copy.renew(weight)
         static = StaticPass(self._model, self._autocast, inputs, keys)
         static.load(inputs, keys, scale)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -215,8 +244,8 @@ class GraphRunner:
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
-            outputs = static.run()
-        return _Captured(graph, static, outputs)
+            outputs = static.run(first)
+        return _Captured(graph, static, outputs, rounded)
 
 
 def _tensors(inputs: PackedInputs) -> list[Tensor]:

@@ -72,7 +72,8 @@ class GradientSync:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether `.grad` must stay where it is, because CUDA graphs write there: only zero it."""
+        """Whether `.grad` stays where it is, because CUDA graphs write there; `accumulate` begins
+        with what it holds forgotten."""
         return self._graphs is not None
 
     def begin(
@@ -135,7 +136,7 @@ class GradientSync:
         for number, inputs in enumerate(step.passes):
             if self._graphs is not None:
                 factors = self._loss_factors(step, counts) if factors is None else factors
-                sums += stack_outputs(self._graphs(inputs, factors))
+                sums += stack_outputs(self._graphs(inputs, factors, first=number == 0))
                 continue
             with self._travelling(last=number == len(step.passes) - 1):
                 with self.run.autocast:
