@@ -1,0 +1,155 @@
+"""A training step of BERT-large on an H100, added up from models: nothing here is measured.
+
+    python -m benchmarks.cuda_step                                       # prints the sum
+    python -m benchmarks.cuda_step --table docs/development/cuda-step.md # writes the page
+
+Attention's times are those of benchmarks/results/model/attention.json (benchmarks/cuda_model.py).
+The other kernels are limited by memory: their time is that of the bytes that they have to read and
+write, at the rate that the model of an SM takes for this GPU, and its time between kernels. Matrix
+products take what their operations do at an assumed rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.lib.cuda_model_cases import OURS, wikipedia_mix
+from benchmarks.lib.report import commands, table
+from bert_unpad.nn.flops import MASKED_FRACTION
+from gpu_model.sm.architectures import H100
+
+ROOT = Path(__file__).resolve().parent.parent
+ATTENTION = ROOT / "benchmarks" / "results" / "model" / "attention.json"
+SEQUENCES, BATCH = 48, "48 of Wikipedia"
+LAYERS, HIDDEN, INNER, VOCAB, POSITIONS = 24, 1024, 4096, 30528, 512
+# Multiply-adds count as two operations. Assumed for products of these sizes: two thirds of the
+# peak rate of 16-bit products (989 TFLOP/s, NVIDIA's data sheet of the H100 SXM5).
+PRODUCT_RATE = 650e12
+# Rows of partial sums of LayerNorm's backward pass, see docs/development/column-sums.md.
+PARTIAL_ROWS = 132 + 11
+
+
+class Part(NamedTuple):
+    name: str
+    launches: int
+    seconds: float  # without the time between kernels
+    why: str
+
+
+def memory(name: str, launches: int, moved: float, why: str) -> Part:
+    """Kernels that read and write so many bytes in all."""
+    return Part(name, launches, moved / H100.dram, why)
+
+
+def parts() -> Iterator[Part]:
+    tokens = sum(wikipedia_mix(SEQUENCES))
+    masked = round(MASKED_FRACTION * tokens)
+    rows, norm_sums = tokens * HIDDEN, 2 * 4 * PARTIAL_ROWS * 3 * HIDDEN
+    matrices = LAYERS * (4 * HIDDEN**2 + 2 * HIDDEN * INNER)
+    operations = 6 * tokens * matrices + 6 * masked * (HIDDEN**2 + VOCAB * HIDDEN)
+    yield Part(
+        "matrix products",
+        3 * (4 * LAYERS + 2),
+        operations / PRODUCT_RATE,
+        f"{operations / 1e12:.1f} TFLOP at {PRODUCT_RATE / 1e12:.0f} TFLOP/s (assumed)",
+    )
+    for row in json.loads(ATTENTION.read_text())["passes"]:
+        if (row["architecture"], row["batch"], row["dropout_p"], row["contender"]) == (
+            *("H100", BATCH, 0.1, OURS),
+        ):
+            for name in ("forward", "backward"):
+                seconds = row[f"{name}_seconds"]
+                why = f"{LAYERS} times {1e6 * seconds:.0f} us, launches included (by the model)"
+                yield Part(f"attention, {name}", 0, LAYERS * seconds, why)
+    norms = 2 * LAYERS
+    yield memory("LayerNorm, forward", norms, norms * 6 * rows, "reads x, residual; writes y")
+    yield memory(
+        "LayerNorm, backward",
+        norms,
+        norms * (10 * rows + norm_sums),
+        "reads x, residual, dy; writes dx, dresidual",
+    )
+    inner = tokens * INNER
+    yield memory("GELU, forward", LAYERS, LAYERS * 4 * inner, "reads x; writes y")
+    yield memory("GELU, backward", LAYERS, LAYERS * 6 * inner, "reads x, dy; writes dx")
+    tables = 4 * (VOCAB + POSITIONS + 2) * HIDDEN
+    yield memory("embeddings, forward", 1, 14 * rows, "reads three rows in fp32; writes one")
+    yield memory(
+        "embeddings, backward",
+        10,
+        (14 + 4 + 12) * rows + tables,
+        "reads the rows again, dy and, for each table, dz; writes dz and the tables' gradients",
+    )
+    yield memory(
+        "masked tokens: loss, GELU, LayerNorm",
+        9,
+        6 * masked * VOCAB + (4 + 6 + 4 + 8) * masked * HIDDEN,
+        "reads logits twice, writes their gradient",
+    )
+    weights = matrices + (VOCAB + POSITIONS + 2 + HIDDEN) * HIDDEN
+    yield memory("gradients' norm", 4, 4 * weights, "reads gradients")
+    yield memory(
+        "Adam",
+        2,
+        28 * weights + 2 * matrices,
+        "reads weights, gradients, two moments; writes weights (also in bf16) and moments",
+    )
+    yield memory(
+        "gradients of tables and vectors",
+        4,
+        (4 + 12) * (weights - matrices),
+        "set to zero, then read and added to; those of matrices are written by products",
+    )
+
+
+HEAD = """\
+# A BERT-large step by models
+
+**Modelled, not measured**: no kernel has run on a GPU. A training step of BERT-large on an H100 \
+with CUDA graphs: {sequences} sequences of Wikipedia lengths ({tokens:,} tokens, {share:.0%} of \
+them masked), bf16, dropout 0.1, Adam. Attention by the [model of an SM](cuda-model.md), other \
+kernels by the bytes that they have to move at {dram:.2f} TB/s, and {gap:.0f} us between two \
+kernels (both constants of that model, fitted to published kernels), products by an assumed rate. \
+What runs beside something else, communication and the host are left out. Written by
+
+{command}
+"""
+
+
+def render() -> str:
+    rows, total, launches = [], 0.0, 0
+    for part in parts():
+        seconds = part.seconds + part.launches * H100.kernel_seconds
+        total, launches = total + seconds, launches + part.launches
+        rows.append([part.name, part.why, str(part.launches), f"{1e3 * seconds:.2f}"])
+    rate = f"**{SEQUENCES / total:.0f} sequences/s**"
+    rows.append(["**sum**", rate, str(launches), f"**{1e3 * total:.1f}**"])
+    head = HEAD.format(
+        sequences=SEQUENCES,
+        tokens=sum(wikipedia_mix(SEQUENCES)),
+        share=MASKED_FRACTION,
+        dram=H100.dram / 1e12,
+        gap=1e6 * H100.kernel_seconds,
+        command=commands("python -m benchmarks.cuda_step --table docs/development/cuda-step.md"),
+    )
+    return head + "\n" + table(["part", "what is counted", "launches", "ms"], rows, 2) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write a Markdown page")
+    args = parser.parse_args()
+    page = render()
+    print(page)
+    if args.table:
+        temporary = args.table.with_suffix(".tmp")
+        temporary.write_text(page)
+        temporary.replace(args.table)
+
+
+if __name__ == "__main__":
+    main()
