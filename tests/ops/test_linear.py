@@ -386,11 +386,11 @@ def test_bad_input() -> None:
         ops.linear(x.bfloat16(), weight1.half())
     with pytest.raises(ValueError, match=r"mlp: x must have shape \[rows, features\]"):
         ops.mlp(x[None], weight1, bias1, weight2)
-    with pytest.raises(ValueError, match="expected x"):
+    with pytest.raises(ValueError, match=r"mlp: expected weight2 \[out_features, 40\]"):
         ops.mlp(x, weight1, bias1, weight1)
     with pytest.raises(ValueError, match=r"glu_mlp: x must have shape \[rows, features\]"):
         ops.glu_mlp(x[None], weight1, bias1, weight2)
-    with pytest.raises(ValueError, match="expected x"):
+    with pytest.raises(ValueError, match=r"glu_mlp: expected weight2 \[out_features, 20\]"):
         ops.glu_mlp(x, weight1, bias1, weight2)
     with pytest.raises(
         ValueError, match=r"weight1 must have shape \[2 \* intermediate, features\]"
