@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 
 from bert_unpad.data.hdf5 import Hdf5Dataset
-from bert_unpad.data.hdf5.index import find_files
+from bert_unpad.data.readers import find_files
 from tests.support.masked_examples import LONGEST, PREDICTIONS, VOCAB, masked_examples
 
 __all__ = ["LONGEST", "VOCAB", "damage", "open_folder", "raw_examples", "write_folder", "write_raw"]
@@ -51,7 +51,7 @@ def write_folder(folder, examples, layout, each=20):
 
 def open_folder(folder, tokenizer, cache, **options):
     return Hdf5Dataset(
-        find_files(folder),
+        find_files(folder, "hdf5"),
         vocab_size=tokenizer.vocab_size,
         unmaskable_ids=tokenizer.unmaskable_ids,
         max_seq_length=LONGEST,

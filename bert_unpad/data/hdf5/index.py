@@ -31,25 +31,6 @@ _DAMAGE = (
     *(OSError, EOFError, LookupError, ValueError, TypeError, MemoryError, RuntimeError),
     *(zipfile.BadZipFile, zlib.error, struct.error),
 )
-_SUFFIXES = (".hdf5", ".h5")
-
-
-def find_files(path: Path) -> list[Path]:
-    """Returns a file, or the HDF5 files (*.hdf5, *.h5) of a folder in the order of their names.
-
-    Raises:
-        FileNotFoundError: there are no such files.
-    """
-    if path.is_file():
-        return [path]
-    files = []
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
-    if not files:
-        raise FileNotFoundError(
-            f"source: expected an HDF5 file, or a folder with files *.hdf5 or *.h5, at {path}"
-        )
-    return files
 
 
 def length_index(

@@ -135,7 +135,7 @@ def find_files(path: Path, kind: str, without: Path | None = None) -> list[Path]
     """
     patterns = READERS[kind].patterns
     files = [path] if path.is_file() else sorted(set(_matches(path, patterns)))
-    files = left_after(files, path, without)
+    files = _left_after(files, path, without)
     if not files:
         raise FileNotFoundError(
             f"source: expected a file, or a folder with files {' or '.join(patterns)}, at {path}"
@@ -154,7 +154,7 @@ def _matches(path: Path, patterns: tuple[str, ...]) -> Iterable[Path]:
     )
 
 
-def left_after(files: list[Path], path: Path, without: Path | None) -> list[Path]:
+def _left_after(files: list[Path], path: Path, without: Path | None) -> list[Path]:
     """Returns the files below a folder that are not `without`, nor below it."""
     if without is None or path.is_file():
         return files

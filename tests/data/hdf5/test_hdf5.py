@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 
 import numpy as np
@@ -14,12 +15,13 @@ from bert_unpad.data import (
     prepare,
 )
 from bert_unpad.data.masking import most_frequent_token_rate
+from bert_unpad.data.readers import detect, find_files
 from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
 
 h5py = pytest.importorskip("h5py")
 
 from bert_unpad.data.hdf5 import Hdf5Dataset
-from bert_unpad.data.hdf5.index import find_files, length_index
+from bert_unpad.data.hdf5.index import length_index
 from tests.support.hdf5_files import (
     EXAMPLES,
     LONGEST,
@@ -286,13 +288,11 @@ def test_fixed_layout_is_checked(tmp_path, tokenizer):
 def test_too_long_examples_and_bad_arguments(tmp_path, tokenizer):
     folder = write_folder(tmp_path / "data", raw_examples(), "variable")
     about = {"vocab_size": 100, "unmaskable_ids": (), "cache_dir": tmp_path}
-    files = find_files(folder)
+    files = find_files(folder, "hdf5")
     with pytest.raises(DamagedDataError, match=r"hdf5: expected examples of 1 to 9 tokens"):
         Hdf5Dataset(files, max_seq_length=9, **about)
     with pytest.raises(ValueError, match="max_open: expected 1 or more"):
         Hdf5Dataset(files, max_seq_length=24, max_open=0, **about)
-    with pytest.raises(FileNotFoundError, match="expected an HDF5 file, or a folder with files"):
-        find_files(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="vocab_file: expected the vocabulary"):
         prepare(DataConfig(source=f"hdf5:{folder}", cache_dir=str(tmp_path)))
@@ -357,3 +357,25 @@ def test_a_damaged_index_of_lengths_is_made_again(tmp_path, damage, monkeypatch)
     damage(stored)
     lengths, begins = length_index([source], 9, tmp_path, progress=False)
     assert (lengths.tolist(), begins.tolist()) == ([3, 4, 5], [0, 3])
+
+
+def test_files_are_found_as_those_of_other_formats(tmp_path, tokenizer):
+    examples = raw_examples()
+    write_folder(tmp_path / "data" / "sub" / "deep", examples, "variable")
+    (tmp_path / "data" / "._part_0.hdf5").write_bytes(b"of another system")
+    held_out = tmp_path / "data" / "sub" / "deep" / "part_1.hdf5"
+    tokenizer.save(tmp_path)
+    config = DataConfig(
+        source=f"hdf5:{tmp_path / 'data'}?validation={held_out}",
+        cache_dir=str(tmp_path / "cache"),
+        vocab_file=str(tmp_path / "vocab.txt"),
+        max_seq_length=24,
+    )
+    assert detect(tmp_path / "data") == "hdf5"
+    data = prepare(config)
+    assert (len(data.train), len(data.validation)) == (len(examples) - 20, 20)
+    alone = tmp_path / "alone"
+    write_folder(alone, examples[:20], "fixed")
+    alone = dataclasses.replace(config, source=f"hdf5:{alone}?validation={alone / 'part_0.hdf5'}")
+    with pytest.raises(FileNotFoundError, match=r"folder with files \*\.hdf5 or \*\.h5, at"):
+        prepare(alone)
