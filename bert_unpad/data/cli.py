@@ -17,7 +17,7 @@ import numpy as np
 
 from bert_unpad.data.building.blocks import BLOCK_BYTES
 from bert_unpad.data.building.build import MEMORY, check_settings, example_settings
-from bert_unpad.data.building.engines import Engine, InProcess, Processes
+from bert_unpad.data.building.engines import Engine, InProcess, Processes, available_cores
 from bert_unpad.data.building.join import join_parts
 from bert_unpad.data.building.pipeline import Part, Pipeline
 from bert_unpad.data.building.ray_engine import Ray
@@ -215,16 +215,11 @@ def _engine(options: argparse.Namespace) -> Engine:
         return Ray(options.workers, options.address)
     if options.address is not None:
         raise ValueError(f"--address: expected --engine ray beside it, got {options.address}")
-    workers = _cores() if options.workers is None else options.workers
+    workers = available_cores() if options.workers is None else options.workers
     if workers == 1:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a worker has one core
         return InProcess()
     return Processes(workers)
-
-
-def _cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)  # not on every system
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _merge(options: argparse.Namespace) -> None:

@@ -76,3 +76,15 @@ def write_mds(folder, columns, samples, each=20):
     ]
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
     return folder
+
+
+def compress(folder, ending, pack):
+    """Replaces the shards by compressed ones, as mosaicml-streaming writes them."""
+    index = json.loads((folder / "index.json").read_text())
+    for shard in index["shards"]:
+        raw = folder / shard["raw_data"]["basename"]
+        name = f"{raw.name}.{ending}"
+        (folder / name).write_bytes(pack(raw.read_bytes()))
+        raw.unlink()
+        shard["zip_data"] = {"basename": name, "bytes": 0, "hashes": {}}
+    (folder / "index.json").write_text(json.dumps(index))

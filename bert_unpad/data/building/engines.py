@@ -9,15 +9,22 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import wait
 from typing import Any, Protocol
 
 Job = Callable[..., dict[str, Any]]
+
+
+def available_cores() -> int:
+    """The cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on every system
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 class Engine(AbstractContextManager["Engine"], Protocol):
@@ -84,13 +91,31 @@ class Processes:
                 initializer=begin_worker,
             )
         try:
-            for done in as_completed([self._pool.submit(job, *one) for one in arguments]):
+            with _hidden_program():  # as this starts the processes
+                jobs = [self._pool.submit(job, *one) for one in arguments]
+            for done in as_completed(jobs):
                 yield done.result()
         except BrokenProcessPool as error:
             raise RuntimeError(
                 "a worker was killed, perhaps because memory ran out; give fewer workers or less "
                 "memory each, and run the same command again: what is finished is kept"
             ) from error
+
+
+@contextmanager
+def _hidden_program() -> Iterator[None]:
+    """Keeps new processes from running the program that starts them.
+
+    Jobs are functions of modules and do not need it, and it may come from stdin or do its work
+    without asking for `__name__`.
+    """
+    program = vars(sys.modules["__main__"])
+    kept = {name: program.pop(name, None) for name in ("__file__", "__spec__")}
+    program["__spec__"] = None
+    try:
+        yield
+    finally:
+        program.update({name: value for name, value in kept.items() if value is not None})
 
 
 def begin_worker() -> None:

@@ -1,7 +1,8 @@
 """What is made of files once, such as an index, and kept in the cache folder.
 
 The key is a digest of the files' names, sizes and times of change, so a changed file is looked at
-again. A folder is made under a temporary name and renamed when complete.
+again. A folder is made under a temporary name and renamed when complete. Folders that are made of
+large files are made by several processes, each by one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from bert_unpad.data.building.engines import Processes, available_cores
 from bert_unpad.data.store.cache import cache_lock
 from bert_unpad.data.store.manifest import DamagedDataError
 
@@ -29,8 +31,8 @@ MAX_MAPS = 256
 """Files that are memory-mapped for good: each stays open, of 1,024 that a process may have open."""
 
 Loaded = TypeVar("Loaded")
-Item = TypeVar("Item")
-Made = TypeVar("Made")
+_LARGE = 2**28  # bytes of files from which starting processes, 3 seconds, pays
+_MOST_WORKERS = 32  # of half a GB each; more would wait for the disk
 _DAMAGE = (OSError, EOFError, ValueError, DamagedDataError)
 
 
@@ -41,7 +43,6 @@ def cached(
     settings: Sequence[Any],
     write: Callable[[Path], None],
     load: Callable[[Path], Loaded],
-    shared: Callable[[], object] = lambda: None,
 ) -> Loaded:
     """Loads a folder of the cache; makes it first if it is missing or damaged.
 
@@ -55,20 +56,14 @@ def cached(
         write: fills a new folder.
         load: returns what the folder holds; an OSError, EOFError, ValueError or DamagedDataError
             says that it is damaged.
-        shared: called before, where the folder has to be made: work of which several processes can
-            each do a part.
     """
-    states = [(str(file.resolve()), file.stat()) for file in files]
-    about = [[name, state.st_size, state.st_mtime_ns] for name, state in states]
-    key = hashlib.sha256(json.dumps([kind, *settings, about]).encode()).hexdigest()[:32]
-    path = cache_dir / kind / key
+    path = _folder(cache_dir, kind, files, settings)
+    key = path.name
     if path.is_dir():
         try:
             return load(path)
         except _DAMAGE:
             pass  # the process that gets the lock first looks again, and reports it
-    else:
-        shared()
     with cache_lock(cache_dir / "locks" / f"{key}.lock"):
         if path.is_dir():
             try:
@@ -91,24 +86,41 @@ def cached(
     return load(path)
 
 
-def in_any_order(
-    make: Callable[[Item], Made], items: Sequence[Item], title: str, progress: bool | None
-) -> list[Made]:
-    """Calls a function for each item, in an order of this process; returns the results in theirs.
-
-    Ranks that start at once so share the work on what is `cached`, item by item.
+def cached_each(entries: Sequence[tuple], title: str, progress: bool | None = None) -> list[Any]:
+    """Loads many folders of the cache; makes those that are missing, in processes if that pays.
 
     Args:
-        make: called with an item.
-        items: such as files.
+        entries: arguments of `cached`, which have to be picklable.
         title: of a bar.
         progress: whether to show it; None shows it if stderr is a terminal.
+
+    Raises:
+        Exception: what the first `write` that has failed raised.
+        RuntimeError: a process was killed.
     """
-    order = np.random.default_rng(os.getpid()).permutation(len(items)).tolist()
     disable = None if progress is None else not progress
-    bar = tqdm(order, desc=title, unit=" files", disable=disable, leave=False)
-    made = {at: make(items[at]) for at in bar}
-    return [made[at] for at in range(len(items))]
+    missing = [entry for entry in entries if not _folder(*entry[:4]).is_dir()]
+    size = sum(file.stat().st_size for entry in missing for file in entry[2])
+    workers = min(available_cores(), len(missing), _MOST_WORKERS)
+    if workers > 1 and size >= _LARGE:
+        with Processes(workers) as engine:
+            done = engine.run(_make, missing)
+            for _ in tqdm(done, title, len(missing), unit=" files", disable=disable, leave=False):
+                pass
+    bar = tqdm(entries, title, unit=" files", disable=disable, leave=False)
+    return [cached(*entry) for entry in bar]
+
+
+def _make(*entry: Any) -> dict[str, Any]:
+    cached(*entry)
+    return {}
+
+
+def _folder(cache_dir: Path, kind: str, files: Sequence[Path], settings: Sequence[Any]) -> Path:
+    states = [(str(file.resolve()), file.stat()) for file in files]
+    about = [[name, state.st_size, state.st_mtime_ns] for name, state in states]
+    key = hashlib.sha256(json.dumps([kind, *settings, about]).encode()).hexdigest()[:32]
+    return cache_dir / kind / key
 
 
 def save_arrays(folder: Path, **arrays: NDArray) -> None:

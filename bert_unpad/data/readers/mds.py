@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from bert_unpad._files import read_json_object
 from bert_unpad.data.compressed import ENDINGS, open_file
 from bert_unpad.data.readers import Setting, find_files
-from bert_unpad.data.readers.cached import cached, in_any_order, load_array, save_arrays
+from bert_unpad.data.readers.cached import cached, cached_each, load_array, save_arrays
 from bert_unpad.data.readers.tokens import TokenDataset, TokenFile
 from bert_unpad.data.store.manifest import DamagedDataError, count_of
 
@@ -63,14 +64,10 @@ def _open_files(path: Path, setting: Setting) -> list[TokenFile]:
     shards = [shard for index in indexes for shard in _read_index(index)]
     column = setting.options.get("column", "input_ids")
     dtype = setting.options.get("dtype")
-    unpack = functools.partial(_decompressed, cache_dir=setting.cache_dir)
-    raw = in_any_order(unpack, shards, "opening", setting.progress)
+    raw = _decompressed(shards, setting)
 
     def write(folder: Path) -> None:
-        pairs = list(zip(raw, shards, strict=True))
-        parts = in_any_order(
-            lambda pair: _index(*pair, column, dtype), pairs, "indexing", setting.progress
-        )
+        parts = [_index(*pair, column, dtype) for pair in zip(raw, shards, strict=True)]
         dtypes, begins, lengths = zip(*parts, strict=True) if parts else ((), (), ())
         none = np.empty(0, np.int64)
         save_arrays(
@@ -152,36 +149,51 @@ def _base_name(data: dict[str, Any]) -> str:
     return name
 
 
-def _decompressed(shard: _Shard, cache_dir: Path) -> Path:
-    """Returns the path of a shard's bytes as they are read."""
+def _decompressed(shards: Sequence[_Shard], setting: Setting) -> list[Path]:
+    """Returns the paths of the shards' bytes as they are read."""
+    for shard in shards:
+        _check_file(shard)
+    entries = [
+        (
+            *(setting.cache_dir, "mds-raw-1", [shard.name], [shard.size]),
+            functools.partial(_decompress, shard),
+            functools.partial(_load_raw, shard.size),
+        )
+        for shard in shards
+        if shard.name.suffix != ".mds"
+    ]
+    made = iter(cached_each(entries, "decompressing", setting.progress))
+    return [shard.name if shard.name.suffix == ".mds" else next(made) for shard in shards]
+
+
+def _check_file(shard: _Shard) -> None:
     if not shard.name.is_file():
         raise DamagedDataError(f"{shard.name} does not exist; expected a shard of index.json")
     if shard.name.suffix == ".mds":
         found = shard.name.stat().st_size
         if found != shard.size:
             raise _wrong_size(shard, found)
-        return shard.name
-    if shard.name.suffix not in ENDINGS:
+    elif shard.name.suffix not in ENDINGS:
         raise DamagedDataError(
             f"{shard.name}: expected a shard *.mds, perhaps compressed ({', '.join(ENDINGS)}); "
             "decompress it with mosaicml-streaming"
         )
 
-    def write(folder: Path) -> None:
-        done = 0
-        with open_file(shard.name) as file, (folder / _RAW).open("wb") as out:
-            while done <= shard.size and (piece := file.read(_PIECE)):
-                out.write(piece)
-                done += len(piece)
-        if done != shard.size:
-            raise _wrong_size(shard, done)
 
-    def load(folder: Path) -> Path:
-        if (folder / _RAW).stat().st_size != shard.size:
-            raise ValueError(f"{_RAW} is cut off")
-        return folder / _RAW
+def _decompress(shard: _Shard, folder: Path) -> None:
+    done = 0
+    with open_file(shard.name) as file, (folder / _RAW).open("wb") as out:
+        while done <= shard.size and (piece := file.read(_PIECE)):
+            out.write(piece)
+            done += len(piece)
+    if done != shard.size:
+        raise _wrong_size(shard, done)
 
-    return cached(cache_dir, "mds-raw-1", [shard.name], [shard.size], write, load)
+
+def _load_raw(size: int, folder: Path) -> Path:
+    if (folder / _RAW).stat().st_size != size:
+        raise ValueError(f"{_RAW} is cut off")
+    return folder / _RAW
 
 
 def _wrong_size(shard: _Shard, found: int) -> DamagedDataError:

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from bert_unpad.data.readers import Setting, find_files
-from bert_unpad.data.readers.cached import MAX_MAPS, cached, in_any_order, load_array, save_arrays
+from bert_unpad.data.readers.cached import MAX_MAPS, cached_each, load_array, save_arrays
 from bert_unpad.data.readers.tokens import TokenDataset, TokenFile
 from bert_unpad.data.store.manifest import DamagedDataError
 
@@ -35,24 +35,23 @@ def _open_files(path: Path, setting: Setting) -> list[TokenFile]:
     dtype = np.dtype("<u2" if setting.vocab_size <= 65_536 else "<u4")
     mapped = 2 * len(files) <= MAX_MAPS
 
-    def load(file: Path, folder: Path) -> TokenFile:
-        begins, lengths = (load_array(folder, name, np.int64, mapped) for name in _ARRAYS)
-        found = (folder / _IDS).stat().st_size
-        if len(begins) != len(lengths) or found != lengths.sum() * dtype.itemsize:
-            raise ValueError(f"{_IDS}: {found:,} bytes")
-        return TokenFile(folder / _IDS, file, dtype, begins, lengths)
-
-    def open_file(file: Path) -> TokenFile:
-        return cached(
-            setting.cache_dir,
-            "parquet-1",
-            [file],
-            [column, setting.vocab_size],
+    entries = [
+        (
+            *(setting.cache_dir, "parquet-1", [file], [column, setting.vocab_size]),
             functools.partial(_convert, file, column, dtype, setting.vocab_size),
-            functools.partial(load, file),
+            functools.partial(_load, file, dtype, mapped),
         )
+        for file in files
+    ]
+    return cached_each(entries, "converting", setting.progress)
 
-    return in_any_order(open_file, files, "converting", setting.progress)
+
+def _load(path: Path, dtype: np.dtype, mapped: bool, folder: Path) -> TokenFile:
+    begins, lengths = (load_array(folder, name, np.int64, mapped) for name in _ARRAYS)
+    found = (folder / _IDS).stat().st_size
+    if len(begins) != len(lengths) or found != lengths.sum() * dtype.itemsize:
+        raise ValueError(f"{_IDS}: {found:,} bytes")
+    return TokenFile(folder / _IDS, path, dtype, begins, lengths)
 
 
 def _convert(path: Path, column: str, dtype: np.dtype, vocab_size: int, folder: Path) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bert_unpad._crc32c import masked_crc32c_of
 from bert_unpad.data.readers import Setting
-from bert_unpad.data.readers.cached import cached, in_any_order, load_array, save_arrays
+from bert_unpad.data.readers.cached import cached, cached_each, load_array, save_arrays
 from bert_unpad.data.readers.tf_example import Lists, floats, integers, read_lists
 from bert_unpad.data.store.manifest import DamagedDataError
 from bert_unpad.data.store.shards import MAX_LENGTH
@@ -62,45 +62,41 @@ def record_index(files: Sequence[Path], setting: Setting) -> tuple[NDArray[np.in
         DamagedDataError: a file is damaged or no TFRecord file of examples; the message names it.
     """
 
-    def load(folder: Path) -> Columns:
-        columns = {name: load_array(folder, name, kind) for name, kind in _COLUMNS.items()}
-        if len({len(column) for column in columns.values()}) > 1:
-            raise ValueError("columns of several lengths")
-        return columns
-
-    def index_file(file: Path) -> Columns:
-        # File by file, so that ranks share the work, and an interrupted run goes on where it was.
-        kept = cached(
-            setting.cache_dir,
-            "tfrecord-file-1",
-            [file],
-            [setting.pad_id],
-            lambda folder: save_arrays(folder, **_index_file(file, setting.pad_id)),
-            load,
+    # First file by file, so that processes share the work and an interrupted run continues.
+    entries = [
+        (
+            *(setting.cache_dir, "tfrecord-file-1", [file], [setting.pad_id]),
+            functools.partial(_write_index, file, setting.pad_id),
+            _load_columns,
         )
-        return {name: column.copy() for name, column in kept.items()}  # so that no file stays open
+        for file in files
+    ]
 
     def write(folder: Path) -> None:
-        parts = [index_file(file) for file in files]
+        parts = cached_each(entries, "indexing", setting.progress)
         columns = {name: np.concatenate([part[name] for part in parts]) for name in _COLUMNS}
         counts = np.array([len(part["begins"]) for part in parts], np.int64)
         save_arrays(folder, counts=counts, **columns)
 
-    def load_all(folder: Path) -> tuple[NDArray[np.int64], Columns]:
-        columns, counts = load(folder), load_array(folder, "counts", np.int64)
+    def load(folder: Path) -> tuple[NDArray[np.int64], Columns]:
+        columns = _load_columns(folder, mapped=True)
+        counts = load_array(folder, "counts", np.int64)
         if len(counts) != len(files) or counts.sum() != len(columns["begins"]):
             raise ValueError("it does not fit the files")
         return counts, columns
 
-    return cached(
-        setting.cache_dir,
-        "tfrecord-1",
-        files,
-        [setting.pad_id],
-        write,
-        load_all,
-        lambda: in_any_order(index_file, files, "indexing", setting.progress),
-    )
+    return cached(setting.cache_dir, "tfrecord-1", files, [setting.pad_id], write, load)
+
+
+def _load_columns(folder: Path, mapped: bool = False) -> Columns:
+    columns = {name: load_array(folder, name, kind, mapped) for name, kind in _COLUMNS.items()}
+    if len({len(column) for column in columns.values()}) > 1:
+        raise ValueError("columns of several lengths")
+    return columns
+
+
+def _write_index(path: Path, pad_id: int | None, folder: Path) -> None:
+    save_arrays(folder, **_index_file(path, pad_id))
 
 
 def _index_file(path: Path, pad_id: int | None) -> Columns:

@@ -13,7 +13,7 @@ import pytest
 from bert_unpad.data import DamagedDataError
 from bert_unpad.data.readers import mds
 from tests.support.masked_examples import CLS, SEP
-from tests.support.mds_files import write_mds
+from tests.support.mds_files import compress, write_mds
 from tests.support.token_files import examples_of, random_sequences, setting
 
 SEQUENCES = [*random_sequences(48), [CLS, *[7] * 400, SEP]]
@@ -64,18 +64,6 @@ def test_folders_below_a_folder_are_read_in_order(tmp_path):
         write_mds(tmp_path / "data" / name, columns, samples()[some], each=7)
     dataset = open_all(tmp_path / "data", tmp_path)
     assert examples_of(dataset, range(len(SEQUENCES))) == SEQUENCES
-
-
-def compress(folder, ending, pack):
-    """Replaces the shards by compressed ones, as mosaicml-streaming writes them."""
-    index = json.loads((folder / "index.json").read_text())
-    for shard in index["shards"]:
-        raw = folder / shard["raw_data"]["basename"]
-        name = f"{raw.name}.{ending}"
-        (folder / name).write_bytes(pack(raw.read_bytes()))
-        raw.unlink()
-        shard["zip_data"] = {"basename": name, "bytes": 0, "hashes": {}}
-    (folder / "index.json").write_text(json.dumps(index))
 
 
 @pytest.mark.parametrize(("ending", "pack"), [("gz", gzip.compress), ("bz2", bz2.compress)])
