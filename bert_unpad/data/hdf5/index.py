@@ -1,44 +1,28 @@
 """The lengths of all examples of many files, computed once and cached.
 
-Balancing an epoch needs every length, and reading them from thousands of files takes minutes. The
-cache key is a digest of the files' names, sizes and times of change, so a changed or truncated file
-is checked again.
+Balancing an epoch needs every length, and reading them from thousands of files takes hours of one
+core.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import struct
-import zipfile
-import zlib
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
-from bert_unpad._files import replacing
 from bert_unpad.data.hdf5.layout import index_file
-from bert_unpad.data.store.cache import cache_lock
-
-logger = logging.getLogger(__name__)
-
-# What numpy and zipfile raise of a damaged archive.
-_DAMAGE = (
-    *(OSError, EOFError, LookupError, ValueError, TypeError, MemoryError, RuntimeError),
-    *(zipfile.BadZipFile, zlib.error, struct.error),
-)
+from bert_unpad.data.readers.cached import cached, cached_each, load_array, save_arrays
 
 
 def length_index(
     files: Sequence[Path], max_seq_length: int, cache_dir: Path, progress: bool | None = None
 ) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
-    """Returns the lengths of all examples, file after file, from the cache if possible.
+    """Returns the lengths of all examples, file after file, memory-mapped from the cache.
 
-    Many processes can call this at once: one reads the files, the others wait.
+    Many processes can call this at once: one makes the index, the others wait.
 
     Args:
         files: the files to index.
@@ -52,46 +36,34 @@ def length_index(
     Raises:
         DamagedDataError: a file is wrong; the message names it and what was expected.
     """
-    states = [(str(file.resolve()), file.stat()) for file in files]
-    about = [[name, state.st_size, state.st_mtime_ns] for name, state in states]
-    text = json.dumps(["hdf5 index, version 1", max_seq_length, about])
-    key = hashlib.sha256(text.encode()).hexdigest()[:32]
-    path = cache_dir / "hdf5" / f"{key}.npz"
-    found = _load(path, len(files))
-    if found is not None:
-        return found
-    with cache_lock(cache_dir / "locks" / f"{key}.lock"):
-        found = _load(path, len(files))
-        if found is not None:
-            return found
-        disable = None if progress is None else not progress
-        parts = [
-            index_file(file, max_seq_length)
-            for file in tqdm(files, desc="indexing", unit=" files", disable=disable, leave=False)
-        ]
-        lengths = np.concatenate(parts)
+    # First file by file, so that processes share the work and an interrupted run continues.
+    entries = [
+        (
+            *(cache_dir, "hdf5-file-1", [file], [max_seq_length]),
+            functools.partial(_write_lengths, file, max_seq_length),
+            functools.partial(load_array, name="lengths", dtype=np.uint16, mapped=False),
+        )
+        for file in files
+    ]
+
+    def write(folder: Path) -> None:
+        parts = cached_each(entries, "indexing", progress)
         begins = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int64)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary, temporary.open("wb") as file:
-            np.savez(file, lengths=lengths, begins=begins)
-        logger.info("indexed %d files, %d examples", len(files), len(lengths))
-    return lengths, begins
+        save_arrays(folder, lengths=np.concatenate(parts), begins=begins)
 
-
-def _load(path: Path, files: int) -> tuple[NDArray[np.uint16], NDArray[np.int64]] | None:
-    if not path.exists():
-        return None
-    try:
-        with np.load(path, allow_pickle=False) as stored:  # a zip archive: reading checks its CRC
-            lengths, begins = stored["lengths"], stored["begins"]
+    def load(folder: Path) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
+        lengths = load_array(folder, "lengths", np.uint16)
+        begins = load_array(folder, "begins", np.int64)
         if (
-            (lengths.dtype, begins.dtype) != (np.uint16, np.int64)
-            or (lengths.ndim, begins.shape) != (1, (files + 1,))
+            len(begins) != len(files) + 1
             or (begins[0], begins[-1]) != (0, len(lengths))
             or (np.diff(begins) < 0).any()
         ):
             raise ValueError("it does not fit the files")
-    except _DAMAGE as error:
-        logger.warning("indexing again, as %s is damaged (%s)", path, error)
-        return None
-    return lengths, begins
+        return lengths, begins
+
+    return cached(cache_dir, "hdf5-2", files, [max_seq_length], write, load)
+
+
+def _write_lengths(path: Path, max_seq_length: int, folder: Path) -> None:
+    save_arrays(folder, lengths=index_file(path, max_seq_length))

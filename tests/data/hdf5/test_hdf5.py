@@ -88,8 +88,8 @@ def test_index_is_cached_until_a_file_changes(tmp_path, tokenizer, monkeypatch):
     monkeypatch.undo()
     write_raw(folder / "part_1.hdf5", raw_examples(seed=5)[:3], "variable")
     assert len(open_folder(folder, tokenizer, tmp_path)) == EXAMPLES - 17
-    [*_, newest] = sorted((tmp_path / "hdf5").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    newest.write_bytes(newest.read_bytes()[:50])
+    newest = max((tmp_path / "hdf5-2").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    cut(newest / "lengths.npy", 50)
     assert len(open_folder(folder, tokenizer, tmp_path)) == EXAMPLES - 17
 
 
@@ -331,32 +331,38 @@ def test_data_without_held_out_examples(tmp_path, tokenizer):
     assert len(data.validation) == 20
 
 
-def save_arrays(path, **arrays):
-    with path.open("wb") as file:
-        np.savez(file, **arrays)
+def save(folder, **arrays):
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array)
+
+
+def cut(path, size):
+    path.write_bytes(path.read_bytes()[:size])
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(path.read_bytes()[:-30]),
-        lambda path: np.save(path.open("wb"), np.ones(3)),
-        lambda path: save_arrays(path, lengths=np.ones(2, np.uint16), begins=np.array([0.0, 2.0])),
-        lambda path: save_arrays(path, lengths=np.ones(2, np.uint16), begins=np.array([1, 2])),
-        lambda path: save_arrays(path, lengths=np.ones(2, np.uint16), begins=np.array(5)),
+        lambda folder: cut(folder / "lengths.npy", 0),
+        lambda folder: cut(folder / "begins.npy", -3),
+        lambda folder: (folder / "lengths.npy").unlink(),
+        lambda folder: save(folder, lengths=np.ones(2, np.uint16), begins=np.array([0.0, 2.0])),
+        lambda folder: save(folder, lengths=np.ones(2, np.uint16), begins=np.array([1, 2])),
+        lambda folder: save(folder, lengths=np.ones(2, np.uint16), begins=np.array([0, 3, 2])),
+        lambda folder: save(folder, begins=np.array(5)),
     ],
 )
-def test_a_damaged_index_of_lengths_is_made_again(tmp_path, damage, monkeypatch):
+def test_a_damaged_index_of_lengths_is_made_again(tmp_path, damage, monkeypatch, caplog):
     source = tmp_path / "x.hdf5"
     source.touch()
     made = np.array([3, 4, 5], np.uint16)
     monkeypatch.setattr("bert_unpad.data.hdf5.index.index_file", lambda *_: made)
     length_index([source], 9, tmp_path, progress=False)
-    (stored,) = (tmp_path / "hdf5").iterdir()
+    (stored,) = (tmp_path / "hdf5-2").iterdir()
     damage(stored)
     lengths, begins = length_index([source], 9, tmp_path, progress=False)
     assert (lengths.tolist(), begins.tolist()) == ([3, 4, 5], [0, 3])
+    assert "which is damaged" in caplog.text
 
 
 def test_files_are_found_as_those_of_other_formats(tmp_path, tokenizer):

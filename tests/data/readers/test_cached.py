@@ -132,9 +132,23 @@ def _write_mds(folder: Path) -> None:
         compress(folder / name, "gz", gzip.compress)
 
 
+def _write_hdf5(folder: Path) -> None:
+    pytest.importorskip("h5py")
+    from tests.support.hdf5_files import write_raw
+
+    folder.mkdir()
+    for name in "abc":
+        write_raw(folder / f"{name}.hdf5", masked_examples(2), "variable")
+
+
 @pytest.mark.parametrize(
     ("kind", "write"),
-    [("parquet", _write_parquet), ("tfrecord", _write_tfrecord), ("mds", _write_mds)],
+    [
+        ("parquet", _write_parquet),
+        ("tfrecord", _write_tfrecord),
+        ("mds", _write_mds),
+        ("hdf5", _write_hdf5),
+    ],
 )
 def test_every_format_lets_processes_share_the_work(tmp_path, monkeypatch, kind, write):
     write(tmp_path / "data")
