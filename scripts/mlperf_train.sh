@@ -134,9 +134,16 @@ if [[ ! -d $checkpoint ]]; then
   fi
 fi
 
-# The reference writes TFRecord, other preparations HDF5.
-kind=hdf5
-compgen -G "$train/*.h*5" >/dev/null || [[ $train == *.h*5 ]] || kind=tfrecord
+# The reference writes TFRecord, other preparations HDF5 (packed: output_00000 and so on).
+is_hdf5() { # FILE...
+  local file
+  for file; do
+    [[ $file == *.h*5 || ${file##*/} =~ ^output_[0-9]{5}$ ]] && return
+  done
+  return 1
+}
+kind=tfrecord
+! is_hdf5 "$train" "$train"/* || kind=hdf5
 held_out=${evaluation//%/%25} # options of a source are URL-encoded
 held_out=${held_out//+/%2B} held_out=${held_out//&/%26}
 arguments=(--config configs/bert_large_mlperf.yaml --model.preset "$preset"

@@ -123,6 +123,17 @@ def test_a_log_without_its_end_is_made_again(tmp_path):
     assert dict(parse_qsl(query)) == {"validation": str(tmp_path / "files" / "a+b&c%d")}
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("a.hdf5", "hdf5"), ("output_00000", "hdf5"), ("part-00000-of-00500", "tfrecord")],
+)
+def test_the_format_follows_from_the_names_of_the_files(tmp_path, name, kind):
+    stand_ins = _write_stand_ins(tmp_path)
+    (tmp_path / "files" / "train" / name).touch()
+    assert _run(tmp_path, *STAND_INS, **stand_ins).returncode == 0
+    assert f"--data.source {kind}:{tmp_path / 'files' / 'train'}?" in _trained(tmp_path)[0]
+
+
 def test_a_checkpoint_that_was_half_converted_is_converted_again(tmp_path):
     stand_ins = _write_stand_ins(tmp_path)
     (tmp_path / "out" / "checkpoint.partial").mkdir(parents=True)

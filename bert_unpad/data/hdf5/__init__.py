@@ -1,6 +1,6 @@
-"""Pretraining examples in HDF5 files, in the two layouts of MLPerf's BERT benchmark.
+"""Pretraining examples in HDF5 files, in the layouts of MLPerf's BERT benchmark.
 
-Both hold finished examples: sentence pairs with next-sentence labels and masks.
+All hold finished examples: sentence pairs with next-sentence labels and masks.
 
     variable length                                 fixed length (S tokens, P predictions at most)
     input_ids            int16 of any length [N]    input_ids            int16 [N, S], padded
@@ -10,7 +10,16 @@ Both hold finished examples: sentence pairs with next-sentence labels and masks.
     masked_lm_ids        int16 of any length [N]    masked_lm_ids        int16 [N, P]
     next_sentence_labels int8 [N]                   next_sentence_labels int8 [N]
 
-`python -m bert_unpad.data.hdf5 --help` writes, converts and checks such files. Needs `h5py`.
+Packed files (create_packed_trainset.py of NVIDIA's submissions from 1.1 on) hold several examples a
+row, one after another, and are read example by example. They have the datasets of variable length,
+next_sentence_labels of variable length too, and
+
+    packed_input_len, packed_masked_lm_len   int16 of any length [N]: tokens, masks of each example
+
+with masked_lm_positions that count from the begin of the row.
+
+`python -m bert_unpad.data.hdf5 --help` writes the first two, converts and checks
+all. Needs `h5py`.
 """
 
 from bert_unpad.data.hdf5.dataset import Hdf5Dataset

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from bert_unpad.data.hdf5.checks import open_file
 from bert_unpad.data.hdf5.index import length_index
-from bert_unpad.data.hdf5.layout import layout_of, read_rows
+from bert_unpad.data.hdf5.layout import layout_of, read_examples
 from bert_unpad.data.store.dataset import count_targets
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks
 
@@ -29,7 +29,7 @@ class Hdf5Dataset:
     """Examples with masks in HDF5 files of MLPerf's layouts; `bert_unpad.data.hdf5` shows them.
 
     Args:
-        files: files of either layout.
+        files: files of any layout.
         vocab_size, unmaskable_ids: attributes of the tokenizer that made the examples.
         max_seq_length: longest allowed example, in tokens.
         cache_dir: folder that keeps the index of lengths.
@@ -68,7 +68,7 @@ class Hdf5Dataset:
         self.max_seq_length = max_seq_length
         self._cache_dir = Path(cache_dir)
         self._max_open = max_open
-        self.lengths, self._begins = length_index(
+        self.lengths, self._rows, self._begins = length_index(
             self.files, max_seq_length, self._cache_dir, progress
         )
         self._open: OrderedDict[int, h5py.File] = OrderedDict()
@@ -91,14 +91,17 @@ class Hdf5Dataset:
         parts = []
         with self._lock:
             for number in np.unique(owners):
-                rows = wanted[owners == number]
-                part = read_rows(
+                some = wanted[owners == number]
+                begin, end = self._begins[number : number + 2]
+                rows = self._rows[some]
+                part = read_examples(
                     self._file(int(number)),
-                    rows - self._begins[number],
-                    self.lengths[rows].astype(np.int64),
+                    rows.astype(np.int64),
+                    some - begin - np.searchsorted(self._rows[begin:end], rows),
+                    self.lengths[some].astype(np.int64),
                     self.vocab_size,
                 )
-                parts.append(dataclasses.replace(part, ids=rows))
+                parts.append(dataclasses.replace(part, ids=some))
         return ExampleBatch.concatenate(parts)[places]
 
     def target_counts(self) -> NDArray[np.int64]:

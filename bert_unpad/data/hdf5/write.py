@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad._files import replacing
-from bert_unpad.data.hdf5.layout import COLUMNS, Layout
+from bert_unpad.data.hdf5.layout import COLUMNS
 from bert_unpad.data.masking import TokenMasker
 from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks
@@ -57,7 +58,7 @@ def write_hdf5(
     dataset: ExampleDataset,
     folder: str | Path,
     *,
-    layout: Layout = "variable",
+    layout: Literal["variable", "fixed"] = "variable",
     examples_per_file: int = 4096,
     masker: TokenMasker | None = None,
     max_predictions: int = 76,

@@ -43,7 +43,13 @@ class Reader:
 
 READERS: dict[str, Reader] = {
     "shards": Reader(("manifest.json",), finished=True),
-    "hdf5": Reader(("*.hdf5", "*.h5"), package="h5py", extra="hdf5", finished=True),
+    # The benchmark's packed files have names such as output_00042.
+    "hdf5": Reader(
+        ("*.hdf5", "*.h5", "output_[0-9][0-9][0-9][0-9][0-9]"),
+        package="h5py",
+        extra="hdf5",
+        finished=True,
+    ),
     "megatron": Reader(("*.idx",), {**_TOKEN_OPTIONS, "unit": ("document", "sequence")}),
     "parquet": Reader(
         ("*.parquet",), {**_TOKEN_OPTIONS, "column": ("NAME",)}, package="pyarrow", extra="parquet"

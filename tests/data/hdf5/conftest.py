@@ -13,11 +13,13 @@ def tokenizer():
 
 @pytest.fixture(scope="module", params=["variable", "fixed"])
 def layout(request):
+    """What the package writes."""
     return request.param
 
 
-@pytest.fixture(scope="module")
-def dataset(layout, tokenizer, tmp_path_factory):
+@pytest.fixture(scope="module", params=["variable", "fixed", "packed"])
+def dataset(request, tokenizer, tmp_path_factory):
+    layout = request.param
     folder = tmp_path_factory.mktemp(layout)
     write_folder(folder / "data", raw_examples(), layout)
     return open_folder(folder / "data", tokenizer, folder / "cache", max_open=2)

@@ -181,7 +181,11 @@ def test_values_in_other_files_are_refused(tmp_path, tokenizer, monkeypatch, nam
     # A file that was exchanged after it was indexed is looked at again when it is opened.
     monkeypatch.setattr(
         "bert_unpad.data.hdf5.dataset.length_index",
-        lambda files, *_: (np.full(20 * len(files), 6, np.uint16), np.arange(len(files) + 1) * 20),
+        lambda files, *_: (
+            np.full(20 * len(files), 6, np.uint16),
+            np.tile(np.arange(20, dtype=np.int32), len(files)),
+            np.arange(len(files) + 1) * 20,
+        ),
     )
     with pytest.raises(DamagedDataError, match=message):
         open_folder(folder, tokenizer, tmp_path).batch(np.array([3]))
@@ -285,6 +289,59 @@ def test_fixed_layout_is_checked(tmp_path, tokenizer):
         open_folder(folder, tokenizer, tmp_path)
 
 
+def change_rows(name, row, values):
+    def change(file):
+        file[name][row] = values
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (change_rows("packed_input_len", 1, [0, 9]), r"expected examples of 1 to 24 tokens .* 0 "),
+        (change_rows("packed_input_len", 1, [9, -1]), r"expected examples of 1 to 24 tokens .* -1"),
+        (change_rows("packed_input_len", 1, [9, 25]), r"examples of 1 to 24 .* to 25"),
+        (lambda file: file.pop("packed_masked_lm_len"), "there is no packed_masked_lm_len"),
+        (replace("packed_input_len", np.zeros((9, 3), "i2")), r"expected shape \[N\] with N = "),
+        (replace("next_sentence_labels", np.zeros(11, "i1")), "expected integers of variable len"),
+    ],
+)
+def test_wrong_packed_files_are_named_when_indexed(change, message, tmp_path, tokenizer):
+    folder = write_folder(tmp_path / "data", raw_examples(), "packed")
+    damage(folder / "output_00001", change)
+    with pytest.raises(DamagedDataError, match=rf"output_00001: .*{message}"):
+        open_folder(folder, tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("input_ids", [5] * 7, r"input_ids: expected \d+ values, got 7"),
+        ("segment_ids", [0], r"segment_ids: expected \d+ values, got 1"),
+        ("masked_lm_positions", [1], r"masked_lm_positions: expected \d+ values, got 1"),
+        ("masked_lm_ids", [], r"masked_lm_ids: expected \d+ values, got 0"),
+        ("next_sentence_labels", [1], "next_sentence_labels: expected 2 values, got 1"),
+        ("packed_masked_lm_len", [2, 2, 2], "packed_masked_lm_len: expected 2 values, got 3"),
+    ],
+)
+def test_wrong_packs_are_named_when_read(name, values, message, tmp_path, tokenizer):
+    folder = write_folder(tmp_path / "data", raw_examples(), "packed")
+    damage(folder / "output_00001", change_rows(name, 1, values))
+    dataset = open_folder(folder, tokenizer, tmp_path)
+    dataset.batch(np.array([20, 23]))  # the rows beside it
+    with pytest.raises(DamagedDataError, match=rf"output_00001: row 1: {message}"):
+        dataset.batch(np.array([20, 22]))
+
+
+def test_masks_that_reach_into_another_example_of_a_pack(tmp_path, tokenizer):
+    folder = write_folder(tmp_path / "data", raw_examples(), "packed")
+    with h5py.File(folder / "output_00000", "r+") as file:
+        file["packed_masked_lm_len"][1] += np.array([-1, 1], "i2")
+    with pytest.raises(DamagedDataError, match="masked positions: expected them"):
+        open_folder(folder, tokenizer, tmp_path).batch(np.array([1, 2]))
+
+
 def test_too_long_examples_and_bad_arguments(tmp_path, tokenizer):
     folder = write_folder(tmp_path / "data", raw_examples(), "variable")
     about = {"vocab_size": 100, "unmaskable_ids": (), "cache_dir": tmp_path}
@@ -336,6 +393,9 @@ def save(folder, **arrays):
         np.save(folder / f"{name}.npy", array)
 
 
+TWO = {"lengths": np.ones(2, np.uint16), "rows": np.zeros(2, np.int32)}
+
+
 def cut(path, size):
     path.write_bytes(path.read_bytes()[:size])
 
@@ -346,22 +406,23 @@ def cut(path, size):
         lambda folder: cut(folder / "lengths.npy", 0),
         lambda folder: cut(folder / "begins.npy", -3),
         lambda folder: (folder / "lengths.npy").unlink(),
-        lambda folder: save(folder, lengths=np.ones(2, np.uint16), begins=np.array([0.0, 2.0])),
-        lambda folder: save(folder, lengths=np.ones(2, np.uint16), begins=np.array([1, 2])),
-        lambda folder: save(folder, lengths=np.ones(2, np.uint16), begins=np.array([0, 3, 2])),
+        lambda folder: save(folder, **TWO, begins=np.array([0.0, 2.0])),
+        lambda folder: save(folder, **TWO, begins=np.array([1, 2])),
+        lambda folder: save(folder, **TWO, begins=np.array([0, 3, 2])),
+        lambda folder: save(folder, lengths=TWO["lengths"], begins=np.array([0, 2])),
         lambda folder: save(folder, begins=np.array(5)),
     ],
 )
 def test_a_damaged_index_of_lengths_is_made_again(tmp_path, damage, monkeypatch, caplog):
     source = tmp_path / "x.hdf5"
     source.touch()
-    made = np.array([3, 4, 5], np.uint16)
+    made = np.array([3, 4, 5], np.uint16), np.array([0, 0, 1], np.int32)
     monkeypatch.setattr("bert_unpad.data.hdf5.index.index_file", lambda *_: made)
     length_index([source], 9, tmp_path, progress=False)
     (stored,) = (tmp_path / "hdf5-2").iterdir()
     damage(stored)
-    lengths, begins = length_index([source], 9, tmp_path, progress=False)
-    assert (lengths.tolist(), begins.tolist()) == ([3, 4, 5], [0, 3])
+    found = length_index([source], 9, tmp_path, progress=False)
+    assert [column.tolist() for column in found] == [[3, 4, 5], [0, 0, 1], [0, 3]]
     assert "which is damaged" in caplog.text
 
 
@@ -383,5 +444,5 @@ def test_files_are_found_as_those_of_other_formats(tmp_path, tokenizer):
     alone = tmp_path / "alone"
     write_folder(alone, examples[:20], "fixed")
     alone = dataclasses.replace(config, source=f"hdf5:{alone}?validation={alone / 'part_0.hdf5'}")
-    with pytest.raises(FileNotFoundError, match=r"folder with files \*\.hdf5 or \*\.h5, at"):
+    with pytest.raises(FileNotFoundError, match=r"folder with files \*\.hdf5 or \*\.h5 .*, at"):
         prepare(alone)

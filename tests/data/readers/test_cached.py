@@ -50,26 +50,20 @@ def _entries(folder: Path, count: int = 5) -> list[tuple]:
 def test_large_files_are_read_by_several_processes(tmp_path, monkeypatch):
     entries = _entries(tmp_path)
     names = [f"{number}.txt" for number in range(5)]
-    assert cached_each(entries[:2], "test") == [(os.getpid(), name) for name in names[:2]]
-    monkeypatch.setattr(module, "_LARGE", 100)
-    monkeypatch.setattr(module, "available_cores", lambda: 2)
+    here = os.getpid()
+    assert cached_each(entries[:2], "test") == [(here, name) for name in names[:2]]
+    (tmp_path / "4.txt").write_text("damaged")
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_LARGE", 50)
+        patched.setattr(module, "available_cores", lambda: 2)
+        with pytest.raises(DamagedDataError, match=r"4\.txt: expected another text"):
+            cached_each(entries, "test")
+    # What is there is not made again.
+    (tmp_path / "4.txt").write_text("whole")
+    monkeypatch.setattr(module, "Processes", None)
     made = cached_each(entries, "test")
     assert [name for _, name in made] == names
-    processes = [process for process, _ in made]
-    assert processes[:2] == [os.getpid()] * 2  # were there already
-    assert os.getpid() not in processes[2:]
-    # Nothing is missing now, so no process is started.
-    monkeypatch.setattr(module, "Processes", None)
-    assert cached_each(entries, "test") == made
-
-
-def test_what_is_wrong_in_another_process_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_LARGE", 1)
-    monkeypatch.setattr(module, "available_cores", lambda: 2)
-    entries = _entries(tmp_path, 3)
-    (tmp_path / "1.txt").write_text("damaged")
-    with pytest.raises(DamagedDataError, match=r"1\.txt: expected another text"):
-        cached_each(entries, "test")
+    assert [process == here for process, _ in made] == [True, True, False, False, True]
 
 
 def run_in_two_processes(folder: str) -> None:
