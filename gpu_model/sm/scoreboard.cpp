@@ -63,12 +63,30 @@ struct MBarrier {
   }
 };
 
+// Groups of products of a warpgroup: each is done when all of its warps have issued theirs, and
+// when the last of these is.
+constexpr int kGroupWarps = 4;
+struct Products {
+  std::vector<int> issued;
+  std::vector<double> done;
+
+  void commit(size_t group, double time) {
+    if (group == issued.size()) {
+      issued.push_back(0);
+      done.push_back(0.0);
+    }
+    ++issued[group];
+    done[group] = std::max(done[group], time);
+  }
+};
+
 constexpr int kBlockBarriers = 16;
 struct Block {
   int warps = 0, done = 0;
   int arrived[kBlockBarriers] = {}, wanted[kBlockBarriers] = {}, phase[kBlockBarriers] = {};
   double opens[kBlockBarriers] = {};
   std::vector<MBarrier> mbarriers;
+  std::vector<Products> products;  // of each warpgroup
 
   // Opens a barrier that all have come to. Warps that have ended count as there.
   bool open(int number, double time) {
@@ -84,14 +102,15 @@ struct Block {
 struct Warp {
   const int32_t* trace;
   int64_t length, at = 0;
-  int block, repeats_left;
+  int block, group, repeats_left;
   double next;     // its next instruction's first cycle, as far as the last one decides
   int phase = -1;  // of the barrier that it waits at
   double barriers[kBarriers] = {};
   // When those since the last commit have landed, and each committed group.
   double copies = 0.0, products = 0.0;
   double landed = 0.0;  // when all copies have
-  std::vector<double> groups, product_groups;
+  std::vector<double> groups;
+  size_t product_groups = 0;  // that it has committed
 };
 
 }  // namespace
@@ -116,7 +135,9 @@ extern "C" __attribute__((visibility("default"))) double sm_simulate(
     warp.block = blocks[w];
     warp.repeats_left = repeats;
     warp.next = first[blocks[w]];
-    ++all_blocks[blocks[w]].warps;
+    Block& block = all_blocks[warp.block];
+    warp.group = block.warps++ / kGroupWarps;
+    block.products.resize(static_cast<size_t>(warp.group) + 1);
     of_partition[partitions[w]].push_back(w);
   }
   std::vector<double> pipes(static_cast<size_t>(kPartitions) * m.pipes, 0.0);
@@ -137,6 +158,7 @@ extern "C" __attribute__((visibility("default"))) double sm_simulate(
       return;
     }
     block.done = 0;
+    std::fill(block.products.begin(), block.products.end(), Products{});
     for (Warp& other : warps) {
       if (other.block != warp.block) continue;
       if (--other.repeats_left == 0) {
@@ -147,7 +169,7 @@ extern "C" __attribute__((visibility("default"))) double sm_simulate(
       other.next = time + m.launch_latency;
       other.copies = other.products = other.landed = 0.0;
       other.groups.clear();
-      other.product_groups.clear();
+      other.product_groups = 0;
       std::fill(other.barriers, other.barriers + kBarriers, 0.0);
     }
   };
@@ -159,10 +181,18 @@ extern "C" __attribute__((visibility("default"))) double sm_simulate(
     const Record& r = records[warp.trace[warp.at]];
     for (int b = 0; b < kBarriers; ++b)
       if (r.wait_mask >> b & 1) time = std::max(time, warp.barriers[b]);
-    if (r.kind == kWaitGroups || r.kind == kWaitProducts) {
-      const auto& groups = r.kind == kWaitGroups ? warp.groups : warp.product_groups;
-      const int64_t count = static_cast<int64_t>(groups.size());
-      for (int64_t g = 0; g + r.argument < count; ++g) time = std::max(time, groups[g]);
+    if (r.kind == kWaitGroups) {
+      const int64_t count = static_cast<int64_t>(warp.groups.size());
+      for (int64_t g = 0; g + r.argument < count; ++g) time = std::max(time, warp.groups[g]);
+    }
+    if (r.kind == kWaitProducts) {
+      const Block& block = all_blocks[warp.block];
+      const Products& products = block.products[warp.group];
+      const int warps = std::min(kGroupWarps, block.warps - warp.group * kGroupWarps);
+      for (size_t g = 0; g + r.argument < warp.product_groups; ++g) {
+        if (products.issued[g] < warps) return kNever;  // until the last warp comes
+        time = std::max(time, products.done[g]);
+      }
     }
     if (r.kind == kMBarrierWait) {
       const MBarrier& mbarrier = all_blocks[warp.block].mbarriers[r.argument];
@@ -174,7 +204,8 @@ extern "C" __attribute__((visibility("default"))) double sm_simulate(
       if (block.phase[r.argument] == warp.phase) return kNever;  // until the last warp comes
       return std::max(time, block.opens[r.argument]);
     }
-    if (r.pipe == m.issue_only_pipe) return time;
+    // Products wait in a queue, so that the warp goes on.
+    if (r.pipe == m.issue_only_pipe || r.kind == kProduct) return time;
     if (r.pipe == m.shared_pipe) return std::max(time, shared - m.queue);
     // A pipe that is free within the cycle takes an instruction, so that parts of cycles add up.
     const double* mine = &pipes[static_cast<size_t>(partition) * m.pipes];
@@ -263,7 +294,7 @@ extern "C" __attribute__((visibility("default"))) double sm_simulate(
           warp.copies = 0.0;
         }
         if (r.kind == kProduct && r.argument != 0) {
-          warp.product_groups.push_back(warp.products);
+          all_blocks[warp.block].products[warp.group].commit(warp.product_groups++, warp.products);
           warp.products = 0.0;
         }
         warp.next = now + std::max(1, r.stall);

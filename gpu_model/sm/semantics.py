@@ -272,7 +272,13 @@ def _syncs(state: Any, ins: Instruction) -> list[Any]:
     return [state.true] if "PHASECHK" in ins.suffixes else _unknown(ins)
 
 
-@handler("VOTE")
+@handler("USETMAXREG")
+def _usetmaxreg(state: Any, ins: Instruction) -> list[Any]:
+    """Registers are there at the first try."""
+    return [state.true if "TRY_ALLOC" in ins.suffixes else None]
+
+
+@handler("VOTE", "VOTEU")
 def _vote(state: Any, ins: Instruction) -> list[Any]:
     bits = state.bits(ins.sources[-1])
     if bits is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import subprocess
 
 import pytest
@@ -12,6 +13,7 @@ from gpu_model import build
 from gpu_model.ptx import compiler
 from gpu_model.ptx.interpreter import Program
 from tests.support.ptx_kernels import POLICIES
+from tests.support.wgmma_kernels import Operand, gathered
 
 pytestmark = [
     pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler"),
@@ -28,17 +30,56 @@ def test_what_ptxas_assembles_is_decoded(tmp_path):
     Program({"forms.ptx": compiler.ptx(source, "90a")}).decode("forms")
 
 
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """A flat copy that begins at a multiple of 16 bytes."""
+    room = torch.zeros(x.numel() + 16, dtype=x.dtype)
+    first = -room.data_ptr() % 16 // x.element_size()
+    room[first : first + x.numel()] = x.flatten()
+    return room[first : first + x.numel()]
+
+
 def test_a_compiled_ring():
     program = Program({"ring.ptx": compiler.ptx(SUPPORT / "bulk_ring.cu", "90a")})
     turns = 7
     x = torch.randint(-8, 9, (turns, 16, 128)).float()
-    room = torch.zeros(x.numel() + 4)  # aligned to 16 bytes
-    first = -room.data_ptr() % 16 // 4
-    room[first : first + x.numel()] = x.flatten()
-    data = room[first : first + x.numel()]
+    data = aligned(x)
     for policy in POLICIES:
         for seed in range(3):
             out = torch.zeros(128)
             program.launch("ring", data, out, ctypes.c_int(turns), block=(160, 1, 1),
                            shared_bytes=1024 + 2 * 8192, policy=policy, seed=seed)  # fmt: skip
             assert torch.equal(out, x.sum((0, 1)))
+
+
+@pytest.mark.parametrize(("groups", "name"), [(2, "two"), (3, "three")])
+def test_compiled_attention_with_producers_and_consumers(groups, name):
+    """Bulk copies, mbarriers, registers that change hands, and products that overlap."""
+    program = Program({"loop.ptx": compiler.ptx(SUPPORT / "attention_loop.cu", "90a")})
+    generator = torch.Generator().manual_seed(groups)
+    tiles, queries = 3, 64 * groups
+    q, k, v = (
+        torch.randn(n, 64, generator=generator).bfloat16()
+        for n in (queries, 128 * tiles, 128 * tiles)
+    )
+
+    def image(matrices: tuple[torch.Tensor, ...], k_major: bool) -> torch.Tensor:
+        parts = []
+        for matrix in matrices:
+            part = torch.zeros(matrix.numel(), dtype=torch.int16)
+            Operand(matrix if k_major else matrix.T.contiguous(), 1, k_major).write(part)
+            parts.append(part)
+        return aligned(torch.cat(parts))
+
+    operands = image(q.split(64), True), image(k.split(128), True), image(v.split(128), False)
+    weights = (0.2 * q.double() @ k.double().T * math.log(2)).softmax(-1)
+    want = weights @ v.double()
+    for policy in POLICIES:
+        for seed in range(2):
+            out = torch.zeros(32, queries * 2)
+            program.launch(
+                f"attention_of_{name}_warpgroups", *operands, out, ctypes.c_int(tiles),
+                ctypes.c_float(0.2), block=(128 * (groups + 1), 1, 1),
+                shared_bytes=1024 + groups * 8192 + 4 * 16384, policy=policy, seed=seed,
+            )  # fmt: skip
+            got = torch.cat([gathered(part.T, 64) for part in out.split(128, 1)])
+            assert (got - want).abs().max() < 2e-2, (policy, seed)

@@ -64,9 +64,8 @@ def test_operands_in_registers_need_less_of_shared_memory():
 def test_waits_for_groups_of_products(left, groups):
     """Three groups of one product each: a wait leaves so many of them."""
     result = run([product(256, last=True)] * 3 + [wait(left)])
-    # The last product begins when the second one is done.
     ends = groups * 128 + SM.wgmma_latency if groups else 0
-    assert result.cycles == pytest.approx(max(ends, 2 * 128 + 2), abs=5)
+    assert result.cycles == pytest.approx(ends, abs=6)
 
 
 def test_other_instructions_go_on_beside_products():
@@ -80,6 +79,18 @@ def test_other_instructions_go_on_beside_products():
     assert run([product(128, last=True), *exponentials, wait()]).cycles < 256 + 20
     after = run([product(128, last=True), wait(), *exponentials]).cycles
     assert after == pytest.approx(64 + SM.wgmma_latency + 256, abs=20)
+
+
+def test_products_are_done_when_all_four_warps_have_issued_theirs():
+    """The last warp comes 300 cycles late."""
+    lines = [product(64, last=True), wait(), EXIT]
+    code = function([*[("NOP", 10)] * 30, *lines], "sm_90a")
+    block = [trace(range(30, 33))] * 3 + [trace(range(33))]
+    expected = 300 + 32 + SM.wgmma_latency
+    assert simulate(SM, code, [block]).cycles == pytest.approx(expected, abs=5)
+    assert simulate(SM, code, [block], repeats=2).cycles == pytest.approx(2 * expected + 100, abs=9)
+    with pytest.raises(ValueError, match="wait for each other for ever"):
+        simulate(SM, code, [[*block[:3], trace([0, 32])]])
 
 
 def test_a_kernel_without_a_commit_waits_for_nothing():
