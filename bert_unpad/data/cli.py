@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 
+from bert_unpad._commands import run_command
 from bert_unpad.data.building.blocks import BLOCK_BYTES
 from bert_unpad.data.building.build import MEMORY, check_settings, example_settings
 from bert_unpad.data.building.engines import Engine, InProcess, Processes, available_cores
@@ -25,7 +25,6 @@ from bert_unpad.data.building.summary import summary
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.objective import Objective
 from bert_unpad.data.store.cache import chosen_cache_dir
-from bert_unpad.data.store.manifest import DamagedDataError
 from bert_unpad.data.store.open_examples import holds_examples
 from bert_unpad.data.store.prepared import SPLITS, is_prepared, open_prepared, read_prepared
 from bert_unpad.data.streams.text_stream import is_streamed
@@ -38,26 +37,11 @@ _CHECKED = 4096  # examples looked at together
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status.
-
-    Returns:
-        0 if all went well, 2 for bad arguments, 1 for damaged data or a worker that was killed, 130
-        after an interruption.
-    """
+    """Runs the command; returns its exit status, 1 for damaged data or a worker that was killed."""
     parser = _parser()
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        options.run(options)
-    except (DamagedDataError, RuntimeError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
-    except (ImportError, OSError, ValueError) as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:
-        print(f"{parser.prog}: stopped; the same command continues", file=sys.stderr)
-        return 130
-    return 0
+    return run_command(parser, options, (RuntimeError,))
 
 
 def _parser() -> argparse.ArgumentParser:

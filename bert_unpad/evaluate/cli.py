@@ -21,6 +21,7 @@ from bert_unpad._arguments import (
     positive,
     share_or_zero,
 )
+from bert_unpad._commands import run_command
 from bert_unpad._extras import packages_of
 from bert_unpad._files import read_json_object, write_text
 from bert_unpad.evaluate.features import answers_of, features_of, predictions_of
@@ -34,18 +35,17 @@ _LENGTHS = {"squad": 384}  # of features; others have 128
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status, 2 for bad arguments or files."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    return run_command(parser, parser.parse_args(arguments))
+
+
+def _evaluate(options: argparse.Namespace) -> None:
     results: dict[str, list[dict[str, float]]] = {}
-    try:
-        for name in options.tasks:
-            for seed in options.seeds:
-                results.setdefault(name, []).append(_result(options, name, seed))
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+    for name in options.tasks:
+        for seed in options.seeds:
+            results.setdefault(name, []).append(_result(options, name, seed))
     table = _table(results)
     print(table)
     write_text(options.output / "table.md", table + "\n")
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=_device, default=device)
     parser.add_argument("--padded", action="store_true", help="compute padding too")
+    parser.set_defaults(run=_evaluate)
     return parser
 
 

@@ -7,13 +7,13 @@ All folders hold `train`, perhaps `validation`, and `tokenizer`. A `data.source`
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from bert_unpad._commands import run_command
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.hdf5.write import write_hdf5
 from bert_unpad.data.masking import TokenMasker
@@ -29,15 +29,7 @@ _BLOCK = 4096  # examples handled at a time
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status: 2 for bad arguments, 1 for damaged data."""
     parser = _parser()
-    options = parser.parse_args(arguments)
-    try:
-        options.run(options)
-    except DamagedDataError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
-    except (ImportError, OSError, ValueError) as error:
-        parser.error(str(error))
-    return 0
+    return run_command(parser, parser.parse_args(arguments), (DamagedDataError,))
 
 
 def _parser() -> argparse.ArgumentParser:
