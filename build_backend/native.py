@@ -45,7 +45,7 @@ X86_SIMD = {
         *("-mprefer-vector-width=512", "-Wno-uninitialized"),
     ],
 }
-X86_SIMD["avx512_bf16"] = [*X86_SIMD["avx512"], "-mavx512bf16", "-mbmi2"]
+X86_SIMD["avx512_bf16"] = [*X86_SIMD["avx512"], "-mavx512bf16"]
 X86_AMX = {"amx": [*X86_SIMD["avx512_bf16"], "-DBU_AMX"]}
 X86 = {
     "simd": X86_SIMD,

@@ -12,6 +12,9 @@ from torch import Tensor
 Call = Callable[..., None]
 DTYPES = {torch.bfloat16: 1, torch.float16: 2}  # numbers as in csrc/common/types.h
 
+# Of dropout's rule, with those at which its form changes.
+THRESHOLDS = (0, 1, 655, 2046, 2047, 31744, 32768, 33790, 33791, 33792, 58982, 65535, 65536)
+
 
 def _integers(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
     """Small enough that sums of products are exact in any order."""
@@ -62,6 +65,26 @@ def check_shuffle(call: Call, device: str) -> None:
     source = lane[:, None] ^ lane  # [mask, lane]
     assert torch.equal(floats.cpu(), x[source])
     assert torch.equal(numbers.cpu().long(), source * 0x01010101)
+
+
+def check_decisions(call: Call, device: str, threshold: int) -> None:
+    """Dropout's rule for pairs, for all numbers of 16 bits: IEEE's comparison, the exact rate."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    pairs = torch.stack([every, every.flip(0)], 1).contiguous()
+    masks = torch.empty(2**16, 2, dtype=torch.int16, device=device)
+    values = torch.empty(2**16, 2, device=device)
+    call("conformance_decisions", 2**16, threshold, pairs.to(device), masks, values)
+    kept = masks.cpu() == -1
+    assert torch.equal(kept, masks.cpu() != 0)
+    assert torch.equal(values.cpu(), kept * torch.tensor([1.0, 2.0]))
+    assert torch.equal(kept[:, 1], kept[:, 0].flip(0))
+    assert kept[:, 0].sum() == threshold
+    # All numbers on one side of a limit; NaNs are on the side of those that are not below it.
+    numbers, kept = every.view(torch.float16), kept[:, 0]
+    nans = bool(kept[numbers.isnan()].all())
+    assert nans or not kept[numbers.isnan()].any()
+    below, others = numbers[kept != nans], numbers[(kept == nans) & ~numbers.isnan()]
+    assert below.numel() == 0 or others.numel() == 0 or below.max() < others.min()
 
 
 def check_ballot(call: Call, device: str) -> None:

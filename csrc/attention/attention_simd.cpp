@@ -18,7 +18,7 @@ namespace bert_unpad::BERT_UNPAD_ISA {
 namespace {
 
 constexpr AttentionSplit kQueries = {768, 512}, kKeys = {768, 512};
-constexpr int kColumns = 16;  // the first column of a strip is a multiple of it
+constexpr int kColumns = 32;  // the first column of a strip is a multiple of it
 
 // Rows of a block: strips of scores of at most 48 K floats (192 KB; two of them in the backward
 // pass), a multiple of 16 because the dropout words of rows r and r + 8 come together. In a narrow
@@ -63,7 +63,7 @@ struct Forward {
     factors = scratch.take<float>(rows);
     maxima = scratch.take<float>(kept);
     sums = scratch.take<float>(kept);
-    words = scratch.take<uint16_t>(2 * n.kp);
+    words = scratch.take<uint16_t>(2 * kAttentionDropoutRows * n.kp);
   }
 };
 
@@ -90,7 +90,7 @@ struct Backward {
     s = scratch.take<float>(rows * n.kp);
     ds = scratch.take<float>(rows * n.kp);
     dq = scratch.take<float>(rows * n.dp);
-    words = scratch.take<uint16_t>(2 * n.kp);
+    words = scratch.take<uint16_t>(2 * kAttentionDropoutRows * n.kp);
   }
 };
 
@@ -161,14 +161,19 @@ inline void for_rows(const AttentionCpuParams& p, const AttentionTask& t, int he
     for (int r = 0; r < rows.size(); ++r) row(r, nullptr);
     return;
   }
-  const uint32_t stream = t.sequence * p.heads + head;
+  constexpr int kRows = kAttentionDropoutRows;
+  const uint32_t stream = t.sequence * p.heads + head, flip = keep_rule(p.keep_threshold).flip;
   for (int base = 0; base < rows.size(); base += 16) {
-    for (int g = 0; g < 8 && base + g < rows.size(); ++g) {
+    for (int g = 0; g < 8 && base + g < rows.size(); g += kRows) {
       for (int c = 0; c < columns.size(); c += kAttentionDropoutColumns)
-        attention_dropout_words(p.rng, stream, rows.first + base + g, columns.first + c, words + c,
-                                words + kp + c);
-      row(base + g, words);
-      if (base + g + 8 < rows.size()) row(base + g + 8, words + kp);
+        draw_attention(p.rng, flip, stream, rows.first + base + g, columns.first + c,
+                       [=](int i, int j, const Words32& drawn) __attribute__((always_inline)) {
+                         store_bits(words + (i / 8 * kRows + i % 8) * kp + c + j, drawn);
+                       });
+      for (int i = 0; i < 2 * kRows; ++i) {
+        const int r = base + g + i / 2 + i % 2 * 8;
+        if (r < rows.size()) row(r, words + (i % 2 * kRows + i / 2) * kp);
+      }
     }
   }
 }

@@ -88,7 +88,9 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
       }
       bias.add(s, first_key, scale);
       if constexpr (kDropout) {
-        if (!kBias || dropout.draws()) dropout.apply(dp, first_row / 16, first_key / 16);
+        if (!kBias || dropout.draws())
+          dropout.apply(dp, dropout.tile(dropout.draw(first_row / 16, first_key / 32),
+                                         first_key / 16 % 2 != 0));
       }
 #pragma unroll
       for (int n = 0; n < 2; ++n) {

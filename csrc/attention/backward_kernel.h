@@ -121,8 +121,12 @@ struct BackwardKeys {
     bias.add(s, first_query, scale);
     const float unit = kBias ? 1.0f : scale;  // of a score, once it has its bias
     const bool draws = kDropout && (!kBias || dropout.draws());
-    AttentionDropout::Transposed drawn;
-    if (draws) drawn = dropout.transposed_words(first_query / 16, first / 16);
+    DropoutTile drawn;
+    if (draws) {
+      drawn = dropout.transposed_tile(dropout.draw_transposed(first_query / 16, first / 32),
+                                      first / 16 % 2 != 0);
+      dropout.apply(dp, drawn);
+    }
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const uint32_t at = 4 * (8 * n + 2 * (lane % 4));
@@ -133,19 +137,14 @@ struct BackwardKeys {
         const float offset = (i % 2 ? l.high : l.low) * kLog2e;
         float weight = exp2_approx(fma(s[n][i], unit, -offset));
         if (hidden >> (4 * n + i) & 1) weight = 0.0f;
-        float gradient = dp[n][i] * keep;
         s[n][i] = weight;
-        if (draws) {
-          const uint32_t word = i % 2 ? drawn.odd[n] : drawn.even[n];
-          if (!(i / 2 ? dropout.keeps_high(word) : dropout.keeps_low(word)))
-            s[n][i] = gradient = 0.0f;
-        }
-        dp[n][i] = weight * (gradient - (i % 2 ? dots.high : dots.low));
+        dp[n][i] = weight * (dp[n][i] * keep - (i % 2 ? dots.high : dots.low));
       }
     }
     bias.add_gradients(dp, first_query);
     uint32_t weights[4];
     pack_a<T>(weights, s[0], s[1]);
+    if (draws) dropout.apply(weights, drawn);
     pack_a<T>(gradients, dp[0], dp[1]);
 #pragma unroll
     for (int n = 0; n < kColumns / 16; ++n) {

@@ -54,17 +54,20 @@ struct ForwardRows {
       if (!all) mask(s[0], first_key);
     }
     softmax(s, scale);
+    const bool draws = kDropout && (!kBias || dropout.draws());
+    [[maybe_unused]] Philox4 drawn[kRowTiles];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       if (skips(step, from, to)) continue;
       uint32_t weights[kRowTiles][4];
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
-        if constexpr (kDropout) {
-          if (!kBias || dropout.draws())
-            dropout.apply(s[r][step], first_row / 16 + r, first_key / 16 + step);
-        }
         pack_a<T>(weights[r], s[r][step][0], s[r][step][1]);
+        if (draws) {
+          if (step % 2 == 0 || (kWindow && skips(step - 1, from, to)))
+            drawn[r] = dropout.draw(first_row / 16 + r, first_key / 32 + step / 2);
+          dropout.apply(weights[r], dropout.tile(drawn[r], step % 2 != 0));
+        }
       }
 #pragma unroll
       for (int n = 0; n < kHeadDim / 16; ++n) {

@@ -7,18 +7,19 @@
 
 namespace bert_unpad::BERT_UNPAD_ISA {
 
-// A bit for each weight that dropout keeps, of rows from a multiple of 16 on: 16 columns a number,
-// [rows to 16][stride].
+// A bit for each weight that dropout keeps, of rows from a multiple of 16 on, and columns from a
+// multiple of 32 on: 16 columns a number, [rows to 16][stride].
 inline void draw_kept(const AttentionCpuParams& p, const AttentionTask& t, int head, Range rows,
                       Range columns, int stride, uint16_t* kept) {
-  const uint32_t stream = t.sequence * p.heads + head;
+  const uint32_t stream = t.sequence * p.heads + head, flip = keep_rule(p.keep_threshold).flip;
   for (int base = 0; base < rows.size(); base += 16)
-    for (int g = 0; g < 8; ++g)
-      for (int c = 0; c < columns.size(); c += 64) {
-        uint16_t* bits = kept + static_cast<int64_t>(base + g) * stride + c / 16;
-        attention_dropout_kept(p.rng, stream, rows.first + base + g, columns.first + c,
-                               p.keep_threshold, bits, bits + 8 * stride);
-      }
+    for (int g = 0; g < 8; g += kAttentionDropoutRows)
+      for (int c = 0; c < columns.size(); c += kAttentionDropoutColumns)
+        draw_attention(p.rng, flip, stream, rows.first + base + g, columns.first + c,
+                       [&](int i, int j, const Words32& words) __attribute__((always_inline)) {
+                         store_bits(kept + (base + g + i) * int64_t{stride} + (c + j) / 16,
+                                    kept_bits(words, p.keep_threshold));
+                       });
 }
 
 // The columns of a range among 32 from `column` on.

@@ -43,9 +43,11 @@ BU_INLINE void for_columns(int64_t n, const Body& body) {
 }
 
 // The dropout words of a whole row; `words` has room for a multiple of kRowDropoutColumns.
-BU_INLINE void row_words(RngKey key, uint32_t row, int64_t columns, uint16_t* words) {
+BU_INLINE void row_words(RngKey key, uint32_t threshold, uint32_t row, int64_t columns,
+                         uint16_t* words) {
+  const uint32_t flip = keep_rule(threshold).flip;
   for (int64_t j = 0; j < columns; j += kRowDropoutColumns)
-    row_dropout_words(key, row, static_cast<uint32_t>(j), words + j);
+    row_dropout_words(key, flip, row, static_cast<uint32_t>(j), words + j);
 }
 
 }  // namespace bert_unpad::BERT_UNPAD_ISA

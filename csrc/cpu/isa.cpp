@@ -51,7 +51,7 @@ Isa best() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
-  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("bmi2"))
+  if (avx512 && __builtin_cpu_supports("avx512bf16"))
     return use_amx() ? Isa::kAmx : Isa::kAvx512Bf16;
   if (avx512) return Isa::kAvx512;
   if (avx2) return Isa::kAvx2;

@@ -15,7 +15,7 @@ namespace bert_unpad {
 // that only activations need tail handling.
 inline constexpr int64_t kRowPadding = 16;
 // Dropout words of a row are padded to the columns that one AVX-512 Philox call covers.
-inline constexpr int64_t kWordPadding = 128;
+inline constexpr int64_t kWordPadding = 256;
 
 inline int64_t padded_columns(int64_t n) {
   return (n + kRowPadding - 1) / kRowPadding * kRowPadding;

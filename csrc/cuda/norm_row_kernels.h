@@ -105,10 +105,10 @@ BU_DEVICE void forward_rows(const Params& params) {
       if (share.column(v) < hidden) raw[v] = row_of.template load<true>(share.column(v), kGroup);
     float z[kVectors][kGroup], sum[1] = {0.0f};
     uint32_t masks[kVectors];
+    dropout.kept(row, share.thread, share.threads, masks);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (share.column(v) >= hidden) break;
-      masks[v] = dropout.kept(row, share.column(v));
       row_of.input(raw[v], share.column(v), parameters, masks[v], z[v]);
       row_of.template keep_input<true>(share.column(v), kGroup, z[v]);
 #pragma unroll
@@ -245,11 +245,11 @@ BU_DEVICE void backward_rows(const Params& params) {
     }
     float xhat[kVectors][kGroup], sums[2] = {0.0f, 0.0f};
     uint32_t masks[kVectors];
+    dropout.kept(row, share.thread, share.threads, masks);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (share.column(v) >= hidden) break;
       const int column = share.column(v);
-      masks[v] = dropout.kept(row, column);
       row_of.input(raw[v], column, parameters, masks[v], xhat[v]);
       float d[kGroup], weight[kGroup];
       row_of.result_gradient(dy[v], masks[v], d);

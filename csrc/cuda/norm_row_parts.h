@@ -1,8 +1,8 @@
 // The parts of the CUDA kernels with a LayerNorm. A thread works on groups of 8 neighbouring
-// columns of a row: 16 bytes of bf16, and the columns that one Philox call decides about.
+// columns of a row: 16 bytes of bf16, and half of the columns that one Philox call decides about.
 #pragma once
 
-#include "common/philox.h"
+#include "cuda/dropout_pairs.h"
 #include "cuda/primitives.h"
 #include "cuda/reduce.h"
 #include "cuda/vector.h"
@@ -53,25 +53,49 @@ BU_DEVICE void store_group(T* p, const float (&x)[kGroup], int count) {
 struct RowDropout {
   RngKey key;
   uint32_t threshold;
+  PairRule rule;
 
-  // `rng` is read here and not on the host, so that a captured graph can advance it.
-  BU_DEVICE RowDropout(const int64_t* rng, uint32_t keep) : key{}, threshold(keep) {
-    if (rng != nullptr) key = rng_key(load_global<int64_t>(rng), load_global<int64_t>(rng + 1));
-  }
+  BU_DEVICE RowDropout(const int64_t* rng, uint32_t keep)
+      : key(load_rng_key(rng)), threshold(keep), rule(keep) {}
 
   // Bit i: is column `column` + i kept? All are where there is no dropout.
   BU_DEVICE uint32_t kept(int64_t row, int column) const {
     if (threshold == 65536u) return 0xffu;
-    const Philox4 bits =
-        row_dropout_bits(key, static_cast<uint32_t>(row), static_cast<uint32_t>(column) / kGroup);
-    const uint32_t high = threshold << 16;
+    return bits_of(eight_decisions(draw(row, column / kGroup), column / kGroup % 2 != 0));
+  }
+
+  // The same for groups thread, thread + threads, ... of a row, which an even number of threads
+  // holds; all lanes take part. Neighbouring groups share a call: of two such groups each of the
+  // two threads draws one call, and tells the other one.
+  template <int kGroups>
+  BU_DEVICE void kept(int64_t row, int thread, int threads, uint32_t (&masks)[kGroups]) const {
+    const bool odd = thread % 2 != 0;
+#pragma unroll
+    for (int v = 0; v < kGroups; v += 2) {
+      if (threshold == 65536u || v + 1 == kGroups) {
+        masks[v] = kept(row, (v * threads + thread) * kGroup);
+        if (v + 1 < kGroups) masks[v + 1] = masks[v];
+        continue;
+      }
+      const Philox4 bits = draw(row, (v + (odd ? 1 : 0)) * threads + thread);
+      const uint32_t first = bits_of(eight_decisions(bits, false));
+      const uint32_t last = bits_of(eight_decisions(bits, true));
+      const uint32_t got = shuffle_xor(odd ? first : last, 1);
+      masks[v] = odd ? got : first;
+      masks[v + 1] = odd ? last : got;
+    }
+  }
+
+ private:
+  BU_DEVICE Philox4 draw(int64_t row, int group) const {
+    return row_dropout_bits(key, static_cast<uint32_t>(row), static_cast<uint32_t>(group) / 2);
+  }
+  // A bit for each of 8 decisions.
+  BU_DEVICE uint32_t bits_of(const Philox4& pairs) const {
     uint32_t mask = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if ((bits.w[i] & 0xffffu) < threshold) mask |= 1u << (2 * i);
-      if (bits.w[i] < high) mask |= 2u << (2 * i);
-    }
-    return mask;
+    for (int i = 0; i < 4; ++i) mask |= rule.kept(pairs.w[i]) & (0x00020001u << (2 * i));
+    return (mask | mask >> 16) & 0xffu;
   }
 };
 

@@ -28,7 +28,7 @@ struct Rows {
 BU_INLINE const uint16_t* token_words(const EmbeddingCpuParams& p, int64_t token, float* scratch) {
   if (p.keep_threshold == 65536u) return nullptr;
   auto* words = reinterpret_cast<uint16_t*>(scratch + 2 * p.padded);
-  row_words(p.rng, static_cast<uint32_t>(token), p.hidden, words);
+  row_words(p.rng, p.keep_threshold, static_cast<uint32_t>(token), p.hidden, words);
   return words;
 }
 

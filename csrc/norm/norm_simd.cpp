@@ -52,7 +52,7 @@ Inputs<T> row_inputs(const NormCpuParams& p, int64_t row, const uint16_t* words)
 const uint16_t* dropout_words(const NormCpuParams& p, int64_t row, float* space) {
   if (p.keep_threshold >= 65536u) return nullptr;
   auto* words = reinterpret_cast<uint16_t*>(space);
-  row_words(p.rng, static_cast<uint32_t>(row), p.hidden, words);
+  row_words(p.rng, p.keep_threshold, static_cast<uint32_t>(row), p.hidden, words);
   return words;
 }
 

@@ -6,6 +6,7 @@
 #include "gpu_model/block/c_api.h"
 #endif
 
+#include "cuda/dropout_pairs.h"
 #include "cuda/launch.h"
 #include "cuda/primitives.h"
 #include "cuda/swizzle.h"
@@ -122,6 +123,24 @@ BU_KERNEL(32, 1) ballot_kernel(BU_PARAMS BallotParams p) {
     const uint32_t votes = load_global<uint32_t>(p.votes + i);
     store_global(p.words + 32 * i + lane, ballot((votes >> lane & 1) != 0));
   }
+}
+
+struct DecisionParams {
+  const uint32_t* pairs;  // [n]
+  uint32_t* masks;        // [n]: of what is kept
+  float* values;          // [2 n]: 1 and 2, where dropped 0
+  uint32_t threshold;
+};
+
+BU_KERNEL(128, 1) decisions_kernel(BU_PARAMS DecisionParams p) {
+  const PairRule rule(p.threshold);
+  const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
+  const uint32_t pair = load_global<uint32_t>(p.pairs + i);
+  float low = 1.0f, high = 2.0f;
+  rule.apply(low, high, pair);
+  store_global(p.masks + i, rule.kept(pair));
+  store_global(p.values + 2 * i, low);
+  store_global(p.values + 2 * i + 1, high);
 }
 
 struct PackParams {
@@ -257,6 +276,15 @@ BU_EXPORT int conformance_ballot(int64_t rounds, const uint32_t* votes, uint32_t
   return guarded([&] {
     cuda::launch("ballot", ballot_kernel, dim3(1), dim3(32), 0, nullptr,
                  BallotParams{votes, words, rounds});
+  });
+}
+
+// n is a multiple of 128.
+BU_EXPORT int conformance_decisions(int64_t n, int64_t threshold, const uint32_t* pairs,
+                                    uint32_t* masks, float* values) {
+  return guarded([&] {
+    cuda::launch("decisions", decisions_kernel, dim3(static_cast<unsigned>(n) / 128), dim3(128), 0,
+                 nullptr, DecisionParams{pairs, masks, values, static_cast<uint32_t>(threshold)});
   });
 }
 

@@ -59,6 +59,11 @@ def test_a_tile_of_attention(call, dtype):
     conformance.check_tile(call, "cuda", dtype)
 
 
+@pytest.mark.parametrize("threshold", conformance.THRESHOLDS)
+def test_dropout_of_pairs(call, threshold):
+    conformance.check_decisions(call, "cuda", threshold)
+
+
 @pytest.mark.parametrize("check", ["check_matrices", "check_shuffle", "check_ballot", "check_copy"])
 def test_data_movement(call, check):
     getattr(conformance, check)(call, "cuda")

@@ -67,6 +67,12 @@ def test_pack_rounds_to_nearest_even_and_unpack_is_exact(primitives, dtype):
     conformance.check_pack(primitives, "cpu", dtype)
 
 
+@pytest.mark.parametrize("threshold", conformance.THRESHOLDS)
+def test_dropout_of_pairs_has_every_rate(primitives, threshold):
+    primitives.model.configure()
+    conformance.check_decisions(primitives, "cpu", threshold)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_shuffles_votes_and_copies(primitives, policy):
     for seed in range(4):

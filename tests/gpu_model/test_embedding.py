@@ -116,15 +116,18 @@ def test_the_sort_is_pytorchs_stable_one(entries: int) -> None:
         assert torch.equal(first.long(), torch.searchsorted(want.values, torch.arange(entries + 1)))
 
 
-@pytest.mark.parametrize("hidden", [13, 72])
-def test_masks_are_those_of_the_cpu_operator(hidden: int) -> None:
+@pytest.mark.parametrize(
+    ("hidden", "dtype"), [(520, torch.bfloat16), (13, torch.float32), (72, torch.float32)]
+)
+def test_masks_are_those_of_the_cpu_operator(hidden: int, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
-    ids, params, dy = draw(11, hidden, torch.float32, torch.float32)
-    for p in (0.1, 0.9):
+    ids, params, dy = draw(11, hidden, dtype, dtype)
+    rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (0.02, 0.5)
+    for p in (0.1, 0.99):
         got = run(ids, params, dy, p)["y"]
         want = ops.embedding_layer_norm(*ids, *params, p=p, rng=RNG)
         assert torch.equal(got == 0, want == 0)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("table", range(3))

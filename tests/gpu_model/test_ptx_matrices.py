@@ -143,6 +143,8 @@ def test_compiled_primitives_do_what_they_say(primitives, policy):
     conformance.check_shuffle(primitives, "cpu")
     conformance.check_ballot(primitives, "cpu")
     conformance.check_copy(primitives, "cpu")
+    for threshold in conformance.THRESHOLDS:
+        conformance.check_decisions(primitives, "cpu", threshold)
     for dtype in (BF16, F16):
         conformance.check_mma(primitives, "cpu", dtype)
         conformance.check_pack(primitives, "cpu", dtype)

@@ -67,7 +67,8 @@ def test_without_a_bias(dtype: torch.dtype, rms: bool, hidden: int, p: float) ->
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1])
-@pytest.mark.parametrize("hidden", [3, 33, 768])
+# Dropout leaves something of every row, without which fp16 has no gradient.
+@pytest.mark.parametrize("hidden", [5, 33, 768])
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_sum_and_its_norm(dtype: torch.dtype, rms: bool, hidden: int, p: float) -> None:

@@ -18,7 +18,7 @@ from gpu_model import build
 from tests.support.paths import ROOT
 
 SOURCE = ROOT / "tests" / "support" / "tile_kernels.cpp"
-AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c", "-mbmi2"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 RNG = torch.tensor([11, 12])
 
 _BUILT = _C.built_isas().split(",")

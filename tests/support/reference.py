@@ -20,11 +20,13 @@ from torch.nn import functional
 MASK32 = np.uint64(0xFFFFFFFF)
 
 
-def philox(counter: Sequence[np.ndarray | int], key: tuple[int, int]) -> list[np.ndarray]:
-    """Philox4x32-10 (Salmon et al., SC 2011) of arrays of 4 x 32-bit counters."""
+def philox(
+    counter: Sequence[np.ndarray | int], key: tuple[int, int], rounds: int = 7
+) -> list[np.ndarray]:
+    """Philox4x32 (Salmon et al., SC 2011) of arrays of 4 x 32-bit counters."""
     c = [np.asarray(x, dtype=np.uint64) for x in np.broadcast_arrays(*counter)]
     k0, k1 = key
-    for _ in range(10):
+    for _ in range(rounds):
         p0, p1 = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
         c = [
             (p1 >> np.uint64(32)) ^ c[1] ^ np.uint64(k0),
@@ -46,17 +48,47 @@ def keep_threshold(p: float) -> int:
     return int((1.0 - p) * 65536.0 + 0.5)
 
 
-def _kept(words: list[np.ndarray], half: np.ndarray, p: float) -> Tensor:
-    word = np.choose(half >> 1, words) >> np.uint64(16) * (half & 1).astype(np.uint64)
-    return torch.from_numpy((word & np.uint64(0xFFFF)) < keep_threshold(p))
+# All half-precision numbers that are not NaN, in order.
+_HALVES = np.arange(2**16, dtype=np.uint16).view(np.float16)
+_HALVES = np.sort(_HALVES[~np.isnan(_HALVES)])
+
+
+def _number_above(count: int) -> np.float16 | None:
+    """The half-precision number with so many below it, if there is one: -0 and 0 are equal."""
+    if count < len(_HALVES) and (count == 0 or _HALVES[count - 1] < _HALVES[count]):
+        return _HALVES[count]
+    return None
+
+
+def keeps(bits: np.ndarray, threshold: int) -> np.ndarray:
+    """Which 16-bit numbers keep an element, `threshold` of all there are.
+
+    Read as half-precision numbers those that are not below a limit or, where the others cannot be
+    told apart by one, those that are.
+    """
+    numbers = bits.astype(np.uint16).view(np.float16)
+    limit = _number_above(65536 - threshold)
+    return numbers < _number_above(threshold) if limit is None else ~(numbers < limit)
+
+
+def decision_bits(words: Sequence[np.ndarray], decision: np.ndarray) -> np.ndarray:
+    """The 16 bits of each of a call's 16 decisions: 8 half-words, then those a byte further on."""
+    word = np.broadcast_to(decision >> 1 & 3, np.broadcast_shapes(decision.shape, words[0].shape))
+    pair = np.choose(word, words) | np.choose((word + 1) & 3, words) << np.uint64(32)
+    shift = 16 * (decision & 1) + (decision & 8)
+    return pair >> shift.astype(np.uint64) & np.uint64(0xFFFF)
+
+
+def _kept(words: list[np.ndarray], decision: np.ndarray, p: float) -> Tensor:
+    return torch.from_numpy(keeps(decision_bits(words, decision), keep_threshold(p)))
 
 
 def row_mask(rng: Tensor, p: float, rows: int, columns: int) -> Tensor:
     """Which elements of [rows, columns] row dropout keeps."""
     key, offset = _key(rng)
     row, column = np.arange(rows)[:, None], np.arange(columns)[None]
-    words = philox((column >> 3, row, 0, offset), key)
-    return _kept(words, np.broadcast_to(column & 7, (rows, columns)), p)
+    words = philox((column >> 4, row, 0, offset), key)
+    return _kept(words, column & 15, p)
 
 
 @lru_cache(maxsize=1024)
@@ -64,8 +96,9 @@ def _attention_mask(
     key: tuple[int, int], offset: int, p: float, stream: int, rows: int, columns: int
 ) -> Tensor:
     r, c = np.arange(rows)[:, None], np.arange(columns)[None]
-    words = philox(((c >> 4) * 4 + ((c >> 1) & 3), (r >> 4) * 8 + (r & 7), 1 + stream, offset), key)
-    return _kept(words, ((r >> 3) & 1) * 4 + ((c >> 3) & 1) * 2 + (c & 1), p)
+    words = philox(((r >> 4) * 8 + (r & 7), (c >> 5) * 4 + (c >> 1 & 3), 1 + stream, offset), key)
+    decision = (c >> 4 & 1) * 8 + (r >> 3 & 1) * 4 + (c >> 3 & 1) * 2 + (c & 1)
+    return _kept(words, decision, p)
 
 
 def attention_mask(rng: Tensor, p: float, stream: int, rows: int, columns: int) -> Tensor:
