@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks.lib import rank_tables, speed_tables, training_tables
+from benchmarks.lib import data_tables, rank_tables, speed_tables, training_tables
 from benchmarks.lib.report import ROOT, count, machine_of, precision, read, table
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -58,6 +58,7 @@ def page() -> str:
         speed_tables.optimizers(),
         speed_tables.memory(),
         speed_tables.precisions(),
+        data_tables.feed(),
         rank_tables.balance(),
         rank_tables.clipping_time(),
         training_tables.clipping(),

@@ -1,8 +1,9 @@
 """From example indices to a packed batch.
 
-The collator gathers examples from the memory map in one indexing operation and puts the longest
-sequence first, which makes the length groups of attention contiguous. It has no state: its output
-depends only on the indices and the epoch. So any rank or worker can make any batch.
+The collator puts the longest sequence first, which makes the length groups of attention contiguous.
+It has no state: its output depends only on the indices and the epoch. So any rank or worker can
+make any batch. What grows with the tokens is done in C++ without the GIL: examples are copied from
+the memory map, then packed and masked. So a thread that collates does not hold up one that trains.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bert_unpad._text import pack
 from bert_unpad.batch import PackedInputs, VarlenBatch
-from bert_unpad.data.masking import MaskedTokens, MaskUnit, TokenMasker
+from bert_unpad.data.masking import MaskedTokens, MaskUnit, TokenMasker, packable
 from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.text.tokenizer import TextTokenizer
@@ -104,21 +106,22 @@ def pack_examples(
     Returns:
         The batch on the CPU, longest sequence first (sequences of equal length in the order given).
     """
-    examples = examples[np.argsort(-examples.lengths, kind="stable")]
-    lengths = examples.lengths
-    begins = np.cumsum(lengths) - lengths
-    second = np.repeat(begins + examples.second_starts, lengths)
-    tokens, given = examples.tokens.astype(np.int64), examples.masks
-    if given is None:
-        masked = masker(tokens, lengths, examples.ids, epoch, progress)
+    order = np.argsort(-examples.lengths, kind="stable")
+    lengths, second_starts = examples.lengths[order], examples.second_starts[order]
+    begins = (np.cumsum(examples.lengths) - examples.lengths)[order]
+    parts = (begins, lengths, second_starts)
+    if examples.masks is None:
+        masked, types = masker.pack(examples.tokens, *parts, examples.ids[order], epoch, progress)
     else:
-        positions = np.repeat(begins, given.counts) + given.positions
-        masked = MaskedTokens(tokens, positions, given.labels)
+        given = examples.masks[order]
+        input_ids, types, _, _ = pack(packable(examples.tokens), *parts)
+        positions = np.repeat(np.cumsum(lengths) - lengths, given.counts) + given.positions
+        masked = MaskedTokens(input_ids, positions, given.labels)
     return PackedInputs.build(
         batch=VarlenBatch.from_lengths(lengths),
         input_ids=torch.from_numpy(masked.input_ids),
-        token_type_ids=torch.from_numpy((np.arange(len(second)) >= second).astype(np.int64)),
+        token_type_ids=torch.from_numpy(types),
         masked_positions=torch.from_numpy(masked.positions),
         masked_labels=torch.from_numpy(masked.labels),
-        next_sentence_labels=torch.from_numpy(examples.next_sentence_labels),
+        next_sentence_labels=torch.from_numpy(examples.next_sentence_labels[order]),
     )

@@ -3,35 +3,24 @@
 Every random decision is a hash of (seed, epoch, example index, position in the example): splitmix64
 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") used as a counter-based
 generator. So a fresh mask is drawn each epoch without storing any, and it is the same however the
-examples are split over ranks, batches and workers. All of it is array arithmetic: a batch costs a
-few sorts instead of a loop over its tokens.
+examples are split over ranks, batches and workers. `csrc/text/masking.cpp` draws them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad.data.random_hash import GAMMA, splitmix64
+from bert_unpad._text import Masker, pack
 from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.text.tokenizer import TextTokenizer
 
 _MASK64 = (1 << 64) - 1
-_MASKED = int(0.8 * 2**32)  # of what is predicted: 80 % becomes [MASK],
-_REPLACED = int(0.9 * 2**32)  # 10 % another token, 10 % stays
-_LONGEST_SPAN = 10  # words
-# Of 2^32 random numbers, those below entry i make a span of at most i + 1 words: a geometric
-# distribution with p = 0.2, of which lengths above the greatest are left out (SpanBERT; mean 3.8).
-_SPAN_LENGTHS = np.array(
-    [(5**10 - 4**n * 5 ** (10 - n)) * 2**32 // (5**10 - 4**10) for n in range(1, _LONGEST_SPAN)],
-    np.uint64,
-)
-_MAX_SEQUENCES = 1 << 24  # bits of a sort key: 24 sequence, 24 hash, 16 position
-
+# What a token id is, as bits of a byte; see `_text.Masker`.
+_MASKABLE, _CONTINUATION, _REPLACEMENT = 1, 2, 4
 
 MaskUnit = Literal["token", "word", "span"]
 
@@ -48,46 +37,6 @@ class MaskedTokens(NamedTuple):
     input_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     labels: NDArray[np.int64]
-
-
-_Chosen = tuple[NDArray[np.int64], NDArray[np.int64]]
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """T tokens of B sequences, and how many of them to choose."""
-
-    input_ids: NDArray[np.int64]
-    """[T]: token ids."""
-    sequence: NDArray[np.int64]
-    """[T]: the sequence of each token."""
-    position: NDArray[np.int64]
-    """[T]: the position of each token in its sequence."""
-    hashes: NDArray[np.uint64]
-    """[T]: a random number for each token."""
-    begins: NDArray[np.int64]
-    """[B]: the first token of each sequence."""
-    quota: NDArray[np.int64]
-    """[B]: how many tokens of each sequence to choose."""
-
-    def random_order(self, items: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns (sequence, position) of the items, ordered by sequence, at random within each.
-
-        The sort key contains the position. So keys are unique, the order does not depend on how a
-        sort treats ties, and values are sorted, which is faster than sorting indices.
-        """
-        key = self.sequence[items].astype(np.uint64) << np.uint64(40)
-        key |= (self.hashes[items] >> np.uint64(40)) << np.uint64(16)
-        key |= self.position[items].astype(np.uint64)
-        key.sort()
-        return (key >> np.uint64(40)).astype(np.int64), (key & np.uint64(0xFFFF)).astype(np.int64)
-
-    def random_numbers(self, items: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the numbers of the items in their random order."""
-        owner, place = self.random_order(items)
-        number = np.empty(len(self.input_ids), np.int64)
-        number[items] = np.arange(len(items))
-        return number[self.begins[owner] + place]
 
 
 class TokenMasker:
@@ -130,28 +79,38 @@ class TokenMasker:
     ) -> None:
         self._rates = masking_rates(masked_lm_prob)
         check_masking_arguments(mask_unit, max_predictions_per_seq)
-        self._masked = 2**32 if always_mask else _MASKED
-        self._choose = {
-            "token": self._choose_tokens,
-            "word": self._choose_words,
-            "span": self._choose_spans,
-        }[mask_unit]
         self.max_predictions_per_seq = max_predictions_per_seq
         self.seed = seed
         self.mask_id = tokenizer.mask_id
-        self._maskable = np.ones(tokenizer.vocab_size, bool)
-        self._maskable[list(tokenizer.unmaskable_ids)] = False
-        ordinary = self._maskable.copy()
+        maskable = np.ones(tokenizer.vocab_size, bool)
+        maskable[list(tokenizer.unmaskable_ids)] = False
+        ordinary = maskable.copy()
         if tokenizer.unk_id is not None:
             ordinary[tokenizer.unk_id] = False
-        self._replacements = np.flatnonzero(ordinary)
-        if not len(self._replacements):
+        if not ordinary.any():
             raise ValueError("tokenizer: expected ordinary tokens besides the special ones")
-        self._is_continuation = tokenizer.is_continuation
+        kinds = _MASKABLE * maskable + _REPLACEMENT * ordinary
+        kinds = kinds + _CONTINUATION * tokenizer.is_continuation
+        self._kinds = kinds.astype(np.uint8).tobytes()
+        self._options = {
+            "unit": mask_unit,
+            "mask_id": tokenizer.mask_id,
+            "max_predictions": max_predictions_per_seq,
+            "always_mask": always_mask,
+            "seed": seed & _MASK64,
+        }
+        self._masker = Masker(self._kinds, **self._options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_masker"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._masker = Masker(self._kinds, **self._options)
 
     def __call__(
         self,
-        input_ids: NDArray[np.int64],
+        input_ids: NDArray[np.integer],
         lengths: NDArray[np.integer],
         example_indices: NDArray[np.integer],
         epoch: int,
@@ -160,7 +119,7 @@ class TokenMasker:
         """Masks a packed batch.
 
         Args:
-            input_ids: int64 [T], true ids; not changed.
+            input_ids: integers [T], true ids; not changed.
             lengths: [B], tokens of each sequence (up to 65,535); T in all.
             example_indices: [B], the index of each sequence's example in the data set.
             epoch: number of the epoch; each has different masks.
@@ -168,7 +127,8 @@ class TokenMasker:
                 it.
 
         Raises:
-            ValueError: sizes do not fit together, or there are 2^24 sequences or more.
+            ValueError: sizes do not fit together, a sequence is too long, or an id lies outside the
+                vocabulary.
         """
         lengths = np.asarray(lengths, np.int64)
         if lengths.sum() != len(input_ids) or len(lengths) != len(example_indices):
@@ -177,135 +137,52 @@ class TokenMasker:
                 f"{len(lengths)} lengths of sum {lengths.sum()}, {len(example_indices)} indices, "
                 f"{len(input_ids)} input_ids"
             )
-        if len(lengths) >= _MAX_SEQUENCES:
-            raise ValueError(f"lengths: expected fewer than {_MAX_SEQUENCES} sequences in a batch")
         begins = np.cumsum(lengths) - lengths
-        sequence = np.repeat(np.arange(len(lengths)), lengths)
-        position = np.arange(len(input_ids)) - begins[sequence]
-        hashes = self._hashes(example_indices, epoch)[sequence]
-        hashes = splitmix64(hashes + position.astype(np.uint64) * np.uint64(GAMMA))
+        masked, _ = self.pack(input_ids, begins, lengths, lengths, example_indices, epoch, progress)
+        return masked
 
-        candidates = np.flatnonzero(self._maskable[input_ids])
-        # int(rint) is Python's round(), which the original uses.
+    def pack(
+        self,
+        tokens: NDArray[np.integer],
+        begins: NDArray[np.integer],
+        lengths: NDArray[np.integer],
+        second_starts: NDArray[np.integer],
+        example_indices: NDArray[np.integer],
+        epoch: int,
+        progress: float = 1.0,
+    ) -> tuple[MaskedTokens, NDArray[np.int64]]:
+        """Packs examples end to end and masks them, in one pass that does not hold the GIL.
+
+        Args:
+            tokens: integers [N], a buffer with the true ids of the examples.
+            begins: [B], where each example begins in it.
+            lengths: [B], its number of tokens (up to 65,535); T in all.
+            second_starts: [B], where its second segment begins in the example.
+            example_indices, epoch, progress: see `__call__`.
+
+        Returns:
+            The masked tokens, and token types int64 [T].
+
+        Raises:
+            ValueError: sizes do not fit together, an example lies outside the buffer or is too
+                long, or an id lies outside the vocabulary.
+        """
         first, last = self._rates
-        rate = last if first == last else first + (last - first) * progress
-        quota = np.maximum(np.rint(lengths * rate).astype(np.int64), 1)
-        if self.max_predictions_per_seq is not None:
-            quota = np.minimum(quota, self.max_predictions_per_seq)
-        batch = _Batch(input_ids, sequence, position, hashes, begins, quota)
-        positions, deciding = self._choose(candidates, batch)
-
-        labels = input_ids[positions]
-        second = splitmix64(hashes[positions] ^ np.uint64(GAMMA))
-        action = splitmix64(hashes[deciding] ^ np.uint64(GAMMA)) >> np.uint64(32)
-        draw = (second & np.uint64(0xFFFFFFFF)) * np.uint64(len(self._replacements))
-        replacement = self._replacements[(draw >> np.uint64(32)).astype(np.int64)]
-        masked = input_ids.copy()
-        masked[positions] = np.where(
-            action < np.uint64(self._masked),
-            self.mask_id,
-            np.where(action < np.uint64(_REPLACED), replacement, labels),
+        input_ids, token_type_ids, positions, labels = pack(
+            packable(tokens),
+            *(np.asarray(each, np.int64) for each in (begins, lengths, second_starts)),
+            masker=self._masker,
+            examples=np.asarray(example_indices, np.int64),
+            epoch=epoch & _MASK64,
+            rate=last if first == last else first + (last - first) * progress,
         )
-        return MaskedTokens(masked, positions, labels)
+        return MaskedTokens(input_ids, positions, labels), token_type_ids
 
-    def _hashes(self, example_indices: NDArray[np.integer], epoch: int) -> NDArray[np.uint64]:
-        """Returns one generator state per sequence."""
-        key = np.array([self.seed & _MASK64], np.uint64)
-        key = splitmix64(splitmix64(key) + np.uint64(epoch & _MASK64))
-        indices = np.asarray(example_indices, np.int64).astype(np.uint64)
-        return splitmix64(key + indices * np.uint64(GAMMA))
 
-    # Each of these returns the chosen tokens, ascending, and for each the token whose hash decides
-    # whether it is replaced.
-
-    def _choose_tokens(self, candidates: NDArray[np.int64], batch: _Batch) -> _Chosen:
-        """Chooses each sequence's `quota` candidates with the smallest hashes."""
-        owner, place = batch.random_order(candidates)
-        rank = np.arange(len(owner)) - _group_begins(owner, len(batch.quota))[owner]
-        chosen = rank < batch.quota[owner]
-        positions = np.sort(batch.begins[owner[chosen]] + place[chosen])
-        return positions, positions
-
-    def _words(
-        self, candidates: NDArray[np.int64], batch: _Batch
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Returns the number of each candidate's word, and which candidates begin a run of words.
-
-        A run ends with its sequence or at a special token.
-        """
-        begins_run = batch.position[candidates] == 0
-        begins_run[:1] = True
-        begins_run[1:] |= candidates[1:] - candidates[:-1] > 1
-        # A continuation whose beginning was cut off (by truncation) begins a word itself.
-        is_head = ~self._is_continuation[batch.input_ids[candidates]] | begins_run
-        return np.cumsum(is_head) - 1, begins_run
-
-    def _choose_words(self, candidates: NDArray[np.int64], batch: _Batch) -> _Chosen:
-        """Chooses words in random order while they fit the quota."""
-        if not len(candidates):
-            return candidates, candidates
-        word, _ = self._words(candidates, batch)
-        heads = candidates[_group_begins(word, word[-1] + 1)]
-        sizes = np.bincount(word)
-
-        order = batch.random_numbers(heads)  # word numbers in random order
-        owner = batch.sequence[heads[order]]
-        size = sizes[order]
-        taken = np.zeros(len(order), bool)
-        left = batch.quota.copy()
-        # This gives the same words as trying them one by one, without a loop over words. Each round
-        # accepts, in each sequence, the longest run of words that fits as a whole. The word that
-        # ends a run never fits again, so a few rounds suffice.
-        open_ = np.flatnonzero(size <= left[owner])
-        while len(open_):
-            open_owner, open_size = owner[open_], size[open_]
-            total = np.cumsum(open_size)
-            first = _group_begins(open_owner, len(batch.quota))[open_owner]
-            fits = total - (total[first] - open_size[first]) <= left[open_owner]
-            taken[open_[fits]] = True
-            left -= np.bincount(
-                open_owner[fits], open_size[fits].astype(float), minlength=len(batch.quota)
-            ).astype(np.int64)
-            open_ = open_[~fits]
-            open_ = open_[size[open_] <= left[owner[open_]]]
-
-        first_of_owner = np.concatenate(([0], np.flatnonzero(owner[1:] != owner[:-1]) + 1))
-        none_fits = left[owner[first_of_owner]] == batch.quota[owner[first_of_owner]]
-        taken[first_of_owner[none_fits]] = True
-
-        most = np.zeros(len(sizes), np.int64)
-        most[order[taken]] = size[taken]
-        if self.max_predictions_per_seq is not None:
-            most = np.minimum(most, self.max_predictions_per_seq)
-        positions = candidates[candidates - heads[word] < most[word]]
-        return positions, positions
-
-    def _choose_spans(self, candidates: NDArray[np.int64], batch: _Batch) -> _Chosen:
-        """Chooses the tokens of spans in random order until the quota is reached.
-
-        A span begins at each word. So a token belongs to the first span, in random order, of those
-        that cover it, and the first tokens in this order are the chosen ones.
-        """
-        if not len(candidates):
-            return candidates, candidates
-        word, begins_run = self._words(candidates, batch)
-        first = _group_begins(word, word[-1] + 1)
-        heads, run = candidates[first], np.cumsum(begins_run)[first]
-        order = batch.random_numbers(heads)
-        rank = np.empty(len(heads), np.int64)
-        rank[order] = np.arange(len(heads))
-        draw = splitmix64(~batch.hashes[heads]) >> np.uint64(32)
-        size = 1 + np.searchsorted(_SPAN_LENGTHS, draw, side="right")
-        earliest = rank.copy()  # of the spans that cover each word
-        for offset in range(1, min(_LONGEST_SPAN, len(heads))):
-            covers = (size[:-offset] > offset) & (run[:-offset] == run[offset:])
-            np.minimum(*(earliest[offset:], rank[:-offset]), out=earliest[offset:], where=covers)
-
-        in_order = np.argsort(earliest[word], kind="stable")
-        owner = batch.sequence[candidates[in_order]]
-        place = np.arange(len(owner)) - _group_begins(owner, len(batch.quota))[owner]
-        chosen = np.sort(in_order[place < batch.quota[owner]])
-        return candidates[chosen], heads[order[earliest[word[chosen]]]]
+def packable(tokens: NDArray[np.integer]) -> NDArray[np.integer]:
+    """Returns tokens as `_text.pack` takes them; a copy only if their type or layout is another."""
+    known = tokens.dtype in (np.uint16, np.uint32, np.int32)
+    return np.ascontiguousarray(tokens, None if known else np.int64)
 
 
 def masking_rates(masked_lm_prob: float | Sequence[float]) -> tuple[float, float]:
@@ -332,11 +209,6 @@ def check_masking_arguments(mask_unit: str, max_predictions_per_seq: int | None)
         raise ValueError(
             f"max_predictions_per_seq: expected None or at least 1, got {max_predictions_per_seq}"
         )
-
-
-def _group_begins(owner: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
-    """Returns where each group 0..groups-1 begins in a sorted array of group numbers."""
-    return np.searchsorted(owner, np.arange(groups))
 
 
 def most_frequent_token_rate(dataset: ExampleDataset) -> float:

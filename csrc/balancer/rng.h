@@ -11,18 +11,20 @@
 #include <span>
 #include <utility>
 
+#include "common/splitmix64.h"
+
 namespace bert_unpad::balancer {
 
-// SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
 class Rng {
  public:
   Rng(std::initializer_list<uint64_t> key) {
-    for (uint64_t word : key) state_ = mix(state_ + kGamma + mix(word + kGamma));
+    for (uint64_t word : key) state_ = splitmix64(state_ + splitmix64(word));
   }
 
   uint64_t next() {
-    state_ += kGamma;
-    return mix(state_);
+    const uint64_t number = splitmix64(state_);
+    state_ += kSplitMixGamma;
+    return number;
   }
 
   // Uniform in [0, n), n >= 1, without modulo bias (Lemire: Fast random integer generation in an
@@ -45,14 +47,6 @@ class Rng {
   }
 
  private:
-  static constexpr uint64_t kGamma = 0x9e3779b97f4a7c15ull;
-
-  static uint64_t mix(uint64_t z) {
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return z ^ (z >> 31);
-  }
-
   uint64_t state_ = 0;
 };
 

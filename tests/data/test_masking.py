@@ -1,5 +1,7 @@
 """Masks: against a plain loop over tokens, their statistics, and what they depend on."""
 
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from itertools import chain
 
@@ -322,6 +324,36 @@ def test_sizes_must_fit(tokenizer):
     for lengths, indices in (([9], [0]), ([10], [0, 1])):
         with pytest.raises(ValueError, match="lengths: expected"):
             TokenMasker(tokenizer)(ids, np.array(lengths), np.array(indices), 0)
+
+
+def test_ids_and_lengths_must_be_possible(tokenizer):
+    masker = TokenMasker(tokenizer)
+    for bad in (-1, 1000, 2**40):
+        with pytest.raises(ValueError, match=f"tokens: expected ids of 0 to 999, got {bad}"):
+            masker(np.array([7, bad, 8]), np.array([3]), np.array([0]), 0)
+    with pytest.raises(ValueError, match="lengths: expected at most 65535, got 65536"):
+        masker(np.full(65_536, 7), np.array([65_536]), np.array([0]), 0)
+    longest = masker(np.full(65_535, 7), np.array([65_535]), np.array([0]), 0)
+    assert len(longest.positions) == 9830  # 15 %
+
+
+@pytest.mark.parametrize("unit", ["token", "word", "span"])
+def test_the_same_from_any_type_thread_and_process(tokenizer, unit):
+    ids, lengths = batch(tokenizer, np.random.default_rng(4).integers(1, 90, 200))
+    indices = np.arange(200)
+    masker = TokenMasker(tokenizer, mask_unit=unit, masked_lm_prob=[0.3, 0.2], seed=9)
+    expected = masker(ids, lengths, indices, 1, 0.5)
+
+    def equal(found):
+        return all(np.array_equal(x, y) for x, y in zip(found, expected, strict=True))
+
+    for dtype in (np.uint16, np.int16, np.uint32, np.int32):
+        assert equal(masker(ids.astype(dtype), lengths, indices, 1, 0.5))
+    assert equal(masker(np.repeat(ids, 2)[::2], lengths.tolist(), indices, 1, 0.5))
+    assert equal(pickle.loads(pickle.dumps(masker))(ids, lengths, indices, 1, 0.5))
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(masker, ids, lengths, indices, 1, 0.5) for _ in range(16)]
+        assert all(equal(call.result()) for call in calls)
 
 
 def test_most_frequent_token_rate_leaves_special_tokens_out(tmp_path):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bert_unpad._text import gather
 from bert_unpad.data.random_hash import splitmix64
 
 # What travels of an example besides its tokens and masks. Their numbers do not: all ranks know
@@ -136,7 +137,7 @@ class ExampleBatch:
             lengths,
             self.second_starts[places],
             self.next_sentence_labels[places],
-            self.tokens[ragged_places(begins, lengths)],
+            gather([self.tokens], np.zeros(len(places), np.int64), begins, lengths),
             None if self.masks is None else self.masks[places],
         )
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bert_unpad._text import gather
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks, ragged_places
 from bert_unpad.data.store.manifest import (
     MANIFEST,
@@ -214,14 +215,14 @@ class ShardDataset:
         """The tokens of some examples, which never reach beyond a file."""
         numbers = np.searchsorted(self._token_ends, begins, side="right")
         begins = begins - np.concatenate([[0], self._token_ends[:-1]])[numbers]
-        places = zip(numbers.tolist(), begins.tolist(), (begins + lengths).tolist(), strict=True)
-        parts = [self._tokens_of(number)[begin:end] for number, begin, end in places]
-        tokens = np.concatenate([np.empty(0, self._token_dtype), *parts])
-        if len(tokens) != lengths.sum():
+        read, source = np.unique(numbers, return_inverse=True)
+        files = [self._tokens_of(number) for number in read.tolist()]
+        if (begins + lengths > np.array([len(file) for file in files], np.int64)[source]).any():
             raise DamagedDataError(
                 f"{self.path / 'offsets.bin'} is damaged: expected examples within a file"
             )
-        return self._checked(tokens, "tokens")
+        files = files or [np.empty(0, self._token_dtype)]
+        return self._checked(gather(files, source, begins, lengths), "tokens")
 
     def _checked(self, ids: NDArray, name: str) -> NDArray:
         """Returns ids after checking them: a wrong id would be an index outside a table."""
