@@ -11,7 +11,7 @@ __all__ = ["common_node_size", "node_group"]
 
 
 def common_node_size(ranks: Ranks, key: str, wish: str, instead: str) -> int:
-    """Processes on each machine, which must be the same number on all; every rank must call it.
+    """Processes on each machine, as many on all and neighbours in rank; every rank must call it.
 
     Args:
         ranks: the processes of the run, more than one.
@@ -20,20 +20,28 @@ def common_node_size(ranks: Ranks, key: str, wish: str, instead: str) -> int:
         instead: a value that does not.
 
     Raises:
-        ConfigError: machines have different numbers of processes.
+        ConfigError: machines have different numbers of processes, or take turns in their numbers.
     """
-    sizes = [0] * ranks.world_size
-    dist.all_gather_object(sizes, ranks.node_size, group=ranks.checkpoint_group)
-    if len(set(sizes)) > 1:
+    places = [(0, 0)] * ranks.world_size
+    mine = (ranks.node_size, ranks.local_rank)
+    dist.all_gather_object(places, mine, group=ranks.checkpoint_group)
+    sizes = sorted({size for size, _ in places})
+    if len(sizes) > 1:
         raise ConfigError(
             key,
-            f"expected {instead} with {sorted(set(sizes))} processes on the machines, got {wish}, "
-            "which needs as many on each",
+            f"expected {instead} with {sizes} processes on the machines, got {wish}, which needs "
+            "as many on each",
+        )
+    if any(local_rank != rank % size for rank, (size, local_rank) in enumerate(places)):
+        raise ConfigError(
+            key,
+            f"expected {instead} where the ranks of a machine are not neighbours, got {wish}; or "
+            "number the ranks machine by machine",
         )
     return ranks.node_size
 
 
 def node_group(ranks: Ranks, node_size: int) -> dist.ProcessGroup:
-    """The ranks of this machine, which torchrun numbers consecutively; every rank must call it."""
+    """The ranks of this machine, which are neighbours; every rank must call it."""
     group, _ = dist.new_subgroups(group_size=node_size, timeout=ranks.timeout)
     return group

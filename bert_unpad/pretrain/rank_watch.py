@@ -92,6 +92,9 @@ class RankWatch:
         rank, world_size: of this process, and of all.
         timeout: seconds that ranks wait for one.
 
+    Attributes:
+        hosts: the name of each rank's host.
+
     Raises:
         RankError: not all ranks have joined within that time.
     """
@@ -106,7 +109,9 @@ class RankWatch:
         host, pid = socket.gethostname(), os.getpid()
         self._record: Record = {"host": host, "pid": pid, "step": 0, "beat": 0, "ended": ""}
         self._join()
-        self._keeper = self._read()[0]
+        records = self._read()
+        self.hosts = [record["host"] for record in records]
+        self._keeper = records[0]
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bert_unpad-watch", daemon=True)
         self._thread.start()

@@ -8,7 +8,7 @@ interleave its collectives with those of training.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -43,6 +43,8 @@ class Ranks:
     """Time limit of the collectives of all groups."""
     watch: RankWatch | None = None
     """What the ranks know of each other; None in a run of one process."""
+    local_rank: int = 0
+    """This process among those of this machine."""
 
     @property
     def is_first(self) -> bool:
@@ -52,7 +54,7 @@ class Ranks:
     @property
     def is_first_of_node(self) -> bool:
         """Whether this is the first of the ranks of its machine."""
-        return self.rank % self.node_size == 0
+        return self.local_rank == 0
 
     def at_step(self, step: int) -> None:
         """Lets the other ranks know that this one begins an update; costs nothing."""
@@ -153,7 +155,8 @@ def join_ranks(config: PretrainConfig) -> Iterator[Ranks]:
     """Joins the processes that torchrun (or the like) has started; leaves them at the end.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, and MASTER_ADDR and MASTER_PORT with
-    more than one process; without them this process is alone.
+    more than one process; without them this process is alone. Where a launcher does not set
+    LOCAL_RANK or LOCAL_WORLD_SIZE, ranks whose hosts have the same name are on one machine.
 
     Raises:
         ConfigError: device is cuda and this process has no GPU, or a variable is missing.
@@ -162,23 +165,19 @@ def join_ranks(config: PretrainConfig) -> Iterator[Ranks]:
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
-    local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-    device = _device(config, local_rank)
     with ExitStack() as at_end:
-        sharing = local_world_size
-        if config.bind_cores:
-            at_end.enter_context(bound_to_cores(local_rank, local_world_size))
-            sharing = 1
-        torch.set_num_threads(threads_per_process(sharing))
         if world_size == 1:
-            yield Ranks(rank, world_size, device, None, local_world_size)
+            place, node_size = _place(0, [""])
+            device = at_end.enter_context(_device_and_cores(config, place, node_size))
+            yield Ranks(rank, world_size, device, None, node_size)
             return
         store = open_store(rank, config.rank_timeout)
         watch = RankWatch(store, rank, world_size, config.rank_timeout)
         timeout = timedelta(seconds=config.rank_timeout)
         try:
             with watch.explained():
+                place, node_size = _place(rank, watch.hosts)
+                device = at_end.enter_context(_device_and_cores(config, place, node_size))
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                     store=dist.PrefixStore("groups", store),
@@ -187,10 +186,37 @@ def join_ranks(config: PretrainConfig) -> Iterator[Ranks]:
                     timeout=timeout,
                 )
                 group = dist.new_group(backend="gloo", timeout=timeout)
-                yield Ranks(rank, world_size, device, group, local_world_size, timeout, watch)
+                yield Ranks(rank, world_size, device, group, node_size, timeout, watch, place)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _place(rank: int, hosts: Sequence[str]) -> tuple[int, int]:
+    """This process among those of its machine, and how many these are.
+
+    Args:
+        rank: this one.
+        hosts: the name of each rank's host.
+    """
+    here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    local_rank = os.environ.get("LOCAL_RANK", here.index(rank))
+    return int(local_rank), int(os.environ.get("LOCAL_WORLD_SIZE", len(here)))
+
+
+@contextmanager
+def _device_and_cores(
+    config: PretrainConfig, local_rank: int, node_size: int
+) -> Iterator[torch.device]:
+    """This process's device; its share of the machine's cores is given back at the end."""
+    device = _device(config, local_rank)
+    with ExitStack() as at_end:
+        sharing = node_size
+        if config.bind_cores:
+            at_end.enter_context(bound_to_cores(local_rank, node_size))
+            sharing = 1
+        torch.set_num_threads(threads_per_process(sharing))
+        yield device
 
 
 def _device(config: PretrainConfig, local_rank: int) -> torch.device:

@@ -27,7 +27,8 @@ def calls(monkeypatch):
 
 def rank_of(calls, rank, node_size):
     watch = SimpleNamespace(meet=lambda: calls.append("meet"))
-    return RankAlone(rank, 8, None, None, node_size, watch=watch)
+    place = rank % node_size
+    return RankAlone(rank, 8, None, None, node_size, watch=watch, local_rank=place)
 
 
 class RankAlone(Ranks):

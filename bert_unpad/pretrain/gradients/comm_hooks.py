@@ -7,7 +7,6 @@ as iterations.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -132,7 +131,7 @@ class LocalSGD(CommHook):
     def __init__(self, config: CommConfig, ranks: Ranks) -> None:
         size = config.local_sgd_group
         if size is None:
-            size = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+            size = common_node_size(ranks, "comm.local_sgd_group", "null", "a number")
         if ranks.world_size % size:
             raise ConfigError(
                 "comm.local_sgd_group",

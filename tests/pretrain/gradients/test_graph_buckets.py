@@ -189,6 +189,7 @@ def _run(
     ranks = Ranks(
         *(rank, world_size, torch.device("cpu"), dist.new_group(backend="gloo")),
         node_size=2 if world_size == 4 else 1,
+        local_rank=rank % 2 if world_size == 4 else 0,
         timeout=timedelta(seconds=300),
     )
     gradient_sync.GraphRunner = lambda model, autocast: Uncaptured(model)
