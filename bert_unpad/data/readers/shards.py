@@ -12,7 +12,8 @@ from bert_unpad.data.store.shards import ShardDataset
 def open_split(path: Path, setting: Setting) -> ShardDataset:
     """See `bert_unpad.data.readers.open_split`."""
     dataset = ShardDataset(path, setting.verify, sizes=setting.check)
-    check_longest(dataset, path, setting.max_seq_length)
+    if setting.check:
+        check_longest(dataset, path, setting.max_seq_length)
     return dataset
 
 

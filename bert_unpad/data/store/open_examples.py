@@ -42,7 +42,7 @@ def open_examples(
         config: the source; `objective`, `vocab_file`, `lowercase`, `max_seq_length`, `cache_dir`
             and `verify` are read too.
         progress: whether indexing files shows a bar; None shows it if stderr is a terminal.
-        check: whether to compare the manifests and file sizes of shards.
+        check: whether to compare the manifests, file sizes and lengths of shards.
 
     Returns:
         Training examples, held-out examples (perhaps none), the tokenizer, and the folder.
@@ -169,6 +169,6 @@ def _open_prepared(
             f"documents: expected {settings.get('documents')}, as the examples of {path} were "
             f"made, got {config.documents}"
         )
-    for dataset in (train, held_out):
+    for dataset in (train, held_out) if check else ():
         check_longest(dataset, path, config.max_seq_length)
     return train, held_out, made is not None

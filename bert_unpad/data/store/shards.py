@@ -68,8 +68,9 @@ class ShardDataset:
     Args:
         path: the folder a `ShardWriter` made.
         verify: read every file and compare its digest.
-        sizes: compare the sizes of all files, which finds truncation but not altered bytes. Without
-            it, a file of tokens is looked at when it is first read.
+        sizes: compare the sizes of all files, which finds truncation but not altered bytes, and
+            look at all lengths. Without it, opening takes as long whatever the size of the data: a
+            file of tokens is looked at when it is first read.
 
     Attributes:
         lengths: uint16 [N], tokens of each example.
@@ -115,6 +116,8 @@ class ShardDataset:
                 f"{self.path / MANIFEST} is damaged; expected an entry for {error}"
             ) from error
         self._check_columns()
+        if sizes:
+            self._check_values()
 
     def _open_tokens(self, files: dict, names: list[str], sizes: bool, verify: bool) -> None:
         """Learns where the tokens of each file begin among all; maps none of them yet."""
@@ -156,6 +159,7 @@ class ShardDataset:
         return _mapped(self.path / name, dtype, count)
 
     def _check_columns(self) -> None:
+        """Whether the columns have as many values as belong together."""
         examples = len(self.lengths)
         if (
             len(self.offsets) != examples + 1
@@ -167,22 +171,32 @@ class ShardDataset:
                 f"{self.path / 'offsets.bin'} is damaged: expected offsets that rise from 0 to "
                 f"{self.num_tokens}, one more than examples"
             )
-        if examples and not 1 <= self.lengths.min() <= self.lengths.max() <= self.max_seq_length:
-            raise DamagedDataError(
-                f"{self.path / 'lengths.bin'} is damaged: expected 1 to {self.max_seq_length}, got "
-                f"{self.lengths.min()} to {self.lengths.max()}"
-            )
         if self.has_masks and (
             len(self.masked_offsets) != len(self.offsets)
             or self.masked_offsets[0] != 0
             or self.masked_offsets[-1] != len(self.masked_positions)
             or len(self.masked_positions) != len(self.masked_labels)
-            or (self.masked_offsets[1:] < self.masked_offsets[:-1]).any()
         ):
+            raise self._bad_masked_offsets()
+
+    def _check_values(self) -> None:
+        """Whether all lengths are possible, and offsets of masks rise."""
+        if not len(self):
+            return
+        least, most = self.lengths.min(), self.lengths.max()
+        if not 1 <= least <= most <= self.max_seq_length:
             raise DamagedDataError(
-                f"{self.path / 'masked_offsets.bin'} is damaged: expected offsets that rise from 0 "
-                f"to {len(self.masked_positions)}, one more than examples"
+                f"{self.path / 'lengths.bin'} is damaged: expected 1 to {self.max_seq_length}, got "
+                f"{least} to {most}"
             )
+        if self.has_masks and (self.masked_offsets[1:] < self.masked_offsets[:-1]).any():
+            raise self._bad_masked_offsets()
+
+    def _bad_masked_offsets(self) -> DamagedDataError:
+        return DamagedDataError(
+            f"{self.path / 'masked_offsets.bin'} is damaged: expected offsets that rise from 0 "
+            f"to {len(self.masked_positions)}, one more than examples"
+        )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -263,7 +277,10 @@ class ShardDataset:
 
     def _masks(self, indices: NDArray[np.int64], lengths: NDArray[np.int64]) -> Masks:
         begins = self.masked_offsets[indices]
-        counts = self.masked_offsets[indices + 1] - begins
+        ends = self.masked_offsets[indices + 1]
+        if ((begins < 0) | (begins > ends) | (ends > len(self.masked_positions))).any():
+            raise self._bad_masked_offsets()
+        counts = ends - begins
         places = ragged_places(begins, counts)
         masks = Masks(
             counts,

@@ -182,6 +182,24 @@ def test_tokens_in_several_files(tmp_path, at):
     assert parts.num_tokens == len(tokens)
 
 
+def test_opening_without_sizes_looks_at_examples_when_they_are_read(tmp_path):
+    write(tmp_path / "shard")
+    file = tmp_path / "shard" / "lengths.bin"
+    intact = np.fromfile(file, np.uint16)
+    for place, value in ((3, 0), (3, 65_535), (0, intact[0] + 1)):
+        lengths = intact.copy()
+        lengths[place] = value
+        lengths.tofile(file)
+        dataset = ShardDataset(tmp_path / "shard", verify=False, sizes=False)
+        with pytest.raises(DamagedDataError, match=r"offsets\.bin is damaged"):
+            dataset.batch(np.array([1, place]))
+        assert len(dataset.batch(np.array([5]))) == 1
+    lengths[0] = 0
+    lengths.tofile(file)
+    with pytest.raises(DamagedDataError, match=r"lengths\.bin is damaged: expected 1 to"):
+        ShardDataset(tmp_path / "shard", verify=False)
+
+
 def test_examples_that_reach_beyond_a_file_are_refused(tmp_path):
     write(tmp_path / "shard")
     split_tokens(tmp_path / "shard", 20)
