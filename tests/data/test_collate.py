@@ -1,6 +1,7 @@
 """The collator's packed batches, and the thread that makes them ahead of time."""
 
 import gc
+import pickle
 import threading
 import time
 
@@ -85,6 +86,18 @@ def test_ranks_together_see_what_one_rank_sees(dataset, tokenizer):
     one = sequences([indices], 0)
     assert sequences([indices[0::3], indices[1::3], indices[2::3]], 0) == one
     assert sequences([indices], 1) != one
+
+
+def test_batches_are_the_same_in_other_processes_and_threads(dataset, tokenizer):
+    collator = PackedCollator(dataset, tokenizer, mask_unit="span", seed=3)
+    batches = np.random.default_rng(2).permutation(200).reshape(10, 20)
+    expected = [collator(indices, 4) for indices in batches]
+    sent = pickle.loads(pickle.dumps(collator))  # as a loader sends it to a worker
+    threads = [Prefetcher(each, batches, epoch=4) for each in (collator, sent, collator)]
+    for found in zip(*threads, expected, strict=True):
+        for name in ("input_ids", "token_type_ids", "masked_positions", "masked_labels"):
+            first, *rest = (getattr(inputs, name) for inputs in found)
+            assert all(torch.equal(first, other) for other in rest)
 
 
 def test_no_indices_give_an_empty_batch(dataset, tokenizer):
