@@ -1,7 +1,11 @@
 """`python -m bert_unpad.data`: prepare, merge and check; the trainer opens the result."""
 
+import bz2
 import contextlib
 import dataclasses
+import gzip
+import json
+import lzma
 import os
 import random
 import re
@@ -15,7 +19,11 @@ import numpy as np
 import pytest
 
 from bert_unpad.data import DamagedDataError, DataConfig, prepare
+from bert_unpad.data.building.build_lock import build_lock
+from bert_unpad.data.building.streams import divide
 from bert_unpad.data.cli import main
+from bert_unpad.data.store.prepared import read_prepared
+from bert_unpad.data.text.sources import open_source
 from tests.support.paths import ROOT
 from tests.support.prepared_text import contents, write_corpus
 from tests.support.processes import TIMEOUT
@@ -79,6 +87,77 @@ def test_parts(text, prepared, tmp_path, capsys):
     assert main(["merge", str(output)]) == 0
     assert "duplicates left out" in capsys.readouterr().out
     assert contents(output) == contents(prepared)
+
+
+def test_a_second_command_at_once_is_refused(text, tmp_path, capsys):
+    output = tmp_path / "out"
+    assert main(arguments(text, output, "--part", "1/2", "--stage", "read")) == 0
+    for given in (arguments(text, output), ["merge", str(output)]):
+        with build_lock(output / "work", alone=False), pytest.raises(SystemExit) as error:
+            main(given)
+        assert error.value.code == 2
+        assert f"output: expected no other process at work in {output}" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The same documents in files that are read in order, as JSON Lines, and as plain text."""
+    folder = tmp_path_factory.mktemp("files")
+    texts = write_corpus(folder / "other", random.Random(), documents=240)
+    for name in ("plain", "packed", "lines"):
+        (folder / name).mkdir()
+    for number, first in enumerate(range(0, len(texts), 25)):
+        some = texts[first : first + 25]
+        blank = "\n\n".join(some).encode()
+        lines = "\n".join(json.dumps({"text": text}) for text in some).encode()
+        (folder / "plain" / f"{number:02}.txt").write_bytes(blank)
+        with (folder / "lines" / f"{number // 9}.jsonl").open("ab") as file:
+            file.write(lines + b"\n")
+        ending, data = [
+            (".txt.gz", gzip.compress(blank)),
+            (".jsonl", lines),
+            (".jsonl.xz", lzma.compress(lines)),
+            (".txt.bz2", bz2.compress(blank)),
+        ][number % 4]
+        (folder / "packed" / f"{number:02}{ending}").write_bytes(data)
+    assert len(divide(open_source(str(folder / "packed"), cache_dir=folder), 4194)) > 3
+    return folder
+
+
+@pytest.mark.parametrize("source", ["packed", "lines"])
+def test_compressed_text_and_json_lines_in_parallel(files, tmp_path, source):
+    def run(name, *given, source=source):
+        command = arguments(files / source, tmp_path / name, *given)
+        command[command.index("--block-mb") + 1] = "0.004"
+        assert main(command) == 0
+
+    run("one", "--workers", "1")
+    run("two", "--workers", "2")
+    for stage in ("read", "examples"):
+        for number in (2, 3, 1):
+            run("three", "--part", f"{number}/3", "--stage", stage, "--workers", "1")
+    assert main(["merge", str(tmp_path / "three")]) == 0
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+    assert contents(tmp_path / "three") == contents(tmp_path / "one")
+    run("plain", "--workers", "1", source="plain")
+    found, expected = (read_prepared(tmp_path / name) for name in ("one", "plain"))
+    assert found["settings"]["corpus"] == expected["settings"]["corpus"]
+    for name in ("documents", "duplicates", "train_documents", "validation_documents"):
+        assert found["statistics"][name] == expected["statistics"][name]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_damaged_file_is_named_whoever_reads_it(files, tmp_path, capsys, workers):
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    for path in (files / "packed").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    damaged = sorted(folder.glob("*.gz"))[-1]
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    command = arguments(folder, tmp_path / "out", "--workers", workers)
+    command[command.index("--block-mb") + 1] = "0.004"
+    assert main(command) == 1
+    assert f"{damaged}: expected a complete .gz file" in capsys.readouterr().err
 
 
 def test_killed_with_its_workers(text, prepared, tmp_path):

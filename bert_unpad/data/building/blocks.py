@@ -1,8 +1,9 @@
 """Cuts a corpus into blocks: the unit of work, and of every random choice.
 
 A block is a pure function of the corpus, so the result does not depend on who works on which block.
-Text files are cut by bytes, between documents, and data sets of the `datasets` library between
-rows; any worker can read any block of these. Other sources are read in order, by one process.
+Text files are cut by bytes, between documents, JSON Lines between lines, and data sets of the
+`datasets` library between rows; any worker can read any block of these. Other sources are read in
+order, see `streams.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from bert_unpad.data.text.file_source import FileSource
+from bert_unpad.data.text.file_source import FileSource, is_plain
 from bert_unpad.data.text.sentences import CleanText, clean
 from bert_unpad.data.text.sources import HuggingFaceSource, Source, TextSource
 
@@ -60,7 +62,12 @@ def cut(source: Source, first: int) -> Sequence[Block] | None:
         first: see `block_bytes`.
     """
     if type(source) is TextSource:
-        return _file_blocks(source, first)
+        whole = source.file_per_document
+        parts = _extents(source.files, first, _LARGE_FILE if whole else None)
+        return [FileBlock(extents, whole) for extents in parts]
+    if type(source) is FileSource and all(is_plain(*file, "jsonl") for file in source.formats):
+        reader = source.part([])
+        return [LineBlock(extents, reader) for extents in _extents(source.files, first)]
     if type(source) is HuggingFaceSource and not source.streaming:
         return _row_blocks(source, first)
     return None
@@ -85,13 +92,20 @@ def identity(source: Source) -> str | None:
 
 @dataclass(frozen=True)
 class Extent:
-    """A part of a text file, in bytes; its ends move to the next boundary when it is read."""
+    """A part of a file, in bytes; its ends move to the next boundary when it is read."""
 
     path: Path
     begin: int
     end: int
     size: int
     """Of the whole file."""
+
+    def shrunk(self) -> ValueError:
+        """The error of a file that ends too early."""
+        return ValueError(
+            f"source: expected {self.size:,} bytes in {self.path}, which has changed while it is "
+            "read"
+        )
 
 
 @dataclass(frozen=True)
@@ -116,10 +130,7 @@ class FileBlock:
                 file.seek(begin)
                 text = file.read(end - begin)
             if len(text) != end - begin:
-                raise ValueError(
-                    f"source: expected {extent.size:,} bytes in {extent.path}, which has changed "
-                    "while it is read"
-                )
+                raise extent.shrunk()
             _check_utf8(text, extent.path, begin)
             if b"\r" in text:
                 text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
@@ -128,20 +139,57 @@ class FileBlock:
             yield clean(text, np.array([len(text)]) if self.file_per_document else None)
 
 
-def _file_blocks(source: TextSource, first: int) -> list[FileBlock]:
+@dataclass(frozen=True)
+class LineBlock:
+    """The lines of JSON that begin in parts of one or more files, a document each."""
+
+    extents: tuple[Extent, ...]
+    reader: FileSource
+    """Reads a line; has no files."""
+
+    def read(self) -> Iterator[CleanText]:
+        """See `Block`.
+
+        Raises:
+            ValueError: a line has no text, or a file has shrunk.
+        """
+        for parts in documents_in_blocks(self._documents(), sys.maxsize, 0):
+            yield from parts
+
+    def _documents(self) -> Iterator[str]:
+        for extent in self.extents:
+            with extent.path.open("rb") as file:
+                at = extent.begin
+                if at:  # a line that began earlier, if only a line feed before this part
+                    file.seek(at - 1)
+                    at += len(file.readline(extent.end - at + 1)) - 1
+                while at < extent.end:
+                    line = file.readline()
+                    if not line:
+                        raise extent.shrunk()
+                    text = self.reader.document_of(line, f"{extent.path}: byte {at:,}")
+                    if text:
+                        yield text
+                    at += len(line)
+
+
+def _extents(
+    paths: Sequence[Path], first: int, most: int | None = None
+) -> list[tuple[Extent, ...]]:
+    """Divides files into blocks; none of a file is larger than `most` bytes, or else the block."""
     blocks: list[list[Extent]] = [[]]
     room = block_bytes(0, first)
-    for path in source.files:
+    for path in paths:
         size, begin = path.stat().st_size, 0
         while begin < size:
             if room <= 0:
                 room = block_bytes(len(blocks), first)
                 blocks.append([])
-            end = min(begin + (_LARGE_FILE if source.file_per_document else room), size)
+            end = min(begin + (most or room), size)
             blocks[-1].append(Extent(path, begin, end, size))
             room -= end - begin
             begin = end
-    return [FileBlock(tuple(extents), source.file_per_document) for extents in blocks]
+    return [tuple(extents) for extents in blocks]
 
 
 @dataclass(frozen=True)

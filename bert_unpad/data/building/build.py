@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad._files import read_json_object, write_text
+from bert_unpad.data.building.build_lock import LOCK
 from bert_unpad.data.building.duplicates import count_duplicates, distinct
 from bert_unpad.data.building.spool import SpooledBlock
 from bert_unpad.data.building.streams import Streams
@@ -229,7 +230,11 @@ def begin_build(build: Build, about: dict[str, Any]) -> None:
         ValueError: it was begun with something else, or the folder has other files.
     """
     path = build.work / ABOUT
-    if not path.exists() and build.folder.exists():
+    about = {**about, "block_bytes": build.block_bytes}
+    if path.exists():
+        check_settings(build.folder, read_json_object(path), about)
+        return
+    if build.folder.exists():
         others = sorted(other.name for other in build.folder.iterdir() if other != build.work)
         if others:
             raise ValueError(
@@ -238,11 +243,8 @@ def begin_build(build: Build, about: dict[str, Any]) -> None:
             )
     for folder in (build.spool, build.duplicates, *(build.work / split for split in SPLITS)):
         folder.mkdir(parents=True, exist_ok=True)
-    about = {**about, "block_bytes": build.block_bytes}
-    if not path.exists():
-        write_text(path, json.dumps(about))
-    else:
-        check_settings(build.folder, read_json_object(path), about)
+    (build.work / LOCK).touch()
+    write_text(path, json.dumps(about))
 
 
 def check_settings(folder: Path, found: dict[str, Any], about: dict[str, Any]) -> None:

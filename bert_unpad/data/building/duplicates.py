@@ -1,7 +1,8 @@
 """The second stage: finds documents that came before, a range of digests at a time.
 
-Every document's digest belongs to one of so many ranges that a range fits in memory. Of documents
-with the same digest the first of the corpus stays.
+Every document's digest belongs to one of so many ranges that a range fits in memory. The digests of
+a block are stored in ascending order, so all ranges together read them once. Of documents with the
+same digest the first of the corpus stays.
 """
 
 from __future__ import annotations
@@ -41,21 +42,15 @@ def find_duplicates(
     """
     started = time.perf_counter()
     lowest, highest = (int(2**64 * n // ranges) for n in (number, number + 1))
-    digests, places = [np.empty((0, 2), np.uint64)], [np.empty(0, np.uint64)]
+    parts = [np.empty((3, 0), np.uint64)]
     for block in range(blocks):
-        records = SpooledBlock(spool, block).records
-        hashes = records["digest"][:, 0]
-        inside = hashes >= np.uint64(lowest)
-        if number + 1 < ranges:
-            inside &= hashes < np.uint64(highest)
-        documents = np.flatnonzero(inside)
-        digests.append(records["digest"][documents])
-        places.append(documents.astype(np.uint64) + _place(block))
-    digest, place = np.concatenate(digests), np.concatenate(places)
-    order = np.lexsort((digest[:, 1], digest[:, 0]))  # stable: equal ones stay in order
-    digest = digest[order]
-    again = np.concatenate([[False], (digest[1:] == digest[:-1]).all(axis=1)])[: len(order)]
-    found = place[np.sort(order[again])]
+        parts.append(SpooledBlock(spool, block).digests(lowest, highest))
+        parts[-1][2] += _place(block)
+    first, second, place = np.concatenate(parts, axis=1)
+    order = np.lexsort((second, first))  # stable: equal ones stay in order
+    first, second = first[order], second[order]
+    again = (first[1:] == first[:-1]) & (second[1:] == second[:-1])
+    found = np.sort(place[order[1:][again]])
     path = duplicates_path(folder, number, ranges)
     with replacing(path) as temporary, temporary.open("wb") as file:
         np.save(file, found, allow_pickle=False)

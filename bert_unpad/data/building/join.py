@@ -14,6 +14,7 @@ import numpy as np
 
 from bert_unpad._files import read_json_object, sync_folder
 from bert_unpad.data.building.build import ABOUT, Build, open_build
+from bert_unpad.data.building.build_lock import LOCK, build_lock
 from bert_unpad.data.store.manifest import MANIFEST
 from bert_unpad.data.store.prepared import SPLITS, is_prepared, read_prepared, write_prepared
 from bert_unpad.data.store.shard_writer import Column, write_shard_manifest
@@ -35,9 +36,18 @@ def join_parts(folder: Path) -> dict[str, int]:
         Counts of documents, duplicates, examples and tokens.
 
     Raises:
+        BlockingIOError: another process works on the parts.
         DamagedDataError: the folder is complete, and a file is missing or was altered.
         ValueError: the folder has no preparation, parts have not finished, or no text had tokens.
     """
+    if not (folder / "work" / LOCK).exists():  # nothing to join, or all but `work` is removed
+        return join_pieces(folder)
+    with build_lock(folder / "work", alone=True):
+        return join_pieces(folder)
+
+
+def join_pieces(folder: Path) -> dict[str, int]:
+    """See `join_parts`; for a process that has the lock."""
     if is_prepared(folder):
         statistics = read_prepared(folder)["statistics"]
         remove_work(folder)
@@ -86,8 +96,9 @@ def remove_work(folder: Path) -> None:
     for other in work.iterdir():
         if other.is_dir():
             shutil.rmtree(other, ignore_errors=True)
-        elif other.name != ABOUT:
+        elif other.name not in (ABOUT, LOCK):
             other.unlink(missing_ok=True)
+    (work / LOCK).unlink(missing_ok=True)
     shutil.rmtree(work, ignore_errors=True)
 
 

@@ -1,8 +1,9 @@
 """The stages of a preparation, one after the other; each continues where it was killed.
 
 `read` needs the corpus only. `plan` (duplicates and the vocabulary) needs all blocks. `examples`
-needs the plan. Within `read` and `examples` any worker can do any block, so both can be divided
-into parts for a scheduler. `join` puts the parts together.
+needs the plan. Within `read` and `examples` any worker can do any block (or stream, of files that
+are read in order), so both can be divided into parts for a scheduler. `join` puts the parts
+together. Parts share a lock; a whole preparation and `join` hold it alone.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from tqdm import tqdm
 from bert_unpad._files import read_json_object, write_text
 from bert_unpad.data.building.blocks import BLOCK_BYTES, cut, identity
 from bert_unpad.data.building.build import MEMORY, Build, Corpus, begin_build, example_settings
+from bert_unpad.data.building.build_lock import build_lock
 from bert_unpad.data.building.duplicates import duplicates_path, find_duplicates, num_ranges
 from bert_unpad.data.building.engines import Engine
-from bert_unpad.data.building.join import join_parts, missing_pieces
+from bert_unpad.data.building.join import join_pieces, missing_pieces
 from bert_unpad.data.building.pieces import make_piece
 from bert_unpad.data.building.spool import spool_block
-from bert_unpad.data.building.streams import spool_stream
+from bert_unpad.data.building.streams import divide, spool_stream
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.store.cache import cache_lock
 from bert_unpad.data.store.prepared import SPLITS
@@ -135,15 +137,24 @@ class Pipeline:
         self._failure.unlink(missing_ok=True)
 
     def run(self) -> dict[str, int]:
-        """Does all that is left, and joins the parts; see `join_parts`."""
-        self.read()
-        self.plan()
-        self.make_examples()
-        return join_parts(self.build.folder)
+        """Does all that is left, alone, and joins the parts; see `join_parts`.
+
+        Raises:
+            BlockingIOError: another process is at work in the folder.
+        """
+        with self._at_work(alone=True):
+            self._read()
+            self._plan()
+            self._make_examples()
+            return join_pieces(self.build.folder)
 
     def read(self) -> None:
-        """Spools this part's share of the corpus; a source read in order is the first part's."""
-        with self._failing_aloud():
+        """Spools this part's share of the corpus.
+
+        Raises:
+            BlockingIOError: a process that is none of the parts is at work in the folder.
+        """
+        with self._at_work():
             self._read()
 
     def _read(self) -> None:
@@ -162,16 +173,20 @@ class Pipeline:
         self._run("reading", spool_block, left)
 
     def _read_in_order(self) -> None:
-        streams = self.build.streams
-        streams.begin(1)
-        if self._part.is_first and not streams.is_done(0):
+        streams, first = self.build.streams, self.build.block_bytes
+        sources = divide(self._source, first)
+        streams.begin(len(sources))
+        left = [
+            (streams.of(number), source, first)
+            for number, source in enumerate(sources)
+            if self._part.mine(number) and not streams.is_done(number)
+        ]
+        if len(sources) > 1:
+            self._run("reading", spool_stream, left, " streams")
+            return
+        for one in left:  # here: a source that is no file may not be pickled
             with self._bar("reading", "B") as bar:
-                first = self.build.block_bytes
-                self.report.add(
-                    spool_stream(
-                        streams.of(0), self._source, first, lambda done: bar.update(done["bytes"])
-                    )
-                )
+                self.report.add(spool_stream(*one, lambda done: bar.update(done["bytes"])))
 
     def _all_read(self) -> bool:
         count = self.build.number_of_blocks()
@@ -212,7 +227,7 @@ class Pipeline:
         Raises:
             ValueError: there is no text, or the vocabulary cannot be trained.
         """
-        with self._failing_aloud(), contextlib.ExitStack() as stack:
+        with self._at_work(), contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):  # without locks several parts plan, with one result
                 stack.enter_context(cache_lock(self.build.work / "plan.lock"))
             self._plan()
@@ -266,7 +281,7 @@ class Pipeline:
 
     def make_examples(self) -> None:
         """Makes the examples of this part's blocks."""
-        with self._failing_aloud():
+        with self._at_work():
             self._make_examples()
 
     def _make_examples(self) -> None:
@@ -280,8 +295,10 @@ class Pipeline:
         ]
         self._run("making examples", make_piece, left)
 
-    def _run(self, title: str, job: Callable[..., Any], jobs: list[tuple]) -> None:
-        with self._bar(title, " blocks", len(jobs)) as bar:
+    def _run(
+        self, title: str, job: Callable[..., Any], jobs: list[tuple], unit: str = " blocks"
+    ) -> None:
+        with self._bar(title, unit, len(jobs)) as bar:
             for done in self._engine.run(job, jobs):
                 bar.update()
                 self.report.add(done)
@@ -296,15 +313,16 @@ class Pipeline:
         return self.build.work / f"failed-{self._part.number}.json"
 
     @contextlib.contextmanager
-    def _failing_aloud(self) -> Iterator[None]:
-        """Lets the parts that wait for this one know that it has failed."""
-        try:
-            yield
-        except Exception as error:
-            about = {"part": self._part.number, "message": str(error) or type(error).__name__}
-            with contextlib.suppress(OSError):
-                write_text(self._failure, json.dumps(about))
-            raise
+    def _at_work(self, alone: bool = False) -> Iterator[None]:
+        """Holds the folder's lock; lets the parts that wait for this one know if it fails."""
+        with build_lock(self.build.work, alone=alone):
+            try:
+                yield
+            except Exception as error:
+                about = {"part": self._part.number, "message": str(error) or type(error).__name__}
+                with contextlib.suppress(OSError):
+                    write_text(self._failure, json.dumps(about))
+                raise
 
     def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
         if not ready():

@@ -40,11 +40,14 @@ class SpooledBlock:
 
     Attributes:
         records: `RECORD` [documents].
+        paths: its files, in the order in which they are written.
     """
 
     def __init__(self, folder: Path, number: int) -> None:
         self.text_path = folder / f"{number:06}.txt"
+        self.digests_path = folder / f"{number:06}.digests"
         self.records_path = folder / f"{number:06}.npy"
+        self.paths = (self.text_path, self.digests_path, self.records_path)
         self._records: NDArray[np.void] | None = None
 
     @property
@@ -61,6 +64,21 @@ class SpooledBlock:
     def hashes(self) -> NDArray[np.uint64]:
         """The first number of each document's digest, uint64 [documents]."""
         return self.records["digest"][:, 0]
+
+    def digests(self, lowest: int, highest: int) -> NDArray[np.uint64]:
+        """The digests whose first number is `lowest` or more and less than `highest`.
+
+        Reads no others: they are stored in ascending order.
+
+        Returns:
+            uint64 [3, documents]: both numbers of a digest, and which document of the block it is;
+            equal digests in the order of the documents.
+        """
+        found = np.load(self.digests_path, mmap_mode="r", allow_pickle=False)
+        hashes = found[0]
+        first = np.searchsorted(hashes, np.uint64(lowest))
+        last = len(hashes) if highest == 2**64 else np.searchsorted(hashes, np.uint64(highest))
+        return np.array(found[:, first:last])
 
     @property
     def size(self) -> int:
@@ -105,14 +123,21 @@ class SpooledBlock:
                 size += len(part.text)
             sync_file(file)
         self._records = np.concatenate(records)
-        with replacing(self.records_path) as temporary, temporary.open("wb") as file:
-            np.save(file, self._records, allow_pickle=False)
-            sync_file(file)
+        first, second = self._records["digest"].T
+        order = np.lexsort((second, first))  # stable: equal ones stay in order
+        _save(self.digests_path, np.stack([first[order], second[order], order.astype(np.uint64)]))
+        _save(self.records_path, self._records)
         return {
             "documents": len(self._records),
             "bytes": size,
             "seconds": {"read": time.perf_counter() - started},
         }
+
+
+def _save(path: Path, array: NDArray) -> None:
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        np.save(file, array, allow_pickle=False)
+        sync_file(file)
 
 
 def spool_block(folder: Path, number: int, block: Block) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Sources that have to be read in order: each by one worker, into blocks of its own.
 
+Compressed files and XML cannot be cut anywhere, so such files are divided into streams.
 The blocks of a stream are numbered when all streams have been read, those of the first stream
 first.
 """
@@ -12,10 +13,33 @@ from pathlib import Path
 from typing import Any
 
 from bert_unpad._files import read_json_object, write_text
+from bert_unpad.data.building.blocks import block_bytes
 from bert_unpad.data.building.spool import SpooledBlock, spool_in_order
+from bert_unpad.data.text.file_source import FileSource
 from bert_unpad.data.text.sources import Source
 
 _DONE = "done.json"
+
+
+def divide(source: Source, first: int) -> list[Source]:
+    """Divides a source that is read in order into streams: files into runs of neighbours.
+
+    Args:
+        source: the corpus.
+        first: see `block_bytes`; that many bytes of files make a stream.
+    """
+    if not isinstance(source, FileSource):
+        return [source]
+    streams: list[Source] = []
+    files: list[tuple[Path, str]] = []
+    size = 0
+    for number, (path, kind) in enumerate(source.formats, 1):
+        files.append((path, kind))
+        size += path.stat().st_size
+        if size >= block_bytes(len(streams), first) or number == len(source.formats):
+            streams.append(source.part(files))
+            files, size = [], 0
+    return streams
 
 
 class Streams:
@@ -69,8 +93,8 @@ class Streams:
             folder = self.of(stream)
             for own in range(read_json_object(folder / _DONE)["blocks"]):
                 source, target = SpooledBlock(folder, own), SpooledBlock(spool, number)
-                _move(source.text_path, target.text_path)
-                _move(source.records_path, target.records_path)
+                for old, new in zip(source.paths, target.paths, strict=True):
+                    _move(old, new)
                 number += 1
         return number
 

@@ -12,6 +12,9 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
+"""Errors of file systems that have no locks."""
+
 
 def default_cache_dir() -> Path:
     """Returns `$XDG_CACHE_HOME/bert_unpad`, by default `~/.cache/bert_unpad`."""
@@ -43,7 +46,7 @@ def cache_lock(path: Path) -> Iterator[None]:
                 logger.info("waiting for another process that prepares this data (%s)", path)
                 fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+            if error.errno not in NO_LOCKS:
                 raise
             raise OSError(
                 error.errno,

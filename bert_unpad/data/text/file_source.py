@@ -56,9 +56,9 @@ def find_files(path: Path, wanted: str | None = None) -> list[tuple[Path, str]]:
     return found
 
 
-def is_plain(path: Path, kind: str) -> bool:
-    """Whether a file is plain text, not compressed."""
-    return kind == "text" and path.suffix.lower() not in ENDINGS
+def is_plain(path: Path, kind: str, wanted: str = "text") -> bool:
+    """Whether a file has a format, plain text unless said otherwise, and is not compressed."""
+    return kind == wanted and path.suffix.lower() not in ENDINGS
 
 
 class FileSource:
@@ -87,6 +87,10 @@ class FileSource:
         self.column = column
         self.formats = files
 
+    def part(self, files: list[tuple[Path, str]]) -> FileSource:
+        """Returns a source of some of the files, read in the same way."""
+        return FileSource(Path(self.name), files, self.file_per_document, self.column)
+
     def fingerprint(self) -> str:
         """See `Source`."""
         settings = ["files, version 1", self.file_per_document, self.column]
@@ -113,20 +117,32 @@ class FileSource:
 
     def _lines(self, path: Path, file: BinaryIO) -> Iterator[str]:
         for number, line in enumerate(file, 1):
-            if line.isspace():
-                continue
-            try:
-                row: Any = json.loads(line)
-                text = row[self.column] if isinstance(row, dict) else row
-            except (ValueError, RecursionError, KeyError) as error:
-                raise self._no_document(path, number, f"{error!r:.200}") from error
-            if not isinstance(row, dict) or not isinstance(text, str | None):
-                raise self._no_document(path, number, type(text).__name__)
-            if text:
+            if text := self.document_of(line, f"{path}: line {number}"):
                 yield text
 
-    def _no_document(self, path: Path, number: int, found: str) -> ValueError:
+    def document_of(self, line: bytes, where: str) -> str | None:
+        """Returns the document in a line of JSON Lines; None, or no text, where it has none.
+
+        Args:
+            line: the line.
+            where: its place, for the error.
+
+        Raises:
+            ValueError: the line has no text; the message has `where`.
+        """
+        if line.isspace():
+            return None
+        try:
+            row: Any = json.loads(line)
+            text = row[self.column] if isinstance(row, dict) else row
+        except (ValueError, RecursionError, KeyError) as error:
+            raise self._no_document(where, f"{error!r:.200}") from error
+        if not isinstance(row, dict) or not isinstance(text, str | None):
+            raise self._no_document(where, type(text).__name__)
+        return text
+
+    def _no_document(self, where: str, found: str) -> ValueError:
         return ValueError(
-            f"source: {path}: line {number}: expected a JSON object with text as its entry "
+            f"source: {where}: expected a JSON object with text as its entry "
             f"{self.column!r} (option column=...), got {found}"
         )

@@ -1,7 +1,9 @@
 """Blocks: every document is in exactly one, wherever the cuts are."""
 
+import gzip
 import itertools
 import json
+import os
 import random
 
 import pytest
@@ -66,6 +68,47 @@ def test_rows_of_a_data_set_are_those_that_are_read_in_order(tmp_path, monkeypat
             assert read(source, first) == [documents_of(parts) for parts in in_order]
     streaming = HuggingFaceSource(f"json?data_files={tmp_path}/rows.jsonl&streaming=true")
     assert cut(streaming, 500) is None
+
+
+@pytest.mark.parametrize("last", ["", "\n", "\r\n", "\n \n\n"])
+def test_lines_of_json_are_in_one_block_each(tmp_path, last):
+    rng = random.Random()
+    folder = tmp_path / "lines"
+    folder.mkdir()
+    for number in range(4):
+        texts = [f"N{n}. " + "Ä " * rng.choice([0, 1, 5, 300]) for n in range(rng.randint(0, 40))]
+        rows = [json.dumps({"text": text}, ensure_ascii=rng.random() < 0.5) for text in texts]
+        rows += rng.choice([[], ["", " "], [json.dumps({"text": None})]])
+        rng.shuffle(rows)
+        end = rng.choice(["\n", "\r\n", "\n\n"])
+        (folder / f"{number}.jsonl").write_bytes((end.join(rows) + last).encode())
+    (folder / "9.jsonl").write_bytes(b"")
+    source = open_source(str(folder), cache_dir=tmp_path)
+    expected = [split_sentences(text) for text in source.documents()]
+    for first in (1, 2, 3, 7, 50, 333, 10**6):
+        found = read(source, first)
+        assert [document for block in found for document in block] == expected
+    (tmp_path / "other.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    assert cut(open_source(str(tmp_path), cache_dir=tmp_path), 50) is None
+
+
+def test_bad_lines_of_json_are_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    good = b'{"text": "One."}\n'
+    for bad in (b'{"text": 5}\n', b"[]\n", b'{"text": "Tw', b"{}\n", b'{"text": "\xff"}\n'):
+        path.write_bytes(3 * good + bad)
+        with pytest.raises(
+            ValueError, match=r"source: .*a\.jsonl: byte 51: expected a JSON object"
+        ):
+            read(open_source(str(path), cache_dir=tmp_path), 20)
+    path.write_bytes(9 * good)
+    *_, block = cut(open_source(str(path), cache_dir=tmp_path), 20)
+    for size in (150, 100, 0):
+        os.truncate(path, size)
+        with pytest.raises(
+            ValueError, match=r"(expected 153 bytes in .*a\.jsonl|byte \d+: expected)"
+        ):
+            list(block.read())
 
 
 def test_line_ends_marks_and_odd_files(tmp_path):

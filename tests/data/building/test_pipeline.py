@@ -1,5 +1,7 @@
 """Preparing: the same bytes whoever did which part of the work, and whatever was killed."""
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import random
@@ -15,6 +17,7 @@ import pytest
 from bert_unpad.data import DataConfig, ShardDataset
 from bert_unpad.data.building import duplicates, pieces
 from bert_unpad.data.building import pipeline as stages
+from bert_unpad.data.building.build_lock import build_lock
 from bert_unpad.data.building.engines import InProcess, Processes
 from bert_unpad.data.building.join import join_parts
 from bert_unpad.data.building.pipeline import LEAST_MEMORY, Part, Pipeline
@@ -185,6 +188,62 @@ def test_killed_at_random_moments(corpus, expected, tmp_path):
     process.join(TIMEOUT)
     assert process.exitcode == 0
     assert contents(tmp_path / "out") == contents(expected)
+
+
+def test_whole_builds_at_once(corpus, expected, tmp_path):
+    processes = [child(corpus, tmp_path / "out") for _ in range(3)]
+    for process in processes:
+        process.join(TIMEOUT)
+    codes = sorted(process.exitcode for process in processes)
+    assert codes[0] == 0
+    assert set(codes[1:]) <= {0, 1}
+    assert contents(tmp_path / "out") == contents(expected)
+
+
+def test_only_parts_work_side_by_side(corpus, expected, tmp_path):
+    output = tmp_path / "out"
+    whole = pipeline(corpus, output)
+    part = pipeline(corpus, output, part=Part(1, 1))
+    message = f"output: expected no other process at work in {output}, got one; wait until"
+    with build_lock(output / "work", alone=True):
+        for call in (whole.run, part.read, part.plan, part.make_examples):
+            with pytest.raises(BlockingIOError, match=message):
+                call()
+        with pytest.raises(BlockingIOError, match=message):
+            join_parts(output)
+    with build_lock(output / "work", alone=False):
+        part.read()
+        part.plan()
+        for call in (whole.run, lambda: join_parts(output)):
+            with pytest.raises(BlockingIOError, match=message):
+                call()
+        part.make_examples()
+    assert not list(output.glob("work/failed-*"))
+    join_parts(output)
+    assert contents(output) == contents(expected)
+
+
+def test_work_that_another_process_has_completed(corpus, expected, tmp_path):
+    output = tmp_path / "out"
+    late = [pipeline(corpus, output), pipeline(corpus, output, part=Part(2, 2))]
+    pipeline(corpus, output).run()
+    message = f"output: expected unfinished work in {output}, but another process has just compl"
+    for call in (late[0].run, late[1].read):
+        with pytest.raises(BlockingIOError, match=message):
+            call()
+    assert join_parts(output)["documents"] > 100
+    assert contents(output) == contents(expected)
+    assert not (output / "work").exists()
+
+
+def test_file_systems_without_locks(corpus, expected, tmp_path, monkeypatch, caplog):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    pipeline(corpus, tmp_path / "out").run()
+    assert contents(tmp_path / "out") == contents(expected)
+    assert "out: the file system has no flock() locks; start no other process" in caplog.text
 
 
 class Interrupted(Exception):

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from bert_unpad.data.building.spool import SpooledBlock
-from bert_unpad.data.building.streams import Streams, spool_stream
+from bert_unpad.data.building.streams import Streams, divide, spool_stream
+from bert_unpad.data.text.sources import open_source
 from tests.support.prepared_text import contents, write_corpus
 from tests.support.sentences import split_sentences
 
@@ -60,7 +61,7 @@ def test_blocks_of_all_streams_in_order(tmp_path, monkeypatch):
                 streams.number_blocks(spool)
     assert streams.number_blocks(spool) == blocks
     assert streams.number_blocks(spool) == blocks
-    assert len(contents(spool)) == 2 * blocks
+    assert len(contents(spool)) == 3 * blocks
     found = []
     for number in range(blocks):
         block = SpooledBlock(spool, number)
@@ -74,3 +75,23 @@ def test_another_number_of_streams_is_refused(tmp_path):
     streams.begin(8)
     with pytest.raises(ValueError, match="tasks: expected 8, as this preparation was begun, got 4"):
         streams.begin(4)
+
+
+def test_files_are_divided_into_runs_of_some_size(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    sizes = [10, 20, 200, 5, 5, 300, 1, 99, 1]
+    for number, size in enumerate(sizes):
+        (folder / f"{number}.jsonl").write_text(f'{{"text": "{number}"}}'.ljust(size))
+    sizes = [path.stat().st_size for path in sorted(folder.iterdir())]
+    source = open_source(f"{folder}?column=text", cache_dir=tmp_path)
+    for first in (1, 100, 1000):
+        parts = divide(source, first)
+        assert [file for part in parts for file in part.formats] == source.formats
+        assert {(part.name, part.column) for part in parts} == {(source.name, "text")}
+        of_parts = [[path.stat().st_size for path, _ in part.formats] for part in parts]
+        assert all(sum(some) >= first > sum(some[:-1]) for some in of_parts[:-1])
+        documents = [text for part in parts for text in part.documents()]
+        assert documents == list(source.documents())
+    assert len(divide(source, 1)) == len(sizes)
+    assert divide(Listed([]), 1)[0].texts == []

@@ -79,7 +79,7 @@ def spool(folder, source):
     blocks = spool_in_order(folder, source, 5_000, written.append)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     del files["position.json"]
-    assert len(files) == 2 * blocks
+    assert len(files) == 3 * blocks
     return files, len(written)
 
 

@@ -7,7 +7,9 @@ import bz2
 import pytest
 
 from bert_unpad.data import DamagedDataError
+from bert_unpad.data.cli import main
 from bert_unpad.data.text.sources import open_source
+from tests.support.prepared_text import contents
 
 pytest.importorskip("mwxml")
 parser = pytest.importorskip("mwparserfromhell")
@@ -135,3 +137,17 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     source = open_source(str(tmp_path / "wiki.xml"), cache_dir=tmp_path)
     with pytest.raises(ImportError, match=r"pip install 'bert_unpad\[wikipedia\]'"):
         list(source.documents())
+
+
+def test_dumps_are_prepared_in_parallel(tmp_path):
+    (tmp_path / "dumps").mkdir()
+    for part in range(4):
+        numbers = range(1 + 30 * part, 31 + 30 * part)
+        pages = (page(f"P{n}", f"Article {n} is [[here|there]]. It ends.", n) for n in numbers)
+        path = tmp_path / "dumps" / f"wiki{part}.xml-p{numbers[0]}p{numbers[-1]}.bz2"
+        path.write_bytes(bz2.compress(dump(*pages).encode()))
+    options = ["--source", str(tmp_path / "dumps"), "--vocab-size", "60", "--block-mb", "0.0001"]
+    for workers in ("1", "2"):
+        command = ["prepare", str(tmp_path / workers), "--workers", workers, *options]
+        assert main([*command, "--objective", "mlm", "--max-seq-length", "32"]) == 0
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")

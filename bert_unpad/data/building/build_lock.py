@@ -1,0 +1,59 @@
+"""The lock of a preparation's folder: parts work in it side by side, anything else alone."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bert_unpad.data.store.cache import NO_LOCKS
+
+logger = logging.getLogger(__name__)
+
+LOCK = "lock"
+"""The file in `work` that is locked; there from the beginning until the folder is complete."""
+
+
+@contextmanager
+def build_lock(work: Path, *, alone: bool) -> Iterator[None]:
+    """Keeps a folder of intermediate files to this process, or to parts of one preparation.
+
+    The kernel releases the lock when its process ends in any way.
+
+    Args:
+        work: the folder.
+        alone: whether no other process may work there; False for one of several parts.
+
+    Raises:
+        BlockingIOError: another process is at work there, or has just completed or removed it.
+    """
+    path = work / LOCK
+    gone = BlockingIOError(
+        f"output: expected unfinished work in {work.parent}, but another process has just "
+        "completed or removed it"
+    )
+    try:
+        file = path.open("r+")
+    except FileNotFoundError as error:
+        raise gone from error
+    with file:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(
+                f"output: expected no other process at work in {work.parent}, got one; wait until "
+                "it has ended, or share the work with --part"
+            ) from error
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            logger.warning(
+                "%s: the file system has no flock() locks; start no other process for this folder "
+                "until this one has ended, except parts",
+                work.parent,
+            )
+        if not path.exists():
+            raise gone
+        yield  # closing the file releases the lock
