@@ -49,7 +49,8 @@ class QueryRows:
         starts = cu_seqlens[:-1].astype(np.int64)
         sequences = np.flatnonzero(np.diff(cu_seqlens))
         first = starts[sequences]
-        positions = np.union1d(first, masked_positions)
+        both = np.sort(np.concatenate([first, masked_positions]), kind="stable")  # merges two runs
+        positions = both[np.diff(both, prepend=-1) > 0]
         cu_rows = np.searchsorted(positions, cu_seqlens)
         return cls(
             positions=torch.from_numpy(positions),

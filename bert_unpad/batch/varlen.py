@@ -178,8 +178,8 @@ class VarlenBatch:
             max_seqlen=int(lengths.max(initial=0)),
             total=total,
             seqlen=seqlen,
-            indices=torch.from_numpy(indices.astype(np.int64)),
-            position_ids=torch.from_numpy(position_ids.astype(np.int64)),
+            indices=torch.from_numpy(indices.astype(np.int64, copy=False)),
+            position_ids=torch.from_numpy(position_ids.astype(np.int64, copy=False)),
             order=torch.from_numpy(np.argsort(-lengths, kind="stable").astype(np.int32)),
         )
         if device.type == "cuda":
