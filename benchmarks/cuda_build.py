@@ -48,7 +48,7 @@ def check_instructions(kernels: list[cuda_kernels.Kernel], files: list[Path]) ->
         errors += [f"{k.readable} {k.arch}: {', '.join(wrong)}"] if wrong else []
         checked += 1
         if opcodes is not None:
-            counts = ", ".join(f"{opcodes[name]} {name}" for name in cuda_sass.NEEDED)
+            counts = ", ".join(f"{opcodes[name]} {name}" for name in cuda_sass.needed(opcodes))
             print(f"{k.readable} {k.arch}: {opcodes.total()} instructions, {counts}")
     print(f"{checked} kernels for tensor cores, {len(errors)} without what they need")
     return errors

@@ -6,6 +6,7 @@ What a file is called says how it is compiled, so that a new operator needs no b
   csrc/<family>/*_bf16.cpp                              once per set that multiplies bf16, into _C
   csrc/<family>/*_amx.cpp                               once, for AMX, into _C
   csrc/<family>/*.cu, csrc/**/*_cuda.cpp                by nvcc, into _C_cuda
+  csrc/<family>/*_sm90a.cu                              the same, but for sm_90a alone
   csrc/balancer/*.cpp, csrc/text/*.cpp                  once, into _balancer and _text (pybind11,
                                                         no torch)
 
@@ -235,12 +236,14 @@ class NativeBuild(build_ext):
 
     def _cuda_module(self, ninja: NinjaFile, nvcc: str, stable: list[str], torch: Path) -> None:
         archs = cuda_choice.arch_flags(cuda_choice.arch_list())
-        flags = [
+        common = [
             *("-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo", "-Xptxas=-v"),
             "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
             ninja.include,
-            *archs,
         ]
+        flags = [*common, *archs]
+        # Hopper's own instructions: code for no other architecture, chosen when it runs.
+        hopper = [*common, *cuda_choice.arch_flags("9.0a")]
         # nvcc splits a macro's value at commas unless they are escaped.
         names = "\\,".join(cuda_choice.arch_names(cuda_choice.arch_list()))
         cpp = [*flags, *stable, f"-I{sysconfig.get_path('include')}"]
@@ -250,7 +253,10 @@ class NativeBuild(build_ext):
         compile_command = f"{nvcc} -MD -MF $out.d $flags -c $in -o $out 2> $out.log"
         ninja.rule("nvcc", f"{compile_command} || (cat $out.log && false)", True, "CUDA")
         ninja.rule("nvld", f"{nvcc} -shared $in $flags -o $out", False, "link")
-        objects = [ninja.compile("nvcc", source, flags) for source in sources("*/*.cu")]
+        objects = [
+            ninja.compile("nvcc", source, hopper if source.stem.endswith("_sm90a") else flags)
+            for source in sources("*/*.cu")
+        ]
         objects += [
             ninja.compile("nvcc", source, cpp) for source in sources("*_cuda.cpp", "*/*_cuda.cpp")
         ]

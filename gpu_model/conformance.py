@@ -1,9 +1,10 @@
 """What the primitives of csrc/cuda have to do, wherever they run.
 
 Each check gets a function `call(name, *arguments)`, which runs an exported function of
-conformance.cu, and the device that tensors have to be on.
+conformance.cu or, check_wgmma, conformance_sm90a.cu, and the device that tensors have to be on.
 """
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -60,11 +61,13 @@ def check_shuffle(call: Call, device: str) -> None:
     x = torch.randn(32, generator=torch.Generator().manual_seed(3))
     floats = torch.empty(32, 32, device=device)
     numbers = torch.empty(32, 32, dtype=torch.int32, device=device)
-    call("conformance_shuffle", x.to(device), floats, numbers)
+    first = torch.empty(32, dtype=torch.int32, device=device)
+    call("conformance_shuffle", x.to(device), floats, numbers, first)
     lane = torch.arange(32)
     source = lane[:, None] ^ lane  # [mask, lane]
     assert torch.equal(floats.cpu(), x[source])
     assert torch.equal(numbers.cpu().long(), source * 0x01010101)
+    assert (first == 7).all()
 
 
 def check_decisions(call: Call, device: str, threshold: int) -> None:
@@ -163,3 +166,36 @@ def check_tile(call: Call, device: str, dtype: torch.dtype) -> None:
     call("conformance_tile", DTYPES[dtype], *(t.to(device) for t in (q, k, v, x)), scores, out)
     assert torch.equal(scores.cpu(), q.float() @ k.float().T)
     assert torch.equal(out.cpu(), x.float() @ v.float())
+
+
+# Whether A is transposed, whether B is, columns; in the order of conformance_sm90a.cu, of which the
+# first two take A from registers.
+WGMMA_FORMS = [
+    *((False, False, 64), (False, True, 64)),
+    *((False, False, 64), (False, True, 64), (True, False, 64), (True, True, 64)),
+    *((False, True, 32), (True, True, 32)),
+]
+
+
+def check_wgmma(call: Call, device: str, dtype: torch.dtype) -> None:
+    """Products of a warpgroup, added to sums or not. Integers give exact sums: the layout. Normal
+    values: the precision."""
+    generator = torch.Generator().manual_seed(8)
+    for form, (transposed_a, transposed_b, columns) in enumerate(WGMMA_FORMS):
+        for adds, exact in itertools.product((False, True), (False, True)):
+            shapes = (64, 64), (64, columns), (64, columns)
+            if exact:
+                a, b, c = (_integers(generator, dtype, *s) for s in shapes)
+            else:
+                a, b, c = (torch.randn(*s, generator=generator).to(dtype) for s in shapes)
+            c = c.float() if adds else None
+            out = torch.empty(64, columns, device=device)
+            operands = (x if x is None else x.to(device) for x in (a, b, c))
+            call("conformance_wgmma", DTYPES[dtype], form, *operands, out)
+            left = a.double().T if transposed_a else a.double()
+            right = b.double() if transposed_b else b.double().T
+            start = 0 if c is None else c
+            scale = left.abs() @ right.abs() + (0 if c is None else c.abs())
+            error = ((out.cpu() - (left @ right + start)).abs() / scale.clamp_min(1)).max()
+            # Tensor cores align products before adding, and truncate.
+            assert error <= (0 if exact else 2e-6), (form, adds)

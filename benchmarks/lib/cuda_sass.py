@@ -26,6 +26,7 @@ KernelKey = tuple[str, str]  # mangled name, architecture
 # Per warp: matrix products on tensor cores, fragments from shared memory by ldmatrix, and copies
 # from global to shared memory that pass no register.
 NEEDED = ("HMMA", "LDSM", "LDGSTS")
+NEEDED_WGMMA = ("HGMMA", "LDGSTS")  # wgmma takes fragments from shared memory itself
 FORBIDDEN = ("LDL", "STL")  # local memory
 
 
@@ -110,7 +111,12 @@ def uses_tensor_cores(readable: str) -> bool:
     return re.match(r"attention_\w+<(bf16|f16),", readable) is not None
 
 
+def needed(opcodes: Counter[str]) -> tuple[str, ...]:
+    """The instructions of a kernel with wgmma, or of one without."""
+    return NEEDED_WGMMA if opcodes["HGMMA"] else NEEDED
+
+
 def problems(opcodes: Counter[str]) -> list[str]:
     """What is wrong with a kernel that should run on tensor cores."""
-    found = [f"no {opcode}" for opcode in NEEDED if not opcodes[opcode]]
+    found = [f"no {opcode}" for opcode in needed(opcodes) if not opcodes[opcode]]
     return found + [f"{opcodes[opcode]} {opcode}" for opcode in FORBIDDEN if opcodes[opcode]]

@@ -23,6 +23,9 @@ BU_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
 }
 
+// The first lane's value; all 32 lanes take part. The compiler may keep it in a uniform register.
+BU_DEVICE uint32_t first_lane(uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); }
+
 // Bit l is lane l's vote; all 32 lanes take part.
 BU_DEVICE uint32_t ballot(bool vote) { return __ballot_sync(0xffffffffu, vote); }
 
@@ -46,10 +49,19 @@ BU_DEVICE uint32_t hold(uint32_t value) {
 }
 
 // Arguments that only the device can see (the values in cu_seqlens) and that do not fit end the
-// kernel: PyTorch reports "device-side assert triggered", and the message is on stderr.
+// kernel: PyTorch reports "device-side assert triggered", and the message is on stderr. A file with
+// BU_REQUIRE_TRAPS ends it without a message, and PyTorch reports a launch failure: the message is
+// written by a function, and ptxas waits for each wgmma at once in a kernel that calls one.
+#ifdef BU_REQUIRE_TRAPS
+#define BU_REQUIRE(condition, message) \
+  do {                                 \
+    if (!(condition)) __trap();        \
+  } while (false)
+#else
 #define BU_REQUIRE(condition, message)                                          \
   do {                                                                          \
     if (!(condition)) __assert_fail(message, __FILE__, __LINE__, "bert_unpad"); \
   } while (false)
+#endif
 
 }  // namespace bert_unpad

@@ -11,6 +11,7 @@
 #include "cuda/block.h"
 #include "cuda/memory.h"
 #include "cuda/mma.h"
+#include "cuda/wgmma.h"
 #else
 #include BU_GPU_MODEL  // the header of a stand-in for a GPU, which its build names
 #endif

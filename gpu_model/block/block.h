@@ -14,14 +14,17 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <string>
 
 #include "gpu_model/block/copies.h"
 #include "gpu_model/block/fiber.h"
+#include "gpu_model/block/products.h"
 #include "gpu_model/block/random.h"
 #include "gpu_model/block/site.h"
 
@@ -31,12 +34,19 @@ inline dim3 blockDim, gridDim;
 namespace bert_unpad::block_model {
 
 inline constexpr unsigned kWarpSize = 32, kMaxThreads = 1024;
+inline constexpr unsigned kGroupWarps = 4, kGroupSize = kGroupWarps * kWarpSize;  // a warpgroup's
+
+// A thread's last fence_shared: of what it wrote before `tick`.
+struct Fence {
+  uint32_t tick = 0, epoch = 0;
+};
 
 struct Thread {
   Fiber fiber;
   uint3 index;
   unsigned id = 0;  // within the block
   PendingCopies copies;
+  Fence fence, earlier_fence;  // the latter before the block's barrier that preceded the former
 
   unsigned warp() const { return id / kWarpSize; }
   unsigned lane() const { return id % kWarpSize; }
@@ -61,6 +71,7 @@ class Block {
   // barrier of both lies between.
   uint32_t clock = 1;
   uint32_t epoch = 1;  // value of `clock` at the block's last barrier
+  uint32_t tick = 0;   // writes of shared memory so far
 
   uint32_t warp_epoch() const { return warps_[self->warp()].epoch; }
 
@@ -77,14 +88,37 @@ class Block {
   template <class Lane, class F>
   void collective(const char* operation, const Site& site, Lane& mine, const F& perform);
 
+  // The same for the threads of a warpgroup: perform(Lane* lanes[128]).
+  template <class Lane, class F>
+  void group_collective(const char* operation, const Site& site, Lane& mine, const F& perform);
+
+  // Whether what `thread` wrote at `tick` can be read by wgmma: it fenced, and a barrier followed.
+  bool fenced(const Thread& thread, uint32_t at) const {
+    return at < (thread.fence.epoch < epoch ? thread.fence : thread.earlier_fence).tick;
+  }
+  void fence() {
+    if (self->fence.epoch < epoch) self->earlier_fence = self->fence;
+    self->fence = {++tick, epoch};
+  }
+
   // Orders what the lanes of this warp did before with what they do after.
   void advance_warp() { warps_[self->warp()].epoch = ++clock; }
 
   const Thread& thread(unsigned id) const { return threads_[id]; }
+  PendingProducts& products() { return products_[self->id / kGroupSize]; }  // of its warpgroup
 
  private:
   static void enter();
   [[noreturn]] void refuse(const Warp& warp, const char* operation, const Site& site);
+  // A warp with lanes that wait for those of this warp: itself, or another of its warpgroup.
+  const Warp* waiting_group(unsigned warp) const {
+    const unsigned group = warp / kGroupWarps;
+    if (warps_[warp].arrived != 0) return &warps_[warp];
+    if (group_arrived_[group] == 0) return nullptr;
+    return &warps_[group * kGroupWarps + std::countr_zero(group_arrived_[group])];
+  }
+  // Joins the lanes of this warp that wait; refuses where not all can come.
+  Warp& arrive(const char* operation, const Site& site, void* mine);
   void exit_thread();
   Thread* pick();
   void yield();
@@ -104,6 +138,8 @@ class Block {
   Stacks stacks_;
   std::unique_ptr<Thread[]> threads_ = std::make_unique<Thread[]>(kMaxThreads);
   Warp warps_[kMaxThreads / kWarpSize];
+  uint32_t group_arrived_[kMaxThreads / kGroupSize];  // warps of which all lanes have come
+  PendingProducts products_[kMaxThreads / kGroupSize];
   Fiber main_;
   std::string error_;
 };
@@ -122,7 +158,9 @@ inline void Block::fail(const Site& site, const std::string& text, const Thread*
 }
 
 inline std::string Block::describe(const Warp& warp, uint32_t lanes, const char* what) const {
-  return "lane " + std::to_string(std::countr_zero(lanes)) + " of this warp " + what +
+  const bool own = &warp == &warps_[self->warp()];
+  const std::string whose = own ? "this warp" : "warp " + std::to_string(&warp - warps_);
+  return "lane " + std::to_string(std::countr_zero(lanes)) + " of " + whose + " " + what +
          (lanes == warp.arrived      ? " " + std::string(warp.operation) + " at " + place(warp.site)
           : lanes == warp.at_barrier ? " at " + place(barrier_)
                                      : "");
@@ -133,7 +171,7 @@ inline void Block::run(const char* name, dim3 shape, void (*body)(void*), void* 
   body_ = body;
   argument_ = argument;
   count_ = shape.x * shape.y * shape.z;
-  waiting_ = exited_ = warp_ = ready_warps_ = 0;
+  waiting_ = exited_ = warp_ = ready_warps_ = tick = 0;
   epoch = ++clock;
   stacks_.reserve(count_);
   for (unsigned id = 0; id < count_; ++id) {
@@ -141,6 +179,7 @@ inline void Block::run(const char* name, dim3 shape, void (*body)(void*), void* 
     thread.id = id;
     thread.index = {id % shape.x, id / shape.x % shape.y, id / (shape.x * shape.y)};
     thread.copies.clear();
+    thread.fence = thread.earlier_fence = {};
     thread.fiber.prepare(stacks_.bottom(id), stacks_.top(id), &Block::enter);
   }
   for (unsigned first = 0, w = 0; first < count_; first += kWarpSize, ++w) {
@@ -150,6 +189,8 @@ inline void Block::run(const char* name, dim3 shape, void (*body)(void*), void* 
     warps_[w].epoch = clock;
     make_ready(w, warps_[w].members);
   }
+  std::fill(std::begin(group_arrived_), std::end(group_arrived_), 0);
+  for (PendingProducts& products : products_) products.clear();
   error_.clear();
   self = pick();
   threadIdx = self->index;
@@ -182,8 +223,9 @@ inline void Block::exit_thread() {
   Warp& warp = warps_[self->warp()];
   if (!self->copies.empty())
     fail(self->copies.oldest().site, "an asynchronous copy is never waited for");
-  if (warp.arrived != 0)
-    fail(warp.site, "this thread exits, but " + describe(warp, warp.arrived, "waits in"));
+  if (!products().empty()) fail(products().oldest().site, "wgmma is never waited for");
+  if (const Warp* other = waiting_group(self->warp()))
+    fail(other->site, "this thread exits, but " + describe(*other, other->arrived, "waits in"));
   if (waiting_ > 0)
     fail(barrier_, "this thread exits, but " + std::to_string(waiting_) + " of the block's " +
                        std::to_string(count_) + " threads wait in sync_block here");
@@ -219,7 +261,8 @@ inline void Block::yield() {
 
 inline void Block::barrier(const Site& site) {
   Warp& warp = warps_[self->warp()];
-  if (warp.arrived != 0) fail(site, "sync_block, but " + describe(warp, warp.arrived, "waits in"));
+  if (const Warp* other = waiting_group(self->warp()))
+    fail(site, "sync_block, but " + describe(*other, other->arrived, "waits in"));
   if (exited_ > 0)
     fail(site, "sync_block, but " + std::to_string(exited_) + " of the block's " +
                    std::to_string(count_) + " threads have exited");
@@ -253,8 +296,7 @@ inline void Block::refuse(const Warp& warp, const char* operation, const Site& s
   fail(site, std::string(operation) + ", but " + why);
 }
 
-template <class Lane, class F>
-void Block::collective(const char* operation, const Site& site, Lane& mine, const F& perform) {
+inline Warp& Block::arrive(const char* operation, const Site& site, void* mine) {
   Warp& warp = warps_[self->warp()];
   const bool together =
       warp.arrived == 0 || (warp.operation == operation && same_site(warp.site, site));
@@ -262,12 +304,48 @@ void Block::collective(const char* operation, const Site& site, Lane& mine, cons
     refuse(warp, operation, site);
   warp.operation = operation;
   warp.site = site;
-  warp.lanes[self->lane()] = &mine;
+  warp.lanes[self->lane()] = mine;
   warp.arrived |= 1u << self->lane();
+  return warp;
+}
+
+template <class Lane, class F>
+void Block::collective(const char* operation, const Site& site, Lane& mine, const F& perform) {
+  Warp& warp = arrive(operation, site, &mine);
   if (warp.arrived == ~0u) {
     perform(reinterpret_cast<Lane**>(warp.lanes));
     warp.arrived = 0;
     make_ready(self->warp(), ~0u);
+  }
+  yield();
+}
+
+template <class Lane, class F>
+void Block::group_collective(const char* operation, const Site& site, Lane& mine,
+                             const F& perform) {
+  const unsigned group = self->warp() / kGroupWarps;
+  Warp* const warps = &warps_[group * kGroupWarps];
+  if (count_ < (group + 1) * kGroupSize)
+    fail(site, std::string(operation) + ", but the block's last warpgroup has less than 4 warps");
+  for (unsigned w = 0; w < kGroupWarps; ++w) {
+    const bool whole = (group_arrived_[group] >> w & 1) != 0;
+    if ((warps[w].exited | warps[w].at_barrier) != 0 ||
+        (whole && (warps[w].operation != operation || !same_site(warps[w].site, site))))
+      refuse(warps[w], operation, site);
+  }
+  if (arrive(operation, site, &mine).arrived == ~0u) {
+    group_arrived_[group] |= 1u << self->warp() % kGroupWarps;
+    if (group_arrived_[group] == (1u << kGroupWarps) - 1) {
+      Lane* lanes[kGroupSize];
+      for (unsigned l = 0; l < kGroupSize; ++l)
+        lanes[l] = static_cast<Lane*>(warps[l / kWarpSize].lanes[l % kWarpSize]);
+      perform(lanes);
+      group_arrived_[group] = 0;
+      for (unsigned w = 0; w < kGroupWarps; ++w) {
+        warps[w].arrived = 0;
+        make_ready(group * kGroupWarps + w, ~0u);
+      }
+    }
   }
   yield();
 }

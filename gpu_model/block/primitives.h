@@ -1,5 +1,6 @@
 // The functions of csrc/cuda/{block,memory,async_copy,mma}.h for the model of a block: the same
-// names and meaning. What each does there is written there; here, what it checks.
+// names and meaning. What each does there is written there; here, what it checks. Those of wgmma.h
+// are in a file of their own.
 //
 // The last parameter, which callers leave out, is the place of the call.
 #pragma once
@@ -75,6 +76,15 @@ inline float shuffle_xor(float value, int mask,
 inline uint32_t shuffle_xor(uint32_t value, int mask,
                             block_model::Site site = block_model::Site::current()) {
   return block_model::shuffle_xor(value, mask, site);
+}
+
+inline uint32_t first_lane(uint32_t value, block_model::Site site = block_model::Site::current()) {
+  uint32_t mine = value;
+  block_model::block.collective("first_lane", site, mine, [](uint32_t** lanes) {
+    ++block_model::statistics.collectives;
+    for (unsigned l = 1; l < block_model::kWarpSize; ++l) *lanes[l] = *lanes[0];
+  });
+  return mine;
 }
 
 inline uint32_t ballot(bool vote, block_model::Site site = block_model::Site::current()) {
@@ -296,3 +306,5 @@ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
 }
 
 }  // namespace bert_unpad
+
+#include "gpu_model/block/wgmma.h"

@@ -61,7 +61,15 @@ class SharedMemory {
   void land_copy(const AsyncCopy& copy) {
     std::memcpy(&data_[copy.offset], copy.source != nullptr ? copy.source : copy.data, copy.bytes);
     for (uint32_t w = copy.offset / 4; w < (copy.offset + copy.bytes) / 4; ++w)
-      words_[w].write = {copy.site, block.warp_epoch(), id16(), kWritten};
+      wrote(words_[w], kWritten, copy.site);
+  }
+
+  // 16 bytes that wgmma reads for the running thread's warpgroup: whoever wrote them has fenced,
+  // and a barrier lies between, also if it was one of the group.
+  const unsigned char* load_async(uint32_t offset, const Site& site) {
+    check_range(offset, 16, "wgmma", site, self());
+    for (uint32_t w = offset / 4; w < offset / 4 + 4; ++w) read_async(w, site);
+    return &data_[offset];
   }
 
  private:
@@ -78,6 +86,7 @@ class SharedMemory {
   };
   struct Word {
     Access write, read[2];
+    uint32_t tick = 0;  // Block::tick of the write
   };
 
   static const Thread& self() { return *block.self; }
@@ -139,8 +148,30 @@ class SharedMemory {
         if (!same_thread(reader.id, id) && !ordered(reader))
           fail_race(reader, "read", "writes", w, site, self());
     }
-    word.write = {site, block.warp_epoch(), id16(), state};
+    wrote(word, state, site);
     word.read[0].epoch = word.read[1].epoch = 0;
+  }
+
+  static void wrote(Word& word, State state, const Site& site) {
+    word.write = {site, block.warp_epoch(), id16(), state};
+    word.tick = ++block.tick;
+  }
+
+  void read_async(uint32_t w, const Site& site) {
+    Word& word = words_[w];
+    if (word.write.state != kWritten) fail_unwritten(word, w, site, self());
+    if (!races) return;
+    if (word.write.epoch >= block.epoch)
+      fail_race(word.write, "written", "reads", w, site, self(), " (wgmma)");
+    if (!block.fenced(block.thread(word.write.id), word.tick))
+      block.fail(site, "wgmma reads shared memory at offset " + std::to_string(4 * w) +
+                           ", written by " + name(word.write.id) + " at " + place(word.write.site) +
+                           " with no fence_shared before the barrier");
+    // Of two warps of the group, so that no write before the next barrier is ordered after both.
+    const unsigned first = self().id / kGroupSize * kGroupSize;
+    for (unsigned i = 0; i < 2; ++i)
+      word.read[i] = {site, block.epoch,
+                      static_cast<uint16_t>((first + i * kWarpSize) | kWholeWarp), kEmpty};
   }
 
   [[noreturn]] static void fail_unwritten(const Word& word, uint32_t w, const Site& site,

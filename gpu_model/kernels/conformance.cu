@@ -2,35 +2,15 @@
 // memory: conformance.py compares that with the primitive's definition. Compiled by a plain C++
 // compiler it tests the model of a block, compiled by nvcc the GPU, so that what kernels do on the
 // one is known to hold on the other.
-#ifndef __CUDACC__
-#include "gpu_model/block/c_api.h"
-#endif
+#include "conformance.h"
 
 #include "cuda/dropout_pairs.h"
 #include "cuda/launch.h"
 #include "cuda/primitives.h"
 #include "cuda/swizzle.h"
 
-#ifdef __CUDACC__
-#define BU_EXPORT extern "C" __attribute__((visibility("default")))
-#endif
-
 namespace bert_unpad::conformance {
 namespace {
-
-#ifdef __CUDACC__
-template <class F>
-int guarded(const F& f) {
-  try {
-    f();
-    return cudaDeviceSynchronize();
-  } catch (const std::exception&) {
-    return -1;
-  }
-}
-#else
-using block_model::guarded;
-#endif
 
 struct Lane {
   int g = static_cast<int>(threadIdx.x) / 4, t = static_cast<int>(threadIdx.x) % 4;
@@ -100,6 +80,7 @@ struct ShuffleParams {
   const float* x;     // [32]
   float* floats;      // [32 masks, 32]
   uint32_t* numbers;  // [32 masks, 32]: of the lane's number times 0x01010101
+  uint32_t* first;    // [32]: the first lane's of 7 more than that
 };
 
 BU_KERNEL(32, 1) shuffle_kernel(BU_PARAMS ShuffleParams p) {
@@ -109,6 +90,7 @@ BU_KERNEL(32, 1) shuffle_kernel(BU_PARAMS ShuffleParams p) {
     store_global(p.floats + 32 * mask + lane, shuffle_xor(x, mask));
     store_global(p.numbers + 32 * mask + lane, shuffle_xor(lane * 0x01010101u, mask));
   }
+  store_global(p.first + lane, first_lane(lane * 0x01010101u + 7));
 }
 
 struct BallotParams {
@@ -237,15 +219,6 @@ tile_kernel(BU_PARAMS TileParams p) {
   }
 }
 
-// f.operator()<T>() for bf16 or fp16.
-template <class F>
-void dispatch16(int64_t dtype, const F& f) {
-  if (static_cast<DType>(dtype) == DType::kBFloat16)
-    f.template operator()<bf16>();
-  else
-    f.template operator()<f16>();
-}
-
 }  // namespace
 
 BU_EXPORT int conformance_mma(int64_t dtype, const void* a, const void* b, const float* c,
@@ -265,10 +238,11 @@ BU_EXPORT int conformance_matrices(const uint32_t* rows, const int32_t* address,
   });
 }
 
-BU_EXPORT int conformance_shuffle(const float* x, float* floats, uint32_t* numbers) {
+BU_EXPORT int conformance_shuffle(const float* x, float* floats, uint32_t* numbers,
+                                  uint32_t* first) {
   return guarded([&] {
     cuda::launch("shuffle", shuffle_kernel, dim3(1), dim3(32), 0, nullptr,
-                 ShuffleParams{x, floats, numbers});
+                 ShuffleParams{x, floats, numbers, first});
   });
 }
 

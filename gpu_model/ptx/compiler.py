@@ -43,13 +43,15 @@ def ptx(source: Path, arch: str) -> str:
 
     Args:
         source: the .cu file.
-        arch: compute capability as nvcc names it, such as "80" or "90a".
+        arch: compute capability as nvcc names it, such as "80" or "90a"; of a *_sm90a.cu always
+            the latter.
 
     Raises:
         RuntimeError: there is no nvcc, or it reports an error.
     """
     if nvcc() is None:
         raise RuntimeError("no nvcc was found")
+    arch = "90a" if source.stem.endswith("_sm90a") else arch  # as in build_backend/native.py
     command = [nvcc(), "--ptx", f"-arch=compute_{arch}", *FLAGS]
     text = build.compiled(command, _version(), source, ".ptx").read_text()
     return _FILE.sub(lambda line: f'{line[1]}"{_relative(line[2])}"', text)

@@ -1,9 +1,13 @@
 """The primitives of kernels on a GPU: the same checks that the model of a block passes."""
 
+from __future__ import annotations
+
 import ctypes
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,36 +21,49 @@ DTYPES = [torch.bfloat16, torch.float16]
 pytestmark = GPU_ONLY
 
 
-@pytest.fixture(scope="module")
-def call(tmp_path_factory):
-    """Runs an exported function of conformance.cu, compiled for this GPU, and waits for it."""
+def compiled(source: str, folder: Path, *options: str) -> Callable[..., None]:
+    """Runs an exported function of a source, compiled with these options, and waits for it."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     compiler = shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
     if compiler is None:
         pytest.skip("needs nvcc")
-    library = tmp_path_factory.mktemp("conformance") / "conformance.so"
-    command = [compiler, "-std=c++20", "--expt-relaxed-constexpr", "-arch=native", "-shared"]
+    library = folder / f"{source}.so"
+    command = [compiler, "-std=c++20", "--expt-relaxed-constexpr", *options, "-shared"]
     command += ["-Xcompiler=-fPIC", f"-I{ROOT / 'csrc'}", f"-I{ROOT}"]
-    command += [str(ROOT / "gpu_model" / "kernels" / "conformance.cu"), "-o", str(library)]
+    command += [str(ROOT / "gpu_model" / "kernels" / source), "-o", str(library)]
     subprocess.run(command, check=True)
     functions = ctypes.CDLL(str(library))
 
-    def run(name: str, *arguments: torch.Tensor | int) -> None:
+    def argument(x: torch.Tensor | int | None) -> ctypes.c_void_p | ctypes.c_int64:
+        if isinstance(x, int):
+            return ctypes.c_int64(x)
+        return ctypes.c_void_p(None if x is None else x.data_ptr())
+
+    def run(name: str, *arguments: torch.Tensor | int | None) -> None:
         torch.cuda.synchronize()
-        status = getattr(functions, name)(
-            *(
-                ctypes.c_void_p(x.data_ptr()) if isinstance(x, torch.Tensor) else ctypes.c_int64(x)
-                for x in arguments
-            )
-        )
+        status = getattr(functions, name)(*map(argument, arguments))
         assert status == 0, f"{name}: error {status}"
 
     return run
 
 
+@pytest.fixture(scope="module")
+def call(tmp_path_factory):
+    return compiled("conformance.cu", tmp_path_factory.mktemp("conformance"), "-arch=native")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mma(call, dtype):
     conformance.check_mma(call, "cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wgmma(tmp_path, dtype):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    sm90a = "-gencode=arch=compute_90a,code=sm_90a"
+    call = compiled("conformance_sm90a.cu", tmp_path, sm90a)
+    conformance.check_wgmma(call, "cuda", dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -147,6 +147,7 @@ def test_compiled_primitives_do_what_they_say(primitives, policy):
         conformance.check_decisions(primitives, "cpu", threshold)
     for dtype in (BF16, F16):
         conformance.check_mma(primitives, "cpu", dtype)
+        conformance.check_wgmma(primitives, "cpu", dtype)
         conformance.check_pack(primitives, "cpu", dtype)
         primitives.model.statistics(reset=True)
         conformance.check_tile(primitives, "cpu", dtype)
