@@ -25,10 +25,17 @@ void for_each_run(const char* op, const AttentionCudaParams& args, const Attenti
 }
 
 AttentionDevice this_device(const char* op) {
-  int device = 0, bytes = 0;
+  int device = 0;
   check_cuda(cudaGetDevice(&device), op);
-  check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), op);
-  return {sm_count(op), static_cast<uint32_t>(bytes)};
+  const auto attribute = [&](cudaDeviceAttr which) {
+    int value = 0;
+    check_cuda(cudaDeviceGetAttribute(&value, which, device), op);
+    return value;
+  };
+  return {attribute(cudaDevAttrMultiProcessorCount),
+          static_cast<uint32_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)),
+          10 * attribute(cudaDevAttrComputeCapabilityMajor) +
+              attribute(cudaDevAttrComputeCapabilityMinor)};
 }
 
 }  // namespace
@@ -36,9 +43,12 @@ AttentionDevice this_device(const char* op) {
 void attention_forward(const AttentionCudaParams& args, const AttentionCudaBias& bias,
                        std::span<const AttentionGroup> groups, cudaStream_t stream) {
   if (bias.bucket != nullptr) prepare_bias(kForwardOp, args, bias, stream);
+  const bool wgmma =
+      has_wgmma(args.dtype, args.head_dim, bias.bucket != nullptr, this_device(kForwardOp));
   for_each_run(kForwardOp, args, bias, groups, stream,
                [&](const AttentionRun& run, cudaStream_t s) {
                  if (args.dtype == DType::kFloat32) return launch_fp32_forward(run, s);
+                 if (wgmma) return launch_wgmma_forward(run, s);
                  dispatch_head_dim(args.head_dim, [&]<int kHeadDim>() {
                    if (bias.bucket != nullptr) return launch_bias_forward<kHeadDim>(run, s);
                    launch_forward<kHeadDim>(run, s);
@@ -49,12 +59,17 @@ void attention_forward(const AttentionCudaParams& args, const AttentionCudaBias&
 void attention_backward(const AttentionCudaParams& args, const AttentionCudaBias& bias,
                         std::span<const AttentionGroup> groups, cudaStream_t stream) {
   if (bias.bucket != nullptr) prepare_bias(kBackwardOp, args, bias, stream);
-  const bool fused = args.heads == args.kv_heads && !has_window(args) &&
-                     backward_is_fused(args.sequences, args.heads, args.max_q, args.max_k,
-                                       args.head_dim, this_device(kBackwardOp));
+  const AttentionDevice device = this_device(kBackwardOp);
+  const bool whole_heads = args.heads == args.kv_heads && !has_window(args);
+  const bool fused = whole_heads && backward_is_fused(args.sequences, args.heads, args.max_q,
+                                                      args.max_k, args.head_dim, device);
+  const bool wgmma =
+      whole_heads && has_wgmma(args.dtype, args.head_dim, bias.bucket != nullptr, device) &&
+      wgmma_backward_is_fused(args.sequences, args.heads, args.max_q, args.max_k, device);
   for_each_run(kBackwardOp, args, bias, groups, stream,
                [&](const AttentionRun& run, cudaStream_t s) {
                  if (args.dtype == DType::kFloat32) return launch_fp32_backward(run, s);
+                 if (wgmma) return launch_wgmma_backward(run, s);
                  dispatch_head_dim(args.head_dim, [&]<int kHeadDim>() {
                    if (bias.bucket != nullptr) return launch_bias_backward<kHeadDim>(run, s);
                    launch_backward<kHeadDim>(run, fused, s);

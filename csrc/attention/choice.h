@@ -5,13 +5,21 @@
 #include <cstdint>
 
 #include "attention/backward_kernel.h"
+#include "attention/backward_wgmma.h"
 
 namespace bert_unpad {
 
 struct AttentionDevice {
   int sms;
   uint32_t shared_bytes;  // that a block may ask for
+  int capability;         // compute capability, times 10
 };
+
+// Whether there are kernels with wgmma. Their machine code runs on compute capability 9.0 and on no
+// other.
+inline bool has_wgmma(DType dtype, int head_dim, bool bias, const AttentionDevice& device) {
+  return device.capability == 90 && dtype != DType::kFloat32 && head_dim == 64 && !bias;
+}
 
 // Row tiles of 16 queries per warp of the forward kernel: two where registers suffice and a block
 // of 4 warps still has rows for every warp.
@@ -47,6 +55,21 @@ inline bool backward_is_fused(int sequences, int heads, int max_q, int max_k, in
   return head_dim <= 64 && static_cast<int64_t>(sequences) * heads >= device.sms &&
          max_q <= kFusedMaxQueries &&
          fused_shared_bytes(max_q, max_k, head_dim) <= device.shared_bytes;
+}
+
+// Warpgroups of the backward kernel with wgmma, 64 keys each.
+constexpr int wgmma_backward_groups(int max_k) { return max_k > 64 ? 2 : 1; }
+
+inline uint32_t wgmma_backward_bytes(int max_q, int max_k) {
+  return wgmma_backward_groups(max_k) == 2 ? WgmmaBackwardShared<2>::bytes(max_q, max_k)
+                                           : WgmmaBackwardShared<1>::bytes(max_q, max_k);
+}
+
+// The same of the backward kernel with wgmma, where there is one.
+inline bool wgmma_backward_is_fused(int sequences, int heads, int max_q, int max_k,
+                                    const AttentionDevice& device) {
+  return static_cast<int64_t>(sequences) * heads >= device.sms && max_q <= kFusedMaxQueries &&
+         wgmma_backward_bytes(max_q, max_k) <= device.shared_bytes;
 }
 
 }  // namespace bert_unpad

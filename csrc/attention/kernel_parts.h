@@ -80,6 +80,14 @@ BU_DEVICE AttentionBlock attention_block(const AttentionLaunch& p) {
   return b;
 }
 
+// The same, known to the compiler to be that of all lanes: then it needs no registers of theirs.
+BU_DEVICE AttentionBlock uniform(AttentionBlock b) {
+  for (int* x : {&b.tile, &b.head, &b.kv_head, &b.sequence, &b.q_len, &b.k_len})
+    *x = static_cast<int>(first_lane(static_cast<uint32_t>(*x)));
+  for (int64_t* x : {&b.q_begin, &b.k_begin}) *x = first_lane(static_cast<uint32_t>(*x));
+  return b;
+}
+
 // Rows of one head, from a token on.
 template <class T>
 struct HeadRows {
@@ -115,7 +123,8 @@ BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first
 }
 
 // Copies a head's keys and values to shared memory in tiles of 64, for a block of kWarps warps. The
-// next tile is copied while the current one is used. The kernel waits and synchronises in between,
+// next tile, or with more stages one after it, is copied while the current one is used. The kernel
+// waits and synchronises in between,
 //
 //   keys.start(first);
 //   for (int tile = first; tile < keys.tiles(); ++tile) {
@@ -124,7 +133,7 @@ BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first
 //     keys.start(tile + 1);
 //
 // so that the barrier of each kernel has its own line, which tests can take out.
-template <class T, int kHeadDim, int kWarps>
+template <class T, int kHeadDim, int kWarps, int kStages = 2>
 class KeyTiles {
   static constexpr uint32_t kTile = SharedTile<kHeadDim>::bytes(64);
   const HeadRows<const T> k_, v_;
@@ -132,7 +141,7 @@ class KeyTiles {
 
  public:
   static constexpr int kKeys = 64;
-  static constexpr uint32_t kSharedBytes = 4 * kTile;
+  static constexpr uint32_t kSharedBytes = 2 * kStages * kTile;
 
   // `end`: after the last key that is needed.
   BU_DEVICE KeyTiles(const cuda::AttentionCudaParams& a, const AttentionBlock& block, int end)
@@ -150,7 +159,7 @@ class KeyTiles {
   }
 
   // Where they lie in shared memory.
-  static BU_DEVICE uint32_t keys(int tile) { return tile % 2 * 2 * kTile; }
+  static BU_DEVICE uint32_t keys(int tile) { return tile % kStages * 2 * kTile; }
   static BU_DEVICE uint32_t values(int tile) { return keys(tile) + kTile; }
 };
 

@@ -1,6 +1,7 @@
 // Launches of attention's kernels: what attention.cu calls, and the grid that all of them start on.
-// launch_head_dim.h and launch_bias.h define those for 16-bit types, attention_fp32.cu those for
-// fp32, position_bias.cu what goes on before and after where there is a position bias.
+// launch_head_dim.h and launch_bias.h define those for 16-bit types, attention_d64_sm90a.cu those
+// with wgmma, attention_fp32.cu those for fp32, position_bias.cu what goes on before and after
+// where there is a position bias.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -29,7 +30,11 @@ void launch_forward(const AttentionRun& run, cudaStream_t stream);
 template <int kHeadDim>
 void launch_backward(const AttentionRun& run, bool fused, cudaStream_t stream);
 
-// The same with one.
+// The same for head dim 64 with wgmma, which needs compute capability 9.0; backward, fused.
+void launch_wgmma_forward(const AttentionRun& run, cudaStream_t stream);
+void launch_wgmma_backward(const AttentionRun& run, cudaStream_t stream);
+
+// With a position bias.
 template <int kHeadDim>
 void launch_bias_forward(const AttentionRun& run, cudaStream_t stream);
 

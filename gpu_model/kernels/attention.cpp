@@ -9,6 +9,7 @@
 #include "attention/attention_d128.cu"
 #include "attention/attention_d32.cu"
 #include "attention/attention_d64.cu"
+#include "attention/attention_d64_sm90a.cu"
 #include "attention/attention_d96.cu"
 #include "attention/attention_fp32.cu"
 #include "attention/position_bias.cu"
@@ -41,9 +42,21 @@ BU_EXPORT int attention_plan(int64_t sequences, int64_t heads, int64_t max_q, in
     const int d = static_cast<int>(head_dim), q = static_cast<int>(max_q);
     const int k = static_cast<int>(max_k);
     out[0] = bert_unpad::forward_row_tiles(q, d);
-    out[1] =
-        bert_unpad::backward_is_fused(static_cast<int>(sequences), static_cast<int>(heads), q, k, d,
-                                      {static_cast<int>(sms), static_cast<uint32_t>(shared_bytes)});
+    out[1] = bert_unpad::backward_is_fused(
+        static_cast<int>(sequences), static_cast<int>(heads), q, k, d,
+        {static_cast<int>(sms), static_cast<uint32_t>(shared_bytes), 0});
     out[2] = bert_unpad::fused_warps(k, d);
+  });
+}
+
+BU_EXPORT int attention_wgmma_plan(int64_t sequences, int64_t heads, int64_t max_q, int64_t max_k,
+                                   int64_t sms, int64_t shared_bytes, int64_t* out) {
+  return bert_unpad::block_model::guarded([&] {
+    const int q = static_cast<int>(max_q), k = static_cast<int>(max_k);
+    out[0] = bert_unpad::wgmma_backward_is_fused(
+        static_cast<int>(sequences), static_cast<int>(heads), q, k,
+        {static_cast<int>(sms), static_cast<uint32_t>(shared_bytes), 90});
+    out[1] = bert_unpad::wgmma_backward_groups(k);
+    out[2] = bert_unpad::wgmma_backward_bytes(q, k);
   });
 }

@@ -165,7 +165,7 @@ def _kinds(batch: Batch, sequences: Sequence[int], tiles: int, rows: int) -> lis
     return found
 
 
-def _launches(
+def launch_of(
     available: Mapping[str, Kernel],
     batch: Batch,
     dropout_p: float,
@@ -192,7 +192,7 @@ def forward(available: Mapping[str, Kernel], batch: Batch, dropout_p: float) -> 
         row_tiles = forward_row_tiles(run[2], d)
         name = kernel_name("attention_forward_kernel", d, row_tiles, dropout_p > 0, False)
         launches.append(
-            _launches(available, batch, dropout_p, name, 128, 4 * 64 * 2 * d, run, 64 * row_tiles)
+            launch_of(available, batch, dropout_p, name, 128, 4 * 64 * 2 * d, run, 64 * row_tiles)
         )
     return [Stage("forward", launches, batch.tokens * batch.heads * (4 * 2 * d + 4))]
 
@@ -215,16 +215,16 @@ def backward(
             name = kernel_name("attention_backward_kernel", d, warps, dropout, True, False)
             shared = backward_shared(d, warps, True, run[2], run[2])
             launches.append(
-                _launches(available, batch, dropout_p, name, 32 * warps, shared, run, 0)
+                launch_of(available, batch, dropout_p, name, 32 * warps, shared, run, 0)
             )
         return [Stage("backward", launches, rows * (8 * 2 * d + 4))]
     queries, keys = [], []
     for run in batch.runs:
         name = kernel_name("attention_backward_dq_kernel", d, dropout, False)
-        queries.append(_launches(available, batch, dropout_p, name, 128, 4 * 64 * 2 * d, run, 64))
+        queries.append(launch_of(available, batch, dropout_p, name, 128, 4 * 64 * 2 * d, run, 64))
         name = kernel_name("attention_backward_kernel", d, 4, dropout, False, False)
         shared = backward_shared(d, 4, False, run[2], run[2])
-        keys.append(_launches(available, batch, dropout_p, name, 128, shared, run, 64))
+        keys.append(launch_of(available, batch, dropout_p, name, 128, shared, run, 64))
     return [
         Stage("backward, dQ", queries, rows * (6 * 2 * d + 8)),
         Stage("backward, dK and dV", keys, rows * (6 * 2 * d + 8)),

@@ -16,7 +16,7 @@ from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch
 from gpu_model.block_model import POLICIES, SHARED_BYTES
 from gpu_model.build import compiler
-from tests.support.model_attention import FUSED, NAMES, SPLIT, attention, compare, model, plan
+from tests.support.model_attention import FUSED, MMA, NAMES, SPLIT, attention, compare, model, plan
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.op_checks import RNG
 
@@ -41,7 +41,7 @@ FP32_AND_BF16 = KERNELS[:3]
 def kernels():
     kernels = model()
     kernels.configure()
-    kernels.set_device((9, 0), FUSED)
+    kernels.set_device(MMA, FUSED)
     kernels.statistics(reset=True)
     return kernels
 
@@ -57,7 +57,7 @@ def inputs(lengths: Sequence[int], dtype: torch.dtype, heads: int = 2, head_dim:
 @pytest.mark.parametrize(("dtype", "sms"), KERNELS)
 def test_matches_the_reference(kernels, dtype, p, sms):
     torch.manual_seed(0)
-    kernels.set_device((9, 0), sms)
+    kernels.set_device(MMA, sms)
     compare(dtype, FP32_EDGES if dtype == torch.float32 else EDGES, p=p)
 
 
@@ -65,7 +65,7 @@ def test_matches_the_reference(kernels, dtype, p, sms):
 @pytest.mark.parametrize("lengths", [[127, 128, 129], [511], [512], [513]], ids=str)
 def test_lengths_of_several_tiles(kernels, lengths, sms):
     torch.manual_seed(1)
-    kernels.set_device((9, 0), sms)
+    kernels.set_device(MMA, sms)
     compare(torch.bfloat16, lengths, heads=1, p=0.1)
 
 
@@ -73,7 +73,7 @@ def test_lengths_of_several_tiles(kernels, lengths, sms):
 @pytest.mark.parametrize(("dtype", "sms"), KERNELS)
 def test_other_head_dims(kernels, dtype, head_dim, sms):
     torch.manual_seed(head_dim)
-    kernels.set_device((9, 0), sms)
+    kernels.set_device(MMA, sms)
     several = 66 if dtype == torch.float32 else 130  # tiles
     compare(dtype, [33, 0, several, 5], head_dim=head_dim, p=0.1)
 
@@ -95,13 +95,13 @@ def test_any_scale(dtype, scale):
 @pytest.mark.parametrize(("dtype", "sms"), [KERNELS[0], *KERNELS[3:]])
 def test_queries_and_keys_of_different_lengths(kernels, dtype, sms):
     torch.manual_seed(4)
-    kernels.set_device((9, 0), sms)
+    kernels.set_device(MMA, sms)
     compare(dtype, [3, 0, 40, 17, 0, 80], [70, 5, 33, 129, 0, 20], p=0.1)
 
 
 @pytest.mark.parametrize(("dtype", "sms"), FP32_AND_BF16)
 def test_queries_without_keys_and_keys_without_queries(kernels, dtype, sms):
-    kernels.set_device((9, 0), sms)
+    kernels.set_device(MMA, sms)
     q, dout = (torch.randn(5, 2, 64).to(dtype) for _ in range(2))
     k, v = (torch.randn(4, 2, 64).to(dtype) for _ in range(2))
     results = attention(q, k, v, dout, [5, 0], [0, 4])
@@ -151,7 +151,7 @@ def test_masks_are_those_of_the_cpu_operator(dtype, p):
 @pytest.mark.parametrize("sms", [FUSED, SPLIT], ids=["fused", "split"])
 def test_same_bits_from_every_schedule(kernels, sms):
     torch.manual_seed(7)
-    kernels.set_device((9, 0), sms)
+    kernels.set_device(MMA, sms)
     lengths = [20, 140, 0, 64, 100, 7, 65]  # tiles of 64 and 128, the last ones not full
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     q, k, v, dout = inputs(lengths, torch.bfloat16)
@@ -175,7 +175,7 @@ def test_same_bits_from_every_schedule(kernels, sms):
 @pytest.mark.parametrize(("dtype", "sms"), FP32_AND_BF16)
 def test_same_bits_from_every_order_of_threads(kernels, dtype, sms):
     torch.manual_seed(8)
-    kernels.set_device((9, 0), sms)
+    kernels.set_device(MMA, sms)
     lengths = [50, 16] if dtype == torch.float32 else [129, 16, 70]  # several tiles
     q, k, v, dout = inputs(lengths, dtype, heads=1)
     first = attention(q, k, v, dout, lengths, lengths, p=0.1, rng=RNG)
@@ -189,7 +189,7 @@ def test_same_bits_from_every_order_of_threads(kernels, dtype, sms):
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 @pytest.mark.parametrize("sms", [FUSED, SPLIT], ids=["fused", "split"])
 def test_shared_memory_is_read_without_bank_conflicts(kernels, head_dim, sms):
-    kernels.set_device((9, 0), sms)
+    kernels.set_device(MMA, sms)
     q, k, v, dout = inputs([130], torch.bfloat16, heads=1, head_dim=head_dim)
     attention(q, k, v, dout, [130], [130])
     statistics = kernels.statistics()
@@ -200,7 +200,7 @@ def test_shared_memory_is_read_without_bank_conflicts(kernels, head_dim, sms):
 @pytest.mark.parametrize(("dtype", "sms"), FP32_AND_BF16)
 def test_every_barrier_and_wait_is_needed(kernels, dtype, sms):
     torch.manual_seed(9)
-    kernels.set_device((9, 0), sms)
+    kernels.set_device(MMA, sms)
     # Several tiles, several passes over the keys.
     lengths = [70, 20] if dtype == torch.float32 else [200, 40]
     q, k, v, dout = inputs(lengths, dtype, heads=1)

@@ -8,7 +8,7 @@ import torch
 from gpu_model.block_model import POLICIES
 from gpu_model.build import compiler
 from tests.support.attention_cases import random_positions
-from tests.support.model_attention import FUSED, NAMES, SPLIT, attention, compare, model
+from tests.support.model_attention import FUSED, MMA, NAMES, SPLIT, attention, compare, model
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.op_checks import RNG
 
@@ -25,7 +25,7 @@ WINDOWS = [(-1, 0), (0, -1), (0, 1), (5, 9), (64, 64), (-1, 30), (31, -1), (500,
 def kernels():
     kernels = model()
     kernels.configure()
-    kernels.set_device((9, 0), FUSED)
+    kernels.set_device(MMA, FUSED)
     kernels.statistics(reset=True)
     return kernels
 
@@ -63,7 +63,7 @@ def test_grouped_heads(dtype, window, heads, kv_heads):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cross_attention(kernels, dtype, given, window):
     torch.manual_seed(2)
-    kernels.set_device((9, 0), SPLIT)
+    kernels.set_device(MMA, SPLIT)
     q_lengths, k_lengths = [3, 0, 90, 17, 4, 70], [70, 5, 33, 129, 0, 150]
     if dtype == FP32:
         q_lengths, k_lengths = [3, 0, 40, 17, 4], [70, 5, 33, 50, 0]

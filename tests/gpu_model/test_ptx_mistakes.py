@@ -13,7 +13,7 @@ from gpu_model.block_model import POLICIES
 from gpu_model.ptx import compiler
 from gpu_model.ptx.interpreter import Program
 from tests.support import model_norm
-from tests.support.model_attention import FUSED, SPLIT, compare, model
+from tests.support.model_attention import FUSED, MMA, SPLIT, WGMMA, compare, model
 from tests.support.model_checks import NEEDED
 from tests.support.op_checks import RNG
 
@@ -68,7 +68,7 @@ MISTAKES = {
 def kernels():
     kernels = model()
     kernels.configure()
-    kernels.set_device((9, 0), FUSED)
+    kernels.set_device(MMA, FUSED)
     yield kernels
     kernels.configure()
 
@@ -82,7 +82,7 @@ def run(dtype: torch.dtype = torch.bfloat16) -> None:
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_in_attention(kernels, name, sms):
     pattern, replacement, message = MISTAKES[name]
-    kernels.set_device((9, 0), sms)
+    kernels.set_device(MMA, sms)
     program = edited("attention", pattern, replacement, "d64")
     for policy in POLICIES:
         kernels.configure(policy, seed=1)
@@ -92,6 +92,34 @@ def test_mistakes_in_attention(kernels, name, sms):
     kernels.configure()
     with kernels.running(Program(texts("attention"))):
         run()  # without the mistake
+
+
+# The same in the kernels with wgmma.
+WGMMA_MISTAKES = {
+    "not_transposed": (r"(\}, b, p, 1, 1, )1;", r"\g<1>0;", None),
+    "transposed": (r"(\}, b, p, 1, 1, )0;", r"\g<1>1;", None),
+    "score_gradients_not_transposed": (r"a, b, p, 1, 1, 1, 1;", "a, b, p, 1, 1, 0, 1;", None),
+    "rows_of_a_swapped": (r"\{(%r\d+), (%r\d+), (%r\d+, %r\d+\}, b, p)", r"{\2, \1, \3", None),
+    "sums_begin_anew": (r"setp\.ne\.b32 p, %r\d+, 0;", "setp.ne.b32 p, 0, 0;", None),
+    "no_wait": (r"wgmma\.wait_group\.sync\.aligned 0;", "", "not waited for|no wgmma.wait_group"),
+    "not_committed": (r"wgmma\.commit_group\.sync\.aligned;", "", "wgmma"),
+    "no_fence": (r"wgmma\.fence\.sync\.aligned;", "", "no wgmma.fence"),
+    "no_proxy_fence": (r"fence\.proxy\.async\.shared::cta;", "", "no fence.proxy.async"),
+    "no_barrier": (r"bar\.sync\s+0;", "", NEEDED),
+    "no_copy_wait": (r"cp\.async\.wait_group \d+;", "", "not waited for"),
+}
+
+
+@pytest.mark.parametrize("name", WGMMA_MISTAKES)
+def test_mistakes_in_attention_with_wgmma(kernels, name):
+    pattern, replacement, message = WGMMA_MISTAKES[name]
+    kernels.set_device(WGMMA, FUSED)
+    program = edited("attention", pattern, replacement, "d64_sm90a")
+    for policy in POLICIES:
+        kernels.configure(policy, seed=1)
+        error = (AssertionError, RuntimeError) if message is None else RuntimeError
+        with kernels.running(program), pytest.raises(error, match=message):
+            run()
 
 
 def test_mistakes_in_addresses(kernels):

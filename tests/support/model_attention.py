@@ -21,6 +21,8 @@ PART_ROWS = 256  # kBiasPartRows of csrc/attention/attention_cuda.h
 # Multiprocessors: with one, every batch fills the device and the fused backward kernel runs; with
 # many, the two kernels that share a head's tiles.
 FUSED, SPLIT = 1, 10_000
+# Compute capabilities on which the kernels with mma.sync and those with wgmma run.
+MMA, WGMMA = (10, 0), (9, 0)
 
 
 class Packed(ctypes.Structure):
@@ -94,6 +96,15 @@ def plan(
     out = torch.zeros(3, dtype=torch.int64)
     model().call("attention_plan", sequences, heads, max_q, max_k, head_dim, sms, shared_bytes, out)
     return int(out[0]), bool(out[1]), int(out[2])
+
+
+def wgmma_plan(
+    sequences: int, heads: int, max_q: int, max_k: int, sms: int, shared_bytes: int
+) -> tuple[bool, int, int]:
+    """Of the backward pass with wgmma: whether it is fused, warpgroups and bytes of a block."""
+    out = torch.zeros(3, dtype=torch.int64)
+    model().call("attention_wgmma_plan", sequences, heads, max_q, max_k, sms, shared_bytes, out)
+    return bool(out[0]), int(out[1]), int(out[2])
 
 
 def attention(

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from gpu_model import build
-from gpu_model.sm import attention
+from gpu_model.sm import attention, attention_wgmma
 from gpu_model.sm.architectures import A100, ARCHITECTURES, H100
 from gpu_model.sm.attention import Batch
 from gpu_model.sm.kernel import Kernel
@@ -80,9 +80,42 @@ def test_a_kernel_that_is_missing(available):
         attention.forward({}, Batch((64,)), 0.0)
 
 
+@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+def test_choices_of_kernels_with_wgmma_are_those_of_the_sources():
+    from tests.support import model_attention
+
+    for heads in (16, 1):
+        for longest in (1, 64, 65, 128, 512, 576, 577, 1024, 5000):
+            batch = Batch((longest,) * 24, heads)
+            sizes = (24, heads, longest, longest, H100.sms, H100.block_shared)
+            out = model_attention.wgmma_plan(*sizes)
+            groups = attention_wgmma.backward_groups(longest)
+            assert out[:2] == (attention_wgmma.backward_is_fused(batch, H100), groups)
+            assert out[2] == attention_wgmma.backward_shared(groups, longest)
+
+
+def test_launches_of_kernels_with_wgmma():
+    kernel = Kernel(function(["EXIT"]), 32, 0, PARAMETERS)
+    available = dict.fromkeys(attention_wgmma.kernel_names(), kernel)
+    batch = Batch((300, 20, 130), 2, order=(0, 2, 1), groups=((2, 300), (1, 20)))
+    (stage,) = attention_wgmma.forward(available, batch, 0.1)
+    assert [(x.grid[0], x.threads, x.shared) for x in stage.launches] == [
+        (2 * 2 * 3, 256, 65536), (2, 128, 49152),
+    ]  # fmt: skip
+    (stage,) = attention_wgmma.backward(available, batch, 0.0)
+    sums, rows = 320 * 256, 320 * 8
+    assert [(x.grid[0], x.threads, x.shared) for x in stage.launches] == [
+        (4, 256, 65536 + rows + sums), (2, 128, 49152 + 64 * 8),
+    ]  # fmt: skip
+
+
 def test_names():
     name = attention.kernel_name("attention_forward_kernel", 64, 2, True, False)
     assert name == (
         "_ZN10bert_unpad24attention_forward_kernelINS_4bf16ELi64ELi2ELb1ELb0E"
         "NS_15AttentionLaunchEEEvT4_"
+    )
+    name = attention_wgmma.kernel_name("attention_forward_wgmma_kernel", 2, True, False)
+    assert name == (
+        "_ZN10bert_unpad30attention_forward_wgmma_kernelINS_4bf16ELi2ELb1ELb0EEEvNS_15AttentionLaunchE"
     )

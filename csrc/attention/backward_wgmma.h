@@ -1,0 +1,302 @@
+// The backward pass with wgmma (sm_90a), for head dim 64: the formulas of backward_kernel.h, fused
+// as there. A block owns a whole head of a sequence.
+//
+// A warpgroup owns 64 keys, a warp 16 of them. Rows of K and V stay in registers as A operands, and
+// scores are computed transposed (keys x queries), so that weights and score gradients leave the
+// tensor cores in the layout that the products with dout and Q need for their A operand. B operands
+// are tiles of 64 queries in shared memory, of which the next is copied meanwhile. The score
+// gradients also go to shared memory: dQ needs those of all keys of the pass. Each warpgroup
+// computes its share of dQ's columns from a tile with these columns of K. Between passes the sums
+// of dQ stay in shared memory in fp32.
+#pragma once
+
+#include "attention/dropout.h"
+#include "attention/kernel_parts.h"
+
+namespace bert_unpad {
+
+// Where things lie in shared memory.
+template <int kGroups>
+struct WgmmaBackwardShared {
+  static constexpr int kKeys = 64 * kGroups;
+  static constexpr uint32_t kTile = SharedTile<64>::bytes(64);
+  // Two stages, each a tile of q and one of dout.
+  static BU_HD uint32_t stage(int i) { return i % 2 * 2 * kTile; }
+  // K, a tile of all keys for each warpgroup's columns.
+  static constexpr uint32_t kKeyTiles = 4 * kTile;
+  // Score gradients, [keys, 64 queries].
+  static constexpr uint32_t kGradients = kKeyTiles + kGroups * kTile;
+  // lse and delta of all queries.
+  static constexpr uint32_t kRowValues = kGradients + kGroups * kTile;
+
+  static BU_HD int rows(int max_q) { return (max_q + 63) / 64 * 64; }
+  // Sums of dQ: a thread's own, 16 bytes beside those of its neighbours.
+  static BU_HD uint32_t query_sums(int max_q) { return kRowValues + 8 * rows(max_q); }
+  static BU_HD uint32_t bytes(int max_q, int max_k) {
+    return query_sums(max_q) + (max_k > kKeys ? rows(max_q) * 64 * 4 : 0);
+  }
+};
+
+// A warp's 16 keys: their rows, and the gradients that these have gathered.
+template <class T, bool kDropout>
+struct WgmmaBackwardKeys {
+  int first, end;  // the first of the keys in the sequence, and the sequence's length
+  uint32_t k[4][4], v[4][4];
+  float dk[8][4], dv[8][4];
+
+  BU_DEVICE void start(const cuda::AttentionCudaParams& a, const AttentionBlock& block,
+                       int first_key) {
+    first = first_key;
+    end = block.k_len;
+    // K gets the scale's sign, as q does in the forward pass.
+    load_a<64>(k, HeadRows<const T>(a.k, block.k_begin, block.kv_head), first, end,
+               a.scale < 0.0f ? kNegatePair : 0u);
+    load_a<64>(v, HeadRows<const T>(a.v, block.k_begin, block.kv_head), first, end, 0);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) dk[i / 4][i % 4] = dv[i / 4][i % 4] = 0.0f;
+    hold(k);
+    hold(v);
+    hold(dk);
+    hold(dv);
+  }
+
+  // Takes in a tile of queries, whose first is `first_query` in the sequence, and stores the score
+  // gradients, divided by the scale of what dropout keeps, at `gradients`, [keys of the pass, 64
+  // queries]. `lse` and `delta`: where theirs begin in shared memory. The products with q and dout
+  // are still being made afterwards.
+  BU_DEVICE void add_queries(TileOperand<64> q, TileOperand<64> dout, uint32_t gradients,
+                             uint32_t lse, uint32_t delta, float scale,
+                             const AttentionDropout& dropout, int first_query) {
+    float s[8][4], dp[8][4];  // [keys, queries]: scores; gradients of the weights
+    wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < 4; ++d) wgmma<T, false>(s, k[d], q.step<false>(d), d > 0);
+    wgmma_commit();
+    wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < 4; ++d) wgmma<T, false>(dp, v[d], dout.step<false>(d), d > 0);
+    wgmma_commit();
+    const uint32_t column = 8 * (threadIdx.x % 4);  // bytes from that of a tile's first query
+    wgmma_wait<1>();
+    hold(s);
+    uint32_t operand[4][4];
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const FloatPair l = load_shared<FloatPair>(lse + column + 32 * n);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s[n][i] = exp2_approx(fma(s[n][i], scale, -(i % 2 ? l.high : l.low)));
+    }
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      pack_a<T>(operand[step], s[2 * step], s[2 * step + 1]);
+      if constexpr (kDropout) {
+        const Philox4 bits = dropout.draw_transposed(first_query / 16 + step, first / 32);
+        drop(operand[step], s[2 * step], s[2 * step + 1], dropout.rule,
+             AttentionDropout::transposed_tile(bits, first / 16 % 2));
+      }
+    }
+    hold(operand);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      wgmma<T, true>(dv, operand[step], dout.step<true>(step), true);
+    wgmma_commit();
+    wgmma_wait<1>();
+    hold(dp);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const FloatPair dots = load_shared<FloatPair>(delta + column + 32 * n);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float dot = i % 2 ? dots.high : dots.low, weight = s[n][i];
+        if constexpr (kDropout)
+          dp[n][i] = fma(fmaxf(weight, 0.0f), dp[n][i], -fabsf(weight) * dot);
+        else
+          dp[n][i] = weight * (dp[n][i] - dot);
+      }
+    }
+    uint32_t gradient[4][4];
+#pragma unroll
+    for (int step = 0; step < 4; ++step) pack_a<T>(gradient[step], dp[2 * step], dp[2 * step + 1]);
+    share(gradient, gradients);
+    hold(gradient);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      wgmma<T, true>(dk, gradient[step], q.step<true>(step), true);
+    wgmma_commit();
+  }
+
+  BU_DEVICE void store(const cuda::AttentionCudaParams& a, const AttentionBlock& block,
+                       float keep) const {
+    const float unit = a.scale * keep;
+    store_rows<T>(dk, unit, unit, HeadRows<T>(a.dk, block.k_begin, block.kv_head), first, end, 0);
+    store_rows<T>(dv, keep, keep, HeadRows<T>(a.dv, block.k_begin, block.kv_head), first, end, 0);
+  }
+
+ private:
+  // Zeroes what is dropped of an A operand, and turns its sign in the C tiles that were packed: no
+  // weight was negative.
+  static BU_DEVICE void drop(uint32_t (&a)[4], float (&left)[4], float (&right)[4],
+                             const PairRule& rule, const DropoutTile& drawn) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t kept = rule.kept(drawn.pair[i / 2][i % 2]);
+      a[i] &= kept;
+      float (&c)[4] = i / 2 ? right : left;
+      if (!(kept & 0xffffu)) c[i % 2 * 2] = -c[i % 2 * 2];
+      if (!(kept >> 16)) c[i % 2 * 2 + 1] = -c[i % 2 * 2 + 1];
+    }
+  }
+
+  // Those of rows beyond the last key may be infinite; they must not meet zeros.
+  BU_DEVICE void share(const uint32_t (&gradient)[4][4], uint32_t tile) const {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+    // Held, so that it is one register outside of this function and not one for each piece.
+    const uint32_t at = hold(tile + SharedTile<64>::offset(row, 0) + 4 * (lane % 4));
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool valid = first + lane / 4 + 8 * (i % 2) < end;
+        store_shared<uint32_t>((at ^ 16 * (2 * step + i / 2)) + SharedTile<64>::bytes(8 * (i % 2)),
+                               valid ? gradient[step][i] : 0u);
+      }
+    }
+  }
+};
+
+// lse in base 2 and delta = rowsum(dout * out) times `unit` of all queries of a head, into shared
+// memory; zeros up to the last tile's end. 16 rows a warp at a time.
+template <class T, int kWarps>
+BU_DEVICE void fill_wgmma_row_values(const cuda::AttentionCudaParams& a,
+                                     const AttentionBlock& block, uint32_t lse_at,
+                                     uint32_t delta_at, float unit) {
+  const int lane = threadIdx.x % 32, end = WgmmaBackwardShared<1>::rows(block.q_len);
+  const float* lse = a.lse + block.head * a.q_tokens + block.q_begin;
+  const HeadRows<const T> dout(a.dout, block.q_begin, block.head);
+  const HeadRows<const T> out(a.out, block.q_begin, block.head);
+  for (int row = threadIdx.x / 32 * 16; row < end; row += 16 * kWarps) {
+    uint32_t rows[4][4];
+    load_a<64>(rows, dout, row, block.q_len, 0);
+    float dots[2];
+    row_dots<64>(dots, rows, out, row, block.q_len);
+    if (lane % 4 >= 2) continue;
+    const int mine = row + lane / 4 + 8 * (lane % 4);
+    const float l = mine < block.q_len ? load_global<float>(lse + mine) * kLog2e : 0.0f;
+    store_shared<float>(lse_at + 4 * mine, l);
+    store_shared<float>(delta_at + 4 * mine, (lane % 4 ? dots[1] : dots[0]) * unit);
+  }
+}
+
+template <class T, int kGroups, bool kDropout>
+BU_KERNEL(128 * kGroups, 2 / kGroups)
+attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
+  using Shared = WgmmaBackwardShared<kGroups>;
+  constexpr int kThreads = 128 * kGroups, kKeys = Shared::kKeys, kColumns = 64 / kGroups;
+  const AttentionBlock block = uniform(attention_block(p));
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = threadIdx.x / 128;
+  const uint32_t lse_at = Shared::kRowValues;
+  const uint32_t delta_at = lse_at + 4 * Shared::rows(p.args.max_q);
+  const uint32_t sums_at =
+      Shared::query_sums(p.args.max_q) + warp * (kColumns / 8) * 512 + lane * 16;
+  // One warpgroup takes sequences of up to 64 keys, and is spared what several passes need.
+  constexpr bool kOnePass = kGroups == 1;
+  const int passes = kOnePass ? block.k_len > 0 : (block.k_len + kKeys - 1) / kKeys;
+  const int query_tiles = (block.q_len + 63) / 64;
+
+  const HeadRows<const T> q(p.args.q, block.q_begin, block.head);
+  const HeadRows<const T> dout(p.args.dout, block.q_begin, block.head);
+  const auto copy_queries = [&](int tile, int stage) {
+    const uint32_t to = Shared::stage(stage);
+    copy_tile<64, kThreads, 64>(to, q, tile * 64, block.q_len);
+    copy_tile<64, kThreads, 64>(to + Shared::kTile, dout, tile * 64, block.q_len);
+  };
+  if (passes > 0 && query_tiles > 0) copy_queries(0, 0);
+  copy_async_commit();
+  const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
+  fill_wgmma_row_values<T, 4 * kGroups>(p.args, block, lse_at, delta_at,
+                                        keep > 0.0f ? 1.0f / keep : 0.0f);
+
+  AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
+                           block.sequence * p.args.heads + block.head);
+  // Uniform registers for the keys of all rounds: there are no others left.
+  for (uint32_t* x : {&dropout.key.k0, &dropout.key.k1, &dropout.key.offset}) *x = first_lane(*x);
+  const float scale = fabsf(p.args.scale) * kLog2e;
+  const uint32_t base = hold(shared_base());
+  const auto gradients = TileOperand<64>::at(base + Shared::kGradients);
+  const auto key_columns = TileOperand<kColumns>::at(base + Shared::kKeyTiles +
+                                                     group * SharedTile<kColumns>::bytes(kKeys));
+  WgmmaBackwardKeys<T, kDropout> keys;
+  int count = 0;  // of query tiles so far, over all passes
+  for (int pass = 0; pass < passes; ++pass) {
+    const int pass_key = pass * kKeys;
+    keys.start(p.args, block, pass_key + 16 * warp);
+    for (int tile = 0; tile < query_tiles; ++tile, ++count) {
+      copy_async_wait<0>();
+      fence_shared();
+      sync_block();  // the tile is there for all, and all are done with the one before it
+      if (tile == 0) {
+        HeadRows<const T> k(p.args.k, block.k_begin, block.kv_head);
+#pragma unroll
+        for (int i = 0; i < kGroups; ++i, k.p += kColumns)
+          copy_tile<kKeys, kThreads, kColumns>(
+              Shared::kKeyTiles + i * SharedTile<kColumns>::bytes(kKeys), k, pass_key, block.k_len);
+        copy_async_commit();
+      }
+      const bool same_pass = tile + 1 < query_tiles;
+      if (same_pass || pass + 1 < passes) copy_queries(same_pass ? tile + 1 : 0, count + 1);
+      copy_async_commit();
+
+      const uint32_t at = base + Shared::stage(count);
+      keys.add_queries(TileOperand<64>::at(at), TileOperand<64>::at(at + Shared::kTile),
+                       Shared::kGradients, lse_at + 256 * tile, delta_at + 256 * tile, scale,
+                       dropout, tile * 64);
+      float dq[kColumns / 8][4];
+      const uint32_t mine = sums_at + tile * 64 * 256;
+      if (!kOnePass && pass > 0) {
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; ++n) {
+          const auto x = load_shared<Vector<float, 4>>(mine + 512 * n);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) dq[n][i] = x.v[i];
+        }
+        hold(dq);
+      }
+      // The keys have landed after their first tile; the next queries may be on their way.
+      copy_async_wait<1>();
+      fence_shared();
+      sync_block();  // all score gradients of the tile are there
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < 4 * kGroups; ++step) {
+        wgmma<T, true, true>(dq, gradients.template step<true>(step),
+                             key_columns.template step<true>(step),
+                             (!kOnePass && pass > 0) || step > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<0>();  // also for the products of add_queries
+      hold(dq);
+      hold(keys.dk);
+      hold(keys.dv);
+      if (kOnePass || pass + 1 == passes) {
+        const float unit = p.args.scale * keep;
+        store_rows<T>(dq, unit, unit, HeadRows<T>(p.args.dq, block.q_begin, block.head),
+                      tile * 64 + warp % 4 * 16, block.q_len, kColumns * group);
+      } else {
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; ++n)
+          store_shared<Vector<float, 4>>(mine + 512 * n, {dq[n][0], dq[n][1], dq[n][2], dq[n][3]});
+      }
+    }
+    keys.store(p.args, block, keep);
+  }
+  if (passes > 0) return;
+  const float zeros[8][4] = {};
+  for (int row = 16 * warp; row < block.q_len; row += 64 * kGroups)
+    store_rows<T>(zeros, 1.0f, 1.0f, HeadRows<T>(p.args.dq, block.q_begin, block.head), row,
+                  block.q_len, 0);
+}
+
+}  // namespace bert_unpad

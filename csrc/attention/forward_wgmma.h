@@ -1,0 +1,205 @@
+// The forward pass with wgmma (sm_90a), for head dim 64: the formulas of forward_kernel.h.
+//
+// A block of one or two warpgroups takes 64 queries of one head for each, a warp 16 of them, whose
+// rows of q stay in registers as A operands. Keys and values come in tiles of 64. A tile's scores
+// leave the tensor cores in the layout that the product with the values needs for its A operand.
+// That product is not waited for before the next tile's scores are begun: one wait serves both. So
+// a tile's values are still read when the next tile is taken in, and its stage is free one tile
+// later than its keys are.
+//
+// At 128 registers a thread, four warpgroups share an SM: while one computes exponentials, the
+// others multiply.
+#pragma once
+
+#include "attention/dropout.h"
+#include "attention/kernel_parts.h"
+#include "attention/query_windows.h"
+
+namespace bert_unpad {
+
+// Stages of keys and values: of a tile whose values are read, of the one that is taken in, and of
+// those that are on their way.
+template <int kGroups>
+inline constexpr int kWgmmaStages = kGroups == 1 ? 3 : 4;
+
+template <class T, int kGroups>
+using WgmmaKeys = KeyTiles<T, 64, 4 * kGroups, kWgmmaStages<kGroups>>;
+
+// A warp's 16 queries and what they have summed so far.
+template <class T, bool kDropout, bool kWindow>
+struct WgmmaRows {
+  uint32_t q[4][4];
+  float o[8][4];
+  // Of rows g and g + 8: the largest score so far, before scaling; the sum of the exponentials in
+  // this lane's columns; with a window the keys that they see.
+  float top[2], sum[2];
+  RowRange seen[2];
+
+  // Takes in a tile of keys and values, the operands. Its product with the values is still being
+  // made afterwards. `to`: keys of the tile before the sequence's end, 64 or more if all; `hides`:
+  // not all rows see all of its keys. `first_row`, `first_key`: in the sequence.
+  BU_DEVICE void add_tile(TileOperand<64> k, TileOperand<64> v, int to, bool hides, float scale,
+                          const AttentionDropout& dropout, int first_row, int first_key) {
+    float s[8][4];
+    wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < 4; ++d) wgmma<T, false>(s, q[d], k.step<false>(d), d > 0);
+    wgmma_commit();
+    wgmma_wait<0>();  // also for the last tile's product with the values
+    hold(s);
+    hold(o);
+    if constexpr (kWindow) {
+      if (hides) mask(s, first_key);
+    } else if (to < 64) {
+      mask(s, to);
+    }
+    softmax(s, scale);
+    uint32_t weights[4][4];
+    Philox4 bits;
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      pack_a<T>(weights[step], s[2 * step], s[2 * step + 1]);
+      if constexpr (kDropout) {
+        if (step % 2 == 0) bits = dropout.draw(first_row / 16, first_key / 32 + step / 2);
+        dropout.apply(weights[step], AttentionDropout::tile(bits, step % 2));
+      }
+    }
+    hold(weights);
+    hold(o);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) wgmma<T, true>(o, weights[step], v.step<true>(step), true);
+    wgmma_commit();
+  }
+
+ private:
+  // Of keys that no row sees, or, with a window, that a row does not see.
+  BU_DEVICE void mask(float (&s)[8][4], int at) const {
+    const int column = 2 * static_cast<int>(threadIdx.x % 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int from = kWindow ? seen[half].begin - at - column : 0;
+      const int count = kWindow ? seen[half].end - seen[half].begin : at > column ? at - column : 0;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (static_cast<uint32_t>(8 * n + i - from) >= static_cast<uint32_t>(count))
+            s[n][2 * half + i] = -INFINITY;
+      }
+    }
+  }
+
+  // Turns scores into exponentials relative to the largest score so far, and rescales what was
+  // summed relative to an older one.
+  BU_DEVICE void softmax(float (&s)[8][4], float scale) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float most = top[half];
+#pragma unroll
+      for (int n = 0; n < 8; ++n) most = fmaxf(most, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+      most = quad_max(most);
+      // A row that has seen no key yet has no largest score.
+      const float base = kWindow && most == -INFINITY ? 0.0f : most;
+      const float shrink = exp2_approx((top[half] - base) * scale);
+      const float offset = base * scale;
+      top[half] = most;
+      float total = 0.0f;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          s[n][i] = exp2_approx(fma(s[n][i], scale, -offset));
+          total += s[n][i];
+        }
+      }
+      sum[half] = fma(sum[half], shrink, total);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        o[n][2 * half] *= shrink;
+        o[n][2 * half + 1] *= shrink;
+      }
+    }
+  }
+};
+
+template <class T, int kGroups, bool kDropout, bool kWindow>
+BU_KERNEL(128 * kGroups, kWindow ? 3 : 4 / kGroups)
+attention_forward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
+  static_assert(!kWindow || kGroups == 1, "its warpgroups would see other keys");
+  const AttentionBlock block = attention_block(p);
+  const int block_row = block.tile * 64 * kGroups;
+  if (block_row >= block.q_len) return;
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int first_row = block_row + warp * 16;
+  WgmmaRows<T, kDropout, kWindow> rows;
+  RowRange any{0, block.k_len}, all = any;  // keys that any query sees, and that all see
+  if constexpr (kWindow) {
+    const QueryWindows windows(p.args, block);
+    const PositionSpan span = windows.template span<64>(block_row);
+    any = windows.keys_of_any(span);
+    all = windows.keys_of_all(span);
+    for (int half = 0; half < 2; ++half)
+      rows.seen[half] = windows.keys(first_row + lane / 4 + 8 * half);
+  }
+  const WgmmaKeys<T, kGroups> keys(p.args, block, any.end);
+  constexpr int kAhead = kWgmmaStages<kGroups> - 2;
+  const int first_tile = any.begin / keys.kKeys;
+  for (int ahead = 0; ahead < kAhead; ++ahead) keys.start(first_tile + ahead);
+
+  // The maximum is taken before scores are scaled, so the scale must be positive: q gets its sign.
+  const float scale = fabsf(p.args.scale) * kLog2e;
+  load_a<64>(rows.q, HeadRows<const T>(p.args.q, block.q_begin, block.head), first_row, block.q_len,
+             p.args.scale < 0.0f ? kNegatePair : 0u);
+#pragma unroll
+  for (int i = 0; i < 32; ++i) rows.o[i / 4][i % 4] = 0.0f;
+  rows.top[0] = rows.top[1] = -INFINITY;
+  rows.sum[0] = rows.sum[1] = 0.0f;
+  const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
+                                 block.sequence * p.args.heads + block.head);
+
+  const uint32_t base = hold(shared_base());
+  const auto wait_for = [&](int tile) {
+    copy_async_wait<kAhead - 1>();
+    fence_shared();
+    sync_block();  // the tile is there for all, and all are done with the one before the last
+    keys.start(tile + kAhead);
+  };
+  if (kGroups == 2 &&
+      block_row + 64 * static_cast<int>(first_lane(threadIdx.x / 128)) >= block.q_len) {
+    for (int tile = first_tile; tile < keys.tiles(); ++tile)
+      wait_for(tile);  // copies for the other one
+    return;
+  }
+  hold(rows.q);
+  hold(rows.o);
+  for (int tile = first_tile; tile < keys.tiles(); ++tile) {
+    wait_for(tile);
+    const int first_key = tile * keys.kKeys;
+    rows.add_tile(TileOperand<64>::at(base + keys.keys(tile)),
+                  TileOperand<64>::at(base + keys.values(tile)), block.k_len - first_key,
+                  !all.holds(first_key, first_key + keys.kKeys - 1), scale, dropout, first_row,
+                  first_key);
+  }
+  wgmma_wait<0>();
+  hold(rows.o);
+
+  const HeadRows<T> out(p.args.out_w, block.q_begin, block.head);
+  float* lse = p.args.lse + block.head * p.args.q_tokens + block.q_begin;
+  const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
+  float factor[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float total = quad_sum(rows.sum[half]);
+    // 0 without keys; a NaN stays one. No division: it is a function, and with a call in the kernel
+    // ptxas waits for every wgmma at once.
+    factor[half] = total > 0.0f ? keep * reciprocal_approx(total) : total;
+    const int row = first_row + 8 * half + lane / 4;
+    if (lane % 4 == 0 && row < block.q_len)
+      store_global<float>(lse + row, fma(rows.top[half], scale, log2f(total)) * kLn2);
+  }
+  store_rows<T>(rows.o, factor[0], factor[1], out, first_row, block.q_len, 0);
+}
+
+}  // namespace bert_unpad

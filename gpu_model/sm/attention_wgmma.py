@@ -1,0 +1,83 @@
+"""The launches of csrc/attention's kernels with wgmma for a batch, as attention.py has them of the
+others: what attention_d64_sm90a.cu starts on an H100. bf16, head dimension 64, no windows, as many
+heads of keys as of queries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gpu_model.sm.architectures import Architecture
+from gpu_model.sm.attention import Batch, launch_of
+from gpu_model.sm.kernel import Kernel, Stage
+
+TILE = 64 * 64 * 2  # bytes of 64 rows
+
+
+def kernel_name(name: str, *arguments: int | bool) -> str:
+    """The mangled name of one of these kernel templates for bf16."""
+    values = "".join(f"L{'b' if isinstance(a, bool) else 'i'}{int(a)}E" for a in arguments)
+    return f"_ZN10bert_unpad{len(name)}{name}INS_4bf16E{values}EEvNS_15AttentionLaunchE"
+
+
+def forward_groups(max_q: int) -> int:
+    """Warpgroups of a block, as attention_d64_sm90a.cu has them."""
+    return 2 if max_q > 64 else 1
+
+
+def backward_groups(max_k: int) -> int:
+    """wgmma_backward_groups of csrc/attention/choice.h."""
+    return 2 if max_k > 64 else 1
+
+
+def backward_shared(groups: int, longest: int) -> int:
+    """WgmmaBackwardShared::bytes of csrc/attention/backward_wgmma.h."""
+    rows = -(-longest // 64) * 64
+    sums = rows * 64 * 4 if longest > 64 * groups else 0
+    return 4 * TILE + 2 * groups * TILE + 8 * rows + sums
+
+
+def backward_is_fused(batch: Batch, architecture: Architecture) -> bool:
+    """wgmma_backward_is_fused of csrc/attention/choice.h."""
+    longest = max(batch.lengths, default=0)
+    return (
+        len(batch.lengths) * batch.heads >= architecture.sms
+        and longest <= 4096
+        and backward_shared(backward_groups(longest), longest) <= architecture.block_shared
+    )
+
+
+def forward(available: Mapping[str, Kernel], batch: Batch, dropout_p: float) -> list[Stage]:
+    """The launches of a forward pass."""
+    found = []
+    for run in batch.runs:
+        groups = forward_groups(run[2])
+        name = kernel_name("attention_forward_wgmma_kernel", groups, dropout_p > 0, False)
+        shared = 2 * TILE * (3 if groups == 1 else 4)
+        found.append(
+            launch_of(available, batch, dropout_p, name, 128 * groups, shared, run, 64 * groups)
+        )
+    return [Stage("forward", found, batch.tokens * batch.heads * (4 * 128 + 4))]
+
+
+def backward(available: Mapping[str, Kernel], batch: Batch, dropout_p: float) -> list[Stage]:
+    """The launches of a fused backward pass."""
+    found = []
+    for run in batch.runs:
+        groups = backward_groups(run[2])
+        name = kernel_name("attention_backward_wgmma_kernel", groups, dropout_p > 0)
+        shared = backward_shared(groups, run[2])
+        found.append(launch_of(available, batch, dropout_p, name, 128 * groups, shared, run, 0))
+    return [Stage("backward", found, batch.tokens * batch.heads * (8 * 128 + 4))]
+
+
+def kernel_names() -> list[str]:
+    """The mangled names of all kernels that these launches may need."""
+    return [
+        name
+        for dropout in (False, True)
+        for groups in (1, 2)
+        for name in (
+            kernel_name("attention_forward_wgmma_kernel", groups, dropout, False),
+            kernel_name("attention_backward_wgmma_kernel", groups, dropout),
+        )
+    ]

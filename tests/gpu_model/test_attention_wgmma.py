@@ -1,0 +1,255 @@
+"""The attention kernels with wgmma, on the model of a block, as an H100 would run them.
+
+Values and gradients against the plain reference, dropout masks against the CPU operator, the same
+bits from every schedule and every order of threads, and a check that each barrier, wait and fence
+is needed.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from bert_unpad import ops
+from bert_unpad.batch import VarlenBatch
+from gpu_model.block_model import POLICIES
+from gpu_model.build import compiler
+from tests.support.attention_cases import random_positions
+from tests.support.model_attention import FUSED, MMA, NAMES, SPLIT, WGMMA, attention, compare, model
+from tests.support.model_checks import assert_every_site_is_needed
+from tests.support.op_checks import RNG
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
+
+BF16, FP16 = torch.bfloat16, torch.float16
+DTYPES = [BF16, FP16]
+# Around tiles of 64 keys and blocks of 64 and 128 queries.
+EDGES = [200, 0, 1, 15, 16, 17, 63, 64, 65, 129]
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    kernels = model()
+    kernels.configure()
+    kernels.set_device(WGMMA, FUSED)
+    kernels.statistics(reset=True)
+    return kernels
+
+
+def inputs(lengths: list[int], dtype: torch.dtype = BF16, heads: int = 2):
+    """q, k, v as views of one packed qkv, and dout."""
+    total = sum(lengths)
+    qkv = torch.randn(total, 3, heads, 64).to(dtype)
+    return (*qkv.unbind(1), torch.randn(total, heads, 64).to(dtype))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matches_the_reference(dtype, p):
+    torch.manual_seed(0)
+    compare(dtype, EDGES, p=p)
+
+
+@pytest.mark.parametrize("lengths", [[64, 3], [127, 128], [191, 192, 193], [449]], ids=str)
+def test_lengths_of_several_tiles(lengths):
+    torch.manual_seed(1)
+    compare(BF16, lengths, heads=1, p=0.1)
+
+
+def test_backward_where_whole_heads_leave_multiprocessors_idle(kernels):
+    """The two kernels without wgmma, after the forward kernel with it."""
+    torch.manual_seed(2)
+    kernels.set_device(WGMMA, SPLIT)
+    compare(BF16, [130, 17], p=0.1)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 1.0])
+def test_any_scale(scale):
+    torch.manual_seed(3)
+    compare(BF16, [70, 12], scale=scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_and_keys_of_different_lengths(dtype):
+    torch.manual_seed(4)
+    compare(dtype, [3, 0, 40, 17, 0, 80, 130], [70, 5, 33, 200, 0, 20, 65], p=0.1)
+
+
+def test_queries_without_keys_and_keys_without_queries():
+    q, dout = (torch.randn(5, 2, 64).to(BF16) for _ in range(2))
+    k, v = (torch.randn(4, 2, 64).to(BF16) for _ in range(2))
+    results = attention(q, k, v, dout, [5, 0], [0, 4])
+    assert torch.equal(results["lse"], torch.full((2, 5), -torch.inf))
+    for name in NAMES:
+        assert torch.equal(results[name], torch.zeros_like(results[name])), name
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (0, 1), (5, 9), (64, 64), (31, -1), (500, 500)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_windows(dtype, window):
+    torch.manual_seed(20)
+    compare(dtype, [200, 0, 1, 17, 129], window=window, p=0.1)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (40, 10)])
+@pytest.mark.parametrize("given", [False, True])
+def test_grouped_heads_and_positions(given, window):
+    torch.manual_seed(2)
+    q_lengths, k_lengths = [3, 0, 90, 17, 4, 70], [70, 5, 33, 129, 0, 150]
+    positions = random_positions(q_lengths, k_lengths) if given else None
+    compare(BF16, q_lengths, k_lengths, heads=4, kv_heads=2, window=window, positions=positions)
+
+
+def test_queries_that_see_no_key():
+    far = 2**31
+    positions = torch.tensor([-9, -1, 6, far - 1, -far, 4], dtype=torch.int32)
+    q, k, v = (torch.randn(n, 2, 64).to(BF16) for n in (6, 5, 5))
+    results = attention(q, k, v, None, [6], [5], window=(1, 0), positions=positions)
+    assert results["out"][:5].eq(0).all()
+    assert results["lse"][:, :5].eq(-torch.inf).all()
+    assert torch.isfinite(results["out"]).all()
+
+
+def test_strides_do_not_matter():
+    torch.manual_seed(5)
+    lengths = [20, 65]
+    wide = torch.randn(85, 4, 3, 80).to(BF16)  # heads and rows far apart
+    q, k, v = (wide[:, :2, i, :64] for i in range(3))
+    dout = torch.randn(2, 85, 64).to(BF16).transpose(0, 1)
+    strided = attention(q, k, v, dout, lengths, lengths, p=0.1, rng=RNG)
+    plain = attention(*(x.contiguous() for x in (q, k, v, dout)), lengths, lengths, p=0.1, rng=RNG)
+    assert all(torch.equal(strided[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_masks_are_those_of_the_cpu_operator(dtype, p):
+    """With one-hot values the output shows which weights were kept, 64 keys at a time."""
+    torch.manual_seed(6)
+    lengths = [150, 33]
+    q, k, _, _ = inputs(lengths, dtype)
+    batch = VarlenBatch.from_lengths(lengths)
+    for first in range(0, max(lengths), 64):
+        v = torch.zeros_like(q)
+        for start, length in ((0, 150), (150, 33)):
+            keys = torch.arange(length)[first : first + 64]
+            v[start + keys, :, keys - first] = 1
+        ours = attention(q, k, v, None, lengths, lengths, p=p, rng=RNG)["out"]
+        cpu = ops.varlen_attention(torch.stack([q, k, v], 1), batch, dropout_p=p, rng=RNG)
+        assert torch.equal(ours == 0, cpu == 0)
+        assert (ours == 0).sum() > 0
+
+
+def test_same_bits_from_every_schedule():
+    torch.manual_seed(7)
+    lengths = [20, 140, 0, 64, 100, 7, 65]
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    q, k, v, dout = inputs(lengths)
+
+    def run(**schedule: object) -> dict[str, Tensor]:
+        return attention(q, k, v, dout, lengths, lengths, p=0.1, rng=RNG, **schedule)
+
+    as_they_lie = run()
+    for schedule in (
+        {"order": order},
+        {"order": order, "groups": [(1, 140, 140), (1, 100, 100), (2, 65, 65), (3, 20, 20)]},
+        {"order": order, "groups": [(0, 0, 0), (7, 140, 140)]},
+        {"max_seqlen": 500},
+    ):
+        other = run(**schedule)
+        for name, x in as_they_lie.items():
+            assert torch.equal(x, other[name]), (name, schedule)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (70, 0)])
+def test_same_bits_from_every_order_of_threads(kernels, window):
+    torch.manual_seed(8)
+    lengths = [200, 16, 70]
+    q, k, v, dout = inputs(lengths, heads=1)
+    dout = None if window[0] >= 0 else dout  # those kernels have their own test
+    options = {"p": 0.1, "rng": RNG, "window": window}
+    first = attention(q, k, v, dout, lengths, lengths, **options)
+    for policy in POLICIES:
+        for seed in (1, 2):
+            kernels.configure(policy, seed)
+            again = attention(q, k, v, dout, lengths, lengths, **options)
+            assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+SYNCHRONISATION = {"copy_async_wait", "fence_shared", "sync_block", "wgmma_wait"}
+
+
+def fences(level: str | None) -> set[str]:
+    """wgmma_fence on the level that wants one for each group of products; compiled kernels need
+    fewer."""
+    return {"wgmma_fence"} if level is None else set()
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (70, 0)])
+@pytest.mark.parametrize("queries", [64, 130], ids=["one_warpgroup", "two_warpgroups"])
+def test_every_barrier_wait_and_fence_is_needed(kernels, level, window, queries):
+    torch.manual_seed(9)
+    q = torch.randn(queries, 1, 64).to(BF16)
+    k, v = (torch.randn(300, 1, 64).to(BF16) for _ in range(2))  # more tiles than stages
+    sites = assert_every_site_is_needed(
+        kernels,
+        lambda: attention(q, k, v, None, [queries], [300], window=window),
+        policies=["in_order"],
+        but={"wgmma_fence"} - fences(level),
+    )
+    assert {site.kind for site in sites} == SYNCHRONISATION | fences(level)
+
+
+@pytest.mark.parametrize("keys", [64, 200], ids=["one_warpgroup", "two_warpgroups"])
+def test_every_barrier_wait_and_fence_of_the_backward_pass_is_needed(kernels, level, keys):
+    torch.manual_seed(10)
+    q, dout = (torch.randn(140, 1, 64).to(BF16) for _ in range(2))
+    k, v = (torch.randn(keys, 1, 64).to(BF16) for _ in range(2))
+    sites = assert_every_site_is_needed(
+        kernels,
+        lambda: attention(q, k, v, dout, [140], [keys]),
+        policies=["in_order"],
+        but={"wgmma_fence"} - fences(level),
+    )
+    backward = [site for site in sites if "backward" in site.file]
+    assert {site.kind for site in backward} == SYNCHRONISATION | fences(level)
+
+
+@pytest.mark.parametrize("operand", range(3))
+def test_reading_beyond_a_buffer_is_caught(kernels, operand, monkeypatch):
+    """The last row of an operand is left out of what kernels may read."""
+    register, count = kernels.register, iter(range(100))
+
+    def short(x: Tensor, writable: bool = True) -> Tensor:
+        return register(x[:-64] if next(count) == operand else x, writable)
+
+    monkeypatch.setattr(kernels, "register", short)
+    q, k, v = (torch.randn(40, 1, 64).to(BF16) for _ in range(3))
+    with pytest.raises(RuntimeError, match=r"csrc/attention/.*out of bounds"):
+        attention(q, k, v, None, [40], [40])
+
+
+def test_which_launches_take_it(kernels):
+    """Those with ldmatrix are of the other kernels: on other devices, in other head dims."""
+
+    def other_kernels(head_dim: int = 64, backward: bool = False, **options: object) -> bool:
+        q, k, v, dout = (torch.randn(5, 1, head_dim).to(BF16) for _ in range(4))
+        kernels.statistics(reset=True)
+        attention(q, k, v, dout if backward else None, [5], [5], **options)
+        return kernels.statistics().load_matrices > 0
+
+    assert not other_kernels()
+    assert not other_kernels(backward=True)
+    assert not other_kernels(window=(1, 1))
+    assert other_kernels(window=(1, 1), backward=True)
+    bias = (torch.zeros(3, dtype=torch.int32), torch.zeros(1, 1), None, None)
+    assert other_kernels(bias=bias)
+    for head_dim in (32, 96, 128):
+        assert other_kernels(head_dim)
+    kernels.set_device(WGMMA, SPLIT)
+    assert not other_kernels()
+    assert other_kernels(backward=True)
+    for device in ((8, 0), MMA):
+        kernels.set_device(device, FUSED)
+        assert other_kernels()
