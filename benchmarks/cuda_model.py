@@ -28,7 +28,7 @@ from benchmarks.lib import cuda_kernels, cuda_model_table, cuda_sass
 from benchmarks.lib import cuda_model_cases as cases
 from benchmarks.lib import flash_attention_build as flash_build
 from benchmarks.lib.flash_attention_launches import FlashAttention
-from gpu_model.sm import attention, kernel, sass
+from gpu_model.sm import attention, attention_wgmma, kernel, sass
 from gpu_model.sm.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,8 +51,9 @@ def nvcc_version() -> str:
 
 
 def own_kernels(arch: str) -> dict[str, kernel.Kernel]:
-    names = ",".join(attention.kernel_names(64))
-    options = ("-arch", arch, "-fun", names)
+    names = attention.kernel_names(64)
+    names += attention_wgmma.kernel_names() if arch == "sm_90a" else []
+    options = ("-arch", arch, "-fun", ",".join(names))
     functions = sass.parse(cuda_sass.listing("-sass", library(), *options))
     return kernel.kernels(functions, cuda_sass.listing("-res-usage", library(), *options))
 
@@ -87,7 +88,7 @@ def update(record: dict[str, Any], command: str) -> dict[str, Any]:
     architectures = list(dict.fromkeys(row["architecture"] for row in record["passes"]))
     result = predict(architectures, [], command)
     for part in ("blocks", "passes"):
-        result[part] += [row for row in record[part] if row["contender"] != cases.OURS]
+        result[part] += [row for row in record[part] if row["contender"] == cases.FLASH]
     return result | {name: record[name] for name in ("flash_attention", "published")}
 
 

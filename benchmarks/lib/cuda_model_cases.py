@@ -13,13 +13,13 @@ import numpy as np
 
 from bert_unpad.batch import VarlenBatch
 from bert_unpad.data.sampling.histogram import wikipedia_lengths
-from gpu_model.sm import attention, flow
+from gpu_model.sm import attention, attention_wgmma, flow
 from gpu_model.sm.architectures import ARCHITECTURES
 from gpu_model.sm.attention import Batch
 from gpu_model.sm.kernel import Launch, Model, Prediction, Stage
 from gpu_model.sm.sass import Function
 
-OURS, FLASH = "bert_unpad", "FlashAttention-2"
+OURS, WGMMA, FLASH = "bert_unpad", "bert_unpad, wgmma", "FlashAttention-2"
 # Matrix products of what a stage computes.
 PRODUCTS = {"forward": 2, "backward": 5, "backward, dQ": 3, "backward, dK and dV": 4}
 Pass = Callable[[Batch, float], list[Stage]]
@@ -93,8 +93,11 @@ def check_published(model: Model, flash: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def passes(model: Model, ours: dict[str, Any], flash: Any | None) -> list[dict[str, Any]]:
-    """Times of both passes of each implementation for every batch, with and without dropout."""
+def contenders_of(
+    model: Model, ours: dict[str, Any], flash: Any | None
+) -> dict[str, tuple[Pass, Pass]]:
+    """Forward and backward pass of each implementation. On an H100 this package's kernels with
+    wgmma, which it runs there, and those with mma.sync, which other GPUs run."""
     architecture = model.architecture
     contenders: dict[str, tuple[Pass, Pass]] = {
         OURS: (
@@ -102,8 +105,19 @@ def passes(model: Model, ours: dict[str, Any], flash: Any | None) -> list[dict[s
             lambda batch, p: attention.backward(ours, batch, p, architecture),
         )
     }
+    if architecture.capability == 90:
+        contenders[WGMMA] = (
+            lambda batch, p: attention_wgmma.forward(ours, batch, p),
+            lambda batch, p: attention_wgmma.backward(ours, batch, p),
+        )
     if flash is not None:
         contenders[FLASH] = (flash.forward, flash.backward)
+    return contenders
+
+
+def passes(model: Model, ours: dict[str, Any], flash: Any | None) -> list[dict[str, Any]]:
+    """Times of both passes of each implementation for every batch, with and without dropout."""
+    architecture, contenders = model.architecture, contenders_of(model, ours, flash)
     rows = []
     for name, batch in batches().items():
         for dropout_p in (0.0, 0.1):
@@ -125,12 +139,12 @@ def blocks(model: Model, ours: dict[str, Any], flash: Any | None) -> list[dict[s
     for length in (128, 512):
         batch = batch_of([length] * 24)
         for dropout_p in (0.0, 0.1):
-            stages = attention.forward(ours, batch, dropout_p)
-            stages += attention.backward(ours, batch, dropout_p, architecture)
-            found = [(OURS, stage) for stage in stages]
-            if flash is not None:
-                stages = flash.forward(batch, dropout_p) + flash.backward(batch, dropout_p)
-                found += [(FLASH, stage) for stage in stages]
+            found = [
+                (contender, stage)
+                for contender, both in contenders_of(model, ours, flash).items()
+                for run in both
+                for stage in run(batch, dropout_p)
+            ]
             for contender, stage in found:
                 for launch in stage.launches:
                     row = {"architecture": architecture.name, "contender": contender}

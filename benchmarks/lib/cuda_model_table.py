@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.lib.cuda_model_cases import FLASH, OURS
+from benchmarks.lib.cuda_model_cases import FLASH, OURS, WGMMA
 from benchmarks.lib.report import commands, table
 
 Rows = list[dict[str, Any]]
+INSTRUCTIONS = {OURS: "mma.sync", WGMMA: "wgmma"}  # that a contender multiplies by
 
 HEAD = """\
 # Attention's speed by a model
@@ -23,10 +24,11 @@ nvcc {nvcc}. Written by
 PASSES = """\
 ## Whole passes
 
-16 heads, with dropout probability p. "Of Wikipedia": lengths at even quantiles of its histogram; \
-"mixed": a fifth of 512 tokens, the others evenly from 20 to 360. Times include memory traffic and \
-launches. The last columns compare with FlashAttention-2{version} as its own build makes it, \
-forward + backward.
+16 heads, with dropout probability p. An H100 runs the kernels with wgmma, an A100 those with \
+mma.sync, which are also shown as they would run on an H100. "Of Wikipedia": lengths at even \
+quantiles of its histogram; "mixed": a fifth of 512 tokens, the others evenly from 20 to 360. \
+Times include memory traffic and launches. The last columns compare with \
+FlashAttention-2{version} as its own build makes it, forward + backward.
 """
 BLOCKS = """\
 ## Blocks
@@ -58,8 +60,9 @@ def _passes(rows: Rows) -> Iterable[list[str]]:
     others = {
         (r["architecture"], r["batch"], r["dropout_p"]): r for r in rows if r["contender"] == FLASH
     }
-    for row in (r for r in rows if r["contender"] == OURS):
-        cells = [row["architecture"], row["batch"], f"{row['dropout_p']:g}"]
+    for row in (r for r in rows if r["contender"] in INSTRUCTIONS):
+        cells = [row["architecture"], INSTRUCTIONS[row["contender"]], row["batch"]]
+        cells.append(f"{row['dropout_p']:g}")
         cells += [f"{1e6 * row[f'{name}_seconds']:.0f}" for name in ("forward", "backward")]
         cells += [_rate(row, 2, "forward"), _rate(row, 5, "backward")]
         cells.append(_rate(row, 7, "forward", "backward"))
@@ -91,7 +94,7 @@ def _blocks(rows: Rows, constants: dict[str, Any]) -> Iterable[list[str]]:
         cells += [str(row["blocks_per_sm"]), f"{row['cycles']:.0f}", f"{rate:.0f}"]
         cells.append(f"{rate * gpu['sms'] * gpu['clock'] / 1e12:.0f}")
         other = others.get(key(row)[:-1])
-        yield [*cells, f"{rate / other:.2f}" if other and row["contender"] == OURS else "-"]
+        yield [*cells, f"{rate / other:.2f}" if other and row["contender"] in INSTRUCTIONS else "-"]
 
 
 def _published(rows: Rows) -> Iterable[list[str]]:
@@ -105,9 +108,9 @@ def render(result: dict[str, Any]) -> str:
     """The page."""
     version = f" {result['flash_attention']}" if result["flash_attention"] else ""
     parts = [HEAD.format(nvcc=result["nvcc"], command=commands(result["command"]))]
-    header = ["GPU", "batch", "p", "forward, us", "backward, us", "forward, TFLOP/s"]
+    header = ["GPU", "kernels", "batch", "p", "forward, us", "backward, us", "forward, TFLOP/s"]
     header += ["backward", "both", "FlashAttention-2, both", "times as fast"]
-    parts += [PASSES.format(version=version), table(header, _passes(result["passes"]), 2) + "\n"]
+    parts += [PASSES.format(version=version), table(header, _passes(result["passes"]), 3) + "\n"]
     header = ["GPU", "kernel of", "pass", "tokens", "p", "main loop x trips", "busy"]
     header += ["blocks an SM", "cycles", "FLOP a cycle and SM", "TFLOP/s", "times as fast"]
     parts += [BLOCKS, table(header, _blocks(result["blocks"], result["constants"]), 7) + "\n"]

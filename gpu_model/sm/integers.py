@@ -134,7 +134,7 @@ def from_float(parts: Sequence[str], value: Words) -> Words:
 
 def reciprocal(value: Words) -> Words:
     """MUFU.RCP, rounded to nearest."""
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", over="ignore"):
         return (np.float32(1) / value.view(np.float32)).view(np.uint32)
 
 

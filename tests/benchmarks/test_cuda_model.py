@@ -11,7 +11,7 @@ from benchmarks.lib import cuda_model_cases as cases
 from benchmarks.lib import cuda_model_table, cuda_sass
 from benchmarks.lib import flash_attention_build as flash_build
 from gpu_model import build
-from gpu_model.sm import attention
+from gpu_model.sm import attention, attention_wgmma
 from gpu_model.sm.architectures import H100
 from gpu_model.sm.kernel import Model
 from tests.support.paths import ROOT
@@ -100,6 +100,32 @@ def test_traces_have_the_products_of_the_lengths(kernels, length, dropout_p):
     by_scores = up * up * 64 * 4 // 2048
     queries = -(-length // 16) * 16
     assert by_scores < sum(counts) <= by_scores + (queries + 64) * (up + 64) * 64 // 2048
+
+
+@pytest.mark.parametrize("length", [1, 64, 100, 300])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_traces_of_kernels_with_wgmma_have_the_products_of_the_lengths(kernels, length, dropout_p):
+    """Of each warp: 8 instructions for 64 queries and 64 keys forward, 16 and its share of dQ
+    backward, where a warpgroup goes along with the last one's keys."""
+    batch = cases.batch_of([length] * 200)
+    up = -(-length // 64)
+
+    def products(stages):
+        launch = stages[0].launches[0]
+        code = launch.kernel.function.instructions
+        return sum(
+            code[i].name == "HGMMA"
+            for block in range(launch.grid[0] // (200 * 16))
+            for warp in launch.walk(block)
+            for i in warp.code.tolist()
+        )
+
+    assert products(attention_wgmma.forward(kernels, batch, dropout_p)) == 4 * 8 * up * up
+    groups = attention_wgmma.backward_groups(length)
+    passes = -(-up // groups)
+    share = 4 * groups  # of dQ: all keys of the pass, 64 / groups columns
+    expected = 4 * groups * passes * up * (16 + share)
+    assert products(attention_wgmma.backward(kernels, batch, dropout_p)) == expected
 
 
 def test_the_mix_has_the_lengths_of_the_histogram():
