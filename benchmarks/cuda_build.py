@@ -7,9 +7,9 @@
     python -m benchmarks.cuda_build --table $TABLE --check
 
 A kernel that spills registers, keeps an array in local memory, or lost its tensor cores still gives
-right answers, only slowly, so no test of values sees it. Fails on local memory, on more registers
-than benchmarks/lib/cuda_table.py allows, and on attention kernels for 16-bit dtypes without the
-instructions that make them fast.
+right answers, only slowly, so no test of values sees it; nor that ptxas waits for each wgmma at
+once. Fails on these, on more registers than benchmarks/lib/cuda_table.py allows, and on attention
+kernels for 16-bit dtypes without the instructions that make them fast.
 """
 
 import argparse
@@ -70,6 +70,7 @@ def main() -> None:
         sys.exit("no ptxas report was found; build with nvcc first: pip install -e .")
     files = [file for folder in folders for file in cuda_kernels.objects(folder)]
     errors = show(kernels)
+    errors += [f"{name}: ptxas waits for wgmma" for name in cuda_kernels.serialized(folders)]
     if not args.folders:
         unused = cuda_table.unused_limits(kernels)
         errors += [f"no kernel has the recorded name {name!r}" for name in unused]

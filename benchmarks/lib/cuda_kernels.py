@@ -16,6 +16,9 @@ ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
 STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
+# "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ... in the
+# function '...'", "(C7517) warpgroup.wait is injected in around line ... in function '...'"
+SERIALIZED = re.compile(r"(?:wgmma|warpgroup)\S* .*(?:serialized|injected).* function '(\S+)'")
 
 # An SM of compute capability 8.0 or 9.0: registers are handed out to a warp in units of 256, from
 # its own of four partitions.
@@ -85,10 +88,19 @@ def objects(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def _reports(folders: Iterable[Path]) -> list[str]:
+    logs = [Path(f"{file}.log") for folder in folders for file in objects(folder)]
+    return [log.read_text() for log in logs if log.is_file()]
+
+
+def serialized(folders: Iterable[Path]) -> list[str]:
+    """Kernels of these builds in which ptxas waits for wgmma where the source does not."""
+    return demangle([n for report in _reports(folders) for n in SERIALIZED.findall(report)])
+
+
 def collect(folders: Iterable[Path]) -> list[Kernel]:
     """All kernels of these builds, by name and architecture."""
-    logs = [Path(f"{file}.log") for folder in folders for file in objects(folder)]
-    kernels = [kernel for log in logs if log.is_file() for kernel in parse(log.read_text())]
+    kernels = [kernel for report in _reports(folders) for kernel in parse(report)]
     for kernel, name in zip(kernels, demangle([k.name for k in kernels]), strict=True):
         kernel.readable = name
     return sorted(kernels, key=lambda k: (k.readable, k.arch))

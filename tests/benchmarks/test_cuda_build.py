@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -235,6 +236,22 @@ def test_spills_fail_the_check(checker, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[1:] == ["sm_80", "32", "4096", "0", "0/0"]
     assert lines[2].split()[1:6] == ["sm_90a", "64", "0", "48", "22/88"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+        "wgmma pipeline crossing function boundary at a function call in the function '_Z5cleanv'",
+        "(C7517) warpgroup.wait is injected in around line 1761 by compiler to allow use of "
+        "registers defined by GMMA in function '_Z5cleanv'",
+    ],
+)
+def test_waits_that_the_compiler_adds_fail_the_check(checker, tmp_path, capsys, line):
+    clean = REPORT[: REPORT.index("ptxas info    : Compiling entry function '_Z5d")]
+    write_build(tmp_path, f"ptxas info    : {line}\n{clean}")
+    assert checker(tmp_path) == 1
+    assert re.search(r"error: \S*clean\S*: ptxas waits for wgmma", capsys.readouterr().err)
 
 
 def test_clean_kernels_pass_the_check_and_old_reports_do_not_count(checker, tmp_path, capsys):
