@@ -87,6 +87,7 @@ def test_the_rank_in_trouble_is_named(trouble, timeout, told, folder):
 
 
 def _join(rank: int, _: int, arguments: list[str], absent: int, port: int) -> str:
+    dist.barrier()  # the other ranks have joined it too
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port)
     if rank == absent:
@@ -121,6 +122,7 @@ def test_the_store_has_an_address(monkeypatch):
 
 
 def _timeouts(rank: int, _: int, arguments: list[str], port: int) -> set[timedelta]:
+    dist.barrier()  # the other ranks have joined it too
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port)
     with join_ranks(read_config(arguments)[0]) as ranks:

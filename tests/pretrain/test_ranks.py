@@ -40,6 +40,7 @@ def test_what_a_launcher_says_comes_before_names(given, places, monkeypatch):
 
 
 def _join(rank: int, _: int, config: Path, port: int, hosts: str) -> tuple:
+    dist.barrier()  # the other ranks have joined it too
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port)
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
