@@ -91,6 +91,11 @@ struct Block {
   struct Barrier {
     uint32_t arrived = 0, waiting = 0, expected = 0;
     View seen;  // by those who have arrived
+
+    void reset() {
+      arrived = waiting = expected = 0;
+      seen.clear();
+    }
   };
 
   void fill_specials(Warp& warp) const;
@@ -158,7 +163,7 @@ inline void Block::run() {
   mbarriers.reset();
   pending.clear();
   ready_ = polls_ = 0;
-  for (Barrier& barrier : barriers_) barrier = {};
+  for (Barrier& barrier : barriers_) barrier.reset();
   for (uint32_t w = 0; w < count; ++w) {
     const uint32_t left = threads - w * kLanes;
     warps[w].start(this, *kernel, w, left >= kLanes ? kAllLanes : (1u << left) - 1);
@@ -246,7 +251,7 @@ inline void Block::arrive(Warp& warp, const Instruction& i, uint32_t number, uin
       warps[static_cast<size_t>(w)].state = Warp::State::kReady;
       ready_ |= 1u << w;
     });
-    barrier = {};
+    barrier.reset();
     polls_ = 0;
   } else if (waits) {
     warp.state = Warp::State::kAtBarrier;

@@ -31,10 +31,23 @@ inline void merge_clocks(std::vector<uint32_t>& own, const std::vector<uint32_t>
   for (size_t i = 0; i < other.size(); ++i) own[i] = std::max(own[i], other[i]);
 }
 
-// What of each actor, and of single lanes, happened before something.
+// What of each actor, and of single lanes, happened before something: nothing where there are no
+// entries.
 struct Horizon {
   std::vector<uint32_t> actors;
   std::vector<uint32_t> lanes;  // [warp, lane]; empty until a lane releases something alone
+
+  bool covers(uint32_t actor, uint32_t clock) const {
+    return actor < actors.size() && clock < actors[actor];
+  }
+  void set(uint32_t actor, uint32_t clock) {
+    if (actors.size() <= actor) actors.resize(actor + 1);
+    actors[actor] = std::max(actors[actor], clock);
+  }
+  void clear() {
+    actors.clear();
+    lanes.clear();
+  }
 
   void merge(const Horizon& other) {
     merge_clocks(actors, other.actors);
@@ -55,6 +68,10 @@ struct View {
     ordered.merge(other.ordered);
     fenced.merge(other.fenced);
   }
+  void clear() {
+    ordered.clear();
+    fenced.clear();
+  }
 };
 
 class Clocks {
@@ -65,10 +82,8 @@ class Clocks {
     warps_ = warps;
     actors_ = readers_ = warps + groups;
     now_.assign(warps, 1);
-    const size_t room = readers_ + kMaxBarriers;
     View start;
-    start.ordered.actors.assign(room, 1);
-    start.fenced.actors.assign(room, 0);
+    start.ordered.actors.assign(readers_, 1);
     views_.assign(warps, start);
     alone_.assign(warps, {});
     lanes_act_alone_ = false;
@@ -84,20 +99,21 @@ class Clocks {
     return actors_++;
   }
   uint32_t now(uint32_t warp) const { return now_[warp]; }
-  // What an actor did with a smaller clock happened before what `warp` does now; with the warp
-  // itself as the actor, what all of its lanes did.
-  uint32_t seen(uint32_t warp, uint32_t actor) const { return views_[warp].ordered.actors[actor]; }
+  // Of each reader: what it did with a smaller clock happened before what `warp` does now; of the
+  // warp itself, what all of its lanes did.
+  const uint32_t* seen(uint32_t warp) const { return views_[warp].ordered.actors.data(); }
 
   // Whether what a lane of an actor, or `several`, did at `clock` happened before what `by` does.
   bool before(const Accessor& by, uint32_t actor, uint32_t lane, bool several,
               uint32_t clock) const {
-    if (clock < seen(by.warp, actor)) return true;
+    if (actor < readers_ && clock < seen(by.warp)[actor]) return true;
     if (actor == by.warp && lane == by.lane && !several && !by.whole_warp) return true;
-    return lanes_act_alone_ && seen_alone(by, actor, lane, several, clock, &View::ordered);
+    return (lanes_act_alone_ || actor >= readers_) &&
+           seen_alone(by, actor, lane, several, clock, &View::ordered);
   }
   // Whether a proxy fence lies between too.
   bool fenced(const Accessor& by, uint32_t actor, uint32_t lane, uint32_t clock) const {
-    return clock < views_[by.warp].fenced.actors[actor] ||
+    return views_[by.warp].fenced.covers(actor, clock) ||
            (lanes_act_alone_ && seen_alone(by, actor, lane, false, clock, &View::fenced));
   }
 
@@ -111,7 +127,7 @@ class Clocks {
     ++now_[warp];
     barrier.merge(views_[warp]);
     for (const Alone& some : alone_[warp]) barrier.merge(some.view);
-    barrier.ordered.actors[warp] = now_[warp];
+    barrier.ordered.set(warp, now_[warp]);
   }
   // ... to the warps that wait there.
   void enter(uint32_t warp, const View& barrier) {
@@ -138,7 +154,7 @@ class Clocks {
     View& view = views_[warp];
     if (all) {
       view.fenced.merge(view.ordered);
-      view.fenced.actors[warp] = now_[warp];
+      view.fenced.set(warp, now_[warp]);
       for (Alone& some : alone_[warp]) some.view.fenced.merge(some.view.ordered);
     } else {
       View& own = view_alone(warp, lanes);
@@ -149,8 +165,7 @@ class Clocks {
   }
   // A warp has seen what an actor did up to `clock`.
   void observe(uint32_t warp, uint32_t actor, uint32_t clock) {
-    uint32_t& own = views_[warp].ordered.actors[actor];
-    own = std::max(own, clock);
+    views_[warp].ordered.set(actor, clock);
   }
 
  private:
@@ -164,21 +179,18 @@ class Clocks {
     lanes_act_alone_ = true;
     for (Alone& some : alone_[warp])
       if (some.lanes == lanes) return some.view;
-    View fresh;
-    fresh.ordered.actors.resize(readers_ + kMaxBarriers);
-    fresh.fenced.actors.resize(readers_ + kMaxBarriers);
-    return alone_[warp].emplace_back(Alone{lanes, fresh}).view;
+    return alone_[warp].emplace_back(Alone{lanes, {}}).view;
   }
   void join(uint32_t warp) {
     for (const Alone& some : alone_[warp]) views_[warp].merge(some.view);
     alone_[warp].clear();
   }
 
-  bool seen_alone(const Accessor& by, uint32_t actor, uint32_t lane, bool several, uint32_t clock,
-                  Horizon View::* which) const {
+  [[gnu::noinline]] bool seen_alone(const Accessor& by, uint32_t actor, uint32_t lane, bool several,
+                                    uint32_t clock, Horizon View::* which) const {
     const auto covers = [&](const Horizon& h) {
-      return clock < h.actors[actor] || (!several && actor < warps_ && !h.lanes.empty() &&
-                                         clock < h.lanes[actor * kLanes + lane]);
+      return h.covers(actor, clock) || (!several && actor < warps_ && !h.lanes.empty() &&
+                                        clock < h.lanes[actor * kLanes + lane]);
     };
     if (covers(views_[by.warp].*which)) return true;
     if (by.whole_warp) return false;

@@ -268,6 +268,7 @@ class KernelParser {
         if (const auto found = numbers.find(offset); i.run != wgmma && found != numbers.end())
           kernel_.uses.push_back(found->second);
       i.uses_end = static_cast<uint32_t>(kernel_.uses.size());
+      i.uses_wgmma = i.uses_begin != i.uses_end;
     }
   }
 

@@ -77,14 +77,9 @@ class MBarrier {
     ++clock_;
     pending_ = expected_;
     completed_.merge(arriving_);
-    arriving_ = {};
-    merge_actor(completed_.ordered, clock_);
+    arriving_.clear();
+    completed_.ordered.set(actor, clock_);
     return "";
-  }
-  // Bulk copies write through the async proxy: what sees them needs no fence.
-  void merge_actor(Horizon& horizon, uint32_t clock) const {
-    if (horizon.actors.size() <= actor) horizon.actors.resize(actor + 1);
-    horizon.actors[actor] = clock;
   }
 
   uint32_t expected_, pending_;

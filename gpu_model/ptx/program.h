@@ -34,6 +34,7 @@ struct Instruction {
   bool wide = false;             // the address is a 64-bit register
   bool wide_data = false;        // so are the others
   bool read_only = false;        // ld.nc: of what no thread writes during the launch
+  bool uses_wgmma = false;       // of Kernel::wgmma_registers some: `uses_begin` to `uses_end`
   bool orders_blocks = false;    // an atomic operation with .acq_rel
   uint32_t members = kNoOffset;  // register with the lanes that take part; all if there is none
   uint32_t a[kMaxOperands] = {};

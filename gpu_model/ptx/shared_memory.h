@@ -32,6 +32,7 @@ class SharedMemory {
     writes_.assign(data_.size() / grain, Write{});
     reads_.assign(writes_.size() * clocks.readers(), Touch{});
     holds_.assign(data_.size() / kPiece, Hold{});
+    held_ = 0;
     atomics_.clear();
   }
 
@@ -75,7 +76,7 @@ class SharedMemory {
       if (const Accessor earlier = unordered(atomics_, clocks_->warps(), unit, by);
           earlier.warp != kNoWarp)
         return {Problem::kWritten, earlier, unit * grain_};
-      note(reads_, unit, by);
+      note(reads_, clocks_->readers(), unit, by);
     }
     return {};
   }
@@ -94,11 +95,13 @@ class SharedMemory {
   void hold(uint32_t piece, const Accessor& by) {
     Hold& hold = holds_[piece / kPiece];
     ++hold.count;
+    ++held_;
     hold.by = by;
   }
   // The read has happened, and counts as one by `actor`.
   void let_go(uint32_t piece, uint32_t actor, uint32_t clock, uint32_t pc) {
     --holds_[piece / kPiece].count;
+    --held_;
     for (uint32_t unit = piece / grain_; unit < (piece + kPiece) / grain_; ++unit)
       reads_[unit * clocks_->readers() + actor] = {clock, pc, 0, true};
   }
@@ -193,20 +196,23 @@ class SharedMemory {
            clocks_->fenced(by, write.actor, write.lane, write.clock);
   }
 
-  void note(std::vector<Touch>& touches, uint32_t unit, const Accessor& by) {
-    const uint32_t row = &touches == &reads_ ? clocks_->readers() : clocks_->warps();
-    Touch& touch = touches[unit * row + by.warp];
+  // `actors`: how many may touch a unit.
+  void note(std::vector<Touch>& touches, uint32_t actors, uint32_t unit, const Accessor& by) {
+    Touch& touch = touches[unit * actors + by.warp];
     // Lanes that nothing has ordered since count as several.
-    const bool open = touch.clock >= clocks_->seen(by.warp, by.warp);
+    const bool open = touch.clock >= clocks_->seen(by.warp)[by.warp];
     const bool several = by.whole_warp || (open && (touch.several || touch.lane != by.lane));
     touch = {clocks_->now(by.warp), by.pc, static_cast<uint8_t>(by.lane), several};
   }
   // Who touched a unit and is not ordered before what `by` does; its warp is kNoWarp if nobody.
-  Accessor unordered(const std::vector<Touch>& touches, uint32_t actors, uint32_t unit,
-                     const Accessor& by) const {
-    if (touches.empty()) actors = 0;
+  [[gnu::always_inline]] Accessor unordered(const std::vector<Touch>& touches, uint32_t actors,
+                                            uint32_t unit, const Accessor& by) const {
+    if (touches.empty()) return {kNoWarp, 0, false, 0};
+    const uint32_t* const seen = clocks_->seen(by.warp);
     for (uint32_t actor = 0; actor < actors; ++actor) {
       const Touch& touch = touches[unit * actors + actor];
+      if (touch.clock < seen[actor]) [[likely]]
+        continue;
       if (clocks_->before(by, actor, touch.lane, touch.several, touch.clock)) continue;
       return {actor, touch.lane, touch.several, touch.pc};
     }
@@ -222,8 +228,8 @@ class SharedMemory {
       if (races) {
         if (write.state != kEmpty && !ordered(write, by))
           return {Problem::kWritten, write.by(), unit * grain_};
-        if (const Hold& hold = holds_[unit * grain_ / kPiece]; hold.count != 0)
-          return {Problem::kHeld, hold.by, unit * grain_};
+        if (held_ != 0 && holds_[unit * grain_ / kPiece].count != 0)
+          return {Problem::kHeld, holds_[unit * grain_ / kPiece].by, unit * grain_};
         if (const Accessor earlier = unordered(reads_, clocks_->readers(), unit, by);
             earlier.warp != kNoWarp)
           return {Problem::kRead, earlier, unit * grain_};
@@ -233,7 +239,7 @@ class SharedMemory {
       }
       if (atomic) {
         write.state = kWritten;
-        note(atomics_, unit, by);
+        note(atomics_, clocks_->warps(), unit, by);
       } else {
         write = stamp(by, state);
       }
@@ -242,6 +248,7 @@ class SharedMemory {
   }
 
   uint32_t bytes_ = 0, grain_ = 4;
+  uint64_t held_ = 0;  // the sum of all holds' counts
   const Clocks* clocks_ = nullptr;
   std::vector<unsigned char> data_;
   std::vector<Write> writes_;

@@ -129,7 +129,7 @@ inline uint64_t Warp::run(uint64_t instructions) {
     const Instruction& i = code[pc];
     uint32_t lanes = mask;
     if (i.guard != kNoOffset) lanes &= pred(i.guard) ^ i.flip;
-    if (i.uses_begin != i.uses_end && lanes != 0) [[unlikely]]
+    if (i.uses_wgmma && lanes != 0) [[unlikely]]
       note_uses(i, lanes);
     if (i.kind == Kind::kPlain) {
       ++pc;
