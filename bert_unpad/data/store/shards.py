@@ -28,6 +28,7 @@ from bert_unpad.data.store.manifest import (
     count_of,
     read_manifest,
 )
+from bert_unpad.data.store.mapped import map_file
 
 FORMAT = "bert_unpad shard, version 2"
 MAX_LENGTH = 65_535  # lengths are uint16
@@ -64,6 +65,8 @@ class Example:
 
 class ShardDataset:
     """A shard opened for reading; its arrays are memory-mapped, so opening costs no memory.
+
+    No file stays open, however many the tokens are in.
 
     Args:
         path: the folder a `ShardWriter` made.
@@ -156,7 +159,7 @@ class ShardDataset:
         check_size(self.path / name, count * dtype.itemsize)
         if verify:
             check_digest(self.path / name, files[name]["sha256"])
-        return _mapped(self.path / name, dtype, count)
+        return map_file(self.path / name, dtype, count)
 
     def _check_columns(self) -> None:
         """Whether the columns have as many values as belong together."""
@@ -211,7 +214,10 @@ class ShardDataset:
 
     @property
     def tokens(self) -> NDArray[np.integer]:
-        """All examples end to end, uint16 or uint32 [num_tokens]; a copy if in several files."""
+        """All examples end to end, uint16 or uint32 [num_tokens]; a copy if in several files.
+
+        It is there to look at; training reads batches.
+        """
         parts = [self._tokens_of(number) for number in range(len(self._token_paths))]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -222,7 +228,7 @@ class ShardDataset:
             path, end = self._token_paths[number], self._token_ends[number]
             count = int(end - (self._token_ends[number - 1] if number else 0))
             check_size(path, count * self._token_dtype.itemsize)
-            found = self._token_files[number] = _mapped(path, self._token_dtype, count)
+            found = self._token_files[number] = map_file(path, self._token_dtype, count)
         return found
 
     def _gather(self, begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.integer]:
@@ -236,16 +242,17 @@ class ShardDataset:
                 f"{self.path / 'offsets.bin'} is damaged: expected examples within a file"
             )
         files = files or [np.empty(0, self._token_dtype)]
-        return self._checked(gather(files, source, begins, lengths), "tokens")
+        tokens = gather(files, source, begins, lengths)
+        if len(tokens) and tokens.max() >= self.vocab_size:
+            example = np.searchsorted(np.cumsum(lengths), tokens.argmax(), side="right")
+            raise self._wrong_ids(tokens, self._token_paths[numbers[example]])
+        return tokens
 
-    def _checked(self, ids: NDArray, name: str) -> NDArray:
-        """Returns ids after checking them: a wrong id would be an index outside a table."""
-        if len(ids) and ids.max() >= self.vocab_size:
-            raise DamagedDataError(
-                f"{self.path / name}.bin is damaged: expected ids of 0 to {self.vocab_size - 1}, "
-                f"got {ids.max()}"
-            )
-        return ids
+    def _wrong_ids(self, ids: NDArray, path: Path) -> DamagedDataError:
+        """The error of ids outside the vocabulary, which would be indices outside of tables."""
+        return DamagedDataError(
+            f"{path} is damaged: expected ids of 0 to {self.vocab_size - 1}, got {ids.max()}"
+        )
 
     def batch(self, indices: NDArray[np.integer]) -> ExampleBatch:
         """Reads several examples in one operation; their ids are their indices in the shard.
@@ -295,27 +302,18 @@ class ShardDataset:
 
     def target_counts(self) -> NDArray[np.int64]:
         """See `ExampleDataset`."""
-        name = "masked_labels" if self.has_masks else "tokens"
-        every = range(len(self._token_paths))
+        paths = [self.path / "masked_labels.bin"] if self.has_masks else self._token_paths
         counts = np.zeros(self.vocab_size, np.int64)
-        for ids in [self.masked_labels] if self.has_masks else map(self._tokens_of, every):
+        for number, path in enumerate(paths):
+            ids = self.masked_labels if self.has_masks else self._tokens_of(number)
             for begin in range(0, len(ids), 1 << 24):  # in pieces: bincount makes int64 of them
-                piece = self._checked(ids[begin : begin + (1 << 24)], name)
+                piece = ids[begin : begin + (1 << 24)]
+                if piece.max() >= self.vocab_size:
+                    raise self._wrong_ids(piece, path)
                 counts += np.bincount(piece, minlength=len(counts))
         counts[list(self.unmaskable_ids)] = 0
         return counts
 
-    @property
-    def fill(self) -> float:
-        """The share of real tokens if every example were padded to `max_seq_length`."""
-        return self.num_tokens / (len(self) * self.max_seq_length) if len(self) else 0.0
-
     def __reduce__(self) -> tuple[Callable[..., ShardDataset], tuple[Path, bool, bool]]:
         # Pickled by its path: a spawned worker maps the same pages instead of receiving a copy.
         return ShardDataset, (self.path, False, False)
-
-
-def _mapped(path: Path, dtype: np.dtype, count: int) -> NDArray:
-    if not count:  # an empty file cannot be mapped
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype, mode="r").view(np.ndarray)

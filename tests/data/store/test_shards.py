@@ -3,12 +3,19 @@
 import hashlib
 import json
 import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bert_unpad.data import DamagedDataError, ShardDataset, ShardWriter
 from bert_unpad.data.store.example_batch import Masks
+from bert_unpad.data.store.mapped import map_file
+from tests.support.paths import ROOT
+from tests.support.processes import TIMEOUT
 
 
 def write(path, vocab_size=1000, count=50, seed=0):
@@ -43,7 +50,6 @@ def test_round_trip(tmp_path, vocab_size, dtype):
         assert example.second_start == seconds[index]
         assert example.next_sentence_label == labels[index]
     np.testing.assert_array_equal(dataset[-1].input_ids, dataset[49].input_ids)
-    assert dataset.fill == pytest.approx(lengths.sum() / (50 * 40))
     with pytest.raises(IndexError, match="index"):
         dataset[50]
     with pytest.raises(ValueError, match="read-only"):
@@ -55,7 +61,6 @@ def test_empty_shard(tmp_path):
         pass
     dataset = ShardDataset(tmp_path / "s")
     assert len(dataset) == len(dataset.tokens) == 0
-    assert dataset.fill == 0
 
 
 def test_pickled_by_path(tmp_path):
@@ -154,17 +159,18 @@ def test_a_file_of_tokens_may_be_looked_at_when_it_is_read(tmp_path):
         ShardDataset(tmp_path / "shard", verify=False)
 
 
-def split_tokens(folder, examples):
-    """Puts the tokens from an example on into a second file."""
+def split_tokens(folder, *examples):
+    """Puts the tokens from each of these examples on into another file."""
     offsets = np.fromfile(folder / "offsets.bin", np.int64)
     tokens = np.fromfile(folder / "tokens.bin", np.uint16)
     manifest = json.loads((folder / "manifest.json").read_text())
-    parts = {"tokens.bin": tokens[: offsets[examples]], "more.bin": tokens[offsets[examples] :]}
+    names = [f"tokens-{number}.bin" for number in range(len(examples) + 1)]
+    parts = dict(zip(names, np.split(tokens, offsets[list(examples)]), strict=True))
     for name, part in parts.items():
         part.tofile(folder / name)
         digest = hashlib.sha256(part.tobytes()).hexdigest()
         manifest["files"][name] = {"dtype": "uint16", "count": len(part), "sha256": digest}
-    manifest["tokens"] = list(parts)
+    manifest["tokens"] = names
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -198,6 +204,53 @@ def test_opening_without_sizes_looks_at_examples_when_they_are_read(tmp_path):
     lengths.tofile(file)
     with pytest.raises(DamagedDataError, match=r"lengths\.bin is damaged: expected 1 to"):
         ShardDataset(tmp_path / "shard", verify=False)
+
+
+FEW_FILES = """
+import os, resource, sys
+import numpy as np
+from bert_unpad.data import ShardDataset
+limit = len(os.listdir("/proc/self/fd")) + 20
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+dataset = ShardDataset(sys.argv[1])
+print(int(dataset.batch(np.arange(200)).tokens.sum(dtype=np.int64)), len(dataset._token_paths))
+"""
+
+
+def test_more_files_of_tokens_than_a_process_may_open(tmp_path):
+    tokens, *_ = write(tmp_path / "shard", count=200)
+    split_tokens(tmp_path / "shard", *range(1, 200))
+    command = [sys.executable, "-c", FEW_FILES, str(tmp_path / "shard")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.stdout.split() == [str(tokens.sum()), "200"], done.stderr
+
+
+def test_a_file_is_unmapped_when_nothing_shows_it(tmp_path):
+    def is_mapped():
+        return str(path) in Path("/proc/self/maps").read_text()
+
+    path = tmp_path / "numbers.bin"
+    np.arange(5000, dtype=np.int32).tofile(path)
+    part = map_file(path, np.dtype(np.int32), 5000)[1000:1010]
+    assert part.tolist() == list(range(1000, 1010))
+    assert is_mapped()
+    del part
+    assert not is_mapped()
+    assert map_file(path, np.dtype(np.int32), 0).tolist() == []
+    with pytest.raises(FileNotFoundError, match="missing"):
+        map_file(tmp_path / "missing", np.dtype(np.int32), 1)
+    with pytest.raises(OSError, match=re.escape(f"'{tmp_path}'")):
+        map_file(tmp_path, np.dtype(np.int32), 1)
+
+
+def test_wrong_ids_are_named_with_their_file(tmp_path):
+    write(tmp_path / "shard")
+    split_tokens(tmp_path / "shard", 20, 30)
+    forge(tmp_path / "shard", "tokens-1.bin", 3, 1000)
+    dataset = ShardDataset(tmp_path / "shard")
+    for read in (lambda: dataset.batch(np.arange(50)), dataset.target_counts):
+        with pytest.raises(DamagedDataError, match=r"tokens-1\.bin is damaged: expected ids of 0 "):
+            read()
 
 
 def test_examples_that_reach_beyond_a_file_are_refused(tmp_path):
