@@ -8,21 +8,23 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary path next to `path`; renames it to `path` if the block succeeds.
 
-    If the block raises, the temporary file is removed. A reader sees the old file or the new one,
-    never a part. The random temporary name keeps several writers apart, on
+    The block writes a file there and closes it. If the block raises, the temporary file is removed.
+    A reader sees the old file or the new one, never a part, also after a power failure: the file is
+    on disk before it gets its name. The random temporary name keeps several writers apart, on
     several machines too.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         yield temporary
+        sync_file(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -47,20 +49,19 @@ def set_aside(path: Path, ending: str) -> Path:
     return aside
 
 
-def sync_file(file: IO[Any]) -> None:
-    """Waits until what was written is on disk; otherwise a rename could survive without it."""
-    file.flush()
-    os.fsync(file.fileno())
+def sync_file(path: Path) -> None:
+    """Waits until a file is on disk, without which a later rename could survive a power failure."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def sync_folder(path: Path) -> None:
     """Makes files created or renamed in the folder survive a power failure."""
     if os.name == "posix":
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync_file(path)
 
 
 def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -81,6 +81,7 @@ def join_pieces(folder: Path) -> dict[str, int]:
         statistics=statistics,
         tokenizer_files=build.tokenizer().files,
     )
+    sync_folder(folder)
     remove_work(folder)
     return statistics
 

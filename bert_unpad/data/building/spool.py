@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad._files import read_json_object, replacing, sync_file, write_text
+from bert_unpad._files import read_json_object, replacing, write_text
 from bert_unpad.data.building.blocks import Block, documents_in_blocks
 from bert_unpad.data.store.manifest import DamagedDataError, count_of
 from bert_unpad.data.text.sentences import CleanText
@@ -121,7 +121,6 @@ class SpooledBlock:
                 records.append(of_part)
                 file.write(part.text)
                 size += len(part.text)
-            sync_file(file)
         self._records = np.concatenate(records)
         first, second = self._records["digest"].T
         order = np.lexsort((second, first))  # stable: equal ones stay in order
@@ -137,7 +136,6 @@ class SpooledBlock:
 def _save(path: Path, array: NDArray) -> None:
     with replacing(path) as temporary, temporary.open("wb") as file:
         np.save(file, array, allow_pickle=False)
-        sync_file(file)
 
 
 def spool_block(folder: Path, number: int, block: Block) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from bert_unpad._files import sync_file
 from bert_unpad.data.building.engines import Processes, available_cores
 from bert_unpad.data.store.cache import cache_lock
 from bert_unpad.data.store.manifest import DamagedDataError
@@ -33,7 +34,8 @@ MAX_MAPS = 256
 Loaded = TypeVar("Loaded")
 _LARGE = 2**28  # bytes of files from which starting processes, 3 seconds, pays
 _MOST_WORKERS = 32  # of half a GB each; more would wait for the disk
-_DAMAGE = (OSError, EOFError, ValueError, DamagedDataError)
+# Not other OSErrors: too many open files, or a disk that is away for a moment, is no damage.
+_DAMAGE = (FileNotFoundError, EOFError, ValueError, DamagedDataError)
 
 
 def cached(
@@ -54,8 +56,8 @@ def cached(
         files: what it is made of.
         settings: JSON values that it depends on besides.
         write: fills a new folder.
-        load: returns what the folder holds; an OSError, EOFError, ValueError or DamagedDataError
-            says that it is damaged.
+        load: returns what the folder holds; a FileNotFoundError, EOFError, ValueError or
+            DamagedDataError says that it is damaged.
     """
     path = _folder(cache_dir, kind, files, settings)
     key = path.name
@@ -80,6 +82,8 @@ def cached(
         temporary.mkdir()
         try:
             write(temporary)
+            for file in temporary.iterdir():  # as `load` may look at sizes only
+                sync_file(file)
             os.replace(temporary, path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bert_unpad._files import read_json_object, sync_file
+from bert_unpad._files import read_json_object
 from bert_unpad.data.text.sources import file_sha256
 
 MANIFEST = "manifest.json"
@@ -13,13 +13,6 @@ MANIFEST = "manifest.json"
 
 class DamagedDataError(RuntimeError):
     """A file of prepared data is missing, truncated or altered."""
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Writes text and waits until it is on disk; otherwise a rename could survive without it."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        sync_file(file)
 
 
 def read_manifest(path: Path, expected_format: str) -> dict[str, Any]:

@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_unpad._files import read_json_object
+from bert_unpad._files import read_json_object, write_text
 from bert_unpad.data.store.manifest import (
     MANIFEST,
     DamagedDataError,
     check_digest,
     count_of,
     read_manifest,
-    write_synced,
 )
 from bert_unpad.data.store.shards import ShardDataset
 from bert_unpad.data.text.json_tokenizer import JsonTokenizer
@@ -69,7 +68,7 @@ def write_prepared(
         "sha256": {name: file_sha256(folder / name) for name in names},
     }
     manifest["checksum"] = _checksum(manifest)
-    write_synced(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
 def read_prepared(folder: Path, check: bool = True) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bert_unpad._files import sync_file, sync_folder, write_text
 from bert_unpad.data.store.example_batch import Masks
-from bert_unpad.data.store.manifest import MANIFEST, write_synced
+from bert_unpad.data.store.manifest import MANIFEST
 from bert_unpad.data.store.shards import DTYPES, FORMAT, MAX_LENGTH, MAX_VOCAB, OF_MASKS
 
 
@@ -136,6 +137,7 @@ class ShardWriter:
             files,
             [self._columns["tokens"].path.name],
         )
+        sync_folder(self._temporary)
         os.replace(self._temporary, self.path)
 
     def __enter__(self) -> ShardWriter:
@@ -168,7 +170,7 @@ def write_shard_manifest(
         tokens: names of the files of tokens, in the order of the examples.
     """
     manifest = {"format": FORMAT, **about, "tokens": tokens, "files": files}
-    write_synced(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 class Column:
@@ -188,7 +190,6 @@ class Column:
         self.count += len(values)
 
     def close(self) -> dict[str, str | int]:
-        self.file.flush()
-        os.fsync(self.file.fileno())
         self.file.close()
+        sync_file(self.path)
         return {"dtype": self.dtype.name, "count": self.count, "sha256": self.digest.hexdigest()}

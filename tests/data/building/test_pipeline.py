@@ -1,11 +1,14 @@
 """Preparing: the same bytes whoever did which part of the work, and whatever was killed."""
 
+import contextlib
 import errno
 import fcntl
+import itertools
 import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 import threading
 import time
@@ -250,28 +253,44 @@ class Interrupted(Exception):
     pass
 
 
-@pytest.mark.parametrize("call", range(6))
-def test_killed_while_joining(corpus, expected, tmp_path, monkeypatch, call):
-    """Stops at each of the renames that joining makes, and later goes on."""
-    output = tmp_path / "out"
-    work = pipeline(corpus, output)
+@pytest.fixture(scope="module")
+def unjoined(corpus, tmp_path_factory):
+    """All but joining is done."""
+    output = tmp_path_factory.mktemp("unjoined") / "out"
+    work = pipeline(corpus, output, part=Part())
     work.read()
     work.plan()
     work.make_examples()
-    rename, left = os.rename, [call]
+    return output
 
-    def stop(*paths):
-        if not left[0]:
-            raise Interrupted
-        left[0] -= 1
-        rename(*paths)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", stop)
-        with pytest.raises(Interrupted):
-            join_parts(output)
-    pipeline(corpus, output).run()
-    assert contents(output) == contents(expected)
+@pytest.mark.parametrize("name", ["rename", "replace", "fsync"])
+def test_killed_while_joining(corpus, unjoined, expected, tmp_path, monkeypatch, name):
+    """Stops before each file gets its name or is on disk, which it then never is; later goes on."""
+    original = getattr(os, name)
+    for call in itertools.count():
+        output, left = tmp_path / str(call), [call]
+        shutil.copytree(unjoined, output)
+
+        def stop(*arguments, left=left):
+            if not left[0]:
+                if name == "fsync":
+                    with contextlib.suppress(OSError):  # a folder
+                        os.truncate(f"/proc/self/fd/{arguments[0]}", 0)
+                raise Interrupted
+            left[0] -= 1
+            return original(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, stop)
+            try:
+                join_parts(output)
+                break
+            except Interrupted:
+                pass
+        pipeline(corpus, output).run()
+        assert contents(output) == contents(expected)
+    assert call >= {"rename": 10, "replace": 3, "fsync": 10}[name]
 
 
 def test_ranges_of_digests_find_the_same(corpus, expected, tmp_path, monkeypatch):

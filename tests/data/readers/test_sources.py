@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 
 import numpy as np
@@ -133,3 +135,37 @@ def test_what_a_killed_process_left_in_the_cache_is_removed(tmp_path):
     shutil.move(made, made.with_name(f".{made.name}.0123"))
     assert cached(*arguments, lambda folder: None, lambda folder: folder) == made
     assert list(made.parent.iterdir()) == [made]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.EIO, errno.ESTALE])
+def test_what_is_cached_outlives_errors_that_pass(tmp_path, number):
+    (tmp_path / "file").touch()
+    arguments = (tmp_path / "cache", "kind", [tmp_path / "file"], [])
+    made = cached(*arguments, lambda folder: (folder / "a").write_text("a"), lambda folder: folder)
+
+    def fails(folder):
+        raise OSError(number, os.strerror(number), str(folder))
+
+    with pytest.raises(OSError, match=os.strerror(number)):
+        cached(*arguments, lambda folder: pytest.fail("it was made again"), fails)
+    assert (made / "a").read_text() == "a"
+    (made / "a").unlink()
+    again = cached(
+        *arguments, lambda folder: (folder / "a").write_text("b"), lambda f: (f / "a").read_text()
+    )
+    assert again == "b"
+
+
+def test_what_is_cached_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    synced, fsync = set(), os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (synced.add(os.fstat(handle).st_ino), fsync(handle))
+    )
+
+    def write(folder):
+        for name in ("a", "b"):
+            (folder / name).write_text(name)
+
+    made = cached(tmp_path / "cache", "kind", [tmp_path / "file"], [], write, lambda folder: folder)
+    assert {path.stat().st_ino for path in made.iterdir()} <= synced
