@@ -23,13 +23,12 @@ import numpy as np
 
 from bert_unpad.data.text.file_source import FileSource, is_plain
 from bert_unpad.data.text.sentences import CleanText, clean
-from bert_unpad.data.text.sources import HuggingFaceSource, Source, TextSource
+from bert_unpad.data.text.sources import LONGEST_FILE, HuggingFaceSource, Source, TextSource
 
 BLOCK_BYTES = 8 << 20
 _GROW_EVERY = 512  # blocks; so a corpus of 1 TB has 10,000 blocks
 _MOST_DOUBLINGS = 4
 _WINDOW = 1 << 20  # bytes in which a cut looks for the end of a document
-_LARGE_FILE = 128 << 20  # bytes; a larger file is cut even if it is one document
 _ROWS = 1000  # of a data set, read at a time
 _BOM = codecs.BOM_UTF8
 
@@ -63,7 +62,7 @@ def cut(source: Source, first: int) -> Sequence[Block] | None:
     """
     if type(source) is TextSource:
         whole = source.file_per_document
-        parts = _extents(source.files, first, _LARGE_FILE if whole else None)
+        parts = _extents(source.files, first, LONGEST_FILE if whole else None)
         return [FileBlock(extents, whole) for extents in parts]
     if type(source) is FileSource and all(is_plain(*file, "jsonl") for file in source.formats):
         reader = source.part([])
@@ -164,7 +163,7 @@ class LineBlock:
                     file.seek(at - 1)
                     at += len(file.readline(extent.end - at + 1)) - 1
                 while at < extent.end:
-                    line = file.readline()
+                    line = file.readline(LONGEST_FILE)
                     if not line:
                         raise extent.shrunk()
                     text = self.reader.document_of(line, f"{extent.path}: byte {at:,}")

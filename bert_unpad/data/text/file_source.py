@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from bert_unpad.data.compressed import ENDINGS, open_file
 from bert_unpad.data.text.mediawiki import articles
-from bert_unpad.data.text.sources import TEXT_SUFFIXES, file_sha256, text_documents
+from bert_unpad.data.text.sources import LONGEST_FILE, TEXT_SUFFIXES, file_sha256, text_documents
 
 FORMATS: dict[str, tuple[str, ...]] = {
     "text": TEXT_SUFFIXES,
@@ -116,7 +116,8 @@ class FileSource:
                     yield from text_documents(path, text, self.file_per_document)
 
     def _lines(self, path: Path, file: BinaryIO) -> Iterator[str]:
-        for number, line in enumerate(file, 1):
+        lines = iter(lambda: file.readline(LONGEST_FILE), b"")
+        for number, line in enumerate(lines, 1):
             if text := self.document_of(line, f"{path}: line {number}"):
                 yield text
 
@@ -124,7 +125,7 @@ class FileSource:
         """Returns the document in a line of JSON Lines; None, or no text, where it has none.
 
         Args:
-            line: the line.
+            line: the line, or the first `LONGEST_FILE` bytes of a longer one.
             where: its place, for the error.
 
         Raises:
@@ -132,6 +133,8 @@ class FileSource:
         """
         if line.isspace():
             return None
+        if len(line) == LONGEST_FILE:
+            raise self._no_document(where, f"{len(line):,} bytes or more")
         try:
             row: Any = json.loads(line)
             text = row[self.column] if isinstance(row, dict) else row

@@ -8,6 +8,7 @@ footnotes, formulas and pictures are left out too.
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any, BinaryIO
 from xml.etree.ElementTree import ParseError
 
 from bert_unpad.data.store.manifest import DamagedDataError
+
+logger = logging.getLogger(__name__)
 
 _FILE, _CATEGORY = 6, 14  # numbers of name spaces, the same on all sites
 _ENGLISH = ("file", "image", "category")  # their names in English, known on all sites
@@ -29,8 +32,8 @@ _SWITCH = re.compile(r"__[A-Z]+__")
 def articles(file: BinaryIO, path: Path) -> Iterator[str]:
     """Yields the text of each article; paragraphs are separated by blank lines.
 
-    Redirects and pages of other name spaces are left out. Of several versions of a page the last
-    one counts.
+    Redirects and pages of other name spaces are left out, and, with a warning, pages whose markup
+    cannot be read. Of several versions of a page the last one counts.
 
     Args:
         file: the dump.
@@ -50,7 +53,15 @@ def articles(file: BinaryIO, path: Path) -> Iterator[str]:
             markup = None
             for revision in page:
                 markup = revision.text
-            if markup and (text := plain_text(parser.parse(markup), hidden)):
+            try:
+                text = plain_text(parser.parse(markup), hidden) if markup else ""
+            except (parser.parser.ParserError, RecursionError) as error:
+                logger.warning(
+                    "%s: leaving out the page %r, whose markup cannot be read (%s)",
+                    *(path, page.title, error),
+                )
+                continue
+            if text:
                 yield text
     except (ParseError, mwxml.errors.MalformedXML, AssertionError, StopIteration) as error:
         raise DamagedDataError(

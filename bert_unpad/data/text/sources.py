@@ -26,6 +26,10 @@ from bert_unpad._files import read_json_object, write_text
 logger = logging.getLogger(__name__)
 
 TEXT_SUFFIXES = ("", ".txt", ".text", ".md", ".rst")
+LONGEST_DOCUMENT = 8 << 20
+"""Characters of a document that no blank line ends."""
+LONGEST_FILE = 128 << 20
+"""Characters, or bytes, of a file that is one document, or of a line of JSON."""
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _HF_OPTIONS = ("config", "split", "column", "revision", "data_files", "streaming", "limit")
 
@@ -202,20 +206,27 @@ class TextSource:
 def text_documents(path: Path, file: TextIO, file_per_document: bool) -> Iterator[str]:
     """Yields the documents of a text file; see `TextSource`.
 
+    A document is cut at a line end where it would become longer than `LONGEST_DOCUMENT`, or
+    `LONGEST_FILE` if it is a file; so memory is bounded whatever the text.
+
     Raises:
         ValueError: the file is not UTF-8; the message names it.
     """
     try:
         if file_per_document:
-            yield file.read()
+            while text := file.read(LONGEST_FILE):
+                yield text + file.readline(LONGEST_DOCUMENT)
             return
         lines: list[str] = []
-        for line in file:
-            if line.strip():
+        size = 0
+        while line := file.readline(LONGEST_DOCUMENT):
+            blank = line.isspace()
+            if not blank:
                 lines.append(line)
-            elif lines:
+                size += len(line)
+            if lines and (blank or size >= LONGEST_DOCUMENT):
                 yield "".join(lines)
-                lines = []
+                lines, size = [], 0
         if lines:
             yield "".join(lines)
     except UnicodeDecodeError as error:

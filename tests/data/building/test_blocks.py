@@ -139,7 +139,7 @@ def test_a_document_without_end_is_cut_at_lines_words_or_letters(tmp_path, monke
 
 
 def test_large_files_are_cut_even_if_they_are_documents(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "_LARGE_FILE", 1000)
+    monkeypatch.setattr(blocks, "LONGEST_FILE", 1000)
     (tmp_path / "a.txt").write_text("A line here.\n" * 300)
     (tmp_path / "b.txt").write_text("Short one.")
     found = [d for block in read(TextSource(tmp_path, True), 10**6) for d in block]

@@ -10,6 +10,8 @@ import lzma
 import pytest
 
 from bert_unpad.data import DamagedDataError, DataConfig, prepare
+from bert_unpad.data.building import blocks
+from bert_unpad.data.text import file_source, sources
 from bert_unpad.data.text.file_source import FileSource
 from bert_unpad.data.text.sources import TextSource, open_source
 
@@ -133,6 +135,37 @@ def test_lines_without_text_are_named(tmp_path, line, message):
     wanted = rf"a\.jsonl: line 3: expected a JSON object with text as its entry 'text' .*{message}"
     with pytest.raises(ValueError, match=wanted):
         read(tmp_path / "a.jsonl", tmp_path)
+
+
+def test_text_without_blank_lines_is_cut_at_line_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LONGEST_DOCUMENT", 100)
+    monkeypatch.setattr(sources, "LONGEST_FILE", 1000)
+    text = "".join(f"Line {i} of \u00fc text.\n" for i in range(300))
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
+    for source, most in (("a.txt.gz", 100), ("a.txt.gz?file_per_document=true", 1000)):
+        documents = read(tmp_path / source, tmp_path)
+        assert "".join(documents) == text
+        assert all(document.endswith("\n") for document in documents)
+        assert all(most <= len(document) < most + 30 for document in documents[:-1])
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"x" * 950))
+    assert [len(document) for document in read(tmp_path / "b.txt.gz", tmp_path)] == [100] * 9 + [50]
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_lines_of_any_length_do_not_fill_the_memory(tmp_path, monkeypatch, ending):
+    for module in (blocks, file_source):
+        monkeypatch.setattr(module, "LONGEST_FILE", 1000)
+    path = tmp_path / f"a.jsonl{ending}"
+    rows = lines([{"text": "Short."}, {"text": "long " * 1000}]).encode()
+    path.write_bytes(gzip.compress(rows) if ending else rows)
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl.*: line 2: expected .* got 1,000 bytes or more"
+    ):
+        read(path, tmp_path)
+    if not ending:
+        (block,) = blocks.cut(open_source(str(path), cache_dir=tmp_path), 1 << 20)
+        with pytest.raises(ValueError, match=r"a\.jsonl: byte 19: expected .* got 1,000 bytes or "):
+            list(block.read())
 
 
 def test_compressed_text_that_is_not_utf8_is_named(tmp_path):

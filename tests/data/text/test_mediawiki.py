@@ -139,6 +139,22 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
         list(source.documents())
 
 
+@pytest.mark.parametrize("error", [parser.parser.ParserError, RecursionError])
+def test_a_page_that_cannot_be_parsed_is_named_and_left_out(tmp_path, monkeypatch, caplog, error):
+    (tmp_path / "wiki.xml").write_text(dump(*PAGES))
+    parse = parser.parse
+
+    def fails(markup):
+        if "Alt" in markup or "Neu" in markup:
+            raise error("too deep")
+        return parse(markup)
+
+    monkeypatch.setattr(parser, "parse", fails)
+    source = open_source(str(tmp_path / "wiki.xml"), cache_dir=tmp_path)
+    assert list(source.documents()) == TEXTS[:1]
+    assert "wiki.xml: leaving out the page 'Hof', whose markup cannot be read" in caplog.text
+
+
 def test_dumps_are_prepared_in_parallel(tmp_path):
     (tmp_path / "dumps").mkdir()
     for part in range(4):
