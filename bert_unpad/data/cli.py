@@ -14,8 +14,9 @@ from typing import get_args
 
 import numpy as np
 
+from bert_unpad._arguments import above_zero, positive
 from bert_unpad._commands import run_command
-from bert_unpad.data.building.blocks import BLOCK_BYTES
+from bert_unpad.data.building.blocks import BLOCK_BYTES, check_outside
 from bert_unpad.data.building.build import MEMORY, check_settings, example_settings
 from bert_unpad.data.building.engines import Engine, InProcess, Processes, available_cores
 from bert_unpad.data.building.join import join_parts
@@ -84,7 +85,10 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--vocab-file", help="BERT vocabulary to use")
     group.add_argument("--vocab-size", type=int, default=default.vocab_size)
     group.add_argument(
-        "--vocab-sample-mb", type=float, default=_SAMPLE_MB, help="text to train a vocabulary on"
+        "--vocab-sample-mb",
+        type=above_zero,
+        default=_SAMPLE_MB,
+        help="text to train a vocabulary on",
     )
     group.add_argument("--alphabet-size", type=int, default=default.alphabet_size)
     group.add_argument("--cased", action="store_true", help="keep upper case and accents")
@@ -93,18 +97,23 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--validation-share", type=float, default=default.validation_share)
     group.add_argument("--seed", type=int, default=default.seed)
     group.add_argument(
-        "--block-mb", type=float, default=BLOCK_BYTES / 2**20, help="text of the first blocks, MiB"
+        "--block-mb",
+        type=above_zero,
+        default=BLOCK_BYTES / 2**20,
+        help="text of the first blocks, MiB",
     )
     group.add_argument("--cache-dir", help="where slow sources keep documents")
 
 
 def _add_work_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--workers", type=int, help="processes, each on one core (default: all)")
+    group.add_argument(
+        "--workers", type=positive, help="processes, each on one core (default: all)"
+    )
     group.add_argument("--engine", choices=("processes", "ray"), default="processes")
     group.add_argument(
         "--address", help="with ray: of a running cluster, or auto (default: starts one here)"
     )
-    group.add_argument("--memory", type=float, default=MEMORY / 1e9, help="GB of a worker")
+    group.add_argument("--memory", type=above_zero, default=MEMORY / 1e9, help="GB of a worker")
     group.add_argument("--part", type=_part, metavar="I/N", help="do one of N shares of the work")
     group.add_argument(
         "--stage",
@@ -158,11 +167,13 @@ def _prepare(options: argparse.Namespace) -> None:
         join_parts(options.output)
         print(f"{options.output} is complete; remove it to prepare it again")
         return
+    source = open_source(options.source, cache_dir=cache)
+    check_outside("output", options.output, source)
     with _engine(options) as engine:
         pipeline = Pipeline(
             options.output,
             _config(options),
-            open_source(options.source, cache_dir=cache),
+            source,
             engine,
             part=options.part,
             block_bytes=int(options.block_mb * 2**20),

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from bert_unpad._files import write_text
-from bert_unpad.data.building.blocks import BLOCK_BYTES, identity
+from bert_unpad.data.building.blocks import BLOCK_BYTES, check_outside, identity
 from bert_unpad.data.building.build import example_settings
 from bert_unpad.data.building.engines import InProcess
 from bert_unpad.data.building.join import join_parts
@@ -154,6 +154,7 @@ def prepare(config: DataConfig, progress: bool | None = None, check: bool = True
     cache = chosen_cache_dir(config.cache_dir)
     tokenizer = given_tokenizer(config)
     source = open_source(config.source, cache_dir=cache)
+    check_outside("cache_dir", cache, source)
     settings = example_settings(config, tokenizer)
     settings |= {
         "format": FORMAT,

@@ -3,6 +3,7 @@
 import bz2
 import contextlib
 import dataclasses
+import errno
 import gzip
 import json
 import lzma
@@ -20,6 +21,7 @@ import pytest
 
 from bert_unpad.data import DamagedDataError, DataConfig, prepare
 from bert_unpad.data.building.build_lock import build_lock
+from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.building.streams import divide
 from bert_unpad.data.cli import main
 from bert_unpad.data.store.prepared import read_prepared
@@ -254,9 +256,13 @@ def test_check_finds_what_opening_does_not(prepared, tmp_path, capsys):
         (["--part", "3/2"], "part: expected 1/n to n/n, got 3/2"),
         (["--stage", "read"], "--stage: expected --part beside it"),
         (["--memory", "0.5"], "memory: expected 1,000,000,000 bytes or more, got 500,000,000"),
-        (["--workers", "0"], "workers: expected at least 1, got 0"),
+        (["--memory", "inf"], "--memory: expected a number of 0 or more, got 'inf'"),
+        (["--block-mb", "nan"], "--block-mb: expected a number of 0 or more, got 'nan'"),
+        (["--vocab-sample-mb", "-1"], "--vocab-sample-mb: expected a number of 0 or more"),
+        (["--workers", "0"], "--workers: expected an integer of 1 or more, got '0'"),
         (["--address", "auto"], "--address: expected --engine ray beside it, got auto"),
-        (["--block-mb", "0"], "block_bytes: expected 1 or more, got 0"),
+        (["--block-mb", "0"], "--block-mb: expected a number above 0, got '0'"),
+        (["--block-mb", "1e-9"], "block_bytes: expected 1 or more, got 0"),
         (["--source", "shards:/tmp"], "--source: expected text .* got shards:/tmp"),
         (["--source", "stream:c4"], "--source: expected text .* got stream:c4"),
         (["--source", "/nothing"], "source: /nothing does not exist"),
@@ -268,6 +274,45 @@ def test_bad_arguments_are_named(text, tmp_path, capsys, given, message):
         main(arguments(text, tmp_path / "out", *given))
     assert error.value.code == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_result_within_the_source_is_refused(text, tmp_path, capsys, monkeypatch):
+    (tmp_path / "text").mkdir()
+    for path in text.iterdir():
+        (tmp_path / "text" / path.name).write_bytes(path.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    for source, output in (("text", "text/out"), (".", "./other/out"), ("text", "text")):
+        with pytest.raises(SystemExit):
+            main(arguments(source, output))
+        said = capsys.readouterr().err
+        assert f"output: expected a folder outside of {source}, whose files are all read" in said
+    config = DataConfig("text", cache_dir="text/cache")
+    with pytest.raises(ValueError, match="cache_dir: expected a folder outside of text"):
+        prepare(config, progress=False)
+    assert main(arguments("text", "text/.out", "--workers", "1")) == 0
+    assert main(arguments("text/000.txt", "text/000.txt.prepared", "--workers", "1")) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 1),
+        (OSError(errno.EIO, "Input/output error"), 1),
+        (PermissionError(errno.EACCES, "Permission denied"), 1),
+        (BlockingIOError("output: expected no other process"), 2),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), 2),
+    ],
+)
+def test_a_disk_that_fails_is_no_bad_argument(text, tmp_path, capsys, monkeypatch, error, code):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(Pipeline, "run", fails)
+    with contextlib.suppress(SystemExit):
+        assert main(arguments(text, tmp_path / "out", "--workers", "1")) == code == 1
+    said = capsys.readouterr().err
+    assert str(error) in said
+    assert ("usage:" in said) == (code == 2)
 
 
 @pytest.mark.parametrize("manifest", ["{}", '{"format": "bert_unpad prepared data, vers', "[]"])

@@ -89,6 +89,26 @@ def identity(source: Source) -> str | None:
     return hashlib.sha256(json.dumps([*options, *about]).encode()).hexdigest()
 
 
+def check_outside(name: str, folder: Path, source: Source) -> None:
+    """Raises a ValueError if files in a folder would be documents of the source.
+
+    Args:
+        name: the setting that names the folder.
+        folder: where something is to be written.
+        source: the corpus.
+    """
+    if not isinstance(source, TextSource | FileSource):
+        return
+    top, place = Path(source.name).resolve(), folder.resolve()
+    if top not in (place, *place.parents):
+        return
+    if not any(part.startswith(".") for part in place.relative_to(top).parts):  # hidden ones
+        raise ValueError(
+            f"{name}: expected a folder outside of {source.name}, whose files are all read, got "
+            f"{folder}"
+        )
+
+
 @dataclass(frozen=True)
 class Extent:
     """A part of a file, in bytes; its ends move to the next boundary when it is read."""
