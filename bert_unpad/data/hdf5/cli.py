@@ -1,29 +1,39 @@
 """`python -m bert_unpad.data.hdf5`: writes, converts and checks HDF5 files in MLPerf's layouts.
 
 All folders hold `train`, perhaps `validation`, and `tokenizer`. A `data.source` of `hdf5:FOLDER` or
-`shards:FOLDER` reads them.
+`shards:FOLDER` reads them. What was killed is continued by the same command: `work` in a folder
+says until the end how it was begun.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 from bert_unpad._commands import run_command
+from bert_unpad._files import read_json_object, write_text
+from bert_unpad.data.building.build import ABOUT, check_settings
+from bert_unpad.data.building.build_lock import LOCK, build_lock
+from bert_unpad.data.building.join import remove_work
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.hdf5.write import write_hdf5
 from bert_unpad.data.masking import TokenMasker
 from bert_unpad.data.preparation import PreparedData, prepare
+from bert_unpad.data.sampling.epoch_sampler import lengths_checksum
 from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.store.manifest import DamagedDataError
 from bert_unpad.data.store.shard_writer import ShardWriter
 from bert_unpad.data.streams.text_stream import is_streamed
 
 _BLOCK = 4096  # examples handled at a time
+_NOT_OF_RESULT = ("run", "output", "cache_dir")  # options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,25 +108,29 @@ def _generate(options: argparse.Namespace) -> None:
     masker = TokenMasker(
         data.tokenizer, max_predictions_per_seq=options.max_predictions, seed=options.seed
     )
-    for split, dataset in _splits(data):
-        paths = write_hdf5(
-            dataset,
-            options.output / split,
-            layout=options.layout,
-            examples_per_file=options.examples_per_file,
-            masker=masker,
-            max_predictions=options.max_predictions,
-        )
-        print(f"{options.output / split}: {len(dataset):,} examples in {len(paths):,} files")
-    _save_tokenizer(data, options.output)
+    with _work(options, data):
+        for split, dataset in _splits(data):
+            paths = write_hdf5(
+                dataset,
+                options.output / split,
+                layout=options.layout,
+                examples_per_file=options.examples_per_file,
+                masker=masker,
+                max_predictions=options.max_predictions,
+                resume=True,
+            )
+            print(f"{options.output / split}: {len(dataset):,} examples in {len(paths):,} files")
 
 
 def _to_shards(options: argparse.Namespace) -> None:
     data = _open(options)
-    for split, dataset in _splits(data):
-        write_shard(dataset, options.output / split, unmask=options.unmask)
-        print(f"{options.output / split}: {len(dataset):,} examples")
-    _save_tokenizer(data, options.output)
+    with _work(options, data):
+        for split, dataset in _splits(data):
+            if not (options.output / split).exists():
+                for old in options.output.glob(f".{split}.*"):  # of a process that was killed
+                    shutil.rmtree(old)
+                write_shard(dataset, options.output / split, unmask=options.unmask)
+            print(f"{options.output / split}: {len(dataset):,} examples")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -147,9 +161,39 @@ def _splits(data: PreparedData) -> list[tuple[str, ExampleDataset]]:
     return [(name, dataset) for name, dataset in splits if len(dataset)]
 
 
-def _save_tokenizer(data: PreparedData, output: Path) -> None:
-    (output / "tokenizer").mkdir(parents=True, exist_ok=True)
-    data.tokenizer.save(output / "tokenizer")
+@contextmanager
+def _work(options: argparse.Namespace, data: PreparedData) -> Iterator[None]:
+    """Begins a folder, or goes on with it; completes it when the block has written all examples.
+
+    Raises:
+        BlockingIOError: another process is at work there.
+        FileExistsError: the folder has examples and is complete.
+        ValueError: it was begun with something else.
+    """
+    work = options.output / "work"
+    splits = _splits(data)
+    about = {
+        **{name: value for name, value in vars(options).items() if name not in _NOT_OF_RESULT},
+        "tokenizer": data.tokenizer.identity(),
+        "lengths_crc32": {split: lengths_checksum(dataset.lengths) for split, dataset in splits},
+    }
+    if (work / ABOUT).exists():
+        check_settings(options.output, read_json_object(work / ABOUT), about)
+    else:
+        for split, _ in splits:
+            if (options.output / split).exists():
+                raise FileExistsError(
+                    f"output: expected a new folder, or one that was begun, got {options.output} "
+                    f"with {split}"
+                )
+        work.mkdir(parents=True, exist_ok=True)
+        (work / LOCK).touch()
+        write_text(work / ABOUT, json.dumps(about))
+    with build_lock(work, alone=True):
+        yield
+        (options.output / "tokenizer").mkdir(exist_ok=True)
+        data.tokenizer.save(options.output / "tokenizer")
+        remove_work(options.output)
 
 
 def write_shard(dataset: ExampleDataset, path: str | Path, unmask: bool = False) -> None:

@@ -62,6 +62,7 @@ def write_hdf5(
     examples_per_file: int = 4096,
     masker: TokenMasker | None = None,
     max_predictions: int = 76,
+    resume: bool = False,
 ) -> list[Path]:
     """Writes all examples of a data set to files `part_00000_of_00010.hdf5` and so on.
 
@@ -72,6 +73,7 @@ def write_hdf5(
         examples_per_file: number of examples per file; the last file may have fewer.
         masker: draws masks of examples that have none.
         max_predictions: width of the mask columns in the fixed layout (MLPerf: 76).
+        resume: keep the files that are there, of a call with the same arguments that was killed.
 
     Returns:
         The files.
@@ -94,18 +96,22 @@ def write_hdf5(
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.glob("*.hdf5")):
+    if not resume and any(folder.glob("*.hdf5")):
         raise FileExistsError(f"{folder}: expected a folder without HDF5 files")
+    for old in folder.glob(".part_*.tmp") if resume else ():
+        old.unlink()
     count = -(-len(dataset) // examples_per_file)
     paths = []
     for number, indices in enumerate(_pieces(len(dataset), examples_per_file)):
+        paths.append(folder / f"part_{number:05}_of_{count:05}.hdf5")
+        if paths[-1].exists():
+            continue
         batch = masked_batch(dataset, indices, masker)
         if (batch.next_sentence_labels < 0).any():
             raise ValueError(
                 "next_sentence_labels: expected 0 or 1 in every example, but example "
                 f"{indices[batch.next_sentence_labels < 0][0]} has no second segment"
             )
-        paths.append(folder / f"part_{number:05}_of_{count:05}.hdf5")
         with replacing(paths[-1]) as temporary, h5py.File(temporary, "w") as file:
             if layout == "fixed":
                 _write_fixed(file, batch, dataset.max_seq_length, max_predictions)

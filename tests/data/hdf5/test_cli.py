@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
-from bert_unpad.data import DataConfig, PackedCollator, ShardDataset, prepare
+from bert_unpad.data import (
+    DataConfig,
+    PackedCollator,
+    ShardDataset,
+    ShardWriter,
+    WordPieceTokenizer,
+    prepare,
+)
 from bert_unpad.data.masking import TokenMasker, most_frequent_token_rate
 
 pytest.importorskip("h5py")
 
-from bert_unpad.data.hdf5 import write_hdf5
+from bert_unpad.data.hdf5 import write, write_hdf5
 from bert_unpad.data.hdf5.cli import main, write_shard
 from tests.support.hdf5_files import (
     EXAMPLES,
     PREDICTIONS,
+    VOCAB,
     damage,
     open_folder,
     raw_examples,
     write_folder,
 )
+from tests.support.prepared_text import contents
 from tests.support.pretrain_runs import log_lines
 
 
@@ -102,6 +113,86 @@ def test_generate_check_convert_and_open(tmp_path, capsys, layout):
         main(["check", "--source", "stdlib"])
     assert stopped.value.code == 2
     assert "--source: expected hdf5:PATH" in capsys.readouterr().err
+
+
+class Killed(BaseException):
+    pass
+
+
+def times(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_killed_conversion_goes_on(tmp_path, monkeypatch, capsys):
+    write_folder(tmp_path / "data" / "train", raw_examples(), "variable")
+    write_folder(tmp_path / "data" / "validation", raw_examples(seed=1)[:20], "fixed")
+    WordPieceTokenizer(VOCAB).save(tmp_path / "data" / "tokenizer")
+    cache = ["--cache-dir", str(tmp_path / "cache"), "--max-seq-length", "24"]
+    given = ["--source", f"hdf5:{tmp_path / 'data'}", *cache]
+    output, close = tmp_path / "out", ShardWriter.close
+
+    def killed(writer):
+        if writer.path.name == "validation":
+            raise Killed
+        close(writer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "close", killed)
+        with pytest.raises(Killed):
+            main(["to-shards", str(output), *given])
+    (output / ".validation.0123").mkdir()
+    done = times(output / "train")
+    with pytest.raises(SystemExit):
+        main(["to-shards", str(output), *given, "--unmask"])
+    assert re.search(r"begun with other settings .*unmask False, got True", capsys.readouterr().err)
+    assert main(["to-shards", str(output), *given]) == 0
+    assert times(output / "train") == done
+    assert main(["to-shards", str(tmp_path / "whole"), *given]) == 0
+    assert contents(output) == contents(tmp_path / "whole")
+    names = ["tokenizer", "train", "validation"]
+    assert sorted(path.name for path in output.iterdir()) == names
+    with pytest.raises(SystemExit):
+        main(["to-shards", str(output), *given])
+    assert "expected a new folder, or one that was begun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", ["variable", "fixed"])
+def test_killed_writing_goes_on(tmp_path, monkeypatch, layout):
+    text = "\n\n".join(f"One w{i} two. Three w{i + 1} four five. Six w{i % 7}." for i in range(60))
+    (tmp_path / "corpus.txt").write_text(text)
+    given = ["--source", str(tmp_path / "corpus.txt"), "--cache-dir", str(tmp_path / "cache")]
+    given += ["--layout", layout, "--vocab-size", "80", "--max-seq-length", "32"]
+    given += ["--max-predictions", "5", "--examples-per-file", "16"]
+    output, name = tmp_path / "out", f"_write_{layout}"
+    original, left = getattr(write, name), [2]
+
+    def killed(*arguments):
+        if not left[0]:
+            raise Killed
+        left[0] -= 1
+        original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(write, name, killed)
+        with pytest.raises(Killed):
+            main(["generate", str(output), *given])
+    (output / "train" / ".part_00002_of_00009.hdf5.01.tmp").touch()
+    done = times(output / "train")
+    assert main(["generate", str(output), *given]) == 0
+    assert main(["generate", str(tmp_path / "whole"), *given]) == 0
+    kept = times(output / "train")
+    assert [path for path in done if kept.get(path) == done[path]] == sorted(kept)[:2]
+    config = {"max_seq_length": 32, "cache_dir": str(tmp_path / "cache")}
+    data = [
+        prepare(DataConfig(source=f"hdf5:{folder}", **config))
+        for folder in (output, tmp_path / "whole")
+    ]
+    for split in ("train", "validation"):
+        one, two = (getattr(part, split) for part in data)
+        assert [file.name for file in one.files] == [file.name for file in two.files]
+        one, two = (dataset.batch(np.arange(len(dataset))) for dataset in (one, two))
+        assert one.tokens.tolist() == two.tokens.tolist()
+        assert one.masks.labels.tolist() == two.masks.labels.tolist()
 
 
 def test_a_run_trains_on_files_and_resumes(tmp_path, tokenizer, capsys):
