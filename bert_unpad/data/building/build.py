@@ -46,7 +46,7 @@ class Corpus:
         blocks: number of blocks.
         documents: number of distinct documents that hold text.
         duplicates: documents left out because the same text came before.
-        size: bytes of all documents, cleaned, duplicates among them.
+        train_size: bytes of the documents to train on, cleaned.
         least, most: smallest and largest hash of a document.
         ranges: number of ranges in which duplicates were looked for.
         digest: hex SHA-256 of all documents' digests in order.
@@ -55,7 +55,7 @@ class Corpus:
     blocks: int
     documents: int
     duplicates: int
-    size: int
+    train_size: int
     least: int
     most: int
     ranges: int
@@ -125,21 +125,23 @@ class Build:
     def save_corpus(self, blocks: int, ranges: int) -> None:
         """Adds up what is known of all blocks."""
         digest = hashlib.sha256()
-        documents = size = most = 0
+        documents = most = 0
         least = 2**64 - 1
         for number in range(blocks):
             block = self.block(number)
             digest.update(np.ascontiguousarray(block.records["digest"]).tobytes())
             documents += len(block.records)
-            size += block.size
             if len(block.records):
                 least = min(least, int(block.hashes.min()))
                 most = max(most, int(block.hashes.max()))
         duplicates = count_duplicates(self.duplicates, ranges)
         distinct_documents = documents - duplicates
         found = Corpus(
-            blocks, distinct_documents, duplicates, size, least, most, ranges, digest.hexdigest()
+            blocks, distinct_documents, duplicates, 0, least, most, ranges, digest.hexdigest()
         )
+        some = (self.block(number) for number in range(blocks))
+        size = sum(block.size_of(self.chosen(SPLITS[0], found, block)) for block in some)
+        found = dataclasses.replace(found, train_size=size)
         write_text(self.work / "corpus.json", json.dumps(dataclasses.asdict(found)))
 
     def corpus(self) -> Corpus | None:
@@ -155,19 +157,19 @@ class Build:
         folder = self.folder / "tokenizer"
         return _tokenizer(folder, folder.stat().st_mtime_ns)
 
-    def chosen(self, split: str, corpus: Corpus, number: int) -> NDArray[np.bool_]:
+    def chosen(self, split: str, corpus: Corpus, block: SpooledBlock) -> NDArray[np.bool_]:
         """Which documents of a block belong to a split, bool [documents]; none twice.
 
         With a share above 0 and at least two documents, both splits get at least one. A single
         document is not held out.
         """
-        hashes = self.block(number).hashes
+        hashes = block.hashes
         share = self.config.validation_share
         out = held_out(hashes, share)
         if share > 0:
             out |= hashes == np.uint64(corpus.least)
         out &= hashes != np.uint64(corpus.most)
-        kept = distinct(self.duplicates, corpus.ranges, number, len(hashes))
+        kept = distinct(self.duplicates, corpus.ranges, block.number, len(hashes))
         return kept & (out if split == SPLITS[1] else ~out)
 
     def sample(self, corpus: Corpus, megabytes: float | None) -> Iterator[list[str]]:
@@ -178,14 +180,14 @@ class Build:
             megabytes: text of the sample in UTF-8, in 10^6 bytes: nearly as much, and never more
                 than one document beyond it. None for all.
         """
-        whole = megabytes is None or megabytes * 1e6 >= corpus.size
+        whole = megabytes is None or megabytes * 1e6 >= corpus.train_size
         left = np.inf if whole else megabytes * 1e6
         for number in range(corpus.blocks):
             block = self.block(number)
-            which = self.chosen(SPLITS[0], corpus, number)
+            which = self.chosen(SPLITS[0], corpus, block)
             if not whole:
                 # Another choice than that of held-out documents, which the hashes themselves make.
-                limit = np.uint64(int(megabytes * 1e6 / corpus.size * 2**64))
+                limit = np.uint64(int(megabytes * 1e6 / corpus.train_size * 2**64))
                 most = block.hashes == np.uint64(corpus.most)  # never held out
                 which &= (splitmix64(block.hashes) < limit) | most
             for sentences in block.read(which):

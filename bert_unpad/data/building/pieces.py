@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from bert_unpad.data.building.build import Build
 from bert_unpad.data.store.shard_writer import ShardWriter
 from bert_unpad.data.text.corpus import TokenizedCorpus, tokenize
@@ -31,11 +29,10 @@ def make_piece(build: Build, split: str, number: int) -> dict[str, Any]:
 
     def documents() -> Iterator[list[str]]:
         nonlocal size
-        for block in blocks:
+        for block in map(build.block, blocks):
             which = build.chosen(split, corpus, block)
-            records = build.block(block).records
-            size += int(np.diff(records["end"], prepend=0)[which].sum())
-            yield from build.block(block).read(which)
+            size += block.size_of(which)
+            yield from block.read(which)
 
     started = time.perf_counter()
     tokenized = tokenize(documents(), tokenizer, longest=config.max_seq_length - SPECIAL_PER_PAIR)

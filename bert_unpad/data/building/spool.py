@@ -40,10 +40,12 @@ class SpooledBlock:
 
     Attributes:
         records: `RECORD` [documents].
+        number: as given.
         paths: its files, in the order in which they are written.
     """
 
     def __init__(self, folder: Path, number: int) -> None:
+        self.number = number
         self.text_path = folder / f"{number:06}.txt"
         self.digests_path = folder / f"{number:06}.digests"
         self.records_path = folder / f"{number:06}.npy"
@@ -84,6 +86,10 @@ class SpooledBlock:
     def size(self) -> int:
         """Bytes of all documents."""
         return int(self.records["end"][-1]) if len(self.records) else 0
+
+    def size_of(self, which: NDArray[np.bool_]) -> int:
+        """Bytes of the documents for which `which` (bool [documents]) is True."""
+        return int(np.diff(self.records["end"], prepend=0)[which].sum())
 
     def read(self, which: NDArray[np.bool_]) -> Iterator[list[str]]:
         """Yields the sentences of each document for which `which` (bool [documents]) is True.
