@@ -20,7 +20,8 @@ from bert_unpad.data.building.blocks import BLOCK_BYTES, check_outside
 from bert_unpad.data.building.build import MEMORY, check_settings, example_settings
 from bert_unpad.data.building.engines import Engine, InProcess, Processes, available_cores
 from bert_unpad.data.building.join import join_parts
-from bert_unpad.data.building.pipeline import Part, Pipeline
+from bert_unpad.data.building.parts import Part
+from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.building.ray_engine import Ray
 from bert_unpad.data.building.summary import summary
 from bert_unpad.data.config import DataConfig

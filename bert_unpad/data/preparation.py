@@ -177,7 +177,7 @@ def prepare(config: DataConfig, progress: bool | None = None, check: bool = True
                 aside = path.with_name(f".{key}.{uuid.uuid4().hex}")
                 os.replace(path, aside)  # processes that have it open keep its files
                 shutil.rmtree(aside)
-        _build(config, source, path, cache / "building" / key, progress)
+        _build(config, source, path, cache / "building" / key, progress, settings["corpus"])
         return _open(path, config, check)
 
 
@@ -259,7 +259,12 @@ def _open(path: Path, config: DataConfig, check: bool) -> PreparedData:
 
 
 def _build(
-    config: DataConfig, source: Source, path: Path, building: Path, progress: bool | None
+    config: DataConfig,
+    source: Source,
+    path: Path,
+    building: Path,
+    progress: bool | None,
+    content: str,
 ) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(building)
@@ -271,7 +276,8 @@ def _build(
                 logger.warning("building damaged data again: %s", error)
                 shutil.rmtree(building)
         if not is_prepared(building):
-            statistics = Pipeline(building, config, source, InProcess(), progress=progress).run()
+            options = {"progress": progress, "content": content}
+            statistics = Pipeline(building, config, source, InProcess(), **options).run()
             for split in SPLITS:
                 counts = (statistics[f"{split}_{what}"] for what in _COUNTED)
                 logger.info("%s: %d documents, %d examples, %d tokens", split, *counts)

@@ -22,7 +22,7 @@ from bert_unpad.data import (
     preparation,
     prepare,
 )
-from bert_unpad.data.building import join
+from bert_unpad.data.building import join, pipeline
 from bert_unpad.data.store.cache import cache_lock
 from bert_unpad.data.text import file_source, sources
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
@@ -229,8 +229,12 @@ def build_until_examples(config):
     prepare(config, progress=False)
 
 
-def test_a_killed_build_is_continued(config):
+@pytest.mark.parametrize("text", ["untouched", "touched", "elsewhere"])
+def test_a_killed_build_is_continued(config, text_file, tmp_path, text):
     folder = Path(config.cache_dir)
+    copy = tmp_path / "copy.txt"
+    copy.write_bytes(text_file.read_bytes())
+    config = dataclasses.replace(config, source=str(copy))
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=build_until_examples, args=(config,))
     process.start()
@@ -241,9 +245,32 @@ def test_a_killed_build_is_continued(config):
     read = records.stat().st_mtime_ns
     before = (building / "tokenizer" / "vocab.txt").stat().st_mtime_ns
     assert read < before
+    if text == "touched":
+        os.utime(copy)
+    elif text == "elsewhere":
+        config = dataclasses.replace(config, source=str(text_file))
     data = prepare(config, progress=False)
     assert (data.path / "tokenizer" / "vocab.txt").stat().st_mtime_ns == before
     assert list((folder / "building").iterdir()) == []
+
+
+def test_text_that_changes_while_it_is_read_is_not_taken(config, tmp_path, monkeypatch):
+    path = tmp_path / "text.txt"
+    path.write_text("One two three.\n\n" * 50 + "Four five six.")
+    config = dataclasses.replace(config, source=str(path))
+    read = pipeline.spool_block
+
+    def changes(*arguments):
+        done = read(*arguments)
+        path.write_text(path.read_text().replace("Four", "Five"))
+        os.utime(path, (1_000_000_000, 1_000_000_000))
+        return done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "spool_block", changes)
+        with pytest.raises(ValueError, match=r"source: expected files of .* that stay as they are"):
+            prepare(config, progress=False)
+    assert prepare(config, progress=False).statistics["documents"] == 2
 
 
 def test_leftovers_are_old_in_all_their_files(tmp_path):

@@ -234,7 +234,10 @@ def begin_build(build: Build, about: dict[str, Any]) -> None:
     path = build.work / ABOUT
     about = {**about, "block_bytes": build.block_bytes}
     if path.exists():
-        check_settings(build.folder, read_json_object(path), about)
+        found = read_json_object(path)
+        if about["content"] is not None:  # the same files, perhaps by another name
+            about["source"] = found.get("source")
+        check_settings(build.folder, found, about)
         return
     if build.folder.exists():
         others = sorted(other.name for other in build.folder.iterdir() if other != build.work)
@@ -260,7 +263,12 @@ def check_settings(folder: Path, found: dict[str, Any], about: dict[str, Any]) -
     about = json.loads(json.dumps(about))
     if found != about:
         names = [name for name in sorted(about | found) if about.get(name) != found.get(name)]
-        changes = (f"{name} {found.get(name)!r}, got {about.get(name)!r}" for name in names)
+        changes = (
+            f"the files of {found.get('source')} as they were then, got others or changed ones"
+            if name == "content"
+            else f"{name} {found.get(name)!r}, got {about.get(name)!r}"
+            for name in names
+        )
         raise ValueError(
             f"output: {folder} was begun with other settings (remove it to begin again): "
             f"expected {'; '.join(changes)}"

@@ -23,7 +23,8 @@ from bert_unpad.data.building.blocks import BLOCK_BYTES
 from bert_unpad.data.building.build import MEMORY
 from bert_unpad.data.building.engines import InProcess
 from bert_unpad.data.building.join import join_parts
-from bert_unpad.data.building.pipeline import Part, Pipeline
+from bert_unpad.data.building.parts import Part
+from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.building.streams import spool_stream
 from bert_unpad.data.config import DataConfig
 

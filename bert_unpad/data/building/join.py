@@ -5,6 +5,7 @@ Joining copies the small columns, which have some bytes an example, and moves th
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -15,13 +16,17 @@ import numpy as np
 from bert_unpad._files import read_json_object, sync_folder
 from bert_unpad.data.building.build import ABOUT, Build, open_build
 from bert_unpad.data.building.build_lock import LOCK, build_lock
+from bert_unpad.data.objective import SECOND_SEGMENTS
 from bert_unpad.data.store.manifest import MANIFEST
 from bert_unpad.data.store.prepared import SPLITS, is_prepared, read_prepared, write_prepared
 from bert_unpad.data.store.shard_writer import Column, write_shard_manifest
 from bert_unpad.data.store.shards import ShardDataset
 
+logger = logging.getLogger(__name__)
+
 _COLUMNS = ("lengths", "second_starts", "next_sentence_labels")
 _SHOWN = 8  # missing blocks that a message names
+_FEW_RANDOM = 0.25  # of the pairs; the next sentence is then easily guessed
 
 
 def join_parts(folder: Path) -> dict[str, int]:
@@ -73,6 +78,7 @@ def join_pieces(folder: Path) -> dict[str, int]:
         raise ValueError(
             f"source: {source} holds no text that the tokenizer knows; expected at least one word"
         )
+    _check_labels(folder, source, about)
     settings = {name: value for name, value in about.items() if name not in ("source", "content")}
     write_prepared(
         folder,
@@ -84,6 +90,19 @@ def join_pieces(folder: Path) -> dict[str, int]:
     sync_folder(folder)
     remove_work(folder)
     return statistics
+
+
+def _check_labels(folder: Path, source: str, about: dict[str, Any]) -> None:
+    """Warns of pairs that hardly ever have a random second segment."""
+    if about["objective"] != SECOND_SEGMENTS["mlm_nsp"]:
+        return
+    share = float((ShardDataset(folder / "train", verify=False).next_sentence_labels == 1).mean())
+    if share < _FEW_RANDOM:
+        logger.warning(
+            "%s: only %.0f %% of the pairs have a random second segment, instead of about half, as "
+            "most blocks of text are one document: does a blank line end each document?",
+            *(source, 100 * share),
+        )
 
 
 def remove_work(folder: Path) -> None:

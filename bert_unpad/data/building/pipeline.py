@@ -9,25 +9,24 @@ together. Parts share a lock; a whole preparation and `join` hold it alone.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from bert_unpad._files import read_json_object, write_text
-from bert_unpad.data.building.blocks import BLOCK_BYTES, cut, identity
+from bert_unpad.data.building.blocks import BLOCK_BYTES, Block, cut, identity
 from bert_unpad.data.building.build import MEMORY, Build, Corpus, begin_build, example_settings
 from bert_unpad.data.building.build_lock import build_lock
 from bert_unpad.data.building.duplicates import duplicates_path, find_duplicates, num_ranges
 from bert_unpad.data.building.engines import Engine
 from bert_unpad.data.building.join import join_pieces, missing_pieces
+from bert_unpad.data.building.parts import OtherParts, Part
 from bert_unpad.data.building.pieces import make_piece
 from bert_unpad.data.building.spool import spool_block
 from bert_unpad.data.building.streams import divide, spool_stream
@@ -42,27 +41,6 @@ logger = logging.getLogger(__name__)
 
 _RESERVED = 5 * 10**8  # bytes of the memory that libraries and a block take
 LEAST_MEMORY = 2 * _RESERVED
-_POLL_SECONDS = 1.0
-_PATIENCE_SECONDS = 30.0  # until another part's failure counts, which may begin again by then
-
-
-@dataclass(frozen=True)
-class Part:
-    """One of several runs that share the blocks; number 1 alone does what is done once."""
-
-    number: int = 1
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.number <= self.count:
-            raise ValueError(f"part: expected 1/n to n/n, got {self.number}/{self.count}")
-
-    @property
-    def is_first(self) -> bool:
-        return self.number == 1
-
-    def mine(self, number: int) -> bool:
-        return number % self.count == self.number - 1
 
 
 @dataclass
@@ -70,7 +48,7 @@ class StageReport:
     """What was done in a stage, now; what an earlier run had done is not counted."""
 
     bytes: int = 0
-    """Of cleaned text."""
+    """Size of the text, cleaned."""
     worker_seconds: float = 0.0
 
 
@@ -101,6 +79,8 @@ class Pipeline:
         memory: bytes that a worker may take, at least `LEAST_MEMORY`. The training of a vocabulary
             takes memory in proportion to its sample instead (`vocab_sample_mb`).
         progress: whether to show bars; None shows them if stderr is a terminal.
+        content: tells the content of the corpus apart; by default names, sizes and times of its
+            files do.
 
     Raises:
         FileNotFoundError, ValueError: the tokenizer of the configuration cannot be read, a number
@@ -118,6 +98,7 @@ class Pipeline:
         block_bytes: int = BLOCK_BYTES,
         memory: int = MEMORY,
         progress: bool | None = None,
+        content: str | None = None,
     ) -> None:
         if memory < LEAST_MEMORY:
             raise ValueError(f"memory: expected {LEAST_MEMORY:,} bytes or more, got {memory:,}")
@@ -128,13 +109,14 @@ class Pipeline:
         self._source, self._engine, self._part = source, engine, part or Part()
         self._progress = progress
         self._tokenizer = given_tokenizer(config)
+        self._identity = identity(source)
         about = {
             **example_settings(config, self._tokenizer),
             "source": source.name,
-            "content": identity(source),
+            "content": self._identity if content is None else content,
         }
         begin_build(self.build, about)
-        self._failure.unlink(missing_ok=True)
+        self._others = OtherParts(self.build.work, self._part)
 
     def run(self) -> dict[str, int]:
         """Does all that is left, alone, and joins the parts; see `join_parts`.
@@ -158,11 +140,19 @@ class Pipeline:
             self._read()
 
     def _read(self) -> None:
-        build = self.build
-        blocks = cut(self._source, build.block_bytes)
+        blocks = cut(self._source, self.build.block_bytes)
         if blocks is None:
             self._read_in_order()
-            return
+        else:
+            self._read_blocks(blocks)
+        if identity(self._source) != self._identity:
+            raise ValueError(
+                f"source: expected files of {self._source.name} that stay as they are while they "
+                f"are read, but some have changed; remove {self.build.folder} and begin again"
+            )
+
+    def _read_blocks(self, blocks: Sequence[Block]) -> None:
+        build = self.build
         if build.number_of_blocks() is None:
             build.save_number_of_blocks(len(blocks))
         left = [
@@ -188,11 +178,18 @@ class Pipeline:
             with self._bar("reading", "B") as bar:
                 self.report.add(spool_stream(*one, lambda done: bar.update(done["bytes"])))
 
-    def _all_read(self) -> bool:
+    def _not_read(self) -> Part | None:
+        """The part that has to read the first block, or stream, that is missing; None if none is.
+
+        Where their number is not known yet, it is the first part.
+        """
         count = self.build.number_of_blocks()
         if count is None:
-            return self.build.streams.missing() == []
-        return all(self.build.block(number).is_done for number in range(count))
+            missing = self.build.streams.missing()
+            left = [0] if missing is None else missing
+        else:
+            left = (number for number in range(count) if not self.build.block(number).is_done)
+        return next(map(self._part.doing, left), None)
 
     def _is_planned(self) -> bool:
         return self.build.corpus() is not None and (self.build.folder / "tokenizer").exists()
@@ -205,21 +202,24 @@ class Pipeline:
                 the first part plans. Otherwise all of them must have read before.
 
         Raises:
-            RuntimeError: another part has failed.
+            RuntimeError: see `OtherParts.wait_for`.
             ValueError: see `plan`.
         """
         if not wait:
-            if not self._is_planned() and not self._all_read():
+            if not self._is_planned() and self._not_read() is not None:
                 raise ValueError(
                     f"stage: expected all parts to have read {self._source.name}; run those that "
                     "have not been run to their end with --stage read"
                 )
             self.plan()
         elif self._part.is_first:
-            self._wait_until(self._all_read, "reading")
+            self._others.wait_for(self._not_read, "reading")
             self.plan()
         else:
-            self._wait_until(self._is_planned, "reading and the vocabulary")
+            first = self._part.doing(0)
+            self._others.wait_for(
+                lambda: None if self._is_planned() else first, "reading and the vocabulary"
+            )
 
     def plan(self) -> None:
         """Finds duplicates, and trains the vocabulary; needs all blocks.
@@ -308,36 +308,12 @@ class Pipeline:
         options = {"unit_scale": total is None, "disable": disable, "leave": False}
         return tqdm(desc=title, unit=unit, total=total, **options)
 
-    @property
-    def _failure(self) -> Path:
-        return self.build.work / f"failed-{self._part.number}.json"
-
     @contextlib.contextmanager
     def _at_work(self, alone: bool = False) -> Iterator[None]:
-        """Holds the folder's lock; lets the parts that wait for this one know if it fails."""
-        with build_lock(self.build.work, alone=alone):
-            try:
-                yield
-            except Exception as error:
-                about = {"part": self._part.number, "message": str(error) or type(error).__name__}
-                with contextlib.suppress(OSError):
-                    write_text(self._failure, json.dumps(about))
-                raise
-
-    def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
-        if not ready():
-            logger.info("waiting until the other parts have finished %s", what)
-        begun = time.monotonic()
-        while not ready():
-            if time.monotonic() - begun >= _PATIENCE_SECONDS:
-                self._check_others()
-            time.sleep(_POLL_SECONDS)
-
-    def _check_others(self) -> None:
-        for path in sorted(self.build.work.glob("failed-*.json")):
-            with contextlib.suppress(FileNotFoundError):  # that part has begun again
-                failure = read_json_object(path)
-                raise RuntimeError(
-                    f"part {failure['part']} has failed ({failure['message']}); run it again, and "
-                    "this one"
-                )
+        """Holds the folder's lock; lets other parts know that this one is at work or has failed."""
+        with (
+            build_lock(self.build.work, alone=alone),
+            self._others.told_of_life(),
+            self._others.told_of_failures(),
+        ):
+            yield

@@ -1,6 +1,7 @@
 """Preparing: the same bytes whoever did which part of the work, and whatever was killed."""
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import itertools
@@ -18,12 +19,13 @@ import numpy as np
 import pytest
 
 from bert_unpad.data import DataConfig, ShardDataset
-from bert_unpad.data.building import duplicates, pieces
+from bert_unpad.data.building import duplicates, parts, pieces
 from bert_unpad.data.building import pipeline as stages
 from bert_unpad.data.building.build_lock import build_lock
 from bert_unpad.data.building.engines import InProcess, Processes
 from bert_unpad.data.building.join import join_parts
-from bert_unpad.data.building.pipeline import LEAST_MEMORY, Part, Pipeline
+from bert_unpad.data.building.parts import OtherParts, Part
+from bert_unpad.data.building.pipeline import LEAST_MEMORY, Pipeline
 from bert_unpad.data.store.prepared import SPLITS, open_prepared
 from bert_unpad.data.text.json_tokenizer import load_tokenizer
 from bert_unpad.data.text.sources import TextSource
@@ -140,7 +142,7 @@ def test_parts_that_wait_for_each_other(corpus, expected, tmp_path):
 
 
 def test_parts_do_not_wait_for_one_that_has_failed(corpus, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(stages, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(parts, "_PATIENCE_SECONDS", 0.0)
     first, second = (pipeline(corpus, tmp_path / "out", part=Part(n, 2)) for n in (1, 2))
     second.read()
     with monkeypatch.context() as patch:
@@ -156,6 +158,100 @@ def test_parts_do_not_wait_for_one_that_has_failed(corpus, expected, tmp_path, m
         part.make_examples()
     join_parts(tmp_path / "out")
     assert contents(tmp_path / "out") == contents(expected)
+
+
+def at_work(work, part, connection):
+    with OtherParts(work, part).told_of_life():
+        connection.send("begins")
+        connection.recv()
+
+
+def test_parts_do_not_wait_for_one_that_was_killed(corpus, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "_SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(parts, "_POLL_SECONDS", 0.1)
+    first = pipeline(corpus, tmp_path / "out", part=Part(1, 3))
+    first.read()
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=at_work, args=(first.build.work, Part(2, 3), theirs))
+    process.start()
+    assert ours.poll(TIMEOUT)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(TIMEOUT)
+    message = "part 2/3 has given no sign of life for 1 seconds, perhaps it was killed; run it"
+    with pytest.raises(RuntimeError, match=message):
+        first.plan_with_others(wait=True)
+    third = pipeline(corpus, tmp_path / "out", part=Part(3, 3))
+    monkeypatch.setattr(parts, "_PATIENCE_SECONDS", 0.0)
+    with pytest.raises(RuntimeError, match=f"part 1 has failed .{message}"):
+        third.plan_with_others(wait=True)
+    for number in (3, 2, 1):
+        pipeline(corpus, tmp_path / "out", part=Part(number, 3)).read()
+    pipeline(corpus, tmp_path / "out").run()
+    assert contents(tmp_path / "out") == contents(expected)
+
+
+def test_parts_wait_for_one_that_is_slow(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "_SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(parts, "_POLL_SECONDS", 0.1)
+    monkeypatch.setattr(parts, "_BEAT_SECONDS", 0.1)
+    first, second = (pipeline(corpus, tmp_path / "out", part=Part(n, 2)) for n in (1, 2))
+    first.read()
+
+    def slow():
+        with OtherParts(second.build.work, Part(2, 2)).told_of_life():
+            time.sleep(2.5)
+            second.read()
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    first.plan_with_others(wait=True)
+    thread.join(TIMEOUT)
+    assert first._is_planned()
+    assert not list(first.build.work.glob("alive-*"))
+
+
+def test_parts_of_another_number_are_refused(corpus, tmp_path, monkeypatch):
+    for name in ("_POLL_SECONDS", "_BEAT_SECONDS"):
+        monkeypatch.setattr(parts, name, 0.05)
+    first = pipeline(corpus, tmp_path / "out", part=Part(1, 2))
+    first.read()
+    (first.build.work / "alive-1-of-5").touch()  # of an earlier run that was killed
+    with (
+        OtherParts(first.build.work, Part(2, 3)).told_of_life(),
+        pytest.raises(RuntimeError, match=r"part: expected parts of one number .*1/2 and 2/3"),
+    ):
+        first.plan_with_others(wait=True)
+
+
+def test_an_interrupted_part_says_so(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "_PATIENCE_SECONDS", 0.0)
+    first, second = (pipeline(corpus, tmp_path / "out", part=Part(n, 2)) for n in (1, 2))
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages, "spool_block", stop)
+    with pytest.raises(KeyboardInterrupt):
+        first.read()
+    with pytest.raises(RuntimeError, match=r"part 1 has failed \(KeyboardInterrupt\)"):
+        second.plan_with_others(wait=True)
+
+
+def test_text_without_ends_of_documents_is_reported(corpus, tmp_path, caplog):
+    config, _ = corpus
+    (tmp_path / "lines.txt").write_text("".join(f"Line {i} of the text.\n" for i in range(900)))
+    source = TextSource(tmp_path / "lines.txt")
+    config = dataclasses.replace(config, source=source.name, validation_share=0.0)
+    Pipeline(tmp_path / "nsp", config, source, InProcess(), block_bytes=2000).run()
+    labels = ShardDataset(tmp_path / "nsp" / "train").next_sentence_labels
+    assert set(labels.tolist()) == {0}
+    assert "only 0 % of the pairs have a random second segment" in caplog.text
+    caplog.clear()
+    pipeline(corpus, tmp_path / "whole").run()
+    config = dataclasses.replace(config, objective="mlm_sop")
+    Pipeline(tmp_path / "sop", config, source, InProcess(), block_bytes=2000).run()
+    assert "random second segment" not in caplog.text
 
 
 def test_parts_at_once_plan_once(corpus, tmp_path, monkeypatch):
@@ -185,7 +281,7 @@ def test_killed_at_random_moments(corpus, expected, tmp_path):
     for _ in range(4):
         process = child(corpus, tmp_path / "out")
         time.sleep(rng.uniform(0, seconds / 3))
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()  # if it has not ended
         process.join(TIMEOUT)
     process = child(corpus, tmp_path / "out")
     process.join(TIMEOUT)
@@ -397,8 +493,13 @@ def test_bad_input(corpus, tmp_path):
     with pytest.raises(ValueError, match=r"output: expected a new folder, .* with train"):
         pipeline(corpus, tmp_path / "taken")
     pipeline(corpus, tmp_path / "out").read()
+    other = tmp_path / "other.txt"
+    other.write_text("Something else.")
     with pytest.raises(ValueError, match=r"output: .*begun with other settings .*block_bytes 6000"):
         pipeline(corpus, tmp_path / "out", block_bytes=7000)
+    config, _ = corpus
+    with pytest.raises(ValueError, match=r"expected the files of .* as they were then, got others"):
+        Pipeline(tmp_path / "out", config, TextSource(other), InProcess(), block_bytes=BLOCK)
     with pytest.raises(ValueError, match="output: expected parts that have read"):
         join_parts(tmp_path / "out")
 
