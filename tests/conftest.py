@@ -1,6 +1,16 @@
 """Fixtures that several test files share."""
 
+import os
+
 import pytest
+
+from tests.support.fresh_random import SEED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+    """Says how to repeat the random choices of tests that have failed."""
+    if exitstatus == pytest.ExitCode.TESTS_FAILED:
+        terminalreporter.write_line(f"{SEED}={os.environ[SEED]} repeats what was random")
 
 
 @pytest.hookimpl(trylast=True)

@@ -8,7 +8,6 @@ import gzip
 import json
 import lzma
 import os
-import random
 import re
 import signal
 import subprocess
@@ -26,6 +25,7 @@ from bert_unpad.data.building.streams import divide
 from bert_unpad.data.cli import main
 from bert_unpad.data.store.prepared import read_prepared
 from bert_unpad.data.text.sources import open_source
+from tests.support.fresh_random import fresh_random
 from tests.support.paths import ROOT
 from tests.support.prepared_text import contents, write_corpus
 from tests.support.processes import TIMEOUT
@@ -34,7 +34,7 @@ from tests.support.processes import TIMEOUT
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(folder, random.Random())
+    write_corpus(folder, fresh_random())
     return folder
 
 
@@ -105,7 +105,7 @@ def test_a_second_command_at_once_is_refused(text, tmp_path, capsys):
 def files(tmp_path_factory):
     """The same documents in files that are read in order, as JSON Lines, and as plain text."""
     folder = tmp_path_factory.mktemp("files")
-    texts = write_corpus(folder / "other", random.Random(), documents=240)
+    texts = write_corpus(folder / "other", fresh_random(), documents=240)
     for name in ("plain", "packed", "lines"):
         (folder / name).mkdir()
     for number, first in enumerate(range(0, len(texts), 25)):
@@ -182,7 +182,7 @@ def test_killed_with_its_workers(text, prepared, tmp_path):
 
 
 def group_lives(group):
-    """Whether a process of the group runs; one that nobody has waited for does not."""
+    """Whether a process of the group runs; one that has ended and was not waited for does not."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, found, *_ = path.read_text().rpartition(")")[2].split()

@@ -1,7 +1,5 @@
 """datatrove's documents prepared: by its local executor, on other numbers of tasks."""
 
-import random
-
 import pytest
 
 pytest.importorskip("datatrove")
@@ -16,6 +14,7 @@ from bert_unpad.data.building.engines import InProcess
 from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.store.prepared import open_prepared
 from bert_unpad.data.text.sources import TextSource
+from tests.support.fresh_random import fresh_random
 from tests.support.prepared_text import contents, write_corpus
 
 TASKS = 3
@@ -44,7 +43,7 @@ def run(steps, tasks, logs):
 
 
 def test_the_same_on_any_number_of_tasks_that_make_examples(tmp_path):
-    texts = write_corpus(tmp_path / "text", random.Random())
+    texts = write_corpus(tmp_path / "text", fresh_random())
     config = DataConfig(max_seq_length=48, vocab_size=200, validation_share=0.1)
     about = (config, 5000)
     for name, tasks in (("one", 1), ("four", 4)):

@@ -7,7 +7,6 @@ import fcntl
 import itertools
 import multiprocessing
 import os
-import random
 import re
 import shutil
 import signal
@@ -29,6 +28,7 @@ from bert_unpad.data.building.pipeline import LEAST_MEMORY, Pipeline
 from bert_unpad.data.store.prepared import SPLITS, open_prepared
 from bert_unpad.data.text.json_tokenizer import load_tokenizer
 from bert_unpad.data.text.sources import TextSource
+from tests.support.fresh_random import fresh_random
 from tests.support.prepared_text import contents, write_corpus
 from tests.support.processes import TIMEOUT
 from tests.support.sentences import split_sentences
@@ -39,7 +39,7 @@ BLOCK = 6000
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
-    texts = write_corpus(folder / "text", random.Random())
+    texts = write_corpus(folder / "text", fresh_random())
     config = DataConfig(
         str(folder / "text"), max_seq_length=48, vocab_size=200, validation_share=0.1
     )
@@ -277,7 +277,7 @@ def test_killed_at_random_moments(corpus, expected, tmp_path):
     process.join(TIMEOUT)
     assert process.exitcode == 0
     seconds = time.monotonic() - begun
-    rng = random.Random()
+    rng = fresh_random()
     for _ in range(4):
         process = child(corpus, tmp_path / "out")
         time.sleep(rng.uniform(0, seconds / 3))

@@ -1,6 +1,5 @@
 """Streams: several sources read in order, whose blocks get numbers when all have been read."""
 
-import random
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from bert_unpad.data.building.spool import SpooledBlock
 from bert_unpad.data.building.streams import Streams, divide, spool_stream
 from bert_unpad.data.text.sources import open_source
+from tests.support.fresh_random import fresh_random
 from tests.support.prepared_text import contents, write_corpus
 from tests.support.sentences import split_sentences
 
@@ -31,7 +31,7 @@ class Interrupted(Exception):
 
 
 def test_blocks_of_all_streams_in_order(tmp_path, monkeypatch):
-    texts = write_corpus(tmp_path / "text", random.Random())
+    texts = write_corpus(tmp_path / "text", fresh_random())
     parts = [texts[:150], [], texts[150:]]
     streams, spool = Streams(tmp_path), tmp_path / "spool"
     spool.mkdir()

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import random
 import re
 from collections import Counter
 
@@ -13,6 +12,7 @@ from bert_unpad._text import CharacterCounts, Splitter
 from bert_unpad.data.text.sentences import clean, held_out, is_held_out, split_sentences
 from bert_unpad.data.text.tokenizer import LetterCounts
 from tests.support import sentences as reference
+from tests.support.fresh_random import fresh_random
 
 SPACES = " \t\n\r\x0b\x1c\x85\xa0\u1680\u2003\u2028\u205f\u3000"
 MARKS = ".!?.!?\"')](['`*<-_\u3002\uff01\uff1f\u201d\u300d\uff09"
@@ -31,14 +31,14 @@ def random_text(rng):
 
 
 def test_sentences_are_those_of_the_regular_expressions():
-    rng = random.Random()
+    rng = fresh_random()
     for _ in range(5000):
         text = random_text(rng)
         assert split_sentences(text) == reference.split_sentences(text), repr(text)
 
 
 def test_documents_end_at_blank_lines_or_where_told():
-    rng = random.Random()
+    rng = fresh_random()
     for _ in range(500):
         text = random_text(rng)
         apart = clean(text.encode())
@@ -98,7 +98,7 @@ def test_bad_ends_are_named(ends, message):
 
 
 def test_invalid_text_does_no_harm():
-    rng = random.Random()
+    rng = fresh_random()
     splitter = Splitter(bytes([1] * 300))
     for _ in range(2000):
         data = bytes(rng.choices(b"\xe3\xef\x80\x82\xe2\xc2\xf0\xff. A\n", k=rng.randint(0, 40)))
@@ -109,7 +109,7 @@ def test_invalid_text_does_no_harm():
 
 
 def test_letters_are_counted():
-    rng = random.Random()
+    rng = fresh_random()
     texts = ["".join(rng.choices(LETTERS + " ", k=50)) for _ in range(40)]
     counts = CharacterCounts()
     letters = LetterCounts()

@@ -7,6 +7,7 @@ import pytest
 
 from bert_unpad.data import WordPieceTokenizer
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
+from tests.support.fresh_random import fresh_random
 
 TEXTS = ["The cat sat on the mat.", "A cat sits; the dogs sat, sitting.", "Cats and mats and dogs"]
 
@@ -119,7 +120,7 @@ def test_bad_vocabularies_are_named(tmp_path):
 
 
 def test_sentences_together_are_what_they_are_alone():
-    rng = random.Random()
+    rng = fresh_random()
     letters = "abAB\u00e9\u0130\u03a3\u0301\u4e00 .!?-'##\x00\u00ad\t"
     vocabulary = [
         *SPECIAL_TOKENS,
