@@ -1,10 +1,10 @@
 """Mixtures of sources: which share of an epoch's examples comes from each.
 
 An epoch of a mixture is as long as all its sources together. A source is gone through again and
-again, in another order each time, and an epoch begins with it where the one before has ended: after
-any epoch, examples of a source have been used equally often, or once more. Which examples an epoch
-has is a pure function of the seed and the epoch, so all ranks agree, and resuming needs no more
-than a position in the epoch.
+again, in another order each time, and an epoch goes on with it where the one before has ended. So
+after any epoch, some examples of a source may have been used once more than others. Which examples
+an epoch has is a pure function of the seed and the epoch, so all ranks agree, and resuming needs no
+more than a position in the epoch.
 """
 
 from __future__ import annotations

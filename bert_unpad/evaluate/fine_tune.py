@@ -27,7 +27,7 @@ class FineTuning:
     batch_size: int
     lr: float
     warmup_share: float
-    """Of the updates, in which the learning rate rises; then it falls to 0, both linearly."""
+    """Share of the updates in which the learning rate rises; then it falls to 0, both linearly."""
     weight_decay: float
     max_length: int
     stride: int

@@ -24,7 +24,7 @@ class Task:
     """One row of the table."""
 
     columns: tuple[str, ...]
-    """Of the texts: one, or two that make a pair."""
+    """Names of the columns of text: one, or two that make a pair."""
     metrics: tuple[str, ...]
     """Names of `metrics.METRICS`."""
     classes: int = 2

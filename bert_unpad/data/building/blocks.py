@@ -117,7 +117,7 @@ class Extent:
     begin: int
     end: int
     size: int
-    """Of the whole file."""
+    """Bytes of the whole file."""
 
     def shrunk(self) -> ValueError:
         """The error of a file that ends too early."""

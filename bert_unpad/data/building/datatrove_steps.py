@@ -1,4 +1,4 @@
-"""Steps of a datatrove pipeline (https://github.com/huggingface/datatrove): its documents prepared.
+"""Steps of datatrove's pipelines (https://github.com/huggingface/datatrove) that prepare documents.
 
 Three pipelines, each of which needs the one before to be complete:
 

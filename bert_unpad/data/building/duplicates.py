@@ -1,8 +1,8 @@
 """The second stage: finds documents that came before, a range of digests at a time.
 
-Every document's digest belongs to one of so many ranges that a range fits in memory. The digests of
-a block are stored in ascending order, so all ranges together read them once. Of documents with the
-same digest the first of the corpus stays.
+Digests are divided into ranges, each small enough to fit in memory. The digests of a block are
+stored in ascending order, so all ranges together read them once. Of documents with the same digest
+the first of the corpus stays.
 """
 
 from __future__ import annotations

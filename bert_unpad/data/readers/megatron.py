@@ -9,7 +9,7 @@ NAME.bin has the ids of all sequences, one after another. NAME.idx has, little-e
     a mode of each sequence, int8 [S], in multimodal data sets only
 
 Format: `megatron/core/datasets/indexed_dataset.py` of Megatron-LM. The index is memory-mapped, so
-nothing is indexed anew.
+there is nothing to index.
 """
 
 from __future__ import annotations

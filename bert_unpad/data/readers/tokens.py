@@ -34,7 +34,7 @@ class TokenFile:
     name: Path
     """The file to name in errors: that of the user, where `path` is made of it."""
     dtype: np.dtype
-    """Of the ids; integers, little-endian."""
+    """Type of the ids: integers, little-endian."""
     begins: NDArray[np.int64]
     """[S]: byte where each sequence begins."""
     lengths: NDArray[np.integer]

@@ -2,10 +2,10 @@
 
 Works in rounds, one a step, in a background thread. In a round each rank reads its share of the
 step, all ranks tell each other the lengths, each of them deals the examples out by the same rule
-(`_balancer.deal`) and examples travel to their new ranks. A round takes place on all ranks or on
-none: a rank whose reader has failed, is late, or that is about to stop says so together with its
-lengths, and all of them drop that round. (Balancing by exchange in background threads is the method
-of Baidu's MLPerf BERT submission.)
+(`_balancer.deal`) and examples travel to their new ranks. A rank that cannot take part, because its
+reader has failed or is late, or because it is about to stop, says so together with its lengths, and
+then all ranks drop that round. (Balancing by exchange in background threads is the method of
+Baidu's MLPerf BERT submission.)
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ExchangedStep:
     seconds: float
     """From the first word to the other ranks to having the examples; waiting for them included."""
     bytes_sent: int
-    """Of examples, to other ranks."""
+    """Size of the examples that this rank has sent to others."""
 
 
 class ExampleExchange(Iterator[ExchangedStep]):

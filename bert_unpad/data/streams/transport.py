@@ -2,9 +2,10 @@
 
 Everything goes over separate gloo groups, never over that of training. Who gets what follows from
 the lengths that all ranks share, so every rank knows the size of each message beforehand and
-examples travel in one all-to-all without sizes or acknowledgements. `two_level` takes two: within
-the node to the rank that has the receiver's place in its node, then across nodes between ranks of
-one place. A rank then talks to (ranks of a node) + (nodes) others instead of to all.
+examples travel in one all-to-all without sizes or acknowledgements. `two_level` takes two. For the
+rank with local number i of another node, an example first goes to local number i of its own node,
+and then to the other node. A rank then talks to (ranks of a node) + (nodes) others instead of to
+all.
 """
 
 from __future__ import annotations
