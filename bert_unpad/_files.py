@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import uuid
@@ -62,6 +63,15 @@ def sync_folder(path: Path) -> None:
     """Makes files created or renamed in the folder survive a power failure."""
     if os.name == "posix":
         sync_file(path)
+
+
+def file_sha256(path: Path) -> str:
+    """Returns the hex SHA-256 of a file, read in 1 MiB pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:

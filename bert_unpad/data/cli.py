@@ -32,7 +32,7 @@ from bert_unpad.data.store.prepared import SPLITS, is_prepared, open_prepared, r
 from bert_unpad.data.streams.text_stream import is_streamed
 from bert_unpad.data.text.documents import Documents
 from bert_unpad.data.text.json_tokenizer import given_tokenizer
-from bert_unpad.data.text.sources import open_source
+from bert_unpad.data.text.open_source import open_source
 
 _SAMPLE_MB = 200.0
 _CHECKED = 4096  # examples looked at together

@@ -41,7 +41,8 @@ from bert_unpad.data.streams.stream import ShardStream
 from bert_unpad.data.streams.text_stream import TextStream, is_streamed, parse_streamed
 from bert_unpad.data.text.file_source import FileSource
 from bert_unpad.data.text.json_tokenizer import given_tokenizer, load_tokenizer
-from bert_unpad.data.text.sources import HuggingFaceSource, Source, TextSource, open_source
+from bert_unpad.data.text.open_source import open_source
+from bert_unpad.data.text.sources import HuggingFaceSource, Source, TextSource
 from bert_unpad.data.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.building.streams import divide
 from bert_unpad.data.cli import main
 from bert_unpad.data.store.prepared import read_prepared
-from bert_unpad.data.text.sources import open_source
+from bert_unpad.data.text.open_source import open_source
 from tests.support.fresh_random import fresh_random
 from tests.support.paths import ROOT
 from tests.support.prepared_text import contents, write_corpus

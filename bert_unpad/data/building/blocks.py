@@ -21,7 +21,8 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from bert_unpad.data.text.file_source import FileSource, is_plain
+from bert_unpad.data.text.document_files import is_plain
+from bert_unpad.data.text.file_source import FileSource
 from bert_unpad.data.text.sentences import CleanText, clean
 from bert_unpad.data.text.sources import LONGEST_FILE, HuggingFaceSource, Source, TextSource
 

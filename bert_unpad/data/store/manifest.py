@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bert_unpad._files import read_json_object
-from bert_unpad.data.text.sources import file_sha256
+from bert_unpad._files import file_sha256, read_json_object
 
 MANIFEST = "manifest.json"
 

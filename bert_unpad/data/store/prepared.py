@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_unpad._files import read_json_object, write_text
+from bert_unpad._files import file_sha256, read_json_object, write_text
 from bert_unpad.data.store.manifest import (
     MANIFEST,
     DamagedDataError,
@@ -24,7 +24,6 @@ from bert_unpad.data.store.manifest import (
 )
 from bert_unpad.data.store.shards import ShardDataset
 from bert_unpad.data.text.json_tokenizer import JsonTokenizer
-from bert_unpad.data.text.sources import file_sha256
 from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 
 FORMAT = "bert_unpad prepared data, version 3"

@@ -1,7 +1,4 @@
-"""Files of documents that are not plain text: compressed text, JSON Lines, dumps of MediaWiki.
-
-What a file is follows from its name: a compressed one has one more ending.
-"""
+"""Files of documents that are not plain text: compressed text, JSON Lines, dumps of MediaWiki."""
 
 from __future__ import annotations
 
@@ -12,53 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bert_unpad.data.compressed import ENDINGS, open_file
+from bert_unpad._files import file_sha256
+from bert_unpad.data.compressed import open_file
 from bert_unpad.data.text.mediawiki import articles
-from bert_unpad.data.text.sources import LONGEST_FILE, TEXT_SUFFIXES, file_sha256, text_documents
-
-FORMATS: dict[str, tuple[str, ...]] = {
-    "text": TEXT_SUFFIXES,
-    "jsonl": (".jsonl", ".ndjson", ".json"),
-    "mediawiki": (".xml",),
-}
-"""The formats, and the endings of their files."""
-_AMBIGUOUS = ".json"  # in a folder it is rather about the data than the data
-
-
-def format_of(path: Path) -> str | None:
-    """Returns the format that a file's name says; None if it says none."""
-    name = Path(path.name.lower())
-    if name.suffix in ENDINGS:
-        name = name.with_suffix("")
-    suffix = name.suffix.partition("-p")[0]  # Wikipedia has parts NAME.xml-p1p41242.bz2
-    return next((kind for kind, endings in FORMATS.items() if suffix in endings), None)
-
-
-def find_files(path: Path, wanted: str | None = None) -> list[tuple[Path, str]]:
-    """Returns a file, or the files of documents below a folder in the order of their paths.
-
-    Args:
-        path: a file or a folder.
-        wanted: take this format; None for all, by the files' names.
-
-    Returns:
-        Files and their formats; none for a folder without such files.
-    """
-    if path.is_file():
-        return [(path, wanted or format_of(path) or "text")]
-    found = []
-    for file in sorted(path.rglob("*")):
-        kind = format_of(file)
-        named = file.suffix.lower() != _AMBIGUOUS if wanted is None else kind == wanted
-        shown = not any(part.startswith(".") for part in file.relative_to(path).parts)
-        if kind is not None and named and shown and file.is_file():
-            found.append((file, kind))
-    return found
-
-
-def is_plain(path: Path, kind: str, wanted: str = "text") -> bool:
-    """Whether a file has a format, plain text unless said otherwise, and is not compressed."""
-    return kind == wanted and path.suffix.lower() not in ENDINGS
+from bert_unpad.data.text.sources import LONGEST_FILE, text_documents
 
 
 class FileSource:

@@ -16,16 +16,16 @@ import logging
 import os
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 from urllib.parse import parse_qsl
 
-from bert_unpad._files import read_json_object, write_text
+from bert_unpad._files import file_sha256, read_json_object, write_text
+from bert_unpad.data.text.document_files import TEXT_SUFFIXES, find_files, is_plain
 
 logger = logging.getLogger(__name__)
 
-TEXT_SUFFIXES = ("", ".txt", ".text", ".md", ".rst")
 LONGEST_DOCUMENT = 8 << 20
 """Characters of a document that no blank line ends."""
 LONGEST_FILE = 128 << 20
@@ -44,15 +44,6 @@ class Source(Protocol):
 
     def fingerprint(self) -> str:
         """Returns a hex SHA-256 that changes whenever the documents do."""
-
-
-def file_sha256(path: Path) -> str:
-    """Returns the hex SHA-256 of a file, read in 1 MiB pieces."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 class StdlibSource:
@@ -161,35 +152,30 @@ class TextSource:
         path: a file, or a folder, whose files with a suffix of `TEXT_SUFFIXES` are read.
         file_per_document: whether a whole file is one document. Otherwise a blank line ends a
             document, the format of Google's BERT.
+        files: the files, where they have been looked for.
 
     Raises:
         FileNotFoundError: `path` does not exist, or the folder has no text file.
     """
 
-    def __init__(self, path: Path, file_per_document: bool = False) -> None:
+    def __init__(
+        self, path: Path, file_per_document: bool = False, files: Sequence[Path] | None = None
+    ) -> None:
         self.name = str(path)
         self.file_per_document = file_per_document
-        self.root = path
-        if path.is_file():
-            self.files = [path]
-        elif path.is_dir():
-            self.files = sorted(
-                file
-                for file in path.rglob("*")
-                if file.is_file()
-                and file.suffix.lower() in TEXT_SUFFIXES
-                and not any(part.startswith(".") for part in file.relative_to(path).parts)
-            )
-            if not self.files:
-                suffixes = ", ".join(repr(suffix) for suffix in TEXT_SUFFIXES)
-                raise FileNotFoundError(
-                    f"source: no text file below {path}; expected names ending in one of {suffixes}"
-                )
-        else:
+        if files is None:
+            files = [file for file, kind in find_files(path, "text") if is_plain(file, kind)]
+        if not path.exists():
             raise FileNotFoundError(
                 f"source: {path} does not exist; expected 'stdlib', 'hf:NAME', "
                 "or the path of a text file or of a folder of text files"
             )
+        if not files:
+            suffixes = ", ".join(repr(suffix) for suffix in TEXT_SUFFIXES)
+            raise FileNotFoundError(
+                f"source: no text file below {path}; expected names ending in one of {suffixes}"
+            )
+        self.files = list(files)
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(b"text, version 1, file per document: %d" % self.file_per_document)
@@ -337,58 +323,3 @@ class HuggingFaceSource:
                     return
             if resumable:  # reached when the consumer has taken the last text of the batch
                 self.position = {"stream": dataset.state_dict(), "left": left}
-
-
-def open_source(source: str, *, cache_dir: Path) -> Source:
-    """Makes a `Source` from the `source` of a `DataConfig`.
-
-    Args:
-        source: `stdlib`, `hf:NAME?...` (see `HuggingFaceSource`), or `PATH` or
-            `PATH?option=value&...` with the options `file_per_document`, `format` and `column` (see
-            `TextSource`, and `FileSource` for files that are not plain text).
-        cache_dir: folder where a source may keep documents that are slow to collect.
-
-    Raises:
-        FileNotFoundError, ImportError, ValueError: see the class of the source.
-    """
-    if source == "stdlib":
-        return StdlibSource(cache_dir / "documents")
-    if source.startswith("hf:"):
-        return HuggingFaceSource(source.removeprefix("hf:"))
-    if not source:
-        raise ValueError("source: expected 'stdlib', 'hf:NAME' or a path, got an empty string")
-    path, _, query = source.partition("?")
-    if not query or Path(source).expanduser().exists():  # a name may have a question mark
-        return _open_files(Path(source).expanduser(), {})
-    options = dict(parse_qsl(query, keep_blank_values=True))
-    wrong = {
-        name
-        for name, value in options.items()
-        if not value or (value not in _FILE_OPTIONS.get(name, ()) and name != "column")
-    }
-    if not options or wrong:
-        forms = "&".join(f"{name}={'|'.join(values)}" for name, values in _FILE_OPTIONS.items())
-        raise ValueError(f"source: expected PATH or PATH?{forms}, got {source!r}")
-    return _open_files(Path(path).expanduser(), options)
-
-
-_FILE_OPTIONS = {
-    "file_per_document": ("true", "false"),
-    "format": ("text", "jsonl", "mediawiki"),
-    "column": ("NAME",),
-}
-
-
-def _open_files(path: Path, options: dict[str, str]) -> Source:
-    """A source of plain text files, which can be cut anywhere, or of files of other formats."""
-    from bert_unpad.data.text.file_source import FileSource, find_files, is_plain  # imports this
-
-    whole, wanted = options.get("file_per_document") == "true", options.get("format")
-    files = find_files(path, wanted)
-    if wanted is not None and path.exists() and not files:
-        raise FileNotFoundError(f"source: expected files of format {wanted} below {path}, got none")
-    if "column" in options and not any(kind == "jsonl" for _, kind in files):
-        raise ValueError(f"source: expected JSON Lines at {path} with the option column, got none")
-    if all(is_plain(file, kind) for file, kind in files):
-        return TextSource(path, whole)
-    return FileSource(path, files, whole, options.get("column", "text"))

@@ -14,11 +14,11 @@ from bert_unpad.data.building.blocks import (
     documents_in_blocks,
     identity,
 )
+from bert_unpad.data.text.open_source import open_source
 from bert_unpad.data.text.sources import (
     HuggingFaceSource,
     StdlibSource,
     TextSource,
-    open_source,
 )
 from tests.support.fresh_random import fresh_random
 from tests.support.prepared_text import write_corpus

@@ -6,7 +6,7 @@ import pytest
 
 from bert_unpad.data.building.spool import SpooledBlock
 from bert_unpad.data.building.streams import Streams, divide, spool_stream
-from bert_unpad.data.text.sources import open_source
+from bert_unpad.data.text.open_source import open_source
 from tests.support.fresh_random import fresh_random
 from tests.support.prepared_text import contents, write_corpus
 from tests.support.sentences import split_sentences

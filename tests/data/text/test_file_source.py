@@ -13,7 +13,8 @@ from bert_unpad.data import DamagedDataError, DataConfig, prepare
 from bert_unpad.data.building import blocks
 from bert_unpad.data.text import file_source, sources
 from bert_unpad.data.text.file_source import FileSource
-from bert_unpad.data.text.sources import TextSource, open_source
+from bert_unpad.data.text.open_source import open_source
+from bert_unpad.data.text.sources import TextSource
 
 TEXT = "One.\nTwo ü.\n\n \nThree."
 DOCUMENTS = ["One.\nTwo ü.\n", "Three."]

@@ -8,7 +8,7 @@ import pytest
 
 from bert_unpad.data import DamagedDataError
 from bert_unpad.data.cli import main
-from bert_unpad.data.text.sources import open_source
+from bert_unpad.data.text.open_source import open_source
 from tests.support.prepared_text import contents
 
 pytest.importorskip("mwxml")

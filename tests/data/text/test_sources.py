@@ -7,8 +7,9 @@ import types
 
 import pytest
 
+from bert_unpad.data.text.open_source import open_source
 from bert_unpad.data.text.sentences import split_sentences
-from bert_unpad.data.text.sources import HuggingFaceSource, StdlibSource, TextSource, open_source
+from bert_unpad.data.text.sources import HuggingFaceSource, StdlibSource, TextSource
 
 
 @pytest.fixture
