@@ -39,8 +39,8 @@ class PairDrawer:
     One thing differs from Google's script, which gives every single-sentence chunk a random next
     sentence. Here half of these sentences are cut in two between words instead. So documents of one
     sentence give both labels, and the length of a does not reveal the label. A sentence of one word
-    always gets a random next sentence; without another document, it becomes an example without b
-    and with the label -100.
+    always gets a random next sentence. Where there is no other document, no pair gets one: such a
+    sentence becomes an example without b and with the label -100, and all other labels are 0.
 
     With sentence order (ALBERT; Lan et al., 2020, arXiv:1909.11942, section 3.1) both segments are
     of one document: half of the time in order, otherwise swapped.
