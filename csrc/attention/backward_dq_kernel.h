@@ -55,8 +55,8 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
       if (valid && lane % 4 == 0) store_global<float>(p.args.delta + head + row, delta[half]);
     }
   }
-  [[maybe_unused]] const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
-                                                  block.sequence * p.args.heads + block.head);
+  [[maybe_unused]] const AttentionDropout dropout(
+      p.args.rng, p.args.keep_threshold, block.sequence * p.args.heads + block.head, !kBias);
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   const Operands<kHeadDim> operands;
   const QueryBias<T, kBias> bias(p, block, windows, first_row);

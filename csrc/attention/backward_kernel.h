@@ -236,7 +236,7 @@ attention_backward_kernel(BU_PARAMS Launch p) {
   if constexpr (kFused) fill_row_values<T, kHeadDim, kWarps>(p.args, block, lse_at, delta_at);
 
   AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
-                           block.sequence * p.args.heads + block.head);
+                           block.sequence * p.args.heads + block.head, !kGeneral);
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   const float scale = fabsf(p.args.scale) * kLog2e;
   BackwardKeys<T, kHeadDim, kDropout, kGeneral, kBias> keys(p.args, block);

@@ -23,8 +23,9 @@ struct AttentionDropout {
   uint32_t threshold;
   PairRule rule;
 
-  BU_DEVICE AttentionDropout(const int64_t* rng, uint32_t keep, uint32_t sequence_head)
-      : key(load_rng_key(rng)), stream(sequence_head), threshold(keep), rule(keep) {}
+  BU_DEVICE AttentionDropout(const int64_t* rng, uint32_t keep, uint32_t sequence_head,
+                             bool rule_held = true)
+      : key(load_rng_key(rng)), stream(sequence_head), threshold(keep), rule(keep, rule_held) {}
 
   // Whether there is dropout at all, for kernels that serve both cases.
   BU_DEVICE bool draws() const { return threshold < 65536u; }

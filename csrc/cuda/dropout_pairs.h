@@ -44,14 +44,19 @@ BU_HD Philox4 eight_decisions(const Philox4& bits, bool last) {
   return pairs;
 }
 
-// The rule of common/philox.h for pairs.
+// The rule of common/philox.h for pairs. `held`: kept in registers; otherwise nvcc may work it out
+// again at each use (9 instructions), for kernels that have no registers to spare.
 struct PairRule {
   uint32_t limits, flip;
 
-  BU_DEVICE explicit PairRule(uint32_t threshold) {
+  BU_DEVICE explicit PairRule(uint32_t threshold, bool held = true) {
     const KeepRule rule = keep_rule(threshold);
-    limits = hold(rule.limit * 0x10001u);
-    flip = hold(rule.flip);
+    limits = rule.limit * 0x10001u;
+    flip = rule.flip;
+    if (held) {
+      limits = hold(limits);
+      flip = hold(flip);
+    }
   }
 
   // All ones in each half whose decision is to keep.
