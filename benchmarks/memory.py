@@ -46,7 +46,7 @@ def contenders(
         def ours(recompute: str = recompute) -> Saved:
             encoder.recompute = recompute
             keys = draw_rng_keys(3, x.device).unbind()
-            shared = [*keys, batch.cu_seqlens, batch.order]
+            shared = [*keys, batch.cu_seqlens, batch.order_table]
             return saved_by(lambda: encoder(x, batch, rng=keys), encoder, shared)
 
         yield f"bert_unpad, recompute {recompute}", ours

@@ -14,7 +14,7 @@ POLICIES = ("in_order", "uniform", "warp_first")
 # The compute capability for which compiled kernels run in the place of sources.
 _arch: str | None = None
 # Compute capability -> bytes of shared memory that a block can have.
-SHARED_BYTES = {(8, 0): 166912, (9, 0): 232448, (10, 0): 232448}
+SHARED_BYTES = {(8, 0): 166912, (8, 6): 101376, (9, 0): 232448, (10, 0): 232448}
 
 
 @dataclass(frozen=True)

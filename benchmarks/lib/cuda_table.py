@@ -16,7 +16,7 @@ TUNED = ("sm_80", "sm_90a")
 LIMITS = {
     r"attention_forward_kernel<\w+, 32,.*, AttentionLaunch>": 168,
     r"attention_forward_kernel<\w+, 64, 1,.*, AttentionLaunch>": 168,
-    r"attention_backward_kernel<\w+, 32,.*, AttentionLaunch>": 168,
+    r"attention_backward_kernel<\w+, 32, 4, \w+, false,.*, AttentionLaunch>": 168,
     r"attention_backward_dq_kernel<\w+, 32,.*, AttentionLaunch>": 128,
     r"attention_backward_dq_kernel<\w+, 64, false,.*, AttentionLaunch>": 168,
     r"attention_fp32_forward_kernel<32, AttentionLaunch>": 128,

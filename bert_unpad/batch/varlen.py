@@ -21,7 +21,7 @@ from bert_unpad.batch.tensor_fields import map_tensors
 # More groups than this cost more in kernel launches than the finer grid sizes save.
 MAX_GROUPS = 4
 _INT32_MAX = 2**31 - 1
-DEVICE_TENSORS = ("cu_seqlens", "indices", "position_ids", "order")
+DEVICE_TENSORS = ("cu_seqlens", "indices", "position_ids", "order", "order_table")
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +52,9 @@ class VarlenBatch:
     order: Tensor
     """int32 [B], on the device: the sequences, longest first; sequences of equal length keep their
     order. A GPU starts them in this order, so that short ones fill the gaps between long ones."""
+    order_table: Tensor
+    """int32 [B, 4], on the device: for each entry of `order` the sequence, its first token, its
+    length, and 0. A GPU finds the work of a block in one load."""
 
     @property
     def batch_size(self) -> int:
@@ -171,6 +174,9 @@ class VarlenBatch:
         cu_seqlens = np.zeros(lengths.size + 1, np.int32)
         np.cumsum(lengths, out=cu_seqlens[1:])
         cu_seqlens_host = torch.from_numpy(cu_seqlens)
+        order = np.argsort(-lengths, kind="stable").astype(np.int32)
+        order_table = np.zeros((lengths.size, 4), np.int32)
+        order_table[:, :3] = np.stack([order, cu_seqlens[order], lengths[order]], 1)
         batch = cls(
             lengths=torch.from_numpy(lengths.astype(np.int32)),
             cu_seqlens=cu_seqlens_host,
@@ -180,7 +186,8 @@ class VarlenBatch:
             seqlen=seqlen,
             indices=torch.from_numpy(indices.astype(np.int64, copy=False)),
             position_ids=torch.from_numpy(position_ids.astype(np.int64, copy=False)),
-            order=torch.from_numpy(np.argsort(-lengths, kind="stable").astype(np.int32)),
+            order=torch.from_numpy(order),
+            order_table=torch.from_numpy(order_table),
         )
         if device.type == "cuda":
             batch = batch.pin_memory()  # so that the copies do not make the host wait

@@ -74,7 +74,7 @@ def varlen_attention(
         raise ValueError(f"varlen_attention: schedule must be 'list' or 'groups', got {schedule!r}")
     order = groups = None
     if isinstance(batch, VarlenBatch):
-        cu_seqlens, max_seqlen, order = batch.cu_seqlens, batch.max_seqlen, batch.order
+        cu_seqlens, max_seqlen, order = batch.cu_seqlens, batch.max_seqlen, batch.order_table
         if schedule == "groups":
             groups = batch.group_sizes
     elif max_seqlen is None:

@@ -180,13 +180,22 @@ std::tuple<Tensor, Tensor> new_q_kv_gradients(Params& p, const Tensor& q, const 
 // ones fill the end of the launch. `order` lists the sequences; `groups` cuts that list into at
 // most 4 runs of similar length, each a launch of its own with a grid no larger than its longest
 // sequence needs. The values of `order` stay on the data's device, so only its type is checked
-// here; `groups` is host memory and checked fully.
+// here; `groups` is host memory and checked fully. Where queries are the keys, `order` may be
+// [sequences, kOrderColumns]: also each sequence's first token, its length and 0, so that a block
+// finds its work in one load.
+inline constexpr int64_t kOrderColumns = 4;
+
 inline void check_schedule(const std::optional<Tensor>& order, const std::optional<Tensor>& groups,
-                           const Tensor& data, int64_t sequences, const char* op) {
+                           const AttentionRows& q, const AttentionRows& k, int64_t sequences,
+                           const char* op) {
+  const Tensor& data = q.data;
   check(order || !groups, op, ": groups cuts order into runs, so it needs order");
   if (order) {
-    check(order->dim() == 1 && order->size(0) == sequences, op, ": order must have shape [",
-          sequences, "], one entry a sequence, got ", shape_string(*order));
+    const bool itself = q.cu_seqlens.const_data_ptr() == k.cu_seqlens.const_data_ptr();
+    const bool table = itself && order->dim() == 2 && order->size(1) == kOrderColumns;
+    check((order->dim() == 1 || table) && order->size(0) == sequences, op,
+          ": order must have shape [", sequences, "], one entry a sequence, got ",
+          shape_string(*order));
     check_dtype(*order, ScalarType::Int, op, "order", "int32");
     check_contiguous(*order, op, "order");
     check_same_device(*order, data, op, "order");

@@ -38,6 +38,25 @@ AttentionDevice this_device(const char* op) {
               attribute(cudaDevAttrComputeCapabilityMinor)};
 }
 
+// Whether a block may take a whole head in the backward pass.
+bool takes_whole_heads(const AttentionCudaParams& args, const AttentionCudaBias& bias) {
+  return args.dtype != DType::kFloat32 && bias.bucket == nullptr && args.heads == args.kv_heads &&
+         !has_window(args);
+}
+
+bool backward_takes_wgmma(const AttentionCudaParams& args, const AttentionCudaBias& bias,
+                          const AttentionDevice& device) {
+  return takes_whole_heads(args, bias) &&
+         has_wgmma(args.dtype, args.head_dim, bias.bucket != nullptr, device) &&
+         wgmma_backward_is_fused(args.sequences, args.heads, args.max_q, args.max_k, device);
+}
+
+bool is_fused(const AttentionCudaParams& args, const AttentionCudaBias& bias,
+              const AttentionDevice& device) {
+  return takes_whole_heads(args, bias) && backward_is_fused(args.sequences, args.heads, args.max_q,
+                                                            args.max_k, args.head_dim, device);
+}
+
 }  // namespace
 
 void attention_forward(const AttentionCudaParams& args, const AttentionCudaBias& bias,
@@ -56,25 +75,29 @@ void attention_forward(const AttentionCudaParams& args, const AttentionCudaBias&
                });
 }
 
+int64_t attention_query_sums(const AttentionCudaParams& args, const AttentionCudaBias& bias) {
+  const AttentionDevice device = this_device(kBackwardOp);
+  if (backward_takes_wgmma(args, bias, device) || !is_fused(args, bias, device)) return 0;
+  return query_sum_floats(args.q_tokens, args.sequences, args.heads, args.max_k, args.head_dim);
+}
+
 void attention_backward(const AttentionCudaParams& args, const AttentionCudaBias& bias,
                         std::span<const AttentionGroup> groups, cudaStream_t stream) {
   if (bias.bucket != nullptr) prepare_bias(kBackwardOp, args, bias, stream);
   const AttentionDevice device = this_device(kBackwardOp);
-  const bool whole_heads = args.heads == args.kv_heads && !has_window(args);
-  const bool fused = whole_heads && backward_is_fused(args.sequences, args.heads, args.max_q,
-                                                      args.max_k, args.head_dim, device);
-  const bool wgmma =
-      whole_heads && has_wgmma(args.dtype, args.head_dim, bias.bucket != nullptr, device) &&
-      wgmma_backward_is_fused(args.sequences, args.heads, args.max_q, args.max_k, device);
-  for_each_run(kBackwardOp, args, bias, groups, stream,
-               [&](const AttentionRun& run, cudaStream_t s) {
-                 if (args.dtype == DType::kFloat32) return launch_fp32_backward(run, s);
-                 if (wgmma) return launch_wgmma_backward(run, s);
-                 dispatch_head_dim(args.head_dim, [&]<int kHeadDim>() {
-                   if (bias.bucket != nullptr) return launch_bias_backward<kHeadDim>(run, s);
-                   launch_backward<kHeadDim>(run, fused, s);
-                 });
-               });
+  const bool wgmma = backward_takes_wgmma(args, bias, device);
+  const bool fused = is_fused(args, bias, device);
+  for_each_run(
+      kBackwardOp, args, bias, groups, stream, [&](const AttentionRun& run, cudaStream_t s) {
+        if (args.dtype == DType::kFloat32) return launch_fp32_backward(run, s);
+        if (wgmma) return launch_wgmma_backward(run, s);
+        dispatch_head_dim(args.head_dim, [&]<int kHeadDim>() {
+          if (bias.bucket != nullptr) return launch_bias_backward<kHeadDim>(run, s);
+          const AttentionCudaParams& a = run.args;
+          const int warps = fused_warps(a.sequences, a.heads, a.max_q, a.max_k, kHeadDim, device);
+          launch_backward<kHeadDim>(run, fused ? warps : 0, s);
+        });
+      });
   if (bias.bucket != nullptr) finish_bias(args, bias, stream);
 }
 

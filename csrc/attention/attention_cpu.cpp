@@ -44,19 +44,27 @@ void check_schedule_values(const std::optional<Tensor>& order, const std::option
                            const int32_t* cu_q, const int32_t* cu_k, int64_t sequences,
                            const char* op) {
   if (!order) return;
-  const auto* sequence = order->const_data_ptr<int32_t>();
+  const auto* values = order->const_data_ptr<int32_t>();
+  const int64_t columns = order->dim() == 2 ? kOrderColumns : 1;
+  const auto sequence = [&](int64_t i) { return values[columns * i]; };
   std::vector<char> seen(sequences);
   for (int64_t i = 0; i < sequences; ++i) {
-    const int32_t b = sequence[i];
+    const int32_t b = sequence(i);
     check(b >= 0 && b < sequences && !seen[b], op, ": order must be a permutation of 0 .. ",
           sequences - 1, ", but entry ", i, " is ", b);
     seen[b] = 1;
+    if (columns == 1) continue;
+    const int32_t* row = values + columns * i;
+    check(row[1] == cu_k[b] && row[2] == cu_k[b + 1] - cu_k[b] && row[3] == 0, op,
+          ": order must hold sequence, first token, length and 0, but row ", i, " is [", b, ", ",
+          row[1], ", ", row[2], ", ", row[3], "] where sequence ", b, " begins at ", cu_k[b],
+          " and has ", cu_k[b + 1] - cu_k[b], " tokens");
   }
   if (!groups) return;
   int64_t i = 0;
   for (const AttentionGroup& group : read_groups(*groups, sequences, op)) {
     for (const int64_t end = i + group.sequences; i < end; ++i) {
-      const int32_t b = sequence[i];
+      const int32_t b = sequence(i);
       const int32_t q_len = cu_q[b + 1] - cu_q[b], k_len = cu_k[b + 1] - cu_k[b];
       check(q_len <= group.max_q && k_len <= group.max_k, op, ": groups allows ", group.max_q,
             " queries and ", group.max_k, " keys where sequence ", b, " has ", q_len, " and ",
@@ -101,7 +109,7 @@ class CpuAttention {
     const int64_t sequences = check_sequences(q, k, op);
     cu_q_ = check_cu_seqlens(q, op);
     cu_k_ = check_cu_seqlens(k, op);
-    check_schedule(settings.order, settings.groups, q.data, sequences, op);
+    check_schedule(settings.order, settings.groups, q, k, sequences, op);
     check_schedule_values(settings.order, settings.groups, cu_q_, cu_k_, sequences, op);
     order_ = by_work(cu_q_, cu_k_, sequences);
   }

@@ -65,8 +65,13 @@ class CudaAttention {
     p.max_k = static_cast<int>(k.max_seqlen);
     check_aligned(p.q, q.data_name);
     for (const auto* rows : {&p.k, &p.v}) check_aligned(*rows, k.data_name);
-    check_schedule(settings.order, settings.groups, q.data, sequences, op);
-    if (settings.order) p.order = settings.order->const_data_ptr<int32_t>();
+    check_schedule(settings.order, settings.groups, q, k, sequences, op);
+    if (settings.order) {
+      p.order = settings.order->const_data_ptr<int32_t>();
+      p.order_columns = static_cast<int>(settings.order->dim() == 2 ? kOrderColumns : 1);
+      check(p.order_columns == 1 || reinterpret_cast<uintptr_t>(p.order) % 16 == 0, op,
+            ": order must begin at a multiple of 16 bytes");
+    }
     if (settings.groups) groups_ = read_groups(*settings.groups, sequences, op);
     device_.emplace(q.data, op);
   }
@@ -102,6 +107,7 @@ class CudaAttention {
       bias_.dtable_parts = workspace(like, {bias_parts(p.q_tokens), bias_.buckets, p.heads});
       if (!bias.query) bias_.dquery_sums = workspace(like, {p.q_tokens, p.heads, bias_.buckets});
     }
+    if (const int64_t sums = attention_query_sums(p, bias_)) p.dq_sums = workspace(like, {sums});
     attention_backward(p, bias_, groups_, device_->stream);
     return {dtable, dquery, dkey};
   }

@@ -14,20 +14,25 @@ namespace bert_unpad::cuda {
 struct AttentionCudaParams {
   DType dtype;
   int heads, kv_heads, head_dim, sequences;  // heads: a multiple of kv_heads
+  int order_columns;                         // 1 or 4
   int64_t q_tokens, k_tokens;
   int max_q, max_k;         // longest run of queries and of keys of one sequence
   float scale;              // of q k^T, before the softmax; finite, not 0
   uint32_t keep_threshold;  // of 65,536; 65,536 = no dropout
   const int64_t* rng;       // [2]: seed, offset; null without dropout
   const int32_t *cu_q, *cu_k;
-  const int32_t* order;  // [sequences]: which sequence is started when; null = as they come
+  // [sequences, order_columns]: which sequence is started when; null = as they come. With 4 columns
+  // (arguments.h) queries are the keys.
+  const int32_t* order;
   AttentionWindow window;
   const int32_t*
       query_positions;  // [q_tokens], among the keys of the sequence; null: the last ones
   Packed<const void> q, k, v, out, dout;
   Packed<void> out_w, dq, dk, dv;
-  float* lse;    // [heads, q_tokens]: log of the sum of exponentials of the scaled scores
-  float* delta;  // [heads, q_tokens], backward's workspace: rowsum(dout * out)
+  float* lse;  // [heads, q_tokens]: log of the sum of exponentials of the scaled scores
+  // Workspaces of the backward pass.
+  float* delta;    // [heads, q_tokens]: rowsum(dout * out)
+  float* dq_sums;  // attention_query_sums() floats; null where that is 0
 };
 
 // What is added to the scaled scores, by the distance (key position - query position), from -reach
@@ -57,7 +62,10 @@ inline int64_t bias_parts(int64_t q_tokens) {
 void attention_forward(const AttentionCudaParams& args, const AttentionCudaBias& bias,
                        std::span<const AttentionGroup> groups, cudaStream_t stream);
 
-// Writes dq, dk, dv and the gradients of the bias; overwrites delta.
+// Floats that attention_backward needs at dq_sums, on the current device.
+int64_t attention_query_sums(const AttentionCudaParams& args, const AttentionCudaBias& bias);
+
+// Writes dq, dk, dv and the gradients of the bias; overwrites the workspaces.
 void attention_backward(const AttentionCudaParams& args, const AttentionCudaBias& bias,
                         std::span<const AttentionGroup> groups, cudaStream_t stream);
 

@@ -27,34 +27,46 @@ constexpr int forward_row_tiles(int max_q, int head_dim) {
   return head_dim == 64 && max_q > 64 ? 2 : 1;
 }
 
-// Warps of the fused backward kernel, 16 keys each.
-constexpr int fused_warps(int max_k, int head_dim) { return head_dim == 64 && max_k > 64 ? 8 : 4; }
+// Most queries of one sequence that the fused backward kernel takes: a block computes a whole head,
+// so a long sequence among short ones would keep one multiprocessor busy long after all others.
+inline constexpr int kFusedMaxQueries = 1024;
 
-inline uint32_t fused_shared_bytes(int max_q, int max_k, int head_dim) {
-  const auto bytes = [&]<int kHeadDim>() {
-    return fused_warps(max_k, head_dim) == 8
-               ? BackwardShared<kHeadDim, 8, true>::bytes(max_q, max_k)
-               : BackwardShared<kHeadDim, 4, true>::bytes(max_q, max_k);
-  };
-  return head_dim == 64 ? bytes.template operator()<64>() : bytes.template operator()<32>();
+// Shared memory that the system takes of each block.
+inline constexpr uint32_t kReservedShared = 1024;
+
+// Warps of the fused backward kernel, 32 keys each; 0: it does not fit. Two blocks of 4 warps on a
+// multiprocessor wait for each other's memory and barriers less than one of 8, which takes about
+// 9/8 of their time for two heads. But 8 are better where two blocks do not fit, or where the last
+// heads would leave half of the multiprocessors' room empty.
+inline int fused_warps(int sequences, int heads, int max_q, int max_k, int head_dim,
+                       const AttentionDevice& device) {
+  if (max_q > kFusedMaxQueries || head_dim > 64) return 0;
+  const uint32_t four = head_dim == 32 ? BackwardShared<32, 4, true>::bytes(max_q)
+                                       : BackwardShared<64, 4, true>::bytes(max_q);
+  const uint32_t eight = BackwardShared<64, 8, true>::bytes(max_q);
+  if (head_dim == 64 && max_k > 4 * 32 && eight <= device.shared_bytes) {
+    const bool pairs = 2 * (four + kReservedShared) <= device.shared_bytes + kReservedShared;
+    const int64_t blocks = static_cast<int64_t>(sequences) * heads, sms = device.sms;
+    const int64_t rounds = (blocks + sms - 1) / sms, of_pairs = (blocks + 2 * sms - 1) / (2 * sms);
+    if (!pairs || 9 * rounds < 8 * 2 * of_pairs) return 8;
+  }
+  return four <= device.shared_bytes ? 4 : 0;
 }
 
-// Most queries of one sequence that the fused backward kernel takes. fused_shared_bytes computes in
-// 32 bits: 256 bytes of sums per query overflow from 2^23 queries on, and a wrapped number would
-// look as if it fitted. Sums fill a block's shared memory long before that. So the bound only
-// matters for few keys, which need no sums because there is a single pass: 227 KB would then hold
-// 20,000 queries in one block, which is too much work for it.
-inline constexpr int kFusedMaxQueries = 4096;
-
 // Whether the backward pass is one fused kernel with one block per head and sequence, or two
-// kernels. The fused kernel computes 5 matrix products instead of 7, but it keeps a whole head's dQ
-// in shared memory, needs enough heads to fill the device, and does not have enough registers for
-// 128 columns.
+// kernels. The fused kernel computes 5 matrix products instead of 7, but it needs enough heads to
+// fill the device, and does not have enough registers for more than 64 columns.
 inline bool backward_is_fused(int sequences, int heads, int max_q, int max_k, int head_dim,
                               const AttentionDevice& device) {
-  return head_dim <= 64 && static_cast<int64_t>(sequences) * heads >= device.sms &&
-         max_q <= kFusedMaxQueries &&
-         fused_shared_bytes(max_q, max_k, head_dim) <= device.shared_bytes;
+  return static_cast<int64_t>(sequences) * heads >= device.sms &&
+         fused_warps(sequences, heads, max_q, max_k, head_dim, device) > 0;
+}
+
+// Floats of the fused backward kernel's workspace: its sums of dQ, where the keys may take several
+// passes.
+inline int64_t query_sum_floats(int64_t q_tokens, int sequences, int heads, int max_k,
+                                int head_dim) {
+  return max_k > 4 * 32 ? heads * sum_rows(q_tokens, sequences) * head_dim : 0;
 }
 
 // Warpgroups of the backward kernel with wgmma, 64 keys each.

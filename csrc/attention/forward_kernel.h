@@ -6,170 +6,31 @@
 // row tile per warp, shared memory is the limit (128 bytes per clock); two halve what a warp reads
 // per product. A row's result does not depend on kRowTiles.
 //
+// Up to 64 columns and without a window, the scores of the next 32 keys are computed beside the
+// softmax of the last 32, because tensor cores and exponentials are different pipes (as Shah et
+// al., "FlashAttention-3", arXiv:2407.08608, do on Hopper). Only the last 32 keys are masked, in
+// code of their own, so the loop has no condition on keys. Wider heads have no registers for that.
+//
 // kWindow: queries see the keys of a window. A block takes the tiles of keys that one of its
-// queries sees, a warp of these the steps of 16 keys that one of its own sees; scores are masked
-// where not all of them see all keys. A launch with a position bias takes the kernel for windows.
+// queries sees, a warp of these the steps of 16 keys that one of its own sees. A tile that all rows
+// of a warp see whole is computed without a condition; others have code of their own that masks
+// scores. A launch with a position bias takes the kernel for windows.
 #pragma once
 
-#include "attention/dropout.h"
-#include "attention/kernel_parts.h"
-#include "attention/query_windows.h"
-#include "attention/score_bias.h"
+#include "attention/forward_rows.h"
 
 namespace bert_unpad {
 
 inline constexpr int kForwardWarps = 4;
 
-template <class T, int kHeadDim>
-using ForwardKeys = KeyTiles<T, kHeadDim, kForwardWarps>;
+// Whether scores are computed ahead. Keys of a tile are then used up before its values, so there is
+// a third tile of values.
+template <int kHeadDim, bool kWindow>
+inline constexpr bool kScoresAhead = kHeadDim <= 64 && !kWindow;
 
-// A warp's rows: queries, what they have summed so far, and one step of it.
-template <class T, int kHeadDim, int kRowTiles, bool kDropout, bool kWindow, bool kBias>
-struct ForwardRows {
-  static_assert((!kWindow && !kBias) || kRowTiles == 1);
-  static constexpr int kKeys = ForwardKeys<T, kHeadDim>::kKeys, kSteps = kKeys / 16;
-  Operands<kHeadDim> operands;
-  uint32_t q[kRowTiles][kHeadDim / 16][4];
-  float o[kRowTiles][kHeadDim / 8][4];
-  // The largest score so far of rows g and g + 8, before scaling; with a bias in base 2.
-  float top[kRowTiles][2];
-  float sum[kRowTiles][2];  // sum of the exponentials in this lane's columns
-  RowRange seen[2];         // with a window: the keys that rows g and g + 8 see
-
-  // Takes in a tile of keys and values, of which the rows see `from` .. `to` - 1 at most; all of
-  // these, if `all`. `first_row` is the first query's row, `first_key` the tile's first key, both
-  // in the sequence.
-  BU_DEVICE void add_tile(uint32_t k_tile, uint32_t v_tile, int from, int to, bool all, float scale,
-                          const QueryBias<T, kBias>& bias, const AttentionDropout& dropout,
-                          int first_row, int first_key) {
-    float s[kRowTiles][kSteps][2][4] = {};
-    scores(s, k_tile, from, to);
-    if constexpr (kBias) {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step)
-        if (!skips(step, from, to)) bias.add(s[0][step], first_key + 16 * step, scale);
-      scale = 1.0f;
-    }
-    if constexpr (kWindow) {
-      if (!all) mask(s[0], first_key);
-    }
-    softmax(s, scale);
-    const bool draws = kDropout && (!kBias || dropout.draws());
-    [[maybe_unused]] Philox4 drawn[kRowTiles];
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      if (skips(step, from, to)) continue;
-      uint32_t weights[kRowTiles][4];
-#pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
-        pack_a<T>(weights[r], s[r][step][0], s[r][step][1]);
-        if (draws) {
-          if (step % 2 == 0 || (kWindow && skips(step - 1, from, to)))
-            drawn[r] = dropout.draw(first_row / 16 + r, first_key / 32 + step / 2);
-          dropout.apply(weights[r], dropout.tile(drawn[r], step % 2 != 0));
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < kHeadDim / 16; ++n) {
-        uint32_t b[4];
-        operands.b_transposed(b, v_tile, 16 * step, n);
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-          mma<T>(o[r][2 * n], weights[r], b[0], b[1]);
-          mma<T>(o[r][2 * n + 1], weights[r], b[2], b[3]);
-        }
-      }
-    }
-  }
-
- private:
-  static BU_DEVICE bool skips(int step, int from, int to) {
-    return 16 * step >= to || (kWindow && 16 * step + 16 <= from);
-  }
-
-  BU_DEVICE void scores(float (&s)[kRowTiles][kSteps][2][4], uint32_t k_tile, int from, int to) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      if (skips(step, from, to)) continue;
-#pragma unroll
-      for (int d = 0; d < kHeadDim / 16; ++d) {
-        uint32_t b[4];
-        operands.b(b, k_tile, 16 * step, d);
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-          mma<T>(s[r][step][0], q[r][d], b[0], b[1]);
-          mma<T>(s[r][step][1], q[r][d], b[2], b[3]);
-        }
-      }
-    }
-    if (!kWindow && to < kKeys) {
-#pragma unroll
-      for (int n = 0; n < 2 * kSteps; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (8 * n + 2 * (threadIdx.x % 4) + i % 2 < to) continue;
-#pragma unroll
-          for (int r = 0; r < kRowTiles; ++r) s[r][n / 2][n % 2][i] = -INFINITY;
-        }
-      }
-    }
-  }
-
-  BU_DEVICE void mask(float (&s)[kSteps][2][4], int first_key) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int from = seen[half].begin - first_key - 2 * static_cast<int>(threadIdx.x % 4);
-      const auto count = static_cast<uint32_t>(seen[half].end - seen[half].begin);
-#pragma unroll
-      for (int n = 0; n < 2 * kSteps; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (static_cast<uint32_t>(8 * n + i - from) >= count)
-            s[n / 2][n % 2][2 * half + i] = -INFINITY;
-        }
-      }
-    }
-  }
-
-  // Turns scores into exponentials relative to the largest score so far, and rescales what was
-  // summed relative to an older one.
-  BU_DEVICE void softmax(float (&s)[kRowTiles][kSteps][2][4], float scale) {
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float most = top[r][half];
-#pragma unroll
-        for (int n = 0; n < 2 * kSteps; ++n) {
-          const float (&pair)[4] = s[r][n / 2][n % 2];
-          most = fmaxf(most, fmaxf(pair[2 * half], pair[2 * half + 1]));
-        }
-        most = quad_max(most);
-        // A row that has seen no key yet has no largest score.
-        const float base = kWindow && most == -INFINITY ? 0.0f : most;
-        const float shrink = exp2_approx((top[r][half] - base) * scale);
-        const float offset = base * scale;
-        top[r][half] = most;
-        float total = 0.0f;
-#pragma unroll
-        for (int n = 0; n < 2 * kSteps; ++n) {
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            float& x = s[r][n / 2][n % 2][i];
-            x = exp2_approx(fma(x, scale, -offset));
-            total += x;
-          }
-        }
-        sum[r][half] = fma(sum[r][half], shrink, total);
-#pragma unroll
-        for (int n = 0; n < kHeadDim / 8; ++n) {
-          o[r][n][2 * half] *= shrink;
-          o[r][n][2 * half + 1] *= shrink;
-        }
-      }
-    }
-  }
-};
+template <class T, int kHeadDim, bool kWindow>
+using ForwardKeys =
+    KeyTiles<T, kHeadDim, kForwardWarps, 2, kScoresAhead<kHeadDim, kWindow> ? 3 : 2>;
 
 template <class T, int kHeadDim, int kRowTiles, bool kDropout, bool kWindow, class Launch>
 BU_KERNEL(32 * kForwardWarps, kHeadDim == 64 && kWindow && !kHasBias<Launch> ? 3 : 2)
@@ -179,8 +40,8 @@ attention_forward_kernel(BU_PARAMS Launch p) {
   const int block_row = block.tile * kForwardWarps * 16 * kRowTiles;
   if (block_row >= block.q_len) return;
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int first_row = block_row + warp * 16 * kRowTiles;
+  const int lane = threadIdx.x % 32;
+  const int first_row = block_row + warp_number() * 16 * kRowTiles;
   ForwardRows<T, kHeadDim, kRowTiles, kDropout, kWindow, kBias> rows;
   RowRange block_keys{0, block.k_len}, any = block_keys, all = block_keys;
   const QueryWindows windows(p.args, block);
@@ -192,7 +53,7 @@ attention_forward_kernel(BU_PARAMS Launch p) {
     for (int half = 0; half < 2; ++half)
       rows.seen[half] = windows.keys(first_row + lane / 4 + 8 * half);
   }
-  const ForwardKeys<T, kHeadDim> keys(p.args, block, block_keys.end);
+  const ForwardKeys<T, kHeadDim, kWindow> keys(p.args, block, block_keys.end);
   const int first_tile = block_keys.begin / keys.kKeys;
   keys.start(first_tile);
 
@@ -210,26 +71,88 @@ attention_forward_kernel(BU_PARAMS Launch p) {
     rows.sum[r][0] = rows.sum[r][1] = 0.0f;
   }
   const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
-                                 block.sequence * p.args.heads + block.head);
+                                 of_warp(block.sequence * p.args.heads + block.head));
   const QueryBias<T, kBias> bias(p, block, windows, first_row);
 
-  for (int tile = first_tile; tile < keys.tiles(); ++tile) {
-    copy_async_wait<0>();
-    sync_block();  // the tile is there for all, and all are done with the one before it
-    keys.start(tile + 1);
-    if (first_row >= block.q_len) continue;
-    const int first_key = tile * keys.kKeys;
-    if (kWindow && !any.meets(first_key, first_key + keys.kKeys - 1)) continue;
-    rows.add_tile(keys.keys(tile), keys.values(tile), any.begin - first_key, any.end - first_key,
-                  all.holds(first_key, first_key + keys.kKeys - 1), scale, bias, dropout, first_row,
-                  first_key);
+  const float unit = kBias ? 1.0f : scale;  // of scores, once they have their bias
+  const bool active = first_row < block.q_len;
+  const auto all_steps = [](int) { return false; };
+  const auto nothing = [](int) {};
+  if constexpr (kScoresAhead<kHeadDim, kWindow>) {
+    constexpr uint32_t kHalf = SharedTile<kHeadDim>::bytes(32);
+    const int last = keys.tiles() - 1;
+    typename decltype(rows)::template Scores<2> s, next;
+    keys.start(1);
+    copy_async_wait<1>();
+    sync_block();  // the first tile is there for all
+    if (active && last >= 0) {
+      rows.template score<2>(s, keys.keys(0), 0);
+      rows.template score<2>(s, keys.keys(0), 1);
+    }
+    for (int tile = 0; tile < last; ++tile) {
+      const int first_key = tile * keys.kKeys;
+      const uint32_t values = keys.values(tile);
+      if (active)
+        rows.take_and_score(s, values, next, keys.keys(tile) + kHalf, unit, dropout, first_row,
+                            first_key);
+      copy_async_wait<0>();
+      sync_block();  // the next tile is there for all, and all are done with the keys of this one
+      keys.start(tile + 2);
+      if (active)
+        rows.take_and_score(next, values + kHalf, s, keys.keys(tile + 1), unit, dropout, first_row,
+                            first_key + 32);
+    }
+    if (active && last >= 0) {
+      int first_key = last * keys.kKeys;
+      uint32_t values = keys.values(last);
+      if (first_key + 32 < block.k_len) {
+        rows.take_and_score(s, values, next, keys.keys(last) + kHalf, unit, dropout, first_row,
+                            first_key);
+        first_key += 32;
+        values += kHalf;
+#pragma unroll
+        for (int i = 0; i < 16 * kRowTiles; ++i)
+          s[i / 16][i / 8 % 2][i / 4 % 2][i % 4] = next[i / 16][i / 8 % 2][i / 4 % 2][i % 4];
+      }
+#pragma unroll
+      for (int step = 0; step < 2; ++step)
+        rows.template mask<2>(s, step, first_key, block.k_len - first_key);
+      rows.template take<2>(s, values, unit, dropout, first_row, first_key, all_steps, nothing);
+    }
+  } else {
+    constexpr int kSteps = keys.kKeys / 16;
+    for (int tile = first_tile; tile < keys.tiles(); ++tile) {
+      copy_async_wait<0>();
+      sync_block();  // the tile is there for all, and all are done with the one before it
+      keys.start(tile + 1);
+      const int first_key = tile * keys.kKeys, last_key = first_key + keys.kKeys - 1;
+      if (!active || !any.meets(first_key, last_key)) continue;
+      const auto add = [&](const auto& skips, const auto& mask) {
+        typename decltype(rows)::template Scores<kSteps> s;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          if (skips(step)) continue;
+          rows.template score<kSteps>(s, keys.keys(tile), step);
+          if constexpr (kBias) bias.add(s[0][step], first_key + 16 * step, scale);
+          mask(s, step);
+        }
+        rows.template take<kSteps>(s, keys.values(tile), unit, dropout, first_row, first_key, skips,
+                                   nothing);
+      };
+      if (all.holds(first_key, last_key))
+        add(all_steps, [](auto&, int) {});
+      else
+        add([&](int step) { return !any.meets(first_key + 16 * step, first_key + 16 * step + 15); },
+            [&](auto& s, int step) {
+              rows.template mask<kSteps>(s, step, first_key, block.k_len - first_key);
+            });
+    }
   }
-  if (first_row >= block.q_len) return;
+  if (!active) return;
 
   const HeadRows<T> out(p.args.out_w, block.q_begin, block.head);
-  float* lse = p.args.lse + block.head * p.args.q_tokens + block.q_begin;
+  float* lse = p.args.lse + static_cast<uint32_t>(block.head) * p.args.q_tokens + block.q_begin;
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
-  const float unit = kBias ? 1.0f : scale;  // of `top`
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) {
     float factor[2];
@@ -237,9 +160,11 @@ attention_forward_kernel(BU_PARAMS Launch p) {
     for (int half = 0; half < 2; ++half) {
       const float total = quad_sum(rows.sum[r][half]);
       factor[half] = total > 0.0f ? keep / total : total;  // 0 without keys; a NaN stays one
-      const int row = first_row + 16 * r + 8 * half + lane / 4;
+      // Not kept since the queries were loaded: there are no registers for it.
+      const int row = first_row + 16 * r + 8 * half + static_cast<int>(hold(lane)) / 4;
       if (lane % 4 == 0 && row < block.q_len)
-        store_global<float>(lse + row, fma(rows.top[r][half], unit, log2f(total)) * kLn2);
+        store_global<float>(lse + static_cast<uint32_t>(row),
+                            fma(rows.top[r][half], unit, log2f(total)) * kLn2);
     }
     store_rows<T>(rows.o[r], factor[0], factor[1], out, first_row + 16 * r, block.q_len, 0);
   }

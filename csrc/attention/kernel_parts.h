@@ -36,12 +36,20 @@ struct AttentionBiasLaunch : AttentionLaunch {
 template <class Launch>
 inline constexpr bool kHasBias = std::is_same_v<Launch, AttentionBiasLaunch>;
 
-// What one block works on. A block of keys has the first of the query heads that read them.
+// What one block works on. A block of keys has the first of the query heads that read them. Tokens
+// are fewer than 2^31; without a sign they need no second register where they become 64 bits.
 struct AttentionBlock {
   int tile, head, kv_head, sequence;
-  int64_t q_begin, k_begin;  // first token
+  uint32_t q_begin, k_begin;  // first token
   int q_len, k_len;
 };
+
+// A number that is the same for all lanes of a warp, so that the compiler may keep it, and what
+// depends on it, in uniform registers.
+BU_DEVICE int of_warp(int number) {
+  return static_cast<int>(first_lane(static_cast<uint32_t>(number)));
+}
+BU_DEVICE int warp_number() { return of_warp(static_cast<int>(threadIdx.x) / 32); }
 
 // cu_seqlens is only known on the device: it is checked here, and what does not fit stops the
 // kernel before anything is read.
@@ -63,20 +71,33 @@ BU_DEVICE AttentionBlock attention_block(const AttentionLaunch& p) {
   const unsigned head = blockIdx.x / tiles % heads, group = p.group;
   b.head = static_cast<int>(kKeys ? head * group : head);
   b.kv_head = static_cast<int>(kKeys ? head : head / group);
-  b.sequence = p.first + static_cast<int>(blockIdx.x / tiles / heads);
-  if (a.order != nullptr) b.sequence = load_global<int32_t>(a.order + b.sequence);
-  BU_REQUIRE(b.sequence >= 0 && b.sequence < a.sequences, "order must hold sequence numbers");
+  const int place = p.first + static_cast<int>(blockIdx.x / tiles / heads);
+  int q0, q1, k0, k1;
+  const auto check_sequence = [&] {
+    BU_REQUIRE(b.sequence >= 0 && b.sequence < a.sequences, "order must hold sequence numbers");
+  };
+  if (a.order != nullptr && a.order_columns == 4) {
+    const auto row = load_global<Vector<int32_t, 4>>(a.order + 4 * int64_t{place});
+    b.sequence = row.v[0];
+    check_sequence();
+    q0 = k0 = row.v[1];
+    q1 = k1 = row.v[1] + row.v[2];
+  } else {
+    b.sequence = a.order == nullptr ? place : load_global<int32_t>(a.order + place);
+    check_sequence();
+    q0 = load_global<int32_t>(a.cu_q + b.sequence);
+    q1 = load_global<int32_t>(a.cu_q + b.sequence + 1);
+    k0 = load_global<int32_t>(a.cu_k + b.sequence);
+    k1 = load_global<int32_t>(a.cu_k + b.sequence + 1);
+  }
   const bool first = b.sequence == 0, last = b.sequence + 1 == a.sequences;
-  const int q0 = load_global<int32_t>(a.cu_q + b.sequence);
-  const int q1 = load_global<int32_t>(a.cu_q + b.sequence + 1);
   check_run(q0, q1, a.max_q, a.q_tokens, first, last);
-  const int k0 = load_global<int32_t>(a.cu_k + b.sequence);
-  const int k1 = load_global<int32_t>(a.cu_k + b.sequence + 1);
   check_run(k0, k1, a.max_k, a.k_tokens, first, last);
-  b.q_begin = q0;
-  b.q_len = q1 - q0;
-  b.k_begin = k0;
-  b.k_len = k1 - k0;
+  b.sequence = of_warp(b.sequence);
+  b.q_begin = of_warp(q0);
+  b.q_len = of_warp(q1 - q0);
+  b.k_begin = of_warp(k0);
+  b.k_len = of_warp(k1 - k0);
   return b;
 }
 
@@ -84,7 +105,7 @@ BU_DEVICE AttentionBlock attention_block(const AttentionLaunch& p) {
 BU_DEVICE AttentionBlock uniform(AttentionBlock b) {
   for (int* x : {&b.tile, &b.head, &b.kv_head, &b.sequence, &b.q_len, &b.k_len})
     *x = static_cast<int>(first_lane(static_cast<uint32_t>(*x)));
-  for (int64_t* x : {&b.q_begin, &b.k_begin}) *x = first_lane(static_cast<uint32_t>(*x));
+  for (uint32_t* x : {&b.q_begin, &b.k_begin}) *x = first_lane(*x);
   return b;
 }
 
@@ -95,22 +116,24 @@ struct HeadRows {
   int64_t stride;  // elements from row to row
 
   template <class U>
-  BU_DEVICE HeadRows(const Packed<U>& all, int64_t token, int head)
+  BU_DEVICE HeadRows(const Packed<U>& all, int64_t token, uint32_t head)
       : p(static_cast<T*>(all.p) + token * all.token_stride + head * all.head_stride),
         stride(all.token_stride) {}
 
-  BU_DEVICE T* at(int row, int column) const { return p + row * stride + column; }
+  BU_DEVICE T* at(uint32_t row, uint32_t column) const { return p + row * stride + column; }
 };
 
 // Starts copying kRows rows from `first` on into a swizzled tile; rows from `end` on are zeros.
+// `thread`: this one's number in the block.
 template <int kRows, int kThreads, int kColumns, class T>
-BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first, int end BU_SITE) {
+BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first, int end,
+                         int thread = static_cast<int>(threadIdx.x) BU_SITE) {
   using Tile = SharedTile<kColumns>;
   // Neighbouring threads copy neighbouring pieces of a row: all of them, or 4 where a row has 12.
   constexpr int kPieces = Tile::kPieces == 12 ? 4 : Tile::kPieces;
   constexpr int kStep = kThreads / kPieces;  // rows between a thread's copies
   static_assert(kRows % kStep == 0 && kStep % 8 == 0, "a thread's copies share one swizzle");
-  const int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
+  const int row = thread / kPieces, piece = thread % kPieces;
   const uint32_t to = tile + Tile::offset(row, piece);
   const T* from = rows.at(first + row, 8 * piece);
 #pragma unroll
@@ -132,35 +155,41 @@ BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first
 //     sync_block();  // the tile is there for all, and all are done with the one before it
 //     keys.start(tile + 1);
 //
-// so that the barrier of each kernel has its own line, which tests can take out.
-template <class T, int kHeadDim, int kWarps, int kStages = 2>
+// so that the barrier of each kernel has its own line, which tests can take out. With more tiles
+// more are on their way; with one more of values than of keys, these stay for one tile longer.
+template <class T, int kHeadDim, int kWarps, int kKeyTiles = 2, int kValueTiles = kKeyTiles>
 class KeyTiles {
   static constexpr uint32_t kTile = SharedTile<kHeadDim>::bytes(64);
-  const HeadRows<const T> k_, v_;
+  const cuda::AttentionCudaParams& a_;
+  const AttentionBlock& block_;
   const int end_;
 
  public:
   static constexpr int kKeys = 64;
-  static constexpr uint32_t kSharedBytes = 2 * kStages * kTile;
+  static constexpr uint32_t kSharedBytes = (kKeyTiles + kValueTiles) * kTile;
 
   // `end`: after the last key that is needed.
   BU_DEVICE KeyTiles(const cuda::AttentionCudaParams& a, const AttentionBlock& block, int end)
-      : k_(a.k, block.k_begin, block.kv_head), v_(a.v, block.k_begin, block.kv_head), end_(end) {}
+      : a_(a), block_(block), end_(end) {}
 
   BU_DEVICE int tiles() const { return (end_ + kKeys - 1) / kKeys; }
 
   // Starts copying a tile; nothing beyond the last one.
   BU_DEVICE void start(int tile) const {
     if (tile < tiles()) {
-      copy_tile<kKeys, 32 * kWarps, kHeadDim>(keys(tile), k_, tile * kKeys, end_);
-      copy_tile<kKeys, 32 * kWarps, kHeadDim>(values(tile), v_, tile * kKeys, end_);
+      // Computed again for each tile: there are no registers to keep pointers in.
+      const uint32_t begin = hold(block_.k_begin);
+      const int thread = static_cast<int>(hold(threadIdx.x));
+      const HeadRows<const T> k(a_.k, begin, block_.kv_head), v(a_.v, begin, block_.kv_head);
+      copy_tile<kKeys, 32 * kWarps, kHeadDim>(keys(tile), k, tile * kKeys, end_, thread);
+      copy_tile<kKeys, 32 * kWarps, kHeadDim>(values(tile), v, tile * kKeys, end_, thread);
     }
     copy_async_commit();
   }
 
   // Where they lie in shared memory.
-  static BU_DEVICE uint32_t keys(int tile) { return tile % kStages * 2 * kTile; }
-  static BU_DEVICE uint32_t values(int tile) { return keys(tile) + kTile; }
+  static BU_DEVICE uint32_t keys(int tile) { return tile % kKeyTiles * kTile; }
+  static BU_DEVICE uint32_t values(int tile) { return (kKeyTiles + tile % kValueTiles) * kTile; }
 };
 
 // One A operand from global memory: rows `first` .. `first` + 15, columns 16 * step .. + 15; rows
@@ -209,6 +238,11 @@ class Operands {
   BU_DEVICE void b_transposed(uint32_t (&b)[4], uint32_t tile, int row, int step BU_SITE) const {
     load_matrices_transposed(
         b, Tile::columns_on(tile + lane_k_, step) + Tile::bytes(row) BU_FROM_SITE);
+  }
+
+  // A from a tile whose rows are the m index: rows row .. row + 15, columns 16 * step .. + 15 as k.
+  BU_DEVICE void a(uint32_t (&a)[4], uint32_t tile, int row, int step BU_SITE) const {
+    load_matrices(a, Tile::columns_on(tile + lane_k_, step) + Tile::bytes(row) BU_FROM_SITE);
   }
 
   // A from a tile whose rows are the k index and whose columns are the m index.

@@ -21,15 +21,15 @@ void launch_bias_forward(const AttentionRun& run, cudaStream_t stream) {
   dispatch_bias(run, [&]<class T>() {
     launch_grid(kForwardOp,
                 attention_forward_kernel<T, kHeadDim, 1, true, true, AttentionBiasLaunch>,
-                32 * kForwardWarps, ForwardKeys<T, kHeadDim>::kSharedBytes, run, run.args.heads,
-                run.args.max_q, 16 * kForwardWarps, stream);
+                32 * kForwardWarps, ForwardKeys<T, kHeadDim, true>::kSharedBytes, run,
+                run.args.heads, run.args.max_q, 16 * kForwardWarps, stream);
   });
 }
 
 template <int kHeadDim>
 void launch_bias_backward(const AttentionRun& run, cudaStream_t stream) {
   constexpr int kWarps = 4;
-  const uint32_t keys = BackwardShared<kHeadDim, kWarps, false>::bytes(0, 0);
+  const uint32_t keys = BackwardShared<kHeadDim, kWarps, false>::bytes(0);
   dispatch_bias(run, [&]<class T>() {
     launch_grid(
         kBackwardOp, attention_backward_dq_kernel<T, kHeadDim, true, true, AttentionBiasLaunch>,

@@ -16,7 +16,7 @@ void launch_forward(const AttentionRun& run, cudaStream_t stream) {
     launch_grid(
         kForwardOp,
         attention_forward_kernel<T, kHeadDim, kRowTiles, kDropout, kWindow, AttentionLaunch>,
-        32 * kForwardWarps, ForwardKeys<T, kHeadDim>::kSharedBytes, run, run.args.heads,
+        32 * kForwardWarps, ForwardKeys<T, kHeadDim, kWindow>::kSharedBytes, run, run.args.heads,
         run.args.max_q, 16 * kForwardWarps * kRowTiles, stream);
   };
   dispatch_16_bit(run.args, [&]<class T, bool kDropout>() {
@@ -30,14 +30,14 @@ void launch_forward(const AttentionRun& run, cudaStream_t stream) {
 }
 
 template <int kHeadDim>
-void launch_backward(const AttentionRun& run, bool fused, cudaStream_t stream) {
+void launch_backward(const AttentionRun& run, int fused_warps, cudaStream_t stream) {
   const int heads = run.args.heads, kv_heads = run.args.kv_heads;
   const int max_q = run.args.max_q, max_k = run.args.max_k;
   const auto start_fused = [&]<class T, int kWarps, bool kDropout>() {
     launch_grid(
         kBackwardOp,
         attention_backward_kernel<T, kHeadDim, kWarps, kDropout, true, false, AttentionLaunch>,
-        32 * kWarps, BackwardShared<kHeadDim, kWarps, true>::bytes(max_q, max_k), run, heads, 0, 0,
+        32 * kWarps, BackwardShared<kHeadDim, kWarps, true>::bytes(max_q), run, heads, 0, 0,
         stream);
   };
   const auto start_split = [&]<class T, bool kDropout, bool kWindow, bool kGeneral>() {
@@ -49,18 +49,15 @@ void launch_backward(const AttentionRun& run, bool fused, cudaStream_t stream) {
     launch_grid(
         kBackwardOp,
         attention_backward_kernel<T, kHeadDim, kWarps, kDropout, false, kGeneral, AttentionLaunch>,
-        32 * kWarps, BackwardShared<kHeadDim, kWarps, false>::bytes(max_q, max_k), run, kv_heads,
-        max_k, 16 * kWarps, stream);
+        32 * kWarps, BackwardShared<kHeadDim, kWarps, false>::bytes(0), run, kv_heads, max_k,
+        16 * kWarps, stream);
   };
   dispatch_16_bit(run.args, [&]<class T, bool kDropout>() {
     if constexpr (kHeadDim <= 64) {
-      if (fused) {
-        if constexpr (kHeadDim == 64) {
-          if (fused_warps(max_k, kHeadDim) == 8)
-            return start_fused.template operator()<T, 8, kDropout>();
-        }
-        return start_fused.template operator()<T, 4, kDropout>();
+      if constexpr (kHeadDim == 64) {
+        if (fused_warps == 8) return start_fused.template operator()<T, 8, kDropout>();
       }
+      if (fused_warps == 4) return start_fused.template operator()<T, 4, kDropout>();
     }
     if (has_window(run.args)) return start_split.template operator()<T, kDropout, true, true>();
     if (heads != kv_heads) return start_split.template operator()<T, kDropout, false, true>();

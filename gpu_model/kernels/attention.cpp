@@ -35,6 +35,11 @@ BU_EXPORT int attention(int backward, const AttentionArgs* args, const Attention
   });
 }
 
+BU_EXPORT int attention_query_sums(const AttentionArgs* args, int64_t* out) {
+  return bert_unpad::block_model::guarded(
+      [&] { *out = bert_unpad::cuda::attention_query_sums(args->params, args->bias); });
+}
+
 // The choices of attention/choice.h.
 BU_EXPORT int attention_plan(int64_t sequences, int64_t heads, int64_t max_q, int64_t max_k,
                              int64_t head_dim, int64_t sms, int64_t shared_bytes, int64_t* out) {
@@ -42,10 +47,11 @@ BU_EXPORT int attention_plan(int64_t sequences, int64_t heads, int64_t max_q, in
     const int d = static_cast<int>(head_dim), q = static_cast<int>(max_q);
     const int k = static_cast<int>(max_k);
     out[0] = bert_unpad::forward_row_tiles(q, d);
-    out[1] = bert_unpad::backward_is_fused(
-        static_cast<int>(sequences), static_cast<int>(heads), q, k, d,
-        {static_cast<int>(sms), static_cast<uint32_t>(shared_bytes), 0});
-    out[2] = bert_unpad::fused_warps(k, d);
+    const int n = static_cast<int>(sequences), h = static_cast<int>(heads);
+    const bert_unpad::AttentionDevice device{static_cast<int>(sms),
+                                             static_cast<uint32_t>(shared_bytes), 0};
+    out[1] = bert_unpad::backward_is_fused(n, h, q, k, d, device);
+    out[2] = bert_unpad::fused_warps(n, h, q, k, d, device);
   });
 }
 

@@ -34,7 +34,10 @@ class _Launch(ctypes.Structure):
     """AttentionLaunch of csrc/attention/kernel_parts.h; kernel.py checks its size."""
 
     _fields_ = (
-        *((n, ctypes.c_int) for n in ("dtype", "heads", "kv_heads", "head_dim", "sequences")),
+        *(
+            (n, ctypes.c_int)
+            for n in ("dtype", "heads", "kv_heads", "head_dim", "sequences", "order_columns")
+        ),
         *((n, ctypes.c_int64) for n in ("q_tokens", "k_tokens")),
         *((n, ctypes.c_int) for n in ("max_q", "max_k")),
         ("scale", ctypes.c_float),
@@ -43,7 +46,7 @@ class _Launch(ctypes.Structure):
         *((n, ctypes.c_int64) for n in ("window_left", "window_right")),
         ("query_positions", ctypes.c_void_p),
         *((n, _Packed) for n in ("q", "k", "v", "out", "dout", "out_w", "dq", "dk", "dv")),
-        *((n, ctypes.c_void_p) for n in ("lse", "delta")),
+        *((n, ctypes.c_void_p) for n in ("lse", "delta", "dq_sums")),
         *((n, ctypes.c_int) for n in ("first", "tiles", "group")),
     )
 
@@ -94,30 +97,33 @@ def forward_row_tiles(max_q: int, head_dim: int) -> int:
     return 2 if head_dim == 64 and max_q > 64 else 1
 
 
-def fused_warps(max_k: int, head_dim: int) -> int:
-    """The function of that name of csrc/attention/choice.h."""
-    return 8 if head_dim == 64 and max_k > 64 else 4
-
-
-def backward_shared(head_dim: int, warps: int, fused: bool, max_q: int, max_k: int) -> int:
-    """BackwardShared::bytes of csrc/attention/backward_kernel.h."""
-    keys, row = 16 * warps, 2 * head_dim
-    total = 4 * 64 * row + ((keys * row + keys * 128) if fused else 0)
+def backward_shared(head_dim: int, warps: int, fused: bool, max_q: int) -> int:
+    """BackwardShared::bytes of csrc/attention/backward_fused.h."""
+    keys, row = 32 * warps if fused else 0, 2 * head_dim
     rows = -(-max_q // 64) * 64 if fused else 128
-    sums = rows * head_dim * 4 if fused and max_k > keys else 0
-    return total + 8 * rows + sums
+    return 4 * 64 * row + keys * (row + 128) + 8 * rows
+
+
+def fused_warps(batch: Batch, longest: int, architecture: Architecture) -> int:
+    """The function of that name of csrc/attention/choice.h, for a launch of sequences up to
+    `longest`."""
+    d, room = batch.head_dim, architecture.block_shared
+    if longest > 1024 or d > 64:
+        return 0
+    four, eight = (backward_shared(d, warps, True, longest) for warps in (4, 8))
+    if d == 64 and longest > 128 and eight <= room:
+        blocks, sms = len(batch.lengths) * batch.heads, architecture.sms
+        pairs = 2 * (four + 1024) <= room + 1024
+        if not pairs or 9 * -(-blocks // sms) < 16 * -(-blocks // (2 * sms)):
+            return 8
+    return 4 if four <= room else 0
 
 
 def backward_is_fused(batch: Batch, architecture: Architecture) -> bool:
     """The function of that name of csrc/attention/choice.h."""
-    longest = max(batch.lengths, default=0)
-    warps = fused_warps(longest, batch.head_dim)
     return (
-        batch.head_dim <= 64
-        and len(batch.lengths) * batch.heads >= architecture.sms
-        and longest <= 4096
-        and backward_shared(batch.head_dim, warps, True, longest, longest)
-        <= architecture.block_shared
+        len(batch.lengths) * batch.heads >= architecture.sms
+        and fused_warps(batch, max(batch.lengths, default=0), architecture) > 0
     )
 
 
@@ -139,15 +145,17 @@ def _parameters(
     keep = 65536 - round(65536 * dropout_p)
     cu, order = address(1), address(2)
     launch = _Launch(
-        *(BF16, h, h, d, len(batch.lengths), tokens, tokens, longest, longest, 1 / math.sqrt(d)),
+        *(BF16, h, h, d, len(batch.lengths), 4, tokens, tokens, longest, longest, 1 / math.sqrt(d)),
         *(keep, address(3) if dropout_p else None, cu, cu, order if batch.order else None, -1, -1),
         *(None, packed(4, 3), packed(5, 3), packed(6, 3), packed(7, 1), packed(8, 1)),
         *(packed(9, 1), packed(10, 3), packed(11, 3), packed(12, 3), address(13), address(14)),
-        *(first, tiles, 1),
+        *(address(15), first, tiles, 1),
     )
     regions = {cu: batch.cu_seqlens}
     if batch.order:
-        regions[order] = np.array(batch.order, np.int32)
+        starts, lengths = batch.cu_seqlens[list(batch.order)], np.array(batch.lengths)
+        rows = (batch.order, starts, lengths[list(batch.order)], np.zeros_like(starts))
+        regions[order] = np.stack(rows, 1).astype(np.int32).ravel()
     return bytes(launch), Memory(regions)
 
 
@@ -188,11 +196,12 @@ def launch_of(
 def forward(available: Mapping[str, Kernel], batch: Batch, dropout_p: float) -> list[Stage]:
     """The launches of a forward pass. Bytes: q, k, v and out, and lse."""
     d, launches = batch.head_dim, []
+    shared = (5 if d <= 64 else 4) * 64 * 2 * d  # KeyTiles::kSharedBytes
     for run in batch.runs:
         row_tiles = forward_row_tiles(run[2], d)
         name = kernel_name("attention_forward_kernel", d, row_tiles, dropout_p > 0, False)
         launches.append(
-            launch_of(available, batch, dropout_p, name, 128, 4 * 64 * 2 * d, run, 64 * row_tiles)
+            launch_of(available, batch, dropout_p, name, 128, shared, run, 64 * row_tiles)
         )
     return [Stage("forward", launches, batch.tokens * batch.heads * (4 * 2 * d + 4))]
 
@@ -204,26 +213,29 @@ def backward(
     architecture: Architecture,
 ) -> list[Stage]:
     """The launches of a backward pass. Bytes: q, k, v, out, dout and their gradients but out's,
-    and lse; not fused, q, k, v and dout twice, and delta."""
+    and lse; not fused, q, k, v and dout twice, and delta. Fused with several passes over the keys,
+    also the sums of dQ after each but the last; they are read while L2 still has them."""
     d, fused = batch.head_dim, backward_is_fused(batch, architecture)
     rows = batch.tokens * batch.heads
     dropout = dropout_p > 0
     if fused:
-        launches = []
+        launches, sums = [], 0
         for run in batch.runs:
-            warps = fused_warps(run[2], d)
+            warps = fused_warps(batch, run[2], architecture)
+            lengths = [batch.lengths[sequence] for sequence in run[1]]
+            sums += sum(n * max(-(-n // (32 * warps)) - 1, 0) for n in lengths) * batch.heads
             name = kernel_name("attention_backward_kernel", d, warps, dropout, True, False)
-            shared = backward_shared(d, warps, True, run[2], run[2])
+            shared = backward_shared(d, warps, True, run[2])
             launches.append(
                 launch_of(available, batch, dropout_p, name, 32 * warps, shared, run, 0)
             )
-        return [Stage("backward", launches, rows * (8 * 2 * d + 4))]
+        return [Stage("backward", launches, rows * (8 * 2 * d + 4) + sums * 4 * d)]
     queries, keys = [], []
     for run in batch.runs:
         name = kernel_name("attention_backward_dq_kernel", d, dropout, False)
         queries.append(launch_of(available, batch, dropout_p, name, 128, 4 * 64 * 2 * d, run, 64))
         name = kernel_name("attention_backward_kernel", d, 4, dropout, False, False)
-        shared = backward_shared(d, 4, False, run[2], run[2])
+        shared = backward_shared(d, 4, False, run[2])
         keys.append(launch_of(available, batch, dropout_p, name, 128, shared, run, 64))
     return [
         Stage("backward, dQ", queries, rows * (6 * 2 * d + 8)),

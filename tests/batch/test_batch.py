@@ -217,6 +217,9 @@ def test_order_and_group_sizes_describe_the_groups(lengths):
     assert batch.order.dtype == batch.group_sizes.dtype == torch.int32
     assert batch.order.tolist() == [b for group in batch.groups for b in group.sequences]
     assert batch.order.tolist() == sorted(range(len(lengths)), key=lambda b: -lengths[b])
+    starts = batch.cu_seqlens.tolist()
+    table = [[b, starts[b], lengths[b], 0] for b in batch.order.tolist()]
+    assert torch.equal(batch.order_table, torch.tensor(table, dtype=torch.int32).view(-1, 4))
     wanted = [[len(g.sequences), g.max_seqlen, g.max_seqlen] for g in batch.groups]
     assert batch.group_sizes.tolist() == (wanted or [[0, 0, 0]])
 
@@ -225,7 +228,7 @@ def test_order_moves_with_the_data_and_group_sizes_stay_on_the_host():
     batch = VarlenBatch.from_lengths([2, 5])
     sizes = batch.group_sizes
     moved = batch.to("meta")
-    assert moved.order.device.type == "meta"
+    assert moved.order.device.type == moved.order_table.device.type == "meta"
     assert moved.group_sizes is sizes
 
 

@@ -77,10 +77,11 @@ def test_the_record_is_of_these_kernels(record, kernels):
 @pytest.mark.parametrize("length", [1, 17, 100, 300])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_traces_have_the_products_of_the_lengths(kernels, length, dropout_p):
-    """Every tensor-core product of every warp: rows and keys in steps of 16 (forward) and, in the
-    backward pass, keys by warps of 16 and queries by steps of 16."""
+    """Every tensor-core product of every warp: rows by warps and keys by 32 (forward) and, in the
+    backward pass, keys by warps of 32 and queries by steps of 16; for dQ keys by steps of 16 and
+    queries by 32 in a block of 4 warps, by 16 in one of 8."""
     batch = cases.batch_of([length] * 200)
-    up = -(-length // 16) * 16
+    up, keys = -(-length // 16) * 16, -(-length // 32) * 32
 
     def products(stages):
         launch = stages[0].launches[0]
@@ -95,11 +96,10 @@ def test_traces_have_the_products_of_the_lengths(kernels, length, dropout_p):
     counts = products(attention.forward(kernels, batch, dropout_p))
     rows = 32 if length > 64 else 16
     warps = -(-length // rows)
-    assert sum(counts) == warps * rows * up * 64 * 2 // 2048
+    assert sum(counts) == warps * rows * keys * 64 * 2 // 2048
     counts = products(attention.backward(kernels, batch, dropout_p, H100))
-    by_scores = up * up * 64 * 4 // 2048
-    queries = -(-length // 16) * 16
-    assert by_scores < sum(counts) <= by_scores + (queries + 64) * (up + 64) * 64 // 2048
+    rows = keys if length <= 128 else up
+    assert sum(counts) == (keys * up * 4 + rows * up) * 64 // 2048
 
 
 @pytest.mark.parametrize("length", [1, 64, 100, 300])

@@ -60,7 +60,7 @@ def test_a_layer_keeps_what_the_documentation_says(dtype: torch.dtype) -> None:
     ).train()
     x = torch.randn(batch.total, hidden).to(dtype).requires_grad_()
     rng = torch.randint(1 << 60, (3, 2)).unbind()
-    shared = [*rng, batch.cu_seqlens, batch.order]
+    shared = [*rng, batch.cu_seqlens, batch.order_table]
     row = hidden * x.element_size()
     statistics = 4 * heads + 2 * 8  # log-sum-exp of each head; mean and 1/deviation of 2 LayerNorms
     for recompute, expected in {

@@ -54,7 +54,7 @@ def test_layers_of_any_parts_keep_what_is_computed(seed):
     for layers in (2, 3):
         encoder = BertEncoder(replace(config, num_hidden_layers=layers)).train()
         keys = rng[: layers * config.keys_per_layer]
-        shared = [*keys, batch.cu_seqlens, batch.order, batch.position_ids]
+        shared = [*keys, batch.cu_seqlens, batch.order_table, batch.position_ids]
         kept.append(saved_by(lambda e=encoder, k=keys: e(x, batch, rng=k), encoder, shared))
     more = kept[1].activations - kept[0].activations
     # Of a layer with distances, also tensors of the buckets, however many tokens there are.

@@ -18,7 +18,7 @@ from gpu_model.block_model import POLICIES, SHARED_BYTES
 from gpu_model.build import compiler
 from tests.support.model_attention import FUSED, MMA, NAMES, SPLIT, attention, compare, model, plan
 from tests.support.model_checks import assert_every_site_is_needed
-from tests.support.op_checks import RNG
+from tests.support.op_checks import RNG, cu_seqlens
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
@@ -78,11 +78,34 @@ def test_other_head_dims(kernels, dtype, head_dim, sms):
     compare(dtype, [33, 0, several, 5], head_dim=head_dim, p=0.1)
 
 
-def test_a_long_sequence_among_short_ones():
-    """Longer than what the fused backward kernel takes."""
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_a_long_sequence_among_short_ones(kernels, capability):
+    """Several passes over the keys; with the least shared memory by a block of 4 warps."""
     torch.manual_seed(2)
-    assert not plan(3, 1, 641, 641, 64, FUSED, SHARED_BYTES[9, 0])[1]
-    compare(torch.bfloat16, [3, 641, 40], heads=1, p=0.1)
+    kernels.set_device(capability, FUSED)
+    warps = plan(3, 1, 390, 390, 64, FUSED, SHARED_BYTES[capability])[2]
+    assert warps == (4 if capability == (8, 6) else 8)
+    compare(torch.bfloat16, [3, 390, 40], heads=1, p=0.1)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("sms", [FUSED, SPLIT], ids=["fused", "split"])
+def test_a_last_tile_of_every_size(kernels, sms, p):
+    """Of keys (after a full one) and of queries, beside few of the others."""
+    torch.manual_seed(11)
+    kernels.set_device((8, 0), sms)
+    sizes = list(range(64, 129))
+    compare(torch.bfloat16, [17] * len(sizes), sizes, heads=1, head_dim=32, p=p)
+    compare(torch.bfloat16, sizes, [17] * len(sizes), heads=1, head_dim=32, p=p)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_last_rows_of_fused_blocks(kernels, capability):
+    """A warp has 32 keys, and 32 rows of dQ in a block of 4 warps."""
+    torch.manual_seed(12)
+    kernels.set_device(capability, FUSED)
+    compare(torch.bfloat16, [1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 128], heads=1, p=0.1)
+    compare(torch.bfloat16, [80, 81, 97], [257, 130, 289], heads=1, p=0.1)  # one block of 8 warps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -160,8 +183,12 @@ def test_same_bits_from_every_schedule(kernels, sms):
         return attention(q, k, v, dout, lengths, lengths, p=0.1, rng=RNG, **schedule)
 
     as_they_lie = run()
+    starts = cu_seqlens(lengths).tolist()
+    table = [(i, starts[i], lengths[i], 0) for i in order]
     for schedule in (
         {"order": order},
+        {"order": table},
+        {"order": table, "groups": [(4, 140, 140), (3, 20, 20)]},
         {"order": order, "groups": [(1, 140, 140), (1, 100, 100), (2, 65, 65), (3, 20, 20)]},
         {"order": order, "groups": [(4, 140, 140), (3, 20, 20)]},
         {"order": order, "groups": [(0, 0, 0), (7, 140, 140)]},
@@ -170,6 +197,20 @@ def test_same_bits_from_every_schedule(kernels, sms):
         other = run(**schedule)
         for name, x in as_they_lie.items():
             assert torch.equal(x, other[name]), (name, schedule)
+
+
+def test_same_bits_from_every_layout(kernels):
+    """Blocks of 8 warps with two passes over the keys, of 4 with three."""
+    torch.manual_seed(10)
+    lengths = [330, 20]
+    q, k, v, dout = inputs(lengths, torch.bfloat16, heads=1)
+    results = []
+    for longest, warps in ((330, 8), (400, 4)):
+        kernels.set_device((8, 6), FUSED)
+        assert plan(2, 1, longest, longest, 64, FUSED, SHARED_BYTES[8, 6])[1:] == (True, warps)
+        options = {"p": 0.1, "rng": RNG, "max_seqlen": longest}
+        results.append(attention(q, k, v, dout, lengths, lengths, **options))
+    assert all(torch.equal(x, results[1][name]) for name, x in results[0].items())
 
 
 @pytest.mark.parametrize(("dtype", "sms"), FP32_AND_BF16)
@@ -202,11 +243,12 @@ def test_every_barrier_and_wait_is_needed(kernels, dtype, sms):
     torch.manual_seed(9)
     kernels.set_device(MMA, sms)
     # Several tiles, several passes over the keys.
-    lengths = [70, 20] if dtype == torch.float32 else [200, 40]
-    q, k, v, dout = inputs(lengths, dtype, heads=1)
+    q_lengths, k_lengths = [70, 20], [70, 20] if dtype == torch.float32 else [280, 40]
+    q, dout = (torch.randn(sum(q_lengths), 1, 64).to(dtype) for _ in range(2))
+    k, v = (torch.randn(sum(k_lengths), 1, 64).to(dtype) for _ in range(2))
     sites = assert_every_site_is_needed(
         kernels,
-        lambda: attention(q, k, v, dout, lengths, lengths),
+        lambda: attention(q, k, v, dout, q_lengths, k_lengths),
         policies=["in_order"],
     )
     assert len(sites) >= 4
@@ -247,30 +289,34 @@ def test_impossible_cu_seqlens_stop_the_kernel(dtype, cu, message):
 
 def test_impossible_order_stops_the_kernel():
     q, k, v, _ = inputs([10, 10], torch.bfloat16)
-    with pytest.raises(RuntimeError, match="order must hold sequence numbers"):
-        attention(q, k, v, None, [10, 10], [10, 10], order=[0, 2])
+    for order in ([0, 2], [(0, 0, 10, 0), (2, 10, 10, 0)]):
+        with pytest.raises(RuntimeError, match="order must hold sequence numbers"):
+            attention(q, k, v, None, [10, 10], [10, 10], order=order)
+    for row, message in (
+        ((1, 10, 11, 0), "longer than max_seqlen"),
+        ((1, 11, 10, 0), "must end at the number of tokens"),
+        ((1, 10, -1, 0), "must not decrease"),
+        ((0, 10, 10, 0), "must start with 0"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            attention(q, k, v, None, [10, 10], [10, 10], order=[(0, 0, 10, 0), row])
 
 
 class TestPlan:
     """sequences, heads, max_q, max_k, head_dim, multiprocessors, shared bytes."""
 
-    A100, H100 = SHARED_BYTES[8, 0], SHARED_BYTES[9, 0]
+    A100, RTX30, H100 = (SHARED_BYTES[capability] for capability in ((8, 0), (8, 6), (9, 0)))
 
-    @pytest.mark.parametrize(
-        ("head_dim", "shared", "longest"),
-        [
-            (64, H100, 512),
-            (64, A100, 384),
-            (32, H100, 1024),
-            (32, A100, 512),
-            (96, H100, 0),
-            (128, H100, 0),
-        ],
-    )
-    def test_backward_is_fused_while_its_sums_fit(self, head_dim, shared, longest):
-        for length in (1, 64, 128, 384, 512, 1024, 8192):
+    @pytest.mark.parametrize("shared", [A100, RTX30, H100])
+    @pytest.mark.parametrize(("head_dim", "longest"), [(64, 1024), (32, 1024), (96, 0), (128, 0)])
+    def test_backward_is_fused_for_sequences_of_any_usual_length(self, head_dim, longest, shared):
+        for length in (1, 64, 128, 384, 512, 1024, 1025, 8192):
             fused = plan(48, 16, length, length, head_dim, 132, shared)[1]
             assert fused == (length <= longest), length
+
+    def test_backward_is_split_where_it_does_not_fit(self):
+        assert plan(48, 16, 512, 512, 64, 132, 80 * 1024)[1]
+        assert not plan(48, 16, 512, 512, 64, 132, 64 * 1024)[1]
 
     def test_backward_is_split_where_whole_heads_leave_multiprocessors_idle(self):
         assert plan(9, 16, 512, 512, 64, 132, self.H100)[1]
@@ -278,5 +324,12 @@ class TestPlan:
 
     def test_tile_shapes(self):
         assert plan(48, 16, 64, 64, 64, 132, self.H100)[::2] == (1, 4)
-        assert plan(48, 16, 65, 65, 64, 132, self.H100)[::2] == (2, 8)
-        assert plan(48, 16, 512, 512, 32, 132, self.H100)[::2] == (1, 4)
+        assert plan(24, 16, 65, 128, 64, 132, self.H100)[::2] == (2, 4)
+        # Three rounds of blocks of 8 warps, or two of twice as many of 4.
+        assert plan(24, 16, 512, 129, 64, 132, self.H100)[::2] == (2, 8)
+        assert plan(48, 16, 512, 129, 64, 132, self.H100)[::2] == (2, 4)
+        assert plan(24, 16, 512, 129, 64, 108, self.A100)[::2] == (2, 4)
+        # Two blocks do not fit, then not even one of 8 warps.
+        assert plan(48, 16, 384, 512, 64, 84, self.RTX30)[::2] == (2, 8)
+        assert plan(48, 16, 385, 512, 64, 84, self.RTX30)[::2] == (2, 4)
+        assert plan(24, 16, 512, 512, 32, 132, self.H100)[::2] == (1, 4)

@@ -42,6 +42,14 @@ def test_windows(dtype, window):
     compare(dtype, lengths_for(dtype), window=window, p=0.1)
 
 
+@pytest.mark.parametrize("window", [(80, 1), (-1, 0), (70, -1)])
+def test_windows_that_end_anywhere_in_a_tile(window):
+    """Queries are the last keys, and see at least one full tile of them or nearly so."""
+    torch.manual_seed(21)
+    sizes = list(range(120, 185))
+    compare(BF16, [17] * len(sizes), sizes, heads=1, head_dim=32, window=window, p=0.1)
+
+
 @pytest.mark.parametrize("head_dim", [32, 96, 128])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_other_head_dims(dtype, head_dim):

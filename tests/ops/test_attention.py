@@ -108,6 +108,8 @@ def test_cross_attention_takes_an_order() -> None:
     assert torch.equal(ops.varlen_cross_attention(*args, order=keys.order), expected)
     with pytest.raises(RuntimeError, match="order must be a permutation"):
         ops.varlen_cross_attention(*args, order=keys.order.clamp(max=1))
+    with pytest.raises(RuntimeError, match=r"order must have shape \[3\]"):
+        ops.varlen_cross_attention(*args, order=keys.order_table)
 
 
 def test_schedule_must_be_known() -> None:
@@ -124,6 +126,10 @@ def test_schedule_must_be_known() -> None:
         ([0, 1, 3], None, r"order must be a permutation of 0 .. 2, but entry 2 is 3"),
         ([0, -1, 2], None, "entry 1 is -1"),
         ([2, 0, 2], None, "entry 2 is 2"),
+        ([[2, 7, 13, 0], [0, 0, 7, 0], [1, 7, 1, 0]], None, r"row 2 is \[1, 7, 1, 0\] .* 0 tokens"),
+        ([[2, 7, 13, 0], [0, 1, 7, 0], [1, 7, 0, 0]], None, r"row 1 is \[0, 1, 7, 0\]"),
+        ([[2, 7, 13, 0], [0, 0, 7, 0], [0, 0, 7, 0]], None, "entry 2 is 0"),
+        ([[2, 7, 13], [0, 0, 7], [1, 7, 0]], None, r"shape \[3\], .* got \[3, 3\]"),
         (None, [[3, 13, 13]], "needs order"),
         ([2, 0, 1], [3, 13, 13], r"groups must have shape \[1 to 4, 3\]"),
         ([2, 0, 1], [[1, 13, 13]] * 5, r"groups must have shape .* got \[5, 3\]"),

@@ -37,7 +37,10 @@ class Args(ctypes.Structure):
     """AttentionCudaParams and AttentionCudaBias of csrc/attention/attention_cuda.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int) for name in ("dtype", "heads", "kv_heads", "head_dim", "sequences")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("dtype", "heads", "kv_heads", "head_dim", "sequences", "order_columns")
+        ),
         *((name, ctypes.c_int64) for name in ("q_tokens", "k_tokens")),
         *((name, ctypes.c_int) for name in ("max_q", "max_k")),
         ("scale", ctypes.c_float),
@@ -47,7 +50,7 @@ class Args(ctypes.Structure):
         ("query_positions", ctypes.c_void_p),
         *((name, Packed) for name in ("q", "k", "v", "out", "dout")),
         *((name, Packed) for name in ("out_w", "dq", "dk", "dv")),
-        *((name, ctypes.c_void_p) for name in ("lse", "delta")),
+        *((name, ctypes.c_void_p) for name in ("lse", "delta", "dq_sums")),
         # AttentionCudaBias
         *((name, ctypes.c_int) for name in ("buckets", "reach")),
         *((name, ctypes.c_void_p) for name in ("bucket", "table", "distances")),
@@ -89,10 +92,18 @@ def bias_workspaces(
     return work
 
 
+def query_sums(args: Args) -> Tensor:
+    """The fused backward kernel's workspace; empty where it needs none."""
+    count = torch.zeros(1, dtype=torch.int64)
+    model().call("attention_query_sums", ctypes.byref(args), count)
+    return nans(int(count))
+
+
 def plan(
     sequences: int, heads: int, max_q: int, max_k: int, head_dim: int, sms: int, shared_bytes: int
 ) -> tuple[int, bool, int]:
-    """Row tiles of the forward kernel; whether backward is fused; warps of the fused kernel."""
+    """Row tiles of the forward kernel; whether backward is fused; warps of the fused kernel, 0: it
+    takes no such sequences."""
     out = torch.zeros(3, dtype=torch.int64)
     model().call("attention_plan", sequences, heads, max_q, max_k, head_dim, sms, shared_bytes, out)
     return int(out[0]), bool(out[1]), int(out[2])
@@ -121,7 +132,7 @@ def attention(
     window: tuple[int, int] = (-1, -1),
     positions: Tensor | None = None,
     bias: Sequence[Tensor | None] | None = None,
-    order: Sequence[int] | None = None,
+    order: Sequence[int] | Sequence[Sequence[int]] | None = None,
     groups: Sequence[tuple[int, int, int]] = (),
     max_seqlen: int | None = None,
     cu: tuple[Tensor, Tensor] | None = None,
@@ -172,6 +183,7 @@ def attention(
         kv_heads=k.shape[1],
         head_dim=head_dim,
         sequences=len(q_lengths),
+        order_columns=1 if order_t is None or order_t.dim() == 1 else order_t.shape[1],
         q_tokens=q.shape[0],
         k_tokens=k.shape[0],
         max_q=longest[0],
@@ -208,6 +220,10 @@ def attention(
             setattr(args, name, packed(results[name]))
         for name in parts:
             setattr(args, f"d{name}", results[f"d{name}"].data_ptr())
+        sums = query_sums(args)
+        if sums.numel() > 0:
+            kernels.register(sums)
+            args.dq_sums = sums.data_ptr()
         kernels.call("attention", True, ctypes.byref(args), group_array, len(groups))
     return results
 

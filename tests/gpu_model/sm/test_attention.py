@@ -29,13 +29,13 @@ def test_choices_and_layout_are_those_of_the_sources():
     assert params + 16 == PARAMETERS  # and three ints, aligned
     for architecture in ARCHITECTURES.values():
         for heads, head_dim in ((16, 64), (16, 32), (16, 128), (1, 64)):
-            for longest in (1, 63, 64, 65, 128, 129, 384, 447, 448, 449, 511, 512, 513, 1024):
+            for longest in (1, 63, 64, 65, 128, 129, 384, 385, 511, 512, 513, 1024, 1025):
                 batch = Batch((longest,) * 24, heads, head_dim)
                 sizes = (24, heads, longest, longest, head_dim, architecture.sms)
                 tiles, fused, warps = model_attention.plan(*sizes, architecture.block_shared)
                 assert attention.forward_row_tiles(longest, head_dim) == tiles
                 assert attention.backward_is_fused(batch, architecture) == fused
-                assert attention.fused_warps(longest, head_dim) == warps
+                assert attention.fused_warps(batch, longest, architecture) == warps
 
 
 def test_a_launch_per_group(available):
@@ -52,14 +52,20 @@ def test_a_launch_per_group(available):
     assert first.keep_threshold == 65536 - round(6553.6)
     assert first.scale == pytest.approx(1 / math.sqrt(64))
     assert short.memory.regions[first.cu_q].tolist() == [0, 300, 320, 450]
-    assert short.memory.regions[first.order].tolist() == [0, 2, 1]
+    rows = short.memory.regions[first.order].reshape(-1, first.order_columns).tolist()
+    assert rows == [[0, 0, 300, 0], [2, 320, 130, 0], [1, 300, 20, 0]]
     assert stage.bytes == 450 * 2 * (4 * 128 + 4)
 
 
 def test_the_backward_pass_is_one_kernel_where_it_fits(available):
     batch = Batch((512,) * 24)
-    assert [s.name for s in attention.backward(available, batch, 0.0, H100)] == ["backward"]
-    two = attention.backward(available, batch, 0.0, A100)
+    for architecture in (A100, H100):
+        (one,) = attention.backward(available, batch, 0.0, architecture)
+        # With the sums of dQ after all passes but the last.
+        warps, passes = (4, 4) if architecture is A100 else (8, 2)
+        assert (one.name, one.launches[0].threads) == ("backward", 32 * warps)
+        assert one.bytes == 24 * 512 * 16 * (8 * 128 + 4 + (passes - 1) * 4 * 64)
+    two = attention.backward(available, Batch((1025,) * 24), 0.0, A100)
     assert [stage.name for stage in two] == ["backward, dQ", "backward, dK and dV"]
     assert {launch.threads for stage in two for launch in stage.launches} == {128}
 
