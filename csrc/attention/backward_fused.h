@@ -59,10 +59,10 @@ class BackwardQueries {
 
  public:
   // `thread`: this one's number in the block.
-  BU_DEVICE BackwardQueries(const AttentionBlock& block, int tile, int thread)
-      : lane_(thread % 32),
-        row_tile_(thread / 32 % kGroups * kRowTiles),
-        column_(thread / 32 / kGroups * kColumns),
+  BU_DEVICE BackwardQueries(const AttentionBlock& block, int tile, uint32_t thread)
+      : lane_(static_cast<int>(thread % 32)),
+        row_tile_(static_cast<int>(thread / 32 % kGroups) * kRowTiles),
+        column_(static_cast<int>(thread / 32 / kGroups) * kColumns),
         first_(tile * kBackwardQueries + 16 * row_tile_),
         there_(first_ < block.q_len),
         next_(first_ + 16 < block.q_len) {}

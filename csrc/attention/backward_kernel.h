@@ -245,7 +245,7 @@ attention_backward_kernel(BU_PARAMS Launch p) {
   constexpr int kThreads = 32 * kWarps, kKeys = Shared::kKeys, kQueries = kBackwardQueries;
   constexpr int kRowTiles = kBackwardRowTiles<kFused>;
   const int warp_key = warp_number() * 16 * kRowTiles;
-  AttentionBlock block = attention_block<true>(p);
+  AttentionBlock block = uniform(attention_block<true>(p));
   if constexpr (!kGeneral) block.head = block.kv_head;  // no other head reads these keys
   const int first_key = kFused ? 0 : block.tile * kKeys;
   if (!kFused && first_key >= block.k_len) return;

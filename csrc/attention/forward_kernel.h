@@ -36,7 +36,7 @@ template <class T, int kHeadDim, int kRowTiles, bool kDropout, bool kWindow, cla
 BU_KERNEL(32 * kForwardWarps, kHeadDim == 64 && kWindow && !kHasBias<Launch> ? 3 : 2)
 attention_forward_kernel(BU_PARAMS Launch p) {
   constexpr bool kBias = kHasBias<Launch>;
-  const AttentionBlock block = attention_block(p);
+  const AttentionBlock block = uniform(attention_block(p));
   const int block_row = block.tile * kForwardWarps * 16 * kRowTiles;
   if (block_row >= block.q_len) return;
 

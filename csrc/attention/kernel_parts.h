@@ -93,18 +93,16 @@ BU_DEVICE AttentionBlock attention_block(const AttentionLaunch& p) {
   const bool first = b.sequence == 0, last = b.sequence + 1 == a.sequences;
   check_run(q0, q1, a.max_q, a.q_tokens, first, last);
   check_run(k0, k1, a.max_k, a.k_tokens, first, last);
-  b.sequence = of_warp(b.sequence);
-  b.q_begin = of_warp(q0);
-  b.q_len = of_warp(q1 - q0);
-  b.k_begin = of_warp(k0);
-  b.k_len = of_warp(k1 - k0);
+  b.q_begin = q0;
+  b.q_len = q1 - q0;
+  b.k_begin = k0;
+  b.k_len = k1 - k0;
   return b;
 }
 
 // The same, known to the compiler to be that of all lanes: then it needs no registers of theirs.
 BU_DEVICE AttentionBlock uniform(AttentionBlock b) {
-  for (int* x : {&b.tile, &b.head, &b.kv_head, &b.sequence, &b.q_len, &b.k_len})
-    *x = static_cast<int>(first_lane(static_cast<uint32_t>(*x)));
+  for (int* x : {&b.tile, &b.head, &b.kv_head, &b.sequence, &b.q_len, &b.k_len}) *x = of_warp(*x);
   for (uint32_t* x : {&b.q_begin, &b.k_begin}) *x = first_lane(*x);
   return b;
 }
@@ -116,18 +114,18 @@ struct HeadRows {
   int64_t stride;  // elements from row to row
 
   template <class U>
-  BU_DEVICE HeadRows(const Packed<U>& all, int64_t token, uint32_t head)
+  BU_DEVICE HeadRows(const Packed<U>& all, int64_t token, int head)
       : p(static_cast<T*>(all.p) + token * all.token_stride + head * all.head_stride),
         stride(all.token_stride) {}
 
-  BU_DEVICE T* at(uint32_t row, uint32_t column) const { return p + row * stride + column; }
+  BU_DEVICE T* at(int row, int column) const { return p + row * stride + column; }
 };
 
 // Starts copying kRows rows from `first` on into a swizzled tile; rows from `end` on are zeros.
 // `thread`: this one's number in the block.
 template <int kRows, int kThreads, int kColumns, class T>
 BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first, int end,
-                         int thread = static_cast<int>(threadIdx.x) BU_SITE) {
+                         uint32_t thread = threadIdx.x BU_SITE) {
   using Tile = SharedTile<kColumns>;
   // Neighbouring threads copy neighbouring pieces of a row: all of them, or 4 where a row has 12.
   constexpr int kPieces = Tile::kPieces == 12 ? 4 : Tile::kPieces;
@@ -179,7 +177,7 @@ class KeyTiles {
     if (tile < tiles()) {
       // Computed again for each tile: there are no registers to keep pointers in.
       const uint32_t begin = hold(block_.k_begin);
-      const int thread = static_cast<int>(hold(threadIdx.x));
+      const uint32_t thread = hold(threadIdx.x);
       const HeadRows<const T> k(a_.k, begin, block_.kv_head), v(a_.v, begin, block_.kv_head);
       copy_tile<kKeys, 32 * kWarps, kHeadDim>(keys(tile), k, tile * kKeys, end_, thread);
       copy_tile<kKeys, 32 * kWarps, kHeadDim>(values(tile), v, tile * kKeys, end_, thread);
