@@ -151,6 +151,8 @@ inline std::string triple(unsigned x, unsigned y, unsigned z) {
 }
 
 inline void Block::fail(const Site& site, const std::string& text, const Thread* thread) {
+  // Outside of a kernel: what a product of cuBLASLt was given.
+  if (thread == nullptr) throw std::runtime_error(text);
   const uint3& t = thread->index;
   throw std::runtime_error(std::string(name_) + ": block " +
                            triple(blockIdx.x, blockIdx.y, blockIdx.z) + ", thread " +

@@ -1,6 +1,7 @@
 // Quantisation to 8 bits on the model of a block, and 8-bit products on the model of cuBLASLt.
 #include "gpu_model/block/c_api.h"
 //
+#include "gpu_model/block/workspaces.h"
 #include "gpu_model/cublaslt.h"
 //
 #include "linear/algorithms_cuda.cpp"
@@ -52,8 +53,9 @@ BU_EXPORT int fp8_product(int a_e5m2, int b_e5m2, int64_t a_rows, int64_t b_rows
   p.out = out;
   p.out_dtype = static_cast<DType>(out_dtype);
   return bert_unpad::block_model::guarded([&] {
-    const auto none = [](size_t) -> void* { return nullptr; };
-    cuda::matmul(cuda::fp8_matmul(p), none, nullptr, "fp8_product");
+    bert_unpad::block_model::Workspaces workspaces;
+    const auto allocate = [&](size_t bytes) { return workspaces.take(bytes); };
+    cuda::matmul(cuda::fp8_matmul(p), allocate, nullptr, "fp8_product");
   });
 }
 

@@ -1,6 +1,7 @@
 // A linear layer's products on the model of cuBLASLt.
 #include "gpu_model/block/c_api.h"
 //
+#include "gpu_model/block/workspaces.h"
 #include "gpu_model/cublaslt.h"
 //
 #include "linear/algorithms_cuda.cpp"
@@ -17,16 +18,11 @@ cuda::LinearShape shape(int64_t dtype, int64_t tokens, int64_t in, int64_t out) 
   return {static_cast<DType>(dtype), tokens, in, out};
 }
 
-// Memory that the caller of a real product would take from PyTorch's allocator.
-std::vector<std::vector<char>> workspaces;
+bert_unpad::block_model::Workspaces workspaces;
 
 void run(const cuda::Matmul& product) {
   workspaces.clear();
-  const auto allocate = [](size_t bytes) -> void* {
-    workspaces.emplace_back(bytes);
-    bert_unpad::block_model::global_memory.add(workspaces.back().data(), bytes, true);
-    return workspaces.back().data();
-  };
+  const auto allocate = [](size_t bytes) { return workspaces.take(bytes); };
   cuda::matmul(product, allocate, nullptr, "linear");
 }
 
@@ -76,9 +72,7 @@ BU_EXPORT int library_counts(int64_t* out) {
   *out++ = library.heuristic_calls;
   *out++ = library.products;
   *out++ = static_cast<int64_t>(library.last_algorithm);
-  *out = 0;
-  for (const auto& memory : workspaces) *out += static_cast<int64_t>(memory.size());
-  ++out;
+  *out++ = workspaces.bytes();
   for (const uint32_t bytes : library.last_preference.alignment) *out++ = bytes;
   return 0;
 }
