@@ -70,7 +70,8 @@ class Ours(Contender):
         rng = torch.tensor([1, 2], device=inputs.qkv.device) if p else None
         groups = batch.group_sizes if schedule == "groups" else None
         self.tail = (
-            batch.cu_seqlens, batch.max_seqlen, inputs.scale, p, rng, batch.order_table, groups,
+            batch.cu_seqlens, batch.max_seqlen, inputs.scale, p, rng,
+            batch.order_table.view(-1, 4), groups,
         )  # fmt: skip
 
     def forward(self) -> tuple[Tensor, Tensor]:

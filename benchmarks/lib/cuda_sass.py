@@ -12,7 +12,10 @@ import shutil
 import subprocess
 import sysconfig
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 ARCH = re.compile(r"^arch = (\S+)")
 FUNCTION = re.compile(r"^\s*Function : (\S+)")
@@ -21,6 +24,7 @@ INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0
 SECTION = re.compile(r"^\.(?:nv\.info\.)?(\S+)")
 VALUE = re.compile(r"^\s*Value:\s*0x([0-9a-f]+) 0x([0-9a-f]+) 0x([0-9a-f]+)")
 
+T = TypeVar("T")
 KernelKey = tuple[str, str]  # mangled name, architecture
 
 # Per warp: matrix products on tensor cores, fragments from shared memory by ldmatrix, and copies
@@ -43,19 +47,15 @@ def find_tools() -> dict[str, str]:
     )
 
 
-def listing(option: str, file: Path, *more: str, env: dict[str, str] | None = None) -> str:
+def listing(option: str, file: Path, *more: str) -> str:
     """What `cuobjdump` prints, e.g. with -sass or -res-usage."""
-    env = env or find_tools()
+    env = find_tools()
     tool = shutil.which("cuobjdump", path=env["PATH"])
     command = [str(tool), option, *more, str(file)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"cuobjdump {option} {file}: {done.stderr.strip()}")
     return done.stdout
-
-
-def _dump(option: str, file: Path, env: dict[str, str]) -> list[str]:
-    return listing(option, file, env=env).splitlines()
 
 
 def count_instructions(sass: list[str]) -> dict[KernelKey, Counter[str]]:
@@ -90,20 +90,32 @@ def read_threads(elf: list[str]) -> dict[KernelKey, int]:
     return result
 
 
+def _instructions_of(file: Path) -> dict[KernelKey, Counter[str]]:
+    return count_instructions(listing("-sass", file).splitlines())
+
+
+def _threads_of(file: Path) -> dict[KernelKey, int]:
+    return read_threads(listing("-elf", file).splitlines())
+
+
+def _of_all(read: Callable[[Path], dict[KernelKey, T]], files: list[Path]) -> dict[KernelKey, T]:
+    """One process a core, the largest files first: listing and reading one takes up to a minute."""
+    found: dict[KernelKey, T] = {}
+    largest_first = sorted(files, key=lambda file: -file.stat().st_size)
+    with ProcessPoolExecutor() as pool:
+        for kernels in pool.map(read, largest_first):
+            found |= kernels
+    return found
+
+
 def instructions(files: list[Path]) -> dict[KernelKey, Counter[str]]:
     """Of all kernels in these objects."""
-    env, result = find_tools(), {}
-    for file in files:
-        result |= count_instructions(_dump("-sass", file, env))
-    return result
+    return _of_all(_instructions_of, files)
 
 
 def threads(files: list[Path]) -> dict[KernelKey, int]:
     """Of all kernels in these objects."""
-    env, result = find_tools(), {}
-    for file in files:
-        result |= read_threads(_dump("-elf", file, env))
-    return result
+    return _of_all(_threads_of, files)
 
 
 def uses_tensor_cores(readable: str) -> bool:

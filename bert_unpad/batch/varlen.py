@@ -53,7 +53,7 @@ class VarlenBatch:
     """int32 [B], on the device: the sequences, longest first; sequences of equal length keep their
     order. A GPU starts them in this order, so that short ones fill the gaps between long ones."""
     order_table: Tensor
-    """int32 [B, 4], on the device: for each entry of `order` the sequence, its first token, its
+    """int32 [4 * B], on the device: for each entry of `order` the sequence, its first token, its
     length, and 0. A GPU finds the work of a block in one load."""
 
     @property
@@ -187,7 +187,8 @@ class VarlenBatch:
             indices=torch.from_numpy(indices.astype(np.int64, copy=False)),
             position_ids=torch.from_numpy(position_ids.astype(np.int64, copy=False)),
             order=torch.from_numpy(order),
-            order_table=torch.from_numpy(order_table),
+            # Flat: torch.compile would take a size of four for the number of sequences.
+            order_table=torch.from_numpy(order_table.ravel()),
         )
         if device.type == "cuda":
             batch = batch.pin_memory()  # so that the copies do not make the host wait

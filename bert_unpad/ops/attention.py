@@ -74,7 +74,8 @@ def varlen_attention(
         raise ValueError(f"varlen_attention: schedule must be 'list' or 'groups', got {schedule!r}")
     order = groups = None
     if isinstance(batch, VarlenBatch):
-        cu_seqlens, max_seqlen, order = batch.cu_seqlens, batch.max_seqlen, batch.order_table
+        cu_seqlens, max_seqlen = batch.cu_seqlens, batch.max_seqlen
+        order = batch.order_table.view(-1, 4)
         if schedule == "groups":
             groups = batch.group_sizes
     elif max_seqlen is None:

@@ -1,9 +1,11 @@
 """Runs kernels as nvcc compiled them, by an interpreter of PTX (gpu_model/README.md)."""
 
 import ctypes
+import os
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 
 from torch import Tensor
@@ -126,9 +128,11 @@ def program_of(library_source: Path, arch: str) -> Program | None:
     Raises:
         RuntimeError: there is no nvcc, or it reports an error.
     """
-    sources = compiler.cuda_sources(library_source)
-    texts = {f"{source.stem}.ptx": compiler.ptx(source, arch) for source in sources}
-    return Program(texts) if texts else None
+    sources = list(compiler.cuda_sources(library_source))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # nvcc works on one core
+        texts = list(pool.map(partial(compiler.ptx, arch=arch), sources))
+    names = [f"{source.stem}.ptx" for source in sources]
+    return Program(dict(zip(names, texts, strict=True))) if texts else None
 
 
 def _check(error: bytes | None) -> None:

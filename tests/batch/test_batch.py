@@ -219,7 +219,7 @@ def test_order_and_group_sizes_describe_the_groups(lengths):
     assert batch.order.tolist() == sorted(range(len(lengths)), key=lambda b: -lengths[b])
     starts = batch.cu_seqlens.tolist()
     table = [[b, starts[b], lengths[b], 0] for b in batch.order.tolist()]
-    assert torch.equal(batch.order_table, torch.tensor(table, dtype=torch.int32).view(-1, 4))
+    assert torch.equal(batch.order_table, torch.tensor(table, dtype=torch.int32).flatten())
     wanted = [[len(g.sequences), g.max_seqlen, g.max_seqlen] for g in batch.groups]
     assert batch.group_sizes.tolist() == (wanted or [[0, 0, 0]])
 

@@ -91,7 +91,9 @@ class Uncaptured:
             p.grad = torch.zeros_like(p)
         self.gradients = [p.grad for p in model.parameters()]
 
-    def __call__(self, inputs, scale) -> PreTrainingOutput:
+    def __call__(self, inputs, scale, first=False) -> PreTrainingOutput:
+        if first:
+            torch._foreach_zero_(self.gradients)
         assert all(
             p.grad is g for p, g in zip(self.model.parameters(), self.gradients, strict=True)
         )

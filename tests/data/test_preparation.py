@@ -7,13 +7,11 @@ import os
 import random
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import bert_unpad.data
 from bert_unpad.data import (
     DamagedDataError,
     DataConfig,
@@ -23,7 +21,6 @@ from bert_unpad.data import (
     prepare,
 )
 from bert_unpad.data.building import join, pipeline
-from bert_unpad.data.store.cache import cache_lock
 from bert_unpad.data.text import file_source, sources
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 from tests.support.processes import TIMEOUT
@@ -187,28 +184,6 @@ def test_processes_at_once_build_once_and_alike(text_file, tmp_path):
     assert len(set(outputs)) == 1
     assert [err.count("training a vocabulary") for _, err in results[2:]] == [1]
     assert sum(err.count("training a vocabulary") for _, err in results[:2]) == 1
-
-
-def test_lock_waits_for_its_holder_and_outlives_no_process(tmp_path):
-    path = tmp_path / "x.lock"
-    script = (
-        "import fcntl, sys, time\nfile = open(sys.argv[1], 'a')\nfcntl.flock(file, fcntl.LOCK_EX)\n"
-        "print('held', flush=True)\ntime.sleep(3600)\n"
-    )
-    acquired = threading.Event()
-
-    def acquire():
-        with cache_lock(path):
-            acquired.set()
-
-    command = [sys.executable, "-c", script, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout.readline() == "held\n"
-        thread = threading.Thread(target=acquire, daemon=True)
-        thread.start()
-        assert not acquired.wait(0.2)
-        holder.kill()
-        assert acquired.wait(TIMEOUT)
 
 
 def test_failed_build_leaves_nothing(config, monkeypatch):
@@ -436,27 +411,6 @@ def test_bad_inputs_are_named(config, tmp_path):
     empty = dataclasses.replace(config, source=str(controls), vocab_file=str(vocab))
     with pytest.raises(ValueError, match="holds no text that the tokenizer knows"):
         prepare(empty)
-
-
-def test_without_the_pretrain_extra_lengths_work_and_the_rest_says_what_to_install():
-    script = (
-        "import sys\nsys.modules['tokenizers'] = sys.modules['tqdm'] = None\n"
-        "import bert_unpad.data\nassert bert_unpad.data.wikipedia_lengths().sum() > 0\n"
-        "try:\n    from bert_unpad.data import prepare\n"
-        "except ImportError as error:\n    print(error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT, check=True
-    )
-    assert "pip install 'bert_unpad[pretrain]'" in done.stdout
-
-
-def test_every_exported_name_exists():
-    for name in bert_unpad.data.__all__:
-        assert getattr(bert_unpad.data, name).__name__ == name
-    assert set(bert_unpad.data._HOME) == set(bert_unpad.data.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        bert_unpad.data.nothing  # noqa: B018
 
 
 @pytest.mark.slow
