@@ -18,7 +18,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -73,15 +73,15 @@ def contender(
     name: str, args: argparse.Namespace
 ) -> tuple[Callable[[PackedInputs], Callable[[], None]], torch.optim.Optimizer]:
     """What makes a contender's training step of a batch, and its optimizer."""
-    torch.manual_seed(0)
     if name in (OURS, NO_WINDOWS):
+        torch.manual_seed(0)
         model = EncoderForPreTraining(config(args.size, windows=name == OURS)).train()
+        optimizer = model_steps.adamw(model)
         loss = _our_loss(model)
     else:
-        model = hugging_face(args.size)
+        model, optimizer = hugging_face(args.size)
         way = modernbert_peers.unpadded if name == PLAIN else modernbert_peers.padded
         loss = partial(way, model)
-    optimizer = model_steps.adamw(model)
 
     def step_of(inputs: PackedInputs) -> Callable[[], None]:
         data = PaddedInputs.build(inputs) if name == STOCK else inputs
@@ -90,12 +90,16 @@ def contender(
     return step_of, optimizer
 
 
-def hugging_face(size: str) -> torch.nn.Module:
-    """Hugging Face's model of the same sizes, with sdpa."""
+@cache
+def hugging_face(size: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Hugging Face's model of the same sizes, with sdpa, and its optimizer. Those who use it share
+    it: with four models a step of a long sequence would take more than 24 GB."""
     import transformers
 
+    torch.manual_seed(0)
     values = config(size).to_dict() | {"attn_implementation": "sdpa"}
-    return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**values)).train()
+    model = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**values)).train()
+    return model, model_steps.adamw(model)
 
 
 def _our_loss(model: torch.nn.Module) -> Callable[[PackedInputs], torch.Tensor]:
