@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
 if TYPE_CHECKING:
@@ -72,13 +73,18 @@ def check_config(config: EncoderConfig) -> None:
     _check_relative_positions(config)
 
 
+@cache
+def _hints(kind: type) -> dict[str, object]:
+    return get_type_hints(kind)
+
+
 def _choices(config: EncoderConfig, name: str) -> Sequence[object]:
     """The values of a field that takes few; empty for others."""
     if name == "hidden_act":
         return [*GELU, *(_GATES if config.feed_forward == "glu" else ())]
     if name == "head_act":
         return [*GELU, *_GATES]
-    hint = get_type_hints(type(config))[name]
+    hint = _hints(type(config))[name]
     if hint is bool:
         return (True, False)
     values = get_args(hint)

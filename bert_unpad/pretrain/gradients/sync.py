@@ -112,8 +112,10 @@ class GradientSync:
 
     def end(self) -> None:
         """Lets go of DDP and its hooks, before the model changes."""
+        began = self._hook is not None
         self._replica = self._hook = self._clipping = None
-        gc.collect()  # DDP is part of reference cycles, and its hooks go when it does
+        if began:
+            gc.collect()  # DDP is part of reference cycles, and its hooks go when it does
 
     def accumulate(self, step: Step, counts: HostSums) -> Tensor:
         """Adds the gradient of the global batch's loss to the parameters' `.grad`, on every rank.

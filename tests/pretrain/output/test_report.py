@@ -119,7 +119,7 @@ def test_peak_is_measured():
 def test_peak_is_that_of_the_products_that_are_made(monkeypatch):
     rates = {torch.bfloat16: 5e10, torch.float32: 2e11}
     monkeypatch.setattr(
-        matmul_peak, "_measure", lambda device, dtype: MatmulPeak(rates[dtype], 8, dtype)
+        matmul_peak, "_measure", lambda _device, dtype, _threads: MatmulPeak(rates[dtype], 8, dtype)
     )
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         assert measure_matmul_peak(torch.device(device), torch.bfloat16).dtype == dtype
