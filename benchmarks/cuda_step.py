@@ -39,6 +39,15 @@ class Part(NamedTuple):
     seconds: float  # without the time between kernels
     why: str
 
+    @property
+    def whole(self) -> float:
+        """Seconds with the time between kernels."""
+        return self.seconds + self.launches * H100.kernel_seconds
+
+    @property
+    def row(self) -> list[str]:
+        return [self.name, self.why, str(self.launches), f"{1e3 * self.whole:.2f}"]
+
 
 def memory(name: str, launches: int, moved: float, why: str) -> Part:
     """Kernels that read and write so many bytes in all."""
@@ -106,6 +115,14 @@ def parts() -> Iterator[Part]:
     )
 
 
+def roundings() -> Iterator[Part]:
+    """What rounding to 8 bits takes, in several ways."""
+    matrices = LAYERS * (4 * HIDDEN**2 + 2 * HIDDEN * INNER)
+    twice = "reads fp32 twice, writes 8 bits, also transposed"
+    yield memory("weights, in every forward pass", 8 * LAYERS, 10 * matrices, twice)
+    yield memory("weights, once an update", 4, 10 * matrices, f"{twice}; all at once")
+
+
 HEAD = """\
 # A BERT-large step by models
 
@@ -118,15 +135,18 @@ What runs beside something else, communication and the host are left out. Writte
 
 {command}
 """
+FP8 = """
+## In 8 bits
+
+With `precision: fp8` products take half the time, and rounding is added, of which this is a part:
+"""
 
 
 def render() -> str:
-    rows, total, launches = [], 0.0, 0
-    for part in parts():
-        seconds = part.seconds + part.launches * H100.kernel_seconds
-        total, launches = total + seconds, launches + part.launches
-        rows.append([part.name, part.why, str(part.launches), f"{1e3 * seconds:.2f}"])
+    counted = list(parts())
+    total, launches = (sum(x) for x in zip(*((p.whole, p.launches) for p in counted), strict=True))
     rate = f"**{SEQUENCES / total:.0f} sequences/s**"
+    rows = [part.row for part in counted]
     rows.append(["**sum**", rate, str(launches), f"**{1e3 * total:.1f}**"])
     head = HEAD.format(
         sequences=SEQUENCES,
@@ -136,7 +156,9 @@ def render() -> str:
         gap=1e6 * H100.kernel_seconds,
         command=commands("python -m benchmarks.cuda_step --table docs/development/cuda-step.md"),
     )
-    return head + "\n" + table(["part", "what is counted", "launches", "ms"], rows, 2) + "\n"
+    columns = ["part", "what is counted", "launches", "ms"]
+    eight_bits = table(columns, [part.row for part in roundings()], 2)
+    return f"{head}\n{table(columns, rows, 2)}\n{FP8}\n{eight_bits}\n"
 
 
 def main() -> None:

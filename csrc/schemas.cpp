@@ -96,11 +96,15 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
 
   // 8 bits: scale is float32 [], what q is to be multiplied with. q_transposed [columns, rows] has
   // its columns padded to a multiple of 16 with zeros; it is [0, 0] where it is not wanted.
+  // quantize_weights_fp8_ does the same for a list of float32 matrices, in E4M3 and transposed.
   // fp8_product = (b * b_scale) (a * a_scale)^T + bias: [a_rows, k], [b_rows, k] -> [b_rows,
   // a_rows]; with `sum_over_tokens` k counts tokens, else b_rows does.
   m.def(
       "quantize_fp8(Tensor x, bool e5m2, bool transpose) "
       "-> (Tensor q, Tensor q_transposed, Tensor scale)");
+  m.def(
+      "quantize_weights_fp8_(Tensor[] weights, Tensor(a!)[] q, Tensor(b!)[] q_transposed, "
+      "Tensor(c!)[] scales) -> ()");
   m.def(
       "fp8_product(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, "
       "ScalarType dtype, bool sum_over_tokens) -> Tensor");

@@ -52,9 +52,11 @@ def _ours(setup: Setup, fp8: bool = False, graphs: bool = False) -> Contender:
         model = BertForPreTraining(model_steps.config(setup.size, setup.dropout)).train()
     model.bert.encoder.fp8 = fp8
     optimizer = FusedAdam(decay_groups(model, 0.01), lr=model_steps.LEARNING_RATE)
-    if not fp8:  # as the trainer does
-        weights = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
-        optimizer.keep_rounded(weights, torch.bfloat16)
+    # As the trainer does.
+    weights = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
+    in_8_bits = weights.intersection(model.bert.encoder.fp8_weights)
+    optimizer.keep_rounded(in_8_bits, torch.float8_e4m3fn)
+    optimizer.keep_rounded(weights - in_8_bits, torch.bfloat16)
     if graphs:
         step = _graph_step(setup, model, optimizer)
     else:

@@ -143,6 +143,16 @@ class Encoder(nn.Module):
             layer.fp8 = layer.attention.fp8 = layer.attention.self.fp8 = value
 
     @property
+    def fp8_weights(self) -> list[nn.Parameter]:
+        """The weights of the linear layers that compute in 8 bits."""
+        weights = []
+        for layer in (layer for layer in self.layer if layer.fp8):
+            attention = (layer.attention.self.qkv, layer.attention.output.dense)
+            feed_forward = (layer.intermediate.dense, layer.output.dense)
+            weights += [linear.weight for linear in (*attention, *feed_forward)]
+        return weights
+
+    @property
     def attention_schedule(self) -> AttentionSchedule:
         """How a GPU starts the sequences of a batch: see `schedule` of `ops.varlen_attention`.
 

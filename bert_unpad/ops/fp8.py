@@ -9,7 +9,12 @@ On a GPU from sm_89 on these are cuBLASLt's 8-bit products, at twice the rate of
 matrices that the backward pass needs are kept in 8 bits, half the memory of 16-bit layers. A CPU
 rounds in the same way and multiplies in fp32. That is slow, but shows what 8 bits do to a training
 run.
+
+A weight is rounded in every forward pass, or once an update where its optimizer keeps a
+`QuantizedWeight`.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +22,7 @@ from torch import Tensor
 from bert_unpad.ops import matmul
 from bert_unpad.ops.linear_layer import check_linear
 from bert_unpad.ops.registration import first_order, register_cpu, register_fake
+from bert_unpad.ops.rounded_weights import WeightCopy, find_copy
 
 _ops = torch.ops.bert_unpad
 # cuBLASLt's 8-bit products need dimensions that are multiples of this.
@@ -43,6 +49,11 @@ def _(x, e5m2, transpose):
     )
 
 
+@register_fake("quantize_weights_fp8_")
+def _(weights, q, q_transposed, scales):
+    return None
+
+
 @register_fake("fp8_product")
 def _(a, b, a_scale, b_scale, bias, dtype, sum_over_tokens):
     return a.new_empty((b.shape[0], a.shape[0]), dtype=dtype)
@@ -56,7 +67,9 @@ def _(x, e5m2, transpose):
     largest = wide.abs().nan_to_num(0, posinf=torch.inf).amax() if x.numel() else wide.new_zeros(())
     zero = largest == 0
     scale = torch.where(zero, 1.0, largest / limits.max)
-    inverse = torch.where(zero, 1.0, (limits.max / largest).clamp(max=torch.finfo(wide.dtype).max))
+    # As the kernel divides; PyTorch would multiply a Python number by the reciprocal.
+    inverse = wide.new_tensor(limits.max) / largest
+    inverse = torch.where(zero, 1.0, inverse.clamp(max=torch.finfo(wide.dtype).max))
     q = (wide * inverse).clamp(limits.min, limits.max).to(dtype)
     if not transpose:
         return q, q.new_empty((0, 0)), scale
@@ -64,6 +77,13 @@ def _(x, e5m2, transpose):
     kept = torch.zeros(columns, _padded(rows), dtype=dtype)
     kept[:, :rows] = q.t()
     return q, kept, scale
+
+
+@register_cpu("quantize_weights_fp8_")
+def _(weights, *kept):
+    for weight, *tensors in zip(weights, *kept, strict=True):
+        for tensor, value in zip(tensors, quantize_fp8(weight, False), strict=True):
+            tensor.copy_(value)
 
 
 @register_cpu("fp8_product")
@@ -90,6 +110,47 @@ def quantize_fp8(x: Tensor, e5m2: bool, transpose: bool = True) -> tuple[Tensor,
     return _ops.quantize_fp8(x, e5m2, transpose)
 
 
+class QuantizedWeight(WeightCopy):
+    """A weight in E4M3, as `quantize_fp8` gives it.
+
+    Args:
+        weight: a float32 parameter, [out_features, in_features], both multiples of 16.
+
+    Raises:
+        ValueError: the weight has another shape.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        if weight.dim() != 2 or any(size % _MULTIPLE for size in weight.shape):
+            raise ValueError(
+                "params: expected matrices with multiples of 16 rows and columns for 8 bits, got "
+                f"shape {list(weight.shape)}"
+            )
+        self.tensors = quantize_fp8(weight.detach(), False)
+        super().__init__(weight)
+
+    def renew(self, weight: Tensor) -> None:
+        renew_quantized([(weight, self)])
+
+
+def renew_quantized(kept: Sequence[tuple[Tensor, QuantizedWeight]]) -> None:
+    """Rounds the weights that have changed again, all at once. They are on one device."""
+    stale = [(weight, copy) for weight, copy in kept if not copy.fits(weight)]
+    if not stale:
+        return
+    tensors = [list(each) for each in zip(*(copy.tensors for _, copy in stale), strict=True)]
+    _ops.quantize_weights_fp8_([weight.detach() for weight, _ in stale], *tensors)
+    for weight, copy in stale:
+        torch.autograd.graph.increment_version(copy.tensors)
+        copy.mark(weight)
+
+
+def _quantized(weight: Tensor, transpose: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight in E4M3: the copy that its optimizer keeps, if it is up to date."""
+    copy = find_copy(weight, QuantizedWeight)
+    return quantize_fp8(weight, False, transpose) if copy is None else copy.tensors
+
+
 class _Fp8Linear(torch.autograd.Function):
     """x weight^T + bias, with all three products of the layer in 8 bits.
 
@@ -101,7 +162,7 @@ class _Fp8Linear(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         needs_x, needs_weight, _ = ctx.needs_input_grad
         q, q_kept, scale = quantize_fp8(x, False, needs_weight)
-        w, w_kept, w_scale = quantize_fp8(weight, False, needs_x)
+        w, w_kept, w_scale = _quantized(weight, needs_x)
         bias_dtype = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
         low_bias = None if bias is None else bias.to(bias_dtype)
         y = _ops.fp8_product(w, q, w_scale, scale, low_bias, x.dtype, False)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from bert_unpad.ops.fp8 import QuantizedWeight, renew_quantized
 from bert_unpad.ops.optim import multi_tensor_l2norm
 from bert_unpad.ops.rounded_weights import RoundedWeight
 
@@ -58,6 +59,7 @@ class ParameterList:
         self.shards = shards
         self.tensors: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.rounded: list[tuple[Tensor, RoundedWeight]] = []
+        self.quantized: list[tuple[Tensor, QuantizedWeight]] = []
         self._repeated: list[int] = []
 
     def add(
@@ -176,7 +178,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.part_of: dict[Tensor, tuple[torch.Size, tuple[int, int]]] = {}
         """Of parameters that are a part of one: its shape, and which of its elements they are."""
         self._skipped: dict[torch.device, Tensor] = {}
-        self._rounded: dict[Tensor, RoundedWeight] = {}
+        self._rounded: dict[Tensor, RoundedWeight | QuantizedWeight] = {}
         super().__init__(params, defaults)
         for group in self.param_groups:
             on_gpu = any(p.is_cuda for p in group["params"])
@@ -214,13 +216,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         return sum(int(count) for count in self._skipped.values())
 
     def keep_rounded(self, params: Iterable[Tensor], dtype: torch.dtype) -> None:
-        """Writes parameters in 16 bits too from now on, for the products of 16-bit activations.
+        """Writes parameters in 16 or 8 bits too from now on, for products with rounded weights.
 
-        `ops.linear`, `ops.mlp` and the modules made of them take a copy in place of rounding the
-        weight again in every forward pass. A copy has the bits of its rounded weight. So do updates
-        have the bits that they have without copies, unless `max_grad_norm` is set (by default it is
-        in `FusedLAMB`): then the norm is added up in another order, and updates are equal to
-        rounding.
+        `ops.linear`, `ops.mlp`, `ops.fp8_linear` and the modules made of them take a copy in place
+        of rounding the weight again in every forward pass. A copy has the bits of its rounded
+        weight. So do updates have the bits that they have without copies, unless there are 16-bit
+        copies and `max_grad_norm` is set (by default it is in `FusedLAMB`): then the norm is added
+        up in another order, and updates are equal to rounding.
 
         A weight that something else changes is rounded again, as far as PyTorch counts the change.
         It does not count writes through `.data`, nor collectives such as `dist.broadcast` and
@@ -228,17 +230,21 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Args:
             params: float32 parameters of this optimizer, that no process group shards.
-            dtype: bfloat16 or float16, that of the activations.
+            dtype: bfloat16 or float16, that of the activations; or float8_e4m3fn for
+                `ops.fp8_linear`, whose weights are matrices with multiples of 16 rows and columns.
+                A parameter has one copy, in the dtype that was given last.
 
         Raises:
-            ValueError: a parameter is not float32 or not this optimizer's, or the dtype has not 16
-                bits.
+            ValueError: a parameter is not float32, not this optimizer's or of another shape, or
+                the dtype is none of these.
             NotImplementedError: this optimizer cannot.
         """
         if not self.rounds:
             raise NotImplementedError(f"{type(self).__name__} keeps no rounded weights")
-        if dtype not in (torch.bfloat16, torch.float16):
-            raise ValueError(f"dtype: expected torch.bfloat16 or torch.float16, got {dtype}")
+        if dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+            raise ValueError(
+                f"dtype: expected torch.bfloat16, torch.float16 or torch.float8_e4m3fn, got {dtype}"
+            )
         own = {id(param) for group in self.param_groups for param in group["params"]}
         for param in params:
             if id(param) not in own:
@@ -251,7 +257,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"params: expected float32 parameters that are not sharded, got {param.dtype}"
                     f"{', a DTensor' if isinstance(param, DTensor) else ''}"
                 )
-            self._rounded[param] = RoundedWeight(param, dtype)
+            in_8_bits = dtype == torch.float8_e4m3fn
+            copy = QuantizedWeight(param) if in_8_bits else RoundedWeight(param, dtype)
+            self._rounded[param] = copy
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of `torch.optim.AdamW`.
@@ -303,7 +311,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             state = self._state_of(param, group)
             grad = local(param.grad).contiguous()
             whole, copy = param, self._rounded.get(param)
-            if copy is not None:  # which takes the parameter for its master weights
+            if isinstance(copy, RoundedWeight):  # which takes the parameter for its master weights
                 copy.renew(param)
                 state = state | {"master_param": param.detach()}
                 param = copy.tensor
@@ -311,8 +319,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             key = (param.device, param.dtype, grad.dtype, master, shards)
             parameters = lists.setdefault(key, ParameterList(shards))
             parameters.add(param, grad, state, self._sizes_of(whole, group["stacked"]))
-            if copy is not None:
+            if isinstance(copy, RoundedWeight):
                 parameters.rounded.append((whole, copy))
+            elif copy is not None:
+                parameters.quantized.append((whole, copy))
         for parameters in lists.values():
             parameters.separate_steps()
         return list(lists.values())
@@ -393,6 +403,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for param, copy in parameters.rounded:
                 torch.autograd.graph.increment_version(param)
                 copy.mark(param)
+            renew_quantized(parameters.quantized)
         return loss
 
     def _update_all(self, updates: Sequence[Update]) -> None:

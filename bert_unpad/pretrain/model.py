@@ -141,20 +141,25 @@ def add_gradients_in_products(model: nn.Module, config: PretrainConfig) -> None:
 def round_weights_in_updates(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: PretrainConfig, device: torch.device
 ) -> None:
-    """Lets the optimizer write the linear layers' weights in 16 bits too, which saves every forward
-    pass to round them: where it can, products take 16 bits, and nothing else changes weights."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
+    """Lets the optimizer write the linear layers' weights as their products take them too, in 16 or
+    8 bits, which saves every forward pass to round them: where it can, and nothing else changes
+    weights."""
     if (
-        dtype is None
+        config.precision == "fp32"
         or not (isinstance(optimizer, FusedOptimizer) and optimizer.rounds)
         or config.optimizer.shard != "none"
         or config.comm.hook in ("post_local_sgd", "dream_ddp")
         or config.compile
-        or product_dtype(torch.empty(0, dtype=dtype, device=device)) != dtype
     ):
         return
     weights = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
-    optimizer.keep_rounded([w for w in weights if w.requires_grad], dtype)
+    weights = {w for w in weights if w.requires_grad}
+    encoders = [m for m in model.modules() if isinstance(m, Encoder)]
+    in_8_bits = weights.intersection(w for encoder in encoders for w in encoder.fp8_weights)
+    optimizer.keep_rounded(in_8_bits, torch.float8_e4m3fn)
+    dtype = torch.float16 if config.precision == "fp16" else torch.bfloat16
+    if product_dtype(torch.empty(0, dtype=dtype, device=device)) == dtype:
+        optimizer.keep_rounded(weights - in_8_bits, dtype)
 
 
 def to_device(

@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "cuda/binding.h"
 #include "linear/workspace.h"
@@ -52,6 +53,47 @@ std::tuple<Tensor, Tensor, Tensor> quantize(Tensor x, bool e5m2, bool transpose)
     quantize_fp8(p, call.stream);
   }
   return {q, q_transposed, scale};
+}
+
+// The memory of a matrix in a list, which must have this shape and dtype.
+uint8_t* matrix(const Tensor& t, int64_t rows, int64_t columns, ScalarType type, const Tensor& like,
+                const char* op, const char* name) {
+  check_shape(t, {rows, columns}, op, name, "that of its weight");
+  check_dtype(t, type, op, name, type == ScalarType::Float ? "float32" : "float8_e4m3fn");
+  check_contiguous(t, op, name);
+  check_same_device(t, like, op, name);
+  check_aligned(t, op, name);
+  return static_cast<uint8_t*>(t.mutable_data_ptr());
+}
+
+void quantize_list(std::vector<Tensor> weights, std::vector<Tensor> q,
+                   std::vector<Tensor> q_transposed, std::vector<Tensor> scales) {
+  const char* op = "quantize_weights_fp8_";
+  check(q.size() == weights.size() && q_transposed.size() == weights.size() &&
+            scales.size() == weights.size(),
+        op, ": expected lists of equal length");
+  if (weights.empty()) return;
+  const Tensor& like = weights[0];
+  std::vector<Fp8Matrix> list;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    check_shape(weights[i], {-1, -1}, op, "weights", "[rows, columns]");
+    const int64_t rows = weights[i].size(0), columns = weights[i].size(1);
+    check(rows % kFp8Multiple == 0 && columns % kFp8Multiple == 0, op,
+          ": weights must have multiples of 16 rows and columns, got ", shape_string(weights[i]));
+    check_scalar(scales[i], ScalarType::Float, like, op, "scales", "float32");
+    constexpr ScalarType kType = ScalarType::Float8_e4m3fn;
+    Fp8Matrix m{};
+    m.rows = rows;
+    m.columns = columns;
+    m.x = matrix(weights[i], rows, columns, ScalarType::Float, like, op, "weights");
+    m.q = matrix(q[i], rows, columns, kType, like, op, "q");
+    m.q_transposed = matrix(q_transposed[i], columns, rows, kType, like, op, "q_transposed");
+    m.scale = scales[i].mutable_data_ptr<float>();
+    list.push_back(m);
+  }
+  const Call call(like, op);
+  Tensor partials = torch::stable::new_empty(like, {weight_partials(list)}, ScalarType::Float);
+  quantize_weights(list, partials.mutable_data_ptr<float>(), call.stream);
 }
 
 void check_operand(const Tensor& t, const Tensor& scale, const Tensor& like, const char* op,
@@ -110,6 +152,7 @@ Tensor product(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, std::optional
 
 STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CUDA, m) {
   m.impl("quantize_fp8", TORCH_BOX(&quantize));
+  m.impl("quantize_weights_fp8_", TORCH_BOX(&quantize_list));
   m.impl("fp8_product", TORCH_BOX(&product));
 }
 

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "common/types.h"
 #include "linear/matmul.h"
@@ -17,16 +18,19 @@ inline constexpr int64_t fp8_padded(int64_t n) {
   return (n + kFp8Multiple - 1) / kFp8Multiple * kFp8Multiple;
 }
 
-// x [rows, columns] of `dtype`, columns a multiple of 16, at an address that is one, too.
-struct QuantizeParams {
-  DType dtype;
-  bool e5m2;
+// x [rows, columns], columns a multiple of 16, at an address that is one, too.
+struct Fp8Matrix {
   int64_t rows, columns;
   const void* x;
   uint8_t* q;             // [rows, columns]
   uint8_t* q_transposed;  // [columns, fp8_padded(rows)]; null: not wanted
   float* scale;           // what q is to be multiplied with
-  float* partials;        // [quantize_partials(p)]: scratch memory
+};
+
+struct QuantizeParams : Fp8Matrix {
+  DType dtype;  // of x
+  bool e5m2;
+  float* partials;  // [quantize_partials(p)]: scratch memory
 };
 
 int64_t quantize_partials(const QuantizeParams& p);
@@ -35,6 +39,11 @@ int64_t quantize_partials(const QuantizeParams& p);
 // which is NaN where x is not finite. Current scaling, a tensor at a time: no history, so that
 // nothing has to be saved with a run.
 void quantize_fp8(const QuantizeParams& p, cudaStream_t stream);
+
+// The same for fp32 matrices that become E4M3, in two kernels for up to 64 of them. `partials`:
+// scratch memory, [weight_partials(weights)].
+int64_t weight_partials(const std::vector<Fp8Matrix>& weights);
+void quantize_weights(const std::vector<Fp8Matrix>& weights, float* partials, cudaStream_t stream);
 
 // y [b.rows, a.rows] = (a_scale * b_scale) b a^T + bias, of row-major 8-bit a [a_rows, k] and
 // b [b_rows, k]; bias [a_rows], of the type that fp8_bias_dtype gives, or null.

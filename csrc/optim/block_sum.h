@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "cuda/reduce.h"
-#include "optim/table.h"
+#include "cuda/table.h"
 
 namespace bert_unpad::cuda {
 

@@ -35,6 +35,19 @@ BU_EXPORT int fp8_quantize(int64_t dtype, int e5m2, int64_t rows, int64_t column
   return bert_unpad::block_model::guarded([&] { cuda::quantize_fp8(p, nullptr); });
 }
 
+// Of `count` weights; sizes [count, 2]: rows, columns. `partials` null: writes how many there are.
+BU_EXPORT int fp8_weights(int64_t count, const int64_t* sizes, const float* const* weights,
+                          uint8_t* const* q, uint8_t* const* q_transposed, float* const* scales,
+                          float* partials, int64_t* partial_count) {
+  std::vector<cuda::Fp8Matrix> list;
+  for (int64_t i = 0; i < count; ++i)
+    list.push_back({sizes[2 * i], sizes[2 * i + 1], weights[i], q[i], q_transposed[i], scales[i]});
+  return bert_unpad::block_model::guarded([&] {
+    *partial_count = cuda::weight_partials(list);
+    if (partials != nullptr) cuda::quantize_weights(list, partials, nullptr);
+  });
+}
+
 BU_EXPORT int fp8_product(int a_e5m2, int b_e5m2, int64_t a_rows, int64_t b_rows, int64_t k,
                           int sum_over_tokens, const void* a, const void* b, const float* a_scale,
                           const float* b_scale, const void* bias, void* out, int64_t out_dtype) {

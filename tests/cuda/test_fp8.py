@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bert_unpad import ops
-from bert_unpad.ops.fp8 import quantize_fp8
+from bert_unpad.ops.fp8 import QuantizedWeight, quantize_fp8, renew_quantized
 from tests.support.cuda_checks import (
     DTYPES,
     GPU_ONLY,
@@ -38,7 +38,22 @@ def test_quantisation_is_that_of_the_cpu(shape, dtype, e5m2):
     (x,) = draw(shape, dtype=dtype)
     got, want = quantize_fp8(x, e5m2), quantize_fp8(x.cpu(), e5m2)
     for a, b in zip(got, want, strict=True):
-        assert torch.equal(a.cpu().view(torch.uint8).flatten(), b.view(torch.uint8).flatten())
+        assert torch.equal(a.cpu().flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+@pytest.mark.sanitizer
+def test_a_list_of_weights():
+    """More than a launch takes; small ones, and one that takes many blocks."""
+    shapes = [(16, 16), (1024, 4096), (48, 144)] + 64 * [(32, 80)]
+    weights = draw(*shapes, dtype=torch.float32)
+    copies = [QuantizedWeight(weight) for weight in weights]
+    for weight in weights:
+        weight.mul_(-3)
+    renew_quantized(list(zip(weights, copies, strict=True)))
+    for weight, copy in zip(weights, copies, strict=True):
+        assert copy.fits(weight)
+        for a, b in zip(copy.tensors, quantize_fp8(weight, False), strict=True):
+            assert torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
 def gradients(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor) -> list[Tensor]:
@@ -96,3 +111,10 @@ def test_bad_input():
     with pytest.raises(RuntimeError, match="same number of columns"):
         op.fp8_product(quantize_fp8(weight.T.contiguous(), False)[0], q, scale, scale, None,
                        torch.float32, False)  # fmt: skip
+    kept = [[tensor] for tensor in quantize_fp8(weight, False)]
+    with pytest.raises(RuntimeError, match="weights must be float32"):
+        op.quantize_weights_fp8_([weight], *kept)
+    with pytest.raises(RuntimeError, match="q_transposed must have shape that of its weight"):
+        op.quantize_weights_fp8_([weight.float()], kept[0], kept[0], kept[2])
+    with pytest.raises(RuntimeError, match="expected lists of equal length"):
+        op.quantize_weights_fp8_([weight.float()], *kept[:2], [])

@@ -246,12 +246,18 @@ class TestOnAGpu:
         for total, *each in zip(summed, *parts, strict=True):
             torch.testing.assert_close(total, sum(each), rtol=1e-5, atol=1e-5)
 
-    def test_weights_that_the_optimizer_rounds(self) -> None:
+    @pytest.mark.parametrize("fp8", [False, True])
+    def test_weights_that_the_optimizer_rounds(self, fp8) -> None:
         """A replay reads what the last update, or something else, has made of the weights."""
+        if fp8 and torch.cuda.get_device_capability() < (8, 9):
+            pytest.skip("needs a GPU of compute capability 8.9")
         model = make_model().cuda()
-        weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+        model.bert.encoder.fp8 = fp8
+        weights = model.bert.encoder.fp8_weights
+        if not fp8:
+            weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
         optimizer = FusedAdam(model.parameters(), lr=0.01)
-        optimizer.keep_rounded(weights, torch.bfloat16)
+        optimizer.keep_rounded(weights, torch.float8_e4m3fn if fp8 else torch.bfloat16)
         autocast = torch.autocast("cuda", torch.bfloat16, cache_enabled=False)
         runner = GraphRunner(model, autocast)
         inputs, scale = padded_inputs([12, 9, 3]).pin_memory(), scaled(ONE, "cuda")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -105,6 +106,64 @@ def test_every_barrier_is_needed(fp8):
     fp8.set_device(multiprocessors=1)
     x = torch.randn(130, 144)
     sites = assert_every_site_is_needed(fp8, lambda: quantize(fp8, x, False), seeds=range(3))
+    assert [site.kind for site in sites] == ["sync_block"] * 3
+
+
+def pointers(tensors):
+    return (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+
+
+def quantize_weights(model, weights):
+    weights = [aligned(weight) for weight in weights]
+    results = [
+        [aligned(torch.full(w.shape, 0x55, dtype=torch.uint8)) for w in weights],
+        [aligned(torch.full(w.shape[::-1], 0x55, dtype=torch.uint8)) for w in weights],
+        [torch.full((1,), torch.nan) for _ in weights],
+    ]
+    sizes = [size for weight in weights for size in weight.shape]
+    lists = (len(weights), (ctypes.c_int64 * len(sizes))(*sizes), pointers(weights))
+    lists += tuple(pointers(tensors) for tensors in results)
+    count = ctypes.c_int64()
+    model.call("fp8_weights", *lists, None, ctypes.byref(count))
+    partials = torch.full((count.value,), torch.nan)
+    model.clear()
+    for weight in weights:
+        model.register(weight, writable=False)
+    for tensor in (*itertools.chain(*results), partials):
+        model.register(tensor)
+    model.call("fp8_weights", *lists, partials, ctypes.byref(count))
+    return list(zip(*results, strict=True))
+
+
+def assert_quantized(weights, results):
+    for weight, got in zip(weights, results, strict=True):
+        for a, b in zip(got, quantize_fp8(weight, False), strict=True):
+            assert torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+def test_a_list_of_weights(fp8):
+    """Several tiles and several blocks for a weight; a weight of zeros; values that differ in
+    size, so that one's scale is not another's."""
+    generator = torch.Generator().manual_seed(4)
+    shapes = [(16, 16), (80, 144), (128, 400), (48, 16)]
+    weights = [torch.randn(shape, generator=generator) * 10**i for i, shape in enumerate(shapes)]
+    weights.append(torch.zeros(32, 16))
+    for policy in POLICIES:
+        fp8.configure(policy, seed=3)
+        assert_quantized(weights, quantize_weights(fp8, weights))
+
+
+def test_more_weights_than_a_launch_takes(fp8):
+    fp8.configure()
+    weights = [torch.full((16, 16), float(i)) for i in range(1, 67)]
+    weights[63] = torch.randn(128, 256)  # two blocks
+    assert_quantized(weights, quantize_weights(fp8, weights))
+
+
+def test_every_barrier_of_a_list_is_needed(fp8):
+    weights = [torch.randn(130, 144).abs().repeat(1, 3)[:128] for _ in range(2)]
+    run = partial(quantize_weights, fp8, weights)
+    sites = assert_every_site_is_needed(fp8, run, seeds=range(3))
     assert [site.kind for site in sites] == ["sync_block"] * 3
 
 

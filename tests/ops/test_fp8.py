@@ -85,6 +85,12 @@ def test_operators() -> None:
     for e5m2 in (False, True):
         for transpose in (False, True):
             opcheck(torch.ops.bert_unpad.quantize_fp8.default, (x, e5m2, transpose))
+    kept = tuple([tensor] for tensor in quantize_fp8(other, False))
+    opcheck(
+        torch.ops.bert_unpad.quantize_weights_fp8_.default,
+        ([other], *kept),
+        test_utils="test_faketensor",
+    )
     a, _, a_scale = quantize_fp8(other, False)
     b, _, b_scale = quantize_fp8(x, True)
     for bias in (None, torch.randn(16).bfloat16()):

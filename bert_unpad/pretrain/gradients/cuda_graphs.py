@@ -5,7 +5,7 @@ runs a few times as usual, on its own stream, and is then captured, whole: forwa
 backward pass into `.grad`. From then on a pass copies its inputs into the captured buffers and
 replays. All that differs from pass to pass is in buffers: the batch, the loss's factors, and the
 dropout keys, which are drawn outside as the model itself would draw them. Weights that the
-optimizer also keeps in 16 bits are read there. Attention takes part without changes: its launches
+optimizer also keeps rounded are read there. Attention takes part without changes: its launches
 follow from the shape's sizes and bounds, and lengths and order are read on the device.
 
 After PyTorch's rules (docs.pytorch.org, "CUDA semantics", CUDA graphs): warm-up and
@@ -27,7 +27,7 @@ from bert_unpad.batch.tensor_fields import map_tensors, tensor_fields
 from bert_unpad.batch.varlen import DEVICE_TENSORS
 from bert_unpad.nn import EncoderForPreTraining, PreTrainingOutput
 from bert_unpad.ops.matmul import InPlaceGradients, takes_product
-from bert_unpad.ops.rounded_weights import RoundedWeight, copies_of
+from bert_unpad.ops.rounded_weights import WeightCopy, copies_of
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.update.kinds import find_kind
@@ -148,7 +148,7 @@ class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     static: StaticPass
     outputs: PreTrainingOutput
-    rounded: list[tuple[Tensor, RoundedWeight]]  # what it reads in place of weights
+    rounded: list[tuple[Tensor, WeightCopy]]  # what it reads in place of weights
 
 
 class GraphRunner:
