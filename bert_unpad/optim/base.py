@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain, pairwise
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from bert_unpad.ops.fp8 import QuantizedWeight, renew_quantized
 from bert_unpad.ops.optim import multi_tensor_l2norm
 from bert_unpad.ops.rounded_weights import RoundedWeight
+from bert_unpad.optim.checks import check_options, is_count
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -161,14 +163,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             "fused": None,
             "stacked": (),
         }
-        if not isinstance(defaults["lr"], Tensor) and not defaults["lr"] >= 0:
-            raise ValueError(f"lr: expected 0 or more, got {defaults['lr']!r}")
-        if not all(0 <= beta < 1 for beta in defaults["betas"]):
-            raise ValueError(f"betas: expected numbers in [0, 1), got {defaults['betas']!r}")
-        for key in ("eps", "weight_decay"):
-            if not defaults[key] >= 0:
-                raise ValueError(f"{key}: expected 0 or more, got {defaults[key]!r}")
-        if max_grad_norm is not None and not max_grad_norm > 0:
+        lr = 0.0 if isinstance(options["lr"], Tensor) else options["lr"]
+        check_options(lr, *(options[name] for name in ("betas", "eps", "weight_decay")))
+        if max_grad_norm is not None and not (
+            isinstance(max_grad_norm, Real) and max_grad_norm > 0
+        ):
             raise ValueError(
                 f"max_grad_norm: expected a number above 0 or None, got {max_grad_norm!r}"
             )
@@ -200,15 +199,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        group["stacked"] = tuple(group["stacked"])
+        stacked = group["stacked"]
+        valid = isinstance(stacked, tuple | list) and all(map(is_count, stacked))
         for param in group["params"]:
             rows = param.shape[0] if param.dim() else 0
-            if group["stacked"] and sum(group["stacked"]) != rows:
+            if not valid or (stacked and sum(stacked) != rows):
                 self.param_groups.pop()
                 raise ValueError(
                     f"stacked: expected numbers of rows that add up to {rows}, those of a "
-                    f"parameter of shape {list(param.shape)}, got {group['stacked']}"
+                    f"parameter of shape {list(param.shape)}, got {stacked!r}"
                 )
+        group["stacked"] = tuple(stacked) if valid else ()
 
     @property
     def skipped_steps(self) -> int:

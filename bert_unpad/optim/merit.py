@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bert_unpad.optim.checks import check_options
+
 
 class MERIT(torch.optim.Optimizer):
     """Luo et al., "MERIT: Maximum-normalized Element-wise Ratio for Language Model Large-batch
@@ -39,11 +41,7 @@ class MERIT(torch.optim.Optimizer):
         eps: float = 1e-6,
         weight_decay: float = 1e-2,
     ) -> None:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas: expected numbers in [0, 1), got {betas!r}")
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ValueError(f"{name}: expected 0 or more, got {value!r}")
+        check_options(lr, betas, eps, weight_decay)
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from bert_unpad.optim.checks import check_count, check_number, check_options
 
 # Which period each tensor of a parameter's state has.
 _PERIODS = {
@@ -77,25 +80,18 @@ class MTDAO(torch.optim.Optimizer):
         start: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ValueError(f"{name}: expected 0 or more, got {value!r}")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas: expected two numbers in [0, 1), got {betas!r}")
-        if not 0 <= slow_weight <= 1:
+        check_options(lr, betas, eps, weight_decay)
+        if not (isinstance(slow_weight, Real) and 0 <= slow_weight <= 1):
             raise ValueError(f"slow_weight: expected a number in [0, 1], got {slow_weight!r}")
-        if not 0 <= fast_beta < 1:
-            raise ValueError(f"fast_beta: expected a number in [0, 1), got {fast_beta!r}")
+        check_number("fast_beta", fast_beta, below=1)
         periods = {
             "period": period,
             "momentum_period": period if momentum_period is None else momentum_period,
             "variance_period": period if variance_period is None else variance_period,
         }
         for name, value in periods.items():
-            if not value >= 1:
-                raise ValueError(f"{name}: expected a number >= 1, got {value!r}")
-        if not start >= 0:
-            raise ValueError(f"start: expected a number >= 0, got {start!r}")
+            check_count(name, value)
+        check_count("start", start, least=0)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, options | {"slow_weight": slow_weight, "fast_beta": fast_beta})
         self.start, self.group = start, group

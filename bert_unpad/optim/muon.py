@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from bert_unpad.distributed.collectives import all_gather_single
 from bert_unpad.optim.adam import FusedAdam
 from bert_unpad.optim.base import ParameterList
+from bert_unpad.optim.checks import check_count, check_number
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -48,20 +49,20 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     return (x.mT if tall else x).reshape(shape)
 
 
-def assign(work: Sequence[int], ranks: int) -> list[int]:
+def assign(costs: Sequence[int], ranks: int) -> list[int]:
     """Which rank does which piece of work: the largest first, each to the rank with the least.
 
     Args:
-        work: of each piece.
+        costs: what each piece of work takes.
         ranks: how many there are.
 
     Returns:
         A rank for each piece; the same wherever it is computed.
     """
-    loads, owners = [0] * ranks, [0] * len(work)
-    for piece in sorted(range(len(work)), key=lambda i: (-work[i], i)):
+    loads, owners = [0] * ranks, [0] * len(costs)
+    for piece in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         owners[piece] = loads.index(min(loads))
-        loads[owners[piece]] += work[piece]
+        loads[owners[piece]] += costs[piece]
     return owners
 
 
@@ -121,16 +122,13 @@ class Muon(FusedAdam):
         skip_non_finite: bool = False,
         distributed: bool = True,
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum: expected a number in [0, 1), got {momentum!r}")
-        if ns_steps < 1:
-            raise ValueError(f"ns_steps: expected 1 or more, got {ns_steps!r}")
+        check_number("momentum", momentum, below=1)
+        check_count("ns_steps", ns_steps)
         if ns_dtype not in ("auto", *_DTYPES):
             raise ValueError(f"ns_dtype: expected auto, bf16 or fp32, got {ns_dtype!r}")
         if adjust_lr not in ("match_rms_adamw", "original"):
             raise ValueError(f"adjust_lr: expected match_rms_adamw or original, got {adjust_lr!r}")
-        if not adam_lr_share >= 0:
-            raise ValueError(f"adam_lr_share: expected 0 or more, got {adam_lr_share!r}")
+        check_number("adam_lr_share", adam_lr_share)
         self.ns_dtype, self.distributed = ns_dtype, distributed
         self._matrices: list[_Matrix] = []
         options = {
@@ -196,7 +194,7 @@ class Muon(FusedAdam):
         """The orthogonalized momentum of each matrix, the same on all ranks."""
         joined = self.distributed and dist.is_available() and dist.is_initialized()
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-        owners = assign([matrix.work for matrix in self._matrices], ranks)
+        owners = assign([matrix.cost for matrix in self._matrices], ranks)
         mine = [m for m, owner in zip(self._matrices, owners, strict=True) if owner == rank]
         found = self._orthogonalized(mine)
         if ranks == 1 or not self._matrices:
@@ -252,7 +250,7 @@ class _Matrix:
     """bool []: whether the step changes anything; None: it does."""
 
     @property
-    def work(self) -> int:
+    def cost(self) -> int:
         """Multiplications of the iterations."""
         small, large = sorted(self.param.shape)
         return self.group["ns_steps"] * small**2 * (2 * large + small)

@@ -22,6 +22,7 @@ from bert_unpad.distributed.collectives import all_gather_single
 from bert_unpad.distributed.one_bit import OneBitAllreduce
 from bert_unpad.ops.optim import frozen_adam_, multi_tensor_l2norm
 from bert_unpad.optim.base import FusedOptimizer
+from bert_unpad.optim.checks import check_count
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,7 @@ class OneBitOptimizer(FusedOptimizer):
         skip_non_finite: bool,
         group: dist.ProcessGroup | None,
     ) -> None:
-        if not (isinstance(freeze_step, int) and freeze_step >= 1):
-            raise ValueError(f"freeze_step: expected an integer of 1 or more, got {freeze_step!r}")
+        check_count("freeze_step", freeze_step)
         self.freeze_step = freeze_step
         self._ranks = group
         self._checked = False

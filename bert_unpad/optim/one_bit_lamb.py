@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from bert_unpad.ops.optim import frozen_lamb_sums_, multi_tensor_l2norm
 from bert_unpad.optim.base import ParameterList, scalar
+from bert_unpad.optim.checks import check_number
 from bert_unpad.optim.one_bit import OneBitOptimizer, Segment
 
 _ops = torch.ops.bert_unpad
@@ -75,11 +77,10 @@ class OneBitLAMB(OneBitOptimizer):
             ("min_coeff", min_coeff, max_coeff),
             ("factor_min", factor_min, factor_max),
         ):
-            if not 0 < low <= high:
+            if not (isinstance(low, Real) and isinstance(high, Real) and 0 < low <= high):
                 raise ValueError(f"{name}: expected a number > 0, at most {high!r}, got {low!r}")
-        for name, value in (("coeff_beta", coeff_beta), ("factor_threshold", factor_threshold)):
-            if not 0 <= value < 1:
-                raise ValueError(f"{name}: expected a number in [0, 1), got {value!r}")
+        check_number("coeff_beta", coeff_beta, below=1)
+        check_number("factor_threshold", factor_threshold, below=1)
         self.min_coeff, self.max_coeff, self.coeff_beta = min_coeff, max_coeff, coeff_beta
         self.factor_min, self.factor_max = factor_min, factor_max
         self.factor_threshold = factor_threshold

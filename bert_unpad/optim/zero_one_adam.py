@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bert_unpad.ops.optim import adam_, multi_tensor_l2norm
 from bert_unpad.optim.base import ParameterList, scalar
+from bert_unpad.optim.checks import check_count, is_count
 from bert_unpad.optim.one_bit import OneBitOptimizer, Segment
 
 
@@ -64,14 +65,9 @@ class ZeroOneAdam(OneBitOptimizer):
         skip_non_finite: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        for name, value in (
-            ("var_update_scaler", var_update_scaler),
-            ("local_step_scaler", local_step_scaler),
-        ):
-            if not (isinstance(value, int) and value >= 1):
-                raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}")
-        clipper = local_step_clipper
-        if not (isinstance(clipper, int) and clipper >= 1 and clipper.bit_count() == 1):
+        check_count("var_update_scaler", var_update_scaler)
+        check_count("local_step_scaler", local_step_scaler)
+        if not (is_count(local_step_clipper) and local_step_clipper.bit_count() == 1):
             raise ValueError(
                 f"local_step_clipper: expected a power of 2, got {local_step_clipper!r}"
             )

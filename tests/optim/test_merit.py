@@ -87,10 +87,11 @@ def test_empty_and_missing():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "lr: expected 0 or more, got -1.0"),
-        ({"eps": -1.0}, "eps: expected 0 or more"),
-        ({"weight_decay": float("nan")}, "weight_decay: expected 0 or more, got nan"),
-        ({"betas": (0.9, 1.0)}, "betas: expected numbers in"),
+        ({"lr": -1.0}, "lr: expected a number of 0 or more, got -1.0"),
+        ({"eps": -1.0}, "eps: expected a number of 0 or more"),
+        ({"weight_decay": float("nan")}, "weight_decay: expected a number of 0 or more, got nan"),
+        ({"betas": (0.9, 1.0)}, "betas: expected two numbers in"),
+        ({"betas": (0.9,)}, "betas: expected two numbers in"),
     ],
 )
 def test_options_out_of_range(options, message):

@@ -169,17 +169,19 @@ def test_a_closure_and_a_sparse_gradient():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"lr": -1}, "lr: expected 0 or more, got -1"),
-        ({"eps": -1}, "eps: expected 0 or more, got -1"),
-        ({"weight_decay": float("nan")}, "weight_decay: expected 0 or more, got nan"),
+        ({"lr": -1}, "lr: expected a number of 0 or more, got -1"),
+        ({"eps": -1}, "eps: expected a number of 0 or more, got -1"),
+        ({"weight_decay": float("nan")}, "weight_decay: expected a number of 0 or more, got nan"),
         ({"betas": (0.9, 1)}, r"betas: expected two numbers in \[0, 1\), got \(0.9, 1\)"),
         ({"betas": (0.9,)}, r"betas: expected two numbers in \[0, 1\), got \(0.9,\)"),
         ({"slow_weight": 1.1}, r"slow_weight: expected a number in \[0, 1\], got 1.1"),
         ({"fast_beta": 1}, r"fast_beta: expected a number in \[0, 1\), got 1"),
-        ({"period": 0}, "period: expected a number >= 1, got 0"),
-        ({"momentum_period": 0}, "momentum_period: expected a number >= 1, got 0"),
-        ({"variance_period": -2}, "variance_period: expected a number >= 1, got -2"),
-        ({"start": -1}, "start: expected a number >= 0, got -1"),
+        ({"period": 0}, "period: expected an integer of 1 or more, got 0"),
+        ({"period": 1.5}, "period: expected an integer of 1 or more, got 1.5"),
+        ({"momentum_period": 0}, "momentum_period: expected an integer of 1 or more, got 0"),
+        ({"variance_period": -2}, "variance_period: expected an integer of 1 or more, got -2"),
+        ({"start": -1}, "start: expected an integer of 0 or more, got -1"),
+        ({"start": 0.5}, "start: expected an integer of 0 or more, got 0.5"),
     ],
 )
 def test_numbers_out_of_range(given, message):

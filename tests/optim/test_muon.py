@@ -332,11 +332,12 @@ def test_groups_of_a_model():
     ("options", "message"),
     [
         ({"momentum": 1.0}, "momentum: expected a number in"),
-        ({"ns_steps": 0}, "ns_steps: expected 1 or more, got 0"),
+        ({"ns_steps": 0}, "ns_steps: expected an integer of 1 or more, got 0"),
+        ({"ns_steps": 2.5}, "ns_steps: expected an integer of 1 or more, got 2.5"),
         ({"ns_dtype": "fp8"}, "ns_dtype: expected auto, bf16 or fp32, got 'fp8'"),
         ({"adjust_lr": "none"}, "adjust_lr: expected match_rms_adamw or original, got 'none'"),
-        ({"adam_lr_share": -1}, "adam_lr_share: expected 0 or more, got -1"),
-        ({"lr": -1}, "lr: expected 0 or more, got -1"),
+        ({"adam_lr_share": -1}, "adam_lr_share: expected a number of 0 or more, got -1"),
+        ({"lr": -1}, "lr: expected a number of 0 or more, got -1"),
     ],
 )
 def test_options_out_of_range(options, message):

@@ -158,8 +158,9 @@ def test_sharded_and_different_parameters_are_refused():
     ("kind", "options", "message"),
     [
         (OneBitAdam, {"freeze_step": 0}, "freeze_step: expected an integer of 1 or more, got 0"),
-        (OneBitAdam, {"lr": -1.0}, "lr: expected 0 or more"),
-        (OneBitLAMB, {"betas": (0.9, 1.0)}, "betas: expected numbers in"),
+        (OneBitAdam, {"freeze_step": True}, "freeze_step: expected an integer of 1 or more, got T"),
+        (OneBitAdam, {"lr": -1.0}, "lr: expected a number of 0 or more"),
+        (OneBitLAMB, {"betas": (0.9, 1.0)}, "betas: expected two numbers in"),
         (
             OneBitLAMB,
             {"min_coeff": 2.0, "max_coeff": 1.0},

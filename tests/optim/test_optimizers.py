@@ -193,11 +193,17 @@ def test_a_backward_pass_notices_an_update() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "lr: expected 0 or more, got -1.0"),
-        ({"betas": (0.9, 1.0)}, "betas: expected numbers in"),
-        ({"eps": -1.0}, "eps: expected 0 or more"),
-        ({"weight_decay": -0.1}, "weight_decay: expected 0 or more"),
+        ({"lr": -1.0}, "lr: expected a number of 0 or more, got -1.0"),
+        ({"lr": "x"}, "lr: expected a number of 0 or more, got 'x'"),
+        ({"betas": (0.9, 1.0)}, r"betas: expected two numbers in \[0, 1\), got \(0.9, 1.0\)"),
+        ({"betas": (0.9, 0.99, 0.999)}, "betas: expected two numbers in"),
+        ({"betas": 0.9}, "betas: expected two numbers in"),
+        ({"betas": ("x", 0.9)}, "betas: expected two numbers in"),
+        ({"eps": -1.0}, "eps: expected a number of 0 or more"),
+        ({"weight_decay": -0.1}, "weight_decay: expected a number of 0 or more"),
+        ({"weight_decay": True}, "weight_decay: expected a number of 0 or more, got True"),
         ({"max_grad_norm": 0.0}, "max_grad_norm: expected a number above 0 or None"),
+        ({"max_grad_norm": "x"}, "max_grad_norm: expected a number above 0 or None, got 'x'"),
     ],
 )
 def test_bad_options_are_named(options: dict, message: str) -> None:

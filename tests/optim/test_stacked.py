@@ -123,6 +123,7 @@ def test_grouped_queries_and_a_glu(optimizer: type[torch.optim.Optimizer]) -> No
 
 
 def test_rows_that_do_not_add_up() -> None:
-    for rows, shape in (((2, 2), (5, 3)), ((1,), ())):
+    wrong = [((2, 2), (5, 3)), ((1,), ()), ((6, -1), (5, 3)), ((2.5, 2.5), (5, 3)), (-1, (5, 3))]
+    for rows, shape in wrong:
         with pytest.raises(ValueError, match=r"stacked: expected numbers of rows that add up to"):
             FusedLAMB([{"params": [nn.Parameter(torch.ones(shape))], "stacked": rows}])
