@@ -35,7 +35,7 @@ def _epilogue_pays(device: torch.device) -> bool:
 
 
 def _activate(pre: Tensor, bias1: Tensor | None, activation: tuple[str, int]) -> Tensor:
-    """Of an activation's operator and its kind, with the bias."""
+    """The activation, an operator's name and kind, of `pre` plus the bias."""
     name, kind = activation
     return getattr(_ops, name)(pre, bias1, kind)
 
@@ -206,7 +206,7 @@ def _feed_forward(
 ) -> tuple[Tensor, Tensor]:
     if x.dim() != 2:
         raise ValueError(f"{function}: x must have shape [rows, features], got {list(x.shape)}")
-    check_linear(function, x, weight1, bias1)
+    check_linear(function, x, weight1, bias1, "1")
     inner = weight1.shape[0] // 2 if activation[0] == "glu" else weight1.shape[0]
     if weight2.dim() != 2 or weight2.shape[1] != inner:
         raise ValueError(

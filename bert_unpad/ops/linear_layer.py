@@ -86,25 +86,33 @@ def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tu
     Raises:
         ValueError: a shape or dtype is wrong.
     """
-    check_linear("linear", x, weight, bias)
+    check_linear("linear_residual", x, weight, bias)
     with matmul.no_autocast(x.device.type):
         return _Linear.apply(x, weight, bias)
 
 
-def check_linear(function: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raises a ValueError where shapes or dtypes of a linear layer's tensors do not fit."""
+def check_linear(
+    function: str, x: Tensor, weight: Tensor, bias: Tensor | None, number: str = ""
+) -> None:
+    """Raises a ValueError where shapes or dtypes of a linear layer's tensors do not fit.
+
+    Args:
+        function: the name that the message begins with.
+        x, weight, bias: as in `linear`.
+        number: of the layer in the names of the function's arguments, such as "1" of weight1.
+    """
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{function}: expected x [..., in_features] and weight [out_features, in_features], "
-            f"got {list(x.shape)} and {list(weight.shape)}"
+            f"{function}: expected x [..., in_features] and weight{number} "
+            f"[out_features, in_features], got {list(x.shape)} and {list(weight.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"{function}: bias must have shape [{weight.shape[0]}], got {list(bias.shape)}"
+            f"{function}: bias{number} must have shape [{weight.shape[0]}], got {list(bias.shape)}"
         )
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and parameter.dtype not in (x.dtype, torch.float32):
             raise ValueError(
-                f"{function}: {name} must be {x.dtype} like x or torch.float32, "
+                f"{function}: {name}{number} must be {x.dtype} like x or torch.float32, "
                 f"got {parameter.dtype}"
             )

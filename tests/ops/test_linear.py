@@ -378,7 +378,7 @@ def ddp_gradients(rank: int, world_size: int) -> list[Tensor]:
 def test_bad_input() -> None:
     x, weight1, weight2 = draw((5, 24), (40, 24), (16, 40))
     bias1 = torch.zeros(40)
-    with pytest.raises(ValueError, match=r"expected x \[..., in_features\] and weight"):
+    with pytest.raises(ValueError, match=r"^linear_residual: expected x \[..., in_features\] and"):
         ops.linear_residual(x, weight2)
     with pytest.raises(ValueError, match=r"bias must have shape \[40\], got \[3\]"):
         ops.linear(x, weight1, torch.zeros(3))
@@ -388,6 +388,12 @@ def test_bad_input() -> None:
         ops.mlp(x[None], weight1, bias1, weight2)
     with pytest.raises(ValueError, match=r"mlp: expected weight2 \[out_features, 40\]"):
         ops.mlp(x, weight1, bias1, weight1)
+    with pytest.raises(ValueError, match=r"^mlp: expected x .* and weight1 .*, got \[0, 7\] and"):
+        ops.mlp(x[:0, :7], weight1, bias1, weight2)
+    with pytest.raises(ValueError, match=r"^mlp: bias1 must have shape \[40\], got \[3\]"):
+        ops.mlp(x, weight1, bias1[:3], weight2)
+    with pytest.raises(ValueError, match=r"^glu_mlp: weight1 must be torch.float32 like x or"):
+        ops.glu_mlp(x, weight1.half(), bias1, weight2)
     with pytest.raises(ValueError, match=r"glu_mlp: x must have shape \[rows, features\]"):
         ops.glu_mlp(x[None], weight1, bias1, weight2)
     with pytest.raises(ValueError, match=r"glu_mlp: expected weight2 \[out_features, 20\]"):
