@@ -37,7 +37,11 @@ def open_data(config: DataConfig, ranks: Ranks, key: str = "data") -> PreparedDa
         raise ConfigError(key, str(failure)) from failure
     if any(failed):  # the others would prepare what has failed already
         culprit = failed.index(1)
-        raise ConfigError(key, f"rank {culprit} could not open the data; its message says why")
+        raise ConfigError(
+            key,
+            f"expected data that all ranks can open, got an error on rank {culprit}, whose message "
+            "says why",
+        )
     if data is None:
         try:
             data = prepare(config, progress=False, check=False)

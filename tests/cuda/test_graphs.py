@@ -129,12 +129,12 @@ def test_a_pass_refuses_other_sizes() -> None:
     model, inputs = make_model(**DROPOUT), padded_inputs([12, 9])
     keys = model.bert.draw_rng_keys(torch.device("cpu"))
     static = StaticPass(model, nullcontext(), inputs, keys)
-    with pytest.raises(ValueError, match="inputs must have sizes"):
+    with pytest.raises(ValueError, match="inputs: expected sizes"):
         static.load(make_inputs([12, 9]), keys, scaled(ONE))
     batch = dataclasses.replace(inputs.batch, max_seqlen=23)
-    with pytest.raises(ValueError, match="inputs must have sizes"):
+    with pytest.raises(ValueError, match="inputs: expected sizes"):
         static.load(dataclasses.replace(inputs, batch=batch), keys, scaled(ONE))
-    with pytest.raises(ValueError, match="rng_keys must be given if and only if"):
+    with pytest.raises(ValueError, match=r"rng_keys: expected keys, .* got None"):
         static.load(inputs, None, scaled(ONE))
 
 
@@ -180,13 +180,13 @@ def make_config(**changes) -> PretrainConfig:
 
 def test_what_cannot_be_captured_is_refused() -> None:
     cuda = torch.device("cuda")
-    with pytest.raises(ConfigError, match="cuda_graphs: needs a GPU, but this run is on the cpu"):
+    with pytest.raises(ConfigError, match="cuda_graphs: expected false with device cpu, got true"):
         check_graphs(make_config(), Ranks(0, 1, torch.device("cpu"), None))
     check_graphs(make_config(mode="bucket"), Ranks(0, 2, cuda, None))
     check_graphs(make_config(mode="bucket"), Ranks(0, 1, cuda, None))
     with pytest.raises(ConfigError, match="cuda_graphs: expected false with compile"):
         make_config(compile=True).validate()
-    with pytest.raises(ValueError, match="model must be on a GPU, got cpu"):
+    with pytest.raises(ValueError, match="model: expected one on a GPU, got one on cpu"):
         GraphRunner(make_model(), nullcontext())
 
 

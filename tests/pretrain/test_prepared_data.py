@@ -62,7 +62,7 @@ def test_all_ranks_name_the_option(calls, rank):
 def test_other_ranks_do_not_prepare_what_has_failed(calls, monkeypatch):
     monkeypatch.setattr(RankAlone, "gather", lambda *_: [0.0] * 4 + [1.0] + [0.0] * 3)
     for rank in (0, 1, 5):
-        message = r"^data: rank 4 could not open the data; its message says why"
+        message = r"^data: expected data that all ranks can open, got an error on rank 4, whose"
         with pytest.raises(ConfigError, match=message):
             open_data(DataConfig(), rank_of(calls, rank, 4))
     assert calls == [True, "meet", "meet", "meet"]

@@ -132,15 +132,11 @@ class LocalSGD(CommHook):
         size = config.local_sgd_group
         if size is None:
             size = common_node_size(ranks, "comm.local_sgd_group", "null", "a number")
-        if ranks.world_size % size:
+        if ranks.world_size % size or size == ranks.world_size:
             raise ConfigError(
                 "comm.local_sgd_group",
-                f"{size} does not divide the number of ranks ({ranks.world_size})",
-            )
-        if size == ranks.world_size:
-            raise ConfigError(
-                "comm.local_sgd_group",
-                f"all {size} ranks are one group, so nothing is left out; give a smaller number",
+                f"expected a divisor of the {ranks.world_size} ranks that leaves several groups, "
+                f"got {size}",
             )
         group, _ = dist.new_subgroups(group_size=size, timeout=ranks.timeout)
         self.hook = allreduce_hook

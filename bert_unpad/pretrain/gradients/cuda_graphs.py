@@ -48,22 +48,23 @@ def check_graphs(config: PretrainConfig, ranks: Ranks) -> None:
     if not config.cuda_graphs:
         return
     if ranks.device.type != "cuda":
-        raise ConfigError("cuda_graphs", f"needs a GPU, but this run is on the {ranks.device.type}")
+        raise ConfigError(
+            "cuda_graphs", f"expected false with device {ranks.device.type}, got true"
+        )
     if ranks.world_size == 1:
         return
+    # The other hooks need DDP, or replace weights whose first place a graph goes on reading.
     if config.comm.hook not in ("allreduce", "hierarchical"):
         raise ConfigError(
             "comm.hook",
             f"expected allreduce or hierarchical with cuda_graphs and {ranks.world_size} ranks, "
-            f"got {config.comm.hook}: the others need DDP, which a replayed pass does without, or "
-            "put averaged weights where no graph reads them",
+            f"got {config.comm.hook}",
         )
     if find_kind(config.optimizer.name).communicates:
         raise ConfigError(
             "optimizer.name",
             f"expected one that does not average by itself with cuda_graphs and {ranks.world_size} "
-            f"ranks, got {config.optimizer.name}: averaged weights are put where no graph reads "
-            "them",
+            f"ranks, got {config.optimizer.name}",
         )
 
 
@@ -113,9 +114,10 @@ class StaticPass:
             ValueError: the inputs have other sizes, or dropout was switched on or off.
         """
         if sizes(inputs) != self._sizes:
-            raise ValueError(f"inputs must have sizes {self._sizes}, got {sizes(inputs)}")
+            raise ValueError(f"inputs: expected sizes {self._sizes}, got {sizes(inputs)}")
         if (rng_keys is None) != (self._rng_keys is None):
-            raise ValueError("rng_keys must be given if and only if the pass was made with dropout")
+            expected, got = ("None", "keys") if self._rng_keys is None else ("keys", "None")
+            raise ValueError(f"rng_keys: expected {expected}, as when the pass was made, got {got}")
         for mine, given in zip(_tensors(self._inputs), _tensors(inputs), strict=True):
             mine.copy_(given, non_blocking=True)
         if rng_keys is not None:
@@ -170,7 +172,7 @@ class GraphRunner:
     def __init__(self, model: EncoderForPreTraining, autocast: AbstractContextManager) -> None:
         self._device = model.word_embeddings.device
         if self._device.type != "cuda":
-            raise ValueError(f"model must be on a GPU, got {self._device}")
+            raise ValueError(f"model: expected one on a GPU, got one on {self._device}")
         self._model = model
         self._autocast = autocast
         self._parameters = [p for p in model.parameters() if p.requires_grad]

@@ -45,7 +45,11 @@ def wrap_in_ddp(
     """
     if hook.one_bucket:
         if bucket_mb is not None:
-            raise ConfigError("comm.bucket_mb", "comm.hook power_sgd has one bucket only on CPUs")
+            raise ConfigError(
+                "comm.bucket_mb",
+                "expected null on CPUs with comm.hook power_sgd, which then has one bucket, got "
+                f"{bucket_mb}",
+            )
         # More than all gradients take: 8 bytes for each.
         bucket_mb = 1 + sum(p.numel() for p in model.parameters()) // 2**17
     return DistributedDataParallel(

@@ -105,7 +105,7 @@ def _tensorboard(directory: Path, step: int):
     except ImportError as error:
         raise ConfigError(
             "logging.tensorboard",
-            "TensorBoard is not installed; install bert_unpad[tensorboard] or set this to false",
+            "expected false without TensorBoard (it comes with bert_unpad[tensorboard]), got true",
         ) from error
     # A resumed run writes the steps after its checkpoint again; TensorBoard is to forget the first.
     return SummaryWriter(str(directory), purge_step=step + 1 if step else None)

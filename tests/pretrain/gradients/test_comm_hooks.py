@@ -9,6 +9,7 @@ import torch
 
 from bert_unpad.pretrain.config import CommConfig, ConfigError, read_config
 from bert_unpad.pretrain.gradients.comm_hooks import build_comm_hook
+from bert_unpad.pretrain.gradients.replica import wrap_in_ddp
 from bert_unpad.pretrain.ranks import Ranks
 from tests.support.ddp_steps import ddp_steps
 from tests.support.pretrain_runs import (
@@ -142,12 +143,20 @@ def test_settings_that_do_not_go_together(settings, message):
         read_config([*needed, *settings])
 
 
-@pytest.mark.parametrize(("size", "message"), [(3, "does not divide"), (4, "are one group")])
-def test_groups_that_do_not_fit(size, message):
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_groups_that_do_not_fit(size):
     ranks = Ranks(0, 4, torch.device("cpu"), None)
     comm = CommConfig(hook="post_local_sgd", local_sgd_group=size)
+    message = f"comm.local_sgd_group: expected a divisor of the 4 ranks .*, got {size}"
     with pytest.raises(ConfigError, match=message):
         build_comm_hook(comm, ranks)
+
+
+def test_a_size_of_buckets_where_there_is_one():
+    ranks = Ranks(0, 2, torch.device("cpu"), None)
+    hook = build_comm_hook(CommConfig(hook="power_sgd"), ranks)
+    with pytest.raises(ConfigError, match=r"comm.bucket_mb: expected null on CPUs .*, got 0.5"):
+        wrap_in_ddp(torch.nn.Linear(2, 2), ranks, hook, 0.5, leaves_out=False, group=None)
 
 
 def _tune(arguments: list[str]) -> int:
