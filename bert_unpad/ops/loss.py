@@ -3,7 +3,12 @@
 import torch
 from torch import Tensor
 
-from bert_unpad.ops.registration import first_order, register_autograd, register_fake
+from bert_unpad.ops.registration import (
+    first_order,
+    register_autograd,
+    register_fake,
+    register_in_place,
+)
 
 _ops = torch.ops.bert_unpad
 
@@ -83,11 +88,6 @@ def _(dloss, logits, labels, lse, vocab_size, ignore_index):
     return logits.new_empty(logits.shape)
 
 
-@register_fake("masked_cross_entropy_backward_")
-def _(dloss, logits, labels, lse, vocab_size, ignore_index):
-    return None
-
-
 def _setup(ctx, inputs, output):
     logits, labels, vocab_size, ignore_index = inputs
     _loss_sum, correct, lse = output
@@ -102,4 +102,5 @@ def _backward(ctx, saved, dloss, _dcorrect, _dlse):
     return dlogits, None, None, None
 
 
+register_in_place("masked_cross_entropy_backward_")
 register_autograd("masked_cross_entropy", _backward, _setup)

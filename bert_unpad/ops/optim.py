@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bert_unpad.ops.registration import register_autograd, register_fake
+from bert_unpad.ops.registration import register_autograd, register_fake, register_in_place
 
 _ops = torch.ops.bert_unpad
 
@@ -284,26 +284,18 @@ def _(tensors):
     )
 
 
-def _first_pass(params, grads, exp_avgs, exp_avg_sqs, masters, steps, lr, *rest):
-    rows = [lr.new_empty((len(params), width), dtype=torch.float32) for width in (3, 4)]
-    return tuple(rows)
-
-
 @register_fake("frozen_lamb_sums_")
 def _(params, grads, *rest):
     return params[0].new_empty((len(params), 3), dtype=torch.float32)
 
 
+@register_fake("lamb_moments_")
+@register_fake("stable_adamw_moments_")
+def _(params, grads, exp_avgs, exp_avg_sqs, masters, steps, lr, *rest):
+    rows = [lr.new_empty((len(params), width), dtype=torch.float32) for width in (3, 4)]
+    return tuple(rows)
+
+
+register_in_place("multi_tensor_scale_", "adam_", "frozen_adam_")
+register_in_place("lamb_", "lamb_apply_", "stable_adamw_", "stable_adamw_apply_")
 register_autograd("multi_tensor_l2norm")
-
-
-def _changes_in_place(*arguments):
-    return None
-
-
-for _name in ("lamb_moments_", "stable_adamw_moments_"):
-    register_fake(_name)(_first_pass)
-for _name in ("multi_tensor_scale_", "adam_", "frozen_adam_"):
-    register_fake(_name)(_changes_in_place)
-for _name in ("lamb_", "lamb_apply_", "stable_adamw_", "stable_adamw_apply_"):
-    register_fake(_name)(_changes_in_place)

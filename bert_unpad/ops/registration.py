@@ -47,6 +47,12 @@ def register_fake(name: str, *, host: Sequence[str] = ()) -> Callable[[Callable]
     return decorate
 
 
+def register_in_place(*names: str) -> None:
+    """Registers operators that only change their arguments, and return nothing."""
+    for name in names:
+        register_fake(name)(lambda *arguments: None)
+
+
 def register_cpu(name: str) -> Callable[[Callable], Callable]:
     """Decorates the function that implements `bert_unpad::name` on a CPU.
 

@@ -6,7 +6,12 @@ from torch._C._autograd import CreationMeta
 from torch._C._autograd import _get_creation_meta as get_creation_meta
 
 from bert_unpad.batch import VarlenBatch
-from bert_unpad.ops.registration import first_order, register_autograd, register_fake
+from bert_unpad.ops.registration import (
+    first_order,
+    register_autograd,
+    register_fake,
+    register_in_place,
+)
 
 _ops = torch.ops.bert_unpad
 
@@ -77,8 +82,8 @@ def rotary_(
                 "rotary_: x must not be a view that cannot be changed in place, such as those of "
                 "unbind, split and chunk; rotate what it is a view of"
             )
-        # For a change of a view autograd copies the gradient of what it is a view of, twice. That
-        # of the whole of a tensor is a change of that tensor.
+        # After a change of a view, autograd copies the whole gradient of its base twice. Where the
+        # view is all of its base, changing the base instead saves both copies.
         if base is not None and _whole(x, base):
             return _Rotary.apply(base, x.shape, positions, settings).view(x.shape)
     _Rotary.apply(x, x.shape, positions, settings)
@@ -112,11 +117,6 @@ def _rotate_back(dy: Tensor, *arguments) -> Tensor:
     return _ops.rotary(dy if dy.stride(-1) == 1 else dy.contiguous(), *arguments)
 
 
-@register_fake("rotary_")
-def _(x, positions, heads, theta, rotary_dim, interleaved, position_scale, inverse):
-    return None
-
-
 @register_fake("rotary")
 def _(x, positions, heads, theta, rotary_dim, interleaved, position_scale, inverse):
     return x.new_empty(x.shape)
@@ -133,4 +133,5 @@ def _backward(ctx, saved, dy):
     return dx, None, None, None, None, None, None, None
 
 
+register_in_place("rotary_")
 register_autograd("rotary", _backward, _setup)

@@ -14,7 +14,7 @@ on the device), so the same inputs give the same bits. The host never waits.
 import torch
 from torch import Tensor
 
-from bert_unpad.ops.registration import register_autograd, register_fake
+from bert_unpad.ops.registration import register_autograd, register_fake, register_in_place
 
 _ops = torch.ops.bert_unpad
 
@@ -106,11 +106,5 @@ def _(value, error):
     return error.new_empty((), dtype=torch.float32)
 
 
-def _changes_in_place(*arguments):
-    return None
-
-
-for _name in ("sign_pack_", "sign_mean_", "sign_unpack_"):
-    register_fake(_name)(_changes_in_place)
-
+register_in_place("sign_pack_", "sign_mean_", "sign_unpack_")
 register_autograd("sign_scale")

@@ -90,7 +90,7 @@ class FusedLAMB(TwoPassOptimizer):
                 max_grad_norm=self.max_grad_norm or 0.0,
                 grad_averaging=group["grad_averaging"],
                 bias_correction=group["bias_correction"],
-                trust_ratio=_adapts(group),
+                trust_ratio=adapts(group),
                 nesterov=group["nesterov"],
                 maximize=group["maximize"],
                 **common,
@@ -114,10 +114,11 @@ class FusedLAMB(TwoPassOptimizer):
         torch.ops.bert_unpad.lamb_apply_(
             *(*parameters.arrays, parameters.tensors["master_param"], sums, coefficients),
             *(group["betas"][0], group["eps"], group["weight_decay"]),
-            *(_adapts(group), group["nesterov"]),
+            *(adapts(group), group["nesterov"]),
         )
 
 
-def _adapts(group: dict[str, Any]) -> bool:
+def adapts(group: dict[str, Any]) -> bool:
     """Whether updates of a group are scaled by the trust ratio."""
-    return group["trust_ratio"] and (group["always_adapt"] or group["weight_decay"] != 0)
+    wanted = group.get("trust_ratio", True)
+    return wanted and (group["always_adapt"] or group["weight_decay"] != 0)

@@ -12,6 +12,7 @@ from torch import Tensor
 from bert_unpad.ops.optim import frozen_lamb_sums_, multi_tensor_l2norm
 from bert_unpad.optim.base import ParameterList, scalar
 from bert_unpad.optim.checks import check_number
+from bert_unpad.optim.lamb import adapts
 from bert_unpad.optim.one_bit import OneBitOptimizer, Segment
 
 _ops = torch.ops.bert_unpad
@@ -107,14 +108,14 @@ class OneBitLAMB(OneBitOptimizer):
                 state[name] = torch.full_like(state["step"], value)
             for name in ("last_factor", "scaling_coeff"):
                 state[name] = torch.ones_like(state["step"])
-            if _adapts(group):
+            if adapts(group):
                 state["exp_avg_sq_fresh"] = torch.zeros_like(state["exp_avg_sq"])
         return state
 
     def _update(
         self, group: dict[str, Any], parameters: ParameterList, common: dict[str, Any]
     ) -> None:
-        lists, adapt, self._scales = parameters.tensors, _adapts(group), []
+        lists, adapt, self._scales = parameters.tensors, adapts(group), []
         tensors = (lists["param"], lists["grad"], lists["exp_avg"], lists["exp_avg_sq"])
         (beta1, beta2), eps, decay = group["betas"], group["eps"], group["weight_decay"]
         sums, rows = _ops.lamb_moments_(
@@ -147,7 +148,7 @@ class OneBitLAMB(OneBitOptimizer):
             torch._foreach_mul_(segment.views, [1 / scale for scale in scales])
             group = segment.group
             lr = scalar(group["lr"], guard.device)
-            if _adapts(group):
+            if adapts(group):
                 lr = lr * self._coefficients(segment, guard)
             self._apply(segment, segment.views, lr, guard, weight_decay=group["weight_decay"])
 
@@ -171,7 +172,7 @@ class OneBitLAMB(OneBitOptimizer):
                 torch._foreach_copy_(self._states(segment, "scaling_coeff"), list(scales.unbind()))
                 torch._foreach_mul_(self._states(segment, "last_factor"), 0.0)
                 torch._foreach_add_(self._states(segment, "last_factor"), 1.0)
-                if _adapts(segment.group):
+                if adapts(segment.group):
                     fresh = self._states(segment, "exp_avg_sq_fresh")
                     torch._foreach_copy_(fresh, self._states(segment, "exp_avg_sq"))
         self._scales = [torch.stack(self._states(s, "scaling_coeff")).tolist() for s in segments]
@@ -196,7 +197,3 @@ class OneBitLAMB(OneBitOptimizer):
         factor = torch.where(guard.isfinite(), factor, last)
         torch._foreach_copy_(self._states(segment, "last_factor"), list(factor.unbind()))
         return torch.stack(self._states(segment, "lamb_coeff")) * factor
-
-
-def _adapts(group: dict[str, Any]) -> bool:
-    return group["always_adapt"] or group["weight_decay"] != 0

@@ -53,7 +53,7 @@ def check_graphs(config: PretrainConfig, ranks: Ranks) -> None:
         )
     if ranks.world_size == 1:
         return
-    # The other hooks need DDP, or replace weights whose first place a graph goes on reading.
+    # The other hooks need DDP, or move weights to memory that no graph reads.
     if config.comm.hook not in ("allreduce", "hierarchical"):
         raise ConfigError(
             "comm.hook",
