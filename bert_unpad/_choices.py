@@ -23,6 +23,11 @@ OptimizerName = Literal[
     "zero_one_adam",
 ]
 """`optimizer.name`, unless that is an import path: rows of `bert_unpad.pretrain.update.kinds`."""
+ONE_BIT: tuple[OptimizerName, ...] = ("onebit_adam", "onebit_lamb", "zero_one_adam")
+"""Optimizers whose ranks send one bit a number."""
+COMMUNICATING: tuple[OptimizerName, ...] = ("mt_dao", *ONE_BIT)
+"""Optimizers that average over the ranks by themselves: their property `averages_gradients` says
+whether the next step takes gradients that are already averaged."""
 Shard = Literal["none", "node", "world", "overlap", "fsdp"]
 """`optimizer.shard`: which ranks share the optimizer's state out among them, and how."""
 

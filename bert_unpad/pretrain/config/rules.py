@@ -11,7 +11,7 @@ from dataclasses import fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, get_args
 
-from bert_unpad._choices import OptimizerName
+from bert_unpad._choices import COMMUNICATING, ONE_BIT, OptimizerName
 from bert_unpad.data.streams.text_stream import is_streamed
 from bert_unpad.pretrain.config.errors import ConfigError
 from bert_unpad.pretrain.config.growth import GrowthConfig
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["check_rules"]
 
 _FP16_MAX = 65504
-_ONE_BIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 # The options that each kind of growth reads.
 _GROWTH_OPTIONS = {
     "none": set(),
@@ -199,7 +198,7 @@ def _check_comm(config: PretrainConfig) -> None:
         raise ConfigError(
             "clip.wire_dtype", f"expected fp32 with comm.hook {comm.hook}, got {clip.wire_dtype}"
         )
-    if config.optimizer.name in _ONE_BIT and comm.start == 0:
+    if config.optimizer.name in ONE_BIT and comm.start == 0:
         raise ConfigError(
             "comm.start",
             f"expected a number >= 1 with optimizer.name {config.optimizer.name}, which needs a "
@@ -313,7 +312,7 @@ def _check_growth_fits(config: PretrainConfig) -> None:
             "comm.hook", f"expected allreduce with growth.name {name}, got {config.comm.hook}"
         )
     optimizer = config.optimizer.name
-    if optimizer in ("mt_dao", *_ONE_BIT):
+    if optimizer in COMMUNICATING:
         raise ConfigError(
             "optimizer.name",
             f"expected another than {optimizer} with growth.name {name}, got {optimizer}",

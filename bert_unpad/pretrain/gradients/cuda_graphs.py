@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bert_unpad._choices import COMMUNICATING
 from bert_unpad.batch import PackedInputs
 from bert_unpad.batch.tensor_fields import map_tensors, tensor_fields
 from bert_unpad.batch.varlen import DEVICE_TENSORS
@@ -30,7 +31,6 @@ from bert_unpad.ops.matmul import InPlaceGradients, takes_product
 from bert_unpad.ops.rounded_weights import WeightCopy, copies_of
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.ranks import Ranks
-from bert_unpad.pretrain.update.kinds import find_kind
 
 __all__ = ["GraphRunner", "StaticPass", "check_graphs", "sizes"]
 
@@ -60,7 +60,7 @@ def check_graphs(config: PretrainConfig, ranks: Ranks) -> None:
             f"expected allreduce or hierarchical with cuda_graphs and {ranks.world_size} ranks, "
             f"got {config.comm.hook}",
         )
-    if find_kind(config.optimizer.name).communicates:
+    if config.optimizer.name in COMMUNICATING:
         raise ConfigError(
             "optimizer.name",
             f"expected one that does not average by itself with cuda_graphs and {ranks.world_size} "

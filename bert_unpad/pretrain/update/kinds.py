@@ -1,7 +1,8 @@
 """The optimizers that `optimizer.name` can name: one row of a table each, or any class by its path.
 
-To add one: its name in `bert_unpad._choices.OptimizerName` and a row in `KINDS`. If
-`python -m bert_unpad.plan` should know what it costs, also one in `bert_unpad/costs/optimizers.py`.
+To add one: its name in `bert_unpad._choices.OptimizerName` (in `COMMUNICATING` too if it averages
+over the ranks by itself) and a row in `KINDS`. If `python -m bert_unpad.plan` should know what it
+costs, also one in `bert_unpad/costs/optimizers.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bert_unpad._choices import COMMUNICATING
 from bert_unpad.optim import (
     MTDAO,
     FusedAdam,
@@ -45,9 +47,6 @@ class Kind:
     """Values of options that are not given, in place of the signature's defaults."""
     groups: Callable[[nn.Module, float], Groups] = decay_groups
     """Parameter groups of a model, from its weight decay."""
-    communicates: bool = False
-    """Whether it averages over the ranks by itself: it has a property `averages_gradients`, which
-    says whether its next step takes gradients that are already averaged."""
     shards: bool = True
     """Whether ZeroRedundancyOptimizer can give each rank the state of some parameters: whether the
     update of a parameter depends on no other one, and the ranks need not meet in `step`."""
@@ -84,12 +83,11 @@ KINDS: dict[str, Kind] = {
         MTDAO,
         {"start": 0, "group": None},  # the comm hook sets comm.start
         _OURS | {"betas": (0.999, 0.999)},
-        communicates=True,
         shards=False,
     ),
-    "onebit_adam": Kind(OneBitAdam, _ONE_BIT, _OURS, communicates=True, shards=False),
-    "onebit_lamb": Kind(OneBitLAMB, _ONE_BIT, _OURS, communicates=True, shards=False),
-    "zero_one_adam": Kind(ZeroOneAdam, _ONE_BIT, _OURS, communicates=True, shards=False),
+    "onebit_adam": Kind(OneBitAdam, _ONE_BIT, _OURS, shards=False),
+    "onebit_lamb": Kind(OneBitLAMB, _ONE_BIT, _OURS, shards=False),
+    "zero_one_adam": Kind(ZeroOneAdam, _ONE_BIT, _OURS, shards=False),
 }
 
 
@@ -110,7 +108,8 @@ def find_kind(name: str) -> Kind:
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise _unknown(repr(name))
     for entry, row in KINDS.items():
-        if (row.communicates or row.shares_work) and issubclass(found, row.optimizer):
+        meets = entry in COMMUNICATING or row.shares_work
+        if meets and issubclass(found, row.optimizer):
             raise ConfigError(
                 "optimizer.name",
                 f"expected {entry}: ranks meet in its step, for which the trainer makes ready by "

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bert_unpad._choices import OptimizerName
+from bert_unpad._choices import COMMUNICATING, ONE_BIT, OptimizerName
 from bert_unpad.costs.optimizers import OPTIMIZER_COSTS
+from bert_unpad.optim.one_bit import OneBitOptimizer
 from bert_unpad.pretrain.config import ConfigError, OptimizerConfig, read_config
 from bert_unpad.pretrain.update.kinds import KINDS, find_kind
 from bert_unpad.pretrain.update.optimizer import build_optimizer
@@ -60,6 +61,10 @@ def _build(*arguments: str) -> torch.optim.Optimizer:
 def test_the_names_are_the_rows():
     assert tuple(KINDS) == get_args(OptimizerName)
     assert OPTIMIZER_COSTS.keys() <= KINDS.keys()
+    classes = {name: kind.optimizer for name, kind in KINDS.items()}
+    averaging = [name for name, x in classes.items() if hasattr(x, "averages_gradients")]
+    assert averaging == list(COMMUNICATING)
+    assert [name for name, x in classes.items() if issubclass(x, OneBitOptimizer)] == list(ONE_BIT)
 
 
 @pytest.mark.parametrize("name", KINDS)
