@@ -76,10 +76,10 @@ class Embeddings(nn.Module):
 
     def _fused(self, inputs: PackedInputs, norm: nn.LayerNorm, rng: Tensor | None) -> Tensor:
         words = self.word_embeddings.weight
-        # A row of zeros stands for a table that the model does not have.
-        nothing = words.new_zeros(1, words.shape[1])
+        # A row of zeros stands for a table that the model does not have. It is no buffer, which DDP
+        # would broadcast before every pass.
         tables = [
-            nothing if table is None else table.weight
+            words.new_zeros(1, words.shape[1]) if table is None else table.weight
             for table in (self.position_embeddings, self.token_type_embeddings)
         ]
         return ops.embedding_layer_norm(
