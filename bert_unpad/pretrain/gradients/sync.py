@@ -11,6 +11,7 @@ import gc
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -134,18 +135,16 @@ class GradientSync:
         """
         self.clock.start()
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.run.device)
-        factors: Tensor | None = None
+        # Asked for after the first forward pass, during which the counts are added up.
+        factors = cache(partial(self._loss_factors, step, counts))
         for number, inputs in enumerate(step.passes):
             if self._graphs is not None:
-                factors = self._loss_factors(step, counts) if factors is None else factors
-                sums += stack_outputs(self._graphs(inputs, factors, first=number == 0))
+                sums += stack_outputs(self._graphs(inputs, factors(), first=number == 0))
                 continue
             with self._travelling(last=number == len(step.passes) - 1):
                 with self.run.autocast:
                     outputs = self._replica(to_device(inputs, self.run.model, self.run.device))
-                # After the first forward pass, during which the counts were added up.
-                factors = self._loss_factors(step, counts) if factors is None else factors
-                loss = outputs[0] * factors[0] + outputs[2] * factors[1]
+                loss = outputs[0] * factors()[0] + outputs[2] * factors()[1]
                 loss.backward()
             sums += stack_outputs(outputs)
         if self._buckets is not None:
