@@ -230,8 +230,8 @@ class Encoder(nn.Module):
             residual = x
             x = normalise(self.LayerNorm, x) if self._config.first_norm else x
         bias, distances = self._relative(x.dtype)
-        positions = layer_positions(self._config, indices, batch, rows, bias, distances)
-        for index, place in zip(indices, positions, strict=True):
+        places = layer_positions(self._config, indices, batch, rows, bias, distances)
+        for index, positions in zip(indices, places, strict=True):
             layer = self.layer[order[index]]
             arguments = (
                 x,
@@ -240,7 +240,7 @@ class Encoder(nn.Module):
                 rng[count * index : count * (index + 1)],
                 self.recompute == "gelu" and self.training,
                 residual,
-                place,
+                positions,
             )
             if self.training and index < self.frozen_layers:
                 with torch.no_grad():

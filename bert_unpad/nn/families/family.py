@@ -134,7 +134,7 @@ class Family:
         """The name, or names of the parts, that Hugging Face's files have for our tensor `name`."""
         module, _, kind = name.rpartition(".")
         if config.norm_place == "pre":
-            module = self._own_norm(module, config.num_hidden_layers)
+            module = self._norm_before_half(module, config.num_hidden_layers)
         if inner := _LAYER.fullmatch(module):
             i, module = int(inner[1]), inner[2]
             group, layer = divmod(i, config.inner_group_num)
@@ -148,8 +148,8 @@ class Family:
             return f"{prefix}{found}.{kind}"
         return tuple(f"{prefix}{part}.{kind}" for part in found)
 
-    def _own_norm(self, module: str, layers: int) -> str:
-        """The name that a norm has in the layer whose half follows it; see `nn.Encoder`."""
+    def _norm_before_half(self, module: str, layers: int) -> str:
+        """A norm's name in the layer whose half follows it; other names as they are."""
         if module == "bert.encoder.LayerNorm":
             return f"bert.encoder.layer.0.{self.attention_norm}"
         inner = _LAYER.fullmatch(module)
