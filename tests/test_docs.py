@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,20 @@ def test_pages_that_code_names_exist():
     ]
     named = {(name_of(f), p) for f in files for p in re.findall(r"docs/[\w/-]+\.md", f.read_text())}
     assert [pair for pair in sorted(named) if not (ROOT / pair[1]).exists()] == []
+
+
+def test_docstrings_read_alone():
+    """An editor shows them without the line before, so they do not continue a sentence."""
+    dangling = re.compile(r"(And|As|At|Between|By|From|In|Its|Of|On|Or|Than|That|Within)\b")
+    found = []
+    for file in ROOT.glob("bert_unpad/**/*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            lines = node.body if isinstance(getattr(node, "body", None), list) else []
+            for before, line in pairwise([None if isinstance(node, ast.Module) else node, *lines]):
+                match line:
+                    case ast.Expr(ast.Constant(str(text))) if before and dangling.match(text):
+                        found.append(f"{name_of(file)}:{line.lineno}: {text.splitlines()[0]}")
+    assert found == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

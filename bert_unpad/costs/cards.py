@@ -76,7 +76,7 @@ CARDS = {
         Card("rtx2080ti", 11, 53.8, 13.4, 616, (7, 5), False, 0.1),
     )
 }
-"""By name; h100 is the SXM card."""
+"""The cards by name; h100 is the SXM card."""
 
 
 def find_card(name: str) -> Card:

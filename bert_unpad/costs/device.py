@@ -59,7 +59,7 @@ class Device:
                 raise ValueError(f"{name}: expected seconds of 0 or more, got {value}")
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON keeps it."""
+        """The fields as JSON keeps them."""
         return asdict(self)
 
 

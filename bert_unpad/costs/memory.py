@@ -18,11 +18,11 @@ class Memory:
     """Bytes of one rank at the peak of a step."""
 
     weights: float
-    """In fp32, and with 16-bit activations copies in their type, kept for the backward pass."""
+    """Weights in fp32, and with 16-bit activations copies in their type for the backward pass."""
     gradients: float
-    """In fp32; DDP's buckets are their only storage (`gradient_as_bucket_view`)."""
+    """Gradients in fp32; DDP's buckets are their only storage (`gradient_as_bucket_view`)."""
     optimizer: float
-    """Its state, or a rank's part of it."""
+    """The optimizer's state, or a rank's part of it."""
     sync: float
     """Buffers that travel, and PowerSGD's error feedback."""
     activations: float

@@ -75,9 +75,9 @@ class Cluster:
 
     ranks_per_node: int = 8
     node: Link = field(default_factory=lambda: Link(latency=5e-6, bandwidth=200e9))
-    """Between ranks of one node."""
+    """The link between ranks of one node."""
     network: Link = field(default_factory=lambda: Link(latency=10e-6, bandwidth=25e9))
-    """Between nodes; the bandwidth is a rank's share of its node's."""
+    """The link between nodes; its bandwidth is a rank's share of its node's."""
     algorithm: Literal["best", "ring", "tree"] = "best"
     """The allreduce between nodes; best: whichever is faster for the size, as NCCL chooses."""
 
@@ -120,7 +120,7 @@ class Cluster:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON keeps it."""
+        """The fields as JSON keeps them."""
         return asdict(self)
 
     def _local_ranks(self, ranks: int) -> int:

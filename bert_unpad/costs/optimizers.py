@@ -9,9 +9,9 @@ class OptimizerCost(NamedTuple):
     """Bytes for each parameter."""
 
     state: int
-    """That the optimizer keeps between updates."""
+    """What the optimizer keeps between updates."""
     traffic: int
-    """That an update reads and writes."""
+    """What an update reads and writes."""
 
 
 # Traffic: gradient, parameter and two moments are read, the last three written; LAMB,
@@ -23,4 +23,4 @@ OPTIMIZER_COSTS: dict[str, OptimizerCost] = {
     "lans": OptimizerCost(8, 40),
     "stable_adamw": OptimizerCost(8, 40),
 }
-"""Of those values of `optimizer.name` whose cost is modelled."""
+"""Costs of those values of `optimizer.name` that are modelled."""

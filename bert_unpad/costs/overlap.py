@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from bert_unpad.costs.network import Cluster
 
 BACKWARD_SHARE = 2 / 3
-"""Of a pass: the backward pass has twice the forward pass's matrix products."""
+"""The backward pass's share of a pass: it has twice the forward pass's matrix products."""
 
 
 class SyncBucket(NamedTuple):
@@ -63,9 +63,9 @@ class BucketOverlap:
     """The overlap of a model's own buckets, see `bert_unpad.costs.sync.sync_buckets`."""
 
     buckets: Sequence[SyncBucket]
-    """In the order in which they are allreduced, `left` as a share of the backward pass."""
+    """Buckets in the order of their allreduces, `left` as a share of the backward pass."""
     backward_share: float = BACKWARD_SHARE
-    """Of a pass's computing."""
+    """The backward pass's share of a pass's computing."""
 
     def exposed(self, compute: ArrayLike, cluster: Cluster, ranks: int) -> NDArray[np.float64]:
         """Seconds by which the sync outlasts a pass of the slowest rank, see `Overlap.exposed`."""
@@ -86,7 +86,7 @@ class Overlap:
     bucket_bytes: float = 25 * 2**20
     """Greatest size of a bucket; PyTorch's default."""
     backward_share: float = BACKWARD_SHARE
-    """Of a step's computing."""
+    """The backward pass's share of a step's computing."""
     overlapped: bool = True
     """False: the whole gradient is one bucket, which is allreduced after the backward pass."""
 

@@ -35,7 +35,7 @@ class StepTime:
     compute: float
     """Forward and backward passes, mean over the ranks, without what is computed again."""
     straggler: float
-    """By which the slowest rank takes longer than the mean."""
+    """Seconds by which the slowest rank takes longer than the mean."""
     allreduce: float
     """Sync of gradients, as far as the backward pass does not hide it."""
     exchange: float
@@ -76,7 +76,7 @@ class StepModel:
     )
     """A rank's computing."""
     cluster: Cluster = field(default_factory=Cluster)
-    """What it runs on."""
+    """The cluster that the step runs on."""
     overlap: Overlap | BucketOverlap = field(
         default_factory=lambda: Overlap(gradient_bytes=4 * num_parameters(_bert_large()))
     )

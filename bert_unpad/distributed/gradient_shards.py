@@ -39,7 +39,7 @@ class GradientShards:
         arriving: Container[int],
     ) -> None:
         self.buckets: list[Bucket] = []
-        """In the order of readiness; made by the first `reduce`."""
+        """Buckets in the order in which they become ready; made by the first `reduce`."""
         self.bucket_of: dict[nn.Parameter, int] = {}
         """The number of each parameter's bucket."""
         self.syncs = True

@@ -125,7 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backward passes add up gradients on this rank, as DDP's `no_sync`."""
+        """A context in which backward passes add up gradients on this rank, as DDP's `no_sync`."""
         before, self._gradients.syncs = self._gradients.syncs, False
         try:
             yield

@@ -26,7 +26,7 @@ class Task:
     columns: tuple[str, ...]
     """Names of the columns of text: one, or two that make a pair."""
     metrics: tuple[str, ...]
-    """Names of `metrics.METRICS`."""
+    """What is measured: names of `metrics.METRICS`."""
     classes: int = 2
     """Labels are 0 to classes - 1; 1: labels are numbers; 0: answers in the second text."""
     validation: tuple[str, ...] = ("validation",)

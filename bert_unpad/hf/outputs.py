@@ -49,7 +49,7 @@ class LazyTensor:
         return self._value
 
     def to(self, *args, **kwargs) -> LazyTensor | Tensor:
-        """As `Tensor.to`; a cast to a dtype stays lazy."""
+        """Converts as `Tensor.to` does; a cast to a dtype stays lazy."""
         if self._value is None and len(args) == 1 and isinstance(args[0], torch.dtype):
             return LazyTensor(lambda: self.get().to(args[0], **kwargs), args[0], self.training)
         return self.get().to(*args, **kwargs)

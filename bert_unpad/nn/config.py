@@ -102,8 +102,8 @@ class EncoderConfig:
     (arXiv:2104.09864); bias: a number for each bucket of distances and head is added to the scores
     (arXiv:1910.10683); disentangled: products with embeddings of distances (arXiv:2006.03654)."""
     relative_buckets: int = 0
-    """Buckets of distances, with bias. With disentangled half of their number, or 0 for a bucket of
-    each distance."""
+    """Buckets of distances with bias. With disentangled there are twice as many; 0: one for each
+    distance."""
     max_relative_positions: int = 128
     """With bias and disentangled, the distance from which on all are alike."""
     relative_terms: tuple[Literal["c2p", "p2c"], ...] = ()
@@ -115,7 +115,7 @@ class EncoderConfig:
     rotary_theta: float = 10000.0
     """Base of the angles of rotary positions."""
     local_rotary_theta: float | None = None
-    """That of layers with a window. None: rotary_theta."""
+    """Base of the angles in layers with a window. None: rotary_theta."""
     rotary_factor: float = 1.0
     """Positions are divided by it (position interpolation, arXiv:2306.15595)."""
     window_pattern: tuple[int, ...] = (-1,)

@@ -102,7 +102,7 @@ class EncoderModel(nn.Module):
 
     @property
     def _num_keys(self) -> int:
-        """Of the embeddings, the layers, and the pooled tokens where they have dropout."""
+        """How many dropout keys embeddings, layers and pooled tokens with dropout take."""
         pooled = "nsp" in self.config.heads and self.config.classifier_dropout_prob > 0
         return 1 + self.config.keys_per_layer * len(self.encoder.layer_order) + pooled
 

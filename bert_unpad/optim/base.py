@@ -175,7 +175,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.skip_non_finite = skip_non_finite
         self.norm_group = norm_group
         self.part_of: dict[Tensor, tuple[torch.Size, tuple[int, int]]] = {}
-        """Of parameters that are a part of one: its shape, and which of its elements they are."""
+        """The shape of what a parameter is a part of, and which of its elements the part has."""
         self._skipped: dict[torch.device, Tensor] = {}
         self._rounded: dict[Tensor, RoundedWeight | QuantizedWeight] = {}
         super().__init__(params, defaults)

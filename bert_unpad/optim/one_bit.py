@@ -32,7 +32,7 @@ class Segment:
     group: dict[str, Any]
     params: list[Tensor]
     views: list[Tensor]
-    """Of the flat buffer, in the parameters' shapes."""
+    """Parts of the flat buffer, in the parameters' shapes."""
 
 
 class OneBitOptimizer(FusedOptimizer):
@@ -71,7 +71,7 @@ class OneBitOptimizer(FusedOptimizer):
 
     @property
     def updates(self) -> int:
-        """Calls of `step` so far, with those that a gradient that is not finite left out.
+        """Calls of `step` so far, the skipped ones included.
 
         It decides on the phase, so it must be the same on all ranks. State dicts have it in the
         parameter groups.

@@ -30,7 +30,7 @@ class Calibration:
 
     device: Device
     link: Link | None
-    """Between the ranks of the process group; None if there is one rank only."""
+    """The link between the ranks of the process group; None if there is one rank only."""
     timings: list[dict[str, float]]
     """For each batch: sequences, tokens, measured and fitted seconds of a pass."""
 

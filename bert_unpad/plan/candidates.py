@@ -60,7 +60,7 @@ class Candidate:
         return [f"--{key}={value}" for key, value in arguments.items()]
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON keeps it."""
+        """The fields as JSON keeps them."""
         return asdict(self)
 
 
@@ -69,7 +69,7 @@ class Allowed:
     """Settings that candidates may use."""
 
     compressions: Sequence[str] = ("none", "bf16")
-    """Of `COMPRESSIONS`. By default without PowerSGD, which changes more of what is learned."""
+    """Some of `COMPRESSIONS`; by default not PowerSGD, which changes more of what is learned."""
     shards: Sequence[str] = SHARDS
     recompute: Sequence[str] = RECOMPUTE
     local_sgd_periods: Sequence[int] = (1,)

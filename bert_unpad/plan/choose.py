@@ -28,7 +28,7 @@ class Choice:
     time: StepTime
     memory: Memory
     memory_seconds: float
-    """By which an update would be shorter if memory had no limit."""
+    """Seconds that an update would save if memory had no limit."""
     updates: int
     """Updates of the run."""
     price: float | None
@@ -81,7 +81,7 @@ class Choice:
         return max(shares, key=shares.__getitem__)
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON keeps it."""
+        """The fields as JSON keeps them."""
         return {
             **self.candidate.to_dict(),
             "ranks": self.ranks,

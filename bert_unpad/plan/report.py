@@ -32,7 +32,7 @@ class Plan:
     curve: Sequence[Choice]
     """The best configuration of each number of nodes that has one."""
     alternatives: Sequence[Choice]
-    """On the most nodes of `curve`, the best with each way to sync gradients."""
+    """The best choice with each way to sync gradients, on the most nodes of `curve`."""
     left_out: dict[int, str]
     """Numbers of nodes without a configuration, and why."""
 
@@ -52,7 +52,7 @@ class Plan:
         return self.best.candidate.trainer_arguments(self.planner.workload.global_batch)
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON keeps it."""
+        """The fields as JSON keeps them."""
         work, cheapest = self.planner.workload, self.cheapest
         return {
             "format": FORMAT,

@@ -19,11 +19,11 @@ class Task:
     name: str
     """Begins the names of its figures: mlm_loss, mlm_accuracy."""
     title: str
-    """In the report."""
+    """The task's name in the report."""
     count: str
     """What its sums are divided by, a name in `Step.counts`."""
     weight: float = 1.0
-    """Of its mean loss in the loss."""
+    """Factor of the task's mean loss in the loss."""
 
 
 _MLM = Task("mlm", "masked-token", "masked")
@@ -34,10 +34,10 @@ TASKS: dict[Objective, tuple[Task, ...]] = {
     "mlm_sop": (_MLM, Task("sop", "sentence-order", "pairs")),
     "rtd": (_MLM, Task("rtd", "replaced-token", "tokens", weight=50.0)),
 }
-"""In the order in which the model returns their sums."""
+"""The tasks of each objective, in the order in which the model returns their sums."""
 
 SUMS = ("mlm_loss", "mlm_correct", "second_loss", "second_correct")
-"""Of the first and the second task."""
+"""Names of the sums of the first and the second task."""
 
 
 def stack_outputs(outputs: PreTrainingOutput | ReplacedTokenPreTrainingOutput) -> Tensor:

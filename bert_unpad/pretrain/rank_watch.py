@@ -144,7 +144,7 @@ class RankWatch:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Of an error inside, says which ranks are to blame, if it may be others; ends the watch.
+        """Context that says which ranks are to blame for an error inside, and ends the watch.
 
         Raises:
             RankError: in place of an error of a collective.

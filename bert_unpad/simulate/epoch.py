@@ -46,9 +46,9 @@ class Fill:
     """Real tokens as a fraction of what rectangles hold."""
 
     padded: float
-    """With each example padded to the longest one."""
+    """Fill with each example padded to the longest one."""
     packed: float
-    """With examples packed into rows of the longest one's length, best fit."""
+    """Fill with examples packed into rows of the longest one's length, best fit."""
 
     @classmethod
     def of(cls, lengths: ArrayLike) -> Fill:
@@ -89,7 +89,7 @@ class SimulationResult:
     """float64 [steps]: efficiency of each step."""
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON keeps it: what is the same on every machine, without `per_step`."""
+        """What JSON keeps: all that is the same on every machine, without `per_step`."""
         values = asdict(self)
         del values["per_step"], values["deal_seconds"]
         values["step_time"] = {name: values["step_time"][name] for name in _STEP_KEYS}

@@ -28,7 +28,7 @@ from bert_unpad.data.text.sources import Source
 logger = logging.getLogger(__name__)
 
 RECORD = np.dtype([("digest", "<u8", 2), ("end", "<i8"), ("sentences", "<i8")])
-"""Of a document: the beginning of its SHA-256, where it ends in the file, how many sentences."""
+"""A document: the beginning of its SHA-256, where it ends in the file, how many sentences."""
 
 
 class SpooledBlock:

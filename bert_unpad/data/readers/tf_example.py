@@ -20,7 +20,7 @@ _FLOATS, _INTEGERS = 2, 3
 _MAX_WIDTH = 10  # bytes of a number of 64 bits
 
 Lists = dict[bytes, tuple[int, bytes]]
-"""By name: the field number of a list's type, and its numbers as they are stored."""
+"""Lists by name: the field number of a list's type, and its numbers as they are stored."""
 
 
 def read_lists(record: bytes) -> Lists:

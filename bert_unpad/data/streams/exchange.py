@@ -60,14 +60,14 @@ class ExchangedStep:
     """What one rank gets in one step."""
 
     examples: ExampleBatch
-    """Longest first."""
+    """The rank's examples, longest first."""
     epoch: int
     state: dict[str, Any]
     """Where all ranks stand after this step; the same on all of them. See `ExampleExchange`."""
     straggler_efficiency: float
     """Mean over greatest work of a rank, by the work model and the speeds if there are any."""
     seconds: float
-    """From the first word to the other ranks to having the examples; waiting for them included."""
+    """Seconds from the first word to the other ranks to having the examples, waits included."""
     bytes_sent: int
     """Size of the examples that this rank has sent to others."""
 

@@ -22,7 +22,7 @@ FAMILIES: dict[str, Family] = {
         *(MPNET, DEBERTA_V2),
     )
 }
-"""By `model_type`."""
+"""The families by `model_type`."""
 
 
 def find_family(model_type: object) -> Family:

@@ -63,7 +63,7 @@ class Family:
     """Takes what needs more than a name out of a config.json, and returns fields of
     `EncoderConfig`."""
     write_more: Callable[[Any], dict[str, Any]] | None = None
-    """The way back: fields of config.json for a configuration."""
+    """The reverse of `read_more`: fields of config.json for a configuration."""
     trunk: str = "bert"
     """What the tensors below the heads begin with."""
     layer: Mapping[str, HfNames] = field(default_factory=dict)
@@ -71,9 +71,9 @@ class Family:
     layer_prefix: str = "{trunk}.encoder.layer.{i}"
     """What the names of layer i begin with."""
     attention_norm: str = ""
-    """With norms before the halves of a layer, the name of the one before attention."""
+    """The name of the norm before attention, where norms come before the halves of a layer."""
     final_norm: str = ""
-    """And the name of the one after the last layer."""
+    """The name of the norm after the last layer, where norms come before the halves of a layer."""
     modules: Mapping[str, HfNames] = field(default_factory=dict)
     """All other names, without `.weight` and `.bias`."""
     tied: Mapping[str, str] = field(default_factory=dict)

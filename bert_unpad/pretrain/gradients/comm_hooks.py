@@ -47,7 +47,7 @@ _MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")  # of PowerSGDState, 
 
 
 class Hierarchical(CommHook):
-    """Within machines first, then between them, see `HierarchicalAllreduce`."""
+    """Averages within machines first, then between them, see `HierarchicalAllreduce`."""
 
     def __init__(self, config: CommConfig, ranks: Ranks) -> None:
         size = common_node_size(ranks, "comm.hook", config.hook, "allreduce")

@@ -4,7 +4,7 @@ A graph replays no hooks, so DDP cannot know within it when a gradient is ready.
 the model (the heads, each layer from the top down, the embeddings) has an event. Hooks on the
 gradients of what goes into a layer record it: when autograd has come that far, all gradients above
 are there. While a pass is captured, that makes the record a node of the graph (an external event,
-`torch.cuda.Event(external=True)`), so each replay records it anew. After the launch of the last
+`torch.cuda.Event(external=True)`), so each replay records it again. After the launch of the last
 pass of a step, a second stream waits for the events one after another, and clips and averages the
 buckets, beside the rest of the pass.
 
@@ -66,7 +66,7 @@ class GraphBucket:
         return self.flat
 
     def index(self) -> int:
-        """Its number, from 0."""
+        """The bucket's number, from 0."""
         return self.number
 
     def is_last(self) -> bool:

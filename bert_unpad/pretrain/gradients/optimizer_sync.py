@@ -19,7 +19,7 @@ __all__ = ["LocalSteps", "OneBitSync", "OptimizerSync"]
 
 
 class OptimizerSync(CommHook):
-    """For an optimizer that communicates by itself.
+    """The comm hook of an optimizer that communicates by itself.
 
     Gradients are averaged when its next step takes averaged ones, and stay on their rank when it
     takes each rank's own. Whether a step is left out stays common to all.

@@ -32,7 +32,7 @@ class OverlapReplica:
         return self._model(*args)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, backward passes add up gradients on this rank."""
+        """A context in which backward passes add up gradients on this rank."""
         return self.optimizer.no_sync()
 
 
@@ -47,7 +47,7 @@ class FsdpReplica:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backward passes add up whole gradients on this rank."""
+        """A context in which backward passes add up whole gradients on this rank."""
         self.model.set_requires_gradient_sync(False)
         try:
             yield

@@ -78,7 +78,7 @@ def _summary(
     evaluation = next((line for line in reversed(lines) if line["kind"] == "evaluation"), None)
     return {
         "steps": progress.step,
-        # Nobody knows how many examples streamed text makes.
+        # How many examples streamed text makes is not known.
         "epochs": None if data.streamed is not None else progress.sequences / len(data.train),
         "sequences": progress.sequences,
         "tokens": progress.tokens,

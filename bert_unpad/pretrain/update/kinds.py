@@ -40,7 +40,7 @@ class Kind:
     """How an optimizer is made, and what it can do."""
 
     optimizer: Callable[..., torch.optim.Optimizer]
-    """Its class. The options that are passed on are those its signature has."""
+    """The class. The options that are passed on are those its signature has."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that the name stands for; no option changes them."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
