@@ -6,6 +6,17 @@
 namespace bert_unpad::BERT_UNPAD_ISA {
 namespace {
 
+BU_INLINE f32v root(f32v v) {
+#if defined(__AVX512F__)
+  return (f32v)_mm512_sqrt_ps((__m512)v);
+#elif defined(__AVX2__)
+  return (f32v)_mm256_sqrt_ps((__m256)v);
+#else
+  for (int i = 0; i < kLanes; ++i) v[i] = __builtin_sqrtf(v[i]);
+  return v;
+#endif
+}
+
 // n / (sqrt(v) c + eps). A square root and a division of 512 bits take 36 cycles, as long as it
 // takes to stream 16 elements of all arrays; one Newton step each on the 14-bit estimates takes 10,
 // to within 2 ulp. Steps that would be 0 * inf keep the estimate: roots of 0 and inf, 1 / inf.
@@ -16,17 +27,13 @@ BU_INLINE f32v divide_by_root(f32v n, f32v v, float c, float eps) {
                              _mm512_cmp_ps_mask(x, infinity, _CMP_LT_OQ);
   const f32v y = (f32v)_mm512_rsqrt14_ps(x);
   const f32v s = v * y;
-  const f32v root = (f32v)_mm512_mask_mov_ps(x, ordinary, (__m512)(s + s * (0.5f - s * y * 0.5f)));
-  const f32v d = root * c + eps;
+  const f32v refined = s + s * (0.5f - s * y * 0.5f);
+  const f32v d = (f32v)_mm512_mask_mov_ps(x, ordinary, (__m512)refined) * c + eps;
   const f32v r = (f32v)_mm512_rcp14_ps((__m512)d);
   const __mmask16 finite = _mm512_cmp_ps_mask((__m512)d, infinity, _CMP_LT_OQ);
   return n * (f32v)_mm512_mask_mov_ps((__m512)r, finite, (__m512)(r * (2.0f - d * r)));
-#elif defined(__AVX2__)
-  return n / ((f32v)_mm256_sqrt_ps((__m256)v) * c + eps);
 #else
-  f32v root;
-  for (int i = 0; i < kLanes; ++i) root[i] = __builtin_sqrtf(v[i]);
-  return n / (root * c + eps);
+  return n / (root(v) * c + eps);
 #endif
 }
 
@@ -208,17 +215,6 @@ void frozen_adam(const RuleFactors& f, const Coefficients& c, const UpdateTensor
     store_weight<P>(t, j, width,
                     w * keep - lockstep(where_varied, s.normalised(m * step, f, c), v));
   });
-}
-
-BU_INLINE f32v root(f32v v) {
-#if defined(__AVX512F__)
-  return (f32v)_mm512_sqrt_ps((__m512)v);
-#elif defined(__AVX2__)
-  return (f32v)_mm256_sqrt_ps((__m256)v);
-#else
-  for (int i = 0; i < kLanes; ++i) v[i] = __builtin_sqrtf(v[i]);
-  return v;
-#endif
 }
 
 template <class P, class G>
