@@ -108,7 +108,7 @@ def norm_case(dtype: torch.dtype, p: float, rows: int) -> Case:
         f"dropout_add_layer_norm, dropout {p}",
         {
             "bert_unpad": lambda: ops.dropout_add_layer_norm(
-                x, residual, weight, bias, p=p, x_bias=x_bias
+                x, residual, weight, bias, dropout_p=p, x_bias=x_bias
             ),
             "eager": eager,
         },
@@ -147,7 +147,7 @@ def pre_norm_case(dtype: torch.dtype, kind: str, rows: int) -> Case:
     return Case(
         f"dropout_add_{kind}_norm and its sum, dropout {p}",
         {
-            "bert_unpad": lambda: ours(x, residual, weight, p=p, eps=1e-5, return_sum=True),
+            "bert_unpad": lambda: ours(x, residual, weight, dropout_p=p, eps=1e-5, return_sum=True),
             "eager": eager,
         },
         [x, residual, weight],

@@ -41,20 +41,22 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
       "-> (Tensor dq, Tensor dkv, Tensor dtable, Tensor dquery, Tensor dkey)");
 
   // Results that were not asked for, or that equal another, come back as empty tensors [0]: `sum`
-  // without `return_sum`, `mean` with `rms`, dresidual where p is 0 (it equals dx) or there is no
-  // residual, a bias's gradient where there is no bias. A missing mean means `rms`.
+  // without `return_sum`, `mean` with `rms`, dresidual where dropout_p is 0 (it equals dx) or there
+  // is no residual, a bias's gradient where there is no bias. A missing mean means `rms`.
   m.def(
       "dropout_add_layer_norm(Tensor x, Tensor? x_bias, Tensor? residual, Tensor weight, "
-      "Tensor? bias, float p, float eps, Tensor? rng, bool rms=False, bool return_sum=False) "
+      "Tensor? bias, float dropout_p, float eps, Tensor? rng, bool rms=False, "
+      "bool return_sum=False) "
       "-> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)");
   m.def(
       "dropout_add_layer_norm_backward(Tensor dy, Tensor x, Tensor? x_bias, Tensor? residual, "
-      "Tensor weight, Tensor? mean, Tensor rstd, float p, Tensor? rng, bool bias=True) "
+      "Tensor weight, Tensor? mean, Tensor rstd, float dropout_p, Tensor? rng, bool bias=True) "
       "-> (Tensor dx, Tensor dresidual, Tensor dx_bias, Tensor dweight, Tensor dbias)");
   // The same from the sum that the forward pass returned, to whose gradient `dsum` is added.
   m.def(
       "dropout_add_norm_sum_backward(Tensor dy, Tensor? dsum, Tensor sum, Tensor? x_bias, "
-      "Tensor weight, Tensor? mean, Tensor rstd, float p, Tensor? rng, bool bias, bool residual) "
+      "Tensor weight, Tensor? mean, Tensor rstd, float dropout_p, Tensor? rng, bool bias, "
+      "bool residual) "
       "-> (Tensor dx, Tensor dresidual, Tensor dx_bias, Tensor dweight, Tensor dbias)");
 
   m.def("bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor");
@@ -111,12 +113,13 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
 
   m.def(
       "embedding_layer_norm(Tensor input_ids, Tensor position_ids, Tensor token_type_ids, "
-      "Tensor word, Tensor position, Tensor token_type, Tensor weight, Tensor bias, float p, "
-      "float eps, ScalarType out_dtype, Tensor? rng) -> (Tensor y, Tensor mean, Tensor rstd)");
+      "Tensor word, Tensor position, Tensor token_type, Tensor weight, Tensor bias, "
+      "float dropout_p, float eps, ScalarType out_dtype, Tensor? rng) "
+      "-> (Tensor y, Tensor mean, Tensor rstd)");
   m.def(
       "embedding_layer_norm_backward(Tensor dy, Tensor input_ids, Tensor position_ids, "
       "Tensor token_type_ids, Tensor word, Tensor position, Tensor token_type, Tensor weight, "
-      "Tensor mean, Tensor rstd, float p, Tensor? rng) "
+      "Tensor mean, Tensor rstd, float dropout_p, Tensor? rng) "
       "-> (Tensor dword, Tensor dposition, Tensor dtoken_type, Tensor dweight, Tensor dbias)");
 
   m.def(

@@ -230,7 +230,7 @@ def close_block(
     if fused:
         weight, bias = _parameter(weight, x), _parameter(bias, x)
         return ops.dropout_add_layer_norm(
-            x, residual, weight, bias, p=p, eps=norm.eps, x_bias=x_bias
+            x, residual, weight, bias, dropout_p=p, eps=norm.eps, x_bias=x_bias
         )
     x = x if x_bias is None else x + x_bias
     x = x if dropout is None else dropout(x)

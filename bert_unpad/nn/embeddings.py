@@ -90,7 +90,7 @@ class Embeddings(nn.Module):
             *tables,
             norm.weight,
             torch.zeros_like(norm.weight) if norm.bias is None else norm.bias,
-            p=self.dropout_p if self.training else 0.0,
+            dropout_p=self.dropout_p if self.training else 0.0,
             eps=norm.eps,
             out_dtype=self._compute_dtype(),
             rng=rng,

@@ -29,7 +29,7 @@ def dropout_add_norm(
     x: Tensor,
     residual: Tensor,
     x_bias: Tensor | None,
-    p: float,
+    dropout_p: float,
     rng: Tensor | None,
     return_sum: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -37,10 +37,11 @@ def dropout_add_norm(
 
     Args:
         norm: what to normalise with.
-        x, residual, x_bias, p, rng: as in `ops.dropout_add_layer_norm`.
+        x, residual, x_bias, dropout_p, rng: as in `ops.dropout_add_layer_norm`.
         return_sum: return the sum too, before the norm.
     """
-    more = {"p": p, "eps": norm.eps, "x_bias": x_bias, "rng": rng, "return_sum": return_sum}
+    more = {"dropout_p": dropout_p, "eps": norm.eps, "x_bias": x_bias, "rng": rng}
+    more["return_sum"] = return_sum
     if isinstance(norm, nn.RMSNorm):
         return ops.dropout_add_rms_norm(x, residual, norm.weight, **more)
     return ops.dropout_add_layer_norm(x, residual, norm.weight, norm.bias, **more)

@@ -23,18 +23,18 @@ def draw_rng_keys(count: int, device: torch.device) -> Tensor:
     return torch.randint(2**63 - 1, (count, 2), dtype=torch.int64, device=device)
 
 
-def keyed_dropout(x: Tensor, p: float, rng: Tensor | None) -> Tensor:
+def keyed_dropout(x: Tensor, dropout_p: float, rng: Tensor | None) -> Tensor:
     """dropout(x) with a mask that is a pure function of the key; for small tensors.
 
     It is the sum of an operator that would go on to normalise it, so it is wasteful.
 
     Args:
         x: [rows, width].
-        p: probability in [0, 1) that an element is dropped.
+        dropout_p: probability in [0, 1) that an element is dropped.
         rng: the dropout key, int64 [2]; None draws one.
     """
     ones = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
     total, _ = ops.dropout_add_layer_norm(
-        x, torch.zeros_like(x), ones, None, p=p, rng=rng, return_sum=True
+        x, torch.zeros_like(x), ones, None, dropout_p=dropout_p, rng=rng, return_sum=True
     )
     return total

@@ -19,7 +19,7 @@ def embedding_layer_norm(
     ln_weight: Tensor,
     ln_bias: Tensor,
     *,
-    p: float = 0.0,
+    dropout_p: float = 0.0,
     eps: float = 1e-12,
     out_dtype: torch.dtype | None = None,
     rng: Tensor | None = None,
@@ -34,7 +34,8 @@ def embedding_layer_norm(
         input_ids, position_ids, token_type_ids: int64 [tokens].
         word, position, token_type: [entries, hidden], all float32 or all of the output's dtype.
         ln_weight, ln_bias: [hidden], both float32 or both of the output's dtype.
-        p: probability in [0, 1) that an element of the output is dropped. Pass 0 in evaluation.
+        dropout_p: probability in [0, 1) that an element of the output is dropped. Pass 0 in
+            evaluation.
         eps: added to the variance.
         out_dtype: float32, bfloat16 or float16; None means the tables' dtype.
         rng: int64 [2] (seed, offset) on the data's device; None draws one from PyTorch's default
@@ -47,7 +48,7 @@ def embedding_layer_norm(
         RuntimeError: a shape, dtype, device or probability is wrong, or on a CPU an id lies outside
             its table; the message names it.
     """
-    rng = _rng.draw(p, rng, word.device)
+    rng = _rng.draw(dropout_p, rng, word.device)
     return _ops.embedding_layer_norm(
         input_ids.contiguous(),
         position_ids.contiguous(),
@@ -57,7 +58,7 @@ def embedding_layer_norm(
         token_type,
         ln_weight,
         ln_bias,
-        p,
+        dropout_p,
         eps,
         word.dtype if out_dtype is None else out_dtype,
         rng,
@@ -66,8 +67,8 @@ def embedding_layer_norm(
 
 @register_fake("embedding_layer_norm")
 def _(
-    input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, p, eps,
-    out_dtype, rng,
+    input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, dropout_p,
+    eps, out_dtype, rng,
 ):  # fmt: skip
     tokens = input_ids.shape[0]
     statistics = [word.new_empty((tokens,), dtype=torch.float32) for _ in range(2)]
@@ -76,25 +77,24 @@ def _(
 
 @register_fake("embedding_layer_norm_backward")
 def _(
-    dy, input_ids, position_ids, token_type_ids, word, position, token_type, weight, mean, rstd, p,
-    rng,
+    dy, input_ids, position_ids, token_type_ids, word, position, token_type, weight, mean, rstd,
+    dropout_p, rng,
 ):  # fmt: skip
     tables = [t.new_empty(t.shape) for t in (word, position, token_type)]
     return *tables, weight.new_empty(weight.shape), weight.new_empty(weight.shape)
 
 
 def _setup(ctx, inputs, output):
-    *tensors, _bias, p, _eps, _out_dtype, rng = inputs
+    *tensors, _bias, ctx.dropout_p, _eps, _out_dtype, rng = inputs
     _y, mean, rstd = output
     ctx.save_for_backward(*tensors, mean, rstd, rng)
-    ctx.p = p
     ctx.mark_non_differentiable(mean, rstd)
 
 
 def _backward(ctx, saved, dy, _dmean, _drstd):
     *tensors, mean, rstd, rng = saved
     dword, dposition, dtoken_type, dweight, dbias = _ops.embedding_layer_norm_backward(
-        dy.contiguous(), *tensors, mean, rstd, ctx.p, rng
+        dy.contiguous(), *tensors, mean, rstd, ctx.dropout_p, rng
     )
     none = None
     return (

@@ -15,7 +15,7 @@ def dropout_add_layer_norm(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    p: float = 0.0,
+    dropout_p: float = 0.0,
     eps: float = 1e-12,
     x_bias: Tensor | None = None,
     rng: Tensor | None = None,
@@ -34,8 +34,8 @@ def dropout_add_layer_norm(
         x: [..., hidden], float32, bfloat16 or float16.
         residual: of x's shape and dtype, or None.
         weight, bias: [hidden], both float32 or both of x's dtype; the bias may be None.
-        p: probability in [0, 1) that an element of x + x_bias is dropped; the others are scaled by
-            the reciprocal of the keep rate. Pass 0 in evaluation.
+        dropout_p: probability in [0, 1) that an element of x + x_bias is dropped; the others are
+            scaled by the reciprocal of the keep rate. Pass 0 in evaluation.
         eps: added to the variance.
         x_bias: [hidden], float32 or x's dtype, or None.
         rng: int64 [2] (seed, offset) on the data's device; None draws one from PyTorch's default
@@ -50,7 +50,7 @@ def dropout_add_layer_norm(
     Raises:
         RuntimeError: a shape, dtype, device or probability is wrong; the message names it.
     """
-    return _add_norm(x, residual, weight, bias, p, eps, x_bias, rng, False, return_sum)
+    return _add_norm(x, residual, weight, bias, dropout_p, eps, x_bias, rng, False, return_sum)
 
 
 def dropout_add_rms_norm(
@@ -58,7 +58,7 @@ def dropout_add_rms_norm(
     residual: Tensor | None,
     weight: Tensor,
     *,
-    p: float = 0.0,
+    dropout_p: float = 0.0,
     eps: float = 1e-6,
     x_bias: Tensor | None = None,
     rng: Tensor | None = None,
@@ -69,7 +69,7 @@ def dropout_add_rms_norm(
     RMSNorm (Zhang and Sennrich, 2019, arXiv:1910.07467) divides a row by
     sqrt(mean of its squares + eps).
     """
-    return _add_norm(x, residual, weight, None, p, eps, x_bias, rng, True, return_sum)
+    return _add_norm(x, residual, weight, None, dropout_p, eps, x_bias, rng, True, return_sum)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -87,23 +87,23 @@ def _add_norm(
     residual: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
-    p: float,
+    dropout_p: float,
     eps: float,
     x_bias: Tensor | None,
     rng: Tensor | None,
     rms: bool,
     return_sum: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    rng = _rng.draw(p, rng, x.device)
+    rng = _rng.draw(dropout_p, rng, x.device)
     residual = None if residual is None else residual.contiguous()
     y, total, _mean, _rstd = _ops.dropout_add_layer_norm(
-        x.contiguous(), x_bias, residual, weight, bias, p, eps, rng, rms, return_sum
+        x.contiguous(), x_bias, residual, weight, bias, dropout_p, eps, rng, rms, return_sum
     )
     return (total, y) if return_sum else y
 
 
 @register_fake("dropout_add_layer_norm")
-def _(x, x_bias, residual, weight, bias, p, eps, rng, rms=False, return_sum=False):
+def _(x, x_bias, residual, weight, bias, dropout_p, eps, rng, rms=False, return_sum=False):
     torch._check(
         x.dim() >= 1 and x.shape[-1] >= 1,
         lambda: (
@@ -127,19 +127,19 @@ def _fake_gradients(x, x_bias, weight, bias: bool, own_dresidual: bool):
 
 
 @register_fake("dropout_add_layer_norm_backward")
-def _(dy, x, x_bias, residual, weight, mean, rstd, p, rng, bias=True):
-    return _fake_gradients(x, x_bias, weight, bias, residual is not None and p > 0.0)
+def _(dy, x, x_bias, residual, weight, mean, rstd, dropout_p, rng, bias=True):
+    return _fake_gradients(x, x_bias, weight, bias, residual is not None and dropout_p > 0.0)
 
 
 @register_fake("dropout_add_norm_sum_backward")
-def _(dy, dsum, sum, x_bias, weight, mean, rstd, p, rng, bias, residual):
-    return _fake_gradients(sum, x_bias, weight, bias, residual and p > 0.0)
+def _(dy, dsum, sum, x_bias, weight, mean, rstd, dropout_p, rng, bias, residual):
+    return _fake_gradients(sum, x_bias, weight, bias, residual and dropout_p > 0.0)
 
 
 def _setup(ctx, inputs, output):
-    x, x_bias, residual, weight, bias, p, _eps, rng, rms, return_sum = inputs
+    x, x_bias, residual, weight, bias, dropout_p, _eps, rng, rms, return_sum = inputs
     _y, total, mean, rstd = output
-    ctx.p, ctx.return_sum = p, return_sum
+    ctx.dropout_p, ctx.return_sum = dropout_p, return_sum
     ctx.has_bias, ctx.has_residual = bias is not None, residual is not None
     rows = (total, None) if return_sum else (x, residual)
     ctx.save_for_backward(*rows, x_bias, weight, None if rms else mean, rstd, rng)
@@ -149,7 +149,7 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, saved, dy, dsum, _dmean, _drstd):
     x, residual, x_bias, weight, mean, rstd, rng = saved
-    statistics = (weight, mean, rstd, ctx.p, rng, ctx.has_bias)
+    statistics = (weight, mean, rstd, ctx.dropout_p, rng, ctx.has_bias)
     if ctx.return_sum:
         dy = torch.zeros_like(x) if dy is None else dy.contiguous()
         dsum = None if dsum is None else dsum.contiguous()
@@ -161,7 +161,7 @@ def _backward(ctx, saved, dy, dsum, _dmean, _drstd):
             dy.contiguous(), x, x_bias, residual, *statistics
         )
     dx, dresidual, dx_bias, dweight, dbias = gradients
-    if ctx.p == 0.0:
+    if ctx.dropout_p == 0.0:
         dresidual = dx
     return (
         dx,

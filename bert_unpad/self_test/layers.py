@@ -36,7 +36,9 @@ def dropout_add_layer_norm(inputs: Inputs) -> Iterator[Compared]:
 
     def ours(x, residual, weight, bias, x_bias, rng):
         p = 0.0 if rng is None else DROPOUT
-        return ops.dropout_add_layer_norm(x, residual, weight, bias, p=p, x_bias=x_bias, rng=rng)
+        return ops.dropout_add_layer_norm(
+            x, residual, weight, bias, dropout_p=p, x_bias=x_bias, rng=rng
+        )
 
     def plain(x, residual, weight, bias, x_bias, kept):
         sums = residual + dropped(x + x_bias, kept)
@@ -172,7 +174,7 @@ def embedding_layer_norm(inputs: Inputs) -> Iterator[Compared]:
     def ours(*tables_and_rng):
         *tables, rng = tables_and_rng
         p = 0.0 if rng is None else DROPOUT
-        return ops.embedding_layer_norm(*ids, *tables, p=p, out_dtype=inputs.dtype, rng=rng)
+        return ops.embedding_layer_norm(*ids, *tables, dropout_p=p, out_dtype=inputs.dtype, rng=rng)
 
     def plain(words, positions, types, weight, bias, kept):
         sums = words[ids[0]] + positions[ids[1]] + types[ids[2]]

@@ -52,7 +52,7 @@ inline void check_embedding_arguments(const EmbeddingTables& tables, const Tenso
   check(table_dtype == DType::kFloat32 || table_dtype == dtype, op,
         ": word must be float32 or of the output's dtype");
   check_parameter(weight, word.rows.size(1), activations, op, "ln_weight");
-  check_probability(dropout_p, op, "p");
+  check_probability(dropout_p, op, "dropout_p");
 }
 
 // dy and the statistics of the forward pass; `p` is a params struct with pointers to them.

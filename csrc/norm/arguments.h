@@ -17,7 +17,7 @@ inline int64_t check_norm_arguments(const Tensor& x, const std::optional<Tensor>
   if (residual) check_like(*residual, x, op, "residual", "x");
   check_parameter(weight, hidden, x, op, "weight");
   if (x_bias) check_parameter(*x_bias, hidden, x, op, "x_bias");
-  check_probability(dropout_p, op, "p");
+  check_probability(dropout_p, op, "dropout_p");
   return x.numel() / hidden;
 }
 

@@ -120,7 +120,7 @@ def test_our_operators_compute_a_row_alike_whatever_follows_it(dtype: torch.dtyp
         outs = [
             ops.varlen_attention(leaves[0], batch, dropout_p=0.2, rng=rng).flatten(1),
             ops.bias_gelu(leaves[1], bias),
-            ops.dropout_add_layer_norm(leaves[1], leaves[2], weight, bias, p=0.2, rng=rng),
+            ops.dropout_add_layer_norm(leaves[1], leaves[2], weight, bias, dropout_p=0.2, rng=rng),
         ]
         torch.autograd.backward(outs, [dout[:count]] * len(outs))
         logits = x[:count].clone().requires_grad_()

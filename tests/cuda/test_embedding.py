@@ -45,7 +45,9 @@ def draw(tokens: int, hidden: int, table_dtype: torch.dtype, out_dtype: torch.dt
 def run(ids: list[Tensor], params: list[Tensor], dy: Tensor, p: float) -> list[Tensor]:
     rng = RNG.cuda()
     return results_of(
-        lambda *t: ops.embedding_layer_norm(*ids, *t, p=p, out_dtype=dy.dtype, rng=rng), params, dy
+        lambda *t: ops.embedding_layer_norm(*ids, *t, dropout_p=p, out_dtype=dy.dtype, rng=rng),
+        params,
+        dy,
     )
 
 
@@ -115,7 +117,7 @@ def test_masks_are_those_of_the_cpu_operator() -> None:
     ids, params, dy = draw(500, 768, torch.float32, torch.float32)
     got = run(ids, params, dy, 0.1)[0].cpu()
     want = ops.embedding_layer_norm(
-        *(x.cpu() for x in ids), *(x.cpu() for x in params), p=0.1, rng=RNG
+        *(x.cpu() for x in ids), *(x.cpu() for x in params), dropout_p=0.1, rng=RNG
     )
     assert torch.equal(got == 0, want == 0)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
@@ -181,8 +183,8 @@ def test_opcheck(p: float) -> None:
         (lambda t: {"position": t["position"].cpu()}, "position must be on the same device"),
         (lambda t: {"position": t["position"].half()}, "position must have the dtype of word"),
         (lambda t: {"ln_bias": t["ln_bias"][:-1]}, r"ln_bias must have shape \[16\]"),
-        (lambda t: {"p": -0.5}, r"p must be in \[0, 1\)"),
-        (lambda t: {"p": 0.1, "rng": RNG}, "rng must be on the same device"),
+        (lambda t: {"dropout_p": -0.5}, r"dropout_p must be in \[0, 1\)"),
+        (lambda t: {"dropout_p": 0.1, "rng": RNG}, "rng must be on the same device"),
     ],
 )
 def test_bad_input_is_named(change, message: str) -> None:

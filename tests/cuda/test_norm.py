@@ -48,7 +48,7 @@ def run(module, inputs, dy, p, precision=None, eps=1e-12) -> list[Tensor]:
 
     def function(x, residual, weight, bias, x_bias):
         return module.dropout_add_layer_norm(
-            x, residual, weight, bias, p=p, eps=eps, x_bias=x_bias, rng=rng
+            x, residual, weight, bias, dropout_p=p, eps=eps, x_bias=x_bias, rng=rng
         )
 
     return results_of(function, inputs, dy, precision)
@@ -58,12 +58,12 @@ class OnGpu:
     """The reference, with masks brought to the GPU."""
 
     @staticmethod
-    def dropout_add_layer_norm(x, residual, weight, bias, *, p, eps, x_bias, rng):
+    def dropout_add_layer_norm(x, residual, weight, bias, *, dropout_p, eps, x_bias, rng):
         y = x if x_bias is None else x + x_bias.to(x.dtype)
-        if p > 0.0:
+        if dropout_p > 0.0:
             flat = y.reshape(-1, y.shape[-1])
-            mask = reference.row_mask(rng.cpu(), p, *flat.shape).cuda()
-            y = (flat * mask).view_as(y) * reference.dropout_scale(p)
+            mask = reference.row_mask(rng.cpu(), dropout_p, *flat.shape).cuda()
+            y = (flat * mask).view_as(y) * reference.dropout_scale(dropout_p)
         return reference.dropout_add_layer_norm(y, residual, weight, bias, eps=eps)
 
 
@@ -144,7 +144,7 @@ def test_other_forms_agree_with_the_cpu(return_sum: bool) -> None:
     dout = torch.cat([dy, dy]) if return_sum else dy
 
     def form(x, residual, weight):
-        settings = {"p": 0.3, "rng": RNG.to(x.device), "return_sum": return_sum}
+        settings = {"dropout_p": 0.3, "rng": RNG.to(x.device), "return_sum": return_sum}
         result = ops.dropout_add_rms_norm(x, residual, weight, **settings)
         return torch.cat(result) if return_sum else result
 
@@ -178,7 +178,9 @@ def test_masks_are_those_of_the_cpu_operator(p: float, hidden: int) -> None:
     got = run(ops, inputs, dy, p)[1].cpu() == 0
     rng = RNG.clone()
     want = results_of(
-        lambda x, r, w, b, xb: ops.dropout_add_layer_norm(x, r, w, b, p=p, x_bias=xb, rng=rng),
+        lambda x, r, w, b, xb: ops.dropout_add_layer_norm(
+            x, r, w, b, dropout_p=p, x_bias=xb, rng=rng
+        ),
         [x.cpu() for x in inputs],
         dy.cpu(),
     )[1]
@@ -271,9 +273,9 @@ def test_opcheck(p: float, optional: bool) -> None:
         (lambda t: {"weight": t["weight"].cpu()}, "weight must be on the same device"),
         (lambda t: {"bias": t["bias"][:-1]}, r"bias must have shape \[20\]"),
         (lambda t: {"x_bias": t["bias"].half()}, "x_bias must be float32"),
-        (lambda t: {"p": 1.0}, r"p must be in \[0, 1\)"),
-        (lambda t: {"p": 0.1, "rng": RNG}, "rng must be on the same device"),
-        (lambda t: {"p": 0.1, "rng": RNG.int().cuda()}, "rng must be int64"),
+        (lambda t: {"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\)"),
+        (lambda t: {"dropout_p": 0.1, "rng": RNG}, "rng must be on the same device"),
+        (lambda t: {"dropout_p": 0.1, "rng": RNG.int().cuda()}, "rng must be int64"),
     ],
 )
 def test_bad_input_is_named(change, message: str) -> None:

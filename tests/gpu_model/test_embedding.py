@@ -49,7 +49,7 @@ def compare(ids: list[Tensor], params: list[Tensor], dy: Tensor, p: float) -> No
     reference.assert_as_good_as_pytorch(
         lambda: [results[name] for name in NAMES],
         lambda precision: results_of(
-            lambda *t: reference.embedding_layer_norm(*ids, *t, p=p, rng=RNG),
+            lambda *t: reference.embedding_layer_norm(*ids, *t, dropout_p=p, rng=RNG),
             params,
             dy,
             precision,
@@ -74,7 +74,7 @@ def test_fp32_tables_under_16_bit_activations(out_dtype: torch.dtype, hidden: in
     ids, params, dy = draw(20, hidden, torch.float32, out_dtype)
     results = run(ids, params, dy, 0.3)
     truth = results_of(
-        lambda *t: reference.embedding_layer_norm(*ids, *t, p=0.3, rng=RNG),
+        lambda *t: reference.embedding_layer_norm(*ids, *t, dropout_p=0.3, rng=RNG),
         params,
         dy,
         torch.float64,
@@ -125,7 +125,7 @@ def test_masks_are_those_of_the_cpu_operator(hidden: int, dtype: torch.dtype) ->
     rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (0.02, 0.5)
     for p in (0.1, 0.99):
         got = run(ids, params, dy, p)["y"]
-        want = ops.embedding_layer_norm(*ids, *params, p=p, rng=RNG)
+        want = ops.embedding_layer_norm(*ids, *params, dropout_p=p, rng=RNG)
         assert torch.equal(got == 0, want == 0)
         torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
 

@@ -49,7 +49,7 @@ def draw(
 def compare(inputs: list[Tensor | None], dy: Tensor, p: float, eps: float = 1e-12) -> None:
     def plain(x, residual, weight, bias, x_bias):
         return reference.dropout_add_layer_norm(
-            x, residual, weight, bias, p=p, eps=eps, x_bias=x_bias, rng=RNG
+            x, residual, weight, bias, dropout_p=p, eps=eps, x_bias=x_bias, rng=RNG
         )
 
     names = NAMES[:1] + [n for n, x in zip(NAMES[1:], inputs, strict=True) if x is not None]
@@ -95,7 +95,7 @@ def test_other_forms(dtype: torch.dtype, rms: bool, hidden: int, p: float) -> No
 
             def plain(x, residual, weight, x_bias, return_sum=return_sum, given=given):
                 result = reference.dropout_add_layer_norm(
-                    *(x, residual, weight), p=p, eps=eps, x_bias=x_bias, rng=RNG, rms=rms,
+                    *(x, residual, weight), dropout_p=p, eps=eps, x_bias=x_bias, rng=RNG, rms=rms,
                     return_sum=return_sum,
                 )  # fmt: skip
                 if not return_sum:
@@ -164,7 +164,9 @@ def test_masks_are_those_of_the_cpu_operator(hidden: int, dtype: torch.dtype) ->
         got = layer_norm(*inputs, dy, p=p, rng=RNG)
         *operands, x_bias = inputs
         want = results_of(
-            lambda *t, p=p, b=x_bias: ops.dropout_add_layer_norm(*t, p=p, x_bias=b, rng=RNG),
+            lambda *t, p=p, b=x_bias: ops.dropout_add_layer_norm(
+                *t, dropout_p=p, x_bias=b, rng=RNG
+            ),
             operands,
             dy,
         )

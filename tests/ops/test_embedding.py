@@ -34,7 +34,7 @@ def compare(
     def plain(precision: torch.dtype) -> list[Tensor]:
         # Plain PyTorch computes in the tables' dtype and converts at the end.
         return results_of(
-            lambda *t: reference.embedding_layer_norm(*ids, *t, p=p, eps=eps, rng=RNG).to(
+            lambda *t: reference.embedding_layer_norm(*ids, *t, dropout_p=p, eps=eps, rng=RNG).to(
                 torch.float64 if precision == torch.float64 else dtype
             ),
             params,
@@ -44,7 +44,9 @@ def compare(
 
     reference.assert_as_good_as_pytorch(
         lambda: results_of(
-            lambda *t: ops.embedding_layer_norm(*ids, *t, p=p, eps=eps, out_dtype=dtype, rng=RNG),
+            lambda *t: ops.embedding_layer_norm(
+                *ids, *t, dropout_p=p, eps=eps, out_dtype=dtype, rng=RNG
+            ),
             params,
             dout,
         ),
@@ -78,12 +80,12 @@ def test_fp32_tables_under_16_bit_activations(out_dtype: torch.dtype, p: float) 
     torch.manual_seed(0)
     ids, params, dout = draw(70, 100, torch.float32, out_dtype)
     y, *gradients = results_of(
-        lambda *t: ops.embedding_layer_norm(*ids, *t, p=p, out_dtype=out_dtype, rng=RNG),
+        lambda *t: ops.embedding_layer_norm(*ids, *t, dropout_p=p, out_dtype=out_dtype, rng=RNG),
         params,
         dout,
     )
     truth, *true_gradients = results_of(
-        lambda *t: reference.embedding_layer_norm(*ids, *t, p=p, rng=RNG),
+        lambda *t: reference.embedding_layer_norm(*ids, *t, dropout_p=p, rng=RNG),
         params,
         dout,
         torch.float64,
@@ -114,7 +116,7 @@ def test_words_that_do_not_occur_get_zeros() -> None:
 def test_dropout_comes_after_the_layer_norm() -> None:
     # So that an output is either 0 or the scaled LayerNorm, and every row keeps its statistics.
     ids, params, _ = draw(200, 64, torch.float32, torch.float32)
-    y = ops.embedding_layer_norm(*ids, *params, p=0.2, rng=RNG)
+    y = ops.embedding_layer_norm(*ids, *params, dropout_p=0.2, rng=RNG)
     plain = ops.embedding_layer_norm(*ids, *params)
     mask = reference.row_mask(RNG, 0.2, *y.shape)
     torch.testing.assert_close(y, plain * mask * reference.dropout_scale(0.2))
@@ -127,7 +129,9 @@ def test_output_is_in_the_tables_dtype_unless_told() -> None:
 
 def test_no_tokens() -> None:
     ids, params, dout = draw(0, 16, torch.float32, torch.float32)
-    y, *gradients = results_of(lambda *t: ops.embedding_layer_norm(*ids, *t, p=0.1), params, dout)
+    y, *gradients = results_of(
+        lambda *t: ops.embedding_layer_norm(*ids, *t, dropout_p=0.1), params, dout
+    )
     assert y.shape == (0, 16)
     for gradient, param in zip(gradients, params, strict=True):
         assert torch.equal(gradient, torch.zeros_like(param))
@@ -146,7 +150,7 @@ def test_same_bits_whatever_the_threads() -> None:
     ids, params, dout = draw(1500, 48, torch.float32, torch.float32)
     assert_same_bits_whatever_the_threads(
         lambda: results_of(
-            lambda *t: ops.embedding_layer_norm(*ids, *t, p=0.1, rng=RNG), params, dout
+            lambda *t: ops.embedding_layer_norm(*ids, *t, dropout_p=0.1, rng=RNG), params, dout
         )
     )
 
@@ -164,7 +168,7 @@ def test_compiles_without_graph_breaks() -> None:
     leaves = [t.requires_grad_() for t in params]
 
     def f(*t: Tensor) -> Tensor:
-        y = ops.embedding_layer_norm(*ids, *t, p=0.1, rng=RNG, out_dtype=torch.bfloat16)
+        y = ops.embedding_layer_norm(*ids, *t, dropout_p=0.1, rng=RNG, out_dtype=torch.bfloat16)
         return y.float().square().sum()
 
     assert_compiles_to_the_same_bits(f, leaves)
@@ -190,8 +194,8 @@ def _ids(*values: int) -> Tensor:
         ({"position": torch.randn(20, 16).half()}, "position must have the dtype of word"),
         ({"ln_weight": torch.randn(15)}, r"ln_weight must have shape \[16\], got \[15\]"),
         ({"ln_bias": torch.randn(16).double()}, "ln_bias must be float32"),
-        ({"p": -0.5}, r"p must be in \[0, 1\)"),
-        ({"p": 0.1, "rng": torch.zeros(2)}, "rng must be int64"),
+        ({"dropout_p": -0.5}, r"dropout_p must be in \[0, 1\)"),
+        ({"dropout_p": 0.1, "rng": torch.zeros(2)}, "rng must be int64"),
     ],
 )
 def test_bad_input_is_named(change: dict, message: str) -> None:

@@ -27,7 +27,9 @@ def compute() -> list[torch.Tensor]:
             x, residual = leaf(40, hidden, dtype=dtype), leaf(40, hidden, dtype=dtype)
             w, b, xb = leaf(hidden), leaf(hidden), leaf(hidden)
             keep(
-                ops.dropout_add_layer_norm(x, residual, w, b, p=0.2, x_bias=xb, rng=rng, eps=1e-5),
+                ops.dropout_add_layer_norm(
+                    x, residual, w, b, dropout_p=0.2, x_bias=xb, rng=rng, eps=1e-5
+                ),
                 x,
                 residual,
                 w,
@@ -37,7 +39,7 @@ def compute() -> list[torch.Tensor]:
             x, residual = leaf(40, hidden, dtype=dtype), leaf(40, hidden, dtype=dtype)
             w, xb = leaf(hidden), leaf(hidden)
             both = ops.dropout_add_rms_norm(
-                x, residual, w, p=0.2, x_bias=xb, rng=rng, return_sum=True
+                x, residual, w, dropout_p=0.2, x_bias=xb, rng=rng, return_sum=True
             )
             keep(torch.stack(both), x, residual, w, xb)
             for form in ("none", "tanh"):
@@ -58,7 +60,9 @@ def compute() -> list[torch.Tensor]:
             ids = [torch.randint(n, (40,)) for n in (9, 5, 2)]
             tables = [leaf(n, hidden) for n in (9, 5, 2)]
             w, b = leaf(hidden), leaf(hidden)
-            y = ops.embedding_layer_norm(*ids, *tables, w, b, p=0.2, rng=rng, out_dtype=dtype)
+            y = ops.embedding_layer_norm(
+                *ids, *tables, w, b, dropout_p=0.2, rng=rng, out_dtype=dtype
+            )
             keep(y, *tables, w, b)
             logits = leaf(12, hidden, dtype=dtype)
             labels = torch.randint(hidden - 2, (12,))

@@ -36,7 +36,7 @@ def compare(
     def of(module):
         def run(x, residual, weight, bias, x_bias):
             return module.dropout_add_layer_norm(
-                x, residual, weight, bias, p=p, eps=eps, x_bias=x_bias, rng=RNG
+                x, residual, weight, bias, dropout_p=p, eps=eps, x_bias=x_bias, rng=RNG
             )
 
         return run
@@ -123,7 +123,7 @@ def test_gradient_of_any_stride() -> None:
 def test_no_rows(shape: tuple[int, ...]) -> None:
     inputs, dout = draw(shape, torch.float32)
     y, *gradients = results_of(
-        lambda x, r, w, b, xb: ops.dropout_add_layer_norm(x, r, w, b, x_bias=xb, p=0.1),
+        lambda x, r, w, b, xb: ops.dropout_add_layer_norm(x, r, w, b, x_bias=xb, dropout_p=0.1),
         inputs,
         dout,
     )
@@ -138,7 +138,9 @@ def test_dropout_keeps_the_exact_rate_and_scale() -> None:
     rows, hidden, p = 300, 512, 0.1
     inputs, dout = draw((rows, hidden), torch.float32)
     _, dx, dresidual, *_ = results_of(
-        lambda x, r, w, b: ops.dropout_add_layer_norm(x, r, w, b, p=p, rng=RNG), inputs[:4], dout
+        lambda x, r, w, b: ops.dropout_add_layer_norm(x, r, w, b, dropout_p=p, rng=RNG),
+        inputs[:4],
+        dout,
     )
     mask = reference.row_mask(RNG, p, rows, hidden)
     assert torch.equal(dx != 0, mask)
@@ -163,7 +165,7 @@ def test_same_bits_whatever_the_threads() -> None:
     assert_same_bits_whatever_the_threads(
         lambda: results_of(
             lambda x, r, w, b, xb: ops.dropout_add_layer_norm(
-                x, r, w, b, x_bias=xb, p=0.1, rng=RNG
+                x, r, w, b, x_bias=xb, dropout_p=0.1, rng=RNG
             ),
             inputs,
             dout,
@@ -188,7 +190,9 @@ def test_compiles_without_graph_breaks() -> None:
     leaves = [t.requires_grad_() for t in inputs]
 
     def f(x, residual, weight, bias, x_bias):
-        y = ops.dropout_add_layer_norm(x * 2, residual, weight, bias, x_bias=x_bias, p=0.1, rng=RNG)
+        y = ops.dropout_add_layer_norm(
+            x * 2, residual, weight, bias, x_bias=x_bias, dropout_p=0.1, rng=RNG
+        )
         return y.float().square().sum()
 
     assert_compiles_to_the_same_bits(f, leaves)
@@ -206,9 +210,12 @@ def test_compiles_without_graph_breaks() -> None:
         ({"weight": torch.randn(20).half()}, "weight must be float32 or of the input's dtype"),
         ({"bias": torch.randn(20, 1)}, r"bias must have shape \[20\]"),
         ({"x_bias": torch.randn(21)}, r"x_bias must have shape \[20\]"),
-        ({"p": 1.0}, r"p must be in \[0, 1\), got 1"),
-        ({"p": 0.1, "rng": torch.zeros(2)}, "rng must be int64"),
-        ({"p": 0.1, "rng": torch.zeros(3, dtype=torch.int64)}, r"rng must have shape \[2\]"),
+        ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\), got 1"),
+        ({"dropout_p": 0.1, "rng": torch.zeros(2)}, "rng must be int64"),
+        (
+            {"dropout_p": 0.1, "rng": torch.zeros(3, dtype=torch.int64)},
+            r"rng must have shape \[2\]",
+        ),
     ],
 )
 def test_bad_input_is_named(change: dict, message: str) -> None:

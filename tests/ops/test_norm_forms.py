@@ -62,7 +62,7 @@ def compare(ours: Callable, plain: Callable, inputs: list[Tensor | None], dout: 
 def test_without_a_bias(dtype: torch.dtype, rms: bool, hidden: int, p: float) -> None:
     torch.manual_seed(hidden)
     inputs, dout = draw(70, hidden, dtype)
-    settings = {"p": p, "rng": RNG}
+    settings = {"dropout_p": p, "rng": RNG}
     compare(add_norm(rms, **settings), plain_add_norm(rms, **settings), inputs, dout)
 
 
@@ -75,7 +75,7 @@ def test_the_sum_and_its_norm(dtype: torch.dtype, rms: bool, hidden: int, p: flo
     torch.manual_seed(hidden)
     inputs, _ = draw(70, hidden, dtype)
     dout = torch.randn(140, hidden).to(dtype)
-    settings = {"p": p, "rng": RNG, "return_sum": True}
+    settings = {"dropout_p": p, "rng": RNG, "return_sum": True}
     ours, plain = add_norm(rms, **settings), plain_add_norm(rms, **settings)
     for missing in ((), (1,), (3,), (1, 3)):
         given = [None if i in missing else x for i, x in enumerate(inputs)]
@@ -102,11 +102,11 @@ def test_one_of_the_two_results_may_be_unused(rms: bool, used: int) -> None:
 def test_what_is_normalised_is_the_sum_that_is_returned(rms: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     (x, residual, weight, x_bias), _ = draw(20, 72, dtype)
-    total, y = add_norm(rms, p=0.1, rng=RNG, return_sum=True)(x, residual, weight, x_bias)
+    total, y = add_norm(rms, dropout_p=0.1, rng=RNG, return_sum=True)(x, residual, weight, x_bias)
     alone = ops.rms_norm if rms else ops.layer_norm
     rounding = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(y, alone(total, weight, eps=1e-5), rtol=rounding, atol=1e-6)
-    plain = plain_add_norm(rms, p=0.1, rng=RNG, return_sum=True)
+    plain = plain_add_norm(rms, dropout_p=0.1, rng=RNG, return_sum=True)
     exact, _ = plain(*(t.double() for t in (x, residual, weight, x_bias)))
     torch.testing.assert_close(total.double(), exact, rtol=rounding / 3, atol=1e-6)
 
@@ -125,7 +125,9 @@ def test_a_chain_of_pre_norm_blocks(p: float) -> None:
     x, weights = torch.randn(12, 40), [torch.randn(40) for _ in range(4)]
     results = []
     for module, dtype in ((ops, torch.float32), (reference, torch.float64)):
-        function = partial(module.dropout_add_layer_norm, p=p, rng=RNG, eps=1e-5, return_sum=True)
+        function = partial(
+            module.dropout_add_layer_norm, dropout_p=p, rng=RNG, eps=1e-5, return_sum=True
+        )
         leaves = [t.to(dtype, copy=True).requires_grad_() for t in (x, *weights)]
         run(function, leaves[0], leaves[1:]).square().sum().backward()
         results.append([leaf.grad for leaf in leaves])
@@ -158,7 +160,7 @@ def test_parameters_in_the_dtype_of_x(rms: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(4)
     inputs, _ = draw(40, 64, dtype, dtype)
     dout = torch.randn(80, 64).to(dtype)
-    settings = {"p": 0.1, "rng": RNG, "return_sum": True}
+    settings = {"dropout_p": 0.1, "rng": RNG, "return_sum": True}
     ours, plain = add_norm(rms, **settings), plain_add_norm(rms, **settings)
     compare(lambda *t: torch.cat(ours(*t)), lambda *t: torch.cat(plain(*t)), inputs, dout)
 
@@ -192,7 +194,7 @@ def test_rms_norm_of_zeros_is_zero() -> None:
 def test_no_rows(rms: bool) -> None:
     inputs, _ = draw(0, 16, torch.float32)
     leaves = [x.requires_grad_() for x in inputs]
-    total, y = add_norm(rms, p=0.1, rng=RNG, return_sum=True)(*leaves)
+    total, y = add_norm(rms, dropout_p=0.1, rng=RNG, return_sum=True)(*leaves)
     assert total.shape == y.shape == (0, 16)
     torch.cat([total, y]).sum().backward()
     for x in leaves:
@@ -219,7 +221,7 @@ def test_same_bits_whatever_the_threads(rms: bool) -> None:
     torch.manual_seed(6)
     inputs, _ = draw(500, 96, torch.float32)
     dout = torch.randn(1000, 96)
-    run = add_norm(rms, p=0.1, rng=RNG, return_sum=True)
+    run = add_norm(rms, dropout_p=0.1, rng=RNG, return_sum=True)
     assert_same_bits_whatever_the_threads(
         lambda: results_of(lambda *t: torch.cat(run(*t)), inputs, dout)
     )
@@ -239,7 +241,7 @@ def test_compiles_without_graph_breaks(rms: bool) -> None:
     leaves = [t.requires_grad_() for t in draw(6, 20, torch.bfloat16)[0]]
 
     def f(x: Tensor, residual: Tensor, weight: Tensor, x_bias: Tensor) -> Tensor:
-        run = add_norm(rms, p=0.1, rng=RNG, return_sum=True)
+        run = add_norm(rms, dropout_p=0.1, rng=RNG, return_sum=True)
         total, y = run(x * 2, residual, weight, x_bias)
         return total.float().square().sum() + y.float().square().sum()
 

@@ -69,9 +69,8 @@ def test_row_mask_is_the_reference_bit_for_bit(hidden: int, p: float) -> None:
     # The embedding operator drops after LayerNorm: weight 0, bias 1 leaves the mask itself.
     ids = torch.zeros(rows, dtype=torch.int64)
     table = torch.randn(2, hidden)
-    out = ops.embedding_layer_norm(
-        ids, ids, ids, table, table, table, torch.zeros(hidden), torch.ones(hidden), p=p, rng=rng
-    )
+    norm = (torch.zeros(hidden), torch.ones(hidden))
+    out = ops.embedding_layer_norm(*[ids] * 3, *[table] * 3, *norm, dropout_p=p, rng=rng)
     kept = reference.row_mask(rng, p, rows, hidden)
     assert torch.equal(out != 0, kept)
     if kept.any():

@@ -215,7 +215,7 @@ def dropout_add_layer_norm(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    p: float = 0.0,
+    dropout_p: float = 0.0,
     eps: float = 1e-12,
     x_bias: Tensor | None = None,
     rng: Tensor | None = None,
@@ -224,9 +224,9 @@ def dropout_add_layer_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LN(residual + dropout(x + x_bias)) over the last dimension."""
     y = x if x_bias is None else x + x_bias.to(x.dtype)
-    if p > 0.0 and rng is not None:
+    if dropout_p > 0.0 and rng is not None:
         flat = y.reshape(-1, y.shape[-1])
-        y = (flat * row_mask(rng, p, *flat.shape)).view_as(y) * dropout_scale(p)
+        y = (flat * row_mask(rng, dropout_p, *flat.shape)).view_as(y) * dropout_scale(dropout_p)
     if residual is not None:
         y = residual + y
     weight, bias = weight.to(y.dtype), None if bias is None else bias.to(y.dtype)
@@ -288,15 +288,15 @@ def embedding_layer_norm(
     ln_weight: Tensor,
     ln_bias: Tensor,
     *,
-    p: float = 0.0,
+    dropout_p: float = 0.0,
     eps: float = 1e-12,
     rng: Tensor | None = None,
 ) -> Tensor:
     """dropout(LN(word + position + token type))."""
     x = word[input_ids] + position[position_ids] + token_type[token_type_ids]
     y = functional.layer_norm(x, x.shape[-1:], ln_weight, ln_bias, eps)
-    if p > 0.0 and rng is not None:
-        y = y * row_mask(rng, p, *y.shape) * dropout_scale(p)
+    if dropout_p > 0.0 and rng is not None:
+        y = y * row_mask(rng, dropout_p, *y.shape) * dropout_scale(dropout_p)
     return y
 
 
