@@ -8,10 +8,10 @@ import typing
 
 import pytest
 
-from bert_unpad.pretrain.config import ConfigError, ScheduleConfig, read_config
+from bert_unpad.pretrain.config import ConfigError, ScheduleConfig, read_config, rules
 from bert_unpad.pretrain.growth import Growth, Stage
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
-from bert_unpad.pretrain.update.schedule import lr_factor, warmup_updates
+from bert_unpad.pretrain.update.schedule import _SHAPES, lr_factor, warmup_updates
 from tests.support.paths import CONFIGS, ROOT
 
 BASE = ["--batching.global_batch_size", "8", "--schedule.total_steps", "100"]
@@ -115,6 +115,10 @@ def test_a_stable_decay_may_fill_the_run():
 
 
 NAMES = typing.get_args(typing.get_type_hints(ScheduleConfig)["name"])
+
+
+def test_every_shape_says_which_options_it_reads():
+    assert set(NAMES) == _SHAPES.keys() == rules._SHAPE_OPTIONS.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)
