@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from bert_unpad.data.hdf5.checks import open_file
 from bert_unpad.data.hdf5.index import length_index
 from bert_unpad.data.hdf5.layout import layout_of, read_examples
+from bert_unpad.data.readers.ranges import may_keep_open
 from bert_unpad.data.store.dataset import count_targets
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks
 
@@ -72,6 +73,7 @@ class Hdf5Dataset:
             self.files, max_seq_length, self._cache_dir, progress
         )
         self._open: OrderedDict[int, h5py.File] = OrderedDict()
+        may_keep_open(self, max_open)
         # Training and evaluation read in different threads, and one must not close a file while the
         # other reads. HDF5 itself runs only one thread at a time anyway.
         self._lock = threading.Lock()
@@ -117,7 +119,7 @@ class Hdf5Dataset:
     def _file(self, number: int) -> h5py.File:
         file = self._open.pop(number, None)
         if file is None:
-            while len(self._open) >= self._max_open:
+            while len(self._open) >= may_keep_open(self, self._max_open):
                 self._open.popitem(last=False)[1].close()
             file = open_file(self.files[number])
             try:

@@ -25,11 +25,9 @@ from bert_unpad._files import sync_file
 from bert_unpad.data.building.engines import Processes, available_cores
 from bert_unpad.data.store.cache import cache_lock
 from bert_unpad.data.store.manifest import DamagedDataError
+from bert_unpad.data.store.mapped import map_file
 
 logger = logging.getLogger(__name__)
-
-MAX_MAPS = 256
-"""Files that are memory-mapped for good: each stays open, of 1,024 that a process may have open."""
 
 Loaded = TypeVar("Loaded")
 _LARGE = 2**28  # bytes of files from which starting processes, 3 seconds, pays
@@ -133,20 +131,27 @@ def save_arrays(folder: Path, **arrays: NDArray) -> None:
         np.save(folder / f"{name}.npy", array, allow_pickle=False)
 
 
-def load_array(folder: Path, name: str, dtype: type, mapped: bool = True) -> NDArray:
+def load_array(folder: Path, name: str, dtype: type | np.dtype, mapped: bool = True) -> NDArray:
     """Opens an array [N] that `save_arrays` wrote.
 
     Args:
         folder: where it is.
         name: its name.
         dtype: its type.
-        mapped: map it instead of reading it.
+        mapped: map it, which keeps no file open, instead of reading it.
 
     Raises:
-        OSError, EOFError, ValueError: it is missing, cut off, or another array.
+        OSError, ValueError: it is missing, cut off, or another array.
     """
-    mode = "r" if mapped else None
-    array = np.load(folder / f"{name}.npy", mmap_mode=mode, allow_pickle=False)
-    if array.ndim != 1 or array.dtype != dtype:
-        raise ValueError(f"{name}: {array.dtype} {list(array.shape)}")
-    return array.view(np.ndarray)
+    path, dtype = folder / f"{name}.npy", np.dtype(dtype)
+    with path.open("rb") as file:
+        version = np.lib.format.read_magic(file)
+        if version != (1, 0):  # that of all arrays without names of fields
+            raise ValueError(f"{name}: version {version}")
+        shape, _, found = np.lib.format.read_array_header_1_0(file)
+        begin, size = file.tell(), os.fstat(file.fileno()).st_size
+    if len(shape) != 1 or found != dtype or size != begin + shape[0] * dtype.itemsize:
+        raise ValueError(f"{name}: {found} {list(shape)} in {size:,} bytes")
+    if not mapped:
+        return np.fromfile(path, dtype, offset=begin)
+    return map_file(path, np.dtype(np.uint8), size)[begin:].view(dtype)

@@ -9,7 +9,7 @@ NAME.bin has the ids of all sequences, one after another. NAME.idx has, little-e
     a mode of each sequence, int8 [S], in multimodal data sets only
 
 Format: `megatron/core/datasets/indexed_dataset.py` of Megatron-LM. The index is memory-mapped, so
-there is nothing to index.
+there is nothing to index; no file stays open.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from bert_unpad.data.readers import Setting, find_files
-from bert_unpad.data.readers.cached import MAX_MAPS
 from bert_unpad.data.readers.tokens import TokenDataset, TokenFile
 from bert_unpad.data.store.manifest import DamagedDataError
+from bert_unpad.data.store.mapped import map_file
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEAD = struct.Struct("<9sQBQQ")
@@ -44,11 +44,10 @@ def _open_files(path: Path, whole: bool, without: Path | None) -> list[TokenFile
         path = path.with_suffix(".idx")
     if without is not None and without.suffix == ".bin":
         without = without.with_suffix(".idx")
-    files = find_files(path, "megatron", without)
-    return [_open(file, whole, len(files) <= MAX_MAPS) for file in files]
+    return [_open(file, whole) for file in find_files(path, "megatron", without)]
 
 
-def _open(index: Path, whole: bool, mapped: bool) -> TokenFile:
+def _open(index: Path, whole: bool) -> TokenFile:
     def fail(message: str) -> DamagedDataError:
         return DamagedDataError(f"{index}: {message}")
 
@@ -56,10 +55,7 @@ def _open(index: Path, whole: bool, mapped: bool) -> TokenFile:
     if not ids.is_file():
         raise fail(f"expected its ids in {ids}, which does not exist")
     size = index.stat().st_size
-    data = np.empty(0, np.uint8)
-    if size:
-        data = np.memmap(index, np.uint8, mode="r") if mapped else np.fromfile(index, np.uint8)
-        data = data.view(np.ndarray)
+    data = map_file(index, np.dtype(np.uint8), size)
     if size < _HEAD.size or bytes(data[:9]) != _MAGIC:
         raise fail("expected an index of Megatron, which begins with MMIDIDX")
     _, version, code, count, borders = _HEAD.unpack(bytes(data[: _HEAD.size]))

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from bert_unpad.data.readers import Setting, find_files
-from bert_unpad.data.readers.cached import MAX_MAPS, cached_each, load_array, save_arrays
+from bert_unpad.data.readers.cached import cached_each, load_array, save_arrays
 from bert_unpad.data.readers.tokens import TokenDataset, TokenFile
 from bert_unpad.data.store.manifest import DamagedDataError
 
@@ -33,21 +33,19 @@ def _open_files(path: Path, setting: Setting) -> list[TokenFile]:
     files = find_files(path, "parquet", setting.without)
     column = setting.options.get("column", "input_ids")
     dtype = np.dtype("<u2" if setting.vocab_size <= 65_536 else "<u4")
-    mapped = 2 * len(files) <= MAX_MAPS
-
     entries = [
         (
             *(setting.cache_dir, "parquet-1", [file], [column, setting.vocab_size]),
             functools.partial(_convert, file, column, dtype, setting.vocab_size),
-            functools.partial(_load, file, dtype, mapped),
+            functools.partial(_load, file, dtype),
         )
         for file in files
     ]
     return cached_each(entries, "converting", setting.progress)
 
 
-def _load(path: Path, dtype: np.dtype, mapped: bool, folder: Path) -> TokenFile:
-    begins, lengths = (load_array(folder, name, np.int64, mapped) for name in _ARRAYS)
+def _load(path: Path, dtype: np.dtype, folder: Path) -> TokenFile:
+    begins, lengths = (load_array(folder, name, np.int64) for name in _ARRAYS)
     found = (folder / _IDS).stat().st_size
     if len(begins) != len(lengths) or found != lengths.sum() * dtype.itemsize:
         raise ValueError(f"{_IDS}: {found:,} bytes")

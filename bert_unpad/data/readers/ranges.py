@@ -21,6 +21,20 @@ from numpy.typing import NDArray
 
 from bert_unpad.data.store.manifest import DamagedDataError
 
+_MOST_OPEN = 256  # files of all readers, of 1,024 that a process may have open
+_readers: weakref.WeakSet[object] = weakref.WeakSet()
+
+
+def may_keep_open(reader: object, most: int) -> int:
+    """How many files a reader may keep open: fewer with more readers, as a mixture has them.
+
+    Args:
+        reader: asks when it is made and before it opens a file.
+        most: largest number for one reader.
+    """
+    _readers.add(reader)
+    return max(1, min(most, _MOST_OPEN // len(_readers)))
+
 
 class FileRanges:
     """Some files to read from; any thread may.
@@ -36,6 +50,7 @@ class FileRanges:
         self._open: OrderedDict[int, int] = OrderedDict()
         self._lock = threading.Lock()  # one thread must not close a file while another reads it
         weakref.finalize(self, _close_all, self._open)
+        may_keep_open(self, max_open)
 
     def read(
         self, files: NDArray[np.int64], begins: NDArray[np.int64], sizes: NDArray[np.int64]
@@ -70,7 +85,7 @@ class FileRanges:
         if handle is not None:
             self._open.move_to_end(number)
             return handle
-        while len(self._open) >= self._max_open:
+        while len(self._open) >= may_keep_open(self, self._max_open):
             os.close(self._open.popitem(last=False)[1])
         try:
             handle = self._open[number] = os.open(self._paths[number], os.O_RDONLY | os.O_CLOEXEC)

@@ -31,7 +31,7 @@ Made = TypeVar("Made")
 def by_all_or_each(
     make: Callable[..., Made], name: Callable[[int], str], *columns: Sequence[Any]
 ) -> Made:
-    """Calls a function for all records; if it fails, for each, so that the error names the record.
+    """Calls a function once with all records; if that fails, finds the record to name in the error.
 
     Args:
         make: called with the columns.

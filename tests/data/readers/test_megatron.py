@@ -46,12 +46,6 @@ def test_documents_of_several_sentences(tmp_path):
     assert open_all(tmp_path, tmp_path, add="none", unit="sequence") == sentences
 
 
-def test_without_maps_it_reads_the_same(tmp_path, monkeypatch):
-    write_megatron(tmp_path / "data", SEQUENCES)
-    monkeypatch.setattr(megatron, "MAX_MAPS", 0)
-    assert open_all(tmp_path, tmp_path) == SEQUENCES
-
-
 def test_no_sequences(tmp_path):
     write_megatron(tmp_path / "data", [])
     assert open_all(tmp_path, tmp_path) == []

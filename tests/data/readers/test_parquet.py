@@ -72,9 +72,6 @@ def test_files_are_converted_once_until_they_change(tmp_path, monkeypatch):
     dataset = parquet.open_split(data, setting(tmp_path))
     assert converted == [data / "b.parquet"]
     assert examples_of(dataset, [42, 0]) == [SEQUENCES[2], SEQUENCES[0]]
-    # With more files than may stay open, the arrays are read instead of mapped.
-    monkeypatch.setattr(parquet, "MAX_MAPS", 0)
-    assert examples_of(parquet.open_split(data, setting(tmp_path)), [42]) == [SEQUENCES[2]]
 
 
 @pytest.mark.parametrize("name", ["ids.bin", "begins.npy", "lengths.npy"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 
 import numpy as np
 import pytest
 
 from bert_unpad.data import BalancedSampler, DamagedDataError, PackedCollator, WordPieceTokenizer
-from bert_unpad.data.readers import megatron
+from bert_unpad.data.readers import megatron, open_split
 from bert_unpad.data.readers.ranges import FileRanges
 from tests.support.masked_examples import CLS, LONGEST, SEP, VOCAB
 from tests.support.token_files import examples_of, random_sequences, setting, write_megatron
@@ -54,6 +55,38 @@ def test_long_sequences_are_an_error_unless_an_option_says_more(tmp_path):
         open_sequences(tmp_path, sequences, add="cls,sep")
     with pytest.raises(ValueError, match=r"expected the option add=.* with long=split"):
         open_sequences(tmp_path, sequences, long="split")
+
+
+def write_parquet(path, sequences):
+    pa, pq = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    pq.write_table(pa.table({"input_ids": pa.array(sequences, pa.list_(pa.int32()))}), path)
+
+
+@pytest.mark.parametrize("kind", ["megatron", "parquet"])
+def test_more_files_than_a_process_may_open(tmp_path, kind):
+    write = {"megatron": write_megatron, "parquet": write_parquet}[kind]
+    data, sequences = tmp_path / "data", random_sequences(150)
+    data.mkdir()
+    for number, ids in enumerate(sequences):
+        write(data / f"{number:03}.{kind}", [ids])
+    before = len(os.listdir("/proc/self/fd"))
+    dataset = open_split(kind, data, setting(tmp_path))
+    assert len(os.listdir("/proc/self/fd")) <= before
+    order = np.random.default_rng(2).permutation(150).tolist()
+    assert examples_of(dataset, order) == [sequences[i] for i in order]
+    assert len(os.listdir("/proc/self/fd")) <= before + 64
+
+
+def test_many_readers_share_the_files_that_may_be_open(tmp_path):
+    paths = [tmp_path / str(number) for number in range(20)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([number]))
+    before, ones = len(os.listdir("/proc/self/fd")), np.ones(20, np.int64)
+    readers = [FileRanges(paths) for _ in range(20)]
+    for reader in readers:
+        found = reader.read(np.arange(20), 0 * ones, ones)
+        assert b"".join(found) == bytes(range(20))
+    assert before + 20 <= len(os.listdir("/proc/self/fd")) <= before + 256
 
 
 def test_sequences_without_special_tokens_are_noticed(tmp_path):
