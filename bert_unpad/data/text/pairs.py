@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from bert_unpad._text import gather
 from bert_unpad.data.objective import SecondSegment
 from bert_unpad.data.text.corpus import TokenizedCorpus
 from bert_unpad.data.text.tokenizer import TextTokenizer
@@ -23,7 +24,7 @@ from bert_unpad.data.text.tokenizer import TextTokenizer
 MIN_SEQ_LENGTH = 5  # [CLS] a [SEP] b [SEP] with one token each
 SPECIAL_PER_PAIR = 3
 PairBounds = tuple[int, int, int, int, int]  # see `PairDrawer.draw`
-Columns = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+Columns = tuple[NDArray[np.integer], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 BLOCK = 4096  # examples gathered at a time: about 1 MB of tokens at length 128
 
 
@@ -193,19 +194,15 @@ def gather_pairs(
         pairs: [B, 5], at least one, from `PairDrawer.draw`.
 
     Returns:
-        Tokens of all examples end to end, [sum of lengths]; and the lengths, the index of the
-        second segment's first token within each example, and the labels of the pairs, [B] each.
+        Tokens of all examples end to end, [sum of lengths], in the dtype of `tokens`; and the
+        lengths, the index of the second segment's first token within each example, and the labels
+        of the pairs, [B] each.
     """
     a, a_end, b, b_end, labels = pairs.T
-    second_starts = a_end - a + 2
-    has_b = b_end > b
-    lengths = second_starts + np.where(has_b, b_end - b + 1, 0)
-    ends = np.cumsum(lengths)
-    begins = ends - lengths
-    packed = np.full(ends[-1], tokenizer.sep_id, np.int64)  # keeps [SEP] between the segments
-    packed[begins] = tokenizer.cls_id
-    for source, source_end, target in ((a, a_end, begins + 1), (b, b_end, begins + second_starts)):
-        sizes = source_end - source
-        step = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        packed[np.repeat(target, sizes) + step] = tokens[np.repeat(source, sizes) + step]
-    return packed, lengths, second_starts, labels
+    zero, one, has_b = np.zeros_like(a), np.ones_like(a), (b_end > b).astype(np.int64)
+    # [CLS] a [SEP] b [SEP]: parts of two arrays, where an example without b lacks the last two.
+    arrays = [tokens, np.array([tokenizer.cls_id, tokenizer.sep_id], tokens.dtype)]
+    begins = np.stack([zero, a, one, b, one], axis=1)
+    sizes = np.stack([one, a_end - a, one, b_end - b, has_b], axis=1)
+    packed = gather(arrays, np.tile([1, 0, 1, 0, 1], len(pairs)), begins.ravel(), sizes.ravel())
+    return packed, sizes.sum(axis=1), a_end - a + 2, labels
