@@ -20,7 +20,7 @@ from bert_unpad.data.building.blocks import BLOCK_BYTES, check_outside
 from bert_unpad.data.building.build import MEMORY, check_settings, example_settings
 from bert_unpad.data.building.engines import Engine, InProcess, Processes, available_cores
 from bert_unpad.data.building.join import join_parts
-from bert_unpad.data.building.parts import Part
+from bert_unpad.data.building.parts import ABSENT_SECONDS, Part
 from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.building.ray_engine import Ray
 from bert_unpad.data.building.summary import summary
@@ -122,6 +122,12 @@ def _add_work_options(group: argparse._ArgumentGroup) -> None:
         help="of a part: read must end in all parts before examples begins (default: both, waiting "
         "for the other parts, which have to run at the same time)",
     )
+    group.add_argument(
+        "--wait",
+        type=above_zero,
+        default=ABSENT_SECONDS / 60,
+        help="of a part without --stage: minutes to wait for other parts that have not begun",
+    )
 
 
 def _part(text: str) -> Part:
@@ -187,7 +193,7 @@ def _prepare(options: argparse.Namespace) -> None:
         if options.stage != "examples":
             pipeline.read()
         if options.stage != "read":
-            pipeline.plan_with_others(wait=options.stage is None)
+            pipeline.plan_with_others(options.stage is None, 60 * options.wait)
             pipeline.make_examples()
     print(f"part {options.part.number} of {options.part.count} is done; after all: merge")
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from bert_unpad.data import DamagedDataError, DataConfig, prepare
+from bert_unpad.data.building import summary
 from bert_unpad.data.building.build_lock import build_lock
 from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.building.streams import divide
@@ -51,7 +52,8 @@ def prepared(text, tmp_path_factory):
     return output
 
 
-def test_summary_and_what_is_written(text, prepared, tmp_path, capsys):
+def test_summary_and_what_is_written(text, prepared, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(summary, "AT_ONCE", 100)
     assert main(arguments(text, tmp_path / "out", "--workers", "2", "--memory", "1.5")) == 0
     said = capsys.readouterr().out
     data = prepare(DataConfig(f"shards:{prepared}", max_seq_length=48), progress=False)
@@ -59,7 +61,10 @@ def test_summary_and_what_is_written(text, prepared, tmp_path, capsys):
     assert f"longest {data.train.lengths.max()}" in said
     for stage in ("read", "duplicates", "vocabulary", "tokenize", "examples"):
         assert f"\n{stage}: " in said
-    assert said.count("MB/s a worker") == 3
+    assert said.count("MB/s a worker") == 5
+    lengths = data.train.lengths
+    quantiles = np.quantile(lengths, [0.25, 0.5, 0.75, 0.95], method="inverted_cdf").tolist()
+    assert "quartiles {}, {}, {}, 95 % up to {}, longest".format(*quantiles) in said
     assert contents(tmp_path / "out") == contents(prepared)
     assert main(arguments(text, tmp_path / "out")) == 0
     assert "is complete; remove it to prepare it again" in capsys.readouterr().out
@@ -259,6 +264,7 @@ def test_check_finds_what_opening_does_not(prepared, tmp_path, capsys):
         (["--memory", "inf"], "--memory: expected a number of 0 or more, got 'inf'"),
         (["--block-mb", "nan"], "--block-mb: expected a number of 0 or more, got 'nan'"),
         (["--vocab-sample-mb", "-1"], "--vocab-sample-mb: expected a number of 0 or more"),
+        (["--wait", "0"], "--wait: expected a number above 0, got '0'"),
         (["--workers", "0"], "--workers: expected an integer of 1 or more, got '0'"),
         (["--address", "auto"], "--address: expected --engine ray beside it, got auto"),
         (["--block-mb", "0"], "--block-mb: expected a number above 0, got '0'"),

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad._files import read_json_object, write_text
-from bert_unpad.data.building.build_lock import LOCK
+from bert_unpad.data.building.build_lock import LOCK, one_at_a_time
 from bert_unpad.data.building.duplicates import count_duplicates, distinct
 from bert_unpad.data.building.spool import SpooledBlock
 from bert_unpad.data.building.streams import Streams
@@ -111,6 +111,14 @@ class Build:
 
     def block(self, number: int) -> SpooledBlock:
         return SpooledBlock(self.spool, number)
+
+    def not_read(self) -> Iterable[int]:
+        """The blocks, or streams, that are still to be read; block 0 if none has begun."""
+        count = self.number_of_blocks()
+        if count is None:
+            missing = self.streams.missing()
+            return [0] if missing is None else missing
+        return (number for number in range(count) if not self.block(number).is_done)
 
     # What is found out once, for all workers.
 
@@ -233,12 +241,18 @@ def begin_build(build: Build, about: dict[str, Any]) -> None:
     """
     path = build.work / ABOUT
     about = {**about, "block_bytes": build.block_bytes}
-    if path.exists():
-        found = read_json_object(path)
-        if about["content"] is not None:  # the same files, perhaps by another name
-            about["source"] = found.get("source")
-        check_settings(build.folder, found, about)
-        return
+    if not path.exists():
+        _make_folders(build)
+        with one_at_a_time(build.work / "begin.lock"):  # others may begin with other settings
+            if not path.exists():
+                write_text(path, json.dumps(about))
+    found = read_json_object(path)
+    if about["content"] is not None:  # the same files, perhaps by another name
+        about["source"] = found.get("source")
+    check_settings(build.folder, found, about)
+
+
+def _make_folders(build: Build) -> None:
     if build.folder.exists():
         others = sorted(other.name for other in build.folder.iterdir() if other != build.work)
         if others:
@@ -249,7 +263,6 @@ def begin_build(build: Build, about: dict[str, Any]) -> None:
     for folder in (build.spool, build.duplicates, *(build.work / split for split in SPLITS)):
         folder.mkdir(parents=True, exist_ok=True)
     (build.work / LOCK).touch()
-    write_text(path, json.dumps(about))
 
 
 def check_settings(folder: Path, found: dict[str, Any], about: dict[str, Any]) -> None:

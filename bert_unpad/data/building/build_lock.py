@@ -5,10 +5,10 @@ from __future__ import annotations
 import fcntl
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from bert_unpad.data.store.cache import NO_LOCKS
+from bert_unpad.data.store.cache import NO_LOCKS, cache_lock
 
 logger = logging.getLogger(__name__)
 
@@ -57,3 +57,18 @@ def build_lock(work: Path, *, alone: bool) -> Iterator[None]:
         if not path.exists():
             raise gone
         yield  # closing the file releases the lock
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Lets processes do something one after the other that all may do with the same result.
+
+    Where the file system has no locks, they do it at once.
+
+    Args:
+        path: a file for the lock.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):
+            stack.enter_context(cache_lock(path))
+        yield

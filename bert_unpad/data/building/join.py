@@ -16,11 +16,12 @@ import numpy as np
 from bert_unpad._files import read_json_object, sync_folder
 from bert_unpad.data.building.build import ABOUT, Build, open_build
 from bert_unpad.data.building.build_lock import LOCK, build_lock
+from bert_unpad.data.building.parts import to_run
 from bert_unpad.data.objective import SECOND_SEGMENTS
 from bert_unpad.data.store.manifest import MANIFEST
 from bert_unpad.data.store.prepared import SPLITS, is_prepared, read_prepared, write_prepared
 from bert_unpad.data.store.shard_writer import Column, write_shard_manifest
-from bert_unpad.data.store.shards import ShardDataset
+from bert_unpad.data.store.shards import AT_ONCE, ShardDataset
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,11 @@ def join_pieces(folder: Path) -> dict[str, int]:
     build, about = open_build(folder)
     corpus, source = build.corpus(), about["source"]
     if corpus is None:
-        raise ValueError(f"output: expected parts that have read {source}, got none in {folder}")
+        left = to_run(build.work, list(build.not_read()) or [0])  # the first one plans
+        raise ValueError(
+            f"output: expected parts that have read all of {source} in {folder}; run {left} to the "
+            "end"
+        )
     statistics = {"documents": corpus.documents, "duplicates": corpus.duplicates}
     for split in SPLITS:
         count = build.pieces(split, corpus.blocks)
@@ -69,7 +74,8 @@ def join_pieces(folder: Path) -> dict[str, int]:
             names = ", ".join(str(number) for number in missing[:_SHOWN])
             raise ValueError(
                 f"output: expected {count} finished blocks of {split} in {folder}; missing: "
-                f"{names}{', ...' if len(missing) > _SHOWN else ''}; run the parts to their end"
+                f"{names}{', ...' if len(missing) > _SHOWN else ''}; run "
+                f"{to_run(build.work, missing)} to the end"
             )
     for split in SPLITS:
         _join(build, split, build.pieces(split, corpus.blocks))
@@ -96,7 +102,12 @@ def _check_labels(folder: Path, source: str, about: dict[str, Any]) -> None:
     """Warns of pairs that hardly ever have a random second segment."""
     if about["objective"] != SECOND_SEGMENTS["mlm_nsp"]:
         return
-    share = float((ShardDataset(folder / "train", verify=False).next_sentence_labels == 1).mean())
+    labels = ShardDataset(folder / "train", verify=False).next_sentence_labels
+    random = sum(
+        np.count_nonzero(labels[begin : begin + AT_ONCE] == 1)
+        for begin in range(0, len(labels), AT_ONCE)
+    )
+    share = random / len(labels)
     if share < _FEW_RANDOM:
         logger.warning(
             "%s: only %.0f %% of the pairs have a random second segment, instead of about half, as "

@@ -1,18 +1,20 @@
 """Runs that share a preparation: which blocks each of them does, and what they tell each other.
 
 While it is at work, a part renews the time of a file in `work`, its sign of life; when it fails it
-says why in another one. So a part that waits for others ends where one of them has failed or was
-killed.
+says why in another one. So a part that waits for others ends where one of them has failed, was
+killed, or does not begin.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,10 @@ _POLL_SECONDS = 1.0
 _PATIENCE_SECONDS = 30.0  # until another part's failure counts, which may begin again by then
 _BEAT_SECONDS = 10.0
 _SILENT_SECONDS = 300.0  # without a sign of life; then a part counts as killed
+_SHOWN = 8  # parts that a message names
+
+ABSENT_SECONDS = 3600.0
+"""How long a part waits for one that has not begun."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,10 @@ class Part:
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"
 
+    def file(self, work: Path, what: str) -> Path:
+        """The file in `work` that says something of this part."""
+        return work / f"{what}-{self.number}-of-{self.count}"
+
     @property
     def is_first(self) -> bool:
         return self.number == 1
@@ -50,6 +60,27 @@ class Part:
     def doing(self, number: int) -> Part:
         """The part that does a block."""
         return Part(number % self.count + 1, self.count)
+
+
+def to_run(work: Path, blocks: Iterable[int]) -> str:
+    """Names the parts that have to do some blocks, for a message.
+
+    Args:
+        work: folder of intermediate files.
+        blocks: numbers of blocks, or of streams.
+
+    Returns:
+        For example "part 2/3 (which has not begun), part 3/3"; "the parts" where it is not known
+        how many there are.
+    """
+    marks = (re.fullmatch(r"begun-(\d+)-of-(\d+)", path.name) for path in work.glob("begun-*"))
+    begun = {Part(*map(int, mark.groups())) for mark in marks if mark}
+    if len({part.count for part in begun}) != 1:
+        return "the parts"
+    one = next(iter(begun))
+    parts = sorted({one.doing(block) for block in blocks}, key=lambda part: part.number)
+    shown = (f"part {part}{' (which has not begun)' * (part not in begun)}" for part in parts)
+    return ", ".join([*itertools.islice(shown, _SHOWN), *["..."] * (len(parts) > _SHOWN)])
 
 
 class OtherParts:
@@ -82,7 +113,8 @@ class OtherParts:
         if self._part.count == 1:
             yield
             return
-        sign, ended = self._sign(self._part), threading.Event()
+        sign, ended = self._part.file(self._work, "alive"), threading.Event()
+        self._part.file(self._work, "begun").touch()
         sign.touch()
 
         def renew() -> None:
@@ -100,31 +132,46 @@ class OtherParts:
             with contextlib.suppress(OSError):
                 sign.unlink()
 
-    def wait_for(self, awaited: Callable[[], Part | None], what: str) -> None:
+    def wait_for(
+        self,
+        awaited: Callable[[], Part | None],
+        what: str,
+        absent_seconds: float = ABSENT_SECONDS,
+    ) -> None:
         """Waits until other parts have done something.
 
         Args:
             awaited: returns one that has not done it; None when all have.
             what: they do.
+            absent_seconds: how long to wait for a part that is not at work.
 
         Raises:
-            RuntimeError: another part has failed, the awaited one has given no sign of life for
-                minutes, or parts of another number work in the same folder.
+            RuntimeError: another part has failed, the awaited one has not begun or has given no
+                sign of life for minutes, or parts of another number work in the same folder.
         """
         if awaited() is None:
             return
         logger.info("waiting until the other parts have finished %s", what)
         begun = time.monotonic()
         signs: dict[Path, tuple[int, float]] = {}  # their times, and when each was first seen
+        absent: set[Part] = set()
         with self.told_of_life(), self.told_of_failures():
             while (part := awaited()) is not None:
-                if time.monotonic() - begun >= _PATIENCE_SECONDS:
+                waited = time.monotonic() - begun
+                if waited >= _PATIENCE_SECONDS:
                     self._check_failures()
                 self._check_signs(signs, part)
+                if part.file(self._work, "alive") not in signs:
+                    if waited > absent_seconds:
+                        raise RuntimeError(
+                            f"part {part} has not begun within {absent_seconds / 60:g} minutes; "
+                            "run it, and this one; where not all parts run at the same time, run "
+                            "all with --stage read before any with --stage examples"
+                        )
+                    if part not in absent:
+                        logger.info("part %s is not at work yet: start it", part)
+                    absent.add(part)
                 time.sleep(_POLL_SECONDS)
-
-    def _sign(self, part: Part) -> Path:
-        return self._work / f"alive-{part.number}-of-{part.count}"
 
     def _check_failures(self) -> None:
         for path in sorted(self._work.glob("failed-*.json")):
@@ -149,7 +196,7 @@ class OtherParts:
                         f"part: expected parts of one number at work in {self._work.parent}, got "
                         f"{self._part} and {number}/{count}; stop those of one number"
                     )
-        _, since = signs.get(self._sign(awaited), (0, now))  # perhaps it has not begun yet
+        _, since = signs.get(awaited.file(self._work, "alive"), (0, now))  # or has not begun
         if now - since > _SILENT_SECONDS:
             raise RuntimeError(
                 f"part {awaited} has given no sign of life for {_SILENT_SECONDS:g} seconds, "

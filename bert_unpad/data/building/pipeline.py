@@ -22,16 +22,15 @@ from tqdm import tqdm
 
 from bert_unpad.data.building.blocks import BLOCK_BYTES, Block, cut, identity
 from bert_unpad.data.building.build import MEMORY, Build, Corpus, begin_build, example_settings
-from bert_unpad.data.building.build_lock import build_lock
+from bert_unpad.data.building.build_lock import build_lock, one_at_a_time
 from bert_unpad.data.building.duplicates import duplicates_path, find_duplicates, num_ranges
 from bert_unpad.data.building.engines import Engine
 from bert_unpad.data.building.join import join_pieces, missing_pieces
-from bert_unpad.data.building.parts import OtherParts, Part
+from bert_unpad.data.building.parts import ABSENT_SECONDS, OtherParts, Part, to_run
 from bert_unpad.data.building.pieces import make_piece
 from bert_unpad.data.building.spool import spool_block
 from bert_unpad.data.building.streams import divide, spool_stream
 from bert_unpad.data.config import DataConfig
-from bert_unpad.data.store.cache import cache_lock
 from bert_unpad.data.store.prepared import SPLITS
 from bert_unpad.data.text.json_tokenizer import given_tokenizer
 from bert_unpad.data.text.sources import Source
@@ -179,46 +178,40 @@ class Pipeline:
                 self.report.add(spool_stream(*one, lambda done: bar.update(done["bytes"])))
 
     def _not_read(self) -> Part | None:
-        """The part that has to read the first block, or stream, that is missing; None if none is.
-
-        Where their number is not known yet, it is the first part.
-        """
-        count = self.build.number_of_blocks()
-        if count is None:
-            missing = self.build.streams.missing()
-            left = [0] if missing is None else missing
-        else:
-            left = (number for number in range(count) if not self.build.block(number).is_done)
-        return next(map(self._part.doing, left), None)
+        """The part that has to read what is missing first; None if nothing is."""
+        return next(map(self._part.doing, self.build.not_read()), None)
 
     def _is_planned(self) -> bool:
         return self.build.corpus() is not None and (self.build.folder / "tokenizer").exists()
 
-    def plan_with_others(self, wait: bool) -> None:
+    def plan_with_others(self, wait: bool, absent_seconds: float = ABSENT_SECONDS) -> None:
         """Plans once for all parts.
 
         Args:
             wait: wait until the other parts, which run at the same time, have done their share;
                 the first part plans. Otherwise all of them must have read before.
+            absent_seconds: how long to wait for a part that has not begun.
 
         Raises:
             RuntimeError: see `OtherParts.wait_for`.
             ValueError: see `plan`.
         """
         if not wait:
-            if not self._is_planned() and self._not_read() is not None:
+            missing = [] if self._is_planned() else list(self.build.not_read())
+            if missing:
                 raise ValueError(
-                    f"stage: expected all parts to have read {self._source.name}; run those that "
-                    "have not been run to their end with --stage read"
+                    f"stage: expected all parts to have read {self._source.name}; run "
+                    f"{to_run(self.build.work, missing)} with --stage read to the end"
                 )
             self.plan()
         elif self._part.is_first:
-            self._others.wait_for(self._not_read, "reading")
+            self._others.wait_for(self._not_read, "reading", absent_seconds)
             self.plan()
         else:
             first = self._part.doing(0)
             self._others.wait_for(
-                lambda: None if self._is_planned() else first, "reading and the vocabulary"
+                lambda: None if self._is_planned() else first,
+                *("reading and the vocabulary", absent_seconds),
             )
 
     def plan(self) -> None:
@@ -227,9 +220,7 @@ class Pipeline:
         Raises:
             ValueError: there is no text, or the vocabulary cannot be trained.
         """
-        with self._at_work(), contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # without locks several parts plan, with one result
-                stack.enter_context(cache_lock(self.build.work / "plan.lock"))
+        with self._at_work(), one_at_a_time(self.build.work / "plan.lock"):
             self._plan()
 
     def _plan(self) -> None:
@@ -245,13 +236,15 @@ class Pipeline:
             logger.warning("%s is a single document: the validation part is empty", source.name)
         if not (build.folder / "tokenizer").exists():
             started = time.perf_counter()
-            self._make_tokenizer(corpus)
+            size = self._make_tokenizer(corpus)
             seconds = time.perf_counter() - started
-            self.report.stages["vocabulary"] = StageReport(0, seconds)
+            self.report.stages["vocabulary"] = StageReport(size, seconds)
 
     def _find_duplicates(self, blocks: int) -> None:
         build = self.build
-        documents = sum(len(build.block(number).records) for number in range(blocks))
+        documents = size = 0
+        for block in map(build.block, range(blocks)):
+            documents, size = documents + len(block.records), size + block.size
         ranges = num_ranges(documents, build.memory - _RESERVED)
         left = [
             (build.spool, build.duplicates, blocks, number, ranges)
@@ -259,12 +252,17 @@ class Pipeline:
             if not duplicates_path(build.duplicates, number, ranges).exists()
         ]
         for done in self._engine.run(find_duplicates, left):
-            self.report.add(done)
+            self.report.add({**done, "bytes": size // ranges})
         build.save_corpus(blocks, ranges)
 
-    def _make_tokenizer(self, corpus: Corpus) -> None:
+    def _make_tokenizer(self, corpus: Corpus) -> int:
+        """Returns about how many bytes of text it was trained on."""
         build, config, tokenizer = self.build, self.build.config, self._tokenizer
+        size = 0
         if tokenizer is None:
+            size = corpus.train_size
+            if config.vocab_sample_mb is not None:
+                size = min(size, int(config.vocab_sample_mb * 1e6))
             logger.info("training a vocabulary of up to %d tokens", config.vocab_size)
             tokenizer = train_tokenizer(
                 config.tokenizer,
@@ -278,6 +276,7 @@ class Pipeline:
         except OSError:
             if not (build.folder / "tokenizer").exists():  # another one may have been quicker
                 raise
+        return size
 
     def make_examples(self) -> None:
         """Makes the examples of this part's blocks."""

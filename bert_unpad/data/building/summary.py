@@ -8,7 +8,7 @@ import numpy as np
 
 from bert_unpad.data.building.pipeline import Report
 from bert_unpad.data.store.prepared import SPLITS
-from bert_unpad.data.store.shards import ShardDataset
+from bert_unpad.data.store.shards import AT_ONCE, MAX_LENGTH, ShardDataset
 
 _QUANTILES = (0.25, 0.5, 0.75, 0.95)
 
@@ -45,7 +45,12 @@ def _lengths(path: Path) -> str:
     lengths = ShardDataset(path, verify=False).lengths
     if not len(lengths):
         return ""
-    quarter, middle, three_quarters, most = np.quantile(lengths, _QUANTILES).astype(int)
+    counts = np.zeros(MAX_LENGTH + 1, np.int64)
+    for begin in range(0, len(lengths), AT_ONCE):  # of all at once, a large corpus has billions
+        counts += np.bincount(lengths[begin : begin + AT_ONCE], minlength=len(counts))
+    up_to = np.cumsum(counts)
+    places = np.multiply(_QUANTILES, len(lengths))
+    quarter, middle, three_quarters, most = np.searchsorted(up_to, places)
     return (
         f"; lengths: mean {lengths.mean():.1f}, quartiles {quarter}, {middle}, {three_quarters}, "
         f"95 % up to {most}, longest {lengths.max()}"

@@ -33,6 +33,7 @@ from bert_unpad.data.store.mapped import map_file
 FORMAT = "bert_unpad shard, version 2"
 MAX_LENGTH = 65_535  # lengths are uint16
 MAX_VOCAB = 2**24  # far above any vocabulary in use
+AT_ONCE = 2**24  # values of a large array that are counted together
 DTYPES = {
     "tokens": (np.uint16, np.uint32),
     "lengths": (np.uint16,),
@@ -306,8 +307,8 @@ class ShardDataset:
         counts = np.zeros(self.vocab_size, np.int64)
         for number, path in enumerate(paths):
             ids = self.masked_labels if self.has_masks else self._tokens_of(number)
-            for begin in range(0, len(ids), 1 << 24):  # in pieces: bincount makes int64 of them
-                piece = ids[begin : begin + (1 << 24)]
+            for begin in range(0, len(ids), AT_ONCE):  # bincount makes int64 of them
+                piece = ids[begin : begin + AT_ONCE]
                 if piece.max() >= self.vocab_size:
                     raise self._wrong_ids(piece, path)
                 counts += np.bincount(piece, minlength=len(counts))

@@ -2,63 +2,30 @@
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import itertools
-import multiprocessing
 import os
 import re
 import shutil
 import signal
-import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bert_unpad.data import DataConfig, ShardDataset
-from bert_unpad.data.building import duplicates, parts, pieces
-from bert_unpad.data.building import pipeline as stages
-from bert_unpad.data.building.build_lock import build_lock
+from bert_unpad.data.building import duplicates, join, pieces
 from bert_unpad.data.building.engines import InProcess, Processes
 from bert_unpad.data.building.join import join_parts
-from bert_unpad.data.building.parts import OtherParts, Part
+from bert_unpad.data.building.parts import Part
 from bert_unpad.data.building.pipeline import LEAST_MEMORY, Pipeline
-from bert_unpad.data.store.prepared import SPLITS, open_prepared
+from bert_unpad.data.store.prepared import SPLITS, is_prepared, open_prepared
 from bert_unpad.data.text.json_tokenizer import load_tokenizer
 from bert_unpad.data.text.sources import TextSource
 from tests.support.fresh_random import fresh_random
-from tests.support.prepared_text import contents, write_corpus
+from tests.support.pipelines import BLOCK, child, pipeline
+from tests.support.prepared_text import contents
 from tests.support.processes import TIMEOUT
 from tests.support.sentences import split_sentences
-
-BLOCK = 6000
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    texts = write_corpus(folder / "text", fresh_random())
-    config = DataConfig(
-        str(folder / "text"), max_seq_length=48, vocab_size=200, validation_share=0.1
-    )
-    return config, texts
-
-
-def pipeline(corpus, output, engine=None, **options):
-    config, _ = corpus
-    source = TextSource(Path(config.source))
-    options = {"block_bytes": BLOCK, "progress": False, **options}
-    return Pipeline(output, config, source, engine or InProcess(), **options)
-
-
-@pytest.fixture(scope="module")
-def expected(corpus, tmp_path_factory):
-    """What one worker makes without an interruption."""
-    output = tmp_path_factory.mktemp("expected") / "out"
-    pipeline(corpus, output).run()
-    return output
 
 
 def test_documents_are_what_they_were(corpus, expected):
@@ -90,161 +57,15 @@ def test_two_processes(corpus, expected, tmp_path):
     assert contents(tmp_path / "out") == contents(expected)
 
 
-def test_three_parts_one_after_the_other(corpus, expected, tmp_path):
-    output = tmp_path / "out"
-    parts = [pipeline(corpus, output, part=Part(number, 3)) for number in (2, 3, 1)]
-    for part in parts[:2]:
-        part.read()
-    with pytest.raises(ValueError, match="stage: expected all parts to have read"):
-        parts[0].plan_with_others(wait=False)
-    parts[2].read()
-    for part in parts[:2]:
-        part.plan_with_others(wait=False)
-        part.make_examples()
-    with pytest.raises(
-        ValueError, match=r"output: expected \d+ finished blocks of train .*missing"
-    ):
-        join_parts(output)
-    parts[2].make_examples()
-    statistics = join_parts(output)
-    assert join_parts(output) == statistics
-    assert contents(output) == contents(expected)
-
-
-def prepare_in_child(corpus, output, part, connection):
-    work = pipeline(corpus, output, part=part)
-    connection.send("begins")
-    if part is None:
-        work.run()
-        return
-    work.read()
-    work.plan_with_others(wait=True)
-    work.make_examples()
-
-
-def child(corpus, output, part=None):
-    context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=prepare_in_child, args=(corpus, output, part, theirs))
-    process.start()
-    assert ours.poll(TIMEOUT)
-    ours.recv()
-    return process
-
-
-def test_parts_that_wait_for_each_other(corpus, expected, tmp_path):
-    processes = [child(corpus, tmp_path / "out", Part(number, 3)) for number in (3, 2, 1)]
-    for process in processes:
-        process.join(TIMEOUT)
-        assert process.exitcode == 0
-    join_parts(tmp_path / "out")
-    assert contents(tmp_path / "out") == contents(expected)
-
-
-def test_parts_do_not_wait_for_one_that_has_failed(corpus, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "_PATIENCE_SECONDS", 0.0)
-    first, second = (pipeline(corpus, tmp_path / "out", part=Part(n, 2)) for n in (1, 2))
-    second.read()
-    with monkeypatch.context() as patch:
-        patch.setattr(first, "_engine", None)
-        with pytest.raises(AttributeError):
-            first.read()
-    with pytest.raises(RuntimeError, match=r"part 1 has failed .*'run'.*; run it again, and this"):
-        second.plan_with_others(wait=True)
-    first, second = (pipeline(corpus, tmp_path / "out", part=Part(n, 2)) for n in (1, 2))
-    first.read()
-    for part in (first, second):
-        part.plan_with_others(wait=True)
-        part.make_examples()
-    join_parts(tmp_path / "out")
-    assert contents(tmp_path / "out") == contents(expected)
-
-
-def at_work(work, part, connection):
-    with OtherParts(work, part).told_of_life():
-        connection.send("begins")
-        connection.recv()
-
-
-def test_parts_do_not_wait_for_one_that_was_killed(corpus, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "_SILENT_SECONDS", 1.0)
-    monkeypatch.setattr(parts, "_POLL_SECONDS", 0.1)
-    first = pipeline(corpus, tmp_path / "out", part=Part(1, 3))
-    first.read()
-    context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=at_work, args=(first.build.work, Part(2, 3), theirs))
-    process.start()
-    assert ours.poll(TIMEOUT)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(TIMEOUT)
-    message = "part 2/3 has given no sign of life for 1 seconds, perhaps it was killed; run it"
-    with pytest.raises(RuntimeError, match=message):
-        first.plan_with_others(wait=True)
-    third = pipeline(corpus, tmp_path / "out", part=Part(3, 3))
-    monkeypatch.setattr(parts, "_PATIENCE_SECONDS", 0.0)
-    with pytest.raises(RuntimeError, match=f"part 1 has failed .{message}"):
-        third.plan_with_others(wait=True)
-    for number in (3, 2, 1):
-        pipeline(corpus, tmp_path / "out", part=Part(number, 3)).read()
-    pipeline(corpus, tmp_path / "out").run()
-    assert contents(tmp_path / "out") == contents(expected)
-
-
-def test_parts_wait_for_one_that_is_slow(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "_SILENT_SECONDS", 1.0)
-    monkeypatch.setattr(parts, "_POLL_SECONDS", 0.1)
-    monkeypatch.setattr(parts, "_BEAT_SECONDS", 0.1)
-    first, second = (pipeline(corpus, tmp_path / "out", part=Part(n, 2)) for n in (1, 2))
-    first.read()
-
-    def slow():
-        with OtherParts(second.build.work, Part(2, 2)).told_of_life():
-            time.sleep(2.5)
-            second.read()
-
-    thread = threading.Thread(target=slow)
-    thread.start()
-    first.plan_with_others(wait=True)
-    thread.join(TIMEOUT)
-    assert first._is_planned()
-    assert not list(first.build.work.glob("alive-*"))
-
-
-def test_parts_of_another_number_are_refused(corpus, tmp_path, monkeypatch):
-    for name in ("_POLL_SECONDS", "_BEAT_SECONDS"):
-        monkeypatch.setattr(parts, name, 0.05)
-    first = pipeline(corpus, tmp_path / "out", part=Part(1, 2))
-    first.read()
-    (first.build.work / "alive-1-of-5").touch()  # of an earlier run that was killed
-    with (
-        OtherParts(first.build.work, Part(2, 3)).told_of_life(),
-        pytest.raises(RuntimeError, match=r"part: expected parts of one number .*1/2 and 2/3"),
-    ):
-        first.plan_with_others(wait=True)
-
-
-def test_an_interrupted_part_says_so(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "_PATIENCE_SECONDS", 0.0)
-    first, second = (pipeline(corpus, tmp_path / "out", part=Part(n, 2)) for n in (1, 2))
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(stages, "spool_block", stop)
-    with pytest.raises(KeyboardInterrupt):
-        first.read()
-    with pytest.raises(RuntimeError, match=r"part 1 has failed \(KeyboardInterrupt\)"):
-        second.plan_with_others(wait=True)
-
-
-def test_text_without_ends_of_documents_is_reported(corpus, tmp_path, caplog):
+def test_text_without_ends_of_documents_is_reported(corpus, tmp_path, caplog, monkeypatch):
     config, _ = corpus
+    monkeypatch.setattr(join, "AT_ONCE", 7)
     (tmp_path / "lines.txt").write_text("".join(f"Line {i} of the text.\n" for i in range(900)))
     source = TextSource(tmp_path / "lines.txt")
     config = dataclasses.replace(config, source=source.name, validation_share=0.0)
     Pipeline(tmp_path / "nsp", config, source, InProcess(), block_bytes=2000).run()
     labels = ShardDataset(tmp_path / "nsp" / "train").next_sentence_labels
+    assert len(labels) > 7
     assert set(labels.tolist()) == {0}
     assert "only 0 % of the pairs have a random second segment" in caplog.text
     caplog.clear()
@@ -254,95 +75,27 @@ def test_text_without_ends_of_documents_is_reported(corpus, tmp_path, caplog):
     assert "random second segment" not in caplog.text
 
 
-def test_parts_at_once_plan_once(corpus, tmp_path, monkeypatch):
-    parts = [pipeline(corpus, tmp_path / "out", part=Part(n, 3)) for n in (1, 2, 3)]
-    for part in parts:
-        part.read()
-    trained, train = [], stages.train_tokenizer
-    monkeypatch.setattr(
-        stages, "train_tokenizer", lambda *given: trained.append(given) or train(*given)
-    )
-    threads = [threading.Thread(target=part.plan_with_others, args=(False,)) for part in parts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT)
-    assert len(trained) == 1
-    assert all(part._is_planned() for part in parts)
-
-
 def test_killed_at_random_moments(corpus, expected, tmp_path):
     process = child(corpus, tmp_path / "whole")
     begun = time.monotonic()
     process.join(TIMEOUT)
     assert process.exitcode == 0
     seconds = time.monotonic() - begun
-    rng = fresh_random()
-    for _ in range(4):
-        process = child(corpus, tmp_path / "out")
-        time.sleep(rng.uniform(0, seconds / 3))
+    rng, output = fresh_random(), tmp_path / "out"
+    for _ in range(10):
+        if is_prepared(output):
+            break
+        process = child(corpus, output)
+        time.sleep(rng.uniform(0, seconds / 5))
         process.kill()  # if it has not ended
         process.join(TIMEOUT)
-    process = child(corpus, tmp_path / "out")
-    process.join(TIMEOUT)
-    assert process.exitcode == 0
-    assert contents(tmp_path / "out") == contents(expected)
-
-
-def test_whole_builds_at_once(corpus, expected, tmp_path):
-    processes = [child(corpus, tmp_path / "out") for _ in range(3)]
-    for process in processes:
+    if is_prepared(output):
+        join_parts(output)  # removes what it was killed over
+    else:
+        process = child(corpus, output)
         process.join(TIMEOUT)
-    codes = sorted(process.exitcode for process in processes)
-    assert codes[0] == 0
-    assert set(codes[1:]) <= {0, 1}
-    assert contents(tmp_path / "out") == contents(expected)
-
-
-def test_only_parts_work_side_by_side(corpus, expected, tmp_path):
-    output = tmp_path / "out"
-    whole = pipeline(corpus, output)
-    part = pipeline(corpus, output, part=Part(1, 1))
-    message = f"output: expected no other process at work in {output}, got one; wait until"
-    with build_lock(output / "work", alone=True):
-        for call in (whole.run, part.read, part.plan, part.make_examples):
-            with pytest.raises(BlockingIOError, match=message):
-                call()
-        with pytest.raises(BlockingIOError, match=message):
-            join_parts(output)
-    with build_lock(output / "work", alone=False):
-        part.read()
-        part.plan()
-        for call in (whole.run, lambda: join_parts(output)):
-            with pytest.raises(BlockingIOError, match=message):
-                call()
-        part.make_examples()
-    assert not list(output.glob("work/failed-*"))
-    join_parts(output)
+        assert process.exitcode == 0
     assert contents(output) == contents(expected)
-
-
-def test_work_that_another_process_has_completed(corpus, expected, tmp_path):
-    output = tmp_path / "out"
-    late = [pipeline(corpus, output), pipeline(corpus, output, part=Part(2, 2))]
-    pipeline(corpus, output).run()
-    message = f"output: expected unfinished work in {output}, but another process has just compl"
-    for call in (late[0].run, late[1].read):
-        with pytest.raises(BlockingIOError, match=message):
-            call()
-    assert join_parts(output)["documents"] > 100
-    assert contents(output) == contents(expected)
-    assert not (output / "work").exists()
-
-
-def test_file_systems_without_locks(corpus, expected, tmp_path, monkeypatch, caplog):
-    def flock(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    pipeline(corpus, tmp_path / "out").run()
-    assert contents(tmp_path / "out") == contents(expected)
-    assert "out: the file system has no flock() locks; start no other process" in caplog.text
 
 
 class Interrupted(Exception):
