@@ -58,6 +58,7 @@ def page() -> str:
         speed_tables.optimizers(),
         speed_tables.memory(),
         speed_tables.precisions(),
+        data_tables.preparing(),
         data_tables.feed(),
         rank_tables.balance(),
         rank_tables.clipping_time(),
