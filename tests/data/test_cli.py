@@ -21,8 +21,8 @@ import pytest
 from bert_unpad.data import DamagedDataError, DataConfig, prepare
 from bert_unpad.data.building import summary
 from bert_unpad.data.building.build_lock import build_lock
+from bert_unpad.data.building.ordered_sources import divide
 from bert_unpad.data.building.pipeline import Pipeline
-from bert_unpad.data.building.streams import divide
 from bert_unpad.data.cli import main
 from bert_unpad.data.store.prepared import read_prepared
 from bert_unpad.data.text.open_source import open_source

@@ -3,7 +3,7 @@
 A block is a pure function of the corpus, so the result does not depend on who works on which block.
 Text files are cut by bytes, between documents, JSON Lines between lines, and data sets of the
 `datasets` library between rows; any worker can read any block of these. Other sources are read in
-order, see `streams.py`.
+order, see `ordered_sources.py`.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from bert_unpad._files import read_json_object, write_text
 from bert_unpad.data.building.build_lock import LOCK, one_at_a_time
 from bert_unpad.data.building.duplicates import count_duplicates, distinct
+from bert_unpad.data.building.ordered_sources import OrderedSources
 from bert_unpad.data.building.spool import SpooledBlock
-from bert_unpad.data.building.streams import Streams
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.objective import SECOND_SEGMENTS
 from bert_unpad.data.random_hash import splitmix64
@@ -87,8 +87,8 @@ class Build:
         return self.work / "spool"
 
     @property
-    def streams(self) -> Streams:
-        return Streams(self.work)
+    def ordered_sources(self) -> OrderedSources:
+        return OrderedSources(self.work)
 
     @property
     def duplicates(self) -> Path:
@@ -113,10 +113,10 @@ class Build:
         return SpooledBlock(self.spool, number)
 
     def not_read(self) -> Iterable[int]:
-        """The blocks, or streams, that are still to be read; block 0 if none has begun."""
+        """The blocks, or ordered sources, that are still to be read; block 0 if none has begun."""
         count = self.number_of_blocks()
         if count is None:
-            missing = self.streams.missing()
+            missing = self.ordered_sources.missing()
             return [0] if missing is None else missing
         return (number for number in range(count) if not self.block(number).is_done)
 

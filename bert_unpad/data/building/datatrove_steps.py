@@ -23,9 +23,9 @@ from bert_unpad.data.building.blocks import BLOCK_BYTES
 from bert_unpad.data.building.build import MEMORY
 from bert_unpad.data.building.engines import InProcess
 from bert_unpad.data.building.join import join_parts
+from bert_unpad.data.building.ordered_sources import spool_source
 from bert_unpad.data.building.parts import Part
 from bert_unpad.data.building.pipeline import Pipeline
-from bert_unpad.data.building.streams import spool_stream
 from bert_unpad.data.config import DataConfig
 
 __all__ = ["JoinParts", "MakeExamples", "SpoolDocuments"]
@@ -63,9 +63,9 @@ class SpoolDocuments(PipelineStep):
         self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1
     ) -> Iterator[Document]:
         """Writes the documents of a task; yields none."""
-        streams = _pipeline(self.output, self.config, self.block_bytes).build.streams
-        streams.begin(world_size)
-        done = spool_stream(streams.of(rank), _Documents(data), self.block_bytes)
+        sources = _pipeline(self.output, self.config, self.block_bytes).build.ordered_sources
+        sources.begin(world_size)
+        done = spool_source(sources.of(rank), _Documents(data), self.block_bytes)
         self.stat_update("documents", value=done["documents"])
         yield from ()
 

@@ -67,7 +67,7 @@ def to_run(work: Path, blocks: Iterable[int]) -> str:
 
     Args:
         work: folder of intermediate files.
-        blocks: numbers of blocks, or of streams.
+        blocks: numbers of blocks, or of ordered sources.
 
     Returns:
         For example "part 2/3 (which has not begun), part 3/3"; "the parts" where it is not known

@@ -1,9 +1,9 @@
 """The stages of a preparation, one after the other; each continues where it was killed.
 
 `read` needs the corpus only. `plan` (duplicates and the vocabulary) needs all blocks. `examples`
-needs the plan. Within `read` and `examples` any worker can do any block (or stream, of files that
-are read in order), so both can be divided into parts for a scheduler. `join` puts the parts
-together. Parts share a lock; a whole preparation and `join` hold it alone.
+needs the plan. Within `read` and `examples` any worker can do any block (or ordered source, of
+files that are read in order), so both can be divided into parts for a scheduler. `join` puts the
+parts together. Parts share a lock; a whole preparation and `join` hold it alone.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from bert_unpad.data.building.build_lock import build_lock, one_at_a_time
 from bert_unpad.data.building.duplicates import duplicates_path, find_duplicates, num_ranges
 from bert_unpad.data.building.engines import Engine
 from bert_unpad.data.building.join import join_pieces, missing_pieces
+from bert_unpad.data.building.ordered_sources import divide, spool_source
 from bert_unpad.data.building.parts import ABSENT_SECONDS, OtherParts, Part, to_run
 from bert_unpad.data.building.pieces import make_piece
 from bert_unpad.data.building.spool import spool_block
-from bert_unpad.data.building.streams import divide, spool_stream
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.store.prepared import SPLITS
 from bert_unpad.data.text.json_tokenizer import given_tokenizer
@@ -162,20 +162,20 @@ class Pipeline:
         self._run("reading", spool_block, left)
 
     def _read_in_order(self) -> None:
-        streams, first = self.build.streams, self.build.block_bytes
+        ordered, first = self.build.ordered_sources, self.build.block_bytes
         sources = divide(self._source, first)
-        streams.begin(len(sources))
+        ordered.begin(len(sources))
         left = [
-            (streams.of(number), source, first)
+            (ordered.of(number), source, first)
             for number, source in enumerate(sources)
-            if self._part.mine(number) and not streams.is_done(number)
+            if self._part.mine(number) and not ordered.is_done(number)
         ]
         if len(sources) > 1:
-            self._run("reading", spool_stream, left, " streams")
+            self._run("reading", spool_source, left, " sources")
             return
         for one in left:  # here: a source that is no file may not be pickled
             with self._bar("reading", "B") as bar:
-                self.report.add(spool_stream(*one, lambda done: bar.update(done["bytes"])))
+                self.report.add(spool_source(*one, lambda done: bar.update(done["bytes"])))
 
     def _not_read(self) -> Part | None:
         """The part that has to read what is missing first; None if nothing is."""
@@ -226,7 +226,7 @@ class Pipeline:
     def _plan(self) -> None:
         build, source = self.build, self._source
         if build.number_of_blocks() is None:
-            build.save_number_of_blocks(build.streams.number_blocks(build.spool))
+            build.save_number_of_blocks(build.ordered_sources.number_blocks(build.spool))
         if build.corpus() is None:
             self._find_duplicates(build.number_of_blocks())
         corpus = build.corpus()

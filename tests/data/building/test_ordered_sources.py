@@ -1,11 +1,11 @@
-"""Streams: several sources read in order, whose blocks get numbers when all have been read."""
+"""Several sources that are read in order, whose blocks get numbers when all have been read."""
 
 from pathlib import Path
 
 import pytest
 
+from bert_unpad.data.building.ordered_sources import OrderedSources, divide, spool_source
 from bert_unpad.data.building.spool import SpooledBlock
-from bert_unpad.data.building.streams import Streams, divide, spool_stream
 from bert_unpad.data.text.open_source import open_source
 from tests.support.fresh_random import fresh_random
 from tests.support.prepared_text import contents, write_corpus
@@ -30,21 +30,21 @@ class Interrupted(Exception):
     pass
 
 
-def test_blocks_of_all_streams_in_order(tmp_path, monkeypatch):
+def test_blocks_of_all_sources_in_order(tmp_path, monkeypatch):
     texts = write_corpus(tmp_path / "text", fresh_random())
     parts = [texts[:150], [], texts[150:]]
-    streams, spool = Streams(tmp_path), tmp_path / "spool"
+    sources, spool = OrderedSources(tmp_path), tmp_path / "spool"
     spool.mkdir()
-    assert streams.missing() is None
-    streams.begin(3)
+    assert sources.missing() is None
+    sources.begin(3)
     for number in (2, 0, 1):
-        assert number in streams.missing()
-        done = spool_stream(streams.of(number), Listed(parts[number]), FIRST)
+        assert number in sources.missing()
+        done = spool_source(sources.of(number), Listed(parts[number]), FIRST)
         assert done["documents"] == len(parts[number])
-        again = spool_stream(streams.of(number), Listed(["Another."]), FIRST)
+        again = spool_source(sources.of(number), Listed(["Another."]), FIRST)
         assert again["documents"] == 0
-    assert streams.missing() == []
-    blocks = sum(len(list(streams.of(number).glob("*.npy"))) for number in range(3))
+    assert sources.missing() == []
+    blocks = sum(len(list(sources.of(number).glob("*.npy"))) for number in range(3))
 
     rename, calls = Path.rename, [0]
 
@@ -58,9 +58,9 @@ def test_blocks_of_all_streams_in_order(tmp_path, monkeypatch):
         patch.setattr(Path, "rename", stop)
         for _ in range(3):
             with pytest.raises(Interrupted):
-                streams.number_blocks(spool)
-    assert streams.number_blocks(spool) == blocks
-    assert streams.number_blocks(spool) == blocks
+                sources.number_blocks(spool)
+    assert sources.number_blocks(spool) == blocks
+    assert sources.number_blocks(spool) == blocks
     assert len(contents(spool)) == 3 * blocks
     found = []
     for number in range(blocks):
@@ -69,12 +69,12 @@ def test_blocks_of_all_streams_in_order(tmp_path, monkeypatch):
     assert found == [split_sentences(text) for text in texts]
 
 
-def test_another_number_of_streams_is_refused(tmp_path):
-    streams = Streams(tmp_path)
-    streams.begin(8)
-    streams.begin(8)
+def test_another_number_of_sources_is_refused(tmp_path):
+    sources = OrderedSources(tmp_path)
+    sources.begin(8)
+    sources.begin(8)
     with pytest.raises(ValueError, match="tasks: expected 8, as this preparation was begun, got 4"):
-        streams.begin(4)
+        sources.begin(4)
 
 
 def test_files_are_divided_into_runs_of_some_size(tmp_path):

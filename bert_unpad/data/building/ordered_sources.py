@@ -1,8 +1,8 @@
 """Sources that have to be read in order: each by one worker, into blocks of its own.
 
-Compressed files and XML cannot be cut anywhere, so such files are divided into streams.
-The blocks of a stream are numbered when all streams have been read, those of the first stream
-first.
+Compressed files and XML cannot be cut anywhere, so such files are divided into runs of neighbours,
+each an ordered source. The blocks of a source are numbered when all sources have been read, those
+of the first source first.
 """
 
 from __future__ import annotations
@@ -22,66 +22,66 @@ _DONE = "done.json"
 
 
 def divide(source: Source, first: int) -> list[Source]:
-    """Divides a source that is read in order into streams: files into runs of neighbours.
+    """Divides a source that is read in order into several: files into runs of neighbours.
 
     Args:
         source: the corpus.
-        first: see `block_bytes`; that many bytes of files make a stream.
+        first: see `block_bytes`; that many bytes of files make a source.
     """
     if not isinstance(source, FileSource):
         return [source]
-    streams: list[Source] = []
+    parts: list[Source] = []
     files: list[tuple[Path, str]] = []
     size = 0
     for number, (path, kind) in enumerate(source.formats, 1):
         files.append((path, kind))
         size += path.stat().st_size
-        if size >= block_bytes(len(streams), first) or number == len(source.formats):
-            streams.append(source.part(files))
+        if size >= block_bytes(len(parts), first) or number == len(source.formats):
+            parts.append(source.part(files))
             files, size = [], 0
-    return streams
+    return parts
 
 
-class Streams:
-    """The streams of a corpus on disk.
+class OrderedSources:
+    """The ordered sources of a corpus, on disk.
 
     Args:
         work: folder of intermediate files.
     """
 
     def __init__(self, work: Path) -> None:
-        self._folder = work / "streams"
+        self._folder = work / "sources"
 
     def begin(self, count: int) -> None:
-        """Says how many streams there are.
+        """Says how many sources there are.
 
         Raises:
             ValueError: it was another number before.
         """
         self._folder.mkdir(exist_ok=True)
         path = self._folder / "count.json"
-        if path.exists() and (found := read_json_object(path)["streams"]) != count:
+        if path.exists() and (found := read_json_object(path)["sources"]) != count:
             raise ValueError(f"tasks: expected {found}, as this preparation was begun, got {count}")
-        write_text(path, json.dumps({"streams": count}))
+        write_text(path, json.dumps({"sources": count}))
 
     def of(self, number: int) -> Path:
-        """The folder of a stream."""
+        """The folder of a source."""
         return self._folder / f"{number:05}"
 
     def is_done(self, number: int) -> bool:
-        """Whether a stream has been read to its end."""
+        """Whether a source has been read to its end."""
         return (self.of(number) / _DONE).exists()
 
     def missing(self) -> list[int] | None:
-        """The streams that are still to be read; None if their number is not known."""
+        """The sources that are still to be read; None if their number is not known."""
         path = self._folder / "count.json"
         if not path.exists():
             return None
-        count = read_json_object(path)["streams"]
+        count = read_json_object(path)["sources"]
         return [number for number in range(count) if not self.is_done(number)]
 
     def number_blocks(self, spool: Path) -> int:
-        """Moves the blocks of all streams, which have been read, to one folder.
+        """Moves the blocks of all sources, which have been read, to one folder.
 
         Several processes may do so at once, and one may be killed.
 
@@ -89,26 +89,26 @@ class Streams:
             The number of blocks.
         """
         number = 0
-        for stream in range(read_json_object(self._folder / "count.json")["streams"]):
-            folder = self.of(stream)
+        for one in range(read_json_object(self._folder / "count.json")["sources"]):
+            folder = self.of(one)
             for own in range(read_json_object(folder / _DONE)["blocks"]):
-                source, target = SpooledBlock(folder, own), SpooledBlock(spool, number)
-                for old, new in zip(source.paths, target.paths, strict=True):
+                block, target = SpooledBlock(folder, own), SpooledBlock(spool, number)
+                for old, new in zip(block.paths, target.paths, strict=True):
                     _move(old, new)
                 number += 1
         return number
 
 
-def spool_stream(
+def spool_source(
     folder: Path,
     source: Source,
     first: int,
     done: Callable[[dict[str, Any]], object] = lambda result: None,
 ) -> dict[str, Any]:
-    """Reads a stream to its end, or goes on where an earlier call was killed.
+    """Reads an ordered source to its end, or goes on where an earlier call was killed.
 
     Args:
-        folder: of the stream.
+        folder: of the source.
         source: its documents.
         first: see `blocks.block_bytes`.
         done: called for each block with what `SpooledBlock.write` returns.
