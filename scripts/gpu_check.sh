@@ -1,36 +1,53 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, in parts of less than 8 minutes each:
 #
-#   bash scripts/gpu_check.sh                      # all of them
-#   bash scripts/gpu_check.sh build tests          # some, in this order
+#   bash scripts/gpu_check.sh                        # all of them
+#   bash scripts/gpu_check.sh build tests_norm       # some, in this order
+#   bash scripts/gpu_check.sh tests                  # all whose names begin with tests_
 #
-#   build       compiles with nvcc; fails on spills
-#   tests       the GPU tests
-#   memcheck    small ones of them under compute-sanitizer
-#   racecheck   the same, for races in shared memory
-#   benchmarks  operators, optimizers and whole training steps against their peers
-#               (benchmarks/results/<device>/ops_*.json, optim.json, model.json, model.png)
+#   build            compiles with nvcc; fails on spills
+#   tests_FILE       the GPU tests of tests/cuda/test_FILE.py; each file in its own process, because
+#                    after a kernel that fails nothing runs on the device any more
+#   memcheck         small ones of them under compute-sanitizer
+#   racecheck        the same, for races in shared memory
+#   benchmarks_NAME  operators, optimizers and whole training steps against their peers
+#                    (benchmarks/results/<device>/ops_*.json, optim.json, model.json, model.png)
 #
-# What happened is added to benchmarks/results/<device>/gpu_check.json, where steps of earlier runs
-# stay until they run again. The steps' output is kept in build/gpu_check/.
+# What happened is added to benchmarks/results/<device>/gpu_check.json, where parts of earlier runs
+# stay until they run again; several calls may run side by side. The output is kept in
+# build/gpu_check/.
 #
-# Environment: PYTHON (default python3), LIMIT (seconds for a step, default 470),
+# Environment: PYTHON (default python3), LIMIT (seconds for a part, default 470), TOTAL (seconds for
+# the whole call: parts that it has no time left for are named and left out; default: no bound),
 # COMPUTE_SANITIZER (default: the one on PATH or of the nvidia-cuda-sanitizer-api wheel).
 #
-# Exits with 1 if a step failed, 2 if there is no GPU or a part is unknown.
+# Exits with 1 if a part failed or was left out, 2 if there is no GPU or a part is unknown.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 python=${PYTHON:-python3}
 limit=${LIMIT:-470}
-all=(build tests memcheck racecheck benchmarks)
-parts=("$@")
-[ $# -gt 0 ] || parts=("${all[@]}")
-for part in "${parts[@]}"; do
-  if [[ " ${all[*]} " != *" $part "* ]]; then
-    echo "gpu_check: unknown part '$part'; parts: ${all[*]}" >&2
+total=${TOTAL:-1000000}
+
+all=(build)
+for file in $(grep -lE 'GPU_ONLY|mark\.gpu' tests/cuda/test_*.py); do
+  name=$(basename "$file" .py)
+  all+=("tests_${name#test_}")
+done
+all+=(memcheck racecheck)
+for name in attention gelu loss norm mlp optim one_bit model; do all+=("benchmarks_$name"); done
+
+parts=()
+for wanted in "$@"; do
+  found=()
+  for part in "${all[@]}"; do [[ $part != "$wanted"_* ]] || found+=("$part"); done
+  [[ " ${all[*]} " != *" $wanted "* ]] || found=("$wanted")
+  if [ ${#found[@]} -eq 0 ]; then
+    echo "gpu_check: unknown part '$wanted'; parts: ${all[*]}" >&2
     exit 2
   fi
+  parts+=("${found[@]}")
 done
+[ $# -gt 0 ] || parts=("${all[@]}")
 
 device=$("$python" -m benchmarks.lib.device)
 if [ -z "$device" ]; then
@@ -42,26 +59,48 @@ mkdir -p "$logs"
 export BERT_UNPAD_CUDA=1
 failed=0
 
+# Seconds for the next step; 0 if there are too few.
+time_left() {
+  local left=$((total - SECONDS))
+  if ((left < 30)); then left=0; fi
+  echo $((left < limit ? left : limit))
+}
+
 # step NAME COMMAND...: runs it, keeps its output, and adds how it ended to the report.
 step() {
-  local name=$1 begin=$SECONDS status=0
+  local name=$1 begin=$SECONDS status=0 seconds
   shift
+  seconds=$(time_left)
+  if [ "$seconds" -eq 0 ]; then
+    echo "gpu_check: no time left for $name" >&2
+    failed=1
+    return
+  fi
   rm -f "$logs/$name.xml"
   echo "== $name: $*"
-  timeout -k 10 "$limit" "$@" > >(tee "$logs/$name.log") 2>&1 || status=$?
-  [ "$status" -ne 124 ] || echo "gpu_check: $name took longer than $limit s" >&2
+  timeout -k 10 "$seconds" "$@" > >(tee "$logs/$name.log") 2>&1 || status=$?
+  [ "$status" -ne 124 ] || echo "gpu_check: $name took longer than $seconds s" >&2
   [ "$status" -eq 0 ] || failed=1
   report "$name" --status "$status" --seconds $((SECONDS - begin))
 }
 
-report() { "$python" -m benchmarks.gpu_report --device "$device" --logs "$logs" "$@" || failed=1; }
+report() {
+  flock "$logs/lock" "$python" -m benchmarks.gpu_report --device "$device" --logs "$logs" "$@" ||
+    failed=1
+}
 
-# Only this folder holds GPU tests; others need packages that a GPU machine may lack.
-gpu_tests=(tests/cuda)
+# tests NAME MARKS PYTEST_ARGUMENT...: with $under before the command.
+under=()
+tests() {
+  local name=$1 marks=$2
+  shift 2
+  step "$name" "${under[@]}" "$python" -m pytest -rs -m "$marks" \
+    --junitxml="$logs/$name.xml" "$@"
+}
 
-tests() { step tests "$python" -m pytest "${gpu_tests[@]}" -m gpu --junitxml="$logs/tests.xml"; }
-
-# The caching allocator would hide accesses past the end of a tensor from memcheck.
+# The caching allocator would hide accesses past the end of a tensor from memcheck. Errors that the
+# CUDA API returns are left to those who called it: PyTorch asks for functions that a driver may not
+# have. Importing PyTorch may take longer than the tool waits by default.
 sanitizer() {
   local tool=${COMPUTE_SANITIZER:-}
   [ -n "$tool" ] || tool=$(command -v compute-sanitizer) || tool=$("$python" - <<'PY'
@@ -77,9 +116,11 @@ PY
     failed=1
     return
   fi
-  step "$1" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-    "$tool" --tool "$1" --error-exitcode 1 --target-processes all \
-    "$python" -m pytest "${gpu_tests[@]}" -m "gpu and sanitizer" -x --junitxml="$logs/$1.xml"
+  under=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$tool" --tool "$1" --error-exitcode 1)
+  under+=(--report-api-errors no --launch-timeout 0 --target-processes all)
+  # Only this folder holds GPU tests; others need packages that a GPU machine may lack.
+  tests "$1" "gpu and sanitizer" -x tests/cuda
+  under=()
 }
 
 for part in "${parts[@]}"; do
@@ -89,17 +130,18 @@ for part in "${parts[@]}"; do
       step ptxas "$python" -m benchmarks.cuda_build
       step info "$python" -m bert_unpad.info
       ;;
-    tests) tests ;;
+    tests_*) tests "$part" gpu "tests/cuda/test_${part#tests_}.py" ;;
     memcheck | racecheck) sanitizer "$part" ;;
-    benchmarks)
-      for op in attention gelu loss norm mlp; do
-        step "benchmarks_$op" "$python" -m benchmarks.ops --device cuda --op "$op"
-      done
-      step benchmarks_optim "$python" -m benchmarks.optim --device cuda
-      step benchmarks_one_bit "$python" -m benchmarks.one_bit --device cuda
+    benchmarks_model)
       # The last contenders are compiled, which takes up to two minutes each.
-      step benchmarks_model "$python" -m benchmarks.model --device cuda \
-        --start-within "$((limit - 150))"
+      step "$part" "$python" -m benchmarks.model --device cuda \
+        --start-within "$(($(time_left) - 150))"
+      ;;
+    benchmarks_optim | benchmarks_one_bit)
+      step "$part" "$python" -m "benchmarks.${part#benchmarks_}" --device cuda
+      ;;
+    benchmarks_*)
+      step "$part" "$python" -m benchmarks.ops --device cuda --op "${part#benchmarks_}"
       ;;
   esac
 done

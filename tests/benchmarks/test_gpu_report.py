@@ -1,11 +1,14 @@
 """The report of scripts/gpu_check.sh: parts run on their own add to it."""
 
 import json
+import os
+import re
+import shutil
 import subprocess
 
 import pytest
 
-from benchmarks import gpu_report
+from benchmarks import gpu_report, ops
 from tests.support.paths import ROOT
 
 
@@ -45,8 +48,91 @@ def test_steps_of_other_parts_stay(report, monkeypatch, tmp_path):
     assert found["steps"].keys() == {"build", "tests", "memcheck"}
 
 
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+  "-m benchmarks.lib.device") echo some-gpu ;;
+  "-m benchmarks.gpu_report "*) echo "report ${*: -5}" >>"$CALLS" ;;
+  *)
+    echo "$*" >>"$CALLS"
+    [[ "$*" != *test_loss.py* ]]
+    ;;
+esac
+"""
+
+
+@pytest.fixture
+def check(tmp_path):
+    """Runs a copy of the script with a Python that only notes its calls, of which test_loss.py
+    fails; returns what came of it and the calls."""
+    for folder in ("scripts", "tests/cuda"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(ROOT / "scripts/gpu_check.sh", tmp_path / "scripts")
+    for name, text in {"loss": "GPU_ONLY", "loss_sums": "GPU_ONLY", "tables": ""}.items():
+        (tmp_path / f"tests/cuda/test_{name}.py").write_text(text)
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+
+    def run(*parts: str, **settings: str):
+        calls = tmp_path / "calls"
+        calls.write_text("")
+        command = ["bash", str(tmp_path / "scripts/gpu_check.sh"), *parts]
+        env = os.environ | {"PYTHON": str(python), "CALLS": str(calls)} | settings
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+        return done, calls.read_text().splitlines()
+
+    return run
+
+
+def test_a_part_that_fails_does_not_keep_others_from_running(check):
+    done, calls = check("tests", "benchmarks_gelu")
+    assert done.returncode == 1
+    commands, reports = (
+        [c for c in calls if c.startswith("report") == is_report] for is_report in (False, True)
+    )
+    xml = "-m pytest -rs -m gpu --junitxml=build/gpu_check/tests_"
+    assert commands == [
+        f"{xml}loss.xml tests/cuda/test_loss.py",
+        f"{xml}loss_sums.xml tests/cuda/test_loss_sums.py",
+        "-m benchmarks.ops --device cuda --op gelu",
+    ]
+    assert [re.sub(r"\d+$", "N", r) for r in reports] == [
+        "report tests_loss --status 1 --seconds N",
+        "report tests_loss_sums --status 0 --seconds N",
+        "report benchmarks_gelu --status 0 --seconds N",
+    ]
+
+
+def test_one_part_of_a_kind(check):
+    done, calls = check("tests_loss_sums")
+    assert done.returncode == 0
+    assert len(calls) == 2
+
+
+def test_parts_that_there_is_no_time_for_are_named(check):
+    done, calls = check("tests_loss", "benchmarks_model", TOTAL="20")
+    assert (done.returncode, calls) == (1, [])
+    assert "no time left for tests_loss\n" in done.stderr
+    assert "no time left for benchmarks_model\n" in done.stderr
+
+
+def test_the_sanitizer_is_asked_for_kernels_only(check, tmp_path):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text('#!/bin/sh\necho "tool $*" >>"$CALLS"\n')
+    tool.chmod(0o755)
+    done, calls = check("racecheck", COMPUTE_SANITIZER=str(tool))
+    assert done.returncode == 0
+    assert re.match(r"tool --tool racecheck --error-exitcode 1 --report-api-errors no ", calls[0])
+    assert calls[0].endswith("/python -m pytest -rs -m gpu and sanitizer "
+                             "--junitxml=build/gpu_check/racecheck.xml -x tests/cuda")  # fmt: skip
+
+
 def test_parts_are_checked_before_anything_runs():
     command = ["bash", str(ROOT / "scripts/gpu_check.sh"), "tests", "speed"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "unknown part 'speed'; parts: build tests memcheck racecheck benchmarks" in done.stderr
+    said, _, listed = done.stderr.partition("; parts: ")
+    assert said == "gpu_check: unknown part 'speed'"
+    parts = set(listed.split())
+    assert {f"tests_{path.stem[5:]}" for path in (ROOT / "tests/cuda").glob("test_*.py")} <= parts
+    assert {f"benchmarks_{op}" for op in ("attention", *ops.CUDA_CASES)} <= parts
