@@ -5,7 +5,7 @@
 #   bash scripts/gpu_check.sh build tests_norm       # some, in this order
 #   bash scripts/gpu_check.sh tests                  # all whose names begin with tests_
 #
-#   build            compiles with nvcc; fails on spills
+#   build            compiles with nvcc; fails on spills; tries every operator once
 #   tests_FILE       the GPU tests of tests/cuda/test_FILE.py; each file in its own process, because
 #                    after a kernel that fails nothing runs on the device any more
 #   memcheck         small ones of them under compute-sanitizer
@@ -129,6 +129,7 @@ for part in "${parts[@]}"; do
       step build "$python" setup.py build_ext --inplace
       step ptxas "$python" -m benchmarks.cuda_build
       step info "$python" -m bert_unpad.info
+      step check "$python" -m bert_unpad.info --check
       ;;
     tests_*) tests "$part" gpu "tests/cuda/test_${part#tests_}.py" ;;
     memcheck | racecheck) sanitizer "$part" ;;

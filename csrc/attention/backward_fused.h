@@ -35,7 +35,9 @@ struct BackwardShared {
 
 // Rows of sums of dQ before those of a sequence, within a head's: its first query's and, because
 // sums are of 16 queries each, at most 15 more for each sequence.
-BU_HD int64_t sum_rows(int64_t queries, int sequences) { return queries + 15 * int64_t{sequences}; }
+BU_HD int64_t query_sum_rows(int64_t queries, int sequences) {
+  return queries + 15 * int64_t{sequences};
+}
 
 // dQ of 64 queries of a head. A warp takes 16 of them and, of 8 warps, half of the columns; of 4
 // warps 32 and half of 64 columns: fewer operands for each product than 16 x 64. While keys are to
@@ -48,8 +50,7 @@ class BackwardQueries {
   const int lane_, row_tile_, column_;  // the first of the warp's row tiles of the 4, and columns
   const int first_;                     // its first row in the sequence
   const bool there_;                    // whether that is before the sequence's end
-  const int
-      next_;  // from the first row tile to the second; 0: is not there, and a copy of the first
+  const int next_;  // row tiles from the first to the second; 0 where only the first is there
   float dq_[kRowTiles][kColumns / 8][4];
 
   // Where sums of a 16 x 8 tile lie, from the first of the head and sequence on.

@@ -107,11 +107,11 @@ struct BackwardKeys {
     return bits;
   }
 
-  // Takes in 16 queries, `first_query` the first one in the sequence. In shared memory, `q_rows`:
-  // where their rows of q begin, those of dout kBackwardQueries rows later; `k_rows_at`: where the
-  // warp's rows of K do, with kSharedK; `values`: where lse and delta of the
-  // queries do, in turns. `hidden`:
-  // scores outside of windows. Returns the gradients of the scores, as A operands [keys, queries].
+  // Takes in 16 queries, `first_query` the first one in the sequence. Where things begin in shared
+  // memory: `q_rows`, their rows of q, and those of dout kBackwardQueries rows later; `k_rows_at`,
+  // the warp's rows of K (with kSharedK); `values`, lse and delta of the queries, in turns.
+  // `hidden`: scores outside of windows. Returns the gradients of the scores, as A operands [keys,
+  // queries].
   BU_DEVICE void add_queries(uint32_t (&gradients)[kRowTiles][4], uint32_t q_rows,
                              uint32_t k_rows_at, uint32_t values, int first_query, float scale,
                              const AttentionDropout& dropout, float keep, uint32_t hidden,
@@ -310,9 +310,9 @@ attention_backward_kernel(BU_PARAMS Launch p) {
   }();
   // Where sums of the head's dQ begin.
   [[maybe_unused]] const auto query_sums = [&] {
-    const int64_t heads_before = block.head * sum_rows(p.args.q_tokens, p.args.sequences);
+    const int64_t heads_before = block.head * query_sum_rows(p.args.q_tokens, p.args.sequences);
     return p.args.dq_sums +
-           (heads_before + sum_rows(again(block.q_begin), block.sequence)) * kHeadDim;
+           (heads_before + query_sum_rows(again(block.q_begin), block.sequence)) * kHeadDim;
   };
   int first_column = 0;
   if constexpr (kKeyColumns<kHeadDim, kBias> < kHeadDim) first_column = p.first_column;

@@ -66,7 +66,7 @@ inline bool backward_is_fused(int sequences, int heads, int max_q, int max_k, in
 // passes.
 inline int64_t query_sum_floats(int64_t q_tokens, int sequences, int heads, int max_k,
                                 int head_dim) {
-  return max_k > 4 * 32 ? heads * sum_rows(q_tokens, sequences) * head_dim : 0;
+  return max_k > 4 * 32 ? heads * query_sum_rows(q_tokens, sequences) * head_dim : 0;
 }
 
 // Warpgroups of the backward kernel with wgmma, 64 keys each.

@@ -13,9 +13,9 @@
 
 namespace bert_unpad::cuda {
 
-// Bytes of a row that a block of a backward kernel takes at most, and rows of partial sums that are
-// added up at once: 128 numbers each.
+// Bytes of a row that a block of a backward kernel takes at most: 128 columns in 16 bits.
 inline constexpr int64_t kStripBytes = 256;
+// Rows of partial sums, one a block, that one block may add up by itself (RowGroups).
 inline constexpr int kStripRows = 32;
 
 template <class Params>

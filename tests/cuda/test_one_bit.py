@@ -84,8 +84,9 @@ class TestSigns:
         assert not bits.any()
 
     def test_current_stream(self):
-        error = torch.randn(1 << 20, device="cuda")
-        assert_runs_on_the_current_stream(lambda: ops.sign_scale(None, error))
+        assert_runs_on_the_current_stream(
+            lambda error: [ops.sign_scale(None, error)], torch.randn(1 << 20, device="cuda")
+        )
 
 
 def _on_gpu(state: State) -> State:
