@@ -24,7 +24,7 @@ LIMITS = {
     r"bias_gelu_kernel<": 64,
     r"bias_gelu_backward_kernel<": 80,
 }
-# fp16 kernels are the bf16 ones with other instructions; narrow ones are no one's fast path.
+# fp16 kernels are the bf16 ones with other instructions; narrow ones serve odd sizes only.
 LEFT_OUT = re.compile(
     r"<f16\b|bias_gelu\w+<\w+, 1,|masked_cross_entropy\w+<\w+, 1>|(rotary|glu)_\w+<\w+, 1,"
 )

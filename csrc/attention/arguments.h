@@ -178,7 +178,7 @@ std::tuple<Tensor, Tensor> new_q_kv_gradients(Params& p, const Tensor& q, const 
 
 // `order` and `groups`: in which order a GPU starts the sequences. Long ones first, so that short
 // ones fill the end of the launch. `order` lists the sequences; `groups` cuts that list into at
-// most 4 runs of similar length, each a launch of its own with a grid no larger than its longest
+// most 4 runs of similar length, each with its own launch and a grid no larger than its longest
 // sequence needs. The values of `order` stay on the data's device, so only its type is checked
 // here; `groups` is host memory and checked fully. Where queries are the keys, `order` may be
 // [sequences, kOrderColumns]: also each sequence's first token, its length and 0, so that a block

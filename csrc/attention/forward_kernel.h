@@ -9,11 +9,11 @@
 // Up to 64 columns and without a window, the scores of the next 32 keys are computed beside the
 // softmax of the last 32, because tensor cores and exponentials are different pipes (as Shah et
 // al., "FlashAttention-3", arXiv:2407.08608, do on Hopper). Only the last 32 keys are masked, in
-// code of their own, so the loop has no condition on keys. Wider heads have no registers for that.
+// separate code, so the loop has no condition on keys. Wider heads have no registers for that.
 //
 // kWindow: queries see the keys of a window. A block takes the tiles of keys that one of its
 // queries sees, a warp of these the steps of 16 keys that one of its own sees. A tile that all rows
-// of a warp see whole is computed without a condition; others have code of their own that masks
+// of a warp see whole is computed without a condition; others have separate code that masks
 // scores. A launch with a position bias takes the kernel for windows.
 #pragma once
 

@@ -36,8 +36,8 @@ struct ColumnScratch {
   int64_t rows, tickets;
 };
 
-// For `blocks` that add a row each, in `strips` of columns with counters of their own; `at_once` as
-// in RowGroups.
+// For `blocks` that add a row each, in `strips` of columns, each with its own counters; `at_once`
+// as in RowGroups.
 inline ColumnScratch column_scratch(unsigned blocks, int at_once, unsigned strips = 1) {
   const RowGroups groups(static_cast<int>(blocks), at_once);
   return {groups.scratch_rows(), int64_t{strips} * groups.tickets()};

@@ -1,4 +1,4 @@
-// The sum of a matrix's rows by a kernel of its own. Kernels that end with column sums over their
+// The sum of a matrix's rows by a separate kernel. Kernels that end with column sums over their
 // blocks do without it (cuda/last_block.h).
 #pragma once
 

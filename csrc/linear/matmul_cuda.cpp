@@ -273,7 +273,7 @@ class PreparedProduct {
                         const Allocate& allocate, cudaStream_t stream, const char* op) {
     resize(product, op);
     const RelaxedCapture relaxed(op);  // of other threads
-    // Into memory of its own: d may be the addend.
+    // Into separate memory: d may be the addend.
     const size_t element = product.d.type == DataType::kFloat32 ? 4 : 2;
     void* scratch = allocate(product.d.ld * product.d.cols * element);
     // One for all, one after the other: all of them at once can be gigabytes.

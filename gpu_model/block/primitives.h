@@ -1,6 +1,6 @@
 // The functions of csrc/cuda/{block,memory,async_copy,mma}.h for the model of a block: the same
 // names and meaning. What each does there is written there; here, what it checks. Those of wgmma.h
-// are in a file of their own.
+// are in wgmma.h beside this.
 //
 // The last parameter, which callers leave out, is the place of the call.
 #pragma once

@@ -90,7 +90,7 @@ class KernelParser {
     kernel_.static_shared_bytes = module.shared_bytes;
   }
 
-  // The cursor is behind ".entry".
+  // The cursor is after ".entry".
   Kernel parse() {
     cursor_.skip_blank();
     std::string_view head = cursor_.until('(');

@@ -48,7 +48,7 @@ class Module {
     blank_comments(text_);
     Cursor cursor(text_, 0, 1);
     for (cursor.skip_blank(); !cursor.done(); cursor.skip_blank()) take(cursor);
-    // Dynamic shared memory begins behind all other.
+    // Dynamic shared memory begins after all other.
     for (const Variable& v : dynamic_shared_) shared_bytes_ = aligned(shared_bytes_, v.align);
     for (const Variable& v : dynamic_shared_)
       symbols_[std::string(v.name)] = {kSharedBase + shared_bytes_};
@@ -125,7 +125,7 @@ class Module {
     cursor.skip_braces();
   }
 
-  // '.file 1 "csrc/gelu/gelu.cu"', which may have more numbers behind it.
+  // '.file 1 "csrc/gelu/gelu.cu"', which may have more numbers after it.
   void take_file(std::string_view text) {
     text.remove_prefix(5);
     const auto number = static_cast<unsigned>(parse_number(take_name(text)));

@@ -144,7 +144,7 @@ inline void decode_any_copy(Decoder& d, Statement& s, Instruction& i) {
   decode_copy_arrival(d, s, i);
 }
 
-// Of fences only those between proxies, and behind mbarrier.init, change anything here: blocks run
+// Of fences only those between proxies, and after mbarrier.init, change anything here: blocks run
 // one after the other and instructions in order.
 inline void decode_fence(Decoder&, Statement& s, Instruction& i) {
   if (s.take("proxy")) {

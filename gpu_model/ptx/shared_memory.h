@@ -5,8 +5,9 @@
 // (clocks.h). What has not been seen of an access is not ordered before what is done now. So the
 // check does not depend on the schedule that was run.
 //
-// The async proxy (wgmma, bulk copies) sees what threads and cp.async wrote only behind a proxy
-// fence. What a wgmma reads is held until a warp has waited for it; nobody may write it meanwhile.
+// The async proxy (wgmma, bulk copies) sees what threads and cp.async wrote only after a proxy
+// fence. What a wgmma reads is held until a warp has waited for it; no thread may write it
+// meanwhile.
 #pragma once
 
 #include <algorithm>
@@ -81,7 +82,7 @@ class SharedMemory {
     return {};
   }
 
-  // A read by wgmma, which happens at some time from now on: until let_go() nobody may write.
+  // A read by wgmma, which happens at some time from now on: until let_go() no thread may write.
   Conflict read_later(uint32_t offset, uint32_t bytes, const Accessor& by) const {
     for (uint32_t unit = offset / grain_; unit < (offset + bytes) / grain_; ++unit) {
       const Write& write = writes_[unit];
@@ -190,7 +191,7 @@ class SharedMemory {
   bool ordered(const Write& write, const Accessor& by) const {
     return clocks_->before(by, write.actor, write.lane, false, write.clock);
   }
-  // Whether the async proxy sees it: its own writes, and others behind a fence.
+  // Whether the async proxy sees it: its own writes, and others after a fence.
   bool visible(const Write& write, const Accessor& by) const {
     return write.actor >= clocks_->readers() ||
            clocks_->fenced(by, write.actor, write.lane, write.clock);
@@ -204,7 +205,7 @@ class SharedMemory {
     const bool several = by.whole_warp || (open && (touch.several || touch.lane != by.lane));
     touch = {clocks_->now(by.warp), by.pc, static_cast<uint8_t>(by.lane), several};
   }
-  // Who touched a unit and is not ordered before what `by` does; its warp is kNoWarp if nobody.
+  // Who touched a unit and is not ordered before what `by` does; its warp is kNoWarp if none.
   [[gnu::always_inline]] Accessor unordered(const std::vector<Touch>& touches, uint32_t actors,
                                             uint32_t unit, const Accessor& by) const {
     if (touches.empty()) return {kNoWarp, 0, false, 0};

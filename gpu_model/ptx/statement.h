@@ -76,7 +76,7 @@ class Cursor {
     while (!done() && peek() != '\n') ++at_;
     return text_.substr(begin, at_ - begin);
   }
-  // Up to a character that is in no string; the cursor stops behind it.
+  // Up to a character that is in no string; the cursor stops after it.
   std::string_view until(char end) {
     const size_t begin = at_;
     bool quoted = false;
@@ -96,7 +96,7 @@ class Cursor {
     at_ += n + 1;
     return text_.substr(at_ - n - 1, n);
   }
-  // From an opening brace to behind the one that closes it.
+  // From an opening brace to after the one that closes it.
   void skip_braces() {
     int depth = 0;
     do {
@@ -140,7 +140,7 @@ struct Statement {
     while (!opcode.empty()) modifiers.push_back(next_part(opcode));
   }
 
-  // Whether there is such a modifier, which is taken out: what nobody takes is not known.
+  // Whether there is such a modifier, which is taken out: those that are left are unknown.
   bool take(std::string_view name) {
     for (size_t i = 0; i < modifiers.size(); ++i) {
       if (modifiers[i] != name) continue;

@@ -64,7 +64,7 @@ class Warpgroup {
     return own;
   }
   void commit(uint32_t warp) { groups_[warp].push_back(issued_[warp]); }
-  // One behind the last operation of all of a warp's groups but the youngest `pending`.
+  // One after the last operation of all of a warp's groups but the youngest `pending`.
   uint64_t end_of_groups(uint32_t warp, uint64_t pending) const {
     const auto& ends = groups_[warp];
     return ends.size() > pending ? ends[ends.size() - 1 - pending] : waited_[warp];

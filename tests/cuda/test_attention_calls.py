@@ -169,7 +169,7 @@ print("no error")
     "cu", [[0, 7, 21], [0, 7, 19], [1, 8, 20], [0, 9, 7, 20], [0, 6, 20], [-4, 8, 20]], ids=str
 )
 def test_cu_seqlens_that_do_not_fit_stop_the_kernel(cu: list[int]) -> None:
-    """In a process of its own: the CUDA context is lost."""
+    """In its own process: the CUDA context is lost."""
     command = [sys.executable, "-c", _OUT_OF_RANGE, str(cu)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0

@@ -28,7 +28,7 @@ CASES = [
 
 @built
 def test_kernels_are_built_and_registered():
-    """In a process of its own: elsewhere the CUDA module is loaded under a CUDA PyTorch only."""
+    """In its own process: elsewhere the CUDA module is loaded under a CUDA PyTorch only."""
     code = """
 import torch, bert_unpad
 from bert_unpad import _C_cuda

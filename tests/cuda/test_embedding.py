@@ -198,7 +198,7 @@ def test_bad_input_is_named(change, message: str) -> None:
 @pytest.mark.parametrize("table", ["input_ids", "position_ids", "token_type_ids"])
 @pytest.mark.parametrize("wrong", [-1, 2**32])
 def test_ids_out_of_range_stop_the_kernel(table: str, wrong: int) -> None:
-    """In a process of its own: the CUDA context does not survive it."""
+    """In its own process: the CUDA context does not survive it."""
     code = f"""
 import torch
 from bert_unpad import ops

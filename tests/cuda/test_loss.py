@@ -99,7 +99,7 @@ def test_rows_may_begin_anywhere(shift: int, dtype: torch.dtype) -> None:
         op, tail = torch.ops.bert_unpad, (columns - 1, -100)
         loss, correct, lse = op.masked_cross_entropy(x, labels, *tail)
         saved = (torch.tensor(0.37, device="cuda"), x, labels, lse, *tail)
-        # The gradient has an aligned buffer of its own, then the logits' unaligned one.
+        # The gradient has its own aligned buffer, then the logits' unaligned one.
         dlogits = op.masked_cross_entropy_backward(*saved)
         check([loss, correct, dlogits], logits, labels, columns - 1)
         op.masked_cross_entropy_backward_(*saved)
@@ -243,7 +243,7 @@ print("no error")
 
 @pytest.mark.parametrize("label", [-1, 40, 2**40])
 def test_labels_out_of_range_stop_the_kernel(label: int) -> None:
-    """In a process of its own: the CUDA context is lost."""
+    """In its own process: the CUDA context is lost."""
     command = [sys.executable, "-c", _OUT_OF_RANGE, str(label)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0

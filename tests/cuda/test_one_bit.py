@@ -26,7 +26,7 @@ OPERATORS += ("frozen_lamb_sums_",)
 
 @built
 def test_kernels_are_built_and_registered():
-    """In a process of its own: elsewhere the CUDA module is loaded under a CUDA PyTorch only."""
+    """In its own process: elsewhere the CUDA module is loaded under a CUDA PyTorch only."""
     code = f"""
 import torch, bert_unpad
 from bert_unpad import _C_cuda

@@ -162,7 +162,7 @@ print("no error")
 
 @pytest.mark.parametrize("entry", [-1, 3])
 def test_impossible_buckets_stop_the_kernel(entry: int) -> None:
-    """In a process of its own: the CUDA context is lost."""
+    """In its own process: the CUDA context is lost."""
     command = [sys.executable, "-c", _OUT_OF_RANGE, str(entry)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
