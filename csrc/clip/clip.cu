@@ -25,17 +25,6 @@ constexpr unsigned kSharedBytes = kBroadcast + sizeof(float);
 
 BU_DEVICE int thread_number() { return static_cast<int>(threadIdx.y * 32 + threadIdx.x); }
 
-// The block's sum, in its first warp.
-BU_DEVICE float sum_over_block(float x) {
-  float sum[1] = {x};
-  sum_over_y(sum, 0);
-  if (threadIdx.y == 0) {
-#pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) sum[0] += shuffle_xor(sum[0], mask);
-  }
-  return sum[0];
-}
-
 template <class T, int N, bool kResidual>
 struct Loaded {
   Vector<T, N> bucket;
@@ -88,22 +77,22 @@ BU_DEVICE void for_share(const ClipCudaParams& p, const Body& body) {
 template <class T, int N, bool kResidual>
 BU_KERNEL(kThreads, kBlocks)
 clip_norm_kernel(BU_PARAMS ClipCudaParams p) {
-  float sum = 0.0f;
+  float sum[1] = {0.0f};
   for_share<T, N, kResidual>(p, [&]<int M>(int64_t, const float (&u)[M]) {
 #pragma unroll
-    for (int k = 0; k < M; ++k) sum += u[k] * u[k];
+    for (int k = 0; k < M; ++k) sum[0] += u[k] * u[k];
   });
-  sum = sum_over_block(sum);
-  if (thread_number() == 0) store_global(p.partials + blockIdx.x, sum);
+  sum_over_block(sum, 0);
+  if (thread_number() == 0) store_global(p.partials + blockIdx.x, sum[0]);
 }
 
 // The same for every thread of every block.
 BU_DEVICE float norm_of_partials(const ClipCudaParams& p) {
-  float sum = 0.0f;
+  float sum[1] = {0.0f};
   for (unsigned i = static_cast<unsigned>(thread_number()); i < gridDim.x; i += kThreads)
-    sum += load_global<float>(p.partials + i);
-  sum = sum_over_block(sum);
-  if (thread_number() == 0) store_shared(kBroadcast, sum);
+    sum[0] += load_global<float>(p.partials + i);
+  sum_over_block(sum, 0);
+  if (thread_number() == 0) store_shared(kBroadcast, sum[0]);
   sync_block();
   return std::sqrt(load_shared<float>(kBroadcast));
 }

@@ -1,12 +1,10 @@
 // The factor that a bucket is multiplied with; one function for the CPU and the GPU.
 #pragma once
 
+#include "common/finite.h"
 #include "common/macros.h"
 
 namespace bert_unpad {
-
-// NaN and infinities: a difference with itself that is not 0.
-BU_HD bool is_finite(float x) { return x - x == 0.0f; }
 
 // min(1, bound / norm) * factor. A norm that is no finite number makes all of the bucket NaN, so
 // that no rank can miss it after the buckets are added up; so does a bound that is NaN.

@@ -70,6 +70,16 @@ BU_DEVICE void sum_over_y(float (&values)[N], uint32_t shared) {
   }
 }
 
+// The same over the whole block, whose threadIdx.x are a warp's lanes; all of the first warp has
+// the sums.
+template <int N>
+BU_DEVICE void sum_over_block(float (&values)[N], uint32_t shared) {
+  sum_over_y(values, shared);
+  if (threadIdx.y > 0) return;
+#pragma unroll
+  for (int i = 0; i < N; ++i) values[i] = warp_sum(values[i]);
+}
+
 // A thread's N neighbouring numbers go to shared memory, 16 bytes at a time where they fill them.
 template <int N>
 BU_DEVICE void store_shared_row(uint32_t offset, const float (&x)[N] BU_SITE) {

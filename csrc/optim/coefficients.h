@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "common/finite.h"
 #include "common/macros.h"
 
 namespace bert_unpad {
@@ -104,8 +105,6 @@ struct alignas(16) Coefficients {
 
   BU_HD bool skipped() const { return denominator == 0.0f; }
 };
-
-BU_HD bool is_finite(float x) { return x - x == 0.0f; }
 
 // beta^n by squaring.
 BU_HD double power(double beta, int64_t n) {

@@ -1,7 +1,7 @@
 // Norms and scaling of a list of tensors: a block a chunk, then a block a tensor.
 #include "cuda/launch.h"
 #include "cuda/vector.h"
-#include "optim/block_sum.h"
+#include "optim/chunk_sums.h"
 #include "optim/optim_cuda.h"
 
 namespace bert_unpad::cuda {

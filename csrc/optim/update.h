@@ -5,7 +5,7 @@
 
 #include "cuda/launch.h"
 #include "cuda/vector.h"
-#include "optim/block_sum.h"
+#include "optim/chunk_sums.h"
 #include "optim/optim_cuda.h"
 
 namespace bert_unpad::cuda {

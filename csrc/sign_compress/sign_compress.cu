@@ -5,6 +5,7 @@
 // whole lines, whatever the address, and the end needs no other path.
 #include <cmath>
 
+#include "common/finite.h"
 #include "cuda/launch.h"
 #include "cuda/reduce.h"
 #include "cuda/vector.h"
@@ -22,8 +23,6 @@ constexpr unsigned kSharedBytes = sum_over_y_bytes(32, kWarps, 1);
 
 struct NoValue {};
 
-BU_DEVICE bool is_finite(float x) { return x - x == 0.0f; }
-
 BU_DEVICE bool stops(const float* guard) {
   return guard != nullptr && !is_finite(load_global<float>(guard));
 }
@@ -31,13 +30,6 @@ BU_DEVICE bool stops(const float* guard) {
 // x with its sign turned where `negative` is 1.
 BU_DEVICE float turn_sign(float x, uint32_t negative) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(x) ^ negative << 31);
-}
-
-// The block's sum, in its first thread.
-BU_DEVICE float sum_over_block(float x) {
-  float sum[1] = {x};
-  sum_over_y(sum, 0);
-  return threadIdx.y == 0 ? warp_sum(sum[0]) : 0.0f;
 }
 
 // body(first element of this warp's, value + error of the lane's elements first + 32 k + lane), 0
@@ -68,13 +60,13 @@ BU_DEVICE void for_warp_elements(const SignCudaParams& p, const Body& body) {
 template <class T>
 BU_KERNEL(kThreads, kBlocks)
 sign_square_sum_kernel(BU_PARAMS SignCudaParams p) {
-  float sum = 0.0f;
+  float sum[1] = {0.0f};
   for_warp_elements<T>(p, [&](int64_t, const float (&u)[kInFlight]) {
 #pragma unroll
-    for (int k = 0; k < kInFlight; ++k) sum += u[k] * u[k];
+    for (int k = 0; k < kInFlight; ++k) sum[0] += u[k] * u[k];
   });
-  sum = sum_over_block(sum);
-  if (threadIdx.x == 0 && threadIdx.y == 0) store_global(p.partials + blockIdx.x, sum);
+  sum_over_block(sum, 0);
+  if (threadIdx.x == 0 && threadIdx.y == 0) store_global(p.partials + blockIdx.x, sum[0]);
 }
 
 struct ScaleParams {
@@ -86,12 +78,12 @@ struct ScaleParams {
 
 BU_KERNEL(kThreads, 1)
 sign_scale_kernel(BU_PARAMS ScaleParams p) {
-  float sum = 0.0f;
+  float sum[1] = {0.0f};
   for (int i = static_cast<int>(threadIdx.y * 32 + threadIdx.x); i < p.count; i += kThreads)
-    sum += load_global<float>(p.partials + i);
-  sum = sum_over_block(sum);
+    sum[0] += load_global<float>(p.partials + i);
+  sum_over_block(sum, 0);
   if (threadIdx.x == 0 && threadIdx.y == 0)
-    store_global(p.scale, p.size == 0 ? 0.0f : std::sqrt(sum / static_cast<float>(p.size)));
+    store_global(p.scale, p.size == 0 ? 0.0f : std::sqrt(sum[0] / static_cast<float>(p.size)));
 }
 
 template <class T>

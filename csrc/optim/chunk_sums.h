@@ -1,4 +1,4 @@
-// Sums over a block of kLanesX x kWarpsY threads, and of chunks over a tensor.
+// Sums of chunks over a tensor.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,16 +10,6 @@
 #include "cuda/table.h"
 
 namespace bert_unpad::cuda {
-
-// Adds up over the whole block, in an order that depends on nothing; all of warp 0 has the result.
-// From `shared` on, sum_over_y_bytes(kLanesX, kWarpsY, N) of shared memory must be free.
-template <int N>
-BU_DEVICE void sum_over_block(float (&values)[N], uint32_t shared) {
-  sum_over_y(values, shared);
-  if (threadIdx.y > 0) return;
-#pragma unroll
-  for (int i = 0; i < N; ++i) values[i] = warp_sum(values[i]);
-}
 
 // out[t * width + k] = sum over the chunks of tensor t of partials[chunk * width + k]; square roots
 // of them with `root`. `ends[t]` is the chunk after the last one of tensor t. Width: 1 or
