@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from bert_unpad import ops
-from tests.support import reference
+from tests.support import cuda_checks, reference
 from tests.support.cuda_checks import (
     DTYPES,
     GPU_ONLY,
@@ -211,14 +211,12 @@ def test_streams_and_graphs_at_once_keep_their_counts_apart() -> None:
     inputs, dy = draw((3000, 256), torch.bfloat16)
     want = run(ops, inputs, dy, 0.1)
     streams = [torch.cuda.Stream() for _ in range(3)]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(ops, inputs, dy, 0.1)
+    captured, replay = cuda_checks.capture(lambda: run(ops, inputs, dy, 0.1))
     torch.cuda.synchronize()
     results = []
     for _ in range(20):
         with torch.cuda.stream(streams[0]):
-            graph.replay()
+            replay()
         for stream in streams[1:]:
             with torch.cuda.stream(stream):
                 results.append(run(ops, inputs, dy, 0.1))

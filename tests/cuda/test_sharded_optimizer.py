@@ -60,7 +60,7 @@ def test_trains_as_without_shards_and_the_host_never_waits(kind, wire):
     for number, values in other.items():
         assert state[number].keys() == values.keys()
         for name, value in values.items():
-            assert state[number][name].is_cuda
+            assert state[number][name].device == value.device
             torch.testing.assert_close(state[number][name], value, rtol=close, atol=close)
 
 

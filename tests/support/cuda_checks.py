@@ -37,6 +37,14 @@ def assert_runs_on_the_current_stream(
     assert_same_bits(got, want)
 
 
+def capture(run: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], Callable[[], None]]:
+    """The tensors that a captured run writes, and what replays it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    return captured, graph.replay
+
+
 def assert_graph_takes_new_values(
     run: Callable[[], Sequence[Tensor]], change: Callable[[], object]
 ) -> None:
@@ -47,13 +55,11 @@ def assert_graph_takes_new_values(
     with torch.cuda.stream(stream):
         run()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    graph.replay()
+    captured, replay = capture(run)
+    replay()
     assert_same_bits(captured, run())
     before = captured[0].clone()
     change()
-    graph.replay()
+    replay()
     assert_same_bits(captured, run())
     assert not torch.equal(captured[0], before)
