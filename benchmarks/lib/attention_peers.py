@@ -9,7 +9,9 @@ arithmetic and nothing else: what they compute there is of no use to a model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +84,32 @@ class Ours(Contender):
             self.inputs.dout, self.inputs.qkv, *saved, *self.tail
         )
         return dqkv.unbind(1)
+
+
+class WithoutWgmma(Ours):
+    """Ours on a Hopper GPU, by the kernels that other GPUs have."""
+
+    def __init__(self, inputs: Inputs, p: float) -> None:
+        super().__init__(inputs, p, "list")
+        if inputs.qkv.is_cuda and torch.cuda.get_device_capability() != (9, 0):
+            raise NotSupportedError("this GPU has no wgmma")
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        with _without_wgmma():
+            return super().forward()
+
+    def backward(self, saved: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        with _without_wgmma():
+            return super().backward(saved)
+
+
+@contextmanager
+def _without_wgmma() -> Iterator[None]:
+    os.environ["BERT_UNPAD_WGMMA"] = "0"
+    try:
+        yield
+    finally:
+        del os.environ["BERT_UNPAD_WGMMA"]
 
 
 class Flash(Contender):
@@ -165,6 +193,7 @@ class Padded(Autograd):
 CONTENDERS: dict[str, Callable[[Inputs, float], Contender]] = {
     "list": lambda inputs, p: Ours(inputs, p, "list"),
     "groups": lambda inputs, p: Ours(inputs, p, "groups"),
+    "list, no wgmma": WithoutWgmma,
     "flash, packed": Flash,
     "cudnn, packed": Cudnn,
     "varlen_attn": VarlenAttn,

@@ -1,5 +1,8 @@
 // Variable-length attention: from a call to launches. Kernels are chosen once for the whole call;
 // groups only choose grids and tile shapes. So groups change no bit of a result.
+#include <cstdlib>
+#include <string_view>
+
 #include "attention/choice.h"
 #include "attention/launch.h"
 #include "cuda/fork.h"
@@ -38,6 +41,15 @@ AttentionDevice this_device(const char* op) {
               attribute(cudaDevAttrComputeCapabilityMinor)};
 }
 
+// BERT_UNPAD_WGMMA=0: a GPU with wgmma takes the kernels that others have, to compare the two.
+bool wgmma_wanted(const char* op) {
+  const char* value = std::getenv("BERT_UNPAD_WGMMA");
+  const std::string_view wish = value == nullptr ? "1" : value;
+  if (wish != "0" && wish != "1")
+    throw std::runtime_error(std::string(op) + ": BERT_UNPAD_WGMMA must be 0 or 1, got " + value);
+  return wish == "1";
+}
+
 // Whether a block may take a whole head in the backward pass.
 bool takes_whole_heads(const AttentionCudaParams& args, const AttentionCudaBias& bias) {
   return args.dtype != DType::kFloat32 && bias.bucket == nullptr && args.heads == args.kv_heads &&
@@ -46,7 +58,7 @@ bool takes_whole_heads(const AttentionCudaParams& args, const AttentionCudaBias&
 
 bool backward_takes_wgmma(const AttentionCudaParams& args, const AttentionCudaBias& bias,
                           const AttentionDevice& device) {
-  return takes_whole_heads(args, bias) &&
+  return takes_whole_heads(args, bias) && wgmma_wanted(kBackwardOp) &&
          has_wgmma(args.dtype, args.head_dim, bias.bucket != nullptr, device) &&
          wgmma_backward_is_fused(args.sequences, args.heads, args.max_q, args.max_k, device);
 }
@@ -63,6 +75,7 @@ void attention_forward(const AttentionCudaParams& args, const AttentionCudaBias&
                        std::span<const AttentionGroup> groups, cudaStream_t stream) {
   if (bias.bucket != nullptr) prepare_bias(kForwardOp, args, bias, stream);
   const bool wgmma =
+      wgmma_wanted(kForwardOp) &&
       has_wgmma(args.dtype, args.head_dim, bias.bucket != nullptr, this_device(kForwardOp));
   for_each_run(kForwardOp, args, bias, groups, stream,
                [&](const AttentionRun& run, cudaStream_t s) {

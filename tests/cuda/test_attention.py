@@ -13,13 +13,22 @@ from torch import Tensor
 from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch
 from tests.support import reference
-from tests.support.cuda_attention import FULL, LENGTHS, SCHEDULES, heads_for, random_qkv, results
+from tests.support.cuda_attention import (
+    FULL,
+    LENGTHS,
+    SCHEDULES,
+    heads_for,
+    kernels,  # noqa: F401 (a fixture)
+    random_qkv,
+    results,
+)
 from tests.support.cuda_checks import DTYPES, GPU_ONLY, assert_same_bits
 from tests.support.op_checks import RNG, compare_attention, compare_cross_attention, cu_seqlens
 
 pytestmark = GPU_ONLY
 
 
+@pytest.mark.usefixtures("kernels")
 @FULL
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
@@ -30,6 +39,7 @@ def test_matches_the_reference(dtype: torch.dtype, head_dim: int, p: float, full
     compare_attention(dtype, LENGTHS, heads=heads, head_dim=head_dim, p=p, device="cuda")
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.sanitizer
 @FULL
 @pytest.mark.parametrize("p", [0.0, 0.1])
@@ -64,6 +74,7 @@ def test_scale_is_applied_before_the_softmax(scale: float) -> None:
     compare_attention(torch.float32, [40, 3, 130], scale=scale, device="cuda")
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.sanitizer
 @FULL
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
@@ -141,6 +152,7 @@ def kept_weights(
     return kept
 
 
+@pytest.mark.usefixtures("kernels")
 @FULL
 @pytest.mark.parametrize("p", [0.1, 0.5])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -156,6 +168,7 @@ def test_dropout_masks_are_those_of_the_cpu(dtype: torch.dtype, p: float, full: 
             assert torch.equal(gpu[0, head], expected), f"sequence {sequence}, head {head}"
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.sanitizer
 @FULL
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -169,6 +182,7 @@ def test_the_schedule_changes_no_bit(dtype: torch.dtype, full: bool) -> None:
         assert_same_bits(results(qkv, dout, batch, schedule=schedule), expected)
 
 
+@pytest.mark.usefixtures("kernels")
 @FULL
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", DTYPES)

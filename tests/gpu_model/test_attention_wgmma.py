@@ -64,6 +64,18 @@ def test_backward_where_whole_heads_leave_multiprocessors_idle(kernels):
     compare(BF16, [130, 17], p=0.1)
 
 
+def test_the_kernels_of_other_gpus_instead(kernels, monkeypatch):
+    torch.manual_seed(2)
+    monkeypatch.setenv("BERT_UNPAD_WGMMA", "0")
+    kernels.forget_sites()
+    compare(BF16, [70, 17], p=0.1)
+    assert "copy_async_wait" in {site.kind for site in kernels.sites()}
+    assert "wgmma_wait" not in {site.kind for site in kernels.sites()}
+    monkeypatch.setenv("BERT_UNPAD_WGMMA", "no")
+    with pytest.raises(RuntimeError, match="BERT_UNPAD_WGMMA must be 0 or 1, got no"):
+        compare(BF16, [3])
+
+
 @pytest.mark.parametrize("scale", [-0.3, 1.0])
 def test_any_scale(scale):
     torch.manual_seed(3)

@@ -16,6 +16,15 @@ SCHEDULES = ["list", "groups"]
 FULL = pytest.mark.parametrize("full", [False, True], ids=["few heads", "full GPU"])
 
 
+@pytest.fixture(params=["best", "any GPU's"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention on Hopper has its own kernels; there those of other GPUs are tested too."""
+    if request.param != "best":
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("has no kernels with wgmma")
+        monkeypatch.setenv("BERT_UNPAD_WGMMA", "0")
+
+
 def heads_for(sequences: int, full: bool) -> int:
     """Two, or enough for a block on each multiprocessor."""
     if not full:
