@@ -121,6 +121,23 @@ def roundings() -> Iterator[Part]:
     twice = "reads fp32 twice, writes 8 bits, also transposed"
     yield memory("weights, in every forward pass", 8 * LAYERS, 10 * matrices, twice)
     yield memory("weights, once an update", 4, 10 * matrices, f"{twice}; all at once")
+    tokens = sum(wikipedia_mix(SEQUENCES))
+    # Inputs of three linear layers of a layer, and gradients of five times as many columns.
+    others, inner = 8 * tokens * HIDDEN, tokens * INNER
+    for name, launches, moved in (
+        ("GELU, forward", 3, (4 + 6) * inner),
+        ("GELU, backward", 3, (6 + 6) * inner),
+        ("other matrices", 12, 6 * others),
+    ):
+        why = "rounds what has been written: reads it twice, writes 8 bits, also transposed"
+        yield memory(name, launches * LAYERS, LAYERS * moved, why)
+    for name, launches, moved in (
+        ("GELU, forward", 1, 4 * inner),
+        ("GELU, backward", 2, 6 * inner),
+        ("other matrices", 6, 4 * others),
+    ):
+        why = "reads once, writes 8 bits, also transposed"
+        yield memory(f"{name}, `amax_history`", launches * LAYERS, LAYERS * moved, why)
 
 
 HEAD = """\

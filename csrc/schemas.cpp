@@ -64,6 +64,15 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
       "bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool tanh) "
       "-> (Tensor dx, Tensor dbias)");
 
+  // The same, of a matrix, in 8 bits, E4M3 and for the gradient E5M2, as quantize_fp8_scaled
+  // rounds.
+  m.def(
+      "bias_gelu_fp8(Tensor x, Tensor? bias, bool tanh, Tensor scale, Tensor(a!)? largest, "
+      "bool transpose) -> (Tensor q, Tensor q_transposed)");
+  m.def(
+      "bias_gelu_fp8_backward(Tensor dy, Tensor x, Tensor? bias, bool tanh, Tensor scale, "
+      "Tensor(a!)? largest, bool transpose) -> (Tensor q, Tensor q_transposed, Tensor dbias)");
+
   // x [..., 2 * width]: an activation (csrc/gelu/glu_kind.h) of the first half times the second
   // half, both with bias [2 * width].
   m.def("glu(Tensor x, Tensor? bias, int kind) -> Tensor");
@@ -104,6 +113,11 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
   m.def(
       "quantize_fp8(Tensor x, bool e5m2, bool transpose) "
       "-> (Tensor q, Tensor q_transposed, Tensor scale)");
+  // By a scale that is given; `largest` [1024] keeps the largest values, where they are above what
+  // is there.
+  m.def(
+      "quantize_fp8_scaled(Tensor x, bool e5m2, bool transpose, Tensor scale, "
+      "Tensor(a!)? largest) -> (Tensor q, Tensor q_transposed)");
   m.def(
       "quantize_weights_fp8_(Tensor[] weights, Tensor(a!)[] q, Tensor(b!)[] q_transposed, "
       "Tensor(c!)[] scales) -> ()");

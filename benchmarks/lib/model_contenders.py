@@ -22,6 +22,7 @@ from bert_unpad import ops
 from bert_unpad.batch import PackedInputs
 from bert_unpad.batch.graph_shapes import GraphShapes
 from bert_unpad.nn import BertForPreTraining
+from bert_unpad.ops.delayed_scaling import DelayedScaling
 from bert_unpad.optim import FusedAdam, decay_groups
 
 __all__ = ["CONTENDERS", "OURS", "REFERENCE", "Contender", "Setup"]
@@ -47,7 +48,9 @@ class Contender:
     dtype: str = "bfloat16"
 
 
-def _ours(setup: Setup, fp8: bool = False, graphs: bool = False) -> Contender:
+def _ours(
+    setup: Setup, fp8: bool = False, graphs: bool = False, delayed: bool = False
+) -> Contender:
     with setup.device:
         model = BertForPreTraining(model_steps.config(setup.size, setup.dropout)).train()
     model.bert.encoder.fp8 = fp8
@@ -63,7 +66,17 @@ def _ours(setup: Setup, fp8: bool = False, graphs: bool = False) -> Contender:
         step = model_steps.make_step(
             model_steps.our_loss(model), optimizer, setup.inputs, torch.bfloat16, setup.device
         )
+    if delayed:
+        step = _delayed(model.bert.encoder.delay_scaling(device=setup.device), step)
     return Contender(step, optimizer, "float8" if fp8 else "bfloat16")
+
+
+def _delayed(scaling: DelayedScaling, step: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        step()
+        scaling.update()
+
+    return both
 
 
 def _graph_step(
@@ -136,6 +149,7 @@ CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
     "hf padded, torch.compile": lambda s: _padded(s, compiled=True),
     "bert_unpad, fp8": lambda s: _ours(s, fp8=True),
     "bert_unpad, fp8, graphs": lambda s: _ours(s, fp8=True, graphs=True),
+    "bert_unpad, fp8, delayed, graphs": lambda s: _ours(s, fp8=True, graphs=True, delayed=True),
     "hf padded": _padded,
     "hf unpadded, flash_attn package": lambda s: _unpadded(s, by_flash_attn),
     "hf unpadded, flash, torch.compile": lambda s: _unpadded(s, by_flash, compiled=True),

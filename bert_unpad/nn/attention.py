@@ -19,6 +19,7 @@ from bert_unpad.nn.relative import DisentangledBias
 from bert_unpad.nn.rng import RngKeys
 from bert_unpad.nn.stacked_linear import StackedLinear
 from bert_unpad.ops.attention import AttentionSchedule
+from bert_unpad.ops.delayed_scaling import LinearScales
 
 
 class SelfAttention(nn.Module):
@@ -36,12 +37,13 @@ class SelfAttention(nn.Module):
         if config.relative_positions == "disentangled":
             self.relative = DisentangledBias(config)
         self.fp8 = False
+        self.scales: LinearScales | None = None
         self.schedule: AttentionSchedule = "list"
 
     def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns the linear layer of x, and x for the residual; see `ops.linear_residual`."""
         if self.fp8:
-            return ops.fp8_linear(x, weight, bias), x
+            return ops.fp8_linear(x, weight, bias, self.scales), x
         return ops.linear_residual(x, weight, bias)
 
     def forward(
@@ -207,6 +209,7 @@ class AttentionBlock(nn.Module):
             config.rate("attention_output_dropout_prob"),
         )
         self.fp8 = False
+        self.scales: LinearScales | None = None
 
     def forward(
         self,
@@ -232,5 +235,6 @@ class AttentionBlock(nn.Module):
             residual = same
         elif rows is not None:
             residual = gather_rows(residual, rows.positions)
-        linear = ops.fp8_linear if self.fp8 else ops.linear
-        return self.output(linear(out, self.output.dense.weight), residual, rng[1])
+        weight = self.output.dense.weight
+        y = ops.fp8_linear(out, weight, None, self.scales) if self.fp8 else ops.linear(out, weight)
+        return self.output(y, residual, rng[1])

@@ -19,6 +19,8 @@ from bert_unpad.nn.relative import RelativeBias, RelativeEmbeddings
 from bert_unpad.nn.rng import RngKeys
 from bert_unpad.nn.stacked_linear import StackedLinear
 from bert_unpad.ops.attention import AttentionSchedule
+from bert_unpad.ops.delayed_scaling import WINDOW, DelayedScaling
+from bert_unpad.ops.feed_forward import MlpScales
 
 Recompute = Literal["none", "gelu", "layer"]
 
@@ -51,6 +53,7 @@ class EncoderLayer(nn.Module):
             config.rate("feed_forward_dropout_prob"),
         )
         self.fp8 = False
+        self.scales: MlpScales | None = None
 
     def forward(
         self,
@@ -84,7 +87,7 @@ class EncoderLayer(nn.Module):
         x, residual = self.attention(x, residual if pre_norm else x, batch, rows, keys, positions)
         first, second = self.intermediate.dense, self.output.dense
         weights = (first.weight, first.bias, second.weight)
-        more = {"recompute": recompute_gelu, "fp8": self.fp8}
+        more = {"recompute": recompute_gelu, "fp8": self.fp8, "scales": self.scales}
         if self.intermediate.gated:
             y, same = ops.glu_mlp(x, *weights, kind=self.intermediate.act, **more)
         else:
@@ -151,6 +154,31 @@ class Encoder(nn.Module):
             feed_forward = (layer.intermediate.dense, layer.output.dense)
             weights += [linear.weight for linear in (*attention, *feed_forward)]
         return weights
+
+    def delay_scaling(
+        self, window: int = WINDOW, device: torch.device | None = None
+    ) -> DelayedScaling:
+        """Gives the inputs of linear layers and the gradients of their outputs delayed scales.
+
+        They are read with `fp8`; see `DelayedScaling`. Call it again after layers have changed.
+
+        Args:
+            window: updates whose largest values give a scale.
+            device: the model's.
+
+        Returns:
+            The scales. Call `update` on them after each update of the weights, and keep their
+            `state_dict` with the model's.
+
+        Raises:
+            ValueError: the window is not a number above 0.
+        """
+        scaling = DelayedScaling(4 * len(self.layer), window, device)
+        for number, layer in enumerate(self.layer):
+            attention, output, first, second = (scaling[4 * number + i] for i in range(4))
+            layer.attention.self.scales, layer.attention.scales = attention, output
+            layer.scales = first, second
+        return scaling
 
     @property
     def attention_schedule(self) -> AttentionSchedule:

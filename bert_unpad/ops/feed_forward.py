@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bert_unpad.ops import matmul
-from bert_unpad.ops.fp8 import fp8_linear
+from bert_unpad.ops.delayed_scaling import LinearScales
+from bert_unpad.ops.fp8 import check_fp8, fp8_linear
+from bert_unpad.ops.fp8_feed_forward import Fp8Mlp
 from bert_unpad.ops.glu import GluKind, kind_number
 from bert_unpad.ops.linear_layer import check_linear, linear, linear_residual
 from bert_unpad.ops.registration import first_order
@@ -26,6 +28,8 @@ from bert_unpad.ops.rounded_weights import rounded
 _ops = torch.ops.bert_unpad
 
 _TANH = ("bias_gelu", True)
+# Of the first linear layer and the second.
+MlpScales = tuple[LinearScales, LinearScales]
 
 
 @functools.cache
@@ -111,10 +115,15 @@ class _Mlp(torch.autograd.Function):
 
 
 def _second_half(
-    pre: Tensor, bias1: Tensor | None, weight2: Tensor, activation: tuple[str, int], fp8: bool
+    pre: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    activation: tuple[str, int],
+    fp8: bool,
+    scales: LinearScales | None,
 ) -> Tensor:
     inner = _activate(pre, bias1, activation)
-    return fp8_linear(inner, weight2) if fp8 else linear(inner, weight2)
+    return fp8_linear(inner, weight2, None, scales) if fp8 else linear(inner, weight2)
 
 
 def mlp(
@@ -126,6 +135,7 @@ def mlp(
     approximate: Literal["none", "tanh"] = "none",
     recompute: bool = False,
     fp8: bool = False,
+    scales: MlpScales | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns gelu(x weight1^T + bias1) weight2^T, and x for the residual connection around it.
 
@@ -141,17 +151,19 @@ def mlp(
             Results have the same bits, except with the tanh GELU on a GPU, which then takes a
             kernel instead of the product's epilogue.
         fp8: compute the products in 8 bits, see `fp8_linear`; with three autograd nodes.
+        scales: with `fp8`, delayed scales of both linear layers, see `DelayedScaling`. What GELU
+            and its backward pass write are then 8 bits at once, with one autograd node.
 
     Returns:
         The output, [rows, out_features], of x's dtype; and x, see `linear_residual`.
 
     Raises:
-        ValueError: a shape, a dtype or `approximate` is wrong.
+        ValueError: a shape, a dtype or `approximate` is wrong, or there are scales without `fp8`.
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f'mlp: approximate must be "none" or "tanh", got {approximate!r}')
     activation = ("bias_gelu", approximate == "tanh")
-    return _feed_forward("mlp", x, weight1, bias1, weight2, activation, recompute, fp8)
+    return _feed_forward("mlp", x, weight1, bias1, weight2, activation, recompute, fp8, scales)
 
 
 def glu_mlp(
@@ -163,6 +175,7 @@ def glu_mlp(
     kind: GluKind = "silu",
     recompute: bool = False,
     fp8: bool = False,
+    scales: MlpScales | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns glu(x weight1^T + bias1) weight2^T, and x for the residual connection around it.
 
@@ -178,12 +191,13 @@ def glu_mlp(
         recompute: compute the GLU's output again in the backward pass instead of keeping it, with
             the same bits.
         fp8: as in `mlp`.
+        scales: with `fp8`, delayed scales of both linear layers.
 
     Returns:
         The output, [rows, out_features], of x's dtype; and x, see `linear_residual`.
 
     Raises:
-        ValueError: a shape, a dtype or `kind` is wrong.
+        ValueError: a shape, a dtype or `kind` is wrong, or there are scales without `fp8`.
     """
     activation = ("glu", kind_number("glu_mlp", kind))
     if weight1.dim() == 2 and weight1.shape[0] % 2:
@@ -191,7 +205,7 @@ def glu_mlp(
             "glu_mlp: weight1 must have shape [2 * intermediate, features], "
             f"got {list(weight1.shape)}"
         )
-    return _feed_forward("glu_mlp", x, weight1, bias1, weight2, activation, recompute, fp8)
+    return _feed_forward("glu_mlp", x, weight1, bias1, weight2, activation, recompute, fp8, scales)
 
 
 def _feed_forward(
@@ -203,6 +217,7 @@ def _feed_forward(
     activation: tuple[str, int],
     recompute: bool,
     fp8: bool,
+    scales: MlpScales | None,
 ) -> tuple[Tensor, Tensor]:
     if x.dim() != 2:
         raise ValueError(f"{function}: x must have shape [rows, features], got {list(x.shape)}")
@@ -216,11 +231,22 @@ def _feed_forward(
         raise ValueError(
             f"{function}: weight2 must be {x.dtype} like x or torch.float32, got {weight2.dtype}"
         )
+    if scales is not None and not fp8:
+        raise ValueError(f"{function}: expected fp8=True with scales, got False")
     with matmul.no_autocast(x.device.type):
         if not fp8 and not (recompute and torch.compiler.is_compiling()):
             return _Mlp.apply(x.contiguous(), weight1, bias1, weight2, activation, recompute)
-        pre, x = (fp8_linear(x, weight1), x) if fp8 else linear_residual(x, weight1)
-        second = (pre, bias1, weight2, activation, fp8)
+        first_scales, second_scales = scales or (None, None)
+        if scales is not None and activation[0] == "bias_gelu":
+            check_fp8(function, x, weight1=weight1, weight2=weight2)
+            weights = (weight1.contiguous(), bias1, weight2.contiguous())
+            noted = tuple(each.of_this_pass() for each in scales)
+            return Fp8Mlp.apply(x.contiguous(), *weights, activation[1], recompute, noted)[0], x
+        if fp8:
+            pre = fp8_linear(x, weight1, None, first_scales)
+        else:
+            pre, x = linear_residual(x, weight1)
+        second = (pre, bias1, weight2, activation, fp8, second_scales)
         if not recompute:
             return _second_half(*second), x
         # A compiler merges equal nodes of the two passes, and so would keep the output after all.

@@ -1,9 +1,9 @@
-"""Linear layers in 8 bits, with one current scale per tensor.
+"""Linear layers in 8 bits, with one scale per tensor.
 
 Micikevicius et al., "FP8 Formats for Deep Learning" (2022, arXiv:2209.05433): E4M3 for activations
 and weights, E5M2, with its larger range, for gradients. Each matrix is scaled by its own largest
-value before it is rounded, so there is no state between steps. Sums are fp32, results have the
-activations' dtype, weights and their gradients are fp32.
+value before it is rounded, or by that of earlier updates (`delayed_scaling.py`). Sums are fp32,
+results have the activations' dtype, weights and their gradients are fp32.
 
 On a GPU from sm_89 on these are cuBLASLt's 8-bit products, at twice the rate of 16 bits. The
 matrices that the backward pass needs are kept in 8 bits, half the memory of 16-bit layers. A CPU
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from bert_unpad.ops import matmul
+from bert_unpad.ops.delayed_scaling import DelayedScale, LinearScales
 from bert_unpad.ops.linear_layer import check_linear
 from bert_unpad.ops.registration import first_order, register_cpu, register_fake
 from bert_unpad.ops.rounded_weights import WeightCopy, find_copy
@@ -29,7 +30,8 @@ _ops = torch.ops.bert_unpad
 _MULTIPLE = 16
 
 
-def _formats(e5m2: bool) -> torch.dtype:
+def fp8_dtype(e5m2: bool) -> torch.dtype:
+    """Returns the dtype of gradients, or of activations and weights."""
     return torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
 
 
@@ -37,16 +39,22 @@ def _padded(rows: int) -> int:
     return (rows + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
 
 
+def fake_rounded(x: Tensor, e5m2: bool, transpose: bool) -> tuple[Tensor, Tensor]:
+    """Returns what has the shapes and dtypes of x in 8 bits, as it is and transposed."""
+    rows, columns = x.shape
+    dtype = fp8_dtype(e5m2)
+    kept = (columns, _padded(rows)) if transpose else (0, 0)
+    return x.new_empty((rows, columns), dtype=dtype), x.new_empty(kept, dtype=dtype)
+
+
 @register_fake("quantize_fp8")
 def _(x, e5m2, transpose):
-    rows, columns = x.shape
-    dtype = _formats(e5m2)
-    kept = (columns, _padded(rows)) if transpose else (0, 0)
-    return (
-        x.new_empty((rows, columns), dtype=dtype),
-        x.new_empty(kept, dtype=dtype),
-        x.new_empty((), dtype=torch.float32),
-    )
+    return *fake_rounded(x, e5m2, transpose), x.new_empty((), dtype=torch.float32)
+
+
+@register_fake("quantize_fp8_scaled")
+def _(x, e5m2, transpose, scale, largest):
+    return fake_rounded(x, e5m2, transpose)
 
 
 @register_fake("quantize_weights_fp8_")
@@ -59,10 +67,21 @@ def _(a, b, a_scale, b_scale, bias, dtype, sum_over_tokens):
     return a.new_empty((b.shape[0], a.shape[0]), dtype=dtype)
 
 
+def _rounded(wide: Tensor, e5m2: bool, inverse: Tensor, transpose: bool) -> tuple[Tensor, Tensor]:
+    """Returns wide * inverse in 8 bits, and transposed as `quantize_fp8` says, by PyTorch."""
+    limits = torch.finfo(fp8_dtype(e5m2))
+    q = (wide * inverse).clamp(limits.min, limits.max).to(fp8_dtype(e5m2))
+    if not transpose:
+        return q, q.new_empty((0, 0))
+    rows, columns = q.shape
+    kept = torch.zeros(columns, _padded(rows), dtype=q.dtype)
+    kept[:, :rows] = q.t()
+    return q, kept
+
+
 @register_cpu("quantize_fp8")
 def _(x, e5m2, transpose):
-    dtype = _formats(e5m2)
-    limits = torch.finfo(dtype)
+    limits = torch.finfo(fp8_dtype(e5m2))
     wide = x.float()
     largest = wide.abs().nan_to_num(0, posinf=torch.inf).amax() if x.numel() else wide.new_zeros(())
     zero = largest == 0
@@ -70,13 +89,20 @@ def _(x, e5m2, transpose):
     # As the kernel divides; PyTorch would multiply a Python number by the reciprocal.
     inverse = wide.new_tensor(limits.max) / largest
     inverse = torch.where(zero, 1.0, inverse.clamp(max=torch.finfo(wide.dtype).max))
-    q = (wide * inverse).clamp(limits.min, limits.max).to(dtype)
-    if not transpose:
-        return q, q.new_empty((0, 0)), scale
-    rows, columns = x.shape
-    kept = torch.zeros(columns, _padded(rows), dtype=dtype)
-    kept[:, :rows] = q.t()
-    return q, kept, scale
+    return *_rounded(wide, e5m2, inverse, transpose), scale
+
+
+@register_cpu("quantize_fp8_scaled")
+def rounded_by_scale(
+    x: Tensor, e5m2: bool, transpose: bool, scale: Tensor, largest: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns x / scale in 8 bits, and transposed as `quantize_fp8` says, by PyTorch; notes the
+    largest value."""
+    wide = x.float()
+    if largest is not None and x.numel():
+        own = wide.abs().nan_to_num(0, posinf=torch.inf).amax()
+        largest[0].copy_(torch.maximum(largest[0], own))
+    return _rounded(wide.where(wide.isfinite(), torch.nan), e5m2, scale.reciprocal(), transpose)
 
 
 @register_cpu("quantize_weights_fp8_")
@@ -108,6 +134,18 @@ def quantize_fp8(x: Tensor, e5m2: bool, transpose: bool = True) -> tuple[Tensor,
         RuntimeError: a shape or dtype is wrong.
     """
     return _ops.quantize_fp8(x, e5m2, transpose)
+
+
+def quantize_by(
+    x: Tensor, e5m2: bool, transpose: bool, scale: DelayedScale | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns what `quantize_fp8` does, by a delayed scale if one is given.
+
+    Values too large for that scale become the format's largest.
+    """
+    if scale is None:
+        return quantize_fp8(x, e5m2, transpose)
+    return *_ops.quantize_fp8_scaled(x, e5m2, transpose, *scale), scale.scale
 
 
 class QuantizedWeight(WeightCopy):
@@ -145,8 +183,8 @@ def renew_quantized(kept: Sequence[tuple[Tensor, QuantizedWeight]]) -> None:
         copy.mark(weight)
 
 
-def _quantized(weight: Tensor, transpose: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight in E4M3: the copy that its optimizer keeps, if it is up to date."""
+def quantized(weight: Tensor, transpose: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a weight in E4M3: the copy that its optimizer keeps, if it is up to date."""
     copy = find_copy(weight, QuantizedWeight)
     return quantize_fp8(weight, False, transpose) if copy is None else copy.tensors
 
@@ -159,10 +197,13 @@ class _Fp8Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        q, q_kept, scale = quantize_fp8(x, False, needs_weight)
-        w, w_kept, w_scale = _quantized(weight, needs_x)
+    def forward(
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, scales: LinearScales | None
+    ) -> tuple[Tensor, Tensor]:
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        ctx.gradient_scale = None if scales is None else scales.gradient
+        q, q_kept, scale = quantize_by(x, False, needs_weight, scales and scales.input)
+        w, w_kept, w_scale = quantized(weight, needs_x)
         bias_dtype = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
         low_bias = None if bias is None else bias.to(bias_dtype)
         y = _ops.fp8_product(w, q, w_scale, scale, low_bias, x.dtype, False)
@@ -176,9 +217,9 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx, saved, dy: Tensor, _):
         x_kept, scale, w_kept, w_scale, _inputs = saved
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx = dweight = dbias = None
-        q, q_kept, dy_scale = quantize_fp8(dy.contiguous(), True, needs_weight)
+        q, q_kept, dy_scale = quantize_by(dy.contiguous(), True, needs_weight, ctx.gradient_scale)
         with matmul.no_autocast(dy.device.type):
             if needs_x:
                 dx = _ops.fp8_product(w_kept, q, w_scale, dy_scale, None, x_dtype, False)
@@ -188,10 +229,12 @@ class _Fp8Linear(torch.autograd.Function):
                 )
             if needs_bias:
                 dbias = dy.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, dweight, dbias
+        return dx, dweight, dbias, None
 
 
-def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def fp8_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: LinearScales | None = None
+) -> Tensor:
     """x @ weight.T + bias with 8-bit products, forward and backward.
 
     x, weight and the gradient are each scaled by their largest value and rounded: x and weight to
@@ -201,6 +244,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x: [rows, in_features], float32, bfloat16 or float16; in_features a multiple of 16.
         weight: [out_features, in_features], x's dtype or float32; out_features a multiple of 16.
         bias: [out_features] or None, x's dtype or float32; added as bfloat16 if x is float32.
+        scales: delayed scales of x and the gradient, in place of their own; see `DelayedScaling`.
 
     Returns:
         The output, [rows, out_features], of x's dtype. A matrix with a value that is not finite
@@ -213,14 +257,21 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.dim() != 2:
         raise ValueError(f"fp8_linear: x must have shape [rows, in_features], got {list(x.shape)}")
     check_linear("fp8_linear", x, weight, bias)
-    if weight.shape[0] % _MULTIPLE or weight.shape[1] % _MULTIPLE:
-        raise ValueError(
-            f"fp8_linear: weight must have multiples of 16 rows and columns, got "
-            f"{list(weight.shape)}"
-        )
+    check_fp8("fp8_linear", x, weight=weight)
+    scales = None if scales is None else scales.of_this_pass()
+    return _Fp8Linear.apply(x.contiguous(), weight.contiguous(), bias, scales)[0]
+
+
+def check_fp8(function: str, x: Tensor, **weights: Tensor) -> None:
+    """Checks that x's device multiplies in 8 bits, and matrices of these shapes."""
+    for name, weight in weights.items():
+        if weight.shape[0] % _MULTIPLE or weight.shape[1] % _MULTIPLE:
+            raise ValueError(
+                f"{function}: {name} must have multiples of 16 rows and columns, got "
+                f"{list(weight.shape)}"
+            )
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
         raise RuntimeError(
-            "fp8_linear: 8-bit products need a GPU of compute capability 8.9 or later, this is "
+            f"{function}: 8-bit products need a GPU of compute capability 8.9 or later, this is "
             f"{torch.cuda.get_device_name(x.device)}"
         )
-    return _Fp8Linear.apply(x.contiguous(), weight.contiguous(), bias)[0]

@@ -8,41 +8,23 @@
 #include <cfloat>
 #include <cmath>
 
+#include "cuda/fp8_tile.h"
 #include "cuda/launch.h"
-#include "cuda/reduce.h"
 #include "cuda/table.h"
-#include "cuda/vector.h"
 #include "linear/fp8_cuda.h"
-#include "linear/fp8_format.h"
 
 namespace bert_unpad::cuda {
 namespace {
 
-constexpr const char *kOp = "quantize_fp8", *kWeightsOp = "quantize_weights_fp8_";
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+using namespace fp8;
+
+constexpr const char *kOp = "quantize_fp8", *kWeightsOp = "quantize_weights_fp8_",
+                     *kScaledOp = "quantize_fp8_scaled";
 // A partial for each thread of the second kernel.
 constexpr int kMaxPartials = kThreads;
 // Loads in flight of a thread of the first: 2 blocks of 256 threads keep 32 KiB in flight on an SM,
 // where an H100 needs some 20 KiB to hide its memory's latency. Not measured.
 constexpr int kInFlight = 4;
-// A block takes tiles of 64 x 64 numbers, a thread 4 x 4 of them.
-constexpr int kTile = 64, kGroups = kTile / 4;
-constexpr int64_t kTileElements = kTile * kTile;
-// Words of a column of the transposed tile in shared memory: one more than it has, against bank
-// conflicts of the threads that write one word of several columns.
-constexpr uint32_t kStride = kGroups + 1;
-constexpr unsigned kTileBytes = 4 * kTile * kStride, kSharedBytes = kTileBytes + 4 * kWarps;
-
-// The block's largest value, in all threads. Uses shared memory after the tile.
-BU_DEVICE float max_over_block(float x) {
-  x = warp_max(x);
-  if (threadIdx.x % 32 == 0) store_shared(kTileBytes + threadIdx.x / 32 * 4, x);
-  sync_block();
-#pragma unroll
-  for (uint32_t warp = 0; warp < kWarps; ++warp)
-    x = fmaxf(x, load_shared<float>(kTileBytes + 4 * warp));
-  return x;
-}
 
 template <class T>
 BU_KERNEL(kThreads, 2)
@@ -69,46 +51,6 @@ fp8_largest_kernel(BU_PARAMS QuantizeParams p) {
   if (threadIdx.x == 0) store_global(p.partials + blockIdx.x, largest);
 }
 
-// Row i of four words becomes column i.
-BU_DEVICE void transpose_bytes(uint32_t (&words)[4]) {
-  uint32_t columns[4] = {};
-#pragma unroll
-  for (int row = 0; row < 4; ++row) {
-#pragma unroll
-    for (int column = 0; column < 4; ++column)
-      columns[column] |= (words[row] >> (8 * column) & 0xffu) << (8 * row);
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) words[i] = columns[i];
-}
-
-BU_HD int64_t tiles_of(const Fp8Matrix& m) {
-  return (m.columns + kTile - 1) / kTile * ((fp8_padded(m.rows) + kTile - 1) / kTile);
-}
-
-// What a thread takes of a tile.
-template <class T>
-struct Patch {
-  int64_t first_row, first_column;  // of the tile
-  int64_t row, column;
-  Vector<T, 4> in[4] = {};  // zeros outside of the matrix
-
-  BU_DEVICE Patch(const Fp8Matrix& m, int64_t tile) {
-    const int64_t across = (m.columns + kTile - 1) / kTile;
-    first_row = tile / across * kTile;
-    first_column = tile % across * kTile;
-    row = first_row + 4 * (threadIdx.x / kGroups);
-    column = first_column + 4 * (threadIdx.x % kGroups);
-    const T* x = static_cast<const T*>(m.x);
-#pragma unroll
-    for (int r = 0; r < 4; ++r)
-      if (has(m, r)) in[r] = load_vector<T, 4>(x + (row + r) * m.columns + column);
-  }
-  BU_DEVICE bool has(const Fp8Matrix& m, int r) const {
-    return column < m.columns && row + r < m.rows;
-  }
-};
-
 // What a matrix is multiplied with, whose largest value is given. Finite, so that zeros stay zeros
 // beside the smallest of subnormal numbers.
 template <class Format>
@@ -120,36 +62,12 @@ BU_DEVICE void store_scale(float* to, float largest) {
   store_global(to, largest > 0.0f ? largest / Format::kLargest : 1.0f);
 }
 
-// All threads of the block call it.
 template <class T, class Format>
 BU_DEVICE void quantize_tile(const Fp8Matrix& m, int64_t tile, float inverse) {
-  const Patch<T> patch(m, tile);
-  uint32_t words[4] = {};
-#pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    if (!patch.has(m, r)) continue;
-#pragma unroll
-    for (int c = 0; c < 4; ++c)
-      words[r] |= to_fp8<Format>(to_float(patch.in[r].v[c]) * inverse) << (8 * c);
-    store_global(m.q + (patch.row + r) * m.columns + patch.column, words[r]);
-  }
-  if (m.q_transposed == nullptr) return;
-  transpose_bytes(words);
-  const int row_group = threadIdx.x / kGroups, column_group = threadIdx.x % kGroups;
-  sync_block();  // the tile before has left shared memory
-#pragma unroll
-  for (uint32_t c = 0; c < 4; ++c)
-    store_shared(4 * ((4 * column_group + c) * kStride + row_group), words[c]);
-  sync_block();
-  const int64_t padded_rows = fp8_padded(m.rows);
-#pragma unroll
-  for (uint32_t i = threadIdx.x; i < kTile * kGroups; i += kThreads) {
-    const uint32_t c = i / kGroups, word = i % kGroups;
-    const int64_t to_column = patch.first_column + c, to_row = patch.first_row + 4 * word;
-    if (to_column < m.columns && to_row < padded_rows)
-      store_global(m.q_transposed + to_column * padded_rows + to_row,
-                   load_shared<uint32_t>(4 * (c * kStride + word)));
-  }
+  const Patch at(m, tile);
+  Vector<T, 4> in[4];
+  load_patch(m, at, m.x, in);
+  store_tile<Format>(m, at, inverse, [&](int r, int c) { return to_float(in[r].v[c]); });
 }
 
 template <class T, class Format>
@@ -163,6 +81,25 @@ fp8_quantize_kernel(BU_PARAMS QuantizeParams p, int64_t partials) {
   const int64_t tiles = tiles_of(p);
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x)
     quantize_tile<T, Format>(p, tile, inverse);
+}
+
+template <class T, class Format>
+BU_KERNEL(kThreads, 4)
+fp8_scaled_kernel(BU_PARAMS ScaledParams p) {
+  const float inverse = 1.0f / load_global<float>(p.scale);
+  float largest = 0.0f;
+  const int64_t tiles = tiles_of(p);
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const Patch at(p, tile);
+    Vector<T, 4> in[4];
+    load_patch(p, at, p.x, in);
+    store_tile<Format>(p, at, inverse, [&](int r, int c) {
+      const float x = to_float(in[r].v[c]);
+      largest = fmaxf(largest, fabsf(x));
+      return nan_unless_finite(x);
+    });
+  }
+  note_largest(p.largest, largest);
 }
 
 struct WeightEntry : Fp8Matrix {
@@ -179,9 +116,11 @@ fp8_weights_largest_kernel(BU_PARAMS WeightsParams p) {
   const Place at = place_of(p.table, static_cast<int>(blockIdx.x));
   float largest = 0.0f;
   for (int64_t tile = at.begin / kTileElements; tile < at.end / kTileElements; ++tile) {
-    const Patch<float> patch(p.table.entries[at.entry], tile);
+    const Fp8Matrix& m = p.table.entries[at.entry];
+    Vector<float, 4> in[4];
+    load_patch(m, Patch(m, tile), m.x, in);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) largest = fmaxf(largest, fabsf(patch.in[i / 4].v[i % 4]));
+    for (int i = 0; i < 16; ++i) largest = fmaxf(largest, fabsf(in[i / 4].v[i % 4]));
   }
   largest = max_over_block(largest);
   if (threadIdx.x == 0) store_global(p.partials + blockIdx.x, largest);
@@ -227,6 +166,15 @@ int64_t quantize_partials(const QuantizeParams& p) {
 
 void quantize_fp8(const QuantizeParams& p, cudaStream_t stream) {
   dispatch(p.dtype, [&]<class T>() { run<T>(p, stream); });
+}
+
+void quantize_fp8_scaled(const ScaledParams& p, cudaStream_t stream) {
+  const auto blocks =
+      static_cast<unsigned>(std::min({tiles_of(p), int64_t{4} * sm_count(kScaledOp), kFp8Largest}));
+  dispatch(p.dtype, [&]<class T>() {
+    const auto kernel = p.e5m2 ? fp8_scaled_kernel<T, E5M2> : fp8_scaled_kernel<T, E4M3>;
+    launch(kScaledOp, kernel, dim3(blocks), dim3(kThreads), kSharedBytes, stream, p);
+  });
 }
 
 int64_t weight_partials(const std::vector<Fp8Matrix>& weights) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cuda/binding.h"
+#include "cuda/fp8_arguments.h"
 #include "linear/workspace.h"
 
 namespace bert_unpad::cuda {
@@ -18,33 +19,36 @@ bool is_e5m2(const Tensor& t, const char* op, const char* name) {
   return type == ScalarType::Float8_e5m2;
 }
 
-void check_aligned(const Tensor& t, const char* op, const char* name) {
-  check(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0, op, ": ", name,
-        " must begin at a multiple of 16 bytes");
-}
-
-std::tuple<Tensor, Tensor, Tensor> quantize(Tensor x, bool e5m2, bool transpose) {
-  const char* op = "quantize_fp8";
+// x and the results in 8 bits; sets what these say of the parameters.
+template <class Params>
+std::tuple<Tensor, Tensor> matrix_and_results(Params& p, const Tensor& x, bool e5m2, bool transpose,
+                                              const char* op) {
   check_shape(x, {-1, -1}, op, "x", "[rows, columns]");
   check_contiguous(x, op, "x");
   check(x.size(1) % kFp8Multiple == 0, op, ": x must have a multiple of 16 columns, got ",
         shape_string(x));
   check_aligned(x, op, "x");
-  const ScalarType type = e5m2 ? ScalarType::Float8_e5m2 : ScalarType::Float8_e4m3fn;
-  QuantizeParams p{};
   p.dtype = storage_dtype(x, op, "x");
   p.e5m2 = e5m2;
   p.rows = x.size(0);
   p.columns = x.size(1);
   p.x = x.const_data_ptr();
-  const Call call(x, op);
+  const ScalarType type = e5m2 ? ScalarType::Float8_e5m2 : ScalarType::Float8_e4m3fn;
   Tensor q = torch::stable::new_empty(x, {p.rows, p.columns}, type);
   Tensor q_transposed = torch::stable::new_empty(
       x, {transpose ? p.columns : 0, transpose ? fp8_padded(p.rows) : 0}, type);
-  Tensor scale = torch::stable::new_empty(x, {}, ScalarType::Float);
-  Tensor partials = torch::stable::new_empty(x, {quantize_partials(p)}, ScalarType::Float);
   p.q = static_cast<uint8_t*>(q.mutable_data_ptr());
   p.q_transposed = transpose ? static_cast<uint8_t*>(q_transposed.mutable_data_ptr()) : nullptr;
+  return {q, q_transposed};
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize(Tensor x, bool e5m2, bool transpose) {
+  const char* op = "quantize_fp8";
+  QuantizeParams p{};
+  auto [q, q_transposed] = matrix_and_results(p, x, e5m2, transpose, op);
+  const Call call(x, op);
+  Tensor scale = torch::stable::new_empty(x, {}, ScalarType::Float);
+  Tensor partials = torch::stable::new_empty(x, {quantize_partials(p)}, ScalarType::Float);
   p.scale = scale.mutable_data_ptr<float>();
   p.partials = partials.mutable_data_ptr<float>();
   if (p.columns == 0 || p.rows == 0) {
@@ -53,6 +57,18 @@ std::tuple<Tensor, Tensor, Tensor> quantize(Tensor x, bool e5m2, bool transpose)
     quantize_fp8(p, call.stream);
   }
   return {q, q_transposed, scale};
+}
+
+std::tuple<Tensor, Tensor> quantize_scaled(Tensor x, bool e5m2, bool transpose, Tensor scale,
+                                           std::optional<Tensor> largest) {
+  const char* op = "quantize_fp8_scaled";
+  ScaledParams p{};
+  auto [q, q_transposed] = matrix_and_results(p, x, e5m2, transpose, op);
+  p.scale = check_scale(scale, x, op);
+  p.largest = check_largest(largest, x, op);
+  const Call call(x, op);
+  if (p.columns > 0 && p.rows > 0) quantize_fp8_scaled(p, call.stream);
+  return {q, q_transposed};
 }
 
 // The memory of a matrix in a list, which must have this shape and dtype.
@@ -152,6 +168,7 @@ Tensor product(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, std::optional
 
 STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CUDA, m) {
   m.impl("quantize_fp8", TORCH_BOX(&quantize));
+  m.impl("quantize_fp8_scaled", TORCH_BOX(&quantize_scaled));
   m.impl("quantize_weights_fp8_", TORCH_BOX(&quantize_list));
   m.impl("fp8_product", TORCH_BOX(&product));
 }

@@ -8,23 +8,15 @@
 #include <vector>
 
 #include "common/types.h"
+#include "cuda/fp8_result.h"
 #include "linear/matmul.h"
 
 namespace bert_unpad::cuda {
 
-// Rows of a transposed matrix are padded with zeros to a multiple of this, as cuBLASLt requires.
-inline constexpr int64_t kFp8Multiple = 16;
-inline constexpr int64_t fp8_padded(int64_t n) {
-  return (n + kFp8Multiple - 1) / kFp8Multiple * kFp8Multiple;
-}
-
-// x [rows, columns], columns a multiple of 16, at an address that is one, too.
-struct Fp8Matrix {
-  int64_t rows, columns;
+// x [rows, columns], and what it becomes.
+struct Fp8Matrix : Fp8Result {
   const void* x;
-  uint8_t* q;             // [rows, columns]
-  uint8_t* q_transposed;  // [columns, fp8_padded(rows)]; null: not wanted
-  float* scale;           // what q is to be multiplied with
+  float* scale;  // what q is to be multiplied with
 };
 
 struct QuantizeParams : Fp8Matrix {
@@ -40,7 +32,20 @@ int64_t quantize_partials(const QuantizeParams& p);
 // nothing has to be saved with a run.
 void quantize_fp8(const QuantizeParams& p, cudaStream_t stream);
 
-// The same for fp32 matrices that become E4M3, in two kernels for up to 64 of them. `partials`:
+struct ScaledParams : Fp8Result {
+  DType dtype;  // of x
+  bool e5m2;
+  const void* x;
+  const float* scale;  // what q is to be multiplied with
+  float* largest;      // [kFp8Largest]; null: not wanted
+};
+
+// q = round(x / scale) by a scale that is given (delayed scaling). Values too large for it become
+// the format's largest, those that are not finite NaN. `largest` keeps the largest values, where
+// they are above what is there.
+void quantize_fp8_scaled(const ScaledParams& p, cudaStream_t stream);
+
+// quantize_fp8 of fp32 matrices that become E4M3, in two kernels for up to 64 of them. `partials`:
 // scratch memory, [weight_partials(weights)].
 int64_t weight_partials(const std::vector<Fp8Matrix>& weights);
 void quantize_weights(const std::vector<Fp8Matrix>& weights, float* partials, cudaStream_t stream);

@@ -35,13 +35,29 @@ BU_EXPORT int fp8_quantize(int64_t dtype, int e5m2, int64_t rows, int64_t column
   return bert_unpad::block_model::guarded([&] { cuda::quantize_fp8(p, nullptr); });
 }
 
+BU_EXPORT int fp8_scaled(int64_t dtype, int e5m2, int64_t rows, int64_t columns, const void* x,
+                         void* q, void* q_transposed, const float* scale, float* largest) {
+  cuda::ScaledParams p{};
+  p.dtype = static_cast<DType>(dtype);
+  p.e5m2 = e5m2 != 0;
+  p.rows = rows;
+  p.columns = columns;
+  p.x = x;
+  p.q = static_cast<uint8_t*>(q);
+  p.q_transposed = static_cast<uint8_t*>(q_transposed);
+  p.scale = scale;
+  p.largest = largest;
+  return bert_unpad::block_model::guarded([&] { cuda::quantize_fp8_scaled(p, nullptr); });
+}
+
 // Of `count` weights; sizes [count, 2]: rows, columns. `partials` null: writes how many there are.
 BU_EXPORT int fp8_weights(int64_t count, const int64_t* sizes, const float* const* weights,
                           uint8_t* const* q, uint8_t* const* q_transposed, float* const* scales,
                           float* partials, int64_t* partial_count) {
   std::vector<cuda::Fp8Matrix> list;
   for (int64_t i = 0; i < count; ++i)
-    list.push_back({sizes[2 * i], sizes[2 * i + 1], weights[i], q[i], q_transposed[i], scales[i]});
+    list.push_back(
+        {{sizes[2 * i], sizes[2 * i + 1], q[i], q_transposed[i]}, weights[i], scales[i]});
   return bert_unpad::block_model::guarded([&] {
     *partial_count = cuda::weight_partials(list);
     if (partials != nullptr) cuda::quantize_weights(list, partials, nullptr);

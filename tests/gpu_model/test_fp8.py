@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-from bert_unpad.ops.fp8 import quantize_fp8  # on a CPU: by PyTorch
+from bert_unpad.ops.delayed_scaling import DelayedScale
+from bert_unpad.ops.fp8 import quantize_by, quantize_fp8  # on a CPU: by PyTorch
 from gpu_model import build
 from gpu_model.block_model import POLICIES, Model
 from tests.support.model_checks import DTYPES, assert_every_site_is_needed
@@ -106,6 +107,56 @@ def test_every_barrier_is_needed(fp8):
     fp8.set_device(multiprocessors=1)
     x = torch.randn(130, 144)
     sites = assert_every_site_is_needed(fp8, lambda: quantize(fp8, x, False), seeds=range(3))
+    assert [site.kind for site in sites] == ["sync_block"] * 3
+
+
+def quantize_scaled(model, x, e5m2, scale, transpose=True):
+    rows, columns = x.shape
+    x = aligned(x)
+    q = aligned(torch.full((rows, columns), 0x55, dtype=torch.uint8))
+    padded = (rows + 15) // 16 * 16
+    kept = aligned(torch.full((columns, padded), 0x55, dtype=torch.uint8)) if transpose else None
+    scale, largest = torch.tensor([scale]), torch.zeros(1024)
+    model.clear()
+    for tensor in (x, scale):
+        model.register(tensor, writable=False)
+    for tensor in (q, kept, largest):
+        if tensor is not None:
+            model.register(tensor)
+    model.call("fp8_scaled", DTYPES[x.dtype], e5m2, rows, columns, x, q, kept, scale, largest)
+    return q, kept, largest
+
+
+@pytest.mark.parametrize("e5m2", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rounding_by_a_scale_that_is_given(fp8, shape, dtype, e5m2):
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
+    x[0, 3], x[0, 5], x[0, 7] = torch.inf, torch.nan, 6e4
+    scale = 1e-5 if e5m2 else 2e-3  # too small for some
+    noted = DelayedScale(torch.tensor(scale), torch.zeros(1024))
+    want, want_kept, _ = quantize_by(x, e5m2, True, noted)
+    for number, policy in enumerate(POLICIES):
+        fp8.configure(policy, seed=3)
+        fp8.set_device(multiprocessors=1 + number)
+        q, kept, largest = quantize_scaled(fp8, x, e5m2, scale)
+        assert_same_numbers(q.view(FORMATS[e5m2]), want)
+        assert_same_numbers(kept.view(FORMATS[e5m2]), want_kept)
+        assert largest.max() == torch.inf
+    q, *_ = quantize_scaled(fp8, x, e5m2, scale, transpose=False)
+    assert_same_numbers(q.view(FORMATS[e5m2]), want)
+
+
+def assert_same_numbers(got, want):
+    torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_every_barrier_of_a_given_scale_is_needed(fp8):
+    fp8.set_device(multiprocessors=1)
+    x = torch.randn(260, 144)
+    sites = assert_every_site_is_needed(
+        fp8, lambda: quantize_scaled(fp8, x, False, 0.01), seeds=range(3)
+    )
     assert [site.kind for site in sites] == ["sync_block"] * 3
 
 

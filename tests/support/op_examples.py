@@ -109,6 +109,8 @@ def _examples() -> dict[str, tuple]:
         ),
         "bias_gelu": (x, vector(), False),
         "bias_gelu_backward": (dy, x, vector(), False),
+        "bias_gelu_fp8": (x, vector(), False, scalar(), rows(1024), True),
+        "bias_gelu_fp8_backward": (dy, x, vector(), False, scalar(), rows(1024), True),
         "glu": (x, vector(), 2),
         "glu_backward": (rows(TOKENS, HIDDEN // 2), x, vector(), 2),
         "rotary_": (*rotation, False),
@@ -119,6 +121,7 @@ def _examples() -> dict[str, tuple]:
         "linear_wgrad_": (rows(TOKENS, WIDTH), x, weight, True, True),
         "tile_wgrad_": (low(), low(), rows(HIDDEN, HIDDEN), False, True),
         "quantize_fp8": (x, False, True),
+        "quantize_fp8_scaled": (x, False, True, scalar(), rows(1024)),
         "quantize_weights_fp8_": (
             *([weight], [eight[0]], [rows(HIDDEN, WIDTH, dtype=torch.float8_e4m3fn)], [scalar()]),
         ),

@@ -37,6 +37,7 @@ _BELOW_ONE = math.nextafter(1.0, 0.0)
 # Of an option that is given; of each number if it is a list.
 _RANGES: dict[str, _Range] = {
     "seed": _at_least(0),
+    "amax_history": _at_least(1),
     "rank_timeout": _between(1, 1e6),
     "batching.global_batch_size": _at_least(1),
     "batching.batch_size_per_rank": _at_least(1),

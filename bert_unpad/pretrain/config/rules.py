@@ -63,6 +63,11 @@ def check_rules(config: PretrainConfig) -> None:
     _check_growth(config.growth)
     _check_growth_fits(config)
     _check_replaced_tokens(config)
+    if config.amax_history is not None and (config.precision != "fp8" or config.compile):
+        raise ConfigError(
+            "amax_history",
+            f"expected null unless precision is fp8 and compile false, got {config.amax_history}",
+        )
     if config.compile and config.cuda_graphs:
         raise ConfigError("cuda_graphs", "expected false with compile true, got true")
     if config.cuda_graphs and config.attention_schedule != "list":

@@ -45,6 +45,10 @@ class PretrainConfig:
     scaled (see loss_scale); a CPU keeps activations in fp16 and multiplies in fp32. fp8: bf16, with
     the matrix products of the encoder's linear layers in 8 bits (twice the rate of bf16 on GPUs of
     compute capability 8.9 and later; a CPU only rounds as such a GPU does, and is slower)."""
+    amax_history: int | None = advanced(None)
+    """With precision fp8, the number of updates whose largest values give the scales of activations
+    and gradients (delayed scaling; 1024 in Transformer Engine), so that they are rounded in one
+    pass. null: by their own largest values, which takes two."""
     rank_timeout: float = advanced(300.0)
     """Seconds that ranks wait for a rank that hangs, does not join, or does not read its examples,
     before the run ends with an error that names it."""

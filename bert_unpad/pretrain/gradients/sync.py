@@ -16,8 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from bert_unpad.nn import Encoder
+from bert_unpad.ops.delayed_scaling import DelayedScaling
 from bert_unpad.pretrain.feed.steps import Step
 from bert_unpad.pretrain.gradients.clipping import Clipping, GradientReport
 from bert_unpad.pretrain.gradients.comm_hook import CommHook
@@ -70,6 +73,8 @@ class GradientSync:
         self._graphs: GraphRunner | None = None
         self._buckets: GraphBuckets | None = None
         self._clip_state: dict[str, Any] = {}
+        self._scalings: list[DelayedScaling] = []
+        self._scaling_states: list[dict[str, Any]] = []
 
     @property
     def keeps_gradients(self) -> bool:
@@ -90,6 +95,8 @@ class GradientSync:
             ConfigError: `comm` does not fit the number of ranks or the device.
         """
         run, config = self.run, self.run.config
+        if config.amax_history is not None:
+            self._delay_scaling(config.amax_history)
         self._hook = build_comm_hook(config.comm, run.ranks, optimizer)
         if config.cuda_graphs and run.ranks.world_size > 1 and config.clip.mode != "before":
             self._buckets = GraphBuckets(run.model, config.comm.bucket_mb)
@@ -163,9 +170,12 @@ class GradientSync:
         return dataclasses.replace(report, finite=finite)
 
     def after_update(self) -> None:
-        """Averages the models now and then, where each rank updates its own (local SGD)."""
+        """Averages the models now and then, where each rank updates its own (local SGD), and makes
+        the next delayed scales."""
         self.clock.stop()
         self._hook.after_update(self.run.model.parameters())
+        for scaling in self._scalings:
+            scaling.update(dist.group.WORLD if self.run.ranks.world_size > 1 else None)
 
     def synchronise(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Makes the model, and the optimizer's state if given, the same on all ranks."""
@@ -174,11 +184,13 @@ class GradientSync:
     def state_dict(self) -> dict[str, Any]:
         """What the next step's gradient depends on, of all ranks, as JSON; all must call it."""
         scale = {} if self.loss_scale is None else self.loss_scale.state_dict()
-        return {"clip": self._clipping.state_dict(), "loss_scale": scale}
+        scalings = [scaling.state_dict() for scaling in self._scalings]
+        return {"clip": self._clipping.state_dict(), "loss_scale": scale, "fp8": scalings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from `state_dict`; before `begin`. An empty one changes nothing."""
         self._clip_state = dict(state.get("clip", {}))
+        self._scaling_states = list(state.get("fp8", []))
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state.get("loss_scale", {}))
 
@@ -197,6 +209,15 @@ class GradientSync:
             self._hook.load_local_state(state["state"])
         else:
             logger.warning("the checkpoint's memory of another comm hook or optimizer is dropped")
+
+    def _delay_scaling(self, window: int) -> None:
+        """Gives the layers there are now delayed scales, with what is known of them."""
+        states = self._scaling_states or [scaling.state_dict() for scaling in self._scalings]
+        encoders = [m for m in self.run.model.modules() if isinstance(m, Encoder)]
+        self._scalings = [encoder.delay_scaling(window, self.run.device) for encoder in encoders]
+        for scaling, state in zip(self._scalings, states, strict=False):
+            scaling.load_state_dict(state)
+        self._scaling_states = []
 
     def _travelling(self, last: bool) -> AbstractContextManager:
         """The context of a pass: DDP averages gradients in the last one, unless clipping does."""
