@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bert_unpad.ops.optim import adam_
-from bert_unpad.optim.base import FusedOptimizer, ParameterList
+from bert_unpad.optim.base import FusedOptimizer
+from bert_unpad.optim.parameter_lists import ParameterList
 
 
 class FusedAdam(FusedOptimizer):

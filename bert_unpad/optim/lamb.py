@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bert_unpad.ops.optim import lamb_, multi_tensor_l2norm
-from bert_unpad.optim.base import Update, sum_over_shards
+from bert_unpad.optim.parameter_lists import Update, sum_over_shards
 from bert_unpad.optim.two_passes import TwoPassOptimizer
 
 

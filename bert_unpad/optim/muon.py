@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from bert_unpad.distributed.collectives import all_gather_single
 from bert_unpad.optim.adam import FusedAdam
-from bert_unpad.optim.base import ParameterList
 from bert_unpad.optim.checks import check_count, check_number
+from bert_unpad.optim.parameter_lists import ParameterList
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

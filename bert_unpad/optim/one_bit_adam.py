@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bert_unpad.ops.optim import adam_
-from bert_unpad.optim.base import ParameterList, scalar
 from bert_unpad.optim.one_bit import OneBitOptimizer
+from bert_unpad.optim.parameter_lists import ParameterList, scalar
 
 
 class OneBitAdam(OneBitOptimizer):

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bert_unpad.ops.optim import frozen_lamb_sums_, multi_tensor_l2norm
-from bert_unpad.optim.base import ParameterList, scalar
 from bert_unpad.optim.checks import check_number
 from bert_unpad.optim.lamb import adapts
 from bert_unpad.optim.one_bit import OneBitOptimizer, Segment
+from bert_unpad.optim.parameter_lists import ParameterList, scalar
 
 _ops = torch.ops.bert_unpad
 

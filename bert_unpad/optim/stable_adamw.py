@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bert_unpad.ops.optim import stable_adamw_
-from bert_unpad.optim.base import Update
+from bert_unpad.optim.parameter_lists import Update
 from bert_unpad.optim.two_passes import TwoPassOptimizer
 
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from bert_unpad.optim.base import FusedOptimizer, Update, sum_over_shards
+from bert_unpad.optim.base import FusedOptimizer
+from bert_unpad.optim.parameter_lists import Update, sum_over_shards
 
 
 class TwoPassOptimizer(FusedOptimizer):

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bert_unpad.ops.optim import adam_, multi_tensor_l2norm
-from bert_unpad.optim.base import ParameterList, scalar
 from bert_unpad.optim.checks import check_count, is_count
 from bert_unpad.optim.one_bit import OneBitOptimizer, Segment
+from bert_unpad.optim.parameter_lists import ParameterList, scalar
 
 
 class ZeroOneAdam(OneBitOptimizer):

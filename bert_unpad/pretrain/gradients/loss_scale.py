@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bert_unpad.optim.base import local
+from bert_unpad.optim.parameter_lists import local
 from bert_unpad.pretrain.config import LossScaleConfig
 
 __all__ = ["LossScale"]

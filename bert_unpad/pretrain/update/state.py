@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bert_unpad.distributed import ShardedOptimizer
-from bert_unpad.optim.base import local as local_shard
+from bert_unpad.optim.parameter_lists import local as local_shard
 
 __all__ = [
     "group_state",

@@ -1,0 +1,131 @@
+"""Lists of parameters as the operators take them, with what an update needs of shards.
+
+Each rank updates its shard of a sharded parameter (DTensor).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from bert_unpad.ops.fp8 import QuantizedWeight
+from bert_unpad.ops.rounded_weights import RoundedWeight
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard of a DTensor; other tensors unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Returns the process groups over which a DTensor is sharded."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    return tuple(mesh.get_group(i) for i, p in enumerate(tensor.placements) if p.is_shard())
+
+
+def own_rows(param: Tensor) -> tuple[int, int]:
+    """Returns the first of a parameter's rows that this rank has, and the one after the last."""
+    first, last = 0, param.shape[0]
+    if isinstance(param, DTensor):
+        for i, placement in enumerate(param.placements):
+            if placement.is_shard(0):  # as torch.chunk deals them out
+                each = -(-(last - first) // param.device_mesh.size(i))
+                own = param.device_mesh.get_local_rank(i)
+                first, last = min(first + own * each, last), min(first + (own + 1) * each, last)
+    return first, last
+
+
+class ParameterList:
+    """Parameters of one group that one call of an operator can update, with gradients and state.
+
+    Args:
+        shards: the process groups over which all of these parameters are sharded.
+    """
+
+    def __init__(self, shards: tuple[dist.ProcessGroup, ...]) -> None:
+        self.shards = shards
+        self.tensors: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self.rounded: list[tuple[Tensor, RoundedWeight]] = []
+        self.quantized: list[tuple[Tensor, QuantizedWeight]] = []
+        self._repeated: list[int] = []
+
+    def add(
+        self, param: Tensor, grad: Tensor, state: dict[str, Tensor], sizes: Sequence[int] = ()
+    ) -> None:
+        """Appends a parameter, its gradient and its state to the lists.
+
+        With `sizes`, as several tensors of so many rows each.
+        """
+        begin = len(self.tensors["param"])
+        for name, tensor in ({"param": param.detach(), "grad": grad} | state).items():
+            tensor, entries = local(tensor), self.tensors[name]
+            if not sizes:
+                entries.append(tensor)
+            elif tensor.dim():
+                entries.extend(tensor.split(list(sizes)))
+            else:
+                entries.extend([tensor] * len(sizes))
+        self._repeated += range(begin + 1, begin + len(sizes))
+
+    def separate_steps(self) -> None:
+        """Gives all but the first tensor of a parameter a count of its own, as each is moved on."""
+        steps = self.tensors["step"]
+        if self._repeated and steps:
+            copies = torch.stack([steps[i] for i in self._repeated]).unbind()
+            for i, copy in zip(self._repeated, copies, strict=True):
+                steps[i] = copy
+
+    @property
+    def arrays(self) -> tuple[list[Tensor], ...]:
+        """Parameters, gradients and both moments, as the operators take them."""
+        tensors = self.tensors
+        return tensors["param"], tensors["grad"], tensors["exp_avg"], tensors["exp_avg_sq"]
+
+
+class Update(NamedTuple):
+    """One list of parameters and what its update needs."""
+
+    group: dict[str, Any]
+    """Options of the parameters' group."""
+    parameters: ParameterList
+    common: dict[str, Any]
+    """Arguments that all operators take."""
+
+
+def sum_over_shards(lists: Sequence[ParameterList], rows: Sequence[Tensor]) -> list[Tensor]:
+    """Adds up each list's rows over its shards; one allreduce for all that are sharded alike.
+
+    Args:
+        lists: parameters, the same on all ranks.
+        rows: for each list a tensor of this rank's sums; those of lists that are sharded alike have
+            as many columns.
+    """
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for index, (parameters, row) in enumerate(zip(lists, rows, strict=True)):
+        alike.setdefault((parameters.shards, row.device), []).append(index)
+    out = list(rows)
+    for (shards, _), indices in alike.items():
+        if not shards:
+            continue
+        total = torch.cat([rows[index] for index in indices])
+        for group in shards:
+            dist.all_reduce(total, group=group)
+        parts = total.split([len(rows[index]) for index in indices])
+        for index, part in zip(indices, parts, strict=True):
+            out[index] = part
+    return out
+
+
+def scalar(value: float | Tensor, device: torch.device) -> Tensor:
+    """Returns a learning rate as float32 [] on the device, without waiting for the device."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float32).reshape(())
+    return torch.full((), value, dtype=torch.float32, device=device)
