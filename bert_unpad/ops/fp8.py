@@ -22,7 +22,12 @@ from torch import Tensor
 from bert_unpad.ops import matmul
 from bert_unpad.ops.delayed_scaling import DelayedScale, LinearScales
 from bert_unpad.ops.linear_layer import check_linear
-from bert_unpad.ops.registration import first_order, register_cpu, register_fake
+from bert_unpad.ops.registration import (
+    first_order,
+    register_cpu,
+    register_fake,
+    register_in_place,
+)
 from bert_unpad.ops.rounded_weights import WeightCopy, find_copy
 
 _ops = torch.ops.bert_unpad
@@ -57,9 +62,7 @@ def _(x, e5m2, transpose, scale, largest):
     return fake_rounded(x, e5m2, transpose)
 
 
-@register_fake("quantize_weights_fp8_")
-def _(weights, q, q_transposed, scales):
-    return None
+register_in_place("quantize_weights_fp8_")
 
 
 @register_fake("fp8_product")
