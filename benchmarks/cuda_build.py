@@ -41,14 +41,15 @@ def check_instructions(kernels: list[cuda_kernels.Kernel], files: list[Path]) ->
     found = cuda_sass.instructions(files)
     errors, checked = [], 0
     for k in kernels:
-        if not cuda_sass.uses_tensor_cores(k.readable):
+        if not cuda_sass.uses_tensor_cores(k.readable, k.arch):
             continue
         opcodes = found.get((k.name, k.arch))
-        wrong = ["no machine code"] if opcodes is None else cuda_sass.problems(opcodes)
+        wrong = ["no machine code"] if opcodes is None else cuda_sass.problems(opcodes, k.arch)
         errors += [f"{k.readable} {k.arch}: {', '.join(wrong)}"] if wrong else []
         checked += 1
         if opcodes is not None:
-            counts = ", ".join(f"{opcodes[name]} {name}" for name in cuda_sass.needed(opcodes))
+            names = cuda_sass.needed(opcodes, k.arch)
+            counts = ", ".join(f"{opcodes[name]} {name}" for name in names)
             print(f"{k.readable} {k.arch}: {opcodes.total()} instructions, {counts}")
     print(f"{checked} kernels for tensor cores, {len(errors)} without what they need")
     return errors

@@ -171,7 +171,9 @@ def render(info: dict[str, Any]) -> str:
         memory = f"{gpu['memory'] / 2**30:.0f} GiB"
         text = f"{gpu['name']}, sm {gpu['compute_capability']}, {memory}"
         if gpu["served"] is False:
-            text += "; not among the architectures built (TORCH_CUDA_ARCH_LIST, 8.0 and later)"
+            text += "; not among the architectures built (TORCH_CUDA_ARCH_LIST, 7.5 and later)"
+        elif tuple(map(int, gpu["compute_capability"].split("."))) < (8, 0):
+            text += "; attention and linear layers in fp16 and fp32, not in bf16"
         rows.append(("", text))
     lines = [f"{label:<20} {value}".rstrip() for label, value in rows]
     lines += ["", f"{'operators':<36}" + "".join(f"{key:<10}" for key in DISPATCH_KEYS)]

@@ -6,13 +6,18 @@ them there too, for example in an image for other machines.
 """
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 from torch_location import built_with_cuda
 
+# Where no GPU says what to build. Later GPUs compile the PTX when they first load it.
 DEFAULT_ARCHS = "8.0+PTX;9.0a"
+# TORCH_CUDA_ARCH_LIST=all: machine code for one of each generation, which the others of it run too.
+ALL_ARCHS = ("7.5", "8.0", "9.0a", "10.0", "12.0")
+_LEAST = (7, 5)
 
 
 def find_nvcc() -> str | None:
@@ -23,14 +28,20 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 
+def _output(*command: str) -> list[str]:
+    """The lines that a program prints; none if it cannot be run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.split("\n") if done.returncode == 0 else []
+
+
 def has_gpu() -> bool:
     """Whether this machine has an NVIDIA GPU, found out as scripts/common.sh does."""
     if Path("/dev/nvidia0").exists():
         return True
-    try:
-        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=60).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
+    return bool(_output("nvidia-smi", "-L"))
 
 
 def choose_nvcc(torch: Path | None, already_built: bool) -> tuple[str | None, str]:
@@ -68,9 +79,41 @@ def choose_nvcc(torch: Path | None, already_built: bool) -> tuple[str | None, st
     return None, f"{why}; BERT_UNPAD_CUDA=1 builds the CUDA operators too"
 
 
-def arch_list() -> str:
-    """$TORCH_CUDA_ARCH_LIST, or what is built without it."""
-    return os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHS
+def gpu_capabilities() -> list[str]:
+    """Compute capabilities of this machine's GPUs, such as `8.6`, the highest last."""
+    lines = _output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    found = {line.strip() for line in lines if re.fullmatch(r"\d+\.\d+", line.strip())}
+    return sorted(found, key=_numbers)
+
+
+def known_archs(nvcc: str) -> set[str]:
+    """Compute capabilities that an nvcc has code for, such as `8.6`."""
+    names = re.findall(r"compute_(\d+)(\d)$", "\n".join(_output(nvcc, "--list-gpu-arch")), re.M)
+    return {f"{major}.{minor}" for major, minor in names}
+
+
+def _numbers(capability: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in capability.split("."))
+
+
+def arch_list(nvcc: str) -> str:
+    """What is built for: $TORCH_CUDA_ARCH_LIST, in which `all` stands for the ALL_ARCHS that this
+    nvcc knows; without it this machine's GPUs, or DEFAULT_ARCHS where there is none that nvcc and
+    the operators know. With PTX of the newest, for GPUs that are newer.
+    """
+    wish = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    if wish and wish != "all":
+        return wish
+    known = known_archs(nvcc)
+    if wish:
+        archs = [arch for arch in ALL_ARCHS if arch.rstrip("a") in known]
+    else:
+        archs = [arch for arch in gpu_capabilities() if _numbers(arch) >= _LEAST]
+        if not set(archs) <= known:
+            archs = []
+    if not archs:
+        return DEFAULT_ARCHS
+    return ";".join([*archs[:-1], f"{archs[-1].rstrip('a')}+PTX"])
 
 
 def arch_names(archs: str) -> list[str]:

@@ -235,7 +235,8 @@ class NativeBuild(build_ext):
         ninja.link("ld", f"{name}.so", objects, ["-lpthread"])
 
     def _cuda_module(self, ninja: NinjaFile, nvcc: str, stable: list[str], torch: Path) -> None:
-        archs = cuda_choice.arch_flags(cuda_choice.arch_list())
+        arch_list = cuda_choice.arch_list(nvcc)
+        archs = cuda_choice.arch_flags(arch_list)
         common = [
             *("-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo", "-Xptxas=-v"),
             "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
@@ -245,7 +246,7 @@ class NativeBuild(build_ext):
         # Hopper's own instructions: code for no other architecture, chosen when it runs.
         hopper = [*common, *cuda_choice.arch_flags("9.0a")]
         # nvcc splits a macro's value at commas unless they are escaped.
-        names = "\\,".join(cuda_choice.arch_names(cuda_choice.arch_list()))
+        names = "\\,".join(cuda_choice.arch_names(arch_list))
         cpp = [*flags, *stable, f"-I{sysconfig.get_path('include')}"]
         cpp += [f"-DBERT_UNPAD_CUDA_ARCHS={names}"]
         # ptxas reports registers and spills on stderr; kept beside the object for

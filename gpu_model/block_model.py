@@ -14,7 +14,14 @@ POLICIES = ("in_order", "uniform", "warp_first")
 # The compute capability for which compiled kernels run in the place of sources.
 _arch: str | None = None
 # Compute capability -> bytes of shared memory that a block can have.
-SHARED_BYTES = {(8, 0): 166912, (8, 6): 101376, (9, 0): 232448, (10, 0): 232448}
+SHARED_BYTES = {
+    (7, 5): 65536,
+    (8, 0): 166912,
+    (8, 6): 101376,
+    (9, 0): 232448,
+    (10, 0): 232448,
+    (12, 0): 101376,
+}
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,10 @@ def test_text_shows_every_operator_and_why_a_module_is_missing():
         ((9, 0), "8.0", False),
         ((9, 0), "8.0+PTX", True),
         ((7, 5), "8.0+PTX 9.0a", False),
+        ((7, 5), "7.5 8.0", True),
+        ((10, 3), "9.0a 10.0", True),
+        ((12, 1), "10.0 12.0+PTX", True),
+        ((13, 0), "12.0+PTX", True),
         ((9, 0), "9.0a", True),
         ((9, 1), "9.0a", False),
         ((10, 0), "9.0a+PTX", False),
@@ -61,6 +65,15 @@ def test_gpus_that_nothing_was_built_for_are_told(capability, archs, served):
         {"name": "GPU X", "compute_capability": "1.0", "memory": 2**30, "served": served}
     ]
     assert ("not among the architectures built" in info.render(found)) is not served
+
+
+@pytest.mark.parametrize(("capability", "told"), [("7.5", True), ("8.0", False), ("12.0", False)])
+def test_gpus_without_bf16_are_told(capability, told):
+    found = info.collect()
+    found["cuda"]["gpus"] = [
+        {"name": "GPU X", "compute_capability": capability, "memory": 2**30, "served": True}
+    ]
+    assert ("not in bf16" in info.render(found)) is told
 
 
 def test_unknown_instruction_set_is_reported(monkeypatch):

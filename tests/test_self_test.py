@@ -126,6 +126,15 @@ def test_a_16_bit_operator_that_is_wrong_in_its_own_precision_fails(monkeypatch)
     assert problem.startswith("cpu: bias_gelu: fp16: result: error")
 
 
+def test_bf16_is_not_checked_on_a_gpu_that_does_not_multiply_it(monkeypatch):
+    cuda = torch.device("cuda", 0)
+    for capability, checked in (((7, 5), False), ((8, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert ("bf16" in self_test._dtypes(cuda)) is checked
+        assert {"fp32", "fp16"} <= set(self_test._dtypes(cuda))
+    assert "bf16" in self_test._dtypes(torch.device("cpu"))
+
+
 def test_a_gpu_that_cannot_be_used_fails_the_check(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert self_test.run(["cuda"]) == ["cuda: PyTorch sees no GPU"]

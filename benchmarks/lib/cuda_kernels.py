@@ -20,10 +20,12 @@ SHARED = re.compile(r"(\d+) bytes smem")
 # function '...'", "(C7517) warpgroup.wait is injected in around line ... in function '...'"
 SERIALIZED = re.compile(r"(?:wgmma|warpgroup)\S* .*(?:serialized|injected).* function '(\S+)'")
 
-# An SM of compute capability 8.0 or 9.0: registers are handed out to a warp in units of 256, from
-# its own of four partitions.
-SM_REGISTERS, SM_PARTITIONS, SM_WARPS, SM_BLOCKS = 65536, 4, 64, 32
+# Registers are handed out to a warp in units of 256, from its own of an SM's four partitions.
+SM_REGISTERS, SM_PARTITIONS = 65536, 4
 WARP_UNIT = 256
+# Warps and blocks that an SM has room for (CUDA programming guide, "Compute Capabilities").
+SM_WARPS, SM_BLOCKS = 64, 32
+OTHER_ROOM = {"sm_75": (32, 16), "sm_86": (48, 16), "sm_89": (48, 24), "sm_120": (48, 24)}
 
 
 @dataclass
@@ -47,7 +49,8 @@ class Kernel:
         """Blocks that registers and warps allow; shared memory is left out."""
         unit = -(-self.registers * 32 // WARP_UNIT) * WARP_UNIT
         warps = SM_REGISTERS // SM_PARTITIONS // unit * SM_PARTITIONS
-        return min(min(warps, SM_WARPS) // -(-threads // 32), SM_BLOCKS)
+        most_warps, most_blocks = OTHER_ROOM.get(self.arch, (SM_WARPS, SM_BLOCKS))
+        return min(min(warps, most_warps) // -(-threads // 32), most_blocks)
 
 
 def parse(report: str) -> list[Kernel]:

@@ -31,6 +31,7 @@ KernelKey = tuple[str, str]  # mangled name, architecture
 # from global to shared memory that pass no register.
 NEEDED = ("HMMA", "LDSM", "LDGSTS")
 NEEDED_WGMMA = ("HGMMA", "LDGSTS")  # wgmma takes fragments from shared memory itself
+NEEDED_SM75 = ("HMMA", "LDSM")  # there are no such copies
 FORBIDDEN = ("LDL", "STL")  # local memory
 
 
@@ -118,17 +119,20 @@ def threads(files: list[Path]) -> dict[KernelKey, int]:
     return _of_all(_threads_of, files)
 
 
-def uses_tensor_cores(readable: str) -> bool:
-    """Must this kernel? Attention does in 16-bit dtypes."""
-    return re.match(r"attention_\w+<(bf16|f16),", readable) is not None
+def uses_tensor_cores(readable: str, arch: str = "sm_80") -> bool:
+    """Must this kernel? Attention does in 16-bit dtypes; sm_75 multiplies no bf16."""
+    dtypes = "f16" if arch == "sm_75" else "bf16|f16"
+    return re.match(rf"attention_\w+<({dtypes}),", readable) is not None
 
 
-def needed(opcodes: Counter[str]) -> tuple[str, ...]:
+def needed(opcodes: Counter[str], arch: str = "sm_80") -> tuple[str, ...]:
     """The instructions of a kernel with wgmma, or of one without."""
+    if arch == "sm_75":
+        return NEEDED_SM75
     return NEEDED_WGMMA if opcodes["HGMMA"] else NEEDED
 
 
-def problems(opcodes: Counter[str]) -> list[str]:
+def problems(opcodes: Counter[str], arch: str = "sm_80") -> list[str]:
     """What is wrong with a kernel that should run on tensor cores."""
-    found = [f"no {opcode}" for opcode in needed(opcodes) if not opcodes[opcode]]
+    found = [f"no {opcode}" for opcode in needed(opcodes, arch) if not opcodes[opcode]]
     return found + [f"{opcodes[opcode]} {opcode}" for opcode in FORBIDDEN if opcodes[opcode]]

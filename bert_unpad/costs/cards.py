@@ -1,10 +1,11 @@
 """GPUs by name: memory, rates, and a price to start from.
 
 Rates are dense (without structured sparsity), products of 16 bits added up in fp32, from NVIDIA's
-data sheets and white papers: A100, H100, H200, L4, L40S, V100, T4 (data sheets); GeForce RTX 3090
-and 4090 (Ampere GA102 and Ada white papers), RTX 2080 Ti (Turing white paper); A10G (the data sheet
-that AWS publishes with its G5 instances). They are peaks: what training sustains of them is an
-assumption (`SUSTAINED_SHARE`).
+data sheets and white papers: A100, H100, H200, L4, L40S, V100, T4 (data sheets); B200 (an eighth of
+the DGX B200, fp32 of the HGX B200, in their data sheets); GeForce RTX 3090, 4090 and 5090 (white
+papers of Ampere GA102, Ada and RTX Blackwell), RTX 2080 Ti (Turing white paper); A10G (the data
+sheet that AWS publishes with its G5 instances). They are peaks: what training sustains of them is
+an assumption (`SUSTAINED_SHARE`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ package has not been measured on a GPU yet. Published BERT-large results of othe
 to 367 sequences/s of about 0.49 TFLOP) come to 0.48 to 0.58; cards with a higher ratio of
 arithmetic to memory bandwidth reach less."""
 
-# The operators are compiled for compute capability 8.0 and later: they use its bf16 tensor cores
-# and asynchronous copies.
-_LEAST_CAPABILITY = (8, 0)
+# Attention needs the tensor cores of Turing, those of later GPUs for bf16.
+_LEAST_CAPABILITY = (7, 5)
+_LEAST_CAPABILITY_FOR_BF16 = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Card:
     @property
     def has_bf16(self) -> bool:
         """Whether its tensor cores multiply bf16."""
-        return self.capability >= (8, 0)
+        return self.capability >= _LEAST_CAPABILITY_FOR_BF16
 
     @property
     def is_supported(self) -> bool:
@@ -66,11 +67,13 @@ CARDS = {
         Card("h100", 80, 989, 67, 3350, (9, 0), True, 4.0),
         Card("h100-pcie", 80, 756, 51, 2000, (9, 0), False, 3.0),
         Card("h200", 141, 989, 67, 4800, (9, 0), True, 5.0),
+        Card("b200", 180, 2250, 75, 8000, (10, 0), True, 6.0),
         Card("l4", 24, 121, 30.3, 300, (8, 9), False, 0.8),
         Card("a10g", 24, 70, 35, 600, (8, 6), False, 1.0),
         Card("l40s", 48, 362, 91.6, 864, (8, 9), False, 1.9),
         Card("rtx3090", 24, 71, 35.6, 936, (8, 6), False, 0.25),
         Card("rtx4090", 24, 165, 82.6, 1008, (8, 9), False, 0.4),
+        Card("rtx5090", 32, 209.5, 104.8, 1792, (12, 0), False, 0.6),
         Card("v100", 32, 125, 15.7, 900, (7, 0), True, 3.0),
         Card("t4", 16, 65, 8.1, 320, (7, 5), False, 0.5),
         Card("rtx2080ti", 11, 53.8, 13.4, 616, (7, 5), False, 0.1),

@@ -102,12 +102,20 @@ def card_device(
     """A GPU of the table, from its data sheet and two assumptions.
 
     Args:
-        card: of compute capability 8.0 or later.
+        card: of compute capability 7.5 or later; for bf16 8.0.
         workload: what is trained.
         sustained: share of the peak that the model's FLOPs reach.
         memory_share: of its memory that a run may use: CUDA's context, cuBLASLt's workspaces and
             gaps between blocks take the rest.
+
+    Raises:
+        ValueError: the workload is in bf16, and the card does not multiply it.
     """
+    if workload.precision == "bf16" and not card.has_bf16:
+        raise ValueError(
+            f"precision: expected fp16 or fp32 on {card.name}, whose tensor cores have no bf16, "
+            "got 'bf16'"
+        )
     seconds = workload.parameters / (_STREAMED * card.bandwidth_gbs * 1e9)
     return Device(
         name=card.name,

@@ -5,6 +5,7 @@
 
 #include "attention/choice.h"
 #include "attention/launch.h"
+#include "cuda/capability.h"
 #include "cuda/fork.h"
 
 namespace bert_unpad::cuda {
@@ -27,7 +28,10 @@ void for_each_run(const char* op, const AttentionCudaParams& args, const Attenti
   fork.join();
 }
 
-AttentionDevice this_device(const char* op) {
+// The current device; throws where it does not multiply this dtype.
+AttentionDevice this_device(const char* op, DType dtype) {
+  const int capability = compute_capability(op);
+  if (dtype == DType::kBFloat16) check_bf16_products(op, capability);
   int device = 0;
   check_cuda(cudaGetDevice(&device), op);
   const auto attribute = [&](cudaDeviceAttr which) {
@@ -36,9 +40,7 @@ AttentionDevice this_device(const char* op) {
     return value;
   };
   return {attribute(cudaDevAttrMultiProcessorCount),
-          static_cast<uint32_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)),
-          10 * attribute(cudaDevAttrComputeCapabilityMajor) +
-              attribute(cudaDevAttrComputeCapabilityMinor)};
+          static_cast<uint32_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)), capability};
 }
 
 // BERT_UNPAD_WGMMA=0: a GPU with wgmma takes the kernels that others have, to compare the two.
@@ -73,10 +75,10 @@ bool is_fused(const AttentionCudaParams& args, const AttentionCudaBias& bias,
 
 void attention_forward(const AttentionCudaParams& args, const AttentionCudaBias& bias,
                        std::span<const AttentionGroup> groups, cudaStream_t stream) {
+  const AttentionDevice device = this_device(kForwardOp, args.dtype);
   if (bias.bucket != nullptr) prepare_bias(kForwardOp, args, bias, stream);
-  const bool wgmma =
-      wgmma_wanted(kForwardOp) &&
-      has_wgmma(args.dtype, args.head_dim, bias.bucket != nullptr, this_device(kForwardOp));
+  const bool wgmma = wgmma_wanted(kForwardOp) &&
+                     has_wgmma(args.dtype, args.head_dim, bias.bucket != nullptr, device);
   for_each_run(kForwardOp, args, bias, groups, stream,
                [&](const AttentionRun& run, cudaStream_t s) {
                  if (args.dtype == DType::kFloat32) return launch_fp32_forward(run, s);
@@ -89,28 +91,30 @@ void attention_forward(const AttentionCudaParams& args, const AttentionCudaBias&
 }
 
 int64_t attention_query_sums(const AttentionCudaParams& args, const AttentionCudaBias& bias) {
-  const AttentionDevice device = this_device(kBackwardOp);
+  const AttentionDevice device = this_device(kBackwardOp, args.dtype);
   if (backward_takes_wgmma(args, bias, device) || !is_fused(args, bias, device)) return 0;
   return query_sum_floats(args.q_tokens, args.sequences, args.heads, args.max_k, args.head_dim);
 }
 
 void attention_backward(const AttentionCudaParams& args, const AttentionCudaBias& bias,
                         std::span<const AttentionGroup> groups, cudaStream_t stream) {
+  const AttentionDevice device = this_device(kBackwardOp, args.dtype);
   if (bias.bucket != nullptr) prepare_bias(kBackwardOp, args, bias, stream);
-  const AttentionDevice device = this_device(kBackwardOp);
   const bool wgmma = backward_takes_wgmma(args, bias, device);
   const bool fused = is_fused(args, bias, device);
-  for_each_run(
-      kBackwardOp, args, bias, groups, stream, [&](const AttentionRun& run, cudaStream_t s) {
-        if (args.dtype == DType::kFloat32) return launch_fp32_backward(run, s);
-        if (wgmma) return launch_wgmma_backward(run, s);
-        dispatch_head_dim(args.head_dim, [&]<int kHeadDim>() {
-          if (bias.bucket != nullptr) return launch_bias_backward<kHeadDim>(run, s);
-          const AttentionCudaParams& a = run.args;
-          const int warps = fused_warps(a.sequences, a.heads, a.max_q, a.max_k, kHeadDim, device);
-          launch_backward<kHeadDim>(run, fused ? warps : 0, s);
-        });
-      });
+  for_each_run(kBackwardOp, args, bias, groups, stream,
+               [&](const AttentionRun& run, cudaStream_t s) {
+                 if (args.dtype == DType::kFloat32) return launch_fp32_backward(run, s);
+                 if (wgmma) return launch_wgmma_backward(run, s);
+                 dispatch_head_dim(args.head_dim, [&]<int kHeadDim>() {
+                   if (bias.bucket != nullptr) return launch_bias_backward<kHeadDim>(run, s);
+                   const AttentionCudaParams& a = run.args;
+                   FusedShape shape;
+                   if (fused)
+                     shape = fused_shape(a.sequences, a.heads, a.max_q, a.max_k, kHeadDim, device);
+                   launch_backward<kHeadDim>(run, shape, s);
+                 });
+               });
   if (bias.bucket != nullptr) finish_bias(args, bias, stream);
 }
 

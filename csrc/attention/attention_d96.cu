@@ -5,6 +5,6 @@
 namespace bert_unpad::cuda {
 
 template void launch_forward<96>(const AttentionRun&, cudaStream_t);
-template void launch_backward<96>(const AttentionRun&, int, cudaStream_t);
+template void launch_backward<96>(const AttentionRun&, FusedShape, cudaStream_t);
 
 }  // namespace bert_unpad::cuda

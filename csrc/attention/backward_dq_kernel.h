@@ -12,13 +12,17 @@ namespace bert_unpad {
 
 inline constexpr int kQueryGradientWarps = 4;
 
+// Of 128 columns in tiles of 32: with tiles of 64 there would be no room for a position bias in the
+// 64 KiB that a block has on sm_75, nor for two blocks in the 100 KiB of sm_86, sm_89 and sm_120.
 template <class T, int kHeadDim>
-using QueryGradientKeys = KeyTiles<T, kHeadDim, kQueryGradientWarps>;
+using QueryGradientKeys =
+    KeyTiles<T, kHeadDim, kQueryGradientWarps, 2, 2, kHeadDim == 128 ? 32 : 64>;
 
 template <class T, int kHeadDim, bool kDropout, bool kWindow, class Launch>
 BU_KERNEL(32 * kQueryGradientWarps, 2)
 attention_backward_dq_kernel(BU_PARAMS Launch p) {
   constexpr bool kBias = kHasBias<Launch>;
+  if constexpr (kNoProducts<T>) leave_out();
   const AttentionBlock block = attention_block(p);
   const int block_row = block.tile * 16 * kQueryGradientWarps;
   if (block_row >= block.q_len) return;

@@ -6,29 +6,36 @@
 
 namespace bert_unpad {
 
-inline constexpr int kBackwardQueries = 64;
+// Queries of a tile, but for the fused kernel where memory is short. Of 128 columns there are 32,
+// for the reason of QueryGradientKeys.
+template <int kHeadDim>
+inline constexpr int kBackwardQueries = kHeadDim == 128 ? 32 : 64;
+
+// Of the fused kernel: warps of 32 keys each, and queries of a tile.
+struct FusedShape {
+  int warps = 0, queries = 0;
+};
 
 // Tiles of 16 keys that a warp of the kernel owns.
 template <bool kFused>
 inline constexpr int kBackwardRowTiles = kFused ? 2 : 1;
 
 // Where things lie in shared memory.
-template <int kHeadDim, int kWarps, bool kFused>
+template <int kHeadDim, int kWarps, bool kFused, int kQueries = kBackwardQueries<kHeadDim>>
 struct BackwardShared {
   static constexpr int kKeys = 16 * kBackwardRowTiles<kFused> * kWarps;
-  static constexpr uint32_t kQueryTile = SharedTile<kHeadDim>::bytes(kBackwardQueries);
+  static constexpr uint32_t kQueryTile = SharedTile<kHeadDim>::bytes(kQueries);
   // Two stages, each a tile of q and one of dout.
   static BU_HD uint32_t stage(int i) { return i % 2 * 2 * kQueryTile; }
   static constexpr uint32_t kKeyTile = 4 * kQueryTile;
-  // Score gradients, [keys, 64 queries].
+  // Score gradients, [keys, kQueries].
   static constexpr uint32_t kGradients = kKeyTile + SharedTile<kHeadDim>::bytes(kFused ? kKeys : 0);
   // lse and delta in turns: of all queries, or of two stages.
   static constexpr uint32_t kRowValues =
-      kGradients + SharedTile<kBackwardQueries>::bytes(kFused ? kKeys : 0);
+      kGradients + SharedTile<kQueries>::bytes(kFused ? kKeys : 0);
 
   static constexpr int rows(int max_q) {
-    return kFused ? (max_q + kBackwardQueries - 1) / kBackwardQueries * kBackwardQueries
-                  : 2 * kBackwardQueries;
+    return kFused ? (max_q + kQueries - 1) / kQueries * kQueries : 2 * kQueries;
   }
   static constexpr uint32_t bytes(int max_q) { return kRowValues + 8 * rows(max_q); }
 };
@@ -39,14 +46,16 @@ BU_HD int64_t query_sum_rows(int64_t queries, int sequences) {
   return queries + 15 * int64_t{sequences};
 }
 
-// dQ of 64 queries of a head. A warp takes 16 of them and, of 8 warps, half of the columns; of 4
-// warps 32 and half of 64 columns: fewer operands for each product than 16 x 64. While keys are to
-// come, sums wait in global memory in fp32, in the layout of the registers: 16 bytes a lane of each
-// 16 x 8 tile. Only the lane that wrote them reads them.
-template <class T, int kHeadDim, int kWarps>
+// dQ of a tile of queries of a head. Of 64, a warp takes 16 and, of 8 warps, half of the columns;
+// of 4 warps 32 and half of 64 columns: fewer operands for each product than 16 x 64. Of 32, a warp
+// takes 16 and half of 64 columns. While keys are to come, sums wait in global memory in fp32, in
+// the layout of the registers: 16 bytes a lane of each 16 x 8 tile. Only the lane that wrote them
+// reads them.
+template <class T, int kHeadDim, int kWarps, int kQueries>
 class BackwardQueries {
-  static constexpr int kRowTiles = kWarps == 4 && kHeadDim == 64 ? 2 : 1;
-  static constexpr int kGroups = 4 / kRowTiles, kColumns = kHeadDim * kGroups / kWarps;
+  static constexpr int kRowTiles = kWarps == 4 && kHeadDim == 64 && kQueries == 64 ? 2 : 1;
+  static constexpr int kGroups = kQueries / 16 / kRowTiles;
+  static constexpr int kColumns = kHeadDim * kGroups / kWarps;
   const int lane_, row_tile_, column_;  // the first of the warp's row tiles of the 4, and columns
   const int first_;                     // its first row in the sequence
   const bool there_;                    // whether that is before the sequence's end
@@ -64,7 +73,7 @@ class BackwardQueries {
       : lane_(static_cast<int>(thread % 32)),
         row_tile_(static_cast<int>(thread / 32 % kGroups) * kRowTiles),
         column_(static_cast<int>(thread / 32 / kGroups) * kColumns),
-        first_(tile * kBackwardQueries + 16 * row_tile_),
+        first_(tile * kQueries + 16 * row_tile_),
         there_(first_ < block.q_len),
         next_(first_ + 16 < block.q_len) {}
 
@@ -84,7 +93,7 @@ class BackwardQueries {
 
   // Adds what the first `count` keys of the tile give.
   BU_DEVICE void add_keys(uint32_t key_tile, const Operands<kHeadDim>& key_operands,
-                          uint32_t gradients, const Operands<kBackwardQueries>& gradient_operands,
+                          uint32_t gradients, const Operands<kQueries>& gradient_operands,
                           int count) {
     if (!there_) return;
 #pragma unroll 4

@@ -3,8 +3,8 @@
 //
 // A warp owns 16 keys, or 32 where the kernel is fused. Scores are computed transposed (keys x
 // queries): weights and score gradients then leave the tensor cores in the layout that the products
-// with dout and Q need for their A operand. Queries come in tiles of 64; the next tile is copied
-// while the current one is used.
+// with dout and Q need for their A operand. Queries come in tiles of 64 or 32;
+// the next tile is copied while the current one is used.
 //
 // kFused: a block owns a whole head of a sequence and passes over its keys, 32 * kWarps at a time.
 // With 32 keys a warp, what it reads of q and dout in shared memory serves twice as many products;
@@ -37,7 +37,8 @@ template <int kHeadDim, bool kBias>
 inline constexpr int kKeyColumns = kBias && kHeadDim == 128 ? 64 : kHeadDim;
 
 // A warp's keys, kRowTiles times 16: their rows, and the gradients that these have gathered.
-template <class T, int kHeadDim, int kRowTiles, bool kDropout, bool kGeneral, bool kBias>
+template <class T, int kHeadDim, int kRowTiles, int kQueries, bool kDropout, bool kGeneral,
+          bool kBias>
 struct BackwardKeys {
   static_assert(kRowTiles == 1 || (kHeadDim <= 64 && !kGeneral));
   // 128 columns of K and V do not fit into registers beside dK and dV; they come from L1 then, 16
@@ -108,7 +109,7 @@ struct BackwardKeys {
   }
 
   // Takes in 16 queries, `first_query` the first one in the sequence. Where things begin in shared
-  // memory: `q_rows`, their rows of q, and those of dout kBackwardQueries rows later; `k_rows_at`,
+  // memory: `q_rows`, their rows of q, and those of dout kQueries rows later; `k_rows_at`,
   // the warp's rows of K (with kSharedK); `values`, lse and delta of the queries, in turns.
   // `hidden`: scores outside of windows. Returns the gradients of the scores, as A operands [keys,
   // queries].
@@ -116,7 +117,7 @@ struct BackwardKeys {
                              uint32_t k_rows_at, uint32_t values, int first_query, float scale,
                              const AttentionDropout& dropout, float keep, uint32_t hidden,
                              const KeyBias<T, kBias>& bias, int first_column) {
-    constexpr int kDout = kBackwardQueries;
+    constexpr int kDout = kQueries;
     // [keys, queries]: scores; gradients of the weights.
     float s[kRowTiles][2][4] = {}, dp[kRowTiles][2][4] = {};
 #pragma unroll kColumnSteps
@@ -179,6 +180,7 @@ struct BackwardKeys {
       pack_a<T>(gradients[r], dp[r][0], dp[r][1]);
     }
     bias.add_gradients(dp[0], first_query);
+    keep_loads_behind();
 #pragma unroll
     for (int n = 0; n < kColumns / 16; ++n) {
       uint32_t b[4];
@@ -197,7 +199,7 @@ struct BackwardKeys {
     }
   }
 
-  // Puts score gradients where the warps that compute dQ find them, [keys, 64 queries]; `step`
+  // Puts score gradients where the warps that compute dQ find them, [keys, queries]; `step`
   // counts 16 queries. Those of rows beyond the last key may be infinite; they must not meet zeros.
   BU_DEVICE void share(const uint32_t (&gradients)[kRowTiles][4], uint32_t tile, int step) const {
     const int thread = static_cast<int>(hold(threadIdx.x)), lane = thread % 32;
@@ -207,7 +209,7 @@ struct BackwardKeys {
       const bool valid = first + 8 * r + lane / 4 < end;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t at = SharedTile<kBackwardQueries>::offset(row + 8 * r, 2 * step + half);
+        const uint32_t at = SharedTile<kQueries>::offset(row + 8 * r, 2 * step + half);
         store_shared<uint32_t>(tile + at + 4 * (lane % 4),
                                valid ? gradients[r / 2][2 * half + r % 2] : 0u);
       }
@@ -218,7 +220,8 @@ struct BackwardKeys {
                        int first_column) {
     const uint32_t begin = hold(block.k_begin);
     const int first = static_cast<int>(hold(this->first));
-    const HeadRows<T> dk_rows(a.dk, begin, block.kv_head), dv_rows(a.dv, begin, block.kv_head);
+    const int head = static_cast<int>(hold(block.kv_head));
+    const HeadRows<T> dk_rows(a.dk, begin, head), dv_rows(a.dv, begin, head);
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
       store_rows<T>(dk[r], a.scale, a.scale, dk_rows, first + 16 * r, end, first_column);
@@ -234,15 +237,16 @@ inline constexpr int kBackwardBlocks = kFused                     ? 8 / kWarps
                                                                   : 1;
 
 template <class T, int kHeadDim, int kWarps, bool kDropout, bool kFused, bool kGeneral,
-          class Launch>
+          int kQueries, class Launch>
 BU_KERNEL(32 * kWarps, (kBackwardBlocks<kHeadDim, kWarps, kFused, kHasBias<Launch>>))
 attention_backward_kernel(BU_PARAMS Launch p) {
   constexpr bool kBias = kHasBias<Launch>;
   static_assert(!kFused || !kGeneral);
   static_assert(!kBias || kGeneral);
-  using Shared = BackwardShared<kHeadDim, kWarps, kFused>;
+  using Shared = BackwardShared<kHeadDim, kWarps, kFused, kQueries>;
   using Tile = SharedTile<kHeadDim>;
-  constexpr int kThreads = 32 * kWarps, kKeys = Shared::kKeys, kQueries = kBackwardQueries;
+  if constexpr (kNoProducts<T> || Shared::bytes(1) > kMostShared) leave_out();
+  constexpr int kThreads = 32 * kWarps, kKeys = Shared::kKeys;
   constexpr int kRowTiles = kBackwardRowTiles<kFused>;
   const int warp_key = warp_number() * 16 * kRowTiles;
   AttentionBlock block = uniform(attention_block<true>(p));
@@ -268,7 +272,7 @@ attention_backward_kernel(BU_PARAMS Launch p) {
   };
   const int first_tile = needed(rows.begin / kQueries);
 
-  BackwardKeys<T, kHeadDim, kRowTiles, kDropout, kGeneral, kBias> keys(p.args, block);
+  BackwardKeys<T, kHeadDim, kRowTiles, kQueries, kDropout, kGeneral, kBias> keys(p.args, block);
   // Pointers and the thread's place are computed again for each tile: there are no registers to
   // keep them in.
   const auto again = [](uint32_t x) { return static_cast<int>(hold(x)); };
@@ -372,7 +376,7 @@ attention_backward_kernel(BU_PARAMS Launch p) {
         }
       }
       if constexpr (kFused) {
-        BackwardQueries<T, kHeadDim, kWarps> queries(block, tile, again(threadIdx.x));
+        BackwardQueries<T, kHeadDim, kWarps, kQueries> queries(block, tile, again(threadIdx.x));
         queries.start(pass > 0 ? query_sums() : nullptr);
         sync_block();  // all score gradients of the tile are there
         queries.add_keys(Shared::kKeyTile, keys.operands, Shared::kGradients, gradient_operands,

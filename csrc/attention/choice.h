@@ -34,23 +34,31 @@ inline constexpr int kFusedMaxQueries = 1024;
 // Shared memory that the system takes of each block.
 inline constexpr uint32_t kReservedShared = 1024;
 
-// Warps of the fused backward kernel, 32 keys each; 0: it does not fit. Two blocks of 4 warps on a
-// multiprocessor wait for each other's memory and barriers less than one of 8, which takes about
+// The shape of the fused backward kernel; without warps: it does not fit. Two blocks of 4 warps on
+// a multiprocessor wait for each other's memory and barriers less than one of 8, which takes about
 // 9/8 of their time for two heads. But 8 are better where two blocks do not fit, or where the last
-// heads would leave half of the multiprocessors' room empty.
-inline int fused_warps(int sequences, int heads, int max_q, int max_k, int head_dim,
-                       const AttentionDevice& device) {
-  if (max_q > kFusedMaxQueries || head_dim > 64) return 0;
-  const uint32_t four = head_dim == 32 ? BackwardShared<32, 4, true>::bytes(max_q)
-                                       : BackwardShared<64, 4, true>::bytes(max_q);
-  const uint32_t eight = BackwardShared<64, 8, true>::bytes(max_q);
-  if (head_dim == 64 && max_k > 4 * 32 && eight <= device.shared_bytes) {
-    const bool pairs = 2 * (four + kReservedShared) <= device.shared_bytes + kReservedShared;
+// heads would leave half of the multiprocessors' room empty. Smaller tiles of queries are for
+// devices where two blocks, or even one, of 4 warps only fit with them.
+inline FusedShape fused_shape(int sequences, int heads, int max_q, int max_k, int head_dim,
+                              const AttentionDevice& device) {
+  if (max_q > kFusedMaxQueries || head_dim > 64) return {};
+  const uint32_t room = device.shared_bytes;
+  if (head_dim == 32) {
+    const bool fits = BackwardShared<32, 4, true>::bytes(max_q) <= room;
+    return fits ? FusedShape{4, 64} : FusedShape{};
+  }
+  const uint32_t four = BackwardShared<64, 4, true>::bytes(max_q);
+  const uint32_t small = BackwardShared<64, 4, true, 32>::bytes(max_q);
+  const auto pairs = [&](uint32_t bytes) {
+    return 2 * (bytes + kReservedShared) <= room + kReservedShared;
+  };
+  if (max_k > 4 * 32 && BackwardShared<64, 8, true>::bytes(max_q) <= room) {
     const int64_t blocks = static_cast<int64_t>(sequences) * heads, sms = device.sms;
     const int64_t rounds = (blocks + sms - 1) / sms, of_pairs = (blocks + 2 * sms - 1) / (2 * sms);
-    if (!pairs || 9 * rounds < 8 * 2 * of_pairs) return 8;
+    if (!pairs(four) || 9 * rounds < 8 * 2 * of_pairs) return {8, 64};
   }
-  return four <= device.shared_bytes ? 4 : 0;
+  if (pairs(four) || (four <= room && !pairs(small))) return {4, 64};
+  return small <= room ? FusedShape{4, 32} : FusedShape{};
 }
 
 // Whether the backward pass is one fused kernel with one block per head and sequence, or two
@@ -59,7 +67,7 @@ inline int fused_warps(int sequences, int heads, int max_q, int max_k, int head_
 inline bool backward_is_fused(int sequences, int heads, int max_q, int max_k, int head_dim,
                               const AttentionDevice& device) {
   return static_cast<int64_t>(sequences) * heads >= device.sms &&
-         fused_warps(sequences, heads, max_q, max_k, head_dim, device) > 0;
+         fused_shape(sequences, heads, max_q, max_k, head_dim, device).warps > 0;
 }
 
 // Floats of the fused backward kernel's workspace: its sums of dQ, where the keys may take several

@@ -28,14 +28,21 @@ inline constexpr int kForwardWarps = 4;
 template <int kHeadDim, bool kWindow>
 inline constexpr bool kScoresAhead = kHeadDim <= 64 && !kWindow;
 
-template <class T, int kHeadDim, bool kWindow>
-using ForwardKeys =
-    KeyTiles<T, kHeadDim, kForwardWarps, 2, kScoresAhead<kHeadDim, kWindow> ? 3 : 2>;
+// With a position bias there are no registers for the scores of 64 keys beside 128 columns.
+template <class T, int kHeadDim, bool kWindow, bool kBias = false>
+using ForwardKeys = KeyTiles<T, kHeadDim, kForwardWarps, 2, kScoresAhead<kHeadDim, kWindow> ? 3 : 2,
+                             kBias && kHeadDim == 128 ? 32 : 64>;
+
+// Blocks on an SM that registers have to allow. Shared memory allows two on sm_75; for three ptxas
+// would spill registers on Blackwell.
+template <int kHeadDim, bool kWindow>
+inline constexpr int kForwardBlocks = kHeadDim == 64 && kWindow && !kTuring && !kBlackwell ? 3 : 2;
 
 template <class T, int kHeadDim, int kRowTiles, bool kDropout, bool kWindow, class Launch>
-BU_KERNEL(32 * kForwardWarps, kHeadDim == 64 && kWindow && !kHasBias<Launch> ? 3 : 2)
+BU_KERNEL(32 * kForwardWarps, (kForwardBlocks<kHeadDim, kWindow && !kHasBias<Launch>>))
 attention_forward_kernel(BU_PARAMS Launch p) {
   constexpr bool kBias = kHasBias<Launch>;
+  if constexpr (kNoProducts<T>) leave_out();
   const AttentionBlock block = uniform(attention_block(p));
   const int block_row = block.tile * kForwardWarps * 16 * kRowTiles;
   if (block_row >= block.q_len) return;
@@ -53,7 +60,7 @@ attention_forward_kernel(BU_PARAMS Launch p) {
     for (int half = 0; half < 2; ++half)
       rows.seen[half] = windows.keys(first_row + lane / 4 + 8 * half);
   }
-  const ForwardKeys<T, kHeadDim, kWindow> keys(p.args, block, block_keys.end);
+  const ForwardKeys<T, kHeadDim, kWindow, kBias> keys(p.args, block, block_keys.end);
   const int first_tile = block_keys.begin / keys.kKeys;
   keys.start(first_tile);
 

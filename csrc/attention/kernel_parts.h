@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "attention/attention_cuda.h"
+#include "cuda/architecture.h"
 #include "cuda/math.h"
 #include "cuda/primitives.h"
 #include "cuda/reduce.h"
@@ -35,6 +36,10 @@ struct AttentionBiasLaunch : AttentionLaunch {
 
 template <class Launch>
 inline constexpr bool kHasBias = std::is_same_v<Launch, AttentionBiasLaunch>;
+
+// Whether tensor cores of the architecture that is compiled for do not multiply T.
+template <class T>
+inline constexpr bool kNoProducts = kTuring && std::is_same_v<T, bf16>;
 
 // What one block works on. A block of keys has the first of the query heads that read them. Tokens
 // are fewer than 2^31; without a sign they need no second register where they become 64 bits.
@@ -143,9 +148,9 @@ BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first
   }
 }
 
-// Copies a head's keys and values to shared memory in tiles of 64, for a block of kWarps warps. The
-// next tile, or with more stages one after it, is copied while the current one is used. The kernel
-// waits and synchronises in between,
+// Copies a head's keys and values to shared memory in tiles of kTileKeys, for a block of kWarps
+// warps. The next tile, or with more stages one after it, is copied while the current one is used.
+// The kernel waits and synchronises in between,
 //
 //   keys.start(first);
 //   for (int tile = first; tile < keys.tiles(); ++tile) {
@@ -155,15 +160,16 @@ BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first
 //
 // so that the barrier of each kernel has its own line, which tests can take out. With more tiles
 // more are on their way; with one more of values than of keys, these stay for one tile longer.
-template <class T, int kHeadDim, int kWarps, int kKeyTiles = 2, int kValueTiles = kKeyTiles>
+template <class T, int kHeadDim, int kWarps, int kKeyTiles = 2, int kValueTiles = kKeyTiles,
+          int kTileKeys = 64>
 class KeyTiles {
-  static constexpr uint32_t kTile = SharedTile<kHeadDim>::bytes(64);
+  static constexpr uint32_t kTile = SharedTile<kHeadDim>::bytes(kTileKeys);
   const cuda::AttentionCudaParams& a_;
   const AttentionBlock& block_;
   const int end_;
 
  public:
-  static constexpr int kKeys = 64;
+  static constexpr int kKeys = kTileKeys;
   static constexpr uint32_t kSharedBytes = (kKeyTiles + kValueTiles) * kTile;
 
   // `end`: after the last key that is needed.

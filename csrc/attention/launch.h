@@ -6,7 +6,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "attention/kernel_parts.h"
+#include "attention/backward_fused.h"
 #include "cuda/launch.h"
 
 namespace bert_unpad::cuda {
@@ -27,9 +27,9 @@ struct AttentionRun {
 template <int kHeadDim>
 void launch_forward(const AttentionRun& run, cudaStream_t stream);
 
-// `fused_warps`: of the fused kernel (choice.h); 0: two kernels.
+// The fused kernel of this shape; without warps, two kernels.
 template <int kHeadDim>
-void launch_backward(const AttentionRun& run, int fused_warps, cudaStream_t stream);
+void launch_backward(const AttentionRun& run, FusedShape fused, cudaStream_t stream);
 
 // The same for head dim 64 with wgmma, which needs compute capability 9.0; backward, fused.
 void launch_wgmma_forward(const AttentionRun& run, cudaStream_t stream);

@@ -21,7 +21,7 @@ void launch_bias_forward(const AttentionRun& run, cudaStream_t stream) {
   dispatch_bias(run, [&]<class T>() {
     launch_grid(kForwardOp,
                 attention_forward_kernel<T, kHeadDim, 1, true, true, AttentionBiasLaunch>,
-                32 * kForwardWarps, ForwardKeys<T, kHeadDim, true>::kSharedBytes, run,
+                32 * kForwardWarps, ForwardKeys<T, kHeadDim, true, true>::kSharedBytes, run,
                 run.args.heads, run.args.max_q, 16 * kForwardWarps, stream);
   });
 }
@@ -38,11 +38,11 @@ void launch_bias_backward(const AttentionRun& run, cudaStream_t stream) {
         run, run.args.heads, run.args.max_q, 16 * kQueryGradientWarps, stream);
     constexpr int kColumns = kKeyColumns<kHeadDim, true>;
     for (AttentionRun part = run; part.first_column < kHeadDim; part.first_column += kColumns)
-      launch_grid(
-          kBackwardOp,
-          attention_backward_kernel<T, kHeadDim, kWarps, true, false, true, AttentionBiasLaunch>,
-          32 * kWarps, keys + kWarps * GradientTile::kBytes, part, run.args.kv_heads,
-          run.args.max_k, 16 * kWarps, stream);
+      launch_grid(kBackwardOp,
+                  attention_backward_kernel<T, kHeadDim, kWarps, true, false, true,
+                                            kBackwardQueries<kHeadDim>, AttentionBiasLaunch>,
+                  32 * kWarps, keys + kWarps * GradientTile::kBytes, part, run.args.kv_heads,
+                  run.args.max_k, 16 * kWarps, stream);
   });
 }
 

@@ -30,15 +30,15 @@ void launch_forward(const AttentionRun& run, cudaStream_t stream) {
 }
 
 template <int kHeadDim>
-void launch_backward(const AttentionRun& run, int fused_warps, cudaStream_t stream) {
+void launch_backward(const AttentionRun& run, FusedShape fused, cudaStream_t stream) {
   const int heads = run.args.heads, kv_heads = run.args.kv_heads;
   const int max_q = run.args.max_q, max_k = run.args.max_k;
-  const auto start_fused = [&]<class T, int kWarps, bool kDropout>() {
-    launch_grid(
-        kBackwardOp,
-        attention_backward_kernel<T, kHeadDim, kWarps, kDropout, true, false, AttentionLaunch>,
-        32 * kWarps, BackwardShared<kHeadDim, kWarps, true>::bytes(max_q), run, heads, 0, 0,
-        stream);
+  const auto start_fused = [&]<class T, int kWarps, int kQueries, bool kDropout>() {
+    launch_grid(kBackwardOp,
+                attention_backward_kernel<T, kHeadDim, kWarps, kDropout, true, false, kQueries,
+                                          AttentionLaunch>,
+                32 * kWarps, BackwardShared<kHeadDim, kWarps, true, kQueries>::bytes(max_q), run,
+                heads, 0, 0, stream);
   };
   const auto start_split = [&]<class T, bool kDropout, bool kWindow, bool kGeneral>() {
     launch_grid(kBackwardOp,
@@ -46,18 +46,19 @@ void launch_backward(const AttentionRun& run, int fused_warps, cudaStream_t stre
                 32 * kQueryGradientWarps, QueryGradientKeys<T, kHeadDim>::kSharedBytes, run, heads,
                 max_q, 16 * kQueryGradientWarps, stream);
     constexpr int kWarps = 4;
-    launch_grid(
-        kBackwardOp,
-        attention_backward_kernel<T, kHeadDim, kWarps, kDropout, false, kGeneral, AttentionLaunch>,
-        32 * kWarps, BackwardShared<kHeadDim, kWarps, false>::bytes(0), run, kv_heads, max_k,
-        16 * kWarps, stream);
+    launch_grid(kBackwardOp,
+                attention_backward_kernel<T, kHeadDim, kWarps, kDropout, false, kGeneral,
+                                          kBackwardQueries<kHeadDim>, AttentionLaunch>,
+                32 * kWarps, BackwardShared<kHeadDim, kWarps, false>::bytes(0), run, kv_heads,
+                max_k, 16 * kWarps, stream);
   };
   dispatch_16_bit(run.args, [&]<class T, bool kDropout>() {
     if constexpr (kHeadDim <= 64) {
       if constexpr (kHeadDim == 64) {
-        if (fused_warps == 8) return start_fused.template operator()<T, 8, kDropout>();
+        if (fused.warps == 8) return start_fused.template operator()<T, 8, 64, kDropout>();
+        if (fused.queries == 32) return start_fused.template operator()<T, 4, 32, kDropout>();
       }
-      if (fused_warps == 4) return start_fused.template operator()<T, 4, kDropout>();
+      if (fused.warps == 4) return start_fused.template operator()<T, 4, 64, kDropout>();
     }
     if (has_window(run.args)) return start_split.template operator()<T, kDropout, true, true>();
     if (heads != kv_heads) return start_split.template operator()<T, kDropout, false, true>();

@@ -48,6 +48,30 @@ BU_DEVICE uint32_t hold(uint32_t value) {
   return value;
 }
 
+// Ends a kernel that no launcher chooses on the architecture that is compiled for. nvcc compiles
+// nothing of what would follow.
+BU_DEVICE void leave_out() {
+  __trap();
+  __builtin_unreachable();
+}
+
+// Keeps loads from shared memory that follow from being moved before this place on sm_75, where
+// ptxas would otherwise run out of registers. All 32 lanes take part.
+BU_DEVICE void keep_loads_behind() {
+#if __CUDA_ARCH__ < 800
+  __syncwarp();
+#endif
+}
+
+// Fails an assertion, and does not return: so registers need not be kept for what follows, of which
+// there are too few on sm_75, sm_100 and sm_120.
+BU_DEVICE void fail_assertion(const char* message, const char* file, unsigned line) {
+  __assert_fail(message, file, line, "bert_unpad");
+#if __CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1000
+  __builtin_unreachable();
+#endif
+}
+
 // Arguments that only the device can see (the values in cu_seqlens) and that do not fit end the
 // kernel: PyTorch reports "device-side assert triggered", and the message is on stderr. A file with
 // BU_REQUIRE_TRAPS ends it without a message, and PyTorch reports a launch failure: the message is
@@ -58,9 +82,9 @@ BU_DEVICE uint32_t hold(uint32_t value) {
     if (!(condition)) __trap();        \
   } while (false)
 #else
-#define BU_REQUIRE(condition, message)                                          \
-  do {                                                                          \
-    if (!(condition)) __assert_fail(message, __FILE__, __LINE__, "bert_unpad"); \
+#define BU_REQUIRE(condition, message)                             \
+  do {                                                             \
+    if (!(condition)) fail_assertion(message, __FILE__, __LINE__); \
   } while (false)
 #endif
 

@@ -17,7 +17,7 @@ inline void check_cuda(cudaError_t error, const char* op) {
     message +=
         "; this GPU's architecture is older than those that were built, or of another kind: "
         "`python -m bert_unpad.info` lists both, and TORCH_CUDA_ARCH_LIST chooses what is built "
-        "(8.0 and later)";
+        "(7.5 and later)";
   throw std::runtime_error(message);
 }
 

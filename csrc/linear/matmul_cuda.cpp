@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "cuda/capability.h"
 #include "cuda/capture.h"
 #include "cuda/error.h"
 #include "linear/algorithms.h"
@@ -328,8 +329,10 @@ void matmul(const Matmul& product, const Allocate& allocate, cudaStream_t stream
     prepared.erase(found);
     found = prepared.end();
   }
-  if (found == prepared.end())
+  if (found == prepared.end()) {
+    if (product.a.type == DataType::kBFloat16) check_bf16_products(op, compute_capability(op));
     found = prepared.try_emplace(key, product, key, allocate, stream, op).first;
+  }
   found->second.run(product, allocate, stream, op);
 }
 

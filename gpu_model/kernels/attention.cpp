@@ -51,7 +51,9 @@ BU_EXPORT int attention_plan(int64_t sequences, int64_t heads, int64_t max_q, in
     const bert_unpad::AttentionDevice device{static_cast<int>(sms),
                                              static_cast<uint32_t>(shared_bytes), 0};
     out[1] = bert_unpad::backward_is_fused(n, h, q, k, d, device);
-    out[2] = bert_unpad::fused_warps(n, h, q, k, d, device);
+    const bert_unpad::FusedShape shape = bert_unpad::fused_shape(n, h, q, k, d, device);
+    out[2] = shape.warps;
+    out[3] = shape.queries;
   });
 }
 

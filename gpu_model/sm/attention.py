@@ -97,33 +97,45 @@ def forward_row_tiles(max_q: int, head_dim: int) -> int:
     return 2 if head_dim == 64 and max_q > 64 else 1
 
 
-def backward_shared(head_dim: int, warps: int, fused: bool, max_q: int) -> int:
+def backward_tile(head_dim: int) -> int:
+    """Rows of a tile of queries, or, for dQ, of keys: kBackwardQueries and QueryGradientKeys."""
+    return 32 if head_dim == 128 else 64
+
+
+def backward_shared(head_dim: int, warps: int, fused: bool, tile: int, max_q: int) -> int:
     """BackwardShared::bytes of csrc/attention/backward_fused.h."""
     keys, row = 32 * warps if fused else 0, 2 * head_dim
-    rows = -(-max_q // 64) * 64 if fused else 128
-    return 4 * 64 * row + keys * (row + 128) + 8 * rows
+    rows = -(-max_q // tile) * tile if fused else 2 * tile
+    return 4 * tile * row + keys * (row + 2 * tile) + 8 * rows
 
 
-def fused_warps(batch: Batch, longest: int, architecture: Architecture) -> int:
+def fused_shape(batch: Batch, longest: int, architecture: Architecture) -> tuple[int, int]:
     """The function of that name of csrc/attention/choice.h, for a launch of sequences up to
-    `longest`."""
+    `longest`: warps and queries of a tile."""
     d, room = batch.head_dim, architecture.block_shared
     if longest > 1024 or d > 64:
-        return 0
-    four, eight = (backward_shared(d, warps, True, longest) for warps in (4, 8))
-    if d == 64 and longest > 128 and eight <= room:
+        return 0, 0
+    four, eight, small = (
+        backward_shared(d, warps, True, tile, longest)
+        for warps, tile in ((4, 64), (8, 64), (4, 32))
+    )
+    if d == 32:
+        return (4, 64) if four <= room else (0, 0)
+    pairs = {size: 2 * (size + 1024) <= room + 1024 for size in (four, small)}
+    if longest > 128 and eight <= room:
         blocks, sms = len(batch.lengths) * batch.heads, architecture.sms
-        pairs = 2 * (four + 1024) <= room + 1024
-        if not pairs or 9 * -(-blocks // sms) < 16 * -(-blocks // (2 * sms)):
-            return 8
-    return 4 if four <= room else 0
+        if not pairs[four] or 9 * -(-blocks // sms) < 16 * -(-blocks // (2 * sms)):
+            return 8, 64
+    if pairs[four] or (four <= room and not pairs[small]):
+        return 4, 64
+    return (4, 32) if small <= room else (0, 0)
 
 
 def backward_is_fused(batch: Batch, architecture: Architecture) -> bool:
     """The function of that name of csrc/attention/choice.h."""
     return (
         len(batch.lengths) * batch.heads >= architecture.sms
-        and fused_warps(batch, max(batch.lengths, default=0), architecture) > 0
+        and fused_shape(batch, max(batch.lengths, default=0), architecture)[0] > 0
     )
 
 
@@ -221,11 +233,11 @@ def backward(
     if fused:
         launches, sums = [], 0
         for run in batch.runs:
-            warps = fused_warps(batch, run[2], architecture)
+            warps, tile = fused_shape(batch, run[2], architecture)
             lengths = [batch.lengths[sequence] for sequence in run[1]]
             sums += sum(n * max(-(-n // (32 * warps)) - 1, 0) for n in lengths) * batch.heads
-            name = kernel_name("attention_backward_kernel", d, warps, dropout, True, False)
-            shared = backward_shared(d, warps, True, run[2])
+            name = kernel_name("attention_backward_kernel", d, warps, dropout, True, False, tile)
+            shared = backward_shared(d, warps, True, tile, run[2])
             launches.append(
                 launch_of(available, batch, dropout_p, name, 32 * warps, shared, run, 0)
             )
@@ -233,9 +245,11 @@ def backward(
     queries, keys = [], []
     for run in batch.runs:
         name = kernel_name("attention_backward_dq_kernel", d, dropout, False)
-        queries.append(launch_of(available, batch, dropout_p, name, 128, 4 * 64 * 2 * d, run, 64))
-        name = kernel_name("attention_backward_kernel", d, 4, dropout, False, False)
-        shared = backward_shared(d, 4, False, run[2])
+        shared = 4 * backward_tile(d) * 2 * d
+        queries.append(launch_of(available, batch, dropout_p, name, 128, shared, run, 64))
+        tile = backward_tile(d)
+        name = kernel_name("attention_backward_kernel", d, 4, dropout, False, False, tile)
+        shared = backward_shared(d, 4, False, tile, run[2])
         keys.append(launch_of(available, batch, dropout_p, name, 128, shared, run, 64))
     return [
         Stage("backward, dQ", queries, rows * (6 * 2 * d + 8)),
@@ -249,8 +263,9 @@ def kernel_names(head_dim: int) -> list[str]:
     for dropout in (False, True):
         for tiles in (1, 2):
             names.append(kernel_name("attention_forward_kernel", head_dim, tiles, dropout, False))
-        for warps, fused in ((4, False), (4, True), (8, True)):
-            arguments = (head_dim, warps, dropout, fused, False)
+        shapes = ((4, False, backward_tile(head_dim)), (4, True, 64), (4, True, 32), (8, True, 64))
+        for warps, fused, tile in shapes:
+            arguments = (head_dim, warps, dropout, fused, False, tile)
             names.append(kernel_name("attention_backward_kernel", *arguments))
         names.append(kernel_name("attention_backward_dq_kernel", head_dim, dropout, False))
     return names

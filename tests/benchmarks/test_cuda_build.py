@@ -77,6 +77,41 @@ def test_architectures_of_a_list(choice):
         choice.arch_flags("8.0;Hopper")
 
 
+@pytest.fixture
+def machine(choice, nvcc, monkeypatch):
+    """arch_list where nvcc knows some architectures and nvidia-smi lists some GPUs."""
+
+    def archs(known: str, gpus: str, wish: str = "") -> str:
+        nvcc.write_text(f"#!/bin/sh\nprintf 'compute_%s\\n' {known}\n")
+        smi = nvcc.with_name("nvidia-smi")
+        smi.write_text(f"#!/bin/sh\nprintf '%s\\n' {gpus}\n" if gpus else "#!/bin/sh\nexit 9\n")
+        smi.chmod(0o755)
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", wish)
+        return choice.arch_list(str(nvcc))
+
+    return archs
+
+
+KNOWN = "75 80 86 87 88 89 90 100 110 103 120 121"
+
+
+def test_architectures_are_those_of_the_gpus_here(machine, choice):
+    assert machine(KNOWN, "8.6") == "8.6+PTX"
+    assert machine(KNOWN, "9.0 7.5 9.0") == "7.5;9.0+PTX"
+    assert machine(KNOWN, "12.0 9.0") == "9.0;12.0+PTX"
+    assert machine(KNOWN, "7.0 8.0") == "8.0+PTX"
+    # No GPU, one that is too old for the operators, one that is too new for nvcc.
+    for gpus in ("", "7.0", "13.0"):
+        assert machine(KNOWN, gpus) == choice.DEFAULT_ARCHS
+    assert machine("75 80 90", "8.0 12.0") == choice.DEFAULT_ARCHS
+
+
+def test_all_architectures_are_those_that_nvcc_knows(machine):
+    assert machine(KNOWN, "8.6", "all") == "7.5;8.0;9.0a;10.0;12.0+PTX"
+    assert machine("70 75 80 90", "", "all") == "7.5;8.0;9.0+PTX"
+    assert machine(KNOWN, "8.6", "8.0;9.0a") == "8.0;9.0a"
+
+
 def test_cuda_version_is_read_without_importing_torch(backend, torch_with, tmp_path):
     built_with_cuda = backend("torch_location").built_with_cuda
     assert built_with_cuda(torch_with("13.0"))

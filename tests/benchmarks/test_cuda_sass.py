@@ -56,6 +56,7 @@ def test_instructions_are_counted_by_kernel_and_architecture(scripts):
     assert found[NAME, "sm_90a"] == {"STL": 1, "LDL": 1, "HMMA": 1}
     assert sass.problems(found[NAME, "sm_80"]) == []
     assert sass.problems(found[NAME, "sm_90a"]) == ["no LDSM", "no LDGSTS", "1 LDL", "1 STL"]
+    assert sass.problems(found[NAME, "sm_90a"], "sm_75") == ["no LDSM", "1 LDL", "1 STL"]
 
 
 def test_threads_are_those_of_the_launch_bounds(scripts):
@@ -73,6 +74,7 @@ def test_threads_are_those_of_the_launch_bounds(scripts):
 )
 def test_which_kernels_need_tensor_cores(scripts, name, expected):
     assert scripts[1].uses_tensor_cores(name) is expected
+    assert scripts[1].uses_tensor_cores(name, "sm_75") is (expected and "<f16" in name)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +85,8 @@ def test_which_kernels_need_tensor_cores(scripts, name, expected):
 def test_blocks_that_registers_allow(scripts, registers, threads, blocks):
     """By hand: registers go to a warp in units of 256, and warps in fours."""
     assert scripts[0].Kernel("k", "sm_80", registers).blocks_per_sm(threads) == blocks
+    room = min(blocks, 16, 32 // (threads // 32))
+    assert scripts[0].Kernel("k", "sm_75", registers).blocks_per_sm(threads) == room
 
 
 def kernels_of(scripts, **change):

@@ -46,6 +46,11 @@ def kernels():
     return kernels
 
 
+def dtype_of(capability: tuple[int, int]) -> torch.dtype:
+    """A 16-bit dtype that such a GPU multiplies."""
+    return torch.float16 if capability < (8, 0) else torch.bfloat16
+
+
 def inputs(lengths: Sequence[int], dtype: torch.dtype, heads: int = 2, head_dim: int = 64):
     """q, k, v as views of one packed qkv, and dout."""
     total = sum(lengths)
@@ -80,12 +85,13 @@ def test_other_head_dims(kernels, dtype, head_dim, sms):
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_a_long_sequence_among_short_ones(kernels, capability):
-    """Several passes over the keys; with the least shared memory by a block of 4 warps."""
+    """Several passes over the keys; with less shared memory by blocks of 4 warps, whose tiles are
+    smaller."""
     torch.manual_seed(2)
     kernels.set_device(capability, FUSED)
-    warps = plan(3, 1, 390, 390, 64, FUSED, SHARED_BYTES[capability])[2]
-    assert warps == (4 if capability == (8, 6) else 8)
-    compare(torch.bfloat16, [3, 390, 40], heads=1, p=0.1)
+    shape = plan(3, 1, 390, 390, 64, FUSED, SHARED_BYTES[capability])[2:]
+    assert shape == ((4, 32) if SHARED_BYTES[capability] < 128 * 1024 else (8, 64))
+    compare(dtype_of(capability), [3, 390, 40], heads=1, p=0.1)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1])
@@ -104,8 +110,9 @@ def test_last_rows_of_fused_blocks(kernels, capability):
     """A warp has 32 keys, and 32 rows of dQ in a block of 4 warps."""
     torch.manual_seed(12)
     kernels.set_device(capability, FUSED)
-    compare(torch.bfloat16, [1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 128], heads=1, p=0.1)
-    compare(torch.bfloat16, [80, 81, 97], [257, 130, 289], heads=1, p=0.1)  # one block of 8 warps
+    dtype = dtype_of(capability)
+    compare(dtype, [1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 128], heads=1, p=0.1)
+    compare(dtype, [80, 81, 97], [257, 130, 289], heads=1, p=0.1)  # one block of 8 warps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -200,17 +207,20 @@ def test_same_bits_from_every_schedule(kernels, sms):
 
 
 def test_same_bits_from_every_layout(kernels):
-    """Blocks of 8 warps with two passes over the keys, of 4 with three."""
+    """Blocks of 8 warps with two passes over the keys, of 4 with three; tiles of both sizes."""
     torch.manual_seed(10)
     lengths = [330, 20]
     q, k, v, dout = inputs(lengths, torch.bfloat16, heads=1)
     results = []
-    for longest, warps in ((330, 8), (400, 4)):
-        kernels.set_device((8, 6), FUSED)
-        assert plan(2, 1, longest, longest, 64, FUSED, SHARED_BYTES[8, 6])[1:] == (True, warps)
+    layouts = (((8, 6), 330, (8, 64)), ((8, 6), 400, (4, 32)), ((10, 0), 330, (4, 64)))
+    for capability, longest, shape in layouts:
+        kernels.set_device(capability, FUSED)
+        shared = SHARED_BYTES[capability]
+        assert plan(2, 1, longest, longest, 64, FUSED, shared)[1:] == (True, *shape)
         options = {"p": 0.1, "rng": RNG, "max_seqlen": longest}
         results.append(attention(q, k, v, dout, lengths, lengths, **options))
-    assert all(torch.equal(x, results[1][name]) for name, x in results[0].items())
+    for other in results[1:]:
+        assert all(torch.equal(x, other[name]) for name, x in results[0].items())
 
 
 @pytest.mark.parametrize(("dtype", "sms"), FP32_AND_BF16)
@@ -315,8 +325,8 @@ class TestPlan:
             assert fused == (length <= longest), length
 
     def test_backward_is_split_where_it_does_not_fit(self):
-        assert plan(48, 16, 512, 512, 64, 132, 80 * 1024)[1]
-        assert not plan(48, 16, 512, 512, 64, 132, 64 * 1024)[1]
+        assert plan(48, 16, 512, 512, 64, 132, 44 * 1024)[1]
+        assert not plan(48, 16, 512, 512, 64, 132, 44 * 1024 - 1)[1]
 
     def test_backward_is_split_where_whole_heads_leave_multiprocessors_idle(self):
         assert plan(9, 16, 512, 512, 64, 132, self.H100)[1]
@@ -329,7 +339,10 @@ class TestPlan:
         assert plan(24, 16, 512, 129, 64, 132, self.H100)[::2] == (2, 8)
         assert plan(48, 16, 512, 129, 64, 132, self.H100)[::2] == (2, 4)
         assert plan(24, 16, 512, 129, 64, 108, self.A100)[::2] == (2, 4)
-        # Two blocks do not fit, then not even one of 8 warps.
+        # Two blocks do not fit; then not even one of 8 warps, but two with smaller tiles.
         assert plan(48, 16, 384, 512, 64, 84, self.RTX30)[::2] == (2, 8)
-        assert plan(48, 16, 385, 512, 64, 84, self.RTX30)[::2] == (2, 4)
+        assert plan(48, 16, 385, 512, 64, 84, self.RTX30)[2:] == (4, 32)
+        assert plan(48, 16, 128, 128, 64, 84, self.RTX30)[2:] == (4, 32)
+        # Smaller tiles do not make room for a second block.
+        assert plan(48, 16, 512, 512, 64, 84, 80 * 1024)[2:] == (4, 64)
         assert plan(24, 16, 512, 512, 32, 132, self.H100)[::2] == (1, 4)

@@ -153,6 +153,23 @@ def forward_once(library, tokens, in_features, out_features, offset=0):
     check(y, x.double() @ weight.double().T)
 
 
+def test_bf16_needs_tensor_cores_that_multiply_it(library):
+    library.set_device((7, 5))
+    try:
+        message = (
+            r"linear: bfloat16 needs a GPU of compute capability 8\.0 .* has 7\.5; use float16"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            forward_once(library, 6, 56, 24)
+        library.clear()
+        x, weight = inputs(library, torch.float16, (6, 56), (24, 56))
+        y = output(library, (6, 24), torch.float16)
+        library.call("linear_forward", DTYPES[torch.float16], 6, 56, 24, x, weight, None, y, None)
+        check(y, x.double() @ weight.double().T)
+    finally:
+        library.set_device()
+
+
 def test_an_algorithm_serves_a_bucket_of_token_counts(library):
     for tokens in (128, 5, 77):
         forward_once(library, tokens, 48, 16)

@@ -118,7 +118,7 @@ def test_matrices_to_and_from_shared_memory(count, transposed):
     assert torch.equal(back[: 8 * count].view(count, 8, 8), matrices)
 
 
-@pytest.fixture(params=["80", "90a"])
+@pytest.fixture(params=["75", "80", "90a"])
 def primitives(request):
     if nvcc() is None:
         pytest.skip("needs nvcc")
@@ -132,6 +132,8 @@ def primitives(request):
         model.call(name, *arguments)
 
     call.model = model
+    # sm_75 multiplies no bf16, and fp16 in two halves.
+    call.products, call.depths = ((F16,), 2) if request.param == "75" else ((BF16, F16), 1)
     with compiled_for(request.param):
         yield call
 
@@ -146,10 +148,12 @@ def test_compiled_primitives_do_what_they_say(primitives, policy):
     for threshold in conformance.THRESHOLDS:
         conformance.check_decisions(primitives, "cpu", threshold)
     for dtype in (BF16, F16):
-        conformance.check_mma(primitives, "cpu", dtype)
         conformance.check_wgmma(primitives, "cpu", dtype)
         conformance.check_pack(primitives, "cpu", dtype)
+    for dtype in primitives.products:
+        conformance.check_mma(primitives, "cpu", dtype)
         primitives.model.statistics(reset=True)
         conformance.check_tile(primitives, "cpu", dtype)
         counts = primitives.model.statistics()
-        assert (counts.mma, counts.load_matrices, counts.bank_conflict_cycles) == (16, 12, 0)
+        products = primitives.depths * 16
+        assert (counts.mma, counts.load_matrices, counts.bank_conflict_cycles) == (products, 12, 0)

@@ -88,6 +88,7 @@ def test_the_tables(capsys, tmp_path):
     ("arguments", "message"),
     [
         (["--card=v100"], "compute capability 7.0"),
+        (["--card=t4"], "precision: expected fp16 or fp32 on t4"),
         (["--card=b9"], "argument --card: expected one of"),
         (["--network=slow"], "argument --network: expected a rate"),
         (["--intra-node=slow"], "argument --intra-node: expected nvlink"),

@@ -101,12 +101,12 @@ def query_sums(args: Args) -> Tensor:
 
 def plan(
     sequences: int, heads: int, max_q: int, max_k: int, head_dim: int, sms: int, shared_bytes: int
-) -> tuple[int, bool, int]:
-    """Row tiles of the forward kernel; whether backward is fused; warps of the fused kernel, 0: it
-    takes no such sequences."""
-    out = torch.zeros(3, dtype=torch.int64)
+) -> tuple[int, bool, int, int]:
+    """Row tiles of the forward kernel; whether backward is fused; warps of the fused kernel and
+    queries of its tiles, 0: it takes no such sequences."""
+    out = torch.zeros(4, dtype=torch.int64)
     model().call("attention_plan", sequences, heads, max_q, max_k, head_dim, sms, shared_bytes, out)
-    return int(out[0]), bool(out[1]), int(out[2])
+    return int(out[0]), bool(out[1]), int(out[2]), int(out[3])
 
 
 def wgmma_plan(

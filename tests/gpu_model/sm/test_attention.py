@@ -1,11 +1,14 @@
 """The launches of csrc/attention, as the model of an SM gets them."""
 
 import ctypes
+import dataclasses
+import itertools
 import math
 
 import pytest
 
 from gpu_model import build
+from gpu_model.block_model import SHARED_BYTES
 from gpu_model.sm import attention, attention_wgmma
 from gpu_model.sm.architectures import A100, ARCHITECTURES, H100
 from gpu_model.sm.attention import Batch
@@ -27,15 +30,16 @@ def test_choices_and_layout_are_those_of_the_sources():
 
     params = model_attention.Args.buckets.offset  # what comes then is a bias's
     assert params + 16 == PARAMETERS  # and three ints, aligned
-    for architecture in ARCHITECTURES.values():
+    for known, shared in itertools.product(ARCHITECTURES.values(), SHARED_BYTES.values()):
+        architecture = dataclasses.replace(known, block_shared=shared)
         for heads, head_dim in ((16, 64), (16, 32), (16, 128), (1, 64)):
             for longest in (1, 63, 64, 65, 128, 129, 384, 385, 511, 512, 513, 1024, 1025):
                 batch = Batch((longest,) * 24, heads, head_dim)
                 sizes = (24, heads, longest, longest, head_dim, architecture.sms)
-                tiles, fused, warps = model_attention.plan(*sizes, architecture.block_shared)
+                tiles, fused, *shape = model_attention.plan(*sizes, architecture.block_shared)
                 assert attention.forward_row_tiles(longest, head_dim) == tiles
                 assert attention.backward_is_fused(batch, architecture) == fused
-                assert attention.fused_warps(batch, longest, architecture) == warps
+                assert attention.fused_shape(batch, longest, architecture) == tuple(shape)
 
 
 def test_a_launch_per_group(available):

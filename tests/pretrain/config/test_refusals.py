@@ -78,6 +78,24 @@ def test_width_of_a_head_by_device(run):
         check("cpu", 257, 1)
 
 
+@pytest.mark.parametrize(
+    ("precision", "least"), [("fp32", (7, 5)), ("fp16", (7, 5)), ("bf16", (8, 0)), ("fp8", (8, 9))]
+)
+def test_precision_by_gpu(run, monkeypatch, precision, least):
+    sizes = ["--model.hidden_size", "64", "--model.num_attention_heads", "2"]
+    config = read_config([*run, *sizes, "--precision", precision])[0]
+    for capability in ((7, 5), (8, 0), (8, 9), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        if capability >= least:
+            check_model(config, torch.device("cuda"))
+        else:
+            with pytest.raises(
+                ConfigError, match=rf"precision: expected one of fp32, fp16.* got {precision}"
+            ):
+                check_model(config, torch.device("cuda"))
+    check_model(config, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("key", ["run_dir", "data.cache_dir"])
 @pytest.mark.parametrize("below", [[], ["deep", "er"]])
 def test_a_file_in_the_way_of_a_folder(key, below, run, capsys, tmp_path):

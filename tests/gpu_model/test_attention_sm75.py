@@ -1,0 +1,104 @@
+"""Attention on a GPU of compute capability 7.5: fp16 and fp32 with 64 KiB of shared memory a block,
+and what nvcc makes of it there, without asynchronous copies and by products of half the depth."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from gpu_model import build
+from gpu_model.block_model import POLICIES
+from gpu_model.ptx import compiler
+from gpu_model.ptx.interpreter import Program
+from tests.support.attention_cases import PARTS, random_buckets
+from tests.support.model_attention import FUSED, SPLIT, attention, compare, model
+from tests.support.model_checks import NEEDED
+
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
+
+HEAD_DIMS = [32, 64, 96, 128]
+LENGTHS = [33, 0, 130, 5]
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    kernels = model()
+    kernels.configure()
+    kernels.set_device((7, 5), FUSED)
+    return kernels
+
+
+@pytest.mark.parametrize("sms", [FUSED, SPLIT], ids=["fused", "split"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_head_dim_has_room(kernels, head_dim, sms):
+    """A launch with more shared memory than a block can have is an error."""
+    torch.manual_seed(head_dim)
+    kernels.set_device((7, 5), sms)
+    compare(torch.float16, LENGTHS, head_dim=head_dim, p=0.1)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_windows_and_biases_have_room(head_dim):
+    torch.manual_seed(head_dim)
+    compare(torch.float16, LENGTHS, head_dim=head_dim, kv_heads=1, window=(20, 7), p=0.1)
+    buckets = random_buckets(12, 7)
+    compare(torch.float16, [70, 0, 5], head_dim=head_dim, buckets=buckets, parts=PARTS, p=0.1)
+
+
+def test_fp32():
+    torch.manual_seed(1)
+    compare(torch.float32, LENGTHS, p=0.1)
+
+
+def test_bf16_is_refused(kernels):
+    q, k, v, dout = (torch.randn(8, 2, 64).bfloat16() for _ in range(4))
+    message = r"varlen_attention: bfloat16 needs .* 8\.0 or later, this one has 7\.5; use float16"
+    with pytest.raises(RuntimeError, match=message):
+        attention(q, k, v, None, [8], [8])
+    kernels.set_device((8, 0), FUSED)
+    attention(q, k, v, dout, [8], [8])
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """The kernels of two head dimensions, as nvcc compiles them for sm_75."""
+    if compiler.nvcc() is None:
+        pytest.skip("needs nvcc")
+    sources = (build.CSRC / "attention" / f"attention_d{d}.cu" for d in (64, 128))
+    return {source.name: compiler.ptx(source, "75") for source in sources}
+
+
+def test_instructions_are_those_that_there_are(compiled):
+    for text in compiled.values():
+        assert "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32" in text
+        for newer in ("m16n8k16", "cp.async", "bf16x2"):
+            assert newer not in text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement", "fault"),
+    [
+        # Rows of a product in each other's place; no barrier after copies.
+        (r"(m16n8k8\S+ \{[^}]*\}), \{(%\w+), (%\w+)\}", r"\1, {\3, \2}", None),
+        (r"bar\.sync\s+0;", "", NEEDED),
+    ],
+)
+def test_mistakes_are_found(kernels, compiled, pattern, replacement, fault):
+    torch.manual_seed(3)
+    text, count = re.subn(pattern, replacement, compiled["attention_d64.cu"])
+    assert count > 0
+    wrong = pytest.raises(RuntimeError, match=fault) if fault else pytest.raises(AssertionError)
+    with kernels.running(Program({"attention_d64.cu": text})), wrong:
+        compare(torch.float16, [70], heads=1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("head_dim", "p"), [(64, 0.0), (64, 0.1), (128, 0.1)])
+def test_compiled_kernels_match_the_reference(kernels, compiled, head_dim, p, policy):
+    torch.manual_seed(head_dim)
+    kernels.configure(policy, seed=2)
+    with kernels.running(Program(compiled)):
+        compare(torch.float16, [70, 0, 17], head_dim=head_dim, p=p)
+        compare(torch.float16, [33], [5], head_dim=head_dim, window=(3, -1), p=p)
