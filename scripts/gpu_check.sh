@@ -8,8 +8,8 @@
 #   build            compiles with nvcc; fails on spills; tries every operator once
 #   tests_FILE       the GPU tests of tests/cuda/test_FILE.py; each file in its own process, because
 #                    after a kernel that fails nothing runs on the device any more
-#   memcheck         small ones of them under compute-sanitizer
-#   racecheck        the same, for races in shared memory
+#   memcheck_FILE    small ones of them under compute-sanitizer
+#   racecheck_FILE   the same, for races in shared memory
 #   benchmarks_NAME  operators, optimizers and whole training steps against their peers
 #                    (benchmarks/results/<device>/ops_*.json, optim.json, model.json, model.png)
 #
@@ -28,12 +28,15 @@ python=${PYTHON:-python3}
 limit=${LIMIT:-470}
 total=${TOTAL:-1000000}
 
-all=(build)
-for file in $(grep -lE 'GPU_ONLY|mark\.gpu' tests/cuda/test_*.py); do
-  name=$(basename "$file" .py)
-  all+=("tests_${name#test_}")
-done
-all+=(memcheck racecheck)
+# parts_of KIND PATTERN: a part for each file of GPU tests that has the pattern.
+parts_of() { grep -lE "$2" tests/cuda/test_*.py | sed "s|.*/test_\(.*\)\.py|$1_\1|"; }
+
+mapfile -t all < <(
+  echo build
+  parts_of tests 'GPU_ONLY|mark\.gpu'
+  parts_of memcheck 'mark\.sanitizer'
+  parts_of racecheck 'mark\.sanitizer'
+)
 for name in attention gelu loss norm mlp optim one_bit model; do all+=("benchmarks_$name"); done
 
 parts=()
@@ -100,9 +103,10 @@ tests() {
 
 # The caching allocator would hide accesses past the end of a tensor from memcheck. Errors that the
 # CUDA API returns are left to those who called it: PyTorch asks for functions that a driver may not
-# have. Importing PyTorch may take longer than the tool waits by default.
+# have. Importing PyTorch may take longer than the tool waits by default, and its kernels are left
+# out, which would take most of the time.
 sanitizer() {
-  local tool=${COMPUTE_SANITIZER:-}
+  local part=$1 kind=${1%%_*} tool=${COMPUTE_SANITIZER:-}
   [ -n "$tool" ] || tool=$(command -v compute-sanitizer) || tool=$("$python" - <<'PY'
 import sysconfig
 from pathlib import Path
@@ -111,15 +115,15 @@ print(*sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin/compute-san
 PY
   )
   if [ -z "$tool" ]; then
-    echo "gpu_check: $1 was not run: there is no compute-sanitizer" >&2
-    report "$1" --missing "no compute-sanitizer"
+    echo "gpu_check: $part was not run: there is no compute-sanitizer" >&2
+    report "$part" --missing "no compute-sanitizer"
     failed=1
     return
   fi
-  under=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$tool" --tool "$1" --error-exitcode 1)
-  under+=(--report-api-errors no --launch-timeout 0 --target-processes all)
-  # Only this folder holds GPU tests; others need packages that a GPU machine may lack.
-  tests "$1" "gpu and sanitizer" -x tests/cuda
+  under=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$tool" --tool "$kind" --error-exitcode 1)
+  under+=(--kernel-name kns=bert_unpad --report-api-errors no)
+  under+=(--launch-timeout 0 --target-processes all)
+  tests "$part" "gpu and sanitizer" -x "tests/cuda/test_${part#*_}.py"
   under=()
 }
 
@@ -132,7 +136,7 @@ for part in "${parts[@]}"; do
       step check "$python" -m bert_unpad.info --check
       ;;
     tests_*) tests "$part" gpu "tests/cuda/test_${part#tests_}.py" ;;
-    memcheck | racecheck) sanitizer "$part" ;;
+    memcheck_* | racecheck_*) sanitizer "$part" ;;
     benchmarks_model)
       # The last contenders are compiled, which takes up to two minutes each.
       step "$part" "$python" -m benchmarks.model --device cuda \

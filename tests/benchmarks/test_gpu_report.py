@@ -67,7 +67,11 @@ def check(tmp_path):
     for folder in ("scripts", "tests/cuda"):
         (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / "scripts/gpu_check.sh", tmp_path / "scripts")
-    for name, text in {"loss": "GPU_ONLY", "loss_sums": "GPU_ONLY", "tables": ""}.items():
+    for name, text in {
+        "loss": "GPU_ONLY",
+        "loss_sums": "GPU_ONLY mark.sanitizer",
+        "tables": "",
+    }.items():
         (tmp_path / f"tests/cuda/test_{name}.py").write_text(text)
     python = tmp_path / "python"
     python.write_text(PYTHON)
@@ -122,9 +126,13 @@ def test_the_sanitizer_is_asked_for_kernels_only(check, tmp_path):
     tool.chmod(0o755)
     done, calls = check("racecheck", COMPUTE_SANITIZER=str(tool))
     assert done.returncode == 0
-    assert re.match(r"tool --tool racecheck --error-exitcode 1 --report-api-errors no ", calls[0])
+    assert calls[0].startswith(
+        "tool --tool racecheck --error-exitcode 1 --kernel-name kns=bert_unp"
+    )
+    assert calls[1].startswith("report racecheck_loss_sums --status 0")
     assert calls[0].endswith("/python -m pytest -rs -m gpu and sanitizer "
-                             "--junitxml=build/gpu_check/racecheck.xml -x tests/cuda")  # fmt: skip
+                             "--junitxml=build/gpu_check/racecheck_loss_sums.xml "
+                             "-x tests/cuda/test_loss_sums.py")  # fmt: skip
 
 
 def test_parts_are_checked_before_anything_runs():
