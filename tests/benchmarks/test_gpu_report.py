@@ -54,7 +54,7 @@ case "$*" in
   "-m benchmarks.gpu_report "*) echo "report ${*: -5}" >>"$CALLS" ;;
   *)
     echo "$*" >>"$CALLS"
-    [[ "$*" != *test_loss.py* ]]
+    [[ "$*" != *test_loss.py* ]] || exit "${STATUS:-1}"
     ;;
 esac
 """
@@ -105,6 +105,13 @@ def test_a_part_that_fails_does_not_keep_others_from_running(check):
         "report tests_loss_sums --status 0 --seconds N",
         "report benchmarks_gelu --status 0 --seconds N",
     ]
+
+
+def test_tests_that_cannot_run_are_no_success(check):
+    done, calls = check("tests_loss", STATUS="5")
+    assert done.returncode == 1
+    assert "tests_loss: no test could run" in done.stderr
+    assert "report tests_loss --status 5" in calls[1]
 
 
 def test_one_part_of_a_kind(check):
