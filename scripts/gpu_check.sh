@@ -28,14 +28,14 @@ python=${PYTHON:-python3}
 limit=${LIMIT:-470}
 total=${TOTAL:-1000000}
 
-# parts_of KIND PATTERN: a part for each file of GPU tests that has the pattern.
-parts_of() { grep -lE "$2" tests/cuda/test_*.py | sed "s|.*/test_\(.*\)\.py|$1_\1|"; }
+# parts_of KIND TEXT: a part for each file of GPU tests with this text.
+parts_of() { grep -l "$2" tests/cuda/test_*.py | sed "s|.*/test_\(.*\)\.py|$1_\1|"; }
 
 mapfile -t all < <(
   echo build
-  parts_of tests 'GPU_ONLY|mark\.gpu'
-  parts_of memcheck 'mark\.sanitizer'
-  parts_of racecheck 'mark\.sanitizer'
+  parts_of tests 'def test_'
+  parts_of memcheck mark.sanitizer
+  parts_of racecheck mark.sanitizer
 )
 for name in attention gelu loss norm mlp optim one_bit model; do all+=("benchmarks_$name"); done
 
