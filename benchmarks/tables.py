@@ -13,7 +13,7 @@ import argparse
 import sys
 
 from benchmarks.lib import data_tables, rank_tables, speed_tables, training_tables
-from benchmarks.lib.report import ROOT, count, machine_of, precision, read, table
+from benchmarks.lib.report import ROOT, Result, count, precision, read, table
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
@@ -75,46 +75,49 @@ def page() -> str:
 
 
 def summary() -> str:
-    """README's table: ratios in fp32 on a CPU, each with the number of its rounds."""
-    machines, rows = [], []
+    """README's table: ratios on CPUs, each with the number of its rounds and the CPU's best
+    instruction set."""
+    rows, cores = [], set()
     model, hf, optim, ops = (read(name) for name in ("model", "hf_float32", "optim", "ops"))
+
+    def add(result: Result, what: str, dtype: str, peer: str, ratio: float, rounds: int | None):
+        machine = result["machine"]
+        cores.add(machine["cores"])
+        rows.append(
+            [what, precision(dtype), peer, f"{ratio:.2f}", str(rounds or ""), machine["isa"]]
+        )
+
     if model is not None:
-        size = count(len(model["lengths"]), "sequence")
+        step = (
+            f"pretraining step of BERT-{model['size']}, {count(len(model['lengths']), 'sequence')}"
+        )
         for x in model["results"]:
-            if x["dtype"] == "float32" and x["contender"] in ("plain unpadded", "hf padded"):
-                what = f"pretraining step of BERT-{model['size']}, {size}"
-                rows.append([what, x["contender"], x["ours_faster_by"], len(x["rounds"])])
-        machines.append(machine_of(model))
+            if x["contender"] in ("plain unpadded", "hf padded"):
+                ratio, rounds = x["ours_faster_by"], len(x["rounds"])
+                add(model, step, x["dtype"], x["contender"], ratio, rounds)
     if hf is not None:
+        size = count(len(hf["lengths"]["wikipedia"]), "sequence")
         for x in hf["results"]:
             padded = x["contender"] == "stock padded" and x["workload"] == "wikipedia"
             if padded and x["dtype"] == "float32" and (x["task"], x["dropout"]) != ("training", 0):
-                size = count(len(hf["lengths"]["wikipedia"]), "sequence")
-                what = f"`hf.unpad`: {x['task']}, {size}"
-                rows.append([what, "the same model, padded", x["ours_faster_by"], len(x["rounds"])])
-        machines.append(machine_of(hf))
+                what, ratio, rounds = f"{x['task']}, {size}", x["ours_faster_by"], len(x["rounds"])
+                add(hf, f"`hf.unpad`: {what}", x["dtype"], "the same model, padded", ratio, rounds)
     if ops is not None:
         for x in ops["results"]:
-            if x["op"] == "varlen_attention, dropout 0.1" and x["dtype"] == "float32":
+            if x["op"] == "varlen_attention, dropout 0.1":
                 peer, ratio = min(x["faster_than"].items(), key=lambda item: item[1])
-                rows.append(["attention, dropout 0.1", peer, ratio, None])
-        machines.append(machine_of(ops))
+                add(ops, "attention, dropout 0.1", x["dtype"], peer, ratio, None)
     if optim is not None:
         for peer, ratio in optim["faster_than"].items():
             what = "`FusedLAMB`" if "LAMB" in peer else "`FusedAdam`"
-            rows.append([what, peer, ratio, optim["rounds"]])
-        machines.append(machine_of(optim))
-    written = [
-        [what, peer, f"{ratio:.2f}", "" if rounds is None else str(rounds)]
-        for what, peer, ratio, rounds in rows
-    ]
-    header = ["", "compared with", "times faster", "rounds"]
-    where = "; ".join(dict.fromkeys(machines))
+            add(optim, what, "float32", peer, ratio, optim["rounds"])
+    header = ["", "precision", "compared with", "times faster", "rounds", "CPU with"]
+    on = " or ".join(map(str, sorted(cores)))
     said = (
-        f"Sequences of Wikipedia lengths, {precision('float32')}, medians, on {where}. More, with "
-        "every command: [docs/benchmarks.md](docs/benchmarks.md)."
+        f"Sequences of Wikipedia lengths, medians, on {on} cores. "
+        "More, with every machine and command: [docs/benchmarks.md](docs/benchmarks.md)."
     )
-    return f"{said}\n\n{table(header, written, text_columns=2)}"
+    return f"{said}\n\n{table(header, rows, text_columns=3)}"
 
 
 def with_summary(text: str) -> str:
