@@ -10,6 +10,7 @@
 
 #include <algorithm>
 
+#include "cuda/architecture.h"
 #include "cuda/launch.h"
 #include "cuda/sum_rows.h"
 #include "cuda/vector.h"
@@ -18,8 +19,9 @@ namespace bert_unpad::cuda {
 namespace {
 
 constexpr int kPiece = 128;  // tokens
-constexpr int kTableThreads = 256, kTableBlocks = 3;
-constexpr int kRowsInFlight = 8;
+constexpr int kTableThreads = 256;
+// With more ptxas would spill registers on Blackwell.
+constexpr int kTableBlocks = kBlackwell ? 2 : 3, kRowsInFlight = kBlackwell ? 6 : 8;
 
 struct Run {
   int64_t begin, end;
