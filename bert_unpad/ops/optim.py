@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bert_unpad.ops.registration import register_autograd, register_fake, register_in_place
+from bert_unpad.ops.registration import register_fake, register_in_place, register_no_autograd
 
 _ops = torch.ops.bert_unpad
 
@@ -298,4 +298,4 @@ def _(params, grads, exp_avgs, exp_avg_sqs, masters, steps, lr, *rest):
 
 register_in_place("multi_tensor_scale_", "adam_", "frozen_adam_")
 register_in_place("lamb_", "lamb_apply_", "stable_adamw_", "stable_adamw_apply_")
-register_autograd("multi_tensor_l2norm")
+register_no_autograd("multi_tensor_l2norm")
