@@ -28,6 +28,7 @@ from bert_unpad import _C, ops
 from bert_unpad._files import write_text
 from bert_unpad._malloc import keep_freed_memory
 from bert_unpad.data.store.cache import default_cache_dir
+from bert_unpad.ops import matmul
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -116,18 +117,19 @@ def reset_peak() -> int:
 
 
 def matmul_peak(dtype: torch.dtype, size: int = 2048, tries: int = 9) -> float:
-    """FLOP/s of PyTorch's matmul at its best of `tries`."""
+    """FLOP/s of a matrix product, PyTorch's or that of our linear layers, at its best of `tries`."""
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
     times = []
-    for _ in range(tries):
-        start = time.perf_counter()
-        a @ b
-        times.append(time.perf_counter() - start)
+    for multiply in (torch.matmul, matmul.product):
+        for _ in range(tries):
+            start = time.perf_counter()
+            multiply(a, b)
+            times.append(time.perf_counter() - start)
     return 2 * size**3 / min(times)
 
 
 def matmul_peaks() -> dict[str, float]:
-    """FLOP/s of PyTorch's matmul by dtype."""
+    """FLOP/s of a matrix product by dtype."""
     return {
         str(dtype).removeprefix("torch."): matmul_peak(dtype)
         for dtype in (torch.float32, torch.bfloat16)
