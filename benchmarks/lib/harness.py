@@ -6,6 +6,7 @@ round, so that a slow phase of the machine hits all of them; the median over rou
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import json
@@ -201,6 +202,12 @@ def command() -> str:
     """The command line that started this benchmark, as one types it in the checkout's root."""
     name = Path(sys.argv[0]).stem
     return shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
+
+
+def add_name(parser: argparse.ArgumentParser, default: str) -> None:
+    """Adds `--name`: the name that `save` gets, e.g. to keep the figures of a second machine."""
+    said = f"file to write, without .json (default: {default})"
+    parser.add_argument("--name", default=default, help=said)
 
 
 def save(name: str, device: str, command: str, payload: dict[str, Any]) -> Path:
