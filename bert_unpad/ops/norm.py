@@ -144,7 +144,6 @@ def _setup(ctx, inputs, output):
     rows = (total, None) if return_sum else (x, residual)
     ctx.save_for_backward(*rows, x_bias, weight, None if rms else mean, rstd, rng)
     ctx.mark_non_differentiable(mean, rstd, *(() if return_sum else (total,)))
-    ctx.set_materialize_grads(not return_sum)
 
 
 def _backward(ctx, saved, dy, dsum, _dmean, _drstd):
