@@ -23,23 +23,13 @@ bool is_e5m2(const Tensor& t, const char* op, const char* name) {
 template <class Params>
 std::tuple<Tensor, Tensor> matrix_and_results(Params& p, const Tensor& x, bool e5m2, bool transpose,
                                               const char* op) {
-  check_shape(x, {-1, -1}, op, "x", "[rows, columns]");
-  check_contiguous(x, op, "x");
-  check(x.size(1) % kFp8Multiple == 0, op, ": x must have a multiple of 16 columns, got ",
-        shape_string(x));
+  check_fp8_matrix(p, x, op);
   check_aligned(x, op, "x");
   p.dtype = storage_dtype(x, op, "x");
   p.e5m2 = e5m2;
-  p.rows = x.size(0);
-  p.columns = x.size(1);
   p.x = x.const_data_ptr();
-  const ScalarType type = e5m2 ? ScalarType::Float8_e5m2 : ScalarType::Float8_e4m3fn;
-  Tensor q = torch::stable::new_empty(x, {p.rows, p.columns}, type);
-  Tensor q_transposed = torch::stable::new_empty(
-      x, {transpose ? p.columns : 0, transpose ? fp8_padded(p.rows) : 0}, type);
-  p.q = static_cast<uint8_t*>(q.mutable_data_ptr());
-  p.q_transposed = transpose ? static_cast<uint8_t*>(q_transposed.mutable_data_ptr()) : nullptr;
-  return {q, q_transposed};
+  return new_fp8_results(p, x, e5m2 ? ScalarType::Float8_e5m2 : ScalarType::Float8_e4m3fn,
+                         transpose);
 }
 
 std::tuple<Tensor, Tensor, Tensor> quantize(Tensor x, bool e5m2, bool transpose) {
