@@ -13,9 +13,7 @@ namespace {
 GeluFp8Params common(const Tensor& x, const std::optional<Tensor>& bias, bool tanh,
                      const Tensor& scale, const std::optional<Tensor>& largest, const char* op) {
   GeluFp8Params p{};
-  check_fp8_matrix(p, x, op);
-  p.dtype = storage_dtype(x, op, "x");
-  p.x = x.const_data_ptr();
+  set_fp8_operand(p, x, op);
   p.tanh = tanh;
   if (bias) {
     check_parameter(*bias, p.columns, x, op, "bias");
@@ -31,9 +29,8 @@ std::tuple<Tensor, Tensor> forward(Tensor x, std::optional<Tensor> bias, bool ta
                                    std::optional<Tensor> largest, bool transpose) {
   const char* op = "bias_gelu_fp8";
   GeluFp8Params p = common(x, bias, tanh, scale, largest, op);
-  check_aligned(x, op, "x");
   const Call call(x, op);
-  auto [q, q_transposed] = new_fp8_results(p, x, ScalarType::Float8_e4m3fn, transpose);
+  auto [q, q_transposed] = allocate_fp8_results(p, x, false, transpose);
   bias_gelu_fp8(p, call.stream);
   return {q, q_transposed};
 }
@@ -44,10 +41,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, std::optional<T
   const char* op = "bias_gelu_fp8_backward";
   GeluFp8Params p = common(x, bias, tanh, scale, largest, op);
   check_like(dy, x, op, "dy", "x");
-  check_aligned(x, op, "x");
   check_aligned(dy, op, "dy");
   const Call call(x, op);
-  auto [q, q_transposed] = new_fp8_results(p, x, ScalarType::Float8_e5m2, transpose);
+  auto [q, q_transposed] = allocate_fp8_results(p, x, true, transpose);
   Tensor dbias = torch::stable::new_empty(bias ? *bias : x, {bias ? p.columns : 0});
   Tensor partials =
       torch::stable::new_empty(x, {bias ? gelu_fp8_partials(p) : 0, p.columns}, ScalarType::Float);

@@ -71,10 +71,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fp8_forward(
                   {},
                   check_scale(scale, x, op),
                   check_largest(largest, x, op)};
-  check_fp8_matrix(p.fp8, x, op);
+  set_fp8_sizes(p.fp8, x, op);
   const Call call(x, op);
   const Results results = set_forward(p, x, weight, bias, eps, rms, return_sum, op);
-  const auto in_8_bits = new_fp8_results(p.fp8, x, ScalarType::Float8_e4m3fn, transpose);
+  const auto in_8_bits = allocate_fp8_results(p.fp8, x, false, transpose);
   dropout_add_layer_norm_fp8(p, call.stream);
   return std::tuple_cat(results, in_8_bits);
 }
