@@ -83,35 +83,40 @@ BU_DEVICE void normalise(float (&z)[kGroup], float mean, float rstd, const float
   for (int i = 0; i < kGroup; ++i) z[i] = fma((z[i] - mean) * rstd, weight[i], bias[i]);
 }
 
-// The forward pass of a row at a time.
-template <class Row, int kVectors, bool kBlockRow, class Params>
-struct ForwardRows {
-  const cuda::RowNormParams& p;
-  const int hidden;
-  const float inverse;
+// Which rows a thread takes in the forward pass, one after the other: as many of them as there are.
+template <bool kBlockRow>
+struct EveryRow {
+  const int64_t rows, step;
+  int64_t row;
+
+  template <class Params, class Row>
+  BU_DEVICE EveryRow(const Params& params, const Row&, const RowShare<kBlockRow>& share)
+      : rows(params.norm.rows), step(share.step), row(share.first) {}
+
+  BU_DEVICE bool more() const { return row < rows; }
+  BU_DEVICE bool has_row() const { return true; }
+  BU_DEVICE void next() { row += step; }
+};
+
+// Rows: which rows, like EveryRow; of a thread without a row, it may take part in what `next` does.
+// Returns the row's type as the last row left it.
+template <class Row, int kVectors, bool kBlockRow, class Rows = EveryRow<kBlockRow>, class Params>
+BU_DEVICE Row forward_rows(const Params& params) {
+  const cuda::RowNormParams& p = params.norm;
+  const int hidden = static_cast<int>(p.hidden);
+  const float inverse = 1.0f / static_cast<float>(hidden);
   const RowShare<kBlockRow> share;
-  Row row_of;
-  const RowDropout dropout;
-  RowSum<kBlockRow> sum_over_row;
-  const SharedParameters parameters;
-
-  // By all threads of the block.
-  BU_DEVICE explicit ForwardRows(const Params& params)
-      : p(params.norm),
-        hidden(static_cast<int>(p.hidden)),
-        inverse(1.0f / static_cast<float>(hidden)),
-        row_of(params),
-        dropout(p.rng, p.keep_threshold),
-        sum_over_row(0),
-        parameters(RowSum<kBlockRow>::kBytes, hidden) {
-    parameters.put(kWeight, {p.weight, p.parameter_dtype}, hidden);
-    parameters.put(kBias, {p.bias, p.parameter_dtype}, hidden);
-    parameters.put(kInputBias, row_of.input_bias(), hidden);
-    sync_block();
-  }
-
-  // By all threads that hold the row.
-  BU_DEVICE void operator()(int64_t row) {
+  Row row_of(params);
+  const RowDropout dropout(p.rng, p.keep_threshold);
+  RowSum<kBlockRow> sum_over_row(0);
+  const SharedParameters parameters(RowSum<kBlockRow>::kBytes, hidden);
+  parameters.put(kWeight, {p.weight, p.parameter_dtype}, hidden);
+  parameters.put(kBias, {p.bias, p.parameter_dtype}, hidden);
+  parameters.put(kInputBias, row_of.input_bias(), hidden);
+  sync_block();
+  for (Rows at(params, row_of, share); at.more(); at.next()) {
+    if (!at.has_row()) continue;
+    const int64_t row = at.row;
     row_of.begin(row);
     typename Row::Raw raw[kVectors];
 #pragma unroll
@@ -149,13 +154,7 @@ struct ForwardRows {
       row_of.template output<true>(share.column(v), kGroup, masks[v], z[v]);
     }
   }
-};
-
-template <class Row, int kVectors, bool kBlockRow, class Params>
-BU_DEVICE void forward_rows(const Params& params) {
-  ForwardRows<Row, kVectors, kBlockRow, Params> forward(params);
-  for (int64_t row = forward.share.first; row < params.norm.rows; row += forward.share.step)
-    forward(row);
+  return row_of;
 }
 
 // xhat from the LayerNorm's input; adds what a group gives to its column sums and to the row's sums

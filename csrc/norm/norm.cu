@@ -170,16 +170,18 @@ class AddFp8Row : public AddRow<T, false> {
 
 // A block takes as many rows in a turn as the transposed copy is padded to: 16 bytes of each of its
 // columns. Of two turns the rows lie in two places, so that one barrier is enough.
-template <int kVectors>
+constexpr uint32_t turn_bytes(int64_t hidden) {
+  return static_cast<uint32_t>(kFp8Multiple * hidden);
+}
+
+template <class T, int kVectors>
 struct Fp8Block {
   static constexpr int kThreads = fp8::kThreads, kWarps = fp8::kWarps;
-  // As many warps on an SM as without 8 bits.
+  // As many warps on an SM as without 8 bits, but for fp32, which would spill.
   static constexpr int kBlocks =
-      kForwardBlocks<kVectors, false, NormCudaParams::kRowOperands> * 4 / kWarps;
+      sizeof(T) == 4 ? 3
+                     : kForwardBlocks<kVectors, false, NormCudaParams::kRowOperands> * 4 / kWarps;
 
-  static constexpr uint32_t turn_bytes(int64_t hidden) {
-    return static_cast<uint32_t>(kFp8Multiple * hidden);
-  }
   static constexpr uint32_t max_offset(int64_t hidden) {
     return forward_shared_bytes<false>(hidden) + 2 * turn_bytes(hidden);
   }
@@ -211,23 +213,48 @@ BU_DEVICE void store_transposed(const Fp8Result& m, int64_t first, uint32_t shar
   }
 }
 
-template <class T, int kVectors>
-BU_KERNEL(Fp8Block<kVectors>::kThreads, Fp8Block<kVectors>::kBlocks)
-layer_norm_fp8_kernel(BU_PARAMS NormFp8Params p) {
-  using Block = Fp8Block<kVectors>;
-  ForwardRows<AddFp8Row<T>, kVectors, false, NormFp8Params> forward(p);
-  const int64_t hidden = p.norm.hidden, step = gridDim.x * kFp8Multiple;
-  uint32_t turn = 0;
-  for (int64_t first = blockIdx.x * kFp8Multiple; first < p.norm.rows; first += step, turn ^= 1) {
-    forward.row_of.shared = forward_shared_bytes<false>(hidden) + turn * Block::turn_bytes(hidden);
-#pragma unroll 1
-    for (int i = threadIdx.y; i < kFp8Multiple && first + i < p.norm.rows; i += Block::kWarps)
-      forward(first + i);
-    if (p.fp8.q_transposed == nullptr) continue;
-    sync_block();
-    store_transposed(p.fp8, first, forward.row_of.shared);
+// The rows of a block, 16 in each turn, of which a warp takes every eighth; see EveryRow.
+template <class T>
+class Fp8Turns {
+  const NormFp8Params& p_;
+  AddFp8Row<T>& row_of_;
+  int64_t first_;  // of the turn
+  uint32_t turn_ = 0;
+
+  BU_DEVICE void begin() {
+    row = first_ + threadIdx.y;
+    row_of_.shared =
+        forward_shared_bytes<false>(p_.norm.hidden) + turn_ * turn_bytes(p_.norm.hidden);
   }
-  fp8::note_largest(p.largest, forward.row_of.largest, Block::max_offset(hidden));
+
+ public:
+  int64_t row;
+
+  BU_DEVICE Fp8Turns(const NormFp8Params& p, AddFp8Row<T>& row_of, const RowShare<false>&)
+      : p_(p), row_of_(row_of), first_(blockIdx.x * kFp8Multiple) {
+    begin();
+  }
+
+  BU_DEVICE bool more() const { return first_ < p_.norm.rows; }
+  BU_DEVICE bool has_row() const { return row < p_.norm.rows; }
+  BU_DEVICE void next() {
+    row += fp8::kWarps;
+    if (row < first_ + kFp8Multiple) return;
+    if (p_.fp8.q_transposed != nullptr) {
+      sync_block();
+      store_transposed(p_.fp8, first_, row_of_.shared);
+    }
+    first_ += gridDim.x * kFp8Multiple;
+    turn_ ^= 1;
+    begin();
+  }
+};
+
+template <class T, int kVectors>
+BU_KERNEL((Fp8Block<T, kVectors>::kThreads), (Fp8Block<T, kVectors>::kBlocks))
+layer_norm_fp8_kernel(BU_PARAMS NormFp8Params p) {
+  const auto row_of = forward_rows<AddFp8Row<T>, kVectors, false, Fp8Turns<T>>(p);
+  fp8::note_largest(p.largest, row_of.largest, Fp8Block<T, kVectors>::max_offset(p.norm.hidden));
 }
 
 bool aligned(const NormCudaParams& p) {
@@ -259,7 +286,7 @@ void dropout_add_layer_norm_fp8(const NormFp8Params& p, cudaStream_t stream) {
         dropout_add_layer_norm(p, stream);
         quantize_fp8_scaled({p.fp8, norm.dtype, false, p.y, p.scale, p.largest}, stream);
       } else {
-        using Block = Fp8Block<kVectors>;
+        using Block = Fp8Block<T, kVectors>;
         const auto blocks = std::min({fp8_padded(norm.rows) / kFp8Multiple,
                                       int64_t{Block::kBlocks} * sm_count(kFp8), kFp8Largest});
         launch(kFp8, layer_norm_fp8_kernel<T, kVectors>, dim3(static_cast<unsigned>(blocks)),
