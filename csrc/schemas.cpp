@@ -107,9 +107,9 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
   m.def(
       "linear_wgrad_(Tensor dy, Tensor x, Tensor(a!) dweight, bool accumulate, bool bias) "
       "-> Tensor dbias");
-  // The last two on a CPU with AMX, into an fp32 dweight; dbias is fp32.
+  // Of the last two our own product on a CPU, into an fp32 dweight; dbias is fp32.
   m.def(
-      "tile_wgrad_(Tensor dy, Tensor x, Tensor(a!) dweight, bool accumulate, bool bias) "
+      "packed_wgrad_(Tensor dy, Tensor x, Tensor(a!) dweight, bool accumulate, bool bias) "
       "-> Tensor dbias");
 
   // 8 bits: scale is float32 [], what q is to be multiplied with. q_transposed [columns, rows] has

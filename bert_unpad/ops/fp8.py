@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bert_unpad._capability import multiplies
 from bert_unpad.ops import matmul
 from bert_unpad.ops.delayed_scaling import DelayedScale, LinearScales
 from bert_unpad.ops.linear_layer import check_linear
@@ -305,7 +306,7 @@ def check_fp8(function: str, x: Tensor, **weights: Tensor) -> None:
                 f"{function}: {name} must have multiples of 16 rows and columns, got "
                 f"{list(weight.shape)}"
             )
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
+    if not multiplies(x.device, "fp8"):
         raise RuntimeError(
             f"{function}: 8-bit products need a GPU of compute capability 8.9 or later, this is "
             f"{torch.cuda.get_device_name(x.device)}"
