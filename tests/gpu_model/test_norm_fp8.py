@@ -45,7 +45,7 @@ def forward(
     kernels = model()
     buffers = Buffers(kernels)
     norm, results = row_norm_params(
-        buffers, x.dtype, len(x), weight, bias, p, 1e-5, RNG, x, rms
+        buffers, x.dtype, len(x), weight, bias, p, 1e-5, RNG, None, rms
     )  # fmt: skip
     results = {name: results[name] for name in ("rstd", "mean") if name in results}
     results["y"] = torch.empty_like(x)

@@ -16,6 +16,8 @@ from bert_unpad.ops.delayed_scaling import DelayedScale, LinearScales
 from bert_unpad.ops.fp8 import RoundedInput, quantize_by
 from bert_unpad.ops.norm_fp8 import dropout_add_norm_fp8
 from tests.nn.test_bert import make_inputs, make_model
+from tests.support.fp8_training import SIZES as TRAINED_SIZES
+from tests.support.fp8_training import train
 from tests.support.op_checks import RNG
 
 
@@ -136,6 +138,8 @@ PRE_NORM = {
     "model_type": "bert_unpad",
     "norm_place": "pre",
     "norm": "rms_norm",
+    "norm_bias": False,
+    "embedding_dropout_prob": 0.0,
     "feed_forward": "glu",
     "hidden_act": "silu",
 }
@@ -195,3 +199,15 @@ def test_a_model_gets_the_bits_of_two_steps(monkeypatch, changes, settings, coun
     assert len(calls) == 2 * count
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert len(results[0]) > 20
+
+
+def test_training_has_the_losses_of_two_steps(monkeypatch):
+    """With scales that come from earlier updates, which the largest values change."""
+    losses = []
+    for function in (dropout_add_norm_fp8, separately):
+        monkeypatch.setattr(norms, "dropout_add_norm_fp8", function)
+        torch.manual_seed(0)
+        model = make_model(**TRAINED_SIZES, hidden_dropout_prob=0.1)
+        losses.append(train(model, make_inputs(), fp8=True, window=3))
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
