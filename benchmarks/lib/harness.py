@@ -118,7 +118,7 @@ def reset_peak() -> int:
 
 
 def matmul_peak(dtype: torch.dtype, size: int = 2048, tries: int = 9) -> float:
-    """FLOP/s of a matrix product, PyTorch's or that of our linear layers, at its best of `tries`."""
+    """FLOP/s of a matrix product, PyTorch's or our linear layers', at its best of `tries`."""
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
     times = []
     for multiply in (torch.matmul, matmul.product):

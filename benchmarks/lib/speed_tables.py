@@ -88,7 +88,8 @@ def pretraining_step() -> str:
     if not found:
         return ""
     peak = (
-        "The peak is the rate of PyTorch's matrix product on all cores: of fp32, or for bf16 the "
+        "The peak is the rate of a matrix product on all cores, PyTorch's or that of our linear "
+        "layers: of fp32, or for bf16 the "
         "faster of both types. "
         if any(map(peak_is_sound, found.values()))
         else ""

@@ -307,7 +307,7 @@ def _(dy, x, dweight, accumulate, bias):
 @functools.cache
 @torch.compiler.assume_constant_result
 def _packed_dtypes() -> tuple[torch.dtype, ...]:
-    """In what our own product of weight gradients is faster than PyTorch's."""
+    """The dtypes in which our own product of weight gradients is faster than the libraries'."""
     from bert_unpad import _C
 
     amd = _C.mkl_leaves_avx512_unused()
