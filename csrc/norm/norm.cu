@@ -6,9 +6,9 @@
 // the backward pass reads.
 #include "norm/norm_cuda.h"
 
+#include "cuda/fp8_scaled.h"
 #include "cuda/fp8_tile.h"
 #include "cuda/norm_row_launch.h"
-#include "linear/fp8_cuda.h"
 
 namespace bert_unpad::cuda {
 namespace {
@@ -284,7 +284,7 @@ void dropout_add_layer_norm_fp8(const NormFp8Params& p, cudaStream_t stream) {
     dispatch_row<T>(norm, aligned(p), [&]<int kVectors, bool kBlockRow>() {
       if constexpr (kBlockRow) {
         dropout_add_layer_norm(p, stream);
-        quantize_fp8_scaled({p.fp8, norm.dtype, false, p.y, p.scale, p.largest}, stream);
+        quantize_fp8_scaled(kFp8, {p.fp8, norm.dtype, false, p.y, p.scale, p.largest}, stream);
       } else {
         using Block = Fp8Block<T, kVectors>;
         const auto blocks = std::min({fp8_padded(norm.rows) / kFp8Multiple,

@@ -34,7 +34,7 @@ struct NormFp8Params : NormCudaParams {
   float* largest;      // [kFp8Largest]; null: not wanted
 };
 
-// The same, and what quantize_fp8_scaled (linear/fp8_cuda.h) makes of y, in E4M3 and bit for bit.
+// The same, and what quantize_fp8_scaled (cuda/fp8_scaled.h) makes of y, in E4M3 and bit for bit.
 // One kernel where a warp holds a row, else two.
 void dropout_add_layer_norm_fp8(const NormFp8Params& p, cudaStream_t stream);
 

@@ -1,7 +1,7 @@
 // dropout_add_layer_norm on the model of a block.
 #include "gpu_model/block/c_api.h"
 //
-#include "linear/fp8.cu"
+#include "cuda/fp8_scaled.cu"
 #include "norm/norm.cu"
 
 using bert_unpad::cuda::NormCudaParams, bert_unpad::cuda::NormFp8Params;

@@ -33,7 +33,7 @@ def draw(rows: int, hidden: int, dtype: torch.dtype) -> list[Tensor]:
     """x, residual, weight, bias, x_bias."""
     torch.manual_seed(hidden)
     rounded = [torch.randn(rows, hidden).to(dtype) for _ in range(2)]
-    return rounded + [1 + 0.3 * torch.randn(hidden), *torch.randn(2, hidden)]
+    return [*rounded, 1 + 0.3 * torch.randn(hidden), *torch.randn(2, hidden)]
 
 
 def forward(
