@@ -15,22 +15,27 @@ inline void check_aligned(const Tensor& t, const char* op, const char* name) {
         " must begin at a multiple of 16 bytes");
 }
 
-// The matrix that becomes 8 bits: x [rows, columns], columns a multiple of 16; fp32, bf16 or fp16.
-template <class Params>
-void set_fp8_operand(Params& p, const Tensor& x, const char* op) {
+// A matrix that becomes 8 bits: x [rows, columns], columns a multiple of 16. Sets the sizes.
+inline void set_fp8_sizes(Fp8Result& p, const Tensor& x, const char* op) {
   check_shape(x, {-1, -1}, op, "x", "[rows, columns]");
   check_contiguous(x, op, "x");
   check(x.size(1) % kFp8Multiple == 0, op, ": x must have a multiple of 16 columns, got ",
         shape_string(x));
-  check_aligned(x, op, "x");
-  p.dtype = storage_dtype(x, op, "x");
   p.rows = x.size(0);
   p.columns = x.size(1);
+}
+
+// The same of a matrix that is read 16 bytes at a time: fp32, bf16 or fp16.
+template <class Params>
+void set_fp8_operand(Params& p, const Tensor& x, const char* op) {
+  set_fp8_sizes(p, x, op);
+  check_aligned(x, op, "x");
+  p.dtype = storage_dtype(x, op, "x");
   p.x = x.const_data_ptr();
 }
 
 // Allocates q and q_transposed, which is empty where it is not wanted, and sets their pointers.
-// Needs set_fp8_operand's sizes; call it after `Call` has made the device of x current.
+// Needs the sizes; call it after `Call` has made the device of x current.
 inline std::tuple<Tensor, Tensor> allocate_fp8_results(Fp8Result& p, const Tensor& x, bool e5m2,
                                                        bool transpose) {
   const ScalarType type = e5m2 ? ScalarType::Float8_e5m2 : ScalarType::Float8_e4m3fn;

@@ -7,6 +7,7 @@
 
 #include "cuda/binding.h"
 #include "cuda/fp8_arguments.h"
+#include "cuda/fp8_scaled.h"
 #include "linear/workspace.h"
 
 namespace bert_unpad::cuda {
@@ -48,7 +49,7 @@ std::tuple<Tensor, Tensor> quantize_scaled(Tensor x, bool e5m2, bool transpose, 
   p.largest = check_largest(largest, x, op);
   const Call call(x, op);
   auto [q, q_transposed] = allocate_fp8_results(p, x, e5m2, transpose);
-  if (p.columns > 0 && p.rows > 0) quantize_fp8_scaled(p, call.stream);
+  if (p.columns > 0 && p.rows > 0) quantize_fp8_scaled(op, p, call.stream);
   return {q, q_transposed};
 }
 

@@ -4,6 +4,7 @@
 #include "gpu_model/block/workspaces.h"
 #include "gpu_model/cublaslt.h"
 //
+#include "cuda/fp8_scaled.cu"
 #include "linear/algorithms_cuda.cpp"
 #include "linear/fp8.cu"
 #include "linear/fp8_product_cuda.cpp"
@@ -52,7 +53,8 @@ BU_EXPORT int fp8_scaled(int64_t dtype, int e5m2, int64_t rows, int64_t columns,
   auto p = quantization<cuda::ScaledParams>(dtype, e5m2, rows, columns, x, q, q_transposed);
   p.scale = scale;
   p.largest = largest;
-  return bert_unpad::block_model::guarded([&] { cuda::quantize_fp8_scaled(p, nullptr); });
+  return bert_unpad::block_model::guarded(
+      [&] { cuda::quantize_fp8_scaled("quantize_fp8_scaled", p, nullptr); });
 }
 
 // Of `count` weights; sizes [count, 2]: rows, columns. `partials` null: writes how many there are.

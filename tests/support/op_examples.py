@@ -101,6 +101,10 @@ def _examples() -> dict[str, tuple]:
         "dropout_add_layer_norm": (
             *(x, vector(), dy, vector(), vector(), p, 1e-5, rng, False, True),
         ),
+        "dropout_add_layer_norm_fp8": (
+            *(x, vector(), dy, vector(), vector(), p, 1e-5, rng, False, True),
+            *(scalar(), rows(1024), True),
+        ),
         "dropout_add_layer_norm_backward": (
             *(dy, x, vector(), rows(), vector(), *statistics, p, rng, True),
         ),
