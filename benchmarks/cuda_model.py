@@ -7,6 +7,7 @@
     RESULT=benchmarks/results/model/attention.json
     python -m benchmarks.cuda_model --flash-attention H100 --json $RESULT --table $TABLE
     python -m benchmarks.cuda_model --update $RESULT --table $TABLE # after a change of a kernel
+    python -m benchmarks.cuda_model --update $RESULT --flash-attention A100 # adds to the record
     python -m benchmarks.cuda_model --from $RESULT --table $TABLE   # only writes the page again
 
 --flash-attention downloads FlashAttention-2's sdist from the package index and compiles 6 kernels
@@ -81,15 +82,18 @@ def predict(architectures: list[str], compared: list[str], command: str) -> dict
     return result
 
 
-def update(record: dict[str, Any], command: str) -> dict[str, Any]:
-    """This build's predictions, with FlashAttention-2's of a record."""
+def update(record: dict[str, Any], compared: list[str], command: str) -> dict[str, Any]:
+    """This build's predictions, with FlashAttention-2's of a record, or made now for `compared`."""
     if record["constants"] != cases.constants():
         sys.exit("--update: expected a record of today's constants; use --flash-attention instead")
     architectures = list(dict.fromkeys(row["architecture"] for row in record["passes"]))
-    result = predict(architectures, [], command)
+    result = predict(architectures, compared, command)
     for part in ("blocks", "passes"):
-        result[part] += [row for row in record[part] if row["contender"] == cases.FLASH]
-    return result | {name: record[name] for name in ("flash_attention", "published")}
+        kept = [row for row in record[part] if row["contender"] == cases.FLASH]
+        result[part] += [row for row in kept if row["architecture"] not in compared]
+    if "H100" not in compared:
+        result["published"] = record["published"]
+    return result | {"flash_attention": flash_build.VERSION}
 
 
 def write(path: Path, text: str) -> None:
@@ -117,7 +121,7 @@ def main() -> None:
     if args.source:
         result = json.loads(args.source.read_text())
     elif args.update:
-        result = update(json.loads(args.update.read_text()), command)
+        result = update(json.loads(args.update.read_text()), args.flash_attention, command)
         args.json = args.json or args.update
     else:
         result = predict(args.architecture, args.flash_attention, command)

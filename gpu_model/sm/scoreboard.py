@@ -89,6 +89,7 @@ def record(
             f"{instruction.text!r} without"
         )
     name, kind, argument, warps, bytes_ = instruction.name, _PLAIN, 0, 0, 0
+    waits_for = control.wait_mask
     value = cost(architecture, instruction, wavefronts)
     if not active:
         return (
@@ -105,10 +106,17 @@ def record(
     elif name == "LDGDEPBAR":
         kind = _COMMIT
     elif name == "DEPBAR":
-        found = re.search(r"LE SB0, (0x[0-9a-f]+)$", instruction.text)
-        if not found:
+        found = re.search(r"LE SB([0-5]), (0x[0-9a-f]+)(, \{[0-5,]+\})?$", instruction.text)
+        count = int(found[2], 16) if found else 1
+        if found and found[1] == "0" and not found[3]:
+            kind, argument = _WAIT, count  # of the groups of asynchronous copies
+        elif (
+            count == 0
+        ):  # the barriers that loads and others count on, as a control code names them
+            for number in re.findall("[0-5]", found[1] + (found[3] or "")):
+                waits_for |= 1 << int(number)
+        else:
             raise ValueError(f"wait: expected DEPBAR.LE SB0, n, got {instruction.text!r}")
-        kind, argument = _WAIT, int(found[1], 16)
     elif name == "LDGSTS":
         kind = _COPY
     elif name == "HGMMA":
@@ -119,7 +127,7 @@ def record(
             raise ValueError(f"wait: expected DEPBAR.LE gsb0, n, got {instruction.text!r}")
         kind, argument = _WAIT_PRODUCTS, int(found[1], 16)
     return (
-        *(kind, PIPES.index(value.pipe), control.stall, control.wait_mask),
+        *(kind, PIPES.index(value.pipe), control.stall, waits_for),
         *(control.write_barrier, control.read_barrier, argument, warps, bytes_),
         *(value.busy, value.latency, value.read, value.shared),
     )

@@ -128,6 +128,14 @@ def test_waits_for_copies(left, waits):
     assert run(lines).cycles == pytest.approx(landed, abs=10)
 
 
+@pytest.mark.parametrize("wait", ["SB2, 0x0", "SB1, 0x0, {{2}}", "SB0, 0x0, {{3,2}}"])
+def test_waits_for_barriers_by_an_instruction(wait):
+    load = ("LDS R0, [R0]", 1, 2, NONE, 0)
+    want = run([load, ("NOP", 1, NONE, NONE, 0b100)]).cycles
+    assert run([load, (f"DEPBAR.LE {wait}", 1)]).cycles == pytest.approx(want, abs=2)
+    assert run([load, ("DEPBAR.LE SB4, 0x0", 1)]).cycles < want / 2
+
+
 class TestRepeats:
     lines = ([("NOP", 10)] * 10,)
 
