@@ -63,7 +63,8 @@ struct BackwardChoice {
   bool wgmma, fused;
 };
 
-// Of calls that take whole heads only those have kernels with wgmma that these can fuse.
+// With wgmma two kernels are only for windows and grouped heads: other calls that cannot be fused
+// take those without.
 BackwardChoice choose_backward(const AttentionCudaParams& args, const AttentionCudaBias& bias,
                                const AttentionDevice& device) {
   const bool whole = takes_whole_heads(args, bias);

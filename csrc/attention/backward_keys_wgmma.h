@@ -7,6 +7,8 @@
 // So a tile is still read when the next one is taken in, and a third is on its way.
 #pragma once
 
+#include <algorithm>
+
 #include "attention/backward_wgmma.h"
 #include "attention/query_windows.h"
 
@@ -80,13 +82,14 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
   const int first_key = block.tile * 64;
   if (first_key >= block.k_len) return;
 
+  const int last_key = std::min(first_key + 64, block.k_len) - 1;
   const QueryWindows windows(p.args, block);
-  const RowRange rows = windows.queries(first_key, first_key + 63);
+  const RowRange rows = windows.queries(first_key, last_key);
   const int query_tiles = (rows.end + 63) / 64;
   // The first tile from this one on with queries that see keys of the block.
   const auto needed = [&](int tile) {
     while (tile < query_tiles && !windows.keys_of_any(windows.template span<64>(tile * 64))
-                                      .meets(first_key, first_key + 63))
+                                      .meets(first_key, last_key))
       ++tile;
     return tile;
   };
@@ -134,7 +137,7 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
 
       const PositionSpan span = windows.template span<64>(tile * 64);
       const bool hides =
-          windows.bounded() && !windows.keys_of_all(span).holds(keys.first, keys.first + 15);
+          windows.bounded() && !windows.keys_of_all(span).holds(first_key, last_key);
       const uint32_t at = base + Shared::stage(count), known = Shared::values(count);
       keys.add_queries(
           TileOperand<64>::at(at), TileOperand<64>::at(at + Shared::kTile), known,
