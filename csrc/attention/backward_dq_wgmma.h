@@ -139,7 +139,7 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
   for (int tile = first_tile; tile < keys.tiles(); ++tile) {
     copy_async_wait<0>();
     fence_shared();
-    // The tile is there for all, and all are done with the last values and the keys before the last.
+    // The tile is there for all; all are done with the last values and the keys before the last.
     sync_block();
     keys.start(tile + 1);
     const int first_key = tile * keys.kKeys;
