@@ -33,7 +33,7 @@ void launch_wgmma_backward(const AttentionRun& run, bool fused, cudaStream_t str
   };
   const auto start_split = [&]<class T, bool kDropout>() {
     launch_grid(kBackwardOp, attention_backward_dq_wgmma_kernel<T, kDropout>, 128,
-                WgmmaQueryGradientKeys<T>::kSharedBytes, run, run.args.heads, max_q, 64, stream);
+                WgmmaQueryGradientShared<T>::kBytes, run, run.args.heads, max_q, 64, stream);
     launch_grid(kBackwardOp, attention_backward_keys_wgmma_kernel<T, kDropout>, 128,
                 WgmmaKeyGradientShared::kBytes, run, run.args.kv_heads, max_k, 64, stream);
   };

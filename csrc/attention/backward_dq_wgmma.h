@@ -3,10 +3,11 @@
 // backward_keys_wgmma.h reads afterwards.
 //
 // As in the forward pass a block of one warpgroup takes 64 queries of one head, a warp 16 of them.
-// Their rows of q and dout stay in registers as A operands. Keys and values come in tiles of 64,
-// those that one of the queries sees. Score gradients leave the tensor cores in the layout that the
-// product with the keys needs for its A operand. That product is waited for together with the next
-// tile's scores, so a tile's keys stay in shared memory for one tile longer than its values.
+// Their rows of q stay in registers as A operands; those of dout, for which there are no registers,
+// in shared memory. Keys and values come in tiles of 64, those that one of the queries sees. Score
+// gradients leave the tensor cores in the layout that the product with the keys needs for its A
+// operand. That product is waited for after the next tile's scores are begun, so a tile's keys stay
+// in shared memory for one tile longer than its values.
 #pragma once
 
 #include "attention/dropout.h"
@@ -18,10 +19,17 @@ namespace bert_unpad {
 template <class T>
 using WgmmaQueryGradientKeys = KeyTiles<T, 64, 4, 3, 2>;
 
+// Where things lie in shared memory: tiles of keys and values, then the queries' tile of dout.
+template <class T>
+struct WgmmaQueryGradientShared {
+  static constexpr uint32_t kDout = WgmmaQueryGradientKeys<T>::kSharedBytes;
+  static constexpr uint32_t kBytes = kDout + SharedTile<64>::bytes(64);
+};
+
 // A warp's 16 queries and their gradients so far.
 template <class T, bool kDropout>
 struct WgmmaQueryGradients {
-  uint32_t q[4][4], dout[4][4];
+  uint32_t q[4][4];
   float dq[8][4];
   // Of rows g and g + 8: lse in base 2; delta, times the rate of what dropout keeps, as the score
   // gradients are; the keys that they see.
@@ -35,6 +43,7 @@ struct WgmmaQueryGradients {
     // q gets the scale's sign, as in the forward pass.
     load_a<64>(q, HeadRows<const T>(a.q, block.q_begin, block.head), first_row, end,
                a.scale < 0.0f ? kNegatePair : 0u);
+    uint32_t dout[4][4];
     load_a<64>(dout, HeadRows<const T>(a.dout, block.q_begin, block.head), first_row, end, 0);
     row_dots<64>(delta, dout, HeadRows<const T>(a.out, block.q_begin, block.head), first_row, end);
     const int64_t head = block.head * a.q_tokens + block.q_begin;
@@ -49,25 +58,29 @@ struct WgmmaQueryGradients {
 #pragma unroll
     for (int i = 0; i < 32; ++i) dq[i / 4][i % 4] = 0.0f;
     hold(q);
-    hold(dout);
     hold(dq);
   }
 
-  // Takes in a tile of keys and values, the operands. Its product with the keys is still being made
-  // afterwards. `hides`: not all rows see all of its keys. `first_row`, `first_key`: in the
-  // sequence.
-  BU_DEVICE void add_tile(TileOperand<64> k, TileOperand<64> v, bool hides, float scale,
-                          const AttentionDropout& dropout, int first_row, int first_key) {
+  // Takes in a tile of keys and values. `dout`, `k`, `v`: operands. Its product with the keys is
+  // still being made afterwards. `hides`: not all rows see all of its keys. `first_row`,
+  // `first_key`: in the sequence.
+  BU_DEVICE void add_tile(TileOperand<64> dout, TileOperand<64> k, TileOperand<64> v, bool hides,
+                          float scale, const AttentionDropout& dropout, int first_row,
+                          int first_key) {
     float s[8][4], dp[8][4];  // scores; gradients of the weights
     wgmma_fence();
 #pragma unroll
     for (int d = 0; d < 4; ++d) wgmma<T, false>(s, q[d], k.step<false>(d), d > 0);
     wgmma_commit();
+    // The last tile's product with the keys: two tiles' operands do not fit into registers.
+    wgmma_wait<1>();
+    hold(dq);
     wgmma_fence();
 #pragma unroll
-    for (int d = 0; d < 4; ++d) wgmma<T, false>(dp, dout[d], v.step<false>(d), d > 0);
+    for (int d = 0; d < 4; ++d)
+      wgmma<T, false, false>(dp, dout.step<false>(d), v.step<false>(d), d > 0);
     wgmma_commit();
-    wgmma_wait<1>();  // also for the last tile's product with the keys
+    wgmma_wait<1>();
     hold(s);
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
@@ -84,8 +97,7 @@ struct WgmmaQueryGradients {
     for (int step = 0; step < 4; ++step) {
       if constexpr (kDropout) {
         if (step % 2 == 0) bits = dropout.draw(first_row / 16, first_key / 32 + step / 2);
-        drop(dp[2 * step], dp[2 * step + 1], dropout.rule,
-             AttentionDropout::tile(bits, step % 2));
+        drop(dp[2 * step], dp[2 * step + 1], dropout.rule, AttentionDropout::tile(bits, step % 2));
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -128,6 +140,10 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
   const RowRange any = windows.keys_of_any(span), all = windows.keys_of_all(span);
   const WgmmaQueryGradientKeys<T> keys(p.args, block, any.end);
   const int first_tile = any.begin / keys.kKeys;
+  if (first_tile < keys.tiles())
+    copy_tile<64, 128, 64>(WgmmaQueryGradientShared<T>::kDout,
+                           HeadRows<const T>(p.args.dout, block.q_begin, block.head), block_row,
+                           block.q_len);
   keys.start(first_tile);
 
   WgmmaQueryGradients<T, kDropout> rows;
@@ -136,6 +152,7 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
                                  block.sequence * p.args.heads + block.head);
   const float scale = fabsf(p.args.scale) * kLog2e;
   const uint32_t base = hold(shared_base());
+  const auto dout = TileOperand<64>::at(base + WgmmaQueryGradientShared<T>::kDout);
   for (int tile = first_tile; tile < keys.tiles(); ++tile) {
     copy_async_wait<0>();
     fence_shared();
@@ -143,7 +160,7 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
     sync_block();
     keys.start(tile + 1);
     const int first_key = tile * keys.kKeys;
-    rows.add_tile(TileOperand<64>::at(base + keys.keys(tile)),
+    rows.add_tile(dout, TileOperand<64>::at(base + keys.keys(tile)),
                   TileOperand<64>::at(base + keys.values(tile)),
                   !all.holds(first_key, first_key + keys.kKeys - 1), scale, dropout, first_row,
                   first_key);

@@ -88,10 +88,10 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
   const int query_tiles = (rows.end + 63) / 64;
   // The first tile from this one on with queries that see keys of the block.
   const auto needed = [&](int tile) {
-    while (tile < query_tiles && !windows.keys_of_any(windows.template span<64>(tile * 64))
-                                      .meets(first_key, last_key))
+    while (tile < query_tiles &&
+           !windows.keys_of_any(windows.template span<64>(tile * 64)).meets(first_key, last_key))
       ++tile;
-    return tile;
+    return of_warp(tile);
   };
   const int first_tile = needed(rows.begin / 64);
 
@@ -136,8 +136,7 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
       copy_async_commit();
 
       const PositionSpan span = windows.template span<64>(tile * 64);
-      const bool hides =
-          windows.bounded() && !windows.keys_of_all(span).holds(first_key, last_key);
+      const bool hides = windows.bounded() && !windows.keys_of_all(span).holds(first_key, last_key);
       const uint32_t at = base + Shared::stage(count), known = Shared::values(count);
       keys.add_queries(
           TileOperand<64>::at(at), TileOperand<64>::at(at + Shared::kTile), known,

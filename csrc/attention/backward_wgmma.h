@@ -255,10 +255,10 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
       copy_async_commit();
 
       const uint32_t at = base + Shared::stage(count);
-      keys.add_queries(TileOperand<64>::at(at), TileOperand<64>::at(at + Shared::kTile),
-                       lse_at + 256 * tile, delta_at + 256 * tile, scale, dropout, tile * 64,
-                       [](const auto&) {},
-                       [&](const auto& gradient) { keys.put(gradient, Shared::kGradients); });
+      keys.add_queries(
+          TileOperand<64>::at(at), TileOperand<64>::at(at + Shared::kTile), lse_at + 256 * tile,
+          delta_at + 256 * tile, scale, dropout, tile * 64, [](const auto&) {},
+          [&](const auto& gradient) { keys.put(gradient, Shared::kGradients); });
       float dq[kColumns / 8][4];
       const uint32_t mine = sums_at + tile * 64 * 256;
       if (!kOnePass && pass > 0) {
