@@ -6,7 +6,7 @@
 // Their rows of q stay in registers as A operands; those of dout, for which there are no registers,
 // in shared memory. Keys and values come in tiles of 64, those that one of the queries sees. Score
 // gradients leave the tensor cores in the layout that the product with the keys needs for its A
-// operand. That product is waited for after the next tile's scores are begun, so a tile's keys stay
+// operand. That product is waited for together with the next tile's scores, so a tile's keys stay
 // in shared memory for one tile longer than its values.
 #pragma once
 
@@ -72,16 +72,15 @@ struct WgmmaQueryGradients {
 #pragma unroll
     for (int d = 0; d < 4; ++d) wgmma<T, false>(s, q[d], k.step<false>(d), d > 0);
     wgmma_commit();
-    // The last tile's product with the keys: two tiles' operands do not fit into registers.
-    wgmma_wait<1>();
-    hold(dq);
+    // Also for the last tile's product with the keys: there are no registers for its operands
+    // beside the second product's sums.
+    wgmma_wait<0>();
+    hold(s);
     wgmma_fence();
 #pragma unroll
     for (int d = 0; d < 4; ++d)
       wgmma<T, false, false>(dp, dout.step<false>(d), v.step<false>(d), d > 0);
     wgmma_commit();
-    wgmma_wait<1>();
-    hold(s);
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       float& weight = s[i / 4][i % 4];
