@@ -171,7 +171,7 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=8, help="of a rank and update")
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--bucket-mb", type=float, default=2.0)
-    parser.add_argument("--name", default="plan_check", help="of the JSON file")
+    harness.add_name(parser, "plan_check")
     parser.add_argument("--rate", help=argparse.SUPPRESS)  # of one run, to its processes
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

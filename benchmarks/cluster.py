@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="0: times only")
     parser.add_argument("--examples", type=int, default=400, help="held out")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    parser.add_argument("--name", default="cluster", help="of the JSON file")
+    harness.add_name(parser, "cluster")
     options = parser.parse_args()
     if options.steps % options.settle or options.steps == options.settle:
         parser.error("--steps must be two or more times --settle")

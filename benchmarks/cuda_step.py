@@ -123,7 +123,7 @@ def roundings() -> Iterator[Part]:
     yield memory("weights, once an update", 4, 10 * matrices, f"{twice}; all at once")
     tokens = sum(wikipedia_mix(SEQUENCES))
     # Inputs of three linear layers of a layer, and gradients of five times as many columns.
-    others, inner = 8 * tokens * HIDDEN, tokens * INNER
+    others, norms, inner = 8 * tokens * HIDDEN, 2 * tokens * HIDDEN, tokens * INNER
     for name, launches, moved in (
         ("GELU, forward", 3, (4 + 6) * inner),
         ("GELU, backward", 3, (6 + 6) * inner),
@@ -134,10 +134,16 @@ def roundings() -> Iterator[Part]:
     for name, launches, moved in (
         ("GELU, forward", 1, 4 * inner),
         ("GELU, backward", 2, 6 * inner),
-        ("other matrices", 6, 4 * others),
+        ("other matrices but LayerNorm's results", 4, 4 * (others - norms)),
     ):
         why = "reads once, writes 8 bits, also transposed"
         yield memory(f"{name}, `amax_history`", launches * LAYERS, LAYERS * moved, why)
+    yield memory(
+        "LayerNorm's results, `amax_history`",
+        0,
+        LAYERS * 2 * norms,
+        "what LayerNorm's kernel writes beside y: 8 bits, also transposed",
+    )
 
 
 HEAD = """\

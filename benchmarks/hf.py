@@ -251,7 +251,7 @@ def main() -> None:
                         choices=["training", "inference"])  # fmt: skip
     parser.add_argument("--no-memory", dest="memory", action="store_false")
     parser.add_argument("--memory-of", help="print only the memory of this contender, as JSON")
-    parser.add_argument("--name", default="hf", help="name of the JSON file")
+    harness.add_name(parser, "hf")
     parser.add_argument("--quick", action="store_true",
                         help=f"other defaults: {', '.join(f'{k} {v}' for k, v in QUICK.items())}; "
                         "memory of one case only")  # fmt: skip

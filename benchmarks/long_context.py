@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--name", default="long_context", help="of the JSON file")
+    harness.add_name(parser, "long_context")
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     parser.add_argument("--memory-of", nargs=2, metavar=("CONTENDER", "BATCH"))
     args = parser.parse_args()

@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--size", choices=[*SIZES, "both"], default="both")
-    parser.add_argument("--name", default="memory", help="name of the JSON file")
+    harness.add_name(parser, "memory")
     args = parser.parse_args()
     lengths = sorted((int(n) for n in sample_lengths(args.sequences, args.seed)), reverse=True)
     # The padded peer gets MAX_LENGTH columns, as fixed-length pretraining data does.

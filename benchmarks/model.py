@@ -170,7 +170,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="default: 3 on a CPU, 10 on a GPU")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="run only the contenders whose name contains this")
-    parser.add_argument("--name", default="model", help="name of the JSON file")
+    harness.add_name(parser, "model")
     cpu = parser.add_argument_group("on a CPU")
     cpu.add_argument("--warmup", type=int, help="rounds that do not count (default: 1)")
     cpu.add_argument("--allocator", choices=["heap", "default"], help="default: heap")

@@ -8,7 +8,8 @@
 On a CPU attention runs on one BERT-base layer's heads with lengths drawn from the Wikipedia
 histogram; on a GPU on BERT-large's, see benchmarks/lib/attention.py. The other operators on a GPU:
 benchmarks/cuda_*.py.
-Writes benchmarks/results/<device>/ops.json, or ops_<op>.json; on a GPU a file an operator.
+Writes benchmarks/results/<device>/ops.json, or ops_<op>.json; on a GPU a file an operator. With
+`--name` these names begin with another word than ops.
 """
 
 from __future__ import annotations
@@ -274,6 +275,7 @@ def main() -> None:
         choices=[name for name in CONTENDERS if name not in OURS],
         help="leave a contender on the GPU out, should it break the CUDA context",
     )
+    harness.add_name(parser, "ops")
     parser.add_argument("--rehearse", action="store_true", help="try --device cuda out on a CPU")
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
@@ -294,8 +296,8 @@ def main() -> None:
             else:
                 payload = memory_bound.run(CUDA_CASES[name], device, rounds, args.seed)
             if not args.rehearse:
-                folder, command = harness.gpu_folder(), harness.command()
-                print(f"\nwritten to {harness.save(f'ops_{name}', folder, command, payload)}")
+                file, folder = f"{args.name}_{name}", harness.gpu_folder()
+                print(f"\nwritten to {harness.save(file, folder, harness.command(), payload)}")
         return
     if args.op in ("loss", "mlp"):
         parser.error(f"--op {args.op} is timed on a GPU only: add --device cuda")
@@ -338,10 +340,13 @@ def main() -> None:
                 flush=True,
             )
     path = harness.save(
-        "ops" if args.op == "all" else f"ops_{args.op}",
+        args.name if args.op == "all" else f"{args.name}_{args.op}",
         args.device,
         harness.command(),
-        {"matmul_peak": peaks, "memory_peak": memory, "allocator": allocator, "results": rows},
+        {
+            "op": args.op, "matmul_peak": peaks, "memory_peak": memory,
+            "allocator": allocator, "results": rows,
+        },
     )  # fmt: skip
     print(f"\nwritten to {path}")
 

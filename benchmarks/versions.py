@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    harness.add_name(parser, "versions")
     args = parser.parse_args()
     results = [
         compare(workload, dtype, args.earlier.resolve(), args.rounds)
@@ -103,8 +104,10 @@ def main() -> None:
         command += f" --workloads {' '.join(args.workloads)}"
     if set(args.dtypes) < set(DTYPES):
         command += f" --dtypes {' '.join(args.dtypes)}"
+    if args.name != parser.get_default("name"):
+        command += f" --name {args.name}"
     report = {"earlier": commit(args.earlier), "results": results}
-    print(f"written to {harness.save('versions', 'cpu', command, report)}")
+    print(f"written to {harness.save(args.name, 'cpu', command, report)}")
 
 
 if __name__ == "__main__":

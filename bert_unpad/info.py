@@ -20,6 +20,7 @@ import torch
 
 import bert_unpad
 from bert_unpad import _library
+from bert_unpad._capability import reaches
 
 DISPATCH_KEYS = ("CPU", "CUDA", "Autograd")
 UNKNOWN = "unknown (module not loaded)"
@@ -172,7 +173,7 @@ def render(info: dict[str, Any]) -> str:
         text = f"{gpu['name']}, sm {gpu['compute_capability']}, {memory}"
         if gpu["served"] is False:
             text += "; not among the architectures built (TORCH_CUDA_ARCH_LIST, 7.5 and later)"
-        elif tuple(map(int, gpu["compute_capability"].split("."))) < (8, 0):
+        elif not reaches(tuple(map(int, gpu["compute_capability"].split("."))), "bf16"):
             text += "; attention and linear layers in fp16 and fp32, not in bf16"
         rows.append(("", text))
     lines = [f"{label:<20} {value}".rstrip() for label, value in rows]

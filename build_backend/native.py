@@ -4,7 +4,6 @@ What a file is called says how it is compiled, so that a new operator needs no b
   csrc/*.cpp, csrc/cpu/*.cpp, csrc/<family>/*_cpu.cpp   once, into _C
   csrc/<family>/*_simd.cpp                              once per CPU instruction set, into _C
   csrc/<family>/*_bf16.cpp                              once per set that multiplies bf16, into _C
-  csrc/<family>/*_amx.cpp                               once, for AMX, into _C
   csrc/<family>/*.cu, csrc/**/*_cuda.cpp                by nvcc, into _C_cuda
   csrc/<family>/*_sm90a.cu                              the same, but for sm_90a alone
   csrc/balancer/*.cpp, csrc/text/*.cpp                  once, into _balancer and _text (pybind11,
@@ -47,11 +46,12 @@ X86_SIMD = {
     ],
 }
 X86_SIMD["avx512_bf16"] = [*X86_SIMD["avx512"], "-mavx512bf16"]
-X86_AMX = {"amx": [*X86_SIMD["avx512_bf16"], "-DBU_AMX"]}
 X86 = {
     "simd": X86_SIMD,
-    "bf16": {"avx512_bf16": X86_SIMD["avx512_bf16"], **X86_AMX},
-    "amx": X86_AMX,
+    "bf16": {
+        "avx512_bf16": X86_SIMD["avx512_bf16"],
+        "amx": [*X86_SIMD["avx512_bf16"], "-DBU_AMX"],
+    },
 }
 
 # NEON is in every aarch64 CPU, so `generic` has it. On aarch64 g++ moves all loads of a loop to its

@@ -21,9 +21,21 @@ PyObject* built_isas(PyObject*, PyObject*) {
   return PyUnicode_FromString(bert_unpad::built_isas().c_str());
 }
 
+PyObject* fast_bf16_dot_products(PyObject*, PyObject*) {
+  return PyBool_FromLong(bert_unpad::fast_bf16_dot_products());
+}
+
+PyObject* mkl_leaves_avx512_unused(PyObject*, PyObject*) {
+  return PyBool_FromLong(bert_unpad::mkl_leaves_avx512_unused());
+}
+
 PyMethodDef methods[] = {
     {"cpu_isa", cpu_isa, METH_NOARGS, "Name of the CPU instruction set the operators use here."},
     {"built_isas", built_isas, METH_NOARGS, "Comma-separated instruction sets in this build."},
+    {"fast_bf16_dot_products", fast_bf16_dot_products, METH_NOARGS,
+     "Whether bf16 dot products are faster here than fp32 arithmetic."},
+    {"mkl_leaves_avx512_unused", mkl_leaves_avx512_unused, METH_NOARGS,
+     "Whether this CPU has AVX-512 that MKL does not use."},
     {nullptr, nullptr, 0, nullptr},
 };
 

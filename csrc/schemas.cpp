@@ -48,6 +48,13 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
       "Tensor? bias, float dropout_p, float eps, Tensor? rng, bool rms=False, "
       "bool return_sum=False) "
       "-> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)");
+  // The same of a matrix, and y in 8 bits, E4M3, as quantize_fp8_scaled rounds. Its derivative is
+  // that of dropout_add_layer_norm.
+  m.def(
+      "dropout_add_layer_norm_fp8(Tensor x, Tensor? x_bias, Tensor? residual, Tensor weight, "
+      "Tensor? bias, float dropout_p, float eps, Tensor? rng, bool rms, bool return_sum, "
+      "Tensor scale, Tensor(a!)? largest, bool transpose) "
+      "-> (Tensor y, Tensor sum, Tensor mean, Tensor rstd, Tensor q, Tensor q_transposed)");
   m.def(
       "dropout_add_layer_norm_backward(Tensor dy, Tensor x, Tensor? x_bias, Tensor? residual, "
       "Tensor weight, Tensor? mean, Tensor rstd, float dropout_p, Tensor? rng, bool bias=True) "
@@ -100,9 +107,9 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
   m.def(
       "linear_wgrad_(Tensor dy, Tensor x, Tensor(a!) dweight, bool accumulate, bool bias) "
       "-> Tensor dbias");
-  // The last two on a CPU with AMX, into an fp32 dweight; dbias is fp32.
+  // Of the last two our own product on a CPU, into an fp32 dweight; dbias is fp32.
   m.def(
-      "tile_wgrad_(Tensor dy, Tensor x, Tensor(a!) dweight, bool accumulate, bool bias) "
+      "packed_wgrad_(Tensor dy, Tensor x, Tensor(a!) dweight, bool accumulate, bool bias) "
       "-> Tensor dbias");
 
   // 8 bits: scale is float32 [], what q is to be multiplied with. q_transposed [columns, rows] has

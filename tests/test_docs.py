@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +19,7 @@ from benchmarks.lib import report, speed_tables
 from tests.support.paths import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("gpu_model/*.md")])
+RESULTS = report.RESULTS
 # Paths that a page names in backticks are looked for in the checkout.
 FOLDERS = (
     "benchmarks|bert_unpad|build_backend|configs|csrc|docs|examples|gpu_model|launch|scripts|tests"
@@ -111,18 +114,84 @@ def test_readme_is_short():
     assert "GPU" in lines[2]  # the status comes first
 
 
-def test_shares_of_a_peak_need_a_sound_peak(monkeypatch):
+@pytest.fixture
+def written(monkeypatch, tmp_path):
+    """Writes results, the only ones that the tables find."""
+
+    def write(**results: report.Result) -> None:
+        for name, result in results.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(result))
+
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    return write
+
+
+def results_of(*names: str) -> Iterator[report.Result]:
+    return (json.loads((RESULTS / f"{name}.json").read_text()) for name in names)
+
+
+def test_shares_of_a_peak_need_a_sound_peak(written):
     """A step's shares are shown only where its peak is about that of the operators."""
-    step = report.read("model")
-    ops = report.read("ops")
-    results = {"model": step, "ops": ops}
-    monkeypatch.setattr(speed_tables, "read", results.get)
+    step, ops = results_of("model", "ops")
+    cpu = ops["machine"]["cpu"]
     for rate, shown in ((0.9, False), (1.0, True)):
         step["matmul_peak"]["float32"] = rate * ops["matmul_peak"]["float32"]
-        step["machine"]["cpu"] = ops["machine"]["cpu"]
+        step["machine"]["cpu"] = cpu
+        written(model=step, ops=ops)
         assert ("of matmul peak" in speed_tables.pretraining_step()) == shown
     step["machine"]["cpu"] = "another CPU"
+    written(model=step)
     assert "of matmul peak" not in speed_tables.pretraining_step()
+    # The operators of that CPU are in a file of their own.
+    ops["machine"]["cpu"] = "another CPU"
+    written(ops_other=ops)
+    assert "of matmul peak" in speed_tables.pretraining_step()
+
+
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [
+        ("ops", speed_tables.operators),
+        ("model", speed_tables.pretraining_step),
+        ("versions", speed_tables.versions),
+        ("hf", speed_tables.hugging_face),
+    ],
+)
+def test_results_of_a_second_cpu_stand_beside(name, section, written):
+    """Each with its own table and source, that without a suffix first."""
+    first, second = results_of(name, name)
+    written(**{name: first})
+    alone = section()
+    second["machine"]["cpu"] = "CPU of a second machine"
+    # Results of something else.
+    others = {f"{name}2": second, f"more_{name}": second}
+    written(**{f"{name}_amd": second}, **others)
+    both = section()
+    assert both.startswith(alone)
+    assert both.count("Measured on") == both.count("| --- |") == 2
+    assert f"CPU of a second machine, {second['machine']['cores']} cores" in both[len(alone) :]
+    assert f"[{name}_amd.json]" in both[len(alone) :]
+
+
+def test_a_second_cpu_s_setup_is_told_where_it_differs(written):
+    step, versions = results_of("model", "versions")
+    written(model=step, versions=versions)
+    sections = (speed_tables.pretraining_step, speed_tables.versions)
+    before = [section() for section in sections]
+    step["dropout"], versions["earlier"] = 0.25, "0123abc"
+    written(model_amd=step, versions_amd=versions)
+    for section, alone, said in zip(sections, before, ("dropout 0.25", "0123abc"), strict=True):
+        text = section()
+        assert said not in text[: len(alone)]
+        assert said in text[len(alone) :]
+
+
+def test_a_single_operator_is_not_in_the_table(written):
+    (ops,) = results_of("ops")
+    written(ops=ops)
+    alone = speed_tables.operators()
+    written(ops_gelu=ops | {"op": "gelu"})
+    assert speed_tables.operators() == alone
 
 
 def test_results_that_are_missing_are_left_out(monkeypatch, tmp_path):

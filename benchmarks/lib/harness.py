@@ -6,6 +6,7 @@ round, so that a slow phase of the machine hits all of them; the median over rou
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import json
@@ -28,6 +29,7 @@ from bert_unpad import _C, ops
 from bert_unpad._files import write_text
 from bert_unpad._malloc import keep_freed_memory
 from bert_unpad.data.store.cache import default_cache_dir
+from bert_unpad.ops import matmul
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -116,18 +118,19 @@ def reset_peak() -> int:
 
 
 def matmul_peak(dtype: torch.dtype, size: int = 2048, tries: int = 9) -> float:
-    """FLOP/s of PyTorch's matmul at its best of `tries`."""
+    """FLOP/s of a matrix product, PyTorch's or our linear layers', at its best of `tries`."""
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
     times = []
-    for _ in range(tries):
-        start = time.perf_counter()
-        a @ b
-        times.append(time.perf_counter() - start)
+    for multiply in (torch.matmul, matmul.product):
+        for _ in range(tries):
+            start = time.perf_counter()
+            multiply(a, b)
+            times.append(time.perf_counter() - start)
     return 2 * size**3 / min(times)
 
 
 def matmul_peaks() -> dict[str, float]:
-    """FLOP/s of PyTorch's matmul by dtype."""
+    """FLOP/s of a matrix product by dtype."""
     return {
         str(dtype).removeprefix("torch."): matmul_peak(dtype)
         for dtype in (torch.float32, torch.bfloat16)
@@ -199,6 +202,12 @@ def command() -> str:
     """The command line that started this benchmark, as one types it in the checkout's root."""
     name = Path(sys.argv[0]).stem
     return shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
+
+
+def add_name(parser: argparse.ArgumentParser, default: str) -> None:
+    """Adds `--name`: the name that `save` gets, e.g. to keep the figures of a second machine."""
+    said = f"file to write, without .json (default: {default})"
+    parser.add_argument("--name", default=default, help=said)
 
 
 def save(name: str, device: str, command: str, payload: dict[str, Any]) -> Path:

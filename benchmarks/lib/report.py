@@ -22,8 +22,13 @@ def read(name: str) -> Result | None:
 
 
 def names(pattern: str) -> list[str]:
-    """The results whose names match, e.g. `hf*`."""
+    """The results whose names match, e.g. `simulate_*`."""
     return sorted(path.stem for path in RESULTS.glob(f"{pattern}.json"))
+
+
+def runs(name: str) -> dict[str, Result]:
+    """The result `name`, then those called `name_...`, which other machines or settings gave."""
+    return {each: read(each) for each in (*names(name), *names(f"{name}_*"))}
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> str:

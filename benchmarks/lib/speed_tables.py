@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from benchmarks.lib.report import (
     Result,
     between,
     count,
     figures,
-    names,
     precision,
     read,
+    runs,
     section,
     source,
     table,
@@ -22,29 +24,49 @@ WORKLOADS = {
 }
 
 
+def tables(
+    found: dict[str, Result],
+    table_of: Callable[[Result], str],
+    setup: Callable[[Result], str] = lambda result: "",
+) -> list[str]:
+    """For each result of a benchmark where it is from, and its table; before them its setup, if
+    that is not the first one's, which the section's text has."""
+    parts, (first, *_) = [], map(setup, found.values())
+    for name, result in found.items():
+        said = setup(result)
+        parts.append("" if said == first else said)
+        parts.append(source(name, result, *filter(None, [result.get("memory_command")])))
+        parts.append(table_of(result))
+    return parts
+
+
 def operators() -> str:
-    found = read("ops")
-    if found is None:
+    # A run of a single operator has a file of its own.
+    found = {name: x for name, x in runs("ops").items() if x.get("op", "all") == "all"}
+    if not found:
         return ""
+    return section(
+        "Operators",
+        "Forward and backward pass of one operator. Each entry says how many times faster "
+        "`bert_unpad` is, by medians of rounds in which both take turns.",
+        *tables(found, _operators_table),
+    )
+
+
+def _operators_table(found: Result) -> str:
     rows = {}
     for entry in found["results"]:
         for peer, ratio in entry["faster_than"].items():
             rows.setdefault((entry["op"], peer), {})[entry["dtype"]] = ratio
     dtypes = list(dict.fromkeys(entry["dtype"] for entry in found["results"]))
-    return section(
-        "Operators",
-        "Forward and backward pass of one operator. Each entry says how many times faster "
-        "`bert_unpad` is, by medians of rounds in which both take turns.",
-        source("ops", found),
-        table(
-            ["operator", "compared with", *map(precision, dtypes)],
-            (
-                [f"`{op.split(',')[0]}`{op[len(op.split(',')[0]) :]}", peer]
-                + [f"{ratios[d]:.2f}" if d in ratios else "" for d in dtypes]
-                for (op, peer), ratios in rows.items()
-            ),
-            text_columns=2,
+    return table(
+        ["operator", "compared with", *map(precision, dtypes)],
+        (
+            [f"`{op.split(',')[0]}`{op[len(op.split(',')[0]) :]}", peer]
+            + [f"{ratios[d]:.2f}" if d in ratios else "" for d in dtypes]
+            for (op, peer), ratios in rows.items()
         ),
+        text_columns=2,
     )
 
 
@@ -54,18 +76,50 @@ def peak_is_sound(found: Result) -> bool:
     Both measure the same matrix product, and scatter a little. A much lower one was measured while
     something else used the cores, and shares of it would flatter.
     """
-    ops = read("ops")
-    if ops is None or ops["machine"]["cpu"] != found["machine"]["cpu"]:
+    cpu = found["machine"]["cpu"]
+    ops = [x["matmul_peak"] for x in runs("ops").values() if x["machine"]["cpu"] == cpu]
+    if not ops:
         return False
-    return found["matmul_peak"]["float32"] >= 0.95 * ops["matmul_peak"]["float32"]
+    return found["matmul_peak"]["float32"] >= 0.95 * max(peak["float32"] for peak in ops)
 
 
 def pretraining_step() -> str:
-    found = read("model")
-    if found is None:
+    found = runs("model")
+    if not found:
         return ""
-    with_peak = peak_is_sound(found)
+    peak = (
+        "The peak is the rate of a matrix product on all cores, PyTorch's or that of our linear "
+        "layers: of fp32, or for bf16 the "
+        "faster of both types. "
+        if any(map(peak_is_sound, found.values()))
+        else ""
+    )
+    return section(
+        "One pretraining step",
+        f"{_step_setup(next(iter(found.values())))} "
+        '"Plain unpadded" is plain PyTorch on packed tokens with one SDPA '
+        'call a sequence and logits at masked positions only; "hf" is Hugging Face. All update '
+        "with PyTorch's fused AdamW but `fused_adam`, which is ours and in bf16 keeps the weights "
+        "of products rounded. "
+        f'{peak}"GB of a step" is what '
+        'the step adds at its peak (gradients, activations, temporaries), "GB in all" adds weights '
+        "and Adam's state. Memory is measured in a process per contender.",
+        *tables(found, _step_table, _step_setup),
+    )
+
+
+def _step_setup(found: Result) -> str:
     rounds = len(found["results"][0]["rounds"])
+    return (
+        f"Forward, backward and AdamW of BERT-{found['size']} on {len(found['lengths'])} sequences "
+        f"of Wikipedia lengths, at most {found['max_length']} tokens, {found['tokens']:,} real "
+        f"ones; dropout {found['dropout']}. **{count(rounds, 'timed round')}**, in which the "
+        "contenders take turns."
+    )
+
+
+def _step_table(found: Result) -> str:
+    with_peak = peak_is_sound(found)
     header = ["", "", "tokens/s", "seconds, median", "least and greatest round"]
     header += ["`bert_unpad` is faster by"] + ["of matmul peak"] * with_peak
     rows = []
@@ -77,27 +131,7 @@ def pretraining_step() -> str:
         gigabytes = (entry.get("step_bytes"), entry.get("peak_bytes"))
         row += ["" if value is None else f"{value / 1e9:.1f}" for value in gigabytes]
         rows.append(row)
-    peak = (
-        "The peak is the rate of PyTorch's matrix product on all cores: of fp32, or for bf16 the "
-        "faster of both types. "
-        if with_peak
-        else ""
-    )
-    return section(
-        "One pretraining step",
-        f"Forward, backward and AdamW of BERT-{found['size']} on {len(found['lengths'])} sequences "
-        f"of Wikipedia lengths, at most {found['max_length']} tokens, {found['tokens']:,} real "
-        f"ones; dropout {found['dropout']}. **{count(rounds, 'timed round')}**, in which the "
-        'contenders take turns. "Plain unpadded" is plain PyTorch on packed tokens with one SDPA '
-        'call a sequence and logits at masked positions only; "hf" is Hugging Face. All update '
-        "with PyTorch's fused AdamW but `fused_adam`, which is ours and in bf16 keeps the weights "
-        "of products rounded. "
-        f'{peak}"GB of a step" is what '
-        'the step adds at its peak (gradients, activations, temporaries), "GB in all" adds weights '
-        "and Adam's state. Memory is measured in a process per contender.",
-        source("model", found, *filter(None, [found.get("memory_command")])),
-        table([*header, "GB of a step", "GB in all"], rows, text_columns=2),
-    )
+    return table([*header, "GB of a step", "GB in all"], rows, text_columns=2)
 
 
 def long_context() -> str:
@@ -128,38 +162,42 @@ def long_context() -> str:
 
 
 def versions() -> str:
-    found = read("versions")
-    if found is None:
+    found = runs("versions")
+    if not found:
         return ""
+    return section(
+        "This version and an earlier one",
+        "Training: the pretraining step above. Inference: hidden states of 64 texts of 10 to 300 "
+        "tokens by a model of MiniLM-L6's shape, after `hf.unpad` in one batch; by stock Hugging "
+        "Face, sorted by length, in batches of 16. "
+        f"{_versions_setup(next(iter(found.values())))}",
+        *tables(found, _versions_table, _versions_setup),
+    )
+
+
+def _versions_setup(found: Result) -> str:
+    rounds = count(len(found["results"][0]["rounds"]["this"]), "round")
+    return (
+        "Each entry of the two columns of ratios says "
+        f"how many times faster this version is than commit {found['earlier']} and than stock; "
+        f"{rounds} in turns, each contender in a process of its own."
+    )
+
+
+def _versions_table(found: Result) -> str:
     rows = []
     for x in found["results"]:
         ratios = [x["faster_than"].get(name) for name in ("earlier", "stock")]
         row = [x["workload"], precision(x["dtype"]), f"{x['seconds']['this']:.3f}"]
         row += ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
         rows.append([*row, between(x["rounds"]["this"], 3)])
-    rounds = count(len(found["results"][0]["rounds"]["this"]), "round")
-    return section(
-        "This version and an earlier one",
-        "Training: the pretraining step above. Inference: hidden states of 64 texts of 10 to 300 "
-        "tokens by a model of MiniLM-L6's shape, after `hf.unpad` in one batch; by stock Hugging "
-        "Face, sorted by length, in batches of 16. Each entry of the two columns of ratios says "
-        f"how many times faster this version is than commit {found['earlier']} and than stock; "
-        f"{rounds} in turns, each contender in a process of its own.",
-        source("versions", found),
-        table(
-            ["", "", "seconds, median", "than earlier", "than stock", "least and greatest round"],
-            rows,
-            text_columns=2,
-        ),
-    )
+    header = ["", "", "seconds, median", "than earlier", "than stock", "least and greatest round"]
+    return table(header, rows, text_columns=2)
 
 
 def hugging_face() -> str:
-    parts = []
-    for name in names("hf*"):
-        found = read(name)
-        parts += [source(name, found), _hugging_face_table(found)]
-    if not parts:
+    found = runs("hf")
+    if not found:
         return ""
     return section(
         "Hugging Face models",
@@ -170,7 +208,7 @@ def hugging_face() -> str:
         "judge it by. Compare rows of one dtype, batch and number of rounds only. A CPU without "
         "bf16 instructions emulates the stock model's bf16 products, so ratios in bf16 are lower "
         "on a CPU that has them.",
-        *parts,
+        *tables(found, _hugging_face_table),
     )
 
 

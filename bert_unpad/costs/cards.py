@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bert_unpad._capability import LEAST_CAPABILITY, Capability, reaches
+
 SUSTAINED_SHARE = 0.4
 """Share of the peak that a step's model FLOPs are assumed to reach (MFU). An assumption: this
 package has not been measured on a GPU yet. Published BERT-large results of others on A100 GPUs (305
 to 367 sequences/s of about 0.49 TFLOP) come to 0.48 to 0.58; cards with a higher ratio of
 arithmetic to memory bandwidth reach less."""
 
-# Attention needs the tensor cores of Turing, those of later GPUs for bf16.
-_LEAST_CAPABILITY = (7, 5)
-_LEAST_CAPABILITY_FOR_BF16 = (8, 0)
+# The CUDA operators need this much, whatever the precision.
+_LEAST_CAPABILITY = min(LEAST_CAPABILITY.values())
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Card:
     """Peak in fp32 without tensor cores, 10^12 operations/s."""
     bandwidth_gbs: float
     """Bandwidth of its memory, 10^9 bytes/s."""
-    capability: tuple[int, int]
+    capability: Capability
     """Compute capability."""
     nvlink: bool
     """Whether servers with several of them usually join them by NVLink."""
@@ -47,7 +48,7 @@ class Card:
     @property
     def has_bf16(self) -> bool:
         """Whether its tensor cores multiply bf16."""
-        return self.capability >= _LEAST_CAPABILITY_FOR_BF16
+        return reaches(self.capability, "bf16")
 
     @property
     def is_supported(self) -> bool:

@@ -62,7 +62,7 @@ def _parameter(parameter: Tensor | None, x: Tensor) -> Tensor | None:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     plain = x.is_cpu and x.dtype == weight.dtype == torch.float32
-    if plain and not torch.is_autocast_enabled("cpu"):
+    if plain and not torch.is_autocast_enabled("cpu") and not matmul.by_onednn(x, weight):
         return functional.linear(x, weight, bias)  # ops.linear does the same with more overhead
     return ops.linear(x, weight, bias)
 
@@ -160,6 +160,9 @@ class _SideBySide(torch.autograd.Function):
         weights, biases = wide[: len(wide) // 2], wide[len(wide) // 2 :]
         ctx.save_for_backward(x, *weights, *parameters[: len(weights)])
         input = x.to(dtype)
+        if matmul.by_onednn(input, weights[0]):
+            parts = [matmul.product(input, *pair) for pair in zip(weights, biases, strict=True)]
+            return torch.stack(parts, 1).to(x.dtype)
         out = input.new_empty((x.shape[0], len(weights), weights[0].shape[0]))
         for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
             # Autocast does not change calls with `out`.
@@ -181,13 +184,15 @@ class _SideBySide(torch.autograd.Function):
         dy = dy.to(dtype)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = dy[:, 0] @ weights[0]
-            for i in range(1, count):
-                dx.addmm_(dy[:, i], weights[i])
+            for part, weight in zip(dy.unbind(1), weights, strict=True):
+                dx = matmul.product(part, weight.t(), None, dx)
             dx = dx.to(x.dtype)
         needs = ctx.needs_input_grad[2:]
         wide = x.to(dtype)
-        gradients = [dy[:, i].t() @ wide if needs[i] else None for i in range(count)]
+        gradients = [
+            matmul.cpu_wgrad(dy[:, i], wide, False, dtype)[0] if needs[i] else None
+            for i in range(count)
+        ]
         if any(needs[count:]):
             sums = dy.sum(0, dtype=torch.float32)
             gradients += [sums[i] if needs[count + i] else None for i in range(count)]

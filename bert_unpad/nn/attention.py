@@ -19,7 +19,8 @@ from bert_unpad.nn.relative import DisentangledBias
 from bert_unpad.nn.rng import RngKeys
 from bert_unpad.nn.stacked_linear import StackedLinear
 from bert_unpad.ops.attention import AttentionSchedule
-from bert_unpad.ops.delayed_scaling import LinearScales
+from bert_unpad.ops.delayed_scaling import DelayedScale, LinearScales
+from bert_unpad.ops.fp8 import RoundedInput, input_parts
 
 
 class SelfAttention(nn.Module):
@@ -40,15 +41,17 @@ class SelfAttention(nn.Module):
         self.scales: LinearScales | None = None
         self.schedule: AttentionSchedule = "list"
 
-    def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _project(
+        self, x: Tensor | RoundedInput, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Returns the linear layer of x, and x for the residual; see `ops.linear_residual`."""
         if self.fp8:
-            return ops.fp8_linear(x, weight, bias, self.scales), x
+            return ops.fp8_linear(x, weight, bias, self.scales), input_parts(x)[0]
         return ops.linear_residual(x, weight, bias)
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | RoundedInput,
         batch: VarlenBatch,
         rng: Tensor | None = None,
         positions: AttentionPositions = NO_POSITIONS,
@@ -57,7 +60,7 @@ class SelfAttention(nn.Module):
         """Every token attends to its sequence.
 
         Args:
-            x: hidden states, [T, hidden].
+            x: hidden states, [T, hidden]; with `fp8` they may be rounded already.
             batch: how x is packed.
             rng: the dropout key, int64 [2]; None draws one.
             positions: what the layer has to know of positions.
@@ -69,7 +72,7 @@ class SelfAttention(nn.Module):
         """
         qkv, residual = self._project(x, self.qkv.weight, self.qkv.bias)
         rotated = self.num_heads + self.kv_heads
-        qkv = qkv.view(x.shape[0], rotated + self.kv_heads, self.head_dim)
+        qkv = qkv.view(qkv.shape[0], rotated + self.kv_heads, self.head_dim)
         if (rotary := positions.rotary) is not None:
             qkv = ops.rotary_(
                 qkv,
@@ -97,7 +100,7 @@ class SelfAttention(nn.Module):
 
     def forward_rows(
         self,
-        x: Tensor,
+        x: Tensor | RoundedInput,
         x_rows: Tensor,
         batch: VarlenBatch,
         rows: QueryRows,
@@ -108,7 +111,7 @@ class SelfAttention(nn.Module):
         """Only the given rows attend to their whole sequence.
 
         Args:
-            x: hidden states of all tokens, [T, hidden].
+            x: hidden states of all tokens, [T, hidden]; with `fp8` they may be rounded already.
             x_rows: hidden states of `rows.positions`, [Q, hidden].
             batch: how x is packed.
             rows: how x_rows is packed.
@@ -129,9 +132,9 @@ class SelfAttention(nn.Module):
         if (rotary := positions.rotary) is not None:
             turn = {"theta": rotary.theta, "position_scale": rotary.scale}
             q = ops.rotary_(q, rotary.rows, heads=self.num_heads, **turn)
-            kv = kv.view(x.shape[0], 2 * self.kv_heads, self.head_dim)
+            kv = kv.view(kv.shape[0], 2 * self.kv_heads, self.head_dim)
             kv = ops.rotary_(kv, rotary.tokens, heads=self.kv_heads, **turn)
-        kv = kv.view(x.shape[0], 2, self.kv_heads, self.head_dim)
+        kv = kv.view(kv.shape[0], 2, self.kv_heads, self.head_dim)
         bias = positions.bias
         if positions.distances is not None:
             k = kv[:, 0]
@@ -173,22 +176,29 @@ class OutputBlock(nn.Module):
         self.pre_norm = config.norm_place == "pre"
 
     def forward(
-        self, x: Tensor, residual: Tensor, rng: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x: Tensor,
+        residual: Tensor,
+        rng: Tensor | None = None,
+        scale: DelayedScale | None = None,
+    ) -> tuple[Tensor | RoundedInput, Tensor | RoundedInput]:
         """Adds the bias, dropout and the residual, and normalises the sum.
 
         Args:
             x: the product with `dense.weight`, [rows, hidden].
             residual: the residual of this half of the layer, [rows, hidden].
             rng: the dropout key, int64 [2]; None draws one.
+            scale: round the norm too, by the scale of the linear layer that takes it.
 
         Returns:
-            The input and the residual of the half that follows, both [rows, hidden]; the same
-            tensor, unless norms come before the halves.
+            The input and the residual of the half that follows, both [rows, hidden]; the same,
+            unless norms come before the halves.
         """
         p = self.dropout_p if self.training else 0.0
         found = dropout_add_norm(
-            self.LayerNorm, x, residual, self.dense.bias, p, rng, return_sum=self.pre_norm
+            *(self.LayerNorm, x, residual, self.dense.bias, p, rng),
+            return_sum=self.pre_norm,
+            scale=scale,
         )
         if self.pre_norm:
             total, y = found
@@ -213,23 +223,24 @@ class AttentionBlock(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
-        residual: Tensor,
+        x: Tensor | RoundedInput,
+        residual: Tensor | RoundedInput,
         batch: VarlenBatch,
         rows: QueryRows | None = None,
         rng: RngKeys = (None, None, None),
         positions: AttentionPositions = NO_POSITIONS,
-    ) -> tuple[Tensor, Tensor]:
+        scale: DelayedScale | None = None,
+    ) -> tuple[Tensor | RoundedInput, Tensor | RoundedInput]:
         """Returns input and residual of the feed-forward half, of all tokens or those of `rows`.
 
-        x and `residual` are [T, hidden], the same tensor unless norms come before the halves; the
-        results are [T, hidden], or [Q, hidden] with `rows`. The dropout keys are those of attention
-        weights, of the output, and of embeddings of distances.
+        x and `residual` are [T, hidden], the same unless norms come before the halves; the results
+        are [T, hidden], or [Q, hidden] with `rows`, the input rounded too if there is a scale. The
+        dropout keys are those of attention weights, of the output, and of embeddings of distances.
         """
         if rows is None:
             out, same = self.self(x, batch, rng[0], positions, rng[2])
         else:
-            x_rows = gather_rows(x, rows.positions)
+            x_rows = gather_rows(input_parts(x)[0], rows.positions)
             out, same = self.self.forward_rows(x, x_rows, batch, rows, rng[0], positions, rng[2])
         if residual is x:
             residual = same
@@ -237,4 +248,4 @@ class AttentionBlock(nn.Module):
             residual = gather_rows(residual, rows.positions)
         weight = self.output.dense.weight
         y = ops.fp8_linear(out, weight, None, self.scales) if self.fp8 else ops.linear(out, weight)
-        return self.output(y, residual, rng[1])
+        return self.output(y, residual, rng[1], scale)

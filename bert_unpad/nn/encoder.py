@@ -19,8 +19,9 @@ from bert_unpad.nn.relative import RelativeBias, RelativeEmbeddings
 from bert_unpad.nn.rng import RngKeys
 from bert_unpad.nn.stacked_linear import StackedLinear
 from bert_unpad.ops.attention import AttentionSchedule
-from bert_unpad.ops.delayed_scaling import WINDOW, DelayedScaling
+from bert_unpad.ops.delayed_scaling import WINDOW, DelayedScale, DelayedScaling
 from bert_unpad.ops.feed_forward import MlpScales
+from bert_unpad.ops.fp8 import RoundedInput
 
 Recompute = Literal["none", "gelu", "layer"]
 
@@ -55,20 +56,28 @@ class EncoderLayer(nn.Module):
         self.fp8 = False
         self.scales: MlpScales | None = None
 
+    @property
+    def input_scale(self) -> DelayedScale | None:
+        """What the layer's input may be rounded by before it gets it; None: not beforehand."""
+        scales = self.attention.self.scales
+        return scales.input if self.fp8 and scales is not None else None
+
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | RoundedInput,
         batch: VarlenBatch,
         rows: QueryRows | None = None,
         rng: RngKeys = (None, None, None),
         recompute_gelu: bool = False,
         residual: Tensor | None = None,
         positions: AttentionPositions = NO_POSITIONS,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        next_scale: DelayedScale | None = None,
+    ) -> Tensor | RoundedInput | tuple[Tensor | RoundedInput, Tensor]:
         """Runs the layer.
 
         Args:
-            x: hidden states, [T, hidden]; with norms before the halves, their norm.
+            x: hidden states, [T, hidden]; with norms before the halves, their norm. With `fp8`
+                they may be rounded already, by `input_scale`.
             batch: how x is packed.
             rows: if given, compute only these rows of the output.
             rng: dropout keys, int64 [2]; None draws one. Of attention weights, of what both halves
@@ -77,6 +86,7 @@ class EncoderLayer(nn.Module):
                 keeping it.
             residual: with norms before the halves, the hidden states, [T, hidden].
             positions: what attention has to know of positions.
+            next_scale: round the hidden states too, by the next layer's `input_scale`.
 
         Returns:
             Hidden states, [T, hidden], or [Q, hidden] with `rows`. With norms before the halves,
@@ -84,7 +94,10 @@ class EncoderLayer(nn.Module):
         """
         pre_norm = residual is not None
         keys = (*rng[:2], *rng[3:], None)
-        x, residual = self.attention(x, residual if pre_norm else x, batch, rows, keys, positions)
+        scale = self.scales[0].input if self.fp8 and self.scales is not None else None
+        x, residual = self.attention(
+            x, residual if pre_norm else x, batch, rows, keys, positions, scale
+        )
         first, second = self.intermediate.dense, self.output.dense
         weights = (first.weight, first.bias, second.weight)
         more = {"recompute": recompute_gelu, "fp8": self.fp8, "scales": self.scales}
@@ -92,7 +105,7 @@ class EncoderLayer(nn.Module):
             y, same = ops.glu_mlp(x, *weights, kind=self.intermediate.act, **more)
         else:
             y, same = ops.mlp(x, *weights, approximate=self.intermediate.act, **more)
-        x, residual = self.output(y, residual if pre_norm else same, rng[2])
+        x, residual = self.output(y, residual if pre_norm else same, rng[2], next_scale)
         return (x, residual) if pre_norm else x
 
 
@@ -259,8 +272,11 @@ class Encoder(nn.Module):
             x = normalise(self.LayerNorm, x) if self._config.first_norm else x
         bias, distances = self._relative(x.dtype)
         places = layer_positions(self._config, indices, batch, rows, bias, distances)
-        for index, positions in zip(indices, places, strict=True):
-            layer = self.layer[order[index]]
+        layers = [self.layer[order[index]] for index in indices]
+        scales = [*(layer.input_scale for layer in layers[1:]), None]
+        for index, layer, positions, next_scale in zip(
+            indices, layers, places, scales, strict=False
+        ):
             arguments = (
                 x,
                 batch,
@@ -275,9 +291,10 @@ class Encoder(nn.Module):
                     found = layer(*arguments)
             elif self.recompute == "layer" and self.training:
                 # A layer's randomness depends only on its keys, so there is no state to restore.
+                # Its input is all that is kept: not in 8 bits too.
                 found = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
-                found = layer(*arguments)
+                found = layer(*arguments, next_scale)
             x, residual = found if self._pre_norm else (found, None)
         return x
 

@@ -6,6 +6,9 @@ from torch import Tensor, nn
 
 from bert_unpad import ops
 from bert_unpad.nn.config import EncoderConfig
+from bert_unpad.ops.delayed_scaling import DelayedScale
+from bert_unpad.ops.fp8 import RoundedInput
+from bert_unpad.ops.norm_fp8 import dropout_add_norm_fp8
 
 Norm = nn.LayerNorm | nn.RMSNorm
 
@@ -32,16 +35,22 @@ def dropout_add_norm(
     dropout_p: float,
     rng: Tensor | None,
     return_sum: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+    scale: DelayedScale | None = None,
+) -> Tensor | RoundedInput | tuple[Tensor, Tensor | RoundedInput]:
     """The norm of residual + dropout(x + x_bias), all [rows, width].
 
     Args:
         norm: what to normalise with.
         x, residual, x_bias, dropout_p, rng: as in `ops.dropout_add_layer_norm`.
         return_sum: return the sum too, before the norm.
+        scale: round the norm too, by the scale of the linear layer that takes it.
     """
     more = {"dropout_p": dropout_p, "eps": norm.eps, "x_bias": x_bias, "rng": rng}
     more["return_sum"] = return_sum
-    if isinstance(norm, nn.RMSNorm):
+    rms = isinstance(norm, nn.RMSNorm)
+    if scale is not None:
+        bias = None if rms else norm.bias
+        return dropout_add_norm_fp8(x, residual, norm.weight, bias, scale, rms=rms, **more)
+    if rms:
         return ops.dropout_add_rms_norm(x, residual, norm.weight, **more)
     return ops.dropout_add_layer_norm(x, residual, norm.weight, norm.bias, **more)

@@ -28,6 +28,7 @@ from bert_unpad.ops.norm import (  # noqa: E402
     layer_norm,
     rms_norm,
 )
+from bert_unpad.ops.norm_fp8 import dropout_add_norm_fp8 as _registers_it  # noqa: E402, F401
 from bert_unpad.ops.optim import (  # noqa: E402
     adam_,
     frozen_adam_,

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bert_unpad.ops import matmul
 from bert_unpad.ops.delayed_scaling import LinearScales
-from bert_unpad.ops.fp8 import check_fp8, fp8_linear
+from bert_unpad.ops.fp8 import RoundedInput, check_fp8, fp8_linear, input_parts
 from bert_unpad.ops.fp8_feed_forward import Fp8Mlp
 from bert_unpad.ops.glu import GluKind, kind_number
 from bert_unpad.ops.linear_layer import check_linear, linear, linear_residual
@@ -127,7 +127,7 @@ def _second_half(
 
 
 def mlp(
-    x: Tensor,
+    x: Tensor | RoundedInput,
     weight1: Tensor,
     bias1: Tensor | None,
     weight2: Tensor,
@@ -142,7 +142,7 @@ def mlp(
     `dropout_add_layer_norm` adds the second bias.
 
     Args:
-        x: [rows, features], float32, bfloat16 or float16.
+        x: [rows, features], float32, bfloat16 or float16; with `scales` it may be rounded already.
         weight1: [intermediate, features], x's dtype or float32.
         bias1: [intermediate], x's dtype or float32, or None.
         weight2: [out_features, intermediate], x's dtype or float32.
@@ -167,7 +167,7 @@ def mlp(
 
 
 def glu_mlp(
-    x: Tensor,
+    x: Tensor | RoundedInput,
     weight1: Tensor,
     bias1: Tensor | None,
     weight2: Tensor,
@@ -182,7 +182,7 @@ def glu_mlp(
     The feed-forward half with a gated linear unit (Shazeer, 2020, arXiv:2002.05202); see `glu`.
 
     Args:
-        x: [rows, features], float32, bfloat16 or float16.
+        x: as in `mlp`.
         weight1: [2 * intermediate, features], x's dtype or float32; the first half of its rows
             gives what the activation takes, the second half the gate.
         bias1: [2 * intermediate], x's dtype or float32, or None.
@@ -210,7 +210,7 @@ def glu_mlp(
 
 def _feed_forward(
     function: str,
-    x: Tensor,
+    x: Tensor | RoundedInput,
     weight1: Tensor,
     bias1: Tensor | None,
     weight2: Tensor,
@@ -219,6 +219,8 @@ def _feed_forward(
     fp8: bool,
     scales: MlpScales | None,
 ) -> tuple[Tensor, Tensor]:
+    given = x
+    x, rounded = input_parts(x)
     if x.dim() != 2:
         raise ValueError(f"{function}: x must have shape [rows, features], got {list(x.shape)}")
     check_linear(function, x, weight1, bias1, "1")
@@ -241,9 +243,10 @@ def _feed_forward(
             check_fp8(function, x, weight1=weight1, weight2=weight2)
             weights = (weight1.contiguous(), bias1, weight2.contiguous())
             noted = tuple(each.of_this_pass() for each in scales)
-            return Fp8Mlp.apply(x.contiguous(), *weights, activation[1], recompute, noted)[0], x
+            more = (activation[1], recompute, noted, rounded)
+            return Fp8Mlp.apply(x.contiguous(), *weights, *more)[0], x
         if fp8:
-            pre = fp8_linear(x, weight1, None, first_scales)
+            pre = fp8_linear(given, weight1, None, first_scales)
         else:
             pre, x = linear_residual(x, weight1)
         second = (pre, bias1, weight2, activation, fp8, second_scales)

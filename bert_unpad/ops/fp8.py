@@ -15,10 +15,12 @@ A weight is rounded in every forward pass, or once an update where its optimizer
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from bert_unpad._capability import multiplies
 from bert_unpad.ops import matmul
 from bert_unpad.ops.delayed_scaling import DelayedScale, LinearScales
 from bert_unpad.ops.linear_layer import check_linear
@@ -151,6 +153,27 @@ def quantize_by(
     return *_ops.quantize_fp8_scaled(x, e5m2, transpose, *scale), scale.scale
 
 
+# A matrix in 8 bits, transposed, and its scale, as `quantize_by` returns them.
+Rounded = tuple[Tensor, Tensor, Tensor]
+
+
+class RoundedInput(NamedTuple):
+    """The input of a linear layer that what computed it has rounded too.
+
+    `fp8_linear` and the feed-forward half take it in place of a tensor, and do not round.
+    """
+
+    x: Tensor
+    """[rows, in_features], what has the gradient."""
+    rounded: Rounded
+    """The same in E4M3, by the delayed scale of this layer's input."""
+
+
+def input_parts(x: Tensor | RoundedInput) -> tuple[Tensor, Rounded | None]:
+    """Returns the tensor, and what it was rounded to, if it was."""
+    return x if isinstance(x, RoundedInput) else (x, None)
+
+
 class QuantizedWeight(WeightCopy):
     """A weight in E4M3, as `quantize_fp8` gives it.
 
@@ -201,11 +224,16 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, scales: LinearScales | None
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scales: LinearScales | None,
+        rounded: Rounded | None,
     ) -> tuple[Tensor, Tensor]:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.gradient_scale = None if scales is None else scales.gradient
-        q, q_kept, scale = quantize_by(x, False, needs_weight, scales and scales.input)
+        q, q_kept, scale = rounded or quantize_by(x, False, needs_weight, scales and scales.input)
         w, w_kept, w_scale = quantized(weight, needs_x)
         bias_dtype = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
         low_bias = None if bias is None else bias.to(bias_dtype)
@@ -220,7 +248,7 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx, saved, dy: Tensor, _):
         x_kept, scale, w_kept, w_scale, _inputs = saved
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dweight = dbias = None
         q, q_kept, dy_scale = quantize_by(dy.contiguous(), True, needs_weight, ctx.gradient_scale)
         with matmul.no_autocast(dy.device.type):
@@ -232,11 +260,14 @@ class _Fp8Linear(torch.autograd.Function):
                 )
             if needs_bias:
                 dbias = dy.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, dweight, dbias, None
+        return dx, dweight, dbias, None, None
 
 
 def fp8_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: LinearScales | None = None
+    x: Tensor | RoundedInput,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scales: LinearScales | None = None,
 ) -> Tensor:
     """x @ weight.T + bias with 8-bit products, forward and backward.
 
@@ -244,7 +275,8 @@ def fp8_linear(
     E4M3, the gradient to E5M2. Sums are computed in float32.
 
     Args:
-        x: [rows, in_features], float32, bfloat16 or float16; in_features a multiple of 16.
+        x: [rows, in_features], float32, bfloat16 or float16; in_features a multiple of 16. What is
+            rounded already is not rounded again.
         weight: [out_features, in_features], x's dtype or float32; out_features a multiple of 16.
         bias: [out_features] or None, x's dtype or float32; added as bfloat16 if x is float32.
         scales: delayed scales of x and the gradient, in place of their own; see `DelayedScaling`.
@@ -257,12 +289,13 @@ def fp8_linear(
         ValueError: a shape or dtype is wrong.
         RuntimeError: the GPU has no 8-bit products (it is older than sm_89).
     """
+    x, rounded = input_parts(x)
     if x.dim() != 2:
         raise ValueError(f"fp8_linear: x must have shape [rows, in_features], got {list(x.shape)}")
     check_linear("fp8_linear", x, weight, bias)
     check_fp8("fp8_linear", x, weight=weight)
     scales = None if scales is None else scales.of_this_pass()
-    return _Fp8Linear.apply(x.contiguous(), weight.contiguous(), bias, scales)[0]
+    return _Fp8Linear.apply(x.contiguous(), weight.contiguous(), bias, scales, rounded)[0]
 
 
 def check_fp8(function: str, x: Tensor, **weights: Tensor) -> None:
@@ -273,7 +306,7 @@ def check_fp8(function: str, x: Tensor, **weights: Tensor) -> None:
                 f"{function}: {name} must have multiples of 16 rows and columns, got "
                 f"{list(weight.shape)}"
             )
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
+    if not multiplies(x.device, "fp8"):
         raise RuntimeError(
             f"{function}: 8-bit products need a GPU of compute capability 8.9 or later, this is "
             f"{torch.cuda.get_device_name(x.device)}"

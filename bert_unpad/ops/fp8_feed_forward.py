@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bert_unpad.ops import matmul
 from bert_unpad.ops.delayed_scaling import LinearScales
-from bert_unpad.ops.fp8 import quantize_by, quantized
+from bert_unpad.ops.fp8 import Rounded, quantize_by, quantized
 from bert_unpad.ops.gelu_fp8 import bias_gelu_fp8, bias_gelu_fp8_backward
 from bert_unpad.ops.registration import first_order
 
@@ -31,10 +31,11 @@ class Fp8Mlp(torch.autograd.Function):
         tanh: bool,
         recompute: bool,
         scales: tuple[LinearScales, LinearScales],
+        rounded: Rounded | None,
     ) -> tuple[Tensor, Tensor]:
         needs_x, needs_weight1, needs_bias1, needs_weight2, *_ = ctx.needs_input_grad
         first, second = scales
-        q, q_kept, scale = quantize_by(x, False, needs_weight1, first.input)
+        q, q_kept, scale = rounded or quantize_by(x, False, needs_weight1, first.input)
         w1, w1_kept, w1_scale = quantized(weight1, needs_x)
         w2, w2_kept, w2_scale = quantized(weight2, needs_x or needs_weight1 or needs_bias1)
         pre = _ops.fp8_product(w1, q, w1_scale, scale, None, x.dtype, False)
@@ -80,4 +81,4 @@ class Fp8Mlp(torch.autograd.Function):
                     x_kept, g_kept, scale, dpre_scale, None, weight1_dtype, True
                 )
         dbias1 = dbias1 if needs_bias1 else None
-        return dx, dweight1, dbias1, dweight2, None, None, None
+        return dx, dweight1, dbias1, dweight2, None, None, None, None

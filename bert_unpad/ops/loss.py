@@ -62,11 +62,14 @@ class _InplaceBackward(torch.autograd.Function):
         ctx.save_for_backward(logits, labels, lse)
         ctx.scalars = (vocab_size, ignore_index)
         ctx.mark_non_differentiable(correct)
+        ctx.set_materialize_grads(False)
         return loss_sum, correct
 
     @staticmethod
     @first_order("masked_cross_entropy")
     def backward(ctx, saved, dloss, _dcorrect):
+        if dloss is None:
+            return None, None, None, None
         logits, labels, lse = saved
         dlogits = logits.detach()
         _ops.masked_cross_entropy_backward_(dloss, dlogits, labels, lse, *ctx.scalars)

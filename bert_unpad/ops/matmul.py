@@ -3,7 +3,14 @@
 On a GPU, 16-bit products use cuBLASLt, whose epilogues also do the work around them
 (csrc/linear/matmul.h): the bias and the tanh GELU, the GELU's derivative, the gradient of the bias,
 and the sum with a residual's gradient or with a gradient that exists already. All other products
-use PyTorch, except weight gradients in bf16 on a CPU with AMX (csrc/linear/wgrad_amx.cpp).
+use PyTorch, with two exceptions on CPUs, both where measured faster:
+
+- Weight gradients in bf16, and in fp32 where MKL is slow, are products of our own
+  (csrc/linear/wgrad_bf16.cpp, wgrad_simd.cpp), which transpose nothing, write an fp32 gradient and
+  add up the bias's.
+- Where MKL is slow the others call oneDNN. MKL, which PyTorch takes for fp32, uses AVX-512 on
+  Intel's CPUs only: on an AMD Zen 5 oneDNN reaches twice its rate. In bf16, PyTorch takes oneDNN
+  too, but adds the bias in another pass.
 
 On a CPU without 16-bit instructions the products are computed in fp32. On a CPU with AVX-512 but no
 bf16, PyTorch's bf16 matmul reaches 50 GFLOP/s and its fp32 matmul 240. The result is then rounded
@@ -72,15 +79,64 @@ def fused(x: Tensor, weight: Tensor) -> bool:
     )
 
 
+@functools.cache
+@torch.compiler.assume_constant_result
+def _mkl_is_slow() -> bool:
+    """Whether this CPU has AVX-512 that MKL does not use, and oneDNN can be called instead."""
+    from bert_unpad import _C
+
+    return _C.mkl_leaves_avx512_unused() and torch.backends.mkldnn.is_available()
+
+
+def by_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product of x [..., in] and weight [out, in] calls oneDNN itself."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == weight.dtype
+        and x.dtype in (torch.float32, torch.bfloat16)
+        and _mkl_is_slow()
+        and torch.backends.mkldnn.enabled
+        and weight.numel() > 0
+        and not torch.compiler.is_exporting()
+        and not torch.jit.is_tracing()  # exported programs run elsewhere too
+    )
+
+
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: Tensor | None = None
+) -> Tensor:
+    """Returns x weight^T + bias + addend on a CPU, of x's dtype and without a derivative.
+
+    Args:
+        x: [tokens, in].
+        weight: [out, in], x's dtype; may be a transposed view.
+        bias: [out] or None, x's dtype.
+        addend: [tokens, out] or None, x's dtype; not with a bias.
+    """
+    if by_onednn(x, weight) and x.numel() > 0:
+        onednn = torch.ops.mkldnn._linear_pointwise
+        if addend is None:
+            return onednn(x, weight, bias, "none", [], "")
+        return onednn.binary(x, addend, weight, bias, "add")
+    if addend is None:
+        return functional.linear(x, weight, bias)
+    return torch.addmm(addend, x, weight.t())
+
+
+def _opaque(x: Tensor, weight: Tensor) -> bool:
+    """Whether an operator of ours computes the product, which torch.compile does not look into."""
+    return fused(x, weight) or (torch.compiler.is_compiling() and by_onednn(x, weight))
+
+
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns x weight^T + bias: [tokens, in], [out, in] of `product_dtype(x)` -> [tokens, out]."""
-    product = _ops.linear if fused(x, weight) else _forward
+    product = _ops.linear if _opaque(x, weight) else _forward
     return product(x, weight, bias, False)[0]
 
 
 def dgrad(dy: Tensor, weight: Tensor, addend: Tensor | None = None) -> Tensor:
     """Returns dy weight [+ addend]: [tokens, out] and [out, in] -> [tokens, in], of dy's dtype."""
-    product = _ops.linear_dgrad if fused(dy, weight) else _dgrad
+    product = _ops.linear_dgrad if _opaque(dy, weight) else _dgrad
     return product(dy, weight, addend, None)
 
 
@@ -240,30 +296,33 @@ def _(dy, x, dweight, accumulate, bias):
     return dweight.new_empty((dy.shape[1] if bias else 0,))
 
 
-@register_fake("tile_wgrad_")
+@register_fake("packed_wgrad_")
 def _(dy, x, dweight, accumulate, bias):
     return dweight.new_empty((dy.shape[1] if bias else 0,))
 
 
-# The operators on a CPU, with PyTorch's products but for weight gradients on a CPU with AMX.
+# The operators on a CPU.
 
 
 @functools.cache
 @torch.compiler.assume_constant_result
-def _cpu_has_amx() -> bool:
+def _packed_dtypes() -> tuple[torch.dtype, ...]:
+    """The dtypes in which our own product of weight gradients is faster than the libraries'."""
     from bert_unpad import _C
 
-    return _C.cpu_isa() == "amx"
+    amd = _C.mkl_leaves_avx512_unused()
+    by_bf16 = _C.cpu_isa() == "amx" or (amd and _C.fast_bf16_dot_products())
+    return (torch.float32,) * amd + (torch.bfloat16,) * by_bf16
 
 
-def _by_tiles(dy: Tensor, x: Tensor) -> bool:
-    """Whether our own product computes dy^T x; it is faster than oneDNN's, which transposes dy."""
+def _packed(dy: Tensor, x: Tensor) -> bool:
+    """Whether our own product computes dy^T x."""
     return (
         dy.device.type == "cpu"
-        and dy.dtype == x.dtype == torch.bfloat16
+        and dy.dtype == x.dtype
+        and dy.dtype in _packed_dtypes()
         and dy.shape[1] % 32 == 0
         and x.shape[1] % 32 == 0
-        and _cpu_has_amx()
     )
 
 
@@ -275,17 +334,17 @@ def _wgrad(dy: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
 
 def cpu_wgrad(dy: Tensor, x: Tensor, bias: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns dy^T x and, if `bias`, the sum of dy's rows, else an empty tensor; in `dtype`."""
-    if _by_tiles(dy, x):
+    if _packed(dy, x):
         dweight = dy.new_empty((dy.shape[1], x.shape[1]), dtype=torch.float32)
-        dbias = _ops.tile_wgrad_(dy.contiguous(), x.contiguous(), dweight, False, bias)
+        dbias = _ops.packed_wgrad_(dy.contiguous(), x.contiguous(), dweight, False, bias)
     else:
         dweight, dbias = _wgrad(dy, x, bias)
     return dweight.to(dtype), dbias.to(dtype)
 
 
 def _write_wgrad(dy: Tensor, x: Tensor, dweight: Tensor, accumulate: bool, bias: bool) -> Tensor:
-    if _by_tiles(dy, x) and dweight.dtype == torch.float32:
-        return _ops.tile_wgrad_(dy.contiguous(), x.contiguous(), dweight, accumulate, bias)
+    if _packed(dy, x) and dweight.dtype == torch.float32:
+        return _ops.packed_wgrad_(dy.contiguous(), x.contiguous(), dweight, accumulate, bias)
     product, dbias = _wgrad(dy, x, bias)
     if accumulate:
         dweight.add_(product)
@@ -296,7 +355,7 @@ def _write_wgrad(dy: Tensor, x: Tensor, dweight: Tensor, accumulate: bool, bias:
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> tuple[Tensor, Tensor]:
     wide = product_dtype(x)
-    pre = functional.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    pre = product(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
     if not gelu:
         return pre.to(x.dtype), x.new_empty(0)
     return functional.gelu(pre, approximate="tanh").to(x.dtype), pre.to(x.dtype)
@@ -304,8 +363,8 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> tupl
 
 def _dgrad(dy: Tensor, weight: Tensor, addend: Tensor | None, pre: Tensor | None) -> Tensor:
     wide = product_dtype(dy)
-    dx, weight = dy.to(wide), weight.to(wide)
-    dx = dx @ weight if addend is None else torch.addmm(addend.to(wide), dx, weight)
+    addend = None if addend is None else addend.to(wide)
+    dx = product(dy.to(wide), weight.to(wide).t(), None, addend)
     if pre is not None:
         dx = torch.ops.aten.gelu_backward(dx, pre.to(wide), approximate="tanh")
     return dx.to(dy.dtype)

@@ -103,7 +103,7 @@ def _add_norm(
 
 
 @register_fake("dropout_add_layer_norm")
-def _(x, x_bias, residual, weight, bias, dropout_p, eps, rng, rms=False, return_sum=False):
+def fake_norm(x, x_bias, residual, weight, bias, dropout_p, eps, rng, rms=False, return_sum=False):
     torch._check(
         x.dim() >= 1 and x.shape[-1] >= 1,
         lambda: (
@@ -136,18 +136,18 @@ def _(dy, dsum, sum, x_bias, weight, mean, rstd, dropout_p, rng, bias, residual)
     return _fake_gradients(sum, x_bias, weight, bias, residual and dropout_p > 0.0)
 
 
-def _setup(ctx, inputs, output):
-    x, x_bias, residual, weight, bias, dropout_p, _eps, rng, rms, return_sum = inputs
-    _y, total, mean, rstd = output
+def set_up_norm(ctx, inputs, output):
+    x, x_bias, residual, weight, bias, dropout_p, _eps, rng, rms, return_sum, *_ = inputs
+    _y, total, mean, rstd, *in_8_bits = output
+    ctx.settings = len(inputs) - 5  # arguments without a gradient
     ctx.dropout_p, ctx.return_sum = dropout_p, return_sum
     ctx.has_bias, ctx.has_residual = bias is not None, residual is not None
     rows = (total, None) if return_sum else (x, residual)
     ctx.save_for_backward(*rows, x_bias, weight, None if rms else mean, rstd, rng)
-    ctx.mark_non_differentiable(mean, rstd, *(() if return_sum else (total,)))
-    ctx.set_materialize_grads(not return_sum)
+    ctx.mark_non_differentiable(mean, rstd, *in_8_bits, *(() if return_sum else (total,)))
 
 
-def _backward(ctx, saved, dy, dsum, _dmean, _drstd):
+def norm_backward(ctx, saved, dy, dsum, *_):
     x, residual, x_bias, weight, mean, rstd, rng = saved
     statistics = (weight, mean, rstd, ctx.dropout_p, rng, ctx.has_bias)
     if ctx.return_sum:
@@ -169,8 +169,8 @@ def _backward(ctx, saved, dy, dsum, _dmean, _drstd):
         dresidual if ctx.has_residual else None,
         dweight,
         dbias if ctx.has_bias else None,
-        *(None,) * 5,
+        *(None,) * ctx.settings,
     )
 
 
-register_autograd("dropout_add_layer_norm", _backward, _setup)
+register_autograd("dropout_add_layer_norm", norm_backward, set_up_norm)

@@ -95,7 +95,8 @@ def register_autograd(name: str, backward: Backward, setup_context: Callable[...
 
     Args:
         name: name of the operator.
-        backward: the backward function; see `first_order` for its arguments.
+        backward: the backward function; see `first_order` for its arguments. Gradients of results
+            that nothing was computed from are None; at least one is a tensor.
         setup_context: as in `torch.library.register_autograd`.
     """
     defaults = tuple(argument.default_value for argument in _schema(name).arguments)
@@ -106,12 +107,15 @@ def register_autograd(name: str, backward: Backward, setup_context: Callable[...
         def forward(ctx, *args: Any) -> Any:
             *args, call = args
             output = call(args)
+            ctx.set_materialize_grads(False)  # statistics have none, and zeros would be written
             # The dispatcher cuts off arguments at the end that have their default values.
             setup_context(ctx, (*args, *defaults[len(args) :]), output)
             return output
 
         @staticmethod
         def backward(ctx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+            if all(gradient is None for gradient in gradients):
+                return (None,) * len(ctx.needs_input_grad)
             return (*marked_backward(ctx, *gradients), None)
 
     Node.__name__ = Node.__qualname__ = f"{name}_node"  # shown by profilers and in graphs

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from bert_unpad import ops
+from bert_unpad._capability import LEAST_CAPABILITY, multiplies, reaches
 from bert_unpad.batch import PackedInputs
 from bert_unpad.nn import (
     Encoder,
@@ -111,10 +112,6 @@ def _with_fewer_heads(
     return model
 
 
-# The compute capability that a GPU needs to multiply a precision.
-_LEAST_CAPABILITY = {"fp32": (7, 5), "fp16": (7, 5), "bf16": (8, 0), "fp8": (8, 9)}
-
-
 def check_model(config: PretrainConfig, device: torch.device) -> None:
     """Checks the model's sizes and precision as far as that takes no data.
 
@@ -122,15 +119,14 @@ def check_model(config: PretrainConfig, device: torch.device) -> None:
         ConfigError: a size does not fit, or the device has no kernel for the width of a head or
             does not multiply the precision.
     """
-    if device.type == "cuda" and config.precision in ("bf16", "fp8"):
+    if config.precision in ("bf16", "fp8") and not multiplies(device, config.precision):
         capability = torch.cuda.get_device_capability(device)
-        precisions = [name for name, least in _LEAST_CAPABILITY.items() if capability >= least]
-        if config.precision not in precisions:
-            raise ConfigError(
-                "precision",
-                f"expected one of {', '.join(precisions)} on a GPU of compute capability "
-                f"{capability[0]}.{capability[1]}, got {config.precision}",
-            )
+        precisions = [name for name in LEAST_CAPABILITY if reaches(capability, name)]
+        raise ConfigError(
+            "precision",
+            f"expected one of {', '.join(precisions)} on a GPU of compute capability "
+            f"{capability[0]}.{capability[1]}, got {config.precision}",
+        )
     sizes = config.model.resolve(1, config.data)
     served = HEAD_DIMS[device.type]
     if sizes.head_dim not in served:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from bert_unpad import _library
+from bert_unpad._capability import multiplies
 from bert_unpad.self_test import attention, layers, signs, updates  # noqa: F401 (they fill CASES)
 from bert_unpad.self_test.compare import CASES, LIMITS, Inputs, Skip, relative_error
 
@@ -43,7 +44,7 @@ class Outcome:
 
 def _dtypes(device: torch.device) -> dict[str, torch.dtype]:
     """Without bf16 on a GPU that does not multiply it."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+    if not multiplies(device, "bf16"):
         return {short: dtype for short, dtype in DTYPES.items() if dtype != torch.bfloat16}
     return DTYPES
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bert_unpad import ops
+from bert_unpad._capability import multiplies
 from bert_unpad.ops.delayed_scaling import DelayedScaling
 from bert_unpad.ops.fp8 import QuantizedWeight
 from bert_unpad.self_test.compare import (
@@ -298,7 +299,7 @@ def glu_mlp(inputs: Inputs) -> Iterator[Compared]:
 
 @case
 def fp8_linear(inputs: Inputs) -> Iterator[Compared]:
-    if inputs.device.type == "cuda" and torch.cuda.get_device_capability(inputs.device) < (8, 9):
+    if not multiplies(inputs.device, "fp8"):
         raise Skip("8-bit products need compute capability 8.9 or later")
     leaves = {
         "x": inputs.normal(37, 64),

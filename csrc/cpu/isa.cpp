@@ -96,6 +96,16 @@ bool fast_bf16_dot_products() {
 #endif
 }
 
+bool mkl_leaves_avx512_unused() {
+#if defined(__x86_64__)
+  static const bool unused =
+      isa() >= Isa::kAvx512 && isa() <= Isa::kAmx && !__builtin_cpu_is("intel");
+  return unused;
+#else
+  return false;
+#endif
+}
+
 std::string built_isas() {
   std::string names;
   for (Isa isa : kBuilt) {

@@ -1,5 +1,5 @@
-// Run-time choice among the CPU instruction sets that the *_simd.cpp, *_bf16.cpp and *_amx.cpp
-// files were compiled for.
+// Run-time choice among the CPU instruction sets that the *_simd.cpp and *_bf16.cpp files were
+// compiled for.
 //
 // Each *_simd.cpp file defines one table of function pointers in the namespace of its instruction
 // set:
@@ -9,8 +9,7 @@
 //
 // A *_bf16.cpp file is compiled only for the sets that multiply bf16: avx512_bf16, amx and
 // neon_bf16; BU_BF16_TABLE defines `const NormKernels* norm_kernels()`, which returns null on other
-// CPUs. BU_AMX_TABLE does the same for *_amx.cpp files. The *_simd.cpp files are not compiled for
-// amx, which uses those of avx512_bf16.
+// CPUs. The *_simd.cpp files are not compiled for amx, which uses those of avx512_bf16.
 //
 // On x86-64, `generic` is SSE2, on aarch64 NEON: what every such CPU has.
 //
@@ -35,6 +34,10 @@ const char* isa_name(Isa isa);
 // scheduling model (nothing was measured on Arm); on an Intel CPU attention took 1.4 times as long
 // with them as in fp32. Also true where $BERT_UNPAD_ISA asks for avx512_bf16.
 bool fast_bf16_dot_products();
+
+// Whether this CPU has AVX-512 but is not Intel's: MKL then multiplies fp32 matrices by AVX2, at
+// half the rate of oneDNN and of our own kernels.
+bool mkl_leaves_avx512_unused();
 
 // The instruction sets in this build, comma-separated, worst first.
 std::string built_isas();
@@ -85,11 +88,6 @@ std::string built_isas();
         return nullptr;            \
     }                              \
   }
-#define BU_AMX_TABLE(Type, name) \
-  namespace amx {                \
-  extern const Type name;        \
-  }                              \
-  static const Type* name() { return isa() == Isa::kAmx ? &amx::name : nullptr; }
 #elif defined(__aarch64__)
 #define BU_ISA_TABLE(Type, name) \
   namespace generic {            \
@@ -104,8 +102,6 @@ std::string built_isas();
   extern const Type name;         \
   }                               \
   static const Type* name() { return isa() == Isa::kNeonBf16 ? &neon_bf16::name : nullptr; }
-#define BU_AMX_TABLE(Type, name) \
-  static const Type* name() { return nullptr; }
 #else
 #define BU_ISA_TABLE(Type, name) \
   namespace generic {            \
@@ -114,5 +110,4 @@ std::string built_isas();
   static const Type& name() { return generic::name; }
 #define BU_BF16_TABLE(Type, name) \
   static const Type* name() { return nullptr; }
-#define BU_AMX_TABLE(Type, name) BU_BF16_TABLE(Type, name)
 #endif

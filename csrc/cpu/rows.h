@@ -36,10 +36,13 @@ struct RowChunks {
         size(std::max<int64_t>(32, (rows + 255) / 256)),
         count((rows + size - 1) / size) {}
 
-  // fn(chunk, first row, row after the last) for all chunks, in parallel.
+  // fn(chunk, first row, row after the last) for all chunks, in parallel. A thread gets neighbours,
+  // and the same in every call: what it wrote is in its own cache.
   template <class F>
   void for_each(const F& fn) const {
-    parallel_tasks(count, [&](int64_t i) { fn(i, i * size, std::min(rows, (i + 1) * size)); });
+    parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) fn(i, i * size, std::min(rows, (i + 1) * size));
+    });
   }
 };
 

@@ -1,7 +1,9 @@
-// Checks of the arguments of operators that write 8 bits on a GPU.
+// Arguments and results of operators that write 8 bits on a GPU: checks, allocation.
 #pragma once
 
+#include <cstdint>
 #include <optional>
+#include <tuple>
 
 #include "common/checks.h"
 #include "cuda/fp8_result.h"
@@ -11,6 +13,38 @@ namespace bert_unpad::cuda {
 inline void check_aligned(const Tensor& t, const char* op, const char* name) {
   check(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0, op, ": ", name,
         " must begin at a multiple of 16 bytes");
+}
+
+// A matrix that becomes 8 bits: x [rows, columns], columns a multiple of 16. Sets the sizes.
+inline void set_fp8_sizes(Fp8Result& p, const Tensor& x, const char* op) {
+  check_shape(x, {-1, -1}, op, "x", "[rows, columns]");
+  check_contiguous(x, op, "x");
+  check(x.size(1) % kFp8Multiple == 0, op, ": x must have a multiple of 16 columns, got ",
+        shape_string(x));
+  p.rows = x.size(0);
+  p.columns = x.size(1);
+}
+
+// The same of a matrix that is read 16 bytes at a time: fp32, bf16 or fp16.
+template <class Params>
+void set_fp8_operand(Params& p, const Tensor& x, const char* op) {
+  set_fp8_sizes(p, x, op);
+  check_aligned(x, op, "x");
+  p.dtype = storage_dtype(x, op, "x");
+  p.x = x.const_data_ptr();
+}
+
+// Allocates q and q_transposed, which is empty where it is not wanted, and sets their pointers.
+// Needs the sizes; call it after `Call` has made the device of x current.
+inline std::tuple<Tensor, Tensor> allocate_fp8_results(Fp8Result& p, const Tensor& x, bool e5m2,
+                                                       bool transpose) {
+  const ScalarType type = e5m2 ? ScalarType::Float8_e5m2 : ScalarType::Float8_e4m3fn;
+  Tensor q = torch::stable::new_empty(x, {p.rows, p.columns}, type);
+  Tensor q_transposed = torch::stable::new_empty(
+      x, {transpose ? p.columns : 0, transpose ? fp8_padded(p.rows) : 0}, type);
+  p.q = static_cast<uint8_t*>(q.mutable_data_ptr());
+  p.q_transposed = transpose ? static_cast<uint8_t*>(q_transposed.mutable_data_ptr()) : nullptr;
+  return {q, q_transposed};
 }
 
 // A scale that is given: float32 [].

@@ -22,7 +22,8 @@ inline constexpr int64_t kTileElements = kTile * kTile;
 // conflicts of the threads that write one word of several columns.
 inline constexpr uint32_t kStride = kGroups + 1;
 inline constexpr unsigned kTileBytes = 4 * kTile * kStride;
-inline constexpr unsigned kSharedBytes = kTileBytes + 4 * kWarps;
+inline constexpr unsigned kMaxBytes = 4 * kWarps;
+inline constexpr unsigned kSharedBytes = kTileBytes + kMaxBytes;
 
 BU_HD int64_t tiles_of(const Fp8Result& m) {
   return (m.columns + kTile - 1) / kTile * ((fp8_padded(m.rows) + kTile - 1) / kTile);
@@ -58,22 +59,23 @@ BU_DEVICE void load_patch(const Fp8Result& m, const Patch& at, const void* x,
   }
 }
 
-// The block's largest value, in all threads. Uses shared memory after the tile.
-BU_DEVICE float max_over_block(float x) {
+// The block's largest value, in all threads. Uses kMaxBytes of shared memory from `shared` on.
+BU_DEVICE float max_over_block(float x, uint32_t shared = kTileBytes) {
   x = warp_max(x);
-  if (threadIdx.x % 32 == 0) store_shared(kTileBytes + threadIdx.x / 32 * 4, x);
+  const uint32_t thread = threadIdx.y * blockDim.x + threadIdx.x;
+  if (thread % 32 == 0) store_shared(shared + thread / 32 * 4, x);
   sync_block();
 #pragma unroll
   for (uint32_t warp = 0; warp < kWarps; ++warp)
-    x = fmaxf(x, load_shared<float>(kTileBytes + 4 * warp));
+    x = fmaxf(x, load_shared<float>(shared + 4 * warp));
   return x;
 }
 
 // Keeps the largest value of all threads of the block, where it is above what is there.
-BU_DEVICE void note_largest(float* largest, float x) {
+BU_DEVICE void note_largest(float* largest, float x, uint32_t shared = kTileBytes) {
   if (largest == nullptr) return;
-  x = max_over_block(x);
-  if (threadIdx.x == 0)
+  x = max_over_block(x, shared);
+  if (threadIdx.x == 0 && threadIdx.y == 0)
     store_global(largest + blockIdx.x, fmaxf(x, load_global<float>(largest + blockIdx.x)));
 }
 

@@ -83,8 +83,25 @@ BU_DEVICE void normalise(float (&z)[kGroup], float mean, float rstd, const float
   for (int i = 0; i < kGroup; ++i) z[i] = fma((z[i] - mean) * rstd, weight[i], bias[i]);
 }
 
-template <class Row, int kVectors, bool kBlockRow, class Params>
-BU_DEVICE void forward_rows(const Params& params) {
+// Which rows a thread takes in the forward pass, one after the other: as many of them as there are.
+template <bool kBlockRow>
+struct EveryRow {
+  const int64_t rows, step;
+  int64_t row;
+
+  template <class Params, class Row>
+  BU_DEVICE EveryRow(const Params& params, const Row&, const RowShare<kBlockRow>& share)
+      : rows(params.norm.rows), step(share.step), row(share.first) {}
+
+  BU_DEVICE bool more() const { return row < rows; }
+  BU_DEVICE bool has_row() const { return true; }
+  BU_DEVICE void next() { row += step; }
+};
+
+// Rows: which rows, like EveryRow; of a thread without a row, it may take part in what `next` does.
+// Returns the row's type as the last row left it.
+template <class Row, int kVectors, bool kBlockRow, class Rows = EveryRow<kBlockRow>, class Params>
+BU_DEVICE Row forward_rows(const Params& params) {
   const cuda::RowNormParams& p = params.norm;
   const int hidden = static_cast<int>(p.hidden);
   const float inverse = 1.0f / static_cast<float>(hidden);
@@ -97,7 +114,9 @@ BU_DEVICE void forward_rows(const Params& params) {
   parameters.put(kBias, {p.bias, p.parameter_dtype}, hidden);
   parameters.put(kInputBias, row_of.input_bias(), hidden);
   sync_block();
-  for (int64_t row = share.first; row < p.rows; row += share.step) {
+  for (Rows at(params, row_of, share); at.more(); at.next()) {
+    if (!at.has_row()) continue;
+    const int64_t row = at.row;
     row_of.begin(row);
     typename Row::Raw raw[kVectors];
 #pragma unroll
@@ -135,6 +154,7 @@ BU_DEVICE void forward_rows(const Params& params) {
       row_of.template output<true>(share.column(v), kGroup, masks[v], z[v]);
     }
   }
+  return row_of;
 }
 
 // xhat from the LayerNorm's input; adds what a group gives to its column sums and to the row's sums

@@ -12,15 +12,8 @@ namespace {
 
 GeluFp8Params common(const Tensor& x, const std::optional<Tensor>& bias, bool tanh,
                      const Tensor& scale, const std::optional<Tensor>& largest, const char* op) {
-  check_shape(x, {-1, -1}, op, "x", "[rows, columns]");
-  check_contiguous(x, op, "x");
-  check(x.size(1) % kFp8Multiple == 0, op, ": x must have a multiple of 16 columns, got ",
-        shape_string(x));
   GeluFp8Params p{};
-  p.dtype = storage_dtype(x, op, "x");
-  p.rows = x.size(0);
-  p.columns = x.size(1);
-  p.x = x.const_data_ptr();
+  set_fp8_operand(p, x, op);
   p.tanh = tanh;
   if (bias) {
     check_parameter(*bias, p.columns, x, op, "bias");
@@ -32,23 +25,12 @@ GeluFp8Params common(const Tensor& x, const std::optional<Tensor>& bias, bool ta
   return p;
 }
 
-std::tuple<Tensor, Tensor> results(GeluFp8Params& p, const Tensor& x, ScalarType type,
-                                   bool transpose) {
-  Tensor q = torch::stable::new_empty(x, {p.rows, p.columns}, type);
-  Tensor q_transposed = torch::stable::new_empty(
-      x, {transpose ? p.columns : 0, transpose ? fp8_padded(p.rows) : 0}, type);
-  p.q = static_cast<uint8_t*>(q.mutable_data_ptr());
-  p.q_transposed = transpose ? static_cast<uint8_t*>(q_transposed.mutable_data_ptr()) : nullptr;
-  return {q, q_transposed};
-}
-
 std::tuple<Tensor, Tensor> forward(Tensor x, std::optional<Tensor> bias, bool tanh, Tensor scale,
                                    std::optional<Tensor> largest, bool transpose) {
   const char* op = "bias_gelu_fp8";
   GeluFp8Params p = common(x, bias, tanh, scale, largest, op);
-  check_aligned(x, op, "x");
   const Call call(x, op);
-  auto [q, q_transposed] = results(p, x, ScalarType::Float8_e4m3fn, transpose);
+  auto [q, q_transposed] = allocate_fp8_results(p, x, false, transpose);
   bias_gelu_fp8(p, call.stream);
   return {q, q_transposed};
 }
@@ -59,10 +41,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, std::optional<T
   const char* op = "bias_gelu_fp8_backward";
   GeluFp8Params p = common(x, bias, tanh, scale, largest, op);
   check_like(dy, x, op, "dy", "x");
-  check_aligned(x, op, "x");
   check_aligned(dy, op, "dy");
   const Call call(x, op);
-  auto [q, q_transposed] = results(p, x, ScalarType::Float8_e5m2, transpose);
+  auto [q, q_transposed] = allocate_fp8_results(p, x, true, transpose);
   Tensor dbias = torch::stable::new_empty(bias ? *bias : x, {bias ? p.columns : 0});
   Tensor partials =
       torch::stable::new_empty(x, {bias ? gelu_fp8_partials(p) : 0, p.columns}, ScalarType::Float);

@@ -18,8 +18,7 @@ namespace {
 
 using namespace fp8;
 
-constexpr const char *kOp = "quantize_fp8", *kWeightsOp = "quantize_weights_fp8_",
-                     *kScaledOp = "quantize_fp8_scaled";
+constexpr const char *kOp = "quantize_fp8", *kWeightsOp = "quantize_weights_fp8_";
 // A partial for each thread of the second kernel.
 constexpr int kMaxPartials = kThreads;
 // Loads in flight of a thread of the first: 2 blocks of 256 threads keep 32 KiB in flight on an SM,
@@ -81,25 +80,6 @@ fp8_quantize_kernel(BU_PARAMS QuantizeParams p, int64_t partials) {
   const int64_t tiles = tiles_of(p);
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x)
     quantize_tile<T, Format>(p, tile, inverse);
-}
-
-template <class T, class Format>
-BU_KERNEL(kThreads, 4)
-fp8_scaled_kernel(BU_PARAMS ScaledParams p) {
-  const float inverse = 1.0f / load_global<float>(p.scale);
-  float largest = 0.0f;
-  const int64_t tiles = tiles_of(p);
-  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const Patch at(p, tile);
-    Vector<T, 4> in[4];
-    load_patch(p, at, p.x, in);
-    store_tile<Format>(p, at, inverse, [&](int r, int c) {
-      const float x = to_float(in[r].v[c]);
-      largest = fmaxf(largest, fabsf(x));
-      return nan_unless_finite(x);
-    });
-  }
-  note_largest(p.largest, largest);
 }
 
 struct WeightEntry : Fp8Matrix {
@@ -166,15 +146,6 @@ int64_t quantize_partials(const QuantizeParams& p) {
 
 void quantize_fp8(const QuantizeParams& p, cudaStream_t stream) {
   dispatch(p.dtype, [&]<class T>() { run<T>(p, stream); });
-}
-
-void quantize_fp8_scaled(const ScaledParams& p, cudaStream_t stream) {
-  const auto blocks =
-      static_cast<unsigned>(std::min({tiles_of(p), int64_t{4} * sm_count(kScaledOp), kFp8Largest}));
-  dispatch(p.dtype, [&]<class T>() {
-    const auto kernel = p.e5m2 ? fp8_scaled_kernel<T, E5M2> : fp8_scaled_kernel<T, E4M3>;
-    launch(kScaledOp, kernel, dim3(blocks), dim3(kThreads), kSharedBytes, stream, p);
-  });
 }
 
 int64_t weight_partials(const std::vector<Fp8Matrix>& weights) {

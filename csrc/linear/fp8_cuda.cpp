@@ -7,6 +7,7 @@
 
 #include "cuda/binding.h"
 #include "cuda/fp8_arguments.h"
+#include "cuda/fp8_scaled.h"
 #include "linear/workspace.h"
 
 namespace bert_unpad::cuda {
@@ -19,34 +20,13 @@ bool is_e5m2(const Tensor& t, const char* op, const char* name) {
   return type == ScalarType::Float8_e5m2;
 }
 
-// x and the results in 8 bits; sets what these say of the parameters.
-template <class Params>
-std::tuple<Tensor, Tensor> matrix_and_results(Params& p, const Tensor& x, bool e5m2, bool transpose,
-                                              const char* op) {
-  check_shape(x, {-1, -1}, op, "x", "[rows, columns]");
-  check_contiguous(x, op, "x");
-  check(x.size(1) % kFp8Multiple == 0, op, ": x must have a multiple of 16 columns, got ",
-        shape_string(x));
-  check_aligned(x, op, "x");
-  p.dtype = storage_dtype(x, op, "x");
-  p.e5m2 = e5m2;
-  p.rows = x.size(0);
-  p.columns = x.size(1);
-  p.x = x.const_data_ptr();
-  const ScalarType type = e5m2 ? ScalarType::Float8_e5m2 : ScalarType::Float8_e4m3fn;
-  Tensor q = torch::stable::new_empty(x, {p.rows, p.columns}, type);
-  Tensor q_transposed = torch::stable::new_empty(
-      x, {transpose ? p.columns : 0, transpose ? fp8_padded(p.rows) : 0}, type);
-  p.q = static_cast<uint8_t*>(q.mutable_data_ptr());
-  p.q_transposed = transpose ? static_cast<uint8_t*>(q_transposed.mutable_data_ptr()) : nullptr;
-  return {q, q_transposed};
-}
-
 std::tuple<Tensor, Tensor, Tensor> quantize(Tensor x, bool e5m2, bool transpose) {
   const char* op = "quantize_fp8";
   QuantizeParams p{};
-  auto [q, q_transposed] = matrix_and_results(p, x, e5m2, transpose, op);
+  set_fp8_operand(p, x, op);
+  p.e5m2 = e5m2;
   const Call call(x, op);
+  auto [q, q_transposed] = allocate_fp8_results(p, x, e5m2, transpose);
   Tensor scale = torch::stable::new_empty(x, {}, ScalarType::Float);
   Tensor partials = torch::stable::new_empty(x, {quantize_partials(p)}, ScalarType::Float);
   p.scale = scale.mutable_data_ptr<float>();
@@ -63,11 +43,13 @@ std::tuple<Tensor, Tensor> quantize_scaled(Tensor x, bool e5m2, bool transpose, 
                                            std::optional<Tensor> largest) {
   const char* op = "quantize_fp8_scaled";
   ScaledParams p{};
-  auto [q, q_transposed] = matrix_and_results(p, x, e5m2, transpose, op);
+  set_fp8_operand(p, x, op);
+  p.e5m2 = e5m2;
   p.scale = check_scale(scale, x, op);
   p.largest = check_largest(largest, x, op);
   const Call call(x, op);
-  if (p.columns > 0 && p.rows > 0) quantize_fp8_scaled(p, call.stream);
+  auto [q, q_transposed] = allocate_fp8_results(p, x, e5m2, transpose);
+  if (p.columns > 0 && p.rows > 0) quantize_fp8_scaled(op, p, call.stream);
   return {q, q_transposed};
 }
 

@@ -32,19 +32,6 @@ int64_t quantize_partials(const QuantizeParams& p);
 // nothing has to be saved with a run.
 void quantize_fp8(const QuantizeParams& p, cudaStream_t stream);
 
-struct ScaledParams : Fp8Result {
-  DType dtype;  // of x
-  bool e5m2;
-  const void* x;
-  const float* scale;  // what q is to be multiplied with
-  float* largest;      // [kFp8Largest]; null: not wanted
-};
-
-// q = round(x / scale) by a scale that is given (delayed scaling). Values too large for it become
-// the format's largest, those that are not finite NaN. `largest` keeps the largest values, where
-// they are above what is there.
-void quantize_fp8_scaled(const ScaledParams& p, cudaStream_t stream);
-
 // quantize_fp8 of fp32 matrices that become E4M3, in two kernels for up to 64 of them. `partials`:
 // scratch memory, [weight_partials(weights)].
 int64_t weight_partials(const std::vector<Fp8Matrix>& weights);

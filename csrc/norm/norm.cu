@@ -6,12 +6,15 @@
 // the backward pass reads.
 #include "norm/norm_cuda.h"
 
+#include "cuda/fp8_scaled.h"
+#include "cuda/fp8_tile.h"
 #include "cuda/norm_row_launch.h"
 
 namespace bert_unpad::cuda {
 namespace {
 
 constexpr const char* kForward = "dropout_add_layer_norm";
+constexpr const char* kFp8 = "dropout_add_layer_norm_fp8";
 constexpr const char* kBackward = "dropout_add_layer_norm_backward";
 
 // kOfSum: a backward pass in which x is the sum; the second operand is then the sum's gradient.
@@ -128,6 +131,132 @@ layer_norm_backward_kernel(BU_PARAMS NormCudaParams p) {
     backward_rows<AddRow<T, kOfSum>, kVectors, kBlockRow>(p);
 }
 
+// Writes the result in 8 bits too: to the matrix, and for the transposed copy to shared memory.
+template <class T>
+class AddFp8Row : public AddRow<T, false> {
+  const NormFp8Params& p_;
+  const float inverse_;
+  int64_t begin_ = 0;
+  uint32_t shared_row_ = 0;
+
+ public:
+  uint32_t shared = 0;  // where the rows of this turn lie
+  float largest = 0.0f;
+
+  BU_DEVICE explicit AddFp8Row(const NormFp8Params& p)
+      : AddRow<T, false>(p), p_(p), inverse_(1.0f / load_global<float>(p.scale)) {}
+
+  BU_DEVICE void begin(int64_t row) {
+    AddRow<T, false>::begin(row);
+    begin_ = row * p_.fp8.columns;
+    shared_row_ = shared + static_cast<uint32_t>(row % kFp8Multiple * p_.fp8.columns);
+  }
+
+  template <bool kWide>
+  BU_DEVICE void output(int column, int count, uint32_t mask, const float (&y)[kGroup]) {
+    AddRow<T, false>::template output<kWide>(column, count, mask, y);
+    Vector<uint32_t, kGroup / 4> words = {};
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      const float stored = to_float(from_float<T>(y[i]));
+      largest = fmaxf(largest, fabsf(stored));
+      const uint32_t byte = to_fp8<E4M3>(fp8::nan_unless_finite(stored) * inverse_);
+      words.v[i / 4] |= byte << (8 * (i % 4));
+    }
+    store_global(p_.fp8.q + begin_ + column, words);
+    if (p_.fp8.q_transposed != nullptr) store_shared(shared_row_ + column, words);
+  }
+};
+
+// A block takes as many rows in a turn as the transposed copy is padded to: 16 bytes of each of its
+// columns. Of two turns the rows lie in two places, so that one barrier is enough.
+constexpr uint32_t turn_bytes(int64_t hidden) {
+  return static_cast<uint32_t>(kFp8Multiple * hidden);
+}
+
+template <class T, int kVectors>
+struct Fp8Block {
+  static constexpr int kThreads = fp8::kThreads, kWarps = fp8::kWarps;
+  // As many warps on an SM as without 8 bits, but for fp32, which would spill.
+  static constexpr int kBlocks =
+      sizeof(T) == 4 ? 3
+                     : kForwardBlocks<kVectors, false, NormCudaParams::kRowOperands> * 4 / kWarps;
+
+  static constexpr uint32_t max_offset(int64_t hidden) {
+    return forward_shared_bytes<false>(hidden) + 2 * turn_bytes(hidden);
+  }
+};
+
+// Rows first, ..., first + 15 of the matrix, which lie at `shared`, become columns of the
+// transposed copy; zeros where there is no row.
+BU_DEVICE void store_transposed(const Fp8Result& m, int64_t first, uint32_t shared) {
+  const int columns = static_cast<int>(m.columns);
+  const int64_t count = m.rows - first, padded_rows = fp8_padded(m.rows);
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  for (int column = 4 * thread; column < columns; column += 4 * fp8::kThreads) {
+    Vector<uint32_t, 4> out[4];
+#pragma unroll
+    for (int group = 0; group < 4; ++group) {
+      uint32_t words[4] = {};
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int row = 4 * group + r;
+        if (row < count) words[r] = load_shared<uint32_t>(shared + row * columns + column);
+      }
+      fp8::transpose_bytes(words);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) out[c].v[group] = words[c];
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      store_global(m.q_transposed + (column + c) * padded_rows + first, out[c]);
+  }
+}
+
+// The rows of a block, 16 in each turn, of which a warp takes every eighth; see EveryRow.
+template <class T>
+class Fp8Turns {
+  const NormFp8Params& p_;
+  AddFp8Row<T>& row_of_;
+  int64_t first_;  // of the turn
+  uint32_t turn_ = 0;
+
+  BU_DEVICE void begin() {
+    row = first_ + threadIdx.y;
+    row_of_.shared =
+        forward_shared_bytes<false>(p_.norm.hidden) + turn_ * turn_bytes(p_.norm.hidden);
+  }
+
+ public:
+  int64_t row;
+
+  BU_DEVICE Fp8Turns(const NormFp8Params& p, AddFp8Row<T>& row_of, const RowShare<false>&)
+      : p_(p), row_of_(row_of), first_(blockIdx.x * kFp8Multiple) {
+    begin();
+  }
+
+  BU_DEVICE bool more() const { return first_ < p_.norm.rows; }
+  BU_DEVICE bool has_row() const { return row < p_.norm.rows; }
+  BU_DEVICE void next() {
+    row += fp8::kWarps;
+    if (row < first_ + kFp8Multiple) return;
+    if (p_.fp8.q_transposed != nullptr) {
+      sync_block();
+      store_transposed(p_.fp8, first_, row_of_.shared);
+    }
+    first_ += gridDim.x * kFp8Multiple;
+    turn_ ^= 1;
+    begin();
+  }
+};
+
+template <class T, int kVectors>
+BU_KERNEL((Fp8Block<T, kVectors>::kThreads), (Fp8Block<T, kVectors>::kBlocks))
+layer_norm_fp8_kernel(BU_PARAMS NormFp8Params p) {
+  const auto row_of = forward_rows<AddFp8Row<T>, kVectors, false, Fp8Turns<T>>(p);
+  fp8::note_largest(p.largest, row_of.largest, Fp8Block<T, kVectors>::max_offset(p.norm.hidden));
+}
+
 bool aligned(const NormCudaParams& p) {
   for (const void* q : {p.x, p.residual, p.norm.dy, p.dsum, static_cast<const void*>(p.y),
                         static_cast<const void*>(p.sum), static_cast<const void*>(p.dx),
@@ -144,6 +273,25 @@ void dropout_add_layer_norm(const NormCudaParams& p, cudaStream_t stream) {
     dispatch_row<T>(p.norm, aligned(p), [&]<int kVectors, bool kBlockRow>() {
       launch_forward_rows<kVectors, kBlockRow>(kForward, layer_norm_kernel<T, kVectors, kBlockRow>,
                                                p, stream);
+    });
+  });
+}
+
+void dropout_add_layer_norm_fp8(const NormFp8Params& p, cudaStream_t stream) {
+  const RowNormParams& norm = p.norm;
+  if (norm.rows == 0) return;
+  dispatch(norm.dtype, [&]<class T>() {
+    dispatch_row<T>(norm, aligned(p), [&]<int kVectors, bool kBlockRow>() {
+      if constexpr (kBlockRow) {
+        dropout_add_layer_norm(p, stream);
+        quantize_fp8_scaled(kFp8, {p.fp8, norm.dtype, false, p.y, p.scale, p.largest}, stream);
+      } else {
+        using Block = Fp8Block<T, kVectors>;
+        const auto blocks = std::min({fp8_padded(norm.rows) / kFp8Multiple,
+                                      int64_t{Block::kBlocks} * sm_count(kFp8), kFp8Largest});
+        launch(kFp8, layer_norm_fp8_kernel<T, kVectors>, dim3(static_cast<unsigned>(blocks)),
+               dim3(32, Block::kWarps), Block::max_offset(norm.hidden) + fp8::kMaxBytes, stream, p);
+      }
     });
   });
 }

@@ -6,6 +6,7 @@
 
 #include "common/philox.h"
 #include "cuda/binding.h"
+#include "cuda/fp8_arguments.h"
 #include "cuda/tickets.h"
 #include "norm/arguments.h"
 
@@ -33,15 +34,13 @@ NormCudaParams common(const Tensor& x, const std::optional<Tensor>& x_bias,
   return p;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor x, std::optional<Tensor> x_bias,
-                                                   std::optional<Tensor> residual, Tensor weight,
-                                                   std::optional<Tensor> bias, double dropout_p,
-                                                   double eps, std::optional<Tensor> rng, bool rms,
-                                                   bool return_sum) {
-  const char* op = "dropout_add_layer_norm";
-  NormCudaParams p = common(x, x_bias, residual, weight, dropout_p, rng, op);
+using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+// What only the forward pass has.
+Results set_forward(NormCudaParams& p, const Tensor& x, const Tensor& weight,
+                    const std::optional<Tensor>& bias, double eps, bool rms, bool return_sum,
+                    const char* op) {
   if (bias) check_norm_bias(*bias, weight, x, op);
-  const Call call(x, op);
   Tensor y = torch::stable::empty_like(x);
   Tensor sum = return_sum ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0});
   const auto [mean, rstd] = new_statistics(p.norm, x, p.norm.rows, rms);
@@ -49,8 +48,35 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor x, std::optional<Tenso
   p.norm.eps = static_cast<float>(eps);
   p.y = y.mutable_data_ptr();
   p.sum = return_sum ? sum.mutable_data_ptr() : nullptr;
-  dropout_add_layer_norm(p, call.stream);
   return {y, sum, mean, rstd};
+}
+
+Results forward(Tensor x, std::optional<Tensor> x_bias, std::optional<Tensor> residual,
+                Tensor weight, std::optional<Tensor> bias, double dropout_p, double eps,
+                std::optional<Tensor> rng, bool rms, bool return_sum) {
+  const char* op = "dropout_add_layer_norm";
+  NormCudaParams p = common(x, x_bias, residual, weight, dropout_p, rng, op);
+  const Call call(x, op);
+  const Results results = set_forward(p, x, weight, bias, eps, rms, return_sum, op);
+  dropout_add_layer_norm(p, call.stream);
+  return results;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fp8_forward(
+    Tensor x, std::optional<Tensor> x_bias, std::optional<Tensor> residual, Tensor weight,
+    std::optional<Tensor> bias, double dropout_p, double eps, std::optional<Tensor> rng, bool rms,
+    bool return_sum, Tensor scale, std::optional<Tensor> largest, bool transpose) {
+  const char* op = "dropout_add_layer_norm_fp8";
+  NormFp8Params p{common(x, x_bias, residual, weight, dropout_p, rng, op),
+                  {},
+                  check_scale(scale, x, op),
+                  check_largest(largest, x, op)};
+  set_fp8_sizes(p.fp8, x, op);
+  const Call call(x, op);
+  const Results results = set_forward(p, x, weight, bias, eps, rms, return_sum, op);
+  const auto in_8_bits = allocate_fp8_results(p.fp8, x, false, transpose);
+  dropout_add_layer_norm_fp8(p, call.stream);
+  return std::tuple_cat(results, in_8_bits);
 }
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -111,6 +137,7 @@ Gradients sum_backward(Tensor dy, std::optional<Tensor> dsum, Tensor sum,
 
 STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CUDA, m) {
   m.impl("dropout_add_layer_norm", TORCH_BOX(&forward));
+  m.impl("dropout_add_layer_norm_fp8", TORCH_BOX(&fp8_forward));
   m.impl("dropout_add_layer_norm_backward", TORCH_BOX(&backward));
   m.impl("dropout_add_norm_sum_backward", TORCH_BOX(&sum_backward));
 }

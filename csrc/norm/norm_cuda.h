@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/column_scratch.h"
+#include "cuda/fp8_result.h"
 #include "cuda/norm_row_params.h"
 
 namespace bert_unpad::cuda {
@@ -25,6 +26,17 @@ struct NormCudaParams {
 };
 
 void dropout_add_layer_norm(const NormCudaParams& p, cudaStream_t stream);
+
+// `fp8` has the rows and columns of y, its columns a multiple of 16.
+struct NormFp8Params : NormCudaParams {
+  Fp8Result fp8;
+  const float* scale;  // what fp8.q is to be multiplied with
+  float* largest;      // [kFp8Largest]; null: not wanted
+};
+
+// The same, and what quantize_fp8_scaled (cuda/fp8_scaled.h) makes of y, in E4M3 and bit for bit.
+// One kernel where a warp holds a row, else two.
+void dropout_add_layer_norm_fp8(const NormFp8Params& p, cudaStream_t stream);
 
 // What `norm.partials`, of 3 sums, and `norm.tickets` are. Needs the sizes and the activations'
 // pointers.

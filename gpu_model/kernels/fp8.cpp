@@ -4,6 +4,7 @@
 #include "gpu_model/block/workspaces.h"
 #include "gpu_model/cublaslt.h"
 //
+#include "cuda/fp8_scaled.cu"
 #include "linear/algorithms_cuda.cpp"
 #include "linear/fp8.cu"
 #include "linear/fp8_product_cuda.cpp"
@@ -11,6 +12,25 @@
 
 using bert_unpad::DType;
 namespace cuda = bert_unpad::cuda;
+
+namespace {
+
+// What quantisation by the matrix's own scale and by one that is given have in common.
+template <class Params>
+Params quantization(int64_t dtype, int e5m2, int64_t rows, int64_t columns, const void* x, void* q,
+                    void* q_transposed) {
+  Params p{};
+  p.dtype = static_cast<DType>(dtype);
+  p.e5m2 = e5m2 != 0;
+  p.rows = rows;
+  p.columns = columns;
+  p.x = x;
+  p.q = static_cast<uint8_t*>(q);
+  p.q_transposed = static_cast<uint8_t*>(q_transposed);
+  return p;
+}
+
+}  // namespace
 
 BU_EXPORT int fp8_partials(int64_t dtype, int64_t rows, int64_t columns, int64_t* out) {
   cuda::QuantizeParams p{};
@@ -22,14 +42,7 @@ BU_EXPORT int fp8_partials(int64_t dtype, int64_t rows, int64_t columns, int64_t
 
 BU_EXPORT int fp8_quantize(int64_t dtype, int e5m2, int64_t rows, int64_t columns, const void* x,
                            void* q, void* q_transposed, float* scale, float* partials) {
-  cuda::QuantizeParams p{};
-  p.dtype = static_cast<DType>(dtype);
-  p.e5m2 = e5m2 != 0;
-  p.rows = rows;
-  p.columns = columns;
-  p.x = x;
-  p.q = static_cast<uint8_t*>(q);
-  p.q_transposed = static_cast<uint8_t*>(q_transposed);
+  auto p = quantization<cuda::QuantizeParams>(dtype, e5m2, rows, columns, x, q, q_transposed);
   p.scale = scale;
   p.partials = partials;
   return bert_unpad::block_model::guarded([&] { cuda::quantize_fp8(p, nullptr); });
@@ -37,17 +50,11 @@ BU_EXPORT int fp8_quantize(int64_t dtype, int e5m2, int64_t rows, int64_t column
 
 BU_EXPORT int fp8_scaled(int64_t dtype, int e5m2, int64_t rows, int64_t columns, const void* x,
                          void* q, void* q_transposed, const float* scale, float* largest) {
-  cuda::ScaledParams p{};
-  p.dtype = static_cast<DType>(dtype);
-  p.e5m2 = e5m2 != 0;
-  p.rows = rows;
-  p.columns = columns;
-  p.x = x;
-  p.q = static_cast<uint8_t*>(q);
-  p.q_transposed = static_cast<uint8_t*>(q_transposed);
+  auto p = quantization<cuda::ScaledParams>(dtype, e5m2, rows, columns, x, q, q_transposed);
   p.scale = scale;
   p.largest = largest;
-  return bert_unpad::block_model::guarded([&] { cuda::quantize_fp8_scaled(p, nullptr); });
+  return bert_unpad::block_model::guarded(
+      [&] { cuda::quantize_fp8_scaled("quantize_fp8_scaled", p, nullptr); });
 }
 
 // Of `count` weights; sizes [count, 2]: rows, columns. `partials` null: writes how many there are.

@@ -18,6 +18,7 @@ from bert_unpad.ops.delayed_scaling import DelayedScale, DelayedScaling, LinearS
 from bert_unpad.ops.fp8 import quantize_by, quantize_fp8
 from bert_unpad.ops.gelu_fp8 import bias_gelu_fp8, bias_gelu_fp8_backward
 from tests.nn.test_bert import make_inputs, make_model
+from tests.support.fp8_training import SIZES, train
 from tests.support.processes import run_ranks
 
 LARGEST = (448.0, 57344.0)  # of inputs and gradients
@@ -311,34 +312,14 @@ def test_bad_input():
         ops.mlp(x, weight1, None, weight2.T, fp8=True, scales=scaled())
 
 
-SIZES = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
-
-
-def train(recompute: str, window: int | None) -> list[float]:
-    model = make_model(**SIZES).train()
-    encoder = model.bert.encoder
-    encoder.fp8, encoder.recompute = window is not None, recompute
-    scaling = None if window is None else encoder.delay_scaling(window)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    inputs, losses = make_inputs(), []
-    for step in range(8):
-        torch.manual_seed(step)
-        with torch.autocast("cpu", torch.bfloat16):
-            out = model(inputs)
-        loss = out.mlm_loss_sum / len(inputs.masked_labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if scaling is not None:
-            scaling.update()
-        losses.append(loss.item())
-    return losses
-
-
 def test_a_model_trains():
     """Near bf16, and the same bits whatever is computed again."""
-    want = train("none", None)
-    found = [train(recompute, 4) for recompute in ("none", "gelu", "layer")]
+    inputs = make_inputs()
+    want = train(make_model(**SIZES), inputs, fp8=False)
+    found = [
+        train(make_model(**SIZES), inputs, fp8=True, recompute=recompute, window=4)
+        for recompute in ("none", "gelu", "layer")
+    ]
     assert found[0] == found[1] == found[2]
     assert found[0] != want
     assert found[0][-1] < found[0][0] - 0.1

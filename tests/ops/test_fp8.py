@@ -10,6 +10,7 @@ from torch.library import opcheck
 from bert_unpad import ops
 from bert_unpad.ops.fp8 import quantize_fp8
 from tests.nn.test_bert import make_inputs, make_model
+from tests.support.fp8_training import SIZES, train
 
 FORMATS = {False: torch.float8_e4m3fn, True: torch.float8_e5m2}  # by `e5m2`
 
@@ -104,23 +105,9 @@ def test_a_model_trains(recompute) -> None:
     """A few steps: near those of bf16, and the same bits whatever is computed again."""
     losses = {}
     for fp8 in (False, True):
-        model = make_model(hidden_size=32, num_attention_heads=2, intermediate_size=64)
-        model.train()
-        model.bert.encoder.fp8 = fp8
-        model.bert.encoder.recompute = recompute
+        model = make_model(**SIZES)
+        losses[fp8] = train(model, make_inputs(), fp8=fp8, recompute=recompute)
         assert model.bert.encoder.fp8 == fp8
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        inputs = make_inputs()
-        losses[fp8] = []
-        for step in range(8):
-            torch.manual_seed(step)
-            with torch.autocast("cpu", torch.bfloat16):
-                out = model(inputs)
-            loss = out.mlm_loss_sum / len(inputs.masked_labels)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[fp8].append(loss.item())
     assert losses[True] != losses[False]
     assert losses[True][-1] < losses[True][0] - 0.1
     assert losses[True] == pytest.approx(losses[False], rel=0.05)

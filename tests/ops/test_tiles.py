@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from bert_unpad import _C, ops
-from bert_unpad.ops import matmul
 from gpu_model import build
 from tests.support.paths import ROOT
 
@@ -138,36 +137,3 @@ def test_weight_gradient(model, tokens: int, accumulate: bool) -> None:
     want = dy.double().T @ x.double() + (before.double() if accumulate else 0)
     torch.testing.assert_close(dweight.double(), want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(dbias.double(), dy.double().sum(0), rtol=1e-5, atol=1e-5)
-
-
-@needs_amx
-@pytest.mark.parametrize(
-    ("tokens", "out", "width"), [(0, 32, 64), (1, 32, 32), (300, 320, 288), (77, 32, 544)]
-)
-def test_weight_gradient_by_tiles(tokens: int, out: int, width: int) -> None:
-    torch.manual_seed(tokens)
-    dy, x = bf16(tokens, out), bf16(tokens, width)
-    weight, bias = torch.randn(out, width), torch.randn(out)
-    want = dy.double().T @ x.double()
-    dweight, dbias = matmul.wgrad(dy, x, weight, bias)
-    torch.testing.assert_close(dweight.double(), want, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(dbias.double(), dy.double().sum(0), rtol=1e-5, atol=1e-4)
-    weight.grad = torch.ones_like(weight)
-    matmul.accumulate_in_place(weight)
-    with torch.no_grad():
-        assert matmul.wgrad(dy, x, weight, None) == (None, None)
-    torch.testing.assert_close(weight.grad.double(), want + 1, rtol=1e-5, atol=1e-4)
-
-
-def test_what_does_not_fit_is_named() -> None:
-    op = torch.ops.bert_unpad.tile_wgrad_
-    dy, x, dweight = bf16(3, 32), bf16(3, 64), torch.zeros(32, 64)
-    for change, message in (
-        ((dy.float(), x, dweight), "dy must be bfloat16"),
-        ((dy, x[:2], dweight), "x must have shape"),
-        ((dy, x, dweight.T), "dweight must have shape"),
-        ((dy, x, dweight.bfloat16()), "dweight must be float32"),
-        ((bf16(3, 31), x, torch.zeros(31, 64)), "multiple of 32 columns, got 31"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            op(*change, False, True)

@@ -77,7 +77,7 @@ class Buffers:
 
 def row_norm_params(
     buffers: Buffers, dtype: torch.dtype, rows: int, weight: Tensor, bias: Tensor | None, p: float,
-    eps: float, rng: Tensor | None, dy: Tensor, rms: bool = False,
+    eps: float, rng: Tensor | None, dy: Tensor | None, rms: bool = False,
 ) -> tuple[RowNormParams, dict[str, Tensor]]:  # fmt: skip
     """What all kernels with a LayerNorm get, and the results that it points to."""
     results = {"rstd": torch.empty(rows), "dweight": torch.empty_like(weight)}

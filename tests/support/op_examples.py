@@ -101,6 +101,10 @@ def _examples() -> dict[str, tuple]:
         "dropout_add_layer_norm": (
             *(x, vector(), dy, vector(), vector(), p, 1e-5, rng, False, True),
         ),
+        "dropout_add_layer_norm_fp8": (
+            *(x, vector(), dy, vector(), vector(), p, 1e-5, rng, False, True),
+            *(scalar(), rows(1024), True),
+        ),
         "dropout_add_layer_norm_backward": (
             *(dy, x, vector(), rows(), vector(), *statistics, p, rng, True),
         ),
@@ -119,7 +123,7 @@ def _examples() -> dict[str, tuple]:
         "linear_dgrad": (rows(TOKENS, WIDTH), weight, x, None),
         "linear_wgrad": (rows(TOKENS, WIDTH), x, True, torch.float32),
         "linear_wgrad_": (rows(TOKENS, WIDTH), x, weight, True, True),
-        "tile_wgrad_": (low(), low(), rows(HIDDEN, HIDDEN), False, True),
+        "packed_wgrad_": (rows(TOKENS, HIDDEN), x, rows(HIDDEN, HIDDEN), False, True),
         "quantize_fp8": (x, False, True),
         "quantize_fp8_scaled": (x, False, True, scalar(), rows(1024)),
         "quantize_weights_fp8_": (

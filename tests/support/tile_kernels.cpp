@@ -4,7 +4,7 @@
 #include <initializer_list>
 
 #include "attention/attention_bf16.cpp"
-#include "linear/wgrad_amx.cpp"
+#include "linear/wgrad_bf16.cpp"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -64,6 +64,6 @@ EXPORT void weight_gradient(const bf16* dy, const bf16* x, int64_t tokens, int64
   p.depth = (tokens + 31) / 32 * 32;
   p.dy_tiles = scratch;
   p.x_panels = scratch + p.depth * out;
-  amx::wgrad_kernels.rearrange(p, 0, p.depth, dbias);
-  amx::wgrad_kernels.block(p, 0, out, 0, in);
+  amx::wgrad_bf16_kernels.rearrange(p, 0, p.depth, dbias);
+  amx::wgrad_bf16_kernels.block(p, {0, out, 0, in});
 }

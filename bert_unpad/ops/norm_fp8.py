@@ -1,0 +1,78 @@
+"""Dropout + residual + norm, whose result is rounded to 8 bits too, with a delayed scale.
+
+The scale is known beforehand, so on a GPU the kernel that normalises a row also writes it as
+products take it, as it is and transposed (csrc/norm/norm.cu).
+"""
+
+import torch
+from torch import Tensor
+
+from bert_unpad.ops import rng as _rng
+from bert_unpad.ops.delayed_scaling import DelayedScale
+from bert_unpad.ops.fp8 import RoundedInput, fake_rounded, rounded_by_scale
+from bert_unpad.ops.norm import fake_norm, norm_backward, set_up_norm
+from bert_unpad.ops.registration import register_autograd, register_cpu, register_fake
+
+_ops = torch.ops.bert_unpad
+_NAME = "dropout_add_layer_norm_fp8"
+
+
+def dropout_add_norm_fp8(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: DelayedScale,
+    *,
+    dropout_p: float = 0.0,
+    eps: float = 1e-12,
+    x_bias: Tensor | None = None,
+    rng: Tensor | None = None,
+    rms: bool = False,
+    return_sum: bool = False,
+) -> RoundedInput | tuple[Tensor, RoundedInput]:
+    """The results of `dropout_add_layer_norm`, the normalised sum also in E4M3.
+
+    The 8-bit numbers are those that `quantize_by` makes of the normalised sum in x's dtype, bit for
+    bit.
+
+    Args:
+        x: [rows, hidden], hidden a multiple of 16.
+        residual, weight, bias, dropout_p, eps, x_bias, rng, return_sum: as in
+            `dropout_add_layer_norm`.
+        scale: of the linear layer that takes the result. Where gradients are computed it notes the
+            largest value, and the transposed matrix is made, which the backward pass needs.
+        rms: RMSNorm instead of LayerNorm; without a bias.
+
+    Returns:
+        The normalised sum, [rows, hidden]; with `return_sum` the sum before it.
+
+    Raises:
+        RuntimeError: a shape, dtype, device or probability is wrong; the message names it.
+    """
+    rng = _rng.draw(dropout_p, rng, x.device)
+    residual = None if residual is None else residual.contiguous()
+    graded = torch.is_grad_enabled()
+    settings = (dropout_p, eps, rng, rms, return_sum)
+    noted = (scale.scale, scale.largest if graded else None, graded)
+    y, total, _mean, _rstd, q, q_kept = _ops.dropout_add_layer_norm_fp8(
+        x.contiguous(), x_bias, residual, weight, bias, *settings, *noted
+    )
+    found = RoundedInput(y, (q, q_kept, scale.scale))
+    return (total, found) if return_sum else found
+
+
+@register_fake(_NAME)
+def _(x, *arguments):
+    *norm, _scale, _largest, transpose = arguments
+    return *fake_norm(x, *norm), *fake_rounded(x, False, transpose)
+
+
+@register_cpu(_NAME)
+def _(*arguments):
+    *norm, scale, largest, transpose = arguments
+    y, *others = _ops.dropout_add_layer_norm(*norm)
+    return y, *others, *rounded_by_scale(y, False, transpose, scale, largest)
+
+
+register_autograd(_NAME, norm_backward, set_up_norm)
