@@ -75,9 +75,7 @@ def test_grouped_heads(dtype, window, heads, kv_heads):
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 10), (7, -1)])
 @pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "device"), [*KINDS, pytest.param(FP16, MMA, id="float16")]
-)
+@pytest.mark.parametrize(("dtype", "device"), [*KINDS, pytest.param(FP16, MMA, id="float16")])
 def test_cross_attention(kernels, dtype, device, given, window):
     torch.manual_seed(2)
     kernels.set_device(device, SPLIT)
