@@ -58,17 +58,25 @@ bool takes_whole_heads(const AttentionCudaParams& args, const AttentionCudaBias&
          !has_window(args);
 }
 
-bool backward_takes_wgmma(const AttentionCudaParams& args, const AttentionCudaBias& bias,
-                          const AttentionDevice& device) {
-  return takes_whole_heads(args, bias) && wgmma_wanted(kBackwardOp) &&
-         has_wgmma(args.dtype, args.head_dim, bias.bucket != nullptr, device) &&
-         wgmma_backward_is_fused(args.sequences, args.heads, args.max_q, args.max_k, device);
-}
+// Which kernels the backward pass takes: with wgmma or without, one fused kernel or two.
+struct BackwardChoice {
+  bool wgmma, fused;
+};
 
-bool is_fused(const AttentionCudaParams& args, const AttentionCudaBias& bias,
-              const AttentionDevice& device) {
-  return takes_whole_heads(args, bias) && backward_is_fused(args.sequences, args.heads, args.max_q,
-                                                            args.max_k, args.head_dim, device);
+// With wgmma two kernels are only for windows and grouped heads: other calls that cannot be fused
+// take those without.
+BackwardChoice choose_backward(const AttentionCudaParams& args, const AttentionCudaBias& bias,
+                               const AttentionDevice& device) {
+  const bool whole = takes_whole_heads(args, bias);
+  const int sequences = args.sequences, heads = args.heads;
+  if (wgmma_wanted(kBackwardOp) &&
+      has_wgmma(args.dtype, args.head_dim, bias.bucket != nullptr, device)) {
+    if (!whole) return {true, false};
+    if (wgmma_backward_is_fused(sequences, heads, args.max_q, args.max_k, device))
+      return {true, true};
+  }
+  return {false, whole && backward_is_fused(sequences, heads, args.max_q, args.max_k, args.head_dim,
+                                            device)};
 }
 
 }  // namespace
@@ -92,7 +100,8 @@ void attention_forward(const AttentionCudaParams& args, const AttentionCudaBias&
 
 int64_t attention_query_sums(const AttentionCudaParams& args, const AttentionCudaBias& bias) {
   const AttentionDevice device = this_device(kBackwardOp, args.dtype);
-  if (backward_takes_wgmma(args, bias, device) || !is_fused(args, bias, device)) return 0;
+  const BackwardChoice choice = choose_backward(args, bias, device);
+  if (choice.wgmma || !choice.fused) return 0;
   return query_sum_floats(args.q_tokens, args.sequences, args.heads, args.max_k, args.head_dim);
 }
 
@@ -100,17 +109,16 @@ void attention_backward(const AttentionCudaParams& args, const AttentionCudaBias
                         std::span<const AttentionGroup> groups, cudaStream_t stream) {
   const AttentionDevice device = this_device(kBackwardOp, args.dtype);
   if (bias.bucket != nullptr) prepare_bias(kBackwardOp, args, bias, stream);
-  const bool wgmma = backward_takes_wgmma(args, bias, device);
-  const bool fused = is_fused(args, bias, device);
+  const BackwardChoice choice = choose_backward(args, bias, device);
   for_each_run(kBackwardOp, args, bias, groups, stream,
                [&](const AttentionRun& run, cudaStream_t s) {
                  if (args.dtype == DType::kFloat32) return launch_fp32_backward(run, s);
-                 if (wgmma) return launch_wgmma_backward(run, s);
+                 if (choice.wgmma) return launch_wgmma_backward(run, choice.fused, s);
                  dispatch_head_dim(args.head_dim, [&]<int kHeadDim>() {
                    if (bias.bucket != nullptr) return launch_bias_backward<kHeadDim>(run, s);
                    const AttentionCudaParams& a = run.args;
                    FusedShape shape;
-                   if (fused)
+                   if (choice.fused)
                      shape = fused_shape(a.sequences, a.heads, a.max_q, a.max_k, kHeadDim, device);
                    launch_backward<kHeadDim>(run, shape, s);
                  });

@@ -1,6 +1,8 @@
-// Attention with wgmma, head dim 64: which tile shape takes a run, and its grid.
+// Attention with wgmma, head dim 64: which kernel and tile shape takes a run, and its grid.
 #define BU_REQUIRE_TRAPS
 
+#include "attention/backward_dq_wgmma.h"
+#include "attention/backward_keys_wgmma.h"
 #include "attention/backward_wgmma.h"
 #include "attention/choice.h"
 #include "attention/forward_wgmma.h"
@@ -22,16 +24,23 @@ void launch_wgmma_forward(const AttentionRun& run, cudaStream_t stream) {
   });
 }
 
-void launch_wgmma_backward(const AttentionRun& run, cudaStream_t stream) {
+void launch_wgmma_backward(const AttentionRun& run, bool fused, cudaStream_t stream) {
   const int max_q = run.args.max_q, max_k = run.args.max_k;
-  const auto start = [&]<class T, int kGroups, bool kDropout>() {
+  const auto start_fused = [&]<class T, int kGroups, bool kDropout>() {
     launch_grid(kBackwardOp, attention_backward_wgmma_kernel<T, kGroups, kDropout>, 128 * kGroups,
                 WgmmaBackwardShared<kGroups>::bytes(max_q, max_k), run, run.args.heads, 0, 0,
                 stream);
   };
+  const auto start_split = [&]<class T, bool kDropout>() {
+    launch_grid(kBackwardOp, attention_backward_dq_wgmma_kernel<T, kDropout>, 128,
+                WgmmaQueryGradientShared<T>::kBytes, run, run.args.heads, max_q, 64, stream);
+    launch_grid(kBackwardOp, attention_backward_keys_wgmma_kernel<T, kDropout>, 128,
+                WgmmaKeyGradientShared::kBytes, run, run.args.kv_heads, max_k, 64, stream);
+  };
   dispatch_16_bit(run.args, [&]<class T, bool kDropout>() {
-    if (wgmma_backward_groups(max_k) == 2) return start.template operator()<T, 2, kDropout>();
-    start.template operator()<T, 1, kDropout>();
+    if (!fused) return start_split.template operator()<T, kDropout>();
+    if (wgmma_backward_groups(max_k) == 2) return start_fused.template operator()<T, 2, kDropout>();
+    start_fused.template operator()<T, 1, kDropout>();
   });
 }
 

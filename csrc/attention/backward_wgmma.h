@@ -1,5 +1,6 @@
 // The backward pass with wgmma (sm_90a), for head dim 64: the formulas of backward_kernel.h, fused
-// as there. A block owns a whole head of a sequence.
+// as there. A block owns a whole head of a sequence. With a window or grouped heads
+// backward_dq_wgmma.h and backward_keys_wgmma.h compute the same instead.
 //
 // A warpgroup owns 64 keys, a warp 16 of them. Rows of K and V stay in registers as A operands, and
 // scores are computed transposed (keys x queries), so that weights and score gradients leave the
@@ -60,13 +61,15 @@ struct WgmmaBackwardKeys {
     hold(dv);
   }
 
-  // Takes in a tile of queries, whose first is `first_query` in the sequence, and stores the score
-  // gradients, divided by the scale of what dropout keeps, at `gradients`, [keys of the pass, 64
-  // queries]. `lse` and `delta`: where theirs begin in shared memory. The products with q and dout
-  // are still being made afterwards.
-  BU_DEVICE void add_queries(TileOperand<64> q, TileOperand<64> dout, uint32_t gradients,
-                             uint32_t lse, uint32_t delta, float scale,
-                             const AttentionDropout& dropout, int first_query) {
+  // Takes in a tile of queries, whose first is `first_query` in the sequence. `lse` and `delta`:
+  // where theirs begin in shared memory; lse is in base 2, delta divided by the scale of what
+  // dropout keeps, as the score gradients are. `hide` is called with the weights, [keys, queries],
+  // and sets those to 0 that do not count; `share` with the score gradients as A operands. The
+  // products with q and dout are still being made afterwards.
+  template <class Hide, class Share>
+  BU_DEVICE void add_queries(TileOperand<64> q, TileOperand<64> dout, uint32_t lse, uint32_t delta,
+                             float scale, const AttentionDropout& dropout, int first_query,
+                             const Hide& hide, const Share& share) {
     float s[8][4], dp[8][4];  // [keys, queries]: scores; gradients of the weights
     wgmma_fence();
 #pragma unroll
@@ -87,6 +90,7 @@ struct WgmmaBackwardKeys {
       for (int i = 0; i < 4; ++i)
         s[n][i] = exp2_approx(fma(s[n][i], scale, -(i % 2 ? l.high : l.low)));
     }
+    hide(s);
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       pack_a<T>(operand[step], s[2 * step], s[2 * step + 1]);
@@ -119,13 +123,30 @@ struct WgmmaBackwardKeys {
     uint32_t gradient[4][4];
 #pragma unroll
     for (int step = 0; step < 4; ++step) pack_a<T>(gradient[step], dp[2 * step], dp[2 * step + 1]);
-    share(gradient, gradients);
+    share(gradient);
     hold(gradient);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
       wgmma<T, true>(dk, gradient[step], q.step<true>(step), true);
     wgmma_commit();
+  }
+
+  // Puts score gradients where the warpgroups that compute dQ find them, [keys of the pass, 64
+  // queries]. Those of rows beyond the last key may be infinite; they must not meet zeros.
+  BU_DEVICE void put(const uint32_t (&gradient)[4][4], uint32_t tile) const {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+    // Held, so that it is one register outside of this function and not one for each piece.
+    const uint32_t at = hold(tile + SharedTile<64>::offset(row, 0) + 4 * (lane % 4));
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool valid = first + lane / 4 + 8 * (i % 2) < end;
+        store_shared<uint32_t>((at ^ 16 * (2 * step + i / 2)) + SharedTile<64>::bytes(8 * (i % 2)),
+                               valid ? gradient[step][i] : 0u);
+      }
+    }
   }
 
   BU_DEVICE void store(const cuda::AttentionCudaParams& a, const AttentionBlock& block,
@@ -147,22 +168,6 @@ struct WgmmaBackwardKeys {
       float (&c)[4] = i / 2 ? right : left;
       if (!(kept & 0xffffu)) c[i % 2 * 2] = -c[i % 2 * 2];
       if (!(kept >> 16)) c[i % 2 * 2 + 1] = -c[i % 2 * 2 + 1];
-    }
-  }
-
-  // Those of rows beyond the last key may be infinite; they must not meet zeros.
-  BU_DEVICE void share(const uint32_t (&gradient)[4][4], uint32_t tile) const {
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
-    // Held, so that it is one register outside of this function and not one for each piece.
-    const uint32_t at = hold(tile + SharedTile<64>::offset(row, 0) + 4 * (lane % 4));
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool valid = first + lane / 4 + 8 * (i % 2) < end;
-        store_shared<uint32_t>((at ^ 16 * (2 * step + i / 2)) + SharedTile<64>::bytes(8 * (i % 2)),
-                               valid ? gradient[step][i] : 0u);
-      }
     }
   }
 };
@@ -250,9 +255,10 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
       copy_async_commit();
 
       const uint32_t at = base + Shared::stage(count);
-      keys.add_queries(TileOperand<64>::at(at), TileOperand<64>::at(at + Shared::kTile),
-                       Shared::kGradients, lse_at + 256 * tile, delta_at + 256 * tile, scale,
-                       dropout, tile * 64);
+      keys.add_queries(
+          TileOperand<64>::at(at), TileOperand<64>::at(at + Shared::kTile), lse_at + 256 * tile,
+          delta_at + 256 * tile, scale, dropout, tile * 64, [](const auto&) {},
+          [&](const auto& gradient) { keys.put(gradient, Shared::kGradients); });
       float dq[kColumns / 8][4];
       const uint32_t mine = sums_at + tile * 64 * 256;
       if (!kOnePass && pass > 0) {

@@ -49,7 +49,7 @@ struct WgmmaRows {
     hold(s);
     hold(o);
     if constexpr (kWindow) {
-      if (hides) mask(s, first_key);
+      if (hides) replace_unseen(s, seen, first_key, -INFINITY);
     } else if (to < 64) {
       mask(s, to);
     }
@@ -73,18 +73,17 @@ struct WgmmaRows {
   }
 
  private:
-  // Of keys that no row sees, or, with a window, that a row does not see.
-  BU_DEVICE void mask(float (&s)[8][4], int at) const {
+  // Of keys from `to` on, which no row sees.
+  BU_DEVICE void mask(float (&s)[8][4], int to) const {
     const int column = 2 * static_cast<int>(threadIdx.x % 4);
+    const int count = to > column ? to - column : 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int from = kWindow ? seen[half].begin - at - column : 0;
-      const int count = kWindow ? seen[half].end - seen[half].begin : at > column ? at - column : 0;
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          if (static_cast<uint32_t>(8 * n + i - from) >= static_cast<uint32_t>(count))
+          if (static_cast<uint32_t>(8 * n + i) >= static_cast<uint32_t>(count))
             s[n][2 * half + i] = -INFINITY;
       }
     }

@@ -75,11 +75,9 @@ class QueryWindows {
     return s;
   }
 
-  // The keys that a query sees; empty where end is not beyond begin.
-  BU_DEVICE RowRange keys(int row) const {
-    const int p = position(row);
-    return {begin(p), end(p)};
-  }
+  // The keys that a query at this position sees; empty where end is not beyond begin.
+  BU_DEVICE RowRange keys_at(int position) const { return {begin(position), end(position)}; }
+  BU_DEVICE RowRange keys(int row) const { return keys_at(position(row)); }
   // The keys from the first to the last one that any of the queries sees.
   BU_DEVICE RowRange keys_of_any(PositionSpan s) const { return {begin(s.lowest), end(s.highest)}; }
   // The keys that all of them see; end may lie before begin.
@@ -94,5 +92,24 @@ class QueryWindows {
             left_ < 0 ? q_len_ : between(last + left_ - before + 1, q_len_)};
   }
 };
+
+// Sets numbers of 16 queries and 64 keys (C tiles) to `value` where the query does not see the key.
+// `seen`: the keys that rows g and g + 8 see; `first_key`: of the 64, in the sequence.
+BU_DEVICE void replace_unseen(float (&c)[8][4], const RowRange (&seen)[2], int first_key,
+                              float value) {
+  const int column = 2 * static_cast<int>(threadIdx.x % 4);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int from = seen[half].begin - first_key - column;
+    const int count = seen[half].end - seen[half].begin;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (static_cast<uint32_t>(8 * n + i - from) >= static_cast<uint32_t>(count))
+          c[n][2 * half + i] = value;
+    }
+  }
+}
 
 }  // namespace bert_unpad

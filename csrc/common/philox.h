@@ -56,6 +56,8 @@ BU_HD uint32_t keep_threshold(double p) { return static_cast<uint32_t>((1.0 - p)
 BU_HD float keep_scale(uint32_t threshold) {
   return threshold == 0 ? 0.0f : 65536.0f / static_cast<float>(threshold);
 }
+// The rate whose reciprocal that is; exact.
+BU_HD float keep_rate(uint32_t threshold) { return static_cast<float>(threshold) / 65536.0f; }
 
 // How 16 bits decide. They are read as a half-precision number x, because a GPU compares two pairs
 // of these in one instruction, and x is compared with a limit: `dropped` = 65,536 - threshold of

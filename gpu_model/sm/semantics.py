@@ -191,6 +191,18 @@ def _minimum(state: Any, ins: Instruction) -> list[Any]:
     return [np.where(smaller == least, a, b)]
 
 
+@handler("VIADDMNMX")
+def _sum_or_minimum(state: Any, ins: Instruction) -> list[Any]:
+    """The smaller of a sum and a third number, or the larger one."""
+    a, b, c = (state.words(o) for o in _data(ins)[:3])
+    least = state.bits(next(o for o in ins.sources if _is_predicate(o)))
+    if a is None or b is None or c is None or least is None:
+        return _unknown(ins)
+    total = a + b
+    smaller = total < c if "U32" in ins.suffixes else total.view(np.int32) < c.view(np.int32)
+    return [np.where(smaller == least, total, c)]
+
+
 @handler("PRMT")
 def _prmt(state: Any, ins: Instruction) -> list[Any]:
     a, selector, c = (state.words(o) for o in _data(ins))

@@ -8,7 +8,11 @@ import torch
 from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch
 from tests.support.attention_cases import Case, compare, random_positions
-from tests.support.cuda_attention import LENGTHS, SCHEDULES
+from tests.support.cuda_attention import (
+    LENGTHS,
+    SCHEDULES,
+    kernels,  # noqa: F401 (a fixture)
+)
 from tests.support.cuda_checks import DTYPES, GPU_ONLY, assert_same_bits
 from tests.support.op_checks import RNG, cu_seqlens
 
@@ -18,6 +22,7 @@ WINDOWS = [(-1, 0), (0, -1), (0, 1), (5, 9), (64, 64), (-1, 30), (31, -1), (600,
 SMALL = [70, 0, 1, 129]
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_windows(dtype: torch.dtype, window: tuple[int, int]) -> None:
@@ -25,6 +30,7 @@ def test_windows(dtype: torch.dtype, window: tuple[int, int]) -> None:
     compare(Case(LENGTHS, head_dim=64, window=window, p=0.1, device="cuda"), dtype)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 @pytest.mark.parametrize("window", [(-1, -1), (20, 40)])
@@ -35,6 +41,7 @@ def test_grouped_heads(dtype: torch.dtype, window: tuple[int, int], head_dim: in
     compare(case, dtype)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 10), (7, -1)])
 @pytest.mark.parametrize("given", [False, True])

@@ -106,21 +106,19 @@ def test_windows(dtype, window):
 
 @pytest.mark.parametrize("window", [(-1, -1), (40, 10)])
 @pytest.mark.parametrize("given", [False, True])
-def test_grouped_heads_and_positions(given, window):
+@pytest.mark.parametrize(("heads", "kv_heads", "p"), [(4, 2, 0.1), (3, 1, 0.0)])
+def test_grouped_heads_and_positions(heads, kv_heads, p, given, window):
     torch.manual_seed(2)
     q_lengths, k_lengths = [3, 0, 90, 17, 4, 70], [70, 5, 33, 129, 0, 150]
     positions = random_positions(q_lengths, k_lengths) if given else None
-    compare(BF16, q_lengths, k_lengths, heads=4, kv_heads=2, window=window, positions=positions)
+    options = {"window": window, "positions": positions, "p": p}
+    compare(BF16, q_lengths, k_lengths, heads=heads, kv_heads=kv_heads, **options)
 
 
-def test_queries_that_see_no_key():
-    far = 2**31
-    positions = torch.tensor([-9, -1, 6, far - 1, -far, 4], dtype=torch.int32)
-    q, k, v = (torch.randn(n, 2, 64).to(BF16) for n in (6, 5, 5))
-    results = attention(q, k, v, None, [6], [5], window=(1, 0), positions=positions)
-    assert results["out"][:5].eq(0).all()
-    assert results["lse"][:, :5].eq(-torch.inf).all()
-    assert torch.isfinite(results["out"]).all()
+@pytest.mark.parametrize("scale", [-0.3, 1.0])
+def test_any_scale_with_a_window(scale):
+    torch.manual_seed(3)
+    compare(BF16, [70, 12], scale=scale, window=(20, 5), p=0.1)
 
 
 def test_strides_do_not_matter():
@@ -153,14 +151,16 @@ def test_masks_are_those_of_the_cpu_operator(dtype, p):
         assert (ours == 0).sum() > 0
 
 
-def test_same_bits_from_every_schedule():
+@pytest.mark.parametrize("window", [(-1, -1), (30, 40)])
+def test_same_bits_from_every_schedule(window):
     torch.manual_seed(7)
     lengths = [20, 140, 0, 64, 100, 7, 65]
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     q, k, v, dout = inputs(lengths)
 
     def run(**schedule: object) -> dict[str, Tensor]:
-        return attention(q, k, v, dout, lengths, lengths, p=0.1, rng=RNG, **schedule)
+        options = {"p": 0.1, "rng": RNG, "window": window}
+        return attention(q, k, v, dout, lengths, lengths, **options, **schedule)
 
     as_they_lie = run()
     for schedule in (
@@ -179,7 +179,6 @@ def test_same_bits_from_every_order_of_threads(kernels, window):
     torch.manual_seed(8)
     lengths = [200, 16, 70]
     q, k, v, dout = inputs(lengths, heads=1)
-    dout = None if window[0] >= 0 else dout  # those kernels have their own test
     options = {"p": 0.1, "rng": RNG, "window": window}
     first = attention(q, k, v, dout, lengths, lengths, **options)
     for policy in POLICIES:
@@ -213,19 +212,28 @@ def test_every_barrier_wait_and_fence_is_needed(kernels, level, window, queries)
     assert {site.kind for site in sites} == SYNCHRONISATION | fences(level)
 
 
-@pytest.mark.parametrize("keys", [64, 200], ids=["one_warpgroup", "two_warpgroups"])
-def test_every_barrier_wait_and_fence_of_the_backward_pass_is_needed(kernels, level, keys):
+@pytest.mark.parametrize(
+    ("keys", "heads", "window"),
+    [(64, 1, (-1, -1)), (200, 1, (-1, -1)), (200, 1, (100, 90)), (200, 2, (-1, -1))],
+    ids=["one_warpgroup", "two_warpgroups", "window", "grouped_heads"],
+)
+def test_every_barrier_wait_and_fence_of_the_backward_pass_is_needed(
+    kernels, level, keys, heads, window
+):
     torch.manual_seed(10)
-    q, dout = (torch.randn(140, 1, 64).to(BF16) for _ in range(2))
+    q, dout = (torch.randn(140, heads, 64).to(BF16) for _ in range(2))
     k, v = (torch.randn(keys, 1, 64).to(BF16) for _ in range(2))
     sites = assert_every_site_is_needed(
         kernels,
-        lambda: attention(q, k, v, dout, [140], [keys]),
+        lambda: attention(q, k, v, dout, [140], [keys], window=window),
         policies=["in_order"],
         but={"wgmma_fence"} - fences(level),
     )
     backward = [site for site in sites if "backward" in site.file]
     assert {site.kind for site in backward} == SYNCHRONISATION | fences(level)
+    split = heads > 1 or window != (-1, -1)
+    for file in ("backward_dq_wgmma", "backward_keys_wgmma") if split else ("backward_wgmma",):
+        assert {site.kind for site in backward if file in site.file} >= SYNCHRONISATION
 
 
 @pytest.mark.parametrize("operand", range(3))
@@ -245,16 +253,20 @@ def test_reading_beyond_a_buffer_is_caught(kernels, operand, monkeypatch):
 def test_which_launches_take_it(kernels):
     """Those with ldmatrix are of the other kernels: on other devices, in other head dims."""
 
-    def other_kernels(head_dim: int = 64, backward: bool = False, **options: object) -> bool:
-        q, k, v, dout = (torch.randn(5, 1, head_dim).to(BF16) for _ in range(4))
+    def other_kernels(
+        head_dim: int = 64, backward: bool = False, heads: int = 1, **options: object
+    ) -> bool:
+        q, dout = (torch.randn(5, heads, head_dim).to(BF16) for _ in range(2))
+        k, v = (torch.randn(5, 1, head_dim).to(BF16) for _ in range(2))
         kernels.statistics(reset=True)
         attention(q, k, v, dout if backward else None, [5], [5], **options)
         return kernels.statistics().load_matrices > 0
 
     assert not other_kernels()
     assert not other_kernels(backward=True)
-    assert not other_kernels(window=(1, 1))
-    assert other_kernels(window=(1, 1), backward=True)
+    for backward in (False, True):
+        assert not other_kernels(window=(1, 1), backward=backward)
+        assert not other_kernels(heads=2, backward=backward)
     bias = (torch.zeros(3, dtype=torch.int32), torch.zeros(1, 1), None, None)
     assert other_kernels(bias=bias)
     for head_dim in (32, 96, 128):
@@ -262,6 +274,7 @@ def test_which_launches_take_it(kernels):
     kernels.set_device(WGMMA, SPLIT)
     assert not other_kernels()
     assert other_kernels(backward=True)
+    assert not other_kernels(window=(1, 1), backward=True)
     for device in ((8, 0), MMA):
         kernels.set_device(device, FUSED)
         assert other_kernels()

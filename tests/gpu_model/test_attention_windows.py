@@ -8,7 +8,7 @@ import torch
 from gpu_model.block_model import POLICIES
 from gpu_model.build import compiler
 from tests.support.attention_cases import random_positions
-from tests.support.model_attention import FUSED, MMA, NAMES, SPLIT, attention, compare, model
+from tests.support.model_attention import FUSED, MMA, NAMES, SPLIT, WGMMA, attention, compare, model
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.op_checks import RNG
 
@@ -17,6 +17,13 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler
 # A batch that would fill the device: windows and groups take the same kernels there.
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = [FP32, BF16, FP16]
+# Kernels of head dimension 64: dtypes, and devices that they run on.
+KINDS = [
+    pytest.param(FP32, MMA, id="float32"),
+    pytest.param(BF16, MMA, id="bfloat16"),
+    pytest.param(BF16, WGMMA, id="bfloat16-wgmma"),
+]
+OF_KIND = pytest.mark.parametrize(("dtype", "device"), KINDS)
 # Around tiles of 64 keys and steps of 16 and 32, and without bounds.
 WINDOWS = [(-1, 0), (0, -1), (0, 1), (5, 9), (64, 64), (-1, 30), (31, -1), (500, 500)]
 
@@ -68,10 +75,10 @@ def test_grouped_heads(dtype, window, heads, kv_heads):
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 10), (7, -1)])
 @pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_cross_attention(kernels, dtype, given, window):
+@pytest.mark.parametrize(("dtype", "device"), [*KINDS, pytest.param(FP16, MMA, id="float16")])
+def test_cross_attention(kernels, dtype, device, given, window):
     torch.manual_seed(2)
-    kernels.set_device(MMA, SPLIT)
+    kernels.set_device(device, SPLIT)
     q_lengths, k_lengths = [3, 0, 90, 17, 4, 70], [70, 5, 33, 129, 0, 150]
     if dtype == FP32:
         q_lengths, k_lengths = [3, 0, 40, 17, 4], [70, 5, 33, 50, 0]
@@ -80,9 +87,10 @@ def test_cross_attention(kernels, dtype, given, window):
     compare(dtype, q_lengths, k_lengths, kv_heads=1, p=0.1, **options)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_queries_that_see_no_key(dtype):
+@OF_KIND
+def test_queries_that_see_no_key(kernels, dtype, device):
     """Positions before all keys, after all keys, and as far away as they can be."""
+    kernels.set_device(device, FUSED)
     far = 2**31
     positions = torch.tensor([-9, -1, 6, far - 1, -far, 4], dtype=torch.int32)
     q, dout = (torch.randn(6, 2, 64).to(dtype) for _ in range(2))
@@ -98,9 +106,10 @@ def test_queries_that_see_no_key(dtype):
     compare(dtype, [6], [5], **options)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_windows_as_far_as_they_go(dtype):
+@OF_KIND
+def test_windows_as_far_as_they_go(kernels, dtype, device):
     """The binding hands on at most 2^32."""
+    kernels.set_device(device, FUSED)
     torch.manual_seed(4)
     far = 2**31
     positions = torch.tensor([-far, far - 1, 7, 0], dtype=torch.int32)
@@ -108,19 +117,21 @@ def test_windows_as_far_as_they_go(dtype):
         compare(dtype, [4], [9], window=window, positions=positions)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_a_query_that_sees_only_itself(dtype):
+@OF_KIND
+def test_a_query_that_sees_only_itself(kernels, dtype, device):
     torch.manual_seed(5)
+    kernels.set_device(device, FUSED)
     q, k, v, dout = (torch.randn(80, 1, 64).to(dtype) for _ in range(4))
     results = attention(q, k, v, dout, [20, 60], [20, 60], window=(0, 0))
     assert torch.equal(results["out"], v)
     torch.testing.assert_close(results["dv"], dout)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_masks_are_those_without_a_window(dtype):
+@OF_KIND
+def test_masks_are_those_without_a_window(kernels, dtype, device):
     """Values are one-hot: an output is the row of kept weights, of which a window sees some."""
     torch.manual_seed(6)
+    kernels.set_device(device, FUSED)
     size = 64
     q, k = (torch.zeros(size, 1, size, dtype=dtype) for _ in range(2))
     v = torch.eye(size, dtype=dtype)[:, None]
@@ -134,10 +145,11 @@ def test_masks_are_those_without_a_window(dtype):
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_keys_outside_of_all_windows_are_not_read(kernels, dtype, backward):
+@OF_KIND
+def test_keys_outside_of_all_windows_are_not_read(kernels, dtype, device, backward):
     """They are NaN here, and so are the queries that no key of the rest meets."""
     torch.manual_seed(7)
+    kernels.set_device(device, FUSED)
     q, k, v, dout = (torch.randn(400, 1, 64).to(dtype) for _ in range(4))
     # The tiles of queries from 128 on are NaN; they see keys from 118 on, in tiles from 64 on.
     for x in (q, dout) if backward else (k, v):
@@ -149,19 +161,25 @@ def test_keys_outside_of_all_windows_are_not_read(kernels, dtype, backward):
         assert torch.isfinite(results["out"][:64]).all()
 
 
-def test_work_follows_the_window(kernels):
-    q, k, v, dout = (torch.randn(600, 1, 32).to(BF16) for _ in range(4))
+@pytest.mark.parametrize(
+    ("device", "head_dim", "share"),
+    # A warp skips steps of 16 keys or queries, a warpgroup tiles of 64.
+    [pytest.param(MMA, 32, 0.15, id="warps"), pytest.param(WGMMA, 64, 0.3, id="warpgroups")],
+)
+def test_work_follows_the_window(kernels, device, head_dim, share):
+    kernels.set_device(device, FUSED)
+    q, k, v, dout = (torch.randn(600, 1, head_dim).to(BF16) for _ in range(4))
 
     def products(window: tuple[int, int], passes: object) -> int:
         kernels.statistics(reset=True)
         attention(q, k, v, passes, [600], [600], window=window)
-        return kernels.statistics().load_matrices
+        return kernels.statistics().mma
 
     for passes in (None, dout):
         whole, causal = products((600, 600), passes), products((-1, 0), passes)
         narrow = products((16, 16), passes)
         assert causal < 0.6 * whole
-        assert narrow < 0.15 * whole
+        assert narrow < share * whole
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

@@ -117,6 +117,17 @@ def test_comparisons(seed, name):
     assert found[8] == eval(f"{whole[0]} {python} {whole[1]}")
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_minima_of_sums(seed):
+    a, b, c = numbers(seed, 3)
+    total = (a + b) & MASK
+    load = [f"MOV R2, {A}", f"MOV R3, {B}"]
+    rows = [("", "PT", min), ("", "!PT", max), (".U32", "PT", min), (".U32", "!PT", max)]
+    for suffix, least, choose in rows:
+        found = run([*load, f"VIADDMNMX{suffix} R4, R2, R3, {C}, {least}"], a, b, c)[4]
+        assert found == choose(total, c, key=None if suffix else signed)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_division_by_a_reciprocal(seed):
     """How nvcc divides unsigned numbers."""

@@ -1,0 +1,174 @@
+// dQ with wgmma (sm_90a), for head dim 64, with a window or grouped heads: what
+// backward_dq_kernel.h computes, by the same formulas. It also writes delta, which
+// backward_keys_wgmma.h reads afterwards.
+//
+// As in the forward pass a block of one warpgroup takes 64 queries of one head, a warp 16 of them.
+// Their rows of q stay in registers as A operands; those of dout, for which there are no registers,
+// in shared memory. Keys and values come in tiles of 64, those that one of the queries sees. Score
+// gradients leave the tensor cores in the layout that the product with the keys needs for its A
+// operand. That product is waited for together with the next tile's scores, so a tile's keys stay
+// in shared memory for one tile longer than its values.
+#pragma once
+
+#include "attention/dropout.h"
+#include "attention/kernel_parts.h"
+#include "attention/query_windows.h"
+
+namespace bert_unpad {
+
+template <class T>
+using WgmmaQueryGradientKeys = KeyTiles<T, 64, 4, 3, 2>;
+
+// Where things lie in shared memory: tiles of keys and values, then the queries' tile of dout.
+template <class T>
+struct WgmmaQueryGradientShared {
+  static constexpr uint32_t kDout = WgmmaQueryGradientKeys<T>::kSharedBytes;
+  static constexpr uint32_t kBytes = kDout + SharedTile<64>::bytes(64);
+};
+
+// A warp's 16 queries and their gradients so far.
+template <class T, bool kDropout>
+struct WgmmaQueryGradients {
+  uint32_t q[4][4];
+  float dq[8][4];
+  // Of rows g and g + 8: lse in base 2; delta, times the rate of what dropout keeps, as the score
+  // gradients are; the keys that they see.
+  float lse[2], delta[2];
+  RowRange seen[2];
+
+  // Loads the rows from `first_row` on, and writes their delta. `rate`: of what dropout keeps.
+  BU_DEVICE void start(const cuda::AttentionCudaParams& a, const AttentionBlock& block,
+                       const QueryWindows& windows, int first_row, float rate) {
+    const int lane = threadIdx.x % 32, end = block.q_len;
+    // q gets the scale's sign, as in the forward pass.
+    load_a<64>(q, HeadRows<const T>(a.q, block.q_begin, block.head), first_row, end,
+               a.scale < 0.0f ? kNegatePair : 0u);
+    uint32_t dout[4][4];
+    load_a<64>(dout, HeadRows<const T>(a.dout, block.q_begin, block.head), first_row, end, 0);
+    row_dots<64>(delta, dout, HeadRows<const T>(a.out, block.q_begin, block.head), first_row, end);
+    const int64_t head = block.head * a.q_tokens + block.q_begin;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + lane / 4 + 8 * half;
+      lse[half] = row < end ? load_global<float>(a.lse + head + row) * kLog2e : 0.0f;
+      if (row < end && lane % 4 == 0) store_global<float>(a.delta + head + row, delta[half]);
+      delta[half] *= rate;
+      seen[half] = windows.keys(row);
+    }
+#pragma unroll
+    for (int i = 0; i < 32; ++i) dq[i / 4][i % 4] = 0.0f;
+    hold(q);
+    hold(dq);
+  }
+
+  // Takes in a tile of keys and values. `dout`, `k`, `v`: operands. Its product with the keys is
+  // still being made afterwards. `hides`: not all rows see all of its keys. `first_row`,
+  // `first_key`: in the sequence.
+  BU_DEVICE void add_tile(TileOperand<64> dout, TileOperand<64> k, TileOperand<64> v, bool hides,
+                          float scale, const AttentionDropout& dropout, int first_row,
+                          int first_key) {
+    float s[8][4], dp[8][4];  // scores; gradients of the weights
+    wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < 4; ++d) wgmma<T, false>(s, q[d], k.step<false>(d), d > 0);
+    wgmma_commit();
+    // Also for the last tile's product with the keys: there are no registers for its operands
+    // beside the second product's sums.
+    wgmma_wait<0>();
+    hold(s);
+    wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < 4; ++d)
+      wgmma<T, false, false>(dp, dout.step<false>(d), v.step<false>(d), d > 0);
+    wgmma_commit();
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      float& weight = s[i / 4][i % 4];
+      weight = exp2_approx(fma(weight, scale, -lse[i / 2 % 2]));
+    }
+    // Weights, not scores: those of a row that sees no key are infinite here.
+    if (hides) replace_unseen(s, seen, first_key, 0.0f);
+    wgmma_wait<0>();
+    hold(dp);
+    uint32_t gradient[4][4];
+    Philox4 bits;
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      if constexpr (kDropout) {
+        if (step % 2 == 0) bits = dropout.draw(first_row / 16, first_key / 32 + step / 2);
+        drop(dp[2 * step], dp[2 * step + 1], dropout.rule, AttentionDropout::tile(bits, step % 2));
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float& x = dp[2 * step + i / 4][i % 4];
+        x = s[2 * step + i / 4][i % 4] * (x - delta[i / 2 % 2]);
+      }
+      pack_a<T>(gradient[step], dp[2 * step], dp[2 * step + 1]);
+    }
+    hold(gradient);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      wgmma<T, true>(dq, gradient[step], k.step<true>(step), true);
+    wgmma_commit();
+  }
+
+ private:
+  // Zeroes what is dropped of two C tiles.
+  static BU_DEVICE void drop(float (&left)[4], float (&right)[4], const PairRule& rule,
+                             const DropoutTile& drawn) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rule.apply(left[2 * half], left[2 * half + 1], drawn.pair[0][half]);
+      rule.apply(right[2 * half], right[2 * half + 1], drawn.pair[1][half]);
+    }
+  }
+};
+
+template <class T, bool kDropout>
+BU_KERNEL(128, 3)
+attention_backward_dq_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
+  const AttentionBlock block = attention_block(p);
+  const int block_row = block.tile * 64;
+  if (block_row >= block.q_len) return;
+
+  const int first_row = block_row + static_cast<int>(threadIdx.x) / 32 * 16;
+  const QueryWindows windows(p.args, block);
+  const PositionSpan span = windows.template span<64>(block_row);
+  // Keys that any query sees, and that all see.
+  const RowRange any = windows.keys_of_any(span), all = windows.keys_of_all(span);
+  const WgmmaQueryGradientKeys<T> keys(p.args, block, any.end);
+  const int first_tile = any.begin / keys.kKeys;
+  if (first_tile < keys.tiles())
+    copy_tile<64, 128, 64>(WgmmaQueryGradientShared<T>::kDout,
+                           HeadRows<const T>(p.args.dout, block.q_begin, block.head), block_row,
+                           block.q_len);
+  keys.start(first_tile);
+
+  WgmmaQueryGradients<T, kDropout> rows;
+  rows.start(p.args, block, windows, first_row, kDropout ? keep_rate(p.args.keep_threshold) : 1.0f);
+  const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
+                                 block.sequence * p.args.heads + block.head);
+  const float scale = fabsf(p.args.scale) * kLog2e;
+  const uint32_t base = hold(shared_base());
+  const auto dout = TileOperand<64>::at(base + WgmmaQueryGradientShared<T>::kDout);
+  for (int tile = first_tile; tile < keys.tiles(); ++tile) {
+    copy_async_wait<0>();
+    fence_shared();
+    // The tile is there for all; all are done with the last values and the keys before the last.
+    sync_block();
+    keys.start(tile + 1);
+    const int first_key = tile * keys.kKeys;
+    rows.add_tile(dout, TileOperand<64>::at(base + keys.keys(tile)),
+                  TileOperand<64>::at(base + keys.values(tile)),
+                  !all.holds(first_key, first_key + keys.kKeys - 1), scale, dropout, first_row,
+                  first_key);
+  }
+  wgmma_wait<0>();
+  hold(rows.dq);
+  const float unit = p.args.scale * (kDropout ? keep_scale(p.args.keep_threshold) : 1.0f);
+  store_rows<T>(rows.dq, unit, unit, HeadRows<T>(p.args.dq, block.q_begin, block.head), first_row,
+                block.q_len, 0);
+}
+
+}  // namespace bert_unpad

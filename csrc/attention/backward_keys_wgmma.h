@@ -1,0 +1,157 @@
+// dK and dV with wgmma (sm_90a), for head dim 64, with a window or grouped heads: what
+// backward_kernel.h computes where it is not fused, after backward_dq_wgmma.h, which writes delta.
+//
+// A block of one warpgroup takes 64 keys, a warp 16 of them, as in backward_wgmma.h. It passes over
+// the heads that read the keys, and over the tiles of 64 queries that see one of them. The products
+// with q and dout are not waited for before the next tile's scores are begun: one wait serves both.
+// So a tile is still read when the next one is taken in, and a third is on its way.
+#pragma once
+
+#include <algorithm>
+
+#include "attention/backward_wgmma.h"
+#include "attention/query_windows.h"
+
+namespace bert_unpad {
+
+// Where things lie in shared memory.
+struct WgmmaKeyGradientShared {
+  static constexpr uint32_t kTile = SharedTile<64>::bytes(64);
+  // Three stages, each a tile of q and one of dout.
+  static BU_HD uint32_t stage(int i) { return i % 3 * 2 * kTile; }
+  // Two stages of what is known of each query of a tile: lse in base 2; delta, times the rate of
+  // what dropout keeps; the first key that it sees, and how many.
+  static BU_HD uint32_t values(int i) { return 6 * kTile + i % 2 * 1024; }
+  static constexpr uint32_t kDelta = 256, kSeen = 512;  // from there on
+  static constexpr uint32_t kBytes = 6 * kTile + 2 * 1024;
+};
+
+// Reads these values of a tile's queries, each thread a part of them. Between start() and finish()
+// they are on their way from global memory.
+class WgmmaQueryValues {
+  using Shared = WgmmaKeyGradientShared;
+  const cuda::AttentionCudaParams& a_;
+  const AttentionBlock& block_;
+  const QueryWindows& windows_;
+  float value_ = 0.0f;
+  int position_ = 0;
+
+ public:
+  BU_DEVICE WgmmaQueryValues(const cuda::AttentionCudaParams& a, const AttentionBlock& block,
+                             const QueryWindows& windows)
+      : a_(a), block_(block), windows_(windows) {}
+
+  BU_DEVICE void start(int head, int tile) {
+    const int row = tile * 64 + static_cast<int>(threadIdx.x) % 64;
+    const float* from = (threadIdx.x < 64 ? a_.lse : a_.delta) + head * a_.q_tokens;
+    value_ = row < block_.q_len ? load_global<float>(from + block_.q_begin + row) : 0.0f;
+    position_ = windows_.position(row);
+  }
+  BU_DEVICE void finish(int stage, float rate) const {
+    const uint32_t to = Shared::values(stage);
+    store_shared<float>(to + 4 * threadIdx.x, value_ * (threadIdx.x < 64 ? kLog2e : rate));
+    if (!windows_.bounded() || threadIdx.x >= 64) return;
+    const RowRange seen = windows_.keys_at(position_);
+    store_shared<Vector<int32_t, 2>>(to + Shared::kSeen + 8 * threadIdx.x,
+                                     {seen.begin, seen.end - seen.begin});
+  }
+};
+
+// Zeroes weights, [keys, queries] with `first_key` the warp's first, of keys that a query does not
+// see. `seen`: where the ranges of the tile's queries begin in shared memory.
+BU_DEVICE void zero_unseen(float (&weights)[8][4], int first_key, uint32_t seen) {
+  const int lane = threadIdx.x % 32, key = first_key + lane / 4;
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    // Of queries 8 n + 2 t and 8 n + 2 t + 1.
+    const auto ranges = load_shared<Vector<int32_t, 4>>(seen + 64 * n + 16 * (lane % 4));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int begin = ranges.v[i % 2 * 2], count = ranges.v[i % 2 * 2 + 1];
+      if (static_cast<uint32_t>(key + i / 2 * 8 - begin) >= static_cast<uint32_t>(count))
+        weights[n][i] = 0.0f;
+    }
+  }
+}
+
+template <class T, bool kDropout>
+BU_KERNEL(128, 2)
+attention_backward_keys_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
+  using Shared = WgmmaKeyGradientShared;
+  const AttentionBlock block = uniform(attention_block<true>(p));
+  const int first_key = block.tile * 64;
+  if (first_key >= block.k_len) return;
+
+  const int last_key = std::min(first_key + 64, block.k_len) - 1;
+  const QueryWindows windows(p.args, block);
+  const RowRange rows = windows.queries(first_key, last_key);
+  const int query_tiles = (rows.end + 63) / 64;
+  // The first tile from this one on with queries that see keys of the block.
+  const auto needed = [&](int tile) {
+    while (tile < query_tiles &&
+           !windows.keys_of_any(windows.template span<64>(tile * 64)).meets(first_key, last_key))
+      ++tile;
+    return of_warp(tile);
+  };
+  const int first_tile = needed(rows.begin / 64);
+
+  const auto copy_queries = [&](int head, int tile, int stage) {
+    const HeadRows<const T> q(p.args.q, block.q_begin, head);
+    const HeadRows<const T> dout(p.args.dout, block.q_begin, head);
+    const uint32_t to = Shared::stage(stage);
+    copy_tile<64, 128, 64>(to, q, tile * 64, block.q_len);
+    copy_tile<64, 128, 64>(to + Shared::kTile, dout, tile * 64, block.q_len);
+  };
+  WgmmaQueryValues values(p.args, block, windows);
+  const float rate = kDropout ? keep_rate(p.args.keep_threshold) : 1.0f;
+  if (first_tile < query_tiles) {
+    copy_queries(block.head, first_tile, 0);
+    values.start(block.head, first_tile);
+    values.finish(0, rate);
+  }
+  copy_async_commit();
+
+  AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
+                           block.sequence * p.args.heads + block.head);
+  for (uint32_t* x : {&dropout.key.k0, &dropout.key.k1, &dropout.key.offset}) *x = first_lane(*x);
+  const float scale = fabsf(p.args.scale) * kLog2e;
+  const uint32_t base = hold(shared_base());
+  WgmmaBackwardKeys<T, kDropout> keys;
+  keys.start(p.args, block, first_key + static_cast<int>(threadIdx.x) / 32 * 16);
+  int count = 0;  // of query tiles so far, over all heads
+  for (int head = block.head; head < block.head + p.group; ++head, ++dropout.stream) {
+    for (int tile = first_tile, next = 0; tile < query_tiles; tile = next, ++count) {
+      next = needed(tile + 1);
+      copy_async_wait<0>();
+      fence_shared();
+      sync_block();  // the tile is there for all, and all are done with the one before the last
+      const bool same_head = next < query_tiles;
+      const bool more = same_head || head + 1 < block.head + p.group;
+      if (more) {
+        const int next_head = same_head ? head : head + 1;
+        const int next_tile = same_head ? next : first_tile;
+        copy_queries(next_head, next_tile, count + 1);
+        values.start(next_head, next_tile);
+      }
+      copy_async_commit();
+
+      const PositionSpan span = windows.template span<64>(tile * 64);
+      const bool hides = windows.bounded() && !windows.keys_of_all(span).holds(first_key, last_key);
+      const uint32_t at = base + Shared::stage(count), known = Shared::values(count);
+      keys.add_queries(
+          TileOperand<64>::at(at), TileOperand<64>::at(at + Shared::kTile), known,
+          known + Shared::kDelta, scale, dropout, tile * 64,
+          [&](float (&weights)[8][4]) {
+            if (hides) zero_unseen(weights, keys.first, known + Shared::kSeen);
+          },
+          [](const auto&) {});
+      if (more) values.finish(count + 1, rate);
+    }
+  }
+  wgmma_wait<0>();
+  hold(keys.dk);
+  hold(keys.dv);
+  keys.store(p.args, block, kDropout ? keep_scale(p.args.keep_threshold) : 1.0f);
+}
+
+}  // namespace bert_unpad
