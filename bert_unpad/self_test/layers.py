@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from bert_unpad import ops
 from bert_unpad._capability import multiplies
 from bert_unpad.ops.delayed_scaling import DelayedScaling
 from bert_unpad.ops.fp8 import QuantizedWeight
+from bert_unpad.ops.norm_fp8 import dropout_add_norm_fp8
 from bert_unpad.self_test.compare import (
     DROPOUT,
     Compared,
@@ -321,23 +321,30 @@ def fp8_linear(inputs: Inputs) -> Iterator[Compared]:
 
 
 def _fp8_mlp(inputs: Inputs) -> Iterator[Compared]:
-    """The feed-forward half with delayed scales, those of a first pass."""
-    scaling = DelayedScaling(2, device=inputs.device)
-    run = partial(ops.mlp, fp8=True, scales=(scaling[0], scaling[1]))
-
-    def plain(x, weight1, bias1, weight2):
-        inner = functional.gelu(functional.linear(x, weight1, bias1))
-        return _both((functional.linear(inner, weight2), x))
-
+    """The feed-forward half with delayed scales, those of a first pass; of x and of its norm."""
     leaves = {
         "x": inputs.normal(37, 64),
         "weight1": inputs.parameter(128, 64, scale=0.125),
         "bias1": inputs.parameter(128),
         "weight2": inputs.parameter(64, 128, scale=0.1),
     }
-    y, _ = run(*(leaf.clone().requires_grad_() for leaf in leaves.values()))
-    y.backward(inputs.normal(*y.shape))
-    scaling.update()
-    # Errors up to 0.18 were seen, of two products one after the other.
-    limit = 2 * FP8_LIMIT
-    yield from compare(inputs, lambda *leaves: _both(run(*leaves)), plain, leaves, limit)
+    for more in ({}, {"norm": 1 + inputs.parameter(64, scale=0.3)}):
+        scaling = DelayedScaling(2, device=inputs.device)
+
+        def ours(x, weight1, bias1, weight2, norm=None, scaling=scaling):
+            if norm is not None:
+                x = dropout_add_norm_fp8(x, None, norm, None, scaling[0].input)
+            scales = (scaling[0], scaling[1])
+            return _both(ops.mlp(x, weight1, bias1, weight2, fp8=True, scales=scales))
+
+        def plain(x, weight1, bias1, weight2, norm=None):
+            x = x if norm is None else functional.layer_norm(x, (64,), norm, eps=1e-12)
+            inner = functional.gelu(functional.linear(x, weight1, bias1))
+            return _both((functional.linear(inner, weight2), x))
+
+        given = leaves | more
+        y = ours(*(leaf.clone().requires_grad_() for leaf in given.values()))
+        y.backward(inputs.normal(*y.shape))
+        scaling.update()
+        # Errors up to 0.18 were seen, of two products one after the other.
+        yield from compare(inputs, ours, plain, given, 2 * FP8_LIMIT)

@@ -28,8 +28,8 @@ def test_memory_of_a_known_step() -> None:
 
     memory = harness.memory_of(adam, lambda: step(1), lambda: step(temporary))
     assert memory.state == pytest.approx(3 * weight.nbytes, abs=100)
-    # The temporary is freed before the gradient is made.
-    assert memory.step == pytest.approx(temporary, rel=0.2)
+    # The temporary is freed before the gradient is made; its memory may stay with the process.
+    assert 0.95 * temporary <= memory.step <= temporary + 6 * weight.nbytes
     assert memory.peak == memory.state + memory.step
 
 
