@@ -155,7 +155,10 @@ def tuned_optimizers() -> str:
         "Tuned optimizers",
         f"The best settings of {count(found['trials'], 'trial')} of each optimizer and `clip.mode` "
         f"at a batch of {found['batch']}, {found['steps']} updates, on a small model "
-        f"({' '.join(found['rest'])}), trained again with {count(found['seeds'], 'seed')}.",
+        f"({' '.join(found['rest'])}), trained again with {count(found['seeds'], 'seed')}. They "
+        "hold for this model, batch and number of updates only: of BERT-large at batches of 32,768 "
+        "and 65,536, Nado et al. (2021, arXiv:2102.06356) report that Adam does as well as LAMB "
+        "once both are tuned.",
         source("tune", found),
         table(["", "best settings", "held-out loss, mean", "range of seeds"], rows, text_columns=2),
         figures("tune"),
