@@ -84,9 +84,10 @@ def project(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
 def project_side_by_side(modules: tuple[nn.Module, ...], x: Tensor) -> Tensor:
     """Computes n linear layers of equal width of x [T, hidden] into one [T, n, features] buffer.
 
-    In fp32 the n products write into one buffer. One product with concatenated weights would have
-    to concatenate them in every call. For queries, keys and values of width 768 and 1 thread: 1.8
-    instead of 6.6 ms forward with 16 tokens; 292 instead of 384 ms forward and backward with 2,089.
+    In fp32 the n products write into one buffer; those of oneDNN, which cannot, are copied into it.
+    One product with concatenated weights would have to concatenate them in every call. For queries,
+    keys and values of width 768 and 1 thread: 1.8 instead of 6.6 ms forward with 16 tokens; 292
+    instead of 384 ms forward and backward with 2,089.
     With fp32 weights and bf16 products on a CPU it is one product: the weights are rounded in every
     call, and rounding them into one matrix costs no more.
     """

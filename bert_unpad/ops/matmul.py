@@ -9,8 +9,8 @@ use PyTorch, with two exceptions on CPUs, both where measured faster:
   (csrc/linear/wgrad_bf16.cpp, wgrad_simd.cpp), which transpose nothing, write an fp32 gradient and
   add up the bias's.
 - Where MKL is slow the others call oneDNN. MKL, which PyTorch takes for fp32, uses AVX-512 on
-  Intel's CPUs only: on an AMD Zen 5 oneDNN reaches twice its rate. In bf16, PyTorch takes oneDNN
-  too, but adds the bias in another pass.
+  Intel's CPUs only, oneDNN on all that have it. In bf16, PyTorch takes oneDNN too, but adds the
+  bias in another pass.
 
 On a CPU without 16-bit instructions the products are computed in fp32. On a CPU with AVX-512 but no
 bf16, PyTorch's bf16 matmul reaches 50 GFLOP/s and its fp32 matmul 240. The result is then rounded
@@ -105,7 +105,7 @@ def by_onednn(x: Tensor, weight: Tensor) -> bool:
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: Tensor | None = None
 ) -> Tensor:
-    """Returns x weight^T + bias + addend on a CPU, of x's dtype and without a derivative.
+    """Returns x weight^T + bias + addend by oneDNN or PyTorch, without a derivative.
 
     Args:
         x: [tokens, in].

@@ -98,8 +98,7 @@ bool fast_bf16_dot_products() {
 
 bool mkl_leaves_avx512_unused() {
 #if defined(__x86_64__)
-  static const bool unused =
-      isa() >= Isa::kAvx512 && isa() <= Isa::kAmx && !__builtin_cpu_is("intel");
+  static const bool unused = isa() >= Isa::kAvx512 && !__builtin_cpu_is("intel");
   return unused;
 #else
   return false;

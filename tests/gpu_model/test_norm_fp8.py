@@ -14,7 +14,7 @@ from gpu_model.block_model import POLICIES
 from gpu_model.build import compiler
 from tests.gpu_model.test_fp8 import aligned, assert_same_numbers
 from tests.support.model_checks import DTYPES, assert_every_site_is_needed
-from tests.support.model_norm import Buffers, NormCudaParams, model, row_norm_params
+from tests.support.model_norm import Buffers, model, norm_params, row_norm_params
 from tests.support.op_checks import RNG
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
@@ -51,15 +51,7 @@ def forward(
     results["y"] = torch.empty_like(x)
     if return_sum:
         results["sum"] = torch.empty_like(x)
-    params = NormCudaParams(
-        norm=norm,
-        x_bias_dtype=0 if x_bias is None else DTYPES[x_bias.dtype],
-        x=buffers.read(x),
-        x_bias=buffers.read(x_bias),
-        residual=buffers.read(residual),
-        y=buffers.write(results["y"]),
-        sum=buffers.write(results.get("sum")),
-    )
+    params = norm_params(buffers, norm, x, x_bias, residual, results)
     if not fp8:
         kernels.call("norm_forward", ctypes.byref(params))
         return results

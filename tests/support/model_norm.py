@@ -101,6 +101,30 @@ def row_norm_params(
     return params, results
 
 
+def norm_params(
+    buffers: Buffers,
+    norm: ctypes.Structure,
+    x: Tensor,
+    x_bias: Tensor | None,
+    residual: Tensor | None,
+    results: dict[str, Tensor],
+    dsum: Tensor | None = None,
+) -> NormCudaParams:
+    """What the kernels take; of the results those that there are."""
+    return NormCudaParams(
+        norm=norm,
+        x_bias_dtype=0 if x_bias is None else DTYPES[x_bias.dtype],
+        x=buffers.read(x),
+        x_bias=buffers.read(x_bias),
+        residual=buffers.read(residual),
+        dsum=buffers.read(dsum),
+        **{
+            name: buffers.write(results.get(name))
+            for name in ("y", "sum", "dx", "dresidual", "dx_bias")
+        },
+    )
+
+
 def layer_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -130,18 +154,7 @@ def layer_norm(
         results["dresidual"] = torch.empty_like(x)
     if x_bias is not None:
         results["dx_bias"] = torch.empty_like(x_bias)
-    params = NormCudaParams(
-        norm=norm,
-        x_bias_dtype=0 if x_bias is None else DTYPES[x_bias.dtype],
-        x=buffers.read(x),
-        x_bias=buffers.read(x_bias),
-        residual=buffers.read(residual),
-        dsum=buffers.read(dsum),
-        **{
-            name: buffers.write(results.get(name))
-            for name in ("y", "sum", "dx", "dresidual", "dx_bias")
-        },
-    )
+    params = norm_params(buffers, norm, x, x_bias, residual, results, dsum)
     kernels.call("norm_forward", ctypes.byref(params))
     sizes = (ctypes.c_int64 * 2)()
     kernels.call("norm_scratch", ctypes.byref(params), sizes)
