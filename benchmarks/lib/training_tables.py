@@ -161,8 +161,28 @@ def tuned_optimizers() -> str:
         "once both are tuned.",
         source("tune", found),
         table(["", "best settings", "held-out loss, mean", "range of seeds"], rows, text_columns=2),
+        " ".join(_compared(found["results"], clip) for clip in found["clips"]),
+        f"The figure shows the way there; {found['steps']} updates are a small part of a "
+        "pretraining run.",
         figures("tune"),
     )
+
+
+def _compared(results: dict[str, Any], clip: str) -> str:
+    """How far the best two optimizers with the same clipping are apart, and how far seeds are."""
+    losses = {
+        name.partition("/")[0]: row["held_out_mlm_loss_of_seeds"]
+        for name, row in results.items()
+        if name.endswith(f"/{clip}")
+    }
+    if len(losses) < 2:
+        return ""
+    better, worse, *_ = sorted(losses, key=lambda name: statistics.fmean(losses[name]))
+    apart = statistics.fmean(losses[worse]) - statistics.fmean(losses[better])
+    seeds = max(max(x) - min(x) for x in losses.values())
+    said = f"With `clip.mode` {clip}, {better} ends {apart:.3f} below {worse}, and seeds of one"
+    verdict = "so that is better here" if apart > seeds else "so neither is better here"
+    return f"{said} differ by up to {seeds:.3f}, {verdict}."
 
 
 def _short(value: Any) -> str:
