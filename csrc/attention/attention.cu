@@ -63,14 +63,13 @@ struct BackwardChoice {
   bool wgmma, fused;
 };
 
-// With wgmma two kernels are only for windows and grouped heads: other calls that cannot be fused
-// take those without.
+// With wgmma two kernels are only for windows, grouped heads and position biases: other calls that
+// cannot be fused take those without.
 BackwardChoice choose_backward(const AttentionCudaParams& args, const AttentionCudaBias& bias,
                                const AttentionDevice& device) {
   const bool whole = takes_whole_heads(args, bias);
   const int sequences = args.sequences, heads = args.heads;
-  if (wgmma_wanted(kBackwardOp) &&
-      has_wgmma(args.dtype, args.head_dim, bias.bucket != nullptr, device)) {
+  if (wgmma_wanted(kBackwardOp) && has_wgmma(args.dtype, args.head_dim, device)) {
     if (!whole) return {true, false};
     if (wgmma_backward_is_fused(sequences, heads, args.max_q, args.max_k, device))
       return {true, true};
@@ -85,11 +84,11 @@ void attention_forward(const AttentionCudaParams& args, const AttentionCudaBias&
                        std::span<const AttentionGroup> groups, cudaStream_t stream) {
   const AttentionDevice device = this_device(kForwardOp, args.dtype);
   if (bias.bucket != nullptr) prepare_bias(kForwardOp, args, bias, stream);
-  const bool wgmma = wgmma_wanted(kForwardOp) &&
-                     has_wgmma(args.dtype, args.head_dim, bias.bucket != nullptr, device);
+  const bool wgmma = wgmma_wanted(kForwardOp) && has_wgmma(args.dtype, args.head_dim, device);
   for_each_run(kForwardOp, args, bias, groups, stream,
                [&](const AttentionRun& run, cudaStream_t s) {
                  if (args.dtype == DType::kFloat32) return launch_fp32_forward(run, s);
+                 if (wgmma && bias.bucket != nullptr) return launch_wgmma_bias_forward(run, s);
                  if (wgmma) return launch_wgmma_forward(run, s);
                  dispatch_head_dim(args.head_dim, [&]<int kHeadDim>() {
                    if (bias.bucket != nullptr) return launch_bias_forward<kHeadDim>(run, s);
@@ -113,6 +112,8 @@ void attention_backward(const AttentionCudaParams& args, const AttentionCudaBias
   for_each_run(kBackwardOp, args, bias, groups, stream,
                [&](const AttentionRun& run, cudaStream_t s) {
                  if (args.dtype == DType::kFloat32) return launch_fp32_backward(run, s);
+                 if (choice.wgmma && bias.bucket != nullptr)
+                   return launch_wgmma_bias_backward(run, s);
                  if (choice.wgmma) return launch_wgmma_backward(run, choice.fused, s);
                  dispatch_head_dim(args.head_dim, [&]<int kHeadDim>() {
                    if (bias.bucket != nullptr) return launch_bias_backward<kHeadDim>(run, s);

@@ -1,4 +1,5 @@
-// Attention with wgmma, head dim 64: which kernel and tile shape takes a run, and its grid.
+// Attention with wgmma, head dim 64, without a position bias: which kernel and tile shape takes a
+// run, and its grid.
 #define BU_REQUIRE_TRAPS
 
 #include "attention/backward_dq_wgmma.h"
@@ -12,7 +13,8 @@ namespace bert_unpad::cuda {
 
 void launch_wgmma_forward(const AttentionRun& run, cudaStream_t stream) {
   const auto start = [&]<class T, int kGroups, bool kDropout, bool kWindow>() {
-    launch_grid(kForwardOp, attention_forward_wgmma_kernel<T, kGroups, kDropout, kWindow>,
+    launch_grid(kForwardOp,
+                attention_forward_wgmma_kernel<T, kGroups, kDropout, kWindow, AttentionLaunch>,
                 128 * kGroups, WgmmaKeys<T, kGroups>::kSharedBytes, run, run.args.heads,
                 run.args.max_q, 64 * kGroups, stream);
   };
@@ -32,10 +34,10 @@ void launch_wgmma_backward(const AttentionRun& run, bool fused, cudaStream_t str
                 stream);
   };
   const auto start_split = [&]<class T, bool kDropout>() {
-    launch_grid(kBackwardOp, attention_backward_dq_wgmma_kernel<T, kDropout>, 128,
+    launch_grid(kBackwardOp, attention_backward_dq_wgmma_kernel<T, kDropout, AttentionLaunch>, 128,
                 WgmmaQueryGradientShared<T>::kBytes, run, run.args.heads, max_q, 64, stream);
-    launch_grid(kBackwardOp, attention_backward_keys_wgmma_kernel<T, kDropout>, 128,
-                WgmmaKeyGradientShared::kBytes, run, run.args.kv_heads, max_k, 64, stream);
+    launch_grid(kBackwardOp, attention_backward_keys_wgmma_kernel<T, kDropout, AttentionLaunch>,
+                128, WgmmaKeyGradientShared::kBytes, run, run.args.kv_heads, max_k, 64, stream);
   };
   dispatch_16_bit(run.args, [&]<class T, bool kDropout>() {
     if (!fused) return start_split.template operator()<T, kDropout>();

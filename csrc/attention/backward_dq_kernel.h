@@ -65,6 +65,7 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
   const Operands<kHeadDim> operands;
   const QueryBias<T, kBias> bias(p, block, windows, first_row);
   const QueryBiasSums<T, kBias> sums(p, block, windows, first_row, keys.kSharedBytes);
+  sums.zero();
   const float unit = kBias ? 1.0f : scale;  // of a score, once it has its bias
   float dq[kHeadDim / 8][4] = {};
 
@@ -106,7 +107,8 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
           dp[n][i] = weight * (dp[n][i] * keep - delta[i / 2]);
         }
       }
-      sums.add(dp, first_key);
+      sums.put(dp);
+      sums.add_up(first_key, {first_key, first_key + 16});
       uint32_t gradients[4];
       pack_a<T>(gradients, dp[0], dp[1]);
 #pragma unroll

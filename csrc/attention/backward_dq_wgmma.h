@@ -1,4 +1,4 @@
-// dQ with wgmma (sm_90a), for head dim 64, with a window or grouped heads: what
+// dQ with wgmma (sm_90a), for head dim 64, with a window, grouped heads or a position bias: what
 // backward_dq_kernel.h computes, by the same formulas. It also writes delta, which
 // backward_keys_wgmma.h reads afterwards.
 //
@@ -7,19 +7,22 @@
 // in shared memory. Keys and values come in tiles of 64, those that one of the queries sees. Score
 // gradients leave the tensor cores in the layout that the product with the keys needs for its A
 // operand. That product is waited for together with the next tile's scores, so a tile's keys stay
-// in shared memory for one tile longer than its values.
+// in shared memory for one tile longer than its values. Meanwhile the score gradients are added to
+// the sums of a position bias.
 #pragma once
 
 #include "attention/dropout.h"
 #include "attention/kernel_parts.h"
 #include "attention/query_windows.h"
+#include "attention/score_bias.h"
 
 namespace bert_unpad {
 
 template <class T>
 using WgmmaQueryGradientKeys = KeyTiles<T, 64, 4, 3, 2>;
 
-// Where things lie in shared memory: tiles of keys and values, then the queries' tile of dout.
+// Where things lie in shared memory: tiles of keys and values, then the queries' tile of dout. The
+// score gradients of a position bias follow.
 template <class T>
 struct WgmmaQueryGradientShared {
   static constexpr uint32_t kDout = WgmmaQueryGradientKeys<T>::kSharedBytes;
@@ -27,7 +30,7 @@ struct WgmmaQueryGradientShared {
 };
 
 // A warp's 16 queries and their gradients so far.
-template <class T, bool kDropout>
+template <class T, bool kDropout, bool kBias>
 struct WgmmaQueryGradients {
   uint32_t q[4][4];
   float dq[8][4];
@@ -66,7 +69,8 @@ struct WgmmaQueryGradients {
   // `first_key`: in the sequence.
   BU_DEVICE void add_tile(TileOperand<64> dout, TileOperand<64> k, TileOperand<64> v, bool hides,
                           float scale, const AttentionDropout& dropout, int first_row,
-                          int first_key) {
+                          int first_key, const QueryBias<T, kBias>& bias,
+                          const QueryBiasSums<T, kBias, 64>& sums) {
     float s[8][4], dp[8][4];  // scores; gradients of the weights
     wgmma_fence();
 #pragma unroll
@@ -76,25 +80,28 @@ struct WgmmaQueryGradients {
     // beside the second product's sums.
     wgmma_wait<0>();
     hold(s);
+    bias.add(s, first_key, scale);  // before there are sums of the second product
     wgmma_fence();
 #pragma unroll
     for (int d = 0; d < 4; ++d)
       wgmma<T, false, false>(dp, dout.step<false>(d), v.step<false>(d), d > 0);
     wgmma_commit();
+    const float unit = kBias ? 1.0f : scale;  // of a score, once it has its bias
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       float& weight = s[i / 4][i % 4];
-      weight = exp2_approx(fma(weight, scale, -lse[i / 2 % 2]));
+      weight = exp2_approx(fma(weight, unit, -lse[i / 2 % 2]));
     }
     // Weights, not scores: those of a row that sees no key are infinite here.
     if (hides) replace_unseen(s, seen, first_key, 0.0f);
     wgmma_wait<0>();
     hold(dp);
+    const bool draws = kDropout && (!kBias || dropout.draws());
     uint32_t gradient[4][4];
     Philox4 bits;
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      if constexpr (kDropout) {
+      if (draws) {
         if (step % 2 == 0) bits = dropout.draw(first_row / 16, first_key / 32 + step / 2);
         drop(dp[2 * step], dp[2 * step + 1], dropout.rule, AttentionDropout::tile(bits, step % 2));
       }
@@ -105,6 +112,7 @@ struct WgmmaQueryGradients {
       }
       pack_a<T>(gradient[step], dp[2 * step], dp[2 * step + 1]);
     }
+    sums.put(dp);
     hold(gradient);
     wgmma_fence();
 #pragma unroll
@@ -125,9 +133,11 @@ struct WgmmaQueryGradients {
   }
 };
 
-template <class T, bool kDropout>
-BU_KERNEL(128, 3)
-attention_backward_dq_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
+template <class T, bool kDropout, class Launch>
+BU_KERNEL(128, kHasBias<Launch> ? 2 : 3)
+attention_backward_dq_wgmma_kernel(BU_PARAMS Launch p) {
+  constexpr bool kBias = kHasBias<Launch>;
+  using Shared = WgmmaQueryGradientShared<T>;
   const AttentionBlock block = attention_block(p);
   const int block_row = block.tile * 64;
   if (block_row >= block.q_len) return;
@@ -140,18 +150,23 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
   const WgmmaQueryGradientKeys<T> keys(p.args, block, any.end);
   const int first_tile = any.begin / keys.kKeys;
   if (first_tile < keys.tiles())
-    copy_tile<64, 128, 64>(WgmmaQueryGradientShared<T>::kDout,
-                           HeadRows<const T>(p.args.dout, block.q_begin, block.head), block_row,
-                           block.q_len);
+    copy_tile<64, 128, 64>(Shared::kDout, HeadRows<const T>(p.args.dout, block.q_begin, block.head),
+                           block_row, block.q_len);
   keys.start(first_tile);
 
-  WgmmaQueryGradients<T, kDropout> rows;
+  WgmmaQueryGradients<T, kDropout, kBias> rows;
   rows.start(p.args, block, windows, first_row, kDropout ? keep_rate(p.args.keep_threshold) : 1.0f);
   const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
-                                 block.sequence * p.args.heads + block.head);
+                                 block.sequence * p.args.heads + block.head, !kBias);
+  const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
+  const QueryBias<T, kBias> bias(p, block, windows, first_row);
+  const QueryBiasSums<T, kBias, 64> sums(p, block, windows, first_row, Shared::kBytes);
+  sums.zero();
+  RowRange seen = any;  // by the warp's queries
+  if constexpr (kBias) seen = windows.keys_of_any(windows.template span<16>(first_row));
   const float scale = fabsf(p.args.scale) * kLog2e;
   const uint32_t base = hold(shared_base());
-  const auto dout = TileOperand<64>::at(base + WgmmaQueryGradientShared<T>::kDout);
+  const auto dout = TileOperand<64>::at(base + Shared::kDout);
   for (int tile = first_tile; tile < keys.tiles(); ++tile) {
     copy_async_wait<0>();
     fence_shared();
@@ -162,11 +177,12 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
     rows.add_tile(dout, TileOperand<64>::at(base + keys.keys(tile)),
                   TileOperand<64>::at(base + keys.values(tile)),
                   !all.holds(first_key, first_key + keys.kKeys - 1), scale, dropout, first_row,
-                  first_key);
+                  first_key, bias, sums);
+    sums.add_up(first_key, seen, keep);
   }
   wgmma_wait<0>();
   hold(rows.dq);
-  const float unit = p.args.scale * (kDropout ? keep_scale(p.args.keep_threshold) : 1.0f);
+  const float unit = p.args.scale * keep;
   store_rows<T>(rows.dq, unit, unit, HeadRows<T>(p.args.dq, block.q_begin, block.head), first_row,
                 block.q_len, 0);
 }

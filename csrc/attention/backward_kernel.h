@@ -179,7 +179,8 @@ struct BackwardKeys {
       if (draws) dropout.apply(weights[r], drawn);
       pack_a<T>(gradients[r], dp[r][0], dp[r][1]);
     }
-    bias.add_gradients(dp[0], first_query);
+    bias.put(dp[0]);
+    bias.add_up(first_query, {first_query, first_query + 16});
     keep_loads_behind();
 #pragma unroll
     for (int n = 0; n < kColumns / 16; ++n) {
@@ -337,8 +338,9 @@ attention_backward_kernel(BU_PARAMS Launch p) {
     if (kFused && pass == 0)
       fill_row_values<T, kHeadDim, kWarps>(p.args, again(block.q_begin), again(block.head),
                                            block.q_len, Shared::kRowValues);
-    const KeyBias<T, kBias> bias(p, block, windows, block.head + pass, keys.first,
+    const KeyBias<T, kBias> bias(p, block, {windows}, block.head + pass, keys.first,
                                  Shared::bytes(0));
+    bias.zero();
     // A fused block has at least one tile.
     for (int tile = first_tile, next = 0; (kFused && tile == 0) || tile < query_tiles;
          tile = next, ++count) {

@@ -1,59 +1,79 @@
-// dK and dV with wgmma (sm_90a), for head dim 64, with a window or grouped heads: what
-// backward_kernel.h computes where it is not fused, after backward_dq_wgmma.h, which writes delta.
+// dK and dV with wgmma (sm_90a), for head dim 64, with a window, grouped heads or a position bias:
+// what backward_kernel.h computes where it is not fused, after backward_dq_wgmma.h, which writes
+// delta.
 //
 // A block of one warpgroup takes 64 keys, a warp 16 of them, as in backward_wgmma.h. It passes over
 // the heads that read the keys, and over the tiles of 64 queries that see one of them. The products
 // with q and dout are not waited for before the next tile's scores are begun: one wait serves both.
-// So a tile is still read when the next one is taken in, and a third is on its way.
+// So a tile is still read when the next one is taken in, and a third is on its way. Meanwhile the
+// score gradients are added to the sums of a position bias.
 #pragma once
 
 #include <algorithm>
 
 #include "attention/backward_wgmma.h"
 #include "attention/query_windows.h"
+#include "attention/score_bias.h"
 
 namespace bert_unpad {
 
-// Where things lie in shared memory.
+// Where things lie in shared memory. The score gradients of a position bias follow.
 struct WgmmaKeyGradientShared {
   static constexpr uint32_t kTile = SharedTile<64>::bytes(64);
   // Three stages, each a tile of q and one of dout.
   static BU_HD uint32_t stage(int i) { return i % 3 * 2 * kTile; }
   // Two stages of what is known of each query of a tile: lse in base 2; delta, times the rate of
-  // what dropout keeps; the first key that it sees, and how many.
-  static BU_HD uint32_t values(int i) { return 6 * kTile + i % 2 * 1024; }
-  static constexpr uint32_t kDelta = 256, kSeen = 512;  // from there on
-  static constexpr uint32_t kBytes = 6 * kTile + 2 * 1024;
+  // what dropout keeps; the first key that it sees, and how many; with a bias its place_of_key_0.
+  static BU_HD uint32_t values(int i) { return 6 * kTile + i % 2 * 1280; }
+  static constexpr uint32_t kDelta = 256, kSeen = 512, kStarts = 1024;  // from there on
+  static constexpr uint32_t kBytes = 6 * kTile + 2 * 1280;
 };
 
 // Reads these values of a tile's queries, each thread a part of them. Between start() and finish()
 // they are on their way from global memory.
+template <class Launch>
 class WgmmaQueryValues {
   using Shared = WgmmaKeyGradientShared;
-  const cuda::AttentionCudaParams& a_;
+  const Launch& p_;
   const AttentionBlock& block_;
   const QueryWindows& windows_;
   float value_ = 0.0f;
   int position_ = 0;
 
  public:
-  BU_DEVICE WgmmaQueryValues(const cuda::AttentionCudaParams& a, const AttentionBlock& block,
+  BU_DEVICE WgmmaQueryValues(const Launch& p, const AttentionBlock& block,
                              const QueryWindows& windows)
-      : a_(a), block_(block), windows_(windows) {}
+      : p_(p), block_(block), windows_(windows) {}
 
   BU_DEVICE void start(int head, int tile) {
     const int row = tile * 64 + static_cast<int>(threadIdx.x) % 64;
-    const float* from = (threadIdx.x < 64 ? a_.lse : a_.delta) + head * a_.q_tokens;
-    value_ = row < block_.q_len ? load_global<float>(from + block_.q_begin + row) : 0.0f;
+    const cuda::AttentionCudaParams& a = p_.args;
+    const float* from = (threadIdx.x < 64 ? a.lse : a.delta) + head * a.q_tokens;
+    // The weights of queries beyond the last one are zeros, whatever their bias.
+    const float beyond = threadIdx.x < 64 ? INFINITY : 0.0f;
+    value_ = row < block_.q_len ? load_global<float>(from + block_.q_begin + row) : beyond;
     position_ = windows_.position(row);
   }
   BU_DEVICE void finish(int stage, float rate) const {
     const uint32_t to = Shared::values(stage);
     store_shared<float>(to + 4 * threadIdx.x, value_ * (threadIdx.x < 64 ? kLog2e : rate));
-    if (!windows_.bounded() || threadIdx.x >= 64) return;
+    if (threadIdx.x >= 64) return;
+    if constexpr (kHasBias<Launch>)
+      store_shared<int32_t>(to + Shared::kStarts + 4 * threadIdx.x,
+                            place_of_key_0(p_.bias, position_, block_.k_len));
+    if (!windows_.bounded()) return;
     const RowRange seen = windows_.keys_at(position_);
     store_shared<Vector<int32_t, 2>>(to + Shared::kSeen + 8 * threadIdx.x,
                                      {seen.begin, seen.end - seen.begin});
+  }
+};
+
+// Reads the starts of a tile's queries, which lie in shared memory from `at` on.
+struct WgmmaQueryStarts {
+  uint32_t at = 0;
+  template <class T>
+  BU_DEVICE int operator()(const ScoreBias<T>&, int query) const {
+    return load_shared<int32_t>(at + query % 64 * 4);
   }
 };
 
@@ -74,9 +94,10 @@ BU_DEVICE void zero_unseen(float (&weights)[8][4], int first_key, uint32_t seen)
   }
 }
 
-template <class T, bool kDropout>
+template <class T, bool kDropout, class Launch>
 BU_KERNEL(128, 2)
-attention_backward_keys_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
+attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
+  constexpr bool kBias = kHasBias<Launch>;
   using Shared = WgmmaKeyGradientShared;
   const AttentionBlock block = uniform(attention_block<true>(p));
   const int first_key = block.tile * 64;
@@ -102,7 +123,7 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
     copy_tile<64, 128, 64>(to, q, tile * 64, block.q_len);
     copy_tile<64, 128, 64>(to + Shared::kTile, dout, tile * 64, block.q_len);
   };
-  WgmmaQueryValues values(p.args, block, windows);
+  WgmmaQueryValues<Launch> values(p, block, windows);
   const float rate = kDropout ? keep_rate(p.args.keep_threshold) : 1.0f;
   if (first_tile < query_tiles) {
     copy_queries(block.head, first_tile, 0);
@@ -112,14 +133,18 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
   copy_async_commit();
 
   AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
-                           block.sequence * p.args.heads + block.head);
+                           block.sequence * p.args.heads + block.head, !kBias);
   for (uint32_t* x : {&dropout.key.k0, &dropout.key.k1, &dropout.key.offset}) *x = first_lane(*x);
   const float scale = fabsf(p.args.scale) * kLog2e;
+  const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   const uint32_t base = hold(shared_base());
-  WgmmaBackwardKeys<T, kDropout> keys;
+  WgmmaBackwardKeys<T, kDropout, kBias> keys;
   keys.start(p.args, block, first_key + static_cast<int>(threadIdx.x) / 32 * 16);
+  using Bias = KeyBias<T, kBias, WgmmaQueryStarts, 64>;
+  const RowRange seeing = windows.queries(keys.first, keys.first + 15);
   int count = 0;  // of query tiles so far, over all heads
   for (int head = block.head; head < block.head + p.group; ++head, ++dropout.stream) {
+    Bias(p, block, {}, head, keys.first, Shared::kBytes).zero();
     for (int tile = first_tile, next = 0; tile < query_tiles; tile = next, ++count) {
       next = needed(tile + 1);
       copy_async_wait<0>();
@@ -138,20 +163,30 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
       const PositionSpan span = windows.template span<64>(tile * 64);
       const bool hides = windows.bounded() && !windows.keys_of_all(span).holds(first_key, last_key);
       const uint32_t at = base + Shared::stage(count), known = Shared::values(count);
+      AttentionBlock here = block;
+      here.head = head;
+      // Pointers are worked out again for each tile: there are no registers to keep them in.
+      if constexpr (kBias) {
+        here.head = static_cast<int>(hold(here.head));
+        for (uint32_t* begin : {&here.q_begin, &here.k_begin}) *begin = hold(*begin);
+      }
+      const Bias bias(p, here, {known + Shared::kStarts}, here.head, keys.first, Shared::kBytes);
       keys.add_queries(
           TileOperand<64>::at(at), TileOperand<64>::at(at + Shared::kTile), known,
-          known + Shared::kDelta, scale, dropout, tile * 64,
+          known + Shared::kDelta, kBias ? 1.0f : scale, dropout, tile * 64,
+          [&](float (&scores)[8][4]) { bias.add(scores, tile * 64, scale); },
           [&](float (&weights)[8][4]) {
             if (hides) zero_unseen(weights, keys.first, known + Shared::kSeen);
           },
-          [](const auto&) {});
+          [&](const float (&gradients)[8][4], const auto&) { bias.put(gradients); });
+      bias.add_up(tile * 64, seeing, keep);
       if (more) values.finish(count + 1, rate);
     }
   }
   wgmma_wait<0>();
   hold(keys.dk);
   hold(keys.dv);
-  keys.store(p.args, block, kDropout ? keep_scale(p.args.keep_threshold) : 1.0f);
+  keys.store(p.args, block, keep);
 }
 
 }  // namespace bert_unpad

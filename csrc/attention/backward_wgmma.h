@@ -1,6 +1,6 @@
 // The backward pass with wgmma (sm_90a), for head dim 64: the formulas of backward_kernel.h, fused
-// as there. A block owns a whole head of a sequence. With a window or grouped heads
-// backward_dq_wgmma.h and backward_keys_wgmma.h compute the same instead.
+// as there. A block owns a whole head of a sequence. With a window, grouped heads or a position
+// bias backward_dq_wgmma.h and backward_keys_wgmma.h compute the same instead.
 //
 // A warpgroup owns 64 keys, a warp 16 of them. Rows of K and V stay in registers as A operands, and
 // scores are computed transposed (keys x queries), so that weights and score gradients leave the
@@ -38,8 +38,9 @@ struct WgmmaBackwardShared {
   }
 };
 
-// A warp's 16 keys: their rows, and the gradients that these have gathered.
-template <class T, bool kDropout>
+// A warp's 16 keys: their rows, and the gradients that these have gathered. kBias: scores change,
+// and whether there is dropout is only known when it runs.
+template <class T, bool kDropout, bool kBias = false>
 struct WgmmaBackwardKeys {
   int first, end;  // the first of the keys in the sequence, and the sequence's length
   uint32_t k[4][4], v[4][4];
@@ -63,44 +64,51 @@ struct WgmmaBackwardKeys {
 
   // Takes in a tile of queries, whose first is `first_query` in the sequence. `lse` and `delta`:
   // where theirs begin in shared memory; lse is in base 2, delta divided by the scale of what
-  // dropout keeps, as the score gradients are. `hide` is called with the weights, [keys, queries],
-  // and sets those to 0 that do not count; `share` with the score gradients as A operands. The
-  // products with q and dout are still being made afterwards.
-  template <class Hide, class Share>
+  // dropout keeps, as the score gradients are. `change` is called with the scores, [keys, queries],
+  // which are in units of `unit` afterwards; `hide` with the weights, and sets those to 0 that do
+  // not count; `share` with the score gradients, and the same as A operands. The products with q
+  // and dout are still being made afterwards.
+  template <class Change, class Hide, class Share>
   BU_DEVICE void add_queries(TileOperand<64> q, TileOperand<64> dout, uint32_t lse, uint32_t delta,
-                             float scale, const AttentionDropout& dropout, int first_query,
-                             const Hide& hide, const Share& share) {
+                             float unit, const AttentionDropout& dropout, int first_query,
+                             const Change& change, const Hide& hide, const Share& share) {
     float s[8][4], dp[8][4];  // [keys, queries]: scores; gradients of the weights
     wgmma_fence();
 #pragma unroll
     for (int d = 0; d < 4; ++d) wgmma<T, false>(s, k[d], q.step<false>(d), d > 0);
     wgmma_commit();
-    wgmma_fence();
+    const auto start_dp = [&] {
+      wgmma_fence();
 #pragma unroll
-    for (int d = 0; d < 4; ++d) wgmma<T, false>(dp, v[d], dout.step<false>(d), d > 0);
-    wgmma_commit();
+      for (int d = 0; d < 4; ++d) wgmma<T, false>(dp, v[d], dout.step<false>(d), d > 0);
+      wgmma_commit();
+    };
+    if constexpr (!kBias) start_dp();
     const uint32_t column = 8 * (threadIdx.x % 4);  // bytes from that of a tile's first query
-    wgmma_wait<1>();
+    wgmma_wait<kBias ? 0 : 1>();
     hold(s);
+    change(s);
+    const bool draws = kDropout && (!kBias || dropout.draws());
     uint32_t operand[4][4];
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const FloatPair l = load_shared<FloatPair>(lse + column + 32 * n);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        s[n][i] = exp2_approx(fma(s[n][i], scale, -(i % 2 ? l.high : l.low)));
+        s[n][i] = exp2_approx(fma(s[n][i], unit, -(i % 2 ? l.high : l.low)));
     }
     hide(s);
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       pack_a<T>(operand[step], s[2 * step], s[2 * step + 1]);
-      if constexpr (kDropout) {
+      if (draws) {
         const Philox4 bits = dropout.draw_transposed(first_query / 16 + step, first / 32);
         drop(operand[step], s[2 * step], s[2 * step + 1], dropout.rule,
              AttentionDropout::transposed_tile(bits, first / 16 % 2));
       }
     }
     hold(operand);
+    if constexpr (kBias) start_dp();  // there were no registers for its sums before
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
@@ -123,7 +131,7 @@ struct WgmmaBackwardKeys {
     uint32_t gradient[4][4];
 #pragma unroll
     for (int step = 0; step < 4; ++step) pack_a<T>(gradient[step], dp[2 * step], dp[2 * step + 1]);
-    share(gradient);
+    share(dp, gradient);
     hold(gradient);
     wgmma_fence();
 #pragma unroll
@@ -257,8 +265,8 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
       const uint32_t at = base + Shared::stage(count);
       keys.add_queries(
           TileOperand<64>::at(at), TileOperand<64>::at(at + Shared::kTile), lse_at + 256 * tile,
-          delta_at + 256 * tile, scale, dropout, tile * 64, [](const auto&) {},
-          [&](const auto& gradient) { keys.put(gradient, Shared::kGradients); });
+          delta_at + 256 * tile, scale, dropout, tile * 64, [](const auto&) {}, [](const auto&) {},
+          [&](const auto&, const auto& gradient) { keys.put(gradient, Shared::kGradients); });
       float dq[kColumns / 8][4];
       const uint32_t mine = sums_at + tile * 64 * 256;
       if (!kOnePass && pass > 0) {

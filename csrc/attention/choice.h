@@ -17,8 +17,8 @@ struct AttentionDevice {
 
 // Whether there are kernels with wgmma. Their machine code runs on compute capability 9.0 and on no
 // other.
-inline bool has_wgmma(DType dtype, int head_dim, bool bias, const AttentionDevice& device) {
-  return device.capability == 90 && dtype != DType::kFloat32 && head_dim == 64 && !bias;
+inline bool has_wgmma(DType dtype, int head_dim, const AttentionDevice& device) {
+  return device.capability == 90 && dtype != DType::kFloat32 && head_dim == 64;
 }
 
 // Row tiles of 16 queries per warp of the forward kernel: two where registers suffice and a block

@@ -9,11 +9,14 @@
 //
 // At 128 registers a thread, four warpgroups share an SM: while one computes exponentials, the
 // others multiply.
+//
+// A launch with a position bias takes the kernel for windows.
 #pragma once
 
 #include "attention/dropout.h"
 #include "attention/kernel_parts.h"
 #include "attention/query_windows.h"
+#include "attention/score_bias.h"
 
 namespace bert_unpad {
 
@@ -26,12 +29,12 @@ template <class T, int kGroups>
 using WgmmaKeys = KeyTiles<T, 64, 4 * kGroups, kWgmmaStages<kGroups>>;
 
 // A warp's 16 queries and what they have summed so far.
-template <class T, bool kDropout, bool kWindow>
+template <class T, bool kDropout, bool kWindow, bool kBias>
 struct WgmmaRows {
   uint32_t q[4][4];
   float o[8][4];
-  // Of rows g and g + 8: the largest score so far, before scaling; the sum of the exponentials in
-  // this lane's columns; with a window the keys that they see.
+  // Of rows g and g + 8: the largest score so far, before scaling, with a bias in base 2; the sum
+  // of the exponentials in this lane's columns; with a window the keys that they see.
   float top[2], sum[2];
   RowRange seen[2];
 
@@ -39,7 +42,8 @@ struct WgmmaRows {
   // made afterwards. `to`: keys of the tile before the sequence's end, 64 or more if all; `hides`:
   // not all rows see all of its keys. `first_row`, `first_key`: in the sequence.
   BU_DEVICE void add_tile(TileOperand<64> k, TileOperand<64> v, int to, bool hides, float scale,
-                          const AttentionDropout& dropout, int first_row, int first_key) {
+                          const AttentionDropout& dropout, int first_row, int first_key,
+                          const QueryBias<T, kBias>& bias) {
     float s[8][4];
     wgmma_fence();
 #pragma unroll
@@ -48,18 +52,20 @@ struct WgmmaRows {
     wgmma_wait<0>();  // also for the last tile's product with the values
     hold(s);
     hold(o);
+    bias.add(s, first_key, scale);
     if constexpr (kWindow) {
       if (hides) replace_unseen(s, seen, first_key, -INFINITY);
     } else if (to < 64) {
       mask(s, to);
     }
-    softmax(s, scale);
+    softmax(s, kBias ? 1.0f : scale);
+    const bool draws = kDropout && (!kBias || dropout.draws());
     uint32_t weights[4][4];
     Philox4 bits;
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       pack_a<T>(weights[step], s[2 * step], s[2 * step + 1]);
-      if constexpr (kDropout) {
+      if (draws) {
         if (step % 2 == 0) bits = dropout.draw(first_row / 16, first_key / 32 + step / 2);
         dropout.apply(weights[step], AttentionDropout::tile(bits, step % 2));
       }
@@ -89,9 +95,9 @@ struct WgmmaRows {
     }
   }
 
-  // Turns scores into exponentials relative to the largest score so far, and rescales what was
-  // summed relative to an older one.
-  BU_DEVICE void softmax(float (&s)[8][4], float scale) {
+  // Turns scores, in units of `unit`, into exponentials relative to the largest score so far, and
+  // rescales what was summed relative to an older one.
+  BU_DEVICE void softmax(float (&s)[8][4], float unit) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float most = top[half];
@@ -100,15 +106,15 @@ struct WgmmaRows {
       most = quad_max(most);
       // A row that has seen no key yet has no largest score.
       const float base = kWindow && most == -INFINITY ? 0.0f : most;
-      const float shrink = exp2_approx((top[half] - base) * scale);
-      const float offset = base * scale;
+      const float shrink = exp2_approx((top[half] - base) * unit);
+      const float offset = base * unit;
       top[half] = most;
       float total = 0.0f;
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          s[n][i] = exp2_approx(fma(s[n][i], scale, -offset));
+          s[n][i] = exp2_approx(fma(s[n][i], unit, -offset));
           total += s[n][i];
         }
       }
@@ -122,9 +128,11 @@ struct WgmmaRows {
   }
 };
 
-template <class T, int kGroups, bool kDropout, bool kWindow>
+template <class T, int kGroups, bool kDropout, bool kWindow, class Launch>
 BU_KERNEL(128 * kGroups, kWindow ? 3 : 4 / kGroups)
-attention_forward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
+attention_forward_wgmma_kernel(BU_PARAMS Launch p) {
+  constexpr bool kBias = kHasBias<Launch>;
+  static_assert(kWindow || !kBias);
   static_assert(!kWindow || kGroups == 1, "its warpgroups would see other keys");
   const AttentionBlock block = attention_block(p);
   const int block_row = block.tile * 64 * kGroups;
@@ -132,10 +140,10 @@ attention_forward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first_row = block_row + warp * 16;
-  WgmmaRows<T, kDropout, kWindow> rows;
+  WgmmaRows<T, kDropout, kWindow, kBias> rows;
   RowRange any{0, block.k_len}, all = any;  // keys that any query sees, and that all see
+  const QueryWindows windows(p.args, block);
   if constexpr (kWindow) {
-    const QueryWindows windows(p.args, block);
     const PositionSpan span = windows.template span<64>(block_row);
     any = windows.keys_of_any(span);
     all = windows.keys_of_all(span);
@@ -156,7 +164,8 @@ attention_forward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
   rows.top[0] = rows.top[1] = -INFINITY;
   rows.sum[0] = rows.sum[1] = 0.0f;
   const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
-                                 block.sequence * p.args.heads + block.head);
+                                 block.sequence * p.args.heads + block.head, !kBias);
+  const QueryBias<T, kBias> bias(p, block, windows, first_row);
 
   const uint32_t base = hold(shared_base());
   const auto wait_for = [&](int tile) {
@@ -179,7 +188,7 @@ attention_forward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
     rows.add_tile(TileOperand<64>::at(base + keys.keys(tile)),
                   TileOperand<64>::at(base + keys.values(tile)), block.k_len - first_key,
                   !all.holds(first_key, first_key + keys.kKeys - 1), scale, dropout, first_row,
-                  first_key);
+                  first_key, bias);
   }
   wgmma_wait<0>();
   hold(rows.o);
@@ -196,7 +205,8 @@ attention_forward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
     factor[half] = total > 0.0f ? keep * reciprocal_approx(total) : total;
     const int row = first_row + 8 * half + lane / 4;
     if (lane % 4 == 0 && row < block.q_len)
-      store_global<float>(lse + row, fma(rows.top[half], scale, log2f(total)) * kLn2);
+      store_global<float>(lse + row,
+                          fma(rows.top[half], kBias ? 1.0f : scale, log2f(total)) * kLn2);
   }
   store_rows<T>(rows.o, factor[0], factor[1], out, first_row, block.q_len, 0);
 }

@@ -1,7 +1,7 @@
 // Launches of attention's kernels: what attention.cu calls, and the grid that all of them start on.
-// launch_head_dim.h and launch_bias.h define those for 16-bit types, attention_d64_sm90a.cu those
-// with wgmma, attention_fp32.cu those for fp32, position_bias.cu what goes on before and after
-// where there is a position bias.
+// launch_head_dim.h and launch_bias.h define those for 16-bit types, attention_d64_sm90a.cu and
+// attention_bias_d64_sm90a.cu those with wgmma, attention_fp32.cu those for fp32, position_bias.cu
+// what goes on before and after where there is a position bias.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -42,6 +42,9 @@ void launch_bias_forward(const AttentionRun& run, cudaStream_t stream);
 
 template <int kHeadDim>
 void launch_bias_backward(const AttentionRun& run, cudaStream_t stream);
+
+void launch_wgmma_bias_forward(const AttentionRun& run, cudaStream_t stream);
+void launch_wgmma_bias_backward(const AttentionRun& run, cudaStream_t stream);
 
 // fp32.
 void launch_fp32_forward(const AttentionRun& run, cudaStream_t stream);
@@ -91,7 +94,14 @@ void dispatch_head_dim(int head_dim, const F& f) {
   f.template operator()<128>();
 }
 
-// f.operator()<T, dropout>() for 16-bit dtypes.
+// f.operator()<T>() for 16-bit dtypes.
+template <class F>
+void dispatch_bias(const AttentionRun& run, const F& f) {
+  if (run.args.dtype == DType::kBFloat16) return f.template operator()<bf16>();
+  f.template operator()<f16>();
+}
+
+// The same with dropout or without it: f.operator()<T, dropout>().
 template <class F>
 void dispatch_16_bit(const AttentionCudaParams& args, const F& f) {
   const bool dropout = args.keep_threshold < 65536;

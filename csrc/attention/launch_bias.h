@@ -9,13 +9,6 @@
 
 namespace bert_unpad::cuda {
 
-// f.operator()<T>() for 16-bit dtypes.
-template <class F>
-void dispatch_bias(const AttentionRun& run, const F& f) {
-  if (run.args.dtype == DType::kBFloat16) return f.template operator()<bf16>();
-  f.template operator()<f16>();
-}
-
 template <int kHeadDim>
 void launch_bias_forward(const AttentionRun& run, cudaStream_t stream) {
   dispatch_bias(run, [&]<class T>() {
@@ -31,17 +24,18 @@ void launch_bias_backward(const AttentionRun& run, cudaStream_t stream) {
   constexpr int kWarps = 4;
   const uint32_t keys = BackwardShared<kHeadDim, kWarps, false>::bytes(0);
   dispatch_bias(run, [&]<class T>() {
-    launch_grid(
-        kBackwardOp, attention_backward_dq_kernel<T, kHeadDim, true, true, AttentionBiasLaunch>,
-        32 * kQueryGradientWarps,
-        QueryGradientKeys<T, kHeadDim>::kSharedBytes + kQueryGradientWarps * GradientTile::kBytes,
-        run, run.args.heads, run.args.max_q, 16 * kQueryGradientWarps, stream);
+    launch_grid(kBackwardOp,
+                attention_backward_dq_kernel<T, kHeadDim, true, true, AttentionBiasLaunch>,
+                32 * kQueryGradientWarps,
+                QueryGradientKeys<T, kHeadDim>::kSharedBytes +
+                    kQueryGradientWarps * GradientTile<16>::kBytes,
+                run, run.args.heads, run.args.max_q, 16 * kQueryGradientWarps, stream);
     constexpr int kColumns = kKeyColumns<kHeadDim, true>;
     for (AttentionRun part = run; part.first_column < kHeadDim; part.first_column += kColumns)
       launch_grid(kBackwardOp,
                   attention_backward_kernel<T, kHeadDim, kWarps, true, false, true,
                                             kBackwardQueries<kHeadDim>, AttentionBiasLaunch>,
-                  32 * kWarps, keys + kWarps * GradientTile::kBytes, part, run.args.kv_heads,
+                  32 * kWarps, keys + kWarps * GradientTile<16>::kBytes, part, run.args.kv_heads,
                   run.args.max_k, 16 * kWarps, stream);
   });
 }

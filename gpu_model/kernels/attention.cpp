@@ -5,6 +5,7 @@
 #include "attention/attention_bias_d128.cu"
 #include "attention/attention_bias_d32.cu"
 #include "attention/attention_bias_d64.cu"
+#include "attention/attention_bias_d64_sm90a.cu"
 #include "attention/attention_bias_d96.cu"
 #include "attention/attention_d128.cu"
 #include "attention/attention_d32.cu"

@@ -7,16 +7,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gpu_model.sm.architectures import Architecture
-from gpu_model.sm.attention import Batch, launch_of
+from gpu_model.sm.attention import Batch, kernel_name, launch_of
 from gpu_model.sm.kernel import Kernel, Stage
 
 TILE = 64 * 64 * 2  # bytes of 64 rows
 
 
-def kernel_name(name: str, *arguments: int | bool) -> str:
-    """The mangled name of one of these kernel templates for bf16."""
-    values = "".join(f"L{'b' if isinstance(a, bool) else 'i'}{int(a)}E" for a in arguments)
-    return f"_ZN10bert_unpad{len(name)}{name}INS_4bf16E{values}EEvNS_15AttentionLaunchE"
+def backward_name(groups: int, dropout: bool) -> str:
+    """The mangled name of the fused backward kernel for bf16, which takes no position bias."""
+    return (
+        "_ZN10bert_unpad31attention_backward_wgmma_kernelINS_4bf16E"
+        f"Li{groups}ELb{int(dropout)}EEEvNS_15AttentionLaunchE"
+    )
 
 
 def forward_groups(max_q: int) -> int:
@@ -64,7 +66,7 @@ def backward(available: Mapping[str, Kernel], batch: Batch, dropout_p: float) ->
     found = []
     for run in batch.runs:
         groups = backward_groups(run[2])
-        name = kernel_name("attention_backward_wgmma_kernel", groups, dropout_p > 0)
+        name = backward_name(groups, dropout_p > 0)
         shared = backward_shared(groups, run[2])
         found.append(launch_of(available, batch, dropout_p, name, 128 * groups, shared, run, 0))
     return [Stage("backward", found, batch.tokens * batch.heads * (8 * 128 + 4))]
@@ -78,6 +80,6 @@ def kernel_names() -> list[str]:
         for groups in (1, 2)
         for name in (
             kernel_name("attention_forward_wgmma_kernel", groups, dropout, False),
-            kernel_name("attention_backward_wgmma_kernel", groups, dropout),
+            backward_name(groups, dropout),
         )
     ]

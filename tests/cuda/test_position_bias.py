@@ -15,7 +15,11 @@ from bert_unpad import ops
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import EncoderConfig, EncoderForPreTraining
 from tests.support.attention_cases import PARTS, Case, compare, random_buckets, random_positions
-from tests.support.cuda_attention import LENGTHS, SCHEDULES
+from tests.support.cuda_attention import (
+    LENGTHS,
+    SCHEDULES,
+    kernels,  # noqa: F401 (a fixture)
+)
 from tests.support.cuda_checks import (
     DTYPES,
     GPU_ONLY,
@@ -37,6 +41,7 @@ def random_bias(tokens: int, heads: int, dtype: torch.dtype) -> ops.PositionBias
     return ops.PositionBias(random_buckets(40, 9).cuda(), table, query, key)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("parts", COMBINATIONS, ids="+".join)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts(dtype: torch.dtype, parts: tuple[str, ...]) -> None:
@@ -46,6 +51,7 @@ def test_parts(dtype: torch.dtype, parts: tuple[str, ...]) -> None:
 
 
 @pytest.mark.sanitizer
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 @pytest.mark.parametrize("window", [(-1, -1), (20, 40)])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -57,6 +63,7 @@ def test_grouped_heads(dtype: torch.dtype, window: tuple[int, int], head_dim: in
 
 
 @pytest.mark.sanitizer
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cross_attention(dtype: torch.dtype, given: bool) -> None:
@@ -68,6 +75,7 @@ def test_cross_attention(dtype: torch.dtype, given: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_sequences(dtype: torch.dtype) -> None:
     torch.manual_seed(2)

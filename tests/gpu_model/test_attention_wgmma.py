@@ -15,8 +15,18 @@ from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch
 from gpu_model.block_model import POLICIES
 from gpu_model.build import compiler
-from tests.support.attention_cases import random_positions
-from tests.support.model_attention import FUSED, MMA, NAMES, SPLIT, WGMMA, attention, compare, model
+from tests.support.attention_cases import PARTS, random_buckets, random_positions
+from tests.support.model_attention import (
+    FUSED,
+    MMA,
+    NAMES,
+    SPLIT,
+    WGMMA,
+    attention,
+    bias_terms,
+    compare,
+    model,
+)
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.op_checks import RNG
 
@@ -213,25 +223,35 @@ def test_every_barrier_wait_and_fence_is_needed(kernels, level, window, queries)
 
 
 @pytest.mark.parametrize(
-    ("keys", "heads", "window"),
-    [(64, 1, (-1, -1)), (200, 1, (-1, -1)), (200, 1, (100, 90)), (200, 2, (-1, -1))],
-    ids=["one_warpgroup", "two_warpgroups", "window", "grouped_heads"],
+    ("keys", "heads", "window", "parts"),
+    [
+        pytest.param(64, 1, (-1, -1), (), id="one_warpgroup"),
+        pytest.param(200, 1, (-1, -1), (), id="two_warpgroups"),
+        pytest.param(200, 1, (100, 90), (), id="window"),
+        pytest.param(200, 2, (-1, -1), (), id="grouped_heads"),
+        pytest.param(200, 1, (-1, -1), PARTS, id="bias"),
+    ],
 )
 def test_every_barrier_wait_and_fence_of_the_backward_pass_is_needed(
-    kernels, level, keys, heads, window
+    kernels, level, keys, heads, window, parts
 ):
     torch.manual_seed(10)
     q, dout = (torch.randn(140, heads, 64).to(BF16) for _ in range(2))
-    k, v = (torch.randn(keys, 1, 64).to(BF16) for _ in range(2))
+    kv, bias = torch.randn(keys, 2, 1, 64).to(BF16), None
+    if parts:
+        buckets = random_buckets(20, 6)
+        terms = bias_terms(BF16, q, kv, buckets, parts)
+        bias = (buckets, *(terms[name] for name in parts))
     sites = assert_every_site_is_needed(
         kernels,
-        lambda: attention(q, k, v, dout, [140], [keys], window=window),
+        lambda: attention(q, *kv.unbind(1), dout, [140], [keys], window=window, bias=bias),
         policies=["in_order"],
         but={"wgmma_fence"} - fences(level),
     )
     backward = [site for site in sites if "backward" in site.file]
     assert {site.kind for site in backward} == SYNCHRONISATION | fences(level)
-    split = heads > 1 or window != (-1, -1)
+    assert ("sync_warp" in {site.kind for site in sites}) == bool(parts)
+    split = heads > 1 or window != (-1, -1) or parts
     for file in ("backward_dq_wgmma", "backward_keys_wgmma") if split else ("backward_wgmma",):
         assert {site.kind for site in backward if file in site.file} >= SYNCHRONISATION
 
@@ -264,11 +284,11 @@ def test_which_launches_take_it(kernels):
 
     assert not other_kernels()
     assert not other_kernels(backward=True)
+    bias = (torch.zeros(3, dtype=torch.int32), torch.zeros(1, 1), None, None)
     for backward in (False, True):
         assert not other_kernels(window=(1, 1), backward=backward)
         assert not other_kernels(heads=2, backward=backward)
-    bias = (torch.zeros(3, dtype=torch.int32), torch.zeros(1, 1), None, None)
-    assert other_kernels(bias=bias)
+        assert not other_kernels(bias=bias, backward=backward)
     for head_dim in (32, 96, 128):
         assert other_kernels(head_dim)
     kernels.set_device(WGMMA, SPLIT)

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from bert_unpad import ops
-from gpu_model.block_model import POLICIES
+from gpu_model.block_model import POLICIES, Model
 from gpu_model.build import compiler
 from tests.support.attention_cases import PARTS, random_buckets, random_positions
 from tests.support.model_attention import (
     FUSED,
+    MMA,
     NAMES,
+    WGMMA,
     attention,
     bias_terms,
     compare,
@@ -22,8 +24,20 @@ from tests.support.op_checks import RNG
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
+Parts, Capability = tuple[str, ...], tuple[int, int]
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-DTYPES = [FP32, BF16, FP16]
+# Kernels of head dimension 64: dtypes, and devices that they run on.
+KINDS = [
+    pytest.param(FP32, MMA, id="float32"),
+    pytest.param(BF16, MMA, id="bfloat16"),
+    pytest.param(BF16, WGMMA, id="bfloat16-wgmma"),
+]
+FP16_KINDS = [
+    pytest.param(FP16, MMA, id="float16"),
+    pytest.param(FP16, WGMMA, id="float16-wgmma"),
+]
+OF_KIND = pytest.mark.parametrize(("dtype", "device"), KINDS)
+OF_ANY_KIND = pytest.mark.parametrize(("dtype", "device"), [*KINDS, *FP16_KINDS])
 DISENTANGLED = ("query", "key")
 COMBINATIONS = [("table",), ("query",), ("key",), DISENTANGLED, PARTS]
 
@@ -32,7 +46,7 @@ COMBINATIONS = [("table",), ("query",), ("key",), DISENTANGLED, PARTS]
 def kernels():
     kernels = model()
     kernels.configure()
-    kernels.set_device((9, 0), FUSED)
+    kernels.set_device(MMA, FUSED)
     return kernels
 
 
@@ -42,9 +56,10 @@ def lengths_for(dtype: torch.dtype) -> list[int]:
 
 
 @pytest.mark.parametrize("parts", COMBINATIONS, ids="+".join)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_parts(dtype: torch.dtype, parts: tuple[str, ...]) -> None:
+@OF_ANY_KIND
+def test_parts(kernels: Model, dtype: torch.dtype, device: Capability, parts: Parts) -> None:
     torch.manual_seed(0)
+    kernels.set_device(device, FUSED)
     compare(dtype, lengths_for(dtype), buckets=random_buckets(30, 9), parts=parts, p=0.1)
 
 
@@ -58,17 +73,21 @@ def test_other_head_dims(dtype: torch.dtype, head_dim: int) -> None:
 
 @pytest.mark.parametrize("reach", [1, 200])
 @pytest.mark.parametrize("window", [(-1, 0), (20, 33), (0, -1)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_windows(dtype: torch.dtype, window: tuple[int, int], reach: int) -> None:
+@OF_ANY_KIND
+def test_windows(
+    kernels: Model, dtype: torch.dtype, device: Capability, window: tuple[int, int], reach: int
+) -> None:
     torch.manual_seed(1)
+    kernels.set_device(device, FUSED)
     buckets = (torch.arange(2 * reach + 1) % 3).int()  # no window sees distances of one bucket only
     options = {"buckets": buckets, "parts": PARTS, "scale": -0.3}
     compare(dtype, lengths_for(dtype), heads=1, window=window, **options)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_buckets_of_models(dtype: torch.dtype) -> None:
+@OF_KIND
+def test_buckets_of_models(kernels: Model, dtype: torch.dtype, device: Capability) -> None:
     torch.manual_seed(2)
+    kernels.set_device(device, FUSED)
     lengths = [150] if dtype == FP32 else [300, 40]
     compare(dtype, lengths, heads=1, buckets=ops.t5_buckets(), parts=["table"])
     compare(dtype, lengths, heads=1, buckets=ops.deberta_buckets(64, 32), parts=DISENTANGLED)
@@ -76,9 +95,12 @@ def test_buckets_of_models(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("window", [(-1, -1), (40, 10)])
 @pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_cross_attention(dtype: torch.dtype, given: bool, window: tuple[int, int]) -> None:
+@OF_ANY_KIND
+def test_cross_attention(
+    kernels: Model, dtype: torch.dtype, device: Capability, given: bool, window: tuple[int, int]
+) -> None:
     torch.manual_seed(3)
+    kernels.set_device(device, FUSED)
     q_lengths, k_lengths = [3, 0, 90, 17, 4, 30], [70, 5, 33, 129, 0, 80]
     if dtype == FP32:
         q_lengths, k_lengths = [3, 0, 40, 17, 4], [70, 5, 33, 50, 0]
@@ -87,18 +109,22 @@ def test_cross_attention(dtype: torch.dtype, given: bool, window: tuple[int, int
     compare(dtype, q_lengths, k_lengths, kv_heads=1, window=window, p=0.1, **options)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_positions_as_far_as_they_go(dtype: torch.dtype) -> None:
+@OF_KIND
+def test_positions_as_far_as_they_go(
+    kernels: Model, dtype: torch.dtype, device: Capability
+) -> None:
     torch.manual_seed(4)
+    kernels.set_device(device, FUSED)
     far = 2**31
     positions = torch.tensor([-far, far - 1, 7, 0], dtype=torch.int32)
     compare(dtype, [4], [9], positions=positions, buckets=random_buckets(5, 6), parts=PARTS)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_large_biases(dtype: torch.dtype) -> None:
+@OF_KIND
+def test_large_biases(kernels: Model, dtype: torch.dtype, device: Capability) -> None:
     """exp of a bias alone would be infinite, as it is of rows of a tile that are no queries."""
     torch.manual_seed(5)
+    kernels.set_device(device, FUSED)
     q, k, v, dout = (torch.randn(20, 1, 64).to(dtype) for _ in range(4))
     buckets, table = torch.zeros(3, dtype=torch.int32), torch.full((1, 1), 300.0)
     high = attention(q, k, v, dout, [20], [20], bias=(buckets, table, None, None))
@@ -108,10 +134,13 @@ def test_large_biases(dtype: torch.dtype) -> None:
     torch.testing.assert_close(high["lse"], plain["lse"] + 300)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_distances_that_must_not_be_seen(dtype: torch.dtype) -> None:
+@OF_KIND
+def test_distances_that_must_not_be_seen(
+    kernels: Model, dtype: torch.dtype, device: Capability
+) -> None:
     torch.manual_seed(6)
-    q, k, v, dout = (torch.randn(200, 1, 32).to(dtype) for _ in range(4))
+    kernels.set_device(device, FUSED)
+    q, k, v, dout = (torch.randn(200, 1, 64).to(dtype) for _ in range(4))
     buckets = torch.zeros(2 * 50 + 3, dtype=torch.int32)
     buckets[0] = buckets[-1] = 1
     bias = (buckets, torch.tensor([[0.0], [-torch.inf]]), None, None)
@@ -122,9 +151,12 @@ def test_distances_that_must_not_be_seen(dtype: torch.dtype) -> None:
     assert found["dtable"][1] == 0
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_queries_without_keys_and_keys_without_queries(dtype: torch.dtype) -> None:
+@OF_KIND
+def test_queries_without_keys_and_keys_without_queries(
+    kernels: Model, dtype: torch.dtype, device: Capability
+) -> None:
     torch.manual_seed(7)
+    kernels.set_device(device, FUSED)
     q, dout = (torch.randn(5, 2, 64).to(dtype) for _ in range(2))
     kv, buckets = torch.randn(4, 2, 2, 64).to(dtype), random_buckets(3, 4)
     terms = bias_terms(dtype, q, kv, buckets, PARTS)
@@ -141,10 +173,11 @@ def test_a_batch_without_tokens() -> None:
     assert torch.equal(results["dtable"], torch.zeros(1, 2))
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_strided_parts(dtype: torch.dtype) -> None:
+@OF_KIND
+def test_strided_parts(kernels: Model, dtype: torch.dtype, device: Capability) -> None:
     torch.manual_seed(8)
-    q, k, v, dout = (torch.randn(49, 2, 32).to(dtype) for _ in range(4))
+    kernels.set_device(device, FUSED)
+    q, k, v, dout = (torch.randn(49, 2, 64).to(dtype) for _ in range(4))
     buckets = random_buckets(12, 5)
     query, key = torch.randn(2, 49, 3, 2, 7).to(dtype)[:, :, 1, :, 1:6]
     run = [q, k, v, dout, [40, 9], [40, 9]]
@@ -163,19 +196,23 @@ def test_impossible_buckets_stop_the_kernel(parts: tuple[str, ...], entry: int) 
         attention(x, x, x, None, [20], [20], bias=(bad, *(terms.get(name) for name in PARTS)))
 
 
-def inputs(dtype: torch.dtype, lengths: list[int]) -> tuple[list, dict]:
+def inputs(dtype: torch.dtype, lengths: list[int], head_dim: int) -> tuple[list, dict]:
     total = sum(lengths)
-    q, dout = (torch.randn(total, 2, 32).to(dtype) for _ in range(2))
-    kv, buckets = torch.randn(total, 2, 1, 32).to(dtype), random_buckets(20, 6)
+    q, dout = (torch.randn(total, 2, head_dim).to(dtype) for _ in range(2))
+    kv, buckets = torch.randn(total, 2, 1, head_dim).to(dtype), random_buckets(20, 6)
     terms = bias_terms(dtype, q, kv, buckets, PARTS)
     options = {"window": (60, 70), "bias": (buckets, *(terms[name] for name in PARTS))}
     return [q, *kv.unbind(1), dout, lengths, lengths], options
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_same_bits_from_every_order_of_threads(kernels, dtype: torch.dtype) -> None:
+@OF_KIND
+def test_same_bits_from_every_order_of_threads(
+    kernels: Model, dtype: torch.dtype, device: Capability
+) -> None:
     torch.manual_seed(9)
-    run, options = inputs(dtype, [50, 16] if dtype == FP32 else [129, 16, 70])
+    kernels.set_device(device, FUSED)
+    lengths = [50, 16] if dtype == FP32 else [129, 16, 70]
+    run, options = inputs(dtype, lengths, 64 if device == WGMMA else 32)
     first = attention(*run, p=0.1, rng=RNG, **options)
     for policy in POLICIES:
         kernels.configure(policy, 1)
@@ -183,10 +220,12 @@ def test_same_bits_from_every_order_of_threads(kernels, dtype: torch.dtype) -> N
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-def test_same_bits_from_every_schedule() -> None:
+@pytest.mark.parametrize(("device", "head_dim"), [(MMA, 32), (WGMMA, 64)], ids=["mma", "wgmma"])
+def test_same_bits_from_every_schedule(kernels: Model, device: Capability, head_dim: int) -> None:
     torch.manual_seed(10)
+    kernels.set_device(device, FUSED)
     lengths = [20, 140, 0, 64, 100, 7, 65]
-    run, options = inputs(BF16, lengths)
+    run, options = inputs(BF16, lengths, head_dim)
     as_they_lie = attention(*run, p=0.1, rng=RNG, **options)
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     groups = [(1, 140, 140), (1, 100, 100), (2, 65, 65), (3, 20, 20)]
@@ -197,7 +236,7 @@ def test_same_bits_from_every_schedule() -> None:
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_every_barrier_and_wait_is_needed(kernels, dtype: torch.dtype) -> None:
     torch.manual_seed(11)
-    run, options = inputs(dtype, [70, 20] if dtype == FP32 else [200, 40])
+    run, options = inputs(dtype, [70, 20] if dtype == FP32 else [200, 40], 32)
     sites = assert_every_site_is_needed(
         kernels, lambda: attention(*run, **options), policies=["in_order"]
     )

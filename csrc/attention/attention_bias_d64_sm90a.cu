@@ -1,0 +1,32 @@
+// Attention with wgmma, head dim 64, with a position bias: one kernel of each kind, as in
+// launch_bias.h.
+#define BU_REQUIRE_TRAPS
+
+#include "attention/backward_dq_wgmma.h"
+#include "attention/backward_keys_wgmma.h"
+#include "attention/forward_wgmma.h"
+#include "attention/launch.h"
+
+namespace bert_unpad::cuda {
+
+void launch_wgmma_bias_forward(const AttentionRun& run, cudaStream_t stream) {
+  dispatch_bias(run, [&]<class T>() {
+    launch_grid(kForwardOp, attention_forward_wgmma_kernel<T, 1, true, true, AttentionBiasLaunch>,
+                128, WgmmaKeys<T, 1>::kSharedBytes, run, run.args.heads, run.args.max_q, 64,
+                stream);
+  });
+}
+
+void launch_wgmma_bias_backward(const AttentionRun& run, cudaStream_t stream) {
+  constexpr uint32_t kGradients = 4 * GradientTile<64>::kBytes;
+  dispatch_bias(run, [&]<class T>() {
+    launch_grid(kBackwardOp, attention_backward_dq_wgmma_kernel<T, true, AttentionBiasLaunch>, 128,
+                WgmmaQueryGradientShared<T>::kBytes + kGradients, run, run.args.heads,
+                run.args.max_q, 64, stream);
+    launch_grid(kBackwardOp, attention_backward_keys_wgmma_kernel<T, true, AttentionBiasLaunch>,
+                128, WgmmaKeyGradientShared::kBytes + kGradients, run, run.args.kv_heads,
+                run.args.max_k, 64, stream);
+  });
+}
+
+}  // namespace bert_unpad::cuda
