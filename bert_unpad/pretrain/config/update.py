@@ -44,10 +44,9 @@ class OptimizerConfig:
     an allreduce). fsdp: all ranks share parameters and gradients too, by FSDP2, which sends about
     1.5 times as many bytes."""
     overlap: bool = advanced(False)
-    """On a GPU: make each update beside the next forward pass, which waits for a layer's new
-    weights only when it comes to that layer. Takes memory for gradients during that pass, unless
-    cuda_graphs keeps them anyway. For fused_adam, lamb, lans and stable_adamw, without
-    optimizer.shard."""
+    """Make each update beside the next forward pass, which waits for a layer's new weights only
+    when it comes to that layer; needs a GPU. Gradients stay in memory during that pass. For
+    fused_adam, lamb, lans and stable_adamw, without optimizer.shard and compile."""
 
 
 @dataclass

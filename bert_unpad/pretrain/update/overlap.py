@@ -83,9 +83,9 @@ class SideStream:
 
 
 class OverlappedUpdater(Updater):
-    """Makes updates beside the forward pass that comes next, which waits for what it uses.
+    """Makes updates beside the next forward pass, which waits for a chunk before it uses it.
 
-    Until that pass is over, the gradients of the update are kept in memory.
+    Gradients that were let go stay in memory until that pass is over.
 
     Args:
         model: whose forward passes wait; on a GPU, not compiled.
@@ -161,8 +161,8 @@ def update_order(model: nn.Module) -> dict[Tensor, int]:
 
     Returns:
         For each of these matrices the number of its layer, from 1, in the order of a pass. All
-        other parameters come before them: with the few matrices of embeddings and heads, they are
-        small, and would make one more launch in each chunk.
+        other parameters are chunk 0: a pass begins with the embeddings, which the decoder shares,
+        and vectors would take one more launch in every chunk.
     """
     order: dict[Tensor, int] = {}
     for number, layer in enumerate(_layers(model), start=1):
