@@ -8,8 +8,8 @@ parameter (DTensor).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, chain, pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, chain, groupby, pairwise
 from numbers import Real
 from typing import Any
 
@@ -41,6 +41,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     """Whether it can update parts of parameters, see `shard_group`."""
     rounds = True
     """Whether it can keep rounded weights, see `keep_rounded`."""
+    takes_chunks = True
+    """Whether it can update parameters chunk by chunk, see `update_in_chunks`."""
     splits_stacked = False
     """Whether it updates the matrices of groups with `stacked` one by one, see `decay_groups`."""
     shard_group: dist.ProcessGroup | None = None
@@ -80,6 +82,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The shape of what a parameter is a part of, and which of its elements the part has."""
         self._skipped: dict[torch.device, Tensor] = {}
         self._rounded: dict[Tensor, RoundedWeight | QuantizedWeight] = {}
+        self._chunk_of: Mapping[Tensor, int] = {}
+        self._after_chunk: Callable[[int], None] | None = None
         super().__init__(params, defaults)
         for group in self.param_groups:
             on_gpu = any(p.is_cuda for p in group["params"])
@@ -164,6 +168,28 @@ class FusedOptimizer(torch.optim.Optimizer):
             copy = QuantizedWeight(param) if in_8_bits else RoundedWeight(param, dtype)
             self._rounded[param] = copy
 
+    def update_in_chunks(
+        self, chunk_of: Mapping[Tensor, int], after_chunk: Callable[[int], None]
+    ) -> None:
+        """Updates parameters chunk by chunk from now on, with the same bits as all at once.
+
+        A step first decides from all gradients whether it is skipped and what they are divided by.
+        Then it updates the parameters of the chunk with the lowest number, their copies in fewer
+        bits too, calls `after_chunk` with that number, and goes on with the next chunk. On a GPU
+        all of this is launched and nothing waits: what `after_chunk` launches or records comes
+        after the chunk's update on the current stream.
+
+        Args:
+            chunk_of: the numbers of parameters' chunks; 0 for parameters that it does not name.
+            after_chunk: takes the number of a chunk; not called for one without gradients.
+
+        Raises:
+            NotImplementedError: this optimizer cannot.
+        """
+        if not self.takes_chunks:
+            raise NotImplementedError(f"{type(self).__name__} updates all parameters at once")
+        self._chunk_of, self._after_chunk = chunk_of, after_chunk
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of `torch.optim.AdamW`.
 
@@ -221,7 +247,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             master = "master_param" in state
             key = (param.device, param.dtype, grad.dtype, master, shards)
             parameters = lists.setdefault(key, ParameterList(shards))
-            parameters.add(param, grad, state, self._sizes_of(whole, group["stacked"]))
+            sizes = self._sizes_of(whole, group["stacked"])
+            parameters.add(param, grad, state, sizes, whole=whole)
             if isinstance(copy, RoundedWeight):
                 parameters.rounded.append((whole, copy))
             elif copy is not None:
@@ -286,6 +313,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             norm = torch.where(
                 found > 0, torch.inf, torch.zeros_like(found) if norm is None else norm
             )
+        if self._chunk_of:  # only now: a norm adds up in the order of the whole lists
+            parts = [(group, part) for group, x in lists for part in x.split(self._chunk_of)]
+            lists = sorted(parts, key=lambda part: part[1].chunk)
         inverse = None if scale is None else scale.double().reciprocal().float()
         updates: list[Update] = []
         for group, parameters in lists:
@@ -300,14 +330,21 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "skipped": None if updates else self._skipped[device],
             }
             updates.append(Update(group, parameters, common))
+        for chunk, some in groupby(updates, key=lambda update: update.parameters.chunk):
+            self._update_chunk(list(some))
+            if self._after_chunk is not None:
+                self._after_chunk(chunk)
+        return loss
+
+    def _update_chunk(self, updates: Sequence[Update]) -> None:
+        """Updates lists of parameters, with their copies in fewer bits."""
         self._update_all(updates)
-        for _, parameters in lists:
+        for _, parameters, _ in updates:
             torch.autograd.graph.increment_version(parameters.tensors["param"])
             for param, copy in parameters.rounded:
                 torch.autograd.graph.increment_version(param)
                 copy.mark(param)
             renew_quantized(parameters.quantized)
-        return loss
 
     def _update_all(self, updates: Sequence[Update]) -> None:
         for update in updates:

@@ -103,6 +103,7 @@ class Muon(FusedAdam):
 
     takes_parts = False
     rounds = False
+    takes_chunks = False
     splits_stacked = True
 
     def __init__(

@@ -50,6 +50,7 @@ class OneBitOptimizer(FusedOptimizer):
     """
 
     rounds = False
+    takes_chunks = False
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ Each rank updates its shard of a sharded parameter (DTensor).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,21 +48,31 @@ class ParameterList:
 
     Args:
         shards: the process groups over which all of these parameters are sharded.
+        chunk: which part of a step updates them, see `FusedOptimizer.update_in_chunks`.
     """
 
-    def __init__(self, shards: tuple[dist.ProcessGroup, ...]) -> None:
+    def __init__(self, shards: tuple[dist.ProcessGroup, ...], chunk: int = 0) -> None:
         self.shards = shards
+        self.chunk = chunk
         self.tensors: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.rounded: list[tuple[Tensor, RoundedWeight]] = []
         self.quantized: list[tuple[Tensor, QuantizedWeight]] = []
         self._repeated: list[int] = []
+        self._places: list[tuple[Tensor, slice]] = []
 
     def add(
-        self, param: Tensor, grad: Tensor, state: dict[str, Tensor], sizes: Sequence[int] = ()
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: dict[str, Tensor],
+        sizes: Sequence[int] = (),
+        *,
+        whole: Tensor,
     ) -> None:
         """Appends a parameter, its gradient and its state to the lists.
 
-        With `sizes`, as several tensors of so many rows each.
+        With `sizes`, as several tensors of so many rows each. `whole` is the model's parameter,
+        which `param` may be a copy of.
         """
         begin = len(self.tensors["param"])
         for name, tensor in ({"param": param.detach(), "grad": grad} | state).items():
@@ -74,6 +84,20 @@ class ParameterList:
             else:
                 entries.extend([tensor] * len(sizes))
         self._repeated += range(begin + 1, begin + len(sizes))
+        self._places.append((whole, slice(begin, len(self.tensors["param"]))))
+
+    def split(self, chunk_of: Mapping[Tensor, int]) -> list[ParameterList]:
+        """The same in one list for each chunk; what `chunk_of` does not name is in chunk 0."""
+        parts: dict[int, ParameterList] = {}
+        for whole, place in self._places:
+            chunk = chunk_of.get(whole, 0)
+            part = parts.setdefault(chunk, ParameterList(self.shards, chunk))
+            for name, tensors in self.tensors.items():
+                part.tensors[name] += tensors[place]
+        for part in parts.values():
+            part.rounded = [x for x in self.rounded if chunk_of.get(x[0], 0) == part.chunk]
+            part.quantized = [x for x in self.quantized if chunk_of.get(x[0], 0) == part.chunk]
+        return list(parts.values())
 
     def separate_steps(self) -> None:
         """Gives all but the first tensor of a parameter a count of its own, as each is moved on."""

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 
 from bert_unpad.pretrain.evaluate import Evaluator
 from bert_unpad.pretrain.feed.steps import FeedState, Step
-from bert_unpad.pretrain.gradients.clipping import step_if
 from bert_unpad.pretrain.gradients.sync import seed_step
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
 from bert_unpad.pretrain.interrupt import StopRequest
@@ -181,7 +180,7 @@ class Trainer:
         stages.forget_left_out()
         self.log.add_gradient(gradient)
         set_lr(stages.optimizer, self._lr(done))
-        step_if(stages.optimizer, gradient.finite)
+        stages.updater.step(gradient.finite)
         sync.after_update()
         if not sync.keeps_gradients:
             stages.optimizer.zero_grad(set_to_none=True)
@@ -262,7 +261,7 @@ class Trainer:
         if self.evaluator is None:
             return
         progress = self.progress
-        self.stages.sync.synchronise()
+        self.stages.synchronise()
         self.mlperf.start_evaluation(progress.sequences)
         with self.log.watch.paused():
             result = self.evaluator(self.model)
@@ -277,16 +276,15 @@ class Trainer:
     def _save(self) -> None:
         progress = self.progress
         progress.window = self.log.window.fold()
-        sync, optimizer = self.stages.sync, self.stages.optimizer
-        progress.gradients = sync.state_dict()
-        sync.synchronise(optimizer)
+        progress.gradients = self.stages.sync.state_dict()
+        self.stages.synchronise(with_state=True)
         if progress.window.get("steps"):
             self._check_loss(averages(progress.window, self.config.data.objective)["loss"])
         self.log.note_costs()
         self.checkpointer.save(
             progress.step,
             self.model,
-            optimizer,
+            self.stages.optimizer,
             progress.to_json(),
             self.stages.local_state(),
         )

@@ -32,6 +32,7 @@ from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.update.fsdp import shard_model
 from bert_unpad.pretrain.update.kinds import find_kind
 from bert_unpad.pretrain.update.optimizer import shard_group
+from bert_unpad.pretrain.update.overlap import Updater, make_updater
 
 __all__ = ["Stages"]
 
@@ -81,6 +82,8 @@ class Stages:
             group=self._shard_group,
             bucket_mb=run.config.comm.bucket_mb,
         )
+        self.updater = Updater(self.optimizer)
+        """What makes the updates."""
         round_weights_in_updates(run.model, self.optimizer, run.config, run.device)
         self._feed()
 
@@ -130,6 +133,7 @@ class Stages:
         A run never returns to a stage that it has passed, even if the configuration has moved the
         border since. The run's progress records the stage.
         """
+        self.updater.end()
         self.sync.end()
         progress = self._run.progress
         last = max(self.growth.index(progress.step), self.index)
@@ -145,8 +149,18 @@ class Stages:
                 *(self.stage.layers - self.stage.frozen, self.stage.max_seq_length),
             )
         self.sync.begin(self.growth.active_layers is not None, self.optimizer)
+        self.updater = make_updater(self._run.config.optimizer, self._run.model, self.optimizer)
         progress.stage, progress.layers = self.index, self.stage.layers
         progress.optimizer = find_kind(self._run.config.optimizer.name).layout
+
+    def synchronise(self, with_state: bool = False) -> None:
+        """Makes the model, as the last update leaves it, the same on all ranks.
+
+        Args:
+            with_state: the optimizer's state too.
+        """
+        self.updater.wait()
+        self.sync.synchronise(self.optimizer if with_state else None)
 
     def local_state(self) -> dict[str, Any] | None:
         """What of this rank a checkpoint keeps for as many ranks; None: nothing."""

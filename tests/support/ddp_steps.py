@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from bert_unpad.optim import FusedAdam
 from bert_unpad.pretrain.config import ClipConfig, CommConfig
-from bert_unpad.pretrain.gradients.clipping import Clipping, step_if
+from bert_unpad.pretrain.gradients.clipping import Clipping
 from bert_unpad.pretrain.gradients.comm_hooks import SETTLING_PASSES, build_comm_hook
 from bert_unpad.pretrain.ranks import Ranks
+from bert_unpad.pretrain.update.optimizer import step_if
 
 __all__ = ["ddp_steps"]
 

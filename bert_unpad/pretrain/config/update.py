@@ -43,6 +43,10 @@ class OptimizerConfig:
     updates them, during the backward pass, and weights during the next forward pass (the bytes of
     an allreduce). fsdp: all ranks share parameters and gradients too, by FSDP2, which sends about
     1.5 times as many bytes."""
+    overlap: bool = advanced(False)
+    """Make each update beside the next forward pass, which waits for a layer's new weights only
+    when it comes to that layer; needs a GPU. Gradients stay in memory during that pass. For
+    fused_adam, lamb, lans and stable_adamw, without optimizer.shard and compile."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Clipping a step's gradient, and leaving out updates whose gradient is not finite.
+"""Clipping a step's gradient, and finding out whether it is finite.
 
 `clip.mode` says where clipping stands: `bucket` and `before` bound what each rank contributes,
 `after` bounds the average. Whatever the mode, an average that is not finite is the same on all
@@ -22,10 +22,8 @@ from bert_unpad.pretrain.gradients.comm_hook import CommHook
 from bert_unpad.pretrain.gradients.graph_buckets import GraphBuckets
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
 from bert_unpad.pretrain.ranks import Ranks
-from bert_unpad.pretrain.update.optimizer import leaves_out_on_device
-from bert_unpad.pretrain.update.state import local_optimizer
 
-__all__ = ["Clipping", "GradientReport", "step_if"]
+__all__ = ["Clipping", "GradientReport"]
 
 WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -172,16 +170,3 @@ class Clipping:
             return
         squares = state["squares"][self._ranks.rank]
         self._bucket.load_state_dict({"sizes": state["sizes"], "squares": squares})
-
-
-def step_if(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
-    """Makes an update unless the gradient is not finite; then weights and states stay as they are.
-
-    Optimizers with PyTorch's `found_inf` (its fused ones) leave the update out on the device;
-    others make the host wait for `finite`.
-    """
-    if leaves_out_on_device(optimizer):
-        local_optimizer(optimizer).found_inf = (~finite).float()
-        optimizer.step()
-    elif bool(finite):
-        optimizer.step()

@@ -132,18 +132,21 @@ class StaticPass:
                 it (`ops.accumulate_in_place`) write it instead, if an earlier run has shown which.
         """
         written = [w for w in self._in_products if takes_product(w)] if first else []
-        if first:
-            known = {id(weight) for weight in written}
-            others = [p.grad for p in self._model.parameters() if id(p) not in known]
-            if others := [grad for grad in others if grad is not None]:
-                torch._foreach_zero_(others)
         with InPlaceGradients(written) as products:
             with self._autocast:
                 outputs = self._model(self._inputs, self._rng_keys)
+            if first:  # not before the forward pass, beside which an update may still read them
+                self._zero_all_but(written)
             loss = outputs.mlm_loss_sum * self._scale[0] + outputs.nsp_loss_sum * self._scale[1]
             loss.backward()
         self._in_products = products.weights
         return PreTrainingOutput(*(value.detach() for value in outputs))
+
+    def _zero_all_but(self, written: list[Tensor]) -> None:
+        known = {id(weight) for weight in written}
+        others = [p.grad for p in self._model.parameters() if id(p) not in known]
+        if others := [grad for grad in others if grad is not None]:
+            torch._foreach_zero_(others)
 
 
 class _Captured(NamedTuple):

@@ -20,9 +20,10 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 from torch.utils._pytree import tree_flatten
 
 from bert_unpad.nn import BertConfig, BertForPreTraining
+from bert_unpad.optim.base import FusedOptimizer
 from bert_unpad.pretrain.config import ConfigError, OptimizerConfig, PretrainConfig
 from bert_unpad.pretrain.update.arguments import class_arguments
-from bert_unpad.pretrain.update.kinds import KINDS, Kind
+from bert_unpad.pretrain.update.kinds import KINDS, Kind, find_kind
 from bert_unpad.pretrain.update.optimizer import build_optimizer, leaves_out_on_device, set_lr
 from bert_unpad.pretrain.update.state import (
     group_state,
@@ -59,6 +60,7 @@ def check_optimizer(config: PretrainConfig, device: torch.device) -> None:
             the run needs.
     """
     name = config.optimizer.name
+    _check_overlap(config, device)
     if name in KINDS:
         _check_row(KINDS[name], config)
         return
@@ -73,6 +75,26 @@ def check_optimizer(config: PretrainConfig, device: torch.device) -> None:
         _check_independence(config.optimizer, device)
     if config.optimizer.shard == "overlap":
         _check_parts(config.optimizer, device)
+
+
+def _check_overlap(config: PretrainConfig, device: torch.device) -> None:
+    """Checks that updates can be made beside the next forward pass, if they are to be."""
+    if not config.optimizer.overlap:
+        return
+    name, shard, hook = config.optimizer.name, config.optimizer.shard, config.comm.hook
+    made = find_kind(name).optimizer
+    in_chunks = isinstance(made, type) and issubclass(made, FusedOptimizer) and made.takes_chunks
+    refused = {
+        f"device {device.type}, which has no streams": device.type != "cuda",
+        f"optimizer.shard {shard}, whose ranks send each other updated weights": shard != "none",
+        "compile true, which takes layers together": config.compile,
+        f"comm.hook {hook}, which averages models after updates": hook in _MODELS_DIFFER,
+        f"optimizer.name {name}, which does not update one layer after another (fused_adam, lamb, "
+        "lans and stable_adamw do)": not in_chunks,
+    }
+    for given, wrong in refused.items():
+        if wrong:
+            raise ConfigError("optimizer.overlap", f"expected false with {given}, got true")
 
 
 def _check_row(kind: Kind, config: PretrainConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from bert_unpad.distributed import ShardedOptimizer
 from bert_unpad.pretrain.config import ConfigError, OptimizerConfig
@@ -14,7 +14,7 @@ from bert_unpad.pretrain.update.arguments import class_arguments
 from bert_unpad.pretrain.update.kinds import find_kind
 from bert_unpad.pretrain.update.state import local_optimizer, remember_groups
 
-__all__ = ["build_optimizer", "leaves_out_on_device", "set_lr", "shard_group"]
+__all__ = ["build_optimizer", "leaves_out_on_device", "set_lr", "shard_group", "step_if"]
 
 
 def shard_group(config: OptimizerConfig, ranks: Ranks) -> dist.ProcessGroup | None:
@@ -95,3 +95,16 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Sets the learning rate of the next update."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def step_if(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
+    """Makes an update unless the gradient is not finite; then weights and states stay as they are.
+
+    Optimizers with PyTorch's `found_inf` (its fused ones) leave the update out on the device;
+    others make the host wait for `finite`.
+    """
+    if leaves_out_on_device(optimizer):
+        local_optimizer(optimizer).found_inf = (~finite).float()
+        optimizer.step()
+    elif bool(finite):
+        optimizer.step()
