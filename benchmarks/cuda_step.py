@@ -57,12 +57,17 @@ def memory(name: str, launches: int, moved: float, why: str) -> Part:
 def parts() -> Iterator[Part]:
     tokens = sum(wikipedia_mix(SEQUENCES))
     masked = round(MASKED_FRACTION * tokens)
+    # The last layer takes keys and values of all tokens. The rest it computes for the tokens that a
+    # loss reads: masked ones, and each sequence's first.
+    read, whole = masked + SEQUENCES, LAYERS - 1
     rows, norm_sums = tokens * HIDDEN, 2 * 4 * PARTIAL_ROWS * 3 * HIDDEN
-    matrices = LAYERS * (4 * HIDDEN**2 + 2 * HIDDEN * INNER)
-    operations = 6 * tokens * matrices + 6 * masked * (HIDDEN**2 + VOCAB * HIDDEN)
+    layer = 4 * HIDDEN**2 + 2 * HIDDEN * INNER
+    matrices, keys = LAYERS * layer, 2 * HIDDEN**2
+    operations = 6 * tokens * (whole * layer + keys) + 6 * read * (layer - keys)
+    operations += 6 * masked * (HIDDEN**2 + VOCAB * HIDDEN)
     yield Part(
         "matrix products",
-        3 * (4 * LAYERS + 2),
+        3 * (4 * LAYERS + 1 + 2),
         operations / PRODUCT_RATE,
         f"{operations / 1e12:.1f} TFLOP at {PRODUCT_RATE / 1e12:.0f} TFLOP/s (assumed)",
     )
@@ -74,17 +79,23 @@ def parts() -> Iterator[Part]:
                 seconds = row[f"{name}_seconds"]
                 why = f"{LAYERS} times {1e6 * seconds:.0f} us, launches included (by the model)"
                 yield Part(f"attention, {name}", 0, LAYERS * seconds, why)
-    norms = 2 * LAYERS
-    yield memory("LayerNorm, forward", norms, norms * 6 * rows, "reads x, residual; writes y")
+    norms, normed = 2 * LAYERS, 2 * (whole * rows + read * HIDDEN)
+    yield memory("LayerNorm, forward", norms, 6 * normed, "reads x, residual; writes y")
     yield memory(
         "LayerNorm, backward",
         norms,
-        norms * (10 * rows + norm_sums),
+        10 * normed + norms * norm_sums,
         "reads x, residual, dy; writes dx, dresidual",
     )
-    inner = tokens * INNER
-    yield memory("GELU, forward", LAYERS, LAYERS * 4 * inner, "reads x; writes y")
-    yield memory("GELU, backward", LAYERS, LAYERS * 6 * inner, "reads x, dy; writes dx")
+    inner = (whole * tokens + read) * INNER
+    yield memory("GELU, forward", LAYERS, 4 * inner, "reads x; writes y")
+    yield memory("GELU, backward", LAYERS, 6 * inner, "reads x, dy; writes dx")
+    yield memory(
+        "rows of the last layer",
+        6,
+        (2 + 6) * rows + 8 * read * HIDDEN + 3 * 8 * HIDDEN**2,
+        "gathered; their gradients put in their places and added; weights' gradients joined",
+    )
     tables = 4 * (VOCAB + POSITIONS + 2) * HIDDEN
     yield memory("embeddings, forward", 1, 14 * rows, "reads three rows in fp32; writes one")
     yield memory(
@@ -112,6 +123,26 @@ def parts() -> Iterator[Part]:
         4,
         (4 + 12) * (weights - matrices),
         "set to zero, then read and added to; those of matrices are written by products",
+    )
+
+
+def overlapped(counted: list[Part]) -> str:
+    """What `optimizer.overlap` may hide: the update of the layers' matrices and the zeroing."""
+    tokens = sum(wikipedia_mix(SEQUENCES))
+    matrices = LAYERS * (4 * HIDDEN**2 + 2 * HIDDEN * INNER)
+    products = 2 * tokens * matrices / PRODUCT_RATE
+    # Each product of a layer reads one operand of all tokens and writes another.
+    moved = LAYERS * 2 * tokens * (8 * HIDDEN + 2 * INNER) + 2 * matrices
+    update = 30 * matrices
+    total = sum(part.whole for part in counted)
+    rate = SEQUENCES / (total - update / H100.dram)
+    return OVERLAP.format(
+        products=1e3 * products,
+        moved=moved / 1e9,
+        update=update / 1e9,
+        idle=1e3 * (products - moved / H100.dram),
+        hidden=1e3 * update / H100.dram,
+        rate=rate,
     )
 
 
@@ -151,12 +182,23 @@ HEAD = """\
 
 **Modelled, not measured**: no kernel has run on a GPU. A training step of BERT-large on an H100 \
 with CUDA graphs: {sequences} sequences of Wikipedia lengths ({tokens:,} tokens, {share:.0%} of \
-them masked), bf16, dropout 0.1, Adam. Attention by the [model of an SM](cuda-model.md), other \
+them masked), bf16, dropout 0.1, Adam. The last layer computes the rows that the losses read; its \
+attention is counted whole. Attention by the [model of an SM](cuda-model.md), other \
 kernels by the bytes that they have to move at {dram:.2f} TB/s, and {gap:.0f} us between two \
 kernels (both constants of that model, fitted to published kernels), products by an assumed rate. \
 What runs beside something else, communication and the host are left out. Written by
 
 {command}
+"""
+OVERLAP = """
+## With the update beside the next forward pass
+
+`optimizer.overlap` updates the layers' matrices on a stream of their own while the next forward \
+pass runs. That pass spends {products:.1f} ms in products of layers, which move {moved:.1f} GB at \
+most, so the memory is idle for {idle:.1f} ms of them. The update moves {update:.1f} GB: \
+{hidden:.1f} ms. If all of it takes place in that time, a step makes **{rate:.0f} sequences/s**. \
+That is an upper bound: products and update also share the multiprocessors, for which there is no \
+model here.
 """
 FP8 = """
 ## In 8 bits
@@ -181,7 +223,7 @@ def render() -> str:
     )
     columns = ["part", "what is counted", "launches", "ms"]
     eight_bits = table(columns, [part.row for part in roundings()], 2)
-    return f"{head}\n{table(columns, rows, 2)}\n{FP8}\n{eight_bits}\n"
+    return f"{head}\n{table(columns, rows, 2)}\n{overlapped(counted)}{FP8}\n{eight_bits}\n"
 
 
 def main() -> None:

@@ -74,9 +74,7 @@ def contender(
 ) -> tuple[Callable[[PackedInputs], Callable[[], None]], torch.optim.Optimizer]:
     """What makes a contender's training step of a batch, and its optimizer."""
     if name in (OURS, NO_WINDOWS):
-        torch.manual_seed(0)
-        model = EncoderForPreTraining(config(args.size, windows=name == OURS)).train()
-        optimizer = model_steps.adamw(model)
+        model, optimizer = ours(args.size, windows=name == OURS)
         loss = _our_loss(model)
     else:
         model, optimizer = hugging_face(args.size)
@@ -90,10 +88,26 @@ def contender(
     return step_of, optimizer
 
 
+# Those who use a model share it, and the two of ours have the same weights: with four models a step
+# of a long sequence would take more than 24 GB.
+@cache
+def ours(size: str, windows: bool = True) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Our model and its optimizer."""
+    if windows:
+        torch.manual_seed(0)
+        model = EncoderForPreTraining(config(size)).train()
+        return model, model_steps.adamw(model)
+    first, optimizer = ours(size)
+    model = EncoderForPreTraining(config(size, windows=False)).train()
+    for name, weight in first.named_parameters():
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, weight)
+    return model, optimizer
+
+
 @cache
 def hugging_face(size: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Hugging Face's model of the same sizes, with sdpa, and its optimizer. Those who use it share
-    it: with four models a step of a long sequence would take more than 24 GB."""
+    """Hugging Face's model of the same sizes, with sdpa, and its optimizer."""
     import transformers
 
     torch.manual_seed(0)
@@ -106,11 +120,15 @@ def _our_loss(model: torch.nn.Module) -> Callable[[PackedInputs], torch.Tensor]:
     return lambda x: model(x).mlm_loss_sum / len(x.masked_labels)
 
 
+def few_tokens(args: argparse.Namespace) -> PackedInputs:
+    """A batch whose step takes no time."""
+    return batch_of(LONG, argparse.Namespace(**vars(args) | {"longest": 64}))
+
+
 def memory(name: str, batch: str, args: argparse.Namespace) -> harness.Memory:
     """Of one contender in this process."""
-    few = argparse.Namespace(**vars(args) | {"longest": 64})
     step_of, optimizer = contender(name, args)
-    first, step = (step_of(x) for x in (batch_of(LONG, few), batch_of(batch, args)))
+    first, step = (step_of(x) for x in (few_tokens(args), batch_of(batch, args)))
     return harness.memory_of(optimizer, first, step)
 
 
@@ -125,7 +143,12 @@ def measure(batch: str, args: argparse.Namespace) -> dict[str, Any]:
     """All contenders on one batch."""
     inputs = batch_of(batch, args)
     taken = {name: memory_in_own_process(name, batch) for name in args.only}
-    steps = {name: contender(name, args)[0](inputs) for name in args.only}
+    contenders = {name: contender(name, args)[0] for name in args.only}
+    for step_of in contenders.values():
+        # Optimizers get their state now: among a long step's tensors it would leave holes, which
+        # the next contender's may not fit into.
+        step_of(few_tokens(args))()
+    steps = {name: step_of(inputs) for name, step_of in contenders.items()}
     print(f"{batch}: {inputs.batch.batch_size} sequences, {inputs.batch.total} tokens", flush=True)
     timings = harness.interleave(
         steps, args.rounds, 1, on_time=lambda name, s: print(f"  {name:24s} {s:8.2f} s", flush=True)
