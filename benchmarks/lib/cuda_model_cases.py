@@ -108,7 +108,7 @@ def contenders_of(
     if architecture.capability == 90:
         contenders[WGMMA] = (
             lambda batch, p: attention_wgmma.forward(ours, batch, p),
-            lambda batch, p: attention_wgmma.backward(ours, batch, p),
+            lambda batch, p: attention_wgmma.backward(ours, batch, p, architecture),
         )
     if flash is not None:
         contenders[FLASH] = (flash.forward, flash.backward)

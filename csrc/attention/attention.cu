@@ -63,17 +63,13 @@ struct BackwardChoice {
   bool wgmma, fused;
 };
 
-// With wgmma two kernels are only for windows, grouped heads and position biases: other calls that
-// cannot be fused take those without.
 BackwardChoice choose_backward(const AttentionCudaParams& args, const AttentionCudaBias& bias,
                                const AttentionDevice& device) {
   const bool whole = takes_whole_heads(args, bias);
   const int sequences = args.sequences, heads = args.heads;
-  if (wgmma_wanted(kBackwardOp) && has_wgmma(args.dtype, args.head_dim, device)) {
-    if (!whole) return {true, false};
-    if (wgmma_backward_is_fused(sequences, heads, args.max_q, args.max_k, device))
-      return {true, true};
-  }
+  if (wgmma_wanted(kBackwardOp) && has_wgmma(args.dtype, args.head_dim, device))
+    return {true,
+            whole && wgmma_backward_is_fused(sequences, heads, args.max_q, args.max_k, device)};
   return {false, whole && backward_is_fused(sequences, heads, args.max_q, args.max_k, args.head_dim,
                                             device)};
 }

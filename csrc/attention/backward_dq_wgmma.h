@@ -1,4 +1,4 @@
-// dQ with wgmma (sm_90a), for head dim 64, with a window, grouped heads or a position bias: what
+// dQ with wgmma (sm_90a), for head dim 64, where the backward pass is not fused: what
 // backward_dq_kernel.h computes, by the same formulas. It also writes delta, which
 // backward_keys_wgmma.h reads afterwards.
 //

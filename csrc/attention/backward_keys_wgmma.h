@@ -1,6 +1,5 @@
-// dK and dV with wgmma (sm_90a), for head dim 64, with a window, grouped heads or a position bias:
-// what backward_kernel.h computes where it is not fused, after backward_dq_wgmma.h, which writes
-// delta.
+// dK and dV with wgmma (sm_90a), for head dim 64, where the backward pass is not fused: what
+// backward_kernel.h computes there, after backward_dq_wgmma.h, which writes delta.
 //
 // A block of one warpgroup takes 64 keys, a warp 16 of them, as in backward_wgmma.h. It passes over
 // the heads that read the keys, and over the tiles of 64 queries that see one of them. The products

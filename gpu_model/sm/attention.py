@@ -251,10 +251,14 @@ def backward(
         name = kernel_name("attention_backward_kernel", d, 4, dropout, False, False, tile)
         shared = backward_shared(d, 4, False, tile, run[2])
         keys.append(launch_of(available, batch, dropout_p, name, 128, shared, run, 64))
-    return [
-        Stage("backward, dQ", queries, rows * (6 * 2 * d + 8)),
-        Stage("backward, dK and dV", keys, rows * (6 * 2 * d + 8)),
-    ]
+    return split_stages(batch, queries, keys)
+
+
+def split_stages(batch: Batch, queries: list[Launch], keys: list[Launch]) -> list[Stage]:
+    """Of a backward pass by two kernels, the first of which computes dQ and delta. Each reads q, k,
+    v and dout, the first one also out and lse, the second one lse and delta."""
+    size = batch.tokens * batch.heads * (6 * 2 * batch.head_dim + 8)
+    return [Stage("backward, dQ", queries, size), Stage("backward, dK and dV", keys, size)]
 
 
 def kernel_names(head_dim: int) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gpu_model.sm.architectures import Architecture
-from gpu_model.sm.attention import Batch, kernel_name, launch_of
+from gpu_model.sm.attention import Batch, kernel_name, launch_of, split_stages
 from gpu_model.sm.kernel import Kernel, Stage
 
 TILE = 64 * 64 * 2  # bytes of 64 rows
@@ -43,7 +43,7 @@ def backward_is_fused(batch: Batch, architecture: Architecture) -> bool:
     longest = max(batch.lengths, default=0)
     return (
         len(batch.lengths) * batch.heads >= architecture.sms
-        and longest <= 4096
+        and longest <= 1024
         and backward_shared(backward_groups(longest), longest) <= architecture.block_shared
     )
 
@@ -61,8 +61,12 @@ def forward(available: Mapping[str, Kernel], batch: Batch, dropout_p: float) -> 
     return [Stage("forward", found, batch.tokens * batch.heads * (4 * 128 + 4))]
 
 
-def backward(available: Mapping[str, Kernel], batch: Batch, dropout_p: float) -> list[Stage]:
-    """The launches of a fused backward pass."""
+def backward(
+    available: Mapping[str, Kernel], batch: Batch, dropout_p: float, architecture: Architecture
+) -> list[Stage]:
+    """The launches of a backward pass."""
+    if not backward_is_fused(batch, architecture):
+        return _split_backward(available, batch, dropout_p)
     found = []
     for run in batch.runs:
         groups = backward_groups(run[2])
@@ -70,6 +74,20 @@ def backward(available: Mapping[str, Kernel], batch: Batch, dropout_p: float) ->
         shared = backward_shared(groups, run[2])
         found.append(launch_of(available, batch, dropout_p, name, 128 * groups, shared, run, 0))
     return [Stage("backward", found, batch.tokens * batch.heads * (8 * 128 + 4))]
+
+
+def _split_backward(available: Mapping[str, Kernel], batch: Batch, dropout_p: float) -> list[Stage]:
+    queries, keys = [], []
+    for found, name, shared in (
+        (queries, "attention_backward_dq_wgmma_kernel", 6 * TILE),
+        (keys, "attention_backward_keys_wgmma_kernel", 6 * TILE + 2 * 1024),
+    ):
+        mangled = kernel_name(name, dropout_p > 0)
+        found += [
+            launch_of(available, batch, dropout_p, mangled, 128, shared, run, 64)
+            for run in batch.runs
+        ]
+    return split_stages(batch, queries, keys)
 
 
 def kernel_names() -> list[str]:
@@ -82,4 +100,8 @@ def kernel_names() -> list[str]:
             kernel_name("attention_forward_wgmma_kernel", groups, dropout, False),
             backward_name(groups, dropout),
         )
+    ] + [
+        kernel_name(f"attention_backward_{half}_wgmma_kernel", dropout)
+        for dropout in (False, True)
+        for half in ("dq", "keys")
     ]

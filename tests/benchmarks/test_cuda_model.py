@@ -108,26 +108,31 @@ def test_traces_have_the_products_of_the_lengths(kernels, length, dropout_p):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_traces_of_kernels_with_wgmma_have_the_products_of_the_lengths(kernels, length, dropout_p):
     """Of each warp: 8 instructions for 64 queries and 64 keys forward, 16 and its share of dQ
-    backward, where a warpgroup goes along with the last one's keys."""
-    batch = cases.batch_of([length] * 200)
+    backward, where a warpgroup goes along with the last one's keys; by two kernels 12 and 16."""
+    batch, few = cases.batch_of([length] * 200), cases.batch_of([length], heads=2)
     up = -(-length // 64)
 
-    def products(stages):
-        launch = stages[0].launches[0]
+    def products(stage, batch=batch):
+        (launch,) = stage.launches
         code = launch.kernel.function.instructions
         return sum(
             code[i].name == "HGMMA"
-            for block in range(launch.grid[0] // (200 * 16))
+            for block in range(launch.grid[0] // (len(batch.lengths) * batch.heads))
             for warp in launch.walk(block)
             for i in warp.code.tolist()
         )
 
-    assert products(attention_wgmma.forward(kernels, batch, dropout_p)) == 4 * 8 * up * up
+    (forward,) = attention_wgmma.forward(kernels, batch, dropout_p)
+    assert products(forward) == 4 * 8 * up * up
     groups = attention_wgmma.backward_groups(length)
     passes = -(-up // groups)
     share = 4 * groups  # of dQ: all keys of the pass, 64 / groups columns
     expected = 4 * groups * passes * up * (16 + share)
-    assert products(attention_wgmma.backward(kernels, batch, dropout_p)) == expected
+    (backward,) = attention_wgmma.backward(kernels, batch, dropout_p, H100)
+    assert products(backward) == expected
+    queries, keys = attention_wgmma.backward(kernels, few, dropout_p, H100)
+    assert products(queries, few) == 4 * 12 * up * up
+    assert products(keys, few) == 4 * 16 * up * up
 
 
 def test_the_mix_has_the_lengths_of_the_histogram():

@@ -67,11 +67,18 @@ def test_lengths_of_several_tiles(lengths):
     compare(BF16, lengths, heads=1, p=0.1)
 
 
-def test_backward_where_whole_heads_leave_multiprocessors_idle(kernels):
-    """The two kernels without wgmma, after the forward kernel with it."""
+@pytest.mark.parametrize("p", [0.1, 0.0, 0.5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_backward_kernels_where_whole_heads_leave_multiprocessors_idle(kernels, dtype, p):
     torch.manual_seed(2)
     kernels.set_device(WGMMA, SPLIT)
-    compare(BF16, [130, 17], p=0.1)
+    compare(dtype, [*EDGES, 330], p=p)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_backward_kernels_for_sequences_that_shared_memory_cannot_hold(dtype):
+    torch.manual_seed(2)
+    compare(dtype, [580, 3], heads=1, p=0.1)
 
 
 def test_the_kernels_of_other_gpus_instead(kernels, monkeypatch):
@@ -86,19 +93,25 @@ def test_the_kernels_of_other_gpus_instead(kernels, monkeypatch):
         compare(BF16, [3])
 
 
+@pytest.mark.parametrize("sms", [FUSED, SPLIT])
 @pytest.mark.parametrize("scale", [-0.3, 1.0])
-def test_any_scale(scale):
+def test_any_scale(kernels, scale, sms):
     torch.manual_seed(3)
+    kernels.set_device(WGMMA, sms)
     compare(BF16, [70, 12], scale=scale)
 
 
+@pytest.mark.parametrize("sms", [FUSED, SPLIT])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_queries_and_keys_of_different_lengths(dtype):
+def test_queries_and_keys_of_different_lengths(kernels, dtype, sms):
     torch.manual_seed(4)
+    kernels.set_device(WGMMA, sms)
     compare(dtype, [3, 0, 40, 17, 0, 80, 130], [70, 5, 33, 200, 0, 20, 65], p=0.1)
 
 
-def test_queries_without_keys_and_keys_without_queries():
+@pytest.mark.parametrize("sms", [FUSED, SPLIT])
+def test_queries_without_keys_and_keys_without_queries(kernels, sms):
+    kernels.set_device(WGMMA, sms)
     q, dout = (torch.randn(5, 2, 64).to(BF16) for _ in range(2))
     k, v = (torch.randn(4, 2, 64).to(BF16) for _ in range(2))
     results = attention(q, k, v, dout, [5, 0], [0, 4])
@@ -161,9 +174,18 @@ def test_masks_are_those_of_the_cpu_operator(dtype, p):
         assert (ours == 0).sum() > 0
 
 
-@pytest.mark.parametrize("window", [(-1, -1), (30, 40)])
-def test_same_bits_from_every_schedule(window):
+# Windows and multiprocessors with which each backward pass runs.
+KERNELS = pytest.mark.parametrize(
+    ("window", "sms"),
+    [((-1, -1), FUSED), ((-1, -1), SPLIT), ((70, 40), FUSED)],
+    ids=["fused", "two_kernels", "window"],
+)
+
+
+@KERNELS
+def test_same_bits_from_every_schedule(kernels, window, sms):
     torch.manual_seed(7)
+    kernels.set_device(WGMMA, sms)
     lengths = [20, 140, 0, 64, 100, 7, 65]
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     q, k, v, dout = inputs(lengths)
@@ -184,9 +206,10 @@ def test_same_bits_from_every_schedule(window):
             assert torch.equal(x, other[name]), (name, schedule)
 
 
-@pytest.mark.parametrize("window", [(-1, -1), (70, 0)])
-def test_same_bits_from_every_order_of_threads(kernels, window):
+@KERNELS
+def test_same_bits_from_every_order_of_threads(kernels, window, sms):
     torch.manual_seed(8)
+    kernels.set_device(WGMMA, sms)
     lengths = [200, 16, 70]
     q, k, v, dout = inputs(lengths, heads=1)
     options = {"p": 0.1, "rng": RNG, "window": window}
@@ -223,19 +246,21 @@ def test_every_barrier_wait_and_fence_is_needed(kernels, level, window, queries)
 
 
 @pytest.mark.parametrize(
-    ("keys", "heads", "window", "parts"),
+    ("keys", "heads", "window", "parts", "sms"),
     [
-        pytest.param(64, 1, (-1, -1), (), id="one_warpgroup"),
-        pytest.param(200, 1, (-1, -1), (), id="two_warpgroups"),
-        pytest.param(200, 1, (100, 90), (), id="window"),
-        pytest.param(200, 2, (-1, -1), (), id="grouped_heads"),
-        pytest.param(200, 1, (-1, -1), PARTS, id="bias"),
+        pytest.param(64, 1, (-1, -1), (), FUSED, id="one_warpgroup"),
+        pytest.param(200, 1, (-1, -1), (), FUSED, id="two_warpgroups"),
+        pytest.param(200, 1, (-1, -1), (), SPLIT, id="two_kernels"),
+        pytest.param(200, 1, (100, 90), (), FUSED, id="window"),
+        pytest.param(200, 2, (-1, -1), (), FUSED, id="grouped_heads"),
+        pytest.param(200, 1, (-1, -1), PARTS, FUSED, id="bias"),
     ],
 )
 def test_every_barrier_wait_and_fence_of_the_backward_pass_is_needed(
-    kernels, level, keys, heads, window, parts
+    kernels, level, keys, heads, window, parts, sms
 ):
     torch.manual_seed(10)
+    kernels.set_device(WGMMA, sms)
     q, dout = (torch.randn(140, heads, 64).to(BF16) for _ in range(2))
     kv, bias = torch.randn(keys, 2, 1, 64).to(BF16), None
     if parts:
@@ -251,7 +276,7 @@ def test_every_barrier_wait_and_fence_of_the_backward_pass_is_needed(
     backward = [site for site in sites if "backward" in site.file]
     assert {site.kind for site in backward} == SYNCHRONISATION | fences(level)
     assert ("sync_warp" in {site.kind for site in sites}) == bool(parts)
-    split = heads > 1 or window != (-1, -1) or parts
+    split = sms == SPLIT or heads > 1 or window != (-1, -1) or parts
     for file in ("backward_dq_wgmma", "backward_keys_wgmma") if split else ("backward_wgmma",):
         assert {site.kind for site in backward if file in site.file} >= SYNCHRONISATION
 
@@ -291,10 +316,11 @@ def test_which_launches_take_it(kernels):
         assert not other_kernels(bias=bias, backward=backward)
     for head_dim in (32, 96, 128):
         assert other_kernels(head_dim)
+    assert not other_kernels(backward=True, max_seqlen=5000)
     kernels.set_device(WGMMA, SPLIT)
-    assert not other_kernels()
-    assert other_kernels(backward=True)
+    assert not other_kernels(backward=True)
     assert not other_kernels(window=(1, 1), backward=True)
+    assert other_kernels(bias=bias, backward=True)
     for device in ((8, 0), MMA):
         kernels.set_device(device, FUSED)
         assert other_kernels()

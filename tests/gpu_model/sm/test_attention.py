@@ -112,11 +112,18 @@ def test_launches_of_kernels_with_wgmma():
     assert [(x.grid[0], x.threads, x.shared) for x in stage.launches] == [
         (2 * 2 * 3, 256, 65536), (2, 128, 49152),
     ]  # fmt: skip
-    (stage,) = attention_wgmma.backward(available, batch, 0.0)
+    sms = dataclasses.replace(H100, sms=6)  # as many as there are heads of sequences
+    (stage,) = attention_wgmma.backward(available, batch, 0.0, sms)
     sums, rows = 320 * 256, 320 * 8
     assert [(x.grid[0], x.threads, x.shared) for x in stage.launches] == [
         (4, 256, 65536 + rows + sums), (2, 128, 49152 + 64 * 8),
     ]  # fmt: skip
+    two = attention_wgmma.backward(available, batch, 0.0, H100)
+    assert [stage.name for stage in two] == ["backward, dQ", "backward, dK and dV"]
+    for stage, shared in zip(two, (49152, 51200), strict=True):
+        launches = [(x.grid[0], x.threads, x.shared) for x in stage.launches]
+        assert launches == [(2 * 2 * 5, 128, shared), (2, 128, shared)]
+        assert stage.bytes == 450 * 2 * (6 * 128 + 8)
 
 
 def test_names():
