@@ -1,6 +1,6 @@
 // The backward pass with wgmma (sm_90a), for head dim 64: the formulas of backward_kernel.h, fused
-// as there. A block owns a whole head of a sequence. With a window, grouped heads, long sequences or
-// few heads backward_dq_wgmma.h and backward_keys_wgmma.h compute the same instead.
+// as there. A block owns a whole head of a sequence. With a window, grouped heads, long sequences
+// or few heads backward_dq_wgmma.h and backward_keys_wgmma.h compute the same instead.
 //
 // A warpgroup owns 64 keys, a warp 16 of them. Rows of K and V stay in registers as A operands, and
 // scores are computed transposed (keys x queries), so that weights and score gradients leave the

@@ -31,8 +31,8 @@ void launch_forward(const AttentionRun& run, cudaStream_t stream);
 template <int kHeadDim>
 void launch_backward(const AttentionRun& run, FusedShape fused, cudaStream_t stream);
 
-// The same for head dim 64 with wgmma, which needs compute capability 9.0. `fused`: one kernel, which
-// takes neither windows nor grouped heads; otherwise two.
+// The same for head dim 64 with wgmma, which needs compute capability 9.0. `fused`: one kernel,
+// which takes neither windows nor grouped heads; otherwise two.
 void launch_wgmma_forward(const AttentionRun& run, cudaStream_t stream);
 void launch_wgmma_backward(const AttentionRun& run, bool fused, cudaStream_t stream);
 

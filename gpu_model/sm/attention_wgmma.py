@@ -74,9 +74,7 @@ def backward(
     return [Stage("backward", found, batch.tokens * batch.heads * (8 * 128 + 4))]
 
 
-def _split_backward(
-    available: Mapping[str, Kernel], batch: Batch, dropout_p: float
-) -> list[Stage]:
+def _split_backward(available: Mapping[str, Kernel], batch: Batch, dropout_p: float) -> list[Stage]:
     queries, keys = [], []
     for found, name, shared in (
         (queries, "attention_backward_dq_wgmma_kernel", 6 * TILE),
