@@ -1,6 +1,6 @@
 """One training step of a ModernBERT on long sequences, with and without windows, against its peers.
 
-    python -m benchmarks.long_context                    # about 15 minutes on two cores
+    python -m benchmarks.long_context                    # 40 minutes on two cores, 24 GB
     python -m benchmarks.long_context --size tiny --rounds 1 --dry      # try it out
 
 Masked tokens alone, 30 % of them, in bf16 by default: forward, backward and update. Two batches:
@@ -142,14 +142,17 @@ def memory_in_own_process(name: str, batch: str) -> harness.Memory:
 def measure(batch: str, args: argparse.Namespace) -> dict[str, Any]:
     """All contenders on one batch."""
     inputs = batch_of(batch, args)
-    taken = {name: memory_in_own_process(name, batch) for name in args.only}
+    print(f"{batch}: {inputs.batch.batch_size} sequences, {inputs.batch.total} tokens", flush=True)
+    taken = {}
+    for name in args.only:
+        taken[name] = memory_in_own_process(name, batch)
+        print(f"  {name:24s} {taken[name].peak / 1e9:8.2f} GB", flush=True)
     contenders = {name: contender(name, args)[0] for name in args.only}
     for step_of in contenders.values():
         # Optimizers get their state now: among a long step's tensors it would leave holes, which
         # the next contender's may not fit into.
         step_of(few_tokens(args))()
     steps = {name: step_of(inputs) for name, step_of in contenders.items()}
-    print(f"{batch}: {inputs.batch.batch_size} sequences, {inputs.batch.total} tokens", flush=True)
     timings = harness.interleave(
         steps, args.rounds, 1, on_time=lambda name, s: print(f"  {name:24s} {s:8.2f} s", flush=True)
     )
@@ -183,7 +186,8 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     parser.add_argument("--memory-of", nargs=2, metavar=("CONTENDER", "BATCH"))
     args = parser.parse_args()
-    allocator = harness.fix_allocator("heap")
+    # A heap that keeps what was freed would grow with each contender's step, beyond 24 GB.
+    allocator = harness.fix_allocator("default")
     with packages_of("hf"):
         import transformers
     if args.memory_of:
