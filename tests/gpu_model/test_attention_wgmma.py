@@ -320,7 +320,7 @@ def test_which_launches_take_it(kernels):
     kernels.set_device(WGMMA, SPLIT)
     assert not other_kernels(backward=True)
     assert not other_kernels(window=(1, 1), backward=True)
-    assert other_kernels(bias=bias, backward=True)
+    assert not other_kernels(bias=bias, backward=True)
     for device in ((8, 0), MMA):
         kernels.set_device(device, FUSED)
         assert other_kernels()
