@@ -136,27 +136,28 @@ def _step_table(found: Result) -> str:
 
 def long_context() -> str:
     """A ModernBERT's step on long sequences."""
-    found = read("long_context")
-    if found is None:
+    found = runs("long_context")
+    if not found:
         return ""
     rows = []
-    for batch in found["batches"]:
+    for batch in (batch for result in found.values() for batch in result["batches"]):
         lengths = batch["lengths"]
         what = f"{batch['batch']}: {count(len(lengths), 'sequence')}, {sum(lengths):,} tokens"
         for x in batch["results"]:
             row = [what, x["contender"], f"{x['seconds']:.2f}", between(x["rounds"])]
             row.append(f"{x['ours_faster_by']:.2f}")
             rows.append([*row, *(f"{x[key] / 1e9:.1f}" for key in ("step_bytes", "peak_bytes"))])
-    rounds = count(len(found["batches"][0]["results"][0]["rounds"]), "round")
+    first = next(iter(found.values()))
+    rounds = count(first["rounds"], "round")
     header = ["", "", "seconds, median", "least and greatest round", "`bert_unpad` is faster by"]
     return section(
         "Long sequences",
-        f"Forward, backward and AdamW of ModernBERT-{found['size']} in {precision(found['dtype'])}"
+        f"Forward, backward and AdamW of ModernBERT-{first['size']} in {precision(first['dtype'])}"
         f", masked tokens alone; {rounds} in which the contenders take turns. Its layers look at "
         'windows of 128 tokens, every third at all; "no windows" is the same model whose layers '
         'all look at all. "Plain unpadded" is Hugging Face\'s modules on packed tokens with one '
         'SDPA call a sequence, "hf sdpa" its model, padded. Memory as above.',
-        source("long_context", found),
+        *(source(name, result) for name, result in found.items()),
         table([*header, "GB of a step", "GB in all"], rows, text_columns=2),
     )
 
