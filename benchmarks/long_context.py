@@ -6,9 +6,8 @@
 Masked tokens alone, 30 % of them, in bf16 by default: forward, backward and update. Two batches:
 one sequence of `--longest` tokens, and sequences of mixed lengths with a mean of `--mean`.
 Peers are Hugging Face's own model (sdpa, padded) and its modules on packed tokens with one sdpa
-call a sequence. Memory is measured first, each contender in a process of its own; then time, all
-in turns. Writes
-benchmarks/results/cpu/long_context.json, or under another `--name`.
+call a sequence. Memory is measured first, each contender in a process of its own; then time, all in
+turns. Writes benchmarks/results/cpu/long_context.json, or under another `--name`.
 """
 
 from __future__ import annotations
