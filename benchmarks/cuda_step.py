@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ATTENTION = ROOT / "benchmarks" / "results" / "model" / "attention.json"
 SEQUENCES, BATCH = 48, "48 of Wikipedia"
 LAYERS, HIDDEN, INNER, VOCAB, POSITIONS = 24, 1024, 4096, 30528, 512
+MATRIX_WEIGHTS = 4 * HIDDEN**2 + 2 * HIDDEN * INNER  # of a layer
 # Multiply-adds count as two operations. Assumed for products of these sizes: two thirds of the
 # peak rate of 16-bit products (989 TFLOP/s, NVIDIA's data sheet of the H100 SXM5).
 PRODUCT_RATE = 650e12
@@ -61,9 +62,8 @@ def parts() -> Iterator[Part]:
     # loss reads: masked ones, and each sequence's first.
     read, whole = masked + SEQUENCES, LAYERS - 1
     rows, norm_sums = tokens * HIDDEN, 2 * 4 * PARTIAL_ROWS * 3 * HIDDEN
-    layer = 4 * HIDDEN**2 + 2 * HIDDEN * INNER
-    matrices, keys = LAYERS * layer, 2 * HIDDEN**2
-    operations = 6 * tokens * (whole * layer + keys) + 6 * read * (layer - keys)
+    matrices, keys = LAYERS * MATRIX_WEIGHTS, 2 * HIDDEN**2
+    operations = 6 * tokens * (whole * MATRIX_WEIGHTS + keys) + 6 * read * (MATRIX_WEIGHTS - keys)
     operations += 6 * masked * (HIDDEN**2 + VOCAB * HIDDEN)
     yield Part(
         "matrix products",
@@ -129,7 +129,7 @@ def parts() -> Iterator[Part]:
 def overlapped(counted: list[Part]) -> str:
     """What `optimizer.overlap` may hide: the update of the layers' matrices and the zeroing."""
     tokens = sum(wikipedia_mix(SEQUENCES))
-    matrices = LAYERS * (4 * HIDDEN**2 + 2 * HIDDEN * INNER)
+    matrices = LAYERS * MATRIX_WEIGHTS
     products = 2 * tokens * matrices / PRODUCT_RATE
     # Each product of a layer reads one operand of all tokens and writes another.
     moved = LAYERS * 2 * tokens * (8 * HIDDEN + 2 * INNER) + 2 * matrices
@@ -148,7 +148,7 @@ def overlapped(counted: list[Part]) -> str:
 
 def roundings() -> Iterator[Part]:
     """What rounding to 8 bits takes, in several ways."""
-    matrices = LAYERS * (4 * HIDDEN**2 + 2 * HIDDEN * INNER)
+    matrices = LAYERS * MATRIX_WEIGHTS
     twice = "reads fp32 twice, writes 8 bits, also transposed"
     yield memory("weights, in every forward pass", 8 * LAYERS, 10 * matrices, twice)
     yield memory("weights, once an update", 4, 10 * matrices, f"{twice}; all at once")

@@ -75,7 +75,7 @@ def contender(
 ) -> tuple[Callable[[PackedInputs], Callable[[], None]], torch.optim.Optimizer]:
     """What makes a contender's training step of a batch, and its optimizer."""
     if name in (OURS, NO_WINDOWS):
-        model, optimizer = ours(args.size, windows=name == OURS)
+        model, optimizer = ours(args.size, name == OURS)
         loss = _our_loss(model)
     else:
         model, optimizer = hugging_face(args.size)
@@ -92,13 +92,13 @@ def contender(
 # Those who use a model share it, and the two of ours have the same weights: with four models a step
 # of a long sequence would take more than 24 GB.
 @cache
-def ours(size: str, windows: bool = True) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def ours(size: str, windows: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Our model and its optimizer."""
     if windows:
         torch.manual_seed(0)
         model = EncoderForPreTraining(config(size)).train()
         return model, model_steps.adamw(model)
-    first, optimizer = ours(size)
+    first, optimizer = ours(size, True)
     model = EncoderForPreTraining(config(size, windows=False)).train()
     for name, weight in first.named_parameters():
         module, _, leaf = name.rpartition(".")

@@ -10,7 +10,7 @@
 namespace bert_unpad::cuda {
 
 void launch_wgmma_bias_forward(const AttentionRun& run, cudaStream_t stream) {
-  dispatch_bias(run, [&]<class T>() {
+  dispatch_16_bit_type(run.args, [&]<class T>() {
     launch_grid(kForwardOp, attention_forward_wgmma_kernel<T, 1, true, true, AttentionBiasLaunch>,
                 128, WgmmaKeys<T, 1>::kSharedBytes, run, run.args.heads, run.args.max_q, 64,
                 stream);
@@ -19,7 +19,7 @@ void launch_wgmma_bias_forward(const AttentionRun& run, cudaStream_t stream) {
 
 void launch_wgmma_bias_backward(const AttentionRun& run, cudaStream_t stream) {
   constexpr uint32_t kGradients = 4 * GradientTile<64>::kBytes;
-  dispatch_bias(run, [&]<class T>() {
+  dispatch_16_bit_type(run.args, [&]<class T>() {
     launch_grid(kBackwardOp, attention_backward_dq_wgmma_kernel<T, true, AttentionBiasLaunch>, 128,
                 WgmmaQueryGradientShared<T>::kBytes + kGradients, run, run.args.heads,
                 run.args.max_q, 64, stream);

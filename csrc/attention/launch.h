@@ -96,19 +96,18 @@ void dispatch_head_dim(int head_dim, const F& f) {
 
 // f.operator()<T>() for 16-bit dtypes.
 template <class F>
-void dispatch_bias(const AttentionRun& run, const F& f) {
-  if (run.args.dtype == DType::kBFloat16) return f.template operator()<bf16>();
+void dispatch_16_bit_type(const AttentionCudaParams& args, const F& f) {
+  if (args.dtype == DType::kBFloat16) return f.template operator()<bf16>();
   f.template operator()<f16>();
 }
 
 // The same with dropout or without it: f.operator()<T, dropout>().
 template <class F>
 void dispatch_16_bit(const AttentionCudaParams& args, const F& f) {
-  const bool dropout = args.keep_threshold < 65536;
-  if (args.dtype == DType::kBFloat16)
-    dropout ? f.template operator()<bf16, true>() : f.template operator()<bf16, false>();
-  else
-    dropout ? f.template operator()<f16, true>() : f.template operator()<f16, false>();
+  dispatch_16_bit_type(args, [&]<class T>() {
+    if (args.keep_threshold < 65536) return f.template operator()<T, true>();
+    f.template operator()<T, false>();
+  });
 }
 
 }  // namespace bert_unpad::cuda

@@ -11,7 +11,7 @@ namespace bert_unpad::cuda {
 
 template <int kHeadDim>
 void launch_bias_forward(const AttentionRun& run, cudaStream_t stream) {
-  dispatch_bias(run, [&]<class T>() {
+  dispatch_16_bit_type(run.args, [&]<class T>() {
     launch_grid(kForwardOp,
                 attention_forward_kernel<T, kHeadDim, 1, true, true, AttentionBiasLaunch>,
                 32 * kForwardWarps, ForwardKeys<T, kHeadDim, true, true>::kSharedBytes, run,
@@ -23,7 +23,7 @@ template <int kHeadDim>
 void launch_bias_backward(const AttentionRun& run, cudaStream_t stream) {
   constexpr int kWarps = 4;
   const uint32_t keys = BackwardShared<kHeadDim, kWarps, false>::bytes(0);
-  dispatch_bias(run, [&]<class T>() {
+  dispatch_16_bit_type(run.args, [&]<class T>() {
     launch_grid(kBackwardOp,
                 attention_backward_dq_kernel<T, kHeadDim, true, true, AttentionBiasLaunch>,
                 32 * kQueryGradientWarps,

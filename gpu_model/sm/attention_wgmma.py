@@ -80,7 +80,7 @@ def _split_backward(available: Mapping[str, Kernel], batch: Batch, dropout_p: fl
     queries, keys = [], []
     for found, name, shared in (
         (queries, "attention_backward_dq_wgmma_kernel", 6 * TILE),
-        (keys, "attention_backward_keys_wgmma_kernel", 6 * TILE + 2 * 1024),
+        (keys, "attention_backward_keys_wgmma_kernel", 6 * TILE + 2 * 1280),
     ):
         mangled = kernel_name(name, dropout_p > 0)
         found += [

@@ -110,9 +110,8 @@ def record(
         count = int(found[2], 16) if found else 1
         if found and found[1] == "0" and not found[3]:
             kind, argument = _WAIT, count  # of the groups of asynchronous copies
-        elif (
-            count == 0
-        ):  # the barriers that loads and others count on, as a control code names them
+        elif count == 0:
+            # The barriers that loads and others count on, as a control code names them.
             for number in re.findall("[0-5]", found[1] + (found[3] or "")):
                 waits_for |= 1 << int(number)
         else:

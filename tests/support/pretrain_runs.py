@@ -22,6 +22,8 @@ from tests.support.processes import TIMEOUT, free_port, join_ranks, start_ranks
 __all__ = [
     "GLOBAL_BATCH",
     "WORDS",
+    "changed",
+    "command_in_turn",
     "finish",
     "go_back",
     "go_on",
@@ -85,9 +87,23 @@ def tiny_settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "evaluation": {"every": 0, "examples": 20},
         "logging": {"every": 1},
     }
+    return changed(values, changes)
+
+
+def changed(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with others; of a section, `changes` are added to what is there."""
+    found = dict(values)
     for name, change in changes.items():
-        values[name] = values.get(name, {}) | change if isinstance(change, dict) else change
-    return values
+        found[name] = found.get(name, {}) | change if isinstance(change, dict) else change
+    return found
+
+
+def command_in_turn(folder: Path, name: str, values: dict[str, Any]) -> tuple[int, list[str]]:
+    """For `in_turn`: a run in `folder/name` with the settings `values`, which are written beside
+    it."""
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return free_port(), ["--config", str(file), "--run_dir", str(folder / name)]
 
 
 def settings(folder: Path) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def test_launches_of_kernels_with_wgmma():
     ]  # fmt: skip
     two = attention_wgmma.backward(available, batch, 0.0, H100)
     assert [stage.name for stage in two] == ["backward, dQ", "backward, dK and dV"]
-    for stage, shared in zip(two, (49152, 51200), strict=True):
+    for stage, shared in zip(two, (49152, 51712), strict=True):
         launches = [(x.grid[0], x.threads, x.shared) for x in stage.launches]
         assert launches == [(2 * 2 * 5, 128, shared), (2, 128, shared)]
         assert stage.bytes == 450 * 2 * (6 * 128 + 8)

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from bert_unpad.data import DataConfig, prepare
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain import main
 from tests.support.pretrain_runs import (
     WORDS,
+    changed,
+    command_in_turn,
     finish,
     go_back,
     in_turn,
@@ -20,7 +21,7 @@ from tests.support.pretrain_runs import (
     tiny_settings,
     write_corpus,
 )
-from tests.support.processes import free_port, start_ranks
+from tests.support.processes import start_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -61,14 +62,10 @@ def _settings(folder: Path) -> dict:
 
 def _train(folder: Path, ranks: int, names: list[str]) -> None:
     """Starts, or continues, runs in folders whose names begin with that of an entry in RUNS."""
-    commands = []
-    for name in names:
-        file = folder / f"{name}.yaml"
-        settings = _settings(folder)
-        for section, values in RUNS[name.split("@")[0]][0].items():
-            settings[section] = settings.get(section, {}) | values
-        file.write_text(yaml.safe_dump(settings))
-        commands.append((free_port(), ["--config", str(file), "--run_dir", str(folder / name)]))
+    commands = [
+        command_in_turn(folder, name, changed(_settings(folder), RUNS[name.split("@")[0]][0]))
+        for name in names
+    ]
     processes = start_ranks(in_turn, ranks, commands, log=folder / "train.log")
     codes, output = finish(folder, "train", processes)
     assert codes == [0] * ranks, output

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from bert_unpad.data import DataConfig, prepare
 from bert_unpad.nn import BertForPreTraining
@@ -18,6 +17,8 @@ from bert_unpad.pretrain.update import check, overlap
 from tests.support.lazy_stream import LazyStream
 from tests.support.pretrain_runs import (
     WORDS,
+    changed,
+    command_in_turn,
     finish,
     go_back,
     in_turn,
@@ -26,7 +27,7 @@ from tests.support.pretrain_runs import (
     tiny_settings,
     write_corpus,
 )
-from tests.support.processes import free_port, start_ranks
+from tests.support.processes import start_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -67,15 +68,10 @@ def _overlapped_in_turn(commands: list[tuple[int, list[str]]]) -> int:
 
 def _train(folder: Path, kind: str, names: list[str], overlapped: bool, ranks: int) -> None:
     """Starts, or continues, runs in folders whose names end with one of RUNS."""
-    commands = []
-    for name in names:
-        settings = _settings(folder)
-        for section, values in RUNS[name.split()[-1]].items():
-            old = settings.get(section, {})
-            settings[section] = old | values if isinstance(values, dict) else values
-        file = folder / f"{name}.yaml"
-        file.write_text(yaml.safe_dump(settings))
-        commands.append((free_port(), ["--config", str(file), "--run_dir", str(folder / name)]))
+    commands = [
+        command_in_turn(folder, name, changed(_settings(folder), RUNS[name.split()[-1]]))
+        for name in names
+    ]
     work = _overlapped_in_turn if overlapped else in_turn
     processes = start_ranks(work, ranks, commands, log=folder / f"{kind}.log")
     codes, output = finish(folder, kind, processes)
