@@ -81,14 +81,15 @@ void attention_forward(const AttentionCudaParams& args, const AttentionCudaBias&
   const AttentionDevice device = this_device(kForwardOp, args.dtype);
   if (bias.bucket != nullptr) prepare_bias(kForwardOp, args, bias, stream);
   const bool wgmma = wgmma_wanted(kForwardOp) && has_wgmma(args.dtype, args.head_dim, device);
+  const uint32_t kept = kept_block_bytes(device);
   for_each_run(kForwardOp, args, bias, groups, stream,
                [&](const AttentionRun& run, cudaStream_t s) {
                  if (args.dtype == DType::kFloat32) return launch_fp32_forward(run, s);
                  if (wgmma && bias.bucket != nullptr) return launch_wgmma_bias_forward(run, s);
                  if (wgmma) return launch_wgmma_forward(run, s);
                  dispatch_head_dim(args.head_dim, [&]<int kHeadDim>() {
-                   if (bias.bucket != nullptr) return launch_bias_forward<kHeadDim>(run, s);
-                   launch_forward<kHeadDim>(run, s);
+                   if (bias.bucket != nullptr) return launch_bias_forward<kHeadDim>(run, kept, s);
+                   launch_forward<kHeadDim>(run, kept, s);
                  });
                });
 }

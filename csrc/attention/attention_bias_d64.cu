@@ -3,7 +3,7 @@
 
 namespace bert_unpad::cuda {
 
-template void launch_bias_forward<64>(const AttentionRun&, cudaStream_t);
+template void launch_bias_forward<64>(const AttentionRun&, uint32_t, cudaStream_t);
 template void launch_bias_backward<64>(const AttentionRun&, cudaStream_t);
 
 }  // namespace bert_unpad::cuda

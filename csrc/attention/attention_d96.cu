@@ -4,7 +4,7 @@
 
 namespace bert_unpad::cuda {
 
-template void launch_forward<96>(const AttentionRun&, cudaStream_t);
+template void launch_forward<96>(const AttentionRun&, uint32_t, cudaStream_t);
 template void launch_backward<96>(const AttentionRun&, FusedShape, cudaStream_t);
 
 }  // namespace bert_unpad::cuda

@@ -256,7 +256,6 @@ attention_backward_kernel(BU_PARAMS Launch p) {
   if (!kFused && first_key >= block.k_len) return;
 
   // A fused block passes over the keys, a general one over the heads that read its keys.
-  const int passes = kFused ? (block.k_len + kKeys - 1) / kKeys : kGeneral ? p.group : 1;
   const QueryWindows windows(p.args, block);
   RowRange rows{0, block.q_len};
   if constexpr (kGeneral) rows = windows.queries(first_key, first_key + kKeys - 1);
@@ -277,8 +276,13 @@ attention_backward_kernel(BU_PARAMS Launch p) {
   // Pointers and the thread's place are computed again for each tile: there are no registers to
   // keep them in.
   const auto again = [](uint32_t x) { return static_cast<int>(hold(x)); };
+  constexpr bool kKeptShared = kFused && kBlackwell;
+  const KeptBlock<kKeptShared> kept(block, Shared::kBlock);
+  const auto passes = [&] {
+    return kFused ? (kept.get().k_len + kKeys - 1) / kKeys : kGeneral ? p.group : 1;
+  };
   const auto copy_queries = [&](int head, int tile, int stage) {
-    const int begin = again(block.q_begin), thread = again(threadIdx.x);
+    const int begin = again(kept.get().q_begin), thread = again(threadIdx.x);
     const HeadRows<const T> q(p.args.q, begin, head), dout(p.args.dout, begin, head);
     const int first = tile * kQueries;
     copy_tile<kQueries, kThreads, kHeadDim>(Shared::stage(stage), q, first, block.q_len, thread);
@@ -303,8 +307,11 @@ attention_backward_kernel(BU_PARAMS Launch p) {
   }
   if (kFused || first_tile < query_tiles) copy_queries(block.head, first_tile, 0);
 
-  AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
-                           block.sequence * p.args.heads + block.head, !kGeneral);
+  const auto stream = [&] {
+    const AttentionBlock at = kept.get();
+    return static_cast<uint32_t>(at.sequence * p.args.heads + at.head);
+  };
+  AttentionDropout dropout(p.args.rng, p.args.keep_threshold, stream(), !kGeneral);
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   const float scale = p.args.scale * kLog2e;
   [[maybe_unused]] const auto gradient_operands = [&] {
@@ -315,18 +322,19 @@ attention_backward_kernel(BU_PARAMS Launch p) {
   }();
   // Where sums of the head's dQ begin.
   [[maybe_unused]] const auto query_sums = [&] {
-    const int64_t heads_before = block.head * query_sum_rows(p.args.q_tokens, p.args.sequences);
+    const AttentionBlock at = kept.get();
+    const int64_t heads_before = at.head * query_sum_rows(p.args.q_tokens, p.args.sequences);
     return p.args.dq_sums +
-           (heads_before + query_sum_rows(again(block.q_begin), block.sequence)) * kHeadDim;
+           (heads_before + query_sum_rows(again(at.q_begin), at.sequence)) * kHeadDim;
   };
   int first_column = 0;
   if constexpr (kKeyColumns<kHeadDim, kBias> < kHeadDim) first_column = p.first_column;
-  int count = 0;  // of query tiles so far, over all passes
-  for (int pass = 0; pass < passes; ++pass) {
+  int tiles_before = 0;  // of queries, over all passes
+  for (int pass = 0; pass < passes(); ++pass) {
     const int pass_key = kFused ? pass * kKeys : first_key;
     if constexpr (kFused) {
-      keys.find(p.args, block, again(block.k_begin));
-      dropout.stream = hold(dropout.stream);
+      keys.find(p.args, kept.get(), again(kept.get().k_begin));
+      if constexpr (!kKeptShared) dropout.stream = hold(dropout.stream);
       if (pass > 0) sync_block();  // all are done with the keys of the pass before
       copy_tile<kKeys, kThreads, kHeadDim>(Shared::kKeyTile, keys.k, pass_key, block.k_len,
                                            threadIdx.x);
@@ -336,26 +344,29 @@ attention_backward_kernel(BU_PARAMS Launch p) {
       keys.start(pass_key + warp_key);
     }
     if (kFused && pass == 0)
-      fill_row_values<T, kHeadDim, kWarps>(p.args, again(block.q_begin), again(block.head),
-                                           block.q_len, Shared::kRowValues);
+      fill_row_values<T, kHeadDim, kWarps>(p.args, again(kept.get().q_begin),
+                                           again(kept.get().head), kept.get().q_len,
+                                           Shared::kRowValues);
+    if constexpr (kKeptShared) dropout.stream = stream();
     const KeyBias<T, kBias> bias(p, block, {windows}, block.head + pass, keys.first,
                                  Shared::bytes(0));
     bias.zero();
     // A fused block has at least one tile.
     for (int tile = first_tile, next = 0; (kFused && tile == 0) || tile < query_tiles;
-         tile = next, ++count) {
+         tile = next, ++tiles_before) {
+      const int count = kKeptShared ? pass * query_tiles + tile : tiles_before;
       next = needed(tile + 1);
       copy_async_wait<0>();
       sync_block();  // the tile is there for all, and all are done with the one before it
       const bool same_pass = next < query_tiles;
-      if (same_pass || pass + 1 < passes) {
-        const int head = block.head + (!kGeneral ? 0 : same_pass ? pass : pass + 1);
+      if (same_pass || pass + 1 < passes()) {
+        const int head = kept.get().head + (!kGeneral ? 0 : same_pass ? pass : pass + 1);
         copy_queries(head, same_pass ? next : first_tile, count + 1);
       }
       copy_async_commit();
 
       const uint32_t values = Shared::kRowValues + 8 * kQueries * (kFused ? tile : count % 2);
-      if (keys.first < block.k_len) {
+      if (keys.first < kept.get().k_len) {
 #pragma unroll 1
         for (int step = 0; step < kQueries / 16; ++step) {
           const int first_query = tile * kQueries + 16 * step;
@@ -378,21 +389,22 @@ attention_backward_kernel(BU_PARAMS Launch p) {
         }
       }
       if constexpr (kFused) {
-        BackwardQueries<T, kHeadDim, kWarps, kQueries> queries(block, tile, again(threadIdx.x));
+        BackwardQueries<T, kHeadDim, kWarps, kQueries> queries(kept.get(), tile,
+                                                               again(threadIdx.x));
         queries.start(pass > 0 ? query_sums() : nullptr);
         sync_block();  // all score gradients of the tile are there
         queries.add_keys(Shared::kKeyTile, keys.operands, Shared::kGradients, gradient_operands,
-                         std::min(block.k_len - pass_key, kKeys));
-        if (pass + 1 < passes)
+                         std::min(kept.get().k_len - pass_key, kKeys));
+        if (pass + 1 < passes())
           queries.store_sums(query_sums());
         else
-          queries.store(HeadRows<T>(p.args.dq, again(block.q_begin), block.head), block.q_len,
-                        p.args.scale);
+          queries.store(HeadRows<T>(p.args.dq, again(kept.get().q_begin), kept.get().head),
+                        kept.get().q_len, p.args.scale);
       }
     }
     if constexpr (kGeneral) ++dropout.stream;
-    if ((kFused || pass + 1 == passes) && keys.first < block.k_len)
-      keys.store(p.args, block, keep, first_column);
+    if ((kFused || pass + 1 == passes()) && keys.first < kept.get().k_len)
+      keys.store(p.args, kept.get(), keep, first_column);
   }
 }
 

@@ -21,6 +21,12 @@ inline bool has_wgmma(DType dtype, int head_dim, const AttentionDevice& device) 
   return device.capability == 90 && dtype != DType::kFloat32 && head_dim == 64;
 }
 
+// Shared memory of a forward kernel's block for what it works on; only Blackwell's kernels keep it
+// there, see KeptBlock.
+constexpr uint32_t kept_block_bytes(const AttentionDevice& device) {
+  return device.capability >= 100 ? KeptBlock<>::kBytes : 0;
+}
+
 // Row tiles of 16 queries per warp of the forward kernel: two where registers suffice and a block
 // of 4 warps still has rows for every warp.
 constexpr int forward_row_tiles(int max_q, int head_dim) {

@@ -47,6 +47,7 @@ attention_forward_kernel(BU_PARAMS Launch p) {
   const int block_row = block.tile * kForwardWarps * 16 * kRowTiles;
   if (block_row >= block.q_len) return;
 
+  const KeptBlock<> kept(block, ForwardKeys<T, kHeadDim, kWindow, kBias>::kSharedBytes);
   const int lane = threadIdx.x % 32;
   const int first_row = block_row + warp_number() * 16 * kRowTiles;
   ForwardRows<T, kHeadDim, kRowTiles, kDropout, kWindow, kBias> rows;
@@ -157,8 +158,10 @@ attention_forward_kernel(BU_PARAMS Launch p) {
   }
   if (!active) return;
 
-  const HeadRows<T> out(p.args.out_w, block.q_begin, block.head);
-  float* lse = p.args.lse + static_cast<uint32_t>(block.head) * p.args.q_tokens + block.q_begin;
+  const AttentionBlock place = kept.get();
+  const int first = place.tile * kForwardWarps * 16 * kRowTiles + warp_number() * 16 * kRowTiles;
+  const HeadRows<T> out(p.args.out_w, place.q_begin, place.head);
+  float* lse = p.args.lse + static_cast<uint32_t>(place.head) * p.args.q_tokens + place.q_begin;
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) {
@@ -168,12 +171,12 @@ attention_forward_kernel(BU_PARAMS Launch p) {
       const float total = quad_sum(rows.sum[r][half]);
       factor[half] = total > 0.0f ? keep / total : total;  // 0 without keys; a NaN stays one
       // Not kept since the queries were loaded: there are no registers for it.
-      const int row = first_row + 16 * r + 8 * half + static_cast<int>(hold(lane)) / 4;
-      if (lane % 4 == 0 && row < block.q_len)
+      const int row = first + 16 * r + 8 * half + static_cast<int>(hold(lane)) / 4;
+      if (lane % 4 == 0 && row < place.q_len)
         store_global<float>(lse + static_cast<uint32_t>(row),
                             fma(rows.top[r][half], unit, log2f(total)) * kLn2);
     }
-    store_rows<T>(rows.o[r], factor[0], factor[1], out, first_row + 16 * r, block.q_len, 0);
+    store_rows<T>(rows.o[r], factor[0], factor[1], out, first + 16 * r, place.q_len, 0);
   }
 }
 

@@ -112,6 +112,32 @@ BU_DEVICE AttentionBlock uniform(AttentionBlock b) {
   return b;
 }
 
+// What a block works on, where it is needed again. kShared: it waits in shared memory meanwhile, at
+// `at`; ptxas needs a few registers more for Blackwell than for others, and has none to keep it in.
+template <bool kShared = kBlackwell>
+class KeptBlock {
+  const AttentionBlock& block_;
+  const uint32_t at_;
+
+ public:
+  static constexpr uint32_t kBytes = sizeof(AttentionBlock);
+
+  // All threads of the block take part.
+  BU_DEVICE KeptBlock(const AttentionBlock& block, uint32_t at) : block_(block), at_(at) {
+    if constexpr (kShared) {
+      if (threadIdx.x == 0) store_shared(at, block);
+      sync_block();
+    }
+  }
+
+  BU_DEVICE AttentionBlock get() const {
+    if constexpr (kShared)
+      return load_shared<AttentionBlock>(at_);
+    else
+      return block_;
+  }
+};
+
 // Rows of one head, from a token on.
 template <class T>
 struct HeadRows {

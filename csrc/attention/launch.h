@@ -23,9 +23,9 @@ struct AttentionRun {
   int first_column = 0;  // with a position bias: see AttentionBiasLaunch
 };
 
-// bf16 or fp16, without a position bias.
+// bf16 or fp16, without a position bias. `kept_bytes`: see choice.h.
 template <int kHeadDim>
-void launch_forward(const AttentionRun& run, cudaStream_t stream);
+void launch_forward(const AttentionRun& run, uint32_t kept_bytes, cudaStream_t stream);
 
 // The fused kernel of this shape; without warps, two kernels.
 template <int kHeadDim>
@@ -38,7 +38,7 @@ void launch_wgmma_backward(const AttentionRun& run, bool fused, cudaStream_t str
 
 // With a position bias.
 template <int kHeadDim>
-void launch_bias_forward(const AttentionRun& run, cudaStream_t stream);
+void launch_bias_forward(const AttentionRun& run, uint32_t kept_bytes, cudaStream_t stream);
 
 template <int kHeadDim>
 void launch_bias_backward(const AttentionRun& run, cudaStream_t stream);

@@ -10,12 +10,12 @@
 namespace bert_unpad::cuda {
 
 template <int kHeadDim>
-void launch_bias_forward(const AttentionRun& run, cudaStream_t stream) {
+void launch_bias_forward(const AttentionRun& run, uint32_t kept_bytes, cudaStream_t stream) {
   dispatch_16_bit_type(run.args, [&]<class T>() {
     launch_grid(kForwardOp,
                 attention_forward_kernel<T, kHeadDim, 1, true, true, AttentionBiasLaunch>,
-                32 * kForwardWarps, ForwardKeys<T, kHeadDim, true, true>::kSharedBytes, run,
-                run.args.heads, run.args.max_q, 16 * kForwardWarps, stream);
+                32 * kForwardWarps, ForwardKeys<T, kHeadDim, true, true>::kSharedBytes + kept_bytes,
+                run, run.args.heads, run.args.max_q, 16 * kForwardWarps, stream);
   });
 }
 

@@ -11,13 +11,13 @@
 namespace bert_unpad::cuda {
 
 template <int kHeadDim>
-void launch_forward(const AttentionRun& run, cudaStream_t stream) {
+void launch_forward(const AttentionRun& run, uint32_t kept_bytes, cudaStream_t stream) {
   const auto start = [&]<class T, int kRowTiles, bool kDropout, bool kWindow>() {
     launch_grid(
         kForwardOp,
         attention_forward_kernel<T, kHeadDim, kRowTiles, kDropout, kWindow, AttentionLaunch>,
-        32 * kForwardWarps, ForwardKeys<T, kHeadDim, kWindow>::kSharedBytes, run, run.args.heads,
-        run.args.max_q, 16 * kForwardWarps * kRowTiles, stream);
+        32 * kForwardWarps, ForwardKeys<T, kHeadDim, kWindow>::kSharedBytes + kept_bytes, run,
+        run.args.heads, run.args.max_q, 16 * kForwardWarps * kRowTiles, stream);
   };
   dispatch_16_bit(run.args, [&]<class T, bool kDropout>() {
     if (has_window(run.args)) return start.template operator()<T, 1, kDropout, true>();
