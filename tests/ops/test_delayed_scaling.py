@@ -323,7 +323,7 @@ def test_a_model_trains():
     assert found[0] == found[1] == found[2]
     assert found[0] != want
     assert found[0][-1] < found[0][0] - 0.1
-    assert found[0] == pytest.approx(want, rel=0.05)
+    assert found[0] == pytest.approx(want, rel=0.1)
 
 
 def test_an_evaluation_notes_nothing():

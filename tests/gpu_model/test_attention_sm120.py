@@ -1,0 +1,74 @@
+"""Attention as nvcc compiles it for Blackwell (compute capability 10.0 and later), where kernels
+keep in shared memory what they work on."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from gpu_model import build
+from gpu_model.block_model import POLICIES
+from gpu_model.ptx import compiler
+from gpu_model.ptx.interpreter import Program
+from tests.support.attention_cases import PARTS, random_buckets
+from tests.support.model_attention import FUSED, SPLIT, compare, model
+from tests.support.model_checks import NEEDED
+
+pytestmark = [
+    pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(compiler.nvcc() is None, reason="needs nvcc"),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    names = ("attention_d64", "attention_d128", "attention_bias_d96", "position_bias")
+    sources = [build.CSRC / "attention" / f"{name}.cu" for name in names]
+    sources.append(build.CSRC / "cuda" / "column_sum.cu")
+    return {source.name: compiler.ptx(source, "120") for source in sources}
+
+
+@pytest.fixture
+def kernels(compiled):
+    kernels = model()
+    kernels.configure()
+    kernels.set_device((12, 0), FUSED)
+    return kernels
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_fused_and_split_passes(kernels, compiled, p, policy):
+    torch.manual_seed(1)
+    kernels.configure(policy, seed=3)
+    with kernels.running(Program(compiled)):
+        compare(torch.bfloat16, [70, 0, 270], heads=1, p=p)  # several passes over keys
+        kernels.set_device((12, 0), SPLIT)
+        compare(torch.float16, [70, 0, 17], p=p)
+
+
+def test_windows_and_wide_heads(kernels, compiled):
+    torch.manual_seed(2)
+    with kernels.running(Program(compiled)):
+        compare(torch.bfloat16, [33, 0, 90], head_dim=128, kv_heads=1, window=(20, 7), p=0.1)
+
+
+def test_position_biases(kernels, compiled):
+    torch.manual_seed(3)
+    with kernels.running(Program(compiled)):
+        buckets = random_buckets(12, 7)
+        compare(torch.bfloat16, [70, 0, 5], head_dim=96, buckets=buckets, parts=PARTS, p=0.1)
+
+
+def test_the_first_barrier_of_each_kernel_is_needed(kernels, compiled):
+    """In forward and fused kernels the one behind what they keep."""
+    torch.manual_seed(4)
+    parts = compiled["attention_d64.cu"].split(".entry")
+    text = ".entry".join(re.sub(r"bar\.sync\s+0;", "", part, count=1) for part in parts)
+    with (
+        kernels.running(Program({"attention_d64.cu": text})),
+        pytest.raises(RuntimeError, match=NEEDED),
+    ):
+        compare(torch.bfloat16, [70], heads=1, p=0.1)
