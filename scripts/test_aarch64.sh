@@ -103,11 +103,14 @@ fi
 step "PyTorch for aarch64"
 REQUIREMENTS=$(
   "$EMULATED" - "$ROOT/pyproject.toml" <<'PY'
-import sys, tomllib
+import re, sys, tomllib
 
 project = tomllib.load(open(sys.argv[1], "rb"))["project"]
 extras = project["optional-dependencies"]
-print(*project["dependencies"], *extras["pretrain"], *extras["test"], "pybind11>=2.13", sep="\n")
+# What the operators' tests import; some packages for data have no wheels for aarch64.
+names = ("expecttest", "h5py", "pytest", "pytest-xdist", "transformers")
+test = [r for r in extras["test"] if re.match(r"[\w-]+", r)[0] in names]
+print(*project["dependencies"], *extras["pretrain"], *test, "pybind11>=2.13", sep="\n")
 PY
 )
 if [[ ! -e $CACHE/packages.done || $(<"$CACHE/packages.done") != "$REQUIREMENTS" ]]; then
