@@ -106,6 +106,7 @@ void attention_backward(const AttentionCudaParams& args, const AttentionCudaBias
   const AttentionDevice device = this_device(kBackwardOp, args.dtype);
   if (bias.bucket != nullptr) prepare_bias(kBackwardOp, args, bias, stream);
   const BackwardChoice choice = choose_backward(args, bias, device);
+  const uint32_t kept = kept_block_bytes(device);
   for_each_run(kBackwardOp, args, bias, groups, stream,
                [&](const AttentionRun& run, cudaStream_t s) {
                  if (args.dtype == DType::kFloat32) return launch_fp32_backward(run, s);
@@ -118,7 +119,7 @@ void attention_backward(const AttentionCudaParams& args, const AttentionCudaBias
                    FusedShape shape;
                    if (choice.fused)
                      shape = fused_shape(a.sequences, a.heads, a.max_q, a.max_k, kHeadDim, device);
-                   launch_backward<kHeadDim>(run, shape, s);
+                   launch_backward<kHeadDim>(run, shape, kept, s);
                  });
                });
   if (bias.bucket != nullptr) finish_bias(args, bias, stream);

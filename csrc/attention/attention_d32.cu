@@ -5,6 +5,6 @@
 namespace bert_unpad::cuda {
 
 template void launch_forward<32>(const AttentionRun&, uint32_t, cudaStream_t);
-template void launch_backward<32>(const AttentionRun&, FusedShape, cudaStream_t);
+template void launch_backward<32>(const AttentionRun&, FusedShape, uint32_t, cudaStream_t);
 
 }  // namespace bert_unpad::cuda

@@ -30,10 +30,11 @@ struct BackwardShared {
   static constexpr uint32_t kKeyTile = 4 * kQueryTile;
   // Score gradients, [keys, kQueries].
   static constexpr uint32_t kGradients = kKeyTile + SharedTile<kHeadDim>::bytes(kFused ? kKeys : 0);
-  // Where the kernel is fused: what the block works on.
+  // What a fused block works on. Only on Blackwell, so bytes() is without it: kept_block_bytes().
   static constexpr uint32_t kBlock = kGradients + SharedTile<kQueries>::bytes(kFused ? kKeys : 0);
+  static constexpr bool kKeptShared = kFused && kBlackwell;
   // lse and delta in turns: of all queries, or of two stages.
-  static constexpr uint32_t kRowValues = kBlock + (kFused ? KeptBlock<>::kBytes : 0);
+  static constexpr uint32_t kRowValues = kBlock + (kKeptShared ? KeptBlock<>::kBytes : 0);
 
   static constexpr int rows(int max_q) {
     return kFused ? (max_q + kQueries - 1) / kQueries * kQueries : 2 * kQueries;

@@ -276,7 +276,7 @@ attention_backward_kernel(BU_PARAMS Launch p) {
   // Pointers and the thread's place are computed again for each tile: there are no registers to
   // keep them in.
   const auto again = [](uint32_t x) { return static_cast<int>(hold(x)); };
-  constexpr bool kKeptShared = kFused && kBlackwell;
+  constexpr bool kKeptShared = Shared::kKeptShared;
   const KeptBlock<kKeptShared> kept(block, Shared::kBlock);
   const auto passes = [&] {
     return kFused ? (kept.get().k_len + kKeys - 1) / kKeys : kGeneral ? p.group : 1;

@@ -21,8 +21,8 @@ inline bool has_wgmma(DType dtype, int head_dim, const AttentionDevice& device) 
   return device.capability == 90 && dtype != DType::kFloat32 && head_dim == 64;
 }
 
-// Shared memory of a forward kernel's block for what it works on; only Blackwell's kernels keep it
-// there, see KeptBlock.
+// Shared memory of a forward or fused backward kernel's block for what it works on; only
+// Blackwell's kernels keep it there, see KeptBlock.
 constexpr uint32_t kept_block_bytes(const AttentionDevice& device) {
   return device.capability >= 100 ? KeptBlock<>::kBytes : 0;
 }
@@ -48,17 +48,17 @@ inline constexpr uint32_t kReservedShared = 1024;
 inline FusedShape fused_shape(int sequences, int heads, int max_q, int max_k, int head_dim,
                               const AttentionDevice& device) {
   if (max_q > kFusedMaxQueries || head_dim > 64) return {};
-  const uint32_t room = device.shared_bytes;
+  const uint32_t room = device.shared_bytes, kept = kept_block_bytes(device);
   if (head_dim == 32) {
-    const bool fits = BackwardShared<32, 4, true>::bytes(max_q) <= room;
+    const bool fits = BackwardShared<32, 4, true>::bytes(max_q) + kept <= room;
     return fits ? FusedShape{4, 64} : FusedShape{};
   }
-  const uint32_t four = BackwardShared<64, 4, true>::bytes(max_q);
-  const uint32_t small = BackwardShared<64, 4, true, 32>::bytes(max_q);
+  const uint32_t four = BackwardShared<64, 4, true>::bytes(max_q) + kept;
+  const uint32_t small = BackwardShared<64, 4, true, 32>::bytes(max_q) + kept;
   const auto pairs = [&](uint32_t bytes) {
     return 2 * (bytes + kReservedShared) <= room + kReservedShared;
   };
-  if (max_k > 4 * 32 && BackwardShared<64, 8, true>::bytes(max_q) <= room) {
+  if (max_k > 4 * 32 && BackwardShared<64, 8, true>::bytes(max_q) + kept <= room) {
     const int64_t blocks = static_cast<int64_t>(sequences) * heads, sms = device.sms;
     const int64_t rounds = (blocks + sms - 1) / sms, of_pairs = (blocks + 2 * sms - 1) / (2 * sms);
     if (!pairs(four) || 9 * rounds < 8 * 2 * of_pairs) return {8, 64};

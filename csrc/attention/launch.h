@@ -29,7 +29,8 @@ void launch_forward(const AttentionRun& run, uint32_t kept_bytes, cudaStream_t s
 
 // The fused kernel of this shape; without warps, two kernels.
 template <int kHeadDim>
-void launch_backward(const AttentionRun& run, FusedShape fused, cudaStream_t stream);
+void launch_backward(const AttentionRun& run, FusedShape fused, uint32_t kept_bytes,
+                     cudaStream_t stream);
 
 // The same for head dim 64 with wgmma, which needs compute capability 9.0. `fused`: one kernel,
 // which takes neither windows nor grouped heads; otherwise two.

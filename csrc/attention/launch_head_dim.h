@@ -30,14 +30,16 @@ void launch_forward(const AttentionRun& run, uint32_t kept_bytes, cudaStream_t s
 }
 
 template <int kHeadDim>
-void launch_backward(const AttentionRun& run, FusedShape fused, cudaStream_t stream) {
+void launch_backward(const AttentionRun& run, FusedShape fused, uint32_t kept_bytes,
+                     cudaStream_t stream) {
   const int heads = run.args.heads, kv_heads = run.args.kv_heads;
   const int max_q = run.args.max_q, max_k = run.args.max_k;
   const auto start_fused = [&]<class T, int kWarps, int kQueries, bool kDropout>() {
     launch_grid(kBackwardOp,
                 attention_backward_kernel<T, kHeadDim, kWarps, kDropout, true, false, kQueries,
                                           AttentionLaunch>,
-                32 * kWarps, BackwardShared<kHeadDim, kWarps, true, kQueries>::bytes(max_q), run,
+                32 * kWarps,
+                BackwardShared<kHeadDim, kWarps, true, kQueries>::bytes(max_q) + kept_bytes, run,
                 heads, 0, 0, stream);
   };
   const auto start_split = [&]<class T, bool kDropout, bool kWindow, bool kGeneral>() {
