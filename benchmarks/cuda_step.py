@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.lib.cuda_model_cases import OURS, wikipedia_mix
+from benchmarks.lib.cuda_model_cases import WGMMA, wikipedia_mix
 from benchmarks.lib.report import commands, table
 from bert_unpad.nn.flops import MASKED_FRACTION
 from gpu_model.sm.architectures import H100
@@ -73,11 +73,11 @@ def parts() -> Iterator[Part]:
     )
     for row in json.loads(ATTENTION.read_text())["passes"]:
         if (row["architecture"], row["batch"], row["dropout_p"], row["contender"]) == (
-            *("H100", BATCH, 0.1, OURS),
+            *("H100", BATCH, 0.1, WGMMA),
         ):
             for name in ("forward", "backward"):
                 seconds = row[f"{name}_seconds"]
-                why = f"{LAYERS} times {1e6 * seconds:.0f} us, launches included (by the model)"
+                why = f"{LAYERS} times {1e6 * seconds:.0f} us, launches included (wgmma, by the model)"
                 yield Part(f"attention, {name}", 0, LAYERS * seconds, why)
     norms, normed = 2 * LAYERS, 2 * (whole * rows + read * HIDDEN)
     yield memory("LayerNorm, forward", norms, 6 * normed, "reads x, residual; writes y")
