@@ -77,7 +77,7 @@ def parts() -> Iterator[Part]:
         ):
             for name in ("forward", "backward"):
                 seconds = row[f"{name}_seconds"]
-                why = f"{LAYERS} times {1e6 * seconds:.0f} us, launches included (wgmma, by the model)"
+                why = f"{LAYERS} times {1e6 * seconds:.0f} us with launches (wgmma, by the model)"
                 yield Part(f"attention, {name}", 0, LAYERS * seconds, why)
     norms, normed = 2 * LAYERS, 2 * (whole * rows + read * HIDDEN)
     yield memory("LayerNorm, forward", norms, 6 * normed, "reads x, residual; writes y")
