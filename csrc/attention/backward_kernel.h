@@ -255,7 +255,6 @@ attention_backward_kernel(BU_PARAMS Launch p) {
   const int first_key = kFused ? 0 : block.tile * kKeys;
   if (!kFused && first_key >= block.k_len) return;
 
-  // A fused block passes over the keys, a general one over the heads that read its keys.
   const QueryWindows windows(p.args, block);
   RowRange rows{0, block.q_len};
   if constexpr (kGeneral) rows = windows.queries(first_key, first_key + kKeys - 1);
@@ -273,11 +272,12 @@ attention_backward_kernel(BU_PARAMS Launch p) {
   const int first_tile = needed(rows.begin / kQueries);
 
   BackwardKeys<T, kHeadDim, kRowTiles, kQueries, kDropout, kGeneral, kBias> keys(p.args, block);
-  // Pointers and the thread's place are computed again for each tile: there are no registers to
-  // keep them in.
+  // Pointers, the thread's place and on Blackwell counts are computed again for each tile: there are
+  // no registers to keep them in.
   const auto again = [](uint32_t x) { return static_cast<int>(hold(x)); };
   constexpr bool kKeptShared = Shared::kKeptShared;
   const KeptBlock<kKeptShared> kept(block, Shared::kBlock);
+  // A fused block passes over the keys, a general one over the heads that read its keys.
   const auto passes = [&] {
     return kFused ? (kept.get().k_len + kKeys - 1) / kKeys : kGeneral ? p.group : 1;
   };
