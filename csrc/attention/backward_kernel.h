@@ -272,8 +272,8 @@ attention_backward_kernel(BU_PARAMS Launch p) {
   const int first_tile = needed(rows.begin / kQueries);
 
   BackwardKeys<T, kHeadDim, kRowTiles, kQueries, kDropout, kGeneral, kBias> keys(p.args, block);
-  // Pointers, the thread's place and on Blackwell counts are computed again for each tile: there are
-  // no registers to keep them in.
+  // Pointers, the thread's place and on Blackwell counts are computed again for each tile: there
+  // are no registers to keep them in.
   const auto again = [](uint32_t x) { return static_cast<int>(hold(x)); };
   constexpr bool kKeptShared = Shared::kKeptShared;
   const KeptBlock<kKeptShared> kept(block, Shared::kBlock);

@@ -112,8 +112,8 @@ BU_DEVICE AttentionBlock uniform(AttentionBlock b) {
   return b;
 }
 
-// What a block works on, for where it is needed again. kShared: meanwhile it waits in shared memory,
-// at offset `at`, because on Blackwell ptxas has no registers left to keep it in.
+// What a block works on, for where it is needed again. kShared: meanwhile it waits in shared
+// memory, at offset `at`, because on Blackwell ptxas has no registers left to keep it in.
 template <bool kShared = kBlackwell>
 class KeptBlock {
   const AttentionBlock& block_;
