@@ -49,7 +49,10 @@ attention_forward_kernel(BU_PARAMS Launch p) {
 
   const KeptBlock<> kept(block, ForwardKeys<T, kHeadDim, kWindow, kBias>::kSharedBytes);
   const int lane = threadIdx.x % 32;
-  const int first_row = block_row + warp_number() * 16 * kRowTiles;
+  const auto first_row_of = [](const AttentionBlock& b) {
+    return b.tile * kForwardWarps * 16 * kRowTiles + warp_number() * 16 * kRowTiles;
+  };
+  const int first_row = first_row_of(block);
   ForwardRows<T, kHeadDim, kRowTiles, kDropout, kWindow, kBias> rows;
   RowRange block_keys{0, block.k_len}, any = block_keys, all = block_keys;
   const QueryWindows windows(p.args, block);
@@ -159,7 +162,7 @@ attention_forward_kernel(BU_PARAMS Launch p) {
   if (!active) return;
 
   const AttentionBlock place = kept.get();
-  const int first = place.tile * kForwardWarps * 16 * kRowTiles + warp_number() * 16 * kRowTiles;
+  const int first = first_row_of(place);
   const HeadRows<T> out(p.args.out_w, place.q_begin, place.head);
   float* lse = p.args.lse + static_cast<uint32_t>(place.head) * p.args.q_tokens + place.q_begin;
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;

@@ -23,7 +23,8 @@ struct AttentionRun {
   int first_column = 0;  // with a position bias: see AttentionBiasLaunch
 };
 
-// bf16 or fp16, without a position bias. `kept_bytes`: see choice.h.
+// bf16 or fp16, without a position bias. `kept_bytes`: see
+// kept_block_bytes.
 template <int kHeadDim>
 void launch_forward(const AttentionRun& run, uint32_t kept_bytes, cudaStream_t stream);
 

@@ -10,10 +10,9 @@ import torch
 
 from gpu_model import build
 from gpu_model.block_model import POLICIES
-from gpu_model.ptx import compiler
 from gpu_model.ptx.interpreter import Program
 from tests.support.attention_cases import PARTS, random_buckets
-from tests.support.model_attention import FUSED, SPLIT, attention, compare, model
+from tests.support.model_attention import FUSED, SPLIT, attention, compare, model, ptx_of
 from tests.support.model_checks import NEEDED
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
@@ -64,10 +63,7 @@ def test_bf16_is_refused(kernels):
 @pytest.fixture(scope="module")
 def compiled():
     """The kernels of two head dimensions, as nvcc compiles them for sm_75."""
-    if compiler.nvcc() is None:
-        pytest.skip("needs nvcc")
-    sources = (build.CSRC / "attention" / f"attention_d{d}.cu" for d in (64, 128))
-    return {source.name: compiler.ptx(source, "75") for source in sources}
+    return ptx_of("75", "attention/attention_d64", "attention/attention_d128")
 
 
 def test_instructions_are_those_that_there_are(compiled):

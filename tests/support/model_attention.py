@@ -7,10 +7,13 @@ import math
 from collections.abc import Sequence
 from functools import cache
 
+import pytest
 import torch
 from torch import Tensor
 
+from gpu_model import build
 from gpu_model.block_model import Model
+from gpu_model.ptx import compiler
 from tests.support import reference
 from tests.support.attention_cases import PARTS
 from tests.support.model_checks import DTYPES, load_kernels
@@ -64,6 +67,19 @@ class Args(ctypes.Structure):
 def model() -> Model:
     """The kernels' library; compiled on first use."""
     return load_kernels("attention", "attention_args_size", Args)
+
+
+def ptx_of(arch: str, *names: str) -> dict[str, str]:
+    """The PTX of sources in csrc, by file name. Skips the test where there is no nvcc.
+
+    Args:
+        arch: compute capability, as nvcc names it.
+        names: such as `attention/attention_d64`.
+    """
+    if compiler.nvcc() is None:
+        pytest.skip("needs nvcc")
+    sources = [build.CSRC / f"{name}.cu" for name in names]
+    return {source.name: compiler.ptx(source, arch) for source in sources}
 
 
 def packed(x: Tensor) -> Packed:
