@@ -1,4 +1,4 @@
-"""A training step of BERT-large on an H100, added up from models: nothing here is measured.
+"""A training step of BERT-large on an H100, added up from models.
 
     python -m benchmarks.cuda_step                                       # prints the sum
     python -m benchmarks.cuda_step --table docs/development/cuda-step.md # writes the page
@@ -6,7 +6,8 @@
 Attention's times are those of benchmarks/results/model/attention.json (benchmarks/cuda_model.py).
 The other kernels are limited by memory: their time is that of the bytes that they have to read and
 write, at the rate that the model of an SM takes for this GPU, and its time between kernels. Matrix
-products take what their operations do at an assumed rate.
+products take what their operations do at an assumed rate. Where a GPU has measured these constants
+(benchmarks/calibrate.py), they stand beside the model's.
 """
 
 from __future__ import annotations
@@ -15,21 +16,32 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.lib.cuda_model_cases import WGMMA, wikipedia_mix
 from benchmarks.lib.report import commands, table
+from benchmarks.lib.step_products import (
+    HIDDEN,
+    INNER,
+    LAYERS,
+    POSITIONS,
+    SEQUENCES,
+    VOCAB,
+    Layer,
+    layers,
+)
 from bert_unpad.nn.flops import MASKED_FRACTION
 from gpu_model.sm.architectures import H100
 
 ROOT = Path(__file__).resolve().parent.parent
-ATTENTION = ROOT / "benchmarks" / "results" / "model" / "attention.json"
-SEQUENCES, BATCH = 48, "48 of Wikipedia"
-LAYERS, HIDDEN, INNER, VOCAB, POSITIONS = 24, 1024, 4096, 30528, 512
+RESULTS = ROOT / "benchmarks" / "results"
+ATTENTION = RESULTS / "model" / "attention.json"
+BATCH = f"{SEQUENCES} of Wikipedia"
 MATRIX_WEIGHTS = 4 * HIDDEN**2 + 2 * HIDDEN * INNER  # of a layer
 # Multiply-adds count as two operations. Assumed for products of these sizes: two thirds of the
 # peak rate of 16-bit products (989 TFLOP/s, NVIDIA's data sheet of the H100 SXM5).
 PRODUCT_RATE = 650e12
+PRODUCTS = "matrix products"
 # Rows of partial sums of LayerNorm's backward pass, see docs/development/column-sums.md.
 PARTIAL_ROWS = 132 + 11
 
@@ -58,16 +70,13 @@ def memory(name: str, launches: int, moved: float, why: str) -> Part:
 def parts() -> Iterator[Part]:
     tokens = sum(wikipedia_mix(SEQUENCES))
     masked = round(MASKED_FRACTION * tokens)
-    # The last layer takes keys and values of all tokens. The rest it computes for the tokens that a
-    # loss reads: masked ones, and each sequence's first.
     read, whole = masked + SEQUENCES, LAYERS - 1
     rows, norm_sums = tokens * HIDDEN, 2 * 4 * PARTIAL_ROWS * 3 * HIDDEN
-    matrices, keys = LAYERS * MATRIX_WEIGHTS, 2 * HIDDEN**2
-    operations = 6 * tokens * (whole * MATRIX_WEIGHTS + keys) + 6 * read * (MATRIX_WEIGHTS - keys)
-    operations += 6 * masked * (HIDDEN**2 + VOCAB * HIDDEN)
+    matrices, linear = LAYERS * MATRIX_WEIGHTS, layers(tokens)
+    operations = sum(3 * layer.count * layer.flops for layer in linear)
     yield Part(
-        "matrix products",
-        3 * (4 * LAYERS + 1 + 2),
+        PRODUCTS,
+        3 * sum(layer.count for layer in linear),
         operations / PRODUCT_RATE,
         f"{operations / 1e12:.1f} TFLOP at {PRODUCT_RATE / 1e12:.0f} TFLOP/s (assumed)",
     )
@@ -177,6 +186,70 @@ def roundings() -> Iterator[Part]:
     )
 
 
+def measured_products(report: dict[str, Any], linear: list[Layer], dtype: str) -> float:
+    """Seconds of a step's matrix products, those of the encoder in `dtype`, all else in bf16."""
+    times = {(x["layer"], x["pass"], x["dtype"]): x["seconds"] for x in report["products"]}
+    return sum(
+        layer.count * times[layer.name, which, dtype if layer.encoder else "bfloat16"]
+        for layer in linear
+        for which in layer.epilogues()
+    )
+
+
+def compared(report: dict[str, Any], counted: list[Part]) -> str:
+    """What was measured on a GPU beside what the model takes for an H100."""
+    linear = layers(sum(wikipedia_mix(SEQUENCES)))
+    others = sum(3 * x.count * x.flops for x in linear if not x.encoder)
+    eight = sum(3 * x.count * x.flops for x in linear) + others  # of twice the rate
+    found = measured_products(report, linear, "bfloat16")
+    gaps, clock = report["gaps"], report["sm_clock"]
+    step = found + sum(part.launches for part in counted) * gaps["graph"]
+    for part in counted:
+        if part.name != PRODUCTS:  # attention's times are no matter of memory
+            step += part.seconds * (H100.dram / report["copy"] if part.launches else 1)
+    total = sum(part.whole for part in counted)
+    rows = [
+        ("matrix products, ms", 1e3 * counted[0].seconds, 1e3 * found),
+        (
+            "matrix products, encoder in 8 bits, ms",
+            1e3 * eight / 2 / PRODUCT_RATE,
+            1e3 * measured_products(report, linear, "float8"),
+        ),
+        ("memory, TB/s (measured: a copy)", H100.dram / 1e12, report["copy"] / 1e12),
+        ("between kernels of a graph, us", 1e6 * H100.kernel_seconds, 1e6 * gaps["graph"]),
+        ("between kernels launched singly, us", 1e6 * H100.kernel_seconds, 1e6 * gaps["launches"]),
+        ("clock under load, GHz", H100.clock / 1e9, None if clock is None else clock / 1e9),
+        ("a step of these, sequences/s", SEQUENCES / total, SEQUENCES / step),
+    ]
+    text = [
+        [name, f"{modelled:.4g}", "-" if measured is None else f"{measured:.4g}"]
+        for name, modelled, measured in rows
+    ]
+    one = [
+        [
+            *(x["layer"], x["pass"], x["dtype"], x["epilogue"]),
+            f"{1e6 * x['flops'] / PRODUCT_RATE / (1 + (x['dtype'] == 'float8')):.0f}",
+            f"{1e6 * x['seconds']:.0f}",
+            f"{x['flops'] / x['seconds'] / 1e12:.0f}",
+        ]
+        for x in report["products"]
+    ]
+    return MEASURED.format(
+        gpu=report["machine"]["gpu"],
+        date=report["date"],
+        command=commands(report["command"]),
+        constants=table(["", "modelled, H100", "measured"], text),
+        products=table(
+            [
+                *("layer", "product", "dtype", "besides"),
+                *("modelled, us", "measured, us", "TFLOP/s"),
+            ],
+            one,
+            4,
+        ),
+    )
+
+
 HEAD = """\
 # A BERT-large step by models
 
@@ -206,6 +279,24 @@ FP8 = """
 With `precision: fp8` products take half the time, and rounding is added, of which this is a part:
 """
 
+MEASURED = """
+## Beside what was measured: {gpu}
+
+The constants by themselves, on {date}, with L2 emptied before each product; the last line puts \
+them into the sum above, and leaves attention's times as they are. Written by
+
+{command}
+
+{constants}
+
+{products}
+"""
+
+
+def calibrations() -> list[dict[str, Any]]:
+    """What GPUs have measured, by the names of their folders."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*/calibrate.json"))]
+
 
 def render() -> str:
     counted = list(parts())
@@ -223,7 +314,8 @@ def render() -> str:
     )
     columns = ["part", "what is counted", "launches", "ms"]
     eight_bits = table(columns, [part.row for part in roundings()], 2)
-    return f"{head}\n{table(columns, rows, 2)}\n{overlapped(counted)}{FP8}\n{eight_bits}\n"
+    beside = "".join(compared(report, counted) for report in calibrations())
+    return f"{head}\n{table(columns, rows, 2)}\n{overlapped(counted)}{FP8}\n{eight_bits}\n{beside}"
 
 
 def main() -> None:

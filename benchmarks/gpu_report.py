@@ -68,7 +68,7 @@ def main() -> None:
     args = parser.parse_args()
     changes = git("status", "--porcelain", "--untracked-files=no")
     entry: dict[str, Any] = {
-        "ok": args.status == 0,
+        "ok": None if args.missing else args.status == 0,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": git("rev-parse", "HEAD"),
         "uncommitted_changes": None if changes is None else bool(changes),

@@ -2,16 +2,22 @@
 # Everything that only a GPU can show, in parts of less than 8 minutes each:
 #
 #   bash scripts/gpu_check.sh                        # all of them
-#   bash scripts/gpu_check.sh build tests_norm       # some, in this order
-#   bash scripts/gpu_check.sh tests                  # all whose names begin with tests_
+#   bash scripts/gpu_check.sh build tests            # some, in this order
+#   bash scripts/gpu_check.sh benchmarks             # all whose names begin with benchmarks_
+#   bash scripts/gpu_check.sh --dry [PART...]        # runs nothing, needs no GPU: finds out whether
+#                                                    # the packages are there that the parts need
 #
 #   build            compiles with nvcc; fails on spills; tries every operator once
-#   tests_FILE       the GPU tests of tests/cuda/test_FILE.py; each file in its own process, because
-#                    after a kernel that fails nothing runs on the device any more
+#   calibrate        rates, gaps and the clock that predictions are made of: a minute
+#   tests            the GPU tests of tests/cuda, by four processes; one whose device is lost ends,
+#                    and another goes on (tests/cuda/conftest.py)
+#   tests_FILE       of tests/cuda/test_FILE.py only; not among the parts that run by default
+#   large            those that need 12 to 32 GiB of GPU memory, one after the other
 #   memcheck_FILE    small ones of them under compute-sanitizer
 #   racecheck_FILE   the same, for races in shared memory
 #   benchmarks_NAME  operators, optimizers and whole training steps against their peers
 #                    (benchmarks/results/<device>/ops_*.json, optim.json, model.json, model.png)
+#   quickstart       training runs of the quickstart in bf16 with CUDA graphs, and in 8 bits
 #
 # What happened is added to benchmarks/results/<device>/gpu_check.json, where parts of earlier runs
 # stay until they run again; several calls may run side by side. The output is kept in
@@ -21,31 +27,42 @@
 # the whole call: parts that it has no time left for are named and left out; default: no bound),
 # COMPUTE_SANITIZER (default: the one on PATH or of the nvidia-cuda-sanitizer-api wheel).
 #
-# Exits with 1 if a part failed or was left out, 2 if there is no GPU or a part is unknown.
+# Exits with 1 if a part failed or was left out, 2 if there is no GPU or a part is unknown. Parts of
+# compute-sanitizer where it refuses the device, as it does in some virtual machines, are named and
+# left out, and do not count as failed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 python=${PYTHON:-python3}
 limit=${LIMIT:-470}
 total=${TOTAL:-1000000}
+refusal='Device not supported'
+processes=4
+
+dry=
+if [[ ${1:-} == --dry ]]; then
+  dry=1
+  shift
+fi
 
 # parts_of KIND TEXT: a part for each file of GPU tests with this text.
 parts_of() { grep -l "$2" tests/cuda/test_*.py | sed "s|.*/test_\(.*\)\.py|$1_\1|"; }
 
 mapfile -t all < <(
-  echo build
-  parts_of tests 'def test_'
+  printf '%s\n' build calibrate tests large
   parts_of memcheck mark.sanitizer
   parts_of racecheck mark.sanitizer
 )
 for name in attention gelu loss norm mlp optim one_bit model; do all+=("benchmarks_$name"); done
+all+=(quickstart)
+mapfile -t files < <(parts_of tests 'def test_')
 
 parts=()
 for wanted in "$@"; do
   found=()
   for part in "${all[@]}"; do [[ $part != "$wanted"_* ]] || found+=("$part"); done
-  [[ " ${all[*]} " != *" $wanted "* ]] || found=("$wanted")
+  [[ " ${all[*]} ${files[*]} " != *" $wanted "* ]] || found=("$wanted")
   if [ ${#found[@]} -eq 0 ]; then
-    echo "gpu_check: unknown part '$wanted'; parts: ${all[*]}" >&2
+    echo "gpu_check: unknown part '$wanted'; parts: ${all[*]} ${files[*]}" >&2
     exit 2
   fi
   parts+=("${found[@]}")
@@ -53,7 +70,7 @@ done
 [ $# -gt 0 ] || parts=("${all[@]}")
 
 device=$("$python" -m benchmarks.lib.device)
-if [ -z "$device" ]; then
+if [ -z "$device" ] && [ -z "$dry" ]; then
   echo "gpu_check: $python's PyTorch sees no GPU" >&2
   exit 2
 fi
@@ -73,6 +90,11 @@ time_left() {
 step() {
   local name=$1 begin=$SECONDS status=0 seconds
   shift
+  if [ -n "$dry" ]; then
+    echo "== $name"
+    "$python" -m benchmarks.lib.dry_run "$@" || failed=1
+    return
+  fi
   seconds=$(time_left)
   if [ "$seconds" -eq 0 ]; then
     echo "gpu_check: no time left for $name" >&2
@@ -82,6 +104,10 @@ step() {
   rm -f "$logs/$name.xml"
   echo "== $name: $*"
   timeout -k 10 "$seconds" "$@" > >(tee "$logs/$name.log") 2>&1 || status=$?
+  if [ "$status" -ne 0 ] && [ ${#under[@]} -gt 0 ] && refused "$name"; then
+    not_run "$name" "compute-sanitizer: $refusal"
+    return
+  fi
   [ "$status" -ne 124 ] || echo "gpu_check: $name took longer than $seconds s" >&2
   [[ $status -ne 5 || $* != *pytest* ]] || echo "gpu_check: $name: no test could run" >&2
   [ "$status" -eq 0 ] || failed=1
@@ -93,6 +119,20 @@ report() {
     failed=1
 }
 
+# not_run PART REASON
+not_run() {
+  echo "gpu_check: $1 was not run: $2" >&2
+  [ -n "$dry" ] || report "$1" --missing "$2"
+}
+
+# refused PART: whether compute-sanitizer refused the device in this part or in one before.
+was_refused=
+refused() {
+  sleep 1 # tee may still be writing
+  [ -n "$was_refused" ] || ! grep -q "$refusal" "$logs/$1.log" || was_refused=1
+  [ -n "$was_refused" ]
+}
+
 # tests NAME MARKS PYTEST_ARGUMENT...: with $under before the command.
 under=()
 tests() {
@@ -102,12 +142,27 @@ tests() {
     --junitxml="$logs/$name.xml" "$@"
 }
 
+# spread NAME MARKS PROCESSES PYTEST_ARGUMENT...: tests by several processes, of which any may end
+# in the middle of a test: by a kernel that fails or hangs. The test is reported, and the rest go on
+# in a new process.
+spread() {
+  local name=$1 marks=$2 count=$3 cores
+  shift 3
+  cores=$(nproc)
+  OMP_NUM_THREADS=$(((cores + count - 1) / count)) tests "$name" "$marks" -n "$count" \
+    --max-worker-restart=50 -o faulthandler_timeout=150 -o faulthandler_exit_on_timeout=true "$@"
+}
+
 # The caching allocator would hide accesses past the end of a tensor from memcheck. Errors that the
 # CUDA API returns are left to those who called it: PyTorch asks for functions that a driver may not
 # have. Importing PyTorch may take longer than the tool waits by default, and its kernels are left
 # out, which would take most of the time.
 sanitizer() {
   local part=$1 kind=${1%%_*} tool=${COMPUTE_SANITIZER:-}
+  if [ -n "$was_refused" ]; then
+    not_run "$part" "compute-sanitizer: $refusal"
+    return
+  fi
   [ -n "$tool" ] || tool=$(command -v compute-sanitizer) || tool=$("$python" - <<'PY'
 import sysconfig
 from pathlib import Path
@@ -116,16 +171,25 @@ print(*sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin/compute-san
 PY
   )
   if [ -z "$tool" ]; then
-    echo "gpu_check: $part was not run: there is no compute-sanitizer" >&2
-    report "$part" --missing "no compute-sanitizer"
+    not_run "$part" "no compute-sanitizer"
     failed=1
     return
   fi
   under=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$tool" --tool "$kind" --error-exitcode 1)
   under+=(--kernel-name kns=bert_unpad --report-api-errors no)
   under+=(--launch-timeout 0 --target-processes all)
-  tests "$part" "gpu and sanitizer" -x "tests/cuda/test_${part#*_}.py"
+  # The files are those of `tests`.
+  [ -n "$dry" ] || tests "$part" "gpu and sanitizer" -x "tests/cuda/test_${part#*_}.py"
   under=()
+}
+
+# quickstart NAME OPTION...
+quickstart() {
+  local name=$1
+  shift
+  rm -rf "${logs:?}/$name"
+  step "$name" "$python" -m bert_unpad.pretrain --config configs/quickstart.yaml --device cuda \
+    --run_dir "$logs/$name" "$@"
 }
 
 for part in "${parts[@]}"; do
@@ -136,7 +200,22 @@ for part in "${parts[@]}"; do
       step info "$python" -m bert_unpad.info
       step check "$python" -m bert_unpad.info --check
       ;;
-    tests_*) tests "$part" gpu "tests/cuda/test_${part#tests_}.py" ;;
+    calibrate) step calibrate "$python" -m benchmarks.calibrate ;;
+    tests)
+      # What all others stand on comes first.
+      first=() others=()
+      for file in "${files[@]}"; do
+        case ${file#tests_} in
+          conformance | attention | attention_windows | linear | norm) first+=("$file") ;;
+          *) others+=("$file") ;;
+        esac
+      done
+      ordered=("${first[@]}" "${others[@]}")
+      ordered=("${ordered[@]/#tests_/tests/cuda/test_}")
+      spread tests "gpu and not large" "$processes" "${ordered[@]/%/.py}"
+      ;;
+    tests_*) spread "$part" "gpu and not large" "$processes" "tests/cuda/test_${part#tests_}.py" ;;
+    large) spread large "gpu and large" 1 tests/cuda ;;
     memcheck_* | racecheck_*) sanitizer "$part" ;;
     benchmarks_model)
       # The last contenders are compiled, which takes up to two minutes each.
@@ -148,6 +227,10 @@ for part in "${parts[@]}"; do
       ;;
     benchmarks_*)
       step "$part" "$python" -m benchmarks.ops --device cuda --op "${part#benchmarks_}"
+      ;;
+    quickstart)
+      quickstart quickstart --precision bf16 --cuda_graphs true
+      quickstart quickstart_fp8 --precision fp8 --amax_history 1024
       ;;
   esac
 done

@@ -1,16 +1,41 @@
 """Fixtures that several test files share."""
 
 import os
+import random
+import zlib
 
+import numpy as np
 import pytest
+import torch
 
-from tests.support.fresh_random import SEED
+from tests.support.seeds import SEED, derived
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
-    """Says how to repeat the random choices of tests that have failed."""
-    if exitstatus == pytest.ExitCode.TESTS_FAILED:
-        terminalreporter.write_line(f"{SEED}={os.environ[SEED]} repeats what was random")
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--seed", type=int, help="the seed of all random choices (default: another one in each run)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seed = config.getoption("--seed")
+    if seed is not None:
+        if not 0 <= seed < 2**32:
+            raise pytest.UsageError(f"--seed: expected 0 to {2**32 - 1}, got {seed}")
+        os.environ[SEED] = str(seed)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(f"--seed {os.environ[SEED]} repeats the random choices")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that sets no seed of its own draws the same alone, in another order or process."""
+    seed = derived(zlib.crc32(item.nodeid.encode()))
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,5 +1,7 @@
-"""The GPU tests on a CPU: what they call still exists, and takes and gives what they say."""
+"""The GPU tests on a CPU: what they call still exists, and takes and gives what they say; and that
+a test that loses the device fails alone."""
 
+import os
 import re
 import subprocess
 import sys
@@ -7,11 +9,52 @@ import sys
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.processes import TIMEOUT
 
 
 @pytest.mark.slow
 def test_one_case_of_each_gpu_test():
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.gpu_rehearsal", "tests/cuda"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100
+
+
+LOST = """
+import pytest
+import torch
+
+lost = False
+
+
+def synchronize():
+    if lost:
+        raise RuntimeError("an illegal memory access was encountered")
+
+
+torch.cuda.is_initialized = lambda: True
+torch.cuda.synchronize = synchronize
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_kernel(number):
+    global lost
+    torch.cuda.synchronize()
+    lost = number == 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("processes", "ended"), [(["-n", "1"], "1 failed, 5 passed"), ([], "2 passed")]
+)
+def test_a_test_that_loses_the_device_is_the_only_one_to_fail(tmp_path, processes, ended):
+    """The kernel's error may show after its test: that has passed, and its process crashed."""
+    imported = "from tests.cuda.conftest import pytest_runtest_protocol"
+    (tmp_path / "conftest.py").write_text(imported)
+    (tmp_path / "test_some.py").write_text(LOST)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *processes]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert ended in done.stdout
+    assert re.search(r"crashed while running '?\S*test_kernel\[1\]|the device is lost", done.stdout)

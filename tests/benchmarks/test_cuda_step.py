@@ -1,10 +1,12 @@
 """The sum of a BERT-large step: the page is today's, and the sum that of its parts."""
 
+import json
 import re
 
 import pytest
 
 from benchmarks import cuda_step
+from benchmarks.lib.step_products import layers
 from gpu_model.sm.architectures import H100
 from tests.support.paths import ROOT
 
@@ -23,3 +25,49 @@ def test_the_sum_is_that_of_its_parts():
     rate, total = map(float, re.findall(r"\*\*([\d.]+)", last))
     assert total == pytest.approx(1e3 * seconds, abs=0.05)
     assert rate == pytest.approx(cuda_step.SEQUENCES / seconds, abs=0.5)
+
+
+def test_what_a_gpu_measured_stands_beside_the_model(tmp_path, monkeypatch):
+    """A GPU that measures just what the model takes makes the model's step."""
+    tokens = sum(cuda_step.wikipedia_mix(cuda_step.SEQUENCES))
+    products = [
+        {
+            **{"layer": layer.name, "pass": which, "dtype": dtype, "epilogue": epilogue},
+            **{"flops": layer.flops, "seconds": layer.flops / cuda_step.PRODUCT_RATE / rate},
+        }
+        for layer in layers(tokens)
+        for dtype, rate in (("bfloat16", 1), ("float8", 2))
+        for which, epilogue in layer.epilogues().items()
+    ]
+    report = {
+        **{"command": "python -m benchmarks.calibrate", "date": "2030-01-02"},
+        **{"machine": {"gpu": "NVIDIA X"}, "copy": H100.dram, "sm_clock": None},
+        "gaps": {"graph": H100.kernel_seconds, "launches": 1e-5},
+        "products": products,
+    }
+    monkeypatch.setattr(cuda_step, "calibrations", lambda: [report])
+    page = cuda_step.render()
+    assert page.startswith(PAGE.read_text())
+    lines = page.removeprefix(PAGE.read_text()).splitlines()
+    cells = {line.split(" | ")[0][2:]: line[:-2].split(" | ")[1:] for line in lines if "|" in line}
+    assert "## Beside what was measured: NVIDIA X" in lines
+    for name in ("matrix products, ms", "matrix products, encoder in 8 bits, ms"):
+        modelled, measured = map(float, cells[name])
+        assert measured == pytest.approx(modelled, rel=1e-3)
+    assert cells["between kernels launched singly, us"] == ["4", "10"]
+    assert cells["clock under load, GHz"] == ["1.755", "-"]
+    modelled, measured = map(float, cells["a step of these, sequences/s"])
+    assert measured == pytest.approx(modelled, rel=1e-3)
+    assert sum("| forward | float8 | " in line for line in lines) == 14
+    report["copy"] = 2 * H100.dram
+    faster = re.search(r"a step of these[^\n]* ([\d.]+) \|", cuda_step.render())
+    assert float(faster[1]) > 1.1 * modelled
+
+
+def test_calibrations_are_found_beside_other_results(tmp_path, monkeypatch):
+    for name in ("nvidia-b", "nvidia-a", "cpu"):
+        (tmp_path / name).mkdir()
+        file = "ops.json" if name == "cpu" else "calibrate.json"
+        (tmp_path / name / file).write_text(json.dumps({"name": name}))
+    monkeypatch.setattr(cuda_step, "RESULTS", tmp_path)
+    assert [x["name"] for x in cuda_step.calibrations()] == ["nvidia-a", "nvidia-b"]

@@ -5,10 +5,12 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
 from benchmarks import gpu_report, ops
+from benchmarks.lib import dry_run
 from tests.support.paths import ROOT
 
 
@@ -39,7 +41,7 @@ def test_steps_of_other_parts_stay(report, monkeypatch, tmp_path):
         7,
         1,
     )
-    assert (steps["memcheck"]["ok"], steps["memcheck"]["not_run"]) == (False, "no tool")
+    assert (steps["memcheck"]["ok"], steps["memcheck"]["not_run"]) == (None, "no tool")
     assert all(step["commit"] == "abc" and step["date"] for step in steps.values())
     assert found["info"]["versions"]["torch"]
     run(report, monkeypatch, "tests", "--status", "0", "--seconds", "3", *logs)
@@ -50,8 +52,8 @@ def test_steps_of_other_parts_stay(report, monkeypatch, tmp_path):
 
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
-  "-m benchmarks.lib.device") echo some-gpu ;;
-  "-m benchmarks.gpu_report "*) echo "report ${*: -5}" >>"$CALLS" ;;
+  "-m benchmarks.lib.device") [ -n "${NO_GPU:-}" ] || echo some-gpu ;;
+  "-m benchmarks.gpu_report "*) echo "report ${*:7}" >>"$CALLS" ;;
   *)
     echo "$*" >>"$CALLS"
     [[ "$*" != *test_loss.py* ]] || exit "${STATUS:-1}"
@@ -68,6 +70,7 @@ def check(tmp_path):
         (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / "scripts/gpu_check.sh", tmp_path / "scripts")
     texts = {"loss": "def test_", "loss_sums": "mark.sanitizer def test_", "no": ""}
+    texts["norm"] = texts["loss_sums"]
     for name, text in texts.items():
         (tmp_path / f"tests/cuda/test_{name}.py").write_text(text)
     python = tmp_path / "python"
@@ -86,20 +89,27 @@ def check(tmp_path):
 
 
 def test_a_part_that_fails_does_not_keep_others_from_running(check):
-    done, calls = check("tests", "benchmarks_gelu")
+    done, calls = check("tests", "tests_loss_sums", "large", "benchmarks_gelu")
     assert done.returncode == 1
     commands, reports = (
         [c for c in calls if c.startswith("report") == is_report] for is_report in (False, True)
     )
-    xml = "-m pytest -rs -m gpu --junitxml=build/gpu_check/tests_"
-    assert commands == [
-        f"{xml}loss.xml tests/cuda/test_loss.py",
-        f"{xml}loss_sums.xml tests/cuda/test_loss_sums.py",
-        "-m benchmarks.ops --device cuda --op gelu",
+    *spread, benchmark = commands
+    assert benchmark == "-m benchmarks.ops --device cuda --op gelu"
+    # Other tests than the large ones by four processes; what others stand on comes first.
+    patterns = [
+        r"-m gpu and not large --junitxml=\S+/tests.xml -n 4 .* tests/cuda/test_norm.py "
+        "tests/cuda/test_loss.py tests/cuda/test_loss_sums.py",
+        r"-m gpu and not large --junitxml=\S+/tests_loss_sums.xml -n 4 .* "
+        "tests/cuda/test_loss_sums.py",
+        r"-m gpu and large --junitxml=\S+/large.xml -n 1 .* tests/cuda",
     ]
+    for command, pattern in zip(spread, patterns, strict=True):
+        assert re.fullmatch(f"-m pytest -rs {pattern}", command)
     assert [re.sub(r"\d+$", "N", r) for r in reports] == [
-        "report tests_loss --status 1 --seconds N",
+        "report tests --status 1 --seconds N",
         "report tests_loss_sums --status 0 --seconds N",
+        "report large --status 0 --seconds N",
         "report benchmarks_gelu --status 0 --seconds N",
     ]
 
@@ -128,7 +138,7 @@ def test_the_sanitizer_is_asked_for_kernels_only(check, tmp_path):
     tool = tmp_path / "compute-sanitizer"
     tool.write_text('#!/bin/sh\necho "tool $*" >>"$CALLS"\n')
     tool.chmod(0o755)
-    done, calls = check("racecheck", COMPUTE_SANITIZER=str(tool))
+    done, calls = check("racecheck_loss_sums", COMPUTE_SANITIZER=str(tool))
     assert done.returncode == 0
     assert calls[0].startswith(
         "tool --tool racecheck --error-exitcode 1 --kernel-name kns=bert_unp"
@@ -137,6 +147,68 @@ def test_the_sanitizer_is_asked_for_kernels_only(check, tmp_path):
     assert calls[0].endswith("/python -m pytest -rs -m gpu and sanitizer "
                              "--junitxml=build/gpu_check/racecheck_loss_sums.xml "
                              "-x tests/cuda/test_loss_sums.py")  # fmt: skip
+
+
+def test_a_sanitizer_that_refuses_the_device_is_no_failure(check, tmp_path):
+    """It is asked once, and the report says why nothing was looked at."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text('#!/bin/sh\necho "tool" >>"$CALLS"\necho "==== Device not supported"\nexit 9\n')
+    tool.chmod(0o755)
+    done, calls = check("memcheck", COMPUTE_SANITIZER=str(tool))
+    assert done.returncode == 0
+    reports = [
+        f"report memcheck_{name} --missing compute-sanitizer: Device not supported"
+        for name in ("loss_sums", "norm")
+    ]
+    assert calls == ["tool", *reports]
+    assert "memcheck_norm was not run: compute-sanitizer: Device not supported" in done.stderr
+
+
+def test_a_dry_run_runs_nothing(check):
+    done, calls = check("--dry", "tests_loss", "benchmarks_gelu", NO_GPU="1", STATUS="1")
+    assert done.returncode == 1  # that of the first
+    for call, end in zip(calls, ("pytest -rs ", "benchmarks.ops --device cuda"), strict=True):
+        assert re.match(rf"-m benchmarks.lib.dry_run \S+/python -m {end}", call)
+    done, calls = check("tests_loss", NO_GPU="1")
+    assert (done.returncode, calls) == (2, [])
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A folder of benchmarks and tests of which one lacks a package that it imports late."""
+    files = {
+        "benchmarks/fine.py": "import json\nfrom benchmarks.lib import late",
+        "benchmarks/lib/late.py": "def f():\n    import no_such_package.part",
+        "benchmarks/broken.py": "import no_other_package",
+        "benchmarks/alone.py": "import json",
+        "tests/test_skipped.py": "import pytest\npytest.importorskip('no_third_package')",
+        "tests/test_fine.py": "import json\ndef test_f(): raise ValueError",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(dry_run, "ROOT", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("benchmarks.alone", []),
+        ("benchmarks.fine", ["benchmarks/lib/late.py needs no_such_package"]),
+        ("benchmarks.broken", ["No module named 'no_other_package'", "broken.py needs no_other_p"]),
+        ("pytest -q tests/test_fine.py", []),
+        (
+            "pytest -q tests/test_skipped.py tests/test_fine.py",
+            ["could not import 'no_third_package'", "test_skipped.py needs no_third_package"],
+        ),
+        ("pytest -q --no-such-option tests/test_fine.py", ["--no-such-option"]),
+    ],
+)
+def test_what_is_missing_is_named(command, found, checkout):
+    problems = dry_run.problems([sys.executable, "-m", *command.split()])
+    assert len(problems) == len(found), problems
+    assert all(part in problem for part, problem in zip(found, problems, strict=True))
 
 
 def test_parts_are_checked_before_anything_runs():

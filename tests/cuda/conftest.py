@@ -1,12 +1,30 @@
-"""On a GPU that multiplies no bf16, tests that need it are skipped."""
+"""What all GPU tests need around them.
+
+- On a GPU that multiplies no bf16, tests that need it are skipped.
+- Tests that need much memory (`large`) are skipped where less is free.
+- After a kernel that fails nothing runs on the device any more in that process. So the process ends
+  with the test that did it: pytest-xdist starts another worker for the rest.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 
 import pytest
+import torch
 
 REFUSED = "bfloat16 needs a GPU of compute capability 8.0"  # csrc/cuda/capability.h
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    mark = item.get_closest_marker("large")
+    if mark is not None and torch.cuda.is_available():
+        (gib,) = mark.args
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info()[0] < gib * 2**30:
+            pytest.skip(f"needs {gib} GiB of GPU memory")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -17,3 +35,18 @@ def pytest_runtest_call() -> Generator[None, object, object]:
         if REFUSED in str(error):
             pytest.skip(str(error))
         raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    result = yield
+    if not torch.cuda.is_initialized():
+        return result
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(f"\n{item.nodeid}: the device is lost: {error}", flush=True)
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(1)  # before the test counts as done: it is reported as a crash of this worker
+        item.session.shouldstop = f"{item.nodeid}: the device is lost"
+    return result

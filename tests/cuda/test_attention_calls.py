@@ -24,13 +24,15 @@ from tests.support.cuda_checks import (
     assert_same_bits,
 )
 from tests.support.op_checks import RNG, cu_seqlens
+from tests.support.processes import TIMEOUT
+from tests.support.seeds import derived
 
 pytestmark = GPU_ONLY
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_runs_on_the_current_stream(schedule: str) -> None:
-    torch.manual_seed(10)
+    torch.manual_seed(derived(10))
     qkv, dout = random_qkv(LENGTHS, torch.bfloat16)
     batch = VarlenBatch.from_lengths(LENGTHS, "cuda")
     # What follows on the stream must wait for all groups.
@@ -40,7 +42,7 @@ def test_runs_on_the_current_stream(schedule: str) -> None:
 @FULL
 @pytest.mark.parametrize("grouped", [False, True])
 def test_graphs_take_new_inputs_masks_and_lengths(grouped: bool, full: bool) -> None:
-    torch.manual_seed(11)
+    torch.manual_seed(derived(11))
     longest, p, scale = 256, 0.1, 0.125
     lengths = [[256, 100, 17, 3, 64], [1, 30, 256, 64, 89]]
     first, second = (VarlenBatch.from_lengths(n, "cuda") for n in lengths)
@@ -78,7 +80,7 @@ def test_runs_on_the_device_of_its_tensors(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_compiles_without_graph_breaks(schedule: str) -> None:
-    torch.manual_seed(12)
+    torch.manual_seed(derived(12))
     qkv, dout = random_qkv([7, 0, 130], torch.bfloat16)
     batch = VarlenBatch.from_lengths([7, 0, 130], "cuda")
     assert batch.group_sizes.device.type == "cpu"
@@ -171,7 +173,7 @@ print("no error")
 def test_cu_seqlens_that_do_not_fit_stop_the_kernel(cu: list[int]) -> None:
     """In its own process: the CUDA context is lost."""
     command = [sys.executable, "-c", _OUT_OF_RANGE, str(cu)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode != 0
     assert "no error" not in done.stdout
     assert "CUDA error" in done.stderr

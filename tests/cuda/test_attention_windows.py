@@ -15,6 +15,7 @@ from tests.support.cuda_attention import (
 )
 from tests.support.cuda_checks import DTYPES, GPU_ONLY, assert_same_bits
 from tests.support.op_checks import RNG, cu_seqlens
+from tests.support.seeds import derived
 
 pytestmark = GPU_ONLY
 
@@ -26,7 +27,7 @@ SMALL = [70, 0, 1, 129]
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_windows(dtype: torch.dtype, window: tuple[int, int]) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     compare(Case(LENGTHS, head_dim=64, window=window, p=0.1, device="cuda"), dtype)
 
 
@@ -36,7 +37,7 @@ def test_windows(dtype: torch.dtype, window: tuple[int, int]) -> None:
 @pytest.mark.parametrize("window", [(-1, -1), (20, 40)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_grouped_heads(dtype: torch.dtype, window: tuple[int, int], head_dim: int) -> None:
-    torch.manual_seed(head_dim)
+    torch.manual_seed(derived(head_dim))
     case = Case(SMALL, heads=6, kv_heads=2, head_dim=head_dim, window=window, p=0.1, device="cuda")
     compare(case, dtype)
 
@@ -47,7 +48,7 @@ def test_grouped_heads(dtype: torch.dtype, window: tuple[int, int], head_dim: in
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cross_attention(dtype: torch.dtype, given: bool, window: tuple[int, int]) -> None:
-    torch.manual_seed(1)
+    torch.manual_seed(derived(1))
     q_lengths, k_lengths = [3, 0, 90, 17, 4, 70], [70, 5, 33, 129, 0, 150]
     positions = random_positions(q_lengths, k_lengths).cuda() if given else None
     options = {"window": window, "positions": positions, "device": "cuda"}
@@ -58,7 +59,7 @@ def test_cross_attention(dtype: torch.dtype, given: bool, window: tuple[int, int
 @pytest.mark.parametrize("window", [(64, 64), (-1, 0)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_sequences(dtype: torch.dtype, window: tuple[int, int]) -> None:
-    torch.manual_seed(2)
+    torch.manual_seed(derived(2))
     compare(
         Case([8192, 3, 700], heads=1, kv_heads=1, head_dim=64, window=window, device="cuda"), dtype
     )
@@ -66,7 +67,7 @@ def test_long_sequences(dtype: torch.dtype, window: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_schedule_changes_no_bit(dtype: torch.dtype) -> None:
-    torch.manual_seed(3)
+    torch.manual_seed(derived(3))
     batch = VarlenBatch.from_lengths(LENGTHS, "cuda")
     qkv = torch.randn(batch.total, 8, 64, device="cuda").to(dtype)
     dout = torch.randn(batch.total, 4, 64, device="cuda").to(dtype)
@@ -95,7 +96,7 @@ def test_queries_that_see_no_key_give_zeros() -> None:
 
 
 def test_a_window_without_end_is_none() -> None:
-    torch.manual_seed(4)
+    torch.manual_seed(derived(4))
     qkv, batch = torch.randn(330, 3, 2, 64), VarlenBatch.from_lengths([200, 130], "cuda")
     whole = ops.varlen_attention(qkv.cuda(), batch)
     wide = ops.varlen_attention(qkv.cuda(), batch, window=(2**62, 2**62))

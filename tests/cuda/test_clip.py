@@ -18,6 +18,7 @@ from tests.support.cuda_checks import (
     assert_graph_takes_new_values,
     assert_runs_on_the_current_stream,
 )
+from tests.support.seeds import derived
 
 built = pytest.mark.skipif(find_spec("bert_unpad._C_cuda") is None, reason="built without nvcc")
 
@@ -45,7 +46,7 @@ for op in ("clip_bucket_", "clip_bucket_into"):
 
 
 def draw(size, dtype, seed=0, shift=0):
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator("cuda").manual_seed(derived(seed))
     return torch.randn(size + shift, generator=generator, device="cuda").to(dtype)[shift:]
 
 
@@ -147,7 +148,7 @@ class TestClipBucket:
 
 def train_on_nccl(policy, wire, feedback):
     """Norms and bounds of a few steps of DDP with one rank, and what they leave in `.grad`."""
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     model = nn.Sequential(*[nn.Linear(300, 300) for _ in range(4)]).cuda()
     x = torch.randn(64, 300, device="cuda")
     replica = DistributedDataParallel(model, bucket_cap_mb=0.3, gradient_as_bucket_view=True)

@@ -9,7 +9,6 @@ import torch
 
 from tests.support.cuda_checks import GPU_ONLY
 
-pytest.importorskip("jsonargparse")
 pytest.importorskip("pynvml")
 
 from bert_unpad.pretrain.output.energy import EnergyMeter

@@ -15,6 +15,7 @@ from tests.support.cuda_checks import (
     assert_runs_on_the_current_stream,
     assert_same_bits,
 )
+from tests.support.seeds import derived
 
 pytestmark = [
     *GPU_ONLY,
@@ -26,7 +27,7 @@ pytestmark = [
 
 
 def draw(*shapes: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(derived(seed))
     return [torch.randn(shape, generator=generator).to(dtype).cuda() for shape in shapes]
 
 

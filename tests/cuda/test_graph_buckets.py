@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 pytest.importorskip("tqdm", reason="the trainer needs the extra `pretrain`")
-pytest.importorskip("jsonargparse", reason="the trainer needs the extra `pretrain`")
 
 from bert_unpad.distributed import BucketClip
 from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner

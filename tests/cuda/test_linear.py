@@ -18,13 +18,14 @@ from tests.support.cuda_checks import (
     assert_runs_on_the_current_stream,
     assert_same_bits,
 )
+from tests.support.seeds import derived
 
 pytestmark = GPU_ONLY
 LOW = [torch.bfloat16, torch.float16]
 
 
 def draw(*shapes: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator("cuda").manual_seed(derived(seed))
     return [torch.randn(s, generator=generator, device="cuda").to(dtype) for s in shapes]
 
 

@@ -19,13 +19,15 @@ from tests.support.cuda_checks import (
     assert_runs_on_the_current_stream,
     assert_same_bits,
 )
+from tests.support.processes import TIMEOUT
+from tests.support.seeds import derived
 
 pytestmark = GPU_ONLY
 
 
 def draw(rows: int, columns: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Logits and labels: every third row is ignored, row 1 is right, padding would win."""
-    generator = torch.Generator("cuda").manual_seed(columns)
+    generator = torch.Generator("cuda").manual_seed(derived(columns))
     logits = (3 * torch.randn(rows, columns, generator=generator, device="cuda")).to(dtype)
     logits[:, vocab:] = 100.0
     labels = torch.randint(vocab, (rows,), generator=generator, device="cuda")
@@ -245,7 +247,7 @@ print("no error")
 def test_labels_out_of_range_stop_the_kernel(label: int) -> None:
     """In its own process: the CUDA context is lost."""
     command = [sys.executable, "-c", _OUT_OF_RANGE, str(label)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode != 0
     assert "no error" not in done.stdout
     assert "a label is neither ignore_index nor in" in done.stderr
@@ -258,12 +260,10 @@ def test_more_columns_than_are_counted_are_refused() -> None:
         torch.ops.bert_unpad.masked_cross_entropy(logits, labels, 8, -100)
 
 
-@pytest.mark.slow
+@pytest.mark.large(12)
 def test_more_than_2_to_the_31_elements() -> None:
     rows, columns = 70_347, 30_528  # just over 2^31
     assert rows * columns > 2**31
-    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
-        pytest.skip("needs 12 GiB of GPU memory")
     logits = torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda")
     logits[-3:] = torch.randn(3, columns, device="cuda")
     labels = torch.full((rows,), -100, device="cuda")

@@ -15,6 +15,7 @@ from tests.support.cuda_checks import (
     assert_same_bits,
 )
 from tests.support.optim_reference import Rule, Truth, draw_state
+from tests.support.seeds import derived
 
 pytestmark = GPU_ONLY
 # Below and above a vector and a block's 16,384 elements; nothing at all; an address that is no
@@ -39,7 +40,7 @@ RULES = {
 
 
 def draw(sizes, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(derived(seed))
     return [torch.randn(size, generator=generator).to("cuda", dtype) for size in sizes]
 
 

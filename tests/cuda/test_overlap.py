@@ -15,7 +15,6 @@ from torch import Tensor
 from tests.support.cuda_checks import GPU_ONLY, assert_same_bits
 
 pytest.importorskip("tqdm", reason="the trainer needs the extra `pretrain`")
-pytest.importorskip("jsonargparse", reason="the trainer needs the extra `pretrain`")
 
 from bert_unpad.distributed import BucketClip
 from bert_unpad.optim import FusedAdam, decay_groups

@@ -27,6 +27,8 @@ from tests.support.cuda_checks import (
     assert_same_bits,
 )
 from tests.support.op_checks import RNG, cu_seqlens
+from tests.support.processes import TIMEOUT
+from tests.support.seeds import derived
 from tests.support.tolerances import assert_same_gradients
 
 pytestmark = GPU_ONLY
@@ -45,7 +47,7 @@ def random_bias(tokens: int, heads: int, dtype: torch.dtype) -> ops.PositionBias
 @pytest.mark.parametrize("parts", COMBINATIONS, ids="+".join)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts(dtype: torch.dtype, parts: tuple[str, ...]) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     options = {"buckets": random_buckets(100, 11).cuda(), "parts": parts, "p": 0.1}
     compare(Case(LENGTHS, head_dim=64, device="cuda", **options), dtype)
 
@@ -56,7 +58,7 @@ def test_parts(dtype: torch.dtype, parts: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("window", [(-1, -1), (20, 40)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_grouped_heads(dtype: torch.dtype, window: tuple[int, int], head_dim: int) -> None:
-    torch.manual_seed(head_dim)
+    torch.manual_seed(derived(head_dim))
     options = {"buckets": random_buckets(30, 7).cuda(), "parts": PARTS, "window": window, "p": 0.1}
     case = Case(SMALL, heads=6, kv_heads=2, head_dim=head_dim, device="cuda", **options)
     compare(case, dtype)
@@ -67,7 +69,7 @@ def test_grouped_heads(dtype: torch.dtype, window: tuple[int, int], head_dim: in
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cross_attention(dtype: torch.dtype, given: bool) -> None:
-    torch.manual_seed(1)
+    torch.manual_seed(derived(1))
     q_lengths, k_lengths = [3, 0, 90, 17, 4, 70], [70, 5, 33, 129, 0, 150]
     positions = random_positions(q_lengths, k_lengths).cuda() if given else None
     options = {"buckets": random_buckets(25, 9).cuda(), "parts": PARTS, "positions": positions}
@@ -78,14 +80,14 @@ def test_cross_attention(dtype: torch.dtype, given: bool) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_sequences(dtype: torch.dtype) -> None:
-    torch.manual_seed(2)
+    torch.manual_seed(derived(2))
     options = {"buckets": ops.t5_buckets(device="cuda"), "parts": ("table",), "device": "cuda"}
     compare(Case([8192, 3, 700], heads=1, kv_heads=1, head_dim=64, **options), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_schedule_changes_no_bit(dtype: torch.dtype) -> None:
-    torch.manual_seed(3)
+    torch.manual_seed(derived(3))
     batch = VarlenBatch.from_lengths(LENGTHS, "cuda")
     qkv = torch.randn(batch.total, 8, 64, device="cuda").to(dtype)
     dout = torch.randn(batch.total, 4, 64, device="cuda").to(dtype)
@@ -113,7 +115,7 @@ def test_opcheck() -> None:
 
 
 def test_captured_in_a_graph() -> None:
-    torch.manual_seed(4)
+    torch.manual_seed(derived(4))
     batch = VarlenBatch.from_lengths(SMALL, "cuda")
     qkv = torch.randn(batch.total, 3, 2, 64, device="cuda").bfloat16()
     bias = random_bias(batch.total, 2, torch.bfloat16)
@@ -125,7 +127,7 @@ def test_captured_in_a_graph() -> None:
 
 @pytest.mark.parametrize("kind", ["bias", "disentangled"])
 def test_encoders_compute_what_they_do_on_a_cpu(kind: str) -> None:
-    torch.manual_seed(5)
+    torch.manual_seed(derived(5))
     config = EncoderConfig(
         model_type="bert_unpad",
         vocab_size=99,
@@ -172,7 +174,7 @@ print("no error")
 def test_impossible_buckets_stop_the_kernel(entry: int) -> None:
     """In its own process: the CUDA context is lost."""
     command = [sys.executable, "-c", _OUT_OF_RANGE, str(entry)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode != 0
     assert "no error" not in done.stdout
     assert "CUDA error" in done.stderr

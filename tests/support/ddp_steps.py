@@ -18,6 +18,7 @@ from bert_unpad.pretrain.gradients.clipping import Clipping
 from bert_unpad.pretrain.gradients.comm_hooks import SETTLING_PASSES, build_comm_hook
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.update.optimizer import step_if
+from tests.support.seeds import derived
 
 __all__ = ["ddp_steps"]
 
@@ -52,7 +53,7 @@ def ddp_steps(
         weights and optimizer state after `synchronise`; `local`: numbers of the hook's
         `local_state`.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     model = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 24))
     ranks = Ranks(rank, world_size, torch.device("cpu"), dist.group.WORLD)
     optimizer = make_optimizer(model.parameters())
@@ -65,7 +66,7 @@ def ddp_steps(
         (replica(torch.zeros(1, 24)) * 0).sum().backward()
         model.zero_grad()
     hook.start(0)
-    draw = torch.Generator().manual_seed(rank)
+    draw = torch.Generator().manual_seed(derived(rank))
     finite, weights = [], []
     for step in range(steps):
         x = torch.randn(16, 24, generator=draw)

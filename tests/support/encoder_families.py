@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bert_unpad.batch import PackedInputs, VarlenBatch, unpad
 from bert_unpad.nn import FAMILIES, EncoderForPreTraining
+from tests.support.seeds import derived
 
 PAD = 1
 """The padding token, which no text holds: transformers drops its embedding's gradient."""
@@ -159,9 +160,9 @@ def _square(draw: random.Random) -> dict[str, Any]:
 
 def stock_model(case: Case, seed: int, **changes: Any) -> Any:
     """transformers' model without dropout, with weights on which every part has an effect."""
-    values = case.values(random.Random(seed)) | dict.fromkeys(case.dropout, 0.0) | changes
+    values = case.values(random.Random(derived(seed))) | dict.fromkeys(case.dropout, 0.0) | changes
     config = transformers.AutoConfig.for_model(case.model_type, **values)
-    torch.manual_seed(seed)
+    torch.manual_seed(derived(seed))
     model = getattr(transformers, case.architecture)(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -186,7 +187,7 @@ def padded_and_packed(
     In the packed batch of a discriminator, `masked_labels` are of no use: its labels, 0 or 1 for
     each token, are in the padded one.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(derived(seed))
     mask = torch.tensor(MASKS[padding])
 
     def integers(least: int, high: int) -> Tensor:

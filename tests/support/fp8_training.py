@@ -6,6 +6,7 @@ import torch
 
 from bert_unpad.batch import PackedInputs
 from bert_unpad.nn import BertForPreTraining
+from tests.support.seeds import derived
 
 # A small model whose weights can be in 8 bits: all sizes are multiples of 16.
 SIZES = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
@@ -36,7 +37,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(STEPS):
-        torch.manual_seed(step)
+        torch.manual_seed(derived(step))
         with torch.autocast("cpu", torch.bfloat16):
             out = model(inputs)
         loss = out.mlm_loss_sum / len(inputs.masked_labels)

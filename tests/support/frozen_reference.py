@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.optim_reference import State, draw_state
+from tests.support.seeds import derived
 
 BETAS, EPS = (0.9, 0.99), 1e-6
 
@@ -33,7 +34,7 @@ def draw(
 ) -> State:
     """A state in the middle of a run, in which every third variance is 0."""
     state = draw_state(sizes, dtype, masters=masters)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(derived(1))
     for i, param in enumerate(state.params):
         state.exp_avgs[i] = torch.randn(param.shape, generator=generator)
         variance = torch.rand(param.shape, generator=generator) + 0.01

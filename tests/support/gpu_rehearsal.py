@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 # kernels that stop, cuBLASLt, captures by the trainer.
 ONLY_ON_A_GPU = (
     *("test_conformance.py", "test_graph_buckets.py", "test_graphs.py::TestOnAGpu"),
+    "test_energy.py",
     *("opcheck", "compiles_without", "stop_the_kernel", "named", "refused", "bad_input"),
     *("waiting_is_found", "timed_algorithms", "linear_matches", "captured_step"),
     *("large_sizes", "batch_of_berts"),  # take a CPU too long
@@ -120,6 +121,7 @@ def _install() -> None:
         "set_sync_debug_mode": lambda mode: None,
         "_sleep": lambda cycles: None,
         "current_stream": Stream,
+        "is_current_stream_capturing": lambda: OnCpu.capturing,
         "stream": _on_stream,
         "Stream": Stream,
         "Event": Stream,
@@ -148,7 +150,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases: dict[str, pytest.Item] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if "gpu" not in marks or "slow" in marks:
+        if "gpu" not in marks or marks & {"slow", "large"}:
             continue
         if not any(part in item.nodeid for part in ONLY_ON_A_GPU):
             cases.setdefault(item.nodeid.partition("[")[0], item)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.seeds import derived
 from tests.support.tolerances import STEP, assert_same_gradients, assert_same_values
 
 transformers = pytest.importorskip("transformers", minversion="4.57")
@@ -56,7 +57,7 @@ HEADS = {
 NAMES = [family + head for family, heads in HEADS.items() for head in heads]
 
 _RIGHT = torch.arange(SEQLEN) < torch.tensor([11, 6, 9, 1])[:, None]
-_HOLES = torch.rand((BATCH, SEQLEN), generator=torch.Generator().manual_seed(3)) < 0.6
+_HOLES = torch.rand((BATCH, SEQLEN), generator=torch.Generator().manual_seed(derived(3))) < 0.6
 _HOLES[:, 0] = True
 MASKS = {
     "none": None,
@@ -100,7 +101,7 @@ def make(
             fields |= {"embedding_size": 32, "summary_last_dropout": dropout}
     if name.endswith(("ForNextSentencePrediction", "ForQuestionAnswering")):
         fields = {**fields, "num_labels": 2}
-    torch.manual_seed(seed)
+    torch.manual_seed(derived(seed))
     config = getattr(transformers, f"{family}Config")(**fields | changes)
     model = getattr(transformers, name)._from_config(config, attn_implementation=attention).train()
     with torch.no_grad():
@@ -112,7 +113,7 @@ def make(
 
 def call_arguments(name: str, mask: torch.Tensor | None, seed: int = 1, labels: bool = True):
     """Keyword arguments for a call of such a model."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(derived(seed))
 
     def integers(high: int, *shape: int) -> torch.Tensor:
         return torch.randint(high, shape, generator=generator)
@@ -160,7 +161,7 @@ def _probe(out, call) -> torch.Tensor:
     """A loss of a base model's real tokens."""
     mask = call["attention_mask"]
     hidden = out[0] if mask is None else out[0][mask.bool()]
-    generator = torch.Generator().manual_seed(9)
+    generator = torch.Generator().manual_seed(derived(9))
     loss = (hidden * torch.randn(hidden.shape, generator=generator).to(hidden)).sum()
     if "pooler_output" in out:
         loss = loss + out.pooler_output[:, ::2].sum()

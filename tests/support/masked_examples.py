@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
+from tests.support.seeds import derived
 
 VOCAB = [*SPECIAL_TOKENS, *(f"w{i}" for i in range(95))]
 CLS, SEP = 2, 3
@@ -13,7 +14,7 @@ LONGEST, PREDICTIONS = 24, 6
 
 def masked_examples(count, seed=0):
     """Random examples as plain arrays: (ids, segments, positions, labels, next sentence)."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(derived(seed))
     examples = []
     for _ in range(count):
         length = int(rng.integers(6, LONGEST + 1))

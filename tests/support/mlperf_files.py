@@ -15,6 +15,7 @@ from bert_unpad import convert
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from tests.support.hdf5_files import raw_examples, write_folder
 from tests.support.masked_examples import LONGEST, PREDICTIONS, VOCAB
+from tests.support.seeds import derived
 from tests.support.tf_records import example, features_of, write_records
 
 __all__ = ["BATCH", "SIZES", "read_log", "toy_settings", "write_benchmark", "write_benchmark_data"]
@@ -31,7 +32,7 @@ _FREQUENT, _SHARE = 7, 0.85  # of all masked tokens, so that any model learns to
 
 
 def _examples(seed: int) -> list:
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(derived(seed))
     return [
         (ids, segments, positions, np.where(rng.random(len(labels)) < _SHARE, _FREQUENT, labels), n)
         for ids, segments, positions, labels, n in raw_examples(seed)
@@ -60,7 +61,7 @@ def write_benchmark_data(folder: Path, train: str, evaluation: str) -> list:
 def write_benchmark(folder: Path) -> None:
     """Writes the whole folder, with a TensorFlow checkpoint to start from."""
     write_benchmark_data(folder, "tfrecord", "tfrecord")
-    torch.manual_seed(3)
+    torch.manual_seed(derived(3))
     BertForPreTraining(BertConfig(vocab_size=len(VOCAB), **SIZES)).save_pretrained(folder / "hf")
     prefix = folder / "tf1_ckpt" / "model.ckpt-28252"
     assert convert.main([str(folder / "hf"), str(prefix), "--to", "google"]) == 0

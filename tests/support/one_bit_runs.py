@@ -48,12 +48,15 @@ class Run:
         self.optimizer = OPTIMIZERS[kind](groups, **OPTIONS[kind], **options)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
-    def step(self, step: int, bad: float | None = None) -> None:
-        """A step with the gradient of `gradient`; `bad` is put into it."""
+    def step(
+        self, step: int, bad: float | None = None, grads: list[Tensor] | None = None, draw: int = 0
+    ) -> None:
+        """A step with `grads`, by default those of `gradient`; `bad` is put into them."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr_of(step)
-        weights = [p.detach() for p in self.params]
-        for param, grad in zip(self.params, gradient(weights, self.rank, step), strict=True):
+        if grads is None:
+            grads = gradient([p.detach() for p in self.params], self.rank, step, draw)
+        for param, grad in zip(self.params, grads, strict=True):
             param.grad = grad
             if bad is not None:
                 param.grad.view(-1)[0] = bad

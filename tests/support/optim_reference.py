@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bert_unpad import ops
+from tests.support.seeds import derived
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ def draw_state(
     device: str = "cpu",
 ) -> State:
     """Normal weights; `masters` keeps them in float32 too."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(derived(seed))
     weights = [torch.randn(size, generator=generator).to(device) for size in sizes]
     params = [w.to(dtype, copy=True) for w in weights]
     return State(params, weights if masters else [], [p.clone() for p in params])

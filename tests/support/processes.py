@@ -20,12 +20,27 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TIMEOUT", "free_port", "join_ranks", "run_ranks", "start_ranks"]
+__all__ = ["SLOWNESS", "TIMEOUT", "free_port", "join_ranks", "run_ranks", "start_ranks"]
 
-# Seconds. Only there so that a hang ends: many times what any test takes on a busy machine.
-TIMEOUT = 900.0
+_SLOWNESS = "BERT_UNPAD_TEST_SLOWNESS"  # the environment variable, which ranks read too
+_QUIET_SECONDS = 0.1  # for the loop below, of a core of 2023 with nothing else to do
+
+
+def _slowness() -> float:
+    """How many times longer work takes on this machine now; 1 or more."""
+    begun = time.perf_counter()
+    sum(range(8_000_000))
+    return max(round((time.perf_counter() - begun) / _QUIET_SECONDS, 1), 1.0)
+
+
+if _SLOWNESS not in os.environ:
+    os.environ[_SLOWNESS] = str(_slowness())
+SLOWNESS = float(os.environ[_SLOWNESS])
+"""For times that a test gives to what it tests, in multiples of a quiet machine's."""
+TIMEOUT = 1800.0 * SLOWNESS
+"""Seconds. Only there so that a hang ends: many times what any test takes."""
 # Seconds that the other ranks have to answer as well, once one has failed.
-_GRACE = 60.0
+_GRACE = TIMEOUT / 10
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "bert_unpad.pretrain"])
@@ -125,7 +140,7 @@ def run_ranks(
         return _answers(pipes, timeout)
     finally:
         for process in processes:
-            process.join(timeout=5)
+            process.join(timeout=5 * SLOWNESS)
             if process.is_alive():
                 process.kill()
 

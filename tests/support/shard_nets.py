@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bert_unpad.nn.stacked_linear import StackedLinear
+from tests.support.seeds import derived
 
 WORDS, WIDTH = 11, 7
 
@@ -45,12 +46,12 @@ class Net(nn.Module):
 
 
 def net(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
+    torch.manual_seed(derived(seed))
     return Net()
 
 
 def batch(rank: int, step: int, part: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + part)
+    generator = torch.Generator().manual_seed(derived(1000 * rank + 10 * step + part))
     return torch.randint(WORDS, (6,), generator=generator)
 
 

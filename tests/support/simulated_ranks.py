@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from tests.support.seeds import derived
+
 __all__ = [
     "Simulated",
     "gradient_flow",
@@ -24,14 +26,14 @@ __all__ = [
 
 def net() -> nn.Module:
     """Layers of unlike, odd sizes, float64; always the same weights."""
-    torch.manual_seed(3)
+    torch.manual_seed(derived(3))
     layers = [nn.Linear(7, 12), nn.Linear(12, 5), nn.Linear(5, 9), nn.Linear(9, 3)]
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh()))).double()
 
 
 def loss(model: nn.Module, rank: int, step: int) -> Tensor:
     """The loss of one rank's batch of one step."""
-    draw = torch.Generator().manual_seed(100 * rank + step)
+    draw = torch.Generator().manual_seed(derived(100 * rank + step))
     x = torch.randn(6, 7, generator=draw, dtype=torch.float64)
     x = x.to(next(model.parameters()).device)
     return (model(x) - x[:, :3] * (1 + rank)).square().mean()

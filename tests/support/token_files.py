@@ -9,6 +9,7 @@ import numpy as np
 
 from bert_unpad.data.readers import Setting
 from tests.support.masked_examples import CLS, LONGEST, SEP, VOCAB
+from tests.support.seeds import derived
 
 
 def setting(cache, max_seq_length=LONGEST, vocab_size=100, **options):
@@ -28,7 +29,7 @@ def setting(cache, max_seq_length=LONGEST, vocab_size=100, **options):
 
 def random_sequences(count, longest=LONGEST, seed=0, special=True):
     """Lists of ids of random lengths, with [CLS] and [SEP] around each."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(derived(seed))
     sizes = rng.integers(3, longest + 1, count)
     bodies = [rng.integers(5, len(VOCAB), size).tolist() for size in sizes]
     return [[CLS, *body[2:], SEP] for body in bodies] if special else bodies

@@ -39,6 +39,9 @@ class BatchingConfig:
     """How fast each rank is, for ranks of unequal speed: a list of numbers in any unit, or auto to
     measure them during training. Each rank then gets work in proportion to its speed, so fast ranks
     get more sequences than the batch size says. By default all ranks are alike."""
+    cost_file: str | None = advanced(None)
+    """A file of measured seconds by length, which python -m bert_unpad.simulate --fit writes: ranks
+    then get equal shares of these. By default of the model's floating-point operations."""
     shuffle_buffer: int = advanced(8192)
     """With batching.strategy exchange: examples that each rank shuffles at a time."""
 

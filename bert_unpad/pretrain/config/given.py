@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from bert_unpad._files import read_regular
 from bert_unpad.pretrain.config.errors import ConfigError
 from bert_unpad.pretrain.config.removed import check_removed
 
@@ -80,7 +81,7 @@ def _flat(values: Any, prefix: str, sections: Collection[str]) -> Iterator[tuple
 
 def _load_file(path: str, name: str = "config") -> Any:
     try:
-        text = Path(path).read_text("utf-8")
+        text = read_regular(path).decode()
     except UnicodeDecodeError as error:
         raise ConfigError(name, f"expected a YAML file in UTF-8, got bytes: {error}") from error
     except (OSError, ValueError) as error:
