@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from transformers import modeling_outputs as outputs
+
 from bert_unpad.hf import heads, layers
 from bert_unpad.hf.heads import HeadAdapter
 from bert_unpad.hf.models import ModelAdapter
@@ -21,6 +23,7 @@ class Family:
 
     package: str
     prefix: str
+    stack_class: str
     layer_class: str
     layer: layers.LayerAdapter
     adapter: ModelAdapter
@@ -39,13 +42,17 @@ class Family:
         return self.base or self.package
 
 
+_POOLED = outputs.BaseModelOutputWithPoolingAndCrossAttentions
+
+
 def _roberta_like(package: str, prefix: str) -> Family:
     return Family(
         package,
         prefix,
+        f"{prefix}Encoder",
         f"{prefix}Layer",
         layers.BERT,
-        ModelAdapter("encoder", positions="ids"),
+        ModelAdapter("encoder", _POOLED, positions="ids"),
         {"ForMaskedLM": HeadAdapter("roberta", heads.roberta_logits)},
         ("ForSequenceClassification",),
         {
@@ -60,9 +67,10 @@ FAMILIES = (
     Family(
         "bert",
         "Bert",
+        "BertEncoder",
         "BertLayer",
         layers.BERT,
-        ModelAdapter("encoder"),
+        ModelAdapter("encoder", _POOLED),
         {
             "ForMaskedLM": HeadAdapter("bert", heads.bert_logits),
             "ForPreTraining": HeadAdapter("bert", heads.bert_logits, pretraining=True),
@@ -80,9 +88,10 @@ FAMILIES = (
     Family(
         "electra",
         "Electra",
+        "ElectraEncoder",
         "ElectraLayer",
         layers.BERT,
-        ModelAdapter("encoder"),
+        ModelAdapter("encoder", outputs.BaseModelOutputWithPastAndCrossAttentions),
         {"ForMaskedLM": HeadAdapter("electra", heads.electra_logits)},
         ("ForSequenceClassification", "ForMultipleChoice"),
         # Multiple choice may be configured to read all columns.
@@ -91,9 +100,10 @@ FAMILIES = (
     Family(
         "distilbert",
         "DistilBert",
+        "Transformer",
         "TransformerBlock",
         layers.DISTILBERT,
-        ModelAdapter("transformer", token_types=False),
+        ModelAdapter("transformer", outputs.BaseModelOutput, token_types=False),
         {"ForMaskedLM": HeadAdapter("distilbert", heads.distilbert_logits)},
         ("ForSequenceClassification", "ForMultipleChoice"),
         {"ForSequenceClassification": None, "ForMultipleChoice": None},

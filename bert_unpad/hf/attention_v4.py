@@ -14,7 +14,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from bert_unpad.hf.attention import NAME, attention
+from bert_unpad.hf.attention import NAME, attention, with_packing
 from bert_unpad.hf.fallback import warn_stock
 
 _TABLES = {
@@ -153,9 +153,9 @@ def _attend(
 def _tokens(mask: Tensor) -> Tensor:
     """Returns which tokens an additive mask keeps; computed once for all layers of a call."""
     global _last
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or mask.is_inference():
         return mask[:, 0, 0] == 0
     last = _last
     if last is None or last[0]() is not mask or last[1] != mask._version:
-        last = _last = (weakref.ref(mask), mask._version, mask[:, 0, 0] == 0)
+        last = _last = (weakref.ref(mask), mask._version, with_packing(mask[:, 0, 0] == 0))
     return last[2]

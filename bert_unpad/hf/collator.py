@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from bert_unpad.hf.packing import IGNORE
 
@@ -34,7 +35,10 @@ class DataCollatorForPackedMLM:
     mlm_probability: float = 0.15
     """The share of tokens that are predicted."""
     seed: int | None = None
-    """Seed of the masks; None uses PyTorch's default generator."""
+    """Seed of the masks; None uses PyTorch's default generator. In a worker of a DataLoader the
+    stream also follows from the worker's own seed, which that draws anew from the loader's
+    `generator` in each epoch: with the same seeds of both, the same masks. Ranks that seed alike
+    draw alike."""
 
     def __post_init__(self) -> None:
         if not 0 < self.mlm_probability < 1:
@@ -43,9 +47,7 @@ class DataCollatorForPackedMLM:
             )
         if self.tokenizer.mask_token_id is None:
             raise ValueError("tokenizer: expected one with a mask token")
-        self._generator = None
-        if self.seed is not None:
-            self._generator = torch.Generator().manual_seed(self.seed)
+        self._stream: tuple[int | None, torch.Generator] | None = None  # the worker's seed, draws
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | int]:
         """Packs B examples of T tokens in all.
@@ -88,12 +90,28 @@ class DataCollatorForPackedMLM:
             batch["next_sentence_label"] = torch.tensor(values)
         return batch
 
+    def _generator(self) -> torch.Generator | None:
+        """This process's generator, which goes on from batch to batch."""
+        if self.seed is None:
+            return None
+        info = get_worker_info()
+        worker = None if info is None else info.seed
+        # A worker gets the collator of the main process, with the generator of that.
+        if self._stream is None or self._stream[0] != worker:
+            seed = self.seed
+            if worker is not None:
+                mixed = np.random.SeedSequence([seed % 2**64, worker])
+                seed = int(mixed.generate_state(1, np.uint64)[0])
+            self._stream = worker, torch.Generator().manual_seed(seed)
+        return self._stream[1]
+
     def _mask(self, ids: Tensor, special: Tensor) -> tuple[Tensor, Tensor]:
-        draws = torch.rand((2, ids.shape[0]), generator=self._generator)
+        generator = self._generator()
+        draws = torch.rand((2, ids.shape[0]), generator=generator)
         chosen = (draws[0] < self.mlm_probability) & ~special
         labels = ids.masked_fill(~chosen, IGNORE)
         ids = ids.masked_fill(chosen & (draws[1] < 0.8), self.tokenizer.mask_token_id)
-        randoms = torch.randint(len(self.tokenizer), ids.shape, generator=self._generator)
+        randoms = torch.randint(len(self.tokenizer), ids.shape, generator=generator)
         return torch.where(chosen & (draws[1] >= 0.9), randoms, ids), labels
 
 

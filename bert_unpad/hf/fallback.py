@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
+from torch.autograd import forward_ad
 
 
 class StockFallbackWarning(UserWarning):
@@ -20,11 +21,15 @@ def _in_onnx_export() -> bool:
 
 
 def recording_reason() -> str | None:
-    """Returns why the graph that records this call cannot hold our operators, or None."""
+    """Returns why what records or transforms this call cannot hold our operators, or None."""
     if torch.jit.is_tracing():
         return "the model is being traced"
     if _in_onnx_export():
         return "ONNX has none of its operators"
+    if torch.compiler.is_compiling():
+        return None
+    if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
+        return "torch.func and forward-mode derivatives do not know its operators"
     return None
 
 

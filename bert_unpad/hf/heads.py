@@ -19,13 +19,15 @@ from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
 
 from bert_unpad import ops
 from bert_unpad.batch.rows import gather_rows
-from bert_unpad.hf.fallback import warn_stock
+from bert_unpad.hf.fallback import recording_reason, warn_stock
+from bert_unpad.hf.layers import unwrap
 from bert_unpad.hf.models import STOCK, PackedModel, bind, packing_or_reason
 from bert_unpad.hf.outputs import LazyTensor, lazy_output_class
 from bert_unpad.hf.packing import IGNORE, Packing
-from bert_unpad.hf.plain_modules import dense, untouched
+from bert_unpad.hf.plain_modules import dense, unchanged, untouched
 
 LOGITS = ("lazy", "full", "none")
+SPAN_LOSSES = ("packed", "stock")
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class HeadAdapter:
 def bert_logits(model: nn.Module, x: Tensor) -> Tensor:
     """Computes the logits of BertForMaskedLM and BertForPreTraining."""
     cls, head = model.cls, model.cls.predictions
-    if untouched(cls) and untouched(head):
+    if unchanged(cls) and unchanged(head):
         return dense(head.decoder, head.transform(x).to(x.dtype))
     return head(x)
 
@@ -51,7 +53,7 @@ def bert_logits(model: nn.Module, x: Tensor) -> Tensor:
 def roberta_logits(model: nn.Module, x: Tensor) -> Tensor:
     """Computes the logits of masked-language models like RoBERTa's."""
     head = model.lm_head
-    if untouched(head):
+    if unchanged(head):
         y = head.layer_norm(functional.gelu(head.dense(x)))
         return dense(head.decoder, y.to(x.dtype))
     return head(x)
@@ -78,9 +80,9 @@ class PackedMlm:
         call = bind(self._bert_unpad_arguments, args, kwargs)
         head = self._bert_unpad_head
         base = getattr(self, head.base)
-        if not isinstance(base, PackedModel):
+        if not isinstance(unwrap(base), PackedModel):
             return super().forward(**call)
-        packing = packing_or_reason(base, call)
+        packing = packing_or_reason(unwrap(base), call)
         if isinstance(packing, str):
             warn_stock(type(self).__name__, packing)
             return super().forward(**call, packing=STOCK)
@@ -99,11 +101,13 @@ class PackedMlm:
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
         how = getattr(self, "_bert_unpad_logits", "lazy")
-        if how == "lazy" and torch.compiler.is_compiling():
+        # FSDP reads all outputs when forward ends; FSDP1 then has no whole weights any more.
+        in_fsdp = getattr(self, "_is_fsdp_managed_module", False)
+        if how == "lazy" and (in_fsdp or torch.compiler.is_compiling()):
             how = "full"
         # Logits are rarely read in training, and often in evaluation, where it would cost twice.
         if found is not None and (how == "none" or (how == "lazy" and self.training)):
-            packing = packing.narrow(base._bert_unpad_last_layer(), found[0], head.pretraining)
+            packing = packing.narrow(found[0], head.pretraining)
         out = base(**call, packing=packing, return_dict=True)
         out = self._bert_unpad_output(out, packing, found, next_label, how)
         return out if return_dict else out.to_tuple()
@@ -125,7 +129,11 @@ class PackedMlm:
 
         def logits() -> Tensor:
             with torch.autocast(device, **cast):  # as now, not as when they are read
-                complete = x if packing.last is None else packing.last.complete(x, packing)
+                complete = x
+                if packing.last is not None:
+                    base = unwrap(getattr(self, head.base))
+                    layer = unwrap(getattr(base, base._bert_unpad_adapter.stack)).layer[-1]
+                    complete = packing.complete(layer, base_output.hidden_states[0], x)
                 return packing.pad(head.logits(self, complete))
 
         loss, relationship = None, None
@@ -156,28 +164,53 @@ class PackedMlm:
         return ", ".join(filter(None, (super().extra_repr(), "bert_unpad")))
 
 
-class PackedTokenLabels:
-    """Mixin for token classification, whose stock loss counts every label that is not -100.
+class PackedLabels:
+    """Mixin for heads whose stock loss may depend on what the stock modules compute at padding.
 
-    If a padded position has such a label, the loss depends on the stock modules' result there, so
-    they run.
+    Then they run. Token classification counts every label that is not -100, question answering
+    takes its softmax over all columns.
     """
 
     _bert_unpad_arguments: tuple[str, ...]
 
     def forward(self, *args, **kwargs):
         call = bind(self._bert_unpad_arguments, args, kwargs)
+        base = unwrap(self.base_model)
+        if isinstance(base, PackedModel) and (reason := self._bert_unpad_loss_reason(call)):
+            warn_stock(type(self).__name__, reason)
+            return super().forward(**call, packing=STOCK)
+        return super().forward(**call)
+
+
+class PackedTokenLabels(PackedLabels):
+    """Mixin for token classification."""
+
+    def _bert_unpad_loss_reason(self, call: dict[str, Any]) -> str | None:
         labels, mask = call.get("labels"), call.get("attention_mask")
         if (
             isinstance(labels, Tensor)
             and isinstance(mask, Tensor)
             and labels.shape == mask.shape
             and not torch.compiler.is_compiling()
+            and not recording_reason()
             and bool(((labels != IGNORE) & (mask == 0)).any())
         ):
-            warn_stock(type(self).__name__, "labels other than -100 lie at padded positions")
-            return super().forward(**call, packing=STOCK)
-        return super().forward(**call)
+            return "labels other than -100 lie at padded positions"
+        return None
+
+
+class PackedSpans(PackedLabels):
+    """Mixin for question answering."""
+
+    def _bert_unpad_loss_reason(self, call: dict[str, Any]) -> str | None:
+        loss = call.get("start_positions") is not None and call.get("end_positions") is not None
+        if self._bert_unpad_span_loss == "packed" or not loss or recording_reason():
+            return None
+        mask = call.get("attention_mask")
+        # A compiled call cannot look for padding.
+        if mask is None or (not torch.compiler.is_compiling() and bool((mask != 0).all())):
+            return None
+        return 'with span_loss="stock" the softmax of its loss is over padding too'
 
 
 class PackedFirst:

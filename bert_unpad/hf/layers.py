@@ -3,14 +3,18 @@
 The class of a stock layer is swapped for a subclass that inherits from `PackedLayer` first. Called
 with a packing, it computes [1, T, hidden] with our operators; without one it is the stock layer. It
 is called through `__call__`, so gradient checkpointing, FSDP and users' hooks on the layer work.
-With `LastRows` the last layer computes queries, and everything after attention, for some rows only.
+With a packing whose `last` names rows, a layer computes queries, and everything after attention,
+for these rows only. `PackedStack` passes such a packing to the last layer and to no other: what a
+layer computes follows from its arguments, so layers may be wrapped, compiled, or shared.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from bert_unpad.batch.rows import gather_rows
 from bert_unpad.hf import plain_modules
@@ -105,18 +109,17 @@ class PackedLayer:
     _bert_unpad_layer: LayerAdapter
 
     def forward(self, hidden_states: Tensor, *args, packing: Packing | None = None, **kwargs):
-        if packing is None:
+        if not isinstance(packing, Packing):
             return super().forward(hidden_states, *args, **kwargs)
         parts = self._bert_unpad_layer.parts(self)
         x = hidden_states
         p = parts.attention.dropout.p if parts.attention.training else 0.0
         heads = (parts.heads, self._bert_unpad_layer.head_dim(self))
         last = packing.last
-        if last is None or last.layer is not self:
+        if last is None:
             qkv = plain_modules.project_side_by_side((parts.query, parts.key, parts.value), x[0])
             out = packing.attend(qkv.unflatten(2, heads), p)
         else:
-            last.input = x
             kv = plain_modules.project_side_by_side((parts.key, parts.value), x[0])
             x = gather_rows(x[0], last.positions)[None]
             q = plain_modules.dense(parts.query, x[0])
@@ -130,3 +133,31 @@ class PackedLayer:
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), "bert_unpad")))
+
+
+class PackedStack:
+    """Mixin for the class of the module that holds the layers; it comes first in the bases."""
+
+    def forward(self, hidden_states: Tensor, *args, packing: Packing | None = None, **kwargs):
+        if not isinstance(packing, Packing):
+            return super().forward(hidden_states, *args, **kwargs)
+        x, before = hidden_states, None
+        whole = packing if packing.last is None else dataclasses.replace(packing, last=None)
+        for index, layer in enumerate(self.layer, 1):
+            if index == len(self.layer):
+                before, whole = x, packing
+            x = layer(x, packing=whole)
+        # The last layer's input serves to compute its other rows later.
+        return BaseModelOutput(x, None if packing.last is None else (before,))
+
+
+# What torch.compile, checkpoint_wrapper and FSDP1 put around a module; its arguments pass through.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Returns the module within wrappers of PyTorch, which pass all arguments on."""
+    for name in _WRAPPERS:
+        if (inner := module._modules.get(name)) is not None:
+            return unwrap(inner)
+    return module

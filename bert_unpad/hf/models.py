@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from bert_unpad import ops as _registers_operators  # noqa: F401
 from bert_unpad.batch.rows import gather_rows
 from bert_unpad.hf.fallback import recording_reason, warn_stock
-from bert_unpad.hf.layers import LayerAdapter
-from bert_unpad.hf.packing import Packing
-from bert_unpad.hf.plain_modules import untouched
+from bert_unpad.hf.layers import LayerAdapter, PackedLayer, PackedStack, unwrap
+from bert_unpad.hf.packing import Packing, refuse_restarts
+from bert_unpad.hf.plain_modules import unchanged
 from bert_unpad.ops.attention import HEAD_DIMS
 
 STOCK = "stock"
@@ -43,6 +43,8 @@ class ModelAdapter:
 
     stack: str
     """The attribute that holds the layers' container."""
+    output: type
+    """The class of the output."""
     positions: str = "column"
     """How missing position ids are computed: from the "column", or from "ids" as in RoBERTa."""
     token_types: bool = True
@@ -75,7 +77,10 @@ def missing_operator(device_type: str) -> str | None:
 def static_reason(
     model: PackedModel | nn.Module, adapter: ModelAdapter, layers: LayerAdapter
 ) -> str | None:
-    """Returns why no call of this model can be packed, or None."""
+    """Returns why no call of this model can be packed, or None.
+
+    Its layers are those of the stock model, before or after the swap, maybe wrapped.
+    """
     config = model.config
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         return "it is a decoder"
@@ -89,13 +94,38 @@ def static_reason(
     device = model.get_input_embeddings().weight.device.type
     if device != "meta" and (missing := missing_operator(device)):
         return missing
-    for layer in getattr(model, adapter.stack).layer:
+    stack = unwrap(getattr(model, adapter.stack))
+    if len(stack.layer) == 0:
+        return "it has no layers"
+    for layer in map(unwrap, stack.layer):
         head_dim = layers.head_dim(layer)
         if head_dim not in HEAD_DIMS.get(device, HEAD_DIMS["cpu"]):
             return f"attention heads of dimension {head_dim} are not supported on {device}"
-        if not all(untouched(module) for module in layers.containers(layer)):
-            return "a module inside its layers has a hook"
+        if not all(unchanged(module) for module in layers.containers(layer)):
+            return "a module inside its layers has a hook, or was replaced"
     return None
+
+
+def _strange_part(model: PackedModel) -> str | None:
+    """Returns why a call of this swapped model does not reach packed layers, or None."""
+    stack = unwrap(getattr(model, model._bert_unpad_adapter.stack))
+    if not isinstance(stack, PackedStack) or _has_own_forward(stack) or _has_own_forward(model):
+        return "its stack of layers, or its forward function, was replaced after `unpad`"
+    for index, layer in enumerate(stack.layer):
+        inner = unwrap(layer)
+        if not isinstance(inner, PackedLayer) or _has_own_forward(inner):
+            return f"layer {index} was replaced by a {type(layer).__name__} of unknown effect"
+    return None
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether the instance has a `forward` that does not lead to that of its class."""
+    forward = module.__dict__.get("forward")
+    while forward is not None:
+        if getattr(forward, "__func__", None) is type(module).forward:
+            return False
+        forward = getattr(forward, "__wrapped__", None)
+    return "forward" in module.__dict__
 
 
 def first_is_read(model: nn.Module) -> bool:
@@ -106,7 +136,41 @@ def first_is_read(model: nn.Module) -> bool:
 
 
 def packing_or_reason(model: PackedModel, call: dict[str, Any]) -> Packing | str:
-    """Returns the packing of a call, or why the stock modules have to run it."""
+    """Returns the packing of a call, or why the stock modules have to run it.
+
+    Raises:
+        ValueError: the input is packed, and the stock modules would have to run it: they know
+            nothing of its sequences.
+    """
+    reason, packed = _stock_reason(model, call), call.get("cu_seq_lens_q") is not None
+    if reason and packed:
+        raise ValueError(
+            f"{type(model).__name__}: packed input (cu_seq_lens_q) cannot be computed, because "
+            f"{reason}; pass a padded batch"
+        )
+    if reason:
+        return reason
+    source = call.get("input_ids")
+    source = call["inputs_embeds"] if source is None else source
+    mask = call.get("attention_mask")
+    if packed:
+        return _given_packing(model, call, source)
+    if mask is None:
+        refuse_restarts(call.get("position_ids"), source.shape[0])
+        return Packing.dense(source.shape[0], source.shape[1], source.device)
+    try:
+        packing = Packing.from_mask(mask, first_is_read(model))
+    except (TypeError, ValueError) as error:
+        if torch.compiler.is_compiling():
+            raise
+        return str(error)
+    if packing.first_is_padding:
+        return "the first position, which the model reads, is padding in some sequence"
+    return packing
+
+
+def _stock_reason(model: PackedModel, call: dict[str, Any]) -> str | None:
+    """Returns why the stock modules have to run a call, as far as shapes and options say."""
     config = model.config
     for name in ("output_attentions", "output_hidden_states"):
         asked = call.get(name)
@@ -119,7 +183,7 @@ def packing_or_reason(model: PackedModel, call: dict[str, Any]) -> Packing | str
         value = call.get(name)
         if value is not None and value is not False:
             return f"{name} is given"
-    if reason := recording_reason():
+    if reason := recording_reason() or _strange_part(model):
         return reason
     if reason := static_reason(model, model._bert_unpad_adapter, model._bert_unpad_layer):
         return reason
@@ -129,23 +193,13 @@ def packing_or_reason(model: PackedModel, call: dict[str, Any]) -> Packing | str
         return "there are no input_ids or inputs_embeds of shape [batch, tokens, ...]"
     if source.device.type == "meta":
         return "the input is on the meta device"
-    mask, cu_seqlens = call.get("attention_mask"), call.get("cu_seq_lens_q")
-    if cu_seqlens is not None:
-        return _given_packing(model, call, source)
+    mask = call.get("attention_mask")
     if mask is None:
-        return Packing.dense(source.shape[0], source.shape[1], source.device)
+        return None
     if not isinstance(mask, Tensor) or tuple(mask.shape) != tuple(source.shape[:2]):
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         return f"attention_mask is {shape}, not [batch, tokens]"
-    try:
-        packing = Packing.from_mask(mask, first_is_read(model))
-    except (TypeError, ValueError) as error:
-        if torch.compiler.is_compiling():
-            raise
-        return str(error)
-    if packing.first_is_padding:
-        return "the first position, which the model reads, is padding in some sequence"
-    return packing
+    return None
 
 
 def _given_packing(model: PackedModel, call: dict[str, Any], source: Tensor) -> Packing:
@@ -213,14 +267,16 @@ class PackedModel:
         if (call.get("input_ids") is None) == (call.get("inputs_embeds") is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         if first_only:
-            packing = packing.narrow(self._bert_unpad_last_layer(), None, first=True)
+            packing = packing.narrow(None, first=True)
         x = self._bert_unpad_embed(call, packing)
         dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        out = getattr(self, self._bert_unpad_adapter.stack)(x, attention_mask=None, packing=packing)
+        adapter = self._bert_unpad_adapter
+        out = getattr(self, adapter.stack)(x, attention_mask=None, packing=packing)
         x = out.last_hidden_state
-        fields = {}
+        # Only a head that passed the packing sees the last layer's input.
+        fields = {"hidden_states": out.hidden_states} if keep_packed else {}
         if getattr(self, "pooler", None) is not None:
             # A compiled call cannot check for empty sequences. The first row of an empty sequence
             # is that of the next one, and then occurs twice.
@@ -232,14 +288,11 @@ class PackedModel:
             x = x[0][:, None].to(dtype)
         elif not keep_packed:
             x = packing.pad(x.to(dtype))
-        out = self._bert_unpad_output(out, x, fields)
+        out = adapter.output(last_hidden_state=x, **fields)
         return_dict = call.get("return_dict")
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
         return out if return_dict else out.to_tuple()
-
-    def _bert_unpad_last_layer(self) -> nn.Module:
-        return getattr(self, self._bert_unpad_adapter.stack).layer[-1]
 
     def _bert_unpad_embed(self, call: dict[str, Any], packing: Packing) -> Tensor:
         """Computes the stock embeddings of the packed tokens, [1, T, hidden]."""
@@ -285,15 +338,6 @@ class PackedModel:
         if given is None:
             return packing.columns[None]
         return packing.pack(given.expand(packing.shape))
-
-    def _bert_unpad_output(self, stack_output, hidden: Tensor, fields: dict[str, Tensor]):
-        from transformers import modeling_outputs
-
-        if "pooler" in self._modules:  # BERT's own output class, pooled or not
-            return modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions(
-                last_hidden_state=hidden, **fields
-            )
-        return type(stack_output)(last_hidden_state=hidden)
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), "bert_unpad")))

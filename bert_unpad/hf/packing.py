@@ -23,28 +23,16 @@ from bert_unpad.batch.rows import gather_rows, scatter_rows
 IGNORE = -100
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class LastRows:
     """The rows for which the last layer computes queries and its output; keys are of all rows."""
 
-    layer: nn.Module
-    """The last layer."""
     positions: Tensor
     """int64 [Q], ascending: the packed row of each row of the last layer's output."""
     cu_seqlens: Tensor
     """int32 [B + 1]: sequence b owns the output rows cu_seqlens[b] : cu_seqlens[b + 1]."""
     max_seqlen: int
     """Upper bound on the number of output rows of a sequence."""
-    input: Tensor | None = None
-    """[1, T, hidden]: the last layer's input, which the layer stores here for `complete`."""
-
-    def complete(self, x: Tensor, packing: Packing) -> Tensor:
-        """Computes the last layer's output for all tokens, [1, T, hidden].
-
-        The rows of x, [1, Q, hidden], are kept. With dropout, the other rows have other masks.
-        """
-        rest = self.layer(self.input, packing=dataclasses.replace(packing, last=None))
-        return rest.index_copy(1, self.positions, x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,11 +132,10 @@ class Packing:
         rows = scatter_rows(x[0], self.indices, self.shape[0] * self.shape[1])
         return rows.view(*self.shape, *x.shape[2:])
 
-    def narrow(self, layer: nn.Module, rows: Tensor | None, first: bool) -> Packing:
+    def narrow(self, rows: Tensor | None, first: bool) -> Packing:
         """Returns the same packing with a last layer that computes only some rows.
 
         Args:
-            layer: the last layer.
             rows: packed rows to compute, int64 [M], ascending; None for none.
             first: also compute the first row of each sequence; then no sequence may be empty.
         """
@@ -158,7 +145,20 @@ class Packing:
             positions = firsts if rows is None else _union(firsts, rows)
         cu_seqlens = torch.searchsorted(positions, self.cu_seqlens, out_int32=True)
         bound = 1 if rows is None else self.max_seqlen
-        return dataclasses.replace(self, last=LastRows(layer, positions, cu_seqlens, bound))
+        return dataclasses.replace(self, last=LastRows(positions, cu_seqlens, bound))
+
+    def complete(self, layer: nn.Module, input: Tensor, x: Tensor) -> Tensor:
+        """Computes the last layer's output for all tokens, [1, T, hidden].
+
+        Args:
+            layer: the last layer.
+            input: its input, [1, T, hidden].
+            x: its output for the rows of `last`, [1, Q, hidden], which are kept. With dropout, the
+                other rows have other masks.
+        """
+        assert self.last is not None
+        rest = layer(input, packing=dataclasses.replace(self, last=None))
+        return rest.index_copy(1, self.last.positions, x)
 
     def first_rows(self) -> Tensor:
         """Returns the rows of first tokens in the last layer's output, int64 [B]."""
@@ -168,10 +168,23 @@ class Packing:
         """Converts packed rows, int64 [M], to rows of the last layer's output."""
         return rows if self.last is None else torch.searchsorted(self.last.positions, rows)
 
-    def attend(self, qkv: Tensor, dropout_p: float, scale: float | None = None) -> Tensor:
-        """Computes `varlen_attention` of qkv [T, 3, heads, head_dim]."""
+    def attend(
+        self,
+        qkv: Tensor,
+        dropout_p: float,
+        scale: float | None = None,
+        window: tuple[int, int] = (-1, -1),
+        num_heads: int | None = None,
+    ) -> Tensor:
+        """Computes `varlen_attention` of qkv, whose shape depends on `num_heads` as there."""
         return ops.varlen_attention(
-            qkv, self.batch, self.max_seqlen, dropout_p=dropout_p, scale=scale
+            qkv,
+            self.batch,
+            self.max_seqlen,
+            num_heads=num_heads,
+            window=window,
+            dropout_p=dropout_p,
+            scale=scale,
         )
 
     def attend_last(self, q: Tensor, kv: Tensor, dropout_p: float) -> Tensor:
@@ -198,6 +211,28 @@ class Packing:
         if torch.compiler.is_compiling():
             return torch.ops.bert_unpad.hf_labelled(flat, self.indices)
         return _labelled(flat, self.indices)
+
+
+def refuse_restarts(position_ids: Tensor | None, rows: int) -> None:
+    """Checks that a batch of one row without a mask is one sequence.
+
+    Raises:
+        ValueError: positions restart, so that the row may hold packed sequences. A compiled model
+            raises a RuntimeError.
+    """
+    if position_ids is None or rows != 1 or torch.jit.is_tracing():
+        return
+    message = (
+        "position_ids: expected positions that rise in the only row, as it has neither "
+        "cu_seq_lens_q nor attention_mask; pass cu_seq_lens_q for packed sequences "
+        "(DataCollatorWithFlattening(..., return_flash_attn_kwargs=True)), or an attention_mask of "
+        "ones for one sequence"
+    )
+    rises = (position_ids.diff() > 0).all()
+    if torch.compiler.is_compiling():
+        torch._assert_async(rises, message)
+    elif not rises:
+        raise ValueError(message)
 
 
 def _columns(cu_seqlens: Tensor, tokens: int) -> Tensor:

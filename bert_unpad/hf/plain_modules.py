@@ -39,6 +39,13 @@ def untouched(module: nn.Module) -> bool:
     )
 
 
+def unchanged(module: nn.Module) -> bool:
+    """Whether calling the module runs only a forward function of transformers, or plain dropout."""
+    kind = type(module)
+    ours = kind is nn.Dropout or kind.__module__.startswith("transformers.models.")
+    return ours and untouched(module)
+
+
 def _plain(parameter: Tensor | None) -> bool:
     return type(parameter) is nn.Parameter or type(parameter) is Tensor
 

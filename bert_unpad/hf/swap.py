@@ -18,11 +18,18 @@ from torch import nn
 
 from bert_unpad.hf._versions import UNPAD_SINCE, require_transformers
 from bert_unpad.hf.adapters import FAMILIES, Family
-from bert_unpad.hf.heads import LOGITS, PackedFirst, PackedMlm, PackedTokenLabels
-from bert_unpad.hf.layers import PackedLayer
+from bert_unpad.hf.heads import (
+    LOGITS,
+    SPAN_LOSSES,
+    PackedFirst,
+    PackedMlm,
+    PackedSpans,
+    PackedTokenLabels,
+)
+from bert_unpad.hf.layers import PackedLayer, PackedStack, unwrap
 from bert_unpad.hf.models import PackedModel, static_reason
 
-_STATE = ("_bert_unpad_logits", "_bert_unpad_first_is_read")
+_STATE = ("_bert_unpad_logits", "_bert_unpad_span_loss", "_bert_unpad_first_is_read")
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,11 @@ class Support:
             for label, found in lists
             for name, text in found.items()
         ]
-        return "\n".join(lines) or "no module of a known family"
+        return "\n".join(lines) or (
+            f"no module of a known family: {', '.join(f'{f.prefix}Model' for f in FAMILIES)}.\n"
+            'Other encoders: AutoModel.from_pretrained(..., attn_implementation="bert_unpad") '
+            "packs their attention; bert_unpad.nn reads the checkpoints of more families"
+        )
 
 
 def supports(model: nn.Module) -> Support:
@@ -55,12 +66,18 @@ def supports(model: nn.Module) -> Support:
 
     Raises:
         ImportError: transformers is older than 5.0.
+        TypeError: the model is not a module.
     """
     require_transformers(UNPAD_SINCE, "bert_unpad.hf.unpad")
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model: expected a torch.nn.Module, got {model!r}; for a name or path, load it first, "
+            "for example with transformers.AutoModel.from_pretrained"
+        )
     accelerated, stock = {}, {}
     for name, module, family in _base_models(model):
-        reason = static_reason(module, family.adapter, family.layer)
-        reason = reason or _strange_layer(module, family)
+        reason = _strange_part(module, family)
+        reason = reason or static_reason(module, family.adapter, family.layer)
         if reason:
             stock[name] = reason
         else:
@@ -74,7 +91,7 @@ def supports(model: nn.Module) -> Support:
     return Support(accelerated, stock)
 
 
-def unpad(model: nn.Module, *, logits: str = "lazy") -> nn.Module:
+def unpad(model: nn.Module, *, logits: str = "lazy", span_loss: str = "packed") -> nn.Module:
     """Makes a Hugging Face model compute only its real tokens, in place.
 
     The model is called, saved and loaded as before, and its outputs at real tokens and its state
@@ -86,18 +103,24 @@ def unpad(model: nn.Module, *, logits: str = "lazy") -> nn.Module:
             PEFT or a sentence-transformers model.
         logits: when a masked-language model called with labels computes its logits at all
             positions. "lazy": when they are read; "full": always; "none": never, `.logits` is None.
-            `torch.compile` cannot return lazy logits and treats "lazy" as "full".
+            `torch.compile` cannot return lazy logits, and FSDP reads all outputs: both treat
+            "lazy" as "full".
+        span_loss: the loss of question answering where a batch has padding, whose columns are part
+            of the stock softmax. "packed": their logits are those of a zero vector. "stock": as in
+            the stock model, whose modules then compute all batches with labels and padding.
 
     Returns:
         The same object.
 
     Raises:
         ImportError: transformers is older than 5.0.
-        ValueError: nothing in the model can be accelerated (the text says why), or `logits` is
-            unknown.
+        TypeError: the model is not a module.
+        ValueError: nothing in the model can be accelerated (the text says why), or `logits` or
+            `span_loss` is unknown.
     """
-    if logits not in LOGITS:
-        raise ValueError(f"logits: expected one of {', '.join(LOGITS)}, got {logits!r}")
+    for name, value, known in (("logits", logits, LOGITS), ("span_loss", span_loss, SPAN_LOSSES)):
+        if value not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
     support = supports(model)
     if not support:
         raise ValueError(f"bert_unpad.hf.unpad: nothing to accelerate in the model:\n{support}")
@@ -108,10 +131,12 @@ def unpad(model: nn.Module, *, logits: str = "lazy") -> nn.Module:
     ]
     for module, family in chosen:
         module.__class__ = _packed_model(_stock(module), family)
-        for layer in getattr(module, family.adapter.stack).layer:
+        stack = unwrap(getattr(module, family.adapter.stack))
+        stack.__class__ = _packed_stack(_stock(stack))
+        for layer in map(unwrap, stack.layer):
             layer.__class__ = _packed_layer(_stock(layer), family)
     for module in model.modules():
-        _swap_head(module, logits)
+        _swap_head(module, logits, span_loss)
     return model
 
 
@@ -164,9 +189,12 @@ def _base_models(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
                 yield name, module, family
 
 
-def _strange_layer(module: nn.Module, family: Family) -> str | None:
-    for index, layer in enumerate(getattr(module, family.adapter.stack).layer):
-        if not _computes_as(layer, family, family.layer_class):
+def _strange_part(module: nn.Module, family: Family) -> str | None:
+    stack = unwrap(getattr(module, family.adapter.stack))
+    if not _computes_as(stack, family, family.stack_class):
+        return f"its stack of layers is a {type(stack).__name__}, not a {family.stack_class}"
+    for index, layer in enumerate(stack.layer):
+        if not _computes_as(unwrap(layer), family, family.layer_class):
             return f"layer {index} is a {type(layer).__name__}, not a {family.layer_class}"
     return None
 
@@ -179,7 +207,7 @@ def _mlm(module: nn.Module):
     return None
 
 
-def _swap_head(module: nn.Module, logits: str) -> None:
+def _swap_head(module: nn.Module, logits: str, span_loss: str) -> None:
     found = _mlm(module)
     if found is not None:
         module.__class__ = _packed_mlm(_stock(module), found[1])
@@ -187,12 +215,15 @@ def _swap_head(module: nn.Module, logits: str) -> None:
         return
     for family in FAMILIES:
         if _is(module, family, "ForTokenClassification"):
-            module.__class__ = _packed_token_labels(_stock(module))
+            module.__class__ = _packed_labels(_stock(module), PackedTokenLabels)
+        if _is(module, family, "ForQuestionAnswering"):
+            module.__class__ = _packed_labels(_stock(module), PackedSpans)
+            module._bert_unpad_span_loss = span_loss
         for name, classifier in family.first_only.items():
             if _is(module, family, name):
                 module.__class__ = _packed_first(_stock(module), family.base_attribute, classifier)
         if any(_is(module, family, name) for name in family.first_readers):
-            for child in module.children():
+            for child in map(unwrap, module.children()):
                 if isinstance(child, PackedModel):
                     child._bert_unpad_first_is_read = True
 
@@ -249,6 +280,11 @@ def _packed_layer(stock: type, family: Family) -> type:
 
 
 @functools.cache
+def _packed_stack(stock: type) -> type:
+    return _subclass(PackedStack, stock, _bert_unpad_rebuild=("stack",))
+
+
+@functools.cache
 def _packed_mlm(stock: type, head) -> type:
     return _subclass(
         PackedMlm,
@@ -260,12 +296,12 @@ def _packed_mlm(stock: type, head) -> type:
 
 
 @functools.cache
-def _packed_token_labels(stock: type) -> type:
+def _packed_labels(stock: type, mixin: type) -> type:
     return _subclass(
-        PackedTokenLabels,
+        mixin,
         stock,
         _bert_unpad_arguments=_arguments(stock),
-        _bert_unpad_rebuild=("token_labels",),
+        _bert_unpad_rebuild=("labels", mixin),
     )
 
 
@@ -296,6 +332,8 @@ def _rebuild(stock: type, role: str, *given: Any) -> nn.Module:
         names = [base.__name__ for base in stock.__mro__]
         heads = {f.prefix + name: head for f in FAMILIES for name, head in f.mlm.items()}
         kind = _packed_mlm(stock, next(heads[name] for name in names if name in heads))
+    elif role == "stack":
+        kind = _packed_stack(stock)
     else:
-        kind = (_packed_first if role == "first" else _packed_token_labels)(stock, *given)
+        kind = (_packed_first if role == "first" else _packed_labels)(stock, *given)
     return kind.__new__(kind)

@@ -1,5 +1,8 @@
 """Encoders on packed tokens: modules, configuration and Hugging Face checkpoints."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from bert_unpad.nn.config import PRESETS, BertConfig, EncoderConfig
 from bert_unpad.nn.encoder import Encoder, EncoderLayer
 from bert_unpad.nn.families import FAMILIES
@@ -10,11 +13,13 @@ from bert_unpad.nn.pretraining import (
     PreTrainingOutput,
     ReplacedTokenOutput,
 )
-from bert_unpad.nn.replaced_tokens import (
-    ReplacedTokenPreTraining,
-    ReplacedTokenPreTrainingOutput,
-    generator_config,
-)
+
+if TYPE_CHECKING:
+    from bert_unpad.nn.replaced_tokens import (
+        ReplacedTokenPreTraining,
+        ReplacedTokenPreTrainingOutput,
+        generator_config,
+    )
 
 BertEncoder, BertLayer, BertModel = Encoder, EncoderLayer, EncoderModel
 
@@ -37,3 +42,10 @@ __all__ = [
     "ReplacedTokenPreTrainingOutput",
     "generator_config",
 ]
+
+
+def __getattr__(name: str) -> object:
+    # What is not above: on first use, as it imports torch.compile, which takes seconds.
+    if name in __all__:
+        return getattr(importlib.import_module("bert_unpad.nn.replaced_tokens"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

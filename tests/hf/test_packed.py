@@ -1,5 +1,7 @@
 """Packed input and the collator that makes it."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from tests.support.hf_models import (
     needs_unpad,
     run,
 )
+from tests.support.seeds import derived
 from tests.support.tolerances import assert_same_values
 
 pytestmark = [
@@ -93,6 +96,19 @@ def test_packed_input_that_makes_no_sense_is_refused():
         head(input_ids=ids, cu_seq_lens_q=cu(0, 2, 6))
 
 
+def test_packed_input_never_runs_the_stock_modules():
+    """Which would attend across sequences."""
+    packed = packed_arguments(call_arguments("BertModel", MASKS["right"], labels=False))
+    for option in ("output_hidden_states", "output_attentions", "use_cache"):
+        for name in ("BertModel", "BertForMaskedLM", "BertForSequenceClassification"):
+            ours = hf.unpad(make(name))
+            with pytest.raises(ValueError, match=f"packed input .* cannot be .* {option}"):
+                ours(**packed, **{option: True})
+    ours.bert.encoder.layer[0].attention.register_forward_hook(lambda *arguments: None)
+    with pytest.raises(ValueError, match="because a module inside its layers has a hook"):
+        ours(**packed)
+
+
 class Tokenizer:
     """What the collator reads of a tokenizer."""
 
@@ -104,7 +120,7 @@ class Tokenizer:
 
 
 def examples(count: int = 50, **more) -> list[dict]:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(derived(0))
     found = []
     for index in range(count):
         length = 3 + index % 20
@@ -158,6 +174,27 @@ def test_collator_keeps_labels_and_drops_padding():
     special = {"input_ids": [2, 7, 8], "special_tokens_mask": [1, 1, 1]}
     masked = hf.DataCollatorForPackedMLM(Tokenizer(), mlm_probability=0.99)([special])
     assert masked["labels"].tolist() == [[-100] * 3]
+
+
+def test_each_worker_and_epoch_has_masks_of_its_own():
+    feature = {"input_ids": list(range(5, 5 + 40)) * 10}
+
+    def masks(collator) -> list[torch.Tensor]:
+        """Of two workers, in two epochs."""
+        generator = torch.Generator().manual_seed(derived(1))
+        loader = torch.utils.data.DataLoader(
+            [feature] * 4, num_workers=2, collate_fn=collator, generator=generator
+        )
+        return [batch["labels"] for _ in range(2) for batch in loader]
+
+    collator = hf.DataCollatorForPackedMLM(Tokenizer(), seed=1)
+    collator([feature])  # what the main process draws does not matter
+    found = masks(collator)
+    assert len({tuple(labels[0].tolist()) for labels in found}) == len(found) == 8
+    sent = pickle.loads(pickle.dumps(collator))  # as to a worker that is spawned
+    assert all(map(torch.equal, masks(sent), found))
+    other = masks(hf.DataCollatorForPackedMLM(Tokenizer(), seed=2))
+    assert not any(map(torch.equal, other, found))
 
 
 def test_collator_refuses():

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bert_unpad.hf import plain_modules
+from tests.support.seeds import derived
 
 WIDTH, FEATURES = 64, 96
 
@@ -19,7 +20,7 @@ def modules(request, monkeypatch) -> list[nn.Linear]:
     monkeypatch.setattr(
         plain_modules, "product_dtype", lambda x: x.dtype if bf16 else torch.float32
     )
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     return [nn.Linear(WIDTH, FEATURES) for _ in range(3)]
 
 

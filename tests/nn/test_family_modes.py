@@ -19,6 +19,7 @@ from tests.support.encoder_families import (
     own_loss,
     padded_and_packed,
 )
+from tests.support.seeds import derived
 
 # Of those whose parts differ most; BERT's are in test_bert.py.
 _TYPES = ("albert", "modernbert", "eurobert", "esm", "deberta-v2")
@@ -27,11 +28,11 @@ ONE_EACH = [case for case in _MLM.values() if case.model_type in _TYPES]
 
 
 def make_model(case: Case, seed: int):
-    values = case.values(random.Random(seed)) | dict.fromkeys(case.dropout, 0.0)
+    values = case.values(random.Random(derived(seed))) | dict.fromkeys(case.dropout, 0.0)
     config = EncoderConfig.from_dict(
         {"model_type": case.model_type, "architectures": [case.architecture]} | values
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(derived(seed))
     model = EncoderForPreTraining(config).train()
     return model, *padded_and_packed(case, config.vocab_size, config.type_vocab_size, seed)
 

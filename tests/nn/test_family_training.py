@@ -23,6 +23,7 @@ from tests.support.encoder_families import (
     padded_and_packed,
     stock_model,
 )
+from tests.support.seeds import derived
 
 DROPOUT = {
     "hidden_dropout_prob": 0.2,
@@ -32,7 +33,7 @@ DROPOUT = {
 
 
 def make_model(case: Case, seed: int, rates: dict[str, float] | None = None):
-    values = case.values(random.Random(seed)) | dict.fromkeys(case.dropout, 0.0)
+    values = case.values(random.Random(derived(seed))) | dict.fromkeys(case.dropout, 0.0)
     config = EncoderConfig.from_dict(
         {"model_type": case.model_type, "architectures": [case.architecture]} | values
     )
@@ -40,7 +41,7 @@ def make_model(case: Case, seed: int, rates: dict[str, float] | None = None):
         if not config.embedding_norm:
             rates = rates | {"embedding_dropout_prob": 0.0}
         config = dataclasses.replace(config, model_type="bert_unpad", extra={}, **rates)
-    torch.manual_seed(seed)
+    torch.manual_seed(derived(seed))
     model = EncoderForPreTraining(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -53,7 +54,7 @@ def step(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and the gradients of one step with dropout masks that `seed` determines."""
     model.zero_grad()
-    torch.manual_seed(seed)
+    torch.manual_seed(derived(seed))
     loss = own_loss(model, padded, packed)
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
@@ -186,10 +187,10 @@ def test_longer_than_the_positions_is_refused() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_random_parts(seed: int) -> None:
     """Rows, recomputation and dropout with combinations of parts that no family has."""
-    draw = random.Random(seed)
+    draw = random.Random(derived(seed))
     config = random_parts(draw)
     case = CASES[0]
-    torch.manual_seed(seed)
+    torch.manual_seed(derived(seed))
     model = EncoderForPreTraining(config).train()
     padded, packed = padded_and_packed(case, config.vocab_size, config.type_vocab_size, seed)
     model.config = dataclasses.replace(config, heads=tuple({*config.heads} - {"rtd"}))

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bert_unpad.batch import PackedInputs, VarlenBatch, pad, unpad
 from bert_unpad.nn import BertConfig, BertForPreTraining, weights
 from bert_unpad.nn.flops import forward_flops
+from tests.support.seeds import derived
 from tests.support.tolerances import assert_same_gradients, assert_same_values
 
 transformers = pytest.importorskip("transformers")
@@ -29,7 +30,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def hf_model(kind: str = "BertForPreTraining", **changes):
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     config = transformers.BertConfig(**SIZES, **NO_DROPOUT, initializer_range=0.2, **changes)
     model = getattr(transformers, kind)(config)
     with torch.no_grad():
@@ -40,7 +41,7 @@ def hf_model(kind: str = "BertForPreTraining", **changes):
 
 
 def own_model() -> BertForPreTraining:
-    torch.manual_seed(3)
+    torch.manual_seed(derived(3))
     config = BertConfig(**SIZES, **NO_DROPOUT, initializer_range=0.2, extra={"use_cache": True})
     model = BertForPreTraining(config)
     with torch.no_grad():
@@ -58,7 +59,7 @@ MASKS = {
 
 def padded_and_packed(padding: str):
     """The same batch for transformers (padded, keyword arguments) and packed."""
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(derived(2))
     mask = torch.tensor(MASKS[padding])
     shape = mask.shape
     # No padding token (0) in the text: transformers drops its embedding's gradient.
@@ -315,7 +316,7 @@ def test_config_of_transformers_is_kept(tmp_path):
 
 def test_flop_count_equals_what_pytorch_counts_for_the_padded_model():
     stock = hf_model(attn_implementation="eager").eval()
-    ids = torch.randint(61, (3, 10), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(61, (3, 10), generator=torch.Generator().manual_seed(derived(0)))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         stock(input_ids=ids)
     config = dataclasses.replace(BertConfig(**SIZES), **NO_DROPOUT)

@@ -84,7 +84,10 @@ def _write_deberta(config: Any) -> dict[str, Any]:
     if not config.relative_terms:
         return found
     return found | {
-        "max_relative_positions": config.max_relative_positions,
+        # -1, as published models have it, stands for max_position_embeddings.
+        "max_relative_positions": -1
+        if config.max_relative_positions == config.max_position_embeddings
+        else config.max_relative_positions,
         "position_buckets": config.relative_buckets or -1,
         "norm_rel_ebd": "layer_norm" if config.relative_norm else "none",
         "share_att_key": config.relative_projections == "shared",
