@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
+from bert_unpad._sharded_types import is_fsdp_module
 from bert_unpad.distributed.bucket_clip import ClipReport
 from bert_unpad.distributed.bucket_shares import Policy
 from bert_unpad.distributed.shard_exchange import start_reduce_scatter
 from bert_unpad.ops import clip_bucket_
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 class ShardedClip:
@@ -95,7 +98,7 @@ def _count_groups(
     module: nn.Module, owner: FSDPModule | None, sizes: dict[FSDPModule, int], seen: set[int]
 ) -> None:
     """Adds a module's parameters to the group of the nearest sharded module around it."""
-    if isinstance(module, FSDPModule):
+    if is_fsdp_module(module):
         owner = module
         sizes.setdefault(owner, 0)
     for parameter in module.parameters(recurse=False):
@@ -106,7 +109,9 @@ def _count_groups(
         _count_groups(child, owner, sizes, seen)
 
 
-class _ClippedReduceScatter(ReduceScatter):
+class _ClippedReduceScatter:
+    """What FSDP2 calls in place of its reduce-scatter (its class is imported with FSDP2 alone)."""
+
     def __init__(self, bound: float, loss_scale: Tensor | None) -> None:
         self.bound, self.loss_scale = bound, loss_scale
         self.norm: Tensor | None = None

@@ -111,6 +111,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
         self.set_clipping(clip, max_norm)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "ShardedOptimizer: expected state_dict, as its hooks are on one module; "
+            "got a copy or pickle of the whole"
+        )
+
     @property
     def is_cut(self) -> bool:
         """Whether `optim` has this rank's parts, and no longer whole parameters."""

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from bert_unpad._sharded_types import is_dtensor
 from bert_unpad.ops.fp8 import QuantizedWeight, renew_quantized
 from bert_unpad.ops.optim import multi_tensor_l2norm
 from bert_unpad.ops.rounded_weights import RoundedWeight
 from bert_unpad.optim.checks import check_options, is_count
+from bert_unpad.optim.copying import CopyableOptimizer
 from bert_unpad.optim.parameter_lists import (
     ParameterList,
     Update,
@@ -33,7 +34,7 @@ from bert_unpad.optim.parameter_lists import (
 )
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(CopyableOptimizer):
     """Base class of the fused optimizers and Muon."""
 
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf
@@ -89,8 +90,20 @@ class FusedOptimizer(torch.optim.Optimizer):
             on_gpu = any(p.is_cuda for p in group["params"])
             group["capturable"] = on_gpu
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state["_rounded"] = {
+            param: kept.tensor.dtype if isinstance(kept, RoundedWeight) else torch.float8_e4m3fn
+            for param, kept in self._rounded.items()
+        }
+        return state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if "_rounded" in state:  # not in what `load_state_dict` passes
+            self._rounded = {}
+            for param, dtype in state["_rounded"].items():
+                self.keep_rounded([param], dtype)
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -159,10 +172,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                     "params: expected parameters of this optimizer, got another of shape "
                     f"{list(param.shape)}"
                 )
-            if param.dtype != torch.float32 or isinstance(param, DTensor):
+            if param.dtype != torch.float32 or is_dtensor(param):
                 raise ValueError(
                     f"params: expected float32 parameters that are not sharded, got {param.dtype}"
-                    f"{', a DTensor' if isinstance(param, DTensor) else ''}"
+                    f"{', a DTensor' if is_dtensor(param) else ''}"
                 )
             in_8_bits = dtype == torch.float8_e4m3fn
             copy = QuantizedWeight(param) if in_8_bits else RoundedWeight(param, dtype)
@@ -227,7 +240,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 continue
             if param.grad.is_sparse:
                 raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
-            if isinstance(param, DTensor) and param.grad.placements != param.placements:
+            if is_dtensor(param) and param.grad.placements != param.placements:
                 raise RuntimeError(
                     f"params: expected gradients placed like their parameter, {param.placements}, "
                     f"got {param.grad.placements}"

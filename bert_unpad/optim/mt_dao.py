@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from bert_unpad.optim.checks import check_count, check_number, check_options
+from bert_unpad.optim.copying import CopyableOptimizer
 
 # Which period each tensor of a parameter's state has.
 _PERIODS = {
@@ -23,7 +24,7 @@ _PERIODS = {
 }
 
 
-class MTDAO(torch.optim.Optimizer):
+class MTDAO(CopyableOptimizer):
     """MT-DAO on top of AdamW: a slow and a fast momentum, averaged over the ranks every K steps.
 
     Iacob et al., "MT-DAO: Multi-timescale distributed adaptive optimizers with local updates"

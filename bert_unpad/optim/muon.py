@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from bert_unpad._sharded_types import is_dtensor
 from bert_unpad.distributed.collectives import all_gather_single
 from bert_unpad.optim.adam import FusedAdam
 from bert_unpad.optim.checks import check_count, check_number
-from bert_unpad.optim.parameter_lists import ParameterList
+from bert_unpad.optim.parameter_lists import ParameterList, Update
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -131,7 +131,6 @@ class Muon(FusedAdam):
             raise ValueError(f"adjust_lr: expected match_rms_adamw or original, got {adjust_lr!r}")
         check_number("adam_lr_share", adam_lr_share)
         self.ns_dtype, self.distributed = ns_dtype, distributed
-        self._matrices: list[_Matrix] = []
         options = {
             "lr": lr,
             "betas": betas,
@@ -156,16 +155,6 @@ class Muon(FusedAdam):
             for p in group["params"] if group["use_muon"] else ():
                 _check_matrix(p)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Updates all parameters that have a gradient; see `FusedAdam.step`."""
-        self._matrices.clear()
-        loss = super().step(closure)
-        for matrix, direction in zip(self._matrices, self._directions(), strict=True):
-            matrix.apply(direction)
-        self._matrices.clear()
-        return loss
-
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         if not group["use_muon"]:
             return super()._state_of(param, group)
@@ -174,13 +163,21 @@ class Muon(FusedAdam):
             state["momentum_buffer"] = torch.zeros_like(param.detach(), dtype=torch.float32)
         return state
 
-    def _update(
+    def _update_all(self, updates: Sequence[Update]) -> None:
+        matrices: list[_Matrix] = []
+        for group, parameters, common in updates:
+            if group["use_muon"]:
+                matrices += self._with_gradients(group, parameters, common)
+            else:
+                lr = common["lr"] * group["adam_lr_share"]
+                self._update(group, parameters, common | {"lr": lr})
+        for matrix, direction in zip(matrices, self._directions(matrices), strict=True):
+            matrix.apply(direction)
+
+    def _with_gradients(
         self, group: dict[str, Any], parameters: ParameterList, common: dict[str, Any]
-    ) -> None:
-        if not group["use_muon"]:
-            lr = common["lr"] * group["adam_lr_share"]
-            super()._update(group, parameters, common | {"lr": lr})
-            return
+    ) -> Iterator[_Matrix]:
+        """The matrices of a list, after their gradients were added to their momenta."""
         keep = _is_finite(common["norm"], common["grad_scale"])
         if keep is not None and common["skipped"] is not None:
             common["skipped"].add_(~keep)
@@ -189,23 +186,23 @@ class Muon(FusedAdam):
             scaled = grad.float() if common["grad_scale"] is None else grad * common["grad_scale"]
             matrix = _Matrix(param, scaled, buffer, group, common["lr"], keep)
             matrix.add_gradient()
-            self._matrices.append(matrix)
+            yield matrix
 
-    def _directions(self) -> list[Tensor]:
+    def _directions(self, matrices: list[_Matrix]) -> list[Tensor]:
         """The orthogonalized momentum of each matrix, the same on all ranks."""
         joined = self.distributed and dist.is_available() and dist.is_initialized()
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-        owners = assign([matrix.cost for matrix in self._matrices], ranks)
-        mine = [m for m, owner in zip(self._matrices, owners, strict=True) if owner == rank]
+        owners = assign([matrix.cost for matrix in matrices], ranks)
+        mine = [m for m, owner in zip(matrices, owners, strict=True) if owner == rank]
         found = self._orthogonalized(mine)
-        if ranks == 1 or not self._matrices:
+        if ranks == 1 or not matrices:
             return found
         lengths = [0] * ranks
         places = []
-        for matrix, owner in zip(self._matrices, owners, strict=True):
+        for matrix, owner in zip(matrices, owners, strict=True):
             places.append(slice(lengths[owner], lengths[owner] + matrix.param.numel()))
             lengths[owner] += matrix.param.numel()
-        first = self._matrices[0].param
+        first = matrices[0].param
         sent = torch.zeros(max(lengths), dtype=self._dtype(first), device=first.device)
         if found:
             sent[: lengths[rank]] = torch.cat([direction.flatten() for direction in found])
@@ -214,7 +211,7 @@ class Muon(FusedAdam):
         all_gather_single(received.view(-1).view(torch.uint8), sent.view(torch.uint8))
         return [
             received[owner, place].view_as(matrix.param)
-            for matrix, owner, place in zip(self._matrices, owners, places, strict=True)
+            for matrix, owner, place in zip(matrices, owners, places, strict=True)
         ]
 
     def _orthogonalized(self, matrices: list[_Matrix]) -> list[Tensor]:
@@ -288,7 +285,7 @@ def _is_finite(*values: Tensor | None) -> Tensor | None:
 
 
 def _check_matrix(param: Tensor) -> None:
-    if isinstance(param, DTensor):
+    if is_dtensor(param):
         raise ValueError("params: expected whole matrices, got a sharded one")
     if param.dim() != 2:
         raise ValueError(

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from bert_unpad._sharded_types import is_dtensor
 from bert_unpad.distributed.collectives import all_gather_single
 from bert_unpad.distributed.one_bit import OneBitAllreduce
 from bert_unpad.ops.optim import frozen_adam_, multi_tensor_l2norm
@@ -69,6 +69,15 @@ class OneBitOptimizer(FusedOptimizer):
         self._exchange: OneBitAllreduce | None = None
         self._saved_errors: dict[str, Any] | None = None
         super().__init__(params, options | {"updates": 0}, None, skip_non_finite, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # pickle would write the whole buffer with each view of it; it holds nothing between steps.
+        return super().__getstate__() | {"_flat": None, "_segments": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if state.get("_exchange") is not None:
+            self._lay_out()
 
     @property
     def updates(self) -> int:
@@ -184,7 +193,7 @@ class OneBitOptimizer(FusedOptimizer):
         """All ranks must have the same parameters in the same order, with the same values."""
         params = [param.detach() for _, param in self._params()]
         for param in params:
-            if isinstance(param, DTensor):
+            if is_dtensor(param):
                 raise RuntimeError(
                     "params: expected whole parameters, since each rank compresses the momentum of "
                     "all of them, got a sharded one (DTensor)"
@@ -224,11 +233,13 @@ class OneBitOptimizer(FusedOptimizer):
             segment = lists.setdefault(key, Segment(group, [], []))
             segment.params.append(param)
             segment.views.append(view.view(param.shape))
-        exchange = OneBitAllreduce(len(flat), flat.device, self._ranks)
-        if self._saved_errors is not None:
-            exchange.load_state_dict(self._saved_errors)
-            self._saved_errors = None
-        self._flat, self._segments, self._exchange = flat, list(lists.values()), exchange
+        if self._exchange is None:
+            exchange = OneBitAllreduce(len(flat), flat.device, self._ranks)
+            if self._saved_errors is not None:
+                exchange.load_state_dict(self._saved_errors)
+                self._saved_errors = None
+            self._exchange = exchange
+        self._flat, self._segments = flat, list(lists.values())
 
     def _states(self, segment: Segment, name: str) -> list[Tensor]:
         return [self.state[param][name] for param in segment.params]

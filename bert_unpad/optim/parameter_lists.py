@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from bert_unpad._sharded_types import is_dtensor
 from bert_unpad.ops.fp8 import QuantizedWeight
 from bert_unpad.ops.rounded_weights import RoundedWeight
 
 
 def local(tensor: Tensor) -> Tensor:
     """Returns this rank's shard of a DTensor; other tensors unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """Returns the process groups over which a DTensor is sharded."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return ()
     mesh = tensor.device_mesh
     return tuple(mesh.get_group(i) for i, p in enumerate(tensor.placements) if p.is_shard())
@@ -34,7 +34,7 @@ def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
 def own_rows(param: Tensor) -> tuple[int, int]:
     """Returns the first of a parameter's rows that this rank has, and the one after the last."""
     first, last = 0, param.shape[0]
-    if isinstance(param, DTensor):
+    if is_dtensor(param):
         for i, placement in enumerate(param.placements):
             if placement.is_shard(0):  # as torch.chunk deals them out
                 each = -(-(last - first) // param.device_mesh.size(i))

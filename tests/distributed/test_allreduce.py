@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bert_unpad.distributed import BucketClip, HierarchicalAllreduce
 from tests.support.pretrain_runs import losses, make_folder, run_in_turn
 from tests.support.processes import run_ranks
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +24,7 @@ def _sums(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     with pytest.raises(ValueError, match="node_size: expected a divisor of the number of ranks"):
         HierarchicalAllreduce(3)
     allreduce = HierarchicalAllreduce(2)
-    draw = torch.Generator().manual_seed(rank)
+    draw = torch.Generator().manual_seed(derived(rank))
     results = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         given = [torch.randn(size, generator=draw).to(dtype) for size in SIZES]
@@ -40,12 +41,12 @@ def _sums(rank: int, world_size: int) -> dict[str, torch.Tensor]:
 
 def _clipped(rank: int, allreduce: HierarchicalAllreduce | None) -> torch.Tensor:
     """The averages of a few steps of a model in several buckets, which travel as bf16."""
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     model = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 24))
     replica = DistributedDataParallel(model, bucket_cap_mb=0.002, gradient_as_bucket_view=True)
     clip = BucketClip(0.5, wire_dtype=torch.bfloat16, error_feedback=True)
     clip.attach(replica, allreduce=allreduce)
-    draw = torch.Generator().manual_seed(10 + rank)
+    draw = torch.Generator().manual_seed(derived(10 + rank))
     seen = []
     for _ in range(4):
         replica(torch.randn(8, 24, generator=draw)).square().mean().backward()

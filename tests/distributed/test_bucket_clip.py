@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bert_unpad.distributed import POLICIES, BucketClip, ClipBefore
 from bert_unpad.distributed.bucket_shares import BucketShares
 from tests.support.processes import run_ranks
+from tests.support.seeds import derived
 
 C = 0.5
 STEPS = 4
@@ -49,12 +50,12 @@ class Recording(BucketClip):
 
 
 def _net() -> Net:
-    torch.manual_seed(5)
+    torch.manual_seed(derived(5))
     return Net()
 
 
 def _batch(rank: int, step: int, part: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + part)
+    generator = torch.Generator().manual_seed(derived(1000 * rank + 10 * step + part))
     return torch.randn(8, 40, generator=generator) * (1 + 3 * rank + step)
 
 
@@ -172,7 +173,7 @@ def test_gradients_are_clipped_then_averaged(world_size):
 
 def _mixed(rank: int, world_size: int) -> None:
     """Layers in bfloat16 beside layers in float32: buckets of their own."""
-    torch.manual_seed(5)
+    torch.manual_seed(derived(5))
     first, second = nn.Linear(20, 20), nn.Linear(20, 20).bfloat16()
 
     class Mixed(nn.Module):
@@ -340,7 +341,7 @@ def test_hooks_of_pytorch_exchange_the_clipped_buckets():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_shares_add_up_whatever_buckets_come(policy):
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator().manual_seed(derived(1))
     shares = BucketShares(policy, 100)
     device = torch.device("cpu")
     layouts = [[10, 20, 70], [10, 20, 70], [10, 90], [10, 90], [10, 20, 30, 40], [50, 50], [100]]

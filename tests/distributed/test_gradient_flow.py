@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.distributed import GradientFlow, gradient_flow_hook
 from tests.support.processes import run_ranks
+from tests.support.seeds import derived
 from tests.support.simulated_ranks import Simulated, gradient_flow, loss, net, weights
 
 pytestmark = pytest.mark.slow
@@ -173,7 +174,7 @@ def _given_gradients(rank: int, world_size: int) -> dict:
         flow = GradientFlow(share, 4, MOMENTUM)
         replica.register_comm_hook(flow, gradient_flow_hook)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=MOMENTUM)
-        draw = torch.Generator().manual_seed(rank)
+        draw = torch.Generator().manual_seed(derived(rank))
         for step in range(9):
             if step == 8:
                 flow.share = 1.0

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from bert_unpad.distributed.sync_schedule import schedule_layers
+from tests.support.seeds import derived
 
 
 def _end(layers: list[int], ready: list[float], exchange: list[float]) -> float:
@@ -42,7 +43,7 @@ def _search(
 
 @pytest.mark.parametrize("seed", range(60))
 def test_runs_are_those_of_the_papers_search_and_bubbles_are_full(seed):
-    draw = random.Random(seed)
+    draw = random.Random(derived(seed))
     count, period = draw.randint(1, 9), draw.randint(1, 6)
     # Multiples of 1/8, so that sums are exact and ties real.
     backward = [draw.randint(0, 16) / 8 for _ in range(count)]

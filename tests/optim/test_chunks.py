@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bert_unpad.ops.fp8 import QuantizedWeight, quantize_fp8
 from bert_unpad.ops.rounded_weights import find_copy, rounded
 from bert_unpad.optim import FusedAdam, FusedLAMB, FusedStableAdamW, Muon, OneBitAdam
+from tests.support.seeds import derived
 
 OPTIMIZERS = {
     "adam": FusedAdam,
@@ -29,7 +30,7 @@ def _make(
     name: str, dtype: torch.dtype, chunks: list[int] | None, **options: Any
 ) -> tuple[Any, list[nn.Parameter], list[int]]:
     """An optimizer, its parameters, and the chunks that its steps have reported."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(derived(0))
     params = [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
     matrices = [p for p in params if p.dim() > 1 and p is not params[STACKED]]
     groups = [
@@ -45,7 +46,7 @@ def _make(
 
 
 def _set_gradients(params: list[nn.Parameter], step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
+    generator = torch.Generator().manual_seed(derived(step))
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 

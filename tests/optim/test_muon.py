@@ -16,6 +16,7 @@ from bert_unpad.optim import muon as module
 from bert_unpad.optim.muon import assign, orthogonalize
 from tests.support.optim_reference import Rule, Truth
 from tests.support.processes import run_ranks
+from tests.support.seeds import derived
 
 SHAPES = [(24, 16), (16, 24), (20, 20), (1, 9), (7, 1), (1, 1)]
 OTHERS = [(11, 6), (13,), (1,)]
@@ -62,7 +63,7 @@ def test_batches_and_zeros():
 
 
 def test_work_is_dealt_out_evenly_and_alike():
-    draw = random.Random(random.randrange(2**32))
+    draw = random.Random(derived(0))
     for ranks in (1, 2, 3, 7):
         work = [draw.choice([1, 4, 4, 9, 30]) for _ in range(40)]
         owners = assign(work, ranks)
@@ -98,7 +99,7 @@ class _Plain:
 
 
 def _draw(seed: int = 0) -> list[nn.Parameter]:
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(derived(seed))
     return [nn.Parameter(torch.randn(x, generator=draw)) for x in [*SHAPES, (18, 5), *OTHERS]]
 
 
@@ -115,7 +116,7 @@ def _groups(parameters: list[nn.Parameter]) -> list[dict]:
 
 
 def _set_gradients(parameters: list[nn.Parameter], step: int) -> None:
-    draw = torch.Generator().manual_seed(100 + step)
+    draw = torch.Generator().manual_seed(derived(100 + step))
     for p in parameters:
         p.grad = torch.randn(p.shape, generator=draw)
 

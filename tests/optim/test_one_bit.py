@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from bert_unpad.optim import FusedAdam
 from tests.support import one_bit_ranks
-from tests.support.one_bit_ranks import DECAYED, UNTRAINED, gradient, lr_of, simulate, start
+from tests.support.one_bit_ranks import (
+    DECAYED,
+    UNTRAINED,
+    Simulation,
+    gradient,
+    lr_of,
+    simulate_surely,
+    start,
+)
 from tests.support.one_bit_runs import FREEZE, OPTIMIZERS, STEPS, Run
 from tests.support.processes import run_ranks
 
@@ -22,13 +30,13 @@ CASES = [
 ]
 
 
-def _run_cases(rank: int, world_size: int) -> list[dict[str, Any]]:
+def _run_cases(rank: int, world_size: int, draws: list[int]) -> list[dict[str, Any]]:
     results = []
-    for kind, decay, options in CASES:
+    for (kind, decay, options), draw in zip(CASES, draws, strict=True):
         run = Run(kind, decay, **options)
         history = []
         for step in range(STEPS):
-            run.step(step)
+            run.step(step, draw=draw)
             history.append(run.weights())
         states = run.optimizer.state
         results.append(
@@ -44,9 +52,19 @@ def _run_cases(rank: int, world_size: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def trained(request) -> list[list[dict[str, Any]]]:
-    """By rank, by case."""
-    return run_ranks(_run_cases, request.param)
+def trained(request) -> tuple[list[Simulation], list[list[dict[str, Any]]]]:
+    """What is expected, by case; and what the optimizers did, by rank, by case."""
+    draws, wanted = zip(
+        *(
+            simulate_surely(
+                *(kind, request.param, STEPS, FREEZE, decay),
+                options.get("bias_correction", True),
+            )
+            for kind, decay, options in CASES
+        ),
+        strict=True,
+    )
+    return list(wanted), run_ranks(_run_cases, request.param, list(draws))
 
 
 def _close(got: Tensor, want: Tensor) -> None:
@@ -55,12 +73,8 @@ def _close(got: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{k}-{d}-{o}" for k, d, o in CASES])
 def test_every_step_is_that_of_the_paper(trained, number):
-    kind, decay, options = CASES[number]
-    ranks = len(trained)
-    want = simulate(kind, ranks, STEPS, FREEZE, decay, options.get("bias_correction", True))
-    # Else rounding could turn a sign; then take other noise in `gradient`.
-    assert want.signs.nearest > 1e-5
-    for rank, results in enumerate(trained):
+    want = trained[0][number]
+    for rank, results in enumerate(trained[1]):
         got = results[number]
         assert got["skipped"] == 0
         if rank == 0:
@@ -77,7 +91,7 @@ def test_every_step_is_that_of_the_paper(trained, number):
 def test_ranks_have_the_same_bits_where_they_meet(trained):
     for number, (kind, _, _) in enumerate(CASES):
         for step in range(STEPS):
-            steps = [results[number]["history"][step] for results in trained]
+            steps = [results[number]["history"][step] for results in trained[1]]
             same = all(torch.equal(other, steps[0]) for other in steps)
             # 0/1 Adam's intervals: 1 up to step 8, then 2, then 4.
             alone = kind == "zero_one_adam" and (step + 1) % (
@@ -91,7 +105,7 @@ def test_weights_without_a_gradient_stay(trained):
     offset = start()[0].numel()
     untrained = start()[1][-UNTRAINED:].flatten()
     end = offset + start()[1].numel()
-    for results in trained:
+    for results in trained[1]:
         got = results[number]["history"][-1][end - untrained.numel() : end]
         assert torch.equal(got, untrained)
 

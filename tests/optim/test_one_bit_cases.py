@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from bert_unpad.optim import OneBitAdam, OneBitLAMB, ZeroOneAdam
 from tests.support.one_bit_runs import FREEZE, OPTIMIZERS, Run
 from tests.support.processes import run_ranks
+from tests.support.seeds import derived
 
 
 @pytest.mark.parametrize("kind", [OneBitAdam, OneBitLAMB, ZeroOneAdam])
@@ -17,11 +18,11 @@ def test_parameters_without_gradients_in_the_warm_up_leave_others_alone(kind, mi
     """They are of one size, so they share a call of the operator if anything does."""
     found = []
     for count in (1, 2):
-        torch.manual_seed(1)
+        torch.manual_seed(derived(1))
         params = [nn.Parameter(torch.randn(8)) for _ in range(2)][-count:]
         optimizer = kind(params, lr=0.1, freeze_step=4)
         for step in range(8):
-            draw = torch.Generator().manual_seed(step)
+            draw = torch.Generator().manual_seed(derived(step))
             params[-1].grad = torch.randn(8, generator=draw)
             if count == 2:
                 params[0].grad = torch.ones(8) if step >= missed else None

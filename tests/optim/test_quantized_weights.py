@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from bert_unpad import ops
 from bert_unpad.ops import fp8
 from bert_unpad.ops.fp8 import QuantizedWeight, quantize_fp8
-from bert_unpad.ops.matmul import cpu_multiplies_bf16
+from bert_unpad.ops.matmul import CPU_MULTIPLIES_BF16
 from bert_unpad.ops.rounded_weights import RoundedWeight, copies_of, find_copy
 from bert_unpad.optim import FusedAdam, Muon, decay_groups
 from bert_unpad.pretrain.config import read_config
@@ -17,12 +17,13 @@ from bert_unpad.pretrain.model import round_weights_in_updates
 from bert_unpad.pretrain.update.optimizer import build_optimizer
 from tests.nn.test_bert import make_inputs, make_model
 from tests.optim.test_rounded_weights import OPTIMIZERS
+from tests.support.seeds import derived
 
 E4M3 = torch.float8_e4m3fn
 
 
 def _parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(derived(0))
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
 
 
@@ -162,7 +163,7 @@ def test_when_the_trainer_does_it(more, expected):
     assert len(in_8_bits) == 4 * 3
     assert all(_is_up_to_date(weight) == expected for weight in in_8_bits)
     others = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}.difference(in_8_bits)
-    in_16_bits = expected and cpu_multiplies_bf16()
+    in_16_bits = expected and CPU_MULTIPLIES_BF16
     assert all((find_copy(w, RoundedWeight) is not None) == in_16_bits for w in others)
 
 

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from bert_unpad import ops
 from bert_unpad.nn import EncoderConfig, EncoderForPreTraining
-from bert_unpad.ops.matmul import cpu_multiplies_bf16
+from bert_unpad.ops.matmul import CPU_MULTIPLIES_BF16
 from bert_unpad.ops.rounded_weights import copies_of, rounded
 from bert_unpad.optim import FusedAdam, FusedLAMB, FusedStableAdamW, Muon, OneBitAdam
 from bert_unpad.pretrain.config import read_config
 from bert_unpad.pretrain.model import round_weights_in_updates
 from bert_unpad.pretrain.update.optimizer import build_optimizer
+from tests.support.seeds import derived
 
 OPTIMIZERS = {
     "adam": partial(FusedAdam, max_grad_norm=1.0),
@@ -29,12 +30,12 @@ SHAPES = [(33, 7), (1, 1), (64, 48), (5, 300), (0, 4)]
 
 
 def _params() -> list[nn.Parameter]:
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     return [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
 
 
 def _set_gradients(params: list[nn.Parameter], step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
+    generator = torch.Generator().manual_seed(derived(step))
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator)
 
@@ -103,7 +104,7 @@ def test_a_backward_pass_after_the_update_is_an_error():
 
 
 def _train(kept: bool) -> list[Tensor]:
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     first, second = (nn.Parameter(torch.randn(s) * 0.2) for s in ((64, 32), (32, 64)))
     third, bias = nn.Parameter(torch.randn(16, 32) * 0.2), nn.Parameter(torch.zeros(64))
     optimizer = FusedAdam([first, second, third, bias], lr=0.01)
@@ -156,7 +157,7 @@ def test_when_the_trainer_does_it(more, expected):
     round_weights_in_updates(model, optimizer, config, torch.device("cpu"))
     matrices = [p for p in model.parameters() if p.dim() == 2]
     found = [rounded(p, torch.bfloat16) is rounded(p, torch.bfloat16) for p in matrices]
-    assert any(found) == (expected and cpu_multiplies_bf16())
+    assert any(found) == (expected and CPU_MULTIPLIES_BF16)
 
 
 def test_only_what_a_step_writes_counts_as_written():

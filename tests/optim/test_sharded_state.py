@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bert_unpad.nn.stacked_linear import StackedLinear
 from bert_unpad.optim import FusedAdam, FusedLAMB, FusedStableAdamW, decay_groups
 from tests.support.processes import run_ranks
+from tests.support.seeds import derived
 
 OPTIMIZERS = {
     "adam": (FusedAdam, {"lr": 1e-2, "weight_decay": 0.1}),
@@ -28,7 +29,7 @@ STEPS = 4
 
 
 def net() -> nn.Module:
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     # The sizes do not divide evenly among two or three ranks.
     return nn.Sequential(StackedLinear(7, (6, 1, 6)), nn.Tanh(), nn.Linear(13, 5, bias=False))
 
@@ -39,7 +40,7 @@ def groups(model: nn.Module) -> list[dict]:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """All ranks see the same examples, so that their average is what one process computes."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(derived(1))
     for _ in range(STEPS):
         x = torch.randn(6, 7, generator=generator)
         optimizer.zero_grad()
@@ -103,7 +104,7 @@ def test_a_scaler_scales_and_skips(name):
     train(plain, optimizer(groups(plain), **options))
     ours = optimizer(groups(scaled), **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(derived(1))
     for step in range(STEPS + 1):
         ours.zero_grad()
         if step == 2:  # one overflow in between

@@ -12,6 +12,7 @@ from torch import nn
 from bert_unpad.nn import EncoderConfig, EncoderForPreTraining
 from bert_unpad.nn.stacked_linear import StackedLinear
 from bert_unpad.optim import FusedAdam, FusedLAMB, FusedStableAdamW, Muon, decay_groups, muon_groups
+from tests.support.seeds import derived
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adam": (FusedAdam, {}),
@@ -35,7 +36,7 @@ def pieces(layer: StackedLinear) -> list[nn.Linear]:
 
 
 def gradients(layers: list[nn.Linear], step: int) -> None:
-    draw = torch.Generator().manual_seed(step)
+    draw = torch.Generator().manual_seed(derived(step))
     for name in ("weight", "bias"):
         for i, layer in enumerate(layers):
             p = getattr(layer, name)
