@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 @contextlib.contextmanager
@@ -35,6 +37,29 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Writes a UTF-8 text file, which appears whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a regular file for reading, without a buffer.
+
+    Raises:
+        OSError: it cannot be opened, or is a device or a pipe, which may have no end.
+    """
+    file = open(path, "rb", buffering=0, opener=_without_waiting)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return file
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for a writer
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """All bytes of a regular file; errors as of `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
 
 
 def set_aside(path: Path, ending: str) -> Path:

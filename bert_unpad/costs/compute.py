@@ -13,18 +13,17 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bert_unpad._balancer import WorkModel
+from bert_unpad._cost_file import COST_FORMAT, read_cost
 from bert_unpad._files import replacing
 from bert_unpad.nn.config import BertConfig
-from bert_unpad.nn.flops import training_flops
-
-_FORMAT = "bert_unpad compute cost, version 1"
+from bert_unpad.nn.flops import flops_by_length, training_flops
 
 
 @dataclass(frozen=True)
@@ -50,23 +49,22 @@ class ComputeCost:
             raise ValueError("linear, quadratic: expected at least one above 0")
 
     @classmethod
-    def from_rate(cls, config: BertConfig, flops_per_second: float) -> ComputeCost:
+    def from_rate(
+        cls, config: BertConfig, flops_per_second: float, longest: int = 512
+    ) -> ComputeCost:
         """The cost of a model's floating-point operations, forward and backward, at a given rate.
 
         Args:
             config: the model.
             flops_per_second: what a rank sustains in training, not its peak.
+            longest: tokens of the longest sequence; it matters where layers have windows.
 
         Raises:
             ValueError: the rate is not positive.
         """
         if not (np.isfinite(flops_per_second) and flops_per_second > 0):
             raise ValueError(f"flops_per_second: expected more than 0, got {flops_per_second}")
-        # FLOPs of a sequence are c + a*s + b*s^2. Three lengths give a and b; c, the next-sentence
-        # head, is below a ten-thousandth and left out. 15 % of multiples of 100 are whole numbers.
-        first, second, third = (training_flops(config, [length]) for length in (100, 200, 300))
-        quadratic = (third - 2 * second + first) / (2 * 100**2)
-        linear = (second - first) / 100 - 300 * quadratic
+        linear, quadratic = flops_by_length(partial(training_flops, config), longest)
         return cls(linear / flops_per_second, quadratic / flops_per_second)
 
     @classmethod
@@ -148,7 +146,7 @@ class ComputeCost:
         Raises:
             OSError: the file cannot be written.
         """
-        text = json.dumps({"format": _FORMAT, **asdict(self), **about}, indent=2) + "\n"
+        text = json.dumps({"format": COST_FORMAT, **asdict(self), **about}, indent=2) + "\n"
         with replacing(path) as temporary:
             temporary.write_text(text, "utf-8")
 
@@ -160,13 +158,11 @@ class ComputeCost:
             OSError: the file cannot be read.
             ValueError: it is no such file; the message names it.
         """
+        values = read_cost(path)
         try:
-            stored = json.loads(Path(path).read_text("utf-8"))
-            if stored["format"] != _FORMAT:
-                raise ValueError(f"format {stored['format']!r}")
-            return cls(float(stored["linear"]), float(stored["quadratic"]), float(stored["fixed"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: expected a file of {_FORMAT!r} ({error})") from error
+            return cls(*values)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
 
 def _sums(lengths: ArrayLike) -> tuple[float, float]:

@@ -120,7 +120,9 @@ def card_device(
     return Device(
         name=card.name,
         memory=card.memory_gb * 1e9 * memory_share,
-        passes=ComputeCost.from_rate(workload.config, sustained * card.peak(workload.precision)),
+        passes=ComputeCost.from_rate(
+            workload.config, sustained * card.peak(workload.precision), workload.longest
+        ),
         update=OPTIMIZER_COSTS[workload.optimizer].traffic * seconds,
         clip=_CLIP_BYTES * seconds,
         accumulate=_ACCUMULATE_BYTES * seconds,

@@ -25,6 +25,7 @@ from bert_unpad.costs.timing import random_inputs, run_pass
 from bert_unpad.costs.workload import Workload
 from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.config import OptimizerConfig
+from bert_unpad.pretrain.gradients.clipping import clip_gradients_
 from bert_unpad.pretrain.update.optimizer import build_optimizer
 
 _LINK_SIZES = tuple(4**n for n in range(5, 13))
@@ -118,7 +119,7 @@ class PassTimer:
         return taken
 
     def _clip(self) -> None:
-        nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        clip_gradients_(self._model.parameters(), 1.0)
 
 
 class CompressionTimer:

@@ -80,6 +80,8 @@ class Cluster:
     """The link between nodes; its bandwidth is a rank's share of its node's."""
     algorithm: Literal["best", "ring", "tree"] = "best"
     """The allreduce between nodes; best: whichever is faster for the size, as NCCL chooses."""
+    flat: bool = False
+    """Whether an allreduce is one ring through all ranks instead, as gloo's on CPUs is."""
 
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1:
@@ -90,13 +92,17 @@ class Cluster:
             )
 
     def allreduce(self, size: float, ranks: int) -> float:
-        """Seconds of an allreduce of `size` bytes over `ranks`, hierarchical; see the module.
+        """Seconds of an allreduce of `size` bytes over `ranks`; see the module and `flat`.
 
         Raises:
             ValueError: several nodes are needed and `ranks` does not fill them.
         """
         local = self._local_ranks(ranks)
         nodes = ranks // local
+        if self.flat and nodes > 1:
+            # The ring passes each node's link once, which so serves one rank.
+            whole = Link(self.network.latency, self.network.bandwidth * local)
+            return whole.ring_allreduce(size, ranks)
         share = size / local
         across = {
             "ring": self.network.ring_allreduce(share, nodes),

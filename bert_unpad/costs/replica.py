@@ -18,6 +18,7 @@ def make_replica(
     compression: str,
     group: dist.ProcessGroup | None = None,
     bucket_mb: float | None = None,
+    node_size: int | None = None,
 ) -> DistributedDataParallel:
     """Wraps a model, whose passes then sync gradients as they will go on to.
 
@@ -26,6 +27,8 @@ def make_replica(
         compression: how gradients travel.
         group: of the ranks that average; by default all.
         bucket_mb: limit of a bucket in MiB, where the trainer leaves that open; by default DDP's.
+        node_size: ranks of a node, neighbours in rank, within which gradients that are not
+            compressed are averaged first; None: over all ranks at once.
     """
     # The trainer does not wrap the model of a single rank; a group of one rank is wrapped here.
     ranks = Ranks(
@@ -33,8 +36,11 @@ def make_replica(
         world_size=max(dist.get_world_size(), 2),
         device=next(model.parameters()).device,
         checkpoint_group=None,
+        node_size=node_size or 1,
+        local_rank=dist.get_rank() % (node_size or 1),
     )
-    comm = CommConfig(hook="power_sgd" if compression == "power_sgd" else "allreduce", start=0)
+    plain = "allreduce" if node_size is None else "hierarchical"
+    comm = CommConfig(hook="power_sgd" if compression == "power_sgd" else plain, start=0)
     hook = build_comm_hook(comm, ranks)
     if group is not None and compression == "power_sgd":
         hook.state.process_group = group

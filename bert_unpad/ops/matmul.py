@@ -27,23 +27,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bert_unpad import _C
 from bert_unpad.ops.registration import register_cpu, register_fake
 
 _ops = torch.ops.bert_unpad
 
 
-@functools.cache
-@torch.compiler.assume_constant_result  # torch.compile cannot trace the call into _C
-def cpu_multiplies_bf16() -> bool:
-    """Whether this CPU has bf16 matrix or dot-product instructions."""
-    from bert_unpad import _C
+# Constants of the machine, asked for once: torch.compile cannot trace calls into _C.
+CPU_MULTIPLIES_BF16: bool = _C.cpu_isa() in ("avx512_bf16", "amx", "neon_bf16")
+"""Whether this CPU has bf16 matrix or dot-product instructions."""
 
-    return _C.cpu_isa() in ("avx512_bf16", "amx", "neon_bf16")
+_AVX512_UNUSED: bool = _C.mkl_leaves_avx512_unused()
+_MKL_IS_SLOW: bool = _AVX512_UNUSED and torch.backends.mkldnn.is_available()
+"""Whether this CPU has AVX-512 that MKL does not use, and oneDNN can be called instead."""
+
+_PACKED_DTYPES: tuple[torch.dtype, ...] = (torch.float32,) * _AVX512_UNUSED + (torch.bfloat16,) * (
+    _C.cpu_isa() == "amx" or (_AVX512_UNUSED and _C.fast_bf16_dot_products())
+)
+"""The dtypes in which our own product of weight gradients is faster than the libraries'."""
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype in which x is multiplied."""
-    if x.device.type != "cpu" or (x.dtype == torch.bfloat16 and cpu_multiplies_bf16()):
+    if x.device.type != "cpu" or (x.dtype == torch.bfloat16 and CPU_MULTIPLIES_BF16):
         return x.dtype
     return torch.float32
 
@@ -79,22 +85,13 @@ def fused(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-@functools.cache
-@torch.compiler.assume_constant_result
-def _mkl_is_slow() -> bool:
-    """Whether this CPU has AVX-512 that MKL does not use, and oneDNN can be called instead."""
-    from bert_unpad import _C
-
-    return _C.mkl_leaves_avx512_unused() and torch.backends.mkldnn.is_available()
-
-
 def by_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether the product of x [..., in] and weight [out, in] calls oneDNN itself."""
     return (
         x.device.type == "cpu"
         and x.dtype == weight.dtype
         and x.dtype in (torch.float32, torch.bfloat16)
-        and _mkl_is_slow()
+        and _MKL_IS_SLOW
         and torch.backends.mkldnn.enabled
         and weight.numel() > 0
         and not torch.compiler.is_exporting()
@@ -304,23 +301,12 @@ def _(dy, x, dweight, accumulate, bias):
 # The operators on a CPU.
 
 
-@functools.cache
-@torch.compiler.assume_constant_result
-def _packed_dtypes() -> tuple[torch.dtype, ...]:
-    """The dtypes in which our own product of weight gradients is faster than the libraries'."""
-    from bert_unpad import _C
-
-    amd = _C.mkl_leaves_avx512_unused()
-    by_bf16 = _C.cpu_isa() == "amx" or (amd and _C.fast_bf16_dot_products())
-    return (torch.float32,) * amd + (torch.bfloat16,) * by_bf16
-
-
 def _packed(dy: Tensor, x: Tensor) -> bool:
     """Whether our own product computes dy^T x."""
     return (
         dy.device.type == "cpu"
         and dy.dtype == x.dtype
-        and dy.dtype in _packed_dtypes()
+        and dy.dtype in _PACKED_DTYPES
         and dy.shape[1] % 32 == 0
         and x.shape[1] % 32 == 0
     )

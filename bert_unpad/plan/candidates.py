@@ -44,9 +44,15 @@ class Candidate:
             self.accumulation,
         )
 
-    def trainer_arguments(self, global_batch: int) -> list[str]:
-        """The trainer's options for this configuration, to add to those of a recipe."""
-        hook = "power_sgd" if self.compression == "power_sgd" else "allreduce"
+    def trainer_arguments(self, global_batch: int, hierarchical: bool = False) -> list[str]:
+        """The trainer's options for this configuration, to add to those of a recipe.
+
+        Args:
+            global_batch: sequences of an update.
+            hierarchical: see `Planner.hierarchical`.
+        """
+        plain = "hierarchical" if hierarchical else "allreduce"
+        hook = "power_sgd" if self.compression == "power_sgd" else plain
         arguments = {
             "batching.global_batch_size": global_batch,
             "batching.accumulation": self.accumulation,

@@ -154,7 +154,8 @@ def hardware_of(
             # of which a rank has its share in a hierarchical allreduce.
             network = Link(measured.latency, measured.bandwidth / options.gpus_per_node)
             basis.append(f"measured between nodes: {rate}")
-    cluster = Cluster(options.gpus_per_node, node, network)
+    on_cpus = options.calibrate is not None and options.device == "cpu"
+    cluster = Cluster(options.gpus_per_node, node, network, flat=on_cpus)
     return device, cluster, price, basis
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -61,6 +62,12 @@ class Planner:
         nodes = {"none": 0, "node": 1, "world": candidate.nodes}[candidate.shard]
         return max(self.ranks(nodes), 1)
 
+    def hierarchical(self, candidate: Candidate) -> bool:
+        """Whether gradients need `comm.hook: hierarchical` to be averaged within nodes first."""
+        several = self.cluster.ranks_per_node > 1 and candidate.nodes > 1
+        plain = candidate.compression != "power_sgd" and candidate.local_sgd_period == 1
+        return self.cluster.flat and several and plain
+
     def memory(self, candidate: Candidate) -> Memory:
         """The memory that a rank needs."""
         return memory_of(
@@ -100,7 +107,9 @@ class Planner:
         sharers = self.sharers(candidate)
         return StepModel(
             cost=device.passes,
-            cluster=self.cluster,
+            cluster=replace(
+                self.cluster, flat=self.cluster.flat and not self.hierarchical(candidate)
+            ),
             overlap=BucketOverlap(
                 sync_buckets(buckets, candidate.compression),
                 (BACKWARD_SHARE + again) / (1 + again),

@@ -49,7 +49,8 @@ class Plan:
 
     @property
     def _arguments(self) -> list[str]:
-        return self.best.candidate.trainer_arguments(self.planner.workload.global_batch)
+        best, planner = self.best.candidate, self.planner
+        return best.trainer_arguments(planner.workload.global_batch, planner.hierarchical(best))
 
     def to_dict(self) -> dict[str, object]:
         """The fields as JSON keeps them."""

@@ -142,6 +142,7 @@ class Trainer:
             own = {
                 "data_wait": time.perf_counter() - asked,
                 "flops": self.model.num_flops(step.lengths, step.num_masked),
+                "work": self.stages.work_of(step),
                 "stop": stop.signal is not None,
             }
             counts = HostSums(self.ranks, step.counts | own)
@@ -151,7 +152,9 @@ class Trainer:
                 break
             self._update(step, counts)
             self._advance(step, feed)
-            if self.stages.follow_speeds(step):
+            spans = self.stages.sync.clock.take()
+            self.log.window.add_spans(spans)
+            if self.stages.follow_speeds(step, spans):
                 self.log.write("rank_speeds", {"speeds": self.progress.rank_speeds})
             pending = counts
             last = progress.step == self.total_steps
@@ -204,7 +207,8 @@ class Trainer:
         stop = sums.pop("stop") > 0
         longest = self.stages.stage.max_seq_length
         rows = sums["sequences"] if self._rows is None else self._rows
-        self.log.window.add_counts(sums | {"slots": rows * longest})
+        more = {"slots": rows * longest, "squared_work": sums["work"] ** 2}
+        self.log.window.add_counts(sums | more)
         sums["padded"] = sums["sequences"] * longest
         self.progress.add(sums)
         return stop

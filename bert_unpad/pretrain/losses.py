@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from bert_unpad.data.objective import Objective
-from bert_unpad.nn import PreTrainingOutput, ReplacedTokenPreTrainingOutput
+from bert_unpad.nn import PreTrainingOutput
+
+if TYPE_CHECKING:
+    from bert_unpad.nn import ReplacedTokenPreTrainingOutput
 
 
 @dataclass(frozen=True)

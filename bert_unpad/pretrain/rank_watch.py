@@ -5,6 +5,9 @@ background thread raises. Where a collective fails or times out, the ranks that 
 records of all: a rank whose count stands still has been stopped or killed, one whose count moves
 while its step does not hangs. NCCL ends a process without an exception, so the thread also says by
 itself who is behind before that happens. Training only ever sets an attribute.
+
+A rank that fails says so before it closes any connection, and waits until the threads of all that
+live have heard it. So whoever then finds a connection closed knows why, even if the store is gone.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from bert_unpad.data import ExchangeError
 from bert_unpad.pretrain.config import ConfigError
 
 __all__ = ["RankError", "RankWatch", "open_store"]
@@ -34,7 +38,7 @@ T = TypeVar("T")
 
 _LONGEST_PERIOD = 1.0  # seconds between two beats
 _GRACE_SECONDS = 5.0  # for other ranks to say that they have lost some rank as well
-_STORE_SECONDS = 5.0  # for the store to answer
+_STORE_SECONDS = 15.0  # for the store to answer, and for other ranks to hear that this one failed
 _MAX_TEXT = 2000  # characters of an error that other ranks are told
 _LOOKS = (0.5, 0.8)  # shares of the time limit when the thread looks at the others by itself
 
@@ -108,6 +112,9 @@ class RankWatch:
         self._moved = time.monotonic()
         host, pid = socket.gethostname(), os.getpid()
         self._record: Record = {"host": host, "pid": pid, "step": 0, "beat": 0, "ended": ""}
+        self._record["heard"] = 0  # how many ranks had ended early when this one last looked
+        self._publishing = threading.Lock()
+        self._known: list[Record] = []  # all records at that look
         self._join()
         records = self._read()
         self.hosts = [record["host"] for record in records]
@@ -139,8 +146,20 @@ class RankWatch:
             if failed or time.monotonic() - since > self._timeout:
                 now = self._read()
                 if failed or _silent(before, now):
-                    raise self._error(before, now, "waited for all ranks in vain")
+                    raise self._error(self._behind(before, now), "waited for all ranks in vain")
                 before, since = now, time.monotonic()
+
+    def note(self, error: BaseException) -> None:
+        """Tells the other ranks that this one ends by an error, before it closes any connection.
+
+        Waits until all that live know it. Only the first call counts.
+        """
+        if self._record["ended"]:
+            return
+        lost = self._is_lost(error)
+        number = self._end("lost" if lost else f"{type(error).__name__}: {error}"[:_MAX_TEXT])
+        if number is not None and not lost:
+            _within(2 * _STORE_SECONDS, lambda: self._wait_until_heard(number))
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -155,8 +174,8 @@ class RankWatch:
             self._end("lost")
             raise
         except BaseException as error:
-            if not _is_lost(error):
-                self._end(f"{type(error).__name__}: {error}"[:_MAX_TEXT])
+            self.note(error)
+            if not self._is_lost(error):
                 raise
             raise self._explain(str(error)) from error
         else:
@@ -187,8 +206,9 @@ class RankWatch:
         return {rank: _name(rank, json.loads(self._store.get(str(rank)))) for rank in found}
 
     def _publish(self) -> None:
-        self._record["beat"] += 1
-        self._store.set(str(self._rank), json.dumps(self._record))
+        with self._publishing:  # or the thread's older record could come last
+            self._record["beat"] += 1
+            self._store.set(str(self._rank), json.dumps(self._record))
 
     def _read(self) -> list[Record]:
         """All ranks' records."""
@@ -201,6 +221,7 @@ class RankWatch:
             while not self._closed.wait(self._period):
                 self._publish()
                 self._keeper = json.loads(self._store.get("0"))
+                self._hear()
                 waited = time.monotonic() - self._moved
                 if waited < _LOOKS[0] * self._timeout:
                     looks.clear()
@@ -212,20 +233,51 @@ class RankWatch:
                             *(self._rank, waited, self._timeout, "; ".join(found.values())),
                         )
 
-    def _end(self, how: str) -> None:
-        """Tells the other ranks that this one ends, and how."""
+    def _hear(self) -> None:
+        """Reads who has ended early, if some rank has since the last look, and says so."""
+        ended = self._store.add("failed", 0)
+        if ended > self._record["heard"]:
+            self._known, self._record["heard"] = self._read(), ended
+            self._publish()
+
+    def _end(self, how: str) -> int | None:
+        """Tells the other ranks that this one ends, and how.
+
+        Returns:
+            How many have ended early with it; None if the store does not answer.
+        """
         self._record["ended"] = how
 
-        def tell() -> None:
+        def tell() -> int:
             self._publish()
-            if how != "done":
-                self._store.add("failed", 1)
+            return self._store.add("failed", int(how != "done"))
 
-        _within(_STORE_SECONDS, tell)
+        return _within(_STORE_SECONDS, tell)
+
+    def _is_lost(self, error: BaseException) -> bool:
+        """Whether an error says that other ranks are to blame. gloo has no type for it."""
+        chain, at = [], error
+        while at is not None and at not in chain:
+            chain.append(at)
+            at = at.__cause__ or at.__context__
+        return any(
+            isinstance(x, dist.DistError)
+            or "/gloo/" in str(x)
+            or (isinstance(x, ExchangeError) and x.ranks and self._rank not in x.ranks)
+            for x in chain
+        )
+
+    def _wait_until_heard(self, number: int) -> None:
+        """Waits until the ranks that run have read why this one ends, the `number`-th to do so."""
+        until = time.monotonic() + _STORE_SECONDS
+        while time.monotonic() < until:
+            others = (record for rank, record in enumerate(self._read()) if rank != self._rank)
+            if all(record["ended"] or record["heard"] >= number for record in others):
+                return
+            time.sleep(self._period)
 
     def _explain(self, text: str) -> RankError:
         """Who is to blame for a collective that has failed here."""
-        self._end("lost")
 
         def look() -> tuple[list[Record], list[Record]]:
             until = time.monotonic() + _GRACE_SECONDS
@@ -237,15 +289,13 @@ class RankWatch:
 
         looks = _within(_GRACE_SECONDS + _STORE_SECONDS, look)
         if looks is not None:
-            return self._error(*looks, text)
-        return RankError(
-            f"rank {self._rank}, at step {self._record['step']}: {_name(0, self._keeper)}, which "
-            f"keeps the run's store, has ended or does not answer; see its output ({text})",
-            [0],
+            return self._error(self._behind(*looks), text)
+        keeper = (
+            f"{_name(0, self._keeper)}, which keeps the run's store, has ended or does not answer"
         )
+        return self._error(_failed(self._known) or {0: f"{keeper}; see its output"}, text)
 
-    def _error(self, before: list[Record], now: list[Record], text: str) -> RankError:
-        found = self._behind(before, now)
+    def _error(self, found: dict[int, str], text: str) -> RankError:
         blamed = "; ".join(found.values()) or "no rank is behind"
         return RankError(
             f"rank {self._rank}, at step {self._record['step']}: {blamed} ({text})", list(found)
@@ -255,18 +305,13 @@ class RankWatch:
         """The ranks that hold the others up, by the clearest sign there is, and what is known."""
         names = [_name(rank, record) for rank, record in enumerate(now)]
         newest = max(record["step"] for record in now)
-        failed = {
-            rank: f"{names[rank]} has failed: {record['ended']}"
-            for rank, record in enumerate(now)
-            if record["ended"] not in ("", "done", "lost")
-        }
         silent = {rank: f"{names[rank]} does not answer" for rank in _silent(before, now)}
         running = [rank for rank, record in enumerate(now) if not record["ended"]]
         late = [rank for rank in running if now[rank]["step"] < newest]
         if not late and self._record["ended"]:  # as those have that wait for it
             late = running
         return (
-            failed
+            _failed(now)
             or silent
             or {rank: f"{names[rank]} runs, but does not come along" for rank in late}
         )
@@ -286,6 +331,15 @@ def _within(seconds: float, function: Callable[[], T]) -> T | None:
     return results[0] if results else None
 
 
+def _failed(records: list[Record]) -> dict[int, str]:
+    """The ranks that have said why they end early, and what they said."""
+    return {
+        rank: f"{_name(rank, record)} has failed: {record['ended']}"
+        for rank, record in enumerate(records)
+        if record["ended"] not in ("", "done", "lost")
+    }
+
+
 def _silent(before: list[Record], now: list[Record]) -> list[int]:
     """The ranks that run, as far as anyone knows, and show no sign of life between two looks."""
     return [
@@ -298,12 +352,3 @@ def _silent(before: list[Record], now: list[Record]) -> list[int]:
 def _name(rank: int, record: Record) -> str:
     seen = f"last seen at step {record['step']}" if record["step"] else "seen before its first step"
     return f"rank {rank} (host {record['host']}, process {record['pid']}, {seen})"
-
-
-def _is_lost(error: BaseException) -> bool:
-    """Whether an error says that ranks have lost each other. gloo has no exception type for it."""
-    chain, at = [], error
-    while at is not None and at not in chain:
-        chain.append(at)
-        at = at.__cause__ or at.__context__
-    return any(isinstance(x, dist.DistError) or "/gloo/" in str(x) for x in chain)

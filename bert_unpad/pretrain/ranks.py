@@ -66,6 +66,11 @@ class Ranks:
         if self.watch is not None:
             self.watch.meet()
 
+    def note(self, error: BaseException) -> None:
+        """Tells the other ranks why this one ends, see `RankWatch.note`."""
+        if self.watch is not None:
+            self.watch.note(error)
+
     def on_first(self, action: Callable[[], T]) -> T:
         """Calls `action` on rank 0 alone; its result, a small picklable object, on all ranks.
 

@@ -18,12 +18,18 @@ import numpy as np
 import torch
 
 from bert_unpad.data import PreparedData
-from bert_unpad.data.sampling.balanced_sampler import WorkModel
 from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.feed.exchange_feed import ExchangedFeed
 from bert_unpad.pretrain.feed.rank_speeds import RankSpeeds
 from bert_unpad.pretrain.feed.steps import FeedState, Step
-from bert_unpad.pretrain.feed.strategies import Sampler, build_sampler, feed_steps
+from bert_unpad.pretrain.feed.strategies import (
+    Sampler,
+    build_sampler,
+    feed_steps,
+    warn_of_variation,
+)
+from bert_unpad.pretrain.feed.work import sequence_work
+from bert_unpad.pretrain.gradients.compute_clock import Spans
 from bert_unpad.pretrain.gradients.sync import GradientSync
 from bert_unpad.pretrain.growth import Growth, Stage, add_layers, cut_layers, freeze, next_optimizer
 from bert_unpad.pretrain.model import add_gradients_in_products, round_weights_in_updates
@@ -72,7 +78,7 @@ class Stages:
         if (setting := run.config.batching.rank_speeds) is not None:
             speeds = RankSpeeds(setting, run.ranks, run.progress.rank_speeds)
             self.speeds = speeds if run.ranks.world_size > 1 else None
-        self.sync = GradientSync(run, None if self.speeds is None else self.speeds.clock)
+        self.sync = GradientSync(run)
         cut_layers(run.model, self.stage.layers)
         freeze(run.model, self.stage)
         shard_model(run.model, run.config, run.ranks)
@@ -104,14 +110,20 @@ class Stages:
                 self._run.progress.step
             )
 
-    def follow_speeds(self, step: Step) -> bool:
-        """Measures ranks of unequal speed after an update; whether their shares change."""
-        self._updates += 1
-        if self.speeds is None:
-            return False
+    def work_of(self, step: Step) -> float:
+        """The work of this rank in an update, as the balancer counts it."""
         sizes = step.lengths.astype(np.float64)
-        work = self._work.linear * sizes + self._work.quadratic * sizes**2
-        if not self.speeds.add_update(float(work.sum())):
+        return float((self._work.linear * sizes + self._work.quadratic * sizes**2).sum())
+
+    def follow_speeds(self, step: Step, spans: Spans) -> bool:
+        """Measures ranks of unequal speed after an update; whether their shares change.
+
+        Args:
+            step: this rank's part of the update.
+            spans: in which this rank computed.
+        """
+        self._updates += 1
+        if self.speeds is None or not self.speeds.add_update(self.work_of(step), spans):
             return False
         self._run.progress.rank_speeds = self.speeds.values.tolist()
         self.sampler.set_speeds(self.speeds.values, self._updates + _LEAD)
@@ -150,6 +162,9 @@ class Stages:
             )
         self.sync.begin(self.growth.active_layers is not None, self.optimizer)
         self.updater = make_updater(self._run.config.optimizer, self._run.model, self.optimizer)
+        if self._run.ranks.is_first:
+            per_rank = self._run.config.batching.per_rank(self._run.ranks.world_size)
+            warn_of_variation(self.sampler, per_rank)
         progress.stage, progress.layers = self.index, self.stage.layers
         progress.optimizer = find_kind(self._run.config.optimizer.name).layout
 
@@ -207,7 +222,9 @@ class Stages:
                     "expected the same vocabulary for examples of all lengths, got different ones",
                 )
         self._stage_data = data
-        self._work = WorkModel.for_hidden(run.model.config.hidden_size)
+        self._work = sequence_work(
+            run.model, config.batching.cost_file, self.stage.max_seq_length, run.ranks
+        )
         self._updates = 0  # with this sampler
         self.sampler = build_sampler(
             config, data, run.ranks, self._work, self.speeds, run.progress.step

@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fitted = _fit(options) if options.fit else None
         if missing:
             return 0
-        model = step_model(options, fitted)
         counts = read_counts(options.histogram, "--histogram")
+        model = step_model(options, fitted, len(counts) - 1)
         lengths = take_lengths(options, counts)
         common = {"seed": options.seed, "pool_steps": options.pool_steps, "model": model}
         common["speeds"] = options.rank_speeds
@@ -103,13 +103,14 @@ def _tables(
         f"real tokens: {fill.padded:.2%} if padded to the longest, {fill.packed:.2%} "
         "if packed into rows of that length; all of them if neither",
         "",
-        f"{'strategy':<20}{'efficiency':>12}{'5th pct':>10}{'worst':>10}"
+        f"{'strategy':<20}{'efficiency':>12}{'5th pct':>10}{'worst':>10}{'variation':>11}"
         f"{'exchange KB':>13}{'step ms':>11}{'dealt in s':>14}",
     ]
     lines += [
         f"{result.strategy:<20}{result.efficiency:>12.5f}{result.efficiency_p5:>10.5f}"
-        f"{result.efficiency_min:>10.5f}{result.exchange_bytes / 1e3:>13,.1f}"
-        f"{result.step_time.total * 1e3:>11,.2f}{result.deal_seconds:>14.2f}"
+        f"{result.efficiency_min:>10.5f}{result.work_variation:>11.3f}"
+        f"{result.exchange_bytes / 1e3:>13,.1f}{result.step_time.total * 1e3:>11,.2f}"
+        f"{result.deal_seconds:>14.2f}"
         for result in results
     ]
     if curve:

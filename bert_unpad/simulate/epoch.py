@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from bert_unpad._balancer import EpochPlan, WorkModel, pack
 from bert_unpad.costs.step import StepModel, StepTime
-from bert_unpad.data.sampling.balanced_sampler import efficiency
+from bert_unpad.data.sampling.balanced_sampler import efficiency, variation
 from bert_unpad.data.sampling.epoch_sampler import as_lengths
 from bert_unpad.data.sampling.speed_sampler import deal_by_speed
 
@@ -77,6 +77,8 @@ class SimulationResult:
     """5th percentile of the efficiency: 95 % of the steps are better."""
     efficiency_min: float
     """Efficiency of the worst step."""
+    work_variation: float
+    """Standard deviation of the work of a full step, of all ranks, over its mean."""
     exchange_bytes: float
     """Mean bytes that a rank receives in a step: examples, and lengths by which all agree."""
     exchange_bytes_far: float
@@ -148,6 +150,8 @@ def simulate(
         busy = _work_by_speed(plan, lengths, rank_speeds, model.cost.work)
     else:
         busy = plan.work(0, plan.steps)
+    full_steps = max(len(lengths) // (ranks * batch), 1)
+    work_variation = variation(busy[:full_steps])
     busy = (busy + model.cost.fixed) / rank_speeds
     deal_seconds = time.perf_counter() - begin
     per_step = efficiency(busy)
@@ -160,6 +164,7 @@ def simulate(
         efficiency=float(per_step.mean()),
         efficiency_p5=float(np.percentile(per_step, 5)),
         efficiency_min=float(per_step.min()),
+        work_variation=work_variation,
         exchange_bytes=float(received.sum(axis=2).mean()),
         exchange_bytes_far=float(received[:, :, 1].mean()),
         step_time=model.step_time(busy, received, len(lengths) / plan.steps),

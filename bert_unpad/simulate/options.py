@@ -153,8 +153,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def step_model(options: argparse.Namespace, fitted: ComputeCost | None) -> StepModel:
+def step_model(options: argparse.Namespace, fitted: ComputeCost | None, longest: int) -> StepModel:
     """The costs that the options describe, with `fitted` instead of the computing's if given.
+
+    Args:
+        longest: tokens of the longest sequence.
 
     Raises:
         OSError, ValueError: the model or cost file cannot be read or is none.
@@ -165,7 +168,7 @@ def step_model(options: argparse.Namespace, fitted: ComputeCost | None) -> StepM
     elif options.cost is not None:
         cost = _cost(options.cost)
     else:
-        cost = ComputeCost.from_rate(config, options.tflops * 1e12)
+        cost = ComputeCost.from_rate(config, options.tflops * 1e12, longest)
     return StepModel(
         cost=cost,
         cluster=Cluster(

@@ -172,6 +172,19 @@ class BalancedSampler(EpochSampler):
         together_work = work[begin - first : at - first + 1].sum(axis=0, keepdims=True)
         return float(efficiency(together_work)[0])
 
+    def work_variation(self) -> float:
+        """How much the work of a step varies, see `variation`, in the current plan.
+
+        Of the first pools, with up to 4 million examples; takes up to a second.
+        """
+        plan = self._current_plan()
+        if plan.steps == 0:
+            return 0.0
+        most = max(plan.block(0)[1], 2**22 // self._setup.global_batch)
+        left = self.epoch_size - sum(part.steps * part.global_batch for part in self._past)
+        whole = max(left // self._setup.global_batch, 1)  # a last one may be smaller
+        return variation(plan.work(0, min(most, whole, plan.steps)))
+
     def state_dict(self, steps_done: int | None = None) -> dict[str, Any]:
         """Returns the position, as plain values that JSON keeps exactly.
 
@@ -268,6 +281,17 @@ def efficiency(work: NDArray[np.float64]) -> NDArray[np.float64]:
     """
     greatest = work.max(axis=1)
     return np.divide(work.mean(axis=1), greatest, out=np.ones(len(work)), where=greatest > 0)
+
+
+def variation(work: NDArray[np.float64]) -> float:
+    """How much the work of a step, of all ranks together, varies: its standard deviation over its
+    mean.
+
+    Args:
+        work: float64 [steps, ranks].
+    """
+    total = work.sum(axis=1)
+    return float(total.std() / total.mean()) if total.any() else 0.0
 
 
 def _segment(entry: dict[str, Any]) -> _Segment:

@@ -18,13 +18,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from bert_unpad._files import read_json_object
-from bert_unpad.data.text.tokenizer import TextTokenizer, WordPieceTokenizer
+from bert_unpad.data.text.tokenizer import CONFIG, FILE, TextTokenizer, WordPieceTokenizer
 
 if TYPE_CHECKING:
     from bert_unpad.data.config import DataConfig
 
-FILE = "tokenizer.json"
-CONFIG = "tokenizer_config.json"
 # The names of each role's token, and the roles of tokenizer_config.json that may stand for it.
 _ROLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "pad": (("[PAD]", "<pad>", "<|pad|>"), ("pad_token",)),
@@ -112,6 +110,12 @@ class JsonTokenizer(TextTokenizer):
         config = {"tokenizer_class": "PreTrainedTokenizerFast"}
         config |= {f"{role}_token": token for role, token in self._roles.items()}
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+    def _exported(self) -> Tokenizer:
+        about = json.loads(self._text)
+        if self._prefix:  # as `encode_batch` puts before each text
+            _find(about["pre_tokenizer"], "ByteLevel")["add_prefix_space"] = True
+        return Tokenizer.from_str(json.dumps(about))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """See `TextTokenizer`."""

@@ -18,13 +18,24 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from bert_unpad._files import read_json_object
 from bert_unpad._text import CharacterCounts
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUATION = "##"
+FILE = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
 _SEPARATOR = "\u2e2e"  # a reversed question mark, hardly ever in a text
 _TOGETHER = 50  # sentences converted as one text
 _MAX_WORD = 100  # characters; BERT's tokenizers convert longer words to [UNK]
@@ -70,6 +81,39 @@ class TextTokenizer:
         """Writes `files` in Hugging Face's layout."""
         raise NotImplementedError
 
+    def export(self, folder: str | Path, max_length: int, *, token_types: bool) -> None:
+        """Writes `files` and tokenizer.json, with which `AutoTokenizer` alone gives training's ids.
+
+        Args:
+            folder: made if it does not exist.
+            max_length: tokens that `truncation=True` leaves of a text.
+            token_types: the model takes token types.
+        """
+        self.save(folder)
+        ids = {"pad": self.pad_id, "unk": self.unk_id}
+        ids |= {"cls": self.cls_id, "sep": self.sep_id, "mask": self.mask_id}
+        names = ["input_ids", "token_type_ids", "attention_mask"]
+        config = read_json_object(Path(folder) / CONFIG) | {
+            "model_max_length": max_length,
+            "model_input_names": [x for x in names if token_types or x != "token_type_ids"],
+            **{f"{x}_token": self.vocabulary[i] for x, i in ids.items() if i is not None},
+        }
+        (Path(folder) / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        tokenizer = self._exported()
+        (own,) = self.encode_batch(["a"])
+        if tokenizer.encode("a").ids != [self.cls_id, *own, self.sep_id]:
+            cls, sep = config["cls_token"], config["sep_token"]
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{cls} $A {sep}",
+                pair=f"{cls} $A {sep} $B:1 {sep}:1",
+                special_tokens=[(cls, self.cls_id), (sep, self.sep_id)],
+            )
+        (Path(folder) / FILE).write_text(tokenizer.to_str(), "utf-8")
+
+    def _exported(self) -> Tokenizer:
+        """A tokenizer of the library that gives the ids of `encode_batch`, for `export`."""
+        raise NotImplementedError
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Converts each text to ids, without special tokens."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -104,7 +148,7 @@ class WordPieceTokenizer(TextTokenizer):
         ValueError: a special token is missing, or a token occurs twice.
     """
 
-    files = ("vocab.txt", "tokenizer_config.json")
+    files = ("vocab.txt", CONFIG)
 
     def __init__(self, vocabulary: Sequence[str], lowercase: bool = True) -> None:
         ids = {token: index for index, token in enumerate(vocabulary)}
@@ -238,7 +282,12 @@ class WordPieceTokenizer(TextTokenizer):
         text = "".join(f"{token}\n" for token in self.vocabulary)
         (folder / "vocab.txt").write_text(text, "utf-8")
         config = {"tokenizer_class": "BertTokenizerFast", "do_lower_case": self.lowercase}
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+    def _exported(self) -> Tokenizer:
+        tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
+        tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+        return tokenizer
 
     @classmethod
     def load(cls, folder: str | Path) -> WordPieceTokenizer:
@@ -249,7 +298,7 @@ class WordPieceTokenizer(TextTokenizer):
             ValueError: a file is damaged; the message names it.
         """
         folder = Path(folder)
-        path = folder / "tokenizer_config.json"
+        path = folder / CONFIG
         lowercase = read_json_object(path).get("do_lower_case", True)
         if not isinstance(lowercase, bool):
             raise ValueError(f"{path}: do_lower_case: expected true or false, got {lowercase!r}")

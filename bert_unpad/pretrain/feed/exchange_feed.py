@@ -184,7 +184,8 @@ class ExchangedFeed:
         patience = _STOP_SECONDS
         try:
             yield prefetcher
-        except BaseException:
+        except BaseException as error:
+            self._ranks.note(error)  # or the others would only see that this one stops
             patience = _STOP_SECONDS_AFTER_ERROR
             raise
         finally:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from bert_unpad.pretrain.config import ConfigError
-from bert_unpad.pretrain.gradients.compute_clock import ComputeClock, Spans
+from bert_unpad.pretrain.gradients.compute_clock import Spans, span_seconds
 from bert_unpad.pretrain.ranks import Ranks
 
 __all__ = ["RankSpeeds"]
@@ -41,8 +41,6 @@ class RankSpeeds:
     ) -> None:
         self._ranks = ranks
         self._measures = setting == "auto"
-        self.clock = ComputeClock(ranks.device, self._measures)
-        """Measures this rank's computing, for `add_update`."""
         self._updates = 0
         self._due = _FIRST
         self._laps: list[tuple[float, Spans]] = []
@@ -59,25 +57,25 @@ class RankSpeeds:
         self.values: NDArray[np.float64] = np.asarray(values, np.float64)
         """float64 [ranks]."""
 
-    def add_update(self, work: float) -> bool:
-        """Takes in what the clock has measured of an update; all ranks call it after each.
+    def add_update(self, work: float, spans: Spans) -> bool:
+        """Takes in what this rank's clock has measured of an update; all call it after each.
 
         Args:
             work: of this rank's examples in that update.
+            spans: in which it computed.
 
         Returns:
             Whether `values` have changed.
         """
         if not self._measures:
             return False
-        spans = self.clock.take()
         self._updates += 1
         if self._updates > _SKIPPED and work > 0:
             self._laps.append((work, spans))
         if self._updates < self._due:
             return False
         self._due += _EVERY
-        rates = [work / self.clock.seconds(spans) for work, spans in self._laps]
+        rates = [work / span_seconds(spans) for work, spans in self._laps]
         self._laps = []
         measured = np.array(self._ranks.gather(float(np.median(rates)) if rates else 0.0))
         known = measured > 0

@@ -21,9 +21,11 @@ from bert_unpad.pretrain.feed.rank_speeds import RankSpeeds
 from bert_unpad.pretrain.feed.steps import FeedState, Step, StepCollator, endless_steps
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["Sampler", "build_sampler", "feed_steps"]
+__all__ = ["Sampler", "build_sampler", "feed_steps", "warn_of_variation"]
 
 logger = logging.getLogger(__name__)
+
+_MOST_VARIATION = 0.5  # of the work of an update, standard deviation over mean
 
 Sampler = BalancedSampler | PackedSampler | WarmupSampler | SpeedSampler | ExchangedFeed
 
@@ -70,6 +72,20 @@ def build_sampler(
         place = (*place[:2], place[2] // warmup.full)
         whole = WarmupSampler(_indexed(config, data, place, work), warmup, updates)
     return whole if speeds is None else SpeedSampler(whole, ranks.rank, speeds.values, work=work)
+
+
+def warn_of_variation(sampler: Sampler, per_rank: int) -> None:
+    """Warns where updates have so few sequences on a rank that their lengths become alike."""
+    if not isinstance(sampler, BalancedSampler):
+        return
+    variation = sampler.work_variation()
+    if variation > _MOST_VARIATION:
+        logger.warning(
+            "the work of an update varies by %.2f of its mean, because %d sequences on a rank "
+            "have equal work only where all are of about one length; more of them (for example "
+            "by batching.accumulation) mix lengths",
+            *(variation, per_rank),
+        )
 
 
 def _indexed(

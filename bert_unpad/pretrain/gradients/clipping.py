@@ -8,22 +8,26 @@ ranks, so all of them leave out that update without asking each other, on the de
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.distributed import BucketClip, ClipBefore
+from bert_unpad.ops import multi_tensor_l2norm, multi_tensor_scale_
+from bert_unpad.optim.parameter_lists import local, shard_groups
 from bert_unpad.pretrain.config import ClipConfig
 from bert_unpad.pretrain.gradients.comm_hook import CommHook
 from bert_unpad.pretrain.gradients.graph_buckets import GraphBuckets
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["Clipping", "GradientReport"]
+__all__ = ["Clipping", "GradientReport", "clip_gradients_"]
 
 WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,6 +44,38 @@ class GradientReport:
     """Parts in all: DDP's buckets, or 1; 0 where nothing is clipped."""
     finite: Tensor
     """bool []: whether the averaged gradient is; the same on all ranks."""
+
+
+def clip_gradients_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Bounds the norm of all gradients together, over all shards (DTensors), in place.
+
+    Squares are added up in double precision. PyTorch's fp32 norm on a CPU is 1e-3 off for the
+    gradient of BERT-base's word embedding, and 1e-2 for 94 million numbers.
+
+    Args:
+        parameters: those without a gradient are left out.
+        max_norm: infinity only computes the norm.
+
+    Returns:
+        The norm before, float32 [].
+    """
+    lists: defaultdict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for grad in (p.grad for p in parameters if p.grad is not None):
+        lists[shard_groups(grad)].append(local(grad))
+    total = torch.zeros(())
+    for groups, grads in lists.items():
+        norm = multi_tensor_l2norm(grads)[0]
+        if groups:
+            square = norm.square()
+            for group in groups:
+                dist.all_reduce(square, group=group)
+            norm = square.sqrt()
+        total = torch.hypot(total, norm)
+    if max_norm != math.inf:
+        for grads in lists.values():
+            # As torch.nn.utils.clip_grads_with_norm_ does it.
+            multi_tensor_scale_(grads, (max_norm / (total + 1e-6)).clamp(max=1.0))
+    return total
 
 
 class Clipping:
@@ -143,15 +179,11 @@ class Clipping:
         return GradientReport(report.norm, report.clipped, len(report.norms), report.finite)
 
     def _clip_average(self) -> GradientReport:
-        parameters = [p for p in self._model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters])
-        clips = self._mode == "after"
-        if clips:
-            nn.utils.clip_grads_with_norm_(parameters, self._max_norm, norm)
-        if isinstance(norm, DTensor):  # as the gradients are
-            norm = norm.full_tensor()
-        clipped = (norm > self._max_norm).long() if clips else torch.zeros_like(norm).long()
-        return GradientReport(norm, clipped, int(clips), norm.isfinite())
+        bound = self._max_norm if self._mode == "after" else math.inf
+        norm = clip_gradients_(self._model.parameters(), bound)
+        return GradientReport(
+            norm, (norm > bound).long(), int(self._mode == "after"), norm.isfinite()
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step's clipping depends on, of all ranks, as JSON; all must call it."""

@@ -57,12 +57,13 @@ class GradientSync:
 
     Args:
         run: whose model trains; on its device.
-        clock: measures this rank's computing; None for nothing.
     """
 
-    def __init__(self, run: Run, clock: ComputeClock | None = None) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self.clock = ComputeClock(run.device, enabled=False) if clock is None else clock
+        waits = run.config.optimizer.shard in ("overlap", "fsdp")  # for other ranks, in the passes
+        self.clock = ComputeClock(run.device, run.ranks.world_size > 1 and not waits)
+        """Measures how long this rank computes; off where that cannot be told from waiting."""
         self.loss_scale: LossScale | None = None
         """What losses are multiplied by in fp16; None in other precisions."""
         if run.config.precision == "fp16":
@@ -113,7 +114,7 @@ class GradientSync:
                 *(config.comm.bucket_mb, leaves_out),
                 optimizer=optimizer,
             )
-        self.clock.watch(run.model)
+            self.clock.watch(run.model)
         self._clipping.load_state_dict(self._clip_state)
         self._clip_state = {}
         self._hook.start(run.progress.step)

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from bert_unpad._files import set_aside, sync_folder
+from bert_unpad._files import open_regular, read_regular, set_aside, sync_folder
 from bert_unpad.pretrain.config import ConfigError
 
 __all__ = [
@@ -102,13 +102,13 @@ def write_checksums(folder: Path, names: Iterable[str]) -> None:
 def _damage(path: Path) -> str | None:
     """What is wrong with a checkpoint; None if it is whole."""
     try:
-        files = json.loads((path / _CHECKSUMS).read_text(encoding="utf-8"))["files"]
+        files = json.loads(read_regular(path / _CHECKSUMS))["files"]
         if _METADATA not in files:
             return f"{_CHECKSUMS} does not list {_METADATA}"
         expected = {name: (values["bytes"], values["crc32"]) for name, values in files.items()}
     except OSError as error:
         return f"{_CHECKSUMS} cannot be read ({error.strerror})"
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         return f"{_CHECKSUMS} is not a list of files"
     for name, (size, checksum) in expected.items():
         try:
@@ -119,6 +119,8 @@ def _damage(path: Path) -> str | None:
                 return f"{name}: its checksum is another one"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
+        except ValueError:
+            return f"{_CHECKSUMS} lists {name!r}, which cannot be the name of a file"
     return None
 
 
@@ -126,7 +128,7 @@ def _checksum(path: Path, sync: bool = False) -> tuple[int, int]:
     """Size in bytes and CRC-32 of a file; `sync` first waits until it is on disk."""
     size = checksum = 0
     buffer = memoryview(bytearray(_CHUNK))
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         if sync:  # PyTorch before 2.15 leaves the end of a file in a buffer when it does so
             os.fsync(file.fileno())
         while count := file.readinto(buffer):

@@ -51,6 +51,10 @@ def interval_line(
         "sequences_per_second": sums["sequences"] / seconds,
         "fill": sums["tokens"] / sums["slots"],
         "straggler_efficiency": sums["straggler_efficiency"] / steps,
+        "measured_efficiency": (
+            sums["measured_efficiency"] / steps if "measured_efficiency" in sums else None
+        ),
+        "work_variation": max(steps * sums["squared_work"] / sums["work"] ** 2 - 1, 0.0) ** 0.5,
         "mfu": sums["flops"] / seconds / peak_flops,
         "data_wait": sums["data_wait"] / steps / ranks,
     }

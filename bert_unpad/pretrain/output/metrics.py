@@ -8,8 +8,9 @@ run first drops the lines past its checkpoint, so that every step is there once.
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bert_unpad._files import write_text
+from bert_unpad._files import read_regular, set_aside, write_text
+from bert_unpad.data.sampling.balanced_sampler import efficiency
 from bert_unpad.pretrain.gradients.clipping import GradientReport
+from bert_unpad.pretrain.gradients.compute_clock import Spans, span_seconds
 from bert_unpad.pretrain.losses import SUMS
 from bert_unpad.pretrain.ranks import Ranks
 
@@ -28,8 +31,11 @@ __all__ = [
     "Window",
     "drop_later_examples",
     "examples_path",
+    "numbers",
     "read_json_lines",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 class JsonLines:
@@ -38,7 +44,7 @@ class JsonLines:
     Args:
         path: the file.
         step: the step a run continues from: lines of later steps, and a torn last line, are
-            dropped first. 0 starts an empty file.
+            dropped first. 0 starts an empty file. What is otherwise damaged is kept beside it.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -73,21 +79,50 @@ def drop_later_examples(run_dir: Path, step: int, first_rank: int) -> None:
 
 
 def _drop_later(path: Path, step: int) -> None:
-    kept = [line for line in read_json_lines(path) if line["step"] <= step] if step else []
+    lines, damage = _read(path)
+    if damage is not None:
+        aside = set_aside(path, "damaged")
+        logger.warning(
+            "%s is damaged and now called %s (%s); the run goes on with its %d whole lines",
+            *(path, aside.name, damage, len(lines)),
+        )
+    kept = [line for line in lines if line["step"] <= step] if step else []
     write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a file; none if it does not exist."""
-    if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break  # the process was killed while writing this line
-    return lines
+    """All whole lines of a file; none if it does not exist."""
+    return _read(path)[0]
+
+
+def numbers(lines: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    """The values of a field in the lines that have a number there."""
+    return [line[name] for line in lines if isinstance(line.get(name), int | float)]
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], str | None]:
+    """The whole lines of a file, and what is wrong with others, except a torn last one."""
+    try:
+        texts = read_regular(path).split(b"\n")
+    except FileNotFoundError:
+        return [], None
+    except OSError as error:
+        return [], f"it cannot be read: {error.strerror}"
+    found = [_line(text) for text in texts]
+    # After the last line there is nothing, or what a process that was killed has written of it.
+    damaged = [number for number, line in enumerate(found[:-1], 1) if line is None]
+    damage = f"line {damaged[0]} is no line of a log" if damaged else None
+    return [line for line in found if line is not None], damage
+
+
+def _line(text: bytes) -> dict[str, Any] | None:
+    """A line of a log; None if it is damaged."""
+    try:
+        line = json.loads(text.decode())
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(line, dict) and isinstance(line.get("step"), int)
+    return line if whole and (isinstance(line.get("kind"), str) or "examples" in line) else None
 
 
 class Stopwatch:
@@ -127,6 +162,7 @@ class Window:
         self._local = torch.zeros(len(SUMS), dtype=torch.float64, device=ranks.device)
         self._gradient = torch.zeros(len(_GRADIENT_SUMS), dtype=torch.float64, device=ranks.device)
         self._global = dict(state) if state else {}
+        self._spans: list[Spans] = []
 
     def add_losses(self, sums: Tensor) -> None:
         """Adds this rank's sums of losses and correct predictions, as `stack_outputs` has them."""
@@ -139,6 +175,11 @@ class Window:
         if self._ranks.is_first:
             self._gradient[2] += ~gradient.finite
 
+    def add_spans(self, spans: Spans) -> None:
+        """Adds when this rank computed in an update; nothing where its clock is off."""
+        if spans:
+            self._spans.append(spans)
+
     def add_counts(self, counts: Mapping[str, float]) -> None:
         """Adds host numbers that are the same on all ranks."""
         for name, value in counts.items():
@@ -150,6 +191,17 @@ class Window:
         self.add_counts(dict(zip(SUMS + _GRADIENT_SUMS, sums, strict=True)))
         self._local.zero_()
         self._gradient.zero_()
+        if self._spans:
+            seconds = torch.zeros(
+                len(self._spans),
+                self._ranks.world_size,
+                dtype=torch.float64,
+                device=self._local.device,
+            )
+            seconds[:, self._ranks.rank] = torch.tensor([*map(span_seconds, self._spans)])
+            measured = efficiency(self._ranks.sum(seconds).cpu().numpy()).sum()
+            self.add_counts({"measured_efficiency": float(measured)})
+            self._spans = []
         return dict(self._global)
 
     def close(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_unpad._plots import new_figure, save_figure
+from bert_unpad.pretrain.output.metrics import numbers
 
 __all__ = ["draw_run"]
 
@@ -19,8 +20,8 @@ def draw_run(path: Path, lines: Sequence[dict[str, Any]], most_frequent_rate: fl
         lines: of metrics.jsonl.
         most_frequent_rate: accuracy of always guessing the most frequent token, for comparison.
     """
-    train = [line for line in lines if line["kind"] == "train"]
-    held_out = [line for line in lines if line["kind"] == "evaluation"]
+    train = [line for line in lines if line.get("kind") == "train"]
+    held_out = [line for line in lines if line.get("kind") == "evaluation"]
     figure = new_figure(11, 7)
     (loss, accuracy), (speed, shares) = figure.subplots(2, 2)
 
@@ -41,9 +42,14 @@ def draw_run(path: Path, lines: Sequence[dict[str, Any]], most_frequent_rate: fl
     _curve(speed, train, "tokens_per_second", "real tokens / s")
     speed.set(title="Throughput", ylabel="tokens / s", ylim=(0, None))
 
-    avoided = [line | {"avoided": 1 - line["fill"]} for line in train]
+    avoided = [
+        {"step": line["step"], "avoided": 1 - line["fill"]}
+        for line in train
+        if numbers([line], "fill")
+    ]
     _curve(shares, avoided, "avoided", "padding avoided")
     _curve(shares, train, "straggler_efficiency", "straggler efficiency (mean / max work)")
+    _curve(shares, train, "measured_efficiency", "the same by seconds of computing")
     shares.set(title="Shares", ylim=(0, 1.05))
 
     for axes in (loss, accuracy, speed, shares):
@@ -55,6 +61,6 @@ def draw_run(path: Path, lines: Sequence[dict[str, Any]], most_frequent_rate: fl
 
 
 def _curve(axes: Any, lines: Sequence[dict[str, Any]], name: str, label: str, **style: Any) -> None:
-    points = [(line["step"], line[name]) for line in lines if line[name] is not None]
+    points = [(line["step"], line[name]) for line in lines if numbers([line], name)]
     if points:
         axes.plot(*zip(*points, strict=True), label=label, **style)

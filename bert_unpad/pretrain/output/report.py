@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from bert_unpad._files import write_text
+from bert_unpad._files import read_json_object, write_text
 from bert_unpad.data import PreparedData, most_frequent_token_rate
 from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.losses import TASKS, Task
 from bert_unpad.pretrain.output.energy import joules_per_sequence
+from bert_unpad.pretrain.output.export import export
 from bert_unpad.pretrain.output.fill_mask import FilledText, fill_masks
-from bert_unpad.pretrain.output.metrics import read_json_lines
+from bert_unpad.pretrain.output.metrics import numbers, read_json_lines
 from bert_unpad.pretrain.output.plots import draw_run
 from bert_unpad.pretrain.progress import Progress
 from bert_unpad.pretrain.run import Run
@@ -36,8 +37,10 @@ _SHOWN_GUESSES = 12
 
 def is_reported(run_dir: Path, step: int) -> bool:
     """Whether the folder holds the complete report of a run that ended at `step`."""
-    path = run_dir / "summary.json"
-    return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["steps"] == step
+    try:
+        return read_json_object(run_dir / "summary.json").get("steps") == step
+    except (OSError, ValueError):  # none, or a damaged one, which is made again
+        return False
 
 
 def write_report(run: Run, data: PreparedData) -> None:
@@ -47,8 +50,7 @@ def write_report(run: Run, data: PreparedData) -> None:
     """
     run_dir, model = run.dir, run.model
     model_dir = run_dir / "model"
-    model.save_pretrained(model_dir)
-    data.tokenizer.save(model_dir)
+    export(model, data.tokenizer, model_dir, run.config.data.max_seq_length)
     lines = read_json_lines(run_dir / "metrics.jsonl")
     held_out = len(data.validation) > 0
     most_frequent = most_frequent_token_rate(data.validation) if held_out else None
@@ -72,10 +74,14 @@ def _summary(
     progress: Progress,
     most_frequent: float | None,
 ) -> dict[str, Any]:
-    train = [line for line in lines if line["kind"] == "train"]
-    start = [line for line in lines if line["kind"] == "start"][-1]
-    state = [line for line in lines if line["kind"] == "optimizer"][-1]["state_bytes"]
-    evaluation = next((line for line in reversed(lines) if line["kind"] == "evaluation"), None)
+    # Of a log that was damaged, some of these may be missing.
+    last = {line.get("kind"): line for line in lines}
+    start, evaluation = last.get("start", {}), last.get("evaluation")
+    train = [line for line in lines if line.get("kind") == "train"]
+    balance = numbers(train, "straggler_efficiency")
+    measured = numbers(train, "measured_efficiency")
+    state = last.get("optimizer", {}).get("state_bytes", [])
+    peak = start.get("peak_flops")
     return {
         "steps": progress.step,
         # How many examples streamed text makes is not known.
@@ -85,24 +91,25 @@ def _summary(
         "seconds": progress.seconds,
         "tokens_per_second": progress.tokens / progress.seconds,
         "sequences_per_second": progress.sequences / progress.seconds,
-        "mfu": progress.flops / progress.seconds / start["peak_flops"],
+        "mfu": progress.flops / progress.seconds / peak if peak else None,
         "joules": progress.joules,
         "joules_per_sequence": joules_per_sequence(progress.joules, progress.sequences),
         "energy_missing": start.get("energy_missing", {}),
         "padding_avoided": 1 - progress.tokens / progress.padded,
-        "straggler_efficiency": statistics.fmean(line["straggler_efficiency"] for line in train),
-        "skipped_steps": sum(line["skipped_steps"] for line in train),
-        "train_loss_last": train[-1]["loss"],
+        "straggler_efficiency": statistics.fmean(balance) if balance else None,
+        "measured_efficiency": statistics.fmean(measured) if measured else None,
+        "skipped_steps": sum(numbers(train, "skipped_steps")),
+        "train_loss_last": next(reversed(numbers(train, "loss")), None),
         "held_out": None if evaluation is None else _without(evaluation, "kind", "step"),
         "most_frequent_token_rate": most_frequent,
         "target_reached": progress.target_reached,
-        "optimizer_bytes_per_rank": max(state),
+        "optimizer_bytes_per_rank": max(state, default=None),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "ranks": start["ranks"],
-        "device": start["device"],
-        "precision": start["precision"],
-        "threads_per_rank": start["threads"],
-        "peak": start["peak"],
+        "ranks": start.get("ranks"),
+        "device": start.get("device"),
+        "precision": start.get("precision"),
+        "threads_per_rank": start.get("threads"),
+        "peak": start.get("peak"),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
@@ -118,19 +125,19 @@ def _table(summary: dict[str, Any], tasks: Sequence[Task]) -> str:
         ("sequences, real tokens", f"{summary['sequences']:,}, {summary['tokens']:,}"),
         ("training time", f"{summary['seconds']:,.1f} s on {summary['ranks']} rank(s)"),
         ("real tokens/s, sequences/s", _rates(summary)),
-        ("MFU", f"{summary['mfu']:.3f} of {summary['peak']} per rank"),
+        ("MFU", _logged(summary["mfu"], f"{{:.3f}} of {summary['peak']} per rank")),
         ("energy", _energy(summary)),
         ("padding avoided", f"{summary['padding_avoided']:.1%} of the padded batch"),
-        ("straggler efficiency", f"{summary['straggler_efficiency']:.4f}  (mean / max work)"),
-        ("optimizer state", f"{summary['optimizer_bytes_per_rank'] / 1e6:,.2f} MB on a rank"),
+        ("straggler efficiency", _balance(summary)),
+        ("optimizer state", _logged(_megabytes(summary), "{:,.2f} MB on a rank")),
         ("steps left out (not finite)", f"{summary['skipped_steps']:,}"),
-        ("training loss at the end", f"{summary['train_loss_last']:.4f}"),
+        ("training loss at the end", _logged(summary["train_loss_last"], "{:.4f}")),
     ]
     held_out = summary["held_out"]
     if held_out is not None:
-        rows.append(("held out: loss", _number(held_out["loss"])))
+        rows.append(("held out: loss", _number(held_out.get("loss"))))
         for task in tasks:
-            accuracy = _number(held_out[f"{task.name}_accuracy"])
+            accuracy = _number(held_out.get(f"{task.name}_accuracy"))
             rows.append((f"held out: {task.title} accuracy", accuracy))
             if task.name == "mlm":
                 frequent = _number(summary["most_frequent_token_rate"])
@@ -139,12 +146,27 @@ def _table(summary: dict[str, Any], tasks: Sequence[Task]) -> str:
     return "\n".join(["", *(f"{name:<{width}}  {value}" for name, value in rows)])
 
 
+def _logged(value: float | None, form: str) -> str:
+    return "not in the log" if value is None else form.format(value)
+
+
+def _megabytes(summary: dict[str, Any]) -> float | None:
+    size = summary["optimizer_bytes_per_rank"]
+    return None if size is None else size / 1e6
+
+
 def _epochs(value: float | None) -> str:
     return "" if value is None else f"  ({value:.2f} epochs)"
 
 
 def _rates(summary: dict[str, Any]) -> str:
     return f"{summary['tokens_per_second']:,.0f}, {summary['sequences_per_second']:,.1f}"
+
+
+def _balance(summary: dict[str, Any]) -> str:
+    planned, measured = summary["straggler_efficiency"], summary["measured_efficiency"]
+    by_time = "" if measured is None else f", {measured:.4f} by seconds of computing"
+    return f"{_logged(planned, '{:.4f}')}  (mean / max work){by_time}"
 
 
 def _energy(summary: dict[str, Any]) -> str:

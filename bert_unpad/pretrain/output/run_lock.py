@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bert_unpad._files import set_aside
+from bert_unpad._files import read_regular, set_aside
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.ranks import Ranks
 
@@ -286,9 +286,9 @@ def _is_at(handle: int, path: Path) -> bool:
 def _read(path: Path) -> dict[str, Any] | None:
     """Who the file names as its owner; None if it cannot be read or is being written right now."""
     try:
-        owner = json.loads(path.read_bytes())
+        owner = json.loads(read_regular(path))
         return owner if owner.keys() == {"host", "boot", "pid", "since"} else None
-    except (AttributeError, OSError, ValueError):
+    except (AttributeError, OSError, RecursionError, ValueError):
         return None
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from bert_unpad._files import write_text
+from bert_unpad._files import read_regular, set_aside, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -16,8 +17,8 @@ logger = logging.getLogger(__name__)
 def save_settings(run_dir: Path, resolved: str) -> None:
     """Saves the resolved configuration as config.yaml; says what differs from one saved before."""
     path = run_dir / "config.yaml"
-    if path.is_file():
-        old, new = (_flat(yaml.safe_load(text)) for text in (path.read_text("utf-8"), resolved))
+    if os.path.lexists(path) and (old := _saved(path)) is not None:
+        new = _flat(yaml.safe_load(resolved))
         changed = [
             f"{key}: {old.get(key)} -> {new.get(key)}"
             for key in sorted(old.keys() | new.keys())
@@ -26,6 +27,20 @@ def save_settings(run_dir: Path, resolved: str) -> None:
         if changed:
             logger.info("settings changed since the last start: %s", "; ".join(changed))
     write_text(path, resolved)
+
+
+def _saved(path: Path) -> dict[str, Any] | None:
+    """What an earlier start has saved; a damaged file is renamed, because nothing needs it."""
+    try:
+        settings = yaml.safe_load(read_regular(path))
+        if not isinstance(settings, dict):
+            raise ValueError(f"expected options in YAML, got {settings!r}")
+        return _flat(settings)
+    except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:
+        aside = set_aside(path, "damaged")
+        problem = " ".join(str(error).split())
+        logger.warning("%s is damaged and now called %s: %s", path, aside.name, problem)
+        return None
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
