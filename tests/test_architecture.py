@@ -117,3 +117,10 @@ def test_a_family_includes_no_other_family():
 def test_every_arrow_drawn_exists():
     drawn = {(source, target) for source, targets in diagram().items() for target in targets}
     assert drawn - set(python_arrows() | include_arrows()) == set()
+
+
+def test_no_fixed_time_limit_decides_a_test():
+    """A busy or emulated machine needs many times longer: limits scale with its measured speed."""
+    fixed = re.compile(r"\btimeout=[\d.]+[,)]")
+    files = sorted(ROOT.glob("tests/**/*.py"))
+    assert [path.name for path in files if fixed.search(path.read_text())] == []

@@ -42,6 +42,24 @@ def test_every_shared_symbol_of_an_instruction_set_is_in_its_namespace() -> None
             assert f"bert_unpad::{isa}::" in name, f"{path.name}: {name}"
 
 
+@pytest.mark.parametrize(("jobs", "expected"), [("", []), ("3", ["-j", "3"]), ("0", None)])
+def test_max_jobs_limits_the_build(monkeypatch, tmp_path, jobs: str, expected) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "build_backend"))
+    native = importlib.import_module("native")
+    called = []
+    monkeypatch.setenv("MAX_JOBS", jobs)
+    monkeypatch.setattr(native, "_ninja", lambda: "ninja")
+    monkeypatch.setattr(
+        native.subprocess, "run", lambda x: called.append(x) or subprocess.CompletedProcess(x, 0)
+    )
+    if expected is None:
+        with pytest.raises(SystemExit, match="MAX_JOBS: expected a number of 1 or more, got '0'"):
+            native.NinjaFile(tmp_path).run(None, False)
+    else:
+        native.NinjaFile(tmp_path).run(None, False)
+        assert called == [["ninja", "-C", str(tmp_path), *expected]]
+
+
 @pytest.mark.parametrize(
     ("machine", "names"),
     [

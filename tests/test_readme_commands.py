@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.processes import TIMEOUT
 
 for package in ("jsonargparse", "tokenizers", "matplotlib"):  # of the quickstart
     pytest.importorskip(package)
@@ -89,7 +90,7 @@ def run_hidden(
         stdout=subprocess.PIPE,
         text=True,
         cwd=folder,
-        timeout=500,
+        timeout=TIMEOUT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0

@@ -24,7 +24,7 @@ NOT_OPERATORS = {
 }
 GPU_ONLY = {"linear", "linear_dgrad", "linear_wgrad", "linear_wgrad_"}
 # Only where it is the fastest.
-OF_SOME_CPUS = set() if matmul._packed_dtypes() else {"packed_wgrad_"}
+OF_SOME_CPUS = set() if matmul._PACKED_DTYPES else {"packed_wgrad_"}
 SEED = 7
 
 

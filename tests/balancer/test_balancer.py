@@ -13,6 +13,7 @@ from bert_unpad import _balancer
 from bert_unpad.data.sampling.balanced_sampler import WorkModel, efficiency
 from bert_unpad.data.sampling.histogram import sample_lengths
 from tests.support.epoch_plans import BERT_LARGE, batches, global_batches, make_epoch_plan
+from tests.support.seeds import derived
 
 STRATEGIES = [
     *("stratified", "random", "quotas"),
@@ -22,7 +23,7 @@ STRATEGIES = [
 
 def random_cases(count, seed):
     """(lengths, num_replicas, batch_size, pool_steps), many with remainders or few examples."""
-    rng = random.Random(seed)
+    rng = random.Random(derived(seed))
     for _ in range(count):
         replicas, batch, pool = rng.randint(1, 9), rng.randint(1, 7), rng.randint(1, 9)
         most = replicas * batch * rng.choice([1, 3, 20])
@@ -50,7 +51,7 @@ def test_every_example_once_and_equal_counts(strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_any_range_of_steps_is_a_part_of_the_whole(strategy):
-    rng = random.Random(2)
+    rng = random.Random(derived(2))
     for lengths, replicas, batch, pool in random_cases(60, seed=2):
         plan = make_epoch_plan(lengths, replicas, batch, strategy, pool_steps=pool)
         whole = batches(plan, replicas)
@@ -87,7 +88,7 @@ def test_plan_is_a_function_of_its_arguments(strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_work_and_remaining_follow_from_the_batches(strategy):
-    rng = random.Random(4)
+    rng = random.Random(derived(4))
     for lengths, replicas, batch, pool in random_cases(60, seed=4):
         model = WorkModel(rng.random(), rng.random() / 100)
         plan = make_epoch_plan(lengths, replicas, batch, strategy, pool_steps=pool, work=model)
@@ -107,7 +108,7 @@ def test_work_and_remaining_follow_from_the_batches(strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_population_limits_the_plan_to_some_examples(strategy):
-    rng = np.random.default_rng(5)
+    rng = np.random.default_rng(derived(5))
     for lengths, replicas, batch, pool in random_cases(60, seed=5):
         population = np.flatnonzero(rng.random(len(lengths)) < 0.6).astype(np.uint32)
         if len(population) == 0:

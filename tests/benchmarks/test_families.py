@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import families, tables
 from benchmarks.lib import harness, report
+from tests.support.seeds import derived
 
 HELD_OUT = {"BERT": 5.0, "ModernBERT": 4.5, "ALBERT": 5.5, "ELECTRA": 6.0}
 
@@ -17,7 +18,7 @@ HELD_OUT = {"BERT": 5.0, "ModernBERT": 4.5, "ALBERT": 5.5, "ELECTRA": 6.0}
 @pytest.fixture
 def runs(tmp_path, monkeypatch) -> dict[str, dict]:
     """Runs the benchmark on made-up examples and logs; the settings of each run by its folder."""
-    lengths = np.random.default_rng(1).integers(5, families.LENGTH, 300).astype(np.uint16)
+    lengths = np.random.default_rng(derived(1)).integers(5, families.LENGTH, 300).astype(np.uint16)
     data = SimpleNamespace(
         train=SimpleNamespace(lengths=lengths), tokenizer=SimpleNamespace(vocab_size=500)
     )

@@ -6,6 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from bert_unpad import convert
 from bert_unpad.nn import BertConfig, BertForPreTraining
+from tests.support.seeds import derived
 
 CONFIG = BertConfig(
     vocab_size=61,
@@ -19,7 +20,7 @@ CONFIG = BertConfig(
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     model = BertForPreTraining(CONFIG)
     with torch.no_grad():
         for parameter in model.parameters():

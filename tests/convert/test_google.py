@@ -17,6 +17,7 @@ from bert_unpad.convert import google
 from bert_unpad.convert.sstable import read_table, table
 from bert_unpad.convert.tensor_bundle import TensorBundle, write_bundle
 from tests.convert.test_convert import CONFIG, assert_same_tensors, checkpoint, run  # noqa: F401
+from tests.support.seeds import derived
 
 
 def slow_crc(data: bytes) -> int:
@@ -40,7 +41,7 @@ def test_crc32c():
     assert crc32c(bytes(range(32))) == 0x46DD794E
     assert crc32c(b"123456789") == 0xE3069283
     assert crc32c(b"") == 0
-    rng = random.Random(0)
+    rng = random.Random(derived(0))
     for size in (1, 127, 128, 129, 1000, 4099, 20001):
         data = rng.randbytes(size)
         assert crc32c(data) == slow_crc(data), size
@@ -145,7 +146,7 @@ def test_what_is_damaged_or_unknown_is_named(tmp_path):
 
 @pytest.mark.parametrize("block_size", [1, 200, 2**18])
 def test_tables_of_any_number_of_blocks(block_size):
-    rng = random.Random(1)
+    rng = random.Random(derived(1))
     pairs = {rng.randbytes(rng.randrange(9)) * 2: rng.randbytes(rng.randrange(300))
              for _ in range(90)}  # fmt: skip
     assert read_table(table(pairs, block_size)) == pairs
@@ -154,7 +155,7 @@ def test_tables_of_any_number_of_blocks(block_size):
 
 
 def test_every_dtype_and_shape_comes_back(tmp_path):
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     tensors = {"scalar": torch.tensor(3.5), "empty": torch.ones(0, 4), "bool": torch.ones(3) > 0}
     for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8):
         tensors[f"a/{dtype}"] = (torch.randn(5, 3) * 50).abs().to(dtype)

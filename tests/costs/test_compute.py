@@ -9,10 +9,11 @@ import pytest
 
 from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.costs.timing import default_batches, random_inputs
-from bert_unpad.nn import BertConfig
+from bert_unpad.nn import BertConfig, EncoderConfig
 from bert_unpad.nn.config import PRESETS
 from bert_unpad.nn.flops import training_flops
 from tests.support.cost_models import TINY
+from tests.support.seeds import derived
 
 
 @pytest.mark.parametrize("truth", [(3e-6, 2e-9, 1e-3), (3e-6, 0, 0), (0, 1e-9, 0), (1e-6, 0, 2.0)])
@@ -26,7 +27,7 @@ def test_fit_finds_the_coefficients_of_exact_times(truth):
 
 
 def test_fit_is_never_negative_and_close_under_noise():
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(derived(0))
     batches = default_batches(512)
     for _ in range(20):
         cost = ComputeCost(2e-6, 3e-10, 1e-4)
@@ -62,6 +63,15 @@ def test_cost_of_a_rate_is_that_of_the_flops():
     cost = ComputeCost.from_rate(config, 1e12)
     lengths = [512, 300, 100, 40]
     assert cost.seconds(lengths) == pytest.approx(training_flops(config, lengths) / 1e12, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_cost_is_that_of_each_familys_flops(name):
+    config = EncoderConfig(**PRESETS[name])
+    cost = ComputeCost.from_rate(config, 1.0, config.max_length)
+    for length in range(config.max_length // 8, config.max_length, config.max_length // 8):
+        flops = training_flops(config, [length] * 40) - training_flops(config, [length] * 20)
+        assert cost.seconds([length] * 20) == pytest.approx(flops, rel=1e-2)
 
 
 def test_random_inputs_are_a_batch_of_these_lengths():

@@ -22,6 +22,7 @@ from bert_unpad.nn.encoder import Recompute
 from tests.support.cost_models import TINY, all_of
 from tests.support.encoder_parts import random_parts
 from tests.support.paths import ROOT
+from tests.support.seeds import derived
 
 BASE, LARGE = (BertConfig(**PRESETS[name]) for name in ("bert-base", "bert-large"))
 
@@ -41,7 +42,7 @@ def test_layers_keep_what_was_counted():
 def test_layers_of_any_parts_keep_what_is_computed(seed):
     """Of three layers and two, whose difference is a layer."""
     config = random_parts(
-        random.Random(seed),
+        random.Random(derived(seed)),
         num_hidden_groups=None,
         inner_group_num=1,
         window_pattern=(4,),

@@ -38,6 +38,14 @@ def test_allreduce_is_hierarchical():
         ring.allreduce(size, 6)
 
 
+def test_a_flat_allreduce_is_one_ring():
+    node, network = Link(1e-6, 100e9), Link(1e-5, 10e9)
+    flat, size = Cluster(4, node, network, flat=True), 1e8
+    # The four ranks' shares of a node's link together serve the one rank that uses it.
+    assert flat.allreduce(size, 32) == pytest.approx(2 * 31 * (1e-5 + size / 32 / 40e9))
+    assert flat.allreduce(size, 4) == Cluster(4, node, network).allreduce(size, 4)
+
+
 def test_links():
     link = network_link("10G", 8, adapters=2)
     assert link.bandwidth == pytest.approx(10e9 / 8 * 0.94 * 2 / 8)

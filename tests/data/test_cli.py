@@ -8,6 +8,7 @@ import gzip
 import json
 import lzma
 import os
+import random
 import re
 import signal
 import subprocess
@@ -26,16 +27,16 @@ from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.cli import main
 from bert_unpad.data.store.prepared import read_prepared
 from bert_unpad.data.text.open_source import open_source
-from tests.support.fresh_random import fresh_random
 from tests.support.paths import ROOT
 from tests.support.prepared_text import contents, write_corpus
 from tests.support.processes import TIMEOUT
+from tests.support.seeds import derived
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(folder, fresh_random())
+    write_corpus(folder, random.Random(derived(0)))
     return folder
 
 
@@ -110,7 +111,7 @@ def test_a_second_command_at_once_is_refused(text, tmp_path, capsys):
 def files(tmp_path_factory):
     """The same documents in files that are read in order, as JSON Lines, and as plain text."""
     folder = tmp_path_factory.mktemp("files")
-    texts = write_corpus(folder / "other", fresh_random(), documents=240)
+    texts = write_corpus(folder / "other", random.Random(derived(0)), documents=240)
     for name in ("plain", "packed", "lines"):
         (folder / name).mkdir()
     for number, first in enumerate(range(0, len(texts), 25)):

@@ -18,6 +18,7 @@ from bert_unpad.data import (
 )
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 from tests.support.processes import TIMEOUT
+from tests.support.seeds import derived
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def dataset(tokenizer, tmp_path_factory):
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(derived(0))
     lengths = rng.integers(5, 33, 200)
     seconds = rng.integers(3, lengths - 1)
     labels = rng.integers(0, 2, 200)
@@ -43,7 +44,7 @@ def dataset(tokenizer, tmp_path_factory):
 
 
 def test_batch_is_the_examples_longest_first(dataset, tokenizer):
-    indices = np.random.default_rng(1).choice(200, 24, replace=False)
+    indices = np.random.default_rng(derived(1)).choice(200, 24, replace=False)
     inputs = PackedCollator(dataset, tokenizer, seed=3)(indices, epoch=1)
     order = indices[np.argsort(-dataset.lengths[indices].astype(int), kind="stable")]
     examples = [dataset[i] for i in order]
@@ -73,7 +74,7 @@ def test_batch_is_the_examples_longest_first(dataset, tokenizer):
 
 def test_ranks_together_see_what_one_rank_sees(dataset, tokenizer):
     collator = PackedCollator(dataset, tokenizer, seed=3)
-    indices = np.random.default_rng(2).permutation(200)[:40]
+    indices = np.random.default_rng(derived(2)).permutation(200)[:40]
 
     def sequences(parts, epoch):
         rows = []
@@ -90,7 +91,7 @@ def test_ranks_together_see_what_one_rank_sees(dataset, tokenizer):
 
 def test_batches_are_the_same_in_other_processes_and_threads(dataset, tokenizer):
     collator = PackedCollator(dataset, tokenizer, mask_unit="span", seed=3)
-    batches = np.random.default_rng(2).permutation(200).reshape(10, 20)
+    batches = np.random.default_rng(derived(2)).permutation(200).reshape(10, 20)
     expected = [collator(indices, 4) for indices in batches]
     sent = pickle.loads(pickle.dumps(collator))  # as a loader sends it to a worker
     threads = [Prefetcher(each, batches, epoch=4) for each in (collator, sent, collator)]

@@ -16,6 +16,7 @@ from bert_unpad.data import (
     most_frequent_token_rate,
 )
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
+from tests.support.seeds import derived
 
 M64 = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -29,7 +30,7 @@ def tokenizer():
 
 def batch(tokenizer, lengths, seed=0):
     """Packed random pairs; lengths below 5 are sequences of ordinary tokens only."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(derived(seed))
     parts = []
     for length in lengths:
         ids = rng.integers(5, tokenizer.vocab_size, length)
@@ -88,7 +89,7 @@ def reference(tokenizer, ids, *, index, seed, epoch, prob, whole_word, cap):
 @pytest.mark.parametrize("unit", ["token", "word"])
 @pytest.mark.parametrize(("prob", "cap"), [(0.15, None), (0.15, 4), (0.5, None), (0.02, 1)])
 def test_equals_a_loop_over_tokens(tokenizer, unit, prob, cap):
-    rng = np.random.default_rng(3)
+    rng = np.random.default_rng(derived(3))
     ids, lengths = batch(tokenizer, [128, 0, 1, 5, *rng.integers(1, 120, 40), 0])
     indices = rng.integers(0, 2**40, len(lengths))
     masker = TokenMasker(
@@ -164,7 +165,7 @@ def test_depends_on_seed_epoch_and_index_only(tokenizer):
     masker = TokenMasker(tokenizer, seed=5)
     indices = np.arange(100, 130)
     whole = masker(ids, lengths, indices, 2)
-    order = np.random.default_rng(0).permutation(30)
+    order = np.random.default_rng(derived(0)).permutation(30)
     shuffled = masker(ids.reshape(30, 60)[order].ravel(), lengths, indices[order], 2)
     np.testing.assert_array_equal(
         shuffled.input_ids.reshape(30, 60), whole.input_ids.reshape(30, 60)[order]
@@ -226,7 +227,7 @@ def spans_of(tokenizer, ids, *, index, quota):
 
 @pytest.mark.parametrize(("prob", "cap"), [(0.15, None), (0.15, 4), (0.6, None)])
 def test_spans_equal_a_loop_over_spans(tokenizer, prob, cap):
-    rng = np.random.default_rng(8)
+    rng = np.random.default_rng(derived(8))
     ids, lengths = batch(tokenizer, [90, 0, 1, 5, 2, *rng.integers(1, 100, 25), 0])
     indices = rng.integers(0, 2**40, len(lengths))
     masker = TokenMasker(
@@ -339,7 +340,7 @@ def test_ids_and_lengths_must_be_possible(tokenizer):
 
 @pytest.mark.parametrize("unit", ["token", "word", "span"])
 def test_the_same_from_any_type_thread_and_process(tokenizer, unit):
-    ids, lengths = batch(tokenizer, np.random.default_rng(4).integers(1, 90, 200))
+    ids, lengths = batch(tokenizer, np.random.default_rng(derived(4)).integers(1, 90, 200))
     indices = np.arange(200)
     masker = TokenMasker(tokenizer, mask_unit=unit, masked_lm_prob=[0.3, 0.2], seed=9)
     expected = masker(ids, lengths, indices, 1, 0.5)

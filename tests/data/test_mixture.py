@@ -20,6 +20,7 @@ from bert_unpad.data.mixture import Joined
 from bert_unpad.data.readers import megatron
 from bert_unpad.pretrain.config import ConfigError, read_config
 from tests.support.masked_examples import CLS, LONGEST, SEP, VOCAB, masked_examples
+from tests.support.seeds import derived
 from tests.support.tf_records import example, features_of, write_records
 from tests.support.token_files import random_sequences, setting, write_megatron
 
@@ -30,7 +31,7 @@ SIZES, WEIGHTS = (60, 17, 200), (0.5, 0.3, 0.2)
 def parts(tmp_path_factory):
     """Three sources; the second token of an example is its source, the third its number."""
     folder = tmp_path_factory.mktemp("mixture")
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(derived(0))
     opened = []
     for source, size in enumerate(SIZES):
         rows = [
@@ -217,7 +218,7 @@ def test_streams_share_an_epoch_out(parts, ranks):
 def test_joined_examples(parts, tmp_path):
     whole = Joined(parts)
     assert len(whole) == sum(SIZES)
-    order = np.random.default_rng(1).permutation(len(whole)).tolist()
+    order = np.random.default_rng(derived(1)).permutation(len(whole)).tolist()
     bounds = np.cumsum([0, *SIZES])
     wanted = [(source, i) for source, size in enumerate(SIZES) for i in range(size)]
     assert origin(whole, order) == [wanted[i] for i in order]

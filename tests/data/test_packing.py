@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from bert_unpad._text import Masker, gather, pack
+from tests.support.seeds import derived
 
 KINDS = bytes([0, 0, *[1 + 4] * 8])  # ids 0 and 1 are special
 
@@ -17,7 +18,7 @@ def examples(rng, size, count):
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64, np.float32, "S3"])
 def test_gather_equals_a_loop(dtype):
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(derived(0))
     sources = [rng.integers(0, 100, size).astype(dtype) for size in (50, 20, 1000)]
     sources[1].setflags(write=False)  # as memory-mapped ones are
     source = rng.integers(0, 3, 40)
@@ -85,7 +86,7 @@ def test_gather_refuses_other_arrays():
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int32, np.int64])
 def test_pack_equals_a_loop(dtype):
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(derived(1))
     tokens = rng.integers(0, 60_000, 300).astype(dtype)
     begins, lengths, second = examples(rng, 300, 50)
     ids, types, positions, labels = pack(tokens, begins, lengths, second)
@@ -99,7 +100,7 @@ def test_pack_equals_a_loop(dtype):
 
 
 def test_masks_depend_on_the_coordinates_alone():
-    rng = np.random.default_rng(2)
+    rng = np.random.default_rng(derived(2))
     tokens = rng.integers(0, 10, 300).astype(np.uint16)
     begins, lengths, second = examples(rng, 300, 50)
     coordinates = rng.integers(0, 2**62, 50)

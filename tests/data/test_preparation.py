@@ -24,13 +24,14 @@ from bert_unpad.data.building import join, pipeline
 from bert_unpad.data.text import file_source, sources
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 from tests.support.processes import TIMEOUT
+from tests.support.seeds import derived
 
 WORDS = ["the", "of", "packed", "token", "batch", "model", "reads", "every", "then", "learns"]
 
 
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory):
-    rng = random.Random(0)
+    rng = random.Random(derived(0))
     path = tmp_path_factory.mktemp("corpus") / "text.txt"
     documents = []
     for number in range(200):

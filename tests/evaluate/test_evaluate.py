@@ -21,6 +21,7 @@ from bert_unpad.evaluate.features import answers_of, features_of
 from bert_unpad.evaluate.metrics import METRICS
 from bert_unpad.evaluate.tasks import TASKS, read_rows
 from bert_unpad.nn import BertConfig, BertForPreTraining
+from tests.support.seeds import derived
 
 WORDS = ["kalo", "mitu", "soka", "lumi", "tesa", "rano", "pilu", "demo"]
 
@@ -31,7 +32,7 @@ def model_dir(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("evaluate") / "model"
     text = [[f"{a} {b}, {a}." for a in WORDS for b in WORDS]]
     tokenizer = WordPieceTokenizer.train(lambda: text, vocab_size=80)
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     config = BertConfig(
         vocab_size=tokenizer.vocab_size,
         hidden_size=32,
@@ -64,7 +65,7 @@ def sentence(rng: random.Random, words: list[str], longest: int = 9) -> str:
 
 def single(count: int, seed: int) -> list[dict]:
     """Sentences; those of class 1 have the word kalo."""
-    rng, rows = random.Random(seed), []
+    rng, rows = random.Random(derived(seed)), []
     for index in range(count):
         words = [*sentence(rng, WORDS[1:]).split(), *["kalo"] * (index % 2)]
         rng.shuffle(words)
@@ -161,7 +162,7 @@ def test_wrong_options_are_named(model_dir, tmp_path, capsys, option, value, mes
 
 
 def test_the_same_seed_gives_the_same_result_and_padding_changes_nothing(model_dir, tmp_path):
-    rng = random.Random(4)
+    rng = random.Random(derived(4))
     rows = [
         {"sentence1": sentence(rng, WORDS), "sentence2": sentence(rng, WORDS), "label": x / 8}
         for x in range(40)
@@ -183,7 +184,7 @@ def test_the_same_seed_gives_the_same_result_and_padding_changes_nothing(model_d
 
 def squad(count: int, seed: int, longest: int) -> dict:
     """SQuAD's own layout: the answer is the word after the one that is asked for."""
-    rng, paragraphs = random.Random(seed), []
+    rng, paragraphs = random.Random(derived(seed)), []
     for index in range(count):
         words = [rng.choice(WORDS) for _ in range(rng.randint(4, longest))]
         place = rng.randrange(len(words) - 1)
@@ -247,7 +248,7 @@ def test_squad_runs_packed(model_dir, tmp_path):
 
 
 def test_measures():
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(derived(0))
     found, labels = rng.integers(0, 2, (2, 50))
     both = int((found & labels).sum())
     tp, fp, fn = both, int(found.sum()) - both, int(labels.sum()) - both

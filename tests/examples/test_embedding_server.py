@@ -21,8 +21,8 @@ pytest.importorskip("h11")
 from bert_unpad.data import WordPieceTokenizer
 from examples import embedding_server
 from examples.embedding_server import Batcher, Limits, Refused, Server
-
-WAIT = 60  # seconds; nothing here takes long
+from tests.support.processes import TIMEOUT
+from tests.support.seeds import derived
 
 
 class Model:
@@ -57,7 +57,7 @@ def serving(batcher: Batcher, limits: Limits | None = None) -> Iterator[int]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     listening = Server(batcher, limits).listen(0)
-    server = asyncio.run_coroutine_threadsafe(listening, loop).result(WAIT)
+    server = asyncio.run_coroutine_threadsafe(listening, loop).result(TIMEOUT)
     batcher.start()
     try:
         yield server.sockets[0].getsockname()[1]
@@ -77,7 +77,7 @@ def answer_of(client: socket.socket) -> tuple[int, dict]:
 
 def talk(port: int, request: bytes, half_close: bool = False) -> tuple[int, dict]:
     """Status and body of the answer to these bytes."""
-    with socket.create_connection(("127.0.0.1", port), WAIT) as client:
+    with socket.create_connection(("127.0.0.1", port), TIMEOUT) as client:
         client.sendall(request)
         if half_close:
             client.shutdown(socket.SHUT_WR)
@@ -108,7 +108,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def port(model) -> Iterator[int]:
-    with serving(model.batcher(max_waiting=8), Limits(body=300_000, seconds=WAIT)) as port:
+    with serving(model.batcher(max_waiting=8), Limits(body=300_000, seconds=TIMEOUT)) as port:
         yield port
 
 
@@ -159,6 +159,8 @@ def test_no_texts_have_no_vectors(port):
         (post(GOOD, "Transfer-Encoding: gzip", length=False), 501, "Transfer-Encoding"),
         (post(GOOD, "X: " + "a" * 200_000), 431, "too long"),
         (post(json.dumps({"texts": ["a"] * 9}).encode()), 413, "texts: expected at most 8, got 9"),
+        (post(b'{"texts": ["a", "' + b"a " * 40_000 + b'"]}'), 413,
+         "texts: expected at most 65536 characters in all, got 80001"),
         (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", 405, "expected a POST"),
         (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400, "illegal request line"),
         (post(b'{"texts": ["untokenizable"]}'), 500, "OSError: no vocabulary"),
@@ -187,14 +189,14 @@ def test_half_a_body_is_answered(port):
 
 
 def test_who_sends_all_of_a_large_body_gets_the_answer(port):
-    client = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)
     client.request("POST", "/", b"a" * 20_000_000)
     assert client.getresponse().status == 413
     client.close()
 
 
 def test_a_body_is_asked_for_where_a_client_waits_for_that(port):
-    with socket.create_connection(("127.0.0.1", port), WAIT) as client:
+    with socket.create_connection(("127.0.0.1", port), TIMEOUT) as client:
         client.sendall(post(GOOD, "Expect: 100-continue")[: -len(GOOD)])
         assert client.recv(1000).startswith(b"HTTP/1.1 100 ")
         client.sendall(GOOD)
@@ -202,7 +204,7 @@ def test_a_body_is_asked_for_where_a_client_waits_for_that(port):
 
 
 def test_other_methods_learn_which_is_right(port):
-    client = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)
     client.request("HEAD", "/")
     response = client.getresponse()
     assert (response.status, response.headers["Allow"], response.read()) == (405, "POST", b"")
@@ -211,7 +213,7 @@ def test_other_methods_learn_which_is_right(port):
 
 def test_clients_that_go_disturb_nobody(port):
     for sent in (b"", b"POST", post(GOOD)):
-        with socket.create_connection(("127.0.0.1", port), WAIT) as client:
+        with socket.create_connection(("127.0.0.1", port), TIMEOUT) as client:
             client.sendall(sent)
     assert talk(port, post(GOOD)) == VECTORS
 
@@ -219,9 +221,9 @@ def test_clients_that_go_disturb_nobody(port):
 @pytest.mark.parametrize("sent", [b"", b"POST / HTTP/1.1\r\nX-", post(b"", length=9999)])
 def test_slow_clients_time_out(sent):
     with serving(Model().batcher(), Limits(seconds=0.5)) as port:
-        with socket.create_connection(("127.0.0.1", port), WAIT) as client:
+        with socket.create_connection(("127.0.0.1", port), TIMEOUT) as client:
             client.sendall(sent)
-            deadline = time.monotonic() + WAIT
+            deadline = time.monotonic() + TIMEOUT
             while not select.select([client], [], [], 0.05)[0]:
                 assert time.monotonic() < deadline
                 if sent:
@@ -233,8 +235,8 @@ def test_slow_clients_time_out(sent):
 
 def test_connections_are_bounded():
     with (
-        serving(Model().batcher(), Limits(seconds=WAIT, connections=1)) as port,
-        socket.create_connection(("127.0.0.1", port), WAIT) as first,
+        serving(Model().batcher(), Limits(seconds=TIMEOUT, connections=1)) as port,
+        socket.create_connection(("127.0.0.1", port), TIMEOUT) as first,
     ):
         assert talk(port, post(GOOD))[0] == 503
         first.sendall(post(GOOD))
@@ -255,7 +257,7 @@ def test_all_texts_of_a_request_are_queued_or_none():
             batcher.submit([text])
     answers += batcher.submit(["one two three"])
     batcher.start()
-    assert [answer.result(WAIT) for answer in answers] == [[1], [2], [3]]
+    assert [answer.result(TIMEOUT) for answer in answers] == [[1], [2], [3]]
     batcher.stop()
     assert model.batches == [[1, 2, 3]]
     with pytest.raises(Refused):
@@ -271,12 +273,12 @@ def test_an_error_reaches_only_the_text_that_has_it():
     (cancelled,) = batcher.submit(["one"])
     cancelled.cancel()
     batcher.start()
-    assert [answer.result(WAIT) for answer in first] == [[1], [2]]
+    assert [answer.result(TIMEOUT) for answer in first] == [[1], [2]]
     with pytest.raises(OSError, match="13 letters"):
-        bad.result(WAIT)
+        bad.result(TIMEOUT)
     with pytest.raises(ValueError):
-        short.result(WAIT)
-    assert batcher.submit(["a b c d"])[0].result(WAIT) == [4]
+        short.result(TIMEOUT)
+    assert batcher.submit(["a b c d"])[0].result(TIMEOUT) == [4]
     batcher.stop()
     assert model.batches == [[1, 2, 1, 1], [1], [2], [1], [1], [4]]
 
@@ -287,21 +289,21 @@ def test_requests_that_arrive_together_share_a_batch():
 
     def encode(texts):
         busy.set()
-        assert go_on.wait(WAIT)
+        assert go_on.wait(TIMEOUT)
         return model.encode(texts)
 
     batcher = Batcher(model.tokenize, encode, max_tokens=5)
     with serving(batcher) as port, ThreadPoolExecutor(3) as clients:
         first = clients.submit(talk, port, post(b'{"texts": ["a"]}'))
-        assert busy.wait(WAIT)
+        assert busy.wait(TIMEOUT)
         others = [clients.submit(talk, port, post(GOOD)) for _ in range(2)]
-        deadline = time.monotonic() + WAIT
+        deadline = time.monotonic() + TIMEOUT
         while len(batcher._queue) < 4:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         go_on.set()
-        assert first.result(WAIT) == (200, {"embeddings": [[1]]})
-        assert [other.result(WAIT) for other in others] == [VECTORS] * 2
+        assert first.result(TIMEOUT) == (200, {"embeddings": [[1]]})
+        assert [other.result(TIMEOUT) for other in others] == [VECTORS] * 2
     assert model.batches == [[1], [3, 1], [3, 1]]
 
 
@@ -312,7 +314,7 @@ WORDS = ["salmon trout carp pike", "raven eagle heron swan"]
 def encoder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     WordPieceTokenizer.train(lambda: [WORDS * 5], vocab_size=90).save(folder)
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     config = transformers.BertConfig(
         vocab_size=90, hidden_size=32, num_hidden_layers=1, num_attention_heads=1,
         intermediate_size=64, max_position_embeddings=16,

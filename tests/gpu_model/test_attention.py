@@ -19,6 +19,7 @@ from gpu_model.build import compiler
 from tests.support.model_attention import FUSED, MMA, NAMES, SPLIT, attention, compare, model, plan
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.op_checks import RNG, cu_seqlens
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
@@ -61,7 +62,7 @@ def inputs(lengths: Sequence[int], dtype: torch.dtype, heads: int = 2, head_dim:
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize(("dtype", "sms"), KERNELS)
 def test_matches_the_reference(kernels, dtype, p, sms):
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     kernels.set_device(MMA, sms)
     compare(dtype, FP32_EDGES if dtype == torch.float32 else EDGES, p=p)
 
@@ -69,7 +70,7 @@ def test_matches_the_reference(kernels, dtype, p, sms):
 @pytest.mark.parametrize("sms", [FUSED, SPLIT], ids=["fused", "split"])
 @pytest.mark.parametrize("lengths", [[127, 128, 129], [511], [512], [513]], ids=str)
 def test_lengths_of_several_tiles(kernels, lengths, sms):
-    torch.manual_seed(1)
+    torch.manual_seed(derived(1))
     kernels.set_device(MMA, sms)
     compare(torch.bfloat16, lengths, heads=1, p=0.1)
 
@@ -77,7 +78,7 @@ def test_lengths_of_several_tiles(kernels, lengths, sms):
 @pytest.mark.parametrize("head_dim", [32, 96, 128])
 @pytest.mark.parametrize(("dtype", "sms"), KERNELS)
 def test_other_head_dims(kernels, dtype, head_dim, sms):
-    torch.manual_seed(head_dim)
+    torch.manual_seed(derived(head_dim))
     kernels.set_device(MMA, sms)
     several = 66 if dtype == torch.float32 else 130  # tiles
     compare(dtype, [33, 0, several, 5], head_dim=head_dim, p=0.1)
@@ -87,7 +88,7 @@ def test_other_head_dims(kernels, dtype, head_dim, sms):
 def test_a_long_sequence_among_short_ones(kernels, capability):
     """Several passes over the keys; with less shared memory by blocks of 4 warps, whose tiles are
     smaller."""
-    torch.manual_seed(2)
+    torch.manual_seed(derived(2))
     kernels.set_device(capability, FUSED)
     shape = plan(3, 1, 390, 390, 64, FUSED, SHARED_BYTES[capability])[2:]
     assert shape == ((4, 32) if SHARED_BYTES[capability] < 128 * 1024 else (8, 64))
@@ -98,7 +99,7 @@ def test_a_long_sequence_among_short_ones(kernels, capability):
 @pytest.mark.parametrize("sms", [FUSED, SPLIT], ids=["fused", "split"])
 def test_a_last_tile_of_every_size(kernels, sms, p):
     """Of keys (after a full one) and of queries, beside few of the others."""
-    torch.manual_seed(11)
+    torch.manual_seed(derived(11))
     kernels.set_device((8, 0), sms)
     sizes = list(range(64, 129))
     compare(torch.bfloat16, [17] * len(sizes), sizes, heads=1, head_dim=32, p=p)
@@ -108,7 +109,7 @@ def test_a_last_tile_of_every_size(kernels, sms, p):
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_last_rows_of_fused_blocks(kernels, capability):
     """A warp has 32 keys, and 32 rows of dQ in a block of 4 warps."""
-    torch.manual_seed(12)
+    torch.manual_seed(derived(12))
     kernels.set_device(capability, FUSED)
     dtype = dtype_of(capability)
     compare(dtype, [1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 128], heads=1, p=0.1)
@@ -118,13 +119,13 @@ def test_last_rows_of_fused_blocks(kernels, capability):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [-0.3, 1.0])
 def test_any_scale(dtype, scale):
-    torch.manual_seed(3)
+    torch.manual_seed(derived(3))
     compare(dtype, [70, 12], head_dim=32, scale=scale)
 
 
 @pytest.mark.parametrize(("dtype", "sms"), [KERNELS[0], *KERNELS[3:]])
 def test_queries_and_keys_of_different_lengths(kernels, dtype, sms):
-    torch.manual_seed(4)
+    torch.manual_seed(derived(4))
     kernels.set_device(MMA, sms)
     compare(dtype, [3, 0, 40, 17, 0, 80], [70, 5, 33, 129, 0, 20], p=0.1)
 
@@ -147,7 +148,7 @@ def test_a_batch_without_tokens():
 
 
 def test_strides_do_not_matter():
-    torch.manual_seed(5)
+    torch.manual_seed(derived(5))
     lengths = [20, 65]
     wide = torch.randn(85, 4, 3, 80).to(torch.bfloat16)  # heads and rows far apart
     q, k, v = (wide[:, :2, i, :64] for i in range(3))
@@ -161,7 +162,7 @@ def test_strides_do_not_matter():
 @pytest.mark.parametrize("p", [0.1, 0.99])
 def test_masks_are_those_of_the_cpu_operator(dtype, p):
     """With one-hot values the output shows which weights were kept, 64 keys at a time."""
-    torch.manual_seed(6)
+    torch.manual_seed(derived(6))
     long = 70 if dtype == torch.float32 else 150  # several tiles
     lengths = [long, 33]
     q, k, _, _ = inputs(lengths, dtype)
@@ -180,7 +181,7 @@ def test_masks_are_those_of_the_cpu_operator(dtype, p):
 
 @pytest.mark.parametrize("sms", [FUSED, SPLIT], ids=["fused", "split"])
 def test_same_bits_from_every_schedule(kernels, sms):
-    torch.manual_seed(7)
+    torch.manual_seed(derived(7))
     kernels.set_device(MMA, sms)
     lengths = [20, 140, 0, 64, 100, 7, 65]  # tiles of 64 and 128, the last ones not full
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -208,7 +209,7 @@ def test_same_bits_from_every_schedule(kernels, sms):
 
 def test_same_bits_from_every_layout(kernels):
     """Blocks of 8 warps with two passes over the keys, of 4 with three; tiles of both sizes."""
-    torch.manual_seed(10)
+    torch.manual_seed(derived(10))
     lengths = [330, 20]
     q, k, v, dout = inputs(lengths, torch.bfloat16, heads=1)
     results = []
@@ -225,7 +226,7 @@ def test_same_bits_from_every_layout(kernels):
 
 @pytest.mark.parametrize(("dtype", "sms"), FP32_AND_BF16)
 def test_same_bits_from_every_order_of_threads(kernels, dtype, sms):
-    torch.manual_seed(8)
+    torch.manual_seed(derived(8))
     kernels.set_device(MMA, sms)
     lengths = [50, 16] if dtype == torch.float32 else [129, 16, 70]  # several tiles
     q, k, v, dout = inputs(lengths, dtype, heads=1)
@@ -250,7 +251,7 @@ def test_shared_memory_is_read_without_bank_conflicts(kernels, head_dim, sms):
 
 @pytest.mark.parametrize(("dtype", "sms"), FP32_AND_BF16)
 def test_every_barrier_and_wait_is_needed(kernels, dtype, sms):
-    torch.manual_seed(9)
+    torch.manual_seed(derived(9))
     kernels.set_device(MMA, sms)
     # Several tiles, several passes over the keys.
     q_lengths, k_lengths = [70, 20], [70, 20] if dtype == torch.float32 else [280, 40]

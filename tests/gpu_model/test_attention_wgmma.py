@@ -29,6 +29,7 @@ from tests.support.model_attention import (
 )
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.op_checks import RNG
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
@@ -57,32 +58,32 @@ def inputs(lengths: list[int], dtype: torch.dtype = BF16, heads: int = 2):
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matches_the_reference(dtype, p):
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     compare(dtype, EDGES, p=p)
 
 
 @pytest.mark.parametrize("lengths", [[64, 3], [127, 128], [191, 192, 193], [449]], ids=str)
 def test_lengths_of_several_tiles(lengths):
-    torch.manual_seed(1)
+    torch.manual_seed(derived(1))
     compare(BF16, lengths, heads=1, p=0.1)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.0, 0.5])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_backward_kernels_where_whole_heads_leave_multiprocessors_idle(kernels, dtype, p):
-    torch.manual_seed(2)
+    torch.manual_seed(derived(2))
     kernels.set_device(WGMMA, SPLIT)
     compare(dtype, [*EDGES, 330], p=p)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_backward_kernels_for_sequences_that_shared_memory_cannot_hold(dtype):
-    torch.manual_seed(2)
+    torch.manual_seed(derived(2))
     compare(dtype, [580, 3], heads=1, p=0.1)
 
 
 def test_the_kernels_of_other_gpus_instead(kernels, monkeypatch):
-    torch.manual_seed(2)
+    torch.manual_seed(derived(2))
     monkeypatch.setenv("BERT_UNPAD_WGMMA", "0")
     kernels.forget_sites()
     compare(BF16, [70, 17], p=0.1)
@@ -96,7 +97,7 @@ def test_the_kernels_of_other_gpus_instead(kernels, monkeypatch):
 @pytest.mark.parametrize("sms", [FUSED, SPLIT])
 @pytest.mark.parametrize("scale", [-0.3, 1.0])
 def test_any_scale(kernels, scale, sms):
-    torch.manual_seed(3)
+    torch.manual_seed(derived(3))
     kernels.set_device(WGMMA, sms)
     compare(BF16, [70, 12], scale=scale)
 
@@ -104,7 +105,7 @@ def test_any_scale(kernels, scale, sms):
 @pytest.mark.parametrize("sms", [FUSED, SPLIT])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_queries_and_keys_of_different_lengths(kernels, dtype, sms):
-    torch.manual_seed(4)
+    torch.manual_seed(derived(4))
     kernels.set_device(WGMMA, sms)
     compare(dtype, [3, 0, 40, 17, 0, 80, 130], [70, 5, 33, 200, 0, 20, 65], p=0.1)
 
@@ -123,7 +124,7 @@ def test_queries_without_keys_and_keys_without_queries(kernels, sms):
 @pytest.mark.parametrize("window", [(-1, 0), (0, 1), (5, 9), (64, 64), (31, -1), (500, 500)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_windows(dtype, window):
-    torch.manual_seed(20)
+    torch.manual_seed(derived(20))
     compare(dtype, [200, 0, 1, 17, 129], window=window, p=0.1)
 
 
@@ -131,7 +132,7 @@ def test_windows(dtype, window):
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "p"), [(4, 2, 0.1), (3, 1, 0.0)])
 def test_grouped_heads_and_positions(heads, kv_heads, p, given, window):
-    torch.manual_seed(2)
+    torch.manual_seed(derived(2))
     q_lengths, k_lengths = [3, 0, 90, 17, 4, 70], [70, 5, 33, 129, 0, 150]
     positions = random_positions(q_lengths, k_lengths) if given else None
     options = {"window": window, "positions": positions, "p": p}
@@ -140,12 +141,12 @@ def test_grouped_heads_and_positions(heads, kv_heads, p, given, window):
 
 @pytest.mark.parametrize("scale", [-0.3, 1.0])
 def test_any_scale_with_a_window(scale):
-    torch.manual_seed(3)
+    torch.manual_seed(derived(3))
     compare(BF16, [70, 12], scale=scale, window=(20, 5), p=0.1)
 
 
 def test_strides_do_not_matter():
-    torch.manual_seed(5)
+    torch.manual_seed(derived(5))
     lengths = [20, 65]
     wide = torch.randn(85, 4, 3, 80).to(BF16)  # heads and rows far apart
     q, k, v = (wide[:, :2, i, :64] for i in range(3))
@@ -159,7 +160,7 @@ def test_strides_do_not_matter():
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_masks_are_those_of_the_cpu_operator(dtype, p):
     """With one-hot values the output shows which weights were kept, 64 keys at a time."""
-    torch.manual_seed(6)
+    torch.manual_seed(derived(6))
     lengths = [150, 33]
     q, k, _, _ = inputs(lengths, dtype)
     batch = VarlenBatch.from_lengths(lengths)
@@ -184,7 +185,7 @@ KERNELS = pytest.mark.parametrize(
 
 @KERNELS
 def test_same_bits_from_every_schedule(kernels, window, sms):
-    torch.manual_seed(7)
+    torch.manual_seed(derived(7))
     kernels.set_device(WGMMA, sms)
     lengths = [20, 140, 0, 64, 100, 7, 65]
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -208,7 +209,7 @@ def test_same_bits_from_every_schedule(kernels, window, sms):
 
 @KERNELS
 def test_same_bits_from_every_order_of_threads(kernels, window, sms):
-    torch.manual_seed(8)
+    torch.manual_seed(derived(8))
     kernels.set_device(WGMMA, sms)
     lengths = [200, 16, 70]
     q, k, v, dout = inputs(lengths, heads=1)
@@ -233,7 +234,7 @@ def fences(level: str | None) -> set[str]:
 @pytest.mark.parametrize("window", [(-1, -1), (70, 0)])
 @pytest.mark.parametrize("queries", [64, 130], ids=["one_warpgroup", "two_warpgroups"])
 def test_every_barrier_wait_and_fence_is_needed(kernels, level, window, queries):
-    torch.manual_seed(9)
+    torch.manual_seed(derived(9))
     q = torch.randn(queries, 1, 64).to(BF16)
     k, v = (torch.randn(300, 1, 64).to(BF16) for _ in range(2))  # more tiles than stages
     sites = assert_every_site_is_needed(
@@ -259,7 +260,7 @@ def test_every_barrier_wait_and_fence_is_needed(kernels, level, window, queries)
 def test_every_barrier_wait_and_fence_of_the_backward_pass_is_needed(
     kernels, level, keys, heads, window, parts, sms
 ):
-    torch.manual_seed(10)
+    torch.manual_seed(derived(10))
     kernels.set_device(WGMMA, sms)
     q, dout = (torch.randn(140, heads, 64).to(BF16) for _ in range(2))
     kv, bias = torch.randn(keys, 2, 1, 64).to(BF16), None

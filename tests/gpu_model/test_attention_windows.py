@@ -11,6 +11,7 @@ from tests.support.attention_cases import random_positions
 from tests.support.model_attention import FUSED, MMA, NAMES, SPLIT, WGMMA, attention, compare, model
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.op_checks import RNG
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
@@ -45,14 +46,14 @@ def lengths_for(dtype: torch.dtype) -> list[int]:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_windows(dtype, window):
-    torch.manual_seed(20)
+    torch.manual_seed(derived(20))
     compare(dtype, lengths_for(dtype), window=window, p=0.1)
 
 
 @pytest.mark.parametrize("window", [(80, 1), (-1, 0), (70, -1)])
 def test_windows_that_end_anywhere_in_a_tile(window):
     """Queries are the last keys, and see at least one full tile of them or nearly so."""
-    torch.manual_seed(21)
+    torch.manual_seed(derived(21))
     sizes = list(range(120, 185))
     compare(BF16, [17] * len(sizes), sizes, heads=1, head_dim=32, window=window, p=0.1)
 
@@ -60,7 +61,7 @@ def test_windows_that_end_anywhere_in_a_tile(window):
 @pytest.mark.parametrize("head_dim", [32, 96, 128])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_other_head_dims(dtype, head_dim):
-    torch.manual_seed(head_dim)
+    torch.manual_seed(derived(head_dim))
     compare(dtype, lengths_for(dtype), kv_heads=1, head_dim=head_dim, window=(20, 40), p=0.1)
 
 
@@ -68,7 +69,7 @@ def test_other_head_dims(dtype, head_dim):
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (10, 30)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_grouped_heads(dtype, window, heads, kv_heads):
-    torch.manual_seed(1)
+    torch.manual_seed(derived(1))
     lengths = [40, 0, 5] if dtype == FP32 else [130, 0, 5]
     compare(dtype, lengths, heads=heads, kv_heads=kv_heads, head_dim=32, window=window, p=0.1)
 
@@ -77,7 +78,7 @@ def test_grouped_heads(dtype, window, heads, kv_heads):
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize(("dtype", "device"), [*KINDS, pytest.param(FP16, MMA, id="float16")])
 def test_cross_attention(kernels, dtype, device, given, window):
-    torch.manual_seed(2)
+    torch.manual_seed(derived(2))
     kernels.set_device(device, SPLIT)
     q_lengths, k_lengths = [3, 0, 90, 17, 4, 70], [70, 5, 33, 129, 0, 150]
     if dtype == FP32:
@@ -102,7 +103,7 @@ def test_queries_that_see_no_key(kernels, dtype, device):
     assert results["lse"][:, :5].eq(-torch.inf).all()
     assert results["dv"][:3].eq(0).all()
     assert torch.isfinite(results["out"]).all()
-    torch.manual_seed(3)
+    torch.manual_seed(derived(3))
     compare(dtype, [6], [5], **options)
 
 
@@ -110,7 +111,7 @@ def test_queries_that_see_no_key(kernels, dtype, device):
 def test_windows_as_far_as_they_go(kernels, dtype, device):
     """The binding hands on at most 2^32."""
     kernels.set_device(device, FUSED)
-    torch.manual_seed(4)
+    torch.manual_seed(derived(4))
     far = 2**31
     positions = torch.tensor([-far, far - 1, 7, 0], dtype=torch.int32)
     for window in ((2**32, 2**32), (2**32, 0), (far - 1, far)):
@@ -119,7 +120,7 @@ def test_windows_as_far_as_they_go(kernels, dtype, device):
 
 @OF_KIND
 def test_a_query_that_sees_only_itself(kernels, dtype, device):
-    torch.manual_seed(5)
+    torch.manual_seed(derived(5))
     kernels.set_device(device, FUSED)
     q, k, v, dout = (torch.randn(80, 1, 64).to(dtype) for _ in range(4))
     results = attention(q, k, v, dout, [20, 60], [20, 60], window=(0, 0))
@@ -130,7 +131,7 @@ def test_a_query_that_sees_only_itself(kernels, dtype, device):
 @OF_KIND
 def test_masks_are_those_without_a_window(kernels, dtype, device):
     """Values are one-hot: an output is the row of kept weights, of which a window sees some."""
-    torch.manual_seed(6)
+    torch.manual_seed(derived(6))
     kernels.set_device(device, FUSED)
     size = 64
     q, k = (torch.zeros(size, 1, size, dtype=dtype) for _ in range(2))
@@ -148,7 +149,7 @@ def test_masks_are_those_without_a_window(kernels, dtype, device):
 @OF_KIND
 def test_keys_outside_of_all_windows_are_not_read(kernels, dtype, device, backward):
     """They are NaN here, and so are the queries that no key of the rest meets."""
-    torch.manual_seed(7)
+    torch.manual_seed(derived(7))
     kernels.set_device(device, FUSED)
     q, k, v, dout = (torch.randn(400, 1, 64).to(dtype) for _ in range(4))
     # The tiles of queries from 128 on are NaN; they see keys from 118 on, in tiles from 64 on.
@@ -184,7 +185,7 @@ def test_work_follows_the_window(kernels, device, head_dim, share):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_same_bits_from_every_order_of_threads(kernels, dtype):
-    torch.manual_seed(8)
+    torch.manual_seed(derived(8))
     lengths = [50, 16] if dtype == FP32 else [129, 16, 70]
     total = sum(lengths)
     q, dout = (torch.randn(total, 2, 32).to(dtype) for _ in range(2))
@@ -201,7 +202,7 @@ def test_same_bits_from_every_order_of_threads(kernels, dtype):
 
 
 def test_same_bits_from_every_schedule():
-    torch.manual_seed(9)
+    torch.manual_seed(derived(9))
     lengths = [20, 140, 0, 64, 100, 7, 65]
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     q, dout = (torch.randn(sum(lengths), 2, 32).to(BF16) for _ in range(2))
@@ -215,7 +216,7 @@ def test_same_bits_from_every_schedule():
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_every_barrier_and_wait_is_needed(kernels, dtype):
-    torch.manual_seed(10)
+    torch.manual_seed(derived(10))
     lengths = [70, 20] if dtype == FP32 else [200, 40]
     q, dout = (torch.randn(sum(lengths), 2, 32).to(dtype) for _ in range(2))
     k, v = (torch.randn(sum(lengths), 1, 32).to(dtype) for _ in range(2))

@@ -13,6 +13,7 @@ import torch
 from gpu_model import build, conformance
 from gpu_model.block_model import POLICIES, Model
 from tests.support.model_checks import NEEDED, assert_every_site_is_needed
+from tests.support.seeds import derived
 
 HERE = build.KERNELS
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
@@ -149,7 +150,7 @@ LEGAL = ["warp_barrier", "matrices_after_barriers", "copy_of_nothing"]
 def run(model, name, rounds=1, blocks=1, threads=64, shared_bytes=4096):
     """Runs a kernel of faults.cpp on 64 numbers; its 64 results."""
     # Aligned like PyTorch's allocations; the numbers lie between two that no kernel may touch.
-    x = torch.randn(64, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(64, generator=torch.Generator().manual_seed(derived(1)))
     out = torch.full((64,), torch.nan)
     model.clear()
     model.register(x, writable=False)
@@ -263,7 +264,7 @@ def has_race(accesses, warp_steps):
 
 
 def test_races_are_found_exactly_where_they_are(faults):
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(derived(0))
     racy, programs = 0, 800
     for seed in range(programs):
         accesses, warp_steps = random_program(generator)

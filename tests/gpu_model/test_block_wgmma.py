@@ -10,6 +10,7 @@ import torch
 from gpu_model import build, conformance
 from gpu_model.block_model import POLICIES, Model
 from tests.support.model_checks import assert_every_site_is_needed
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
@@ -69,7 +70,7 @@ def faults():
 
 
 def run(model: Model, fault: str, threads: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(derived(1))).to(torch.bfloat16)
     out = torch.full((64, 64), torch.nan)
     model.clear()
     model.register(x, writable=False)

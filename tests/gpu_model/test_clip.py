@@ -9,6 +9,7 @@ import torch
 from gpu_model import build
 from gpu_model.block_model import POLICIES, Model
 from tests.support.model_checks import DTYPES, assert_every_site_is_needed
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 F32, BF16, F16 = DTYPES
@@ -30,7 +31,7 @@ def run(model, case, size, share, *, factor=0.5, shift=0, poison=None):
 
     The bound is `share` of the norm; with a `shift` addresses are no multiples of 16."""
     dtype, wire, with_residual = case
-    generator = torch.Generator().manual_seed(size)
+    generator = torch.Generator().manual_seed(derived(size))
     bucket = torch.randn(size + shift, generator=generator).to(dtype)[shift:]
     if poison is not None:
         bucket[size // 2] = poison

@@ -14,6 +14,7 @@ from bert_unpad.ops.fp8 import quantize_by, quantize_fp8  # on a CPU: by PyTorch
 from gpu_model import build
 from gpu_model.block_model import POLICIES, Model
 from tests.support.model_checks import DTYPES, assert_every_site_is_needed
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 FORMATS = {False: torch.float8_e4m3fn, True: torch.float8_e5m2}  # by `e5m2`
@@ -75,7 +76,7 @@ SHAPES = [(1, 16), (66, 80), (200, 144)]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_quantisation(fp8, shape, dtype, e5m2):
-    x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(derived(1))) * 3).to(dtype)
     want, want_kept, want_scale = quantize_fp8(x, e5m2)
     assert want_scale * torch.finfo(FORMATS[e5m2]).max == x.float().abs().max()
     for number, policy in enumerate(POLICIES):
@@ -131,7 +132,7 @@ def quantize_scaled(model, x, e5m2, scale, transpose=True):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rounding_by_a_scale_that_is_given(fp8, shape, dtype, e5m2):
-    x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(derived(1))) * 3).to(dtype)
     x[0, 3], x[0, 5], x[0, 7] = torch.inf, torch.nan, 6e4
     scale = 1e-5 if e5m2 else 2e-3  # too small for some
     noted = DelayedScale(torch.tensor(scale), torch.zeros(1024))
@@ -195,7 +196,7 @@ def assert_quantized(weights, results):
 def test_a_list_of_weights(fp8):
     """Several tiles and several blocks for a weight; a weight of zeros; values that differ in
     size, so that one's scale is not another's."""
-    generator = torch.Generator().manual_seed(4)
+    generator = torch.Generator().manual_seed(derived(4))
     shapes = [(16, 16), (80, 144), (128, 400), (48, 16)]
     weights = [torch.randn(shape, generator=generator) * 10**i for i, shape in enumerate(shapes)]
     weights.append(torch.zeros(32, 16))
@@ -221,7 +222,7 @@ def test_every_barrier_of_a_list_is_needed(fp8):
 @pytest.mark.parametrize("sum_over_tokens", [False, True])
 @pytest.mark.parametrize("b_e5m2", [False, True])
 def test_product(fp8, b_e5m2, sum_over_tokens):
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(derived(2))
     a, b = (torch.randn(s, generator=generator) for s in ((32, 48), (21, 48)))
     qa, _, a_scale = quantize_fp8(a, False)
     qb, _, b_scale = quantize_fp8(b, b_e5m2)

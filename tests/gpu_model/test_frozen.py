@@ -21,6 +21,7 @@ from tests.support.frozen_reference import (
 )
 from tests.support.model_checks import DTYPES, assert_every_site_is_needed
 from tests.support.optim_reference import State
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 CHUNK = 1 << 14  # kBlockElements
@@ -89,7 +90,7 @@ def test_frozen_adam(model, sizes, case):
         for policy in POLICIES:
             model.configure(policy, seed=1)
             state = draw(sizes, param, masters)
-            generator = torch.Generator().manual_seed(7)
+            generator = torch.Generator().manual_seed(derived(7))
             grads = [torch.randn(p.shape, generator=generator).to(grad) for p in state.params]
             weights, momenta = frozen_adam(state, grads, rule)
             assert step(model, state, grads, rule) == 0
@@ -136,7 +137,7 @@ def test_frozen_lamb_sums(model, sizes, dtype):
     for policy in POLICIES:
         model.configure(policy, seed=1)
         state = draw(sizes, dtype, False)
-        generator = torch.Generator().manual_seed(7)
+        generator = torch.Generator().manual_seed(derived(7))
         momenta = [torch.randn(p.shape, generator=generator) for p in state.params]
         fresh = [torch.rand(p.shape, generator=generator) + 0.05 for p in state.params]
         lists = (state.params, momenta, state.exp_avgs, state.exp_avg_sqs, fresh)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from gpu_model import build
 from gpu_model.block_model import POLICIES, Model
 from tests.support.model_checks import DTYPES, assert_every_site_is_needed
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
@@ -21,7 +22,7 @@ def gelu():
 def run_gelu(model, dtype, bias_dtype, shape, tanh, seed=0):
     """x, dy, bias and the kernels' y, dx, dbias."""
     rows, columns = shape
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(derived(seed))
     x, dy = (torch.randn(shape, generator=generator).mul(2).to(dtype) for _ in range(2))
     bias = torch.randn(columns, generator=generator).to(bias_dtype)
     y, dx = (torch.full_like(x, torch.nan) for _ in range(2))

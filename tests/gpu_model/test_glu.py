@@ -13,6 +13,7 @@ from gpu_model.build import compiler
 from tests.support import reference
 from tests.support.model_checks import DTYPES, assert_every_site_is_needed, load_kernels
 from tests.support.model_norm import Buffers
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
@@ -59,7 +60,7 @@ def run_glu(kernels, x: Tensor, bias: Tensor | None, dy: Tensor, kind: str) -> l
 
 def draw(rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """x, bias and the gradient of y."""
-    torch.manual_seed(width)
+    torch.manual_seed(derived(width))
     x, dy = (2 * torch.randn(rows, 2 * width)).to(dtype), torch.randn(rows, width).to(dtype)
     return x, torch.randn(2 * width), dy
 

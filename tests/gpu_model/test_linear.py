@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from gpu_model import build
 from gpu_model.block_model import Model
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/common/types.h
@@ -49,7 +50,7 @@ class Counts:
 
 
 def inputs(library, dtype, *shapes, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(derived(seed))
     tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     return [library.register(tensor, writable=False) for tensor in tensors]
 

@@ -10,6 +10,7 @@ from gpu_model import build
 from gpu_model.block_model import POLICIES, Model
 from tests.support import reference
 from tests.support.model_checks import DTYPES, assert_every_site_is_needed
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 DLOSS = 0.37
@@ -66,7 +67,7 @@ def run(
 
 def draw(rows: int, columns: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Logits and labels: every third row is ignored, row 1 is right, padding would win."""
-    generator = torch.Generator().manual_seed(columns)
+    generator = torch.Generator().manual_seed(derived(columns))
     logits = (3 * torch.randn(rows, columns, generator=generator)).to(dtype)
     logits[:, vocab:] = 100.0
     labels = torch.randint(vocab, (rows,), generator=generator)

@@ -19,6 +19,7 @@ from tests.support import reference
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.model_norm import NormCudaParams, RowNormParams, layer_norm, model
 from tests.support.op_checks import RNG, results_of
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
@@ -66,7 +67,7 @@ def compare(inputs: list[Tensor | None], dy: Tensor, p: float, eps: float = 1e-1
 @pytest.mark.parametrize("hidden", WIDTHS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matches_the_reference(dtype: torch.dtype, hidden: int, p: float) -> None:
-    torch.manual_seed(hidden)
+    torch.manual_seed(derived(hidden))
     # More rows than the device's blocks take at once where that is quick.
     rows = 45 if hidden <= 64 else 9 if hidden <= 1024 else 3
     compare(*draw(rows, hidden, dtype), p)
@@ -76,7 +77,7 @@ def test_matches_the_reference(dtype: torch.dtype, hidden: int, p: float) -> Non
 @pytest.mark.parametrize("hidden", [13, 264])
 @pytest.mark.parametrize("missing", [(1,), (4,), (1, 4)], ids=["residual", "x_bias", "both"])
 def test_optional_inputs(missing: tuple[int, ...], hidden: int, p: float) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     inputs, dy = draw(5, hidden, torch.float32)
     compare([None if i in missing else x for i, x in enumerate(inputs)], dy, p)
 
@@ -87,7 +88,7 @@ def test_optional_inputs(missing: tuple[int, ...], hidden: int, p: float) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_other_forms(dtype: torch.dtype, rms: bool, hidden: int, p: float) -> None:
     """LayerNorm without a bias and RMSNorm, whose sum is or is not a result."""
-    torch.manual_seed(hidden)
+    torch.manual_seed(derived(hidden))
     (x, residual, weight, _, x_bias), dy = draw(7, hidden, dtype)
     dsum, inputs, eps = torch.randn_like(dy), [x, residual, weight, x_bias], 1e-5
     for return_sum in (False, True):
@@ -125,12 +126,12 @@ def test_other_forms(dtype: torch.dtype, rms: bool, hidden: int, p: float) -> No
 @pytest.mark.parametrize("hidden", [13, 40])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_parameters_in_the_dtype_of_x(dtype: torch.dtype, hidden: int) -> None:
-    torch.manual_seed(1)
+    torch.manual_seed(derived(1))
     compare(*draw(21, hidden, dtype, dtype), 0.1, eps=1e-3)
 
 
 def test_addresses_that_do_not_allow_vector_loads() -> None:
-    torch.manual_seed(2)
+    torch.manual_seed(derived(2))
     inputs, dy = draw(3, 64, torch.bfloat16)
     store = torch.empty(3 * 64 + 1, dtype=torch.bfloat16)
     shifted = store[1:].view(3, 64)
@@ -142,7 +143,7 @@ def test_addresses_that_do_not_allow_vector_loads() -> None:
 @pytest.mark.parametrize("hidden", [13, 64])
 @pytest.mark.parametrize("rows", [0, 1])
 def test_none_or_one_row(rows: int, hidden: int) -> None:
-    torch.manual_seed(3)
+    torch.manual_seed(derived(3))
     inputs, dy = draw(rows, hidden, torch.bfloat16)
     compare(inputs, dy, 0.1)
     if rows == 0:
@@ -157,7 +158,7 @@ def test_none_or_one_row(rows: int, hidden: int) -> None:
     + [(n, torch.float32) for n in (13, 72, 1032)],
 )
 def test_masks_are_those_of_the_cpu_operator(hidden: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(4)
+    torch.manual_seed(derived(4))
     inputs, dy = draw(11, hidden, dtype)
     rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (0.02, 0.5)
     for p in (0.1, 0.5, 0.99):
@@ -176,7 +177,7 @@ def test_masks_are_those_of_the_cpu_operator(hidden: int, dtype: torch.dtype) ->
 
 
 def test_large_offset_does_not_cancel() -> None:
-    torch.manual_seed(5)
+    torch.manual_seed(derived(5))
     for hidden in (60, 64):
         inputs, dy = draw(4, hidden, torch.float32)
         inputs[0] += 1000.0
@@ -188,7 +189,7 @@ def test_large_offset_does_not_cancel() -> None:
 
 @pytest.mark.parametrize("hidden", [13, 64, 520, 1032])
 def test_same_bits_in_any_order_of_threads_and_blocks(kernels, hidden: int) -> None:
-    torch.manual_seed(6)
+    torch.manual_seed(derived(6))
     kernels.set_device(multiprocessors=2)
     inputs, dy = draw(15, hidden, torch.bfloat16)
     runs = []
@@ -204,7 +205,7 @@ def test_same_bits_in_any_order_of_threads_and_blocks(kernels, hidden: int) -> N
 @pytest.mark.parametrize(("hidden", "rows"), [(8, 330), (13, 90), (264, 50)])
 def test_sums_over_many_blocks(kernels, hidden: int, rows: int) -> None:
     """More than are added up at once."""
-    torch.manual_seed(8)
+    torch.manual_seed(derived(8))
     dtype = torch.bfloat16 if hidden == 8 else torch.float32
     inputs, dy = draw(rows, hidden, dtype)
     runs = []
@@ -235,7 +236,7 @@ def test_scratch_memory_of_a_large_layer(kernels) -> None:
     [(64, 6), (1032, 5), (13, 3)],
 )
 def test_every_barrier_is_needed(kernels, hidden: int, barriers: int) -> None:
-    torch.manual_seed(7)
+    torch.manual_seed(derived(7))
     inputs, dy = draw(5, hidden, torch.bfloat16)
 
     def run() -> None:

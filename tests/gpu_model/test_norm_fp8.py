@@ -16,6 +16,7 @@ from tests.gpu_model.test_fp8 import aligned, assert_same_numbers
 from tests.support.model_checks import DTYPES, assert_every_site_is_needed
 from tests.support.model_norm import Buffers, model, norm_params, row_norm_params
 from tests.support.op_checks import RNG
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 SCALE = 0.01
@@ -31,7 +32,7 @@ def kernels():
 
 def draw(rows: int, hidden: int, dtype: torch.dtype) -> list[Tensor]:
     """x, residual, weight, bias, x_bias."""
-    torch.manual_seed(hidden)
+    torch.manual_seed(derived(hidden))
     rounded = [torch.randn(rows, hidden).to(dtype) for _ in range(2)]
     return [*rounded, 1 + 0.3 * torch.randn(hidden), *torch.randn(2, hidden)]
 

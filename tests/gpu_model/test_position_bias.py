@@ -21,6 +21,7 @@ from tests.support.model_attention import (
 )
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.op_checks import RNG
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
@@ -58,7 +59,7 @@ def lengths_for(dtype: torch.dtype) -> list[int]:
 @pytest.mark.parametrize("parts", COMBINATIONS, ids="+".join)
 @OF_ANY_KIND
 def test_parts(kernels: Model, dtype: torch.dtype, device: Capability, parts: Parts) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     kernels.set_device(device, FUSED)
     compare(dtype, lengths_for(dtype), buckets=random_buckets(30, 9), parts=parts, p=0.1)
 
@@ -66,7 +67,7 @@ def test_parts(kernels: Model, dtype: torch.dtype, device: Capability, parts: Pa
 @pytest.mark.parametrize("head_dim", [32, 96, 128])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_other_head_dims(dtype: torch.dtype, head_dim: int) -> None:
-    torch.manual_seed(head_dim)
+    torch.manual_seed(derived(head_dim))
     options = {"buckets": random_buckets(12, 7), "parts": PARTS, "kv_heads": 1, "p": 0.1}
     compare(dtype, [70, 0, 5], head_dim=head_dim, **options)
 
@@ -77,7 +78,7 @@ def test_other_head_dims(dtype: torch.dtype, head_dim: int) -> None:
 def test_windows(
     kernels: Model, dtype: torch.dtype, device: Capability, window: tuple[int, int], reach: int
 ) -> None:
-    torch.manual_seed(1)
+    torch.manual_seed(derived(1))
     kernels.set_device(device, FUSED)
     buckets = (torch.arange(2 * reach + 1) % 3).int()  # no window sees distances of one bucket only
     options = {"buckets": buckets, "parts": PARTS, "scale": -0.3}
@@ -86,7 +87,7 @@ def test_windows(
 
 @OF_KIND
 def test_buckets_of_models(kernels: Model, dtype: torch.dtype, device: Capability) -> None:
-    torch.manual_seed(2)
+    torch.manual_seed(derived(2))
     kernels.set_device(device, FUSED)
     lengths = [150] if dtype == FP32 else [300, 40]
     compare(dtype, lengths, heads=1, buckets=ops.t5_buckets(), parts=["table"])
@@ -99,7 +100,7 @@ def test_buckets_of_models(kernels: Model, dtype: torch.dtype, device: Capabilit
 def test_cross_attention(
     kernels: Model, dtype: torch.dtype, device: Capability, given: bool, window: tuple[int, int]
 ) -> None:
-    torch.manual_seed(3)
+    torch.manual_seed(derived(3))
     kernels.set_device(device, FUSED)
     q_lengths, k_lengths = [3, 0, 90, 17, 4, 30], [70, 5, 33, 129, 0, 80]
     if dtype == FP32:
@@ -113,7 +114,7 @@ def test_cross_attention(
 def test_positions_as_far_as_they_go(
     kernels: Model, dtype: torch.dtype, device: Capability
 ) -> None:
-    torch.manual_seed(4)
+    torch.manual_seed(derived(4))
     kernels.set_device(device, FUSED)
     far = 2**31
     positions = torch.tensor([-far, far - 1, 7, 0], dtype=torch.int32)
@@ -123,7 +124,7 @@ def test_positions_as_far_as_they_go(
 @OF_KIND
 def test_large_biases(kernels: Model, dtype: torch.dtype, device: Capability) -> None:
     """exp of a bias alone would be infinite, as it is of rows of a tile that are no queries."""
-    torch.manual_seed(5)
+    torch.manual_seed(derived(5))
     kernels.set_device(device, FUSED)
     q, k, v, dout = (torch.randn(20, 1, 64).to(dtype) for _ in range(4))
     buckets, table = torch.zeros(3, dtype=torch.int32), torch.full((1, 1), 300.0)
@@ -138,7 +139,7 @@ def test_large_biases(kernels: Model, dtype: torch.dtype, device: Capability) ->
 def test_distances_that_must_not_be_seen(
     kernels: Model, dtype: torch.dtype, device: Capability
 ) -> None:
-    torch.manual_seed(6)
+    torch.manual_seed(derived(6))
     kernels.set_device(device, FUSED)
     q, k, v, dout = (torch.randn(200, 1, 64).to(dtype) for _ in range(4))
     buckets = torch.zeros(2 * 50 + 3, dtype=torch.int32)
@@ -155,7 +156,7 @@ def test_distances_that_must_not_be_seen(
 def test_queries_without_keys_and_keys_without_queries(
     kernels: Model, dtype: torch.dtype, device: Capability
 ) -> None:
-    torch.manual_seed(7)
+    torch.manual_seed(derived(7))
     kernels.set_device(device, FUSED)
     q, dout = (torch.randn(5, 2, 64).to(dtype) for _ in range(2))
     kv, buckets = torch.randn(4, 2, 2, 64).to(dtype), random_buckets(3, 4)
@@ -175,7 +176,7 @@ def test_a_batch_without_tokens() -> None:
 
 @OF_KIND
 def test_strided_parts(kernels: Model, dtype: torch.dtype, device: Capability) -> None:
-    torch.manual_seed(8)
+    torch.manual_seed(derived(8))
     kernels.set_device(device, FUSED)
     q, k, v, dout = (torch.randn(49, 2, 64).to(dtype) for _ in range(4))
     buckets = random_buckets(12, 5)
@@ -209,7 +210,7 @@ def inputs(dtype: torch.dtype, lengths: list[int], head_dim: int) -> tuple[list,
 def test_same_bits_from_every_order_of_threads(
     kernels: Model, dtype: torch.dtype, device: Capability
 ) -> None:
-    torch.manual_seed(9)
+    torch.manual_seed(derived(9))
     kernels.set_device(device, FUSED)
     lengths = [50, 16] if dtype == FP32 else [129, 16, 70]
     run, options = inputs(dtype, lengths, 64 if device == WGMMA else 32)
@@ -222,7 +223,7 @@ def test_same_bits_from_every_order_of_threads(
 
 @pytest.mark.parametrize(("device", "head_dim"), [(MMA, 32), (WGMMA, 64)], ids=["mma", "wgmma"])
 def test_same_bits_from_every_schedule(kernels: Model, device: Capability, head_dim: int) -> None:
-    torch.manual_seed(10)
+    torch.manual_seed(derived(10))
     kernels.set_device(device, FUSED)
     lengths = [20, 140, 0, 64, 100, 7, 65]
     run, options = inputs(BF16, lengths, head_dim)
@@ -235,7 +236,7 @@ def test_same_bits_from_every_schedule(kernels: Model, device: Capability, head_
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_every_barrier_and_wait_is_needed(kernels, dtype: torch.dtype) -> None:
-    torch.manual_seed(11)
+    torch.manual_seed(derived(11))
     run, options = inputs(dtype, [70, 20] if dtype == FP32 else [200, 40], 32)
     sites = assert_every_site_is_needed(
         kernels, lambda: attention(*run, **options), policies=["in_order"]

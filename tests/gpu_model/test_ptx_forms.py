@@ -13,6 +13,7 @@ from gpu_model import build
 from gpu_model.ptx import compiler
 from gpu_model.ptx.interpreter import Program
 from tests.support.ptx_kernels import POLICIES
+from tests.support.seeds import derived
 from tests.support.wgmma_kernels import Operand, gathered
 
 pytestmark = [
@@ -55,7 +56,7 @@ def test_a_compiled_ring():
 def test_compiled_attention_with_producers_and_consumers(groups, name):
     """Bulk copies, mbarriers, registers that change hands, and products that overlap."""
     program = Program({"loop.ptx": compiler.ptx(SUPPORT / "attention_loop.cu", "90a")})
-    generator = torch.Generator().manual_seed(groups)
+    generator = torch.Generator().manual_seed(derived(groups))
     tiles, queries = 3, 64 * groups
     q, k, v = (
         torch.randn(n, 64, generator=generator).bfloat16()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gpu_model import build
 from tests.support.ptx_kernels import evaluate
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
@@ -23,7 +24,7 @@ INTS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 def draw(bits: int, count: int = 512, seed: int = 0) -> list[int]:
     """Patterns of so many bits: special ones and random ones of all lengths."""
-    rng = np.random.default_rng([bits, seed])
+    rng = np.random.default_rng([derived(bits), seed])
     top = 1 << (bits - 1)
     special = [0, 1, 2, 3, top - 1, top, top + 1, 2 * top - 1, 2 * top - 2, 31, 32, 33, 63, 64]
     wide = rng.integers(0, 2**64, count, dtype=np.uint64).tolist()
@@ -33,7 +34,7 @@ def draw(bits: int, count: int = 512, seed: int = 0) -> list[int]:
 
 def operands(bits: int, count: int) -> list[list[int]]:
     """All pairs of special values, among random rows."""
-    rng = np.random.default_rng(count)
+    rng = np.random.default_rng(derived(count))
     pairs = list(itertools.product(draw(bits)[:14], repeat=2))
     columns = [draw(bits, 600, seed) for seed in range(count)]
     rows = [[column[i] for i in rng.permutation(len(column))[:500]] for column in columns]
@@ -179,7 +180,7 @@ def test_funnel_shifts():
 @pytest.mark.parametrize("bits", [32, 64])
 def test_bit_fields(bits):
     x, y = draw(bits, 600, 1), draw(bits, 600, 2)
-    rng = np.random.default_rng(bits)
+    rng = np.random.default_rng(derived(bits))
     at, length = (rng.integers(0, bits + 8, len(x)).tolist() for _ in range(2))
     length[:40], at[40:50] = [0] * 10 + [bits] * 10 + [255] * 20, [255] * 10
     shape = [tensor(at, 32), tensor(length, 32)]

@@ -7,6 +7,7 @@ import torch
 
 from gpu_model import build
 from tests.support.ptx_kernels import ADDRESSES, evaluate, launch_all, program
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
@@ -20,7 +21,9 @@ LANES = torch.arange(32)
 @pytest.mark.parametrize("width", [32, 16, 8])
 def test_shuffles(mode, width):
     x = torch.randint(-(2**31), 2**31, (32,), dtype=torch.int64).int()
-    amount = torch.randint(0, 32, (32,), generator=torch.Generator().manual_seed(width)).int()
+    amount = torch.randint(
+        0, 32, (32,), generator=torch.Generator().manual_seed(derived(width))
+    ).int()
     clamp = (32 - width) << 8 | (0 if mode == "up" else 31)
     text = f"""shfl.sync.{mode}.b32 y0|%q0, x0, x1, {clamp}, -1; selp.u32 y1, 1, 0, %q0;"""
     values, in_range = evaluate(text, [x, amount], torch.int32, torch.int32)
@@ -36,8 +39,8 @@ def test_shuffles(mode, width):
 
 
 def test_votes_and_reductions():
-    bits = torch.randint(0, 2, (32,), generator=torch.Generator().manual_seed(1)).int()
-    x = torch.randint(-1000, 1000, (32,), generator=torch.Generator().manual_seed(2)).int()
+    bits = torch.randint(0, 2, (32,), generator=torch.Generator().manual_seed(derived(1))).int()
+    x = torch.randint(-1000, 1000, (32,), generator=torch.Generator().manual_seed(derived(2))).int()
     text = """setp.ne.u32 %q0, x0, 0;
         vote.sync.ballot.b32 y0, %q0, -1;
         vote.sync.any.pred %q1, %q0, -1; selp.u32 y1, 1, 0, %q1;

@@ -7,6 +7,7 @@ import torch
 
 from gpu_model import build
 from tests.support.ptx_kernels import POLICIES
+from tests.support.seeds import derived
 from tests.support.wgmma_kernels import (
     DTYPES,
     FENCE,
@@ -35,7 +36,9 @@ IN_REGISTERS = "{%r10, %r11, %r12, %r13}"
 
 def integers(seed: int, *shape: int) -> torch.Tensor:
     """Small enough that sums of products are exact."""
-    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
+    return torch.randint(
+        -8, 9, shape, generator=torch.Generator().manual_seed(derived(seed))
+    ).float()
 
 
 def depth_of(swizzle: int, k_major: bool) -> int:
@@ -135,7 +138,7 @@ def test_scales(policy, adds, scales):
 @pytest.mark.parametrize("kind", DTYPES)
 def test_products_of_many_steps(kind):
     """Two chains of wgmma of 4 steps, the second one waited for later; normal values."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(derived(5))
     dtype = DTYPES[kind]
     a, b, e = (torch.randn(64, 64, generator=generator).to(dtype) for _ in range(3))
     operands = [Operand(a, 1, True), Operand(b, 1, True, start=8192),

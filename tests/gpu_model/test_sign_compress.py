@@ -12,6 +12,7 @@ from torch import Tensor
 from gpu_model import build
 from gpu_model.block_model import POLICIES, Model
 from tests.support.model_checks import DTYPES, assert_every_site_is_needed
+from tests.support.seeds import derived
 from tests.support.signs import pack, rms, signs
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
@@ -28,7 +29,7 @@ def model():
 
 def draw(size: int, dtype: torch.dtype | None, shift: int = 0) -> tuple[Tensor | None, Tensor]:
     """Value and error; with a shift their addresses are no multiples of 16."""
-    generator = torch.Generator().manual_seed(size)
+    generator = torch.Generator().manual_seed(derived(size))
     error = torch.randn(size + shift, generator=generator)[shift:]
     value = torch.randn(size + shift, generator=generator)[shift:]
     return None if dtype is None else value.to(dtype), error
@@ -110,7 +111,7 @@ def test_grids_of_any_size_agree(model, multiprocessors):
 def test_mean(model, size, rows):
     model.configure("uniform", seed=3)
     model.set_device(multiprocessors=1)
-    generator = torch.Generator().manual_seed(size)
+    generator = torch.Generator().manual_seed(derived(size))
     shape = (rows, -(-size // 8) + 1)
     bits = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
     scales = torch.rand(rows, generator=generator)

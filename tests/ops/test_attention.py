@@ -19,6 +19,7 @@ from tests.support.op_checks import (
     compare_cross_attention,
     cu_seqlens,
 )
+from tests.support.seeds import derived
 
 LENGTHS = [200, 0, 1, 15, 16, 17, 63, 64, 65, 129]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -27,41 +28,41 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matches_the_reference(dtype: torch.dtype, p: float) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     compare_attention(dtype, LENGTHS, p=p)
 
 
 @pytest.mark.parametrize("head_dim", [1, 5, 32, 100, 128, 200, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_head_dim(dtype: torch.dtype, head_dim: int) -> None:
-    torch.manual_seed(head_dim)
+    torch.manual_seed(derived(head_dim))
     compare_attention(dtype, [33, 0, 70, 5], head_dim=head_dim, p=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [[1], [512], [511, 513], [1] * 9, [0, 0, 3]])
 def test_lengths_at_the_edges(dtype: torch.dtype, lengths: list[int]) -> None:
-    torch.manual_seed(1)
+    torch.manual_seed(derived(1))
     compare_attention(dtype, lengths, p=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [0.7, -0.3])
 def test_scale_is_applied_before_the_softmax(dtype: torch.dtype, scale: float) -> None:
-    torch.manual_seed(2)
+    torch.manual_seed(derived(2))
     compare_attention(dtype, [40, 3], head_dim=16, scale=scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_long_sequence(dtype: torch.dtype) -> None:
     # Longer than one strip of scores allows: the smallest block of rows.
-    torch.manual_seed(3)
+    torch.manual_seed(derived(3))
     compare_attention(dtype, [4100], head_dim=8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cross_attention(dtype: torch.dtype) -> None:
-    torch.manual_seed(4)
+    torch.manual_seed(derived(4))
     compare_cross_attention(dtype, [3, 0, 40, 17, 0], [70, 5, 33, 129, 0], p=0.1)
 
 
@@ -92,7 +93,7 @@ def results(qkv: Tensor, batch: VarlenBatch | Tensor, *args, **options) -> tuple
 
 
 def test_the_schedule_changes_no_bit() -> None:
-    torch.manual_seed(7)
+    torch.manual_seed(derived(7))
     qkv, batch = torch.randn(sum(LENGTHS), 3, 2, 16), VarlenBatch.from_lengths(LENGTHS)
     expected = results(qkv, batch.cu_seqlens, batch.max_seqlen)
     for schedule in ("list", "groups"):
@@ -160,7 +161,7 @@ def test_bad_schedules_are_named(order, groups, message: str, backward: bool) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_strided_input_and_gradient(dtype: torch.dtype) -> None:
-    torch.manual_seed(5)
+    torch.manual_seed(derived(5))
     wide = torch.randn(
         30, 2, 3, 24, dtype=dtype
     )  # heads before q, k, v, and only 16 of 24 columns used
@@ -183,9 +184,16 @@ def test_large_scores_stay_finite(dtype: torch.dtype, factor: float) -> None:
     qkv[:, :2] *= factor
     qkv = qkv.to(dtype)
     out = ops.varlen_attention(qkv, VarlenBatch.from_lengths([50]))
-    expected = reference.varlen_attention(qkv.double(), [50])
-    limit = 4 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 1e-4
-    torch.testing.assert_close(out.double(), expected, atol=limit, rtol=limit)
+    q, k, v = qkv.double()[:, :, 0].unbind(1)
+    scores = q @ k.T / 8
+    expected = scores.softmax(-1) @ v
+    # A score is a sum of 64 products in fp32. Its rounding moves the result between the values of
+    # keys whose weights are alike, and hardly where one key has all the weight.
+    rounding = 128 * torch.finfo(torch.float32).eps * (q.abs() @ k.abs().T / 8).amax(-1, True)
+    most = (scores - scores.amax(-1, True) + rounding).clamp(max=0).exp()  # of a key's weight
+    moved = (-torch.expm1(-rounding) * most)[:, :, None] * (v - expected[:, None]).abs()
+    limit = 4 * torch.finfo(dtype).eps * v.abs().max() + 1e-6
+    assert ((out.double()[:, 0] - expected).abs() <= limit + moved.sum(1)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -201,7 +209,7 @@ def test_nan_comes_out_as_nan(dtype: torch.dtype, part: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_same_bits_whatever_the_threads(dtype: torch.dtype) -> None:
-    torch.manual_seed(6)
+    torch.manual_seed(derived(6))
     qkv = torch.randn(sum(LENGTHS), 3, 4, 64, dtype=dtype)
     results = []
     threads = torch.get_num_threads()
@@ -317,7 +325,7 @@ def test_bad_cross_input_is_named() -> None:
 
 
 def compute() -> list[Tensor]:
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     results = []
     for dtype in DTYPES:
         qkv = torch.randn(180, 3, 2, 40).to(dtype).requires_grad_()

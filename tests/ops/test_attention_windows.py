@@ -19,6 +19,7 @@ from tests.support.op_checks import (
     assert_same_bits_whatever_the_threads,
     cu_seqlens,
 )
+from tests.support.seeds import derived
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [200, 0, 1, 17, 129]
@@ -28,14 +29,14 @@ WINDOWS = [(-1, 0), (0, -1), (0, 1), (5, 9), (64, 64), (-1, 30), (31, -1), (500,
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_windows(dtype: torch.dtype, window: tuple[int, int]) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     compare(Case(LENGTHS, window=window, p=0.1), dtype)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 1), (4, 2), (6, 3), (6, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_heads(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
-    torch.manual_seed(1)
+    torch.manual_seed(derived(1))
     case = Case([40, 3, 0, 90], heads=heads, kv_heads=kv_heads, window=(20, -1), p=0.1)
     compare(case, dtype)
 
@@ -43,7 +44,7 @@ def test_grouped_heads(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
 @pytest.mark.parametrize("head_dim", [1, 33, 128, 200, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_head_dims(dtype: torch.dtype, head_dim: int) -> None:
-    torch.manual_seed(head_dim)
+    torch.manual_seed(derived(head_dim))
     compare(Case([33, 0, 70], kv_heads=1, head_dim=head_dim, window=(8, 8)), dtype)
 
 
@@ -51,7 +52,7 @@ def test_head_dims(dtype: torch.dtype, head_dim: int) -> None:
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cross_attention(dtype: torch.dtype, given: bool, window: tuple[int, int]) -> None:
-    torch.manual_seed(2)
+    torch.manual_seed(derived(2))
     q_lengths, k_lengths = [3, 0, 90, 17, 4, 30], [70, 5, 33, 129, 0, 200]
     positions = random_positions(q_lengths, k_lengths) if given else None
     case = Case(k_lengths, q_lengths, kv_heads=1, window=window, p=0.1, positions=positions)
@@ -61,7 +62,7 @@ def test_cross_attention(dtype: torch.dtype, given: bool, window: tuple[int, int
 @pytest.mark.parametrize("window", [(-1, -1), (100, 3), (-1, 0)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sequences_of_several_parts(dtype: torch.dtype, window: tuple[int, int]) -> None:
-    torch.manual_seed(3)
+    torch.manual_seed(derived(3))
     compare(Case([1700, 30, 769], window=window, kv_heads=1, p=0.1), dtype)
     q_lengths, k_lengths = [900, 5, 40], [100, 1500, 2000]
     positions = random_positions(q_lengths, k_lengths)
@@ -70,7 +71,7 @@ def test_sequences_of_several_parts(dtype: torch.dtype, window: tuple[int, int])
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_query_that_sees_only_itself(dtype: torch.dtype) -> None:
-    torch.manual_seed(8)
+    torch.manual_seed(derived(8))
     qkv = torch.randn(60, 3, 2, 16).to(dtype).requires_grad_()
     dout = torch.randn(60, 2, 16).to(dtype)
     out = ops.varlen_attention(qkv, VarlenBatch.from_lengths([20, 0, 40]), window=(0, 0))
@@ -94,7 +95,7 @@ def test_queries_that_see_no_key_give_zeros() -> None:
 
 
 def test_a_window_that_holds_everything_changes_no_bit() -> None:
-    torch.manual_seed(4)
+    torch.manual_seed(derived(4))
     qkv, batch = torch.randn(330, 3, 2, 64), VarlenBatch.from_lengths([200, 130])
     whole = ops.varlen_attention(qkv, batch, dropout_p=0.1, rng=RNG)
     wide = ops.varlen_attention(qkv, batch, dropout_p=0.1, rng=RNG, window=(199, 2**40))
@@ -102,7 +103,7 @@ def test_a_window_that_holds_everything_changes_no_bit() -> None:
 
 
 def test_grouped_form_of_equal_heads_is_the_other_form() -> None:
-    torch.manual_seed(5)
+    torch.manual_seed(derived(5))
     qkv, batch = torch.randn(90, 3, 2, 64), VarlenBatch.from_lengths([20, 70])
     grouped = ops.varlen_attention(qkv.flatten(1, 2), batch, num_heads=2, window=(9, 9))
     assert torch.equal(grouped, ops.varlen_attention(qkv, batch, window=(9, 9)))
@@ -125,7 +126,7 @@ def test_masks_are_those_without_a_window(dtype: torch.dtype) -> None:
 
 
 def test_strided_input() -> None:
-    torch.manual_seed(6)
+    torch.manual_seed(derived(6))
     qkv = torch.randn(30, 2, 4, 8)[:, 1, :, :5]
     batch = VarlenBatch.from_lengths([30])
     results = []
@@ -139,7 +140,7 @@ def test_strided_input() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_same_bits_whatever_the_threads(dtype: torch.dtype) -> None:
-    torch.manual_seed(7)
+    torch.manual_seed(derived(7))
     case = Case([1600, 40, 900], heads=4, window=(-1, 200), p=0.1)
     inputs, dout = case.inputs(dtype), torch.randn(2540, 4, 16).to(dtype)
     assert_same_bits_whatever_the_threads(lambda: with_gradients(case.ours, inputs, dout))
@@ -221,7 +222,7 @@ def test_bad_positions_are_named(positions: Tensor, message: str) -> None:
 
 
 def compute() -> list[Tensor]:
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     results = []
     for dtype in DTYPES:
         for window in ((-1, 0), (20, 33)):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support import reference
+from tests.support.seeds import derived
 
 KEY = (0x01234567, 0x89ABCDEF)
 RNG = torch.tensor([12345, 678])
@@ -71,7 +72,7 @@ def neighbours(words: np.ndarray, next_step: np.ndarray) -> np.ndarray:
 
 def avalanche(rounds: int) -> np.ndarray:
     """How often a bit of the result changes with each bit of the counter and the key."""
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(derived(0))
     counter = [generator.integers(0, size, 4096) for size in (*GRID, 1000)]
     base = np.stack(reference.philox(counter, KEY, rounds), axis=-1).astype(np.uint32)
     z = []

@@ -11,12 +11,13 @@ from bert_unpad import ops
 from bert_unpad.ops.fp8 import quantize_fp8
 from tests.nn.test_bert import make_inputs, make_model
 from tests.support.fp8_training import SIZES, train
+from tests.support.seeds import derived
 
 FORMATS = {False: torch.float8_e4m3fn, True: torch.float8_e5m2}  # by `e5m2`
 
 
 def draw(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(derived(seed))
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 

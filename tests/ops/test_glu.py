@@ -14,6 +14,7 @@ from tests.support.op_checks import (
     assert_same_bits_whatever_the_threads,
     results_of,
 )
+from tests.support.seeds import derived
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = list(reference.GATES)
@@ -41,21 +42,21 @@ def compare(inputs: list[Tensor | None], dout: Tensor, dtype: torch.dtype, kind:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matches_the_reference(dtype: torch.dtype, kind: str, width: int) -> None:
-    torch.manual_seed(width)
+    torch.manual_seed(derived(width))
     inputs, dout = draw((70, 2 * width), dtype)
     compare(inputs, dout, dtype, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_bias_and_with_any_leading_shape(kind: str) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     (x, _), dout = draw((2, 3, 40, 66), torch.float32)
     compare([x, None], dout, torch.float32, kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_bias_in_the_dtype_of_x(dtype: torch.dtype) -> None:
-    torch.manual_seed(1)
+    torch.manual_seed(derived(1))
     (x, bias), dout = draw((40, 64), dtype)
     compare([x, bias.to(dtype)], dout, dtype, "silu")
 
@@ -90,7 +91,7 @@ def test_special_values(kind: str) -> None:
 
 
 def test_strided_input_and_gradient() -> None:
-    torch.manual_seed(2)
+    torch.manual_seed(derived(2))
     inputs, dout = draw((24, 40), torch.float32)
     x = torch.stack([inputs[0]] * 2, -1)[..., 0]
     gradient = torch.stack([dout] * 2, -1)[..., 0]
@@ -112,7 +113,7 @@ def test_nothing_to_do(shape: tuple[int, ...]) -> None:
 
 
 def test_same_bits_whatever_the_threads() -> None:
-    torch.manual_seed(3)
+    torch.manual_seed(derived(3))
     inputs, dout = draw((500, 200), torch.float32)
     assert_same_bits_whatever_the_threads(
         lambda: results_of(lambda x, b: ops.glu(x, "gelu", b), inputs, dout)

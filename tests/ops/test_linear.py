@@ -22,6 +22,7 @@ from bert_unpad.ops import matmul
 from tests.support import processes as mp
 from tests.support import reference
 from tests.support.reference import assert_as_good_as_pytorch
+from tests.support.seeds import derived
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMS = ["none", "tanh"]
@@ -55,7 +56,7 @@ def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def draw(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(derived(seed))
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
@@ -342,7 +343,7 @@ class TestAccumulation:
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(derived(0))
         self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -358,7 +359,7 @@ def ddp_gradients(rank: int, world_size: int) -> list[Tensor]:
         for weight in (layer.inner.weight, layer.outer.weight):
             ops.accumulate_in_place(weight, in_place)
         replica = DistributedDataParallel(layer, gradient_as_bucket_view=True)
-        torch.manual_seed(1 + rank)
+        torch.manual_seed(derived(1 + rank))
         places = set()
         for _ in range(3):
             for parameter in layer.parameters():

@@ -19,6 +19,7 @@ from tests.support.op_checks import (
     assert_same_bits_whatever_the_threads,
     results_of,
 )
+from tests.support.seeds import derived
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ADD_NORMS = {False: ops.dropout_add_layer_norm, True: ops.dropout_add_rms_norm}
@@ -60,7 +61,7 @@ def compare(ours: Callable, plain: Callable, inputs: list[Tensor | None], dout: 
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_a_bias(dtype: torch.dtype, rms: bool, hidden: int, p: float) -> None:
-    torch.manual_seed(hidden)
+    torch.manual_seed(derived(hidden))
     inputs, dout = draw(70, hidden, dtype)
     settings = {"dropout_p": p, "rng": RNG}
     compare(add_norm(rms, **settings), plain_add_norm(rms, **settings), inputs, dout)
@@ -72,7 +73,7 @@ def test_without_a_bias(dtype: torch.dtype, rms: bool, hidden: int, p: float) ->
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_sum_and_its_norm(dtype: torch.dtype, rms: bool, hidden: int, p: float) -> None:
-    torch.manual_seed(hidden)
+    torch.manual_seed(derived(hidden))
     inputs, _ = draw(70, hidden, dtype)
     dout = torch.randn(140, hidden).to(dtype)
     settings = {"dropout_p": p, "rng": RNG, "return_sum": True}
@@ -85,7 +86,7 @@ def test_the_sum_and_its_norm(dtype: torch.dtype, rms: bool, hidden: int, p: flo
 @pytest.mark.parametrize("used", [0, 1])
 @pytest.mark.parametrize("rms", [False, True])
 def test_one_of_the_two_results_may_be_unused(rms: bool, used: int) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     inputs, dout = draw(9, 40, torch.float32)
     ours, plain = add_norm(rms, return_sum=True), plain_add_norm(rms, return_sum=True)
     leaves = [x.requires_grad_() for x in inputs]
@@ -100,7 +101,7 @@ def test_one_of_the_two_results_may_be_unused(rms: bool, used: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rms", [False, True])
 def test_what_is_normalised_is_the_sum_that_is_returned(rms: bool, dtype: torch.dtype) -> None:
-    torch.manual_seed(1)
+    torch.manual_seed(derived(1))
     (x, residual, weight, x_bias), _ = draw(20, 72, dtype)
     total, y = add_norm(rms, dropout_p=0.1, rng=RNG, return_sum=True)(x, residual, weight, x_bias)
     alone = ops.rms_norm if rms else ops.layer_norm
@@ -114,7 +115,7 @@ def test_what_is_normalised_is_the_sum_that_is_returned(rms: bool, dtype: torch.
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_a_chain_of_pre_norm_blocks(p: float) -> None:
     """The sum goes on as the next block's residual, and gets gradients from both."""
-    torch.manual_seed(2)
+    torch.manual_seed(derived(2))
 
     def run(function: Callable, x: Tensor, weights: list[Tensor]) -> Tensor:
         total, y = function(x, None, weights[0])
@@ -138,7 +139,7 @@ def test_a_chain_of_pre_norm_blocks(p: float) -> None:
 @pytest.mark.parametrize("hidden", [3, 7, 64, 768])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_alone(dtype: torch.dtype, hidden: int) -> None:
-    torch.manual_seed(3)
+    torch.manual_seed(derived(3))
     (x, _, weight, bias), dout = draw(50, hidden, dtype)
     x, dout = x.view(2, 25, hidden), dout.view(2, 25, hidden)
     cast = lambda t, like: None if t is None else t.to(like.dtype)  # noqa: E731
@@ -157,7 +158,7 @@ def test_alone(dtype: torch.dtype, hidden: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rms", [False, True])
 def test_parameters_in_the_dtype_of_x(rms: bool, dtype: torch.dtype) -> None:
-    torch.manual_seed(4)
+    torch.manual_seed(derived(4))
     inputs, _ = draw(40, 64, dtype, dtype)
     dout = torch.randn(80, 64).to(dtype)
     settings = {"dropout_p": 0.1, "rng": RNG, "return_sum": True}
@@ -202,7 +203,7 @@ def test_no_rows(rms: bool) -> None:
 
 
 def test_strided_inputs_and_gradients() -> None:
-    torch.manual_seed(5)
+    torch.manual_seed(derived(5))
     inputs, _ = draw(24, 40, torch.float32)
     strided = [torch.stack([t, t], -1)[..., 0] for t in inputs[:2]] + inputs[2:]
     assert not strided[0].is_contiguous()
@@ -218,7 +219,7 @@ def test_strided_inputs_and_gradients() -> None:
 
 @pytest.mark.parametrize("rms", [False, True])
 def test_same_bits_whatever_the_threads(rms: bool) -> None:
-    torch.manual_seed(6)
+    torch.manual_seed(derived(6))
     inputs, _ = draw(500, 96, torch.float32)
     dout = torch.randn(1000, 96)
     run = add_norm(rms, dropout_p=0.1, rng=RNG, return_sum=True)

@@ -19,6 +19,7 @@ from tests.nn.test_bert import make_inputs, make_model
 from tests.support.fp8_training import SIZES as TRAINED_SIZES
 from tests.support.fp8_training import train
 from tests.support.op_checks import RNG
+from tests.support.seeds import derived
 
 
 def noted(scale: float) -> DelayedScale:
@@ -27,7 +28,7 @@ def noted(scale: float) -> DelayedScale:
 
 def leaves_of(rows: int, hidden: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """x, residual, weight, bias, x_bias."""
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     activations = torch.randn(2, rows, hidden).to(dtype)
     return [t.clone().requires_grad_() for t in (*activations, *torch.randn(3, hidden))]
 
@@ -110,7 +111,7 @@ def glu_mlp(x: Tensor | RoundedInput, scales: LinearScales, weights: list[Tensor
 def test_layers_take_what_is_rounded(layer: Callable[..., Tensor]):
     results = []
     for rounded in (True, False):
-        torch.manual_seed(1)
+        torch.manual_seed(derived(1))
         x, *weights = (
             torch.randn(shape).requires_grad_() for shape in ((37, 32), (64, 32), (32, 64))
         )
@@ -157,7 +158,7 @@ def step(changes: dict[str, Any], settings: dict[str, Any]) -> list[Tensor]:
     scaling = encoder.delay_scaling()
     found: list[Tensor] = []
     for seed in range(2):
-        torch.manual_seed(seed)
+        torch.manual_seed(derived(seed))
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             out = model(make_inputs())
@@ -206,7 +207,7 @@ def test_training_has_the_losses_of_two_steps(monkeypatch):
     losses = []
     for function in (dropout_add_norm_fp8, separately):
         monkeypatch.setattr(norms, "dropout_add_norm_fp8", function)
-        torch.manual_seed(0)
+        torch.manual_seed(derived(0))
         model = make_model(**TRAINED_SIZES, hidden_dropout_prob=0.1)
         losses.append(train(model, make_inputs(), fp8=True, window=3))
     assert losses[0] == losses[1]

@@ -10,6 +10,7 @@ from torch.library import opcheck
 from bert_unpad import ops
 from tests.support.op_checks import assert_same_bits_whatever_the_threads
 from tests.support.optim_reference import Rule, Truth, draw_state, rms
+from tests.support.seeds import derived
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Below and above a vector, a strip and a chunk of 32,768 elements; nothing at all.
@@ -27,7 +28,7 @@ PAIRS = [
 
 @pytest.mark.parametrize("dtype", [*DTYPES, None])
 def test_norm_in_total_and_of_each(dtype: torch.dtype | None) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     kinds = [dtype] * len(SIZES) if dtype else DTYPES * 2
     tensors = [torch.randn(size).to(kind) for size, kind in zip(SIZES, kinds, strict=True)]
     total, each = ops.multi_tensor_l2norm(tensors)
@@ -47,7 +48,7 @@ def test_norm_keeps_what_is_not_finite(value: float) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scale(dtype: torch.dtype) -> None:
-    torch.manual_seed(1)
+    torch.manual_seed(derived(1))
     tensors = [torch.randn(size).to(dtype) for size in SIZES]
     want = [(t.float() * 0.37).to(dtype) for t in tensors]
     ops.multi_tensor_scale_(tensors, torch.tensor(0.37))
@@ -70,7 +71,7 @@ RULES = {
 
 @pytest.mark.parametrize("name", RULES)
 def test_ten_steps_against_float64(name: str) -> None:
-    torch.manual_seed(2)
+    torch.manual_seed(derived(2))
     state = draw_state(SIZES, torch.float32)
     truth = Truth(state.params, RULES[name])
     for _ in range(10):
@@ -92,7 +93,7 @@ def test_ten_steps_against_float64(name: str) -> None:
 @pytest.mark.parametrize(("param", "grad"), PAIRS)
 @pytest.mark.parametrize("rule", ["adamw", "lamb", "lans", "stable"])
 def test_16_bit_weights_are_roundings_of_their_masters(rule, param, grad) -> None:
-    torch.manual_seed(3)
+    torch.manual_seed(derived(3))
     state = draw_state(SIZES, param, masters=param != torch.float32)
     truth = Truth(state.masters or state.params, RULES[rule])
     for _ in range(4):
@@ -108,7 +109,7 @@ def test_16_bit_weights_are_roundings_of_their_masters(rule, param, grad) -> Non
 @pytest.mark.parametrize("rule", ["adamw", "lamb", "stable"])
 @pytest.mark.parametrize("param", [torch.bfloat16, torch.float16])
 def test_without_masters_a_step_is_rounded_once(rule: str, param: torch.dtype) -> None:
-    torch.manual_seed(4)
+    torch.manual_seed(derived(4))
     state = draw_state(SIZES, param)
     truth = Truth(state.params, RULES[rule])
     grads = [torch.randn(size).to(param) for size in SIZES]
@@ -123,7 +124,7 @@ def test_without_masters_a_step_is_rounded_once(rule: str, param: torch.dtype) -
 @pytest.mark.parametrize("rule", ["adamw", "lamb", "lans", "stable"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_not_finite_skips_the_step(rule: str, value: float) -> None:
-    torch.manual_seed(5)
+    torch.manual_seed(derived(5))
     state = draw_state(SIZES, torch.bfloat16, masters=True)
     state.step([torch.randn(size) for size in SIZES], RULES[rule])
     before = [t.clone() for t in state.everything()]
@@ -141,7 +142,7 @@ def test_what_is_not_finite_skips_the_step(rule: str, value: float) -> None:
 
 @pytest.mark.parametrize("rule", ["lamb", "lans", "stable"])
 def test_halves_are_the_whole(rule: str) -> None:
-    torch.manual_seed(6)
+    torch.manual_seed(derived(6))
     one, other = (draw_state(SIZES, torch.float32, seed=7) for _ in range(2))
     for _ in range(2):
         grads = [torch.randn(size) for size in SIZES]
@@ -151,7 +152,7 @@ def test_halves_are_the_whole(rule: str) -> None:
 
 
 def test_gradients_that_grow_lower_the_learning_rate() -> None:
-    torch.manual_seed(10)
+    torch.manual_seed(derived(10))
     rule = RULES["stable"]
     state = draw_state(SIZES, torch.float32)
     truth = Truth(state.params, rule)
@@ -196,7 +197,7 @@ def test_zero_weights_and_gradients_have_a_ratio_of_one() -> None:
 @pytest.mark.parametrize("rule", ["adamw", "lamb", "lans", "stable"])
 def test_same_bits_whatever_the_threads(rule: str) -> None:
     def run() -> list[Tensor]:
-        torch.manual_seed(8)
+        torch.manual_seed(derived(8))
         state = draw_state([*SIZES, (200_000,)], torch.float32, seed=9)
         for _ in range(2):
             state.step([torch.randn(p.shape) for p in state.params], RULES[rule])

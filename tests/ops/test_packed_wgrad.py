@@ -14,7 +14,7 @@ DTYPES = [
     pytest.param(
         torch.bfloat16,
         marks=pytest.mark.skipif(
-            not matmul.cpu_multiplies_bf16(), reason="needs a CPU that multiplies bf16"
+            not matmul.CPU_MULTIPLIES_BF16, reason="needs a CPU that multiplies bf16"
         ),
     ),
 ]
@@ -70,7 +70,7 @@ def test_threads_change_nothing(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_in_a_linear_layer(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "_packed_dtypes", lambda: (torch.float32, torch.bfloat16))
+    monkeypatch.setattr(matmul, "_PACKED_DTYPES", (torch.float32, torch.bfloat16))
     x, dy = rows(90, 64, dtype=dtype), rows(90, 96, dtype=dtype)
     weight, bias = (t.requires_grad_() for t in (rows(96, 64), rows(96)))
     ops.linear_residual(x, weight, bias)[0].backward(dy)
@@ -102,7 +102,7 @@ class TestOneDnn:
 
     @pytest.fixture(autouse=True)
     def _wanted(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(matmul, "_mkl_is_slow", lambda: True)
+        monkeypatch.setattr(matmul, "_MKL_IS_SLOW", True)
 
     @pytest.mark.parametrize(("tokens", "out", "width"), [(0, 8, 4), (1, 2, 7), (61, 96, 80)])
     @pytest.mark.parametrize("dtype", DTYPES)

@@ -29,6 +29,7 @@ from tests.support.op_checks import (
     assert_same_bits_whatever_the_threads,
     cu_seqlens,
 )
+from tests.support.seeds import derived
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [130, 0, 1, 17, 70]
@@ -37,7 +38,7 @@ LENGTHS = [130, 0, 1, 17, 70]
 @pytest.mark.parametrize("parts", [*((part,) for part in PARTS), PARTS], ids="+".join)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts(dtype: torch.dtype, parts: tuple[str, ...]) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     case = Case(LENGTHS, heads=4, buckets=random_buckets(40, 11), parts=parts, p=0.1)
     compare(case, dtype)
 
@@ -46,7 +47,7 @@ def test_parts(dtype: torch.dtype, parts: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (20, 33)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reach_and_window(dtype: torch.dtype, window: tuple[int, int], reach: int) -> None:
-    torch.manual_seed(1)
+    torch.manual_seed(derived(1))
     buckets = random_buckets(reach, 7)
     if reach == 0:  # a constant, which the softmax does not see; the gradient is all rounding
         buckets, parts = torch.zeros(1, dtype=torch.int32), ("key",)
@@ -58,7 +59,7 @@ def test_reach_and_window(dtype: torch.dtype, window: tuple[int, int], reach: in
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cross_attention(dtype: torch.dtype, given: bool) -> None:
-    torch.manual_seed(2)
+    torch.manual_seed(derived(2))
     q_lengths, k_lengths = [3, 0, 90, 17, 4, 30], [70, 5, 33, 129, 0, 200]
     positions = random_positions(q_lengths, k_lengths) if given else None
     case = Case(
@@ -70,12 +71,12 @@ def test_cross_attention(dtype: torch.dtype, given: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sequences_of_several_parts(dtype: torch.dtype) -> None:
-    torch.manual_seed(3)
+    torch.manual_seed(derived(3))
     compare(Case([900, 30], buckets=random_buckets(60, 9), parts=PARTS, kv_heads=1), dtype)
 
 
 def test_a_bias_of_zeros_is_none() -> None:
-    torch.manual_seed(4)
+    torch.manual_seed(derived(4))
     qkv, batch = torch.randn(218, 3, 2, 32), VarlenBatch.from_lengths(LENGTHS)
     bias = ops.PositionBias(ops.t5_buckets(), torch.zeros(32, 2))
     plain = ops.varlen_attention(qkv, batch)
@@ -83,7 +84,7 @@ def test_a_bias_of_zeros_is_none() -> None:
 
 
 def test_strided_parts() -> None:
-    torch.manual_seed(5)
+    torch.manual_seed(derived(5))
     case = Case([40, 9], buckets=random_buckets(12, 5), parts=PARTS)
     inputs = case.inputs(torch.float32)
     spread = {name: x.repeat_interleave(2, dim=-1)[..., ::2] for name, x in inputs.items()}
@@ -94,7 +95,7 @@ def test_strided_parts() -> None:
 
 
 def test_a_table_of_another_dtype() -> None:
-    torch.manual_seed(6)
+    torch.manual_seed(derived(6))
     case = Case([40, 9], buckets=random_buckets(12, 5), parts=("table",))
     inputs = case.inputs(torch.float32)
     inputs["table"] = inputs["table"].bfloat16()
@@ -108,7 +109,7 @@ def test_a_table_of_another_dtype() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_same_bits_whatever_the_threads(dtype: torch.dtype) -> None:
-    torch.manual_seed(7)
+    torch.manual_seed(derived(7))
     case = Case([1600, 40, 900], heads=2, buckets=random_buckets(30, 6), parts=PARTS, p=0.1)
     inputs, dout = case.inputs(dtype), torch.randn(2540, 2, 16).to(dtype)
     assert_same_bits_whatever_the_threads(lambda: with_gradients(case.ours, inputs, dout))
@@ -232,7 +233,7 @@ def test_bad_numbers_are_named(call, message: str) -> None:
 
 
 def compute() -> list[Tensor]:
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     results = []
     for dtype in DTYPES:
         case = Case([3, 0, 77, 800], head_dim=40, buckets=random_buckets(20, 5), parts=PARTS)
@@ -248,7 +249,7 @@ def test_all_instruction_sets_agree() -> None:
 @pytest.mark.parametrize("tokens", [600, 1700, 2500])
 def test_distances_that_must_not_be_seen(dtype: torch.dtype, tokens: int) -> None:
     """Where the keys come in parts, whole parts of a row may be minus infinity."""
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     qkv = torch.randn(tokens, 3, 1, 16).to(dtype)
     reach = 50
     buckets = torch.zeros(2 * reach + 3, dtype=torch.int32)

@@ -15,6 +15,7 @@ from tests.support.op_checks import (
     assert_same_bits_whatever_the_threads,
     results_of,
 )
+from tests.support.seeds import derived
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Whole vectors and tails of every width, and what is left of a head.
@@ -39,7 +40,7 @@ def compare(x: Tensor, positions: Tensor, **settings) -> None:
 def test_matches_the_reference(
     dtype: torch.dtype, head_dim: int, rotary_dim: int | None, interleaved: bool
 ) -> None:
-    torch.manual_seed(head_dim)
+    torch.manual_seed(derived(head_dim))
     x = torch.randn(70, 5, head_dim).to(dtype)
     positions = torch.randint(0, 600, (70,), dtype=torch.int32)
     compare(x, positions, heads=3, rotary_dim=rotary_dim, interleaved=interleaved)
@@ -49,7 +50,7 @@ def test_matches_the_reference(
 @pytest.mark.parametrize("scale", [1.0, 0.37, 8.0])
 def test_angles_are_right_at_long_positions(scale: float, interleaved: bool) -> None:
     """Where an angle in fp32 is wrong in the third digit."""
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     x = torch.randn(2000, 2, 64)
     positions = torch.randint(-1_000_000, 1_000_000, (2000,))
     positions[:4] = torch.tensor([32767, 32768, -(2**40), 2**40 + 1])
@@ -64,7 +65,7 @@ def test_angles_are_right_at_long_positions(scale: float, interleaved: bool) -> 
 
 def test_scores_depend_on_distances_only() -> None:
     """Also beyond the range of int32, where both positions have the same upper half or not."""
-    torch.manual_seed(1)
+    torch.manual_seed(derived(1))
     q, k = torch.randn(2, 1, 1, 64)
     offsets = torch.tensor([0, 5, 2**31 - 20, 2**31 - 5, 2**32 - 5, 2**40, -(2**40), -7])
     turn = lambda x, at: ops.rotary_(x.repeat(len(at), 1, 1), at, heads=1)  # noqa: E731
@@ -79,7 +80,7 @@ def test_int32_and_int64_positions_give_the_same_bits() -> None:
 
 
 def test_positions_start_again_in_every_sequence() -> None:
-    torch.manual_seed(2)
+    torch.manual_seed(derived(2))
     lengths = [3, 0, 7, 1]
     x = torch.randn(11, 4, 16)
     batch = VarlenBatch.from_lengths(lengths)
@@ -89,7 +90,7 @@ def test_positions_start_again_in_every_sequence() -> None:
 
 
 def test_backward_is_the_inverse() -> None:
-    torch.manual_seed(3)
+    torch.manual_seed(derived(3))
     x = torch.randn(20, 3, 32, requires_grad=True)
     turned = ops.rotary_(x * 1, torch.arange(20) * 31, heads=2)
     turned.backward(turned.detach())
@@ -97,7 +98,7 @@ def test_backward_is_the_inverse() -> None:
 
 
 def test_is_in_place_and_touches_nothing_else() -> None:
-    torch.manual_seed(4)
+    torch.manual_seed(derived(4))
     x = torch.randn(9, 5, 24)
     before, version = x.clone(), x._version
     y = ops.rotary_(x, torch.arange(9), heads=2, rotary_dim=8)
@@ -110,7 +111,7 @@ def test_is_in_place_and_touches_nothing_else() -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_strided_views(interleaved: bool) -> None:
-    torch.manual_seed(5)
+    torch.manual_seed(derived(5))
     qkv, positions = torch.randn(12, 3, 4, 16), torch.arange(12)
     settings = {"heads": 4, "interleaved": interleaved}
     want = qkv.clone()
@@ -135,7 +136,7 @@ def parts_of_qkv(x: Tensor) -> list[Tensor]:
 
 
 def test_gradients_through_views() -> None:
-    torch.manual_seed(6)
+    torch.manual_seed(derived(6))
     x, weight = torch.randn(7, 3, 16, requires_grad=True), torch.randn(7, 3, 16)
     results = parts_of_qkv(x)
     gradients = [torch.autograd.grad((y * weight).sum(), x)[0] for y in results]
@@ -146,7 +147,7 @@ def test_gradients_through_views() -> None:
 
 @pytest.mark.parametrize("strided", ["last", "all"])
 def test_gradient_of_any_stride(strided: str) -> None:
-    torch.manual_seed(7)
+    torch.manual_seed(derived(7))
     x = torch.randn(7, 3, 16, requires_grad=True)
     run = lambda: ops.rotary_(x * 1, torch.arange(7), heads=2)  # noqa: E731
     dout = torch.ones(7, 3, 16)
@@ -199,7 +200,7 @@ def test_nan_stays_in_its_pair() -> None:
 
 
 def test_same_bits_whatever_the_threads() -> None:
-    torch.manual_seed(8)
+    torch.manual_seed(derived(8))
     x, dout = torch.randn(2, 500, 6, 32)
     batch = VarlenBatch.from_lengths([200, 300])
     assert_same_bits_whatever_the_threads(
@@ -216,7 +217,7 @@ def test_opcheck(interleaved: bool) -> None:
 
 
 def test_compiles_without_graph_breaks() -> None:
-    torch.manual_seed(9)
+    torch.manual_seed(derived(9))
     batch = VarlenBatch.from_lengths([2, 5])
     x, weight = torch.randn(7, 8, requires_grad=True), torch.randn(8, 48, requires_grad=True)
 
@@ -230,7 +231,7 @@ def test_compiles_without_graph_breaks() -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_operator_of_compiled_code_is_the_same(interleaved: bool) -> None:
-    torch.manual_seed(10)
+    torch.manual_seed(derived(10))
     x = torch.randn(3, 12, 16).transpose(0, 1)
     for heads, rotary_dim in ((3, 16), (2, 16), (2, 6), (0, 2)):
         arguments = (torch.arange(12), heads, 1e4, rotary_dim, interleaved, 1.0)
@@ -244,7 +245,7 @@ def test_the_operator_of_compiled_code_is_the_same(interleaved: bool) -> None:
 
 def padded() -> tuple[Tensor, Tensor]:
     """q [2, 3, 40, 16], as transformers takes it, and its positions [2, 40]."""
-    torch.manual_seed(11)
+    torch.manual_seed(derived(11))
     return torch.randn(2, 3, 40, 16), torch.stack([torch.arange(40), torch.arange(40) * 3])
 
 

@@ -17,6 +17,7 @@ from bert_unpad.batch import VarlenBatch
 from bert_unpad.hf import plain_modules
 from tests.support import op_examples
 from tests.support.paths import ROOT
+from tests.support.seeds import derived
 
 TOKENS, HIDDEN = 8, 32
 BATCH = VarlenBatch.from_lengths([3, 5])
@@ -109,7 +110,7 @@ FUNCTIONS: dict[str, tuple[str, Callable[..., Tensor], list[tuple[int, ...]]]] =
 
 @pytest.fixture(params=FUNCTIONS)
 def function(request) -> tuple[str, Callable[..., Tensor], list[Tensor]]:
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     name, f, shapes = FUNCTIONS[request.param]
     return name, f, [leaf(*shape) for shape in shapes]
 

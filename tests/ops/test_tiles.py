@@ -15,6 +15,7 @@ from torch import Tensor
 from bert_unpad import _C, ops
 from gpu_model import build
 from tests.support.paths import ROOT
+from tests.support.seeds import derived
 
 SOURCE = ROOT / "tests" / "support" / "tile_kernels.cpp"
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
@@ -55,7 +56,7 @@ def bf16(*shape: int) -> Tensor:
 @needs_amx
 @pytest.mark.parametrize("kind", ["normal", "denormal", "infinite"])
 def test_the_model_is_that_of_the_hardware(model, instructions, kind: str) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     for _ in range(50):
         a, b, c = bf16(16, 32), bf16(16, 32), torch.randn(16, 16)
         if kind == "denormal":
@@ -84,7 +85,7 @@ def attention(library: ctypes.CDLL, qkv: Tensor, dout: Tensor, p: float) -> list
 @pytest.mark.parametrize("p", [0.0, 0.2])
 @pytest.mark.parametrize(("tokens", "head_dim"), [(1, 1), (33, 32), (70, 40), (170, 64), (40, 128)])
 def test_attention(model, tokens: int, head_dim: int, p: float) -> None:
-    torch.manual_seed(tokens)
+    torch.manual_seed(derived(tokens))
     qkv, dout = bf16(tokens, 3, 2, head_dim), bf16(tokens, 2, head_dim)
     got = attention(model, qkv, dout, p)
     # The operator in fp32 draws the same masks.
@@ -99,7 +100,7 @@ def test_attention(model, tokens: int, head_dim: int, p: float) -> None:
 
 @needs_amx
 def test_attention_by_tiles_is_that_of_the_model(model) -> None:
-    torch.manual_seed(5)
+    torch.manual_seed(derived(5))
     qkv, dout = bf16(90, 3, 2, 64), bf16(90, 2, 64)
     got = qkv.clone().requires_grad_()
     cu_seqlens = torch.tensor([0, 90], dtype=torch.int32)
@@ -130,7 +131,7 @@ def weight_gradient(
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("tokens", [1, 32, 75])
 def test_weight_gradient(model, tokens: int, accumulate: bool) -> None:
-    torch.manual_seed(tokens)
+    torch.manual_seed(derived(tokens))
     dy, x, before = bf16(tokens, 64), bf16(tokens, 96), torch.randn(64, 96)
     dweight = before.clone()
     dbias = weight_gradient(model, dy, x, dweight, accumulate)

@@ -7,17 +7,28 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
 from bert_unpad.costs.measure import fit_link
 from bert_unpad.nn import BertConfig
-from bert_unpad.plan import Candidate, Device, Workload, intra_node_link, network_link
+from bert_unpad.plan import (
+    Allowed,
+    Candidate,
+    Device,
+    Planner,
+    Workload,
+    best,
+    intra_node_link,
+    network_link,
+)
 from bert_unpad.plan.calibrate import Calibration
 from bert_unpad.plan.cli import main
 from bert_unpad.plan.inputs import hardware_of, workload_of
 from bert_unpad.plan.options import make_parser
+from bert_unpad.plan.report import Plan
 from bert_unpad.simulate import ComputeCost, Link
 from tests.support.cost_models import TINY, all_of
 from tests.support.paths import CONFIGS
@@ -189,6 +200,30 @@ def test_the_trainer_takes_what_is_planned():
         assert (run.comm.hook == "power_sgd") == (candidate.compression == "power_sgd")
         assert (run.comm.hook == "post_local_sgd") == (candidate.local_sgd_period > 1)
         assert run.comm.local_sgd_period in (candidate.local_sgd_period, 8)
+
+
+@pytest.mark.parametrize(("device", "per_node"), [("cpu", 2), ("cpu", 1), ("cuda", 2)])
+def test_the_options_printed_are_those_predicted(device, per_node, monkeypatch):
+    """gloo's allreduce is one ring through all ranks, unless gradients go by the hook."""
+    config = pytest.importorskip("bert_unpad.pretrain.config")
+    found = Calibration(Device("this", 1e12, ComputeCost(1e-6, 1e-9, 1e-3), 0.07, 0.03), None, [])
+    monkeypatch.setattr("bert_unpad.plan.calibrate.calibrate", lambda *_, **__: found)
+    arguments = [f"--model={CONFIGS / 'quickstart.yaml'}", "--calibrate", f"--device={device}"]
+    arguments += [f"--gpus-per-node={per_node}", "--nodes=2", "--network=100M"]
+    options = make_parser().parse_args(arguments)
+    work, _ = workload_of(options)
+    planner = Planner(work, *hardware_of(options, work)[:2])
+    chosen = best(planner, 2, Allowed())
+    plan = Plan(planner, 2, None, [], [chosen], [], {}).to_dict()
+    recipe = ["--config", str(CONFIGS / "quickstart.yaml")]
+    run, _ = config.read_config([*recipe, *plan["arguments"]])
+    within = device == "cpu" and per_node == 2
+    assert run.comm.hook == ("hierarchical" if within else "allreduce")
+    hops = Planner(work, planner.device, replace(planner.cluster, flat=False))
+    assert chosen.time.total == hops.update_time(chosen.candidate).total
+    for other in (Candidate(2, 4, 2, "power_sgd"), Candidate(2, 4, 2, local_sgd_period=4)):
+        slower = planner.update_time(other).network / hops.update_time(other).network
+        assert slower > 1.2 if within else slower == 1
 
 
 def test_the_commands_need_no_package_of_the_trainer():

@@ -36,6 +36,7 @@ def test_simulation_is_of_what_the_sampler_does():
         assert result.efficiency == pytest.approx(np.mean(steps))
         assert result.efficiency_p5 == pytest.approx(np.percentile(steps, 5))
         assert result.efficiency_min == pytest.approx(min(steps))
+        assert result.work_variation == pytest.approx(sampler.work_variation())
     fill = Fill.of(lengths)
     assert fill.padded == pytest.approx(lengths.mean() / 512)
     assert fill.padded < 0.6 < 0.98 < fill.packed <= 1

@@ -1,18 +1,20 @@
 """A corpus, and what one worker makes of it."""
 
+import random
+
 import pytest
 
 from bert_unpad.data import DataConfig
-from tests.support.fresh_random import fresh_random
 from tests.support.pipelines import pipeline
 from tests.support.prepared_text import write_corpus
+from tests.support.seeds import derived
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """How a corpus of some hundred documents is prepared, and its documents."""
     folder = tmp_path_factory.mktemp("corpus")
-    texts = write_corpus(folder / "text", fresh_random())
+    texts = write_corpus(folder / "text", random.Random(derived(0)))
     config = DataConfig(
         str(folder / "text"), max_seq_length=48, vocab_size=200, validation_share=0.1
     )

@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import os
+import random
 
 import pytest
 
@@ -20,8 +21,8 @@ from bert_unpad.data.text.sources import (
     StdlibSource,
     TextSource,
 )
-from tests.support.fresh_random import fresh_random
 from tests.support.prepared_text import write_corpus
+from tests.support.seeds import derived
 from tests.support.sentences import split_sentences
 
 
@@ -39,7 +40,7 @@ def read(source, first):
 
 
 def test_blocks_have_all_documents_once_in_order(tmp_path):
-    rng = fresh_random()
+    rng = random.Random(derived(0))
     texts = write_corpus(tmp_path / "text", rng)
     expected = [split_sentences(text) for text in texts]
     for first in (100, 333, 3000, 1 << 20):
@@ -55,7 +56,7 @@ def test_rows_of_a_data_set_are_those_that_are_read_in_order(tmp_path, monkeypat
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(blocks, "_ROWS", 7)
-    rng = fresh_random()
+    rng = random.Random(derived(0))
     texts = [
         rng.choice(["", None, "One. Two.", "\u4e00 " * rng.randint(1, 50)]) for _ in range(300)
     ]
@@ -72,7 +73,7 @@ def test_rows_of_a_data_set_are_those_that_are_read_in_order(tmp_path, monkeypat
 
 @pytest.mark.parametrize("last", ["", "\n", "\r\n", "\n \n\n"])
 def test_lines_of_json_are_in_one_block_each(tmp_path, last):
-    rng = fresh_random()
+    rng = random.Random(derived(0))
     folder = tmp_path / "lines"
     folder.mkdir()
     for number in range(4):

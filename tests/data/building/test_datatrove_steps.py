@@ -4,6 +4,8 @@ import pytest
 
 pytest.importorskip("datatrove")
 
+import random
+
 from datatrove.data import Document
 from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
@@ -14,8 +16,8 @@ from bert_unpad.data.building.engines import InProcess
 from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.store.prepared import open_prepared
 from bert_unpad.data.text.sources import TextSource
-from tests.support.fresh_random import fresh_random
 from tests.support.prepared_text import contents, write_corpus
+from tests.support.seeds import derived
 
 TASKS = 3
 
@@ -43,7 +45,7 @@ def run(steps, tasks, logs):
 
 
 def test_the_same_on_any_number_of_tasks_that_make_examples(tmp_path):
-    texts = write_corpus(tmp_path / "text", fresh_random())
+    texts = write_corpus(tmp_path / "text", random.Random(derived(0)))
     config = DataConfig(max_seq_length=48, vocab_size=200, validation_share=0.1)
     about = (config, 5000)
     for name, tasks in (("one", 1), ("four", 4)):

@@ -1,5 +1,6 @@
 """Several sources that are read in order, whose blocks get numbers when all have been read."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,8 @@ import pytest
 from bert_unpad.data.building.ordered_sources import OrderedSources, divide, spool_source
 from bert_unpad.data.building.spool import SpooledBlock
 from bert_unpad.data.text.open_source import open_source
-from tests.support.fresh_random import fresh_random
 from tests.support.prepared_text import contents, write_corpus
+from tests.support.seeds import derived
 from tests.support.sentences import split_sentences
 
 FIRST = 4000
@@ -31,7 +32,7 @@ class Interrupted(Exception):
 
 
 def test_blocks_of_all_sources_in_order(tmp_path, monkeypatch):
-    texts = write_corpus(tmp_path / "text", fresh_random())
+    texts = write_corpus(tmp_path / "text", random.Random(derived(0)))
     parts = [texts[:150], [], texts[150:]]
     sources, spool = OrderedSources(tmp_path), tmp_path / "spool"
     spool.mkdir()

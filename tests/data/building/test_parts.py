@@ -14,7 +14,7 @@ from bert_unpad.data.building.join import join_parts
 from bert_unpad.data.building.parts import OtherParts, Part
 from tests.support.pipelines import child, pipeline
 from tests.support.prepared_text import contents
-from tests.support.processes import TIMEOUT
+from tests.support.processes import SLOWNESS, TIMEOUT
 
 
 def test_three_parts_one_after_the_other(corpus, expected, tmp_path):
@@ -98,7 +98,7 @@ def test_parts_do_not_wait_for_one_that_was_killed(corpus, expected, tmp_path, m
 
 
 def test_parts_wait_for_one_that_is_slow(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "_SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(parts, "_SILENT_SECONDS", SLOWNESS)
     monkeypatch.setattr(parts, "_POLL_SECONDS", 0.1)
     monkeypatch.setattr(parts, "_BEAT_SECONDS", 0.1)
     first, second = (pipeline(corpus, tmp_path / "out", part=Part(n, 2)) for n in (1, 2))
@@ -106,7 +106,7 @@ def test_parts_wait_for_one_that_is_slow(corpus, tmp_path, monkeypatch):
 
     def slow():
         with OtherParts(second.build.work, Part(2, 2)).told_of_life():
-            time.sleep(2.5)
+            time.sleep(2.5 * SLOWNESS)
             second.read()
 
     thread = threading.Thread(target=slow)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import random
 import re
 import shutil
 import signal
@@ -21,10 +22,10 @@ from bert_unpad.data.building.pipeline import LEAST_MEMORY, Pipeline
 from bert_unpad.data.store.prepared import SPLITS, is_prepared, open_prepared
 from bert_unpad.data.text.json_tokenizer import load_tokenizer
 from bert_unpad.data.text.sources import TextSource
-from tests.support.fresh_random import fresh_random
 from tests.support.pipelines import BLOCK, child, pipeline
 from tests.support.prepared_text import contents
 from tests.support.processes import TIMEOUT
+from tests.support.seeds import derived
 from tests.support.sentences import split_sentences
 
 
@@ -81,7 +82,7 @@ def test_killed_at_random_moments(corpus, expected, tmp_path):
     process.join(TIMEOUT)
     assert process.exitcode == 0
     seconds = time.monotonic() - begun
-    rng, output = fresh_random(), tmp_path / "out"
+    rng, output = random.Random(derived(0)), tmp_path / "out"
     for _ in range(10):
         if is_prepared(output):
             break

@@ -11,19 +11,21 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
+import random
+
 from bert_unpad.data import DataConfig
 from bert_unpad.data.building.engines import InProcess
 from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.building.ray_engine import Ray
 from bert_unpad.data.text.sources import TextSource
-from tests.support.fresh_random import fresh_random
 from tests.support.prepared_text import contents, write_corpus
+from tests.support.seeds import derived
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(folder, fresh_random(), 1000)
+    write_corpus(folder, random.Random(derived(0)), 1000)
     config = DataConfig(str(folder), max_seq_length=48, vocab_size=200)
     output = folder.parent / "expected"
     run(config, output, InProcess())

@@ -32,12 +32,13 @@ from tests.support.hdf5_files import (
     write_folder,
     write_raw,
 )
+from tests.support.seeds import derived
 
 
 def test_batches_are_the_examples_in_any_order(dataset):
     examples = raw_examples()
     assert dataset.lengths.tolist() == [len(example[0]) for example in examples]
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(derived(1))
     for indices in (rng.permutation(EXAMPLES), np.array([7, 7, 3, 89]), np.empty(0, np.int64)):
         batch = dataset.batch(indices)
         ids, segments, positions, labels, following = (

@@ -11,6 +11,7 @@ pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
 from bert_unpad.data.readers import parquet
+from tests.support.seeds import derived
 from tests.support.token_files import examples_of, random_sequences, setting
 
 SEQUENCES = random_sequences(70)
@@ -38,7 +39,7 @@ def test_files_of_pyarrow(tmp_path, kind, compression):
     write(data / "a.parquet", SEQUENCES[:40], kind, row_group_size=7, compression=compression)
     write(data / "sub" / "b.parquet", SEQUENCES[40:], kind, compression=compression)
     dataset = parquet.open_split(data, setting(tmp_path))
-    order = np.random.default_rng(0).permutation(70).tolist()
+    order = np.random.default_rng(derived(0)).permutation(70).tolist()
     assert examples_of(dataset, order) == [SEQUENCES[i] for i in order]
 
 

@@ -18,6 +18,7 @@ from bert_unpad.data.sampling.histogram import (
     sample_lengths,
     wikipedia_lengths,
 )
+from tests.support.seeds import derived
 
 STRATEGIES = ("stratified", "random")
 
@@ -90,7 +91,7 @@ def test_an_old_iterator_does_not_go_on_silently():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_resume_on_the_same_ranks_continues_the_same_plan(strategy):
-    rng = random.Random(3)
+    rng = random.Random(derived(3))
     for _ in range(40):
         replicas, batch = rng.randint(1, 5), rng.randint(1, 5)
         lengths = sample_lengths(rng.randint(1, 20 * replicas * batch), seed=rng.randint(0, 99))
@@ -118,7 +119,7 @@ def test_resume_on_the_same_ranks_continues_the_same_plan(strategy):
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "mixed"])
 def test_nothing_lost_or_repeated_when_the_number_of_ranks_changes(strategy):
-    rng = random.Random(4)
+    rng = random.Random(derived(4))
     changes = Counter()
     for _ in range(60):
         lengths = sample_lengths(rng.randint(1, 400), seed=rng.randint(0, 99))
@@ -186,6 +187,19 @@ def test_straggler_efficiency_is_that_of_the_batches():
             assert samplers[0].straggler_efficiency(number) == pytest.approx(expected, rel=1e-6)
             next(iterator)
             assert samplers[1].straggler_efficiency() == pytest.approx(expected, rel=1e-6)
+
+
+def test_few_long_sequences_a_rank_make_updates_vary():
+    lengths = np.exp(np.random.default_rng(derived(3)).uniform(3, 9, 4000)).astype(np.uint16)
+    work, found = WorkModel(1, 1e-4), []
+    for batch in (1, 16):
+        samplers = make_ranks(lengths, 8, batch, work=work)
+        steps = take(samplers, len(lengths) // (8 * batch))
+        of_steps = [sum(work(int(lengths[i])) for i in chain(*step)) for step in steps]
+        found.append(samplers[0].work_variation())
+        assert found[-1] == pytest.approx(np.std(of_steps) / np.mean(of_steps), rel=1e-6)
+    # Of single sequences it is about 1.6.
+    assert found[0] > 1 > 0.5 > found[1]
 
 
 def test_straggler_efficiency_after_a_change_of_ranks():

@@ -16,11 +16,12 @@ from bert_unpad.data.store.example_batch import Masks
 from bert_unpad.data.store.mapped import map_file
 from tests.support.paths import ROOT
 from tests.support.processes import TIMEOUT
+from tests.support.seeds import derived
 
 
 def write(path, vocab_size=1000, count=50, seed=0):
     """A shard of random examples, appended in two blocks; returns (tokens, lengths, seconds)."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(derived(seed))
     lengths = rng.integers(1, 40, count)
     tokens = rng.integers(0, vocab_size, lengths.sum())
     seconds, labels = lengths // 2, rng.integers(0, 2, count)
@@ -178,7 +179,7 @@ def split_tokens(folder, *examples):
 def test_tokens_in_several_files(tmp_path, at):
     tokens, *_ = write(tmp_path / "shard")
     whole = ShardDataset(tmp_path / "shard")
-    indices = np.random.default_rng().permutation(50)
+    indices = np.random.default_rng(derived(0)).permutation(50)
     expected, counts = whole.batch(indices), whole.target_counts()
     split_tokens(tmp_path / "shard", at)
     parts = ShardDataset(tmp_path / "shard")

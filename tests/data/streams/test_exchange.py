@@ -22,7 +22,8 @@ from bert_unpad.data.store.shard_writer import ShardWriter
 from bert_unpad.data.store.shards import Example, ShardDataset
 from bert_unpad.data.streams.exchange import ExampleExchange, ExchangeError
 from bert_unpad.data.streams.stream import IterableStream, ShardStream
-from tests.support.processes import run_ranks
+from tests.support.processes import SLOWNESS, TIMEOUT, run_ranks
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +33,7 @@ WORK = WorkModel(1.0, 0.001)
 
 def _examples(count: int, rank: int, epoch: int) -> Iterator[Example]:
     """Made-up examples, other ones in each epoch; their first token tells the rank."""
-    rng = np.random.default_rng([rank, epoch])
+    rng = np.random.default_rng([derived(rank), epoch])
     for length in sample_lengths(count, seed=rank) if count else ():
         tokens = rng.integers(0, VOCABULARY, length)
         tokens[0] = rank
@@ -187,7 +188,7 @@ def _shard_epoch(rank: int, world_size: int, path: str, state: dict | None, step
 
 
 def test_a_shard_goes_on_with_other_ranks(tmp_path):
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(derived(0))
     lengths = rng.integers(5, 30, 150)
     about = {"vocab_size": VOCABULARY, "unmaskable_ids": (), "max_seq_length": 30}
     with ShardWriter(tmp_path / "shard", **about) as writer:
@@ -231,10 +232,12 @@ class _Faulty(IterableStream):
             yield batch
 
 
+LATE = 6.0 * SLOWNESS  # seconds, many times what a reader needs that works
+
+
 def _faulty(rank: int, world_size: int, how: str):
     stream = _Faulty(rank, world_size, how)
-    # Long enough for a reader that works, also on a busy machine.
-    with ExampleExchange(stream, batch_size=4, reader_timeout=6.0) as exchange:
+    with ExampleExchange(stream, batch_size=4, reader_timeout=LATE) as exchange:
         for _ in range(3):
             next(exchange)
         with pytest.raises(ExchangeError) as caught:
@@ -245,7 +248,7 @@ def _faulty(rank: int, world_size: int, how: str):
 FAULTS = [
     ("fails", "rank 1: its reader failed: OSError: disk on fire", "OSError"),
     ("times out", "rank 1: its reader failed: TimeoutError: server gone", "TimeoutError"),
-    ("sleeps", "rank 1: its reader gave no examples for 6 s", "TimeoutError"),
+    ("sleeps", f"rank 1: its reader gave no examples for {LATE:g} s", "TimeoutError"),
 ]
 
 
@@ -274,7 +277,7 @@ def _one_leaves(rank: int, world_size: int):
     exchange = ExampleExchange(_stream(rank, world_size, [1000] * 3), batch_size=4)
     next(exchange)
     if rank == 0:
-        exchange.close()
+        exchange.close(TIMEOUT)
         exchange.close()
         with pytest.raises(StopIteration):
             next(exchange)

@@ -19,6 +19,7 @@ from bert_unpad.data.streams.text_stream import TextStream
 from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import ConfigError, read_config
 from tests.support.pretrain_runs import WORDS, losses, tiny_settings, uses
+from tests.support.seeds import derived
 
 datasets = pytest.importorskip("datasets")
 
@@ -36,7 +37,7 @@ ROW = {TOKENIZER.vocabulary.index(f"r{i}"): i for i in range(ROWS)}
 def folder(tmp_path_factory):
     """Rows in JSON lines, plain text and Parquet; every 40th is empty."""
     path = tmp_path_factory.mktemp("rows")
-    rng = np.random.default_rng(5)
+    rng = np.random.default_rng(derived(5))
     rows = []
     for i in range(ROWS):
         sentences = (" ".join([f"R{i}", *rng.choice(WORDS, n)]) for n in rng.integers(1, 12, 3))

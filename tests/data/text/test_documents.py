@@ -11,6 +11,7 @@ from bert_unpad.data.text.examples import make_examples, write_examples
 from bert_unpad.data.text.pairs import BLOCK
 from bert_unpad.pretrain.config import ConfigError, read_config
 from tests.support.numbered_corpus import FIRST, corpus_of
+from tests.support.seeds import derived
 
 
 def _examples(corpus, tokenizer, longest: int, seed: int = 0, **what) -> list[tuple]:
@@ -27,7 +28,7 @@ def _examples(corpus, tokenizer, longest: int, seed: int = 0, **what) -> list[tu
 
 
 def _random_documents(seed: int, count: int = 200) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(derived(seed))
     return [rng.integers(1, 30, rng.integers(1, 9)).tolist() for _ in range(count)]
 
 

@@ -10,6 +10,7 @@ from bert_unpad.data.text.examples import make_examples, write_examples
 from bert_unpad.data.text.pairs import PairDrawer
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 from tests.support.numbered_corpus import FIRST, VOCAB, corpus_of
+from tests.support.seeds import derived
 
 
 def examples_of(corpus, tokenizer, folder, *, seed=0, short=0.1, longest=64, passes=1):
@@ -39,7 +40,7 @@ def segments(example, tokenizer):
 
 
 def test_pairs_are_what_their_labels_say(tokenizer, tmp_path):
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(derived(1))
     documents = [rng.integers(1, 30, rng.integers(1, 12)).tolist() for _ in range(300)]
     corpus = corpus_of(documents)
     dataset = examples_of(corpus, tokenizer, tmp_path / "shard")
@@ -98,7 +99,7 @@ def test_single_document_has_no_random_next(tokenizer, tmp_path):
 
 def test_truncation_equals_one_token_at_a_time():
     """Sizes after the closed form against Google's loop."""
-    rng = np.random.default_rng(2)
+    rng = np.random.default_rng(derived(2))
     drawer = PairDrawer(
         corpus_of([[1]]), np.zeros(VOCAB, bool), max_seq_length=20, short_seq_prob=0, seed=0
     )
@@ -151,7 +152,7 @@ def test_tokenize_cuts_long_sentences_and_drops_empty_ones():
 
 def test_tokenize_in_batches_is_the_same(monkeypatch):
     tokenizer = WordPieceTokenizer([*SPECIAL_TOKENS, "a", "b"])
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(derived(0))
     documents = [
         [" ".join(rng.choice(["a", "b", "\x00"], n)) for n in rng.integers(1, 30, count)]
         for count in rng.integers(1, 20, 40)

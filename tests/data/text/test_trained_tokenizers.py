@@ -23,12 +23,13 @@ from bert_unpad.data.text.json_tokenizer import load_tokenizer
 from bert_unpad.data.text.sources import TextSource
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 from bert_unpad.pretrain.config import ConfigError, read_config
+from tests.support.seeds import derived
 
 KINDS = ("wordpiece", "bpe", "unigram")
-WORDS = random.Random(4).sample(
+WORDS = random.Random(derived(4)).sample(
     [a + b + c for a in ("ka", "lo", "mi", "tu") for b in ("so", "ra", "ne") for c in "aeiou"], 60
 )
-TEXTS = [" ".join(random.Random(n).choices(WORDS, k=12)) + "." for n in range(300)]
+TEXTS = [" ".join(random.Random(derived(n)).choices(WORDS, k=12)) + "." for n in range(300)]
 JAPANESE = ["日本語の文章です。", "東京は日本の首都です。", "猫が好きです。"] * 20
 
 
@@ -73,7 +74,7 @@ def test_special_tokens_in_a_text_are_ordinary(trained):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_is_repeatable(kind):
-    rng = random.Random(1)
+    rng = random.Random(derived(1))
     words = ["".join(rng.choices("abcdefgh0123", k=rng.randint(1, 8))) for _ in range(400)]
     texts = [" ".join(rng.choices(words, k=9)) for _ in range(200)]
     found = [train(kind, texts, 350) for _ in range(6)]
@@ -278,7 +279,7 @@ def test_prepared_with_a_given_tokenizer(corpus, tmp_path):
 
 
 def test_a_sample_has_its_size(tmp_path):
-    texts = [f"{n} " + "word " * random.Random(n).randint(5, 200) for n in range(3000)]
+    texts = [f"{n} " + "word " * random.Random(derived(n)).randint(5, 200) for n in range(3000)]
     (tmp_path / "text").write_text("\n\n".join([*texts, *texts]))  # each is there twice
     config = DataConfig(str(tmp_path / "text"), validation_share=0.2)
     work = Pipeline(

@@ -12,6 +12,7 @@ from gpu_model.sm import sass
 from gpu_model.sm.architectures import H100
 from gpu_model.sm.kernel import Kernel, Launch, Model, Stage, kernels, makespan
 from tests.support.sass_text import function, listing
+from tests.support.seeds import derived
 
 SM = replace(H100, sms=2, launch_latency=0.0, kernel_seconds=1e-6, fork_seconds=5e-6)
 # Block b runs b + 1 times through a loop of 10 cycles.
@@ -52,7 +53,7 @@ class TestMakespan:
 
     @pytest.mark.parametrize("seed", range(20))
     def test_whole_blocks_as_a_list_of_machines(self, seed):
-        rng = random.Random(seed)
+        rng = random.Random(derived(seed))
         jobs = [rng.randint(1, 50) for _ in range(rng.randint(1, 60))]
         sms = rng.randint(1, 7)
         ends = [0] * sms

@@ -11,6 +11,7 @@ from gpu_model.sm.sass import Instruction
 from gpu_model.sm.scoreboard import simulate, steady
 from gpu_model.sm.walk import WarpTrace
 from tests.support.sass_text import NONE, function
+from tests.support.seeds import derived
 
 if build.compiler() is None:
     pytest.skip("no C++ compiler", allow_module_level=True)
@@ -160,7 +161,7 @@ class TestRepeats:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_faster_than_its_pipes_and_its_slowest_warp(seed):
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(derived(seed))
     texts = [HMMA, ALU, "FADD R0, R0, R0", "MUFU.EX2 R0, R0", "LDS.128 R0, [R0]", "NOP"]
     lines = [(str(rng.choice(texts)), int(rng.integers(1, 8))) for _ in range(60)]
     code = function([*lines, ("EXIT", 1)])

@@ -50,6 +50,8 @@ def test_each_example_is_used_once_an_epoch(folder):
 def test_work_is_shared_and_what_it_costs_is_logged(folder):
     for line in log_lines(folder / "control"):
         assert 0.8 < line["straggler_efficiency"] <= 1
+        assert 0.5 < line["measured_efficiency"] <= 1
+        assert 0 < line["work_variation"] < 1
         assert line["data_wait"] >= 0
         assert line["exchange_seconds"] > 0
         assert line["exchange_bytes"] > 0

@@ -14,7 +14,7 @@ from torch import nn
 
 from bert_unpad.pretrain.config import ConfigError, read_config
 from bert_unpad.pretrain.feed.rank_speeds import RankSpeeds
-from bert_unpad.pretrain.gradients.compute_clock import ComputeClock
+from bert_unpad.pretrain.gradients.compute_clock import ComputeClock, span_seconds
 from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.ranks import Ranks
 from tests.support.pretrain_runs import log_lines, losses, make_folder, run_in_turn, uses
@@ -100,15 +100,6 @@ def test_a_resumed_run_repeats_its_bits(folder):
     assert losses(folder / "resumed") == losses(folder / "stratified-unequal")
 
 
-class _Clock(ComputeClock):
-    """Says what it is told to, in seconds."""
-
-    given = 0.0
-
-    def take(self):
-        return [(0.0, self.given)]
-
-
 class _Pair(Ranks):
     """Two ranks, of which the other one says what it is told to."""
 
@@ -123,14 +114,11 @@ class _Pair(Ranks):
 
 def _pair(saved: list[float], setting="auto") -> tuple[RankSpeeds, _Pair]:
     ranks = _Pair(0, 2, CPU, None, 2, timedelta(seconds=1))
-    speeds = RankSpeeds(setting, ranks, saved)
-    speeds.clock = _Clock(CPU)
-    return speeds, ranks
+    return RankSpeeds(setting, ranks, saved), ranks
 
 
 def _updates(speeds: RankSpeeds, count: int, work: float, seconds: float) -> list[bool]:
-    speeds.clock.given = seconds
-    return [speeds.add_update(work) for _ in range(count)]
+    return [speeds.add_update(work, [(0.0, seconds)]) for _ in range(count)]
 
 
 def test_speeds_settle_where_all_ranks_take_equally_long():
@@ -201,7 +189,7 @@ def test_the_clock_counts_its_spans_to_the_last_gradient():
     clock.start()
     model(torch.ones(3)).sum().backward()  # of four parameters, at 11 to 13 and 99
     clock.stop(at_gradients=True)
-    assert clock.seconds(clock.take()) == 1.0 + 89.0
+    assert span_seconds(clock.take()) == 1.0 + 89.0
     assert clock.take() == []
 
 

@@ -29,6 +29,7 @@ from tests.support.pretrain_runs import (
     write_corpus,
 )
 from tests.support.processes import free_port, start_ranks
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.slow
 
@@ -167,7 +168,7 @@ ALONE = Ranks(0, 1, torch.device("cpu"), None)
 
 
 def _model_with_gradient() -> nn.Module:
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     model = nn.Linear(7, 5)
     model(torch.randn(3, 7)).square().sum().backward()
     return model
@@ -187,6 +188,17 @@ def test_one_rank_clips_its_whole_gradient(mode):
     else:
         assert (int(report.clipped), report.parts) == (1, 1)
         torch.testing.assert_close(after, before * 0.5 / before.norm(), rtol=1e-4, atol=0)
+
+
+def test_the_norm_of_a_long_gradient():
+    model = nn.Linear(2**20, 1, bias=False)
+    # An fp32 sum loses each small square beside a large one.
+    model.weight.grad = torch.full_like(model.weight, 2.4e-4)
+    model.weight.grad[:, :16] = 1.0
+    norm = float(model.weight.grad.double().norm())
+    report = Clipping(ClipConfig(max_norm=0.5, mode="after"), ALONE, model, CommHook()).clip()
+    assert float(report.norm) == pytest.approx(norm, rel=1e-5)
+    assert float(model.weight.grad.double().norm()) == pytest.approx(0.5, rel=1e-5)
 
 
 @pytest.mark.parametrize("fused", [True, False])

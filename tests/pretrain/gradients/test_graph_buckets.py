@@ -29,7 +29,7 @@ from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.run import Run
 from tests.cuda.test_graphs import Uncaptured
 from tests.nn.test_bert import TINY, make_inputs, make_model
-from tests.support.processes import run_ranks
+from tests.support.processes import TIMEOUT, run_ranks
 
 SHAPES = GraphShapes(sequences=5, max_seqlen=TINY.max_position_embeddings, masked_share=0.3)
 LENGTHS = [[12, 9, 0, 5, 1], [24, 20, 3], [7, 24], [11]]
@@ -190,7 +190,7 @@ def _run(
         *(rank, world_size, torch.device("cpu"), dist.new_group(backend="gloo")),
         node_size=2 if world_size == 4 else 1,
         local_rank=rank % 2 if world_size == 4 else 0,
-        timeout=timedelta(seconds=300),
+        timeout=timedelta(seconds=TIMEOUT),
     )
     gradient_sync.GraphRunner = lambda model, autocast: Uncaptured(model)
     model = make_model()

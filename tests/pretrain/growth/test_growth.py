@@ -41,9 +41,10 @@ from bert_unpad.pretrain.growth import (
 )
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
 from bert_unpad.pretrain.growth.schedules.layer_drop import keep_probabilities
-from bert_unpad.pretrain.main import _growth
+from bert_unpad.pretrain.pretrain import _growth
 from bert_unpad.pretrain.update.schedule import lr_factor
 from tests.support.processes import run_ranks
+from tests.support.seeds import derived
 
 SETTING = Setting(seed=3, total_steps=100, layers=12, max_seq_length=128)
 
@@ -158,7 +159,7 @@ LENGTHS = [5, 9, 3]
 
 
 def _inputs() -> PackedInputs:
-    draw = np.random.default_rng(1)
+    draw = np.random.default_rng(derived(1))
     return PackedInputs.build(
         VarlenBatch.from_lengths(LENGTHS),
         torch.from_numpy(draw.integers(0, 50, 17)),
@@ -170,7 +171,7 @@ def _inputs() -> PackedInputs:
 
 def _frozen() -> tuple[BertForPreTraining, Stage]:
     """Two layers frozen below two that train."""
-    torch.manual_seed(2)
+    torch.manual_seed(derived(2))
     model = BertForPreTraining(CONFIG).train()
     stage = Stage(10, 4, 8, frozen=2)
     freeze(model, stage)
@@ -178,7 +179,7 @@ def _frozen() -> tuple[BertForPreTraining, Stage]:
 
 
 def _loss(model: torch.nn.Module) -> torch.Tensor:
-    torch.manual_seed(4)
+    torch.manual_seed(derived(4))
     outputs = model(_inputs())
     return outputs.mlm_loss_sum + outputs.nsp_loss_sum
 
@@ -289,7 +290,7 @@ def test_layers_left_out_hand_on_what_they_get():
 
 
 def test_new_layers_are_copies_with_states():
-    torch.manual_seed(0)
+    torch.manual_seed(derived(0))
     model = BertForPreTraining(CONFIG).train()
     cut_layers(model, 2)
     assert model.config.num_hidden_layers == model.bert.config.num_hidden_layers == 2

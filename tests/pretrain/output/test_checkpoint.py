@@ -20,6 +20,7 @@ from bert_unpad.pretrain.output.checkpoint_files import newest_checkpoint, write
 from bert_unpad.pretrain.output.metrics import JsonLines, Window, read_json_lines
 from bert_unpad.pretrain.ranks import Ranks
 from tests.support.processes import run_ranks
+from tests.support.seeds import derived
 
 ALONE = Ranks(0, 1, torch.device("cpu"), None)
 
@@ -34,7 +35,7 @@ def _one_thread():
 
 
 def _make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
+    torch.manual_seed(derived(seed))
     model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.LayerNorm(40))
     weights = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
@@ -44,7 +45,7 @@ def _make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
-        torch.manual_seed(step)
+        torch.manual_seed(derived(step))
         model(torch.randn(8, 40)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -140,6 +141,16 @@ def _flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
+def _link_to_device(path: Path) -> None:
+    """Puts a link to a device in the place of a file, recorded with the size that devices have."""
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    checksums = path.with_name("checksums.json")
+    files = json.loads(checksums.read_text())
+    files["files"][path.name]["bytes"] = 0
+    checksums.write_text(json.dumps(files))
+
+
 DAMAGES = {
     "no metadata": (".metadata", Path.unlink),
     "half of the metadata": (".metadata", _cut),
@@ -149,6 +160,9 @@ DAMAGES = {
     "half of the checksums": ("checksums.json", _cut),
     "other checksums": ("checksums.json", lambda path: path.write_text('{"files": {}}')),
     "a list of checksums": ("checksums.json", lambda path: path.write_text("[]")),
+    "nested checksums": ("checksums.json", lambda path: path.write_text("[" * 10_000)),
+    "a pipe of checksums": ("checksums.json", lambda path: (path.unlink(), os.mkfifo(path))),
+    "an endless device": ("__0_0.distcp", lambda path: _link_to_device(path)),
 }
 
 
@@ -267,19 +281,59 @@ def test_metrics_of_steps_past_the_checkpoint_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = JsonLines(path, step=0)
     for step in (1, 2, 3):
-        lines.write({"step": step, "loss": 1 / step})
+        lines.write({"kind": "train", "step": step, "loss": 1 / step})
     lines.close()
     with path.open("a") as file:
         file.write('{"step": 4, "lo')  # killed in the middle of a line
     assert [line["step"] for line in read_json_lines(path)] == [1, 2, 3]
     JsonLines(path, step=2).close()
-    assert read_json_lines(path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}]
+    kept = [(line["step"], line["loss"]) for line in read_json_lines(path)]
+    assert kept == [(1, 1.0), (2, 0.5)]
+    assert not (tmp_path / "metrics.jsonl.damaged-1").exists()
     JsonLines(path, step=0).close()
     assert path.read_text() == ""
 
 
+BAD_LINES = {
+    "bad byte": b'{"kind": "train", "step": 1, "device": "\xff"}',
+    "no step": b'{"kind": "train"}',
+    "no kind": b'{"step": 1}',
+    "list": b"[1, 2]",
+    "text for a step": b'{"kind": "train", "step": "1"}',
+    "nested": b"[" * 10_000,
+    "half": b'{"kind": "tr',
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_damaged_line_costs_no_other(tmp_path, caplog, line):
+    path = tmp_path / "metrics.jsonl"
+    whole = [{"kind": "train", "step": step} for step in (1, 2)]
+    content = b"\n".join(
+        [json.dumps(whole[0]).encode(), BAD_LINES[line], b'{"kind": "train", "step": 2}\n']
+    )
+    path.write_bytes(content)
+    JsonLines(path, step=2).close()
+    assert read_json_lines(path) == whole
+    assert (tmp_path / "metrics.jsonl.damaged-1").read_bytes() == content
+    assert f"{path} is damaged and now called metrics.jsonl.damaged-1 (line 2" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
+def test_what_is_no_log_is_set_aside(tmp_path, kind):
+    path = tmp_path / "metrics.jsonl"
+    {
+        "folder": path.mkdir,
+        "pipe": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+    }[kind]()
+    JsonLines(path, step=2).close()
+    assert path.read_text() == ""
+    assert os.path.lexists(tmp_path / "metrics.jsonl.damaged-1")
+
+
 def test_an_interval_cut_by_a_checkpoint_has_the_same_mean():
-    torch.manual_seed(3)
+    torch.manual_seed(derived(3))
     outputs = [torch.rand(4) * 1000 for _ in range(50)]
     whole, first = Window(ALONE), Window(ALONE)
     for values in outputs:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from bert_unpad.pretrain.output import matmul_peak
 from bert_unpad.pretrain.output.display import Display
 from bert_unpad.pretrain.output.matmul_peak import MatmulPeak, measure_matmul_peak
 from bert_unpad.pretrain.output.metrics import read_json_lines
+from bert_unpad.pretrain.output.settings import save_settings
 from bert_unpad.pretrain.ranks import threads_per_process
 from tests.support.processes import TIMEOUT, start_ranks
 
@@ -79,6 +82,8 @@ def test_metrics_and_summary(run_dir):
     for line in train:
         assert 0 < line["fill"] <= 1
         assert line["straggler_efficiency"] == 1
+        assert line["measured_efficiency"] is None
+        assert line["work_variation"] > 0
         assert 0 < line["mfu"] < 1
         assert line["gradient_norm"] > 0
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -105,9 +110,53 @@ def test_exported_files(run_dir):
     tokenizer = WordPieceTokenizer.load(run_dir / "model")
     assert model.config.vocab_size == tokenizer.vocab_size
     assert model.config.hidden_size == 32
+    about = json.loads((run_dir / "model" / "tokenizer_config.json").read_text())
+    assert about["model_max_length"] == 24
+    assert model.config.extra["cls_token_id"] == tokenizer.cls_id
     saved = yaml.safe_load((run_dir / "config.yaml").read_text())
     assert saved["optimizer"]["lr"] == 5e-3
     assert saved["batching"]["strategy"] == "stratified"
+
+
+DAMAGED_SETTINGS = {
+    "empty": b"",
+    "binary": bytes(range(128, 256)),
+    "list": b"[1, 2]",
+    "foreign tag": b"seed: !!python/object/apply:os.getcwd []",
+    "nested": b"[" * 1000,
+    "its own part": b"model: &model {model: *model}",
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGED_SETTINGS, "folder", "device"])
+def test_damaged_settings_are_set_aside(tmp_path, caplog, damage):
+    path = tmp_path / "config.yaml"
+    if damage == "folder":
+        path.mkdir()
+    elif damage == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_bytes(DAMAGED_SETTINGS[damage])
+    save_settings(tmp_path, "seed: 1\n")
+    assert path.read_text() == "seed: 1\n"
+    assert f"{path} is damaged and now called config.yaml.damaged-1: " in caplog.text
+
+
+@pytest.mark.parametrize(
+    "log", [b"", b'{"kind": "start", "step": 0}\n{"kind": "train", "step": 5}\n']
+)
+def test_a_report_of_a_damaged_log_says_what_is_missing(
+    run_dir, tmp_path, log, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    (copy / "metrics.jsonl").write_bytes(log)
+    (copy / "summary.json").write_text("[]")
+    arguments = ["--config", str(run_dir.parent / "run.yaml"), "--run_dir", str(copy)]
+    assert main(arguments) == 0
+    assert json.loads((copy / "summary.json").read_text())["steps"] == 25
+    assert re.search(r"training loss at the end +not in the log", capsys.readouterr().out)
 
 
 def test_peak_is_measured():

@@ -28,6 +28,7 @@ from tests.support.pretrain_runs import (
     start,
     start_pausing,
 )
+from tests.support.processes import TIMEOUT
 
 ELSEWHERE = {"host": "elsewhere", "boot": "b", "pid": 4321, "since": "2025-01-02 03:04:05 +0000"}
 
@@ -167,7 +168,7 @@ def test_an_owner_that_has_been_replaced_ends(folder):
     other = folder / "other"
     other.write_text(json.dumps(ELSEWHERE))
     os.replace(other, folder / ".lock")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 1
     assert "process 4321 on host elsewhere" in errors
     assert "has taken over" in errors
