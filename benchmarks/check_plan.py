@@ -2,10 +2,11 @@
 
     python -m benchmarks.check_plan        # exit status 1 if any differs by more than 15 %
 
-Two processes of one thread train a small model over a link of limited rate between two network
-namespaces (DDP on gloo), by each way to sync gradients and with 1 and 4 passes per update. The
+One process of one thread on each of two hosts, and then two on each, train a small model over a
+link of limited rate between two network namespaces (DDP on gloo), by each way to sync gradients and
+with 1 and 4 passes per update; two on a host average by the hook that the plan prints. The
 prediction knows the rate of the link, and what `python -m bert_unpad.plan --calibrate` measures:
-passes, updates and the computing of compression. Both processes measure these at the same time,
+passes, updates and the computing of compression. All processes measure these at the same time,
 each for itself, so what they take from each other (cores, caches, memory) counts, but no sync does;
 and in turn with the updates that they predict, round by round, so that a slow phase of the machine
 hits both. Where the rights for namespaces are missing it says so and uses loopback,
@@ -21,6 +22,7 @@ import statistics
 import sys
 import time
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -37,7 +39,7 @@ from bert_unpad.costs.measure import (
     link_times,
     time_together,
 )
-from bert_unpad.costs.network import Cluster
+from bert_unpad.costs.network import Cluster, Link
 from bert_unpad.costs.replica import make_replica
 from bert_unpad.costs.sync import COMPRESSIONS
 from bert_unpad.costs.timing import random_inputs, run_pass
@@ -51,7 +53,8 @@ from bert_unpad.pretrain.config import OptimizerConfig
 from bert_unpad.pretrain.update.optimizer import build_optimizer
 
 TOLERANCE = 0.15
-RANKS = 2
+_LOOPBACK = 1e9  # bytes/s between two processes of a host, about what gloo reaches
+HOSTS = 2
 
 
 def make_workload(options: argparse.Namespace) -> Workload:
@@ -68,16 +71,19 @@ def make_workload(options: argparse.Namespace) -> Workload:
     )
     counts = np.zeros(options.length + 1, np.int64)
     counts[options.length] = 1
-    return Workload(config, counts, RANKS * options.sequences, updates=1, precision="fp32")
+    sequences = HOSTS * options.per_host * options.sequences
+    return Workload(config, counts, sequences, updates=1, precision="fp32")
 
 
 class Contender:
     """A model that syncs gradients in one way; `update` makes one update."""
 
-    def __init__(self, workload: Workload, compression: str, bucket_mb: float) -> None:
+    def __init__(
+        self, workload: Workload, compression: str, bucket_mb: float, node_size: int | None
+    ) -> None:
         torch.manual_seed(0)
         model = BertForPreTraining(workload.config).train()
-        self.replica = make_replica(model, compression, bucket_mb=bucket_mb)
+        self.replica = make_replica(model, compression, bucket_mb=bucket_mb, node_size=node_size)
         self.optimizer = build_optimizer(model, OptimizerConfig(name=workload.optimizer, lr=1e-5))
 
     def update(self, passes: list) -> None:
@@ -91,7 +97,7 @@ class Contender:
 
 
 def work(options: argparse.Namespace) -> None:
-    """What each of the two processes does; the first prints the result."""
+    """What each process does; the first prints the result."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     workload = make_workload(options)
@@ -104,10 +110,11 @@ def work(options: argparse.Namespace) -> None:
         passes = PassTimer(workload, model, rows=4)  # up to as many tokens as the updates have
         updates, taken = {}, {}
         for name in COMPRESSIONS:
-            contender = Contender(workload, name, options.bucket_mb)
+            node_size = options.per_host if options.per_host > 1 else None
+            contender = Contender(workload, name, options.bucket_mb, node_size)
             contender.update([random_inputs(workload.config, [8])])  # makes the optimizer's state
             for accumulation in options.accumulation:
-                candidate = Candidate(RANKS, options.sequences // accumulation, accumulation, name)
+                candidate = Candidate(HOSTS, options.sequences // accumulation, accumulation, name)
                 lengths = [options.length] * candidate.batch
                 seeds = range(100 * rank, 100 * rank + accumulation)
                 inputs = [random_inputs(workload.config, lengths, seed) for seed in seeds]
@@ -125,11 +132,14 @@ def work(options: argparse.Namespace) -> None:
         seconds = {name: timer.median() for name, timer in compress.items()}
         found, timings = measured_device(device, passes, seconds)
         if options.rate is None:
-            link = fit_link(*link_times(device, 5.0), RANKS)
+            link = fit_link(*link_times(device, 5.0), HOSTS * options.per_host)
         else:
-            link = network_link(options.rate, ranks_per_node=1, latency=options.latency * 1e-6)
+            link = network_link(
+                options.rate, ranks_per_node=options.per_host, latency=options.latency * 1e-6
+            )
     if rank == 0:
-        cluster = Cluster(1, network=link, algorithm="ring")
+        inside = Link(options.latency * 1e-6, _LOOPBACK)
+        cluster = Cluster(options.per_host, inside, link, algorithm="ring", flat=True)
         planner = Planner(workload, found, cluster, bucket_bytes=options.bucket_mb * 2**20)
         rows = [compare(planner, candidate, taken[candidate]) for candidate in updates]
         result = {"device": found.to_dict(), "timings": timings, "results": rows}
@@ -151,10 +161,12 @@ def compare(planner: Planner, candidate: Candidate, taken: list[float]) -> dict:
     }
 
 
-def measure(hosts: Hosts, arguments: list[str]) -> dict:
-    """Runs both processes; returns what the first has printed."""
+def measure(hosts: Hosts, per_host: int, arguments: list[str]) -> dict:
+    """Runs all processes; returns what the first has printed."""
+    arguments = [*arguments, "--per-host", str(per_host)]
     output = run_ranks(
-        [sys.executable, "-m", "benchmarks.check_plan", "--worker", *arguments], RANKS, hosts, 600
+        [sys.executable, "-m", "benchmarks.check_plan", "--worker", *arguments],
+        *(HOSTS * per_host, hosts, 600),
     )
     return json.loads(output.splitlines()[-1])
 
@@ -172,34 +184,38 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--bucket-mb", type=float, default=2.0)
     harness.add_name(parser, "plan_check")
-    parser.add_argument("--rate", help=argparse.SUPPRESS)  # of one run, to its processes
+    parser.add_argument("--ranks-per-host", type=int, nargs="+", default=[1, 2])
+    # Of one run, to its processes.
+    parser.add_argument("--per-host", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rate", help=argparse.SUPPRESS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         work(options)
         return 0
     links = []
-    for rate in options.rates:
-        print(f"link of {rate}bit/s", file=sys.stderr)
+    for rate, per_host in product(options.rates, options.ranks_per_host):
+        print(f"link of {rate}bit/s, {per_host} ranks a host", file=sys.stderr)
         try:
             with joined_hosts(f"{rate.lower()}bit") as hosts:
-                result, link = measure(hosts, [*sys.argv[1:], "--rate", rate]), rate
+                result, link = measure(hosts, per_host, [*sys.argv[1:], "--rate", rate]), rate
         except PermissionError as error:
             print(f"no link of limited rate, using loopback: {error}", file=sys.stderr)
-            result, link = measure(loopback(), sys.argv[1:]), "loopback"
-        links.append({"link": link, "load_average": os.getloadavg()[0], **result})
+            result, link = measure(loopback(), 1, sys.argv[1:]), "loopback"
+        name = link if per_host == 1 else f"{link}, {per_host} a host"
+        links.append({"link": name, "load_average": os.getloadavg()[0], **result})
         if link == "loopback":
-            break  # another rate would be the same again
-    print(f"{'link':<9}{'gradients':<11}{'passes':>6}{'predicted s':>13}{'measured s':>12}  error")
+            break  # another rate would be the same again, and there is one host only
+    print(f"{'link':<15}{'gradients':<11}{'passes':>6}{'predicted s':>13}{'measured s':>12}  error")
     worst = 0.0
     for link in links:
         for row in link["results"]:
             worst = max(worst, abs(row["error"]))
             print(
-                f"{link['link']:<9}{row['compression']:<11}{row['accumulation']:>6}"
+                f"{link['link']:<15}{row['compression']:<11}{row['accumulation']:>6}"
                 f"{row['predicted']:>13.3f}{row['measured']:>12.3f}{row['error']:>9.1%}"
             )
-    ignored = ("worker", "rate", "rates", "name")
+    ignored = ("worker", "rate", "rates", "per_host", "name")
     settings = {name: value for name, value in vars(options).items() if name not in ignored}
     command = harness.command()
     payload = {"tolerance": TOLERANCE, "worst": worst, "settings": settings, "links": links}

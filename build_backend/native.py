@@ -109,6 +109,7 @@ class NinjaFile:
         text = "\n".join([*self.lines, f"default {' '.join(self.targets)}", ""])
         path = self.folder / "build.ninja"
         command = [_ninja(), "-C", str(self.folder)]
+        jobs = jobs or _max_jobs()
         command += ["-j", str(jobs)] if jobs else []
         command += ["-v"] if verbose else []
         # Two ninjas at once spoil its list of dependencies; the second build waits here.
@@ -119,6 +120,18 @@ class NinjaFile:
             status = subprocess.run(command).returncode
         if status:
             raise SystemExit("bert_unpad: compilation failed; the compiler's message is above")
+
+
+def _max_jobs() -> int | None:
+    """How many compilers may run at once by $MAX_JOBS; None: as many as ninja starts.
+
+    Raises:
+        SystemExit: it is no number of 1 or more.
+    """
+    wish = os.environ.get("MAX_JOBS", "")
+    if wish and not (wish.isdecimal() and int(wish) >= 1):
+        raise SystemExit(f"MAX_JOBS: expected a number of 1 or more, got {wish!r}")
+    return int(wish) if wish else None
 
 
 def _escape(path: Path | str) -> str:

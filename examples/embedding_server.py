@@ -13,7 +13,8 @@ Each connection is one request and one answer. Errors are JSON too: {"error": ".
     400  the request is not HTTP, or its body is not JSON with a list of texts
     405  it is not a POST
     408  it did not arrive within `--timeout` seconds
-    413  its body is larger than `--max-body`, or has more texts than may ever wait
+    413  its body is larger than `--max-body`, its texts have more than `--max-characters` in all,
+         or there are more of them than may ever wait
     500  the model failed on one of these texts; other requests of the batch are not affected
     503  too many texts or connections wait; answered at once, before the texts are tokenized
 """
@@ -91,6 +92,7 @@ class Batcher(threading.Thread):
         encode: Callable[[list[list[int]]], list[list[float]]],
         max_tokens: int = 4096,
         max_waiting: int = 1024,
+        max_characters: int = 1 << 16,
         patience: float = 0.002,
     ) -> None:
         """Starts nothing yet.
@@ -100,11 +102,14 @@ class Batcher(threading.Thread):
             encode: token ids of some texts -> a vector of each.
             max_tokens: of a batch; a longer text is a batch by itself.
             max_waiting: texts that may wait.
+            max_characters: of the texts of a request, before they are cut to what the model takes:
+                all of them are tokenized, by one thread, at about 2 s a million.
             patience: seconds that a text waits for others to share its batch.
         """
         super().__init__(daemon=True)
         self._tokenize, self._encode = tokenize, encode
         self._max_tokens, self._max_waiting, self._patience = max_tokens, max_waiting, patience
+        self._max_characters = max_characters
         self._changed = threading.Condition()
         # All below are read and written under `_changed`.
         self._queue: collections.deque[Waiting] = collections.deque()
@@ -116,12 +121,19 @@ class Batcher(threading.Thread):
         """Queues all of these texts or none.
 
         Raises:
-            Refused: there are too many, or a text has no tokens.
+            Refused: there are too many, they are too long, or a text has no tokens.
         """
         if len(texts) > self._max_waiting:
             raise Refused(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                 f"texts: expected at most {self._max_waiting}, got {len(texts)}",
+            )
+        characters = sum(map(len, texts))
+        if characters > self._max_characters:
+            raise Refused(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"texts: expected at most {self._max_characters} characters in all, got "
+                f"{characters}",
             )
         with self._changed:
             if self._stopped or self._places + len(texts) > self._max_waiting:
@@ -376,13 +388,19 @@ def main() -> None:
     parser.add_argument("--port", type=not_negative, default=8080, help="0: any free one")
     parser.add_argument("--max-tokens", type=positive, default=4096, help="of a batch")
     parser.add_argument("--max-waiting", type=positive, default=1024, help="texts in the queue")
+    parser.add_argument(
+        "--max-characters", type=positive, default=1 << 16, help="in all texts of a request"
+    )
     parser.add_argument("--max-body", type=positive, default=Limits.body, help="bytes of a request")
     parser.add_argument(
         "--timeout", type=above_zero, default=Limits.seconds, help="seconds to send a request"
     )
     args = parser.parse_args()
     encoder = Encoder(args.model)
-    batcher = Batcher(encoder.tokenize, encoder.encode, args.max_tokens, args.max_waiting)
+    batcher = Batcher(
+        *(encoder.tokenize, encoder.encode),
+        *(args.max_tokens, args.max_waiting, args.max_characters),
+    )
     batcher.start()
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(batcher, args.port, Limits(args.max_body, args.timeout)))

@@ -38,7 +38,7 @@ def run_ranks(
     Args:
         command: program and arguments, the same for all ranks.
         world_size: how many ranks.
-        hosts: that ranks run on in turn; by default all on this one.
+        hosts: that ranks run on, those of a host one after the other; by default all on this one.
         timeout: seconds that all of it may take.
 
     Raises:
@@ -62,7 +62,7 @@ def _start(
     port = str(_free_port())
     processes = []
     for rank in range(world_size):
-        here = rank % len(hosts.prefixes)
+        here = rank * len(hosts.prefixes) // world_size
         environment = os.environ | {
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),

@@ -7,24 +7,23 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from bert_unpad.pretrain import main, pretrain
 from bert_unpad.pretrain.output import log
 from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.output.report import is_reported
 
 ROOT = Path(__file__).resolve().parents[2]
-_TRAINER = import_module("bert_unpad.pretrain.main")  # whose function of that name hides it
 _measure_once = cache(log.measure_matmul_peak)
 
 
 def train_here(arguments: list[str]) -> int:
     """A run in this process, without its report; its exit code."""
-    _TRAINER.write_report = lambda run, data: None
+    pretrain.write_report = lambda run, data: None
     log.measure_matmul_peak = _measure_once  # of all runs in this process
-    return _TRAINER.main(arguments)
+    return main(arguments)
 
 
 def as_arguments(settings: Mapping[str, Any]) -> list[str]:
