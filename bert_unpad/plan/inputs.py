@@ -183,7 +183,7 @@ def _config(name: str) -> BertConfig:
 
 def _recipe(path: str, overrides: list[str]) -> dict[str, Any]:
     """What a plan needs of a recipe, under the names of the options."""
-    from bert_unpad.pretrain.config import read_config
+    from bert_unpad.pretrain.config import ConfigError, read_config
 
     if not Path(path).is_file():
         raise ValueError(f"argument --model: expected a recipe, got {path!r}, which is no file")
@@ -213,8 +213,17 @@ def _recipe(path: str, overrides: list[str]) -> dict[str, Any]:
         vocabulary = _lines(Path(run.data.vocab_file))
     elif not run.data.trains_tokenizer:
         vocabulary = _entries(Path(run.data.tokenizer))
+    try:
+        config = run.model.resolve(vocabulary, run.data)
+    except ConfigError as error:
+        if error.key != "model.preset":
+            raise
+        raise ValueError(
+            f"{path}: {error} (--set model.preset=bert-large plans with that preset, --set "
+            "model.preset=PATH with the sizes in another config.json)"
+        ) from error
     found: dict[str, Any] = {
-        "config": run.model.resolve(vocabulary, run.data),
+        "config": config,
         "max_length": run.data.max_seq_length,
         "precision": run.precision,
         "optimizer": run.optimizer.name,

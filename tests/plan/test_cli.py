@@ -123,6 +123,15 @@ def test_the_tables(capsys, tmp_path):
             ["--model=RECIPE", "--set=optimizer.name=torch.optim.SGD"],
             "expected optimizer.name of one of adamw, fused_adam, lamb, lans, stable_adamw, whose",
         ),
+        (
+            ["--model=RECIPE", "--set=model.preset=lost/config.json"],
+            "quickstart.yaml: model.preset: expected one of albert-base, bert-base, ",
+        ),
+        (
+            ["--model=RECIPE", "--set=model.preset=lost/config.json"],
+            "got 'lost/config.json' (--set model.preset=bert-large plans with that preset, --set "
+            "model.preset=PATH with the sizes in another config.json)",
+        ),
         (["--model=RECIPE", "--set=optimizer.name=muon"], "(--optimizer plans with another)"),
         (["--max-length=513"], "argument --max-length: expected at most 512"),
         (["--data=/nonexistent"], "argument --data"),

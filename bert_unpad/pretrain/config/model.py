@@ -76,6 +76,8 @@ class ModelConfig:
             config = dataclasses.replace(
                 self._preset(vocab_size), heads=_HEADS[data.objective], **self.overrides()
             )
+        except ConfigError:
+            raise
         except ValueError as error:
             name, _, message = str(error).partition(": ")
             if name not in {field.name for field in dataclasses.fields(self)}:
