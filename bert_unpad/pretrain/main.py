@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from bert_unpad._malloc import keep_freed_memory
-from bert_unpad.pretrain.config import ConfigError, read_config
+from bert_unpad.pretrain.config import ConfigError, read_settings
 from bert_unpad.pretrain.ranks import join_ranks
 
 
@@ -24,15 +24,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     keep_freed_memory()
     try:
-        config, resolved = read_config(arguments)
+        settings = read_settings(arguments)
         # After the settings are read, so that --help and mistakes need not wait for all of it.
         from bert_unpad.pretrain.pretrain import pretrain
+        from bert_unpad.pretrain.update.replaced import drop_refused
 
-        with join_ranks(config) as ranks:
+        with join_ranks(settings.config) as ranks:
             logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
             if ranks.is_first:
                 logging.getLogger("bert_unpad").setLevel(logging.INFO)
-            return pretrain(config, resolved, ranks)
+            settings = drop_refused(settings)
+            return pretrain(settings.config, settings.text, ranks)
     except ConfigError as error:
         print(f"pretrain: error: {error}", file=sys.stderr)
         return 2

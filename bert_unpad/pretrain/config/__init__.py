@@ -13,7 +13,7 @@ from bert_unpad.pretrain.config.errors import ConfigError
 from bert_unpad.pretrain.config.growth import GrowthConfig
 from bert_unpad.pretrain.config.model import ModelConfig
 from bert_unpad.pretrain.config.output import CheckpointConfig, EvaluationConfig, LoggingConfig
-from bert_unpad.pretrain.config.read import read_config
+from bert_unpad.pretrain.config.read import Settings, read_config, read_settings
 from bert_unpad.pretrain.config.run import PretrainConfig
 from bert_unpad.pretrain.config.update import (
     ClipConfig,
@@ -37,5 +37,7 @@ __all__ = [
     "OptimizerConfig",
     "PretrainConfig",
     "ScheduleConfig",
+    "Settings",
     "read_config",
+    "read_settings",
 ]

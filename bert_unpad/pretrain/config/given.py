@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -16,13 +16,22 @@ from bert_unpad._files import read_regular
 from bert_unpad.pretrain.config.errors import ConfigError
 from bert_unpad.pretrain.config.removed import check_removed
 
-__all__ = ["read_given"]
+__all__ = ["Given", "read_given"]
 
 _FLAG = "print_config"  # has no value, or one after `=`
 
 
-def read_given(arguments: Sequence[str], names: Collection[str]) -> dict[str, Any]:
-    """The values of a command line and of the files that it names, by option; later ones win.
+class Given(NamedTuple):
+    """What one file, or one argument of the command line, sets."""
+
+    values: dict[str, Any]
+    """The values, by option."""
+    in_file: bool
+    """Whether it is a file."""
+
+
+def read_given(arguments: Sequence[str], names: Collection[str]) -> list[Given]:
+    """What a command line and the files that it names set, in order: later values win.
 
     Args:
         arguments: the command line.
@@ -32,21 +41,26 @@ def read_given(arguments: Sequence[str], names: Collection[str]) -> dict[str, An
         ConfigError: an option does not exist, has no value, or a file is not a YAML file.
     """
     sections = {name.partition(".")[0] for name in names if "." in name}
-    given = {}
-    for name, value in _pairs(arguments, names, sections):
-        name = name.removesuffix("+")  # which adds to a list
-        if name not in names:
+    found = []
+    for pairs, in_file in _sources(arguments, sections):
+        values = {}
+        for name, value in pairs:
+            name = name.removesuffix("+")  # which adds to a list
             check_removed(name, value)
-            close = get_close_matches(name, names, n=1) or ["those of --help=advanced"]
-            raise ConfigError(name, f"expected an option such as {close[0]}, got an unknown one")
-        check_removed(name, value)
-        given[name] = value
-    return given
+            if name not in names:
+                close = get_close_matches(name, names, n=1) or ["those of --help=advanced"]
+                raise ConfigError(
+                    name, f"expected an option such as {close[0]}, got an unknown one"
+                )
+            values[name] = value
+        found.append(Given(values, in_file))
+    return found
 
 
-def _pairs(
-    arguments: Sequence[str], names: Collection[str], sections: Collection[str]
-) -> Iterator[tuple[str, Any]]:
+def _sources(
+    arguments: Sequence[str], sections: Collection[str]
+) -> Iterator[tuple[Iterator[tuple[str, Any]], bool]]:
+    """The options of each argument or file, and whether it is a file."""
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -60,12 +74,13 @@ def _pairs(
                 raise ConfigError(name, "expected a value, got none")
             value = rest.pop(0)
         if name == "config":
-            yield from _flat(_load_file(value), "", sections)
+            yield _flat(_load_file(value), "", sections), True
         elif name in sections:
-            content = _load_file(value, name) if Path(value).is_file() else _load(value, name)
-            yield from _flat({name: content}, "", sections)
+            in_file = Path(value).is_file()
+            content = _load_file(value, name) if in_file else _load(value, name)
+            yield _flat({name: content}, "", sections), in_file
         else:
-            yield name, value
+            yield iter([(name, value)]), False
 
 
 def _flat(values: Any, prefix: str, sections: Collection[str]) -> Iterator[tuple[str, Any]]:

@@ -7,29 +7,59 @@ parts of the trainer work without.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import yaml
+
 from bert_unpad.pretrain.config.errors import ConfigError
-from bert_unpad.pretrain.config.given import read_given
+from bert_unpad.pretrain.config.given import Given, read_given
 from bert_unpad.pretrain.config.options import describe, find_options
 from bert_unpad.pretrain.config.run import PretrainConfig
+from bert_unpad.pretrain.config.update import OptimizerConfig
 
-__all__ = ["read_config"]
+__all__ = ["Settings", "read_config", "read_settings"]
 
 _OPTIONS = {s.name: s for s in find_options(PretrainConfig) if s.tier != "code_only"}
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What a command line and its files ask for."""
+
+    config: PretrainConfig
+    text: str
+    """The configuration in full, as YAML."""
+    replaced: Mapping[str, str]
+    """Options of `optimizer`, without the section's name, that a file gives for another optimizer
+    than that of the run, and the name of that other one."""
+
+    def with_optimizer(self, **values: Any) -> Settings:
+        """The same with other options of `optimizer`, which must be plain values or None."""
+        optimizer = dataclasses.replace(self.config.optimizer, **values)
+        full = yaml.safe_load(self.text)
+        given = {**full["optimizer"], **values}.items()
+        full["optimizer"] = {key: value for key, value in given if value is not None}
+        text = yaml.safe_dump(full, default_flow_style=False, allow_unicode=True, sort_keys=False)
+        config = dataclasses.replace(self.config, optimizer=optimizer)
+        return dataclasses.replace(self, config=config, text=text)
+
+
 def read_config(arguments: Sequence[str] | None = None) -> tuple[PretrainConfig, str]:
+    """The configuration that `read_settings` reads, and the same in full as YAML."""
+    settings = read_settings(arguments)
+    return settings.config, settings.text
+
+
+def read_settings(arguments: Sequence[str] | None = None) -> Settings:
     """Reads `--config FILE` and `--section.key VALUE`, the later ones winning.
 
     Args:
         arguments: the command line, by default the process's own.
-
-    Returns:
-        The configuration, and the same in full as YAML.
 
     Raises:
         ConfigError: an option does not exist, has the wrong type or is out of range, or options
@@ -46,7 +76,7 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[PretrainConfig,
         ) from error
 
 
-def _read(arguments: list[str]) -> tuple[PretrainConfig, str]:
+def _read(arguments: list[str]) -> Settings:
     from bert_unpad.pretrain.config.parser import make_parser
 
     given = read_given(arguments, _OPTIONS)
@@ -71,7 +101,22 @@ def _read(arguments: list[str]) -> tuple[PretrainConfig, str]:
         raise ConfigError(f"data.{name}", message) from error
     config = PretrainConfig(**vars(fields))
     config.validate()
-    return config, text
+    return Settings(config, text, _replaced(given))
+
+
+def _replaced(given: Sequence[Given]) -> dict[str, str]:
+    """Options of `optimizer` that a file gives for another optimizer, and the name of that one.
+
+    A file's options are for the optimizer that is named when the whole file is read.
+    """
+    name, meant = OptimizerConfig.name, {}
+    for values, in_file in given:
+        name = values.get("optimizer.name", name)
+        for option in values:
+            section, _, key = option.partition(".")
+            if section == "optimizer":
+                meant[key] = name if in_file else None
+    return {key: other for key, other in meant.items() if other not in (None, name)}
 
 
 def _show_help(arguments: Sequence[str]) -> None:
@@ -87,10 +132,11 @@ def _show_help(arguments: Sequence[str]) -> None:
         raise SystemExit(0)
 
 
-def _explain(message: str, given: dict[str, Any]) -> ConfigError:
+def _explain(message: str, given: Sequence[Given]) -> ConfigError:
     """The parser's error about an option's value, in the words of all errors."""
+    values = {name: value for one in given for name, value in one.values.items()}
     found = re.search(r'^(?:Parser key "|argument --)([\w.]+)', message)
-    if found is None or found[1] not in given:
+    if found is None or found[1] not in values:
         return ConfigError("config", message)
     name = found[1]
-    return ConfigError(name, f"expected {describe(_OPTIONS[name].type)}, got {given[name]!r}")
+    return ConfigError(name, f"expected {describe(_OPTIONS[name].type)}, got {values[name]!r}")

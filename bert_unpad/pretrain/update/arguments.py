@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from bert_unpad.pretrain.config import ConfigError, OptimizerConfig
 from bert_unpad.pretrain.update.kinds import Kind
 
-__all__ = ["class_arguments"]
+__all__ = ["class_arguments", "refused_options"]
 
 _NO_DEFAULT = (inspect.Parameter.empty, None)
 _FORMS = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}  # a value of each option
@@ -21,47 +22,74 @@ def class_arguments(kind: Kind, config: OptimizerConfig) -> dict[str, Any]:
     option is passed on to a class that has no such argument, or one of another form (three betas).
 
     Raises:
-        ConfigError: the class has no `lr`, or does not take an option that is given, or
-            `optimizer.arguments` names what it does not take, or what has an option of its own.
+        ConfigError: the class has no `lr`, or refuses what is given, see `refused_options`.
     """
-    signature = inspect.signature(kind.optimizer).parameters
+    for error in refused_options(kind, config).values():
+        raise error
+    arguments: dict[str, Any] = {"lr": config.lr}
+    for name, default in _options_of(kind, config).items():
+        given = getattr(config, name)
+        value = kind.defaults.get(name, default) if given is None else given
+        if value not in _NO_DEFAULT:
+            arguments[name] = tuple(value) if isinstance(_FORMS[name], tuple) else value
+    return {**arguments, **kind.arguments, **(config.arguments or {})}
+
+
+def refused_options(kind: Kind, config: OptimizerConfig) -> dict[str, ConfigError]:
+    """What is given that the optimizer's class does not take, and why.
+
+    Returns:
+        The errors by option (`betas`), or by entry of `optimizer.arguments` (`arguments.momentum`).
+
+    Raises:
+        ConfigError: the class has no `lr`.
+    """
+    signature, options = _signature(kind), _options_of(kind, config)
+    found = {}
+    for name in _FORMS:
+        given = getattr(config, name)
+        if given is None or name in options:
+            continue
+        problem = "has no such argument"
+        if name in signature:
+            problem = f"has {name}={signature[name].default!r} (see optimizer.arguments)"
+        found[name] = ConfigError(
+            f"optimizer.{name}",
+            f"expected null with optimizer.name {config.name}, whose class {problem}, got {given}",
+        )
+    parameters = next(iter(signature))
+    taken = {parameters, "lr", *options, *kind.arguments}
+    known = [x for x, y in signature.items() if x not in taken and y.kind is not y.VAR_KEYWORD]
+    takes_any = any(x.kind is x.VAR_KEYWORD for x in signature.values())
+    for name in config.arguments or {}:
+        if name == "lr" or name in options:
+            problem = f"expected optimizer.{name}, got {name} here"
+        elif name not in known and (name in taken or not takes_any):
+            problem = f"expected arguments of {config.name} ({', '.join(known)}), got {name!r}"
+        else:
+            continue
+        found[f"arguments.{name}"] = ConfigError("optimizer.arguments", problem)
+    return found
+
+
+def _signature(kind: Kind) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(kind.optimizer).parameters
+
+
+def _options_of(kind: Kind, config: OptimizerConfig) -> dict[str, Any]:
+    """The options besides `lr` that the class takes, and its defaults.
+
+    Raises:
+        ConfigError: it has no `lr`.
+    """
+    signature = _signature(kind)
     if "lr" not in signature:
         raise ConfigError(
             "optimizer.name",
             f"expected a class with an argument lr, which the schedule sets, got {config.name}",
         )
-    arguments: dict[str, Any] = {"lr": config.lr}
-    options = {"lr"}
-    for name, form in _FORMS.items():
-        given = getattr(config, name)
-        if name in signature and _has_form(default := signature[name].default, form):
-            options.add(name)
-            value = kind.defaults.get(name, default) if given is None else given
-            if value not in _NO_DEFAULT:
-                arguments[name] = tuple(value) if isinstance(form, tuple) else value
-        elif given is not None:
-            problem = "has no such argument"
-            if name in signature:
-                problem = f"has {name}={signature[name].default!r} (see optimizer.arguments)"
-            raise ConfigError(
-                f"optimizer.{name}",
-                f"expected null with optimizer.name {config.name}, whose class {problem}, got "
-                f"{given}",
-            )
-    more = config.arguments or {}
-    parameters = next(iter(signature))
-    taken = {parameters, *options, *kind.arguments}
-    known = [x for x, y in signature.items() if x not in taken and y.kind is not y.VAR_KEYWORD]
-    takes_any = any(x.kind is x.VAR_KEYWORD for x in signature.values())
-    for name in more:
-        if name in options:
-            raise ConfigError("optimizer.arguments", f"expected optimizer.{name}, got {name} here")
-        if name not in known and (name in taken or not takes_any):
-            raise ConfigError(
-                "optimizer.arguments",
-                f"expected arguments of {config.name} ({', '.join(known)}), got {name!r}",
-            )
-    return {**arguments, **kind.arguments, **more}
+    defaults = {name: signature[name].default for name in _FORMS if name in signature}
+    return {name: value for name, value in defaults.items() if _has_form(value, _FORMS[name])}
 
 
 def _has_form(default: Any, form: Any) -> bool:
