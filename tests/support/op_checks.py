@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from bert_unpad import _C, ops
 from bert_unpad.batch import VarlenBatch
 from tests.support import reference
-from tests.support.processes import run_ranks
+from tests.support.processes import run_with
 
 # The key of every test's dropout masks, where no other is asked for.
 RNG = torch.tensor([123456789, 42])
@@ -74,8 +73,12 @@ def results_of_every_isa(compute: Callable[[], list[Tensor]]) -> dict[str, list[
     every one that this processor has, each in a process of its own."""
     built = _C.built_isas().split(",")
     isas = built[: built.index(_C.cpu_isa()) + 1]
-    results = run_ranks(_compute_with, len(isas), isas, compute)
-    return dict(zip(isas, results, strict=True))
+    results = run_with([{"BERT_UNPAD_ISA": isa} for isa in isas], _compute_with, compute)
+    found = {}
+    for isa, (used, tensors) in zip(isas, results, strict=True):
+        assert used == isa
+        found[isa] = tensors
+    return found
 
 
 def assert_all_isas_agree(
@@ -95,10 +98,9 @@ def assert_all_isas_agree(
             torch.testing.assert_close(a, b, atol=limit, rtol=0, msg=lambda m, i=isa: f"{i}: {m}")
 
 
-def _compute_with(rank: int, _: int, isas: Sequence[str], compute: Callable) -> list[Tensor]:
-    os.environ["BERT_UNPAD_ISA"] = isas[rank]
-    assert _C.cpu_isa() == isas[rank]
-    return compute()
+def _compute_with(compute: Callable[[], list[Tensor]]) -> tuple[str, list[Tensor]]:
+    torch.set_num_threads(1)
+    return _C.cpu_isa(), compute()
 
 
 def embedding_ids(entries: Sequence[int], tokens: int) -> list[Tensor]:

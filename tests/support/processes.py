@@ -14,13 +14,22 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SLOWNESS", "TIMEOUT", "free_port", "join_ranks", "run_ranks", "start_ranks"]
+__all__ = [
+    "SLOWNESS",
+    "TIMEOUT",
+    "free_port",
+    "join_ranks",
+    "run_ranks",
+    "run_with",
+    "start_ranks",
+]
 
 _SLOWNESS = "BERT_UNPAD_TEST_SLOWNESS"  # the environment variable, which ranks read too
 _QUIET_SECONDS = 0.1  # for the loop below, of a core of 2023 with nothing else to do
@@ -143,6 +152,49 @@ def run_ranks(
             process.join(timeout=5 * SLOWNESS)
             if process.is_alive():
                 process.kill()
+
+
+def run_with(
+    environments: Sequence[dict[str, str]], function: Callable[..., Any], *args: Any
+) -> list[Any]:
+    """Calls `function(*args)` once with each of some environments, each in a new process.
+
+    The variables are set before the package is imported, which reads some only then. Ranks have
+    imported it before.
+
+    Args:
+        environments: variables and their values.
+        function: a function at the top level of a module; it and its result must pickle.
+
+    Raises:
+        RuntimeError: a process has failed; the traceback of the first one is the message.
+    """
+    call = pickle.dumps((function, args))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_fork_with, environments, call).result()
+
+
+def _fork_with(environments: Sequence[dict[str, str]], call: bytes) -> list[Any]:
+    import torch  # noqa: F401 # takes seconds, so once for all
+
+    fork = multiprocessing.get_context("fork")
+    pipes = []
+    for environment in environments:
+        ours, theirs = fork.Pipe(duplex=False)
+        fork.Process(target=_call_with, args=(theirs, environment, call), daemon=True).start()
+        theirs.close()
+        pipes.append(ours)
+    return _answers(pipes, TIMEOUT)
+
+
+def _call_with(pipe: Connection, environment: dict[str, str], call: bytes) -> None:
+    os.environ |= environment
+    try:
+        function, args = pickle.loads(call)
+        answer = (False, function(*args))
+    except BaseException:
+        answer = (True, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(answer))
 
 
 def _answers(pipes: list[Connection], timeout: float) -> list[Any]:
