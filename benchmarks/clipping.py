@@ -3,7 +3,7 @@
     python -m benchmarks.clipping                        # 1 seed, 60 steps, 2 ranks
     python -m benchmarks.clipping --seeds 3 --poison 1 1e6
 
-Trains the quickstart model with a learning rate and a bound such that clipping acts in most steps,
+Trains a small BERT with a learning rate and a bound such that clipping acts in most steps,
 once for each way of clipping, poison and seed. A poison is a factor on the gradient of rank 1 in
 every --poison-every-th step. Runs are kept in --folder and not repeated, so that the same command
 continues where it was stopped. Writes benchmarks/results/cpu/clipping.json and clipping.png.
@@ -93,7 +93,7 @@ def settings_of(name: str, seed: int, run_dir: Path, options: argparse.Namespace
     """The run's arguments for pretrain.py."""
     mode, _ = CONTENDERS[name]
     settings = {
-        "config": str(ROOT / "configs" / "quickstart.yaml"),
+        "config": str(ROOT / "configs" / "bert_small.yaml"),
         "run_dir": str(run_dir),
         "seed": seed,
         "device": "cpu",

@@ -3,9 +3,9 @@
     python -m benchmarks.cluster                                # about 50 minutes on quiet cores
     python -m benchmarks.cluster --hosts 2 --rates 200mbit --seeds 1 --only "plain DDP" "+ bf16"
 
-Trains the quickstart's model on its text with gloo, one process of one thread on each host. Hosts
-are network namespaces joined by links of limited rate (where the rights for that are missing it
-says so and uses loopback). Two parts:
+Trains a small BERT (configs/bert_small.yaml) with gloo, one process of one thread on each host.
+Hosts are network namespaces joined by links of limited rate (where the rights for that are missing
+it says so and uses loopback). Two parts:
 
 - losses, on two hosts without a limit, which do not depend on it: `--loss-steps` updates of each
   contender with `--seeds` seeds, held-out loss at the end;
@@ -114,7 +114,7 @@ def settings_of(
 ) -> dict[str, Any]:
     """The run's settings, as pretrain.py names them; the contender's win over `more`."""
     return {
-        "config": ROOT / "configs" / "quickstart.yaml",  # first: what comes later wins
+        "config": ROOT / "configs" / "bert_small.yaml",  # first: what comes later wins
         "run_dir": run_dir,
         "resume": "never",
         "device": "cpu",

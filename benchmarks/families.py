@@ -48,7 +48,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "ALBERT": {"preset": "albert-base", "embedding_size": 0.5},
     "ELECTRA": {"preset": "electra-small", "embedding_size": 0.5, "objective": "rtd"},
 }
-# Sizes that the quickstart gives and the file of a contender's configuration has.
+# Sizes that configs/bert_small.yaml gives and the file of a contender's configuration has.
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 LOSSES = ("mlm_loss", "mlm_accuracy", "rtd_loss", "rtd_accuracy")
 

@@ -3,7 +3,7 @@
     python -m benchmarks.precision                        # 1 seed, 300 steps
     python -m benchmarks.precision --seeds 3 --steps 900
 
-Trains the quickstart model with each precision and seed, on one process of one thread. A CPU rounds
+Trains a small BERT with each precision and seed, on one process of one thread. A CPU rounds
 as a GPU does and multiplies in fp32, so losses can be compared and times cannot. Runs are kept in
 --folder and not repeated. Writes benchmarks/results/cpu/precision.json and precision.png.
 """

@@ -2,10 +2,10 @@
 
     python -m benchmarks.rank_speeds                # about 6 minutes on two quiet cores
 
-Two ranks train the quickstart's model, each bound to a core of its own; a program that never rests
-is bound to the second core too, so that rank gets half of its time. In turns, each round: shares
-that are equal, and shares by measured speed (`batching.rank_speeds: auto`). All runs have the same
-global batches, so their losses must be equal to rounding. Writes
+Two ranks train a small BERT (configs/bert_small.yaml), each bound to a core of its own; a program
+that never rests is bound to the second core too, so that rank gets half of its time. In turns, each
+round: shares that are equal, and shares by measured speed (`batching.rank_speeds: auto`). All runs
+have the same global batches, so their losses must be equal to rounding. Writes
 benchmarks/results/cpu/rank_speeds.json.
 """
 
@@ -50,7 +50,7 @@ def run(ranks: RankPool, name: str, busy: bool, cores: list[int], options: Any) 
     """Seconds of an update once speeds have settled, and losses."""
     run_dir = options.folder / name.replace(" ", "-")
     settings = {
-        "config": ROOT / "configs" / "quickstart.yaml",
+        "config": ROOT / "configs" / "bert_small.yaml",
         "run_dir": run_dir,
         "resume": "never",
         "device": "cpu",

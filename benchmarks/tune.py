@@ -230,7 +230,7 @@ def main() -> None:
     if "--" in own:
         own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "bert_small.yaml")
     parser.add_argument("--folder", type=Path, default=Path("runs/tune"))
     parser.add_argument("--optimizers", nargs="+", default=["fused_adam", "lamb"])
     modes = ("bucket", "before", "after", "none")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh machine to a small pretrained BERT: environment, build, training on real text.
+# From a fresh machine to a small pretrained ModernBERT: environment, build, training on real text.
 # A second run reuses all that is done, and continues a training that was stopped.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
@@ -11,7 +11,7 @@ usage() {
   cat <<'TEXT'
 usage: bash scripts/quickstart.sh [--fresh] [--ranks N] [-- OPTION...]
 
-Makes .venv, builds bert_unpad and pretrains a small BERT with configs/quickstart.yaml.
+Makes .venv, builds bert_unpad and pretrains a small ModernBERT with configs/quickstart.yaml.
 
   --fresh     a new .venv and a new training; the earlier one's folder is kept as *.previous-N
   --ranks N   processes to train with (default: one per GPU, 2 on a CPU)

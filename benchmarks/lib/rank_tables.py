@@ -172,7 +172,7 @@ def cluster() -> str:
     counted = found["steps"] - found["settle"]
     return section(
         "Hosts on slow links",
-        "The quickstart's model on processes of one thread in network namespaces, joined by links "
+        "A small BERT on processes of one thread in network namespaces, joined by links "
         f"of limited rate: {found['batch']} sequences of all hosts in an update. Seconds are means "
         f"of {counted} updates or a whole period of local steps, median of "
         f"{count(found['rounds'], 'round')} in turns; MB are what a host sends in an update. "
@@ -202,7 +202,7 @@ def rank_speeds() -> str:
         rows.append(row)
     return section(
         "Ranks of unequal speed",
-        "The quickstart's model on two ranks, each bound to a core; a program that never rests is "
+        "A small BERT on two ranks, each bound to a core; a program that never rests is "
         "bound to the second core too, so that its rank gets half of the time. Equal shares of "
         "work against `batching.rank_speeds: auto`, seconds of an update, median of "
         f"{count(found['rounds'], 'round')} in turns. Losses are of the same global batches, and "

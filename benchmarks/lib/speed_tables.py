@@ -298,7 +298,7 @@ def precisions() -> str:
     ]
     return section(
         "Precision",
-        f"The quickstart's model after {found['steps']} updates, {count(found['seeds'], 'seed')} "
+        f"A small BERT after {found['steps']} updates, {count(found['seeds'], 'seed')} "
         "each, in fp32, bf16 and 8 bits. A CPU rounds to 8 bits as a GPU does, which makes it "
         "slower, not faster.",
         source("precision", found),

@@ -37,11 +37,11 @@ def arguments_of(run_dir: Path, steps: int, settings: Mapping[str, Any]) -> list
     Args:
         run_dir: of the run.
         steps: `schedule.total_steps`.
-        settings: by their keys, in addition to the quickstart's with a batch of 32 and a warm-up of
-            a tenth, unless they say otherwise.
+        settings: by their keys, in addition to configs/bert_small.yaml's, with a batch of 32 and a
+            warm-up of a tenth, unless they say otherwise.
     """
     every = {
-        "config": ROOT / "configs" / "quickstart.yaml",
+        "config": ROOT / "configs" / "bert_small.yaml",
         "run_dir": run_dir,
         "device": "cpu",
         "batching.global_batch_size": 32,

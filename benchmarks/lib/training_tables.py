@@ -32,7 +32,7 @@ def clipping() -> str:
                 rows.append(row)
     return section(
         "Clipping: what models learn",
-        f"The quickstart's model, {found['steps']} updates of {found['batch']} sequences on "
+        f"A small BERT, {found['steps']} updates of {found['batch']} sequences on "
         f"{found['ranks']} ranks, learning rate {found['lr']}, bound {found['max_norm']}, "
         f"{count(found['seeds'], 'seed')}. The names are those of `clip.mode` and `clip.policy`. "
         "A poisoned rank multiplies its gradient by that factor in one of "

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bert_unpad.batch import PackedInputs
 from bert_unpad.data import PackedCollator, Prefetcher
@@ -24,7 +25,8 @@ class Evaluator:
 
     Args:
         collator: of the held-out set.
-        examples: how many to use at most, taken at equal distances from the whole set.
+        examples: how many to use at most; of more, those whose lengths are as in training.
+        lengths: of the training examples, [N].
         batch_size: sequences per forward pass on one rank.
         ranks: the processes that share the work.
         autocast: context of the forward pass.
@@ -35,17 +37,16 @@ class Evaluator:
         self,
         collator: PackedCollator,
         examples: int,
+        lengths: NDArray[np.integer],
         batch_size: int,
         ranks: Ranks,
         autocast: AbstractContextManager,
         objective: Objective = "mlm_nsp",
     ) -> None:
-        available = len(collator.dataset)
-        used = min(examples, available)
-        chosen = np.arange(used) * available // max(used, 1)
+        chosen = choose_by_length(collator.dataset.lengths, lengths, examples)
+        used = len(chosen)
         # Dealt out in order of length, so that all ranks get the same work.
-        lengths = collator.dataset.lengths[chosen].astype(np.int64)
-        mine = chosen[np.argsort(-lengths, kind="stable")][ranks.rank :: ranks.world_size]
+        mine = chosen[::-1][ranks.rank :: ranks.world_size]
         self.examples = used
         # As many on all ranks, some of them empty: under FSDP a forward pass takes all ranks.
         count = -(-used // (ranks.world_size * batch_size))
@@ -80,3 +81,33 @@ class Evaluator:
     def _forward(self, model: EncoderForPreTraining, inputs: PackedInputs) -> torch.Tensor:
         with self._autocast:
             return stack_outputs(model(to_device(inputs, model, self._ranks.device)))
+
+
+def choose_by_length(
+    available: NDArray[np.integer], like: NDArray[np.integer], most: int
+) -> NDArray[np.int64]:
+    """Chooses examples whose lengths are distributed as others are, as far as there are such.
+
+    A loss depends on the length of the texts, so the losses of training and evaluation could not be
+    compared otherwise; few held-out documents may be longer than most by chance.
+
+    Args:
+        available: lengths of the examples to choose from.
+        like: lengths of the others.
+        most: how many to choose at most; all, if there are no more.
+
+    Returns:
+        Numbers of examples, each once, the shortest first.
+    """
+    order = np.argsort(available, kind="stable").astype(np.int64)
+    if len(order) <= most or not len(like):
+        return order[:most]
+    # At equal distances among those of one length.
+    ranks = np.arange(most)
+    wanted = np.sort(like)[((2 * ranks + 1) * len(like)) // (2 * most)]
+    lengths = available[order]
+    first, behind = (np.searchsorted(lengths, wanted, side) for side in ("left", "right"))
+    _, index, counts = np.unique(wanted, return_index=True, return_counts=True)
+    place = (ranks - index.repeat(counts)) * (behind - first) // counts.repeat(counts)
+    taken = np.maximum.accumulate(first + place - ranks) + ranks  # each once
+    return order[np.minimum(taken, len(order) - most + ranks)]

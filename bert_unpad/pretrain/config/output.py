@@ -33,7 +33,8 @@ class EvaluationConfig:
     """Sequences trained on between evaluations, in place of evaluation.every; rounded up to whole
     updates. mlperf: as many as MLPerf's rules for BERT say for the global batch."""
     examples: int = 10_000
-    """Most examples of an evaluation. With 0 there is no evaluation."""
+    """Most examples of an evaluation. Of more, those whose lengths are as in training. With 0 there
+    is no evaluation."""
     target_accuracy: float | None = None
     """Masked-token accuracy, 0 to 1, at which training ends. By default it ends with the
     schedule."""
