@@ -220,6 +220,7 @@ def _evaluator(run: Run, data: PreparedData) -> Evaluator | None:
     return Evaluator(
         data.collator("validation"),
         settings.examples,
+        data.train.lengths,
         run.config.batching.per_pass(run.ranks.world_size),
         run.ranks,
         run.autocast,
