@@ -53,8 +53,17 @@ def test_a_test_that_loses_the_device_is_the_only_one_to_fail(tmp_path, processe
     (tmp_path / "conftest.py").write_text(imported)
     (tmp_path / "test_some.py").write_text(LOST)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *processes]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    # As where this test itself is run by a worker of pytest-xdist, whose variables are no sign.
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_XDIST_WORKER": "gw0"}
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
     assert done.returncode != 0
     assert ended in done.stdout
     assert re.search(r"crashed while running '?\S*test_kernel\[1\]|the device is lost", done.stdout)

@@ -46,7 +46,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         torch.cuda.synchronize()
     except RuntimeError as error:
         print(f"\n{item.nodeid}: the device is lost: {error}", flush=True)
-        if "PYTEST_XDIST_WORKER" in os.environ:
+        if hasattr(item.config, "workerinput"):  # this process is a worker of pytest-xdist
             os._exit(1)  # before the test counts as done: it is reported as a crash of this worker
         item.session.shouldstop = f"{item.nodeid}: the device is lost"
     return result
