@@ -51,10 +51,18 @@ def test_work_is_shared_and_what_it_costs_is_logged(folder):
     for line in log_lines(folder / "control"):
         assert 0.8 < line["straggler_efficiency"] <= 1
         assert 0.5 < line["measured_efficiency"] <= 1
-        assert 0 < line["work_variation"] < 1
+        assert line["work_variation"] == 0  # of one update
         assert line["data_wait"] >= 0
         assert line["exchange_seconds"] > 0
         assert line["exchange_bytes"] > 0
+
+
+def test_work_varies_between_the_updates_of_a_line(folder):
+    few = ("--schedule.epochs", "null", "--schedule.total_steps", "8", "--logging.every", "4")
+    run(folder, "few", 2, *EXCHANGE, *few)
+    lines = log_lines(folder / "few")
+    assert [line["step"] for line in lines] == [4, 8]
+    assert all(0 < line["work_variation"] < 1 for line in lines)
 
 
 def test_who_trains_on_what_changes_nothing_else(folder):
