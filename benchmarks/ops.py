@@ -109,7 +109,7 @@ def norm_case(dtype: torch.dtype, p: float, rows: int) -> Case:
         f"dropout_add_layer_norm, dropout {p}",
         {
             "bert_unpad": lambda: ops.dropout_add_layer_norm(
-                x, residual, weight, bias, dropout_p=p, x_bias=x_bias
+                x, residual, weight, bias, dropout_p=p, eps=1e-12, x_bias=x_bias
             ),
             "eager": eager,
         },

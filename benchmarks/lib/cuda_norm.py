@@ -31,7 +31,7 @@ def _case(device: str, shape: tuple[int, int], p: float) -> Case:
     def ours(p: float) -> Contender:
         def function(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, x_bias: Tensor):
             return ops.dropout_add_layer_norm(
-                x, residual, weight, bias, dropout_p=p, x_bias=x_bias, rng=rng
+                x, residual, weight, bias, dropout_p=p, eps=1e-12, x_bias=x_bias, rng=rng
             )
 
         return by_autograd(function, inputs, dy)

@@ -11,6 +11,7 @@ from bert_unpad.batch import VarlenBatch
 from bert_unpad.ops import rng as _rng
 from bert_unpad.ops.position_bias import PositionBias
 from bert_unpad.ops.registration import register_autograd, register_fake
+from bert_unpad.ops.tensor_checks import check_tensors, shown
 
 _ops = torch.ops.bert_unpad
 
@@ -45,7 +46,8 @@ def varlen_attention(
             head_dim]: all heads of the queries, then of the keys, then of the values. float32,
             bfloat16 or float16; any outer strides, contiguous in the last dimension; head_dim 1 to
             256 on a CPU, 32, 64, 96 or 128 on a GPU.
-        batch: a VarlenBatch, or its int32 `cu_seqlens` [sequences + 1] on the data's device.
+        batch: a VarlenBatch, or its int32 `cu_seqlens` [sequences + 1] on the data's device: 0,
+            then the running sum of the lengths.
         max_seqlen: longest sequence, in tokens; needed with a bare `cu_seqlens`.
         num_heads: heads of the queries, a multiple of kv_heads: query head h reads key head
             h // (num_heads / kv_heads) (Ainslie et al., arXiv 2305.13245). None: as many as keys.
@@ -66,10 +68,12 @@ def varlen_attention(
         The attention output, [tokens, heads, head_dim], of qkv's dtype.
 
     Raises:
+        TypeError: qkv is not a tensor, or `batch` is neither of both.
         RuntimeError: a shape, dtype, device or `cu_seqlens` is wrong; the message names it.
         ValueError: qkv does not have four dimensions (three with `num_heads`), `schedule` is
             unknown, `window` is not a pair, or `max_seqlen` is missing.
     """
+    check_tensors("varlen_attention", {"qkv": qkv}, {"rng": rng})
     if schedule not in _SCHEDULES:
         raise ValueError(f"varlen_attention: schedule must be 'list' or 'groups', got {schedule!r}")
     order = groups = None
@@ -78,8 +82,16 @@ def varlen_attention(
         order = batch.order_table.view(-1, 4)
         if schedule == "groups":
             groups = batch.group_sizes
+    elif not isinstance(batch, Tensor):
+        raise TypeError(
+            "varlen_attention: batch: expected a VarlenBatch, such as VarlenBatch.from_lengths "
+            f"makes of lengths, or an int32 tensor cu_seqlens, got {shown(batch)}"
+        )
     elif max_seqlen is None:
-        raise ValueError("varlen_attention: max_seqlen is needed with a bare cu_seqlens")
+        raise ValueError(
+            "varlen_attention: max_seqlen: expected the length of the longest sequence with a bare "
+            "cu_seqlens, got None; VarlenBatch.from_cu_seqlens finds it out"
+        )
     else:
         cu_seqlens = batch
     dims, shape = 4, "[tokens, 3, heads, head_dim]"
@@ -92,7 +104,7 @@ def varlen_attention(
     scale = _scale(qkv) if scale is None else scale
     rng = _rng.draw(dropout_p, rng, qkv.device)
     left, right = _window("varlen_attention", window)
-    bias = _parts(position_bias)
+    bias = _parts("varlen_attention", position_bias)
     return _ops.varlen_attention(
         qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, order, groups, num_heads or 0, left,
         right, *bias,
@@ -141,9 +153,15 @@ def varlen_cross_attention(
         The attention output, [query tokens, heads, head_dim], of q's dtype.
 
     Raises:
+        TypeError: an argument is not a tensor.
         RuntimeError: a shape, dtype, device or cu_seqlens is wrong; the message names it.
         ValueError: q does not have three dimensions, or `window` is not a pair.
     """
+    check_tensors(
+        "varlen_cross_attention",
+        {"q": q, "kv": kv, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
+        {"query_positions": query_positions, "rng": rng, "order": order},
+    )
     if q.dim() != 3:
         raise ValueError(
             "varlen_cross_attention: q must have shape [query tokens, heads, head_dim], "
@@ -152,7 +170,7 @@ def varlen_cross_attention(
     scale = _scale(q) if scale is None else scale
     rng = _rng.draw(dropout_p, rng, q.device)
     left, right = _window("varlen_cross_attention", window)
-    bias = _parts(position_bias)
+    bias = _parts("varlen_cross_attention", position_bias)
     return _ops.varlen_cross_attention(
         q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p, rng, order,
         None, left, right, query_positions, *bias,
@@ -169,9 +187,11 @@ def _window(name: str, window: tuple[int, int]) -> tuple[int, int]:
     return window
 
 
-def _parts(bias: PositionBias | None) -> tuple[Tensor | None, ...]:
+def _parts(function: str, bias: PositionBias | None) -> tuple[Tensor | None, ...]:
     if bias is None:
         return None, None, None, None
+    names = {f"position_bias.{name}": getattr(bias, name) for name in ("table", "query", "key")}
+    check_tensors(function, {"position_bias.buckets": bias.buckets}, names, read=True)
     table = None if bias.table is None else bias.table.float().contiguous()
     return bias.buckets, table, _rows(bias.query), _rows(bias.key)
 

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from bert_unpad.ops import rng as _rng
+from bert_unpad.ops.norm import LAYER_NORM_EPS
 from bert_unpad.ops.registration import register_autograd, register_fake
+from bert_unpad.ops.tensor_checks import check_tensors
 
 _ops = torch.ops.bert_unpad
 
@@ -20,7 +22,7 @@ def embedding_layer_norm(
     ln_bias: Tensor,
     *,
     dropout_p: float = 0.0,
-    eps: float = 1e-12,
+    eps: float = LAYER_NORM_EPS,
     out_dtype: torch.dtype | None = None,
     rng: Tensor | None = None,
 ) -> Tensor:
@@ -36,7 +38,7 @@ def embedding_layer_norm(
         ln_weight, ln_bias: [hidden], both float32 or both of the output's dtype.
         dropout_p: probability in [0, 1) that an element of the output is dropped. Pass 0 in
             evaluation.
-        eps: added to the variance.
+        eps: added to the variance; BERT's is 1e-12.
         out_dtype: float32, bfloat16 or float16; None means the tables' dtype.
         rng: int64 [2] (seed, offset) on the data's device; None draws one from PyTorch's default
             generator. The mask is a pure function of it and of (token, column).
@@ -45,19 +47,23 @@ def embedding_layer_norm(
         Hidden states, [tokens, hidden], of out_dtype.
 
     Raises:
+        TypeError: an argument is not a tensor.
         RuntimeError: a shape, dtype, device or probability is wrong, or on a CPU an id lies outside
             its table; the message names it.
     """
+    ids = {
+        "input_ids": input_ids,
+        "position_ids": position_ids,
+        "token_type_ids": token_type_ids,
+    }
+    tables = {"word": word, "position": position, "token_type": token_type}
+    norm = {"ln_weight": ln_weight, "ln_bias": ln_bias}
+    check_tensors("embedding_layer_norm", {**ids, **tables, **norm}, {"rng": rng})
     rng = _rng.draw(dropout_p, rng, word.device)
     return _ops.embedding_layer_norm(
-        input_ids.contiguous(),
-        position_ids.contiguous(),
-        token_type_ids.contiguous(),
-        word,
-        position,
-        token_type,
-        ln_weight,
-        ln_bias,
+        *(t.contiguous() for t in ids.values()),
+        *tables.values(),
+        *norm.values(),
         dropout_p,
         eps,
         word.dtype if out_dtype is None else out_dtype,

@@ -24,6 +24,7 @@ from bert_unpad.ops.glu import GluKind, kind_number
 from bert_unpad.ops.linear_layer import check_linear, linear, linear_residual
 from bert_unpad.ops.registration import first_order
 from bert_unpad.ops.rounded_weights import rounded
+from bert_unpad.ops.tensor_checks import check_devices, check_tensors
 
 _ops = torch.ops.bert_unpad
 
@@ -67,7 +68,9 @@ class _Mlp(torch.autograd.Function):
             and _epilogue_pays(x.device)
         )
         if ctx.epilogue:
-            inner, pre = _ops.linear(x, wide1, None if bias1 is None else bias1.to(dtype), True)
+            # cuBLASLt's epilogue has no form without a bias.
+            bias = wide1.new_zeros(wide1.shape[0]) if bias1 is None else bias1.to(dtype)
+            inner, pre = _ops.linear(x, wide1, bias, True)
         else:
             pre = matmul.forward(x, wide1)
             inner = _activate(pre, bias1, activation)
@@ -80,7 +83,7 @@ class _Mlp(torch.autograd.Function):
         return y, x.view_as(x)
 
     @staticmethod
-    @first_order("mlp")
+    @first_order("mlp", ("x", "pre", "inner", "weight1", "weight2"))
     def backward(ctx, saved, dy: Tensor | None, addend: Tensor | None):
         if dy is None:
             return addend, None, None, None, None, None
@@ -158,7 +161,9 @@ def mlp(
         The output, [rows, out_features], of x's dtype; and x, see `linear_residual`.
 
     Raises:
+        TypeError: an argument is not a tensor.
         ValueError: a shape, a dtype or `approximate` is wrong, or there are scales without `fp8`.
+        RuntimeError: a tensor is on another device than x, or its storage was freed.
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f'mlp: approximate must be "none" or "tanh", got {approximate!r}')
@@ -197,14 +202,11 @@ def glu_mlp(
         The output, [rows, out_features], of x's dtype; and x, see `linear_residual`.
 
     Raises:
+        TypeError: an argument is not a tensor.
         ValueError: a shape, a dtype or `kind` is wrong, or there are scales without `fp8`.
+        RuntimeError: a tensor is on another device than x, or its storage was freed.
     """
     activation = ("glu", kind_number("glu_mlp", kind))
-    if weight1.dim() == 2 and weight1.shape[0] % 2:
-        raise ValueError(
-            "glu_mlp: weight1 must have shape [2 * intermediate, features], "
-            f"got {list(weight1.shape)}"
-        )
     return _feed_forward("glu_mlp", x, weight1, bias1, weight2, activation, recompute, fp8, scales)
 
 
@@ -221,10 +223,19 @@ def _feed_forward(
 ) -> tuple[Tensor, Tensor]:
     given = x
     x, rounded = input_parts(x)
+    check_tensors(function, {"x": x, "weight2": weight2}, read=True)
     if x.dim() != 2:
         raise ValueError(f"{function}: x must have shape [rows, features], got {list(x.shape)}")
     check_linear(function, x, weight1, bias1, "1")
-    inner = weight1.shape[0] // 2 if activation[0] == "glu" else weight1.shape[0]
+    check_devices(function, {"x": x, "weight2": weight2})
+    inner = weight1.shape[0]
+    if activation[0] == "glu":
+        if inner % 2:
+            raise ValueError(
+                f"{function}: weight1 must have shape [2 * intermediate, features], "
+                f"got {list(weight1.shape)}"
+            )
+        inner //= 2
     if weight2.dim() != 2 or weight2.shape[1] != inner:
         raise ValueError(
             f"{function}: expected weight2 [out_features, {inner}], got {list(weight2.shape)}"

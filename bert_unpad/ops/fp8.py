@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bert_unpad._capability import multiplies
-from bert_unpad.ops import matmul
+from bert_unpad.ops import matmul, matrix_checks
 from bert_unpad.ops.delayed_scaling import DelayedScale, LinearScales
 from bert_unpad.ops.linear_layer import check_linear
 from bert_unpad.ops.registration import (
@@ -31,6 +31,7 @@ from bert_unpad.ops.registration import (
     register_in_place,
 )
 from bert_unpad.ops.rounded_weights import WeightCopy, find_copy
+from bert_unpad.ops.tensor_checks import check_tensors
 
 _ops = torch.ops.bert_unpad
 # cuBLASLt's 8-bit products need dimensions that are multiples of this.
@@ -84,7 +85,7 @@ def _rounded(wide: Tensor, e5m2: bool, inverse: Tensor, transpose: bool) -> tupl
     return q, kept
 
 
-@register_cpu("quantize_fp8")
+@register_cpu("quantize_fp8", matrix_checks.check_quantize)
 def _(x, e5m2, transpose):
     limits = torch.finfo(fp8_dtype(e5m2))
     wide = x.float()
@@ -97,7 +98,7 @@ def _(x, e5m2, transpose):
     return *_rounded(wide, e5m2, inverse, transpose), scale
 
 
-@register_cpu("quantize_fp8_scaled")
+@register_cpu("quantize_fp8_scaled", matrix_checks.check_quantize_scaled)
 def rounded_by_scale(
     x: Tensor, e5m2: bool, transpose: bool, scale: Tensor, largest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -110,14 +111,14 @@ def rounded_by_scale(
     return _rounded(wide.where(wide.isfinite(), torch.nan), e5m2, scale.reciprocal(), transpose)
 
 
-@register_cpu("quantize_weights_fp8_")
+@register_cpu("quantize_weights_fp8_", matrix_checks.check_quantize_weights)
 def _(weights, *kept):
     for weight, *tensors in zip(weights, *kept, strict=True):
         for tensor, value in zip(tensors, quantize_fp8(weight, False), strict=True):
             tensor.copy_(value)
 
 
-@register_cpu("fp8_product")
+@register_cpu("fp8_product", matrix_checks.check_fp8_product)
 def _(a, b, a_scale, b_scale, bias, dtype, sum_over_tokens):
     y = (b.float() @ a.float().t()) * (a_scale * b_scale)
     return (y if bias is None else y + bias).to(dtype)
@@ -286,10 +287,13 @@ def fp8_linear(
         gives NaN.
 
     Raises:
+        TypeError: x, weight or bias is not a tensor.
         ValueError: a shape or dtype is wrong.
-        RuntimeError: the GPU has no 8-bit products (it is older than sm_89).
+        RuntimeError: a tensor is on another device than x or its storage was freed, or the GPU has
+            no 8-bit products (it is older than sm_89).
     """
     x, rounded = input_parts(x)
+    check_tensors("fp8_linear", {"x": x})
     if x.dim() != 2:
         raise ValueError(f"fp8_linear: x must have shape [rows, in_features], got {list(x.shape)}")
     check_linear("fp8_linear", x, weight, bias)

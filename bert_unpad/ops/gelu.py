@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bert_unpad.ops.registration import register_autograd, register_fake
+from bert_unpad.ops.tensor_checks import check_tensors
 
 _ops = torch.ops.bert_unpad
 
@@ -27,11 +28,13 @@ def bias_gelu(
         The activations, [..., hidden], of x's dtype.
 
     Raises:
+        TypeError: an argument is not a tensor.
         RuntimeError: a shape, dtype or device is wrong; the message names it.
         ValueError: `approximate` is unknown.
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f'bias_gelu: approximate must be "none" or "tanh", got {approximate!r}')
+    check_tensors("bias_gelu", {"x": x}, {"bias": bias})
     return _ops.bias_gelu(x.contiguous(), bias, approximate == "tanh")
 
 

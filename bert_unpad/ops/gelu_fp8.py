@@ -7,6 +7,7 @@ products take it, as it is and transposed (csrc/gelu/gelu_fp8.cu).
 import torch
 from torch import Tensor
 
+from bert_unpad.ops import matrix_checks
 from bert_unpad.ops.delayed_scaling import DelayedScale
 from bert_unpad.ops.fp8 import fake_rounded, rounded_by_scale
 from bert_unpad.ops.registration import register_cpu, register_fake
@@ -71,13 +72,13 @@ def _(dy, x, bias, tanh, scale, largest, transpose):
     return *fake_rounded(x, True, transpose), dbias
 
 
-@register_cpu("bias_gelu_fp8")
+@register_cpu("bias_gelu_fp8", matrix_checks.check_gelu)
 def _(x, bias, tanh, scale, largest, transpose):
     y = _ops.bias_gelu(x.float(), None if bias is None else bias.float(), tanh)
     return rounded_by_scale(y, False, transpose, scale, largest)
 
 
-@register_cpu("bias_gelu_fp8_backward")
+@register_cpu("bias_gelu_fp8_backward", matrix_checks.check_gelu_backward)
 def _(dy, x, bias, tanh, scale, largest, transpose):
     wide = None if bias is None else bias.float()
     dx, dbias = _ops.bias_gelu_backward(dy.float(), x.float(), wide, tanh)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bert_unpad.ops.registration import register_autograd, register_fake
+from bert_unpad.ops.tensor_checks import check_tensors
 
 _ops = torch.ops.bert_unpad
 
@@ -29,9 +30,11 @@ def glu(x: Tensor, kind: GluKind, bias: Tensor | None = None) -> Tensor:
         The gated activations, [..., width], of x's dtype.
 
     Raises:
+        TypeError: an argument is not a tensor.
         RuntimeError: a shape, dtype or device is wrong; the message names it.
         ValueError: `kind` is unknown.
     """
+    check_tensors("glu", {"x": x}, {"bias": bias})
     return _ops.glu(x.contiguous(), bias, kind_number("glu", kind))
 
 

@@ -7,6 +7,7 @@ from torch.nn import functional
 from bert_unpad.ops import matmul
 from bert_unpad.ops.registration import first_order
 from bert_unpad.ops.rounded_weights import rounded
+from bert_unpad.ops.tensor_checks import DTYPES, check_devices, check_tensors
 
 
 class _Linear(torch.autograd.Function):
@@ -25,7 +26,7 @@ class _Linear(torch.autograd.Function):
         return y, x.view_as(x)
 
     @staticmethod
-    @first_order("linear")
+    @first_order("linear", ("x", "weight"))
     def backward(ctx, saved, dy: Tensor | None, addend: Tensor | None):
         if dy is None:
             return addend, None, None
@@ -59,7 +60,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         The output, [..., out_features], of x's dtype. Products are accumulated in float32.
 
     Raises:
+        TypeError: an argument is not a tensor.
         ValueError: a shape or dtype is wrong.
+        RuntimeError: a tensor is on another device than x, or its storage was freed.
     """
     check_linear("linear", x, weight, bias)
     dtype = matmul.product_dtype(x)
@@ -84,7 +87,9 @@ def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tu
         The output [..., out_features] and x [..., in_features], both of x's dtype.
 
     Raises:
+        TypeError: an argument is not a tensor.
         ValueError: a shape or dtype is wrong.
+        RuntimeError: a tensor is on another device than x, or its storage was freed.
     """
     check_linear("linear_residual", x, weight, bias)
     with matmul.no_autocast(x.device.type):
@@ -94,13 +99,21 @@ def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tu
 def check_linear(
     function: str, x: Tensor, weight: Tensor, bias: Tensor | None, number: str = ""
 ) -> None:
-    """Raises a ValueError where shapes or dtypes of a linear layer's tensors do not fit.
+    """Checks the tensors of a linear layer before PyTorch's products read them.
 
     Args:
         function: the name that the message begins with.
         x, weight, bias: as in `linear`.
         number: of the layer in the names of the function's arguments, such as "1" of weight1.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as in `linear`.
     """
+    required, optional = {"x": x, f"weight{number}": weight}, {f"bias{number}": bias}
+    check_tensors(function, required, optional, read=True)
+    check_devices(function, {**required, **optional})
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{function}: x: expected float32, bfloat16 or float16, got {x.dtype}")
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{function}: expected x [..., in_features] and weight{number} "

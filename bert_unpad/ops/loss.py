@@ -9,6 +9,7 @@ from bert_unpad.ops.registration import (
     register_fake,
     register_in_place,
 )
+from bert_unpad.ops.tensor_checks import check_tensors
 
 _ops = torch.ops.bert_unpad
 
@@ -43,8 +44,10 @@ def masked_cross_entropy(
         first of equal ones counts as the largest), an int64 scalar.
 
     Raises:
+        TypeError: an argument is not a tensor.
         RuntimeError: a shape, dtype, device or label is wrong; the message names it.
     """
+    check_tensors("masked_cross_entropy", {"logits": logits, "labels": labels})
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     arguments = (logits.contiguous(), labels.contiguous(), vocab_size, ignore_index)
     if inplace_backward and not torch.compiler.is_compiling():

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bert_unpad import _C
+from bert_unpad.ops import matrix_checks
 from bert_unpad.ops.registration import register_cpu, register_fake
 
 _ops = torch.ops.bert_unpad
@@ -356,10 +357,10 @@ def _dgrad(dy: Tensor, weight: Tensor, addend: Tensor | None, pre: Tensor | None
     return dx.to(dy.dtype)
 
 
-for _name, _function in (
-    ("linear", _forward),
-    ("linear_dgrad", _dgrad),
-    ("linear_wgrad", cpu_wgrad),
-    ("linear_wgrad_", _write_wgrad),
+for _name, _function, _check in (
+    ("linear", _forward, matrix_checks.check_linear),
+    ("linear_dgrad", _dgrad, matrix_checks.check_dgrad),
+    ("linear_wgrad", cpu_wgrad, matrix_checks.check_wgrad),
+    ("linear_wgrad_", _write_wgrad, matrix_checks.check_wgrad_),
 ):
-    register_cpu(_name)(_function)
+    register_cpu(_name, _check)(_function)

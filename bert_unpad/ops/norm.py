@@ -5,8 +5,14 @@ from torch import Tensor
 
 from bert_unpad.ops import rng as _rng
 from bert_unpad.ops.registration import register_autograd, register_fake
+from bert_unpad.ops.tensor_checks import check_tensors, shown
 
 _ops = torch.ops.bert_unpad
+
+LAYER_NORM_EPS = 1e-5
+"""Added to the variance by default, as in PyTorch."""
+RMS_NORM_EPS = 1e-6
+"""Added to the mean square by default, as in most models that have an RMSNorm."""
 
 
 def dropout_add_layer_norm(
@@ -16,7 +22,7 @@ def dropout_add_layer_norm(
     bias: Tensor | None = None,
     *,
     dropout_p: float = 0.0,
-    eps: float = 1e-12,
+    eps: float = LAYER_NORM_EPS,
     x_bias: Tensor | None = None,
     rng: Tensor | None = None,
     return_sum: bool = False,
@@ -36,7 +42,7 @@ def dropout_add_layer_norm(
         weight, bias: [hidden], both float32 or both of x's dtype; the bias may be None.
         dropout_p: probability in [0, 1) that an element of x + x_bias is dropped; the others are
             scaled by the reciprocal of the keep rate. Pass 0 in evaluation.
-        eps: added to the variance.
+        eps: added to the variance; BERT's is 1e-12.
         x_bias: [hidden], float32 or x's dtype, or None.
         rng: int64 [2] (seed, offset) on the data's device; None draws one from PyTorch's default
             generator. The mask is a pure function of it and of (row, column).
@@ -48,9 +54,13 @@ def dropout_add_layer_norm(
         normalised sum, which both have gradients.
 
     Raises:
+        TypeError: an argument is not a tensor.
         RuntimeError: a shape, dtype, device or probability is wrong; the message names it.
     """
-    return _add_norm(x, residual, weight, bias, dropout_p, eps, x_bias, rng, False, return_sum)
+    name = "dropout_add_layer_norm"
+    return _add_norm(
+        name, x, residual, weight, bias, dropout_p, eps, x_bias, rng, False, return_sum
+    )
 
 
 def dropout_add_rms_norm(
@@ -59,7 +69,7 @@ def dropout_add_rms_norm(
     weight: Tensor,
     *,
     dropout_p: float = 0.0,
-    eps: float = 1e-6,
+    eps: float = RMS_NORM_EPS,
     x_bias: Tensor | None = None,
     rng: Tensor | None = None,
     return_sum: bool = False,
@@ -69,20 +79,54 @@ def dropout_add_rms_norm(
     RMSNorm (Zhang and Sennrich, 2019, arXiv:1910.07467) divides a row by
     sqrt(mean of its squares + eps).
     """
-    return _add_norm(x, residual, weight, None, dropout_p, eps, x_bias, rng, True, return_sum)
+    name = "dropout_add_rms_norm"
+    return _add_norm(name, x, residual, weight, None, dropout_p, eps, x_bias, rng, True, return_sum)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """LayerNorm of x over the last dimension, as in `dropout_add_layer_norm`."""
-    return _add_norm(x, None, weight, bias, 0.0, eps, None, None, False, False)
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = LAYER_NORM_EPS
+) -> Tensor:
+    """LayerNorm of x over the last dimension, as in `dropout_add_layer_norm`.
+
+    Unlike `torch.nn.functional.layer_norm` it takes no `normalized_shape`.
+    """
+    return _add_norm("layer_norm", x, None, weight, bias, 0.0, eps, None, None, False, False)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """RMSNorm of x over the last dimension, as in `dropout_add_rms_norm`."""
-    return _add_norm(x, None, weight, None, 0.0, eps, None, None, True, False)
+def rms_norm(x: Tensor, weight: Tensor, eps: float = RMS_NORM_EPS) -> Tensor:
+    """RMSNorm of x over the last dimension, as in `dropout_add_rms_norm`.
+
+    Unlike `torch.nn.functional.rms_norm` it takes no `normalized_shape`.
+    """
+    return _add_norm("rms_norm", x, None, weight, None, 0.0, eps, None, None, True, False)
+
+
+def check_norm(
+    function: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_bias: Tensor | None,
+    rng: Tensor | None,
+) -> None:
+    """Checks the tensors of a norm before they are copied; `function` begins the message.
+
+    Raises:
+        TypeError: one is not a tensor.
+        RuntimeError: the storage of one was freed.
+    """
+    if not isinstance(weight, Tensor):
+        raise TypeError(
+            f"{function}: weight: expected a tensor [hidden], got {shown(weight)}; there is no "
+            "normalized_shape, x is normalised over its last dimension"
+        )
+    optional = {"residual": residual, "bias": bias, "x_bias": x_bias, "rng": rng}
+    check_tensors(function, {"x": x, "weight": weight}, optional)
 
 
 def _add_norm(
+    function: str,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
@@ -94,6 +138,7 @@ def _add_norm(
     rms: bool,
     return_sum: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
+    check_norm(function, x, residual, weight, bias, x_bias, rng)
     rng = _rng.draw(dropout_p, rng, x.device)
     residual = None if residual is None else residual.contiguous()
     y, total, _mean, _rstd = _ops.dropout_add_layer_norm(

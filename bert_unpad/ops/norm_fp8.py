@@ -7,10 +7,18 @@ products take it, as it is and transposed (csrc/norm/norm.cu).
 import torch
 from torch import Tensor
 
+from bert_unpad.ops import matrix_checks
 from bert_unpad.ops import rng as _rng
 from bert_unpad.ops.delayed_scaling import DelayedScale
 from bert_unpad.ops.fp8 import RoundedInput, fake_rounded, rounded_by_scale
-from bert_unpad.ops.norm import fake_norm, norm_backward, set_up_norm
+from bert_unpad.ops.norm import (
+    LAYER_NORM_EPS,
+    RMS_NORM_EPS,
+    check_norm,
+    fake_norm,
+    norm_backward,
+    set_up_norm,
+)
 from bert_unpad.ops.registration import register_autograd, register_cpu, register_fake
 
 _ops = torch.ops.bert_unpad
@@ -25,7 +33,7 @@ def dropout_add_norm_fp8(
     scale: DelayedScale,
     *,
     dropout_p: float = 0.0,
-    eps: float = 1e-12,
+    eps: float | None = None,
     x_bias: Tensor | None = None,
     rng: Tensor | None = None,
     rms: bool = False,
@@ -38,18 +46,23 @@ def dropout_add_norm_fp8(
 
     Args:
         x: [rows, hidden], hidden a multiple of 16.
-        residual, weight, bias, dropout_p, eps, x_bias, rng, return_sum: as in
-            `dropout_add_layer_norm`.
+        residual, weight, bias, dropout_p, x_bias, rng, return_sum: as in `dropout_add_layer_norm`.
         scale: of the linear layer that takes the result. Where gradients are computed it notes the
             largest value, and the transposed matrix is made, which the backward pass needs.
+        eps: added to the variance or the mean square; None: the default of
+            `dropout_add_layer_norm` or `dropout_add_rms_norm`.
         rms: RMSNorm instead of LayerNorm; without a bias.
 
     Returns:
         The normalised sum, [rows, hidden]; with `return_sum` the sum before it.
 
     Raises:
+        TypeError: an argument is not a tensor.
         RuntimeError: a shape, dtype, device or probability is wrong; the message names it.
     """
+    check_norm("dropout_add_norm_fp8", x, residual, weight, bias, x_bias, rng)
+    if eps is None:
+        eps = RMS_NORM_EPS if rms else LAYER_NORM_EPS
     rng = _rng.draw(dropout_p, rng, x.device)
     residual = None if residual is None else residual.contiguous()
     graded = torch.is_grad_enabled()
@@ -68,7 +81,7 @@ def _(x, *arguments):
     return *fake_norm(x, *norm), *fake_rounded(x, False, transpose)
 
 
-@register_cpu(_NAME)
+@register_cpu(_NAME, matrix_checks.check_norm)
 def _(*arguments):
     *norm, scale, largest, transpose = arguments
     y, *others = _ops.dropout_add_layer_norm(*norm)

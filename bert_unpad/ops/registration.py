@@ -18,6 +18,8 @@ from torch._C import (
 )
 from torch.autograd import forward_ad
 
+from bert_unpad.ops.tensor_checks import check_devices, check_storage
+
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 _library = torch.library.Library("bert_unpad", "IMPL")
@@ -37,16 +39,7 @@ def register_fake(name: str, *, host: Sequence[str] = ()) -> Callable[[Callable]
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
         def checked(*args: Any) -> Any:
-            first = None
-            for argument, tensor in _tensors(names, args):
-                if argument in host:
-                    continue
-                first = first or (argument, tensor.device)
-                if tensor.device != first[1]:
-                    raise RuntimeError(
-                        f"{name}: {argument}: expected a tensor on {first[1]} like {first[0]}, "
-                        f"got one on {tensor.device}"
-                    )
+            check_devices(name, {n: t for n, t in _tensors(names, args) if n not in host})
             return function(*args)
 
         torch.library.register_fake(f"bert_unpad::{name}")(checked)
@@ -61,11 +54,18 @@ def register_in_place(*names: str) -> None:
         register_fake(name)(lambda *arguments: None)
 
 
-def register_cpu(name: str) -> Callable[[Callable], Callable]:
+def register_cpu(
+    name: str, check: Callable[..., None] | None = None
+) -> Callable[[Callable], Callable]:
     """Decorates the function that implements `bert_unpad::name` on a CPU.
 
     A tensor whose storage was freed raises an error, as in csrc/common/checks.h; PyTorch's own
     operators would crash.
+
+    Args:
+        name: name of the operator.
+        check: called with the operator's arguments before the function; raises a RuntimeError for
+            wrong ones. Calls of the function itself are not checked.
     """
     names = _argument_names(name)
 
@@ -73,12 +73,9 @@ def register_cpu(name: str) -> Callable[[Callable], Callable]:
         @functools.wraps(function)
         def checked(*args: Any) -> Any:
             for argument, t in _tensors(names, args):
-                needed, there = _bytes_needed(t), t.untyped_storage().nbytes()
-                if there < needed:
-                    raise RuntimeError(
-                        f"{name}: {argument} must have a storage of at least {needed} bytes for "
-                        f"shape {list(t.shape)}, got one of {there}; was it freed?"
-                    )
+                check_storage(name, argument, t)
+            if check is not None:
+                check(*args)
             return function(*args)
 
         torch.library.impl(f"bert_unpad::{name}", "CPU")(checked)
@@ -159,21 +156,33 @@ def _register_kernel(name: str, derive: Callable[[Callable, tuple], Any]) -> Non
     _library.impl(name, kernel, "Autograd", with_keyset=True)
 
 
-def first_order(name: str) -> Callable[[Backward], Callable[..., tuple[Tensor | None, ...]]]:
+def first_order(
+    name: str, saved_names: Sequence[str | None] = ()
+) -> Callable[[Backward], Callable[..., tuple[Tensor | None, ...]]]:
     """Decorates the backward function of an autograd node that has no second derivative.
 
     The function is called with (ctx, saved tensors, *gradients). With `create_graph=True`,
     differentiating its results raises an error. That needs a path from the results to the node's
     inputs: save the differentiable inputs of the node, or one of its outputs, unchanged.
 
+    A gradient whose storage was freed raises an error, as do saved tensors that have a name here.
+
     Args:
-        name: name of the operator, for the message.
+        name: name of the operator, for the messages.
+        saved_names: of the saved tensors that PyTorch's own code reads; None for others.
     """
 
     def decorate(backward: Backward) -> Callable[..., tuple[Tensor | None, ...]]:
         @functools.wraps(backward)
         def marked(ctx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
             saved = ctx.saved_tensors
+            if not torch.compiler.is_compiling():
+                for argument, t in zip(saved_names, saved, strict=False):
+                    if argument is not None and t is not None:
+                        check_storage(name, argument, t)
+                for i, t in enumerate(gradients):
+                    if t is not None:
+                        check_storage(name, f"the gradient of result {i}", t)
             # torch.compile raises an error for second derivatives itself.
             if not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return backward(ctx, saved, *gradients)
@@ -231,13 +240,6 @@ def _schema(name: str) -> torch.FunctionSchema:
 
 def _argument_names(name: str) -> list[str]:
     return [argument.name for argument in _schema(name).arguments]
-
-
-def _bytes_needed(t: Tensor) -> int:
-    if t.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return (t.storage_offset() + last + 1) * t.element_size()
 
 
 def _tensors(names: Sequence[str], args: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:

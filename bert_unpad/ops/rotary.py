@@ -12,6 +12,7 @@ from bert_unpad.ops.registration import (
     register_fake,
     register_in_place,
 )
+from bert_unpad.ops.tensor_checks import check_tensors
 
 _ops = torch.ops.bert_unpad
 
@@ -57,15 +58,17 @@ def rotary_(
         x, rotated: the same memory.
 
     Raises:
+        TypeError: x or positions is not a tensor.
         RuntimeError: a shape, stride, dtype, device or number is wrong; the message names it.
         ValueError: x does not have three dimensions.
     """
+    if isinstance(positions, VarlenBatch):
+        positions = positions.position_ids
+    check_tensors("rotary_", {"x": x, "positions": positions})
     if x.dim() != 3:
         raise ValueError(
             f"rotary_: x must have shape [tokens, heads, head_dim], got {list(x.shape)}"
         )
-    if isinstance(positions, VarlenBatch):
-        positions = positions.position_ids
     rotary_dim = x.shape[-1] if rotary_dim is None else rotary_dim
     settings = (heads, theta, rotary_dim, interleaved, position_scale)
     if torch.compiler.is_compiling():

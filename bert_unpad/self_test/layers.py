@@ -26,6 +26,8 @@ from bert_unpad.self_test.compare import (
 
 # Numbers in 8 bits have 3 (E4M3) or 2 (E5M2) bits of mantissa; errors up to 0.1 were seen.
 FP8_LIMIT = 0.2
+# What BERT adds to the variance.
+BERT_EPS = 1e-12
 
 
 @case
@@ -41,12 +43,12 @@ def dropout_add_layer_norm(inputs: Inputs) -> Iterator[Compared]:
     def ours(x, residual, weight, bias, x_bias, rng):
         p = 0.0 if rng is None else DROPOUT
         return ops.dropout_add_layer_norm(
-            x, residual, weight, bias, dropout_p=p, x_bias=x_bias, rng=rng
+            x, residual, weight, bias, dropout_p=p, eps=BERT_EPS, x_bias=x_bias, rng=rng
         )
 
     def plain(x, residual, weight, bias, x_bias, kept):
         sums = residual + dropped(x + x_bias, kept)
-        return functional.layer_norm(sums, sums.shape[-1:], weight, bias, 1e-12)
+        return functional.layer_norm(sums, sums.shape[-1:], weight, bias, BERT_EPS)
 
     # Dropout of ones: after LayerNorm kept values are above zero, dropped ones below.
     rng, ones = inputs.rng(), torch.ones_like(leaves["x"])
@@ -178,11 +180,13 @@ def embedding_layer_norm(inputs: Inputs) -> Iterator[Compared]:
     def ours(*tables_and_rng):
         *tables, rng = tables_and_rng
         p = 0.0 if rng is None else DROPOUT
-        return ops.embedding_layer_norm(*ids, *tables, dropout_p=p, out_dtype=inputs.dtype, rng=rng)
+        return ops.embedding_layer_norm(
+            *ids, *tables, dropout_p=p, eps=BERT_EPS, out_dtype=inputs.dtype, rng=rng
+        )
 
     def plain(words, positions, types, weight, bias, kept):
         sums = words[ids[0]] + positions[ids[1]] + types[ids[2]]
-        return dropped(functional.layer_norm(sums, (256,), weight, bias, 1e-12), kept)
+        return dropped(functional.layer_norm(sums, (256,), weight, bias, BERT_EPS), kept)
 
     # LayerNorm with a weight of 0 and a bias of 1 gives ones.
     rng, *tables, weight, bias = inputs.rng(), *leaves.values()
@@ -333,12 +337,12 @@ def _fp8_mlp(inputs: Inputs) -> Iterator[Compared]:
 
         def ours(x, weight1, bias1, weight2, norm=None, scaling=scaling):
             if norm is not None:
-                x = dropout_add_norm_fp8(x, None, norm, None, scaling[0].input)
+                x = dropout_add_norm_fp8(x, None, norm, None, scaling[0].input, eps=BERT_EPS)
             scales = (scaling[0], scaling[1])
             return _both(ops.mlp(x, weight1, bias1, weight2, fp8=True, scales=scales))
 
         def plain(x, weight1, bias1, weight2, norm=None):
-            x = x if norm is None else functional.layer_norm(x, (64,), norm, eps=1e-12)
+            x = x if norm is None else functional.layer_norm(x, (64,), norm, eps=BERT_EPS)
             inner = functional.gelu(functional.linear(x, weight1, bias1))
             return _both((functional.linear(inner, weight2), x))
 

@@ -12,6 +12,8 @@ from torch.library import opcheck
 from torch.nn import functional
 
 from bert_unpad import ops
+from bert_unpad.ops.delayed_scaling import DelayedScaling
+from bert_unpad.ops.norm_fp8 import dropout_add_norm_fp8
 from tests.support import reference
 from tests.support.op_checks import (
     RNG,
@@ -164,6 +166,32 @@ def test_parameters_in_the_dtype_of_x(rms: bool, dtype: torch.dtype) -> None:
     settings = {"dropout_p": 0.1, "rng": RNG, "return_sum": True}
     ours, plain = add_norm(rms, **settings), plain_add_norm(rms, **settings)
     compare(lambda *t: torch.cat(ours(*t)), lambda *t: torch.cat(plain(*t)), inputs, dout)
+
+
+def test_the_default_eps_is_pytorchs() -> None:
+    """Rows in whose variance it counts."""
+    x, weight, bias = 1e-3 * torch.randn(5, 16), torch.randn(16), torch.randn(16)
+    want = functional.layer_norm(x, (16,), weight, bias)
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+    close(ops.layer_norm(x, weight, bias), want)
+    close(ops.dropout_add_layer_norm(x, None, weight, bias), want)
+    close(dropout_add_norm_fp8(x, None, weight, bias, DelayedScaling(1)[0].input).x, want)
+    ids, zeros = torch.arange(5), torch.zeros(5, 16)
+    close(ops.embedding_layer_norm(*[ids] * 3, x, zeros, zeros, weight, bias), want)
+    want = ops.rms_norm(x, weight)
+    close(ops.dropout_add_rms_norm(x, None, weight), want)
+    fp8 = dropout_add_norm_fp8(x, None, weight, None, DelayedScaling(1)[0].input, rms=True)
+    close(fp8.x, want)
+
+
+@pytest.mark.parametrize("shape", [(8,), [8], torch.Size([8]), 8])
+def test_a_normalized_shape_is_refused(shape) -> None:
+    x, weight, bias = torch.randn(3, 8), torch.ones(8), torch.zeros(8)
+    said = r"weight: expected a tensor \[hidden\], got .*; there is no normalized_shape, x is norm"
+    with pytest.raises(TypeError, match=f"^layer_norm: {said}"):
+        ops.layer_norm(x, shape, weight, bias)
+    with pytest.raises(TypeError, match=f"^rms_norm: {said}"):
+        ops.rms_norm(x, shape, weight)
 
 
 def test_rows_of_one_number() -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch
 from bert_unpad.hf import plain_modules
-from tests.support import op_examples
+from tests.support import function_examples, op_examples
 from tests.support.paths import ROOT
 from tests.support.seeds import derived
 
@@ -210,6 +210,96 @@ for name in op_examples.operator_names():
 """
 
 
+# The same of tensors that are not contiguous, which nothing may copy before it looks.
+FREED_APART = """
+import sys
+import torch
+from tests.support import op_examples
+from tests.support.function_examples import apart
+for name in op_examples.operator_names():
+    for argument, tensor in op_examples.tensor_arguments(name, op_examples.example(name)):
+        if tensor.dim() == 0:
+            continue
+        args = op_examples.example(name)
+        tensor = dict(op_examples.tensor_arguments(name, args))[argument]
+        freed = apart(tensor)
+        freed.untyped_storage().resize_(0)
+        print(name, argument, flush=True)
+        try:
+            getattr(torch.ops.bert_unpad, name)(*op_examples.replaced(args, tensor, freed))
+        except RuntimeError as error:
+            assert str(error).startswith(f"{name}: "), error
+            assert argument in str(error), error
+        else:
+            sys.exit("no error")
+"""
+
+FREED_IN_FUNCTIONS = """
+import sys
+from tests.support.function_examples import apart, examples, public_name
+for name in examples():
+    for argument in examples()[name][1]:
+        function, args = examples()[name]
+        args[argument] = apart(args[argument])
+        args[argument].untyped_storage().resize_(0)
+        print(name, argument, flush=True)
+        try:
+            function(**args)
+        except RuntimeError as error:
+            begin = f"{public_name(name)}: {argument} must "
+            # What is not copied is left to the operator, which has its own names.
+            begins = (begin, begin.replace("position_bias.", "bias_"))
+            assert str(error).startswith(begins), error
+        else:
+            sys.exit("no error")
+"""
+
+# Gradients whose storage was freed, contiguous or not; and what the node had saved.
+FREED_IN_BACKWARD = """
+import sys
+import torch
+from torch import Tensor
+from tests.support.function_examples import apart, examples, public_name
+def result(name):
+    function, args = examples()[name]
+    if public_name(name) == "rotary_":
+        args["x"] = args["x"] * 1
+    leaves = [t for t in args.values() if t.is_floating_point()]
+    for t in leaves:
+        t.requires_grad_()
+    if public_name(name) == "rotary_":
+        return leaves, function(**args | {"x": leaves[0] * 1})
+    found = function(**args)
+    found = found.x if hasattr(found, "x") else found
+    return leaves, found if isinstance(found, Tensor) else found[0]
+for name in examples():
+    for change in (lambda t: t.clone(), apart):
+        leaves, y = result(name)
+        dy = change(torch.ones_like(y))
+        dy.untyped_storage().resize_(0)
+        print(name, "dy", flush=True)
+        if name == "linear":  # PyTorch's own product
+            continue
+        try:
+            y.backward(dy)
+        except RuntimeError as error:
+            assert "must have a storage of at least" in str(error), error
+        else:
+            sys.exit("no error")
+    for i in range(len(leaves)):
+        leaves, y = result(name)
+        dy = torch.ones_like(y)
+        print(name, "leaf", i, flush=True)
+        if name == "linear":
+            continue
+        leaves[i].untyped_storage().resize_(0)
+        try:
+            y.backward(dy)
+        except RuntimeError as error:
+            assert "must have a storage of at least" in str(error), error
+"""
+
+
 def run(script: str) -> str:
     """What a script writes to stdout; it may crash without taking the tests with it."""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
@@ -217,8 +307,37 @@ def run(script: str) -> str:
     return done.stdout
 
 
-def test_a_storage_that_was_freed_is_named() -> None:
-    run(FREED)
+@pytest.mark.parametrize("script", [FREED, FREED_APART, FREED_IN_FUNCTIONS, FREED_IN_BACKWARD])
+def test_a_storage_that_was_freed_is_named(script: str) -> None:
+    run(script)
+
+
+@pytest.mark.parametrize("name", function_examples.examples())
+def test_functions_refuse_tensors_on_several_devices(name: str) -> None:
+    for argument in function_examples.examples()[name][1]:
+        function, args = function_examples.examples()[name]
+        if len(args) == 1:
+            continue
+        args[argument] = args[argument].to("meta")
+        with pytest.raises(RuntimeError, match=r"expected a tensor on (cpu|meta) like"):
+            function(**args)
+
+
+@pytest.mark.parametrize("name", function_examples.examples())
+def test_functions_name_an_argument_that_is_no_tensor(name: str) -> None:
+    public = function_examples.public_name(name)
+    for argument in function_examples.examples()[name][1]:
+        function, args = function_examples.examples()[name]
+        args[argument] = [1.0, 2.0]
+        expected = rf"^{public}: {argument}: expected a tensor.*, got \[1.0, 2.0\] \(list\)"
+        with pytest.raises(TypeError, match=expected):
+            function(**args)
+
+
+def test_functions_within_torch_func_have_no_storage_to_check() -> None:
+    x, weight = torch.randn(TOKENS, HIDDEN), torch.randn(16, HIDDEN)
+    found = torch.func.vmap(lambda row: ops.linear(row, weight))(x)
+    torch.testing.assert_close(found, x @ weight.t())
 
 
 @pytest.mark.parametrize("name", op_examples.operator_names())

@@ -53,7 +53,7 @@ def embedding(
     *,
     out_dtype: torch.dtype,
     p: float = 0.0,
-    eps: float = 1e-12,
+    eps: float = 1e-5,
     rng: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """y, mean, rstd; with dy also dword, dposition, dtoken_type, dweight and dbias."""

@@ -134,7 +134,7 @@ def layer_norm(
     dy: Tensor,
     *,
     p: float = 0.0,
-    eps: float = 1e-12,
+    eps: float = 1e-5,
     rng: Tensor | None = None,
     rms: bool = False,
     return_sum: bool = False,

@@ -129,7 +129,9 @@ def _examples() -> dict[str, tuple]:
         "quantize_weights_fp8_": (
             *([weight], [eight[0]], [rows(HIDDEN, WIDTH, dtype=torch.float8_e4m3fn)], [scalar()]),
         ),
-        "fp8_product": (*eight, scalar(), scalar(), rows(WIDTH), torch.float32, False),
+        "fp8_product": (
+            *(*eight, scalar(), scalar(), rows(WIDTH, dtype=torch.bfloat16), torch.float32, False),
+        ),
         "embedding_layer_norm": (*tables, vector(), vector(), p, 1e-5, torch.float32, rng),
         "embedding_layer_norm_backward": (dy, *tables, vector(), *statistics, p, rng),
         "masked_cross_entropy": (*logits, HIDDEN, -100),

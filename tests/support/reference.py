@@ -216,7 +216,7 @@ def dropout_add_layer_norm(
     bias: Tensor | None = None,
     *,
     dropout_p: float = 0.0,
-    eps: float = 1e-12,
+    eps: float = 1e-5,
     x_bias: Tensor | None = None,
     rng: Tensor | None = None,
     return_sum: bool = False,
@@ -289,7 +289,7 @@ def embedding_layer_norm(
     ln_bias: Tensor,
     *,
     dropout_p: float = 0.0,
-    eps: float = 1e-12,
+    eps: float = 1e-5,
     rng: Tensor | None = None,
 ) -> Tensor:
     """dropout(LN(word + position + token type))."""

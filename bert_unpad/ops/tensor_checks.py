@@ -1,0 +1,104 @@
+"""What the operators' functions check before PyTorch's own code touches a tensor.
+
+C++ operators check all that they read (csrc/common/checks.h). But PyTorch's copies and products,
+which run before or instead of them, crash where a storage was freed, and take a tensor on another
+device for one whose memory they can read.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What activations may have."""
+
+_PLAIN = (Tensor, nn.Parameter)
+_NONE: Mapping[str, Tensor | None] = {}
+
+
+def check_tensors(
+    function: str,
+    required: Mapping[str, Tensor],
+    optional: Mapping[str, Tensor | None] = _NONE,
+    *,
+    read: bool = False,
+) -> None:
+    """Checks that arguments are tensors whose memory PyTorch can copy.
+
+    Args:
+        function: the name that the message begins with.
+        required: arguments by name.
+        optional: the same, which may be None.
+        read: PyTorch reads contiguous ones too, which operators of C++ check themselves.
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        RuntimeError: the storage of one was freed.
+    """
+    for argument, t in required.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{function}: {argument}: expected a tensor, got {shown(t)}")
+    for argument, t in optional.items():
+        if t is not None and not isinstance(t, Tensor):
+            raise TypeError(f"{function}: {argument}: expected a tensor or None, got {shown(t)}")
+    if torch.compiler.is_compiling():
+        return
+    for tensors in (required, optional):
+        for argument, t in tensors.items():
+            if t is not None and (read or not t.is_contiguous()):
+                check_storage(function, argument, t)
+
+
+def shown(value: Any) -> str:
+    """An argument of a wrong type as a message shows it: short ones with their value."""
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    text, kind = repr(value), type(value).__name__
+    return f"{text} ({kind})" if len(text) <= 60 else f"a value of type {kind}"
+
+
+def check_storage(function: str, argument: str, t: Tensor) -> None:
+    """Raises a RuntimeError if the storage has less memory than sizes and strides describe, as in
+    csrc/common/checks.h. Subclasses, such as those of a trace, have their own kinds of storage."""
+    if type(t) not in _PLAIN:
+        return
+    try:
+        there = t.untyped_storage().nbytes()
+    except NotImplementedError:  # within torch.func
+        return
+    needed = _bytes_needed(t)
+    if there < needed:
+        raise RuntimeError(
+            f"{function}: {argument} must have a storage of at least {needed} bytes for shape "
+            f"{list(t.shape)}, got one of {there}; was it freed?"
+        )
+
+
+def _bytes_needed(t: Tensor) -> int:
+    """The bytes from the beginning of its storage to the end of a tensor's last element."""
+    size, offset = t.nbytes, t.storage_offset() * t.itemsize
+    if size and not t.is_contiguous():
+        pairs = zip(t.shape, t.stride(), strict=True)
+        size = (1 + sum((length - 1) * stride for length, stride in pairs)) * t.itemsize
+    return offset + size if size else 0
+
+
+def check_devices(function: str, tensors: Mapping[str, Tensor | None]) -> None:
+    """Raises a RuntimeError unless all tensors are on the device of the first, which is not None.
+
+    Args:
+        function: the name that the message begins with.
+        tensors: arguments by name.
+    """
+    first = None
+    for argument, t in tensors.items():
+        if t is None:
+            continue
+        first = first or (argument, t.device)
+        if t.device != first[1]:
+            raise RuntimeError(
+                f"{function}: {argument}: expected a tensor on {first[1]} like {first[0]}, "
+                f"got one on {t.device}"
+            )
