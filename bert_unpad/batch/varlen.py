@@ -29,7 +29,8 @@ class VarlenBatch:
     """How B sequences with T tokens in all are packed into one [T, ...] buffer.
 
     Sequence b owns the rows `cu_seqlens[b] : cu_seqlens[b + 1]`. Lengths of 0, B = 0 and T = 0 are
-    legal. Make one with `from_lengths` or `from_mask`; both validate their argument, once.
+    legal. Make one with `from_lengths`, `from_cu_seqlens` or `from_mask`; they validate their
+    argument, once.
     """
 
     lengths: Tensor
@@ -106,27 +107,51 @@ class VarlenBatch:
             ValueError: they are not 1-D, one is negative, or their sum exceeds the int32 range
                 (checked before any memory is allocated).
         """
-        if device is None:
-            device = lengths.device if isinstance(lengths, Tensor) else "cpu"
-        host = lengths.detach().cpu().numpy() if isinstance(lengths, Tensor) else lengths
-        host = np.asarray(host)
-        if host.ndim != 1:
-            raise ValueError(f"lengths: expected shape [batch], got {list(host.shape)}")
-        if host.size == 0:
-            host = host.astype(np.int64)  # numpy calls an empty list float64
-        if host.dtype.kind not in "iu":
-            raise TypeError(f"lengths: expected integers, got {host.dtype}")
+        host, device = _integers("lengths", "batch", lengths, device)
         if host.size and host.min() < 0:
             raise ValueError(f"lengths: expected 0 or more, got {int(host.min())}")
         # Check before allocating memory, and before a sum of int64 could overflow.
         seqlen = int(host.max(initial=0))
-        _check_total(seqlen)
+        _check_total("lengths", seqlen)
         host = host.astype(np.int64)
-        _check_total(int(host.sum()))
-        starts = np.cumsum(host) - host
-        position_ids = np.arange(int(host.sum())) - np.repeat(starts, host)
-        indices = position_ids + np.repeat(np.arange(host.size) * seqlen, host)
-        return cls._make(host, seqlen, indices, position_ids, torch.device(device))
+        _check_total("lengths", int(host.sum()))
+        return cls._of_lengths(host, device)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        cu_seqlens: Tensor | np.ndarray | Sequence[int],
+        device: torch.device | str | None = None,
+    ) -> VarlenBatch:
+        """Describes sequences by their borders, as other libraries for packed attention pass them.
+
+        A tensor on an accelerator is copied to the host, which waits for the device this once.
+
+        Args:
+            cu_seqlens: integers [B + 1]: 0, then the running sum of the lengths.
+            device: the device of the packed data; by default that of `cu_seqlens`.
+
+        Raises:
+            TypeError: `cu_seqlens` are not integers.
+            ValueError: they are not 1-D, do not begin with 0, decrease, or exceed the int32 range
+                (checked before any memory is allocated).
+        """
+        host, device = _integers("cu_seqlens", "batch + 1", cu_seqlens, device)
+        if host.size == 0 or host[0] != 0:
+            found = int(host[0]) if host.size else "no number"
+            raise ValueError(
+                f"cu_seqlens: expected 0 as the first number, got {found}; "
+                "VarlenBatch.from_lengths takes lengths"
+            )
+        falls = np.flatnonzero(host[1:] < host[:-1])
+        if falls.size:
+            before, after = host[falls[0] : falls[0] + 2].tolist()
+            raise ValueError(
+                f"cu_seqlens: expected numbers that do not decrease, got {after} after {before}; "
+                "VarlenBatch.from_lengths takes lengths"
+            )
+        _check_total("cu_seqlens", int(host[-1]))
+        return cls._of_lengths(np.diff(host.astype(np.int64)), device)
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> VarlenBatch:
@@ -161,6 +186,14 @@ class VarlenBatch:
         return cls._make(kept.sum(1), seqlen, indices, indices % max(seqlen, 1), mask.device)
 
     @classmethod
+    def _of_lengths(cls, lengths: np.ndarray, device: torch.device) -> VarlenBatch:
+        seqlen, total = int(lengths.max(initial=0)), int(lengths.sum())
+        starts = np.cumsum(lengths) - lengths
+        position_ids = np.arange(total) - np.repeat(starts, lengths)
+        indices = position_ids + np.repeat(np.arange(lengths.size) * seqlen, lengths)
+        return cls._make(lengths, seqlen, indices, position_ids, device)
+
+    @classmethod
     def _make(
         cls,
         lengths: np.ndarray,
@@ -170,7 +203,7 @@ class VarlenBatch:
         device: torch.device,
     ) -> VarlenBatch:
         total = int(indices.size)
-        _check_total(total)
+        _check_total("lengths", total)
         cu_seqlens = np.zeros(lengths.size + 1, np.int32)
         np.cumsum(lengths, out=cu_seqlens[1:])
         cu_seqlens_host = torch.from_numpy(cu_seqlens)
@@ -205,6 +238,25 @@ class VarlenBatch:
         return map_tensors(self, DEVICE_TENSORS, Tensor.pin_memory)
 
 
-def _check_total(tokens: int) -> None:
+def _integers(
+    name: str,
+    size: str,
+    values: Tensor | np.ndarray | Sequence[int],
+    device: torch.device | str | None,
+) -> tuple[np.ndarray, torch.device]:
+    """Copies a vector of integers to the host; returns it, and the device of the packed data."""
+    if device is None:
+        device = values.device if isinstance(values, Tensor) else "cpu"
+    host = np.asarray(values.detach().cpu().numpy() if isinstance(values, Tensor) else values)
+    if host.ndim != 1:
+        raise ValueError(f"{name}: expected shape [{size}], got {list(host.shape)}")
+    if host.size == 0:
+        host = host.astype(np.int64)  # numpy calls an empty list float64
+    if host.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected integers, got {host.dtype}")
+    return host, torch.device(device)
+
+
+def _check_total(name: str, tokens: int) -> None:
     if tokens > _INT32_MAX:
-        raise ValueError(f"lengths: expected at most 2**31 - 1 tokens in a batch, got {tokens}")
+        raise ValueError(f"{name}: expected at most 2**31 - 1 tokens in a batch, got {tokens}")

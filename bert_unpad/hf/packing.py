@@ -108,14 +108,15 @@ class Packing:
             columns = _columns(cu_seqlens, tokens)
             limit = tokens if max_seqlen is None else max_seqlen
             return cls(cu_seqlens, cu_seqlens, limit, shape, None, columns, given=True)
-        host = cu_seqlens.detach().cpu().numpy()
-        whole = host.dtype.kind in "iu" and host.ndim == 1 and host.size >= 1
-        if not whole or host[0] != 0 or host[-1] != tokens or (np.diff(host) < 0).any():
+        try:
+            batch = VarlenBatch.from_cu_seqlens(cu_seqlens)
+        except (TypeError, ValueError):
+            batch = None
+        if batch is None or batch.total != tokens:
             raise ValueError(
                 f"cu_seq_lens_q: expected integers that rise from 0 to the number of tokens, "
-                f"{tokens}, got {host.tolist()}"
+                f"{tokens}, got {cu_seqlens.tolist()}"
             )
-        batch = VarlenBatch.from_lengths(np.diff(host), cu_seqlens.device)
         return cls(
             batch, batch.cu_seqlens, batch.max_seqlen, shape, None, batch.position_ids, given=True
         )

@@ -97,6 +97,41 @@ def test_from_lengths_refuses(lengths, error, message):
         VarlenBatch.from_lengths(lengths)
 
 
+@pytest.mark.parametrize("container", [list, np.array, torch.tensor])
+@pytest.mark.parametrize("lengths", [[], [0], [2, 0, 5, 2]])
+def test_from_cu_seqlens_equals_from_lengths(container, lengths):
+    batch = VarlenBatch.from_cu_seqlens(container([0, *np.cumsum(lengths, dtype=np.int64)]))
+    expected = VarlenBatch.from_lengths(lengths)
+    for name in ("lengths", "cu_seqlens", "cu_seqlens_host", "indices", "position_ids", "order"):
+        got, want = getattr(batch, name), getattr(expected, name)
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
+    assert (batch.max_seqlen, batch.total) == (expected.max_seqlen, expected.total)
+
+
+def test_from_cu_seqlens_takes_unsigned_numbers_and_a_device():
+    batch = VarlenBatch.from_cu_seqlens(np.array([0, 2, 5], np.uint8), device="meta")
+    assert batch.lengths.tolist() == [2, 3]
+    assert batch.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "error", "message"),
+    [
+        ([[0, 2]], ValueError, r"cu_seqlens: expected shape \[batch \+ 1\], got \[1, 2\]"),
+        ([], ValueError, "cu_seqlens: expected 0 as the first number, got no number"),
+        ([3, 2], ValueError, "as the first number, got 3; VarlenBatch.from_lengths takes lengths"),
+        ([0, 3, 2], ValueError, "cu_seqlens: expected numbers that do not decrease, got 2 after 3"),
+        (np.array([0, 3, 2], np.uint8), ValueError, "that do not decrease, got 2 after 3"),
+        ([0, 1.5], TypeError, "cu_seqlens: expected integers, got float64"),
+        ([0, 2**31], ValueError, r"cu_seqlens: expected at most 2\*\*31 - 1 tokens in a batch"),
+    ],
+)
+def test_from_cu_seqlens_refuses(cu_seqlens, error, message):
+    with pytest.raises(error, match=message):
+        VarlenBatch.from_cu_seqlens(cu_seqlens)
+
+
 TOO_MANY = """
 import resource
 import numpy as np

@@ -306,12 +306,21 @@ def test_bad_input_is_named(change: dict, message: str) -> None:
     ("change", "message"),
     [
         ({"qkv": torch.randn(20, 3, 32)}, r"qkv must have shape .*, got \[20, 3, 32\]"),
-        ({"max_seqlen": None}, "max_seqlen is needed"),
+        ({"max_seqlen": None}, "max_seqlen: expected .* got None; VarlenBatch.from_cu_seqlens"),
     ],
 )
 def test_input_without_a_meaning_is_named(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ops.varlen_attention(**(_good() | change))
+
+
+def test_lengths_are_no_batch() -> None:
+    expected = (
+        r"^varlen_attention: batch: expected a VarlenBatch, such as VarlenBatch.from_lengths makes "
+        r"of lengths, or an int32 tensor cu_seqlens, got \[7, 13\] \(list\)$"
+    )
+    with pytest.raises(TypeError, match=expected):
+        ops.varlen_attention(_good()["qkv"], [7, 13])
 
 
 def test_bad_cross_input_is_named() -> None:
