@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from bert_unpad._closed_pipe import nobody_reads
+
 
 def run_command(
     parser: argparse.ArgumentParser,
@@ -24,6 +26,7 @@ def run_command(
 
     Raises:
         SystemExit: with 2, for bad arguments, missing files and missing packages.
+        BrokenPipeError: nobody reads the output any more.
     """
     try:
         options.run(options)
@@ -32,6 +35,8 @@ def run_command(
     except (ImportError, FileExistsError, FileNotFoundError, ValueError) as error:
         parser.error(str(error))
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and nobody_reads():
+            raise  # run_main ends the process
         if error.errno is None:  # not of the system
             parser.error(str(error))
         return _fail(parser, str(error), 1)

@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 import bert_unpad
 from bert_unpad import _library
 from bert_unpad._capability import reaches
+from bert_unpad._closed_pipe import run_main
 
 DISPATCH_KEYS = ("CPU", "CUDA", "Autograd")
 UNKNOWN = "unknown (module not loaded)"
@@ -215,4 +215,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -1,5 +1,4 @@
-import sys
-
+from bert_unpad._closed_pipe import run_main
 from bert_unpad.convert.cli import main
 
-sys.exit(main())
+run_main(main)

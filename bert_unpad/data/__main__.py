@@ -1,8 +1,7 @@
 """Runs the command as `python -m bert_unpad.data`."""
 
-import sys
-
+from bert_unpad._closed_pipe import run_main
 from bert_unpad.data.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -1,8 +1,7 @@
 """Runs `python -m bert_unpad.evaluate`."""
 
-import sys
-
+from bert_unpad._closed_pipe import run_main
 from bert_unpad.evaluate.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -1,7 +1,6 @@
 """`python -m bert_unpad.pretrain` does what scripts/pretrain.py does."""
 
-import sys
-
+from bert_unpad._closed_pipe import run_main
 from bert_unpad.pretrain import main
 
-sys.exit(main())
+run_main(main)
