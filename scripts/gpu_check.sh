@@ -146,11 +146,13 @@ tests() {
 # in the middle of a test: by a kernel that fails or hangs. The test is reported, and the rest go on
 # in a new process.
 spread() {
-  local name=$1 marks=$2 count=$3 cores
+  local name=$1 marks=$2 count=$3 cores limit
   shift 3
   cores=$(nproc)
+  # Seconds of one test. A machine that is slower says so, as tests/support/processes.py reads it.
+  limit=$(awk -v slowness="${BERT_UNPAD_TEST_SLOWNESS:-1}" 'BEGIN { print 150 * slowness }')
   OMP_NUM_THREADS=$(((cores + count - 1) / count)) tests "$name" "$marks" -n "$count" \
-    --max-worker-restart=50 -o faulthandler_timeout=150 -o faulthandler_exit_on_timeout=true "$@"
+    --max-worker-restart=50 -o "faulthandler_timeout=$limit" -o faulthandler_exit_on_timeout=true "$@"
 }
 
 # The caching allocator would hide accesses past the end of a tensor from memcheck. Errors that the

@@ -23,6 +23,7 @@ from tests.support.processes import TIMEOUT
 
 SETTINGS = {
     "device": "cpu",
+    "rank_timeout": str(TIMEOUT),
     "precision": "fp32",
     "data.max_seq_length": "24",
     "data.max_predictions_per_seq": "6",

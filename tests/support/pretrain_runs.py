@@ -72,6 +72,7 @@ def tiny_settings(folder: Path, **changes: Any) -> dict[str, Any]:
     """A tiny model on `corpus.txt`. Of a section, `changes` are added to what is here."""
     values: dict[str, Any] = {
         "device": "cpu",
+        "rank_timeout": TIMEOUT,
         "model": {
             "hidden_size": 16,
             "num_hidden_layers": 2,

@@ -16,6 +16,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -263,7 +264,7 @@ def _answer(
     torch.set_num_threads(1)
     try:
         if world_size > 1:
-            dist.init_process_group("gloo")
+            dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
         answer = (False, function(rank, world_size, *args))
     except BaseException:
         answer = (True, traceback.format_exc())

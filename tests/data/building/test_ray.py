@@ -19,6 +19,7 @@ from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.building.ray_engine import Ray
 from bert_unpad.data.text.sources import TextSource
 from tests.support.prepared_text import contents, write_corpus
+from tests.support.processes import TIMEOUT
 from tests.support.seeds import derived
 
 
@@ -38,7 +39,7 @@ def run(config, output, engine):
 
 
 class Tracked:
-    """Notes the process of every job in a file; one that is new waits, so that it can be killed."""
+    """Notes the process of every job in a file; one that is new waits until enough are killed."""
 
     def __init__(self, engine, folder):
         self.engine, self.folder, self.workers = engine, folder, engine.workers
@@ -51,7 +52,8 @@ def noted(folder, job, arguments):
     note = Path(folder, str(os.getpid()))
     if not note.exists():
         note.touch()
-        time.sleep(1)
+        while not Path(folder, "..", "enough").exists():
+            time.sleep(0.05)
     return job(*arguments)
 
 
@@ -68,6 +70,7 @@ def test_a_killed_worker_changes_nothing(corpus, tmp_path):
                     os.kill(int(path.name), signal.SIGKILL)
                     break
             time.sleep(0.05)
+        (tmp_path / "enough").touch()
 
     with Ray(2) as engine:
         threading.Thread(target=kill, daemon=True).start()
@@ -93,11 +96,11 @@ def test_errors_of_jobs_are_those_of_the_job():
 
 
 def waits_or_fails(folder, fails):
-    """Waits for ten minutes, or fails once another call waits."""
+    """Waits until a hang should end, or fails once another call waits."""
     begun = Path(folder, "begun")
     if not fails:
         begun.touch()
-        for _ in range(12_000):  # as an interruption does not end a long sleep
+        for _ in range(int(TIMEOUT / 0.05)):  # as an interruption does not end a long sleep
             time.sleep(0.05)
     while not begun.exists():
         time.sleep(0.05)

@@ -12,7 +12,7 @@ def test_lock_waits_for_its_holder_and_outlives_no_process(tmp_path):
     path = tmp_path / "x.lock"
     script = (
         "import fcntl, sys, time\nfile = open(sys.argv[1], 'a')\nfcntl.flock(file, fcntl.LOCK_EX)\n"
-        "print('held', flush=True)\ntime.sleep(3600)\n"
+        f"print('held', flush=True)\ntime.sleep({TIMEOUT})\n"
     )
     acquired = threading.Event()
 

@@ -54,7 +54,7 @@ def _train(
         "source": str(folder / "corpus.txt"),
         "cache_dir": str(folder / "cache"),
     }
-    settings |= {"run_dir": str(folder / "run"), "device": "cpu"}
+    settings |= {"run_dir": str(folder / "run"), "device": "cpu", "rank_timeout": TIMEOUT}
     if start is not None and "vocab_file" in settings["data"]:
         settings["model"]["preset"] = str(start)
         settings["data"]["vocab_file"] = str(start / "vocab.txt")

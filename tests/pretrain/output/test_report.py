@@ -42,6 +42,7 @@ def run_dir(tmp_path_factory) -> Path:
     settings = {
         "run_dir": str(folder / "run"),
         "device": "cpu",
+        "rank_timeout": TIMEOUT,
         "precision": "bf16",
         "recompute": "layer",
         "model": {
