@@ -32,6 +32,8 @@ SLOW = {
         "convert.cli",
         "simulate.cli",
         "plan.cli",
+        "evaluate.cli",
+        "info",
         "pretrain.main",
     ],
 )
