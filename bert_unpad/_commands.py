@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from bert_unpad._closed_pipe import nobody_reads
+from bert_unpad._full_disk import FullDiskError
 
 
 def run_command(
@@ -34,6 +35,8 @@ def run_command(
         return _fail(parser, str(error), 1)
     except (ImportError, FileExistsError, FileNotFoundError, ValueError) as error:
         parser.error(str(error))
+    except FullDiskError as error:
+        return _fail(parser, f"{error}; make room, and the same command continues", 1)
     except OSError as error:
         if isinstance(error, BrokenPipeError) and nobody_reads():
             raise  # run_main ends the process

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from bert_unpad._full_disk import named_if_full
+
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
@@ -26,9 +28,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        yield temporary
-        sync_file(temporary)
-        os.replace(temporary, path)
+        with named_if_full(path):
+            yield temporary
+            sync_file(temporary)
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

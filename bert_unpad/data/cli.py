@@ -16,6 +16,7 @@ import numpy as np
 
 from bert_unpad._arguments import above_zero, positive
 from bert_unpad._commands import run_command
+from bert_unpad._full_disk import named_if_full
 from bert_unpad.data.building.blocks import BLOCK_BYTES, check_outside
 from bert_unpad.data.building.build import MEMORY, check_settings, example_settings
 from bert_unpad.data.building.engines import Engine, InProcess, Processes, available_cores
@@ -176,7 +177,7 @@ def _prepare(options: argparse.Namespace) -> None:
         return
     source = open_source(options.source, cache_dir=cache)
     check_outside("output", options.output, source)
-    with _engine(options) as engine:
+    with named_if_full(options.output), _engine(options) as engine:
         pipeline = Pipeline(
             options.output,
             _config(options),

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from bert_unpad._files import write_text
+from bert_unpad._full_disk import named_if_full
 from bert_unpad.data.building.blocks import BLOCK_BYTES, check_outside, identity
 from bert_unpad.data.building.build import example_settings
 from bert_unpad.data.building.engines import InProcess
@@ -278,7 +279,8 @@ def _build(
                 shutil.rmtree(building)
         if not is_prepared(building):
             options = {"progress": progress, "content": content}
-            statistics = Pipeline(building, config, source, InProcess(), **options).run()
+            with named_if_full(building):
+                statistics = Pipeline(building, config, source, InProcess(), **options).run()
             for split in SPLITS:
                 counts = (statistics[f"{split}_{what}"] for what in _COUNTED)
                 logger.info("%s: %d documents, %d examples, %d tokens", split, *counts)

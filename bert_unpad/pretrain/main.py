@@ -1,8 +1,9 @@
 """The command: settings, ranks, the log, and the exit code.
 
 Exit codes: 0 finished; 2 wrong settings, or another run uses the folder; 143 (SIGTERM) or 130
-(SIGINT): saved and stopped, the same command continues; anything else is an error. torchrun reports
-its own code, 1, for all but 0.
+(SIGINT): saved and stopped, the same command continues; 1 a full disk, damaged data, or other ranks
+that have ended or hang; anything else is an error with a traceback. torchrun reports its own code,
+1, for all but 0.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from bert_unpad._full_disk import FullDiskError, named_if_full
 from bert_unpad._malloc import keep_freed_memory
+from bert_unpad.data import DamagedDataError
 from bert_unpad.pretrain.config import ConfigError, read_settings
+from bert_unpad.pretrain.output.checkpoint_files import how_to_continue
+from bert_unpad.pretrain.rank_watch import RankError
 from bert_unpad.pretrain.ranks import join_ranks
 
 
@@ -29,12 +34,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from bert_unpad.pretrain.pretrain import pretrain
         from bert_unpad.pretrain.update.replaced import drop_refused
 
-        with join_ranks(settings.config) as ranks:
+        with join_ranks(settings.config) as ranks, named_if_full(settings.config.run_dir):
             logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
             if ranks.is_first:
                 logging.getLogger("bert_unpad").setLevel(logging.INFO)
             settings = drop_refused(settings)
             return pretrain(settings.config, settings.text, ranks)
     except ConfigError as error:
-        print(f"pretrain: error: {error}", file=sys.stderr)
-        return 2
+        return _fail(str(error), 2)
+    except RankError as error:
+        return _fail(str(error), 1)
+    except (DamagedDataError, FullDiskError) as error:
+        config, room = settings.config, "Make room. " * isinstance(error, FullDiskError)
+        return _fail(f"{error}. {room}{how_to_continue(config.checkpoint_dir, config.resume)}", 1)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"pretrain: error: {message}", file=sys.stderr)
+    return code

@@ -318,7 +318,7 @@ def test_a_disk_that_fails_is_no_bad_argument(text, tmp_path, capsys, monkeypatc
     with contextlib.suppress(SystemExit):
         assert main(arguments(text, tmp_path / "out", "--workers", "1")) == code == 1
     said = capsys.readouterr().err
-    assert str(error) in said
+    assert (error.strerror or str(error)) in said
     assert ("usage:" in said) == (code == 2)
 
 

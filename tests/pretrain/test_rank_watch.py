@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def test_the_rank_in_trouble_is_named(trouble, timeout, told, folder):
             process.kill()
     culprit = f"rank 1 (host {HOST}, process {processes[1].pid}, last seen at step 4) {told}"
     outputs = [Path(f"{log}.{rank}").read_text() for rank in (0, 2)]
-    assert f"RankError: rank 0, at step 4: {culprit} (" in outputs[0], outputs
+    assert f"pretrain: error: rank 0, at step 4: {culprit} (" in outputs[0], outputs
     # Without torchrun the store ends with rank 0: too early, it may be, to see who is silent.
     rest = f"rank 0 (host {HOST}, process {processes[0].pid}, last seen at step 4), which keeps"
     assert culprit in outputs[1] or (rest in outputs[1] and not trouble.startswith("fail")), outputs
@@ -142,12 +143,15 @@ def test_all_groups_have_the_time_limit(folder):
     assert found == [{timedelta(seconds=123)}] * 2
 
 
-def _together(count: int, timeout: float) -> list[RankWatch]:
+def _together(
+    count: int, timeout: float, stores: Sequence[dist.Store] | None = None
+) -> list[RankWatch]:
     """The watches of several ranks in this process."""
-    store, watches = dist.HashStore(), [None] * count
+    stores = stores or [dist.HashStore()] * count
+    watches = [None] * count
 
     def make(rank: int) -> None:
-        watches[rank] = RankWatch(store, rank, count, timeout)
+        watches[rank] = RankWatch(stores[rank], rank, count, timeout)
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in range(count)]
     for thread in threads:
@@ -199,6 +203,27 @@ def test_waiting_for_slow_ranks_has_no_limit_while_they_live():
         watches[0].meet()
     assert failed.value.ranks == [1]
     watches[0]._closed.set()
+
+
+def test_a_rank_that_waits_for_a_key_shows_that_it_lives():
+    """As one that makes a group of ranks while another one is late."""
+    port, stores = free_port(), []
+    for first in (True, False):
+        stores.append(dist.TCPStore("127.0.0.1", port, is_master=first, wait_for_workers=False))
+    watches = _together(2, SLOWNESS, stores)
+
+    def wait() -> None:
+        with contextlib.suppress(dist.DistError):
+            stores[1].wait(["never"], timedelta(seconds=2 * SLOWNESS))
+
+    waiting, beats = threading.Thread(target=wait), set()
+    waiting.start()
+    while waiting.is_alive():
+        beats.add(watches[0]._read()[1]["beat"])
+        time.sleep(0.02)
+    assert len(beats) > 4
+    for watch in watches:
+        watch._closed.set()
 
 
 class _Gone:

@@ -16,9 +16,11 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, Protocol
 
 Job = Callable[..., dict[str, Any]]
+_LEASH = str(Path(__file__).with_name("leash.py"))
 
 
 def available_cores() -> int:
@@ -91,7 +93,7 @@ class Processes:
                 initializer=begin_worker,
             )
         try:
-            with _hidden_program():  # as this starts the processes
+            with _leashed():  # as this starts the processes
                 jobs = [self._pool.submit(job, *one) for one in arguments]
             for done in as_completed(jobs):
                 yield done.result()
@@ -103,19 +105,24 @@ class Processes:
 
 
 @contextmanager
-def _hidden_program() -> Iterator[None]:
-    """Keeps new processes from running the program that starts them.
+def _leashed() -> Iterator[None]:
+    """Lets new processes run `leash.py` first, and not the program that starts them.
 
-    Jobs are functions of modules and do not need it, and it may come from stdin or do its work
-    without asking for `__name__`.
+    Jobs are functions of modules and do not need that program, and it may come from stdin or do its
+    work without asking for `__name__`.
     """
     program = vars(sys.modules["__main__"])
-    kept = {name: program.pop(name, None) for name in ("__file__", "__spec__")}
-    program["__spec__"] = None
+    names = ("__file__", "__spec__")
+    kept = {name: program[name] for name in names if name in program}
+    program |= {"__file__": _LEASH, "__spec__": None}
+    os.environ["BERT_UNPAD_PARENT"] = str(os.getpid())
     try:
         yield
     finally:
-        program.update({name: value for name, value in kept.items() if value is not None})
+        del os.environ["BERT_UNPAD_PARENT"]
+        for name in names:
+            del program[name]
+        program |= kept
 
 
 def begin_worker() -> None:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from bert_unpad._files import sync_file
+from bert_unpad._full_disk import named_if_full
 from bert_unpad.data.building.engines import Processes, available_cores
 from bert_unpad.data.store.cache import cache_lock
 from bert_unpad.data.store.manifest import DamagedDataError
@@ -79,7 +80,8 @@ def cached(
         temporary = path.with_name(f".{key}.{uuid.uuid4().hex}")
         temporary.mkdir()
         try:
-            write(temporary)
+            with named_if_full(path):
+                write(temporary)
             for file in temporary.iterdir():  # as `load` may look at sizes only
                 sync_file(file)
             os.replace(temporary, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad._files import sync_file, sync_folder, write_text
+from bert_unpad._full_disk import named_if_full
 from bert_unpad.data.store.example_batch import Masks
 from bert_unpad.data.store.manifest import MANIFEST
 from bert_unpad.data.store.shards import DTYPES, FORMAT, MAX_LENGTH, MAX_VOCAB, OF_MASKS
@@ -154,7 +156,8 @@ class ShardWriter:
                 self.close()
         finally:
             for column in self._columns.values():
-                column.file.close()
+                with contextlib.suppress(OSError):  # of a full disk, which has been raised already
+                    column.file.close()
             shutil.rmtree(self._temporary, ignore_errors=True)
 
 
@@ -185,11 +188,13 @@ class Column:
 
     def append(self, values: NDArray[np.integer]) -> None:
         data = np.ascontiguousarray(values, self.dtype).tobytes()
-        self.file.write(data)
+        with named_if_full(self.path):
+            self.file.write(data)
         self.digest.update(data)
         self.count += len(values)
 
     def close(self) -> dict[str, str | int]:
-        self.file.close()
-        sync_file(self.path)
+        with named_if_full(self.path):
+            self.file.close()
+            sync_file(self.path)
         return {"dtype": self.dtype.name, "count": self.count, "sha256": self.digest.hexdigest()}

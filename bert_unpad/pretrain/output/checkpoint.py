@@ -28,8 +28,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
+from torch.utils._pytree import tree_leaves
 
 from bert_unpad._files import sync_folder
+from bert_unpad._full_disk import named_if_full
 from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.output.checkpoint_files import (
     all_checkpoints,
@@ -72,6 +74,7 @@ class Checkpointer:
         self._lock = lock
         self._future: Future | None = None
         self._published = threading.Event()
+        self._writing, self._bytes = directory, 0
         self._error: BaseException | None = None
         if ranks.world_size == 1:
             # One process is what is meant, so there is nothing to warn of.
@@ -111,6 +114,8 @@ class Checkpointer:
             buffer = io.BytesIO()
             torch.save(local, buffer)
             state[self._local_key] = buffer.getvalue()
+        tensors = (leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
+        self._writing, self._bytes = temporary, sum(tensor.nbytes for tensor in tensors)
         self._future = dcp.async_save(
             state,
             checkpoint_id=temporary,
@@ -127,15 +132,18 @@ class Checkpointer:
         """Waits until the checkpoint being saved, if any, is complete on disk.
 
         Raises:
-            Exception: whatever has kept it from being written.
+            FullDiskError: there is no room for it.
+            Exception: whatever else has kept it from being written.
         """
         if self._future is None:
             return
-        future, self._future = self._future, None
-        future.result()
+        self._future = None
         self._published.wait()
         if self._error is not None:
-            raise self._error
+            last = all_checkpoints(self.directory)[-1:]
+            needed = sum(file.stat().st_size for path in last for file in path.iterdir())
+            with named_if_full(self._writing, needed or self._bytes):
+                raise self._error
 
     def load_rest(self, path: Path) -> dict[str, Any]:
         """What `save` was given as `rest`, which says what model and optimizer to load into."""
@@ -209,7 +217,8 @@ class Checkpointer:
     def _publish(self, future: Future, temporary: Path, final: Path) -> None:
         # Runs in the writing thread. On rank 0 the future ends after all ranks have written.
         try:
-            if self._ranks.is_first and future.exception() is None:
+            future.result()
+            if self._ranks.is_first:
                 written = CheckpointReader(temporary).read_metadata().storage_data.values()
                 write_checksums(temporary, (item.relative_path for item in written))
                 if os.path.lexists(final):
@@ -222,6 +231,8 @@ class Checkpointer:
                     shutil.rmtree(doomed)
         except BaseException as error:  # raised again by wait(), in the training thread
             self._error = error
+            if self._ranks.is_first:  # where the disk is full, the room is needed
+                shutil.rmtree(temporary, ignore_errors=True)
         finally:
             if self._lock is not None:
                 self._lock.release()

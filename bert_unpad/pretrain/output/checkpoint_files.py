@@ -21,6 +21,7 @@ from bert_unpad.pretrain.config import ConfigError
 __all__ = [
     "all_checkpoints",
     "checkpoint_name",
+    "how_to_continue",
     "newest_checkpoint",
     "set_damaged_aside",
     "write_checksums",
@@ -70,6 +71,21 @@ def newest_checkpoint(directory: Path) -> Path | None:
             f"{found[-1].name}: {damage}. Restore one of them, or start over with --resume never",
         )
     return None
+
+
+def how_to_continue(directory: Path, resume: str) -> str:
+    """How a run that an error ends goes on once the cause is gone, for the error's message.
+
+    Args:
+        directory: of the checkpoints.
+        resume: the setting of that name.
+    """
+    found = all_checkpoints(directory)
+    if not found:
+        return "The same command then starts again: no checkpoint has been saved yet"
+    command = "The same command" + " with --resume auto" * (resume == "never")
+    step = int(_NAME.fullmatch(found[-1].name)[1])
+    return f"{command} then continues from step {step}, whose checkpoint is whole"
 
 
 def set_damaged_aside(paths: Iterable[Path]) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bert_unpad._files import read_regular, set_aside, write_text
+from bert_unpad._full_disk import named_if_full
 from bert_unpad.data.sampling.balanced_sampler import efficiency
 from bert_unpad.pretrain.gradients.clipping import GradientReport
 from bert_unpad.pretrain.gradients.compute_clock import Spans, span_seconds
@@ -49,16 +50,19 @@ class JsonLines:
 
     def __init__(self, path: Path, step: int) -> None:
         _drop_later(path, step)
+        self._path = path
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Appends a line and hands it to the operating system."""
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        with named_if_full(self._path):
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        with named_if_full(self._path):  # what could not be written before is tried again
+            self._file.close()
 
 
 def examples_path(run_dir: Path, rank: int) -> Path:

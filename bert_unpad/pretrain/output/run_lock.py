@@ -3,8 +3,9 @@
 Rank 0 holds the file `.lock` in the run's folder, which says who it is. Two signs tell whether the
 owner is alive. The kernel drops the owner's flock when its process ends, however it ends, so on one
 host a killed run never blocks the next one. Other hosts may not see that flock, so the owner also
-touches the file every few seconds: an owner on another host counts as dead when it has not done so
-for two minutes, by the clock of the file system.
+touches the file every few seconds: an owner on another host counts as dead when the file's time
+does not change while this process looks, for two minutes. Clocks may be wrong, so the time itself
+proves nothing; a file that looks older than that is only watched for less long.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 _NAME = ".lock"
 # Seconds. Servers drop the flocks of a dead host within 90.
 _TOUCH_EVERY, _DEAD_AFTER, _LOOK_EVERY = 10.0, 120.0, 1.0
+_DEAD_IF_OLD_AFTER = 2.5 * _TOUCH_EVERY
 _NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 _held: weakref.WeakSet[_FolderLock] = weakref.WeakSet()
 
@@ -52,7 +54,7 @@ class _FolderLock:
         self._key = key
         self._folder = folder
         self._path = folder / _NAME
-        self._first_touch: float | None = None
+        self._first_look: tuple[float, float] | None = None  # the file's time, and when that was
         self._made_folder = False
         self._handle = -1
         self._owner: dict[str, Any] = {}
@@ -65,10 +67,10 @@ class _FolderLock:
         """
         self._made_folder = self._made_folder or not self._folder.exists()
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._first_touch = None
+        self._first_look = None
         while not self._try():
             time.sleep(_LOOK_EVERY)
-        if self._first_touch is not None:
+        if self._first_look is not None:
             # Another host may have come to the same conclusion at the same time.
             time.sleep(2 * _LOOK_EVERY)
             if (owner := _read(self._path)) != self._owner:
@@ -103,16 +105,23 @@ class _FolderLock:
         if here and flocked:
             logger.info("taking over %s from %s, which is gone", self._path, _who(owner))
             return True
-        touched = os.fstat(handle).st_mtime
-        seen, self._first_touch = self._first_touch, self._first_touch or touched
-        dead = _now(self._folder) - touched > _DEAD_AFTER
-        if touched != self._first_touch or (flocked is False and (here or dead)):
+        touched, now = os.fstat(handle).st_mtime, time.monotonic()
+        old = _now(self._folder) - touched > _DEAD_AFTER
+        patience = _DEAD_IF_OLD_AFTER if old else _DEAD_AFTER
+        first, since = self._first_look or (touched, now)
+        dead = now - since > patience
+        if touched != first or (flocked is False and (here or dead)):
             raise self._refusal(owner)
         if dead:
             message = "taking over %s from %s, not heard of for %.0f s"
-            logger.info(message, self._path, _who(owner), _DEAD_AFTER)
-        elif seen is None:
-            logger.info("waiting to see whether %s still uses %s", _who(owner), self._folder)
+            logger.info(message, self._path, _who(owner), patience)
+        elif self._first_look is None:
+            logger.info(
+                "waiting up to %.0f s to see whether %s still uses %s; if it is dead for certain, "
+                "delete %s",
+                *(patience, _who(owner), self._folder, self._path),
+            )
+        self._first_look = first, since
         return dead
 
     def _refusal(self, owner: Mapping[str, Any] | None) -> ConfigError:

@@ -36,6 +36,7 @@ ELSEWHERE = {"host": "elsewhere", "boot": "b", "pid": 4321, "since": "2025-01-02
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch):
     monkeypatch.setattr(run_lock, "_LOOK_EVERY", 0.01)
+    monkeypatch.setattr(run_lock, "_DEAD_IF_OLD_AFTER", 0.2)
 
 
 @pytest.fixture
@@ -145,7 +146,8 @@ def _start(folder: Path, script: str) -> tuple[subprocess.Popen, str]:
 
 def test_a_killed_owner_does_not_block_the_next_not_even_by_its_children(folder, caplog):
     caplog.set_level("INFO")
-    fork = "TAKE\nchild = os.fork()\nif child: print(child, flush=True)\ntime.sleep(600)\n"
+    fork = "TAKE\nchild = os.fork()\nif child: print(child, flush=True)\n"
+    fork += f"time.sleep({TIMEOUT})\n"
     process, shown = _start(folder, fork)
     child = int(shown)
     try:
@@ -163,7 +165,8 @@ def test_a_killed_owner_does_not_block_the_next_not_even_by_its_children(folder,
 
 
 def test_an_owner_that_has_been_replaced_ends(folder):
-    often = "run_lock._TOUCH_EVERY = 0.01\nTAKE\nprint('ready', flush=True)\ntime.sleep(600)\n"
+    often = "run_lock._TOUCH_EVERY = 0.01\nTAKE\nprint('ready', flush=True)\n"
+    often += f"time.sleep({TIMEOUT})\n"
     process, _ = _start(folder, often)
     other = folder / "other"
     other.write_text(json.dumps(ELSEWHERE))
@@ -184,12 +187,23 @@ def test_an_owner_on_another_host_is_dead_when_it_has_not_been_heard_of(folder, 
     assert re.search(r"taking over .* from process 4321 on host elsewhere", caplog.text)
 
 
-def test_waits_for_a_sign_of_an_owner_on_another_host(folder, caplog, monkeypatch):
+@pytest.mark.parametrize("touched", [None, 4e9])  # or a time to come: a clock was wrong
+def test_waits_for_a_sign_of_an_owner_on_another_host(folder, caplog, monkeypatch, touched):
     caplog.set_level("INFO")
     monkeypatch.setattr(run_lock, "_DEAD_AFTER", 0.3)
-    _leave(folder)
+    _leave(folder, touched=touched)
     RunLock(folder).release()
+    assert "waiting up to 0 s to see whether process 4321 on host elsewhere (since" in caplog.text
+    assert f"if it is dead for certain, delete {folder / '.lock'}" in caplog.text
     assert "taking over" in caplog.text
+
+
+def test_an_old_time_alone_does_not_make_an_owner_dead(folder, monkeypatch, touched):
+    """As where the clock of the file system has jumped ahead."""
+    monkeypatch.setattr(run_lock, "_now", lambda folder: 9e9)
+    _leave(folder)
+    with pytest.raises(ConfigError, match="process 4321 on host elsewhere"):
+        RunLock(folder)
 
 
 def test_an_owner_on_another_host_that_is_heard_of_is_not_replaced(folder, touched):
