@@ -107,7 +107,10 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
   m.def(
       "linear_wgrad_(Tensor dy, Tensor x, Tensor(a!) dweight, bool accumulate, bool bias) "
       "-> Tensor dbias");
-  // Of the last two our own product on a CPU, into an fp32 dweight; dbias is fp32.
+  // Products of our own on a CPU: y = x weight^T + bias + addend in fp32, where weight may be a
+  // transposed view; and the gradient of a weight, into an fp32 dweight, with an fp32 dbias.
+  m.def(
+      "packed_product_(Tensor(a!) y, Tensor x, Tensor weight, Tensor? bias, Tensor? addend) -> ()");
   m.def(
       "packed_wgrad_(Tensor dy, Tensor x, Tensor(a!) dweight, bool accumulate, bool bias) "
       "-> Tensor dbias");

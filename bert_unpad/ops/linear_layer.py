@@ -68,7 +68,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     dtype = matmul.product_dtype(x)
     with matmul.no_autocast(x.device.type):
         same = weight.dtype == x.dtype == dtype and (bias is None or bias.dtype == dtype)
-        if same and not matmul.fused(x, weight) and not matmul.by_onednn(x, weight):
+        if same and not matmul.fused(x, weight) and not matmul.by_us(x, weight):
             return functional.linear(x, weight, bias)
         return _Linear.apply(x, weight, bias)[0]
 

@@ -8,9 +8,10 @@ use PyTorch, with two exceptions on CPUs, both where measured faster:
 - Weight gradients in bf16, and in fp32 where MKL is slow, are products of our own
   (csrc/linear/wgrad_bf16.cpp, wgrad_simd.cpp), which transpose nothing, write an fp32 gradient and
   add up the bias's.
-- Where MKL is slow the others call oneDNN. MKL, which PyTorch takes for fp32, uses AVX-512 on
-  Intel's CPUs only, oneDNN on all that have it. In bf16, PyTorch takes oneDNN too, but adds the
-  bias in another pass.
+- MKL, which PyTorch takes for fp32, uses AVX-512 on Intel's CPUs only. Where it does not, other
+  fp32 products are our own too (csrc/linear/product_simd.cpp). oneDNN would be as fast, but keeps
+  0.4 MB for every number of tokens. In bf16, PyTorch takes oneDNN, but adds the bias in another
+  pass, so there we call it ourselves.
 
 On a CPU without 16-bit instructions the products are computed in fp32. On a CPU with AVX-512 but no
 bf16, PyTorch's bf16 matmul reaches 50 GFLOP/s and its fp32 matmul 240. The result is then rounded
@@ -29,7 +30,7 @@ from torch.nn import functional
 
 from bert_unpad import _C
 from bert_unpad.ops import matrix_checks
-from bert_unpad.ops.registration import register_cpu, register_fake
+from bert_unpad.ops.registration import register_cpu, register_fake, register_in_place
 
 _ops = torch.ops.bert_unpad
 
@@ -39,8 +40,7 @@ CPU_MULTIPLIES_BF16: bool = _C.cpu_isa() in ("avx512_bf16", "amx", "neon_bf16")
 """Whether this CPU has bf16 matrix or dot-product instructions."""
 
 _AVX512_UNUSED: bool = _C.mkl_leaves_avx512_unused()
-_MKL_IS_SLOW: bool = _AVX512_UNUSED and torch.backends.mkldnn.is_available()
-"""Whether this CPU has AVX-512 that MKL does not use, and oneDNN can be called instead."""
+"""Whether this CPU has AVX-512 that MKL does not use."""
 
 _PACKED_DTYPES: tuple[torch.dtype, ...] = (torch.float32,) * _AVX512_UNUSED + (torch.bfloat16,) * (
     _C.cpu_isa() == "amx" or (_AVX512_UNUSED and _C.fast_bf16_dot_products())
@@ -86,24 +86,36 @@ def fused(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def by_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product of x [..., in] and weight [out, in] calls oneDNN itself."""
+def by_us(x: Tensor, weight: Tensor) -> bool:
+    """Whether `product` of x [..., in] and weight [out, in] takes another way than PyTorch's.
+
+    Our own product in float32, where both sizes of the weight are multiples of 32; oneDNN in
+    bfloat16.
+    """
     return (
-        x.device.type == "cpu"
+        _AVX512_UNUSED
+        and x.device.type == "cpu"
         and x.dtype == weight.dtype
-        and x.dtype in (torch.float32, torch.bfloat16)
-        and _MKL_IS_SLOW
-        and torch.backends.mkldnn.enabled
-        and weight.numel() > 0
         and not torch.compiler.is_exporting()
         and not torch.jit.is_tracing()  # exported programs run elsewhere too
+        and (_own_fits(weight) or (x.dtype == torch.bfloat16 and _onednn_wanted()))
+        and weight.numel() > 0
     )
+
+
+def _own_fits(weight: Tensor) -> bool:
+    rows, columns = weight.shape
+    return weight.dtype == torch.float32 and rows % 32 == 0 and columns % 32 == 0
+
+
+def _onednn_wanted() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
 
 
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: Tensor | None = None
 ) -> Tensor:
-    """Returns x weight^T + bias + addend by oneDNN or PyTorch, without a derivative.
+    """Returns x weight^T + bias + addend by the library of choice, without a derivative.
 
     Args:
         x: [tokens, in].
@@ -111,7 +123,11 @@ def product(
         bias: [out] or None, x's dtype.
         addend: [tokens, out] or None, x's dtype; not with a bias.
     """
-    if by_onednn(x, weight) and x.numel() > 0:
+    if by_us(x, weight) and x.numel() > 0:
+        if x.dtype == torch.float32:
+            y = x.new_empty((x.shape[0], weight.shape[0]))
+            _ops.packed_product_(y, x, weight, bias, addend)
+            return y
         onednn = torch.ops.mkldnn._linear_pointwise
         if addend is None:
             return onednn(x, weight, bias, "none", [], "")
@@ -121,9 +137,25 @@ def product(
     return torch.addmm(addend, x, weight.t())
 
 
+def product_into(
+    y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: Tensor | None = None
+) -> Tensor:
+    """Writes x weight^T + bias + addend to y, whose rows may lie apart, and returns y; no derivative.
+
+    Args:
+        y: [tokens, out], x's dtype.
+        x, weight, bias, addend: as of `product`; one of the last two has to be given.
+    """
+    if x.dtype == torch.float32 and by_us(x, weight):
+        _ops.packed_product_(y, x, weight, bias, addend)
+        return y
+    # Autocast does not change calls with `out`.
+    return torch.addmm(bias if addend is None else addend, x, weight.t(), out=y)
+
+
 def _opaque(x: Tensor, weight: Tensor) -> bool:
     """Whether an operator of ours computes the product, which torch.compile does not look into."""
-    return fused(x, weight) or (torch.compiler.is_compiling() and by_onednn(x, weight))
+    return fused(x, weight) or (torch.compiler.is_compiling() and by_us(x, weight))
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -292,6 +324,9 @@ def _(dy, x, bias, dtype):
 @register_fake("linear_wgrad_")
 def _(dy, x, dweight, accumulate, bias):
     return dweight.new_empty((dy.shape[1] if bias else 0,))
+
+
+register_in_place("packed_product_")
 
 
 @register_fake("packed_wgrad_")

@@ -7,6 +7,9 @@
 #pragma once
 
 #include "cpu/simd.h"
+#if defined(__AVX512F__)
+#include "cpu/pairs_simd.h"
+#endif
 
 namespace bert_unpad::BERT_UNPAD_ISA {
 
@@ -157,6 +160,16 @@ inline void pack_transposed(const float* x, int64_t stride, int rows, int column
   for (int row = 0; row < rows; row += kPanel, out += static_cast<int64_t>(columns) * kPanel) {
     const int height = rows - row < kPanel ? rows - row : kPanel;
     int i = 0;
+#if defined(__AVX512F__)
+    for (; i + 16 <= height && columns % 16 == 0; i += 16) {
+      for (int k = 0; k < columns; k += 16) {
+        Words words[16];
+        for (int j = 0; j < 16; ++j) words[j] = load_bits<__m512i>(x + (row + i + j) * stride + k);
+        transpose16(words);
+        for (int j = 0; j < 16; ++j) store_bits(out + (k + j) * kPanel + i, words[j]);
+      }
+    }
+#endif
     for (; i + 4 <= height; i += 4)
       for (int k = 0; k < columns; k += 4)
         transpose4(x + (row + i) * stride + k, stride, out + k * kPanel + i, kPanel);

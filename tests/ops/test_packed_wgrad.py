@@ -1,4 +1,4 @@
-"""Weight gradients by our own product on a CPU, and products that call oneDNN, against fp64."""
+"""Weight gradients by our own product on a CPU, against fp64."""
 
 from __future__ import annotations
 
@@ -94,37 +94,3 @@ def test_what_does_not_fit_is_named() -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             packed_wgrad_(*change, False, True)
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-class TestOneDnn:
-    """With the products that a CPU takes whose AVX-512 MKL leaves unused."""
-
-    @pytest.fixture(autouse=True)
-    def _wanted(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(matmul, "_MKL_IS_SLOW", True)
-
-    @pytest.mark.parametrize(("tokens", "out", "width"), [(0, 8, 4), (1, 2, 7), (61, 96, 80)])
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_products(self, dtype: torch.dtype, tokens: int, out: int, width: int) -> None:
-        x, weight = rows(tokens, width, dtype=dtype), rows(out, width, dtype=dtype)
-        bias, dy = rows(out, dtype=dtype), rows(tokens, out, dtype=dtype)
-        assert matmul.by_onednn(x, weight)
-        for got, want in (
-            (matmul.forward(x, weight), x.double() @ weight.double().T),
-            (matmul.forward(x, weight, bias), x.double() @ weight.double().T + bias.double()),
-            (matmul.dgrad(dy, weight), dy.double() @ weight.double()),
-            (matmul.dgrad(dy, weight, x), dy.double() @ weight.double() + x.double()),
-        ):
-            assert got.dtype == dtype
-            assert got.shape == want.shape
-            rounded = 2**-8 if dtype == torch.bfloat16 else 1e-6
-            torch.testing.assert_close(got.double(), want, rtol=rounded, atol=10 * rounded)
-
-    def test_other_tensors_take_pytorchs(self) -> None:
-        x, weight = rows(3, 4), rows(5, 4)
-        assert not matmul.by_onednn(x, weight.bfloat16())
-        assert not matmul.by_onednn(x.half(), weight.half())
-        with torch.backends.mkldnn.flags(enabled=False):
-            assert not matmul.by_onednn(x, weight)
-        assert torch.equal(torch.jit.trace(ops.linear, (x, weight))(x, weight), x @ weight.T)

@@ -123,6 +123,7 @@ def _examples() -> dict[str, tuple]:
         "linear_dgrad": (rows(TOKENS, WIDTH), weight, x, None),
         "linear_wgrad": (rows(TOKENS, WIDTH), x, True, torch.float32),
         "linear_wgrad_": (rows(TOKENS, WIDTH), x, weight, True, True),
+        "packed_product_": (rows(), x, rows(HIDDEN, HIDDEN), rows(HIDDEN), rows()),
         "packed_wgrad_": (rows(TOKENS, HIDDEN), x, rows(HIDDEN, HIDDEN), False, True),
         "quantize_fp8": (x, False, True),
         "quantize_fp8_scaled": (x, False, True, scalar(), rows(1024)),
