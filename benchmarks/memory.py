@@ -1,4 +1,5 @@
-"""Activations that one encoder layer keeps for its backward pass, ours and its peers', in bytes.
+"""Activations that one encoder layer keeps for its backward pass, ours and its peers', in bytes;
+and what a process keeps after many batches of ever new sizes.
 
     python -m benchmarks.memory
 
@@ -7,7 +8,10 @@ of weights: ours are cast only where the hardware multiplies bf16). Lengths are 
 Wikipedia histogram; figures are bytes of a layer per REAL token, so what is kept for padding counts
 against the padded peer. PyTorch's attention on a CPU keeps its probabilities where there is
 dropout; "fused attention" is the same peer with attention's dropout off, where it runs its fused
-attention, which keeps what FlashAttention does on a GPU. Writes benchmarks/results/cpu/memory.json.
+attention, which keeps what FlashAttention does on a GPU.
+
+The second part is measured, in processes of their own (benchmarks/lib/ragged_memory.py); --batches 0
+leaves it out. Writes benchmarks/results/cpu/memory.json.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from benchmarks.lib import harness
+from benchmarks.lib import harness, ragged_memory
 from benchmarks.lib.peers import by_sequence, unpadded_layer
 from benchmarks.lib.saved_activations import Saved, saved_by
 from bert_unpad._extras import packages_of
@@ -84,6 +88,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--size", choices=[*SIZES, "both"], default="both")
+    parser.add_argument("--batches", type=int, default=2000)
     harness.add_name(parser, "memory")
     args = parser.parse_args()
     lengths = sorted((int(n) for n in sample_lengths(args.sequences, args.seed)), reverse=True)
@@ -124,10 +129,21 @@ def main() -> None:
                     f"a token, {saved.weight_copies / 1e6:6.1f} MB of cast weights",
                     flush=True,
                 )
+    ragged = []
+    for use in ragged_memory.USES if args.batches else ():
+        for contender in ragged_memory.CONTENDERS:
+            row = ragged_memory.measure(contender, use, args.batches)
+            ragged.append(row)
+            first, *_, last = (size / 1e6 for size in row["resident_bytes"])
+            print(
+                f"{use:7s} {contender:8s} {first:6.0f} MB after a tenth of {args.batches} batches, "
+                f"{last:6.0f} after all; {sum(row['cpu_seconds']):6.1f} s of CPU time",
+                flush=True,
+            )
     path = harness.save(
         args.name, "cpu", harness.command(),
         {"lengths": lengths, "max_length": MAX_LENGTH, "tokens": batch.total, "fill": batch.fill,
-         "dropout": DROPOUT, "results": rows},
+         "dropout": DROPOUT, "results": rows, "ragged": ragged},
     )  # fmt: skip
     print(f"written to {path}")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from benchmarks.lib.report import (
     Result,
@@ -280,6 +281,26 @@ def memory() -> str:
                 for contender, kept in rows.items()
             ),
         ),
+        *_ragged(found.get("ragged", ())),
+    )
+
+
+def _ragged(found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    if not found:
+        return
+    yield (
+        f"Resident memory of a process, measured, in MB: {found[0]['batches']:,} batches of 8 "
+        "texts with 5 to 60 tokens, one thread, fp32, MiniLM's shape. Nearly every batch has "
+        "another number of tokens:"
+    )
+    yield table(
+        ["", "", "after a tenth", "after all"],
+        (
+            [x["use"], {"stock": "transformers", "swapped": "`hf.unpad`"}[x["contender"]]]
+            + [f"{x['resident_bytes'][i] / 1e6:.0f}" for i in (0, -1)]
+            for x in found
+        ),
+        text_columns=2,
     )
 
 
