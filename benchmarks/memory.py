@@ -10,8 +10,8 @@ against the padded peer. PyTorch's attention on a CPU keeps its probabilities wh
 dropout; "fused attention" is the same peer with attention's dropout off, where it runs its fused
 attention, which keeps what FlashAttention does on a GPU.
 
-The second part is measured, in processes of their own (benchmarks/lib/ragged_memory.py); --batches 0
-leaves it out. Writes benchmarks/results/cpu/memory.json.
+The second part is measured, in processes of their own (benchmarks/lib/ragged_memory.py);
+--batches 0 leaves it out. Writes benchmarks/results/cpu/memory.json.
 """
 
 from __future__ import annotations

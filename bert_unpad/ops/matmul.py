@@ -140,10 +140,10 @@ def product(
 def product_into(
     y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: Tensor | None = None
 ) -> Tensor:
-    """Writes x weight^T + bias + addend to y, whose rows may lie apart, and returns y; no derivative.
+    """Writes x weight^T + bias + addend to y, without a derivative, and returns y.
 
     Args:
-        y: [tokens, out], x's dtype.
+        y: [tokens, out], x's dtype; its rows may lie apart.
         x, weight, bias, addend: as of `product`; one of the last two has to be given.
     """
     if x.dtype == torch.float32 and by_us(x, weight):
