@@ -29,7 +29,7 @@ import torch.distributed as dist
 from bert_unpad.data import ExchangeError
 from bert_unpad.pretrain.config import ConfigError
 
-__all__ = ["RankError", "RankWatch", "open_store"]
+__all__ = ["RankError", "RankWatch", "open_store", "within"]
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,8 @@ class RankWatch:
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
-        self._store = dist.PrefixStore("bert_unpad", store)
+        # A connection of its own: whoever waits for a key holds up all others on the same one.
+        self._store = dist.PrefixStore("bert_unpad", store.clone())
         self._rank, self._timeout = rank, timeout
         self._keys = [str(number) for number in range(world_size)]
         self._period = min(_LONGEST_PERIOD, timeout / 20)
@@ -159,7 +160,7 @@ class RankWatch:
         lost = self._is_lost(error)
         number = self._end("lost" if lost else f"{type(error).__name__}: {error}"[:_MAX_TEXT])
         if number is not None and not lost:
-            _within(2 * _STORE_SECONDS, lambda: self._wait_until_heard(number))
+            within(2 * _STORE_SECONDS, lambda: self._wait_until_heard(number))
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -189,7 +190,7 @@ class RankWatch:
         try:
             self._store.wait(self._keys, timedelta(seconds=self._timeout))
         except dist.DistError as error:
-            here = _within(_STORE_SECONDS, self._here)
+            here = within(_STORE_SECONDS, self._here)
             if here is None:
                 message = "rank 0 has ended while ranks were joining; see its output"
                 raise RankError(f"rank {self._rank}: {message}", [0]) from error
@@ -252,7 +253,7 @@ class RankWatch:
             self._publish()
             return self._store.add("failed", int(how != "done"))
 
-        return _within(_STORE_SECONDS, tell)
+        return within(_STORE_SECONDS, tell)
 
     def _is_lost(self, error: BaseException) -> bool:
         """Whether an error says that other ranks are to blame. gloo has no type for it."""
@@ -287,7 +288,7 @@ class RankWatch:
                 now = self._read()
             return before, now
 
-        looks = _within(_GRACE_SECONDS + _STORE_SECONDS, look)
+        looks = within(_GRACE_SECONDS + _STORE_SECONDS, look)
         if looks is not None:
             return self._error(self._behind(*looks), text)
         keeper = (
@@ -317,8 +318,8 @@ class RankWatch:
         )
 
 
-def _within(seconds: float, function: Callable[[], T]) -> T | None:
-    """What a function of the store returns; None if it fails or takes longer."""
+def within(seconds: float, function: Callable[[], T]) -> T | None:
+    """What a function that talks to other ranks returns; None if it fails or takes longer."""
     results: list[T] = []
 
     def run() -> None:

@@ -7,7 +7,9 @@ interleave its collectives with those of training.
 
 from __future__ import annotations
 
+import gc
 import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,12 +22,13 @@ from torch import Tensor
 
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.cores import bound_to_cores
-from bert_unpad.pretrain.rank_watch import RankWatch, open_store
+from bert_unpad.pretrain.rank_watch import RankWatch, open_store, within
 
 __all__ = ["HostSums", "Ranks", "join_ranks", "threads_per_process"]
 
 T = TypeVar("T")
 _MAX_THREADS = 4096  # of one process
+_END_SECONDS = 5.0  # for the sums of a rank that fails
 
 
 @dataclass(frozen=True)
@@ -192,9 +195,28 @@ def join_ranks(config: PretrainConfig) -> Iterator[Ranks]:
                 )
                 group = dist.new_group(backend="gloo", timeout=timeout)
                 yield Ranks(rank, world_size, device, group, node_size, timeout, watch, place)
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        except BaseException as error:
+            _end_groups(error)
+            raise
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _end_groups(error: BaseException) -> None:
+    """Ends all groups where this rank fails; sums that wait for other ranks hold it up for seconds.
+
+    First it frees what the failed functions hold, DDP's reducers among it. Were a reducer the last
+    to hold a group, the group would wait for its threads with Python's lock, for which a thread may
+    wait to free the sum that it has just made: the process would never end.
+    """
+    at, seen = error, []
+    while at is not None and at not in seen:
+        traceback.clear_frames(at.__traceback__)
+        seen.append(at)
+        at = at.__cause__ or at.__context__
+    gc.collect()
+    if dist.is_initialized():
+        within(_END_SECONDS, dist.destroy_process_group)
 
 
 def _place(rank: int, hosts: Sequence[str]) -> tuple[int, int]:

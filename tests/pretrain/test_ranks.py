@@ -2,15 +2,19 @@
 
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.pretrain.config import ConfigError, read_config
 from bert_unpad.pretrain.node_groups import common_node_size, node_group
-from bert_unpad.pretrain.ranks import _place, join_ranks
+from bert_unpad.pretrain.ranks import Ranks, _place, join_ranks
 from tests.support.pretrain_runs import settings
 from tests.support.processes import TIMEOUT, free_port, run_ranks
 
@@ -74,3 +78,38 @@ def test_hosts_of_one_name_are_a_machine(hosts, places, told, config):
             assert told in last
         else:
             assert last == [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
+def _fail_at_work(ranks: Ranks) -> None:
+    """Rank 0 fails while a sum waits for rank 1, which comes a second after it knows of that."""
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    if not ranks.is_first:
+        while not ranks.watch._known:
+            time.sleep(0.02)
+        time.sleep(1)
+        dist.all_reduce(torch.zeros(1))
+        return
+    # A sum holds the context of the last backward pass, and at last holds it alone.
+    dist.all_reduce(torch.zeros(1), async_op=True)
+    torch.ones((), requires_grad=True).backward()
+    raise ValueError("the disk is gone")
+
+
+def _joined_and_failed(rank: int, _: int, config: Path, port: int) -> str:
+    import torch._dynamo  # noqa: F401 # first, or defaults of its functions would hold the group
+
+    dist.barrier()  # the other ranks have joined it too
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)
+    try:
+        with join_ranks(read_config(["--config", str(config)])[0]) as ranks:
+            _fail_at_work(ranks)
+    except ValueError as error:
+        return str(error)
+    return "done"
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_while_a_sum_waits_ends(config):
+    assert run_ranks(_joined_and_failed, 2, config, free_port()) == ["the disk is gone", "done"]
