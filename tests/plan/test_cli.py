@@ -125,7 +125,7 @@ def test_the_tables(capsys, tmp_path):
         ),
         (
             ["--model=RECIPE", "--set=model.preset=lost/config.json"],
-            "quickstart.yaml: model.preset: expected one of albert-base, bert-base, ",
+            "bert_small.yaml: model.preset: expected one of albert-base, bert-base, ",
         ),
         (
             ["--model=RECIPE", "--set=model.preset=lost/config.json"],
@@ -149,7 +149,7 @@ def test_the_tables(capsys, tmp_path):
     ],
 )
 def test_bad_input(arguments, message, capsys):
-    recipe = str(CONFIGS / "quickstart.yaml")
+    recipe = str(CONFIGS / "bert_small.yaml")
     with pytest.raises(SystemExit, match="2"):
         main([argument.replace("RECIPE", recipe) for argument in arguments])
     assert message in capsys.readouterr().err
@@ -169,7 +169,7 @@ def test_what_is_trained():
 
 def test_recipes():
     pytest.importorskip("jsonargparse")
-    work = workload(f"--model={CONFIGS / 'quickstart.yaml'}")
+    work = workload(f"--model={CONFIGS / 'bert_small.yaml'}")
     assert work.config == BertConfig(
         vocab_size=8192,
         hidden_size=256,
@@ -183,7 +183,7 @@ def test_recipes():
     assert (work.global_batch, work.updates, work.precision) == (16, 700, "fp32")
     assert (work.longest, work.optimizer) == (128, "adamw")
     changed = ["--set=comm.bucket_mb=2", "--set=precision=fp16"]
-    options = make_parser().parse_args([f"--model={CONFIGS / 'quickstart.yaml'}", *changed])
+    options = make_parser().parse_args([f"--model={CONFIGS / 'bert_small.yaml'}", *changed])
     work, bucket_mb = workload_of(options)
     assert (bucket_mb, work.precision) == (2, "fp16")
     path = CONFIGS / "bert_large_mlperf.yaml"
@@ -195,7 +195,7 @@ def test_recipes():
 
 def test_the_trainer_takes_what_is_planned():
     config = pytest.importorskip("bert_unpad.pretrain.config")
-    recipe = ["--config", str(CONFIGS / "quickstart.yaml")]
+    recipe = ["--config", str(CONFIGS / "bert_small.yaml")]
     for candidate in (
         Candidate(2, 4, 4, "bf16", "world", "layer"),
         Candidate(2, 4, 4, "power_sgd", "node", "gelu"),
@@ -217,14 +217,14 @@ def test_the_options_printed_are_those_predicted(device, per_node, monkeypatch):
     config = pytest.importorskip("bert_unpad.pretrain.config")
     found = Calibration(Device("this", 1e12, ComputeCost(1e-6, 1e-9, 1e-3), 0.07, 0.03), None, [])
     monkeypatch.setattr("bert_unpad.plan.calibrate.calibrate", lambda *_, **__: found)
-    arguments = [f"--model={CONFIGS / 'quickstart.yaml'}", "--calibrate", f"--device={device}"]
+    arguments = [f"--model={CONFIGS / 'bert_small.yaml'}", "--calibrate", f"--device={device}"]
     arguments += [f"--gpus-per-node={per_node}", "--nodes=2", "--network=100M"]
     options = make_parser().parse_args(arguments)
     work, _ = workload_of(options)
     planner = Planner(work, *hardware_of(options, work)[:2])
     chosen = best(planner, 2, Allowed())
     plan = Plan(planner, 2, None, [], [chosen], [], {}).to_dict()
-    recipe = ["--config", str(CONFIGS / "quickstart.yaml")]
+    recipe = ["--config", str(CONFIGS / "bert_small.yaml")]
     run, _ = config.read_config([*recipe, *plan["arguments"]])
     within = device == "cpu" and per_node == 2
     assert run.comm.hook == ("hierarchical" if within else "allreduce")

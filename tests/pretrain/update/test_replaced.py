@@ -118,7 +118,7 @@ def test_without_a_name_the_files_options_are_the_defaults(tmp_path):
 
 
 def test_a_plan_takes_the_same_recipes():
-    options = [f"--model={CONFIGS / 'quickstart.yaml'}", "--set=optimizer.name=lamb"]
+    options = [f"--model={CONFIGS / 'bert_small.yaml'}", "--set=optimizer.name=lamb"]
     work, _ = workload_of(make_parser().parse_args(options))
     assert work.optimizer == "lamb"
 
