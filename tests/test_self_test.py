@@ -23,8 +23,9 @@ NOT_OPERATORS = {
     "time_algorithms",
 }
 GPU_ONLY = {"linear", "linear_dgrad", "linear_wgrad", "linear_wgrad_"}
-# Only where it is the fastest.
+# Only where they are the fastest.
 OF_SOME_CPUS = set() if matmul._PACKED_DTYPES else {"packed_wgrad_"}
+OF_SOME_CPUS |= set() if matmul._AVX512_UNUSED else {"packed_product_"}
 SEED = 7
 
 
