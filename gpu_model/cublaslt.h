@@ -44,6 +44,8 @@ struct Library {
   int algorithms = 3;
   // The last algorithm takes multiples of 128 columns of d only.
   bool last_is_choosy = false;
+  // No algorithm takes it.
+  Epilogue refused{};
   // Milliseconds of each algorithm; algorithm i wants i KiB of workspace.
   std::vector<float> milliseconds = {3, 1, 2};
   int64_t heuristic_calls = 0, products = 0;
@@ -262,7 +264,7 @@ inline Status heuristics(Handle, MatmulDesc desc, Layout a, Layout b, Layout c, 
   *found = 0;
   int64_t mnk[3];
   if (wanted <= 0) return kInvalidValue;
-  if (!fits(*desc, *a, *b, *c, *d, mnk)) return kNotSupported;
+  if (desc->epilogue == library.refused || !fits(*desc, *a, *b, *c, *d, mnk)) return kNotSupported;
   for (int i = 0; i < library.algorithms && *found < wanted; ++i) {
     if (!takes(i, mnk[1])) continue;
     Heuristic& result = results[(*found)++];
@@ -280,6 +282,7 @@ inline Status matmul(Handle, MatmulDesc desc, const void* alpha, const void* a, 
                      void* workspace, size_t workspace_bytes, cudaStream_t) {
   int64_t mnk[3];
   if (!fits(*desc, *a_layout, *b_layout, *c_layout, *d_layout, mnk)) return kInvalidValue;
+  if (desc->epilogue == library.refused) return kNotSupported;
   const uint64_t number = algorithm->data[0];
   if (number >= static_cast<uint64_t>(library.algorithms) || !takes(number, mnk[1]))
     return kNotSupported;

@@ -154,7 +154,7 @@ def blocks(model: Model, ours: dict[str, Any], flash: Any | None) -> list[dict[s
 
 
 def _block(model: Model, batch: Batch, stage: str, launch: Launch) -> dict[str, Any]:
-    kind = launch.kinds[0]
+    ((kind, _),) = Counter(launch.kinds).most_common(1)
     result, trace = model.block(launch, kind), launch.walk(launch.examples[kind])
     function = launch.kernel.function
     counts = np.bincount(trace[0].code, minlength=len(function.instructions)).tolist()

@@ -33,7 +33,8 @@ _OURS = (
         r"(adam|frozen_\w+|\w+_moments|apply_ratios|step|scale|square_sum|chunk_sum|clip_\w+)_kernel",
     ),
     (COPIES, r"fp8_"),  # quantisation
-    (ELEMENTWISE, r"column_sum_|rotary_"),  # gradients of position biases; rotations
+    # gradients of position biases; rotations; what cuBLASLt's epilogues would do
+    (ELEMENTWISE, r"column_sum_|rotary_|epilogue_"),
 )
 # torch.compile names a kernel after the operators that it fuses.
 _TRITON = (

@@ -180,9 +180,10 @@ std::tuple<Tensor, Tensor> new_q_kv_gradients(Params& p, const Tensor& q, const 
 // ones fill the end of the launch. `order` lists the sequences; `groups` cuts that list into at
 // most 4 runs of similar length, each with its own launch and a grid no larger than its longest
 // sequence needs. The values of `order` stay on the data's device, so only its type is checked
-// here; `groups` is host memory and checked fully. Where queries are the keys, `order` may be
-// [sequences, kOrderColumns]: also each sequence's first token, its length and 0, so that a block
-// finds its work in one load.
+// here, and its values where they are used; `groups` is host memory and checked fully. Where
+// queries are the keys, `order` may be [sequences, kOrderColumns]: also each sequence's first
+// token, its length and 0, so that a block finds its work in one load; one block of a sequence
+// compares them with cu_seqlens.
 inline constexpr int64_t kOrderColumns = 4;
 
 inline void check_schedule(const std::optional<Tensor>& order, const std::optional<Tensor>& groups,

@@ -18,8 +18,10 @@ template <class T, int kHeadDim>
 using QueryGradientKeys =
     KeyTiles<T, kHeadDim, kQueryGradientWarps, 2, 2, kHeadDim == 128 ? 32 : 64>;
 
+// Three blocks on an SM for head dim 32: unasked, ptxas takes two registers too many for that with
+// a position bias on sm_90.
 template <class T, int kHeadDim, bool kDropout, bool kWindow, class Launch>
-BU_KERNEL(32 * kQueryGradientWarps, 2)
+BU_KERNEL(32 * kQueryGradientWarps, (kHeadDim == 32 ? 3 : 2))
 attention_backward_dq_kernel(BU_PARAMS Launch p) {
   constexpr bool kBias = kHasBias<Launch>;
   if constexpr (kNoProducts<T>) leave_out();

@@ -66,6 +66,16 @@ BU_DEVICE void check_run(int begin, int end, int longest, int64_t tokens, bool f
              "cu_seqlens must end at the number of tokens");
 }
 
+// The same for a row of `order` with 4 columns, which says again what is in cu_seqlens.
+BU_DEVICE void check_row(const Vector<int32_t, 4>& row, const int32_t* cu_seqlens) {
+  const int begin = load_global<int32_t>(cu_seqlens + row.v[0]);
+  const int end = load_global<int32_t>(cu_seqlens + row.v[0] + 1);
+  // One branch for all three, before the caller uses the row: otherwise some kernels take more
+  // registers, and one spills on sm_75.
+  const bool same = (row.v[1] == begin) & (row.v[2] == end - begin) & (row.v[3] == 0);
+  BU_REQUIRE(same, "order must hold sequence, first token, length and 0, as cu_seqlens has them");
+}
+
 // kKeys: the grid has a block per head of keys, not of queries.
 template <bool kKeys = false>
 BU_DEVICE AttentionBlock attention_block(const AttentionLaunch& p) {
@@ -85,6 +95,8 @@ BU_DEVICE AttentionBlock attention_block(const AttentionLaunch& p) {
     const auto row = load_global<Vector<int32_t, 4>>(a.order + 4 * int64_t{place});
     b.sequence = row.v[0];
     check_sequence();
+    // By one block of a sequence, so that the others do not wait for two more loads.
+    if (b.tile == 0 && head == 0) check_row(row, a.cu_k);
     q0 = k0 = row.v[1];
     q1 = k1 = row.v[1] + row.v[2];
   } else {

@@ -125,7 +125,8 @@ void finish_bias(const AttentionCudaParams& args, const AttentionCudaBias& bias,
            stream,
            BiasTableParams{bias.dquery_sums, bias.dtable_parts, args.q_tokens, args.heads,
                            bias.buckets});
-  column_sum(kBackwardOp, bias.dtable_parts, parts, columns, bias.dtable, DType::kFloat32, stream);
+  column_sum(kBackwardOp, bias.dtable_parts, DType::kFloat32, parts, columns, bias.dtable,
+             DType::kFloat32, stream);
 }
 
 }  // namespace bert_unpad::cuda

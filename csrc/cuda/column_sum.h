@@ -10,9 +10,9 @@
 
 namespace bert_unpad::cuda {
 
-// out[j] = sum over i of partials[i * columns + j], in a fixed order; zeros for no rows. `out` has
-// dtype `out_dtype`. `op` names the operator in error messages.
-void column_sum(const char* op, const float* partials, int64_t rows, int64_t columns, void* out,
-                DType out_dtype, cudaStream_t stream);
+// out[j] = sum over i of x[i * columns + j], in fp32 and a fixed order; zeros for no rows. x has
+// dtype `dtype`, `out` has `out_dtype`. `op` names the operator in error messages.
+void column_sum(const char* op, const void* x, DType dtype, int64_t rows, int64_t columns,
+                void* out, DType out_dtype, cudaStream_t stream);
 
 }  // namespace bert_unpad::cuda

@@ -102,8 +102,8 @@ void bias_gelu_fp8_backward(const GeluFp8Params& p, cudaStream_t stream) {
   if (p.columns == 0) return;
   if (p.rows > 0) run<true>(kBackward, p, stream);
   if (p.dbias != nullptr)
-    column_sum(kBackward, p.partials, gelu_fp8_partials(p), p.columns, p.dbias, p.bias_dtype,
-               stream);
+    column_sum(kBackward, p.partials, DType::kFloat32, gelu_fp8_partials(p), p.columns, p.dbias,
+               p.bias_dtype, stream);
 }
 
 }  // namespace bert_unpad::cuda

@@ -43,7 +43,8 @@ struct Matmul {
   TokenDim tokens;
   StoredMatrix a, b, d;
   const void *a_data, *b_data;
-  const void* c_data;  // null for no addend; of d's layout, and may be d itself
+  // Null for no addend; of d's layout, and may be d itself. Not with kBias, kGeluAuxBias, kDGelu.
+  const void* c_data;
   void* d_data;
   Epilogue epilogue = Epilogue::kNone;
   void* bias = nullptr;  // of `bias_type`; written by kBiasGradientB
@@ -61,8 +62,9 @@ struct Matmul {
 // Device memory for the time of a call, in stream order.
 using Allocate = std::function<void*(size_t bytes)>;
 
-// Queues the product. `op` names the operator in error messages. Throws where cuBLASLt has no
-// algorithm for it.
+// Queues the product. `op` names the operator in error messages. Where cuBLASLt has no algorithm
+// with the epilogue, kernels do what that would (linear/epilogue.h). Throws where it has none for
+// the product alone.
 void matmul(const Matmul& product, const Allocate& allocate, cudaStream_t stream, const char* op);
 
 }  // namespace bert_unpad::cuda

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "cuda/capture.h"
 #include "cuda/error.h"
 #include "linear/algorithms.h"
+#include "linear/epilogue.h"
 
 namespace bert_unpad::cuda {
 namespace {
@@ -177,7 +179,9 @@ class PreparedProduct {
   // Whether choices have been forgotten since.
   bool is_old() const { return version_ != timing_version(); }
 
-  void run(const Matmul& product, const Allocate& allocate, cudaStream_t stream, const char* op) {
+  // False, and nothing queued, where cuBLASLt has no algorithm.
+  bool run(const Matmul& product, const Allocate& allocate, cudaStream_t stream, const char* op) {
+    if (!choice_) return false;
     set_addresses(product, op);
     resize(product, op);
     const auto try_choice = [&](const Choice& choice) {
@@ -185,11 +189,15 @@ class PreparedProduct {
       void* workspace = bytes == 0 ? nullptr : allocate(bytes);
       return queue(product, choice, product.d_data, workspace, stream);
     };
-    Status status = try_choice(choice_);
+    Status status = try_choice(*choice_);
     // The bucket's algorithm cannot do exactly this many tokens.
-    if (status == kNotSupported || status == kInvalidValue)
-      status = try_choice(guess(product, 1, op).front());
+    if (status == kNotSupported || status == kInvalidValue) {
+      const std::vector<Choice> exact = guess(product, 1, op);
+      if (exact.empty()) return false;
+      status = try_choice(exact.front());
+    }
     require(status, "cublasLtMatmul", op);
+    return true;
   }
 
  private:
@@ -225,7 +233,7 @@ class PreparedProduct {
                         choice.workspace_bytes, stream);
   }
 
-  // cuBLASLt's best guesses for the product's sizes, at least one.
+  // cuBLASLt's best guesses for the product's sizes; none where it has no algorithm.
   std::vector<Choice> guess(const Matmul& product, int wanted, const char* op) {
     Preference created = nullptr;
     require(api().preference_create(&created), "cublasLtMatmulPreferenceCreate", op);
@@ -252,20 +260,15 @@ class PreparedProduct {
       if (found[i].state == kSuccess)
         choices.push_back({found[i].algorithm, found[i].workspace_bytes});
     }
-    if (choices.empty())
-      throw std::runtime_error(
-          std::string(op) + ": cuBLASLt has no algorithm for m = " + std::to_string(product.m()) +
-          ", n = " + std::to_string(product.n()) + ", k = " + std::to_string(product.k()) +
-          " with epilogue " + std::to_string(static_cast<uint32_t>(product.epilogue)) +
-          "; BERT_UNPAD_CUBLASLT=0 leaves linear layers to PyTorch");
     return choices;
   }
 
-  Choice choose(const Matmul& product, const std::string& kind, const Allocate& allocate,
-                cudaStream_t stream, const char* op) {
-    if (const std::optional<Choice> known = find_choice(kind)) return *known;
+  std::optional<Choice> choose(const Matmul& product, const std::string& kind,
+                               const Allocate& allocate, cudaStream_t stream, const char* op) {
+    if (const std::optional<Choice> known = find_choice(kind)) return known;
     const bool timed = timing_enabled() && !is_capturing(stream, op);
     const std::vector<Choice> guesses = guess(with_whole_bucket(product), timed ? kGuesses : 1, op);
+    if (guesses.empty()) return std::nullopt;
     const Choice& best = timed ? fastest(product, guesses, allocate, stream, op) : guesses.front();
     return add_choice(kind, best, timed);
   }
@@ -314,7 +317,7 @@ class PreparedProduct {
   MatrixLayout a_, b_, d_;
   Owned<MatmulDesc, DestroyDesc> desc_;
   uint64_t version_;
-  Choice choice_;
+  std::optional<Choice> choice_;
 };
 
 }  // namespace
@@ -333,7 +336,16 @@ void matmul(const Matmul& product, const Allocate& allocate, cudaStream_t stream
     if (product.a.type == DataType::kBFloat16) check_bf16_products(op, compute_capability(op));
     found = prepared.try_emplace(key, product, key, allocate, stream, op).first;
   }
-  found->second.run(product, allocate, stream, op);
+  if (found->second.run(product, allocate, stream, op)) return;
+  if (product.epilogue == Epilogue::kNone) {
+    throw std::runtime_error(
+        std::string(op) + ": cuBLASLt has no algorithm for m = " + std::to_string(product.m()) +
+        ", n = " + std::to_string(product.n()) + ", k = " + std::to_string(product.k()) +
+        "; BERT_UNPAD_CUBLASLT=0 leaves linear layers to PyTorch");
+  }
+  const Matmul plain = without_epilogue(product, allocate);
+  matmul(plain, allocate, stream, op);
+  apply_epilogue(product, plain, stream, op);
 }
 
 }  // namespace bert_unpad::cuda

@@ -3,6 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
 #include <vector>
 
 #include "gpu_model/block/global_memory.h"
@@ -11,23 +14,32 @@ namespace bert_unpad::block_model {
 
 class Workspaces {
  public:
-  void clear() { memory_.clear(); }
+  void clear() {
+    memory_.clear();
+    bytes_ = 0;
+  }
 
+  // Aligned as by that allocator; full of NaN.
   void* take(size_t bytes) {
-    std::vector<char>& taken = memory_.emplace_back(bytes);
-    global_memory.add(taken.data(), bytes, true);
-    return taken.data();
+    const size_t whole = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    memory_.emplace_back(std::aligned_alloc(kAlignment, whole));
+    std::memset(memory_.back().get(), 0xff, bytes);
+    global_memory.add(memory_.back().get(), bytes, true);
+    bytes_ += static_cast<int64_t>(bytes);
+    return memory_.back().get();
   }
 
   // Taken since `clear`.
-  int64_t bytes() const {
-    int64_t sum = 0;
-    for (const std::vector<char>& taken : memory_) sum += static_cast<int64_t>(taken.size());
-    return sum;
-  }
+  int64_t bytes() const { return bytes_; }
 
  private:
-  std::vector<std::vector<char>> memory_;
+  static constexpr size_t kAlignment = 512;
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+
+  std::vector<std::unique_ptr<void, Free>> memory_;
+  int64_t bytes_ = 0;
 };
 
 }  // namespace bert_unpad::block_model

@@ -4,8 +4,10 @@
 #include "gpu_model/block/workspaces.h"
 #include "gpu_model/cublaslt.h"
 //
+#include "cuda/column_sum.cu"
 #include "cuda/fp8_scaled.cu"
 #include "linear/algorithms_cuda.cpp"
+#include "linear/epilogue.cu"
 #include "linear/fp8.cu"
 #include "linear/fp8_product_cuda.cpp"
 #include "linear/matmul_cuda.cpp"
@@ -93,6 +95,11 @@ BU_EXPORT int fp8_product(int a_e5m2, int b_e5m2, int64_t a_rows, int64_t b_rows
     const auto allocate = [&](size_t bytes) { return workspaces.take(bytes); };
     cuda::matmul(cuda::fp8_matmul(p), allocate, nullptr, "fp8_product");
   });
+}
+
+BU_EXPORT int refuse_epilogue(int64_t epilogue) {
+  bert_unpad::cublaslt::library.refused = static_cast<bert_unpad::cublaslt::Epilogue>(epilogue);
+  return 0;
 }
 
 // The conversion alone.

@@ -4,7 +4,9 @@
 #include "gpu_model/block/workspaces.h"
 #include "gpu_model/cublaslt.h"
 //
+#include "cuda/column_sum.cu"
 #include "linear/algorithms_cuda.cpp"
+#include "linear/epilogue.cu"
 #include "linear/linear_products_cuda.cpp"
 #include "linear/matmul_cuda.cpp"
 
@@ -62,6 +64,12 @@ BU_EXPORT int set_library(int64_t algorithms, int last_is_choosy) {
   cublaslt::library = {};
   cublaslt::library.algorithms = static_cast<int>(algorithms);
   cublaslt::library.last_is_choosy = last_is_choosy != 0;
+  return 0;
+}
+
+// 0: none.
+BU_EXPORT int refuse_epilogue(int64_t epilogue) {
+  cublaslt::library.refused = static_cast<cublaslt::Epilogue>(epilogue);
   return 0;
 }
 

@@ -173,15 +173,16 @@ def _parameters(
 
 def _kinds(batch: Batch, sequences: Sequence[int], tiles: int, rows: int) -> list[tuple[int, ...]]:
     """Of blocks that take `rows` rows of a head each (0 = all): groups of their rows and of keys,
-    and whether the sequence's number has to be loaded first."""
+    whether the sequence's number has to be loaded first, and whether what was loaded is checked."""
     found = []
     for sequence in sequences:
         length = batch.lengths[sequence]
-        for _ in range(batch.heads):
+        for head in range(batch.heads):
             for tile in range(tiles):
                 mine = length if rows == 0 else min(max(length - rows * tile, 0), rows)
                 keys = -(-length // QUANTUM) if mine else 0
-                found.append((-(-mine // QUANTUM), keys, bool(batch.order)))
+                checks = bool(batch.order) and tile == head == 0
+                found.append((-(-mine // QUANTUM), keys, bool(batch.order), checks))
     return found
 
 

@@ -171,9 +171,35 @@ print("no error")
     "cu", [[0, 7, 21], [0, 7, 19], [1, 8, 20], [0, 9, 7, 20], [0, 6, 20], [-4, 8, 20]], ids=str
 )
 def test_cu_seqlens_that_do_not_fit_stop_the_kernel(cu: list[int]) -> None:
+    assert_stops(_OUT_OF_RANGE, str(cu))
+
+
+def assert_stops(script: str, argument: str) -> None:
     """In its own process: the CUDA context is lost."""
-    command = [sys.executable, "-c", _OUT_OF_RANGE, str(cu)]
+    command = [sys.executable, "-c", script, argument]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode != 0
     assert "no error" not in done.stdout
     assert "CUDA error" in done.stderr
+
+
+_WRONG_TABLE = """
+import sys, torch
+from bert_unpad import ops
+from bert_unpad.batch import VarlenBatch
+batch = VarlenBatch.from_lengths([7, 13], "cuda")
+qkv = torch.randn(20, 3, 2, 64, device="cuda", dtype=getattr(torch, sys.argv[1]))
+settings, order = (batch.cu_seqlens, 13, 0.125, 0.0, None), batch.order_table.view(-1, 4)
+out, lse = torch.ops.bert_unpad.varlen_attention(qkv, *settings, order)
+torch.cuda.synchronize()
+wrong = order.clone()
+wrong[:, 1] = 0  # the first token of both sequences
+torch.ops.bert_unpad.varlen_attention_backward(out, qkv, out, lse, *settings, wrong)
+torch.cuda.synchronize()
+print("no error")
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_table_that_differs_from_cu_seqlens_stops_the_backward_pass(dtype: str) -> None:
+    assert_stops(_WRONG_TABLE, dtype)

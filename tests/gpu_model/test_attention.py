@@ -303,14 +303,26 @@ def test_impossible_order_stops_the_kernel():
     for order in ([0, 2], [(0, 0, 10, 0), (2, 10, 10, 0)]):
         with pytest.raises(RuntimeError, match="order must hold sequence numbers"):
             attention(q, k, v, None, [10, 10], [10, 10], order=order)
-    for row, message in (
-        ((1, 10, 11, 0), "longer than max_seqlen"),
-        ((1, 11, 10, 0), "must end at the number of tokens"),
-        ((1, 10, -1, 0), "must not decrease"),
-        ((0, 10, 10, 0), "must start with 0"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            attention(q, k, v, None, [10, 10], [10, 10], order=[(0, 0, 10, 0), row])
+
+
+# Of sequences of 10, 10 and 20 tokens. The first three would read rows of others, or beyond all.
+WRONG_ROWS = [(1, 0, 10, 0), (1, 10, 11, 0), (2, 20, 21, 0), (1, 10, 9, 0), (1, 10, 10, 1)]
+
+
+@pytest.mark.parametrize("row", WRONG_ROWS, ids=str)
+@pytest.mark.parametrize(("dtype", "sms"), FP32_AND_BF16)
+def test_a_table_that_differs_from_cu_seqlens_stops_the_kernel(kernels, dtype, sms, row):
+    """Also where only the backward pass gets it."""
+    kernels.set_device(MMA, sms)
+    lengths = [10, 10, 20]
+    q, k, v, dout = inputs(lengths, dtype)
+    right = [(2, 20, 20, 0), (0, 0, 10, 0), (1, 10, 10, 0)]
+    wrong = [row if row[0] == good[0] else good for good in right]
+    message = "order must hold sequence, first token, length and 0"
+    with pytest.raises(RuntimeError, match=rf"varlen_attention: .*{message}"):
+        attention(q, k, v, dout, lengths, lengths, order=wrong)
+    with pytest.raises(RuntimeError, match=rf"varlen_attention_backward: .*{message}"):
+        attention(q, k, v, dout, lengths, lengths, order=right, backward_order=wrong)
 
 
 class TestPlan:

@@ -296,6 +296,19 @@ def test_reading_beyond_a_buffer_is_caught(kernels, operand, monkeypatch):
         attention(q, k, v, None, [40], [40])
 
 
+@pytest.mark.parametrize("sms", [FUSED, SPLIT], ids=["fused", "split"])
+def test_a_table_that_differs_from_cu_seqlens_stops_the_kernel(kernels, sms):
+    kernels.set_device(WGMMA, sms)
+    q, k, v, dout = inputs([10, 10])
+    right, wrong = [(0, 0, 10, 0), (1, 10, 10, 0)], [(0, 0, 10, 0), (1, 0, 10, 0)]
+    # Compiled, these kernels stop without a message.
+    message = "(order must hold sequence, first token, length and 0|trap$)"
+    with pytest.raises(RuntimeError, match=f"varlen_attention_backward: .*{message}"):
+        attention(q, k, v, dout, [10, 10], [10, 10], order=right, backward_order=wrong)
+    with pytest.raises(RuntimeError, match=message):
+        attention(q, k, v, None, [10, 10], [10, 10], order=wrong)
+
+
 def test_which_launches_take_it(kernels):
     """Those with ldmatrix are of the other kernels: on other devices, in other head dims."""
 

@@ -17,6 +17,7 @@ from tests.support.model_checks import DTYPES, assert_every_site_is_needed
 from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+BIAS_EPILOGUE = 4  # as in csrc/linear/cublaslt.h
 FORMATS = {False: torch.float8_e4m3fn, True: torch.float8_e5m2}  # by `e5m2`
 
 
@@ -228,10 +229,12 @@ def test_product(fp8, b_e5m2, sum_over_tokens):
     qb, _, b_scale = quantize_fp8(b, b_e5m2)
     bias = torch.randn(32, generator=generator).bfloat16()
     want = (qb.double() * b_scale.double()) @ (qa.double() * a_scale.double()).T
-    for with_bias, out_dtype in itertools.product((True, False), (torch.bfloat16, torch.float32)):
+    choices = itertools.product((True, False), (torch.bfloat16, torch.float32), (0, BIAS_EPILOGUE))
+    for with_bias, out_dtype, refused in choices:
+        fp8.call("refuse_epilogue", refused)
         out = torch.full((21, 32), torch.nan, dtype=out_dtype)
         fp8.clear()
-        for tensor in (qa, qb):
+        for tensor in (qa, qb, bias):
             fp8.register(tensor, writable=False)
         fp8.register(out)
         fp8.call(
@@ -242,3 +245,4 @@ def test_product(fp8, b_e5m2, sum_over_tokens):
         exact = want + bias.double() if with_bias else want
         tolerance = 2 * torch.finfo(out_dtype).eps
         torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
+    fp8.call("refuse_epilogue", 0)

@@ -152,11 +152,13 @@ def attention(
     groups: Sequence[tuple[int, int, int]] = (),
     max_seqlen: int | None = None,
     cu: tuple[Tensor, Tensor] | None = None,
+    backward_order: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Tensor]:
     """out and lse; with `dout` dq, dk, dv too. Operands may be strided views.
 
     bias: buckets, table, query, key, whose gradients are dtable, dquery and dkey. Results begin as
-    NaN, so what a kernel leaves out shows. A wrong `cu` can be given on purpose.
+    NaN, so what a kernel leaves out shows. A wrong `cu`, and a wrong `backward_order` in the place
+    of `order`, can be given on purpose.
     """
     kernels = model()
     heads, head_dim = q.shape[1:]
@@ -231,6 +233,8 @@ def attention(
     group_array = (ctypes.c_int * len(flat))(*flat)
     kernels.call("attention", False, ctypes.byref(args), group_array, len(groups))
     if dout is not None:
+        if backward_order is not None:
+            order_t.copy_(torch.tensor(backward_order))
         args.out, args.dout = packed(results["out"]), packed(dout)
         for name in ("dq", "dk", "dv"):
             setattr(args, name, packed(results[name]))
