@@ -33,7 +33,7 @@ from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.collate import PackedCollator
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.mixture import Joined, Mixture
-from bert_unpad.data.store.cache import cache_lock, chosen_cache_dir
+from bert_unpad.data.store.cache import cache_lock, check_not_noted, chosen_cache_dir
 from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.store.manifest import DamagedDataError
 from bert_unpad.data.store.open_examples import holds_examples, open_examples
@@ -255,6 +255,8 @@ def _fingerprint(source: Source, folder: Path) -> str:
 
 
 def _open(path: Path, config: DataConfig, check: bool) -> PreparedData:
+    if check:
+        check_not_noted(path)
     train, validation, manifest = open_prepared(path, check, config.verify)
     tokenizer = load_tokenizer(path / "tokenizer")
     return PreparedData(train, validation, tokenizer, path, config, manifest["statistics"])

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 from bert_unpad._full_disk import FullDiskError, named_if_full
 from bert_unpad._malloc import keep_freed_memory
-from bert_unpad.data import DamagedDataError
-from bert_unpad.pretrain.config import ConfigError, read_settings
+from bert_unpad.data import DamagedDataError, ExchangeError
+from bert_unpad.data.store.cache import chosen_cache_dir, note_damage
+from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_settings
 from bert_unpad.pretrain.output.checkpoint_files import how_to_continue
 from bert_unpad.pretrain.rank_watch import RankError
 from bert_unpad.pretrain.ranks import join_ranks
@@ -44,9 +45,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), 2)
     except RankError as error:
         return _fail(str(error), 1)
-    except (DamagedDataError, FullDiskError) as error:
-        config, room = settings.config, "Make room. " * isinstance(error, FullDiskError)
-        return _fail(f"{error}. {room}{how_to_continue(config.checkpoint_dir, config.resume)}", 1)
+    except FullDiskError as error:
+        return _fail(f"{error}. Make room. {_next(settings.config)}", 1)
+    except (DamagedDataError, ExchangeError) as error:
+        if DamagedDataError not in (type(error), type(error.__cause__)):
+            raise
+        again = note_damage(chosen_cache_dir(settings.config.data.cache_dir), error)
+        what = "Restore the file, or prepare it again"
+        if again:
+            what = "The cache is made again at the next start"
+        return _fail(f"{error}. {what}. {_next(settings.config)}", 1)
+
+
+def _next(config: PretrainConfig) -> str:
+    return how_to_continue(config.checkpoint_dir, config.resume)
 
 
 def _fail(message: str, code: int) -> int:

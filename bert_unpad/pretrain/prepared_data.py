@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from bert_unpad.data import DamagedDataError, DataConfig, PreparedData, prepare
+from bert_unpad.data.store.open_examples import holds_examples
 from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["DATA_ERRORS", "open_data"]
+__all__ = ["DATA_ERRORS", "open_data", "short_examples"]
 
+_LITTLE = 0.25  # of the longest length
 DATA_ERRORS = (DamagedDataError, ImportError, OSError, ValueError)
 """What `prepare` raises where settings or files are wrong."""
 
@@ -48,3 +50,25 @@ def open_data(config: DataConfig, ranks: Ranks, key: str = "data") -> PreparedDa
         except DATA_ERRORS as error:
             raise ConfigError(key, str(error)) from error
     return data
+
+
+def short_examples(data: PreparedData) -> str | None:
+    """A line for the log where examples fill little of the length, with what makes longer ones.
+
+    Args:
+        data: of the run.
+    """
+    config = data.config
+    mean = data.statistics["train_tokens"] / data.statistics["train_examples"]
+    if mean >= _LITTLE * config.max_seq_length:
+        return None
+    found = f"mean example {mean:.0f} of {config.max_seq_length} tokens (data.max_seq_length)"
+    if config.mixture is not None or holds_examples(config.source):
+        return found
+    advice = "data.documents joined (with data.objective mlm or rtd) puts several into an example"
+    if not config.source.startswith(("stdlib", "hf:", "stream:")):
+        advice = (
+            "in text files a blank line ends one, unless data.source is PATH?file_per_document="
+            f"true; {advice}"
+        )
+    return f"{found}: most documents are short; {advice}"

@@ -15,6 +15,7 @@ from bert_unpad.data.text.json_tokenizer import given_tokenizer
 from bert_unpad.data.text.tokenizer import TextTokenizer
 from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
+from bert_unpad.pretrain.config.output import EvaluationConfig
 from bert_unpad.pretrain.evaluate import Evaluator
 from bert_unpad.pretrain.gradients.cuda_graphs import check_graphs
 from bert_unpad.pretrain.growth import Growth, Setting, make_growth
@@ -29,7 +30,7 @@ from bert_unpad.pretrain.output.mlperf_log import MlperfLog
 from bert_unpad.pretrain.output.report import is_reported, write_report
 from bert_unpad.pretrain.output.run_lock import RunLock, run_lock
 from bert_unpad.pretrain.output.settings import save_settings
-from bert_unpad.pretrain.prepared_data import DATA_ERRORS, open_data
+from bert_unpad.pretrain.prepared_data import DATA_ERRORS, open_data, short_examples
 from bert_unpad.pretrain.progress import Progress
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.run import Run
@@ -76,6 +77,8 @@ def _pretrain(
     model = None if given is None else _model(config, given, ranks)
     mlperf.start_run()
     data = open_data(config.data, ranks)
+    if (line := short_examples(data)) is not None:
+        logger.info(line)
     run = Run(config, ranks, model or _model(config, data.tokenizer, ranks))
     growth = _growth(run)
     evaluator = _evaluator(run, data)
@@ -212,10 +215,15 @@ def _evaluator(run: Run, data: PreparedData) -> Evaluator | None:
     if settings.examples == 0:
         return None
     if not len(data.validation):
+        where = "data.validation_share of two documents or more, for hdf5: and shards: "
+        where += "?validation=PATH"
+        if settings.examples == EvaluationConfig.examples and settings.target_accuracy is None:
+            logger.info("no example is held out (%s): training without evaluation", where)
+            return None
         raise ConfigError(
             "evaluation.examples",
-            f"expected 0 or held-out examples (data.validation_share, for hdf5: and shards: "
-            f"?validation=PATH), got {settings.examples} and no example held out",
+            f"expected 0 or held-out examples ({where}), got {settings.examples} and no example "
+            "held out",
         )
     return Evaluator(
         data.collator("validation"),

@@ -24,6 +24,7 @@ from bert_unpad.data.hdf5.layout import layout_of, read_examples
 from bert_unpad.data.readers.ranges import may_keep_open
 from bert_unpad.data.store.dataset import count_targets
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks
+from bert_unpad.data.store.mapped import check_mapped
 
 
 class Hdf5Dataset:
@@ -87,6 +88,7 @@ class Hdf5Dataset:
         if not len(indices):
             none = np.empty(0, np.int64)
             return ExampleBatch(none, none, none, none, none, Masks(none, none, none))
+        check_mapped(self.lengths, self._rows)
         # HDF5 needs ascending rows without repetition; `places` restores the order given.
         wanted, places = np.unique(indices, return_inverse=True)
         owners = np.searchsorted(self._begins, wanted, side="right") - 1

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from bert_unpad._files import sync_file
 from bert_unpad._full_disk import named_if_full
 from bert_unpad.data.building.engines import Processes, available_cores
-from bert_unpad.data.store.cache import cache_lock
+from bert_unpad.data.store.cache import cache_lock, check_not_noted
 from bert_unpad.data.store.manifest import DamagedDataError
 from bert_unpad.data.store.mapped import map_file
 
@@ -62,12 +62,14 @@ def cached(
     key = path.name
     if path.is_dir():
         try:
+            check_not_noted(path)
             return load(path)
         except _DAMAGE:
             pass  # the process that gets the lock first looks again, and reports it
     with cache_lock(cache_dir / "locks" / f"{key}.lock"):
         if path.is_dir():
             try:
+                check_not_noted(path)
                 return load(path)
             except _DAMAGE as error:
                 logger.warning("making %s again, which is damaged (%s)", path, error)

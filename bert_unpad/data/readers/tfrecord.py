@@ -28,6 +28,7 @@ from bert_unpad.data.store.dataset import count_targets
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks, ragged_places
 from bert_unpad.data.store.finished import finished_batch
 from bert_unpad.data.store.manifest import DamagedDataError
+from bert_unpad.data.store.mapped import check_mapped
 
 
 def open_split(path: Path, setting: Setting) -> TfRecordDataset:
@@ -77,6 +78,7 @@ class TfRecordDataset:
     def batch(self, indices: NDArray[np.integer]) -> ExampleBatch:
         """See `ExampleDataset`."""
         indices = np.asarray(indices, np.int64)
+        check_mapped(self._begins, self._sizes, self.lengths, self._masked)
         files = np.searchsorted(self._ends, indices, side="right")
         sizes = self._sizes[indices].astype(np.int64)
         records = self._ranges.read(files, self._begins[indices], sizes)

@@ -20,6 +20,7 @@ from bert_unpad.data.readers.ranges import FileRanges
 from bert_unpad.data.store.dataset import count_targets
 from bert_unpad.data.store.example_batch import ExampleBatch, ragged_places
 from bert_unpad.data.store.manifest import DamagedDataError
+from bert_unpad.data.store.mapped import check_mapped
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,7 @@ class TokenDataset:
     def _begins(self, number: int, examples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the byte where each of a file's examples begins."""
         file, firsts = self._files[number], self._firsts[number]
+        check_mapped(file.begins)
         if firsts is None:
             return file.begins[examples]
         sequences = np.searchsorted(firsts, examples, side="right") - 1
@@ -180,9 +182,10 @@ class TokenDataset:
         if wrong.any():
             at = int(wrong.argmax())
             file = self._files[files[np.searchsorted(np.cumsum(counts), at, side="right")]]
+            copy = f" (its copy {file.path})" * (file.path != file.name)
             raise DamagedDataError(
-                f"{file.name}: expected ids of 0 to {self.vocab_size - 1} (the vocabulary), got "
-                f"{ids[at]}"
+                f"{file.name}{copy}: expected ids of 0 to {self.vocab_size - 1} (the vocabulary), "
+                f"got {ids[at]}"
             )
         ends = np.cumsum(counts)
         wrong = ids[ends - 1] == self._padding

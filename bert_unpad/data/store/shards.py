@@ -28,7 +28,7 @@ from bert_unpad.data.store.manifest import (
     count_of,
     read_manifest,
 )
-from bert_unpad.data.store.mapped import map_file
+from bert_unpad.data.store.mapped import check_mapped, map_file
 
 FORMAT = "bert_unpad shard, version 2"
 MAX_LENGTH = 65_535  # lengths are uint16
@@ -93,6 +93,7 @@ class ShardDataset:
 
     def __init__(self, path: str | Path, verify: bool = True, sizes: bool = True) -> None:
         self.path = Path(path)
+        self._columns: list[NDArray] = []
         manifest = read_manifest(self.path / MANIFEST, FORMAT)
         try:
             files = manifest["files"]
@@ -160,7 +161,8 @@ class ShardDataset:
         check_size(self.path / name, count * dtype.itemsize)
         if verify:
             check_digest(self.path / name, files[name]["sha256"])
-        return map_file(self.path / name, dtype, count)
+        self._columns.append(map_file(self.path / name, dtype, count))
+        return self._columns[-1]
 
     def _check_columns(self) -> None:
         """Whether the columns have as many values as belong together."""
@@ -230,6 +232,7 @@ class ShardDataset:
             count = int(end - (self._token_ends[number - 1] if number else 0))
             check_size(path, count * self._token_dtype.itemsize)
             found = self._token_files[number] = map_file(path, self._token_dtype, count)
+        check_mapped(found)
         return found
 
     def _gather(self, begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.integer]:
@@ -262,6 +265,7 @@ class ShardDataset:
             indices: indices [B], 0 to len - 1.
         """
         indices = np.asarray(indices, np.int64)
+        check_mapped(*self._columns)
         lengths = self.lengths[indices].astype(np.int64)
         begins = self.offsets[indices]
         within = (begins >= 0) & (begins <= self.num_tokens - lengths)

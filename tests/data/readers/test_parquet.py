@@ -11,6 +11,7 @@ pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
 from bert_unpad.data.readers import parquet
+from bert_unpad.data.store.cache import note_damage
 from tests.support.seeds import derived
 from tests.support.token_files import examples_of, random_sequences, setting
 
@@ -55,6 +56,22 @@ def test_a_large_vocabulary_and_empty_rows(tmp_path):
     write(tmp_path / "data" / "a.parquet", rows)
     dataset = parquet.open_split(tmp_path / "data", setting(tmp_path, vocab_size=70_001))
     assert examples_of(dataset, [0, 1]) == [rows[0], rows[2]]
+
+
+def test_a_copy_that_was_altered_is_made_again(tmp_path):
+    write(tmp_path / "data" / "a.parquet", SEQUENCES)
+    dataset = parquet.open_split(tmp_path / "data", setting(tmp_path))
+    (copy,) = tmp_path.glob("parquet-1/*/ids.bin")
+    copy.write_bytes(b"\xff" * copy.stat().st_size)
+    for _ in range(2):  # it stays so until its folder is marked
+        told = rf"a\.parquet \(its copy {copy}\): expected ids of 0 to 99 \(the vocabulary\), got 6"
+        with pytest.raises(DamagedDataError, match=told) as failed:
+            dataset.batch(np.arange(5))
+        dataset = parquet.open_split(tmp_path / "data", setting(tmp_path))
+    assert not note_damage(tmp_path / "another", failed.value)
+    assert note_damage(tmp_path, failed.value)
+    dataset = parquet.open_split(tmp_path / "data", setting(tmp_path))
+    assert examples_of(dataset, range(70)) == SEQUENCES
 
 
 def test_files_are_converted_once_until_they_change(tmp_path, monkeypatch):
