@@ -47,10 +47,13 @@ def test_a_launch_per_group(available):
     (stage,) = attention.forward(available, batch, 0.1)
     long, short = stage.launches
     assert (long.grid, short.grid) == ((2 * 2 * 3, 1, 1), (2, 1, 1))
-    assert list(long.kinds[:3]) == [(4, 10, True), (4, 10, True), (2, 10, True)]
+    # The first tile of the first head checks what was loaded.
+    assert list(long.kinds[:3]) == [(4, 10, True, i == 0) for i in range(2)] + [
+        (2, 10, True, False)
+    ]
     # The third tile has no rows.
-    assert long.kinds[6:9] == [(4, 5, True), (1, 5, True), (0, 0, True)]
-    assert short.kinds == [(1, 1, True)] * 2
+    assert long.kinds[6:9] == [(4, 5, True, True), (1, 5, True, False), (0, 0, True, False)]
+    assert short.kinds == [(1, 1, True, True), (1, 1, True, False)]
     first = attention._Launch.from_buffer_copy(short.parameters)
     assert (first.first, first.tiles, first.max_q) == (2, 1, 20)
     assert first.keep_threshold == 65536 - round(6553.6)
@@ -76,7 +79,7 @@ def test_the_backward_pass_is_one_kernel_where_it_fits(available):
 
 def test_an_order_is_part_of_the_kind(available):
     (stage,) = attention.forward(available, Batch((64,)), 0.0)
-    assert stage.launches[0].kinds[0] == (2, 2, False)
+    assert stage.launches[0].kinds[0] == (2, 2, False, False)
 
 
 def test_without_dropout_no_random_numbers(available):
