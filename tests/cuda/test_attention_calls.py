@@ -201,5 +201,5 @@ print("no error")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_table_that_differs_from_cu_seqlens_stops_the_backward_pass(dtype: str) -> None:
+def test_tables_that_differ_from_cu_seqlens_stop_the_kernel(dtype: str) -> None:
     assert_stops(_WRONG_TABLE, dtype)
