@@ -24,50 +24,28 @@ from typing import Any
 import torch
 
 from benchmarks.lib import harness, model_steps, modernbert_peers
+from benchmarks.lib.long_sequences import SIZES, config, hugging_face, masked_batch, our_loss
 from benchmarks.lib.peers import PaddedInputs
 from bert_unpad._extras import packages_of
-from bert_unpad.batch import PackedInputs, VarlenBatch
-from bert_unpad.nn import PRESETS, EncoderConfig, EncoderForPreTraining
+from bert_unpad.batch import PackedInputs
+from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.nn.flops import training_flops
 
-SIZES: dict[str, dict[str, int]] = {
-    "base": {},
-    "tiny": {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 2},
-}
-MASKED = 0.3
 OURS, NO_WINDOWS = "bert_unpad", "bert_unpad, no windows"
 PLAIN, STOCK = "plain unpadded", "hf sdpa"
 CONTENDERS = (OURS, NO_WINDOWS, PLAIN, STOCK)
 LONG, MIXED = "one long sequence", "mixed lengths"
 
 
-def config(size: str, windows: bool = True) -> EncoderConfig:
-    more: dict[str, Any] = {} if windows else {"window_pattern": (-1,)}
-    if not windows:
-        more["model_type"] = "bert_unpad"  # the family has windows
-    return EncoderConfig(**PRESETS["modernbert-base"] | SIZES[size] | more)
-
-
 def batch_of(name: str, args: argparse.Namespace) -> PackedInputs:
     """Random tokens; MASKED of each sequence are to be predicted."""
-    generator = torch.Generator().manual_seed(args.seed)
     lengths = [args.longest]
     if name == MIXED:
         # Quantiles of an exponential distribution: a few long documents among many short ones.
         places = (torch.arange(args.sequences, 0, -1) - 0.5) / args.sequences
         draws = -torch.log1p(-places)
         lengths = [round(x) for x in (draws * args.mean / draws.mean()).tolist()]
-    batch = VarlenBatch.from_lengths(lengths)
-    vocab = config(args.size).vocab_size
-    ids = torch.randint(1000, vocab - 1000, (batch.total,), generator=generator)
-    chosen = torch.rand(batch.total, generator=generator) < MASKED
-    positions = chosen.nonzero().flatten()
-    return PackedInputs.build(
-        batch=batch,
-        input_ids=ids.index_fill(0, positions, vocab - 1),
-        masked_positions=positions,
-        masked_labels=ids[positions],
-    )
+    return masked_batch(lengths, args.size, args.seed)
 
 
 def contender(
@@ -76,7 +54,7 @@ def contender(
     """What makes a contender's training step of a batch, and its optimizer."""
     if name in (OURS, NO_WINDOWS):
         model, optimizer = ours(args.size, name == OURS)
-        loss = _our_loss(model)
+        loss = our_loss(model)
     else:
         model, optimizer = hugging_face(args.size)
         way = modernbert_peers.unpadded if name == PLAIN else modernbert_peers.padded
@@ -104,21 +82,6 @@ def ours(size: str, windows: bool) -> tuple[torch.nn.Module, torch.optim.Optimiz
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, weight)
     return model, optimizer
-
-
-@cache
-def hugging_face(size: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Hugging Face's model of the same sizes, with sdpa, and its optimizer."""
-    import transformers
-
-    torch.manual_seed(0)
-    values = config(size).to_dict() | {"attn_implementation": "sdpa"}
-    model = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**values)).train()
-    return model, model_steps.adamw(model)
-
-
-def _our_loss(model: torch.nn.Module) -> Callable[[PackedInputs], torch.Tensor]:
-    return lambda x: model(x).mlm_loss_sum / len(x.masked_labels)
 
 
 def few_tokens(args: argparse.Namespace) -> PackedInputs:
