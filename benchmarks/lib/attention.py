@@ -7,15 +7,18 @@ need a GPU drop out with their reasons; its times mean nothing.
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 
 from benchmarks.lib import attention_peers, timers
 from benchmarks.lib.attention_cases import PASSES, AttentionCase, attention_cases
-from benchmarks.lib.attention_peers import CONTENDERS, OURS, Contender, Inputs
+from benchmarks.lib.attention_peers import CONTENDERS, OURS, PRIVATE, Contender, Inputs
 
 # bf16 keeps 8 bits; a contender beyond this computes something else.
 LARGEST_ERROR = 0.02
@@ -42,6 +45,26 @@ def _try(make: Callable[[Inputs, float], Contender], inputs: Inputs, p: float):
     return None, {}, f"wrong result: {found}"
 
 
+@cache
+def _probe(name: str, dropout_p: float) -> str:
+    """Why a contender must not run in this process ("" where it may): it is tried in its own.
+
+    A kernel that fails takes the process's device with it, and so all contenders after it.
+    """
+    command = [sys.executable, "-m", "benchmarks.lib.attention", name, str(dropout_p)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    lines = done.stderr.strip().splitlines()
+    return "" if done.returncode == 0 else (lines[-1][:160] if lines else f"{done.returncode}")
+
+
+def try_alone(name: str, dropout_p: float) -> None:
+    """Both passes of a contender on three sequences, and waits for the device."""
+    case = AttentionCase("probe", (128, 200, 70), dropout_p)
+    contender = CONTENDERS[name](Inputs.random(case, "cuda"), dropout_p)
+    contender.backward(contender.forward())
+    torch.cuda.synchronize()
+
+
 def enter(
     inputs: Inputs, p: float, skip: Sequence[str]
 ) -> tuple[dict[str, Contender], dict[str, Any], dict[str, str]]:
@@ -50,6 +73,10 @@ def enter(
     for name, make in CONTENDERS.items():
         if name in skip:
             missing[name] = "left out by --skip"
+            continue
+        reason = _probe(name, p) if name in PRIVATE and inputs.qkv.is_cuda else ""
+        if reason:
+            missing[name] = f"in a process of its own: {reason}"
             continue
         contender, found, reason = _try(make, inputs, p)
         if contender is not None:
@@ -144,3 +171,7 @@ def run(
         "peaks": peaks,
         "results": rows,
     }
+
+
+if __name__ == "__main__":
+    try_alone(sys.argv[1], float(sys.argv[2]))

@@ -123,15 +123,21 @@ inline void check_like(const Tensor& t, const Tensor& like, const char* op, cons
   check_same_device(t, like, op, name);
 }
 
-// A parameter: contiguous, [n], on the data's device, in fp32 or the activations' dtype.
-inline void check_parameter(const Tensor& t, int64_t n, const Tensor& like, const char* op,
-                            const char* name) {
+// Contiguous, [n], on the data's device.
+inline void check_vector(const Tensor& t, int64_t n, const Tensor& like, const char* op,
+                         const char* name) {
   check(t.dim() == 1 && t.size(0) == n, op, ": ", name, " must have shape [", n, "], got ",
         shape_string(t));
-  check(t.scalar_type() == ScalarType::Float || t.scalar_type() == like.scalar_type(), op, ": ",
-        name, " must be float32 or of the input's dtype");
   check_contiguous(t, op, name);
   check_same_device(t, like, op, name);
+}
+
+// A parameter: such a vector in fp32 or the activations' dtype.
+inline void check_parameter(const Tensor& t, int64_t n, const Tensor& like, const char* op,
+                            const char* name) {
+  check_vector(t, n, like, op, name);
+  check(t.scalar_type() == ScalarType::Float || t.scalar_type() == like.scalar_type(), op, ": ",
+        name, " must be float32 or of the input's dtype");
 }
 
 inline void check_probability(double p, const char* op, const char* name) {

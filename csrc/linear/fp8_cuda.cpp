@@ -131,7 +131,7 @@ Tensor product(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, std::optional
   // Forward passes bear shorter sums; gradients are summed in full (Micikevicius et al., 2022).
   p.fast_accumulation = !p.a_e5m2 && !p.b_e5m2;
   if (bias) {
-    check_parameter(*bias, p.a_rows, out, op, "bias");
+    check_vector(*bias, p.a_rows, out, op, "bias");
     check(storage_dtype(*bias, op, "bias") == fp8_bias_dtype(p.out_dtype), op,
           ": bias must have the result's dtype, and be bfloat16 where that is float32");
     p.bias = bias->const_data_ptr();

@@ -17,6 +17,7 @@ from tests.support.cuda_checks import (
     GPU_ONLY,
     assert_graph_takes_new_values,
     assert_runs_on_the_current_stream,
+    raise_if_the_host_waits,
 )
 from tests.support.seeds import derived
 
@@ -107,13 +108,9 @@ class TestClipBucket:
     def test_does_not_wait_for_the_device(self):
         bucket, bound = draw(100_000, F32), torch.ones((), device="cuda")
         out, residual = torch.empty_like(bucket, dtype=BF16), torch.zeros_like(bucket)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with raise_if_the_host_waits():
             ops.clip_bucket_(bucket, bound, out=out, residual=residual)
             ops.clip_bucket_(bucket, 1.0)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     def test_can_be_captured_in_a_graph(self):
         bucket, bound = draw(100_000, F32), torch.full((), 0.5, device="cuda")
@@ -155,10 +152,9 @@ def train_on_nccl(policy, wire, feedback):
     clip = BucketClip(0.5, policy, wire, feedback).attach(replica)
     found = []
     for step in range(5):  # the third pass is the first over buckets that stay
-        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
-        replica(x).square().sum().backward()
-        report = clip.report()
-        torch.cuda.set_sync_debug_mode("default")
+        with raise_if_the_host_waits(step > 2):
+            replica(x).square().sum().backward()
+            report = clip.report()
         with torch.no_grad():
             gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
         found.append((report, gradient))

@@ -65,7 +65,7 @@ def gradients(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor) -> list[Tenso
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [0, 1, 37, 300])
 def test_products_are_those_of_the_cpu(rows, dtype):
     """Of the same rounded matrices, so that only the sums differ, and those of forward passes, in

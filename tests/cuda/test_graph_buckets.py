@@ -102,14 +102,10 @@ def test_the_host_does_not_wait():
         run(inputs, scale)
         buckets.send()
         buckets.wait()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with raise_if_the_host_waits():
         model.zero_grad(set_to_none=False)
         run(inputs, scale)
         buckets.send()
         buckets.wait()
         report = clip.report()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert bool(report.finite)

@@ -31,6 +31,7 @@ from bert_unpad.pretrain.gradients.sync import GradientSync, seed_step
 from bert_unpad.pretrain.output.metrics import Window
 from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.run import Run
+from tests.support.cuda_checks import raise_if_the_host_waits
 from tests.support.seeds import derived
 
 GPU = [
@@ -277,12 +278,8 @@ class TestOnAGpu:
         runner = GraphRunner(model, nullcontext())
         inputs, scale = padded_inputs([12, 9, 3]).pin_memory(), scaled(ONE, "cuda")
         runner(inputs, scale)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with raise_if_the_host_waits():
             out = runner(inputs, scale)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert out.mlm_loss_sum.isfinite()
 
     def test_a_replaced_gradient_is_refused(self) -> None:

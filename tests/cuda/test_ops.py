@@ -155,7 +155,7 @@ class TestBiasGelu:
 
         on_cpu = bias_gelu_results(ours, x.cpu(), bias.cpu(), dy.cpu())
         for a, b in zip(bias_gelu_results(ours, x, bias, dy), on_cpu, strict=True):
-            torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
 
     def test_runs_on_the_current_stream(self):
         x, bias, _ = bias_gelu_inputs((64, 1024), torch.float32, torch.float32)

@@ -13,6 +13,7 @@ from tests.support.cuda_checks import (
     GPU_ONLY,
     assert_runs_on_the_current_stream,
     assert_same_bits,
+    raise_if_the_host_waits,
 )
 from tests.support.optim_reference import Rule, Truth, draw_state
 from tests.support.seeds import derived
@@ -313,12 +314,8 @@ class TestOptimizers:
         set_gradients(params, 0)
         optimizer = KINDS[kind](params, lr=1e-3, skip_non_finite=True)
         optimizer.step()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with raise_if_the_host_waits():
             optimizer.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     def test_the_scaler_leaves_a_step_out(self):
         params = parameters()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.cuda_checks import GPU_ONLY, assert_same_bits
+from tests.support.cuda_checks import GPU_ONLY, assert_same_bits, raise_if_the_host_waits
 
 pytest.importorskip("tqdm", reason="the trainer needs the extra `pretrain`")
 
@@ -30,7 +30,6 @@ from bert_unpad.pretrain.update.optimizer import build_optimizer, set_lr
 from bert_unpad.pretrain.update.overlap import OverlappedUpdater, Updater, make_updater
 from tests.cuda import test_graph_buckets
 from tests.cuda.test_graphs import DROPOUT, ONE, make_step, padded_inputs, scaled
-from tests.cuda.test_step import raise_if_the_host_waits
 from tests.nn.test_bert import make_model
 
 pytestmark = GPU_ONLY

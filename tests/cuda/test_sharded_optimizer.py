@@ -9,7 +9,7 @@ from torch import nn
 
 from bert_unpad.distributed import BucketClip, ShardedOptimizer
 from bert_unpad.optim import FusedAdam, FusedLAMB, FusedStableAdamW, decay_groups
-from tests.support.cuda_checks import GPU_ONLY
+from tests.support.cuda_checks import GPU_ONLY, raise_if_the_host_waits
 from tests.support.shard_nets import batch, loss_of, net
 
 pytestmark = GPU_ONLY
@@ -31,13 +31,12 @@ def nccl():
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     inputs = [batch(0, step).cuda() for step in steps]
-    for step, ids in zip(steps, inputs, strict=True):
+    for number, ids in enumerate(inputs):
         # The first pass makes the buckets, the first step the state.
-        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
-        loss_of(model(ids), ids).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.cuda.set_sync_debug_mode("default")
+        with raise_if_the_host_waits(number > 1):
+            loss_of(model(ids), ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,7 +15,7 @@ from bert_unpad.distributed import (
     partial_sync_hook,
 )
 from bert_unpad.distributed.partial_sync import PROFILED
-from tests.support.cuda_checks import GPU_ONLY
+from tests.support.cuda_checks import GPU_ONLY, raise_if_the_host_waits
 from tests.support.simulated_ranks import (
     Simulated,
     gradient_flow,
@@ -67,11 +67,10 @@ def _train(state: PartialSync | GradientFlow, finish: bool) -> tuple[list, list[
     for step in range(STEPS):
         model.zero_grad()
         value = loss(replica, 0, step)
-        torch.cuda.set_sync_debug_mode("error" if step > START + PROFILED else "default")
-        value.backward()
-        if finish:
-            state.finish()
-        torch.cuda.set_sync_debug_mode("default")
+        with raise_if_the_host_waits(step > START + PROFILED):
+            value.backward()
+            if finish:
+                state.finish()
         optimizer.step()
         seen.append(weights(model).cpu())
     return seen, buckets

@@ -8,16 +8,13 @@ is page-locked, and the optimizer (fused AdamW has no meta kernels), only the GP
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.cuda_checks import GPU_ONLY
+from tests.support.cuda_checks import GPU_ONLY, raise_if_the_host_waits
 
 pytest.importorskip("tqdm", reason="the trainer needs the extra `pretrain`")
 
@@ -144,16 +141,6 @@ def test_padding_and_unpadding_copy_rows() -> None:
     assert x.grad.shape == x.shape
     with NoWaiting(), pytest.raises(RuntimeError, match="float atomics"):
         x.flatten(0, 1).index_select(0, batch.indices).sum().backward()
-
-
-@contextmanager
-def raise_if_the_host_waits() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 class TestOnAGpu:

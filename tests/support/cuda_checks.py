@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,6 +14,17 @@ GPU_ONLY = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@contextmanager
+def raise_if_the_host_waits(check: bool = True) -> Iterator[None]:
+    """An operation that makes the host wait for the device raises RuntimeError, if `check`."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error" if check else "default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def assert_same_bits(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
