@@ -21,6 +21,8 @@ WINDOW = 1024
 """Transformer Engine's default, in updates."""
 # Blocks of a kernel at most, each of which notes its largest value (csrc/cuda/fp8_result.h).
 _BLOCKS = 1024
+# cuBLASLt multiplies with a scale that lies at a multiple of 16 bytes.
+_SCALE_FLOATS = 4
 
 
 class DelayedScale(NamedTuple):
@@ -68,7 +70,7 @@ class DelayedScaling:
         limits = [torch.finfo(dtype).max for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]
         self._limits = torch.tensor(limits * layers, device=device)
         self._history = torch.zeros(window, 2 * layers, device=device)  # the newest first
-        self._scales = torch.ones(2 * layers, device=device)
+        self._scales = torch.ones(2 * layers, _SCALE_FLOATS, device=device)[:, 0]
         self._largest = torch.zeros(2 * layers, _BLOCKS, device=device)
 
     def __getitem__(self, layer: int) -> LinearScales:

@@ -138,7 +138,9 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   const uint32_t base = hold(shared_base());
   WgmmaBackwardKeys<T, kDropout, kBias> keys;
-  keys.start(p.args, block, first_key + static_cast<int>(threadIdx.x) / 32 * 16);
+  const int warp_key = first_key + static_cast<int>(threadIdx.x) / 32 * 16;
+  keys.load(p.args, block, warp_key);
+  keys.start(block, warp_key);
   using Bias = KeyBias<T, kBias, WgmmaQueryStarts, 64>;
   const RowRange seeing = windows.queries(keys.first, keys.first + 15);
   int count = 0;  // of query tiles so far, over all heads

@@ -47,14 +47,21 @@ struct WgmmaBackwardKeys {
   uint32_t k[4][4], v[4][4];
   float dk[8][4], dv[8][4];
 
-  BU_DEVICE void start(const cuda::AttentionCudaParams& a, const AttentionBlock& block,
-                       int first_key) {
+  // Reads the rows of the keys from `first_key` on; those of the last keys are not needed any more.
+  BU_DEVICE void load(const cuda::AttentionCudaParams& a, const AttentionBlock& block,
+                      int first_key) {
+    // Pointers are worked out again: there are no registers to keep them in.
+    const uint32_t begin = hold(block.k_begin);
+    // K gets the scale's sign, as q does in the forward pass.
+    load_a<64>(k, HeadRows<const T>(a.k, begin, block.kv_head), first_key, block.k_len,
+               a.scale < 0.0f ? kNegatePair : 0u);
+    load_a<64>(v, HeadRows<const T>(a.v, begin, block.kv_head), first_key, block.k_len, 0);
+  }
+
+  // With the keys that were loaded.
+  BU_DEVICE void start(const AttentionBlock& block, int first_key) {
     first = first_key;
     end = block.k_len;
-    // K gets the scale's sign, as q does in the forward pass.
-    load_a<64>(k, HeadRows<const T>(a.k, block.k_begin, block.kv_head), first, end,
-               a.scale < 0.0f ? kNegatePair : 0u);
-    load_a<64>(v, HeadRows<const T>(a.v, block.k_begin, block.kv_head), first, end, 0);
 #pragma unroll
     for (int i = 0; i < 32; ++i) dk[i / 4][i % 4] = dv[i / 4][i % 4] = 0.0f;
     hold(k);
@@ -182,7 +189,7 @@ struct WgmmaBackwardKeys {
 };
 
 // lse in base 2 and delta = rowsum(dout * out) times `unit` of all queries of a head, into shared
-// memory; zeros up to the last tile's end. 16 rows a warp at a time.
+// memory; zeros up to the last tile's end. A warp takes 16 rows at a time, 8 lanes each of them.
 template <class T, int kWarps>
 BU_DEVICE void fill_wgmma_row_values(const cuda::AttentionCudaParams& a,
                                      const AttentionBlock& block, uint32_t lse_at,
@@ -191,16 +198,33 @@ BU_DEVICE void fill_wgmma_row_values(const cuda::AttentionCudaParams& a,
   const float* lse = a.lse + block.head * a.q_tokens + block.q_begin;
   const HeadRows<const T> dout(a.dout, block.q_begin, block.head);
   const HeadRows<const T> out(a.out, block.q_begin, block.head);
-  for (int row = threadIdx.x / 32 * 16; row < end; row += 16 * kWarps) {
-    uint32_t rows[4][4];
-    load_a<64>(rows, dout, row, block.q_len, 0);
-    float dots[2];
-    row_dots<64>(dots, rows, out, row, block.q_len);
-    if (lane % 4 >= 2) continue;
-    const int mine = row + lane / 4 + 8 * (lane % 4);
-    const float l = mine < block.q_len ? load_global<float>(lse + mine) * kLog2e : 0.0f;
-    store_shared<float>(lse_at + 4 * mine, l);
-    store_shared<float>(delta_at + 4 * mine, (lane % 4 ? dots[1] : dots[0]) * unit);
+  for (int first = threadIdx.x / 32 * 16; first < end; first += 16 * kWarps) {
+    Vector<uint32_t, 4> x[4] = {}, y[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = first + 4 * i + lane / 8, column = lane % 8 * 8;
+      if (row >= block.q_len) continue;
+      x[i] = load_global<Vector<uint32_t, 4>>(dout.at(row, column));
+      y[i] = load_global<Vector<uint32_t, 4>>(out.at(row, column));
+    }
+    const int row = first + lane % 16;
+    const float l = row < block.q_len ? load_global<float>(lse + row) * kLog2e : 0.0f;
+    float mine = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float dot = 0.0f;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const FloatPair p = unpack<T>(x[i].v[n]), q = unpack<T>(y[i].v[n]);
+        dot = fma(p.low, q.low, fma(p.high, q.high, dot));
+      }
+      dot = quad_sum(dot);
+      dot += shuffle_xor(dot, 4);
+      if (lane % 8 == i) mine = dot;
+    }
+    if (lane < 16) store_shared<float>(lse_at + 4 * row, l);
+    if (lane % 8 < 4)
+      store_shared<float>(delta_at + 4 * (first + lane % 8 * 4 + lane / 8), mine * unit);
   }
 }
 
@@ -229,6 +253,8 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
   };
   if (passes > 0 && query_tiles > 0) copy_queries(0, 0);
   copy_async_commit();
+  WgmmaBackwardKeys<T, kDropout> keys;
+  keys.load(p.args, block, 16 * warp);
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   fill_wgmma_row_values<T, 4 * kGroups>(p.args, block, lse_at, delta_at,
                                         keep > 0.0f ? 1.0f / keep : 0.0f);
@@ -242,11 +268,10 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
   const auto gradients = TileOperand<64>::at(base + Shared::kGradients);
   const auto key_columns = TileOperand<kColumns>::at(base + Shared::kKeyTiles +
                                                      group * SharedTile<kColumns>::bytes(kKeys));
-  WgmmaBackwardKeys<T, kDropout> keys;
   int count = 0;  // of query tiles so far, over all passes
   for (int pass = 0; pass < passes; ++pass) {
     const int pass_key = pass * kKeys;
-    keys.start(p.args, block, pass_key + 16 * warp);
+    keys.start(block, pass_key + 16 * warp);
     for (int tile = 0; tile < query_tiles; ++tile, ++count) {
       copy_async_wait<0>();
       fence_shared();
@@ -295,6 +320,7 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
       hold(dq);
       hold(keys.dk);
       hold(keys.dv);
+      if (!same_pass && pass + 1 < passes) keys.load(p.args, block, pass_key + kKeys + 16 * warp);
       if (kOnePass || pass + 1 == passes) {
         const float unit = p.args.scale * keep;
         store_rows<T>(dq, unit, unit, HeadRows<T>(p.args.dq, block.q_begin, block.head),

@@ -14,6 +14,11 @@
 //   result_gradient(group, mask, d)          the gradient of the LayerNorm's result, in fp32
 //   input_gradient<kWide>(raw, column, count, mask, dz, sums)   takes the gradient of its input
 //   input_bias_gradient()                    where the third column sum goes, where there is one
+// An operator whose operands and dy are of 16 bits may have them copied while the row before is
+// worked on; then it also has kOperands, how many they are, and for one of their groups
+//   operand(i, row, column)                  where it begins; null for an operand that is not there
+//   take(next, i)                            what `load` returns, of the groups i, i + kVectors,
+//   ...
 // `mask` says which columns dropout keeps, before or after the LayerNorm. kSums is the number of
 // column sums of the backward pass (2: dweight and dbias; 3: also the one that input_gradient adds
 // to). The params have a member `norm`, a RowNormParams.
@@ -23,13 +28,42 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
+#include "cuda/architecture.h"
 #include "cuda/last_block.h"
 #include "cuda/norm_row_params.h"
 #include "cuda/norm_row_parts.h"
 #include "cuda/sum_rows.h"
 
 namespace bert_unpad {
+
+// How many operands of Row are copied ahead where a warp holds a row; 0: none.
+template <class Row, bool kBlockRow>
+constexpr int operands_ahead() {
+  if constexpr (!kBlockRow && !kTuring && requires { Row::kOperands; })
+    return sizeof(typename Row::Activation) == 2 ? Row::kOperands : 0;
+  else
+    return 0;
+}
+
+// Starts copying what a thread needs of a row; nothing beyond the last one.
+template <int kOperands, int kVectors, class Row, class Share>
+BU_DEVICE void copy_ahead(const NextGroups& next, const Row& row_of, const Share& share,
+                          const cuda::RowNormParams& p, int64_t row) {
+  if (row < p.rows) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (share.column(v) >= p.hidden) break;
+#pragma unroll
+      for (int i = 0; i < kOperands; ++i) {
+        const void* from = row_of.operand(i, row, share.column(v));
+        if (from != nullptr) next.copy(i * kVectors + v, from);
+      }
+    }
+  }
+  copy_async_commit();
+}
 
 enum ParameterNumber { kWeight, kInputBias, kBias };
 
@@ -107,6 +141,11 @@ BU_DEVICE Row forward_rows(const Params& params) {
   const float inverse = 1.0f / static_cast<float>(hidden);
   const RowShare<kBlockRow> share;
   Row row_of(params);
+  Rows at(params, row_of, share);
+  constexpr int kAhead =
+      std::is_same_v<Rows, EveryRow<kBlockRow>> ? operands_ahead<Row, kBlockRow>() : 0;
+  const NextGroups next(forward_shared_bytes<kBlockRow>(hidden), blockDim.x * blockDim.y);
+  if constexpr (kAhead > 0) copy_ahead<kAhead, kVectors>(next, row_of, share, p, at.row);
   const RowDropout dropout(p.rng, p.keep_threshold);
   RowSum<kBlockRow> sum_over_row(0);
   const SharedParameters parameters(RowSum<kBlockRow>::kBytes, hidden);
@@ -114,14 +153,22 @@ BU_DEVICE Row forward_rows(const Params& params) {
   parameters.put(kBias, {p.bias, p.parameter_dtype}, hidden);
   parameters.put(kInputBias, row_of.input_bias(), hidden);
   sync_block();
-  for (Rows at(params, row_of, share); at.more(); at.next()) {
+  for (; at.more(); at.next()) {
     if (!at.has_row()) continue;
     const int64_t row = at.row;
     row_of.begin(row);
     typename Row::Raw raw[kVectors];
+    if constexpr (kAhead > 0) copy_async_wait<0>();
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v)
-      if (share.column(v) < hidden) raw[v] = row_of.template load<true>(share.column(v), kGroup);
+    for (int v = 0; v < kVectors; ++v) {
+      if (share.column(v) >= hidden) break;
+      if constexpr (kAhead > 0)
+        raw[v] = row_of.template take<kVectors>(next, v);
+      else
+        raw[v] = row_of.template load<true>(share.column(v), kGroup);
+    }
+    if constexpr (kAhead > 0)
+      copy_ahead<kAhead, kVectors>(next, row_of, share, p, row + share.step);
     float z[kVectors][kGroup], sum[1] = {0.0f};
     uint32_t masks[kVectors];
     dropout.kept(row, share.thread, share.threads, masks);
@@ -184,9 +231,9 @@ BU_DEVICE void project(const cuda::RowNormParams& p, float (&d)[kGroup],
 }
 
 template <bool kBlockRow>
-constexpr uint32_t backward_shared_bytes(int64_t hidden, dim3 block) {
+constexpr uint32_t backward_shared_bytes(int64_t hidden, uint32_t rows) {
   const uint32_t parameters = RowSum<kBlockRow>::kBytes + SharedParameters::bytes(hidden, 2);
-  const uint32_t sums = kBlockRow ? 0 : block.y * static_cast<uint32_t>(hidden) * 4;
+  const uint32_t sums = kBlockRow ? 0 : rows * static_cast<uint32_t>(hidden) * 4;
   return parameters > sums ? parameters : sums;
 }
 
@@ -245,6 +292,13 @@ BU_DEVICE void backward_rows(const Params& params) {
   const float inverse = 1.0f / static_cast<float>(hidden);
   const RowShare<kBlockRow> share;
   Row row_of(params);
+  constexpr int kAhead = operands_ahead<Row, kBlockRow>();
+  const NextGroups next(backward_shared_bytes<kBlockRow>(hidden, blockDim.y),
+                        blockDim.x * blockDim.y);
+  const auto start = [&](int64_t row) {
+    if constexpr (kAhead > 0) copy_ahead<kAhead + 1, kVectors>(next, row_of, share, p, row);
+  };
+  start(share.first);
   const RowDropout dropout(p.rng, p.keep_threshold);
   RowSum<kBlockRow> sum_over_row(0);
   const SharedParameters parameters(RowSum<kBlockRow>::kBytes, hidden);
@@ -257,12 +311,19 @@ BU_DEVICE void backward_rows(const Params& params) {
     const float mean = load_mean(p, row), rstd = load_global<float>(p.rstd + row);
     typename Row::Raw raw[kVectors];
     Group<typename Row::Activation> dy[kVectors];
+    if constexpr (kAhead > 0) copy_async_wait<0>();
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (share.column(v) >= hidden) break;
-      raw[v] = row_of.template load<true>(share.column(v), kGroup);
-      dy[v] = row_of.template gradient<true>(share.column(v), kGroup);
+      if constexpr (kAhead > 0) {
+        raw[v] = row_of.template take<kVectors>(next, v);
+        dy[v] = next.take<typename Row::Activation>(kAhead * kVectors + v);
+      } else {
+        raw[v] = row_of.template load<true>(share.column(v), kGroup);
+        dy[v] = row_of.template gradient<true>(share.column(v), kGroup);
+      }
     }
+    start(row + share.step);
     float xhat[kVectors][kGroup], sums[2] = {0.0f, 0.0f};
     uint32_t masks[kVectors];
     dropout.kept(row, share.thread, share.threads, masks);

@@ -1,6 +1,7 @@
 // Launches of the kernels with a LayerNorm: which kernel takes a shape, and with which blocks.
 #pragma once
 
+#include "cuda/capability.h"
 #include "cuda/column_scratch.h"
 #include "cuda/launch.h"
 #include "cuda/norm_row_general.h"
@@ -70,16 +71,29 @@ ColumnScratch row_scratch(const RowNormParams& p, bool aligned, const char* op) 
   });
 }
 
+// Bytes of shared memory for a thread's next row of so many operands; see NextGroups.
+template <int kVectors, bool kBlockRow, class Params>
+uint32_t ahead_bytes(const Params& p, dim3 block, int operands, const char* op) {
+  if constexpr (Params::kCopiedAhead && kVectors > 0 && !kBlockRow) {
+    if (p.norm.dtype != DType::kFloat32 && compute_capability(op) >= 80)
+      return NextGroups::bytes(static_cast<int>(block.x * block.y), kVectors * operands);
+  }
+  return 0;
+}
+
 // kernel(params) with the blocks of a forward or backward pass.
 template <int kVectors, bool kBlockRow, class Params>
 void launch_forward_rows(const char* op, void (*kernel)(Params), const Params& p,
                          cudaStream_t stream) {
   using Block = RowBlock<kVectors, kBlockRow>;
+  const dim3 block = Block::block(p.norm.hidden);
   const uint32_t shared =
-      kVectors == 0 ? RowSum<true>::kBytes : forward_shared_bytes<kBlockRow>(p.norm.hidden);
+      kVectors == 0 ? RowSum<true>::kBytes
+                    : forward_shared_bytes<kBlockRow>(p.norm.hidden) +
+                          ahead_bytes<kVectors, kBlockRow>(p, block, Params::kRowOperands, op);
   launch(op, kernel,
-         Block::grid(p.norm, kForwardBlocks<kVectors, kBlockRow, Params::kRowOperands>, op),
-         Block::block(p.norm.hidden), shared, stream, p);
+         Block::grid(p.norm, kForwardBlocks<kVectors, kBlockRow, Params::kRowOperands>, op), block,
+         shared, stream, p);
 }
 
 template <int kVectors, bool kBlockRow, class Params>
@@ -88,7 +102,9 @@ void launch_backward_rows(const char* op, void (*kernel)(Params), const Params& 
   using Block = BackwardBlock<kVectors, kBlockRow>;
   const dim3 block = Block::block(p.norm.hidden);
   const uint32_t shared =
-      kVectors == 0 ? RowSum<true>::kBytes : backward_shared_bytes<kBlockRow>(p.norm.hidden, block);
+      kVectors == 0 ? RowSum<true>::kBytes
+                    : backward_shared_bytes<kBlockRow>(p.norm.hidden, block.y) +
+                          ahead_bytes<kVectors, kBlockRow>(p, block, Params::kRowOperands + 1, op);
   launch(op, kernel, Block::grid(p.norm, Block::kBlocks, op), block, shared, stream, p);
 }
 

@@ -14,6 +14,7 @@ namespace bert_unpad::cuda {
 // y and dy are [tokens, hidden]; norm.rows counts tokens.
 struct EmbeddingCudaParams {
   static constexpr int kRowOperands = 3;  // tensors that a row is made of
+  static constexpr bool kCopiedAhead = false;
   RowNormParams norm;
   DType table_dtype;
   TokenIds tokens;

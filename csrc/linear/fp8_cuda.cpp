@@ -101,6 +101,7 @@ void check_operand(const Tensor& t, const Tensor& scale, const Tensor& like, con
   check_same_device(t, like, op, name);
   check_aligned(t, op, name);
   check_scalar(scale, ScalarType::Float, like, op, scale_name, "float32");
+  check_aligned(scale, op, scale_name);
 }
 
 Tensor product(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, std::optional<Tensor> bias,

@@ -26,7 +26,7 @@ class AddRow {
 
  public:
   using Activation = T;
-  static constexpr int kSums = 3;
+  static constexpr int kSums = 3, kOperands = NormCudaParams::kRowOperands;
   struct Raw {
     Group<T> x, second;
   };
@@ -43,8 +43,20 @@ class AddRow {
   BU_DEVICE Raw load(int column, int count) const {
     Raw raw;
     raw.x = load_group<kWide>(at<const T>(p_.x, column), count);
-    const void* second = kOfSum ? p_.dsum : p_.residual;
-    if (second != nullptr) raw.second = load_group<kWide>(at<const T>(second, column), count);
+    if (second() != nullptr) raw.second = load_group<kWide>(at<const T>(second(), column), count);
+    return raw;
+  }
+
+  // The last is dy.
+  BU_DEVICE const void* operand(int i, int64_t row, int column) const {
+    const void* base = i == 0 ? p_.x : i == 1 ? second() : p_.norm.dy;
+    return base == nullptr ? nullptr : static_cast<const T*>(base) + row * p_.norm.hidden + column;
+  }
+  template <int kVectors>
+  BU_DEVICE Raw take(const NextGroups& next, int i) const {
+    Raw raw;
+    raw.x = next.take<T>(i);
+    if (second() != nullptr) raw.second = next.take<T>(i + kVectors);
     return raw;
   }
 
@@ -105,6 +117,8 @@ class AddRow {
   }
 
  private:
+  BU_DEVICE const void* second() const { return kOfSum ? p_.dsum : p_.residual; }
+
   template <class U, class V>
   BU_DEVICE U* at(V* base, int column) const {
     return static_cast<U*>(base) + begin_ + column;

@@ -12,7 +12,8 @@ namespace bert_unpad::cuda {
 
 // Activations are [rows, hidden], contiguous, of `norm.dtype`.
 struct NormCudaParams {
-  static constexpr int kRowOperands = 2;  // tensors that a row is made of
+  static constexpr int kRowOperands = 2;      // tensors that a row is made of
+  static constexpr bool kCopiedAhead = true;  // a row, while the one before it is worked on
   RowNormParams norm;
   DType x_bias_dtype;
   bool of_sum;  // in the backward pass: x is the sum that the forward pass returned

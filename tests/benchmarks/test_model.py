@@ -112,14 +112,14 @@ def test_a_rehearsal_gives_a_whole_report(monkeypatch, tmp_path, capsys) -> None
     written = []
     setup = Setup("tiny", 0.1, 24, make_inputs(), torch.device("cpu"))
     run = model_gpu.Run(Host(), setup, 2, lambda r: written.append(json.dumps(r)))
-    names = ["bert_unpad, graphs", "hf unpadded, flash", "hf padded"]
+    names = ["bert_unpad, bfloat16", "hf unpadded, flash", "hf padded"]
     report = run.measure(names, start_within=float("inf"))
     run.end()
     assert json.loads(written[-1]) == report
     # After each contender, so that what is measured is not lost.
     assert [len(json.loads(text)["results"]) for text in written] == [1, 2, 2, 3, 3]
     rows = {row["contender"]: row for row in report["results"]}
-    assert list(rows) == [REFERENCE, "bert_unpad, graphs", "hf padded"]
+    assert list(rows) == [REFERENCE, "bert_unpad, bfloat16", "hf padded"]
     assert report["not_run"].keys() == {"hf unpadded, flash"}
     assert "NotImplementedError" in report["not_run"]["hf unpadded, flash"]
     for row in rows.values():
