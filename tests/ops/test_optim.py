@@ -157,8 +157,14 @@ def test_gradients_that_grow_lower_the_learning_rate() -> None:
     state = draw_state(SIZES, torch.float32)
     truth = Truth(state.params, rule)
     for step in range(4):
-        # All but the second tensor: a rate for each.
-        grads = [torch.randn(size) * (1 if i == 1 else 10**step) for i, size in enumerate(SIZES)]
+        # All but the second tensor: a rate for each. Of 0.75 to 1.25 of a scale, so that the ratio
+        # of a growing element is sqrt(3.94 / (1 + 1 / 6**2)) or more, that of another 1.4 or less.
+        grads = [
+            torch.empty(size).uniform_(0.75, 1.25)
+            * (1 - 2 * torch.randint(2, size))
+            * (1 if i == 1 else 10**step)
+            for i, size in enumerate(SIZES)
+        ]
         truth.step(grads)
         state.step(grads, rule)
     second = [v / (1 - rule.betas[1] ** 4) for v in truth.second]
