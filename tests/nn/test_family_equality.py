@@ -1,7 +1,12 @@
-"""Outputs, losses and gradients of every family are those of transformers' own model, in fp32."""
+"""Outputs, losses and gradients of every family are those of transformers' own model, in fp32.
+
+Which it computes in float64 too: how much a model's random weights magnify the roundings of fp32,
+its own error says.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from pathlib import Path
@@ -29,7 +34,7 @@ from tests.support.encoder_families import (
     stock_model,
 )
 
-FP32 = 1e-5  # of a tensor's largest entry, the bound of the operators
+FP32 = 1e-5  # of a tensor's largest entry, the bound of the operators: beside transformers' error
 
 Pair = tuple[Any, EncoderForPreTraining, dict[str, Tensor], PackedInputs]
 
@@ -47,28 +52,41 @@ def make_pair(case: Case, seed: int, folder: Path, padding: str = "right") -> Pa
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_loss_and_gradients(case: Case, seed: int, tmp_path: Path) -> None:
     stock, model, padded, packed = make_pair(case, seed, tmp_path)
-    want = stock(**padded).loss
-    want.backward()
-    got = own_loss(model, padded, packed)
-    got.backward()
-    assert_same_values(got.detach(), want.detach(), FP32)
+    wide = copy.deepcopy(stock).double()
+    losses = [own_loss(model, padded, packed), stock(**padded).loss, wide(**padded).loss]
+    for loss in losses:
+        loss.backward()
+    got, want, truth = (loss.detach() for loss in losses)  # some round the logits to fp32 for it
+    assert_same_values(got, want, FP32, truth=truth)
     # Gradients, renamed and split as the parameters they belong to: saved in their place.
-    for side in (stock, model):
+    for side in (stock, model, wide):
         for parameter in side.parameters():
             parameter.data = (
                 torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             )
-    stock.save_pretrained(tmp_path / "gradients")
     ours = weights.to_hf_state_dict(model)
-    saved = read_tensors(tmp_path / "gradients")
-    theirs = weights.modern_tensors(saved, model.config, ours.keys())
-    assert_same_gradients(ours, theirs, FP32, order=math.inf)
+    theirs = []
+    for side, name in ((stock, "gradients"), (wide, "truth")):
+        side.save_pretrained(tmp_path / name)
+        saved = read_tensors(tmp_path / name)
+        theirs.append(weights.modern_tensors(saved, model.config, ours.keys()))
+    assert all(gradient.dtype == torch.float64 for gradient in theirs[1].values())
+    assert_same_gradients(ours, theirs[0], FP32, order=math.inf, truth=theirs[1])
 
 
-def stock_logits(stock: Any, padded: dict[str, Tensor]) -> dict[str, Tensor]:
-    out = stock(**{name: x for name, x in padded.items() if "label" not in name})
+def stock_logits(
+    stock: Any, padded: dict[str, Tensor], packed: PackedInputs
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Of the tokens that are no padding: in fp32 and in float64."""
+    inputs = {name: x for name, x in padded.items() if "label" not in name}
     names = {"prediction_logits": "logits", "seq_relationship_logits": "nsp", "sop_logits": "nsp"}
-    return {names.get(name, name): out[name] for name in out if name.endswith("logits")}
+    results = []
+    for side in (stock, copy.deepcopy(stock).double()):
+        out = side(**inputs)
+        found = {names.get(name, name): out[name] for name in out if name.endswith("logits")}
+        found["logits"] = unpad(found["logits"], packed.batch)
+        results.append(found)
+    return tuple(results)
 
 
 def own_logits(model: EncoderForPreTraining, packed: PackedInputs) -> dict[str, Tensor]:
@@ -83,12 +101,11 @@ def own_logits(model: EncoderForPreTraining, packed: PackedInputs) -> dict[str, 
 @torch.no_grad()
 def test_logits_of_all_tokens(case: Case, padding: str, tmp_path: Path) -> None:
     stock, model, padded, packed = make_pair(case, 5, tmp_path, padding)
-    want = stock_logits(stock.eval(), padded)
-    want["logits"] = unpad(want["logits"], packed.batch)
+    want, truth = stock_logits(stock.eval(), padded, packed)
     got = own_logits(model.eval(), packed)
     if padding == "left":  # transformers pools the first column, which is padding then
         got.pop("nsp", None), want.pop("nsp", None)
-    assert_same_values(got, want, FP32)
+    assert_same_values(got, want, FP32, truth=truth)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -105,9 +122,8 @@ def test_transformers_reads_what_we_write(case: Case, tmp_path: Path) -> None:
         name for name in info["missing_keys"] if not any(re.fullmatch(p, name) for p in unused)
     ]
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    want = stock_logits(again.eval(), padded)
-    want["logits"] = unpad(want["logits"], packed.batch)
-    assert_same_values(own_logits(model, packed), want, FP32)
+    want, truth = stock_logits(again.eval(), padded, packed)
+    assert_same_values(own_logits(model, packed), want, FP32, truth=truth)
     ours = EncoderForPreTraining.from_pretrained(tmp_path / "own")
     assert ours.config.heads == model.config.heads
     for name, tensor in ours.state_dict().items():
