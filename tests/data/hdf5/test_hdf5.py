@@ -254,7 +254,7 @@ def test_absurd_values_are_named(name, data, tmp_path, tokenizer):
         ("segment_ids", [0, 0, 1], r"segment_ids\[3\]: expected \d+ values, got 3"),
         ("input_ids", "ids", r"input_ids: expected ids of 0 to 99 \(the vocabulary\)"),
         ("segment_ids", "falling", "segment_ids: expected 0s followed by 1s"),
-        ("masked_lm_positions", [1] * 7, r"masked_lm_ids\[3\]: expected 7 values"),  # all have 1 to 6
+        ("masked_lm_positions", [1] * 7, r"masked_lm_ids\[3\]: expected 7 values"),  # of 1 to 6
         ("masked_lm_positions", "outside", "masked positions: expected them ascending and inside"),
         ("masked_lm_ids", "outside", "masked labels: expected ids of 0 to 99"),
         ("next_sentence_labels", 2, "next_sentence_labels: expected 0 or 1"),
