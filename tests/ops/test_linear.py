@@ -80,7 +80,8 @@ def test_linear(fused, rows, dtype, low_weights, bias) -> None:
         inputs = leaves(given, torch.float64 if precision == torch.float64 else None)
         return gradients((plain_linear(*inputs), inputs[0] * 1), [dy, residual], inputs)
 
-    assert_as_good_as_pytorch(ours, plain, dtype, names[: 5 if bias else 4])
+    # In dx of the product, and of its sum with the residual's gradient.
+    assert_as_good_as_pytorch(ours, plain, dtype, names[: 5 if bias else 4], roundings=2)
     # Alone it is the same, without the residual's gradient.
     inputs, alone = leaves(given), leaves(given)
     both = gradients(ops.linear_residual(*inputs), [dy, torch.zeros_like(x)], inputs)
@@ -92,6 +93,9 @@ def test_linear(fused, rows, dtype, low_weights, bias) -> None:
 
 def plain_mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, form: str) -> Tensor:
     return plain_linear(F.gelu(plain_linear(x, weight1, bias1), approximate=form), weight2, None)
+
+
+MLP_ROUNDINGS = 4  # in a gradient: of the inner product, of its gradient with and without act, own
 
 
 def draw_mlp(rows: int, dtype: torch.dtype, low: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
@@ -120,7 +124,7 @@ def test_mlp(fused, rows, dtype, low_weights, form) -> None:
         return gradients((plain_mlp(*inputs, form), inputs[0] * 1), douts, inputs)
 
     names = ["y", "residual", "dx", "dweight1", "dbias1", "dweight2"]
-    assert_as_good_as_pytorch(ours, plain, dtype, names)
+    assert_as_good_as_pytorch(ours, plain, dtype, names, MLP_ROUNDINGS)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -169,6 +173,11 @@ def draw_glu_mlp(rows: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tens
 @pytest.mark.parametrize("rows", [0, 37])
 def test_glu_mlp(fused, rows, dtype, kind, bias) -> None:
     given, douts = draw_glu_mlp(rows, dtype)
+    if kind == "relu":
+        # Sums of at most 49 of 1, 0 and -1 are exact in every dtype: of other sums the rounding can
+        # lie on the other side of 0, where the gradient is another altogether.
+        for i, scale in ((0, 1), (1, 4), (3, 1)):
+            given[i] = (scale * given[i]).round().clamp(-1, 1)
     given = given if bias else given[:3]
 
     def run(function, inputs):
@@ -187,7 +196,7 @@ def test_glu_mlp(fused, rows, dtype, kind, bias) -> None:
         glu_mlp = partial(ops.glu_mlp, kind=kind, recompute=recompute)
         return run(glu_mlp, leaves(given))
 
-    assert_as_good_as_pytorch(ours, plain, dtype, GLU_NAMES[: len(given) + 2])
+    assert_as_good_as_pytorch(ours, plain, dtype, GLU_NAMES[: len(given) + 2], MLP_ROUNDINGS)
     for kept, again in zip(ours(), ours(recompute=True), strict=True):
         assert torch.equal(kept, again)
 
