@@ -3,8 +3,8 @@
     python -m benchmarks.tables           # after a benchmark has written its JSON file
     python -m benchmarks.tables --check   # writes nothing; fails where a file is out of date
 
-Every figure comes from a file in benchmarks/results/cpu, and so do the command and the machine
-beside it. A benchmark without a file is left out. The sections are in benchmarks/lib/*_tables.py.
+Every figure comes from a file in benchmarks/results, and so do the command and the machine beside
+it. A benchmark without a file is left out. The sections are in benchmarks/lib/*_tables.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks.lib import data_tables, rank_tables, speed_tables, training_tables
+from benchmarks.lib import data_tables, gpu_tables, rank_tables, speed_tables, training_tables
 from benchmarks.lib.report import ROOT, Result, count, precision, read, table
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -23,9 +23,9 @@ END = "<!-- end of figures -->"
 HEAD = """\
 # Benchmarks
 
-All figures on this page are from CPUs: **nothing here was measured on a GPU**. \
+All figures on this page are from CPUs, but for those [on a GPU](#on-a-gpu). \
 `python -m benchmarks.tables` writes this page from the files in \
-[benchmarks/results](../benchmarks/results/cpu); do not change it by hand. Contenders take turns \
+[benchmarks/results](../benchmarks/results); do not change it by hand. Contenders take turns \
 in one run, round by round, under one allocator setting, on machines that others may use at the \
 same time: take the ratios, not the seconds.
 """
@@ -70,6 +70,7 @@ def page() -> str:
         training_tables.growth(),
         training_tables.tuned_optimizers(),
         rank_tables.plans(),
+        gpu_tables.measured_on_gpus(),
     ]
     return "\n\n".join([HEAD.strip(), *filter(None, sections), TAIL.strip()]) + "\n"
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from bert_unpad import _library
 
 if TYPE_CHECKING:
-    from bert_unpad import batch, convert, data, distributed, hf, nn, ops, optim
+    from bert_unpad import batch, convert, data, distributed, flash, hf, nn, ops, optim
 
-__all__ = ["batch", "convert", "data", "distributed", "hf", "nn", "ops", "optim"]
+__all__ = ["batch", "convert", "data", "distributed", "flash", "hf", "nn", "ops", "optim"]
 
 _library.load()
 

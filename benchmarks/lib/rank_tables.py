@@ -38,7 +38,7 @@ def _simulated_balance() -> str:
             f"python -m bert_unpad.simulate --ranks {setup['ranks']} --batch {setup['batch']} "
             f"--strategy {','.join(efficiency)} --json"
         )
-        row = [f"[{setup['ranks']:,} x {setup['batch']}]({LINK}/{name}.json)"]
+        row = [f"[{setup['ranks']:,} x {setup['batch']}]({LINK}/cpu/{name}.json)"]
         rows.append(row + [f"{efficiency[s]:.4f}" if s in efficiency else "" for s in strategies])
     setup = found[0][1]["setup"]
     return section(

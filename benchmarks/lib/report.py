@@ -10,15 +10,20 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
-LINK = "../benchmarks/results/cpu"  # from docs/benchmarks.md
+LINK = "../benchmarks/results"  # from docs/benchmarks.md
 
 Result = dict[str, Any]
 
 
-def read(name: str) -> Result | None:
-    """A result of that name; None where that benchmark has written none."""
-    path = RESULTS / f"{name}.json"
+def read(name: str, gpu: str = "") -> Result | None:
+    """A CPU's or a GPU's result of that name; None where that benchmark has written none."""
+    path = (RESULTS.parent / gpu if gpu else RESULTS) / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def gpus() -> list[str]:
+    """The folders of results that are from GPUs."""
+    return sorted(path.parent.name for path in RESULTS.parent.glob("*/calibrate.json"))
 
 
 def names(pattern: str) -> list[str]:
@@ -51,7 +56,7 @@ def machine_of(result: Result) -> str:
     return f"{place}, {', '.join(parts)}".replace(", 1 threads a", ", 1 thread a")
 
 
-def source(name: str, result: Result, *more_commands: str) -> str:
+def source(name: str, result: Result, *more_commands: str, device: str = "cpu") -> str:
     """The command that wrote a result, the machine, and the file."""
     lines = [result["command"], *more_commands]
     said = "Measured"
@@ -59,7 +64,7 @@ def source(name: str, result: Result, *more_commands: str) -> str:
         said += f" on {result['date']}"
     if "commit" in result:
         said += f" at commit {result['commit']}"
-    said += f" on {machine_of(result)} ([{name}.json]({LINK}/{name}.json))."
+    said += f" on {machine_of(result)} ([{name}.json]({LINK}/{device}/{name}.json))."
     return f"{commands(*lines)}\n\n{said}"
 
 
@@ -68,7 +73,7 @@ def figures(pattern: str) -> str:
     found = sorted(path.name for path in RESULTS.glob(f"{pattern}.png"))
     if not found:
         return ""
-    return "Figures: " + ", ".join(f"[{name}]({LINK}/{name})" for name in found) + "."
+    return "Figures: " + ", ".join(f"[{name}]({LINK}/cpu/{name})" for name in found) + "."
 
 
 def section(title: str, *parts: str) -> str:

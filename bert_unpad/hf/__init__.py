@@ -1,8 +1,8 @@
 """Hugging Face BERT without padding: `unpad(model)` replaces its layers by packed ones, in place.
 
-Importing this package needs transformers, and registers the attention implementation "bert_unpad".
-`unpad` needs transformers 5.0; the attention implementation also works with 4.57. `import
-bert_unpad` never imports transformers: `bert_unpad.hf` is loaded on first use.
+Importing this package needs transformers, and registers the attention implementations "bert_unpad"
+and "bert_unpad_flash". `unpad` and the latter need transformers 5.0, the other one also works with
+4.57. `import bert_unpad` never imports transformers: `bert_unpad.hf` is loaded on first use.
 """
 
 from bert_unpad.hf._versions import has_attention_tables, require_transformers
@@ -28,3 +28,7 @@ if has_attention_tables():
     from bert_unpad.hf import attention_v4
 
     attention_v4.register()
+else:
+    from bert_unpad.hf import flash
+
+    flash.register()

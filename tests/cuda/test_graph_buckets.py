@@ -20,6 +20,7 @@ from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner
 from bert_unpad.pretrain.gradients.graph_buckets import GraphBuckets
 from tests.cuda.test_graphs import ONE, gradients, padded_inputs, scaled
 from tests.nn.test_bert import make_model
+from tests.support.cuda_checks import raise_if_the_host_waits
 
 pytestmark = [
     pytest.mark.gpu,
