@@ -211,7 +211,7 @@ def _attend(
     causal: bool,
     window_size: Window,
 ) -> tuple[Tensor, Tensor]:
-    """Of packed tokens: the output and the log-sum-exp, [heads, query tokens]."""
+    """Returns the attention of packed tokens and its log-sum-exp, [heads, query tokens]."""
     if k.shape != v.shape:
         raise ValueError(f"{name}: v: expected k's shape {list(k.shape)}, got {list(v.shape)}")
     window = _window(name, window_size, causal)
