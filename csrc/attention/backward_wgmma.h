@@ -50,12 +50,10 @@ struct WgmmaBackwardKeys {
   // Reads the rows of the keys from `first_key` on; those of the last keys are not needed any more.
   BU_DEVICE void load(const cuda::AttentionCudaParams& a, const AttentionBlock& block,
                       int first_key) {
-    // Pointers are worked out again: there are no registers to keep them in.
-    const uint32_t begin = hold(block.k_begin);
     // K gets the scale's sign, as q does in the forward pass.
-    load_a<64>(k, HeadRows<const T>(a.k, begin, block.kv_head), first_key, block.k_len,
+    load_a<64>(k, HeadRows<const T>(a.k, block.k_begin, block.kv_head), first_key, block.k_len,
                a.scale < 0.0f ? kNegatePair : 0u);
-    load_a<64>(v, HeadRows<const T>(a.v, begin, block.kv_head), first_key, block.k_len, 0);
+    load_a<64>(v, HeadRows<const T>(a.v, block.k_begin, block.kv_head), first_key, block.k_len, 0);
   }
 
   // With the keys that were loaded.
@@ -320,7 +318,12 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
       hold(dq);
       hold(keys.dk);
       hold(keys.dv);
-      if (!same_pass && pass + 1 < passes) keys.load(p.args, block, pass_key + kKeys + 16 * warp);
+      if (!same_pass && pass + 1 < passes) {
+        // Pointers are worked out again: there are no registers to keep them in.
+        AttentionBlock again = block;
+        again.k_begin = hold(block.k_begin);
+        keys.load(p.args, again, pass_key + kKeys + 16 * warp);
+      }
       if (kOnePass || pass + 1 == passes) {
         const float unit = p.args.scale * keep;
         store_rows<T>(dq, unit, unit, HeadRows<T>(p.args.dq, block.q_begin, block.head),
