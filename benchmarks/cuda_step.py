@@ -253,8 +253,9 @@ def compared(report: dict[str, Any], counted: list[Part]) -> str:
 HEAD = """\
 # A BERT-large step by models
 
-**Modelled**; what an H100 measured stands [below](#beside-what-was-measured-nvidia-h100-80gb-hbm3) \
-and in the [benchmarks](../benchmarks.md#on-a-gpu). A training step of BERT-large on an H100 \
+**Modelled**; what an H100 measured stands \
+[below](#beside-what-was-measured-nvidia-h100-80gb-hbm3) and in the \
+[benchmarks](../benchmarks.md#on-a-gpu). A training step of BERT-large on an H100 \
 with CUDA graphs: {sequences} sequences of Wikipedia lengths ({tokens:,} tokens, {share:.0%} of \
 them masked), bf16, dropout 0.1, Adam. The last layer computes the rows that the losses read; its \
 attention is counted whole. Attention by the [model of an SM](cuda-model.md), other \

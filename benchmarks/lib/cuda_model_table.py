@@ -16,8 +16,9 @@ HEAD = """\
 
 **Modelled, not measured.** An H100 has since [measured](../benchmarks.md#on-a-gpu) 0.67 to \
 0.71 of the rates of both passes that stand here for wgmma, and 0.84 to 0.96 of those for \
-FlashAttention-2. The [model of an SM](../../gpu_model/README.md#the-model-of-an-sm) goes through the machine code that nvcc made; \
-what it can and cannot show is said there. All figures are for bf16 and head dimension 64. \
+FlashAttention-2. The [model of an SM](../../gpu_model/README.md#the-model-of-an-sm) goes \
+through the machine code that nvcc made; what it can and cannot show is said there. All figures \
+are for bf16 and head dimension 64. \
 nvcc {nvcc}. Written by
 
 {command}
