@@ -82,7 +82,8 @@ class Ray:
             ) from error
         finally:
             for one in running:  # on a shared cluster they would go on
-                ray.cancel(one)
+                # Killed, as an interruption can get lost; all files of a task are temporary.
+                ray.cancel(one, force=True)
 
 
 def _run(job: Job, arguments: tuple) -> dict[str, Any]:
