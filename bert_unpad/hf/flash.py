@@ -78,8 +78,8 @@ def attention(
     """transformers' `flash_attention_forward`, which see for the arguments.
 
     Raises:
-        ValueError: attention has sinks, a soft cap, a bias or a cache in pages; or the input is
-            packed and the model mixes its tokens elsewhere.
+        ValueError: attention has sinks, a soft cap, a bias or a cache in pages; the mask is one of
+            pairs of tokens; or the input is packed and the model mixes its tokens elsewhere.
     """
     from transformers.integrations.flash_attention import flash_attention_forward
 
@@ -90,6 +90,11 @@ def attention(
                 f"{name}: {argument}: expected None, which is all that {NAME!r} computes; choose "
                 'attn_implementation="sdpa" or "eager"'
             )
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(
+            f"{name}: attention_mask: expected shape [batch, tokens], which is all that {NAME!r} "
+            f"takes, got {list(attention_mask.shape)}"
+        )
     if name.startswith(MIXES_TOKENS) and kwargs.get("cu_seq_lens_q") is not None:
         raise ValueError(
             f"{name}: cu_seq_lens_q: expected a padded batch, as this model mixes neighbouring "

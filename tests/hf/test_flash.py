@@ -171,6 +171,14 @@ def test_what_is_not_computed_raises(argument: str) -> None:
         attention(nn.Module(), query, query, query, None, **{argument: torch.zeros(2)})
 
 
+def test_a_mask_of_pairs_of_tokens_raises() -> None:
+    _, model = pair("Bert")
+    batch = padded(rows())
+    pairs = batch["attention_mask"].bool()[:, None, None].expand(-1, 1, max(LENGTHS), -1)
+    with pytest.raises(ValueError, match=r"attention_mask: expected shape \[batch, tokens\]"):
+        model(input_ids=batch["input_ids"], attention_mask=pairs)
+
+
 def test_a_model_that_mixes_tokens_elsewhere_is_refused_packed_input() -> None:
     more = {"embedding_size": 32, "intra_bottleneck_size": 32, "true_hidden_size": 32}
     config = transformers.MobileBertConfig(**FIELDS | more)
