@@ -23,12 +23,11 @@ alibi_slopes, block_table), and RuntimeError with the name of what else is wrong
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from bert_unpad.ops import rng as _rng
+from bert_unpad.ops.attention import scale_of
 
 _ops = torch.ops.bert_unpad
 
@@ -220,7 +219,7 @@ def _attend(
         return _attend_to_self(heads, cu_q, max_q, dropout_p, scale, window, q.shape[1])
     rng = _rng.draw(dropout_p, None, q.device)
     return _ops.varlen_cross_attention(
-        q, torch.stack([k, v], 1), cu_q, cu_k, max_q, max_k, _scale(q, scale), dropout_p, rng,
+        q, torch.stack([k, v], 1), cu_q, cu_k, max_q, max_k, scale_of(q, scale), dropout_p, rng,
         None, None, *window,
     )  # fmt: skip
 
@@ -238,19 +237,19 @@ def _attend_to_self(
     of 3."""
     rng = _rng.draw(dropout_p, None, qkv.device)
     return _ops.varlen_attention(
-        qkv, cu_seqlens, longest, _scale(qkv, scale), dropout_p, rng, None, None, heads, *window
+        qkv, cu_seqlens, longest, scale_of(qkv, scale), dropout_p, rng, None, None, heads, *window
     )
-
-
-def _scale(x: Tensor, scale: float | None) -> float:
-    return 1.0 / math.sqrt(max(x.shape[-1], 1)) if scale is None else scale
 
 
 def _window(name: str, window_size: Window, causal: bool) -> Window:
     if len(window_size) != 2:
         raise ValueError(f"{name}: window_size: expected a pair (left, right), got {window_size!r}")
-    left, right = (-1 if bound is None else bound for bound in window_size)
-    return left, (0 if causal else right)
+    return bounds(*window_size, causal)
+
+
+def bounds(left: int | None, right: int | None, causal: bool) -> Window:
+    """Returns a window as the operators take it; None is no bound."""
+    return -1 if left is None else left, 0 if causal else -1 if right is None else right
 
 
 def _starts(batch: int, tokens: int, device: torch.device) -> Tensor:

@@ -7,13 +7,13 @@ operators `_flash_attention_forward` and `_flash_attention_backward` by
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.library import Library
 
+from bert_unpad.flash.functions import bounds
 from bert_unpad.ops import rng as _rng
+from bert_unpad.ops.attention import scale_of
 
 __all__ = ["NAME", "register"]
 
@@ -76,8 +76,8 @@ def _forward(
     rng = _rng.draw(dropout_p, None, query.device)
     out, lse = _ops.varlen_cross_attention(
         query, torch.stack([key, value], 1), cum_seq_q, cum_seq_k, max_q, max_k,
-        _scale(query, scale), dropout_p, rng, None, None,
-        *_window(window_size_left, window_size_right, is_causal),
+        scale_of(query, scale), dropout_p, rng, None, None,
+        *bounds(window_size_left, window_size_right, is_causal),
     )  # fmt: skip
     rng = torch.zeros(2, dtype=torch.int64) if rng is None else rng
     return out, lse, rng, query.new_empty(0), query.new_empty(0)
@@ -105,15 +105,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dkv, *_ = _ops.varlen_cross_attention_backward(
         grad_out.contiguous(), query, torch.stack([key, value], 1), out, logsumexp, cum_seq_q,
-        cum_seq_k, max_q, max_k, _scale(query, scale), dropout_p, rng_state if dropout_p else None,
-        None, None, *_window(window_size_left, window_size_right, is_causal),
+        cum_seq_k, max_q, max_k, scale_of(query, scale), dropout_p,
+        rng_state if dropout_p else None, None, None,
+        *bounds(window_size_left, window_size_right, is_causal),
     )  # fmt: skip
     return dq, *(x.contiguous() for x in dkv.unbind(1))
-
-
-def _scale(query: Tensor, scale: float | None) -> float:
-    return 1.0 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
-
-
-def _window(left: int | None, right: int | None, is_causal: bool) -> tuple[int, int]:
-    return -1 if left is None else left, 0 if is_causal else -1 if right is None else right

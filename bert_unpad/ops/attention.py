@@ -101,7 +101,7 @@ def varlen_attention(
             raise ValueError(f"varlen_attention: num_heads must be at least 1, got {num_heads}")
     if qkv.dim() != dims:
         raise ValueError(f"varlen_attention: qkv must have shape {shape}, got {list(qkv.shape)}")
-    scale = _scale(qkv) if scale is None else scale
+    scale = scale_of(qkv, scale)
     rng = _rng.draw(dropout_p, rng, qkv.device)
     left, right = _window("varlen_attention", window)
     bias = _parts("varlen_attention", position_bias)
@@ -167,7 +167,7 @@ def varlen_cross_attention(
             "varlen_cross_attention: q must have shape [query tokens, heads, head_dim], "
             f"got {list(q.shape)}"
         )
-    scale = _scale(q) if scale is None else scale
+    scale = scale_of(q, scale)
     rng = _rng.draw(dropout_p, rng, q.device)
     left, right = _window("varlen_cross_attention", window)
     bias = _parts("varlen_cross_attention", position_bias)
@@ -177,7 +177,10 @@ def varlen_cross_attention(
     )[0]  # fmt: skip
 
 
-def _scale(x: Tensor) -> float:
+def scale_of(x: Tensor, scale: float | None) -> float:
+    """Returns `scale`, or the default for heads as wide as x's last dimension where it is None."""
+    if scale is not None:
+        return scale
     return 1.0 / math.sqrt(max(x.shape[-1], 1))  # the operator refuses a head_dim of 0
 
 
