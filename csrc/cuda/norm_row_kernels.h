@@ -14,11 +14,10 @@
 //   result_gradient(group, mask, d)          the gradient of the LayerNorm's result, in fp32
 //   input_gradient<kWide>(raw, column, count, mask, dz, sums)   takes the gradient of its input
 //   input_bias_gradient()                    where the third column sum goes, where there is one
-// An operator whose operands and dy are of 16 bits may have them copied while the row before is
-// worked on; then it also has kOperands, how many they are, and for one of their groups
-//   operand(i, row, column)                  where it begins; null for an operand that is not there
-//   take(next, i)                            what `load` returns, of the groups i, i + kVectors,
-//   ...
+// If the params' kCopiedAhead, operands and dy of 16 bits are copied while the row before is worked
+// on. Then the type also has, for one of their groups,
+//   operand(i, row, column)          where operand `i` has it, dy being the last; null for none
+//   take<kVectors>(next, v)          what `load` returns, of group v of each operand
 // `mask` says which columns dropout keeps, before or after the LayerNorm. kSums is the number of
 // column sums of the backward pass (2: dweight and dbias; 3: also the one that input_gradient adds
 // to). The params have a member `norm`, a RowNormParams.
@@ -38,14 +37,12 @@
 
 namespace bert_unpad {
 
-// How many operands of Row are copied ahead where a warp holds a row; 0: none.
-template <class Row, bool kBlockRow>
-constexpr int operands_ahead() {
-  if constexpr (!kBlockRow && !kTuring && requires { Row::kOperands; })
-    return sizeof(typename Row::Activation) == 2 ? Row::kOperands : 0;
-  else
-    return 0;
-}
+// How many operands of a row are copied ahead; 0: none.
+template <class Params, class Row, bool kBlockRow>
+inline constexpr int kOperandsAhead =
+    Params::kCopiedAhead && !kBlockRow && !kTuring && sizeof(typename Row::Activation) == 2
+        ? Params::kRowOperands
+        : 0;
 
 // Starts copying what a thread needs of a row; nothing beyond the last one.
 template <int kOperands, int kVectors, class Row, class Share>
@@ -143,7 +140,7 @@ BU_DEVICE Row forward_rows(const Params& params) {
   Row row_of(params);
   Rows at(params, row_of, share);
   constexpr int kAhead =
-      std::is_same_v<Rows, EveryRow<kBlockRow>> ? operands_ahead<Row, kBlockRow>() : 0;
+      std::is_same_v<Rows, EveryRow<kBlockRow>> ? kOperandsAhead<Params, Row, kBlockRow> : 0;
   const NextGroups next(forward_shared_bytes<kBlockRow>(hidden), blockDim.x * blockDim.y);
   if constexpr (kAhead > 0) copy_ahead<kAhead, kVectors>(next, row_of, share, p, at.row);
   const RowDropout dropout(p.rng, p.keep_threshold);
@@ -292,7 +289,7 @@ BU_DEVICE void backward_rows(const Params& params) {
   const float inverse = 1.0f / static_cast<float>(hidden);
   const RowShare<kBlockRow> share;
   Row row_of(params);
-  constexpr int kAhead = operands_ahead<Row, kBlockRow>();
+  constexpr int kAhead = kOperandsAhead<Params, Row, kBlockRow>;
   const NextGroups next(backward_shared_bytes<kBlockRow>(hidden, blockDim.y),
                         blockDim.x * blockDim.y);
   const auto start = [&](int64_t row) {

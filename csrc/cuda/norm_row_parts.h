@@ -52,27 +52,25 @@ BU_DEVICE void store_group(T* p, const float (&x)[kGroup], int count) {
 // Groups of a thread's next row that are on their way while it works on this one. They lie where no
 // other thread reads or writes, so that the thread alone has to wait for them. The copies of a row
 // begin when the row before has been taken out.
-struct NextGroups {
-  uint32_t shared;  // this thread's
+class NextGroups {
+  uint32_t shared_, step_;  // where this thread's first group lies; from group to group
 
+ public:
   BU_DEVICE NextGroups(uint32_t offset, int threads)
-      : shared(offset + 16 * (threadIdx.y * blockDim.x + threadIdx.x)), step_(16 * threads) {}
+      : shared_(offset + 16 * (threadIdx.y * blockDim.x + threadIdx.x)), step_(16 * threads) {}
   static constexpr uint32_t bytes(int threads, int groups) {
     return static_cast<uint32_t>(16 * threads * groups);
   }
 
   // Number `i` of them, of 16 bytes.
   BU_DEVICE void copy(int i, const void* from) const {
-    copy_async_16(shared + i * step_, from, true);
+    copy_async_16(shared_ + i * step_, from, true);
   }
   template <class T>
   BU_DEVICE Group<T> take(int i) const {
     static_assert(sizeof(Group<T>) == 16);
-    return load_shared<Group<T>>(shared + i * step_);
+    return load_shared<Group<T>>(shared_ + i * step_);
   }
-
- private:
-  uint32_t step_;
 };
 
 // Row dropout of one call of an operator.

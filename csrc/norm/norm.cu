@@ -26,7 +26,7 @@ class AddRow {
 
  public:
   using Activation = T;
-  static constexpr int kSums = 3, kOperands = NormCudaParams::kRowOperands;
+  static constexpr int kSums = 3;
   struct Raw {
     Group<T> x, second;
   };
@@ -47,7 +47,6 @@ class AddRow {
     return raw;
   }
 
-  // The last is dy.
   BU_DEVICE const void* operand(int i, int64_t row, int column) const {
     const void* base = i == 0 ? p_.x : i == 1 ? second() : p_.norm.dy;
     return base == nullptr ? nullptr : static_cast<const T*>(base) + row * p_.norm.hidden + column;
