@@ -4,10 +4,12 @@ functions of `bert_unpad.flash`.
     AutoModel.from_pretrained(name, attn_implementation="bert_unpad_flash")
 
 serves every model whose attention can be chosen, on CPUs and GPUs, in float32 too: padded batches,
-whose attention runs on packed tokens, and batches that are packed (`cu_seq_lens_q`, or positions
-that restart), with dropout, windows, fewer heads of keys, causal attention and caches. transformers
-knows a flash implementation by "flash" in its name, and finds the functions of those that it does
-not know in a private function, which `register` extends.
+whose attention runs on packed tokens, and packed ones with `cu_seq_lens_q`, with dropout, windows,
+fewer heads of keys and causal attention. Positions that restart are not enough: some models
+(DistilBERT, ModernBERT, ESM-2, Jina v3) do not show them to their attention.
+
+transformers knows a flash implementation by "flash" in its name, and finds the functions of those
+that it does not know in a private function, which `register` extends.
 """
 
 from __future__ import annotations
@@ -59,12 +61,9 @@ class _Imports:
 
         functions = flash.flash_attn_func, flash.flash_attn_varlen_func
         padding = utils._pad_input, utils._unpad_input
-        # The third, for caches in pages, came with transformers 5.
-        return (*functions, *([None] * _has_pages(utils)), *padding)
-
-
-def _has_pages(utils) -> bool:
-    return hasattr(utils, "_flash_with_kvcache_fn")
+        # Newer versions of transformers expect a function for caches in pages in third place.
+        pages = [None] if hasattr(utils, "_flash_with_kvcache_fn") else []
+        return (*functions, *pages, *padding)
 
 
 def attention(

@@ -84,12 +84,9 @@ def packed(ids: list[Tensor], first: int) -> dict[str, Tensor | int]:
 
 
 def padded(ids: list[Tensor]) -> dict[str, Tensor]:
-    both = [
-        nn.utils.rnn.pad_sequence(x, batch_first=True, padding_value=1)
-        for x in (ids, [torch.ones_like(row) for row in ids])
-    ]
+    columns = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=1)
     mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-    return {"input_ids": both[0], "attention_mask": mask.long()}
+    return {"input_ids": columns, "attention_mask": mask.long()}
 
 
 def same_step(ours: nn.Module, stock: nn.Module, double: nn.Module, run: Callable) -> None:
