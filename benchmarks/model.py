@@ -37,7 +37,6 @@ from bert_unpad._extras import packages_of
 from bert_unpad.batch import PackedInputs
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.nn.flops import training_flops
-from bert_unpad.optim import FusedAdam
 
 PLAIN_ADAM, FUSED_ADAM = "bert_unpad", "bert_unpad, fused_adam"
 PEERS = {
@@ -45,15 +44,6 @@ PEERS = {
     "hf padded, logits at labels": "labels",
     "hf padded": "padded",
 }
-
-
-def fused_adam(model: torch.nn.Module, dtype: torch.dtype) -> FusedAdam:
-    """As the trainer makes it: for bf16 it keeps the weights of products rounded too."""
-    adam = FusedAdam(model.parameters(), lr=model_steps.LEARNING_RATE)
-    if dtype == torch.bfloat16:
-        linear = {m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)}
-        adam.keep_rounded(linear, dtype)
-    return adam
 
 
 def losses(
@@ -65,7 +55,11 @@ def losses(
     for kind in (PLAIN_ADAM, FUSED_ADAM):
         if kind in kinds:
             ours = BertForPreTraining(model_steps.config(args.size, args.dropout)).train()
-            adam = model_steps.adamw(ours) if kind == PLAIN_ADAM else fused_adam(ours, dtype)
+            adam = (
+                model_steps.adamw(ours)
+                if kind == PLAIN_ADAM
+                else model_steps.fused_adam(ours, dtype)
+            )
             found[kind] = (model_steps.our_loss(ours), adam)
     if any(kind in PEERS for kind in kinds):
         stock = model_steps.hugging_face(args.size, args.dropout)

@@ -18,13 +18,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.lib import harness, long_sequences, model_steps, modernbert_peers
 from benchmarks.lib.peers import PaddedInputs
 from benchmarks.lib.step_device import Gpu, Host, StepDevice
 from bert_unpad.nn import EncoderForPreTraining
-from bert_unpad.optim import FusedAdam
 
 TOKENS = {"base": 32_768, "tiny": 256}
 LENGTHS = {"base": (1024, 8192), "tiny": (32, 128)}
@@ -35,9 +33,7 @@ OURS, STOCK = "bert_unpad", "hf sdpa"
 def ours(size: str, device: torch.device) -> Callable[[Any], Callable[[], None]]:
     with device:
         model = EncoderForPreTraining(long_sequences.config(size)).train()
-    optimizer = FusedAdam(model.parameters(), lr=model_steps.LEARNING_RATE)
-    weights = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
-    optimizer.keep_rounded(weights, torch.bfloat16)
+    optimizer = model_steps.fused_adam(model, torch.bfloat16)
 
     def step_of(inputs: Any) -> Callable[[], None]:
         loss = long_sequences.our_loss(model)

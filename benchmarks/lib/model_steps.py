@@ -15,6 +15,7 @@ from torch import Tensor
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.data.sampling.histogram import sample_lengths
 from bert_unpad.nn import BertConfig
+from bert_unpad.optim import FusedAdam
 
 if TYPE_CHECKING:
     import transformers
@@ -106,6 +107,15 @@ def hugging_face(
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+def fused_adam(model: torch.nn.Module, dtype: torch.dtype) -> FusedAdam:
+    """As the trainer makes it: for bf16 it keeps the weights of products rounded too."""
+    adam = FusedAdam(model.parameters(), lr=LEARNING_RATE)
+    if dtype == torch.bfloat16:
+        linear = {m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)}
+        adam.keep_rounded(linear, dtype)
+    return adam
 
 
 def our_loss(model: torch.nn.Module) -> Callable[[PackedInputs], Tensor]:

@@ -15,9 +15,14 @@ LINK = "../benchmarks/results"  # from docs/benchmarks.md
 Result = dict[str, Any]
 
 
-def read(name: str, gpu: str = "") -> Result | None:
-    """A CPU's or a GPU's result of that name; None where that benchmark has written none."""
-    path = (RESULTS.parent / gpu if gpu else RESULTS) / f"{name}.json"
+def folder(device: str) -> Path:
+    """Where a device's results lie."""
+    return RESULTS if device == "cpu" else RESULTS.parent / device
+
+
+def read(name: str, device: str = "cpu") -> Result | None:
+    """A device's result of that name; None where that benchmark has written none."""
+    path = folder(device) / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
