@@ -124,16 +124,20 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
       "quantize_fp8(Tensor x, bool e5m2, bool transpose) "
       "-> (Tensor q, Tensor q_transposed, Tensor scale)");
   // By a scale that is given; `largest` [1024] keeps the largest values, where they are above what
-  // is there.
+  // is there. With `sum` the columns' sums before rounding too, float32 [columns], else [0].
   m.def(
       "quantize_fp8_scaled(Tensor x, bool e5m2, bool transpose, Tensor scale, "
-      "Tensor(a!)? largest) -> (Tensor q, Tensor q_transposed)");
+      "Tensor(a!)? largest, bool sum=False) -> (Tensor q, Tensor q_transposed, Tensor sums)");
   m.def(
       "quantize_weights_fp8_(Tensor[] weights, Tensor(a!)[] q, Tensor(b!)[] q_transposed, "
       "Tensor(c!)[] scales) -> ()");
   m.def(
       "fp8_product(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, "
       "ScalarType dtype, bool sum_over_tokens) -> Tensor");
+  // The same, over tokens, written or added to what there is.
+  m.def(
+      "fp8_product_(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor(a!) out, "
+      "bool accumulate) -> ()");
 
   m.def(
       "embedding_layer_norm(Tensor input_ids, Tensor position_ids, Tensor token_type_ids, "

@@ -7,10 +7,11 @@
 #   bash scripts/gpu_check.sh --dry [PART...]        # runs nothing, needs no GPU: finds out whether
 #                                                    # the packages are there that the parts need
 #
-#   build            compiles with nvcc; fails on spills; tries every operator once
+#   build            compiles with nvcc; fails on spills
+#   check            tries every operator once
 #   calibrate        rates, gaps and the clock that predictions are made of: a minute
-#   tests            the GPU tests of tests/cuda, by four processes; one whose device is lost ends,
-#                    and another goes on (tests/cuda/conftest.py)
+#   tests            the GPU tests of tests/cuda, by a process for every four thirds of a core; one
+#                    whose device is lost ends, and another goes on (tests/cuda/conftest.py)
 #   tests_FILE       of tests/cuda/test_FILE.py only; not among the parts that run by default
 #   large            those that need 12 to 32 GiB of GPU memory, one after the other
 #   memcheck_FILE    small ones of them under compute-sanitizer
@@ -36,7 +37,7 @@ python=${PYTHON:-python3}
 limit=${LIMIT:-470}
 total=${TOTAL:-1000000}
 refusal='Device not supported'
-processes=4
+processes=$((($(nproc) * 3 + 3) / 4))
 
 dry=
 if [[ ${1:-} == --dry ]]; then
@@ -48,7 +49,7 @@ fi
 parts_of() { grep -l "$2" tests/cuda/test_*.py | sed "s|.*/test_\(.*\)\.py|$1_\1|"; }
 
 mapfile -t all < <(
-  printf '%s\n' build calibrate tests large
+  printf '%s\n' build check calibrate tests large
   parts_of memcheck mark.sanitizer
   parts_of racecheck mark.sanitizer
 )
@@ -199,6 +200,8 @@ for part in "${parts[@]}"; do
     build)
       step build "$python" setup.py build_ext --inplace
       step ptxas "$python" -m benchmarks.cuda_build
+      ;;
+    check)
       step info "$python" -m bert_unpad.info
       step check "$python" -m bert_unpad.info --check
       ;;

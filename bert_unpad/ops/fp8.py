@@ -61,11 +61,13 @@ def _(x, e5m2, transpose):
 
 
 @register_fake("quantize_fp8_scaled")
-def _(x, e5m2, transpose, scale, largest):
-    return fake_rounded(x, e5m2, transpose)
+def _(x, e5m2, transpose, scale, largest, sum=False):
+    sums = x.new_empty((x.shape[1] if sum else 0,), dtype=torch.float32)
+    return *fake_rounded(x, e5m2, transpose), sums
 
 
 register_in_place("quantize_weights_fp8_")
+register_in_place("fp8_product_")
 
 
 @register_fake("fp8_product")
@@ -99,6 +101,11 @@ def _(x, e5m2, transpose):
 
 
 @register_cpu("quantize_fp8_scaled", matrix_checks.check_quantize_scaled)
+def _(x, e5m2, transpose, scale, largest, sum=False):
+    sums = x.sum(0, dtype=torch.float32) if sum else x.new_empty(0, dtype=torch.float32)
+    return *rounded_by_scale(x, e5m2, transpose, scale, largest), sums
+
+
 def rounded_by_scale(
     x: Tensor, e5m2: bool, transpose: bool, scale: Tensor, largest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -122,6 +129,12 @@ def _(weights, *kept):
 def _(a, b, a_scale, b_scale, bias, dtype, sum_over_tokens):
     y = (b.float() @ a.float().t()) * (a_scale * b_scale)
     return (y if bias is None else y + bias).to(dtype)
+
+
+@register_cpu("fp8_product_", matrix_checks.check_fp8_product_)
+def _(a, b, a_scale, b_scale, out, accumulate):
+    y = (b.float() @ a.float().t()) * (a_scale * b_scale)
+    out.copy_(out + y if accumulate else y)
 
 
 def quantize_fp8(x: Tensor, e5m2: bool, transpose: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,7 +164,36 @@ def quantize_by(
     """
     if scale is None:
         return quantize_fp8(x, e5m2, transpose)
-    return *_ops.quantize_fp8_scaled(x, e5m2, transpose, *scale), scale.scale
+    return *_ops.quantize_fp8_scaled(x, e5m2, transpose, *scale)[:2], scale.scale
+
+
+def quantize_gradient(
+    dy: Tensor, transpose: bool, scale: DelayedScale | None, bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Returns what `quantize_by` does of a gradient, and with `bias` the sum of its rows, float32
+    [columns]."""
+    if scale is None:
+        return *quantize_fp8(dy, True, transpose), dy.sum(0, dtype=torch.float32) if bias else None
+    q, kept, sums = _ops.quantize_fp8_scaled(dy, True, transpose, *scale, bias)
+    return q, kept, scale.scale, sums if bias else None
+
+
+def fp8_wgrad(
+    x: Tensor, dy: Tensor, x_scale: Tensor, dy_scale: Tensor, weight: Tensor
+) -> Tensor | None:
+    """Returns a weight's gradient, of its dtype; None where it went to `weight.grad` (see
+    `matmul.accumulate_in_place`).
+
+    Args:
+        x, dy: input and gradient of a linear layer in 8 bits, transposed.
+        x_scale, dy_scale: their scales.
+        weight: the parameter.
+    """
+    target = matmul.gradient_target(weight)
+    if target is None:
+        return _ops.fp8_product(x, dy, x_scale, dy_scale, None, weight.dtype, True)
+    _ops.fp8_product_(x, dy, x_scale, dy_scale, *target)
+    return None
 
 
 # A matrix in 8 bits, transposed, and its scale, as `quantize_by` returns them.
@@ -240,28 +282,26 @@ class _Fp8Linear(torch.autograd.Function):
         low_bias = None if bias is None else bias.to(bias_dtype)
         y = _ops.fp8_product(w, q, w_scale, scale, low_bias, x.dtype, False)
         inputs = x.new_empty(0)
-        ctx.save_for_backward(q_kept, scale, w_kept, w_scale, inputs)
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(q_kept, scale, w_kept, w_scale, weight, inputs)
+        ctx.dtypes = x.dtype, None if bias is None else bias.dtype
         return y, inputs
 
     @staticmethod
     @first_order("fp8_linear")
     def backward(ctx, saved, dy: Tensor, _):
-        x_kept, scale, w_kept, w_scale, _inputs = saved
-        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        x_kept, scale, w_kept, w_scale, weight, _inputs = saved
+        x_dtype, bias_dtype = ctx.dtypes
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        dx = dweight = dbias = None
-        q, q_kept, dy_scale = quantize_by(dy.contiguous(), True, needs_weight, ctx.gradient_scale)
+        dx = dweight = None
+        q, q_kept, dy_scale, dbias = quantize_gradient(
+            dy.contiguous(), needs_weight, ctx.gradient_scale, needs_bias
+        )
         with matmul.no_autocast(dy.device.type):
             if needs_x:
                 dx = _ops.fp8_product(w_kept, q, w_scale, dy_scale, None, x_dtype, False)
             if needs_weight:
-                dweight = _ops.fp8_product(
-                    x_kept, q_kept, scale, dy_scale, None, weight_dtype, True
-                )
-            if needs_bias:
-                dbias = dy.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, dweight, dbias, None, None
+                dweight = fp8_wgrad(x_kept, q_kept, scale, dy_scale, weight)
+        return dx, dweight, None if dbias is None else dbias.to(bias_dtype), None, None
 
 
 def fp8_linear(

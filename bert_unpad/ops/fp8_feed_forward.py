@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bert_unpad.ops import matmul
 from bert_unpad.ops.delayed_scaling import LinearScales
-from bert_unpad.ops.fp8 import Rounded, quantize_by, quantized
+from bert_unpad.ops.fp8 import Rounded, fp8_wgrad, quantize_by, quantized
 from bert_unpad.ops.gelu_fp8 import bias_gelu_fp8, bias_gelu_fp8_backward
 from bert_unpad.ops.registration import first_order
 
@@ -44,17 +44,19 @@ class Fp8Mlp(torch.autograd.Function):
         y = _ops.fp8_product(w2, inner, w2_scale, second.input.scale, None, x.dtype, False)
         inputs = x.new_empty(0)
         ctx.save_for_backward(
-            *(q_kept, scale, w1_kept, w1_scale, pre, bias1, inner_kept, w2_kept, w2_scale, inputs)
+            *(q_kept, scale, w1_kept, w1_scale, pre, bias1, inner_kept, w2_kept, w2_scale),
+            *(weight1, weight2, inputs),
         )
         ctx.tanh, ctx.recompute, ctx.scales = tanh, recompute, scales
-        ctx.dtypes = x.dtype, weight1.dtype, weight2.dtype
+        ctx.dtype = x.dtype
         return y, inputs
 
     @staticmethod
     @first_order("mlp")
     def backward(ctx, saved, dy: Tensor, _):
-        x_kept, scale, w1_kept, w1_scale, pre, bias1, inner_kept, w2_kept, w2_scale, _ = saved
-        x_dtype, weight1_dtype, weight2_dtype = ctx.dtypes
+        x_kept, scale, w1_kept, w1_scale, pre, bias1, inner_kept, w2_kept, w2_scale, *more = saved
+        weight1, weight2, _inputs = more
+        x_dtype = ctx.dtype
         needs_x, needs_weight1, needs_bias1, needs_weight2, *_ = ctx.needs_input_grad
         first, second = ctx.scales
         inner_scale, dpre_scale = second.input.scale, first.gradient.scale
@@ -64,9 +66,7 @@ class Fp8Mlp(torch.autograd.Function):
             if needs_weight2:
                 if ctx.recompute:
                     _, inner_kept = bias_gelu_fp8(pre, bias1, ctx.tanh, second.input)
-                dweight2 = _ops.fp8_product(
-                    inner_kept, q_kept, inner_scale, dy_scale, None, weight2_dtype, True
-                )
+                dweight2 = fp8_wgrad(inner_kept, q_kept, inner_scale, dy_scale, weight2)
             del inner_kept
             if needs_x or needs_weight1 or needs_bias1:
                 dinner = _ops.fp8_product(w2_kept, q, w2_scale, dy_scale, None, x_dtype, False)
@@ -77,8 +77,6 @@ class Fp8Mlp(torch.autograd.Function):
             if needs_x:
                 dx = _ops.fp8_product(w1_kept, g, w1_scale, dpre_scale, None, x_dtype, False)
             if needs_weight1:
-                dweight1 = _ops.fp8_product(
-                    x_kept, g_kept, scale, dpre_scale, None, weight1_dtype, True
-                )
+                dweight1 = fp8_wgrad(x_kept, g_kept, scale, dpre_scale, weight1)
         dbias1 = dbias1 if needs_bias1 else None
         return dx, dweight1, dbias1, dweight2, None, None, None, None

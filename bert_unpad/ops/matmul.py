@@ -178,12 +178,10 @@ def wgrad(
     The first is None if it went to `weight.grad` (see `accumulate_in_place`), the second if there
     is no bias.
     """
-    target = _target(weight)
+    target = gradient_target(weight)
     if target is not None:
-        watch = InPlaceGradients.current
-        accumulate = watch is None or watch.accumulates(weight)
         write = _ops.linear_wgrad_ if fused(x, weight) else _write_wgrad
-        dweight, dbias = None, write(dy, x, target, accumulate, bias is not None)
+        dweight, dbias = None, write(dy, x, *target, bias is not None)
     else:
         new = _ops.linear_wgrad if fused(x, weight) else cpu_wgrad
         dweight, dbias = new(dy, x, bias is not None, weight.dtype)
@@ -288,13 +286,17 @@ def time_algorithms(enabled: bool = True, *, path: str | os.PathLike[str] | None
     _C_cuda.set_linear_timing(enabled, "" if path is None else os.fspath(path))
 
 
-def _target(weight: Tensor) -> Tensor | None:
-    """Returns the tensor to add the weight's gradient to, or None if autograd should add it."""
+def gradient_target(weight: Tensor) -> tuple[Tensor, bool] | None:
+    """Returns the tensor that a product writes the weight's gradient to, and whether it adds to
+    what is there; None if autograd should add it."""
     if torch.compiler.is_compiling() or not getattr(weight, "_bert_unpad_accumulates", False):
         return None
     if InPlaceGradients.current is not None:
         InPlaceGradients.current.note(weight)
-    return weight.grad if takes_product(weight) and not torch.is_grad_enabled() else None
+    if torch.is_grad_enabled() or not takes_product(weight):
+        return None
+    watch = InPlaceGradients.current
+    return weight.grad, watch is None or watch.accumulates(weight)
 
 
 def takes_product(weight: Tensor) -> bool:

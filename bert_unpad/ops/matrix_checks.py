@@ -97,7 +97,12 @@ def check_quantize(x: Tensor, e5m2: bool, transpose: bool) -> None:
 
 
 def check_quantize_scaled(
-    x: Tensor, e5m2: bool, transpose: bool, scale: Tensor, largest: Tensor | None
+    x: Tensor,
+    e5m2: bool,
+    transpose: bool,
+    scale: Tensor,
+    largest: Tensor | None,
+    sum: bool = False,
 ) -> None:
     _check_operand("quantize_fp8_scaled", "x", x)
     check_delayed("quantize_fp8_scaled", scale, largest)
@@ -149,6 +154,23 @@ def check_fp8_product(
     sum_over_tokens: bool,
 ) -> None:
     op = "fp8_product"
+    _check_fp8_operands(op, a, b, a_scale, b_scale)
+    _check_dtype(op, "dtype", dtype, *DTYPES)
+    if bias is not None:
+        _check_shape(op, "bias", bias, a.shape[0])
+        _check_dtype(op, "bias", bias.dtype, torch.bfloat16 if dtype == torch.float32 else dtype)
+
+
+def check_fp8_product_(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor, accumulate: bool
+) -> None:
+    op = "fp8_product_"
+    _check_fp8_operands(op, a, b, a_scale, b_scale)
+    _check_shape(op, "out", out, b.shape[0], a.shape[0])
+    _check_dtype(op, "out", out.dtype, *DTYPES)
+
+
+def _check_fp8_operands(op: str, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
     _check_shape(op, "a", a, "rows", "k")
     _check_shape(op, "b", b, "rows", a.shape[1])
     _check_multiple(op, "a", a, 0, 1)
@@ -158,10 +180,6 @@ def check_fp8_product(
         raise RuntimeError(f"{op}: b: expected dtype {_FP8[0]} where a is E5M2, got {b.dtype}")
     _check_scalar(op, "a_scale", a_scale)
     _check_scalar(op, "b_scale", b_scale)
-    _check_dtype(op, "dtype", dtype, *DTYPES)
-    if bias is not None:
-        _check_shape(op, "bias", bias, a.shape[0])
-        _check_dtype(op, "bias", bias.dtype, torch.bfloat16 if dtype == torch.float32 else dtype)
 
 
 def check_gelu(

@@ -3,14 +3,18 @@
 
 #include <algorithm>
 
+#include "cuda/column_sum.h"
 #include "cuda/fp8_tile.h"
 #include "cuda/launch.h"
 
 namespace bert_unpad::cuda {
 namespace {
 
-template <class T, class Format>
-BU_KERNEL(fp8::kThreads, 4)
+// On an SM, which leave 40 registers a thread, with 4 loads of 4 numbers in flight.
+constexpr int kScaledBlocks = 6;
+
+template <class T, class Format, bool kSums>
+BU_KERNEL(fp8::kThreads, kScaledBlocks)
 fp8_scaled_kernel(BU_PARAMS ScaledParams p) {
   const float inverse = 1.0f / load_global<float>(p.scale);
   float largest = 0.0f;
@@ -24,19 +28,38 @@ fp8_scaled_kernel(BU_PARAMS ScaledParams p) {
       largest = fmaxf(largest, fabsf(x));
       return fp8::nan_unless_finite(x);
     });
+    if constexpr (kSums) {
+      float sums[4] = {};
+#pragma unroll
+      for (int i = 0; i < 16; ++i) sums[i % 4] += to_float(in[i / 4].v[i % 4]);
+      fp8::store_sums(p, at, sums, p.partials, fp8::kSharedBytes);
+    }
   }
   fp8::note_largest(p.largest, largest);
 }
 
 }  // namespace
 
+int64_t scaled_partials(const ScaledParams& p) { return fp8::partial_rows(p); }
+
 void quantize_fp8_scaled(const char* op, const ScaledParams& p, cudaStream_t stream) {
-  const auto blocks =
-      static_cast<unsigned>(std::min({fp8::tiles_of(p), int64_t{4} * sm_count(op), kFp8Largest}));
-  dispatch(p.dtype, [&]<class T>() {
-    const auto kernel = p.e5m2 ? fp8_scaled_kernel<T, E5M2> : fp8_scaled_kernel<T, E4M3>;
-    launch(op, kernel, dim3(blocks), dim3(fp8::kThreads), fp8::kSharedBytes, stream, p);
-  });
+  if (p.columns == 0) return;
+  if (p.rows > 0) {
+    const auto blocks = static_cast<unsigned>(
+        std::min({fp8::tiles_of(p), int64_t{kScaledBlocks} * sm_count(op), kFp8Largest}));
+    dispatch(p.dtype, [&]<class T>() {
+      const auto run = [&]<bool kSums>() {
+        const auto kernel =
+            p.e5m2 ? fp8_scaled_kernel<T, E5M2, kSums> : fp8_scaled_kernel<T, E4M3, kSums>;
+        launch(op, kernel, dim3(blocks), dim3(fp8::kThreads),
+               fp8::kSharedBytes + (kSums ? fp8::kSumsBytes : 0), stream, p);
+      };
+      p.sums != nullptr ? run.template operator()<true>() : run.template operator()<false>();
+    });
+  }
+  if (p.sums != nullptr)
+    column_sum(op, p.partials, DType::kFloat32, scaled_partials(p), p.columns, p.sums,
+               DType::kFloat32, stream);
 }
 
 }  // namespace bert_unpad::cuda

@@ -14,11 +14,17 @@ struct ScaledParams : Fp8Result {
   const void* x;
   const float* scale;  // what q is to be multiplied with
   float* largest;      // [kFp8Largest]; null: not wanted
+  float* sums;         // [columns]; null: not wanted
+  float* partials;     // [scaled_partials(p), columns]: scratch memory of sums
 };
+
+// Rows of `partials`.
+int64_t scaled_partials(const ScaledParams& p);
 
 // q = round(x / scale) by a scale that is given (delayed scaling). Values too large for it become
 // the format's largest, those that are not finite NaN. `largest` keeps the largest values, where
-// they are above what is there. `op` names the operator in error messages.
+// they are above what is there, `sums` the columns' sums before rounding, in a fixed order. `op`
+// names the operator in error messages.
 void quantize_fp8_scaled(const char* op, const ScaledParams& p, cudaStream_t stream);
 
 }  // namespace bert_unpad::cuda

@@ -35,12 +35,16 @@ struct Patch {
   int64_t row, column;
 
   BU_DEVICE Patch(const Fp8Result& m, int64_t tile) {
-    const int64_t across = (m.columns + kTile - 1) / kTile;
-    first_row = tile / across * kTile;
-    first_column = tile % across * kTile;
+    // In 32 bits, whose division is a third of the instructions: a tile has 2^12 numbers.
+    const auto across = static_cast<uint32_t>((m.columns + kTile - 1) / kTile);
+    const auto number = static_cast<uint32_t>(tile);
+    first_row = int64_t{number / across} * kTile;
+    first_column = int64_t{number % across} * kTile;
     row = first_row + 4 * (threadIdx.x / kGroups);
     column = first_column + 4 * (threadIdx.x % kGroups);
   }
+  // The patch's first number.
+  BU_DEVICE int64_t begin(const Fp8Result& m) const { return row * m.columns + column; }
   // Whether the matrix has the patch's row r.
   BU_DEVICE bool has(const Fp8Result& m, int r) const {
     return column < m.columns && row + r < m.rows;
@@ -51,11 +55,11 @@ struct Patch {
 template <class T>
 BU_DEVICE void load_patch(const Fp8Result& m, const Patch& at, const void* x,
                           Vector<T, 4> (&in)[4]) {
+  const T* from = static_cast<const T*>(x) + at.begin(m);
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     in[r] = {};
-    if (at.has(m, r))
-      in[r] = load_vector<T, 4>(static_cast<const T*>(x) + (at.row + r) * m.columns + at.column);
+    if (at.has(m, r)) in[r] = load_vector<T, 4>(from + r * m.columns);
   }
 }
 
@@ -84,15 +88,14 @@ BU_DEVICE float nan_unless_finite(float x) { return x + (x - x); }
 
 // Row i of four words becomes column i.
 BU_DEVICE void transpose_bytes(uint32_t (&words)[4]) {
-  uint32_t columns[4] = {};
+  // Bytes 0 and 1 of two rows, then bytes 2 and 3.
+  const uint32_t upper[2] = {permute_bytes(words[0], words[1], 0x5140u),
+                             permute_bytes(words[0], words[1], 0x7362u)};
+  const uint32_t lower[2] = {permute_bytes(words[2], words[3], 0x5140u),
+                             permute_bytes(words[2], words[3], 0x7362u)};
 #pragma unroll
-  for (int row = 0; row < 4; ++row) {
-#pragma unroll
-    for (int column = 0; column < 4; ++column)
-      columns[column] |= (words[row] >> (8 * column) & 0xffu) << (8 * row);
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) words[i] = columns[i];
+  for (int i = 0; i < 4; ++i)
+    words[i] = permute_bytes(upper[i / 2], lower[i / 2], i % 2 == 0 ? 0x5410u : 0x7632u);
 }
 
 // Writes a tile of 4 x 4 numbers x(row, column) of each thread, times `inverse`. All threads of the
@@ -103,27 +106,48 @@ BU_DEVICE void store_tile(const Fp8Result& m, const Patch& at, float inverse, co
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     if (!at.has(m, r)) continue;
+    float scaled[4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) words[r] |= to_fp8<Format>(x(r, c) * inverse) << (8 * c);
-    store_global(m.q + (at.row + r) * m.columns + at.column, words[r]);
+    for (int c = 0; c < 4; ++c) scaled[c] = x(r, c) * inverse;
+    words[r] = to_fp8_word<Format>(scaled);
+    store_global(m.q + at.begin(m) + r * m.columns, words[r]);
   }
   if (m.q_transposed == nullptr) return;
   transpose_bytes(words);
-  const int row_group = threadIdx.x / kGroups, column_group = threadIdx.x % kGroups;
+  const uint32_t group = threadIdx.x / kGroups, word = threadIdx.x % kGroups;
   sync_block();  // the tile before has left shared memory
 #pragma unroll
-  for (uint32_t c = 0; c < 4; ++c)
-    store_shared(4 * ((4 * column_group + c) * kStride + row_group), words[c]);
+  for (uint32_t c = 0; c < 4; ++c) store_shared(4 * ((4 * word + c) * kStride + group), words[c]);
   sync_block();
-  const int64_t padded_rows = fp8_padded(m.rows);
+  // Every 16th column, and of it a word.
+  const int64_t padded_rows = fp8_padded(m.rows), row = at.first_row + 4 * word;
+  if (row >= padded_rows) return;
+  const int64_t column = at.first_column + group;
+  uint8_t* to = m.q_transposed + column * padded_rows + row;
 #pragma unroll
-  for (uint32_t i = threadIdx.x; i < kTile * kGroups; i += kThreads) {
-    const uint32_t c = i / kGroups, word = i % kGroups;
-    const int64_t to_column = at.first_column + c, to_row = at.first_row + 4 * word;
-    if (to_column < m.columns && to_row < padded_rows)
-      store_global(m.q_transposed + to_column * padded_rows + to_row,
-                   load_shared<uint32_t>(4 * (c * kStride + word)));
-  }
+  for (uint32_t c = 0; c < kTile; c += kGroups)
+    if (column + c < m.columns)
+      store_global(to + c * padded_rows, load_shared<uint32_t>(4 * ((group + c) * kStride + word)));
+}
+
+// Rows of partial sums of a matrix's columns, one a row of tiles.
+BU_HD int64_t partial_rows(const Fp8Result& m) { return (fp8_padded(m.rows) + kTile - 1) / kTile; }
+
+// Writes the sums of a tile's columns to `partials` [partial_rows, columns]. `sums`: of the four
+// rows of a thread. All threads of the block call it; uses kSumsBytes of shared memory.
+inline constexpr unsigned kSumsBytes = 4 * kGroups * kTile;
+BU_DEVICE void store_sums(const Fp8Result& m, const Patch& at, const float (&sums)[4],
+                          float* partials, uint32_t shared) {
+  sync_block();  // the sums of the tile before are read
+  store_shared_row(shared + 16 * threadIdx.x, sums);
+  sync_block();
+  const int64_t column = at.first_column + threadIdx.x;
+  if (threadIdx.x >= kTile || column >= m.columns) return;
+  float sum = 0.0f;
+#pragma unroll
+  for (uint32_t group = 0; group < kGroups; ++group)
+    sum += load_shared<float>(shared + 4 * (group * kTile + threadIdx.x));
+  store_global(partials + at.first_row / kTile * m.columns + column, sum);
 }
 
 }  // namespace bert_unpad::cuda::fp8

@@ -20,8 +20,6 @@ constexpr const char* kBackward = "bias_gelu_fp8_backward";
 // Blocks on an SM, which leave 64 and 85 registers a thread. Each thread has 4 and 8 loads of 4
 // numbers in flight. Not measured.
 constexpr int kForwardBlocks = 4, kBackwardBlocks = 3;
-// Shared memory of the columns' sums: a row for each of the tile's row groups.
-constexpr unsigned kSums = kSharedBytes, kSumsBytes = 4 * kGroups * kTile;
 
 template <class T, bool kTanh, bool kGradient>
 BU_KERNEL(kThreads, kGradient ? kBackwardBlocks : kForwardBlocks)
@@ -58,18 +56,7 @@ bias_gelu_fp8_kernel(BU_PARAMS GeluFp8Params p) {
     }
     store_tile<Format>(p, at, inverse, [&](int r, int c) { return out[r][c]; });
     if constexpr (kGradient) {
-      if (p.dbias == nullptr) continue;
-      sync_block();  // the sums of the tile before are read
-      store_shared_row(kSums + 16 * threadIdx.x, sums);
-      sync_block();
-      const int64_t column = at.first_column + threadIdx.x;
-      if (threadIdx.x < kTile && column < p.columns) {
-        float sum = 0.0f;
-#pragma unroll
-        for (uint32_t group = 0; group < kGroups; ++group)
-          sum += load_shared<float>(kSums + 4 * (group * kTile + threadIdx.x));
-        store_global(p.partials + at.first_row / kTile * p.columns + column, sum);
-      }
+      if (p.dbias != nullptr) store_sums(p, at, sums, p.partials, kSharedBytes);
     }
   }
   note_largest(p.largest, largest);
@@ -82,8 +69,8 @@ void run(const char* op, const GeluFp8Params& p, cudaStream_t stream) {
   dispatch(p.dtype, [&]<class T>() {
     const auto kernel = p.tanh ? bias_gelu_fp8_kernel<T, true, kGradient>
                                : bias_gelu_fp8_kernel<T, false, kGradient>;
-    launch(op, kernel, dim3(blocks), dim3(kThreads), kSums + (kGradient ? kSumsBytes : 0), stream,
-           p);
+    launch(op, kernel, dim3(blocks), dim3(kThreads), kSharedBytes + (kGradient ? kSumsBytes : 0),
+           stream, p);
   });
 }
 
@@ -94,9 +81,7 @@ void bias_gelu_fp8(const GeluFp8Params& p, cudaStream_t stream) {
   run<false>(kForward, p, stream);
 }
 
-int64_t gelu_fp8_partials(const GeluFp8Params& p) {
-  return (fp8_padded(p.rows) + kTile - 1) / kTile;
-}
+int64_t gelu_fp8_partials(const GeluFp8Params& p) { return partial_rows(p); }
 
 void bias_gelu_fp8_backward(const GeluFp8Params& p, cudaStream_t stream) {
   if (p.columns == 0) return;

@@ -39,8 +39,9 @@ std::tuple<Tensor, Tensor, Tensor> quantize(Tensor x, bool e5m2, bool transpose)
   return {q, q_transposed, scale};
 }
 
-std::tuple<Tensor, Tensor> quantize_scaled(Tensor x, bool e5m2, bool transpose, Tensor scale,
-                                           std::optional<Tensor> largest) {
+std::tuple<Tensor, Tensor, Tensor> quantize_scaled(Tensor x, bool e5m2, bool transpose,
+                                                   Tensor scale, std::optional<Tensor> largest,
+                                                   bool sum) {
   const char* op = "quantize_fp8_scaled";
   ScaledParams p{};
   set_fp8_operand(p, x, op);
@@ -49,8 +50,13 @@ std::tuple<Tensor, Tensor> quantize_scaled(Tensor x, bool e5m2, bool transpose, 
   p.largest = check_largest(largest, x, op);
   const Call call(x, op);
   auto [q, q_transposed] = allocate_fp8_results(p, x, e5m2, transpose);
-  if (p.columns > 0 && p.rows > 0) quantize_fp8_scaled(op, p, call.stream);
-  return {q, q_transposed};
+  Tensor sums = torch::stable::new_empty(x, {sum ? p.columns : 0}, ScalarType::Float);
+  Tensor partials =
+      torch::stable::new_empty(x, {sum ? scaled_partials(p) : 0, p.columns}, ScalarType::Float);
+  p.sums = sum ? sums.mutable_data_ptr<float>() : nullptr;
+  p.partials = partials.mutable_data_ptr<float>();
+  quantize_fp8_scaled(op, p, call.stream);
+  return {q, q_transposed, sums};
 }
 
 // The memory of a matrix in a list, which must have this shape and dtype.
@@ -104,9 +110,11 @@ void check_operand(const Tensor& t, const Tensor& scale, const Tensor& like, con
   check_aligned(scale, op, scale_name);
 }
 
-Tensor product(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, std::optional<Tensor> bias,
-               ScalarType dtype, bool sum_over_tokens) {
-  const char* op = "fp8_product";
+// Shared by both forms; `result` gives the tensor for these sizes, which errors call `name`.
+template <class Result>
+Tensor multiply(const char* op, const Tensor& a, const Tensor& b, const Tensor& a_scale,
+                const Tensor& b_scale, const std::optional<Tensor>& bias, bool sum_over_tokens,
+                bool accumulate, const char* name, const Result& result) {
   check_operand(a, a_scale, a, op, "a", "a_scale");
   check_operand(b, b_scale, a, op, "b", "b_scale");
   check(a.size(1) == b.size(1) && a.size(1) % kFp8Multiple == 0, op,
@@ -114,7 +122,7 @@ Tensor product(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, std::optional
         " and ", shape_string(b));
   check(a.size(0) % kFp8Multiple == 0, op, ": a must have a multiple of 16 rows, got ",
         shape_string(a));
-  Tensor out = torch::stable::new_empty(a, {b.size(0), a.size(0)}, dtype);
+  Tensor out = result(b.size(0), a.size(0));
   Fp8Product p{};
   p.a_e5m2 = is_e5m2(a, op, "a");
   p.b_e5m2 = is_e5m2(b, op, "b");
@@ -128,7 +136,8 @@ Tensor product(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, std::optional
   p.a_scale = a_scale.const_data_ptr<float>();
   p.b_scale = b_scale.const_data_ptr<float>();
   p.out = out.mutable_data_ptr();
-  p.out_dtype = storage_dtype(out, op, "dtype");
+  p.out_dtype = storage_dtype(out, op, name);
+  p.accumulate = accumulate;
   // Forward passes bear shorter sums; gradients are summed in full (Micikevicius et al., 2022).
   p.fast_accumulation = !p.a_e5m2 && !p.b_e5m2;
   if (bias) {
@@ -139,12 +148,32 @@ Tensor product(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, std::optional
   }
   if (out.numel() == 0) return out;
   if (p.k == 0) {
-    torch::stable::zero_(out);
+    if (!accumulate) torch::stable::zero_(out);
     return out;
   }
   const Call call(a, op);
   matmul(fp8_matmul(p), Workspace(a), call.stream, op);
   return out;
+}
+
+Tensor product(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, std::optional<Tensor> bias,
+               ScalarType dtype, bool sum_over_tokens) {
+  return multiply("fp8_product", a, b, a_scale, b_scale, bias, sum_over_tokens, false, "dtype",
+                  [&](int64_t rows, int64_t columns) {
+                    return torch::stable::new_empty(a, {rows, columns}, dtype);
+                  });
+}
+
+void product_in_place(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor out,
+                      bool accumulate) {
+  const char* op = "fp8_product_";
+  multiply(op, a, b, a_scale, b_scale, std::nullopt, true, accumulate, "out",
+           [&](int64_t rows, int64_t columns) {
+             check_shape(out, {rows, columns}, op, "out", "[b's rows, a's rows]");
+             check_contiguous(out, op, "out");
+             check_same_device(out, a, op, "out");
+             return out;
+           });
 }
 
 }  // namespace
@@ -154,6 +183,7 @@ STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CUDA, m) {
   m.impl("quantize_fp8_scaled", TORCH_BOX(&quantize_scaled));
   m.impl("quantize_weights_fp8_", TORCH_BOX(&quantize_list));
   m.impl("fp8_product", TORCH_BOX(&product));
+  m.impl("fp8_product_", TORCH_BOX(&product_in_place));
 }
 
 }  // namespace bert_unpad::cuda

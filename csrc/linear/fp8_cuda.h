@@ -37,7 +37,7 @@ void quantize_fp8(const QuantizeParams& p, cudaStream_t stream);
 int64_t weight_partials(const std::vector<Fp8Matrix>& weights);
 void quantize_weights(const std::vector<Fp8Matrix>& weights, float* partials, cudaStream_t stream);
 
-// y [b.rows, a.rows] = (a_scale * b_scale) b a^T + bias, of row-major 8-bit a [a_rows, k] and
+// y [b.rows, a.rows] = (a_scale * b_scale) b a^T + bias [+ y], of row-major 8-bit a [a_rows, k] and
 // b [b_rows, k]; bias [a_rows], of the type that fp8_bias_dtype gives, or null.
 struct Fp8Product {
   bool a_e5m2, b_e5m2;
@@ -48,6 +48,7 @@ struct Fp8Product {
   const void* bias;
   void* out;
   DType out_dtype;
+  bool accumulate;  // add to out; not with a bias
   bool fast_accumulation;
 };
 

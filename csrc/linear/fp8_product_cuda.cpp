@@ -19,6 +19,7 @@ Matmul fp8_matmul(const Fp8Product& p) {
   m.b_scale = p.b_scale;
   m.d = {data_type(p.out_dtype), p.a_rows, p.b_rows, p.a_rows};
   m.d_data = p.out;
+  m.c_data = p.accumulate ? p.out : nullptr;
   m.fast_accumulation = p.fast_accumulation;
   m.epilogue = Epilogue::kNone;
   m.bias_type = data_type(fp8_bias_dtype(p.out_dtype));

@@ -168,13 +168,17 @@ class AddFp8Row : public AddRow<T, false> {
   template <bool kWide>
   BU_DEVICE void output(int column, int count, uint32_t mask, const float (&y)[kGroup]) {
     AddRow<T, false>::template output<kWide>(column, count, mask, y);
-    Vector<uint32_t, kGroup / 4> words = {};
+    Vector<uint32_t, kGroup / 4> words;
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      const float stored = to_float(from_float<T>(y[i]));
-      largest = fmaxf(largest, fabsf(stored));
-      const uint32_t byte = to_fp8<E4M3>(fp8::nan_unless_finite(stored) * inverse_);
-      words.v[i / 4] |= byte << (8 * (i % 4));
+    for (int word = 0; word < kGroup / 4; ++word) {
+      float scaled[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float stored = to_float(from_float<T>(y[4 * word + i]));
+        largest = fmaxf(largest, fabsf(stored));
+        scaled[i] = fp8::nan_unless_finite(stored) * inverse_;
+      }
+      words.v[word] = to_fp8_word<E4M3>(scaled);
     }
     store_global(p_.fp8.q + begin_ + column, words);
     if (p_.fp8.q_transposed != nullptr) store_shared(shared_row_ + column, words);
@@ -297,7 +301,8 @@ void dropout_add_layer_norm_fp8(const NormFp8Params& p, cudaStream_t stream) {
     dispatch_row<T>(norm, aligned(p), [&]<int kVectors, bool kBlockRow>() {
       if constexpr (kBlockRow) {
         dropout_add_layer_norm(p, stream);
-        quantize_fp8_scaled(kFp8, {p.fp8, norm.dtype, false, p.y, p.scale, p.largest}, stream);
+        ScaledParams rounding{p.fp8, norm.dtype, false, p.y, p.scale, p.largest};
+        quantize_fp8_scaled(kFp8, rounding, stream);
       } else {
         using Block = Fp8Block<T, kVectors>;
         const auto blocks = std::min({fp8_padded(norm.rows) / kFp8Multiple,

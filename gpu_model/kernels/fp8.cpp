@@ -51,10 +51,13 @@ BU_EXPORT int fp8_quantize(int64_t dtype, int e5m2, int64_t rows, int64_t column
 }
 
 BU_EXPORT int fp8_scaled(int64_t dtype, int e5m2, int64_t rows, int64_t columns, const void* x,
-                         void* q, void* q_transposed, const float* scale, float* largest) {
+                         void* q, void* q_transposed, const float* scale, float* largest,
+                         float* sums, float* partials) {
   auto p = quantization<cuda::ScaledParams>(dtype, e5m2, rows, columns, x, q, q_transposed);
   p.scale = scale;
   p.largest = largest;
+  p.sums = sums;
+  p.partials = partials;
   return bert_unpad::block_model::guarded(
       [&] { cuda::quantize_fp8_scaled("quantize_fp8_scaled", p, nullptr); });
 }
@@ -75,7 +78,8 @@ BU_EXPORT int fp8_weights(int64_t count, const int64_t* sizes, const float* cons
 
 BU_EXPORT int fp8_product(int a_e5m2, int b_e5m2, int64_t a_rows, int64_t b_rows, int64_t k,
                           int sum_over_tokens, const void* a, const void* b, const float* a_scale,
-                          const float* b_scale, const void* bias, void* out, int64_t out_dtype) {
+                          const float* b_scale, const void* bias, void* out, int64_t out_dtype,
+                          int accumulate) {
   cuda::Fp8Product p{};
   p.a_e5m2 = a_e5m2 != 0;
   p.b_e5m2 = b_e5m2 != 0;
@@ -90,6 +94,7 @@ BU_EXPORT int fp8_product(int a_e5m2, int b_e5m2, int64_t a_rows, int64_t b_rows
   p.bias = bias;
   p.out = out;
   p.out_dtype = static_cast<DType>(out_dtype);
+  p.accumulate = accumulate != 0;
   return bert_unpad::block_model::guarded([&] {
     bert_unpad::block_model::Workspaces workspaces;
     const auto allocate = [&](size_t bytes) { return workspaces.take(bytes); };

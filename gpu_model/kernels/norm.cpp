@@ -1,6 +1,7 @@
 // dropout_add_layer_norm on the model of a block.
 #include "gpu_model/block/c_api.h"
 //
+#include "cuda/column_sum.cu"
 #include "cuda/fp8_scaled.cu"
 #include "norm/norm.cu"
 

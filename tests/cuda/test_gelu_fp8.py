@@ -7,7 +7,7 @@ import torch
 
 from bert_unpad import ops
 from bert_unpad.ops.delayed_scaling import DelayedScale, LinearScales
-from bert_unpad.ops.fp8 import quantize_by
+from bert_unpad.ops.fp8 import quantize_by, quantize_gradient
 from bert_unpad.ops.gelu_fp8 import bias_gelu_fp8, bias_gelu_fp8_backward
 from tests.cuda.test_fp8 import draw, pytestmark  # noqa: F401
 from tests.support.cuda_checks import (
@@ -39,6 +39,20 @@ def test_rounding_is_that_of_the_cpu(shape, dtype, e5m2):
         results.append([q.cpu(), kept.cpu(), given.largest.max().cpu()])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 16), (1, 16), (66, 80), (3000, 1040)])
+def test_a_gradient_and_the_sum_of_its_rows(shape, dtype):
+    (dy,) = draw(shape, dtype=dtype)
+    q, kept, _ = quantize_by(dy, True, True, scale(1e-4))
+    *same, _, sums = quantize_gradient(dy, True, scale(1e-4), True)
+    assert_same_bits([t.view(torch.uint8) for t in same], [t.view(torch.uint8) for t in (q, kept)])
+    wide = dy.double()
+    bound = wide.abs().sum(0) * max(1, shape[0]) * torch.finfo(torch.float32).eps
+    assert ((sums.double() - wide.sum(0)).abs() <= bound).all()
+    assert_same_bits([quantize_gradient(dy, True, scale(1e-4), True)[3]], [sums])
 
 
 @pytest.mark.sanitizer

@@ -112,21 +112,25 @@ def test_every_barrier_is_needed(fp8):
     assert [site.kind for site in sites] == ["sync_block"] * 3
 
 
-def quantize_scaled(model, x, e5m2, scale, transpose=True):
+def quantize_scaled(model, x, e5m2, scale, transpose=True, sum=False):
     rows, columns = x.shape
     x = aligned(x)
     q = aligned(torch.full((rows, columns), 0x55, dtype=torch.uint8))
     padded = (rows + 15) // 16 * 16
     kept = aligned(torch.full((columns, padded), 0x55, dtype=torch.uint8)) if transpose else None
     scale, largest = torch.tensor([scale]), torch.zeros(1024)
+    sums = [torch.full((count, columns), torch.nan) for count in (1, (padded + 63) // 64) if sum]
     model.clear()
     for tensor in (x, scale):
         model.register(tensor, writable=False)
-    for tensor in (q, kept, largest):
+    for tensor in (q, kept, largest, *sums):
         if tensor is not None:
             model.register(tensor)
-    model.call("fp8_scaled", DTYPES[x.dtype], e5m2, rows, columns, x, q, kept, scale, largest)
-    return q, kept, largest
+    sums = sums or [None, None]
+    model.call(
+        "fp8_scaled", DTYPES[x.dtype], e5m2, rows, columns, x, q, kept, scale, largest, *sums
+    )
+    return q, kept, largest, sums[0]
 
 
 @pytest.mark.parametrize("e5m2", FORMATS)
@@ -141,12 +145,26 @@ def test_rounding_by_a_scale_that_is_given(fp8, shape, dtype, e5m2):
     for number, policy in enumerate(POLICIES):
         fp8.configure(policy, seed=3)
         fp8.set_device(multiprocessors=1 + number)
-        q, kept, largest = quantize_scaled(fp8, x, e5m2, scale)
+        q, kept, largest, _ = quantize_scaled(fp8, x, e5m2, scale)
         assert_same_numbers(q.view(FORMATS[e5m2]), want)
         assert_same_numbers(kept.view(FORMATS[e5m2]), want_kept)
         assert largest.max() == torch.inf
     q, *_ = quantize_scaled(fp8, x, e5m2, scale, transpose=False)
     assert_same_numbers(q.view(FORMATS[e5m2]), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_of_columns(fp8, shape, dtype):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(derived(3))).to(dtype)
+    bound = x.double().abs().sum(0) * shape[0] * torch.finfo(torch.float32).eps
+    for number, policy in enumerate(POLICIES):
+        fp8.configure(policy, seed=3)
+        fp8.set_device(multiprocessors=1 + number)
+        *same, sums = quantize_scaled(fp8, x, True, 1e-4, sum=True)
+        assert ((sums[0].double() - x.double().sum(0)).abs() <= bound).all()
+        for got, want in zip(same, quantize_scaled(fp8, x, True, 1e-4), strict=False):
+            assert torch.equal(got, want)
 
 
 def assert_same_numbers(got, want):
@@ -160,6 +178,15 @@ def test_every_barrier_of_a_given_scale_is_needed(fp8):
         fp8, lambda: quantize_scaled(fp8, x, False, 0.01), seeds=range(3)
     )
     assert [site.kind for site in sites] == ["sync_block"] * 3
+
+
+def test_every_barrier_of_sums_is_needed(fp8):
+    """Where the transposed matrix, whose barriers part the tiles too, is not wanted."""
+    fp8.set_device(multiprocessors=1)
+    x = torch.randn(260, 144)
+    run = partial(quantize_scaled, fp8, x, True, 0.01, transpose=False, sum=True)
+    sites = assert_every_site_is_needed(fp8, run, seeds=range(3))
+    assert [site.kind for site in sites] == ["sync_block"] * 4  # one of them column_sum's
 
 
 def pointers(tensors):
@@ -229,10 +256,11 @@ def test_product(fp8, b_e5m2, sum_over_tokens):
     qb, _, b_scale = quantize_fp8(b, b_e5m2)
     bias = torch.randn(32, generator=generator).bfloat16()
     want = (qb.double() * b_scale.double()) @ (qa.double() * a_scale.double()).T
-    choices = itertools.product((True, False), (torch.bfloat16, torch.float32), (0, BIAS_EPILOGUE))
-    for with_bias, out_dtype, refused in choices:
-        fp8.call("refuse_epilogue", refused)
-        out = torch.full((21, 32), torch.nan, dtype=out_dtype)
+    choices = itertools.product(("bias", "add", ""), (torch.bfloat16, torch.float32), (0, 1))
+    for addend, out_dtype, refused in choices:
+        fp8.call("refuse_epilogue", BIAS_EPILOGUE * refused)
+        before = torch.randn(21, 32, generator=generator).to(out_dtype)
+        out = before.clone() if addend == "add" else torch.full_like(before, torch.nan)
         fp8.clear()
         for tensor in (qa, qb, bias):
             fp8.register(tensor, writable=False)
@@ -240,9 +268,9 @@ def test_product(fp8, b_e5m2, sum_over_tokens):
         fp8.call(
             "fp8_product",
             *(False, b_e5m2, 32, 21, 48, sum_over_tokens, qa, qb, a_scale, b_scale),
-            *(bias if with_bias else None, out, DTYPES[out_dtype]),
+            *(bias if addend == "bias" else None, out, DTYPES[out_dtype], addend == "add"),
         )
-        exact = want + bias.double() if with_bias else want
+        exact = want + {"bias": bias, "add": before, "": torch.zeros(1)}[addend].double()
         tolerance = 2 * torch.finfo(out_dtype).eps
         torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
     fp8.call("refuse_epilogue", 0)

@@ -168,8 +168,9 @@ def test_operators():
             opcheck(operator, arguments, test_utils="test_faketensor")
         for e5m2 in (False, True):
             operator = torch.ops.bert_unpad.quantize_fp8_scaled.default
-            arguments = (x, e5m2, True, torch.ones(()), largest)
-            opcheck(operator, arguments, test_utils="test_faketensor")
+            for sum in (False, True):
+                arguments = (x, e5m2, True, torch.ones(()), largest, sum)
+                opcheck(operator, arguments, test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("e5m2", [False, True])

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.library import opcheck
 
 from bert_unpad import ops
+from bert_unpad.ops import matmul
+from bert_unpad.ops.delayed_scaling import DelayedScaling
 from bert_unpad.ops.fp8 import quantize_fp8
 from tests.nn.test_bert import make_inputs, make_model
 from tests.support.fp8_training import SIZES, train
@@ -75,11 +77,39 @@ def test_only_what_is_asked_for_is_computed_and_kept() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = ops.fp8_linear(x, weight)
-    # Not the weight, whose copy only the input's gradient needs.
-    assert sorted(t.numel() for t in kept if t.numel() > 1) == [16 * 16]
-    assert all(t.element_size() == 1 for t in kept if t.numel() > 1)
+    # Of the weight no copy in 8 bits, which only the input's gradient needs.
+    (inputs,) = [t for t in kept if t.numel() > 1 and t.data_ptr() != weight.data_ptr()]
+    assert inputs.numel() == 16 * 16
+    assert inputs.element_size() == 1
     y.sum().backward()
     assert weight.grad is not None
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_weight_gradients_can_be_added_in_place(delayed) -> None:
+    x, dy = draw((37, 48), (37, 32))
+    given = draw((64, 48), (64,), (32, 64), (32, 48), (32,))
+    scaling = DelayedScaling(3)
+    first, second, third = (scaling[layer] if delayed else None for layer in range(3))
+
+    def run(leaves: list[Tensor]) -> None:
+        scales = (first, second) if delayed else None
+        y, _ = ops.mlp(x, *leaves[:3], fp8=True, scales=scales)
+        (y + ops.fp8_linear(x, *leaves[3:], third)).backward(dy)
+
+    plain, added = ([t.clone().requires_grad_() for t in given] for _ in range(2))
+    weights = [added[0], added[2], added[3]]
+    for weight in weights:
+        ops.accumulate_in_place(weight)
+        weight.grad = torch.full_like(weight, torch.nan)
+    places = [weight.grad.data_ptr() for weight in weights]
+    for leaves in (plain, added):
+        with matmul.InPlaceGradients(weights if leaves is added else ()):
+            for _ in range(2):
+                run(leaves)
+    assert places == [weight.grad.data_ptr() for weight in weights]
+    for got, want in zip(added, plain, strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
 
 
 def test_operators() -> None:
@@ -99,6 +129,8 @@ def test_operators() -> None:
         arguments = (a, b, a_scale, b_scale, bias, torch.bfloat16, False)
         # The schema's test multiplies its inputs, which PyTorch cannot in 8 bits.
         opcheck(torch.ops.bert_unpad.fp8_product.default, arguments, test_utils="test_faketensor")
+    arguments = (a, b, a_scale, b_scale, torch.randn(5, 16), True)
+    opcheck(torch.ops.bert_unpad.fp8_product_.default, arguments, test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("recompute", ["none", "gelu", "layer"])

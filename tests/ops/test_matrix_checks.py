@@ -20,6 +20,7 @@ OPERATORS = (
     "quantize_fp8_scaled",
     "quantize_weights_fp8_",
     "fp8_product",
+    "fp8_product_",
     "bias_gelu_fp8",
     "bias_gelu_fp8_backward",
 )

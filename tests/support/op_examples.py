@@ -126,13 +126,14 @@ def _examples() -> dict[str, tuple]:
         "packed_product_": (rows(), x, rows(HIDDEN, HIDDEN), rows(HIDDEN), rows()),
         "packed_wgrad_": (rows(TOKENS, HIDDEN), x, rows(HIDDEN, HIDDEN), False, True),
         "quantize_fp8": (x, False, True),
-        "quantize_fp8_scaled": (x, False, True, scalar(), rows(1024)),
+        "quantize_fp8_scaled": (x, False, True, scalar(), rows(1024), True),
         "quantize_weights_fp8_": (
             *([weight], [eight[0]], [rows(HIDDEN, WIDTH, dtype=torch.float8_e4m3fn)], [scalar()]),
         ),
         "fp8_product": (
             *(*eight, scalar(), scalar(), rows(WIDTH, dtype=torch.bfloat16), torch.float32, False),
         ),
+        "fp8_product_": (*eight, scalar(), scalar(), rows(TOKENS, WIDTH), True),
         "embedding_layer_norm": (*tables, vector(), vector(), p, 1e-5, torch.float32, rng),
         "embedding_layer_norm_backward": (dy, *tables, vector(), *statistics, p, rng),
         "masked_cross_entropy": (*logits, HIDDEN, -100),
