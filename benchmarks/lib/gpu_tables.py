@@ -19,9 +19,12 @@ def measured_on_gpus() -> str:
         "16-bit activations. A step is forward and backward pass and the update; each contender "
         "takes turns with ours, and operators begin with an empty L2. Under the load of a whole "
         "step these cards lower their clock, so compare within a run only. Where a process "
-        "measures two widths, `torch.compile` compiles the second one for any width. Attention, "
-        "packed tokens and the table of all peers were measured before norms copied rows ahead and "
-        "attention's backward pass read its rows in whole sectors.",
+        "measures two widths, `torch.compile` compiles the second one for any width. The H100's "
+        "attention, packed tokens and table of all peers were measured before norms copied rows "
+        "ahead and attention's backward pass read its rows in whole sectors, its step in 8 bits "
+        "before matrices were rounded by the GPU's own instruction; the H200's optimizers, and "
+        "steps without graphs, before an operator's checks stopped writing messages that nobody "
+        "sees, which more than halves the host's time of an update.",
         *parts,
     )
 
@@ -33,13 +36,19 @@ def _parts(device: str) -> Iterator[str]:
         ("packed_tokens", _packed_tokens),
         ("ops_attention", _operators),
         ("ops_norm", _operators),
+        ("ops_gelu", _operators),
+        ("ops_loss", _operators),
+        ("ops_mlp", _operators),
+        ("optim", _optimizers),
+        ("one_bit", _signs),
+        ("trainer", _trainers),
     ):
         found = read(name, device)
         if found is not None:
             yield source(name, found, device=device)
             yield part(found)
             if (folder(device) / f"{name}.png").exists():
-                yield f"Where the time goes: [{name}.png]({LINK}/{device}/{name}.png)."
+                yield f"As a plot: [{name}.png]({LINK}/{device}/{name}.png)."
 
 
 def _steps(found: Result) -> str:
@@ -95,3 +104,35 @@ def _operators(found: Result) -> str:
         for name, ms in cases.items()
     ]
     return table(["forward and backward pass", "ours, us", *(f"{p}, times" for p in peers)], rows)
+
+
+def _optimizers(found: Result) -> str:
+    rows = [
+        [x["contender"], f"{1e3 * x['seconds']:.2f}", f"{x['copy_share']:.0%}"]
+        for x in found["results"]
+    ]
+    setup = f"{found['model']}: {found['parameters'] / 1e6:.0f} M parameters, {found['dtype']}"
+    return table([setup, "ms", "of a copy's rate"], rows)
+
+
+def _signs(found: Result) -> str:
+    rows = [
+        [x["operator"], f"{1e3 * x['seconds']:.2f}", f"{x['copy_share']:.0%}"]
+        for x in found["results"]
+    ]
+    setup = f"{found['numel'] / 1e6:.0f} M values to signs, {found['ranks']} ranks"
+    return table([setup, "ms", "of a copy's rate"], rows)
+
+
+def _trainers(found: Result) -> str:
+    rows = [
+        [name, f"{curve[-1]['seconds']:.0f}", f"{curve[-1]['step']:,}", f"{curve[-1]['loss']:.2f}"]
+        for name, curve in found["curves"].items()
+    ]
+    tokens, examples = (found["data"][f"train_{what}"] for what in ("tokens", "examples"))
+    setup = (
+        f"BERT-{found['size']} on {examples:,} examples of {tokens / examples:.0f} tokens on "
+        f"average, {found['batch']} an update; examples, masks and held-out texts are the same."
+    )
+    header = ["trainer", "seconds", "updates", "held-out masked-token loss"]
+    return f"{setup}\n\n{table(header, rows)}"

@@ -236,44 +236,49 @@ class FusedOptimizer(CopyableOptimizer):
     def _parameter_lists(self, group: dict[str, Any]) -> list[ParameterList]:
         lists: dict[Any, ParameterList] = {}
         for param in group["params"]:
-            if param.grad is None:
+            grad = param.grad
+            if grad is None:
                 continue
-            if param.grad.is_sparse:
+            if grad.is_sparse:
                 raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
-            if is_dtensor(param) and param.grad.placements != param.placements:
-                raise RuntimeError(
-                    f"params: expected gradients placed like their parameter, {param.placements}, "
-                    f"got {param.grad.placements}"
-                )
-            if not local(param.detach()).is_contiguous():
-                raise RuntimeError("params: expected contiguous parameters")
-            shards = shard_groups(param)
+            state = self._state_of(param, group)
+            own, shards = param.detach(), ()
+            if is_dtensor(param):
+                if grad.placements != param.placements:
+                    raise RuntimeError(
+                        "params: expected gradients placed like their parameter, "
+                        f"{param.placements}, got {grad.placements}"
+                    )
+                own, grad, shards = local(own), local(grad), shard_groups(param)
+                state = {name: local(tensor) for name, tensor in state.items()}
             if self.shard_group is not None:
                 shards = (self.shard_group,)
-            state = self._state_of(param, group)
-            grad = local(param.grad).contiguous()
-            whole, copy = param, self._rounded.get(param)
+            if not own.is_contiguous():
+                raise RuntimeError("params: expected contiguous parameters")
+            grad = grad.contiguous()
+            copy = self._rounded.get(param) if self._rounded else None
             if isinstance(copy, RoundedWeight):  # which takes the parameter for its master weights
                 copy.renew(param)
-                state = state | {"master_param": param.detach()}
-                param = copy.tensor
-            master = "master_param" in state
-            key = (param.device, param.dtype, grad.dtype, master, shards)
-            parameters = lists.setdefault(key, ParameterList(shards))
-            sizes = self._sizes_of(whole, group["stacked"])
-            parameters.add(param, grad, state, sizes, whole=whole)
+                state = state | {"master_param": own}
+                own = copy.tensor
+            key = (own.device, own.dtype, grad.dtype, "master_param" in state, shards)
+            parameters = lists.get(key)
+            if parameters is None:
+                parameters = lists[key] = ParameterList(shards)
+            sizes = self._sizes_of(param, group["stacked"]) if group["stacked"] else ()
+            parameters.add(own, grad, state, sizes, whole=param)
             if isinstance(copy, RoundedWeight):
-                parameters.rounded.append((whole, copy))
+                parameters.rounded.append((param, copy))
             elif copy is not None:
-                parameters.quantized.append((whole, copy))
+                parameters.quantized.append((param, copy))
         for parameters in lists.values():
             parameters.separate_steps()
         return list(lists.values())
 
-    def _sizes_of(self, param: Tensor, rows: Sequence[int]) -> list[int]:
+    def _sizes_of(self, param: Tensor, rows: Sequence[int]) -> Sequence[int]:
         """How much this rank has of each matrix in a parameter: rows, or elements of a part."""
-        if not (self.splits_stacked and rows):
-            return []
+        if not self.splits_stacked:
+            return ()
         if param in self.part_of:
             shape, (first, last) = self.part_of[param]
             row = shape[1:].numel()

@@ -69,22 +69,22 @@ class ParameterList:
         *,
         whole: Tensor,
     ) -> None:
-        """Appends a parameter, its gradient and its state to the lists.
+        """Appends what this rank has of a parameter, its gradient and its state to the lists.
 
         With `sizes`, as several tensors of so many rows each. `whole` is the model's parameter,
-        which `param` may be a copy of.
+        which `param` is a part or a copy of.
         """
-        begin = len(self.tensors["param"])
-        for name, tensor in ({"param": param.detach(), "grad": grad} | state).items():
-            tensor, entries = local(tensor), self.tensors[name]
+        tensors = self.tensors
+        begin = len(tensors["param"])
+        for name, tensor in (("param", param), ("grad", grad), *state.items()):
             if not sizes:
-                entries.append(tensor)
+                tensors[name].append(tensor)
             elif tensor.dim():
-                entries.extend(tensor.split(list(sizes)))
+                tensors[name].extend(tensor.split(list(sizes)))
             else:
-                entries.extend([tensor] * len(sizes))
+                tensors[name].extend([tensor] * len(sizes))
         self._repeated += range(begin + 1, begin + len(sizes))
-        self._places.append((whole, slice(begin, len(self.tensors["param"]))))
+        self._places.append((whole, slice(begin, begin + (len(sizes) or 1))))
 
     def split(self, chunk_of: Mapping[Tensor, int]) -> list[ParameterList]:
         """The same in one list for each chunk; what `chunk_of` does not name is in chunk 0."""

@@ -37,7 +37,7 @@ inline AttentionHeads check_qkv(const Tensor& qkv, int64_t num_heads, const char
   check(num_heads > 0 && both > 0 && both % 2 == 0 && num_heads % (both / 2) == 0, op,
         ": num_heads must be a multiple of kv_heads, and qkv must have num_heads + 2 * kv_heads "
         "heads, got num_heads = ",
-        num_heads, " and qkv of shape ", shape_string(qkv));
+        num_heads, " and qkv of shape ", ShapeOf(qkv));
   return {num_heads, both / 2, qkv.size(2)};
 }
 
@@ -69,7 +69,7 @@ inline int64_t check_sequences(const AttentionRows& q, const AttentionRows& k, c
     const Tensor& cu = rows->cu_seqlens;
     check_dtype(cu, ScalarType::Int, op, rows->cu_name, "int32");
     check(cu.dim() == 1 && cu.size(0) >= 1, op, ": ", rows->cu_name,
-          " must have shape [sequences + 1], got ", shape_string(cu));
+          " must have shape [sequences + 1], got ", ShapeOf(cu));
     check_contiguous(cu, op, rows->cu_name);
   }
   const int64_t sequences = q.cu_seqlens.size(0) - 1;
@@ -195,8 +195,7 @@ inline void check_schedule(const std::optional<Tensor>& order, const std::option
     const bool itself = q.cu_seqlens.const_data_ptr() == k.cu_seqlens.const_data_ptr();
     const bool table = itself && order->dim() == 2 && order->size(1) == kOrderColumns;
     check((order->dim() == 1 || table) && order->size(0) == sequences, op,
-          ": order must have shape [", sequences, "], one entry a sequence, got ",
-          shape_string(*order));
+          ": order must have shape [", sequences, "], one entry a sequence, got ", ShapeOf(*order));
     check_dtype(*order, ScalarType::Int, op, "order", "int32");
     check_contiguous(*order, op, "order");
     check_same_device(*order, data, op, "order");
@@ -205,7 +204,7 @@ inline void check_schedule(const std::optional<Tensor>& order, const std::option
     check(groups->dim() == 2 && groups->size(0) >= 1 && groups->size(0) <= kMaxAttentionGroups &&
               groups->size(1) == 3,
           op, ": groups must have shape [1 to ", kMaxAttentionGroups,
-          ", 3] (sequences, longest query run, longest key run), got ", shape_string(*groups));
+          ", 3] (sequences, longest query run, longest key run), got ", ShapeOf(*groups));
     check_dtype(*groups, ScalarType::Int, op, "groups", "int32");
     check(groups->is_cpu(), op, ": groups must be on the CPU");
     check_contiguous(*groups, op, "groups");

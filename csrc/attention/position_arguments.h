@@ -21,7 +21,7 @@ inline void check_query_positions(const std::optional<Tensor>& positions, const 
   if (!positions) return;
   check(positions->dim() == 1 && positions->size(0) == q.size(0), op,
         ": query_positions must have shape [", q.size(0), "], one entry a query, got ",
-        shape_string(*positions));
+        ShapeOf(*positions));
   check_dtype(*positions, ScalarType::Int, op, "query_positions", "int32");
   check_contiguous(*positions, op, "query_positions");
   check_same_device(*positions, q, op, "query_positions");
@@ -42,7 +42,7 @@ inline bool check_bias(const BiasArguments& bias, const Tensor& q, const Tensor&
   }
   const Tensor& buckets = *bias.buckets;
   check(buckets.dim() == 1 && buckets.size(0) % 2 == 1, op,
-        ": bias_buckets must have shape [2 * reach + 1], got ", shape_string(buckets));
+        ": bias_buckets must have shape [2 * reach + 1], got ", ShapeOf(buckets));
   check_dtype(buckets, ScalarType::Int, op, "bias_buckets", "int32");
   check_contiguous(buckets, op, "bias_buckets");
   check_same_device(buckets, q, op, "bias_buckets");

@@ -33,13 +33,18 @@ inline void check(bool ok, const Args&... message) {
   throw std::runtime_error(text.str());
 }
 
-inline std::string shape_string(const Tensor& t) {
-  std::ostringstream text;
-  text << '[';
-  for (int64_t i = 0; i < t.dim(); ++i) text << (i ? ", " : "") << t.size(i);
-  text << ']';
-  return text.str();
-}
+// A tensor's shape in a message, which is written only where a check fails: an operator makes a
+// dozen of them.
+struct ShapeOf {
+  const Tensor& tensor;
+  explicit ShapeOf(const Tensor& t) : tensor(t) {}
+
+  friend std::ostream& operator<<(std::ostream& out, const ShapeOf& shape) {
+    out << '[';
+    for (int64_t i = 0; i < shape.tensor.dim(); ++i) out << (i ? ", " : "") << shape.tensor.size(i);
+    return out << ']';
+  }
+};
 
 // -1 in `sizes` matches anything.
 inline void check_shape(const Tensor& t, std::initializer_list<int64_t> sizes, const char* op,
@@ -51,7 +56,7 @@ inline void check_shape(const Tensor& t, std::initializer_list<int64_t> sizes, c
     ok = size < 0 || t.size(i) == size;
     ++i;
   }
-  check(ok, op, ": ", name, " must have shape ", expected, ", got ", shape_string(t));
+  check(ok, op, ": ", name, " must have shape ", expected, ", got ", ShapeOf(t));
 }
 
 // Checks that the storage has all the memory that sizes and strides describe. It does not after
@@ -66,7 +71,7 @@ inline void check_storage(const Tensor& t, const char* op, const char* name) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(t.get(), &bytes));
   const auto needed = (last + 1) * static_cast<int64_t>(t.element_size());
   check(bytes >= needed, op, ": ", name, " must have a storage of at least ", needed,
-        " bytes for shape ", shape_string(t), ", got one of ", bytes, "; was it freed?");
+        " bytes for shape ", ShapeOf(t), ", got one of ", bytes, "; was it freed?");
 }
 
 inline void check_contiguous(const Tensor& t, const char* op, const char* name) {
@@ -89,7 +94,7 @@ inline void check_same_device(const Tensor& t, const Tensor& like, const char* o
 // One number of `dtype` on the device of `like`.
 inline void check_scalar(const Tensor& t, ScalarType dtype, const Tensor& like, const char* op,
                          const char* name, const char* expected) {
-  check(t.numel() == 1, op, ": ", name, " must have one element, got ", shape_string(t));
+  check(t.numel() == 1, op, ": ", name, " must have one element, got ", ShapeOf(t));
   check_dtype(t, dtype, op, name, expected);
   check_same_device(t, like, op, name);
   check_storage(t, op, name);
@@ -115,8 +120,8 @@ inline void check_like(const Tensor& t, const Tensor& like, const char* op, cons
                        const char* like_name) {
   bool same = t.dim() == like.dim();
   for (int64_t i = 0; same && i < t.dim(); ++i) same = t.size(i) == like.size(i);
-  check(same, op, ": ", name, " must have the shape of ", like_name, ", ", shape_string(like),
-        ", got ", shape_string(t));
+  check(same, op, ": ", name, " must have the shape of ", like_name, ", ", ShapeOf(like), ", got ",
+        ShapeOf(t));
   check(t.scalar_type() == like.scalar_type(), op, ": ", name, " must have the dtype of ",
         like_name);
   check_contiguous(t, op, name);
@@ -127,7 +132,7 @@ inline void check_like(const Tensor& t, const Tensor& like, const char* op, cons
 inline void check_vector(const Tensor& t, int64_t n, const Tensor& like, const char* op,
                          const char* name) {
   check(t.dim() == 1 && t.size(0) == n, op, ": ", name, " must have shape [", n, "], got ",
-        shape_string(t));
+        ShapeOf(t));
   check_contiguous(t, op, name);
   check_same_device(t, like, op, name);
 }

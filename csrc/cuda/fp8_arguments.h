@@ -20,7 +20,7 @@ inline void set_fp8_sizes(Fp8Result& p, const Tensor& x, const char* op) {
   check_shape(x, {-1, -1}, op, "x", "[rows, columns]");
   check_contiguous(x, op, "x");
   check(x.size(1) % kFp8Multiple == 0, op, ": x must have a multiple of 16 columns, got ",
-        shape_string(x));
+        ShapeOf(x));
   p.rows = x.size(0);
   p.columns = x.size(1);
 }

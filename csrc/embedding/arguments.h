@@ -31,7 +31,7 @@ inline void check_embedding_arguments(const EmbeddingTables& tables, const Tenso
                                       const Tensor& weight, double dropout_p, const char* op) {
   const EmbeddingTable& word = tables[0];
   check(word.rows.dim() == 2, op, ": word must have shape [entries, hidden], got ",
-        shape_string(word.rows));
+        ShapeOf(word.rows));
   const DType table_dtype = storage_dtype(word.rows, op, "word");
   const DType dtype = storage_dtype(activations, op, "the output");
   for (const EmbeddingTable& t : tables) {
@@ -41,7 +41,7 @@ inline void check_embedding_arguments(const EmbeddingTables& tables, const Tenso
     check_same_device(t.ids, word.rows, op, t.ids_name);
     check(t.rows.dim() == 2 && t.rows.size(1) == word.rows.size(1) && t.rows.size(1) >= 1, op, ": ",
           t.rows_name, " must have shape [entries, hidden], hidden as in word, got ",
-          shape_string(t.rows));
+          ShapeOf(t.rows));
     check(t.rows.scalar_type() == word.rows.scalar_type(), op, ": ", t.rows_name,
           " must have the dtype of word");
     check_contiguous(t.rows, op, t.rows_name);

@@ -46,7 +46,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor input_ids, Tensor position_ids
   const char* op = "embedding_layer_norm";
   const EmbeddingTables tables =
       embedding_tables(input_ids, position_ids, token_type_ids, word, position, token_type);
-  check(word.dim() == 2, op, ": word must have shape [entries, hidden], got ", shape_string(word));
+  check(word.dim() == 2, op, ": word must have shape [entries, hidden], got ", ShapeOf(word));
   const int64_t tokens = input_ids.numel();
   const Call call(word, op);
   Tensor y = torch::stable::new_empty(word, {tokens, word.size(1)}, out_dtype);

@@ -19,7 +19,7 @@ int64_t set_common(GeluCpuParams& p, std::vector<float>& bias_vector, const Tens
                    const std::optional<Tensor>& bias, bool tanh, const char* op) {
   p.dtype = storage_dtype(x, op, "x");
   p.tanh = tanh;
-  check(x.dim() >= 1, op, ": x must have shape [..., hidden], got ", shape_string(x));
+  check(x.dim() >= 1, op, ": x must have shape [..., hidden], got ", ShapeOf(x));
   check_contiguous(x, op, "x");
   p.hidden = x.size(x.dim() - 1);
   if (bias) check_parameter(*bias, p.hidden, x, op, "bias");

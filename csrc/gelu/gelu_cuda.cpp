@@ -12,7 +12,7 @@ namespace {
 
 GeluCudaParams common(const Tensor& x, const std::optional<Tensor>& bias, bool tanh,
                       const char* op) {
-  check(x.dim() >= 1, op, ": x must have shape [..., hidden], got ", shape_string(x));
+  check(x.dim() >= 1, op, ": x must have shape [..., hidden], got ", ShapeOf(x));
   check_contiguous(x, op, "x");
   GeluCudaParams p{};
   p.dtype = storage_dtype(x, op, "x");

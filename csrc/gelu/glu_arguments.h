@@ -12,7 +12,7 @@ int64_t set_glu(Params& p, const Tensor& x, const std::optional<Tensor>& bias, i
                 const char* op) {
   p.dtype = storage_dtype(x, op, "x");
   check(x.dim() >= 1 && x.size(x.dim() - 1) % 2 == 0, op,
-        ": x must have shape [..., 2 * width], got ", shape_string(x));
+        ": x must have shape [..., 2 * width], got ", ShapeOf(x));
   check_contiguous(x, op, "x");
   check(kind >= 0 && kind < kGluKinds, op, ": kind must be between 0 and ", kGluKinds - 1, ", got ",
         kind);

@@ -83,7 +83,7 @@ void quantize_list(std::vector<Tensor> weights, std::vector<Tensor> q,
     check_shape(weights[i], {-1, -1}, op, "weights", "[rows, columns]");
     const int64_t rows = weights[i].size(0), columns = weights[i].size(1);
     check(rows % kFp8Multiple == 0 && columns % kFp8Multiple == 0, op,
-          ": weights must have multiples of 16 rows and columns, got ", shape_string(weights[i]));
+          ": weights must have multiples of 16 rows and columns, got ", ShapeOf(weights[i]));
     check_scalar(scales[i], ScalarType::Float, like, op, "scales", "float32");
     constexpr ScalarType kType = ScalarType::Float8_e4m3fn;
     Fp8Matrix m{};
@@ -118,10 +118,9 @@ Tensor multiply(const char* op, const Tensor& a, const Tensor& b, const Tensor& 
   check_operand(a, a_scale, a, op, "a", "a_scale");
   check_operand(b, b_scale, a, op, "b", "b_scale");
   check(a.size(1) == b.size(1) && a.size(1) % kFp8Multiple == 0, op,
-        ": a and b must have the same number of columns, a multiple of 16, got ", shape_string(a),
-        " and ", shape_string(b));
-  check(a.size(0) % kFp8Multiple == 0, op, ": a must have a multiple of 16 rows, got ",
-        shape_string(a));
+        ": a and b must have the same number of columns, a multiple of 16, got ", ShapeOf(a),
+        " and ", ShapeOf(b));
+  check(a.size(0) % kFp8Multiple == 0, op, ": a must have a multiple of 16 rows, got ", ShapeOf(a));
   Tensor out = result(b.size(0), a.size(0));
   Fp8Product p{};
   p.a_e5m2 = is_e5m2(a, op, "a");

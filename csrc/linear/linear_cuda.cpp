@@ -16,8 +16,7 @@ void check_matrix(const Tensor& t, const char* op, const char* name, const char*
   check_contiguous(t, op, name);
   const DType dtype = storage_dtype(t, op, name);
   check(dtype != DType::kFloat32, op, ": ", name, " must be bfloat16 or float16 on a GPU");
-  check(t.size(1) % 8 == 0, op, ": ", name, " must have a multiple of 8 columns, got ",
-        shape_string(t));
+  check(t.size(1) % 8 == 0, op, ": ", name, " must have a multiple of 8 columns, got ", ShapeOf(t));
 }
 
 void check_second(const Tensor& t, const Tensor& first, const char* op, const char* name,
@@ -38,10 +37,10 @@ std::tuple<Tensor, Tensor> forward(Tensor x, Tensor weight, std::optional<Tensor
   check_matrix(x, op, "x", "[tokens, in_features]");
   check_second(weight, x, op, "weight", "[out_features, in_features]");
   check(weight.size(1) == x.size(1), op, ": weight must have ", x.size(1), " columns like x, got ",
-        shape_string(weight));
+        ShapeOf(weight));
   const LinearShape shape{storage_dtype(x, op, "x"), x.size(0), x.size(1), weight.size(0)};
   check(shape.out_features % 8 == 0, op, ": weight must have a multiple of 8 rows, got ",
-        shape_string(weight));
+        ShapeOf(weight));
   if (bias) {
     check_parameter(*bias, shape.out_features, x, op, "bias");
     check(bias->scalar_type() == x.scalar_type(), op, ": bias must have x's dtype");
@@ -64,7 +63,7 @@ Tensor dgrad(Tensor dy, Tensor weight, std::optional<Tensor> addend, std::option
   check_matrix(dy, op, "dy", "[tokens, out_features]");
   check_second(weight, dy, op, "weight", "[out_features, in_features]");
   check(weight.size(0) == dy.size(1), op, ": weight must have ", dy.size(1),
-        " rows, dy's columns, got ", shape_string(weight));
+        " rows, dy's columns, got ", ShapeOf(weight));
   check(!(addend && pre), op, ": addend and pre exclude each other");
   const LinearShape shape{storage_dtype(dy, op, "dy"), dy.size(0), weight.size(1), dy.size(1)};
   Tensor dx = torch::stable::new_empty(dy, {shape.tokens, shape.in_features});
@@ -100,7 +99,7 @@ void check_wgrad(const Tensor& dy, const Tensor& x, const char* op) {
   check_matrix(dy, op, "dy", "[tokens, out_features]");
   check_second(x, dy, op, "x", "[tokens, in_features]");
   check(x.size(0) == dy.size(0), op, ": x must have ", dy.size(0), " rows like dy, got ",
-        shape_string(x));
+        ShapeOf(x));
 }
 
 std::tuple<Tensor, Tensor> new_wgrad(Tensor dy, Tensor x, bool bias, ScalarType dtype) {

@@ -11,7 +11,7 @@ inline int64_t check_norm_arguments(const Tensor& x, const std::optional<Tensor>
                                     double dropout_p, const char* op, const char* name = "x") {
   storage_dtype(x, op, name);
   check(x.dim() >= 1 && x.size(x.dim() - 1) >= 1, op, ": ", name,
-        " must have shape [..., hidden] with hidden >= 1, got ", shape_string(x));
+        " must have shape [..., hidden] with hidden >= 1, got ", ShapeOf(x));
   check_contiguous(x, op, name);
   const int64_t hidden = x.size(x.dim() - 1);
   if (residual) check_like(*residual, x, op, "residual", "x");

@@ -21,7 +21,7 @@ inline void check_element(const Tensor& t, const Tensor& param, const char* op, 
                           size_t i) {
   const std::string full = element_name(name, i);
   check(t.numel() == param.numel(), op, ": ", full, " must have the shape of params[", i, "], ",
-        shape_string(param), ", got ", shape_string(t));
+        ShapeOf(param), ", got ", ShapeOf(t));
   check_contiguous(t, op, full.c_str());
   check_same_device(t, param, op, full.c_str());
 }

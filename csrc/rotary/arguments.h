@@ -35,7 +35,7 @@ inline void check_no_overlap(const Tensor& x, const char* op) {
   for (const int64_t dim : {inner, outer}) {
     if (x.size(dim) < 2) continue;
     check(x.stride(dim) >= extent, op, ": x must have no two elements at one address, got strides ",
-          x.stride(0), ", ", x.stride(1), ", ", x.stride(2), " for shape ", shape_string(x));
+          x.stride(0), ", ", x.stride(1), ", ", x.stride(2), " for shape ", ShapeOf(x));
     extent += (x.size(dim) - 1) * x.stride(dim);
   }
 }

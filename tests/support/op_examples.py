@@ -133,7 +133,7 @@ def _examples() -> dict[str, tuple]:
         "fp8_product": (
             *(*eight, scalar(), scalar(), rows(WIDTH, dtype=torch.bfloat16), torch.float32, False),
         ),
-        "fp8_product_": (*eight, scalar(), scalar(), rows(TOKENS, WIDTH), True),
+        "fp8_product_": (*eight, scalar(), scalar(), rows(WIDTH, WIDTH), True),
         "embedding_layer_norm": (*tables, vector(), vector(), p, 1e-5, torch.float32, rng),
         "embedding_layer_norm_backward": (dy, *tables, vector(), *statistics, p, rng),
         "masked_cross_entropy": (*logits, HIDDEN, -100),
