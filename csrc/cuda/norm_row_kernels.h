@@ -37,12 +37,13 @@
 
 namespace bert_unpad {
 
-// How many operands of a row are copied ahead; 0: none.
+// How many operands of a row are copied ahead; 0: none, as on Blackwell, where registers would not
+// be enough.
 template <class Params, class Row, bool kBlockRow>
-inline constexpr int kOperandsAhead =
-    Params::kCopiedAhead && !kBlockRow && !kTuring && sizeof(typename Row::Activation) == 2
-        ? Params::kRowOperands
-        : 0;
+inline constexpr int kOperandsAhead = Params::kCopiedAhead && !kBlockRow && !kTuring &&
+                                              !kBlackwell && sizeof(typename Row::Activation) == 2
+                                          ? Params::kRowOperands
+                                          : 0;
 
 // Starts copying what a thread needs of a row; nothing beyond the last one.
 template <int kOperands, int kVectors, class Row, class Share>

@@ -6,6 +6,8 @@
 // the backward pass reads.
 #include "norm/norm_cuda.h"
 
+#include <algorithm>
+
 #include "cuda/fp8_scaled.h"
 #include "cuda/fp8_tile.h"
 #include "cuda/norm_row_launch.h"
@@ -199,6 +201,9 @@ struct Fp8Block {
       sizeof(T) == 4 ? 3
                      : kForwardBlocks<kVectors, false, NormCudaParams::kRowOperands> * 4 / kWarps;
 
+  // On Blackwell so many would spill.
+  static constexpr int kResident = kBlackwell ? std::max(1, kBlocks - 1) : kBlocks;
+
   static constexpr uint32_t max_offset(int64_t hidden) {
     return forward_shared_bytes<false>(hidden) + 2 * turn_bytes(hidden);
   }
@@ -268,7 +273,7 @@ class Fp8Turns {
 };
 
 template <class T, int kVectors>
-BU_KERNEL((Fp8Block<T, kVectors>::kThreads), (Fp8Block<T, kVectors>::kBlocks))
+BU_KERNEL((Fp8Block<T, kVectors>::kThreads), (Fp8Block<T, kVectors>::kResident))
 layer_norm_fp8_kernel(BU_PARAMS NormFp8Params p) {
   const auto row_of = forward_rows<AddFp8Row<T>, kVectors, false, Fp8Turns<T>>(p);
   fp8::note_largest(p.largest, row_of.largest, Fp8Block<T, kVectors>::max_offset(p.norm.hidden));
