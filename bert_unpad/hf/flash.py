@@ -15,12 +15,14 @@ that it does not know in a private function, which `register` extends.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 from torch import Tensor, nn
 
 from bert_unpad import flash
 
 NAME = "bert_unpad_flash"
+_OLD_NAME = "bert_unpad"
 # Models that mix neighbouring tokens outside of attention, by the beginnings of their classes'
 # names: sequences that are packed would see one another.
 MIXES_TOKENS = ("MobileBert",)
@@ -46,6 +48,15 @@ def register() -> None:
         utils._lazy_imports = _Imports(utils._lazy_imports)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, flash_attention_mask)
+    AttentionInterface.register(_OLD_NAME, _renamed)
+    AttentionMaskInterface.register(_OLD_NAME, _renamed)
+
+
+def _renamed(*_arguments: object, **_more: object) -> NoReturn:
+    raise ValueError(
+        f"attn_implementation: expected {NAME!r}, which computes packed input too, got the earlier "
+        f"name {_OLD_NAME!r}"
+    )
 
 
 class _Imports:

@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import nn
 
-from bert_unpad.hf._versions import UNPAD_SINCE, require_transformers
 from bert_unpad.hf.adapters import FAMILIES, Family
 from bert_unpad.hf.heads import (
     LOGITS,
@@ -53,7 +52,7 @@ class Support:
         ]
         return "\n".join(lines) or (
             f"no module of a known family: {', '.join(f'{f.prefix}Model' for f in FAMILIES)}.\n"
-            'Other encoders: AutoModel.from_pretrained(..., attn_implementation="bert_unpad") '
+            'Other encoders: from_pretrained(..., attn_implementation="bert_unpad_flash") '
             "packs their attention; bert_unpad.nn reads the checkpoints of more families"
         )
 
@@ -68,7 +67,6 @@ def supports(model: nn.Module) -> Support:
         ImportError: transformers is older than 5.0.
         TypeError: the model is not a module.
     """
-    require_transformers(UNPAD_SINCE, "bert_unpad.hf.unpad")
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model: expected a torch.nn.Module, got {model!r}; for a name or path, load it first, "

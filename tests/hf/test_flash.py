@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from bert_unpad import hf
 from bert_unpad.hf.flash import NAME, attention
-from tests.support.hf_models import needs_unpad, transformers
+from tests.support.hf_models import transformers
 from tests.support.seeds import derived
 from tests.support.tolerances import assert_same_gradients, assert_same_values
 
-pytestmark = needs_unpad
 assert hf.unpad  # importing hf registers the implementation
 
 FIELDS = {
@@ -149,6 +148,13 @@ def test_dropout_follows_the_seed() -> None:
         outs.append(model.train()(**batch)[0])
     assert torch.equal(outs[0], outs[1])
     assert not torch.allclose(outs[0], outs[2])
+
+
+def test_the_earlier_name_raises_and_names_this_one() -> None:
+    config = transformers.BertConfig(**FIELDS)
+    model = transformers.BertModel._from_config(config, attn_implementation="bert_unpad")
+    with pytest.raises(ValueError, match="attn_implementation: expected 'bert_unpad_flash'"):
+        model(**padded(rows()))
 
 
 def test_inference_mode_and_a_change_of_implementation() -> None:

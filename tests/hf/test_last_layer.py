@@ -11,13 +11,11 @@ from tests.support.hf_models import (
     call_arguments,
     clone,
     make,
-    needs_unpad,
     run,
 )
 from tests.support.seeds import derived
 from tests.support.tolerances import assert_same_values
 
-pytestmark = needs_unpad
 MASK = MASKS["right"]
 LENGTHS = MASK.sum(1)
 LABELLED = ("BertForMaskedLM", "BertForPreTraining", "RobertaForMaskedLM", "DistilBertForMaskedLM")

@@ -16,7 +16,6 @@ from tests.support.hf_models import (
     call_arguments,
     clone,
     make,
-    needs_unpad,
     real,
     run,
 )
@@ -24,7 +23,6 @@ from tests.support.seeds import derived
 from tests.support.tolerances import assert_same_values
 
 pytestmark = [
-    needs_unpad,
     pytest.mark.filterwarnings("ignore::bert_unpad.hf.StockFallbackWarning"),
 ]
 

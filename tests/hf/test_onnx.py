@@ -8,15 +8,11 @@ import torch
 
 from bert_unpad import hf
 from bert_unpad.hf import fallback
-from tests.support.hf_models import MASKS, call_arguments, clone, make, needs_unpad
+from tests.support.hf_models import MASKS, call_arguments, clone, make
 
 UNPADDED = ("BertModel", "RobertaForMaskedLM", "DistilBertForSequenceClassification")
 # Without dynamo, the stock BertModel cannot be exported: it gets an argument twice.
-CASES = [("BertModel", "attention", True)] + [
-    pytest.param(name, "unpad", dynamo, marks=needs_unpad)
-    for name in UNPADDED
-    for dynamo in (True, False)
-]
+CASES = [(name, dynamo) for name in UNPADDED for dynamo in (True, False)]
 
 
 def inputs_with(name: str, mask: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -25,19 +21,15 @@ def inputs_with(name: str, mask: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "how", "dynamo"), CASES)
-def test_the_exported_model_computes_what_stock_does(name, how, dynamo, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "dynamo"), CASES)
+def test_the_exported_model_computes_what_stock_does(name, dynamo, tmp_path, monkeypatch):
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
     from onnx.reference import ReferenceEvaluator
 
     monkeypatch.setattr(fallback, "_said", set())
     stock = make(name).eval()
-    if how == "unpad":
-        model = hf.unpad(clone(stock))
-    else:
-        model = make(name, attention="bert_unpad").eval()
-        model.load_state_dict(stock.state_dict())
+    model = hf.unpad(clone(stock))
     path = tmp_path / "model.onnx"
     given = inputs_with(name, MASKS["right"])
     with pytest.warns(hf.StockFallbackWarning, match="traced|ONNX has none of its operators"):
@@ -60,7 +52,6 @@ def test_the_exported_model_computes_what_stock_does(name, how, dynamo, tmp_path
     assert not torch.onnx.is_in_onnx_export()
 
 
-@needs_unpad
 def test_a_plain_export_keeps_our_operators():
     model = hf.unpad(make("BertModel").eval())
     given = inputs_with("BertModel", MASKS["right"])

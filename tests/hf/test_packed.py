@@ -15,14 +15,13 @@ from tests.support.hf_models import (
     call_arguments,
     clone,
     make,
-    needs_unpad,
     run,
+    transformers,
 )
 from tests.support.seeds import derived
 from tests.support.tolerances import assert_same_values
 
 pytestmark = [
-    needs_unpad,
     pytest.mark.filterwarnings("ignore::bert_unpad.hf.StockFallbackWarning"),
 ]
 LENGTHS = VarlenBatch.from_mask(MASKS["right"])
@@ -223,10 +222,15 @@ def test_collated_batches_train():
     assert losses[-1] < losses[0] - 1
 
 
-def test_attention_implementation_takes_packed_input():
-    stock = make("BertModel").eval()
-    call = call_arguments("BertModel", MASKS["right"], labels=False)
-    want = pack(stock(**call)[0], LENGTHS)
-    ours = make("BertModel", attention="bert_unpad")
-    packed = packed_arguments(call) | {"position_ids": LENGTHS.position_ids[None]}
-    assert_same_values(ours.eval()(**packed)[0][0], want)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_positions_that_restart_need_lengths(compiled):
+    """What DataCollatorWithFlattening makes by default may be one sequence or several."""
+    model = hf.unpad(make("BertModel"))
+    call = torch.compile(model, backend="aot_eager") if compiled else model
+    features = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 10, 11]}]
+    batch = transformers.DataCollatorWithFlattening()(features)
+    given = {key: batch[key] for key in ("input_ids", "position_ids")}
+    with pytest.raises((ValueError, RuntimeError), match="position_ids: expected positions that"):
+        call(**given)
+    model(**given, attention_mask=torch.ones(1, 7))  # one sequence
+    model(input_ids=given["input_ids"], position_ids=torch.arange(7)[None] * 2)

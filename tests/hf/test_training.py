@@ -11,14 +11,12 @@ from tests.support.hf_models import (
     clone,
     gradients,
     make,
-    needs_unpad,
     transformers,
 )
 from tests.support.processes import run_ranks
 from tests.support.seeds import derived
 from tests.support.tolerances import assert_same_values
 
-pytestmark = needs_unpad
 MASK = MASKS["right"]
 WORDS = [
     "[PAD]",

@@ -6,7 +6,7 @@ from torch.func import functional_call, grad, jvp, vmap
 
 from bert_unpad import hf
 from bert_unpad.hf import fallback
-from tests.support.hf_models import MASKS, call_arguments, clone, make, needs_unpad
+from tests.support.hf_models import MASKS, call_arguments, clone, make
 from tests.support.tolerances import assert_same_values
 
 HEADS = (
@@ -34,7 +34,6 @@ def derivatives(model, call: dict, how: str):
     return list(jvp(lambda parameters: loss(parameters, call), (parameters,), (tangents,)))
 
 
-@needs_unpad
 @pytest.mark.parametrize("how", ["grad", "jvp", "gradient of each example"])
 @pytest.mark.parametrize("name", HEADS)
 def test_equal_stock(name, how, packed_calls, monkeypatch):

@@ -14,12 +14,11 @@ from tests.support.hf_models import (
     call_arguments,
     clone,
     make,
-    needs_unpad,
     run,
 )
 from tests.support.tolerances import assert_same_values
 
-pytestmark = [needs_unpad, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 MASK = MASKS["right"]
 
 

@@ -11,9 +11,7 @@ from torch import nn
 from tests.support.seeds import derived
 from tests.support.tolerances import STEP, assert_same_gradients, assert_same_values
 
-transformers = pytest.importorskip("transformers", minversion="4.57")
-UNPADS = int(transformers.__version__.split(".")[0]) >= 5
-needs_unpad = pytest.mark.skipif(not UNPADS, reason="hf.unpad needs transformers 5.0")
+transformers = pytest.importorskip("transformers", minversion="5.0")
 
 BATCH, SEQLEN, VOCAB, CHOICES = 4, 11, 61, 2
 
