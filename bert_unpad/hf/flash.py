@@ -23,9 +23,8 @@ from bert_unpad import flash
 
 NAME = "bert_unpad_flash"
 _OLD_NAME = "bert_unpad"
-# Models that mix neighbouring tokens outside of attention, by the beginnings of their classes'
-# names: sequences that are packed would see one another.
-MIXES_TOKENS = ("MobileBert",)
+# What says that sequences do not see one another outside of attention, in calls from `unpad`.
+APART = "bert_unpad_apart"
 # Attention that has these is refused: transformers would leave them out without a word.
 _NOT_COMPUTED = ("s_aux", "softcap", "position_bias", "block_table")
 
@@ -105,9 +104,19 @@ def attention(
             f"{name}: attention_mask: expected shape [batch, tokens], which is all that {NAME!r} "
             f"takes, got {list(attention_mask.shape)}"
         )
-    if name.startswith(MIXES_TOKENS) and kwargs.get("cu_seq_lens_q") is not None:
+    apart = kwargs.pop(APART, False)
+    if kwargs.get("cu_seq_lens_q") is not None and not apart and _mixes_tokens(module):
         raise ValueError(
-            f"{name}: cu_seq_lens_q: expected a padded batch, as this model mixes neighbouring "
-            "tokens outside of its attention, got a packed one"
+            f"{name}: cu_seq_lens_q: expected a padded batch, as a token of this model depends on "
+            "others outside of its attention, got a packed one"
         )
     return flash_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    """Whether packed sequences would see one another: MobileBERT embeds neighbouring tokens
+    together, ESM-2 scales a row by how many of its tokens are masked."""
+    name, config = type(module).__name__, getattr(module, "config", None)
+    return name.startswith("MobileBert") or (
+        name.startswith("Esm") and getattr(config, "token_dropout", False)
+    )

@@ -28,12 +28,13 @@ STOCK = "stock"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OPERATORS = ("varlen_attention", "dropout_add_layer_norm", "bias_gelu")
 # Only the stock modules support these arguments, unless they are None or False.
-_STOCK_ARGUMENTS = (
+STOCK_ARGUMENTS = (
     "encoder_hidden_states",
     "encoder_attention_mask",
     "past_key_values",
     "use_cache",
     "head_mask",
+    "cache",
 )
 
 
@@ -164,9 +165,7 @@ def packing_or_reason(model: PackedModel, call: dict[str, Any]) -> Packing | str
         if torch.compiler.is_compiling():
             raise
         return str(error)
-    if packing.first_is_padding:
-        return "the first position, which the model reads, is padding in some sequence"
-    return packing
+    return packing if packing.stock_reason is None else packing.stock_reason
 
 
 def _stock_reason(model: PackedModel, call: dict[str, Any]) -> str | None:
@@ -179,7 +178,7 @@ def _stock_reason(model: PackedModel, call: dict[str, Any]) -> str | None:
             asked = getattr(config, name, False)
         if asked is not False:
             return f"{name} is asked for"
-    for name in _STOCK_ARGUMENTS:
+    for name in STOCK_ARGUMENTS:
         value = call.get(name)
         if value is not None and value is not False:
             return f"{name} is given"

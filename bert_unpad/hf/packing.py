@@ -53,8 +53,8 @@ class Packing:
     """int64 [T]: the column s of each token in the padded layout; None without padding."""
     given: bool = False
     """Whether the caller passed packed input, with `cu_seq_lens_q`."""
-    first_is_padding: bool = False
-    """Whether the first column of a sequence is padding, which only stock modules compute."""
+    stock_reason: str | None = None
+    """Why only the stock modules compute what they do with this mask."""
     last: LastRows | None = None
     """The rows that the last layer computes; None for all rows."""
 
@@ -68,22 +68,26 @@ class Packing:
         return cls(batch, batch.cu_seqlens, seqlen, (batch_size, seqlen), None, None)
 
     @classmethod
-    def from_mask(cls, mask: Tensor, reads_first: bool) -> Packing:
+    def from_mask(cls, mask: Tensor, reads_first: bool, windows: bool = False) -> Packing:
         """Makes the packing of a [B, S] mask of zeros and ones.
+
+        Args:
+            mask: the mask.
+            reads_first: whether something reads the first column of the output.
+            windows: whether attention has windows, in which stock modules count padding too.
 
         Raises:
             ValueError: the mask holds other values. In a compiled model, which cannot run the
-                stock modules instead: also if `reads_first` and a first column is masked out.
+                stock modules instead: also what `stock_reason` is for.
         """
         shape = (mask.shape[0], mask.shape[1])
         if torch.compiler.is_compiling():
-            indices, cu_seqlens = torch.ops.bert_unpad.hf_pack(mask, reads_first)
+            indices, cu_seqlens = torch.ops.bert_unpad.hf_pack(mask, reads_first, windows)
             columns = indices % shape[1]
             return cls(cu_seqlens, cu_seqlens, shape[1], shape, indices, columns)
         batch = VarlenBatch.from_mask(mask)
         if batch.total == shape[0] * shape[1]:
             return cls(batch, batch.cu_seqlens, batch.max_seqlen, shape, None, None)
-        first_is_padding = reads_first and not bool((mask[:, 0] == 1).all())
         return cls(
             batch,
             batch.cu_seqlens,
@@ -91,7 +95,7 @@ class Packing:
             shape,
             batch.indices,
             batch.position_ids,
-            first_is_padding=first_is_padding,
+            stock_reason=_unfit(mask, reads_first, windows),
         )
 
     @classmethod
@@ -253,21 +257,29 @@ def _labelled(flat: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor] | N
     return rows, packed.index_select(0, rows)
 
 
-@torch.library.custom_op("bert_unpad::hf_pack", mutates_args=())
-def _pack_op(mask: Tensor, reads_first: bool) -> tuple[Tensor, Tensor]:
-    batch = VarlenBatch.from_mask(mask)
+def _unfit(mask: Tensor, reads_first: bool, windows: bool) -> str | None:
+    """Returns why packed tokens are not what the stock modules make of a mask, or None."""
     if reads_first and not bool((mask[:, 0] == 1).all()):
+        return "the first position, which the model may read, is padding in some sequence"
+    if windows and bool((mask[:, 1:] > mask[:, :-1]).any()):
+        return "there is padding before a token, which counts in the model's windows"
+    return None
+
+
+@torch.library.custom_op("bert_unpad::hf_pack", mutates_args=())
+def _pack_op(mask: Tensor, reads_first: bool, windows: bool) -> tuple[Tensor, Tensor]:
+    batch = VarlenBatch.from_mask(mask)
+    if (reason := _unfit(mask, reads_first, windows)) is not None:
         raise ValueError(
-            "attention_mask: expected 1 at the first position of each sequence, which this model "
-            "reads; pad on the right, or do not compile, as only an uncompiled model can run the "
-            "stock modules instead"
+            f"attention_mask: {reason}; pad on the right, or do not compile, as only an uncompiled "
+            "model can run the stock modules instead"
         )
     cu_seqlens = batch.cu_seqlens
     return batch.indices, cu_seqlens.clone() if cu_seqlens is batch.cu_seqlens_host else cu_seqlens
 
 
 @_pack_op.register_fake
-def _(mask, reads_first):
+def _(mask, reads_first, windows):
     tokens = torch.library.get_ctx().new_dynamic_size()
     return (
         mask.new_empty((tokens,), dtype=torch.int64),

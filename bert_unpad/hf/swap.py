@@ -27,6 +27,14 @@ from bert_unpad.hf.heads import (
 )
 from bert_unpad.hf.layers import PackedLayer, PackedStack, unwrap
 from bert_unpad.hf.models import PackedModel, static_reason
+from bert_unpad.hf.stock_modules import (
+    STOCK_FAMILIES,
+    PackedCall,
+    StockFamily,
+    choose_attention,
+    restore_attention,
+    stock_reason,
+)
 
 _STATE = ("_bert_unpad_logits", "_bert_unpad_span_loss", "_bert_unpad_first_is_read")
 
@@ -51,7 +59,8 @@ class Support:
             for name, text in found.items()
         ]
         return "\n".join(lines) or (
-            f"no module of a known family: {', '.join(f'{f.prefix}Model' for f in FAMILIES)}.\n"
+            "no module of a known family: "
+            f"{', '.join(f'{f.prefix}Model' for f in (*FAMILIES, *STOCK_FAMILIES))}.\n"
             'Other encoders: from_pretrained(..., attn_implementation="bert_unpad_flash") '
             "packs their attention; bert_unpad.nn reads the checkpoints of more families"
         )
@@ -80,6 +89,9 @@ def supports(model: nn.Module) -> Support:
             stock[name] = reason
         else:
             accelerated[name] = "embeddings and layers"
+    for name, module, _ in _stock_models(model):
+        reason = stock_reason(module)
+        (stock if reason else accelerated)[name] = reason or "the call: its own modules run packed"
     for name, module in model.named_modules():
         found = _mlm(module)
         if found is None:
@@ -96,9 +108,9 @@ def unpad(model: nn.Module, *, logits: str = "lazy", span_loss: str = "packed") 
     dict stay the same. Padded positions of `last_hidden_state` and of token logits become 0.
 
     Args:
-        model: a BertModel, RobertaModel, XLMRobertaModel, CamembertModel, ElectraModel or
-            DistilBertModel, or any module that contains one, for example a model with a head, a
-            PEFT or a sentence-transformers model.
+        model: a model of a family that docs/huggingface.md lists, BERT's to ModernBERT's, or any
+            module that contains one, for example a model with a head, a PEFT or a
+            sentence-transformers model.
         logits: when a masked-language model called with labels computes its logits at all
             positions. "lazy": when they are read; "full": always; "none": never, `.logits` is None.
             `torch.compile` cannot return lazy logits, and FSDP reads all outputs: both treat
@@ -133,6 +145,10 @@ def unpad(model: nn.Module, *, logits: str = "lazy", span_loss: str = "packed") 
         stack.__class__ = _packed_stack(_stock(stack))
         for layer in map(unwrap, stack.layer):
             layer.__class__ = _packed_layer(_stock(layer), family)
+    for name, module, family in _stock_models(model):
+        if name in support.accelerated:
+            module.__class__ = _packed_call(_stock(module), family)
+            choose_attention(module)
     for module in model.modules():
         _swap_head(module, logits, span_loss)
     return model
@@ -150,6 +166,8 @@ def repad(model: nn.Module) -> nn.Module:
     """
     for name, module in model.named_modules():
         kind = type(module)
+        if "_bert_unpad_attention" in vars(module):
+            restore_attention(module)
         if "_bert_unpad_stock" in vars(kind):
             module.__class__ = kind._bert_unpad_stock
         elif hasattr(kind, "_bert_unpad_stock"):
@@ -163,17 +181,17 @@ def _stock(module: nn.Module) -> type:
     return vars(type(module)).get("_bert_unpad_stock", type(module))
 
 
-def _classes(family: Family) -> Any | None:
+def _classes(family: Family | StockFamily) -> Any | None:
     """Returns the family's module in transformers, or None if it has not been imported."""
     return sys.modules.get(f"transformers.models.{family.package}.modeling_{family.package}")
 
 
-def _is(module: nn.Module, family: Family, head: str) -> bool:
+def _is(module: nn.Module, family: Family | StockFamily, head: str) -> bool:
     """Whether the module is a <prefix><head>, or a subclass with the same forward function."""
     return _computes_as(module, family, family.prefix + head)
 
 
-def _computes_as(module: nn.Module, family: Family, name: str) -> bool:
+def _computes_as(module: nn.Module, family: Family | StockFamily, name: str) -> bool:
     wanted = getattr(_classes(family), name, None)
     if wanted is None or not isinstance(module, wanted):
         return False
@@ -183,6 +201,13 @@ def _computes_as(module: nn.Module, family: Family, name: str) -> bool:
 def _base_models(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
     for name, module in model.named_modules():
         for family in FAMILIES:
+            if _is(module, family, "Model"):
+                yield name, module, family
+
+
+def _stock_models(model: nn.Module) -> Iterator[tuple[str, nn.Module, StockFamily]]:
+    for name, module in model.named_modules():
+        for family in STOCK_FAMILIES:
             if _is(module, family, "Model"):
                 yield name, module, family
 
@@ -268,6 +293,17 @@ def _packed_model(stock: type, family: Family) -> type:
 
 
 @functools.cache
+def _packed_call(stock: type, family: StockFamily) -> type:
+    return _subclass(
+        PackedCall,
+        stock,
+        _bert_unpad_family=family,
+        _bert_unpad_arguments=_arguments(stock),
+        _bert_unpad_rebuild=("call", family.package),
+    )
+
+
+@functools.cache
 def _packed_layer(stock: type, family: Family) -> type:
     return _subclass(
         PackedLayer,
@@ -326,6 +362,9 @@ def _rebuild(stock: type, role: str, *given: Any) -> nn.Module:
     if role in ("model", "layer"):
         family = next(f for f in FAMILIES if f.package == given[0])
         kind = (_packed_model if role == "model" else _packed_layer)(stock, family)
+    elif role == "call":
+        family = next(f for f in STOCK_FAMILIES if f.package == given[0])
+        kind = _packed_call(stock, family)
     elif role == "mlm":
         names = [base.__name__ for base in stock.__mro__]
         heads = {f.prefix + name: head for f in FAMILIES for name, head in f.mlm.items()}

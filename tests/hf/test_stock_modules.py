@@ -1,0 +1,195 @@
+"""`unpad` of families whose own modules run on packed tokens, against the stock models."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bert_unpad import hf
+from bert_unpad.hf import fallback
+from bert_unpad.hf.flash import NAME
+from bert_unpad.hf.stock_modules import STOCK_FAMILIES
+from tests.hf.test_flash import FAMILIES, FIELDS, same_step
+from tests.support.hf_models import transformers
+from tests.support.seeds import derived
+from tests.support.tolerances import assert_same_values
+
+pytestmark = pytest.mark.filterwarnings("error::bert_unpad.hf.StockFallbackWarning")
+# transformers before 5.23 lacks some.
+KNOWN = [f.prefix for f in STOCK_FAMILIES if hasattr(transformers, f"{f.prefix}Config")]
+HEADS = ("MaskedLM", "SequenceClassification", "TokenClassification", "MultipleChoice")
+BOTH = [
+    (name, head) for name in KNOWN for head in HEADS if hasattr(transformers, f"{name}For{head}")
+]
+MORE = {"Esm": {"token_dropout": True}}
+ROWS, COLUMNS = 4, 9
+RIGHT = torch.arange(COLUMNS) < torch.tensor([9, 5, 1, 7])[:, None]
+HOLES = RIGHT.clone()
+HOLES[0, 3] = HOLES[3, 2] = False
+MASKS = {"right": RIGHT, "holes": HOLES, "full": torch.ones_like(RIGHT), "none": None}
+
+
+def make(name: str, kind: str = "Model", **more: object) -> nn.Module:
+    fields = FIELDS | FAMILIES[name][0] | MORE.get(name, {}) | {"num_labels": 3} | more
+    config = getattr(transformers, f"{name}Config")(**copy.deepcopy(fields))
+    torch.manual_seed(derived(0))
+    kind = getattr(transformers, f"{name}{kind}")
+    return kind._from_config(config, attn_implementation="sdpa").eval()
+
+
+def batch(mask: Tensor | None) -> dict[str, Tensor]:
+    """Random ids, one of them masked; RoBERTa-like models count positions from ids that are not
+    padding (1)."""
+    generator = torch.Generator().manual_seed(derived(2))
+    ids = torch.randint(5, 61, (ROWS, COLUMNS), generator=generator)
+    ids[0, 2] = 4
+    if mask is None:
+        return {"input_ids": ids}
+    return {"input_ids": ids.where(mask, 1), "attention_mask": mask.long()}
+
+
+def kept(mask: Tensor | None) -> Tensor:
+    return torch.ones(ROWS, COLUMNS, dtype=torch.bool) if mask is None else mask
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("name", KNOWN)
+def test_base_models(name: str, kind: str) -> None:
+    stock, mask = make(name), MASKS[kind]
+    if name == "ModernBert" and kind == "holes":
+        pytest.skip("stock modules compute it")
+    ours = hf.unpad(copy.deepcopy(stock))
+    call = batch(mask) | {"output_hidden_states": True}
+
+    def run(model: nn.Module) -> Tensor:
+        out = model(**call)
+        tokens = [out.last_hidden_state, *out.hidden_states]
+        parts = [x[kept(mask)].flatten() for x in tokens]
+        if out.get("pooler_output") is not None:
+            parts.append(out.pooler_output.flatten())
+        return torch.cat(parts)
+
+    same_step(ours, stock, copy.deepcopy(stock).double(), run)
+    assert not ours(**call)[0][~kept(mask)].any()
+    assert isinstance(ours(**call, return_dict=False), tuple)
+
+
+@pytest.mark.parametrize(("name", "head"), BOTH)
+def test_heads(name: str, head: str) -> None:
+    stock = make(name, f"For{head}", problem_type="single_label_classification")
+    ours = hf.unpad(copy.deepcopy(stock))
+    call = batch(RIGHT)
+    if head == "MultipleChoice":
+        call = {key: value.view(2, 2, COLUMNS) for key, value in call.items()}
+        call["labels"] = torch.tensor([1, 0])
+    elif head == "SequenceClassification":
+        call["labels"] = torch.tensor([1, 0, 2, 1])
+    else:
+        labels = torch.randint(0, 3, (ROWS, COLUMNS))
+        call["labels"] = labels.masked_fill(~RIGHT, -100)
+
+    def run(model: nn.Module) -> Tensor:
+        out = model(**call)
+        logits = out.logits[RIGHT] if out.logits.dim() == 3 else out.logits
+        return torch.cat([out.loss.reshape(1), logits.flatten()])
+
+    same_step(ours, stock, copy.deepcopy(stock).double(), run)
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if name != "Esm"])
+def test_packed_input(name: str) -> None:
+    stock = make(name)
+    ours = hf.unpad(copy.deepcopy(stock))
+    lengths = [6, 1, 4]
+    rows = [torch.randint(5, 61, (1, n)) for n in lengths]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    out = ours(input_ids=torch.cat(rows, 1), cu_seq_lens_q=cu_seqlens)
+    wanted = [stock(input_ids=row) for row in rows]
+    assert_same_values(out[0], torch.cat([x[0] for x in wanted], 1))
+    if out.get("pooler_output") is not None:
+        assert_same_values(out.pooler_output, torch.cat([x.pooler_output for x in wanted]))
+
+
+def test_packed_input_that_a_model_would_mix_raises() -> None:
+    call = {"input_ids": torch.randint(5, 61, (1, 7)), "cu_seq_lens_q": torch.tensor([0, 3, 7])}
+    with pytest.raises(ValueError, match="its embeddings need to know each sequence's tokens"):
+        hf.unpad(make("Esm"))(**call)
+    model = make("Esm")
+    model.set_attn_implementation(NAME)
+    more = {"cu_seq_lens_k": call["cu_seq_lens_q"], "max_length_q": 4, "max_length_k": 4}
+    with pytest.raises(ValueError, match="a token of this model depends on others"):
+        model(**call, **more)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_cannot_be_packed_is_stock(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = make(name, attn_implementation="eager")
+    stock.set_attn_implementation("eager")
+    ours = hf.unpad(copy.deepcopy(stock))
+    left = {key: value.flip(1) for key, value in batch(RIGHT).items()}
+    for call, reason in (
+        (batch(RIGHT) | {"output_attentions": True}, "output_attentions is asked for"),
+        (left, "the first position, which the model may read, is padding"),
+        (batch(HOLES), "padding before a token, which counts in the model's windows"),
+    ):
+        if "windows" in reason and name != "ModernBert":
+            continue
+        monkeypatch.setattr(fallback, "_said", set())
+        with pytest.warns(hf.StockFallbackWarning, match=reason):
+            got = ours(**call)
+        want = stock(**call)
+        assert torch.equal(got[0], want[0])
+        assert len(got.get("attentions") or ()) == len(want.get("attentions") or ())
+    assert ours.config._attn_implementation == NAME
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_users_tools(name: str) -> None:
+    stock = make(name)
+    ours = hf.unpad(copy.deepcopy(stock))
+    call = batch(RIGHT)
+    want = stock(**call)[0][RIGHT]
+    copies = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))]
+    for model in (*copies, torch.compile(ours, backend="aot_eager")):
+        assert_same_values(model(**call)[0][RIGHT], want)
+    with torch.inference_mode():
+        assert_same_values(ours(**call)[0][RIGHT], want)
+    ours.train()
+    if ours.supports_gradient_checkpointing:
+        ours.gradient_checkpointing_enable()
+    embeddings = ours.get_input_embeddings().weight
+    found = []
+    for model in (ours, stock.train(), copy.deepcopy(stock).double()):
+        model.zero_grad()
+        model(**call)[0][RIGHT].square().sum().backward()
+        found.append(model.get_input_embeddings().weight.grad)
+    assert embeddings.grad is found[0]
+    assert_same_values(*found[:2], truth=found[2])
+    hf.repad(ours)
+    assert type(ours) is type(stock)
+    assert ours.config._attn_implementation == "sdpa"
+    assert torch.equal(ours.eval()(**call)[0], stock.eval()(**call)[0])
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_16_bits_are_as_good_as_stock(name: str) -> None:
+    stock = make(name)
+    ours = hf.unpad(copy.deepcopy(stock))
+    call = batch(RIGHT)
+    with torch.no_grad():
+        truth = stock(**call)[0][RIGHT]
+        errors = [
+            (model.bfloat16()(**call)[0][RIGHT].float() - truth).norm() for model in (ours, stock)
+        ]
+    assert errors[0] <= 1.5 * errors[1]
+
+
+def test_support_is_said() -> None:
+    model = make("ModernBert", "ForSequenceClassification")
+    assert hf.supports(model).accelerated == {"model": "the call: its own modules run packed"}
+    decoder = make("Ernie", is_decoder=True)
+    assert hf.supports(decoder).stock == {"": "it is a decoder"}
