@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
+import pytest
 import torch
 
 from bert_unpad.batch import PackedInputs
@@ -48,3 +51,10 @@ def train(
             scaling.update()
         losses.append(loss.item())
     return losses
+
+
+def assert_near(losses: list[float], wide: list[float]) -> None:
+    """Eight bits move a loss by the rounding of 3 bits of mantissa: over 40 seeds by at most 7.7 %
+    in a step and 2.5 % in the mean of all, of which these bounds are twice."""
+    assert losses == pytest.approx(wide, rel=0.15)
+    assert fmean(losses) == pytest.approx(fmean(wide), rel=0.05)
