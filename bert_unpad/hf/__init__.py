@@ -13,11 +13,13 @@ from bert_unpad.hf.collator import DataCollatorForPackedMLM  # noqa: E402
 from bert_unpad.hf.fallback import StockFallbackWarning  # noqa: E402
 from bert_unpad.hf.flash import register as _register  # noqa: E402
 from bert_unpad.hf.swap import Support, repad, supports, unpad  # noqa: E402
+from bert_unpad.hf.verify import VerificationError  # noqa: E402
 
 __all__ = [
     "DataCollatorForPackedMLM",
     "StockFallbackWarning",
     "Support",
+    "VerificationError",
     "repad",
     "supports",
     "unpad",

@@ -20,6 +20,7 @@ from bert_unpad.hf.fallback import recording_reason, warn_stock
 from bert_unpad.hf.layers import LayerAdapter, PackedLayer, PackedStack, unwrap
 from bert_unpad.hf.packing import Packing, refuse_restarts
 from bert_unpad.hf.plain_modules import unchanged
+from bert_unpad.hf.verify import verify_once
 from bert_unpad.ops.attention import HEAD_DIMS
 
 STOCK = "stock"
@@ -263,6 +264,7 @@ class PackedModel:
             if isinstance(packing, str):
                 warn_stock(type(self).__name__, packing)
                 return super().forward(**call)
+        verify_once(self, call)
         if (call.get("input_ids") is None) == (call.get("inputs_embeds") is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         if first_only:

@@ -21,6 +21,7 @@ from bert_unpad.hf import flash
 from bert_unpad.hf.fallback import recording_reason, warn_stock
 from bert_unpad.hf.models import DTYPES, STOCK_ARGUMENTS, bind, missing_operator
 from bert_unpad.hf.packing import Packing, refuse_restarts
+from bert_unpad.hf.verify import verify_once
 from bert_unpad.ops.attention import HEAD_DIMS
 
 
@@ -90,6 +91,7 @@ class PackedCall:
             warn_stock(type(self).__name__, packing)
             with _attention(self.config, self._bert_unpad_attention):
                 return super().forward(**call)
+        verify_once(self, call)
         return_dict = call.pop("return_dict", None)
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)

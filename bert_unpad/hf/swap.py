@@ -36,7 +36,10 @@ from bert_unpad.hf.stock_modules import (
     stock_reason,
 )
 
-_STATE = ("_bert_unpad_logits", "_bert_unpad_span_loss", "_bert_unpad_first_is_read")
+_STATE = (
+    *("_bert_unpad_logits", "_bert_unpad_span_loss", "_bert_unpad_first_is_read"),
+    "_bert_unpad_verify",
+)
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,9 @@ def supports(model: nn.Module) -> Support:
     return Support(accelerated, stock)
 
 
-def unpad(model: nn.Module, *, logits: str = "lazy", span_loss: str = "packed") -> nn.Module:
+def unpad(
+    model: nn.Module, *, logits: str = "lazy", span_loss: str = "packed", verify: bool = False
+) -> nn.Module:
     """Makes a Hugging Face model compute only its real tokens, in place.
 
     The model is called, saved and loaded as before, and its outputs at real tokens and its state
@@ -118,6 +123,10 @@ def unpad(model: nn.Module, *, logits: str = "lazy", span_loss: str = "packed") 
         span_loss: the loss of question answering where a batch has padding, whose columns are part
             of the stock softmax. "packed": their logits are those of a zero vector. "stock": as in
             the stock model, whose modules then compute all batches with labels and padding.
+        verify: run the first padded batch by the stock modules too, layer by layer, in float32 and
+            as the model computes, and backward where gradients are computed. A difference beyond
+            rounding raises a `VerificationError`, and leaves the model stock. It takes memory for
+            copies of the model and several times that batch's time; not under torch.compile.
 
     Returns:
         The same object.
@@ -151,6 +160,10 @@ def unpad(model: nn.Module, *, logits: str = "lazy", span_loss: str = "packed") 
             choose_attention(module)
     for module in model.modules():
         _swap_head(module, logits, span_loss)
+    for name in support.accelerated if verify else ():
+        module = model.get_submodule(name)
+        if isinstance(module, (PackedModel, PackedCall)):
+            module._bert_unpad_verify = True
     return model
 
 

@@ -1,0 +1,139 @@
+"""`unpad(model, verify=True)`: the first batch runs stock and packed, and has to be the same.
+
+What is compared are the outputs of all layers at the tokens that the mask keeps and, where
+gradients are computed, those of all parameters; in float32, and as the model computes otherwise.
+How much rounding explains is measured: the same stock model in float64 tells how far the stock
+model itself is off. Dropout is off meanwhile.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Times the stock model's own error, and steps of the dtype at the size of the largest value: two
+# ways to add differ by some of both.
+_ERRORS, _STEPS = 16.0, 16.0
+_ASKED = ("return_dict", "output_hidden_states", "output_attentions", "labels")
+
+
+class VerificationError(RuntimeError):
+    """Packed modules compute something else than the stock modules; the model is stock again."""
+
+
+Found = dict[str, Tensor]
+
+
+def verify_once(model: nn.Module, call: Mapping[str, Any]) -> None:
+    """Runs `verify` on the first call that it can be told by: eager, with a padded batch."""
+    due = vars(model).get("_bert_unpad_verify", False)
+    if due and not torch.compiler.is_compiling() and call.get("cu_seq_lens_q") is None:
+        del model._bert_unpad_verify
+        verify(model, call)
+
+
+def verify(model: nn.Module, call: Mapping[str, Any]) -> None:
+    """Compares a swapped base model with its stock modules on one call with a padded batch.
+
+    Raises:
+        VerificationError: they differ by more than rounding. The model has its stock modules then.
+    """
+    from bert_unpad.hf.swap import repad
+
+    given = {name: x for name, x in call.items() if x is not None and name not in _ASKED}
+    source = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
+    mask = given.get("attention_mask")
+    kept = torch.ones_like(source[..., 0] if source.dim() > 2 else source) if mask is None else mask
+    stock = repad(copy.deepcopy(model))
+    with torch.autocast(source.device.type, enabled=False):
+        truth = _run(copy.deepcopy(stock).double(), given, kept.bool())
+        _compare(model, "float32", *_pair(stock, model, torch.float32, given, kept), truth)
+    dtype = model.get_input_embeddings().weight.dtype
+    narrow = torch.is_autocast_enabled(source.device.type)
+    if narrow or dtype != torch.float32:
+        name = f"{dtype}".removeprefix("torch.") + (" with autocast" if narrow else "")
+        _compare(model, name, *_pair(stock, model, dtype, given, kept), truth)
+
+
+def _pair(
+    stock: nn.Module, packed: nn.Module, dtype: torch.dtype, given: Mapping[str, Any], kept: Tensor
+) -> list[Found]:
+    models = (copy.deepcopy(model).to(dtype) for model in (stock, packed))
+    return [_run(model, given, kept.bool()) for model in models]
+
+
+def _run(model: nn.Module, given: Mapping[str, Any], kept: Tensor) -> Found:
+    """All layers' outputs at the tokens that are kept, and gradients; in order, in float64."""
+    found: Found = {}
+    tokens = int(kept.sum())
+
+    def rows(x: Tensor) -> Tensor:
+        padded = tuple(x.shape[:2]) == tuple(kept.shape)
+        return (x[kept] if padded else x.flatten(0, 1)).detach().double()
+
+    def keep(name: str):
+        def hook(_module: nn.Module, _inputs: object, out: object) -> None:
+            x = out[0] if isinstance(out, tuple) else out
+            times = sum(key.split("#")[0] == name for key in found)  # ALBERT calls a layer again
+            found[f"{name}#{times}" if times else name] = rows(x)
+
+        return hook
+
+    handles = [
+        layer.register_forward_hook(keep(f"{name}.{number}"))
+        for name, layers in model.named_modules()
+        if isinstance(layers, nn.ModuleList)
+        for number, layer in enumerate(layers)
+        if hasattr(layer, "forward") and not isinstance(layer, nn.ModuleList)
+    ]
+    dtype = model.get_input_embeddings().weight.dtype
+    given = {
+        name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in given.items()
+    }
+    out = model.eval()(**given, return_dict=True)
+    for handle in handles:
+        handle.remove()
+    last = out.last_hidden_state
+    found["last_hidden_state"] = rows(last)
+    if out.get("pooler_output") is not None:
+        found["pooler_output"] = out.pooler_output.detach().double()
+    if torch.is_grad_enabled() and last.requires_grad:
+        generator = torch.Generator().manual_seed(0)
+        probe = torch.randn((tokens, last.shape[-1]), generator=generator).to(last)
+        (last[kept] * probe).sum().backward()
+        found |= {
+            f"gradient of {name}": p.grad.double()
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
+    return found
+
+
+def _compare(model: nn.Module, dtype: str, stock: Found, packed: Found, truth: Found) -> None:
+    from bert_unpad.hf.swap import repad
+
+    step = torch.finfo(getattr(torch, dtype.split()[0])).eps
+    if "autocast" in dtype:
+        step = torch.finfo(torch.get_autocast_dtype(next(iter(truth.values())).device.type)).eps
+    for name, want in stock.items():
+        got, exact = packed.get(name), truth[name]
+        size = exact.abs().max().item()
+        limit = _ERRORS * (want - exact).abs().max().item() + _STEPS * step * size
+        if got is not None and got.shape == want.shape:
+            difference = (got - want).abs().max().item()
+            if difference <= limit:
+                continue
+            said = f"differ by {difference:.2g}, rounding explains {limit:.2g}"
+        else:
+            shape = "nothing" if got is None else list(got.shape)
+            said = f"have {list(want.shape)} and {shape}"
+        repad(model)
+        raise VerificationError(
+            f"{type(model).__name__}: {name}: in {dtype} stock and packed modules {said}; the "
+            "model has its stock modules again"
+        )
