@@ -25,6 +25,7 @@ from bert_unpad.hf.models import STOCK, PackedModel, bind, packing_or_reason
 from bert_unpad.hf.outputs import LazyTensor, lazy_output_class
 from bert_unpad.hf.packing import IGNORE, Packing
 from bert_unpad.hf.plain_modules import dense, unchanged, untouched
+from bert_unpad.hf.stock_modules import PackedCall
 
 LOGITS = ("lazy", "full", "none")
 SPAN_LOSSES = ("packed", "stock")
@@ -176,14 +177,22 @@ class PackedLabels:
     def forward(self, *args, **kwargs):
         call = bind(self._bert_unpad_arguments, args, kwargs)
         base = unwrap(self.base_model)
-        if isinstance(base, PackedModel) and (reason := self._bert_unpad_loss_reason(call)):
-            warn_stock(type(self).__name__, reason)
+        swapped = isinstance(base, (PackedModel, PackedCall))
+        reason = self._bert_unpad_loss_reason(call) if swapped else None
+        if reason is None:
+            return super().forward(**call)
+        warn_stock(type(self).__name__, reason)
+        if isinstance(base, PackedModel):
             return super().forward(**call, packing=STOCK)
-        return super().forward(**call)
+        base._bert_unpad_stock_call = True
+        try:
+            return super().forward(**call)
+        finally:
+            del base._bert_unpad_stock_call
 
 
 class PackedTokenLabels(PackedLabels):
-    """Mixin for token classification."""
+    """Mixin for heads with a label for each token."""
 
     def _bert_unpad_loss_reason(self, call: dict[str, Any]) -> str | None:
         labels, mask = call.get("labels"), call.get("attention_mask")

@@ -156,7 +156,7 @@ def packing_or_reason(model: PackedModel, call: dict[str, Any]) -> Packing | str
     source = call["inputs_embeds"] if source is None else source
     mask = call.get("attention_mask")
     if packed:
-        return _given_packing(model, call, source)
+        return given_packing(model, call, source)
     if mask is None:
         refuse_restarts(call.get("position_ids"), source.shape[0])
         return Packing.dense(source.shape[0], source.shape[1], source.device)
@@ -202,7 +202,7 @@ def _stock_reason(model: PackedModel, call: dict[str, Any]) -> str | None:
     return None
 
 
-def _given_packing(model: PackedModel, call: dict[str, Any], source: Tensor) -> Packing:
+def given_packing(model: nn.Module, call: dict[str, Any], source: Tensor) -> Packing:
     """Returns the packing of a call with `cu_seq_lens_q`.
 
     Arguments that do not fit raise an error: the stock modules would compute wrong results.
@@ -216,8 +216,8 @@ def _given_packing(model: PackedModel, call: dict[str, Any], source: Tensor) -> 
         )
     if getattr(model, "_bert_unpad_first_is_read", False):
         raise ValueError(
-            "cu_seq_lens_q: expected none, because this model's head reads only the first token of "
-            "each row; pass a padded batch"
+            "cu_seq_lens_q: expected none, because this model's head reads the rows of a padded "
+            "batch, such as the first token of each; pass one"
         )
     keys = call.get("cu_seq_lens_k")
     cu_seqlens, longest = call["cu_seq_lens_q"], call.get("max_length_q")

@@ -8,6 +8,7 @@ more, are in `adapters.py`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,13 @@ from torch import Tensor, nn
 from bert_unpad.batch.rows import gather_rows
 from bert_unpad.hf import flash
 from bert_unpad.hf.fallback import recording_reason, warn_stock
-from bert_unpad.hf.models import DTYPES, STOCK_ARGUMENTS, bind, missing_operator
+from bert_unpad.hf.models import (
+    DTYPES,
+    STOCK_ARGUMENTS,
+    bind,
+    given_packing,
+    missing_operator,
+)
 from bert_unpad.hf.packing import Packing, refuse_restarts
 from bert_unpad.hf.verify import verify_once
 from bert_unpad.ops.attention import HEAD_DIMS
@@ -52,6 +59,17 @@ STOCK_FAMILIES = (
 )
 
 
+def version_reason(model: nn.Module, family: StockFamily) -> str | None:
+    """Returns why the installed transformers cannot run this family on packed tokens, or None."""
+    modeling = sys.modules[f"transformers.models.{family.package}.modeling_{family.package}"]
+    if not hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
+        return "this version of transformers does not let its attention be chosen"
+    rotary = getattr(model.config, "position_embedding_type", None) == "rotary"
+    if family.package == "esm" and rotary and not hasattr(model, "rotary_embeddings"):
+        return "this version of transformers counts its rotary positions from the row's beginning"
+    return None
+
+
 def stock_reason(model: nn.Module) -> str | None:
     """Returns why no call of this model can be packed, or None."""
     config = model.config
@@ -70,7 +88,6 @@ def stock_reason(model: nn.Module) -> str | None:
 
 
 def _has_windows(config: Any) -> bool:
-    # Older versions of ModernBERT's configuration have no types of layers.
     return hasattr(config, "local_attention") or "sliding_attention" in (
         getattr(config, "layer_types", None) or ()
     )
@@ -86,10 +103,13 @@ class PackedCall:
 
     def forward(self, *args, **kwargs):
         call = bind(self._bert_unpad_arguments, args, kwargs)
+        if "_bert_unpad_stock_call" in vars(self):  # a head has warned already
+            with self._bert_unpad_own_attention():
+                return super().forward(**call)
         packing = self._bert_unpad_packing(call)
         if isinstance(packing, str):
             warn_stock(type(self).__name__, packing)
-            with _attention(self.config, self._bert_unpad_attention):
+            with self._bert_unpad_own_attention():
                 return super().forward(**call)
         verify_once(self, call)
         return_dict = call.pop("return_dict", None)
@@ -100,7 +120,8 @@ class PackedCall:
         lengths |= {"max_length_q": longest, "max_length_k": longest}
         if self._bert_unpad_family.embeds_rows:
             lengths[flash.APART] = True
-        out = super().forward(**(self._bert_unpad_tokens(call, packing) | lengths))
+        call = self._bert_unpad_tokens(call, packing) | lengths
+        out = super().forward(**call, return_dict=True)
         if getattr(self, "pooler", None) is not None:
             first = gather_rows(out.last_hidden_state[0], packing.first_rows())[:, None]
             if hasattr(self, "pooler_activation"):  # ALBERT's is two modules
@@ -110,8 +131,32 @@ class PackedCall:
         if not packing.given:
             out.last_hidden_state = packing.pad(out.last_hidden_state)
             if out.get("hidden_states") is not None:
-                out.hidden_states = tuple(packing.pad(x) for x in out.hidden_states)
+                out.hidden_states = tuple(
+                    None if x is None else packing.pad(x) for x in out.hidden_states
+                )
         return out if return_dict else out.to_tuple()
+
+    @contextmanager
+    def _bert_unpad_own_attention(self) -> Iterator[None]:
+        """The model's own attention for a call, if the configuration has ours.
+
+        Raises:
+            ValueError: layers would be computed again, by then with ours.
+        """
+        config = self.config
+        if config._attn_implementation != flash.NAME or self._bert_unpad_attention == flash.NAME:
+            yield
+            return
+        if self.training and torch.is_grad_enabled() and self.is_gradient_checkpointing:
+            raise ValueError(
+                f"{type(self).__name__}: gradient checkpointing cannot go with a call that the "
+                "stock modules have to compute: pad on the right, without holes, or train without"
+            )
+        config._attn_implementation = self._bert_unpad_attention
+        try:
+            yield
+        finally:
+            config._attn_implementation = flash.NAME
 
     def _bert_unpad_packing(self, call: dict[str, Any]) -> Packing | str:
         """Returns the packing of a call, or why the stock modules have to run it.
@@ -131,9 +176,7 @@ class PackedCall:
         if reason:
             return reason
         if cu_seqlens is not None:
-            if mask is not None or source.shape[0] != 1:
-                raise ValueError("cu_seq_lens_q: expected a batch of one row without a mask")
-            return Packing.from_cu_seqlens(cu_seqlens, call.get("max_length_q"), source.shape[1])
+            return given_packing(self, call, source)
         if mask is None:
             refuse_restarts(call.get("position_ids"), source.shape[0])
             return Packing.dense(source.shape[0], source.shape[1], source.device)
@@ -154,6 +197,8 @@ class PackedCall:
                 return f"{name} is given"
         if reason := recording_reason() or stock_reason(self):
             return reason
+        if self.config._attn_implementation != flash.NAME:
+            return f"its attention became {self.config._attn_implementation!r} after `unpad`"
         if not isinstance(source, Tensor) or source.dim() < 2 or source.device.type == "meta":
             return "there are no input_ids or inputs_embeds of shape [batch, tokens, ...]"
         if mask is not None and tuple(getattr(mask, "shape", ())) != tuple(source.shape[:2]):
@@ -174,14 +219,13 @@ class PackedCall:
             call["input_ids"] = None
         elif ids is not None and family.counts_ids and call.get("position_ids") is None:
             rule = self.embeddings
-            if packing.given:
-                call["position_ids"] = (packing.columns + rule.padding_idx + 1)[None]
-            else:
+            if not packing.given:
                 call["position_ids"] = rule.create_position_ids_from_input_ids(
                     ids, rule.padding_idx
                 )
         if call.get("position_ids") is None:
-            call["position_ids"] = self._bert_unpad_columns(packing)
+            first = self.embeddings.padding_idx + 1 if family.counts_ids else 0
+            call["position_ids"] = self._bert_unpad_columns(packing) + first
         elif not packing.given:
             call["position_ids"] = packing.pack(call["position_ids"].expand(packing.shape))
         if packing.given:
@@ -203,22 +247,11 @@ class PackedCall:
         return torch.arange(columns, device=device).repeat(rows)[None]
 
 
-@contextmanager
-def _attention(config: Any, name: str) -> Iterator[None]:
-    before, config._attn_implementation = config._attn_implementation, name
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
-def choose_attention(model: nn.Module) -> None:
-    """Lets a swapped model's packed calls compute attention by `bert_unpad_flash`."""
-    if model.config._attn_implementation != flash.NAME:
-        model._bert_unpad_attention = model.config._attn_implementation
-        model.config._attn_implementation = flash.NAME
-    else:
-        model.__dict__.setdefault("_bert_unpad_attention", "sdpa")
+def choose_attention(model: nn.Module, own: str) -> None:
+    """Lets a swapped model's packed calls compute attention by `bert_unpad_flash`; `own` is what
+    its other calls keep."""
+    vars(model).setdefault("_bert_unpad_attention", own)
+    model.config._attn_implementation = flash.NAME
 
 
 def restore_attention(model: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """`unpad`, `repad` and `supports`: swapping the classes of a model's modules in place.
 
-Only `module.__class__` changes. Modules, parameters, buffers and their names stay the same objects,
+Only `module.__class__` changes, and in families whose own modules run packed which attention the
+configuration chooses. Modules, parameters, buffers and their names stay the same objects,
 so existing optimizers, tied weights, adapters and state dicts keep working. The subclasses have the
 stock names, which transformers saves as `architectures` and uses to find classes.
 """
@@ -34,8 +35,11 @@ from bert_unpad.hf.stock_modules import (
     choose_attention,
     restore_attention,
     stock_reason,
+    version_reason,
 )
 
+# Heads whose result is of a row: without a pooler they read it themselves.
+_ROW_HEADS = ("ForSequenceClassification", "ForMultipleChoice")
 _STATE = (
     *("_bert_unpad_logits", "_bert_unpad_span_loss", "_bert_unpad_first_is_read"),
     "_bert_unpad_verify",
@@ -72,11 +76,10 @@ class Support:
 def supports(model: nn.Module) -> Support:
     """Returns what `unpad(model)` would accelerate, and why it would not accelerate the rest.
 
-    Calls that ask for what packed tokens cannot give (attentions, hidden states, 4-D masks) still
-    run the stock modules, with a `StockFallbackWarning`.
+    Calls that ask for what packed tokens cannot give (attentions, 4-D masks) still run the stock
+    modules, with a `StockFallbackWarning`.
 
     Raises:
-        ImportError: transformers is older than 5.0.
         TypeError: the model is not a module.
     """
     if not isinstance(model, nn.Module):
@@ -92,8 +95,8 @@ def supports(model: nn.Module) -> Support:
             stock[name] = reason
         else:
             accelerated[name] = "embeddings and layers"
-    for name, module, _ in _stock_models(model):
-        reason = stock_reason(module)
+    for name, module, family in _stock_models(model):
+        reason = version_reason(module, family) or stock_reason(module)
         (stock if reason else accelerated)[name] = reason or "the call: its own modules run packed"
     for name, module in model.named_modules():
         found = _mlm(module)
@@ -123,16 +126,16 @@ def unpad(
         span_loss: the loss of question answering where a batch has padding, whose columns are part
             of the stock softmax. "packed": their logits are those of a zero vector. "stock": as in
             the stock model, whose modules then compute all batches with labels and padding.
-        verify: run the first padded batch by the stock modules too, layer by layer, in float32 and
-            as the model computes, and backward where gradients are computed. A difference beyond
-            rounding raises a `VerificationError`, and leaves the model stock. It takes memory for
-            copies of the model and several times that batch's time; not under torch.compile.
+        verify: run the first batch with padding by the stock modules too, layer by layer, in
+            float32 and as the model computes, and backward where gradients are computed. A
+            difference beyond rounding raises a `VerificationError`, and leaves the model stock. It
+            takes memory for copies of the model and several times that batch's time; not under
+            torch.compile or FSDP.
 
     Returns:
         The same object.
 
     Raises:
-        ImportError: transformers is older than 5.0.
         TypeError: the model is not a module.
         ValueError: nothing in the model can be accelerated (the text says why), or `logits` or
             `span_loss` is unknown.
@@ -154,10 +157,12 @@ def unpad(
         stack.__class__ = _packed_stack(_stock(stack))
         for layer in map(unwrap, stack.layer):
             layer.__class__ = _packed_layer(_stock(layer), family)
-    for name, module, family in _stock_models(model):
-        if name in support.accelerated:
-            module.__class__ = _packed_call(_stock(module), family)
-            choose_attention(module)
+    stock = [found for found in _stock_models(model) if found[0] in support.accelerated]
+    # All first: a configuration may be that of several models.
+    own = {name: module.config._attn_implementation for name, module, _ in stock}
+    for name, module, family in stock:
+        module.__class__ = _packed_call(_stock(module), family)
+        choose_attention(module, own[name])
     for module in model.modules():
         _swap_head(module, logits, span_loss)
     for name in support.accelerated if verify else ():
@@ -179,12 +184,13 @@ def repad(model: nn.Module) -> nn.Module:
     """
     for name, module in model.named_modules():
         kind = type(module)
+        if hasattr(kind, "_bert_unpad_stock") and "_bert_unpad_stock" not in vars(kind):
+            raise ValueError(f"{name or 'the model'} became a {kind} after unpad: cannot undo that")
+    for module in model.modules():
         if "_bert_unpad_attention" in vars(module):
             restore_attention(module)
-        if "_bert_unpad_stock" in vars(kind):
-            module.__class__ = kind._bert_unpad_stock
-        elif hasattr(kind, "_bert_unpad_stock"):
-            raise ValueError(f"{name or 'the model'} became a {kind} after unpad: cannot undo that")
+        if hasattr(type(module), "_bert_unpad_stock"):
+            module.__class__ = type(module)._bert_unpad_stock
         for attribute in _STATE:
             module.__dict__.pop(attribute, None)
     return model
@@ -249,6 +255,16 @@ def _swap_head(module: nn.Module, logits: str, span_loss: str) -> None:
         module.__class__ = _packed_mlm(_stock(module), found[1])
         module._bert_unpad_logits = logits
         return
+    for family in STOCK_FAMILIES:
+        if any(_is(module, family, f"For{name}") for name in ("TokenClassification", "MaskedLM")):
+            module.__class__ = _packed_labels(_stock(module), PackedTokenLabels)
+        if _is(module, family, "ForQuestionAnswering"):
+            module.__class__ = _packed_labels(_stock(module), PackedSpans)
+            module._bert_unpad_span_loss = span_loss
+        if any(_is(module, family, name) for name in _ROW_HEADS):
+            for child in map(unwrap, module.children()):
+                if isinstance(child, PackedCall) and getattr(child, "pooler", None) is None:
+                    child._bert_unpad_first_is_read = True
     for family in FAMILIES:
         if _is(module, family, "ForTokenClassification"):
             module.__class__ = _packed_labels(_stock(module), PackedTokenLabels)

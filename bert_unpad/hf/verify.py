@@ -1,4 +1,4 @@
-"""`unpad(model, verify=True)`: the first batch runs stock and packed, and has to be the same.
+"""`unpad(model, verify=True)`: the first batch with padding runs stock and packed, with one result.
 
 What is compared are the outputs of all layers at the tokens that the mask keeps and, where
 gradients are computed, those of all parameters; in float32, and as the model computes otherwise.
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bert_unpad._sharded_types import is_fsdp_module
+
 # Times the stock model's own error, and steps of the dtype at the size of the largest value: two
 # ways to add differ by some of both.
 _ERRORS, _STEPS = 16.0, 16.0
@@ -29,11 +31,27 @@ Found = dict[str, Tensor]
 
 
 def verify_once(model: nn.Module, call: Mapping[str, Any]) -> None:
-    """Runs `verify` on the first call that it can be told by: eager, with a padded batch."""
-    due = vars(model).get("_bert_unpad_verify", False)
-    if due and not torch.compiler.is_compiling() and call.get("cu_seq_lens_q") is None:
-        del model._bert_unpad_verify
-        verify(model, call)
+    """Runs `verify` on the first eager call whose batch has padding.
+
+    Raises:
+        VerificationError: see `verify`.
+        RuntimeError: FSDP has sharded the model, which then cannot be copied.
+    """
+    mask = call.get("attention_mask")
+    if "_bert_unpad_verify" not in vars(model) or torch.compiler.is_compiling() or mask is None:
+        return
+    if bool((mask != 0).all()):
+        return
+    if any(
+        is_fsdp_module(module) or getattr(module, "_is_fsdp_managed_module", False)
+        for module in model.modules()
+    ):
+        raise RuntimeError(
+            f"{type(model).__name__}: verify=True: expected a model that is not sharded; make a "
+            "padded call before FSDP"
+        )
+    verify(model, call)
+    del model._bert_unpad_verify
 
 
 def verify(model: nn.Module, call: Mapping[str, Any]) -> None:
@@ -49,6 +67,8 @@ def verify(model: nn.Module, call: Mapping[str, Any]) -> None:
     mask = given.get("attention_mask")
     kept = torch.ones_like(source[..., 0] if source.dim() > 2 else source) if mask is None else mask
     stock = repad(copy.deepcopy(model))
+    if "flash" in stock.config._attn_implementation:  # which has no float64
+        stock.config._attn_implementation = "sdpa"
     with torch.autocast(source.device.type, enabled=False):
         truth = _run(copy.deepcopy(stock).double(), given, kept.bool())
         _compare(model, "float32", *_pair(stock, model, torch.float32, given, kept), truth)
@@ -62,7 +82,8 @@ def verify(model: nn.Module, call: Mapping[str, Any]) -> None:
 def _pair(
     stock: nn.Module, packed: nn.Module, dtype: torch.dtype, given: Mapping[str, Any], kept: Tensor
 ) -> list[Found]:
-    models = (copy.deepcopy(model).to(dtype) for model in (stock, packed))
+    models = [copy.deepcopy(model).to(dtype) for model in (stock, packed)]
+    models[1].__dict__.pop("_bert_unpad_verify", None)
     return [_run(model, given, kept.bool()) for model in models]
 
 
@@ -92,7 +113,7 @@ def _run(model: nn.Module, given: Mapping[str, Any], kept: Tensor) -> Found:
     ]
     dtype = model.get_input_embeddings().weight.dtype
     given = {
-        name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+        name: x.detach().to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
         for name, x in given.items()
     }
     out = model.eval()(**given, return_dict=True)
@@ -100,12 +121,16 @@ def _run(model: nn.Module, given: Mapping[str, Any], kept: Tensor) -> Found:
         handle.remove()
     last = out.last_hidden_state
     found["last_hidden_state"] = rows(last)
-    if out.get("pooler_output") is not None:
-        found["pooler_output"] = out.pooler_output.detach().double()
+    pooled = out.get("pooler_output")
+    if pooled is not None:
+        found["pooler_output"] = pooled.detach().double()
     if torch.is_grad_enabled() and last.requires_grad:
         generator = torch.Generator().manual_seed(0)
         probe = torch.randn((tokens, last.shape[-1]), generator=generator).to(last)
-        (last[kept] * probe).sum().backward()
+        total = (last[kept] * probe).sum()
+        if pooled is not None:
+            total = total + (pooled * probe[: len(pooled), : pooled.shape[-1]]).sum()
+        total.backward()
         found |= {
             f"gradient of {name}": p.grad.double()
             for name, p in model.named_parameters()

@@ -46,7 +46,7 @@ def batch(mask: Tensor | None) -> dict[str, Tensor]:
     padding (1)."""
     generator = torch.Generator().manual_seed(derived(2))
     ids = torch.randint(5, 61, (ROWS, COLUMNS), generator=generator)
-    ids[0, 2] = 4
+    ids[0, 2] = ids[1, 3] = 4
     if mask is None:
         return {"input_ids": ids}
     return {"input_ids": ids.where(mask, 1), "attention_mask": mask.long()}
@@ -112,6 +112,86 @@ def test_packed_input(name: str) -> None:
     assert_same_values(out[0], torch.cat([x[0] for x in wanted], 1))
     if out.get("pooler_output") is not None:
         assert_same_values(out.pooler_output, torch.cat([x.pooler_output for x in wanted]))
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_embedded_tokens(name: str) -> None:
+    stock = make(name)
+    ours = hf.unpad(copy.deepcopy(stock))
+    states = torch.randn(ROWS, COLUMNS, stock.get_input_embeddings().embedding_dim)
+    call = {"inputs_embeds": states, "attention_mask": RIGHT.long()}
+    assert_same_values(ours(**call)[0][RIGHT], stock(**call)[0][RIGHT])
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_labels_at_padding_are_stock(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(transformers, f"{name}ForTokenClassification"):
+        pytest.skip("it has no such head")
+    stock = make(name, "ForTokenClassification")
+    ours = hf.unpad(copy.deepcopy(stock))
+    labels = torch.randint(0, 3, (ROWS, COLUMNS))
+    monkeypatch.setattr(fallback, "_said", set())
+    with pytest.warns(hf.StockFallbackWarning, match="labels other than -100 lie at padded"):
+        got = ours(**batch(RIGHT), labels=labels)
+    want = stock(**batch(RIGHT), labels=labels)
+    assert torch.equal(got.loss, want.loss)
+    assert torch.equal(got.logits, want.logits)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_loss_of_question_answering(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(transformers, f"{name}ForQuestionAnswering"):
+        pytest.skip("it has no such head")
+    stock = make(name, "ForQuestionAnswering", num_labels=2)
+    call = batch(RIGHT) | {"start_positions": torch.zeros(ROWS, dtype=torch.int64)}
+    call["end_positions"] = torch.zeros(ROWS, dtype=torch.int64)
+    ours = hf.unpad(copy.deepcopy(stock), span_loss="stock")
+    monkeypatch.setattr(fallback, "_said", set())
+    with pytest.warns(hf.StockFallbackWarning, match="the softmax of its loss is over padding"):
+        assert torch.equal(ours(**call).loss, stock(**call).loss)
+
+
+def test_an_attention_that_was_changed_afterwards() -> None:
+    """Nothing runs packed by an attention that knows nothing of sequences."""
+    stock = make("EuroBert")
+    ours = hf.unpad(copy.deepcopy(stock))
+    for model in (stock, ours):
+        model.set_attn_implementation("eager")
+    with pytest.warns(hf.StockFallbackWarning, match="its attention became 'eager' after"):
+        assert torch.equal(ours(**batch(RIGHT))[0], stock(**batch(RIGHT))[0])
+    call = {"input_ids": torch.randint(5, 61, (1, 7)), "cu_seq_lens_q": torch.tensor([0, 3, 7])}
+    with pytest.raises(ValueError, match="its attention became 'eager' after `unpad`; pass a pad"):
+        ours(**call)
+
+
+def test_models_that_share_a_configuration() -> None:
+    first = make("Ernie")
+    both = nn.ModuleList([first, type(first)._from_config(first.config)])
+    assert both[0].config is both[1].config
+    hf.repad(hf.unpad(both))
+    assert first.config._attn_implementation == "sdpa"
+
+
+def test_checkpointing_cannot_go_with_stock_calls() -> None:
+    ours = hf.unpad(make("ModernBert")).train()
+    ours.gradient_checkpointing_enable()
+    left = {key: value.flip(1) for key, value in batch(RIGHT).items()}
+    with pytest.warns(hf.StockFallbackWarning), pytest.raises(ValueError, match="checkpointing"):
+        ours(**left)
+
+
+def test_a_configuration_without_return_dict() -> None:
+    stock = make("Albert", return_dict=False)
+    ours = hf.unpad(copy.deepcopy(stock))
+    got, want = ours(**batch(RIGHT)), stock(**batch(RIGHT))
+    assert isinstance(got, tuple)
+    assert_same_values(got[0][RIGHT], want[0][RIGHT])
+
+
+def test_a_head_of_rows_refuses_packed_input() -> None:
+    call = {"input_ids": torch.randint(5, 61, (1, 7)), "cu_seq_lens_q": torch.tensor([0, 3, 7])}
+    with pytest.raises(ValueError, match="this model's head reads the rows of a padded batch"):
+        hf.unpad(make("ModernBert", "ForSequenceClassification"))(**call)
 
 
 def test_packed_input_that_a_model_would_mix_raises() -> None:
