@@ -92,18 +92,20 @@ def ours(args: argparse.Namespace, text: Path, cache: Path, run_dir: Path) -> Cu
     command = [sys.executable, "-m", "bert_unpad.pretrain"]
     for name, value in options.items():
         command += [f"--{name}", str(value)]
-    log = run_dir / "metrics.jsonl"
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    log, said = run_dir / "metrics.jsonl", cache / "trainer.log"
+    with (
+        said.open("w") as output,
+        subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process,
+    ):
         while process.poll() is None:
             time.sleep(0.2)
             rows = _rows(log)
             if rows and max(row.get("seconds", 0.0) for row in rows) >= args.seconds:
                 process.send_signal(signal.SIGTERM)
                 break
-        _, errors = process.communicate()
     rows = _rows(log)
     if not any(row["kind"] == "evaluation" for row in rows):
-        raise RuntimeError(f"the trainer ended without an evaluation: {errors.decode()[-2000:]}")
+        raise RuntimeError(f"the trainer ended without an evaluation: {said.read_text()[-2000:]}")
     times = {row["step"]: row["seconds"] for row in rows if row["kind"] == "train"}
     return [
         {"seconds": times[row["step"]], "step": row["step"], "loss": row["mlm_loss"]}
@@ -131,16 +133,16 @@ def padded(inputs: PackedInputs) -> dict[str, Tensor]:
 
 
 class _Collate:
-    """Examples by number, as the Trainer's workers want it; new masks whenever one comes again."""
+    """Examples by number, as the Trainer's workers want it. Masks are new in every batch."""
 
     def __init__(self, collator: PackedCollator) -> None:
         self._collator = collator
-        self._epochs: dict[int, int] = {}
 
     def __call__(self, numbers: Sequence[int]) -> dict[str, Tensor]:
-        epoch = self._epochs.get(numbers[0], 0)
-        self._epochs[numbers[0]] = epoch + 1
-        return padded(self._collator(np.array(numbers), epoch))
+        # In place of the epoch, which workers do not know: from PyTorch's stream, theirs and the
+        # epoch's own.
+        stream = int(torch.randint(2**31, ()))
+        return padded(self._collator(np.array(numbers), stream))
 
 
 def hugging_face(args: argparse.Namespace, data: PreparedData, output: Path) -> Curve:

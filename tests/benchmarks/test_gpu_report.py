@@ -96,7 +96,7 @@ def test_a_part_that_fails_does_not_keep_others_from_running(check):
     )
     *spread, benchmark = commands
     assert benchmark == "-m benchmarks.ops --device cuda --op gelu"
-    # Other tests than the large ones by four processes; what others stand on comes first.
+    # Other tests than the large ones by several processes; what others stand on comes first.
     patterns = [
         r"-m gpu and not large --junitxml=\S+/tests.xml -n \d+ .* tests/cuda/test_norm.py "
         "tests/cuda/test_loss.py tests/cuda/test_loss_sums.py",
