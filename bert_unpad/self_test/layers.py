@@ -319,7 +319,12 @@ def fp8_linear(inputs: Inputs) -> Iterator[Compared]:
         copy.renew(weight)
         return ops.fp8_linear(x, weight, bias)
 
-    for ours in (ops.fp8_linear, with_renewed_copy):
+    def accumulating(x, weight, bias):
+        ops.accumulate_in_place(weight)
+        weight.grad = torch.zeros_like(weight)
+        return ops.fp8_linear(x, weight, bias)
+
+    for ours in (ops.fp8_linear, with_renewed_copy, accumulating):
         yield from compare(inputs, ours, functional.linear, leaves, limit=FP8_LIMIT)
     yield from _fp8_mlp(inputs)
 
