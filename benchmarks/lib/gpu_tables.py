@@ -104,20 +104,19 @@ def _operators(found: Result) -> str:
 
 
 def _optimizers(found: Result) -> str:
-    rows = [
-        [x["contender"], f"{1e3 * x['seconds']:.2f}", f"{x['copy_share']:.0%}"]
-        for x in found["results"]
-    ]
     setup = f"{found['model']}: {found['parameters'] / 1e6:.0f} M parameters, {found['dtype']}"
-    return table([setup, "ms", "of a copy's rate"], rows)
+    return _beside_a_copy(setup, "contender", found)
 
 
 def _signs(found: Result) -> str:
-    rows = [
-        [x["operator"], f"{1e3 * x['seconds']:.2f}", f"{x['copy_share']:.0%}"]
-        for x in found["results"]
-    ]
     setup = f"{found['numel'] / 1e6:.0f} M values to signs, {found['ranks']} ranks"
+    return _beside_a_copy(setup, "operator", found)
+
+
+def _beside_a_copy(setup: str, name: str, found: Result) -> str:
+    rows = [
+        [x[name], f"{1e3 * x['seconds']:.2f}", f"{x['copy_share']:.0%}"] for x in found["results"]
+    ]
     return table([setup, "ms", "of a copy's rate"], rows)
 
 

@@ -21,7 +21,7 @@ from bert_unpad import ops
 from bert_unpad.batch.rows import gather_rows
 from bert_unpad.hf.fallback import recording_reason, warn_stock
 from bert_unpad.hf.layers import unwrap
-from bert_unpad.hf.models import STOCK, PackedModel, bind, packing_or_reason
+from bert_unpad.hf.models import STOCK, PackedModel, bind, packing_or_reason, wants_dict
 from bert_unpad.hf.outputs import LazyTensor, lazy_output_class
 from bert_unpad.hf.packing import IGNORE, Packing
 from bert_unpad.hf.plain_modules import dense, unchanged, untouched
@@ -98,9 +98,7 @@ class PackedMlm:
                 if head.pretraining:
                     given["next_sentence_label"] = next_label
                 return super().forward(**call, **given, packing=STOCK)
-        return_dict = call.pop("return_dict", None)
-        if return_dict is None:
-            return_dict = getattr(self.config, "return_dict", True)
+        return_dict = wants_dict(self, call)
         how = getattr(self, "_bert_unpad_logits", "lazy")
         # FSDP reads all outputs when forward ends; FSDP1 then has no whole weights any more.
         in_fsdp = getattr(self, "_is_fsdp_managed_module", False)
@@ -178,17 +176,10 @@ class PackedLabels:
         call = bind(self._bert_unpad_arguments, args, kwargs)
         base = unwrap(self.base_model)
         swapped = isinstance(base, (PackedModel, PackedCall))
-        reason = self._bert_unpad_loss_reason(call) if swapped else None
-        if reason is None:
-            return super().forward(**call)
-        warn_stock(type(self).__name__, reason)
-        if isinstance(base, PackedModel):
+        if swapped and (reason := self._bert_unpad_loss_reason(call)):
+            warn_stock(type(self).__name__, reason)
             return super().forward(**call, packing=STOCK)
-        base._bert_unpad_stock_call = True
-        try:
-            return super().forward(**call)
-        finally:
-            del base._bert_unpad_stock_call
+        return super().forward(**call)
 
 
 class PackedTokenLabels(PackedLabels):

@@ -9,7 +9,7 @@ the stock forward with stock layers, and warn.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,10 @@ from bert_unpad.ops.attention import HEAD_DIMS
 STOCK = "stock"
 """A value of `packing` that runs the stock forward; the caller has warned already."""
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OPERATORS = ("varlen_attention", "dropout_add_layer_norm", "bias_gelu")
 # Only the stock modules support these arguments, unless they are None or False.
-STOCK_ARGUMENTS = (
+_STOCK_ARGUMENTS = (
     "encoder_hidden_states",
     "encoder_attention_mask",
     "past_key_values",
@@ -69,11 +69,51 @@ def _missing(key: str) -> str | None:
 _MISSING = {"cpu": _missing("CPU"), "cuda": _missing("CUDA")}
 
 
-def missing_operator(device_type: str) -> str | None:
-    """Returns why packed tokens cannot be computed on a type of device, or None."""
-    if device_type not in _MISSING:
-        return f"there are no kernels for device {device_type}"
-    return _MISSING[device_type]
+def wants_dict(model: nn.Module, call: dict[str, Any]) -> bool:
+    """Takes `return_dict` out of a call, and returns whether the result is to be a dictionary."""
+    given = call.pop("return_dict", None)
+    return getattr(model.config, "return_dict", True) if given is None else given
+
+
+def kind_reason(model: nn.Module) -> str | None:
+    """Returns why no model of this kind, dtype and device can be packed, or None."""
+    config, weight = model.config, model.get_input_embeddings().weight
+    if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
+        return "it is a decoder"
+    if weight.dtype not in _DTYPES:
+        return f"its parameters are {weight.dtype}"
+    device = weight.device.type
+    if device == "meta":
+        return None
+    return _MISSING.get(device, f"there are no kernels for device {device}")
+
+
+def width_reason(head_dim: int, device: str) -> str | None:
+    """Returns why attention heads of this dimension cannot be packed on a type of device."""
+    if head_dim in HEAD_DIMS.get(device, HEAD_DIMS["cpu"]):
+        return None
+    return f"attention heads of dimension {head_dim} are not supported on {device}"
+
+
+def token_positions(
+    embeddings: nn.Module, counts_ids: bool, call: dict[str, Any], packing: Packing
+) -> Tensor:
+    """Returns the position ids [1, T] of packed tokens.
+
+    Args:
+        embeddings: of the model; with `counts_ids` like RoBERTa's.
+        counts_ids: whether positions that are not given are counted from the ids that are not
+            padding, instead of being the columns.
+        call: the call, with position ids or without.
+        packing: of the call.
+    """
+    ids, positions = call.get("input_ids"), call.get("position_ids")
+    first = embeddings.padding_idx + 1 if counts_ids else 0
+    if positions is None and counts_ids and ids is not None and not packing.given:
+        positions = embeddings.create_position_ids_from_input_ids(ids, embeddings.padding_idx)
+    if positions is None:
+        return (packing.token_columns() + first)[None]
+    return positions if packing.given else packing.pack(positions.expand(packing.shape))
 
 
 def static_reason(
@@ -84,25 +124,19 @@ def static_reason(
     Its layers are those of the stock model, before or after the swap, maybe wrapped.
     """
     config = model.config
-    if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
-        return "it is a decoder"
+    if reason := kind_reason(model):
+        return reason
     if getattr(config, "position_embedding_type", "absolute") != "absolute":
         return f"its position embeddings are {config.position_embedding_type}"
     if getattr(config, "pruned_heads", None):
         return "attention heads are pruned"
-    dtype = model.get_input_embeddings().weight.dtype
-    if dtype not in DTYPES:
-        return f"its parameters are {dtype}"
     device = model.get_input_embeddings().weight.device.type
-    if device != "meta" and (missing := missing_operator(device)):
-        return missing
     stack = unwrap(getattr(model, adapter.stack))
     if len(stack.layer) == 0:
         return "it has no layers"
     for layer in map(unwrap, stack.layer):
-        head_dim = layers.head_dim(layer)
-        if head_dim not in HEAD_DIMS.get(device, HEAD_DIMS["cpu"]):
-            return f"attention heads of dimension {head_dim} are not supported on {device}"
+        if reason := width_reason(layers.head_dim(layer), device):
+            return reason
         if not all(unchanged(module) for module in layers.containers(layer)):
             return "a module inside its layers has a hook, or was replaced"
     return None
@@ -137,7 +171,21 @@ def first_is_read(model: nn.Module) -> bool:
     )
 
 
-def packing_or_reason(model: PackedModel, call: dict[str, Any]) -> Packing | str:
+class Packable(Protocol):
+    """What `packing_or_reason` asks a swapped base model."""
+
+    config: Any
+    _bert_unpad_padded: tuple[str, ...]
+    """Outputs that only the stock modules can give."""
+
+    def _bert_unpad_reason(self, packed: bool) -> str | None:
+        """Why this model cannot compute a call on packed tokens; packed: the caller's."""
+
+    def _bert_unpad_layout(self) -> tuple[bool, bool]:
+        """Whether its first column is read, and whether its attention has windows."""
+
+
+def packing_or_reason(model: Packable, call: dict[str, Any]) -> Packing | str:
     """Returns the packing of a call, or why the stock modules have to run it.
 
     Raises:
@@ -156,12 +204,12 @@ def packing_or_reason(model: PackedModel, call: dict[str, Any]) -> Packing | str
     source = call["inputs_embeds"] if source is None else source
     mask = call.get("attention_mask")
     if packed:
-        return given_packing(model, call, source)
+        return _given_packing(model, call, source)
     if mask is None:
         refuse_restarts(call.get("position_ids"), source.shape[0])
         return Packing.dense(source.shape[0], source.shape[1], source.device)
     try:
-        packing = Packing.from_mask(mask, first_is_read(model))
+        packing = Packing.from_mask(mask, *model._bert_unpad_layout())
     except (TypeError, ValueError) as error:
         if torch.compiler.is_compiling():
             raise
@@ -169,23 +217,23 @@ def packing_or_reason(model: PackedModel, call: dict[str, Any]) -> Packing | str
     return packing if packing.stock_reason is None else packing.stock_reason
 
 
-def _stock_reason(model: PackedModel, call: dict[str, Any]) -> str | None:
+def _stock_reason(model: Packable, call: dict[str, Any]) -> str | None:
     """Returns why the stock modules have to run a call, as far as shapes and options say."""
     config = model.config
-    for name in ("output_attentions", "output_hidden_states"):
+    for name in model._bert_unpad_padded:
         asked = call.get(name)
         # Anything but False asks for them: 0 and [] are indices of hidden states.
         if asked is None:
             asked = getattr(config, name, False)
         if asked is not False:
             return f"{name} is asked for"
-    for name in STOCK_ARGUMENTS:
+    for name in _STOCK_ARGUMENTS:
         value = call.get(name)
         if value is not None and value is not False:
             return f"{name} is given"
-    if reason := recording_reason() or _strange_part(model):
+    if reason := recording_reason():
         return reason
-    if reason := static_reason(model, model._bert_unpad_adapter, model._bert_unpad_layer):
+    if reason := model._bert_unpad_reason(call.get("cu_seq_lens_q") is not None):
         return reason
     source = call.get("input_ids")
     source = call.get("inputs_embeds") if source is None else source
@@ -202,7 +250,7 @@ def _stock_reason(model: PackedModel, call: dict[str, Any]) -> str | None:
     return None
 
 
-def given_packing(model: nn.Module, call: dict[str, Any], source: Tensor) -> Packing:
+def _given_packing(model: Packable, call: dict[str, Any], source: Tensor) -> Packing:
     """Returns the packing of a call with `cu_seq_lens_q`.
 
     Arguments that do not fit raise an error: the stock modules would compute wrong results.
@@ -241,6 +289,7 @@ class PackedModel:
     _bert_unpad_adapter: ModelAdapter
     _bert_unpad_arguments: tuple[str, ...]
     _bert_unpad_layer: LayerAdapter
+    _bert_unpad_padded = ("output_attentions", "output_hidden_states")
 
     def forward(
         self,
@@ -290,10 +339,14 @@ class PackedModel:
         elif not keep_packed:
             x = packing.pad(x.to(dtype))
         out = adapter.output(last_hidden_state=x, **fields)
-        return_dict = call.get("return_dict")
-        if return_dict is None:
-            return_dict = getattr(self.config, "return_dict", True)
-        return out if return_dict else out.to_tuple()
+        return out if wants_dict(self, call) else out.to_tuple()
+
+    def _bert_unpad_reason(self, packed: bool) -> str | None:
+        adapter, layer = self._bert_unpad_adapter, self._bert_unpad_layer
+        return _strange_part(self) or static_reason(self, adapter, layer)
+
+    def _bert_unpad_layout(self) -> tuple[bool, bool]:
+        return first_is_read(self), False
 
     def _bert_unpad_embed(self, call: dict[str, Any], packing: Packing) -> Tensor:
         """Computes the stock embeddings of the packed tokens, [1, T, hidden]."""
@@ -304,11 +357,8 @@ class PackedModel:
         if adapter.token_types:
             arguments["token_type_ids"] = call.get("token_type_ids")
         if packing.columns is not None:
-            if packing.given:
-                offset = self.embeddings.padding_idx + 1 if adapter.positions == "ids" else 0
-                positions = (packing.columns + offset)[None] if positions is None else positions
-            else:
-                positions = self._bert_unpad_positions(ids, embeds, positions, packing)
+            counts_ids = adapter.positions == "ids"
+            positions = token_positions(self.embeddings, counts_ids, call, packing)
             arguments = {
                 name: None if value is None else packing.pack(value.expand(packing.shape))
                 for name, value in arguments.items()
@@ -325,20 +375,6 @@ class PackedModel:
         if hasattr(self, "embeddings_project"):
             x = self.embeddings_project(x)
         return x.reshape(1, -1, x.shape[-1])
-
-    def _bert_unpad_positions(
-        self, ids: Tensor | None, embeds: Tensor | None, given: Tensor | None, packing: Packing
-    ) -> Tensor:
-        """Returns the position ids [1, T] of tokens from a padded batch."""
-        if given is None and self._bert_unpad_adapter.positions == "ids":
-            rule, padding = self.embeddings, self.embeddings.padding_idx
-            if ids is not None:
-                given = rule.create_position_ids_from_input_ids(ids, padding)
-            else:
-                given = rule.create_position_ids_from_inputs_embeds(embeds, padding)
-        if given is None:
-            return packing.columns[None]
-        return packing.pack(given.expand(packing.shape))
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), "bert_unpad")))

@@ -125,6 +125,13 @@ class Packing:
             batch, batch.cu_seqlens, batch.max_seqlen, shape, None, batch.position_ids, given=True
         )
 
+    def token_columns(self) -> Tensor:
+        """Returns the column of each token in the padded layout, int64 [T], without padding too."""
+        if self.columns is not None:
+            return self.columns
+        rows, columns = self.shape
+        return torch.arange(columns, device=self.cu_seqlens.device).repeat(rows)
+
     def pack(self, x: Tensor) -> Tensor:
         """Packs [B, S, ...] into [1, T, ...]. Differentiable."""
         flat = x.flatten(0, 1)

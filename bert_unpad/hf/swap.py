@@ -38,8 +38,6 @@ from bert_unpad.hf.stock_modules import (
     version_reason,
 )
 
-# Heads whose result is of a row: without a pooler they read it themselves.
-_ROW_HEADS = ("ForSequenceClassification", "ForMultipleChoice")
 _STATE = (
     *("_bert_unpad_logits", "_bert_unpad_span_loss", "_bert_unpad_first_is_read"),
     "_bert_unpad_verify",
@@ -255,29 +253,21 @@ def _swap_head(module: nn.Module, logits: str, span_loss: str) -> None:
         module.__class__ = _packed_mlm(_stock(module), found[1])
         module._bert_unpad_logits = logits
         return
-    for family in STOCK_FAMILIES:
-        if any(_is(module, family, f"For{name}") for name in ("TokenClassification", "MaskedLM")):
+    for family in (*FAMILIES, *STOCK_FAMILIES):
+        if any(_is(module, family, name) for name in ("ForTokenClassification", "ForMaskedLM")):
             module.__class__ = _packed_labels(_stock(module), PackedTokenLabels)
         if _is(module, family, "ForQuestionAnswering"):
             module.__class__ = _packed_labels(_stock(module), PackedSpans)
             module._bert_unpad_span_loss = span_loss
-        if any(_is(module, family, name) for name in _ROW_HEADS):
+        if any(_is(module, family, name) for name in family.first_readers):
             for child in map(unwrap, module.children()):
-                if isinstance(child, PackedCall) and getattr(child, "pooler", None) is None:
+                alone = isinstance(child, PackedCall) and getattr(child, "pooler", None) is None
+                if isinstance(child, PackedModel) or alone:
                     child._bert_unpad_first_is_read = True
     for family in FAMILIES:
-        if _is(module, family, "ForTokenClassification"):
-            module.__class__ = _packed_labels(_stock(module), PackedTokenLabels)
-        if _is(module, family, "ForQuestionAnswering"):
-            module.__class__ = _packed_labels(_stock(module), PackedSpans)
-            module._bert_unpad_span_loss = span_loss
         for name, classifier in family.first_only.items():
             if _is(module, family, name):
                 module.__class__ = _packed_first(_stock(module), family.base_attribute, classifier)
-        if any(_is(module, family, name) for name in family.first_readers):
-            for child in map(unwrap, module.children()):
-                if isinstance(child, PackedModel):
-                    child._bert_unpad_first_is_read = True
 
 
 def _arguments(stock: type) -> tuple[str, ...]:

@@ -63,20 +63,22 @@ def verify(model: nn.Module, call: Mapping[str, Any]) -> None:
     from bert_unpad.hf.swap import repad
 
     given = {name: x for name, x in call.items() if x is not None and name not in _ASKED}
-    source = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
-    mask = given.get("attention_mask")
-    kept = torch.ones_like(source[..., 0] if source.dim() > 2 else source) if mask is None else mask
+    kept = given["attention_mask"].bool()
     stock = repad(copy.deepcopy(model))
     if "flash" in stock.config._attn_implementation:  # which has no float64
         stock.config._attn_implementation = "sdpa"
-    with torch.autocast(source.device.type, enabled=False):
-        truth = _run(copy.deepcopy(stock).double(), given, kept.bool())
-        _compare(model, "float32", *_pair(stock, model, torch.float32, given, kept), truth)
+    with torch.autocast(kept.device.type, enabled=False):
+        truth = _run(copy.deepcopy(stock).double(), given, kept)
+        found = _pair(stock, model, torch.float32, given, kept)
+        _compare(model, "float32", torch.float32, *found, truth)
     dtype = model.get_input_embeddings().weight.dtype
-    narrow = torch.is_autocast_enabled(source.device.type)
-    if narrow or dtype != torch.float32:
-        name = f"{dtype}".removeprefix("torch.") + (" with autocast" if narrow else "")
-        _compare(model, name, *_pair(stock, model, dtype, given, kept), truth)
+    if torch.is_autocast_enabled(kept.device.type):
+        name, narrow = "autocast", torch.get_autocast_dtype(kept.device.type)
+    else:
+        name = narrow = dtype
+    if narrow != torch.float32:
+        found = _pair(stock, model, dtype, given, kept)
+        _compare(model, f"{name}".removeprefix("torch."), narrow, *found, truth)
 
 
 def _pair(
@@ -84,7 +86,7 @@ def _pair(
 ) -> list[Found]:
     models = [copy.deepcopy(model).to(dtype) for model in (stock, packed)]
     models[1].__dict__.pop("_bert_unpad_verify", None)
-    return [_run(model, given, kept.bool()) for model in models]
+    return [_run(model, given, kept) for model in models]
 
 
 def _run(model: nn.Module, given: Mapping[str, Any], kept: Tensor) -> Found:
@@ -109,7 +111,7 @@ def _run(model: nn.Module, given: Mapping[str, Any], kept: Tensor) -> Found:
         for name, layers in model.named_modules()
         if isinstance(layers, nn.ModuleList)
         for number, layer in enumerate(layers)
-        if hasattr(layer, "forward") and not isinstance(layer, nn.ModuleList)
+        if not isinstance(layer, nn.ModuleList)
     ]
     dtype = model.get_input_embeddings().weight.dtype
     given = {
@@ -139,12 +141,12 @@ def _run(model: nn.Module, given: Mapping[str, Any], kept: Tensor) -> Found:
     return found
 
 
-def _compare(model: nn.Module, dtype: str, stock: Found, packed: Found, truth: Found) -> None:
+def _compare(
+    model: nn.Module, how: str, dtype: torch.dtype, stock: Found, packed: Found, truth: Found
+) -> None:
     from bert_unpad.hf.swap import repad
 
-    step = torch.finfo(getattr(torch, dtype.split()[0])).eps
-    if "autocast" in dtype:
-        step = torch.finfo(torch.get_autocast_dtype(next(iter(truth.values())).device.type)).eps
+    step = torch.finfo(dtype).eps
     for name, want in stock.items():
         got, exact = packed.get(name), truth[name]
         size = exact.abs().max().item()
@@ -159,6 +161,6 @@ def _compare(model: nn.Module, dtype: str, stock: Found, packed: Found, truth: F
             said = f"have {list(want.shape)} and {shape}"
         repad(model)
         raise VerificationError(
-            f"{type(model).__name__}: {name}: in {dtype} stock and packed modules {said}; the "
+            f"{type(model).__name__}: {name}: in {how} stock and packed modules {said}; the "
             "model has its stock modules again"
         )

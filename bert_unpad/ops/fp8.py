@@ -125,15 +125,19 @@ def _(weights, *kept):
             tensor.copy_(value)
 
 
+def _wide_product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
+    return (b.float() @ a.float().t()) * (a_scale * b_scale)
+
+
 @register_cpu("fp8_product", matrix_checks.check_fp8_product)
 def _(a, b, a_scale, b_scale, bias, dtype, sum_over_tokens):
-    y = (b.float() @ a.float().t()) * (a_scale * b_scale)
+    y = _wide_product(a, b, a_scale, b_scale)
     return (y if bias is None else y + bias).to(dtype)
 
 
 @register_cpu("fp8_product_", matrix_checks.check_fp8_product_)
 def _(a, b, a_scale, b_scale, out, accumulate):
-    y = (b.float() @ a.float().t()) * (a_scale * b_scale)
+    y = _wide_product(a, b, a_scale, b_scale)
     out.copy_(out + y if accumulate else y)
 
 

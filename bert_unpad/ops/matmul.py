@@ -291,11 +291,11 @@ def gradient_target(weight: Tensor) -> tuple[Tensor, bool] | None:
     what is there; None if autograd should add it."""
     if torch.compiler.is_compiling() or not getattr(weight, "_bert_unpad_accumulates", False):
         return None
-    if InPlaceGradients.current is not None:
-        InPlaceGradients.current.note(weight)
+    watch = InPlaceGradients.current
+    if watch is not None:
+        watch.note(weight)
     if torch.is_grad_enabled() or not takes_product(weight):
         return None
-    watch = InPlaceGradients.current
     return weight.grad, watch is None or watch.accumulates(weight)
 
 

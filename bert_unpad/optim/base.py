@@ -241,20 +241,22 @@ class FusedOptimizer(CopyableOptimizer):
                 continue
             if grad.is_sparse:
                 raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
-            state = self._state_of(param, group)
             own, shards = param.detach(), ()
-            if is_dtensor(param):
+            sharded = is_dtensor(param)
+            if sharded:
                 if grad.placements != param.placements:
                     raise RuntimeError(
                         "params: expected gradients placed like their parameter, "
                         f"{param.placements}, got {grad.placements}"
                     )
                 own, grad, shards = local(own), local(grad), shard_groups(param)
-                state = {name: local(tensor) for name, tensor in state.items()}
             if self.shard_group is not None:
                 shards = (self.shard_group,)
             if not own.is_contiguous():
                 raise RuntimeError("params: expected contiguous parameters")
+            state = self._state_of(param, group)
+            if sharded:
+                state = {name: local(tensor) for name, tensor in state.items()}
             grad = grad.contiguous()
             copy = self._rounded.get(param) if self._rounded else None
             if isinstance(copy, RoundedWeight):  # which takes the parameter for its master weights

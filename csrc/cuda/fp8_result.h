@@ -18,6 +18,13 @@ struct Fp8Result {
   uint8_t* q_transposed;  // [columns, fp8_padded(rows)]; null: not wanted
 };
 
+// Rows and columns of a tile of the kernels that write it, and how many rows of tiles there are:
+// those of partial sums of the columns.
+inline constexpr int kFp8Tile = 64;
+inline constexpr int64_t fp8_tile_rows(const Fp8Result& m) {
+  return (fp8_padded(m.rows) + kFp8Tile - 1) / kFp8Tile;
+}
+
 // Blocks at most of a kernel that notes the largest value, each in a place of its own.
 inline constexpr int64_t kFp8Largest = 1024;
 

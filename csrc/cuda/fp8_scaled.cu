@@ -42,8 +42,6 @@ fp8_scaled_kernel(BU_PARAMS ScaledParams p) {
 
 }  // namespace
 
-int64_t scaled_partials(const ScaledParams& p) { return fp8::partial_rows(p); }
-
 void quantize_fp8_scaled(const char* op, const ScaledParams& p, cudaStream_t stream) {
   if (p.columns == 0) return;
   if (p.rows > 0) {
@@ -61,7 +59,7 @@ void quantize_fp8_scaled(const char* op, const ScaledParams& p, cudaStream_t str
     });
   }
   if (p.sums != nullptr)
-    column_sum(op, p.partials, DType::kFloat32, scaled_partials(p), p.columns, p.sums,
+    column_sum(op, p.partials, DType::kFloat32, fp8_tile_rows(p), p.columns, p.sums,
                DType::kFloat32, stream);
 }
 

@@ -15,11 +15,8 @@ struct ScaledParams : Fp8Result {
   const float* scale;  // what q is to be multiplied with
   float* largest;      // [kFp8Largest]; null: not wanted
   float* sums;         // [columns]; null: not wanted
-  float* partials;     // [scaled_partials(p), columns]: scratch memory of sums
+  float* partials;     // [fp8_tile_rows(p), columns]: scratch memory of sums
 };
-
-// Rows of `partials`.
-int64_t scaled_partials(const ScaledParams& p);
 
 // q = round(x / scale) by a scale that is given (delayed scaling). Values too large for it become
 // the format's largest, those that are not finite NaN. `largest` keeps the largest values, where

@@ -16,7 +16,7 @@
 namespace bert_unpad::cuda::fp8 {
 
 inline constexpr int kThreads = 256, kWarps = kThreads / 32;
-inline constexpr int kTile = 64, kGroups = kTile / 4;
+inline constexpr int kTile = kFp8Tile, kGroups = kTile / 4;
 inline constexpr int64_t kTileElements = kTile * kTile;
 // Words of a column of the transposed tile in shared memory: one more than it has, against bank
 // conflicts of the threads that write one word of several columns.
@@ -26,7 +26,7 @@ inline constexpr unsigned kMaxBytes = 4 * kWarps;
 inline constexpr unsigned kSharedBytes = kTileBytes + kMaxBytes;
 
 BU_HD int64_t tiles_of(const Fp8Result& m) {
-  return (m.columns + kTile - 1) / kTile * ((fp8_padded(m.rows) + kTile - 1) / kTile);
+  return (m.columns + kTile - 1) / kTile * fp8_tile_rows(m);
 }
 
 // Where a thread's part of a tile lies.
@@ -130,10 +130,7 @@ BU_DEVICE void store_tile(const Fp8Result& m, const Patch& at, float inverse, co
       store_global(to + c * padded_rows, load_shared<uint32_t>(4 * ((group + c) * kStride + word)));
 }
 
-// Rows of partial sums of a matrix's columns, one a row of tiles.
-BU_HD int64_t partial_rows(const Fp8Result& m) { return (fp8_padded(m.rows) + kTile - 1) / kTile; }
-
-// Writes the sums of a tile's columns to `partials` [partial_rows, columns]. `sums`: of the four
+// Writes the sums of a tile's columns to `partials` [fp8_tile_rows, columns]. `sums`: of the four
 // rows of a thread. All threads of the block call it; uses kSumsBytes of shared memory.
 inline constexpr unsigned kSumsBytes = 4 * kGroups * kTile;
 BU_DEVICE void store_sums(const Fp8Result& m, const Patch& at, const float (&sums)[4],

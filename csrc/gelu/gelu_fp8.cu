@@ -81,13 +81,11 @@ void bias_gelu_fp8(const GeluFp8Params& p, cudaStream_t stream) {
   run<false>(kForward, p, stream);
 }
 
-int64_t gelu_fp8_partials(const GeluFp8Params& p) { return partial_rows(p); }
-
 void bias_gelu_fp8_backward(const GeluFp8Params& p, cudaStream_t stream) {
   if (p.columns == 0) return;
   if (p.rows > 0) run<true>(kBackward, p, stream);
   if (p.dbias != nullptr)
-    column_sum(kBackward, p.partials, DType::kFloat32, gelu_fp8_partials(p), p.columns, p.dbias,
+    column_sum(kBackward, p.partials, DType::kFloat32, fp8_tile_rows(p), p.columns, p.dbias,
                p.bias_dtype, stream);
 }
 

@@ -46,7 +46,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, std::optional<T
   auto [q, q_transposed] = allocate_fp8_results(p, x, true, transpose);
   Tensor dbias = torch::stable::new_empty(bias ? *bias : x, {bias ? p.columns : 0});
   Tensor partials =
-      torch::stable::new_empty(x, {bias ? gelu_fp8_partials(p) : 0, p.columns}, ScalarType::Float);
+      torch::stable::new_empty(x, {bias ? fp8_tile_rows(p) : 0, p.columns}, ScalarType::Float);
   p.dy = dy.const_data_ptr();
   p.dbias = bias ? dbias.mutable_data_ptr() : nullptr;
   p.partials = partials.mutable_data_ptr<float>();

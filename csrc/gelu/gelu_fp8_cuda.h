@@ -20,16 +20,13 @@ struct GeluFp8Params : Fp8Result {
   const float* scale;  // what q is to be multiplied with
   float* largest;      // [kFp8Largest]; null: not wanted
   void* dbias;         // null where there is no bias
-  float* partials;     // [gelu_fp8_partials(p), columns]: scratch memory of dbias
+  float* partials;     // [fp8_tile_rows(p), columns]: scratch memory of dbias
 };
 
 // q = round(gelu(x + bias) / scale) in E4M3. Values too large for the scale become the format's
 // largest, those that are not finite NaN. `largest` keeps the largest values before rounding, where
 // they are above what is there.
 void bias_gelu_fp8(const GeluFp8Params& p, cudaStream_t stream);
-
-// Rows of `partials`.
-int64_t gelu_fp8_partials(const GeluFp8Params& p);
 
 // The same of dx = dy * gelu'(x + bias), in E5M2, and dbias = the columns' sums of dx before
 // rounding, in a fixed order.

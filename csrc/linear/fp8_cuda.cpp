@@ -52,7 +52,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_scaled(Tensor x, bool e5m2, bool tra
   auto [q, q_transposed] = allocate_fp8_results(p, x, e5m2, transpose);
   Tensor sums = torch::stable::new_empty(x, {sum ? p.columns : 0}, ScalarType::Float);
   Tensor partials =
-      torch::stable::new_empty(x, {sum ? scaled_partials(p) : 0, p.columns}, ScalarType::Float);
+      torch::stable::new_empty(x, {sum ? fp8_tile_rows(p) : 0, p.columns}, ScalarType::Float);
   p.sums = sum ? sums.mutable_data_ptr<float>() : nullptr;
   p.partials = partials.mutable_data_ptr<float>();
   quantize_fp8_scaled(op, p, call.stream);

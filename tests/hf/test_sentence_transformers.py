@@ -57,20 +57,19 @@ def folder(path: Path, family: str, kind: str) -> str:
     return str(path)
 
 
-def three(make) -> dict[str, nn.Module]:
+def three(kind: type[nn.Module], path: str) -> dict[str, nn.Module]:
     """The stock model, the string, and `unpad`."""
-    stock = make("sdpa")
-    return {"stock": stock, "string": make(NAME), "unpad": hf.unpad(copy.deepcopy(stock))}
+    stock, string = (
+        kind(path, model_kwargs={"attn_implementation": name}, device="cpu")
+        for name in ("sdpa", NAME)
+    )
+    return {"stock": stock, "string": string, "unpad": hf.unpad(copy.deepcopy(stock))}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_encode_and_train(tmp_path: Path, family: str) -> None:
     path = folder(tmp_path / "model", family, "Model")
-    found = three(
-        lambda name: sentence_transformers.SentenceTransformer(
-            path, model_kwargs={"attn_implementation": name}, device="cpu"
-        )
-    )
+    found = three(sentence_transformers.SentenceTransformer, path)
     assert found["string"][0].can_flatten_inputs
     encoded = {name: m.encode(TEXTS, convert_to_tensor=True) for name, m in found.items()}
     for name in ("string", "unpad"):
@@ -102,11 +101,7 @@ def test_encode_and_train(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rerankers_predict(tmp_path: Path, family: str) -> None:
     path = folder(tmp_path / "model", family, "ForSequenceClassification")
-    found = three(
-        lambda name: sentence_transformers.CrossEncoder(
-            path, model_kwargs={"attn_implementation": name}, device="cpu"
-        )
-    )
+    found = three(sentence_transformers.CrossEncoder, path)
     pairs = [(query, text) for query in TEXTS[:2] for text in TEXTS]
     scores = {name: model.predict(pairs) for name, model in found.items()}
     for name in ("string", "unpad"):
