@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -42,7 +43,14 @@ def test_a_command_ends_quietly(arguments) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_all_commands_do(command) -> None:
     text = (ROOT / command.replace(".", "/") / "__main__.py").read_text()
-    assert text.rstrip().endswith("run_main(main)")
+    assert "    run_main(main)" in text or text.rstrip().endswith("\nrun_main(main)")
+
+
+def test_console_scripts_do() -> None:
+    table = (ROOT / "pyproject.toml").read_text().split("[project.scripts]\n")[1].split("\n\n")[0]
+    for name, module, function in re.findall(r'^(\S+) = "(\S+):(\S+)"$', table, re.M):
+        code = f"import sys, {module} as m; sys.argv = [{name!r}, '--print_config']; m.{function}()"
+        assert unread("-c", code) == (STATUS, "")
 
 
 MAIN = """

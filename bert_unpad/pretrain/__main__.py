@@ -1,6 +1,14 @@
-"""`python -m bert_unpad.pretrain` does what scripts/pretrain.py does."""
+"""`python -m bert_unpad.pretrain` and `bert-unpad-pretrain` do what scripts/pretrain.py does."""
+
+from typing import NoReturn
 
 from bert_unpad._closed_pipe import run_main
 from bert_unpad.pretrain import main
 
-run_main(main)
+
+def command() -> NoReturn:
+    run_main(main)
+
+
+if __name__ == "__main__":
+    command()
