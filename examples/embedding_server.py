@@ -58,7 +58,9 @@ class Encoder:
 
     def __init__(self, path: str) -> None:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        model = transformers.AutoModel.from_pretrained(path, add_pooling_layer=False)
+        model = transformers.AutoModel.from_pretrained(path)
+        if getattr(model, "pooler", None) is not None:
+            model.pooler = None  # nobody reads it
         self.model = hf.unpad(model.eval())
         # RoBERTa's positions begin after the padding token's id.
         first = getattr(model.embeddings, "padding_idx", -1) + 1

@@ -33,6 +33,8 @@ class Family:
     first_only: dict[str, str | None]
     """Heads that read only the first column, with the class that their `classifier` must have for
     that; None accepts any class."""
+    passes_on: bool = True
+    """Whether heads pass arguments that they do not know on to the base model."""
     base: str = ""
     """The attribute of a head that holds the base model; if empty, the package's name."""
 
@@ -96,6 +98,33 @@ FAMILIES = (
         ("ForSequenceClassification", "ForMultipleChoice"),
         # Multiple choice may be configured to read all columns.
         {"ForSequenceClassification": "ElectraClassificationHead"},
+    ),
+    Family(
+        "deberta_v2",
+        "DebertaV2",
+        "DebertaV2Encoder",
+        "DebertaV2Layer",
+        layers.DEBERTA,
+        ModelAdapter("encoder", outputs.BaseModelOutput),
+        {"ForMaskedLM": HeadAdapter("deberta", heads.deberta_logits)},
+        ("ForSequenceClassification", "ForMultipleChoice"),
+        {},
+        passes_on=False,
+        base="deberta",
+    ),
+    Family(
+        "mpnet",
+        "MPNet",
+        "MPNetEncoder",
+        "MPNetLayer",
+        layers.MPNET,
+        ModelAdapter(
+            "encoder", outputs.BaseModelOutputWithPooling, positions="ids", token_types=False
+        ),
+        {"ForMaskedLM": HeadAdapter("mpnet", heads.roberta_logits)},
+        ("ForSequenceClassification",),
+        {},
+        passes_on=False,
     ),
     Family(
         "distilbert",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch.autograd import forward_ad
@@ -10,6 +13,24 @@ from torch.autograd import forward_ad
 
 class StockFallbackWarning(UserWarning):
     """A call ran Hugging Face's own padded modules: the result is right, but not accelerated."""
+
+
+_asked: ContextVar[bool] = ContextVar("bert_unpad_stock", default=False)
+
+
+@contextmanager
+def stock_modules() -> Iterator[None]:
+    """Base models run their stock modules, for heads that pass on no argument that says so."""
+    token = _asked.set(True)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def stock_is_asked() -> bool:
+    """Whether this is within `stock_modules`, which cannot be compiled."""
+    return not torch.compiler.is_compiling() and _asked.get()
 
 
 _said: set[tuple[str, str]] = set()

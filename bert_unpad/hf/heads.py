@@ -19,7 +19,7 @@ from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
 
 from bert_unpad import ops
 from bert_unpad.batch.rows import gather_rows
-from bert_unpad.hf.fallback import recording_reason, warn_stock
+from bert_unpad.hf.fallback import recording_reason, stock_modules, warn_stock
 from bert_unpad.hf.layers import unwrap
 from bert_unpad.hf.models import STOCK, PackedModel, bind, packing_or_reason, wants_dict
 from bert_unpad.hf.outputs import LazyTensor, lazy_output_class
@@ -65,6 +65,13 @@ def electra_logits(model: nn.Module, x: Tensor) -> Tensor:
     return dense(model.generator_lm_head, model.generator_predictions(x).to(x.dtype))
 
 
+def deberta_logits(model: nn.Module, x: Tensor) -> Tensor:
+    """Computes the logits of DebertaV2ForMaskedLM, whose head is BERT's or that of the paper."""
+    if model.legacy:
+        return bert_logits(model, x)
+    return model.lm_predictions(x, model.deberta.embeddings.word_embeddings).to(x.dtype)
+
+
 def distilbert_logits(model: nn.Module, x: Tensor) -> Tensor:
     """Computes the logits of DistilBertForMaskedLM, whose head's modules belong to the model."""
     y = model.vocab_layer_norm(model.activation(model.vocab_transform(x)))
@@ -76,6 +83,8 @@ class PackedMlm:
 
     _bert_unpad_head: HeadAdapter
     _bert_unpad_arguments: tuple[str, ...]
+    _bert_unpad_passes_on: bool
+    """See `Family.passes_on`."""
 
     def forward(self, *args, **kwargs):
         call = bind(self._bert_unpad_arguments, args, kwargs)
@@ -86,7 +95,7 @@ class PackedMlm:
         packing = packing_or_reason(unwrap(base), call)
         if isinstance(packing, str):
             warn_stock(type(self).__name__, packing)
-            return super().forward(**call, packing=STOCK)
+            return _run_stock(self, super().forward, call)
         labels, next_label = call.pop("labels", None), call.pop("next_sentence_label", None)
         found = None
         # BertForPreTraining computes its loss only when both labels are given.
@@ -94,10 +103,10 @@ class PackedMlm:
             found = packing.labelled(labels)
             if found is None:
                 warn_stock(type(self).__name__, "labels other than -100 lie at padded positions")
-                given = {"labels": labels}
+                call["labels"] = labels
                 if head.pretraining:
-                    given["next_sentence_label"] = next_label
-                return super().forward(**call, **given, packing=STOCK)
+                    call["next_sentence_label"] = next_label
+                return _run_stock(self, super().forward, call)
         return_dict = wants_dict(self, call)
         how = getattr(self, "_bert_unpad_logits", "lazy")
         # FSDP reads all outputs when forward ends; FSDP1 then has no whole weights any more.
@@ -131,8 +140,8 @@ class PackedMlm:
                 complete = x
                 if packing.last is not None:
                     base = unwrap(getattr(self, head.base))
-                    layer = unwrap(getattr(base, base._bert_unpad_adapter.stack)).layer[-1]
-                    complete = packing.complete(layer, base_output.hidden_states[0], x)
+                    stack = unwrap(getattr(base, base._bert_unpad_adapter.stack))
+                    complete = stack.complete(packing, base_output.hidden_states[0], x)
                 return packing.pad(head.logits(self, complete))
 
         loss, relationship = None, None
@@ -163,23 +172,39 @@ class PackedMlm:
         return ", ".join(filter(None, (super().extra_repr(), "bert_unpad")))
 
 
+def _run_stock(head: nn.Module, forward: Callable, call: dict[str, Any]) -> Any:
+    if head._bert_unpad_passes_on:
+        return forward(**call, packing=STOCK)
+    with stock_modules():
+        return forward(**call)
+
+
 class PackedLabels:
     """Mixin for heads whose stock loss may depend on what the stock modules compute at padding.
 
     Then they run. Token classification counts every label that is not -100, question answering
-    takes its softmax over all columns.
+    takes its softmax over all columns. The others are here if they drop what marks packed input.
     """
 
     _bert_unpad_arguments: tuple[str, ...]
+    _bert_unpad_passes_on: bool
 
     def forward(self, *args, **kwargs):
         call = bind(self._bert_unpad_arguments, args, kwargs)
+        if not self._bert_unpad_passes_on and call.get("cu_seq_lens_q") is not None:
+            raise ValueError(
+                f"{type(self).__name__}: cu_seq_lens_q: expected none, as this head does not pass "
+                "it on to its base model; pass a padded batch"
+            )
         base = unwrap(self.base_model)
         swapped = isinstance(base, (PackedModel, PackedCall))
         if swapped and (reason := self._bert_unpad_loss_reason(call)):
             warn_stock(type(self).__name__, reason)
-            return super().forward(**call, packing=STOCK)
+            return _run_stock(self, super().forward, call)
         return super().forward(**call)
+
+    def _bert_unpad_loss_reason(self, call: dict[str, Any]) -> str | None:
+        return None
 
 
 class PackedTokenLabels(PackedLabels):

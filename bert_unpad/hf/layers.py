@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from bert_unpad import ops
 from bert_unpad.batch.rows import gather_rows
 from bert_unpad.hf import plain_modules
 from bert_unpad.hf.packing import Packing
+from bert_unpad.hf.relative import DisentangledDistances, Distances, T5Distances
 
 
 class LayerParts(NamedTuple):
@@ -40,31 +42,68 @@ class LayerParts(NamedTuple):
     ffn_norm: nn.Module
 
 
-# Paths of LayerParts within a layer: in BERT and similar models, in DistilBERT.
-_PATHS = {
-    "attention": ("attention.self", "attention"),
-    "query": ("attention.self.query", "attention.q_lin"),
-    "key": ("attention.self.key", "attention.k_lin"),
-    "value": ("attention.self.value", "attention.v_lin"),
-    "heads": ("attention.self.num_attention_heads", "attention.n_heads"),
-    "attention_out": ("attention.output.dense", "attention.out_lin"),
-    "attention_dropout": ("attention.output.dropout", None),  # DistilBERT has none there
-    "attention_norm": ("attention.output.LayerNorm", "sa_layer_norm"),
-    "ffn_in": ("intermediate.dense", "ffn.lin1"),
-    "ffn_activation": ("intermediate.intermediate_act_fn", "ffn.activation"),
-    "ffn_out": ("output.dense", "ffn.lin2"),
-    "ffn_dropout": ("output.dropout", "ffn.dropout"),
-    "ffn_norm": ("output.LayerNorm", "output_layer_norm"),
+# Paths of LayerParts within a layer of BERT and similar models; others' where they differ.
+_BERT = {
+    "attention": "attention.self",
+    "query": "attention.self.query",
+    "key": "attention.self.key",
+    "value": "attention.self.value",
+    "heads": "attention.self.num_attention_heads",
+    "attention_out": "attention.output.dense",
+    "attention_dropout": "attention.output.dropout",
+    "attention_norm": "attention.output.LayerNorm",
+    "ffn_in": "intermediate.dense",
+    "ffn_activation": "intermediate.intermediate_act_fn",
+    "ffn_out": "output.dense",
+    "ffn_dropout": "output.dropout",
+    "ffn_norm": "output.LayerNorm",
+}
+_DEBERTA = {
+    "query": "attention.self.query_proj",
+    "key": "attention.self.key_proj",
+    "value": "attention.self.value_proj",
+}
+_MPNET = {
+    "attention": "attention.attn",
+    "query": "attention.attn.q",
+    "key": "attention.attn.k",
+    "value": "attention.attn.v",
+    "heads": "attention.attn.num_attention_heads",
+    "attention_out": "attention.attn.o",
+    "attention_dropout": "attention.dropout",
+    "attention_norm": "attention.LayerNorm",
+}
+_DISTILBERT = {
+    "attention": "attention",
+    "query": "attention.q_lin",
+    "key": "attention.k_lin",
+    "value": "attention.v_lin",
+    "heads": "attention.n_heads",
+    "attention_out": "attention.out_lin",
+    "attention_dropout": None,
+    "attention_norm": "sa_layer_norm",
+    "ffn_in": "ffn.lin1",
+    "ffn_activation": "ffn.activation",
+    "ffn_out": "ffn.lin2",
+    "ffn_dropout": "ffn.dropout",
+    "ffn_norm": "output_layer_norm",
 }
 
 
 class LayerAdapter:
     """Finds the modules within the layers of a family."""
 
-    def __init__(self, column: int, head_dim: str, containers: tuple[str, ...]) -> None:
-        self._parts = [_split(_PATHS[name][column]) for name in LayerParts._fields]
-        self._head_dim = _split(head_dim)
+    def __init__(
+        self,
+        paths: dict[str, str | None],
+        containers: tuple[str, ...],
+        distances: Distances | None = None,
+    ) -> None:
+        paths = _BERT | paths
+        self._parts = [_split(paths[name]) for name in LayerParts._fields]
+        self._head_dim = _split(f"{paths['attention']}.attention_head_size")
         self._containers = [_split(path) for path in containers]
+        self.distances = distances
 
     def parts(self, layer: nn.Module) -> LayerParts:
         """Returns the modules that `PackedLayer` computes with."""
@@ -91,16 +130,24 @@ def _get(layer: nn.Module, path: tuple[str, ...]) -> Any:
     return found
 
 
-BERT = LayerAdapter(
-    0,
-    "attention.self.attention_head_size",
-    ("attention", "attention.self", "attention.self.dropout", "attention.output", "intermediate",
-     "output"),
-)  # fmt: skip
-"""Layers of BERT, RoBERTa, XLM-RoBERTa, CamemBERT and ELECTRA."""
-DISTILBERT = LayerAdapter(
-    1, "attention.attention_head_size", ("attention", "attention.dropout", "ffn")
+_CONTAINERS = (
+    "attention",
+    "attention.self",
+    "attention.self.dropout",
+    "attention.output",
+    "intermediate",
+    "output",
 )
+BERT = LayerAdapter({}, _CONTAINERS)
+"""Layers of BERT, RoBERTa, XLM-RoBERTa, CamemBERT and ELECTRA."""
+DEBERTA = LayerAdapter(_DEBERTA, _CONTAINERS, DisentangledDistances())
+"""Layers of DeBERTa-v2 and v3."""
+MPNET = LayerAdapter(
+    _MPNET,
+    ("attention", "attention.attn", "attention.attn.dropout", "intermediate", "output"),
+    T5Distances(),
+)
+DISTILBERT = LayerAdapter(_DISTILBERT, ("attention", "attention.dropout", "ffn"))
 
 
 class PackedLayer:
@@ -108,22 +155,39 @@ class PackedLayer:
 
     _bert_unpad_layer: LayerAdapter
 
-    def forward(self, hidden_states: Tensor, *args, packing: Packing | None = None, **kwargs):
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *args,
+        packing: Packing | None = None,
+        shared: Any = None,
+        **kwargs,
+    ):
+        """The stock forward; or with `packing`, and what `Distances.shared` gives, ours."""
         if not isinstance(packing, Packing):
             return super().forward(hidden_states, *args, **kwargs)
         parts = self._bert_unpad_layer.parts(self)
         x = hidden_states
         p = parts.attention.dropout.p if parts.attention.training else 0.0
         heads = (parts.heads, self._bert_unpad_layer.head_dim(self))
-        last = packing.last
+        distances, last = self._bert_unpad_layer.distances, packing.last
+        scale = None if distances is None else distances.scale(parts.attention)
+
+        def bias(q: Tensor, k: Tensor) -> ops.PositionBias | None:
+            if shared is None:
+                return None
+            return distances.bias(parts.attention, shared, q, k, scale)
+
         if last is None:
             qkv = plain_modules.project_side_by_side((parts.query, parts.key, parts.value), x[0])
-            out = packing.attend(qkv.unflatten(2, heads), p)
+            qkv = qkv.unflatten(2, heads)
+            out = packing.attend(qkv, p, scale, bias(qkv[:, 0], qkv[:, 1]))
         else:
             kv = plain_modules.project_side_by_side((parts.key, parts.value), x[0])
             x = gather_rows(x[0], last.positions)[None]
-            q = plain_modules.dense(parts.query, x[0])
-            out = packing.attend_last(q.unflatten(1, heads), kv.unflatten(2, heads), p)
+            q = plain_modules.dense(parts.query, x[0]).unflatten(1, heads)
+            kv = kv.unflatten(2, heads)
+            out = packing.attend_last(q, kv, p, scale, bias(q, kv[:, 0]))
         out, bias = plain_modules.project(parts.attention_out, out.flatten(1)[None])
         x = plain_modules.close_block(out, bias, x, parts.attention_norm, parts.attention_dropout)
         out, bias = plain_modules.project(parts.ffn_in, x)
@@ -138,17 +202,38 @@ class PackedLayer:
 class PackedStack:
     """Mixin for the class of the module that holds the layers; it comes first in the bases."""
 
+    _bert_unpad_layer: LayerAdapter
+
     def forward(self, hidden_states: Tensor, *args, packing: Packing | None = None, **kwargs):
         if not isinstance(packing, Packing):
             return super().forward(hidden_states, *args, **kwargs)
         x, before = hidden_states, None
+        shared = self._shared(x)
         whole = packing if packing.last is None else dataclasses.replace(packing, last=None)
         for index, layer in enumerate(self.layer, 1):
             if index == len(self.layer):
                 before, whole = x, packing
-            x = layer(x, packing=whole)
+            x = layer(x, packing=whole, shared=shared)
         # The last layer's input serves to compute its other rows later.
         return BaseModelOutput(x, None if packing.last is None else (before,))
+
+    def complete(self, packing: Packing, before: Tensor, x: Tensor) -> Tensor:
+        """Computes the last layer's output for all tokens, [1, T, hidden].
+
+        Args:
+            packing: whose `last` names rows.
+            before: the last layer's input, [1, T, hidden].
+            x: its output for these rows, [1, Q, hidden], which are kept. With dropout, the other
+                rows have other masks.
+        """
+        whole = dataclasses.replace(packing, last=None)
+        rest = self.layer[-1](before, packing=whole, shared=self._shared(before))
+        return rest.index_copy(1, packing.last.positions, x)
+
+    def _shared(self, x: Tensor) -> Any:
+        """What `Distances.shared` gives for hidden states x, or None."""
+        distances = self._bert_unpad_layer.distances
+        return None if distances is None else distances.shared(self, x)
 
 
 # What torch.compile, checkpoint_wrapper and FSDP1 put around a module; its arguments pass through.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bert_unpad import ops as _registers_operators  # noqa: F401
 from bert_unpad.batch.rows import gather_rows
-from bert_unpad.hf.fallback import recording_reason, warn_stock
+from bert_unpad.hf.fallback import recording_reason, stock_is_asked, warn_stock
 from bert_unpad.hf.layers import LayerAdapter, PackedLayer, PackedStack, unwrap
 from bert_unpad.hf.packing import Packing, refuse_restarts
 from bert_unpad.hf.plain_modules import unchanged
@@ -110,7 +110,8 @@ def token_positions(
     ids, positions = call.get("input_ids"), call.get("position_ids")
     first = embeddings.padding_idx + 1 if counts_ids else 0
     if positions is None and counts_ids and ids is not None and not packing.given:
-        positions = embeddings.create_position_ids_from_input_ids(ids, embeddings.padding_idx)
+        real = (ids != embeddings.padding_idx).long()
+        positions = real.cumsum(1) * real + embeddings.padding_idx
     if positions is None:
         return (packing.token_columns() + first)[None]
     return positions if packing.given else packing.pack(positions.expand(packing.shape))
@@ -134,6 +135,8 @@ def static_reason(
     stack = unwrap(getattr(model, adapter.stack))
     if len(stack.layer) == 0:
         return "it has no layers"
+    if layers.distances is not None and (reason := layers.distances.reason(stack)):
+        return reason
     for layer in map(unwrap, stack.layer):
         if reason := width_reason(layers.head_dim(layer), device):
             return reason
@@ -182,7 +185,7 @@ class Packable(Protocol):
         """Why this model cannot compute a call on packed tokens; packed: the caller's."""
 
     def _bert_unpad_layout(self) -> tuple[bool, bool]:
-        """Whether its first column is read, and whether its attention has windows."""
+        """Whether its first column is read, and whether distances of its tokens count."""
 
 
 def packing_or_reason(model: Packable, call: dict[str, Any]) -> Packing | str:
@@ -305,7 +308,7 @@ class PackedModel:
             first_only: compute only the first column; `last_hidden_state` is [B, 1, hidden].
         """
         call = bind(self._bert_unpad_arguments, args, kwargs)
-        if packing is STOCK:
+        if packing is STOCK or stock_is_asked():
             return super().forward(**call)
         keep_packed = packing is not None
         if packing is None:
@@ -346,7 +349,7 @@ class PackedModel:
         return _strange_part(self) or static_reason(self, adapter, layer)
 
     def _bert_unpad_layout(self) -> tuple[bool, bool]:
-        return first_is_read(self), False
+        return first_is_read(self), self._bert_unpad_layer.distances is not None
 
     def _bert_unpad_embed(self, call: dict[str, Any], packing: Packing) -> Tensor:
         """Computes the stock embeddings of the packed tokens, [1, T, hidden]."""
@@ -365,13 +368,9 @@ class PackedModel:
             }
             ids = None if ids is None else packing.pack(ids)
             embeds = None if embeds is None else packing.pack(embeds)
-        # The name of DistilBERT's second argument depends on the version, so pass by position.
-        if adapter.token_types:
-            x = self.embeddings(
-                input_ids=ids, position_ids=positions, inputs_embeds=embeds, **arguments
-            )
-        else:
-            x = self.embeddings(ids, embeds, positions)
+        x = self.embeddings(
+            input_ids=ids, position_ids=positions, inputs_embeds=embeds, **arguments
+        )
         if hasattr(self, "embeddings_project"):
             x = self.embeddings_project(x)
         return x.reshape(1, -1, x.shape[-1])

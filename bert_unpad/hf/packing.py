@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch
@@ -68,13 +68,14 @@ class Packing:
         return cls(batch, batch.cu_seqlens, seqlen, (batch_size, seqlen), None, None)
 
     @classmethod
-    def from_mask(cls, mask: Tensor, reads_first: bool, windows: bool = False) -> Packing:
+    def from_mask(cls, mask: Tensor, reads_first: bool, distances: bool = False) -> Packing:
         """Makes the packing of a [B, S] mask of zeros and ones.
 
         Args:
             mask: the mask.
             reads_first: whether something reads the first column of the output.
-            windows: whether attention has windows, in which stock modules count padding too.
+            distances: whether attention counts the distance of tokens, in which stock modules count
+                padding too.
 
         Raises:
             ValueError: the mask holds other values. In a compiled model, which cannot run the
@@ -82,7 +83,7 @@ class Packing:
         """
         shape = (mask.shape[0], mask.shape[1])
         if torch.compiler.is_compiling():
-            indices, cu_seqlens = torch.ops.bert_unpad.hf_pack(mask, reads_first, windows)
+            indices, cu_seqlens = torch.ops.bert_unpad.hf_pack(mask, reads_first, distances)
             columns = indices % shape[1]
             return cls(cu_seqlens, cu_seqlens, shape[1], shape, indices, columns)
         batch = VarlenBatch.from_mask(mask)
@@ -95,7 +96,7 @@ class Packing:
             shape,
             batch.indices,
             batch.position_ids,
-            stock_reason=_unfit(mask, reads_first, windows),
+            stock_reason=_unfit(mask, reads_first, distances),
         )
 
     @classmethod
@@ -109,7 +110,7 @@ class Packing:
         if torch.compiler.is_compiling():
             # The operators check cu_seqlens.
             cu_seqlens = cu_seqlens.to(torch.int32)
-            columns = _columns(cu_seqlens, tokens)
+            columns = _columns(cu_seqlens, torch.arange(tokens, device=cu_seqlens.device))
             limit = tokens if max_seqlen is None else max_seqlen
             return cls(cu_seqlens, cu_seqlens, limit, shape, None, columns, given=True)
         try:
@@ -159,19 +160,6 @@ class Packing:
         bound = 1 if rows is None else self.max_seqlen
         return dataclasses.replace(self, last=LastRows(positions, cu_seqlens, bound))
 
-    def complete(self, layer: nn.Module, input: Tensor, x: Tensor) -> Tensor:
-        """Computes the last layer's output for all tokens, [1, T, hidden].
-
-        Args:
-            layer: the last layer.
-            input: its input, [1, T, hidden].
-            x: its output for the rows of `last`, [1, Q, hidden], which are kept. With dropout, the
-                other rows have other masks.
-        """
-        assert self.last is not None
-        rest = layer(input, packing=dataclasses.replace(self, last=None))
-        return rest.index_copy(1, self.last.positions, x)
-
     def first_rows(self) -> Tensor:
         """Returns the rows of first tokens in the last layer's output, int64 [B]."""
         return (self.cu_seqlens if self.last is None else self.last.cu_seqlens)[:-1].long()
@@ -185,23 +173,31 @@ class Packing:
         qkv: Tensor,
         dropout_p: float,
         scale: float | None = None,
-        window: tuple[int, int] = (-1, -1),
-        num_heads: int | None = None,
+        position_bias: ops.PositionBias | None = None,
     ) -> Tensor:
-        """Computes `varlen_attention` of qkv, whose shape depends on `num_heads` as there."""
+        """Computes `varlen_attention` of qkv [T, 3, heads, head_dim]."""
         return ops.varlen_attention(
             qkv,
             self.batch,
             self.max_seqlen,
-            num_heads=num_heads,
-            window=window,
+            position_bias=position_bias,
             dropout_p=dropout_p,
             scale=scale,
         )
 
-    def attend_last(self, q: Tensor, kv: Tensor, dropout_p: float) -> Tensor:
+    def attend_last(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        dropout_p: float,
+        scale: float | None = None,
+        position_bias: ops.PositionBias | None = None,
+    ) -> Tensor:
         """Computes attention of the last layer's q [Q, heads, head_dim] over kv [T, 2, ...]."""
         assert self.last is not None
+        places = None
+        if position_bias is not None:
+            places = _columns(self.cu_seqlens, self.last.positions).int()
         return ops.varlen_cross_attention(
             q,
             kv,
@@ -209,7 +205,10 @@ class Packing:
             self.cu_seqlens,
             self.last.max_seqlen,
             self.max_seqlen,
+            position_bias=position_bias,
+            query_positions=places,
             dropout_p=dropout_p,
+            scale=scale,
             order=self.batch.order if isinstance(self.batch, VarlenBatch) else None,
         )
 
@@ -247,8 +246,8 @@ def refuse_restarts(position_ids: Tensor | None, rows: int) -> None:
         raise ValueError(message)
 
 
-def _columns(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    rows = torch.arange(tokens, device=cu_seqlens.device)
+def _columns(cu_seqlens: Tensor, rows: Tensor) -> Tensor:
+    """Returns the index of packed rows in their sequences, int64 like `rows`."""
     sequence = torch.searchsorted(cu_seqlens, rows, right=True, out_int32=False) - 1
     return rows - cu_seqlens[sequence]
 
@@ -264,19 +263,20 @@ def _labelled(flat: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor] | N
     return rows, packed.index_select(0, rows)
 
 
-def _unfit(mask: Tensor, reads_first: bool, windows: bool) -> str | None:
+def _unfit(mask: Tensor, reads_first: bool, distances: bool) -> str | None:
     """Returns why packed tokens are not what the stock modules make of a mask, or None."""
     if reads_first and not bool((mask[:, 0] == 1).all()):
         return "the first position, which the model may read, is padding in some sequence"
-    if windows and bool((mask[:, 1:] > mask[:, :-1]).any()):
-        return "there is padding before a token, which counts in the model's windows"
+    begins = (mask[:, 1:] > mask[:, :-1]).sum(1) + (mask[:, 0] == 1)
+    if distances and bool((begins > 1).any()):
+        return "there is padding between tokens, which counts in the model's distances of tokens"
     return None
 
 
 @torch.library.custom_op("bert_unpad::hf_pack", mutates_args=())
-def _pack_op(mask: Tensor, reads_first: bool, windows: bool) -> tuple[Tensor, Tensor]:
+def _pack_op(mask: Tensor, reads_first: bool, distances: bool) -> tuple[Tensor, Tensor]:
     batch = VarlenBatch.from_mask(mask)
-    if (reason := _unfit(mask, reads_first, windows)) is not None:
+    if (reason := _unfit(mask, reads_first, distances)) is not None:
         raise ValueError(
             f"attention_mask: {reason}; pad on the right, or do not compile, as only an uncompiled "
             "model can run the stock modules instead"
@@ -286,7 +286,7 @@ def _pack_op(mask: Tensor, reads_first: bool, windows: bool) -> tuple[Tensor, Te
 
 
 @_pack_op.register_fake
-def _(mask, reads_first, windows):
+def _(mask, reads_first, distances):
     tokens = torch.library.get_ctx().new_dynamic_size()
     return (
         mask.new_empty((tokens,), dtype=torch.int64),

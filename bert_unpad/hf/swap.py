@@ -21,7 +21,9 @@ from bert_unpad.hf.adapters import FAMILIES, Family
 from bert_unpad.hf.heads import (
     LOGITS,
     SPAN_LOSSES,
+    HeadAdapter,
     PackedFirst,
+    PackedLabels,
     PackedMlm,
     PackedSpans,
     PackedTokenLabels,
@@ -42,6 +44,13 @@ _STATE = (
     *("_bert_unpad_logits", "_bert_unpad_span_loss", "_bert_unpad_first_is_read"),
     "_bert_unpad_verify",
 )
+
+
+_LABELS = {
+    PackedTokenLabels: ("ForTokenClassification", "ForMaskedLM"),
+    PackedSpans: ("ForQuestionAnswering",),
+    PackedLabels: ("ForSequenceClassification", "ForMultipleChoice"),
+}
 
 
 @dataclass(frozen=True)
@@ -152,7 +161,7 @@ def unpad(
     for module, family in chosen:
         module.__class__ = _packed_model(_stock(module), family)
         stack = unwrap(getattr(module, family.adapter.stack))
-        stack.__class__ = _packed_stack(_stock(stack))
+        stack.__class__ = _packed_stack(_stock(stack), family)
         for layer in map(unwrap, stack.layer):
             layer.__class__ = _packed_layer(_stock(layer), family)
     stock = [found for found in _stock_models(model) if found[0] in support.accelerated]
@@ -239,7 +248,7 @@ def _strange_part(module: nn.Module, family: Family) -> str | None:
     return None
 
 
-def _mlm(module: nn.Module):
+def _mlm(module: nn.Module) -> tuple[Family, HeadAdapter] | None:
     for family in FAMILIES:
         for name, head in family.mlm.items():
             if _is(module, family, name):
@@ -250,15 +259,15 @@ def _mlm(module: nn.Module):
 def _swap_head(module: nn.Module, logits: str, span_loss: str) -> None:
     found = _mlm(module)
     if found is not None:
-        module.__class__ = _packed_mlm(_stock(module), found[1])
+        module.__class__ = _packed_mlm(_stock(module), *found)
         module._bert_unpad_logits = logits
         return
     for family in (*FAMILIES, *STOCK_FAMILIES):
-        if any(_is(module, family, name) for name in ("ForTokenClassification", "ForMaskedLM")):
-            module.__class__ = _packed_labels(_stock(module), PackedTokenLabels)
-        if _is(module, family, "ForQuestionAnswering"):
-            module.__class__ = _packed_labels(_stock(module), PackedSpans)
-            module._bert_unpad_span_loss = span_loss
+        for mixin, names in _LABELS.items():
+            wanted = mixin is not PackedLabels or not family.passes_on
+            if wanted and any(_is(module, family, name) for name in names):
+                module.__class__ = _packed_labels(_stock(module), mixin, family.passes_on)
+                module._bert_unpad_span_loss = span_loss
         if any(_is(module, family, name) for name in family.first_readers):
             for child in map(unwrap, module.children()):
                 alone = isinstance(child, PackedCall) and getattr(child, "pooler", None) is None
@@ -333,28 +342,35 @@ def _packed_layer(stock: type, family: Family) -> type:
 
 
 @functools.cache
-def _packed_stack(stock: type) -> type:
-    return _subclass(PackedStack, stock, _bert_unpad_rebuild=("stack",))
+def _packed_stack(stock: type, family: Family) -> type:
+    return _subclass(
+        PackedStack,
+        stock,
+        _bert_unpad_layer=family.layer,
+        _bert_unpad_rebuild=("stack", family.package),
+    )
 
 
 @functools.cache
-def _packed_mlm(stock: type, head) -> type:
+def _packed_mlm(stock: type, family: Family, head: HeadAdapter) -> type:
     return _subclass(
         PackedMlm,
         stock,
         _bert_unpad_head=head,
         _bert_unpad_arguments=_arguments(stock),
+        _bert_unpad_passes_on=family.passes_on,
         _bert_unpad_rebuild=("mlm",),
     )
 
 
 @functools.cache
-def _packed_labels(stock: type, mixin: type) -> type:
+def _packed_labels(stock: type, mixin: type, passes_on: bool) -> type:
     return _subclass(
         mixin,
         stock,
         _bert_unpad_arguments=_arguments(stock),
-        _bert_unpad_rebuild=("labels", mixin),
+        _bert_unpad_passes_on=passes_on,
+        _bert_unpad_rebuild=("labels", mixin, passes_on),
     )
 
 
@@ -369,6 +385,9 @@ def _packed_first(stock: type, base: str, classifier: str | None) -> type:
     )
 
 
+_OF_FAMILY = {"model": _packed_model, "layer": _packed_layer, "stack": _packed_stack}
+
+
 def _reduce(self, protocol: int):
     """Pickles and copies through the stock class, because a subclass cannot be found by name."""
     kind = next(k for k in type(self).__mro__ if "_bert_unpad_stock" in vars(k))
@@ -378,18 +397,16 @@ def _reduce(self, protocol: int):
 
 def _rebuild(stock: type, role: str, *given: Any) -> nn.Module:
     """Makes a module of the packed class of `stock`, without state, which pickle sets later."""
-    if role in ("model", "layer"):
+    if role in _OF_FAMILY:
         family = next(f for f in FAMILIES if f.package == given[0])
-        kind = (_packed_model if role == "model" else _packed_layer)(stock, family)
+        kind = _OF_FAMILY[role](stock, family)
     elif role == "call":
         family = next(f for f in STOCK_FAMILIES if f.package == given[0])
         kind = _packed_call(stock, family)
     elif role == "mlm":
         names = [base.__name__ for base in stock.__mro__]
-        heads = {f.prefix + name: head for f in FAMILIES for name, head in f.mlm.items()}
-        kind = _packed_mlm(stock, next(heads[name] for name in names if name in heads))
-    elif role == "stack":
-        kind = _packed_stack(stock)
+        heads = {f.prefix + name: (f, head) for f in FAMILIES for name, head in f.mlm.items()}
+        kind = _packed_mlm(stock, *next(heads[name] for name in names if name in heads))
     else:
         kind = (_packed_first if role == "first" else _packed_labels)(stock, *given)
     return kind.__new__(kind)

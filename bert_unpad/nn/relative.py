@@ -78,8 +78,8 @@ class DisentangledBias(nn.Module):
         if self.training and self.dropout_p:
             embeddings = keyed_dropout(embeddings, self.dropout_p, rng)
         width = q.shape[1] * q.shape[2]
-        scores = {}
-        for term, content, part in (("c2p", q, 1), ("p2c", k, 0)):
+        projected = {}
+        for term, part in (("c2p", 1), ("p2c", 0)):
             if term not in self.terms:
                 continue
             if self.shared:
@@ -88,11 +88,30 @@ class DisentangledBias(nn.Module):
             else:
                 projection = self.get_submodule(_PROJECTIONS[term])
                 weight, bias = projection.weight, projection.bias
-            place = ops.linear(embeddings, weight, bias).view(-1, *q.shape[1:])
+            projected[term] = ops.linear(embeddings, weight, bias)
+        return disentangled_bias(buckets, q, k, projected, scale)
+
+
+def disentangled_bias(
+    buckets: Tensor, q: Tensor, k: Tensor, projected: dict[str, Tensor], scale: float
+) -> ops.PositionBias:
+    """DeBERTa's scores of contents and distances (arXiv:2006.03654).
+
+    Args:
+        buckets: of each distance; see `ops.PositionBias`.
+        q: queries, [query tokens, heads, head_dim].
+        k: keys, [key tokens, heads, head_dim].
+        projected: embeddings of distances as keys, "c2p", and as queries, "p2c", or one of the two;
+            [buckets, heads * head_dim].
+        scale: factor of the scores.
+    """
+    scores = {}
+    for term, content in (("c2p", q), ("p2c", k)):
+        if (place := projected.get(term)) is not None:
+            place = place.view(-1, *q.shape[1:]).permute(1, 2, 0).to(content.dtype)
             # [heads, tokens, buckets], and its view with tokens first.
-            product = (content.transpose(0, 1) * scale) @ place.permute(1, 2, 0).to(content.dtype)
-            scores[term] = product.transpose(0, 1)
-        return ops.PositionBias(buckets, query=scores.get("c2p"), key=scores.get("p2c"))
+            scores[term] = ((content.transpose(0, 1) * scale) @ place).transpose(0, 1)
+    return ops.PositionBias(buckets, query=scores.get("c2p"), key=scores.get("p2c"))
 
 
 # Of a bucket's embedding, where the projections are not those of queries and keys.

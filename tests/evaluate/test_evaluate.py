@@ -20,6 +20,7 @@ from bert_unpad.evaluate.cli import main
 from bert_unpad.evaluate.features import answers_of, features_of
 from bert_unpad.evaluate.metrics import METRICS
 from bert_unpad.evaluate.tasks import TASKS, read_rows
+from bert_unpad.hf.stock_modules import PackedCall
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from tests.support.seeds import derived
 
@@ -180,6 +181,36 @@ def test_the_same_seed_gives_the_same_result_and_padding_changes_nothing(model_d
     assert measures[0] == measures[1]
     assert measures[0] == pytest.approx(measures[2], abs=0.02)
     assert set(measures[0]) == {"pearson", "spearman"}
+
+
+def test_todays_models_are_fine_tuned_packed(model_dir, tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    transformers.AutoTokenizer.from_pretrained(model_dir).save_pretrained(folder)
+    config = transformers.ModernBertConfig(
+        vocab_size=80, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=64, max_position_embeddings=64, pad_token_id=0, local_attention=8,
+        cls_token_id=0, sep_token_id=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(derived(6))
+    transformers.ModernBertForMaskedLM(config).save_pretrained(folder)
+    calls, stock = [], PackedCall._bert_unpad_packed_call
+    monkeypatch.setattr(
+        PackedCall,
+        "_bert_unpad_packed_call",
+        lambda model, *given: calls.append(model) or stock(model, *given),
+    )
+    measures = []
+    for how in ((), ("--padded",)):
+        out = tmp_path / f"run{len(how)}"
+        write(out / "data" / "sst2" / "train.tsv", single(64, 1))
+        write(out / "data" / "sst2" / "validation.csv", single(40, 2))
+        calls.clear()
+        found = run(
+            folder, out, "--tasks", "sst2", "--seeds", "0", "--epochs", "2", *how, lr="1e-3"
+        )
+        assert bool(calls) == (not how)
+        measures.append(found["sst2/seed-0"]["metrics"])
+    assert measures[0] == pytest.approx(measures[1], abs=0.1)
 
 
 def squad(count: int, seed: int, longest: int) -> dict:

@@ -310,16 +310,18 @@ def test_requests_that_arrive_together_share_a_batch():
 WORDS = ["salmon trout carp pike", "raven eagle heron swan"]
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
+@pytest.fixture(scope="module", params=["Bert", "ModernBert", "MPNet", "Albert"])
+def encoder(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("model")
     WordPieceTokenizer.train(lambda: [WORDS * 5], vocab_size=90).save(folder)
+    transformers.BertTokenizer.from_pretrained(folder).save_pretrained(folder)
     torch.manual_seed(derived(0))
-    config = transformers.BertConfig(
+    config = getattr(transformers, f"{request.param}Config")(
         vocab_size=90, hidden_size=32, num_hidden_layers=1, num_attention_heads=1,
-        intermediate_size=64, max_position_embeddings=16,
+        intermediate_size=64, max_position_embeddings=16, pad_token_id=0, cls_token_id=0,
+        sep_token_id=0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    transformers.BertModel(config).save_pretrained(folder)
+    transformers.AutoModel.from_config(config).save_pretrained(folder)
     return embedding_server.Encoder(str(folder))
 
 

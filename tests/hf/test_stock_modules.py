@@ -214,9 +214,9 @@ def test_what_cannot_be_packed_is_stock(name: str, monkeypatch: pytest.MonkeyPat
     for call, reason in (
         (batch(RIGHT) | {"output_attentions": True}, "output_attentions is asked for"),
         (left, "the first position, which the model may read, is padding"),
-        (batch(HOLES), "padding before a token, which counts in the model's windows"),
+        (batch(HOLES), "padding between tokens, which counts in the model's distances of tokens"),
     ):
-        if "windows" in reason and name != "ModernBert":
+        if "distances" in reason and name != "ModernBert":
             continue
         monkeypatch.setattr(fallback, "_said", set())
         with pytest.warns(hf.StockFallbackWarning, match=reason):

@@ -29,6 +29,18 @@ _BERT = {
     "intermediate_size": 96,
     "type_vocab_size": 2,
 }
+_MORE = {
+    "Electra": {"embedding_size": 32},
+    "DebertaV2": {
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 4,
+        "max_relative_positions": 8,
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+        "position_biased_input": False,
+    },
+}
 _DISTILBERT = {"dim": 64, "n_layers": 2, "n_heads": 2, "hidden_dim": 96}
 
 HEADS = {
@@ -46,6 +58,14 @@ HEADS = {
     "Electra": (
         "Model", "ForPreTraining", "ForMaskedLM", "ForSequenceClassification",
         "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
+    ),
+    "DebertaV2": (
+        "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification",
+        "ForQuestionAnswering", "ForMultipleChoice",
+    ),
+    "MPNet": (
+        "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification",
+        "ForQuestionAnswering", "ForMultipleChoice",
     ),
     "DistilBert": (
         "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification",
@@ -94,9 +114,8 @@ def make(
             "attention_probs_dropout_prob": dropout,
             "classifier_dropout": dropout,
         }
-        fields = _COMMON | _BERT | rates
-        if family == "Electra":
-            fields |= {"embedding_size": 32, "summary_last_dropout": dropout}
+        rates |= {"summary_last_dropout": dropout, "pooler_dropout": dropout}
+        fields = _COMMON | _BERT | rates | _MORE.get(family, {})
     if name.endswith(("ForNextSentencePrediction", "ForQuestionAnswering")):
         fields = {**fields, "num_labels": 2}
     torch.manual_seed(derived(seed))
@@ -118,7 +137,7 @@ def call_arguments(name: str, mask: torch.Tensor | None, seed: int = 1, labels: 
 
     ids = integers(VOCAB, BATCH, SEQLEN)  # the padding token's id too, and where mask is 1
     call = {"input_ids": ids, "attention_mask": mask}
-    if family_of(name) != "DistilBert":
+    if family_of(name) not in ("DistilBert", "MPNet"):
         call["token_type_ids"] = integers(2, BATCH, SEQLEN)
     keep = torch.ones((BATCH, SEQLEN), dtype=torch.bool) if mask is None else mask.bool()
     if name.endswith("ForMultipleChoice"):

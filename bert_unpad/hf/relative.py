@@ -1,0 +1,103 @@
+"""What attention adds to its scores by the distance of two tokens, in models that do so.
+
+A stack computes what all layers share once a call, and a layer makes its bias of it: MPNet a number
+for each distance and head (T5's), DeBERTa-v2 and v3 scores of contents and distances.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bert_unpad import ops
+from bert_unpad.hf.plain_modules import dense, untouched
+from bert_unpad.nn.relative import disentangled_bias
+
+
+class Distances(Protocol):
+    """How the layers of a family use distances."""
+
+    def reason(self, stack: nn.Module) -> str | None:
+        """Why a stack of layers cannot run on packed tokens, or None."""
+
+    def shared(self, stack: nn.Module, x: Tensor) -> Any:
+        """What the layers of a stack share, for hidden states x; None if distances do not count."""
+
+    def scale(self, attention: nn.Module) -> float | None:
+        """The factor of a layer's scores; None: 1 / sqrt(head_dim)."""
+
+    def bias(
+        self, attention: nn.Module, shared: Any, q: Tensor, k: Tensor, scale: float | None
+    ) -> ops.PositionBias | None:
+        """What a layer adds to the scores of q [Q, heads, head_dim] and k [K, heads, head_dim]."""
+
+
+class T5Distances:
+    """A number for each bucket of distances and head, the same in all layers (MPNet)."""
+
+    def reason(self, stack: nn.Module) -> str | None:
+        table = stack.relative_attention_bias
+        if type(table) is nn.Embedding and untouched(table):
+            return None
+        return "its position bias has a hook, or was replaced"
+
+    def shared(self, stack: nn.Module, x: Tensor) -> ops.PositionBias:
+        # transformers' MPNet takes these, whatever its configuration says.
+        return ops.PositionBias(
+            _buckets(ops.t5_buckets, 32, 128, x.device), table=stack.relative_attention_bias.weight
+        )
+
+    def scale(self, attention: nn.Module) -> None:
+        return None
+
+    def bias(self, attention, shared, q, k, scale) -> ops.PositionBias:
+        return shared
+
+
+class DisentangledDistances:
+    """Scores of contents and distances (arXiv:2006.03654), as in DeBERTa-v2 and v3."""
+
+    def reason(self, stack: nn.Module) -> str | None:
+        if stack.conv is not None:
+            return "it has a convolution over neighbouring tokens"
+        return None
+
+    def shared(self, stack: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        if not stack.relative_attention:
+            return None
+        span = stack.position_buckets if stack.position_buckets > 0 else -1
+        buckets = _buckets(ops.deberta_buckets, stack.max_relative_positions, span, x.device)
+        return stack.get_rel_embedding().to(x.dtype), buckets
+
+    def scale(self, attention: nn.Module) -> float:
+        terms = sum(term in attention.pos_att_type for term in ("c2p", "p2c"))
+        return 1 / math.sqrt(attention.attention_head_size * (1 + terms))
+
+    def bias(self, attention, shared, q, k, scale) -> ops.PositionBias | None:
+        embeddings, buckets = shared
+        embeddings = attention.pos_dropout(embeddings)
+        own = "" if attention.share_att_key else "pos_"
+        projected = {
+            term: dense(getattr(attention, f"{own}{name}_proj"), embeddings)
+            for term, name in (("c2p", "key"), ("p2c", "query"))
+            if term in attention.pos_att_type
+        }
+        return disentangled_bias(buckets, q, k, projected, scale) if projected else None
+
+
+def _buckets(make: Callable, first: int, second: int, device: torch.device) -> Tensor:
+    if torch.compiler.is_compiling():
+        return make(first, second, device)
+    # Not a tensor: one made under torch.inference_mode could not be used in training.
+    return torch.from_numpy(_bucket_array(make, first, second)).to(device)
+
+
+@functools.lru_cache
+def _bucket_array(make: Callable, first: int, second: int) -> np.ndarray:
+    return make(first, second).numpy()
