@@ -106,6 +106,10 @@ def token_positions(
             padding, instead of being the columns.
         call: the call, with position ids or without.
         packing: of the call.
+
+    Raises:
+        ValueError: the input is packed, and its positions are not counted like RoBERTa's. On a GPU
+            and in a compiled model a RuntimeError.
     """
     ids, positions = call.get("input_ids"), call.get("position_ids")
     first = embeddings.padding_idx + 1 if counts_ids else 0
@@ -114,6 +118,16 @@ def token_positions(
         positions = real.cumsum(1) * real + embeddings.padding_idx
     if positions is None:
         return (packing.token_columns() + first)[None]
+    if packing.given and counts_ids:
+        message = (
+            f"position_ids: expected positions from {first} on, as this model counts them, got "
+            "lower ones; leave them out, or set the collator's position_ids_start"
+        )
+        fit = (positions >= first).all()
+        if positions.is_cuda or torch.compiler.is_compiling():
+            torch._assert_async(fit, message)
+        elif not fit:
+            raise ValueError(message)
     return positions if packing.given else packing.pack(positions.expand(packing.shape))
 
 

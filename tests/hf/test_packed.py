@@ -46,18 +46,19 @@ def packed_arguments(call: dict, lengths: VarlenBatch = LENGTHS) -> dict:
     [
         "BertForPreTraining", "BertForMaskedLM", "BertForSequenceClassification",
         "BertForTokenClassification", "DistilBertForMaskedLM", "ElectraForMaskedLM",
-        "RobertaForMaskedLM",
+        "RobertaForMaskedLM", "MPNetForMaskedLM", "DebertaV2ForMaskedLM",
     ],
 )  # fmt: skip
 def test_packed_input_equals_the_padded_batch(name, positions):
     stock = make(name)
     ours = hf.unpad(clone(stock))
     call = call_arguments(name, MASKS["right"])
-    if name.startswith("Roberta"):  # which counts positions of tokens that are no padding
+    counts = name.startswith(("Roberta", "MPNet"))
+    if counts:  # which counts positions of tokens that are no padding
         call["input_ids"][call["input_ids"] == 1] = 2
     want, packed = run(stock, call), packed_arguments(call)
     if positions:
-        offset = 2 if name.startswith("Roberta") else 0
+        offset = 2 if counts else 0
         packed["position_ids"] = (LENGTHS.position_ids + offset)[None]
     got = run(ours, packed)
     assert_same_values(got[0]["loss"], want[0]["loss"])
@@ -67,6 +68,26 @@ def test_packed_input_equals_the_padded_batch(name, positions):
             expected = pack(expected, LENGTHS)[None]
         assert_same_values(value, expected)
     assert_same_step(({}, got[1]), ({}, want[1]), None)
+
+
+@pytest.mark.parametrize("name", ["RobertaModel", "MPNetForMaskedLM"])
+def test_positions_of_another_model_are_refused(name):
+    ours = hf.unpad(make(name))
+    packed = packed_arguments(call_arguments(name, MASKS["right"], labels=False))
+    packed["position_ids"] = LENGTHS.position_ids[None]
+    with pytest.raises(ValueError, match="position_ids: expected positions from 2 on"):
+        ours(**packed)
+
+
+@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification"])
+@pytest.mark.parametrize("family", ["MPNet", "DebertaV2"])
+def test_heads_that_drop_what_marks_packed_input_refuse_it(family, head):
+    name = f"{family}For{head}"
+    ours = hf.unpad(make(name))
+    call = call_arguments(name, MASKS["right"], labels=False)
+    packed = packed_arguments(call)
+    with pytest.raises(ValueError, match="cu_seq_lens_q: expected none"):
+        ours(**packed)
 
 
 def test_packed_input_that_makes_no_sense_is_refused():
