@@ -167,8 +167,10 @@ def test_loss_without_labels_and_with_all_ignored():
 
 
 @pytest.mark.parametrize(
-    "name", ["BertForMaskedLM", "BertForPreTraining", "BertForTokenClassification"]
-)
+    "name",
+    ["BertForMaskedLM", "BertForPreTraining", "BertForTokenClassification",
+     "DebertaV2ForMaskedLM", "MPNetForTokenClassification"],
+)  # fmt: skip
 def test_labels_at_padded_positions_count_as_in_stock(name, packed_calls):
     mask = MASKS["right"]
     stock = make(name)
