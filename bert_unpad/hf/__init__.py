@@ -9,17 +9,27 @@ from bert_unpad.hf._versions import require_transformers
 
 require_transformers()
 
-from bert_unpad.hf.collator import DataCollatorForPackedMLM  # noqa: E402
+from bert_unpad._balancer import WorkModel  # noqa: E402
+from bert_unpad.hf.collator import (  # noqa: E402
+    DataCollatorForPackedClassification,
+    DataCollatorForPackedMLM,
+    DataCollatorForPackedTokenClassification,
+)
 from bert_unpad.hf.fallback import StockFallbackWarning  # noqa: E402
 from bert_unpad.hf.flash import register as _register  # noqa: E402
+from bert_unpad.hf.sampler import CostSampler  # noqa: E402
 from bert_unpad.hf.swap import Support, repad, supports, unpad  # noqa: E402
 from bert_unpad.hf.verify import VerificationError  # noqa: E402
 
 __all__ = [
+    "CostSampler",
+    "DataCollatorForPackedClassification",
     "DataCollatorForPackedMLM",
+    "DataCollatorForPackedTokenClassification",
     "StockFallbackWarning",
     "Support",
     "VerificationError",
+    "WorkModel",
     "repad",
     "supports",
     "unpad",
