@@ -5,7 +5,8 @@
     python examples/embed.py path/to/reranker --kind scores       # each text against the first
 
 Prints the seconds of both and how far the results are apart. All there is to see of bert_unpad is
-one line. Texts are lines of --texts, by default the docstrings of Python's builtins.
+one line. Texts are lines of --texts, by default the docstrings of Python's builtins. Needs
+`pip install sentence-transformers`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import argparse
 import builtins
 import inspect
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import sentence_transformers
 
-from bert_unpad import hf
+from bert_unpad._extras import packages_of
+
+with packages_of("hf"):
+    import transformers  # noqa: F401  hf needs it
+
+    from bert_unpad import hf
 
 
 def builtin_texts() -> list[str]:
@@ -38,10 +42,10 @@ def results_of(kind: str, model: Any, texts: list[str]) -> np.ndarray:
     return model.predict([(texts[0], text) for text in texts])
 
 
-KINDS: dict[str, Callable[..., Any]] = {
-    "vectors": sentence_transformers.SentenceTransformer,
-    "token-vectors": sentence_transformers.MultiVectorEncoder,
-    "scores": sentence_transformers.CrossEncoder,
+KINDS = {
+    "vectors": "SentenceTransformer",
+    "token-vectors": "MultiVectorEncoder",
+    "scores": "CrossEncoder",
 }
 
 
@@ -54,7 +58,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     args = parser.parse_args(argv)
     texts = args.texts.read_text().splitlines() if args.texts else builtin_texts()
 
-    model = KINDS[args.kind](args.model)
+    import sentence_transformers
+
+    model = getattr(sentence_transformers, KINDS[args.kind])(args.model)
     seconds: dict[str, list[float]] = {"stock": [], "unpadded": []}
     results = {}
     for _ in range(args.rounds):

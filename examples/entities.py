@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import argparse
 
-from gliner import GLiNER
+from bert_unpad._extras import packages_of
 
-from bert_unpad import hf
+with packages_of("hf"):
+    import transformers  # noqa: F401  hf needs it
+
+    from bert_unpad import hf
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -20,6 +23,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("texts", nargs="+")
     parser.add_argument("--labels", nargs="+", required=True)
     args = parser.parse_args(argv)
+    from gliner import GLiNER
+
     model = GLiNER.from_pretrained(args.model)
     hf.unpad(model)  # the one line
     for text, found in zip(args.texts, model.inference(args.texts, args.labels), strict=True):
