@@ -1,4 +1,5 @@
-"""Writes docs/benchmarks.md and README's table from the results, so that no figure goes stale.
+"""Writes docs/benchmarks.md, and the figures of README and docs/embedding.md, from the results, so
+that no figure goes stale.
 
     python -m benchmarks.tables           # after a benchmark has written its JSON file
     python -m benchmarks.tables --check   # writes nothing; fails where a file is out of date
@@ -12,11 +13,19 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks.lib import data_tables, gpu_tables, rank_tables, speed_tables, training_tables
+from benchmarks.lib import (
+    data_tables,
+    embed_tables,
+    gpu_tables,
+    rank_tables,
+    speed_tables,
+    training_tables,
+)
 from benchmarks.lib.report import ROOT, Result, count, precision, read, table
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
+EMBEDDING = ROOT / "docs" / "embedding.md"
 BEGIN = "<!-- figures: written by python -m benchmarks.tables -->"
 END = "<!-- end of figures -->"
 
@@ -42,7 +51,8 @@ python -m benchmarks.one_bit              # compression to one bit a value, agai
 ```
 
 `benchmarks/bucket_size.py` measures which size of DDP's buckets is fastest on a cluster \
-([what to set](training/clusters.md#what-to-set)). What still waits for a GPU: \
+([what to set](training/clusters.md#what-to-set)). sentence-transformers beside its other \
+backends: [embedding.md](embedding.md#measured). What still waits for a GPU: \
 [development/gpu-queue.md](development/gpu-queue.md).
 """
 
@@ -121,11 +131,11 @@ def summary() -> str:
     return f"{said}\n\n{table(header, rows, text_columns=3)}"
 
 
-def with_summary(text: str) -> str:
-    """README's text with today's table between its two markers."""
+def with_figures(text: str, figures: str) -> str:
+    """A page's text with today's figures between its two markers."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{summary()}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{figures}\n\n{END}{after}"
 
 
 def main() -> None:
@@ -133,7 +143,12 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="only compare, and write nothing")
     args = parser.parse_args()
     stale = []
-    for path, text in ((PAGE, page()), (README, with_summary(README.read_text()))):
+    pages = {
+        PAGE: page(),
+        README: with_figures(README.read_text(), summary()),
+        EMBEDDING: with_figures(EMBEDDING.read_text(), embed_tables.embedding()),
+    }
+    for path, text in pages.items():
         if path.exists() and path.read_text() == text:
             continue
         if args.check:

@@ -75,6 +75,8 @@ NEEDS = {
     "benchmarks.memory": "hf",
     "benchmarks.host": "hf",
     "benchmarks.tune": "tune",
+    "examples/embed.py": "hf",
+    "examples/entities.py": "hf",
     "examples/finetune.py": "hf",
     "examples/embedding_server.py": "serve",
 }

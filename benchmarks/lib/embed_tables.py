@@ -1,0 +1,132 @@
+"""The figures of docs/embedding.md, from the results of `python -m benchmarks.embed`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.lib.report import Result, between, commands, count, figures, runs, source, table
+
+TORCH, OURS, GRAPHS = "torch", "hf.unpad", ("ONNX Runtime", "OpenVINO")
+MIXED = ("mixed", "bulk")
+# What we want on mixed texts in fp32.
+FASTER_THAN_TORCH, FASTER_THAN_GRAPHS = 2.0, 1.8
+
+Cell = dict[str, Any]
+
+
+def embedding() -> str:
+    """What stands between the page's markers."""
+    found = runs("embed")
+    if not found:
+        return "Not measured yet:\n\n" + commands("python -m benchmarks.embed")
+    parts = [part for name, result in found.items() for part in _figures(name, result)]
+    return "\n\n".join(part for part in [*parts, figures("embed*")] if part)
+
+
+def _figures(name: str, found: Result) -> Iterator[str]:
+    cells = found["cells"]
+    yield source(name, found)
+    libraries = ", ".join(f"{key} {version}" for key, version in found["versions"].items())
+    yield (
+        f"{count(found['rounds'], 'round')} in which the contenders take turns, each with "
+        f"{count(found['threads'], 'thread')}; medians. {libraries}."
+    )
+    yield (
+        "How many times faster `hf.unpad` is than each contender; below 1 it is slower. "
+        '"Filled" is the share of real tokens in batches sorted by length.'
+    )
+    yield _ratios(cells)
+    yield from _goals(cells)
+    yield "\n".join(f"- {line}" for line in _fastest(cells))
+    yield (
+        "All contenders. The error is the largest difference to stock PyTorch, in parts of the "
+        "largest value; the cosine is the least of a text, or that of all scores."
+    )
+    yield _all(cells)
+    yield "What the lengths are modelled on:"
+    yield _lengths(cells, found["modelled"])
+
+
+def _rows(cell: Cell) -> dict[str, dict[str, Any]]:
+    return {x["contender"]: x for x in cell["results"]}
+
+
+def _ratios(cells: list[Cell]) -> str:
+    names = [x["contender"] for cell in cells for x in cell["results"]]
+    names = [name for name in dict.fromkeys(names) if name != OURS]
+    inexact = {x["contender"] for cell in cells for x in cell["results"] if not x["exact"]}
+    rows = []
+    for cell in cells:
+        found = _rows(cell)
+        ratios = (found.get(name, {}).get("ours_faster_by") for name in names)
+        row = [cell["shape"], cell["lengths"], str(cell["texts"]), f"{cell['fill']:.0%}"]
+        rows.append([*row, *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)])
+    titles = [f"{name} (not exact)" if name in inexact else name for name in names]
+    return table(["", "lengths", "texts", "filled", *titles], rows, text_columns=2)
+
+
+def _goals(cells: list[Cell]) -> Iterator[str]:
+    rows = []
+    for cell in cells:
+        found = _rows(cell)
+        if cell["lengths"] not in MIXED or OURS not in found:
+            continue
+        goals = [(TORCH, found[TORCH]["ours_faster_by"], FASTER_THAN_TORCH)]
+        graphs = {name: found[name]["ours_faster_by"] for name in GRAPHS if name in found}
+        if graphs and cell["task"] != "rerank":
+            peer = min(graphs, key=graphs.get)
+            goals.append((peer, graphs[peer], FASTER_THAN_GRAPHS))
+        for peer, ratio, goal in goals:
+            reached = "reached" if ratio >= goal else "missed"
+            row = [cell["shape"], cell["lengths"], peer, f"{goal:.1f}", f"{ratio:.2f}", reached]
+            rows.append(row)
+    if rows:
+        yield (
+            f"The goals in fp32 on mixed texts are {FASTER_THAN_TORCH:.0f} times the torch "
+            f"backend, and for embeddings {FASTER_THAN_GRAPHS} times the faster one of "
+            f"{' and '.join(GRAPHS)}."
+        )
+        yield table(["", "lengths", "compared with", "goal", "times faster", ""], rows, 3)
+
+
+def _fastest(cells: list[Cell]) -> Iterator[str]:
+    """A sentence for each cell: which exact contender is the fastest, and what 8 bits give."""
+    for cell in cells:
+        found = _rows(cell)
+        exact = sorted((x for x in found.values() if x["exact"]), key=lambda x: x["seconds"])
+        said = f"{cell['shape']}, {cell['lengths']}: {exact[0]['contender']} is the fastest"
+        if len(exact) > 1:
+            ratio = exact[1]["seconds"] / exact[0]["seconds"]
+            said += f", {ratio:.2f} times as fast as {exact[1]['contender']}"
+        for x in found.values():
+            if not x["exact"]:
+                ratio = exact[0]["seconds"] / x["seconds"]
+                said += f"; {x['contender']}, not exact, has {ratio:.2f} times its speed"
+        yield f"{said}."
+
+
+def _all(cells: list[Cell]) -> str:
+    rows = []
+    for cell in cells:
+        for x in cell["results"]:
+            row = [f"{cell['shape']}, {cell['lengths']}", x["contender"]]
+            row += [f"{x['texts_per_second']:.1f}", f"{x['seconds']:.3f}", between(x["rounds"], 3)]
+            row += [f"{x['cpu_seconds']:.3f}", f"{x['error']:.0e}", f"{x['cosine']:.5f}"]
+            rows.append(row)
+        for name, reason in cell["missing"].items():
+            rows.append([f"{cell['shape']}, {cell['lengths']}", f"{name}: {reason}", *[""] * 6])
+    header = ["", "", "texts/s", "seconds, median", "least and greatest round", "CPU seconds"]
+    return table([*header, "error", "cosine"], rows, text_columns=2)
+
+
+def _lengths(cells: list[Cell], modelled: dict[str, Any]) -> str:
+    rows = []
+    for cell in cells:
+        of, quartiles = modelled[cell["lengths"]], "/".join(f"{x:.0f}" for x in cell["quartiles"])
+        call = f", in batches of a sorted call of {of['sorted_call']}" if of["sorted_call"] else ""
+        row = [f"{cell['shape']}, {cell['lengths']}", f"{of['like']}{call}", of["source"]]
+        row += [str(cell["texts"]), f"{cell['tokens'] / cell['texts']:.0f}", quartiles]
+        rows.append([*row, str(cell["longest"])])
+    header = ["", "like", "published", "texts", "mean tokens", "quartiles", "longest"]
+    return table(header, rows, text_columns=3)
