@@ -19,7 +19,7 @@ from bert_unpad.hf.fallback import StockFallbackWarning  # noqa: E402
 from bert_unpad.hf.flash import register as _register  # noqa: E402
 from bert_unpad.hf.sampler import CostSampler  # noqa: E402
 from bert_unpad.hf.swap import Support, repad, supports, unpad  # noqa: E402
-from bert_unpad.hf.verify import VerificationError  # noqa: E402
+from bert_unpad.hf.verify import VerificationError, verify  # noqa: E402
 
 __all__ = [
     "CostSampler",
@@ -33,6 +33,7 @@ __all__ = [
     "repad",
     "supports",
     "unpad",
+    "verify",
 ]
 
 _register()

@@ -1,4 +1,5 @@
-"""`unpad(model, verify=True)`: the first batch with padding runs stock and packed, with one result.
+"""`unpad(model, verify=True)`, and `verify(model)` where "bert_unpad_flash" is the attention: the
+first batch with padding runs stock and packed, with one result.
 
 What is compared are the outputs of all layers at the tokens that the mask keeps and, where
 gradients are computed, those of all parameters; in float32, and as the model computes otherwise.
@@ -9,13 +10,15 @@ model itself is off. Dropout is off meanwhile.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bert_unpad._sharded_types import is_fsdp_module
+from bert_unpad.hf import flash
 
 # Times the stock model's own error, and steps of the dtype at the size of the largest value: two
 # ways to add differ by some of both.
@@ -24,61 +27,112 @@ _ASKED = ("return_dict", "output_hidden_states", "output_attentions", "labels")
 
 
 class VerificationError(RuntimeError):
-    """Packed modules compute something else than the stock modules; the model is stock again."""
+    """Packed modules or attention compute something else than stock ones do; the model is stock
+    again."""
 
 
 Found = dict[str, Tensor]
 
 
-def verify_once(model: nn.Module, call: Mapping[str, Any]) -> None:
-    """Runs `verify` on the first eager call whose batch has padding.
+def verify(model: nn.Module) -> nn.Module:
+    """Lets a model with attn_implementation="bert_unpad_flash", or all such encoders inside, check
+    its first batch with padding, as `unpad(model, verify=True)` does.
+
+    Returns:
+        The model. The call that checks raises a VerificationError where attention differs from
+        the stock one by more than rounding, and leaves the model with the stock one.
 
     Raises:
-        VerificationError: see `verify`.
+        ValueError: no model inside has this attention.
+    """
+    served = [
+        module
+        for module in model.modules()
+        if getattr(module, "base_model", None) is module
+        and getattr(module.config, "_attn_implementation", None) == flash.NAME
+    ]
+    inner = {part for module in served for part in module.modules() if part is not module}
+    if not served:
+        raise ValueError(
+            f"{type(model).__name__}: attn_implementation: expected {flash.NAME!r}, got none inside"
+        )
+    for encoder in served:
+        if encoder not in inner:
+            encoder.register_forward_pre_hook(_verify_attention, with_kwargs=True)
+    return model
+
+
+def _verify_attention(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """The hook that `verify` registers: removes itself with the first call that is checked."""
+    call = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+    if _has_padding(model, call):
+        for number, hook in list(model._forward_pre_hooks.items()):
+            if hook is _verify_attention:
+                del model._forward_pre_hooks[number], model._forward_pre_hooks_with_kwargs[number]
+        stock = "sdpa" if model._supports_sdpa else "eager"
+        _compare_call(model, call, lambda found: found.set_attn_implementation(stock))
+
+
+def verify_once(model: nn.Module, call: Mapping[str, Any]) -> None:
+    """Compares a swapped base model with its stock modules on the first eager call whose batch has
+    padding.
+
+    Raises:
+        VerificationError: they differ by more than rounding. The model has its stock modules then.
         RuntimeError: FSDP has sharded the model, which then cannot be copied.
     """
+    from bert_unpad.hf.swap import repad
+
+    if "_bert_unpad_verify" in vars(model) and _has_padding(model, call):
+        _compare_call(model, call, repad)
+        del model._bert_unpad_verify
+
+
+def _has_padding(model: nn.Module, call: Mapping[str, Any]) -> bool:
     mask = call.get("attention_mask")
-    if "_bert_unpad_verify" not in vars(model) or torch.compiler.is_compiling() or mask is None:
-        return
-    if bool((mask != 0).all()):
-        return
+    if torch.compiler.is_compiling() or mask is None or bool((mask != 0).all()):
+        return False
     if any(
         is_fsdp_module(module) or getattr(module, "_is_fsdp_managed_module", False)
         for module in model.modules()
     ):
         raise RuntimeError(
-            f"{type(model).__name__}: verify=True: expected a model that is not sharded; make a "
-            "padded call before FSDP"
+            f"{type(model).__name__}: verify: expected a model that is not sharded; make a padded "
+            "call before FSDP"
         )
-    verify(model, call)
-    del model._bert_unpad_verify
+    return True
 
 
-def verify(model: nn.Module, call: Mapping[str, Any]) -> None:
-    """Compares a swapped base model with its stock modules on one call with a padded batch.
+def _compare_call(
+    model: nn.Module, call: Mapping[str, Any], make_stock: Callable[[nn.Module], object]
+) -> None:
+    """Compares a model with what `make_stock` makes of it, on one call with a padded batch.
 
     Raises:
-        VerificationError: they differ by more than rounding. The model has its stock modules then.
+        VerificationError: they differ by more than rounding. The model is stock then.
     """
-    from bert_unpad.hf.swap import repad
-
     given = {name: x for name, x in call.items() if x is not None and name not in _ASKED}
     kept = given["attention_mask"].bool()
-    stock = repad(copy.deepcopy(model))
+    stock = copy.deepcopy(model)
+    make_stock(stock)
     if "flash" in stock.config._attn_implementation:  # which has no float64
         stock.config._attn_implementation = "sdpa"
-    with torch.autocast(kept.device.type, enabled=False):
-        truth = _run(copy.deepcopy(stock).double(), given, kept)
-        found = _pair(stock, model, torch.float32, given, kept)
-        _compare(model, "float32", torch.float32, *found, truth)
-    dtype = model.get_input_embeddings().weight.dtype
-    if torch.is_autocast_enabled(kept.device.type):
-        name, narrow = "autocast", torch.get_autocast_dtype(kept.device.type)
-    else:
-        name = narrow = dtype
-    if narrow != torch.float32:
-        found = _pair(stock, model, dtype, given, kept)
-        _compare(model, f"{name}".removeprefix("torch."), narrow, *found, truth)
+    try:
+        with torch.autocast(kept.device.type, enabled=False):
+            truth = _run(copy.deepcopy(stock).double(), given, kept)
+            found = _pair(stock, model, torch.float32, given, kept)
+            _compare(model, "float32", torch.float32, *found, truth)
+        dtype = model.get_input_embeddings().weight.dtype
+        if torch.is_autocast_enabled(kept.device.type):
+            name, narrow = "autocast", torch.get_autocast_dtype(kept.device.type)
+        else:
+            name = narrow = dtype
+        if narrow != torch.float32:
+            found = _pair(stock, model, dtype, given, kept)
+            _compare(model, f"{name}".removeprefix("torch."), narrow, *found, truth)
+    except VerificationError:
+        make_stock(model)
+        raise
 
 
 def _pair(
@@ -121,7 +175,12 @@ def _run(model: nn.Module, given: Mapping[str, Any], kept: Tensor) -> Found:
     out = model.eval()(**given, return_dict=True)
     for handle in handles:
         handle.remove()
-    last = out.last_hidden_state
+    last = out.get("last_hidden_state")
+    if last is None or last.shape[:2] != kept.shape:
+        raise ValueError(
+            f"{type(model).__name__}: verify: expected an encoder of text, whose last_hidden_state "
+            f"is {list(kept.shape)} as its mask, got {None if last is None else list(last.shape)}"
+        )
     found["last_hidden_state"] = rows(last)
     pooled = out.get("pooler_output")
     if pooled is not None:
@@ -144,8 +203,6 @@ def _run(model: nn.Module, given: Mapping[str, Any], kept: Tensor) -> Found:
 def _compare(
     model: nn.Module, how: str, dtype: torch.dtype, stock: Found, packed: Found, truth: Found
 ) -> None:
-    from bert_unpad.hf.swap import repad
-
     step = torch.finfo(dtype).eps
     for name, want in stock.items():
         got, exact = packed.get(name), truth[name]
@@ -159,8 +216,7 @@ def _compare(
         else:
             shape = "nothing" if got is None else list(got.shape)
             said = f"have {list(want.shape)} and {shape}"
-        repad(model)
         raise VerificationError(
             f"{type(model).__name__}: {name}: in {how} stock and packed modules {said}; the "
-            "model has its stock modules again"
+            "model is stock again"
         )

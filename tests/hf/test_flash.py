@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -191,3 +192,43 @@ def test_a_model_that_mixes_tokens_elsewhere_is_refused_packed_input() -> None:
     batch = packed(ids, 0)
     with pytest.raises(ValueError, match="cu_seq_lens_q: expected a padded batch"):
         model(**batch)
+
+
+@pytest.mark.parametrize("name", ["Llama4TextAttention", "NllbMoeAttention", "PegasusXAttention"])
+def test_a_decoder_that_is_causal_by_its_mask_alone_raises(name: str) -> None:
+    query = torch.zeros(1, 2, 7, 32)
+    with pytest.raises(ValueError, match=f"{name}: is_causal: expected True of a decoder"):
+        attention(type(name, (nn.Module,), {})(), query, query, query, None, is_causal=False)
+
+
+def test_queries_that_are_other_tokens_than_the_keys() -> None:
+    generator = torch.Generator().manual_seed(derived(4))
+    module = type("CrossAttention", (nn.Module,), {"is_causal": False})()
+    module.linear, module.config = nn.Linear(1, 1), SimpleNamespace(_attn_implementation=NAME)
+    mask = torch.arange(7) < torch.tensor([7, 4])[:, None]
+    for queries in (5, 7):
+        sizes = ((2, 4, queries, 16), (2, 2, 7, 16), (2, 2, 7, 16))
+        q, k, v = (torch.randn(size, generator=generator, requires_grad=True) for size in sizes)
+        got, _ = attention(module, q, k, v, mask)
+        want = nn.functional.scaled_dot_product_attention(
+            q, k, v, mask[:, None, None], enable_gqa=True
+        ).transpose(1, 2)
+        assert_same_values(got, want)
+        probe = torch.randn(want.shape, generator=generator)
+        assert_same_values(
+            torch.autograd.grad(got, (q, k, v), probe), torch.autograd.grad(want, (q, k, v), probe)
+        )
+    with pytest.raises(ValueError, match="CrossAttention: sliding_window: expected None"):
+        attention(module, q[:, :, :5], k, v, mask, sliding_window=3)
+
+
+def test_a_mask_of_other_parts_raises() -> None:
+    from transformers import masking_utils
+
+    _, model = pair("Bert")
+    states = torch.zeros(2, 7, 64)
+    blocks = masking_utils.packed_sequence_mask_function(torch.zeros(2, 7))
+    masks = masking_utils.create_bidirectional_mask
+    assert masks(model.config, states, None, and_mask_function=blocks) is None
+    with pytest.raises(ValueError, match=r"mask: expected one of .*, got test_a_mask_of_other"):
+        masks(model.config, states, None, or_mask_function=lambda *_indices: True)

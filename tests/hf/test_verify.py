@@ -1,28 +1,32 @@
-"""`unpad(model, verify=True)`: right models pass, and planted faults are found."""
+"""`unpad(model, verify=True)` and `verify(model)`: right models pass, planted faults are found."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import masking_utils
+from transformers.models.modernbert import modeling_modernbert
 
 from bert_unpad import hf, ops
 from bert_unpad.flash import functions
 from bert_unpad.hf import packing as packings
+from bert_unpad.hf.flash import NAME
 from bert_unpad.hf.packing import Packing
 from bert_unpad.hf.stock_modules import STOCK_FAMILIES
 from tests.hf.test_stock_modules import KNOWN, RIGHT, batch, make
 from tests.support.hf_models import make as make_swapped
 
 pytestmark = pytest.mark.filterwarnings("error::bert_unpad.hf.StockFallbackWarning")
-SWAPPED = ["Bert", "Roberta", "Electra", "DistilBert"]
+SWAPPED = ["Bert", "Roberta", "Electra", "DistilBert", "MPNet", "DebertaV2"]
 FROM_MASK = Packing.from_mask  # the right one
-COUNT_IDS = {f.prefix for f in STOCK_FAMILIES if f.counts_ids} | {"Roberta"}
+COUNT_IDS = {f.prefix for f in STOCK_FAMILIES if f.counts_ids} | {"Roberta", "MPNet"}
 
 
 def stock_model(name: str) -> nn.Module:
@@ -174,7 +178,7 @@ def plant_attention(patch: pytest.MonkeyPatch, fault: Callable[[Tensor], Tensor]
 
 
 def assert_found(model: nn.Module, stock: nn.Module) -> None:
-    with pytest.raises(hf.VerificationError, match="the model has its stock modules again"):
+    with pytest.raises(hf.VerificationError, match="the model is stock again"):
         model(**batch(RIGHT))
     assert type(model) is type(stock)
     assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
@@ -187,6 +191,8 @@ def assert_found(model: nn.Module, stock: nn.Module) -> None:
 def test_faults_of_packing(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "a position shifted" and name in COUNT_IDS:
         pytest.skip("its positions are counted from the ids")
+    if fault == "a position shifted" and name == "DebertaV2":
+        pytest.skip("it has no learned positions")
     if fault == "a position shifted" and name == "Esm":
         pytest.skip("its learned positions are the padded batch's, and rotary ones come with them")
     stock = stock_model(name)
@@ -219,3 +225,123 @@ def test_the_message_names_the_first_layer_that_differs(monkeypatch: pytest.Monk
     plant_attention(monkeypatch, ATTENTION["heads permuted"], 0)  # the second call
     with pytest.raises(hf.VerificationError, match=r"NomicBertModel: .*\.1: in float32 stock and"):
         model(**batch(RIGHT))
+
+
+# With the string, attention is ours, and all else the model's own. transformers 5.0 does not let
+# ModernBERT's be chosen.
+WINDOWS = hasattr(modeling_modernbert, "ALL_ATTENTION_FUNCTIONS")
+UNSERVED = ("MPNet", "DebertaV2") if WINDOWS else ("MPNet", "DebertaV2", "ModernBert")
+STRINGS = [name for name in SWAPPED + KNOWN if name not in UNSERVED]
+
+
+def string_models(name: str) -> tuple[nn.Module, nn.Module]:
+    """The stock model, and one whose first batch with padding is checked."""
+    models = [stock_model(name) for _ in range(2)]
+    for model, attention in zip(models, ("sdpa", NAME), strict=True):
+        model.set_attn_implementation(attention)
+    return models[0], hf.verify(models[1])
+
+
+@pytest.mark.parametrize("name", STRINGS)
+def test_right_strings_pass(name: str) -> None:
+    stock, model = string_models(name)
+    plain, copied = stock_model(name), copy.deepcopy(model)
+    plain.set_attn_implementation(NAME)
+    model(**batch(None))
+    assert model._forward_pre_hooks
+    for _ in range(2):
+        out = model(**batch(RIGHT))[0]
+    assert torch.equal(out, plain(**batch(RIGHT))[0])
+    again = pickle.loads(pickle.dumps(model))
+    for found in (model, again, copy.deepcopy(model)):
+        assert vars(found).keys() == vars(plain).keys()
+        assert not found._forward_pre_hooks
+        assert not found._forward_pre_hooks_with_kwargs
+        assert found.config._attn_implementation == NAME
+        for key, value in found.state_dict().items():
+            assert torch.equal(value, stock.state_dict()[key])
+    assert all(p.grad is None for p in model.parameters())
+    call = batch(RIGHT)
+    copied(call.pop("input_ids"), **call)
+    assert not copied._forward_pre_hooks
+
+
+def test_a_string_is_checked_inside_of_heads_and_as_the_model_computes() -> None:
+    model = make_swapped("BertForMaskedLM")
+    with pytest.raises(ValueError, match="attn_implementation: expected 'bert_unpad_flash'"):
+        hf.verify(model)
+    model.set_attn_implementation(NAME)
+    hf.verify(model.train())
+    labels = batch(RIGHT)["input_ids"].masked_fill(~RIGHT, -100)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**batch(RIGHT), labels=labels).loss.backward()
+    assert model.training
+    assert not model.bert._forward_pre_hooks
+
+
+def joined_sequences(patch: pytest.MonkeyPatch) -> None:
+    right = functions._attend
+
+    def wrong(name: str, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, *args: object):
+        cu = torch.cat([cu_q[:1], cu_q[2:]])
+        return right(name, q, k, v, cu, cu, int(cu.diff().max()), int(cu.diff().max()), *args[3:])
+
+    patch.setattr(functions, "_attend", wrong)
+
+
+def with_string_mask(change: Callable[[Tensor], Tensor | None]):
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        right = masking_utils.flash_attention_mask
+
+        def wrong(*args: object, **more: object) -> Tensor | None:
+            mask = right(*args, **more)
+            return None if mask is None else change(mask)
+
+        patch.setattr(masking_utils, "flash_attention_mask", wrong)
+
+    return plant
+
+
+STRING_FAULTS = {
+    "padding leaks": with_string_mask(lambda _mask: None),
+    "a token is left out": with_string_mask(drop_one),
+    "the mask of another row": with_string_mask(lambda mask: mask.roll(1, 0)),
+    "two sequences joined": joined_sequences,
+    "causal": lambda patch: patch.setattr(functions, "bounds", lambda *_arguments: (-1, 0)),
+    "a narrow window": lambda patch: patch.setattr(functions, "bounds", lambda *_args: (2, 2)),
+    "another scale": lambda patch: patch.setattr(functions, "scale_of", lambda *_arguments: 0.3),
+}
+
+
+def assert_string_found(model: nn.Module, stock: nn.Module) -> None:
+    with pytest.raises(hf.VerificationError, match="the model is stock again"):
+        model(**batch(RIGHT))
+    assert model.config._attn_implementation == "sdpa"
+    assert not model._forward_pre_hooks
+    assert torch.equal(model(**batch(RIGHT))[0], stock(**batch(RIGHT))[0])
+
+
+@pytest.mark.parametrize("fault", STRING_FAULTS)
+@pytest.mark.parametrize("name", STRINGS)
+def test_faults_of_a_string(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, model = string_models(name)
+    STRING_FAULTS[fault](monkeypatch)
+    assert_string_found(model, stock)
+
+
+@pytest.mark.parametrize("where", range(LAYERS))
+@pytest.mark.parametrize("fault", ATTENTION)
+@pytest.mark.parametrize("name", ["Bert", "DistilBert", "Albert"])
+def test_faults_of_a_string_s_attention(
+    name: str, fault: str, where: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, model = string_models(name)
+    plant_attention(monkeypatch, ATTENTION[fault], where)
+    assert_string_found(model, stock)
+
+
+@pytest.mark.skipif(not WINDOWS, reason="attention cannot be chosen")
+def test_a_string_s_ignored_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, model = string_models("ModernBert")
+    monkeypatch.setattr(functions, "bounds", lambda *_arguments: (-1, -1))
+    assert_string_found(model, stock)
