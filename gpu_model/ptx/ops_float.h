@@ -90,8 +90,18 @@ constexpr Handler single_handler() {
     return ternary<float, float, float, single<F, kFlush, kSaturate, float, float, float>>;
 }
 
-// 16-bit floats, one or two in a register: in fp64, then rounded once. That is exact for one
-// operation but for a fma whose summands are very far apart.
+// x * y + z of 16-bit floats in fp64, rounded to odd: the product is exact, and the sum may have
+// parts too far apart for fp64.
+inline double fma_to_odd(double x, double y, double z) {
+  const double product = x * y, sum = product + z, added = sum - product;
+  const double error = (product - (sum - added)) + (z - added);
+  if (std::isinf(sum) || is_nan(sum) || error == 0) return sum;
+  const auto bits = std::bit_cast<uint64_t>(sum);
+  const bool larger = (error > 0) == (sum > 0);
+  return std::bit_cast<double>((bits & 1) ? bits : larger ? bits + 1 : bits - 1);
+}
+
+// 16-bit floats, one or two in a register: in fp64, then rounded once.
 template <class T>
 double widen(uint32_t word, int n) {
   return block_model::decode(T{static_cast<uint16_t>(word >> (16 * n))});
@@ -114,7 +124,14 @@ uint32_t narrow(double x) {
 template <class F, class T, int kHalves, class... Words>
 uint32_t halves(Words... words) {
   uint32_t result = 0;
-  for (int n = 0; n < kHalves; ++n) result |= narrow<T>(F{}(widen<T>(words, n)...)) << (16 * n);
+  for (int n = 0; n < kHalves; ++n) {
+    double exact;
+    if constexpr (std::is_same_v<F, Fma>)
+      exact = fma_to_odd(widen<T>(words, n)...);
+    else
+      exact = F{}(widen<T>(words, n)...);
+    result |= narrow<T>(exact) << (16 * n);
+  }
   return result;
 }
 

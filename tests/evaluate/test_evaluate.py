@@ -96,9 +96,10 @@ def run(model_dir: Path, folder: Path, *arguments: str, lr: str = "5e-3") -> dic
 
 
 def test_a_model_learns_and_the_table_has_means(model_dir, tmp_path, capsys):
-    write(tmp_path / "data" / "sst2" / "train.tsv", single(64, 1))
+    write(tmp_path / "data" / "sst2" / "train.tsv", single(256, 1))
     write(tmp_path / "data" / "sst2" / "validation.csv", single(40, 2))
-    found = run(model_dir, tmp_path, "--tasks", "sst2", "--seeds", "0", "7", "--epochs", "8")
+    options = ("--tasks", "sst2", "--seeds", "0", "7", "--epochs", "8")
+    found = run(model_dir, tmp_path, *options, lr="2e-3")
     accuracies = [found[f"sst2/seed-{seed}"]["metrics"]["accuracy"] for seed in (0, 7)]
     assert min(accuracies) > 0.9
     mean, deviation = 50 * sum(accuracies), 100 * np.std(accuracies, ddof=1)

@@ -6,6 +6,7 @@ Operands are all sorts of bits: subnormals, infinities, NaN, values on both side
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -46,6 +47,25 @@ def pairs(dtype: torch.dtype, count: int = 2) -> list[Tensor]:
     columns = [torch.tensor(c, dtype=F64).to(dtype) for c in columns]
     columns.append(columns[0].flip(0))
     return [torch.cat([columns[k], draw(dtype, seed=k)]) for k in range(count)]
+
+
+def rounded(exact: list[Fraction | float], dtype: torch.dtype) -> Tensor:
+    """The nearest numbers of a 16-bit type: rounded once, by way of float32 rounded to odd."""
+    with np.errstate(over="ignore"):
+        narrow = np.array([float(x) for x in exact]).astype(np.float32)
+    for k, (x, near) in enumerate(zip(exact, narrow, strict=True)):
+        even = not int(near.view(np.uint32)) & 1
+        if even and np.isfinite(near) and x != float(near):
+            narrow[k] = np.nextafter(near, np.float32(np.inf if x > float(near) else -np.inf))
+    return torch.from_numpy(narrow).to(dtype)
+
+
+def fused(x: float, y: float, z: float) -> Fraction | float:
+    """x y + z, exact; but as fp64 has it where it is no number or a signed zero."""
+    plain = x * y + z
+    if plain == 0 or not np.isfinite(plain):
+        return plain
+    return Fraction(x) * Fraction(y) + Fraction(z)
 
 
 def same(got: Tensor, want: Tensor) -> None:
@@ -148,8 +168,11 @@ def test_arithmetic_of_16_bits(dtype):
     x, y, z = (t[: len(t) // 2 * 2] for t in pairs(dtype, 3))
     a, b, c = (t.double() for t in (x, y, z))
     t = NAMES[dtype]
-    cases = {"add": a + b, "sub": a - b, "mul": a * b, "fma.rn": a * b + c, "neg": -a,
-             "abs": a.abs(), "max": torch.fmax(a, b), "min": torch.fmin(a, b)}  # fmt: skip
+    fma = [fused(*values) for values in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)]
+    sums = {"add": a + b, "sub": a - b, "mul": a * b}
+    sums = {name: rounded(exact.tolist(), dtype) for name, exact in sums.items()}
+    cases = {**sums, "fma.rn": rounded(fma, dtype), "neg": -a, "abs": a.abs(),
+             "max": torch.fmax(a, b), "min": torch.fmin(a, b)}  # fmt: skip
     for name, want in cases.items():
         count = 3 if name == "fma.rn" else 1 if name in ("neg", "abs") else 2
         args = ", ".join(f"x{k}" for k in range(count))

@@ -315,6 +315,7 @@ def assert_as_good_as_pytorch(
     dtype: torch.dtype,
     names: Sequence[str],
     roundings: int = 1,
+    terms: Callable[[str], Tensor | None] = lambda _name: None,
 ) -> None:
     """The error rule of every operator test.
 
@@ -326,6 +327,9 @@ def assert_as_good_as_pytorch(
     result, of which each adds up to one unit. By default that is the result's own. Where there are
     more, they rarely meet in one value, so the norm of all errors is held as well: that of so many
     independent roundings is sqrt(roundings / 3) units of the result's, and may be sqrt(3) of it.
+
+    What is summed over rows, and may cancel, has the errors of its terms: then `terms(name)`, asked
+    after `plain`, is these in fp64, [rows, ...], and their norm over rows counts like the result.
     """
     truth = plain(torch.float64)
     peer = plain(dtype) if dtype != torch.float32 else truth
@@ -335,13 +339,16 @@ def assert_as_good_as_pytorch(
             continue
         ours_off, peer_off = a.double() - t, b.double() - t
         error, largest = ours_off.abs().max().item(), t.abs().max().item()
-        unit = torch.finfo(dtype).eps / 2
+        unit, size = torch.finfo(dtype).eps / 2, t.norm().item()
+        if dtype != torch.float32 and (rows := terms(name)) is not None:
+            largest = max(largest, rows.norm(dim=0).max().item())
+            size = max(size, rows.norm().item())
         if dtype == torch.float32:
             limit = 1e-5 * max(largest, 1e-3)
         else:
             limit = max(2 * peer_off.abs().max().item(), roundings * unit * largest)
         assert error <= limit, f"{name}: error {error:.3g} > {limit:.3g} (largest {largest:.3g})"
         if dtype != torch.float32 and roundings > 1:
-            error, size = ours_off.norm().item(), t.norm().item()
+            error = ours_off.norm().item()
             limit = max(2 * peer_off.norm().item(), math.sqrt(roundings) * unit * size)
             assert error <= limit, f"{name}: norm {error:.3g} > {limit:.3g} (of {size:.3g})"

@@ -97,7 +97,7 @@ def test_who_trains_on_what_changes_nothing_else(folder):
     """Every scope has the same global batches, so the same losses; masks travel or stay."""
     kept = losses(folder / "none")
     for how in ("world", "two_level"):
-        assert all(line["exchange_bytes"] > 0 for line in log_lines(folder / how))
+        assert sum(line["exchange_bytes"] for line in log_lines(folder / how)) > 0
         shared = losses(folder / how)
         torch.testing.assert_close(
             torch.tensor([shared[step][:3] for step in shared]),
