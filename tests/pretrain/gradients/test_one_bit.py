@@ -95,7 +95,8 @@ def _all_cases(rank: int, world_size: int) -> list[dict]:
     found = []
     for mode, kind in CASES:
         # A weight whose variance happens to be tiny goes far by a bit of the common size.
-        options = {"lr": 1e-2, "eps": 1e-3} | ({"local_step_scaler": 3} if kind is ZeroOneAdam else {})
+        options = {"lr": 1e-2, "eps": 1e-3}
+        options |= {"local_step_scaler": 3} if kind is ZeroOneAdam else {}
         more = {"steps": 11, "nan_step": 6, "make_optimizer": partial(kind, **options)}
         found.append(ddp_steps(rank, world_size, CommConfig(start=2), mode, **more))
     return found
