@@ -141,7 +141,7 @@ class PackedMlm:
                 if packing.last is not None:
                     base = unwrap(getattr(self, head.base))
                     stack = unwrap(getattr(base, base._bert_unpad_adapter.stack))
-                    complete = stack.complete(packing, base_output.hidden_states[0], x)
+                    complete = stack._bert_unpad_complete(packing, base_output.hidden_states[0], x)
                 return packing.pad(head.logits(self, complete))
 
         loss, relationship = None, None

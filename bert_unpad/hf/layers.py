@@ -172,28 +172,31 @@ class PackedLayer:
         heads = (parts.heads, self._bert_unpad_layer.head_dim(self))
         distances, last = self._bert_unpad_layer.distances, packing.last
         scale = None if distances is None else distances.scale(parts.attention)
-
-        def bias(q: Tensor, k: Tensor) -> ops.PositionBias | None:
-            if shared is None:
-                return None
-            return distances.bias(parts.attention, shared, q, k, scale)
-
         if last is None:
             qkv = plain_modules.project_side_by_side((parts.query, parts.key, parts.value), x[0])
             qkv = qkv.unflatten(2, heads)
-            out = packing.attend(qkv, p, scale, bias(qkv[:, 0], qkv[:, 1]))
+            added = self._bert_unpad_bias(parts.attention, shared, qkv[:, 0], qkv[:, 1])
+            out = packing.attend(qkv, p, scale, added)
         else:
             kv = plain_modules.project_side_by_side((parts.key, parts.value), x[0])
             x = gather_rows(x[0], last.positions)[None]
             q = plain_modules.dense(parts.query, x[0]).unflatten(1, heads)
             kv = kv.unflatten(2, heads)
-            out = packing.attend_last(q, kv, p, scale, bias(q, kv[:, 0]))
+            added = self._bert_unpad_bias(parts.attention, shared, q, kv[:, 0])
+            out = packing.attend_last(q, kv, p, scale, added)
         out, bias = plain_modules.project(parts.attention_out, out.flatten(1)[None])
         x = plain_modules.close_block(out, bias, x, parts.attention_norm, parts.attention_dropout)
         out, bias = plain_modules.project(parts.ffn_in, x)
         out = plain_modules.activation(parts.ffn_activation, out, bias)
         out, bias = plain_modules.project(parts.ffn_out, out)
         return plain_modules.close_block(out, bias, x, parts.ffn_norm, parts.ffn_dropout)
+
+    def _bert_unpad_bias(
+        self, attention: nn.Module, shared: Any, q: Tensor, k: Tensor
+    ) -> ops.PositionBias | None:
+        if shared is None:
+            return None
+        return self._bert_unpad_layer.distances.bias(attention, shared, q, k)
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), "bert_unpad")))
@@ -208,7 +211,7 @@ class PackedStack:
         if not isinstance(packing, Packing):
             return super().forward(hidden_states, *args, **kwargs)
         x, before = hidden_states, None
-        shared = self._shared(x)
+        shared = self._bert_unpad_shared(x)
         whole = packing if packing.last is None else dataclasses.replace(packing, last=None)
         for index, layer in enumerate(self.layer, 1):
             if index == len(self.layer):
@@ -217,7 +220,7 @@ class PackedStack:
         # The last layer's input serves to compute its other rows later.
         return BaseModelOutput(x, None if packing.last is None else (before,))
 
-    def complete(self, packing: Packing, before: Tensor, x: Tensor) -> Tensor:
+    def _bert_unpad_complete(self, packing: Packing, before: Tensor, x: Tensor) -> Tensor:
         """Computes the last layer's output for all tokens, [1, T, hidden].
 
         Args:
@@ -227,10 +230,10 @@ class PackedStack:
                 rows have other masks.
         """
         whole = dataclasses.replace(packing, last=None)
-        rest = self.layer[-1](before, packing=whole, shared=self._shared(before))
+        rest = self.layer[-1](before, packing=whole, shared=self._bert_unpad_shared(before))
         return rest.index_copy(1, packing.last.positions, x)
 
-    def _shared(self, x: Tensor) -> Any:
+    def _bert_unpad_shared(self, x: Tensor) -> Any:
         """What `Distances.shared` gives for hidden states x, or None."""
         distances = self._bert_unpad_layer.distances
         return None if distances is None else distances.shared(self, x)

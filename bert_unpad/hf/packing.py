@@ -267,8 +267,10 @@ def _unfit(mask: Tensor, reads_first: bool, distances: bool) -> str | None:
     """Returns why packed tokens are not what the stock modules make of a mask, or None."""
     if reads_first and not bool((mask[:, 0] == 1).all()):
         return "the first position, which the model may read, is padding in some sequence"
+    if not distances:
+        return None
     begins = (mask[:, 1:] > mask[:, :-1]).sum(1) + (mask[:, 0] == 1)
-    if distances and bool((begins > 1).any()):
+    if bool((begins > 1).any()):
         return "there is padding between tokens, which counts in the model's distances of tokens"
     return None
 

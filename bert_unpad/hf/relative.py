@@ -33,7 +33,7 @@ class Distances(Protocol):
         """The factor of a layer's scores; None: 1 / sqrt(head_dim)."""
 
     def bias(
-        self, attention: nn.Module, shared: Any, q: Tensor, k: Tensor, scale: float | None
+        self, attention: nn.Module, shared: Any, q: Tensor, k: Tensor
     ) -> ops.PositionBias | None:
         """What a layer adds to the scores of q [Q, heads, head_dim] and k [K, heads, head_dim]."""
 
@@ -56,7 +56,7 @@ class T5Distances:
     def scale(self, attention: nn.Module) -> None:
         return None
 
-    def bias(self, attention, shared, q, k, scale) -> ops.PositionBias:
+    def bias(self, attention, shared, q, k) -> ops.PositionBias:
         return shared
 
 
@@ -79,7 +79,7 @@ class DisentangledDistances:
         terms = sum(term in attention.pos_att_type for term in ("c2p", "p2c"))
         return 1 / math.sqrt(attention.attention_head_size * (1 + terms))
 
-    def bias(self, attention, shared, q, k, scale) -> ops.PositionBias | None:
+    def bias(self, attention, shared, q, k) -> ops.PositionBias | None:
         embeddings, buckets = shared
         embeddings = attention.pos_dropout(embeddings)
         own = "" if attention.share_att_key else "pos_"
@@ -88,7 +88,9 @@ class DisentangledDistances:
             for term, name in (("c2p", "key"), ("p2c", "query"))
             if term in attention.pos_att_type
         }
-        return disentangled_bias(buckets, q, k, projected, scale) if projected else None
+        if not projected:
+            return None
+        return disentangled_bias(buckets, q, k, projected, self.scale(attention))
 
 
 def _buckets(make: Callable, first: int, second: int, device: torch.device) -> Tensor:

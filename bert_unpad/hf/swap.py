@@ -161,9 +161,9 @@ def unpad(
     for module, family in chosen:
         module.__class__ = _packed_model(_stock(module), family)
         stack = unwrap(getattr(module, family.adapter.stack))
-        stack.__class__ = _packed_stack(_stock(stack), family)
+        stack.__class__ = _packed_part(_stock(stack), family, "stack")
         for layer in map(unwrap, stack.layer):
-            layer.__class__ = _packed_layer(_stock(layer), family)
+            layer.__class__ = _packed_part(_stock(layer), family, "layer")
     stock = [found for found in _stock_models(model) if found[0] in support.accelerated]
     # All first: a configuration may be that of several models.
     own = {name: module.config._attn_implementation for name, module, _ in stock}
@@ -332,22 +332,13 @@ def _packed_call(stock: type, family: StockFamily) -> type:
 
 
 @functools.cache
-def _packed_layer(stock: type, family: Family) -> type:
+def _packed_part(stock: type, family: Family, role: str) -> type:
+    """The class of a "layer", or of the "stack" of layers."""
     return _subclass(
-        PackedLayer,
+        {"layer": PackedLayer, "stack": PackedStack}[role],
         stock,
         _bert_unpad_layer=family.layer,
-        _bert_unpad_rebuild=("layer", family.package),
-    )
-
-
-@functools.cache
-def _packed_stack(stock: type, family: Family) -> type:
-    return _subclass(
-        PackedStack,
-        stock,
-        _bert_unpad_layer=family.layer,
-        _bert_unpad_rebuild=("stack", family.package),
+        _bert_unpad_rebuild=(role, family.package),
     )
 
 
@@ -385,9 +376,6 @@ def _packed_first(stock: type, base: str, classifier: str | None) -> type:
     )
 
 
-_OF_FAMILY = {"model": _packed_model, "layer": _packed_layer, "stack": _packed_stack}
-
-
 def _reduce(self, protocol: int):
     """Pickles and copies through the stock class, because a subclass cannot be found by name."""
     kind = next(k for k in type(self).__mro__ if "_bert_unpad_stock" in vars(k))
@@ -395,11 +383,16 @@ def _reduce(self, protocol: int):
     return _rebuild, (kind._bert_unpad_stock, *kind._bert_unpad_rebuild), state
 
 
+def _family(package: str) -> Family:
+    return next(family for family in FAMILIES if family.package == package)
+
+
 def _rebuild(stock: type, role: str, *given: Any) -> nn.Module:
     """Makes a module of the packed class of `stock`, without state, which pickle sets later."""
-    if role in _OF_FAMILY:
-        family = next(f for f in FAMILIES if f.package == given[0])
-        kind = _OF_FAMILY[role](stock, family)
+    if role == "model":
+        kind = _packed_model(stock, _family(given[0]))
+    elif role in ("layer", "stack"):
+        kind = _packed_part(stock, _family(given[0]), role)
     elif role == "call":
         family = next(f for f in STOCK_FAMILIES if f.package == given[0])
         kind = _packed_call(stock, family)

@@ -81,9 +81,9 @@ def verify_once(model: nn.Module, call: Mapping[str, Any]) -> None:
         VerificationError: they differ by more than rounding. The model has its stock modules then.
         RuntimeError: FSDP has sharded the model, which then cannot be copied.
     """
-    from bert_unpad.hf.swap import repad
-
     if "_bert_unpad_verify" in vars(model) and _has_padding(model, call):
+        from bert_unpad.hf.swap import repad
+
         _compare_call(model, call, repad)
         del model._bert_unpad_verify
 

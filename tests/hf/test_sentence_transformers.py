@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,34 @@ def three(kind: type[nn.Module], path: str, **more: object) -> dict[str, nn.Modu
     return found | {"unpad": hf.unpad(copy.deepcopy(found["stock"]))}
 
 
+def assert_same_training(
+    found: dict[str, nn.Module],
+    kind: str,
+    rows: dict[str, list],
+    loss: Callable[[nn.Module], nn.Module],
+    path: Path,
+) -> None:
+    """Three updates of each model, by the trainer and arguments whose names begin with `kind`, have
+    the losses of the stock one."""
+    losses = {}
+    for name, model in found.items():
+        trainer = getattr(sentence_transformers, f"{kind}er")(
+            model=model,
+            args=getattr(sentence_transformers, f"{kind}ingArguments")(
+                output_dir=str(path / name), per_device_train_batch_size=5, max_steps=3,
+                learning_rate=1e-3, report_to=[], disable_tqdm=True, use_cpu=True,
+                logging_steps=1, save_strategy="no",
+            ),
+            train_dataset=datasets.Dataset.from_dict(rows),
+            loss=loss(model),
+        )  # fmt: skip
+        trainer.train()
+        losses[name] = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert len(losses["stock"]) == 3
+    for name in found:
+        assert losses[name] == pytest.approx(losses["stock"], rel=1e-2)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_encode_and_train(tmp_path: Path, family: str) -> None:
     path = folder(tmp_path / family, family, "Model")
@@ -86,28 +115,17 @@ def test_encode_and_train(tmp_path: Path, family: str) -> None:
     encoded = {name: m.encode(TEXTS, convert_to_tensor=True) for name, m in found.items()}
     for name in found:
         torch.testing.assert_close(encoded[name], encoded["stock"], rtol=1e-4, atol=1e-5)
-    losses = {}
-    pairs = datasets.Dataset.from_dict({"anchor": TEXTS, "positive": TEXTS[::-1]})
     from sentence_transformers.sentence_transformer.losses import (
         CachedMultipleNegativesRankingLoss,
     )
 
-    for name, model in found.items():
-        trainer = sentence_transformers.SentenceTransformerTrainer(
-            model=model,
-            args=sentence_transformers.SentenceTransformerTrainingArguments(
-                output_dir=str(tmp_path / name), per_device_train_batch_size=5, max_steps=3,
-                learning_rate=1e-3, report_to=[], disable_tqdm=True, use_cpu=True,
-                logging_steps=1, save_strategy="no",
-            ),
-            train_dataset=pairs,
-            loss=CachedMultipleNegativesRankingLoss(model, mini_batch_size=2),
-        )  # fmt: skip
-        trainer.train()
-        losses[name] = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    assert len(losses["stock"]) == 3
-    for name in found:
-        assert losses[name] == pytest.approx(losses["stock"], rel=1e-2)
+    assert_same_training(
+        found,
+        "SentenceTransformerTrain",
+        {"anchor": TEXTS, "positive": TEXTS[::-1]},
+        lambda model: CachedMultipleNegativesRankingLoss(model, mini_batch_size=2),
+        tmp_path,
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -140,19 +158,6 @@ def test_a_vector_for_each_token(tmp_path: Path, family: str) -> None:
 def test_rerankers_train(tmp_path: Path) -> None:
     path = folder(tmp_path / "DebertaV2", "DebertaV2", "ForSequenceClassification")
     rows = {"query": TEXTS, "text": TEXTS[::-1], "label": [0.0, 1.0, 0.0, 1.0, 0.0]}
-    losses = {}
-    for name, model in three(sentence_transformers.CrossEncoder, path).items():
-        trainer = sentence_transformers.CrossEncoderTrainer(
-            model=model,
-            args=sentence_transformers.CrossEncoderTrainingArguments(
-                output_dir=str(tmp_path / name), per_device_train_batch_size=5, max_steps=3,
-                learning_rate=1e-3, report_to=[], disable_tqdm=True, use_cpu=True,
-                logging_steps=1, save_strategy="no",
-            ),
-            train_dataset=datasets.Dataset.from_dict(rows),
-            loss=sentence_transformers.cross_encoder.losses.BinaryCrossEntropyLoss(model),
-        )  # fmt: skip
-        trainer.train()
-        losses[name] = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    assert len(losses["stock"]) == 3
-    assert losses["unpad"] == pytest.approx(losses["stock"], rel=1e-2)
+    loss = sentence_transformers.cross_encoder.losses.BinaryCrossEntropyLoss
+    found = three(sentence_transformers.CrossEncoder, path)
+    assert_same_training(found, "CrossEncoderTrain", rows, loss, tmp_path)
