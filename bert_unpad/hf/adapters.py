@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from transformers import modeling_outputs as outputs
 
-from bert_unpad.hf import heads, layers
+from bert_unpad.hf import heads, layer_parts
 from bert_unpad.hf.heads import HeadAdapter
 from bert_unpad.hf.models import ModelAdapter
 
@@ -25,7 +25,7 @@ class Family:
     prefix: str
     stack_class: str
     layer_class: str
-    layer: layers.LayerAdapter
+    layer: layer_parts.LayerAdapter
     adapter: ModelAdapter
     mlm: dict[str, HeadAdapter]
     first_readers: tuple[str, ...]
@@ -53,7 +53,7 @@ def _roberta_like(package: str, prefix: str) -> Family:
         prefix,
         f"{prefix}Encoder",
         f"{prefix}Layer",
-        layers.BERT,
+        layer_parts.BERT,
         ModelAdapter("encoder", _POOLED, positions="ids"),
         {"ForMaskedLM": HeadAdapter("roberta", heads.roberta_logits)},
         ("ForSequenceClassification",),
@@ -71,7 +71,7 @@ FAMILIES = (
         "Bert",
         "BertEncoder",
         "BertLayer",
-        layers.BERT,
+        layer_parts.BERT,
         ModelAdapter("encoder", _POOLED),
         {
             "ForMaskedLM": HeadAdapter("bert", heads.bert_logits),
@@ -92,7 +92,7 @@ FAMILIES = (
         "Electra",
         "ElectraEncoder",
         "ElectraLayer",
-        layers.BERT,
+        layer_parts.BERT,
         ModelAdapter("encoder", outputs.BaseModelOutputWithPastAndCrossAttentions),
         {"ForMaskedLM": HeadAdapter("electra", heads.electra_logits)},
         ("ForSequenceClassification", "ForMultipleChoice"),
@@ -104,7 +104,7 @@ FAMILIES = (
         "DebertaV2",
         "DebertaV2Encoder",
         "DebertaV2Layer",
-        layers.DEBERTA,
+        layer_parts.DEBERTA,
         ModelAdapter("encoder", outputs.BaseModelOutput),
         {"ForMaskedLM": HeadAdapter("deberta", heads.deberta_logits)},
         ("ForSequenceClassification", "ForMultipleChoice"),
@@ -117,7 +117,7 @@ FAMILIES = (
         "MPNet",
         "MPNetEncoder",
         "MPNetLayer",
-        layers.MPNET,
+        layer_parts.MPNET,
         ModelAdapter(
             "encoder", outputs.BaseModelOutputWithPooling, positions="ids", token_types=False
         ),
@@ -131,7 +131,7 @@ FAMILIES = (
         "DistilBert",
         "Transformer",
         "TransformerBlock",
-        layers.DISTILBERT,
+        layer_parts.DISTILBERT,
         ModelAdapter("transformer", outputs.BaseModelOutput, token_types=False),
         {"ForMaskedLM": HeadAdapter("distilbert", heads.distilbert_logits)},
         ("ForSequenceClassification", "ForMultipleChoice"),

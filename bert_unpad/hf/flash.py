@@ -29,8 +29,6 @@ from bert_unpad import flash
 
 NAME = "bert_unpad_flash"
 _OLD_NAME = "bert_unpad"
-# What says that sequences do not see one another outside of attention, in calls from `unpad`.
-APART = "bert_unpad_apart"
 # Attention that has these is refused: transformers would leave them out without a word.
 _NOT_COMPUTED = ("s_aux", "softcap", "position_bias", "block_table")
 # What masks may be made of, by the names of transformers' functions: what attention gets as
@@ -157,7 +155,7 @@ def attention(
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     _refuse(module, attention_mask, **kwargs)
-    kwargs.pop(APART, None)
+    kwargs.pop("packing", None)
     if kwargs.get("sliding_window") and not causal and query.shape[2] != key.shape[2]:
         raise ValueError(
             f"{type(module).__name__}: sliding_window: expected None where queries are not the "
@@ -201,7 +199,8 @@ def _refuse(module: nn.Module, attention_mask: Tensor | None, **kwargs) -> None:
             f"{name}: is_causal: expected True of a decoder, got False, as its mask makes it "
             f"causal, which {NAME!r} does not take; {_ADVICE}"
         )
-    packed = kwargs.get("cu_seq_lens_q") is not None and not kwargs.get(APART)
+    # A call of `unpad` sees to it that sequences do not see one another outside of attention.
+    packed = kwargs.get("cu_seq_lens_q") is not None and "packing" not in kwargs
     # ESM-2 scales a row by how many of its tokens are masked.
     scaled = name.startswith("Esm") and getattr(config, "token_dropout", False)
     if packed and (scaled or name.startswith(_ROWS)):

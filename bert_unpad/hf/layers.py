@@ -11,143 +11,91 @@ layer computes follows from its arguments, so layers may be wrapped, compiled, o
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from bert_unpad import ops
 from bert_unpad.batch.rows import gather_rows
 from bert_unpad.hf import plain_modules
+from bert_unpad.hf.layer_parts import LayerAdapter, LayerParts
 from bert_unpad.hf.packing import Packing
-from bert_unpad.hf.relative import DisentangledDistances, Distances, T5Distances
 
 
-class LayerParts(NamedTuple):
-    """The modules of a post-LayerNorm layer, with the same names for all families."""
+def compute(
+    layer: nn.Module, adapter: LayerAdapter, x: Tensor, packing: Packing, shared: Any = None
+) -> Tensor:
+    """Computes a layer of packed tokens x [1, T, hidden], or of the rows of `packing.last`.
 
-    attention: nn.Module
-    """The module whose dropout and training flag apply to attention weights."""
-    query: nn.Module
-    key: nn.Module
-    value: nn.Module
-    heads: int
-    attention_out: nn.Module
-    attention_dropout: nn.Module | None
-    attention_norm: nn.Module
-    ffn_in: nn.Module
-    ffn_activation: nn.Module
-    ffn_out: nn.Module
-    ffn_dropout: nn.Module
-    ffn_norm: nn.Module
-
-
-# Paths of LayerParts within a layer of BERT and similar models; others' where they differ.
-_BERT = {
-    "attention": "attention.self",
-    "query": "attention.self.query",
-    "key": "attention.self.key",
-    "value": "attention.self.value",
-    "heads": "attention.self.num_attention_heads",
-    "attention_out": "attention.output.dense",
-    "attention_dropout": "attention.output.dropout",
-    "attention_norm": "attention.output.LayerNorm",
-    "ffn_in": "intermediate.dense",
-    "ffn_activation": "intermediate.intermediate_act_fn",
-    "ffn_out": "output.dense",
-    "ffn_dropout": "output.dropout",
-    "ffn_norm": "output.LayerNorm",
-}
-_DEBERTA = {
-    "query": "attention.self.query_proj",
-    "key": "attention.self.key_proj",
-    "value": "attention.self.value_proj",
-}
-_MPNET = {
-    "attention": "attention.attn",
-    "query": "attention.attn.q",
-    "key": "attention.attn.k",
-    "value": "attention.attn.v",
-    "heads": "attention.attn.num_attention_heads",
-    "attention_out": "attention.attn.o",
-    "attention_dropout": "attention.dropout",
-    "attention_norm": "attention.LayerNorm",
-}
-_DISTILBERT = {
-    "attention": "attention",
-    "query": "attention.q_lin",
-    "key": "attention.k_lin",
-    "value": "attention.v_lin",
-    "heads": "attention.n_heads",
-    "attention_out": "attention.out_lin",
-    "attention_dropout": None,
-    "attention_norm": "sa_layer_norm",
-    "ffn_in": "ffn.lin1",
-    "ffn_activation": "ffn.activation",
-    "ffn_out": "ffn.lin2",
-    "ffn_dropout": "ffn.dropout",
-    "ffn_norm": "output_layer_norm",
-}
+    Under autocast what the halves add has its dtype; so has their sum, unless norms come before the
+    halves, where the sum keeps that of x. `shared` is what `Distances.shared` gives.
+    """
+    parts, device = adapter.parts(layer), x.device.type
+    narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if parts.first_norm is None:
+        y = x = x.to(narrow)
+    else:
+        y = plain_modules.normalise(parts.first_norm, x).to(narrow)
+    rows = None
+    if packing.last is not None:
+        rows = gather_rows(y[0], packing.last.positions)
+        x = rows[None] if y is x else gather_rows(x[0], packing.last.positions)[None]
+    attended = _attend(layer, adapter, parts, y[0], rows, packing, shared)
+    y, bias = plain_modules.project(parts.attention_out, attended.flatten(1)[None])
+    closing = parts.attention_norm, parts.attention_dropout
+    if parts.first_norm is None:
+        y = x = plain_modules.close_block(y, bias, x, *closing)
+    else:
+        y, x = plain_modules.add_and_normalise(y, bias, x, *closing)
+    y = plain_modules.activated((parts.ffn_in, parts.ffn_gate), parts.ffn_activation, y)
+    if parts.ffn_inner_dropout is not None:
+        y = parts.ffn_inner_dropout(y)
+    y, bias = plain_modules.project(parts.ffn_out, y)
+    if parts.ffn_norm is None:
+        return plain_modules.add(y, bias, x, parts.ffn_dropout)
+    return plain_modules.close_block(y, bias, x, parts.ffn_norm, parts.ffn_dropout)
 
 
-class LayerAdapter:
-    """Finds the modules within the layers of a family."""
+def _attend(
+    layer: nn.Module,
+    adapter: LayerAdapter,
+    parts: LayerParts,
+    x: Tensor,
+    rows: Tensor | None,
+    packing: Packing,
+    shared: Any,
+) -> Tensor:
+    """Attention of all tokens x [T, hidden], or of `rows` [Q, hidden] over them: its heads."""
+    attention, width = parts.attention, adapter.head_dim(layer)
+    rate = parts.rate.p if isinstance(parts.rate, nn.Module) else parts.rate
+    p = rate if attention.training else 0.0
+    distances = adapter.distances
+    scale = None if distances is None else distances.scale(attention)
 
-    def __init__(
-        self,
-        paths: dict[str, str | None],
-        containers: tuple[str, ...],
-        distances: Distances | None = None,
-    ) -> None:
-        paths = _BERT | paths
-        self._parts = [_split(paths[name]) for name in LayerParts._fields]
-        self._head_dim = _split(f"{paths['attention']}.attention_head_size")
-        self._containers = [_split(path) for path in containers]
-        self.distances = distances
+    def bias(q: Tensor, k: Tensor) -> ops.PositionBias | None:
+        return None if shared is None else distances.bias(attention, shared, q, k)
 
-    def parts(self, layer: nn.Module) -> LayerParts:
-        """Returns the modules that `PackedLayer` computes with."""
-        return LayerParts(*[None if path is None else _get(layer, path) for path in self._parts])
-
-    def head_dim(self, layer: nn.Module) -> int:
-        """Returns the width of an attention head."""
-        return _get(layer, self._head_dim)
-
-    def containers(self, layer: nn.Module) -> list[nn.Module]:
-        """Returns the modules that `PackedLayer` does not call, so that their hooks do not run."""
-        return [_get(layer, path) for path in self._containers]
-
-
-def _split(path: str | None) -> tuple[str, ...] | None:
-    return None if path is None else tuple(path.split("."))
-
-
-def _get(layer: nn.Module, path: tuple[str, ...]) -> Any:
-    found: Any = layer
-    for name in path:  # five times faster than nn.Module's own attribute lookup
-        inner = found._modules.get(name)
-        found = getattr(found, name) if inner is None else inner
-    return found
-
-
-_CONTAINERS = (
-    "attention",
-    "attention.self",
-    "attention.self.dropout",
-    "attention.output",
-    "intermediate",
-    "output",
-)
-BERT = LayerAdapter({}, _CONTAINERS)
-"""Layers of BERT, RoBERTa, XLM-RoBERTa, CamemBERT and ELECTRA."""
-DEBERTA = LayerAdapter(_DEBERTA, _CONTAINERS, DisentangledDistances())
-"""Layers of DeBERTa-v2 and v3."""
-MPNET = LayerAdapter(
-    _MPNET,
-    ("attention", "attention.attn", "attention.attn.dropout", "intermediate", "output"),
-    T5Distances(),
-)
-DISTILBERT = LayerAdapter(_DISTILBERT, ("attention", "attention.dropout", "ffn"))
+    if rows is not None:
+        q = plain_modules.dense(parts.query, rows).unflatten(1, (-1, width))
+        kv = plain_modules.project_side_by_side((parts.key, parts.value), x)
+        kv = kv.unflatten(1, (2, -1, width))
+        return packing.attend_last(q, kv, p, scale, bias(q, kv[:, 0]))
+    qkv = plain_modules.project_side_by_side((parts.query, parts.key, parts.value), x)
+    qkv = qkv.unflatten(1, (-1, width))
+    groups = getattr(attention, "num_key_value_groups", 1)
+    heads = qkv.shape[1] * groups // (groups + 2)
+    rotated = heads + heads // groups
+    if adapter.rotary is not None and (turn := adapter.rotary(layer)) is not None:
+        qkv = ops.rotary_(
+            *(qkv, packing.positions),
+            heads=rotated,
+            theta=turn.theta,
+            position_scale=turn.scale,
+        )
+    added = bias(qkv[:, :heads], qkv[:, heads:rotated])
+    return packing.attend(qkv, heads, p, scale, added, adapter.window(attention))
 
 
 class PackedLayer:
@@ -166,37 +114,7 @@ class PackedLayer:
         """The stock forward; or with `packing`, and what `Distances.shared` gives, ours."""
         if not isinstance(packing, Packing):
             return super().forward(hidden_states, *args, **kwargs)
-        parts = self._bert_unpad_layer.parts(self)
-        x = hidden_states
-        p = parts.attention.dropout.p if parts.attention.training else 0.0
-        heads = (parts.heads, self._bert_unpad_layer.head_dim(self))
-        distances, last = self._bert_unpad_layer.distances, packing.last
-        scale = None if distances is None else distances.scale(parts.attention)
-        if last is None:
-            qkv = plain_modules.project_side_by_side((parts.query, parts.key, parts.value), x[0])
-            qkv = qkv.unflatten(2, heads)
-            added = self._bert_unpad_bias(parts.attention, shared, qkv[:, 0], qkv[:, 1])
-            out = packing.attend(qkv, p, scale, added)
-        else:
-            kv = plain_modules.project_side_by_side((parts.key, parts.value), x[0])
-            x = gather_rows(x[0], last.positions)[None]
-            q = plain_modules.dense(parts.query, x[0]).unflatten(1, heads)
-            kv = kv.unflatten(2, heads)
-            added = self._bert_unpad_bias(parts.attention, shared, q, kv[:, 0])
-            out = packing.attend_last(q, kv, p, scale, added)
-        out, bias = plain_modules.project(parts.attention_out, out.flatten(1)[None])
-        x = plain_modules.close_block(out, bias, x, parts.attention_norm, parts.attention_dropout)
-        out, bias = plain_modules.project(parts.ffn_in, x)
-        out = plain_modules.activation(parts.ffn_activation, out, bias)
-        out, bias = plain_modules.project(parts.ffn_out, out)
-        return plain_modules.close_block(out, bias, x, parts.ffn_norm, parts.ffn_dropout)
-
-    def _bert_unpad_bias(
-        self, attention: nn.Module, shared: Any, q: Tensor, k: Tensor
-    ) -> ops.PositionBias | None:
-        if shared is None:
-            return None
-        return self._bert_unpad_layer.distances.bias(attention, shared, q, k)
+        return compute(self, self._bert_unpad_layer, hidden_states, packing, shared)
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), "bert_unpad")))

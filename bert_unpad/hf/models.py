@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from bert_unpad import ops as _registers_operators  # noqa: F401
 from bert_unpad.batch.rows import gather_rows
 from bert_unpad.hf.fallback import recording_reason, stock_is_asked, warn_stock
-from bert_unpad.hf.layers import LayerAdapter, PackedLayer, PackedStack, unwrap
+from bert_unpad.hf.layer_parts import LayerAdapter
+from bert_unpad.hf.layers import PackedLayer, PackedStack, unwrap
 from bert_unpad.hf.packing import Packing, refuse_restarts
-from bert_unpad.hf.plain_modules import unchanged
 from bert_unpad.hf.verify import verify_once
 from bert_unpad.ops.attention import HEAD_DIMS
 
@@ -154,7 +154,7 @@ def static_reason(
     for layer in map(unwrap, stack.layer):
         if reason := width_reason(layers.head_dim(layer), device):
             return reason
-        if not all(unchanged(module) for module in layers.containers(layer)):
+        if not layers.untouched(layer):
             return "a module inside its layers has a hook, or was replaced"
     return None
 

@@ -57,6 +57,8 @@ class Packing:
     """Why only the stock modules compute what they do with this mask."""
     last: LastRows | None = None
     """The rows that the last layer computes; None for all rows."""
+    positions: Tensor | None = None
+    """int64 [T]: the position of each token, where operators may rotate by it."""
 
     @classmethod
     def dense(cls, batch_size: int, seqlen: int, device: torch.device) -> Packing:
@@ -171,15 +173,19 @@ class Packing:
     def attend(
         self,
         qkv: Tensor,
+        num_heads: int,
         dropout_p: float,
         scale: float | None = None,
         position_bias: ops.PositionBias | None = None,
+        window: tuple[int, int] = (-1, -1),
     ) -> Tensor:
-        """Computes `varlen_attention` of qkv [T, 3, heads, head_dim]."""
+        """Computes `varlen_attention` of qkv [T, num_heads + 2 * kv_heads, head_dim]."""
         return ops.varlen_attention(
             qkv,
             self.batch,
             self.max_seqlen,
+            num_heads=num_heads,
+            window=window,
             position_bias=position_bias,
             dropout_p=dropout_p,
             scale=scale,

@@ -7,7 +7,9 @@ fusion with its neighbours is lost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,9 @@ _GELU = {
     "GELUTanh": "tanh",
     "PytorchGELUTanh": "tanh",
 }
+# The `kind` of `ops.glu` for them, and for other activations of gates.
+_GLU = {name: {"none": "gelu", "tanh": "gelu_tanh"}[kind] for name, kind in _GELU.items()}
+_GLU |= {"SiLU": "silu", "SiLUActivation": "silu", "ReLU": "relu"}
 
 
 def untouched(module: nn.Module) -> bool:
@@ -89,34 +94,35 @@ def project(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def project_side_by_side(modules: tuple[nn.Module, ...], x: Tensor) -> Tensor:
-    """Computes n linear layers of equal width of x [T, hidden] into one [T, n, features] buffer.
+    """Computes n linear layers of x [T, hidden], their features side by side: [T, n * features].
 
-    In fp32 the n products write into one buffer.
+    One module in all places computes all of them. In fp32 n products of equal width write into one
+    buffer.
     One product with concatenated weights would have to concatenate them in every call. For queries,
     keys and values of width 768 and 1 thread: 1.8 instead of 6.6 ms forward with 16 tokens; 292
     instead of 384 ms forward and backward with 2,089.
     With fp32 weights and bf16 products on a CPU it is one product: the weights are rounded in every
     call, and rounding them into one matrix costs no more.
     """
+    if all(module is modules[0] for module in modules):
+        return dense(modules[0], x)
     found = [_linear_parameters(module, x) for module in modules]
-    if all(pair is not None and pair[1] is not None for pair in found):
-        weights, biases = zip(*found, strict=True)
-        if not torch.compiler.is_compiling():
-            dtype = product_dtype(x)
-            parameters = (*weights, *biases)
-            rounded = x.is_cpu and dtype == torch.bfloat16
-            rounded = rounded and all(weight.dtype == torch.float32 for weight in weights)
-            # Partly frozen layers need the gradients of some weights only.
-            if rounded and len({parameter.requires_grad for parameter in parameters}) == 1:
-                return _Concatenated.apply(x, *parameters)
-            if not torch.is_grad_enabled():
-                return _side_by_side(
-                    x, [t.to(dtype) for t in weights], [t.to(dtype) for t in biases]
-                )
-            return _SideBySide.apply(x, dtype, *parameters)
-        out = ops.linear(x, torch.cat(weights), torch.cat(biases))
-        return out.unflatten(1, (len(modules), weights[0].shape[0]))
-    return torch.stack([dense(module, x) for module in modules], 1)
+    if None in found or len({(pair[0].shape, pair[1] is None) for pair in found}) > 1:
+        return torch.cat([dense(module, x) for module in modules], 1)
+    weights, biases = zip(*found, strict=True)
+    biases = () if biases[0] is None else biases
+    parameters = (*weights, *biases)
+    if torch.compiler.is_compiling():
+        return ops.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+    dtype = product_dtype(x)
+    rounded = x.is_cpu and dtype == torch.bfloat16
+    rounded = rounded and all(weight.dtype == torch.float32 for weight in weights)
+    # Partly frozen layers need the gradients of some weights only.
+    if rounded and len({parameter.requires_grad for parameter in parameters}) == 1:
+        return _Concatenated.apply(x, len(weights), *parameters)
+    if not torch.is_grad_enabled():
+        return _side_by_side(x, [t.to(dtype) for t in weights], [t.to(dtype) for t in biases])
+    return _SideBySide.apply(x, dtype, len(weights), *parameters)
 
 
 def _concatenate(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -132,42 +138,45 @@ class _Concatenated(torch.autograd.Function):
     """x W_i^T + b_i for all i as one product, in x's dtype."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, *parameters: Tensor) -> Tensor:
-        count = len(parameters) // 2
-        weight = _concatenate(parameters[:count], x.dtype)
-        bias = _concatenate(parameters[count:], x.dtype)
-        ctx.save_for_backward(x, weight, *parameters[:count])
+    def forward(ctx, x: Tensor, count: int, *parameters: Tensor) -> Tensor:
+        weights, biases = parameters[:count], parameters[count:]
+        weight = _concatenate(weights, x.dtype)
+        bias = _concatenate(biases, x.dtype) if biases else None
+        ctx.save_for_backward(x, weight, *weights)
         ctx.dtypes = [parameter.dtype for parameter in parameters]
         with no_autocast(x.device.type):
-            out = matmul.forward(x, weight, bias)
-        return out.unflatten(1, (count, parameters[0].shape[0]))
+            return matmul.forward(x, weight, bias)
 
     @staticmethod
     @first_order("project_side_by_side")
     def backward(ctx, saved, dy: Tensor):
         x, weight, *weights = saved
-        count = len(weights)
-        dy = dy.flatten(1)
-        dx, gradients = None, [None] * (2 * count)
+        count, biases = len(weights), len(ctx.dtypes) > len(weights)
+        dx, gradients = None, [None] * len(ctx.dtypes)
         # A backward pass within autocast would otherwise compute products in another dtype.
         with no_autocast(dy.device.type):
             if ctx.needs_input_grad[0]:
                 dx = matmul.dgrad(dy, weight)
-            if any(ctx.needs_input_grad[1:]):  # then all of them
-                dweight, dbias = matmul.cpu_wgrad(dy, x, True, torch.float32)
-                gradients = [*dweight.chunk(count), *dbias.chunk(count)]
-        return dx, *(
-            None if gradient is None else gradient.to(dtype)
-            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+            if any(ctx.needs_input_grad[2:]):  # then all of them
+                dweight, dbias = matmul.cpu_wgrad(dy, x, biases, torch.float32)
+                gradients = [*dweight.chunk(count), *(dbias.chunk(count) if biases else ())]
+        return (
+            dx,
+            None,
+            *(
+                None if gradient is None else gradient.to(dtype)
+                for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+            ),
         )
 
 
 def _side_by_side(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     """The products in the weights' dtype, into one buffer of it, in x's dtype; no derivative."""
     input = x.to(weights[0].dtype)
-    out = input.new_empty((x.shape[0], len(weights), weights[0].shape[0]))
-    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        matmul.product_into(out[:, i], input, weight, bias)
+    out = input.new_empty((x.shape[0], len(weights) * weights[0].shape[0]))
+    parts = out.chunk(len(weights), 1)
+    for part, weight, bias in zip_longest(parts, weights, biases):
+        matmul.product_into(part, input, weight, bias)
     return out.to(x.dtype)
 
 
@@ -175,12 +184,11 @@ class _SideBySide(torch.autograd.Function):
     """x W_i^T + b_i for all i, computed in `dtype` into one buffer."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, dtype: torch.dtype, count: int, *parameters: Tensor) -> Tensor:
         ctx.dtypes = dtype, [parameter.dtype for parameter in parameters]
         wide = [parameter.to(dtype) for parameter in parameters]
-        weights, biases = wide[: len(wide) // 2], wide[len(wide) // 2 :]
-        ctx.save_for_backward(x, *weights, *parameters[: len(weights)])
-        return _side_by_side(x, weights, biases)
+        ctx.save_for_backward(x, *wide[:count], *parameters[:count])
+        return _side_by_side(x, wide[:count], wide[count:])
 
     @staticmethod
     @first_order("project_side_by_side")
@@ -192,27 +200,27 @@ class _SideBySide(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx, saved, dy: Tensor):
         dtype, parameter_dtypes = ctx.dtypes
-        count = len(parameter_dtypes) // 2
+        count = len(saved) // 2
         x, weights = saved[0], saved[1 : 1 + count]
         dy = dy.to(dtype)
+        parts = dy.chunk(count, 1)
         dx = None
         if ctx.needs_input_grad[0]:
-            for part, weight in zip(dy.unbind(1), weights, strict=True):
+            for part, weight in zip(parts, weights, strict=True):
                 dx = matmul.product(part, weight.t(), None, dx)
             dx = dx.to(x.dtype)
-        needs = ctx.needs_input_grad[2:]
+        needs = ctx.needs_input_grad[3:]
         wide = x.to(dtype)
         gradients = [
-            matmul.cpu_wgrad(dy[:, i], wide, False, dtype)[0] if needs[i] else None
-            for i in range(count)
+            matmul.cpu_wgrad(part, wide, False, dtype)[0] if needed else None
+            for part, needed in zip(parts, needs, strict=False)
         ]
-        if any(needs[count:]):
-            sums = dy.sum(0, dtype=torch.float32)
-            gradients += [sums[i] if needs[count + i] else None for i in range(count)]
-        else:
-            gradients += [None] * count
+        biases = needs[count:]
+        sums = dy.sum(0, dtype=torch.float32).chunk(count) if any(biases) else [None] * count
+        gradients += [x if needed else None for x, needed in zip(sums, biases, strict=False)]
         return (
             dx,
+            None,
             None,
             *(
                 gradient if gradient is None else gradient.to(kind)
@@ -221,35 +229,119 @@ class _SideBySide(torch.autograd.Function):
         )
 
 
-def gelu_kind(module: nn.Module) -> str | None:
-    """Returns the `approximate` of a GELU module of transformers; None for other activations."""
-    return _GELU.get(type(module).__name__) if untouched(module) else None
+def activated(
+    linears: tuple[nn.Module, nn.Module | None], activation: nn.Module | None, x: Tensor
+) -> Tensor:
+    """Computes the activation of a linear layer of x [1, T, hidden], times a gate if there is one.
 
-
-def activation(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Computes module(x + bias)."""
-    kind = gelu_kind(module) if isinstance(module, nn.Module) else None
+    Args:
+        linears: the layer, and the one that the gate is of; one for both if it computes both.
+        activation: None: GELU.
+        x: the input.
+    """
+    first, gate = linears
+    if gate is None:
+        y, bias = project(first, x)
+        kind = "none" if activation is None else _kind(activation, _GELU)
+        if kind is not None:
+            return ops.bias_gelu(y, bias, approximate=kind)
+        return activation(y if bias is None else y + bias).to(y.dtype)
+    if gate is first:
+        y, bias = project(first, x)
+    else:
+        y, bias = project_side_by_side((first, gate), x[0])[None], None
+    kind = _kind(activation, _GLU)
     if kind is not None:
-        return ops.bias_gelu(x, bias, approximate=kind)
-    return module(x if bias is None else x + bias).to(x.dtype)
+        return ops.glu(y, kind, bias)
+    a, b = (y if bias is None else y + bias).chunk(2, -1)
+    return (activation(a) * b).to(y.dtype)
+
+
+def _kind(module: nn.Module, kinds: Mapping[str, str]) -> str | None:
+    fits = isinstance(module, nn.Module) and untouched(module)
+    return kinds.get(type(module).__name__) if fits else None
+
+
+def _rate(dropout: nn.Module | None) -> float | None:
+    """The rate of dropout that an operator can do, now; None if its module has to be called."""
+    if dropout is None or (type(dropout) is nn.Identity and untouched(dropout)):
+        return 0.0
+    if type(dropout) is not nn.Dropout or not untouched(dropout) or dropout.p >= 1:
+        return None
+    return dropout.p if dropout.training else 0.0
+
+
+class _Norm(NamedTuple):
+    """A norm that operators compute."""
+
+    rms: bool
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+def _norm(module: nn.Module, x: Tensor) -> _Norm | None:
+    """What an operator needs to normalise x by a plain LayerNorm or RMSNorm; None for others."""
+    rms = type(module).__name__ == "EuroBertRMSNorm"
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    plain = (rms or type(module) is nn.LayerNorm) and untouched(module)
+    if not plain or not _plain(weight) or weight.dim() != 1 or not (bias is None or _plain(bias)):
+        return None
+    eps = module.variance_epsilon if rms else module.eps
+    return _Norm(rms, _parameter(weight, x), _parameter(bias, x), eps)
+
+
+def normalise(module: nn.Module, x: Tensor) -> Tensor:
+    """Computes the norm of x, or what else the module does, in x's dtype."""
+    norm = _norm(module, x)
+    if norm is None:
+        return module(x).to(x.dtype)
+    if norm.rms:
+        return ops.rms_norm(x, norm.weight, norm.eps)
+    return ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
 
 
 def close_block(
     x: Tensor, x_bias: Tensor | None, residual: Tensor, norm: nn.Module, dropout: nn.Module | None
 ) -> Tensor:
     """Computes norm(residual + dropout(x + x_bias)); no dropout if `dropout` is None."""
-    p = 0.0
-    weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
-    fused = type(norm) is nn.LayerNorm and untouched(norm) and _plain(weight) and _plain(bias)
-    fused = fused and weight.dim() == 1
-    if dropout is not None:
-        fused = fused and type(dropout) is nn.Dropout and untouched(dropout) and dropout.p < 1
-        p = dropout.p if fused and dropout.training else 0.0
-    if fused:
-        weight, bias = _parameter(weight, x), _parameter(bias, x)
-        return ops.dropout_add_layer_norm(
-            x, residual, weight, bias, dropout_p=p, eps=norm.eps, x_bias=x_bias
-        )
+    return add_and_normalise(x, x_bias, residual, norm, dropout, False)[0]
+
+
+def add_and_normalise(
+    x: Tensor,
+    x_bias: Tensor | None,
+    residual: Tensor,
+    module: nn.Module,
+    dropout: nn.Module | None,
+    return_sum: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Computes the sum residual + dropout(x + x_bias), in residual's dtype, and its norm, in x's.
+
+    Args:
+        x, residual: of one shape.
+        x_bias: of x's last dimension, or None.
+        module: the norm.
+        dropout: None: no dropout.
+        return_sum: return the sum too, which is None otherwise.
+
+    Returns:
+        The norm, and the sum.
+    """
+    p, norm = _rate(dropout), _norm(module, x)
+    if p is None or norm is None or x.dtype != residual.dtype:
+        total = add(x, x_bias, residual, dropout)
+        return normalise(module, total).to(x.dtype), total
+    more = {"dropout_p": p, "eps": norm.eps, "x_bias": x_bias, "return_sum": return_sum}
+    if norm.rms:
+        found = ops.dropout_add_rms_norm(x, residual, norm.weight, **more)
+    else:
+        found = ops.dropout_add_layer_norm(x, residual, norm.weight, norm.bias, **more)
+    return found[::-1] if return_sum else (found, None)
+
+
+def add(x: Tensor, x_bias: Tensor | None, residual: Tensor, dropout: nn.Module | None) -> Tensor:
+    """Computes residual + dropout(x + x_bias), in residual's dtype; no dropout for None."""
     x = x if x_bias is None else x + x_bias
     x = x if dropout is None else dropout(x)
-    return norm(x + residual).to(residual.dtype)
+    return (x + residual).to(residual.dtype)

@@ -1,13 +1,15 @@
-"""Base models whose own modules run on packed tokens: what `unpad` does for most families.
+"""Base models whose own forward runs on packed tokens: what `unpad` does for most families.
 
 The class of a stock model is swapped for a subclass that inherits from `PackedCall` first. Its
-forward packs what a call has for each token, runs the stock forward on [1, T] with attention by
-`bert_unpad_flash`, and pads once at the end. Families whose layers are swapped as well, which gains
-more, are in `adapters.py`.
+forward packs what a call has for each token, runs the stock forward on [1, T], and pads once at the
+end. The layers, as `FusedLayer`s, compute with our operators; layers that these do not fit stay
+stock, with attention by `bert_unpad_flash`. Families whose stack of layers is swapped as well, and
+whose heads choose rows, are in `adapters.py`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from bert_unpad.batch.rows import gather_rows
-from bert_unpad.hf import flash
+from bert_unpad.hf import flash, layer_parts
 from bert_unpad.hf.fallback import warn_stock
+from bert_unpad.hf.layer_parts import LayerAdapter
+from bert_unpad.hf.layers import compute
 from bert_unpad.hf.models import (
     STOCK,
     bind,
@@ -39,6 +43,8 @@ class StockFamily:
 
     package: str
     prefix: str
+    layer_class: str
+    layer: LayerAdapter
     counts_ids: bool = False
     """Whether missing positions are counted from the ids that are not padding, as in RoBERTa."""
     embeds_rows: bool = False
@@ -49,18 +55,31 @@ class StockFamily:
 
 
 STOCK_FAMILIES = (
-    StockFamily("albert", "Albert"),
-    StockFamily("ernie", "Ernie"),
+    StockFamily("albert", "Albert", "AlbertLayer", layer_parts.ALBERT),
+    StockFamily("ernie", "Ernie", "ErnieLayer", layer_parts.BERT),
     # ESM-2 scales a sequence by how many of its tokens are masked.
-    StockFamily("esm", "Esm", embeds_rows=True),
-    StockFamily("eurobert", "EuroBert"),
-    StockFamily("jina_embeddings_v3", "JinaEmbeddingsV3"),
-    StockFamily("modernbert", "ModernBert"),
-    StockFamily("nomic_bert", "NomicBert"),
-    StockFamily("roberta_prelayernorm", "RobertaPreLayerNorm", counts_ids=True),
-    StockFamily("roc_bert", "RoCBert"),
-    StockFamily("xlm_roberta_xl", "XLMRobertaXL", counts_ids=True),
+    StockFamily("esm", "Esm", "EsmLayer", layer_parts.ESM, embeds_rows=True),
+    StockFamily("eurobert", "EuroBert", "EuroBertDecoderLayer", layer_parts.EUROBERT),
+    StockFamily(
+        "jina_embeddings_v3", "JinaEmbeddingsV3", "JinaEmbeddingsV3Layer", layer_parts.JINA
+    ),
+    StockFamily("modernbert", "ModernBert", "ModernBertEncoderLayer", layer_parts.MODERNBERT),
+    StockFamily("nomic_bert", "NomicBert", "NomicBertLayer", layer_parts.NOMIC),
+    StockFamily(
+        *("roberta_prelayernorm", "RobertaPreLayerNorm", "RobertaPreLayerNormLayer"),
+        layer_parts.PRE_LAYER_NORM,
+        counts_ids=True,
+    ),
+    StockFamily("roc_bert", "RoCBert", "RoCBertLayer", layer_parts.BERT),
+    StockFamily(
+        *("xlm_roberta_xl", "XLMRobertaXL", "XLMRobertaXLLayer"),
+        layer_parts.XLM_ROBERTA_XL,
+        counts_ids=True,
+    ),
 )
+
+
+_NARROW = (torch.bfloat16, torch.float16)
 
 
 def version_reason(model: nn.Module, family: StockFamily) -> str | None:
@@ -95,6 +114,8 @@ class PackedCall:
     _bert_unpad_arguments: tuple[str, ...]
     _bert_unpad_attention: str
     """The attention of calls that cannot be packed: the model's own."""
+    _bert_unpad_exact_angles: bool
+    """Whether operators may rotate instead of the stock layers; see `angles_are_exact`."""
     _bert_unpad_padded = ("output_attentions",)
 
     def forward(self, *args, packing: str | None = None, **kwargs):
@@ -114,10 +135,10 @@ class PackedCall:
         cu_seqlens, longest = packing.cu_seqlens, packing.max_seqlen
         lengths = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
         lengths |= {"max_length_q": longest, "max_length_k": longest}
-        if self._bert_unpad_family.embeds_rows:
-            lengths[flash.APART] = True
         call = self._bert_unpad_tokens(call, packing) | lengths
-        out = super().forward(**call, return_dict=True)
+        positions = call["position_ids"][0] if self._bert_unpad_exact_angles else None
+        inner = dataclasses.replace(packing, positions=positions)
+        out = super().forward(**call, packing=inner, return_dict=True)
         if getattr(self, "pooler", None) is not None:
             first = gather_rows(out.last_hidden_state[0], packing.first_rows())[:, None]
             if hasattr(self, "pooler_activation"):  # ALBERT's is two modules
@@ -163,6 +184,11 @@ class PackedCall:
             return "its embeddings need to know each sequence's tokens"
         return None
 
+    def _apply(self, *args, **kwargs):
+        super()._apply(*args, **kwargs)
+        self._bert_unpad_exact_angles = angles_are_exact(self)
+        return self
+
     def _bert_unpad_layout(self) -> tuple[bool, bool]:
         return True, _has_windows(self.config)  # heads may read the first column
 
@@ -189,13 +215,42 @@ class PackedCall:
         return rest | {"position_ids": positions}
 
 
+class FusedLayer:
+    """Mixin for the class of a stock layer of these families; it comes first in the bases."""
+
+    _bert_unpad_layer: LayerAdapter
+
+    def forward(self, hidden_states: Tensor, *args, packing: Packing | None = None, **kwargs):
+        """The stock forward; with a packing ours, if the layer has nothing that it would miss."""
+        if packing is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        if not self._bert_unpad_layer.fits(self, packing):
+            return super().forward(hidden_states, *args, packing=packing, **kwargs)
+        out = compute(self, self._bert_unpad_layer, hidden_states, packing)
+        return out.to(hidden_states.dtype)
+
+
+def angles_are_exact(model: nn.Module) -> bool:
+    """Whether a stock model rotates by angles that are not rounded: `model.bfloat16()` rounds them,
+    for good, and `from_pretrained(dtype=...)` does not."""
+    buffers = (buffer for child in model.children() for buffer in child._buffers.items())
+    angles = [x for name, x in buffers if name.endswith("inv_freq") and x is not None]
+    return all(
+        x.dtype == torch.float32
+        and (x.is_meta or not any(torch.equal(x, x.to(kind).float()) for kind in _NARROW))
+        for x in angles
+    )
+
+
 def choose_attention(model: nn.Module, own: str) -> None:
     """Lets a swapped model's packed calls compute attention by `bert_unpad_flash`; `own` is what
     its other calls keep."""
     vars(model).setdefault("_bert_unpad_attention", own)
+    model._bert_unpad_exact_angles = angles_are_exact(model)
     model.config._attn_implementation = flash.NAME
 
 
 def restore_attention(model: nn.Module) -> None:
     """Undoes `choose_attention`."""
     model.config._attn_implementation = model.__dict__.pop("_bert_unpad_attention")
+    del model._bert_unpad_exact_angles

@@ -1,6 +1,6 @@
 """`unpad`, `repad` and `supports`: swapping the classes of a model's modules in place.
 
-Only `module.__class__` changes, and in families whose own modules run packed which attention the
+Only `module.__class__` changes, and in families whose own forward runs packed which attention the
 configuration chooses. Modules, parameters, buffers and their names stay the same objects,
 so existing optimizers, tied weights, adapters and state dicts keep working. The subclasses have the
 stock names, which transformers saves as `architectures` and uses to find classes.
@@ -32,6 +32,7 @@ from bert_unpad.hf.layers import PackedLayer, PackedStack, unwrap
 from bert_unpad.hf.models import PackedModel, static_reason
 from bert_unpad.hf.stock_modules import (
     STOCK_FAMILIES,
+    FusedLayer,
     PackedCall,
     StockFamily,
     choose_attention,
@@ -104,7 +105,7 @@ def supports(model: nn.Module) -> Support:
             accelerated[name] = "embeddings and layers"
     for name, module, family in _stock_models(model):
         reason = version_reason(module, family) or stock_reason(module)
-        (stock if reason else accelerated)[name] = reason or "the call: its own modules run packed"
+        (stock if reason else accelerated)[name] = reason or "the call, and layers"
     for name, module in model.named_modules():
         found = _mlm(module)
         if found is None:
@@ -170,6 +171,9 @@ def unpad(
     for name, module, family in stock:
         module.__class__ = _packed_call(_stock(module), family)
         choose_attention(module, own[name])
+        for layer in module.modules():
+            if _computes_as(layer, family, family.layer_class):
+                layer.__class__ = _packed_part(_stock(layer), family, "fused")
     for module in model.modules():
         _swap_head(module, logits, span_loss)
     for name in support.accelerated if verify else ():
@@ -332,10 +336,10 @@ def _packed_call(stock: type, family: StockFamily) -> type:
 
 
 @functools.cache
-def _packed_part(stock: type, family: Family, role: str) -> type:
-    """The class of a "layer", or of the "stack" of layers."""
+def _packed_part(stock: type, family: Family | StockFamily, role: str) -> type:
+    """The class of a "layer", of the "stack" of layers, or of a layer that stays in its stack."""
     return _subclass(
-        {"layer": PackedLayer, "stack": PackedStack}[role],
+        {"layer": PackedLayer, "stack": PackedStack, "fused": FusedLayer}[role],
         stock,
         _bert_unpad_layer=family.layer,
         _bert_unpad_rebuild=(role, family.package),
@@ -383,19 +387,18 @@ def _reduce(self, protocol: int):
     return _rebuild, (kind._bert_unpad_stock, *kind._bert_unpad_rebuild), state
 
 
-def _family(package: str) -> Family:
-    return next(family for family in FAMILIES if family.package == package)
+def _family(package: str) -> Family | StockFamily:
+    return next(f for f in (*FAMILIES, *STOCK_FAMILIES) if f.package == package)
 
 
 def _rebuild(stock: type, role: str, *given: Any) -> nn.Module:
     """Makes a module of the packed class of `stock`, without state, which pickle sets later."""
     if role == "model":
         kind = _packed_model(stock, _family(given[0]))
-    elif role in ("layer", "stack"):
+    elif role in ("layer", "stack", "fused"):
         kind = _packed_part(stock, _family(given[0]), role)
     elif role == "call":
-        family = next(f for f in STOCK_FAMILIES if f.package == given[0])
-        kind = _packed_call(stock, family)
+        kind = _packed_call(stock, _family(given[0]))
     elif role == "mlm":
         names = [base.__name__ for base in stock.__mro__]
         heads = {f.prefix + name: (f, head) for f in FAMILIES for name, head in f.mlm.items()}

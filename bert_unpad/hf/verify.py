@@ -4,18 +4,22 @@ first batch with padding runs stock and packed, with one result.
 What is compared are the outputs of all layers at the tokens that the mask keeps and, where
 gradients are computed, those of all parameters; in float32, and as the model computes otherwise.
 How much rounding explains is measured: the same stock model in float64 tells how far the stock
-model itself is off. Dropout is off meanwhile.
+model itself is off. Dropout is off meanwhile; where the model trains, how often both drop at which
+rate is compared.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from bert_unpad._sharded_types import is_fsdp_module
 from bert_unpad.hf import flash
@@ -130,9 +134,53 @@ def _compare_call(
         if narrow != torch.float32:
             found = _pair(stock, model, dtype, given, kept)
             _compare(model, f"{name}".removeprefix("torch."), narrow, *found, truth)
+        if model.training:
+            _compare_rates(model, stock, given)
     except VerificationError:
         make_stock(model)
         raise
+
+
+class _Rates(TorchFunctionMode):
+    """Counts the calls of functions and operators that drop something, by rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[float] = Counter()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        names: list[str] = []
+        if isinstance(func, torch._ops.OpOverloadPacket) and "default" in func.overloads():
+            names = [argument.name for argument in func.default._schema.arguments]
+        call = dict(zip(names, args, strict=False)) | kwargs
+        if func is functional.dropout and not call.get("training", True):
+            call = {}
+        rate = call.get("p" if func is functional.dropout else "dropout_p")
+        if rate:
+            self.found[rate] += 1
+        return func(*args, **kwargs)
+
+
+def _compare_rates(model: nn.Module, stock: nn.Module, given: Mapping[str, Any]) -> None:
+    """Compares how often both models drop at which rate.
+
+    Raises:
+        VerificationError: not equally often.
+    """
+    rates = []
+    devices = [model.get_input_embeddings().weight.device] if torch.cuda.is_available() else []
+    devices = [device for device in devices if device.type == "cuda"]
+    for copied in (copy.deepcopy(stock), copy.deepcopy(model)):
+        copied.__dict__.pop("_bert_unpad_verify", None)
+        with torch.random.fork_rng(devices), torch.no_grad(), _Rates() as counted:
+            copied.train()(**given)
+        rates.append(dict(sorted(counted.found.items())))
+    if rates[0] != rates[1]:
+        raise VerificationError(
+            f"{type(model).__name__}: dropout: stock modules drop at the rates (and so often) "
+            f"{rates[0]}, packed ones at {rates[1]}; the model is stock again"
+        )
 
 
 def _pair(

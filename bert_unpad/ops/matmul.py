@@ -144,12 +144,14 @@ def product_into(
 
     Args:
         y: [tokens, out], x's dtype; its rows may lie apart.
-        x, weight, bias, addend: as of `product`; one of the last two has to be given.
+        x, weight, bias, addend: as of `product`.
     """
     if x.dtype == torch.float32 and by_us(x, weight):
         _ops.packed_product_(y, x, weight, bias, addend)
         return y
     # Autocast does not change calls with `out`.
+    if bias is None and addend is None:
+        return torch.mm(x, weight.t(), out=y)
     return torch.addmm(bias if addend is None else addend, x, weight.t(), out=y)
 
 

@@ -33,13 +33,13 @@ def ffn_rows(monkeypatch):
     from bert_unpad.hf import plain_modules
 
     rows = []
-    original = plain_modules.activation
+    original = plain_modules.activated
 
-    def activation(module, x, bias):
+    def activated(linears, activation, x):
         rows.append(x.shape[:-1].numel())
-        return original(module, x, bias)
+        return original(linears, activation, x)
 
-    monkeypatch.setattr(plain_modules, "activation", activation)
+    monkeypatch.setattr(plain_modules, "activated", activated)
     return rows
 
 

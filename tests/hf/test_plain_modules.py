@@ -13,15 +13,16 @@ from tests.support.seeds import derived
 WIDTH, FEATURES = 64, 96
 
 
-@pytest.fixture(params=["concatenated", "several"])
+@pytest.fixture(params=["concatenated", "several", "concatenated, no bias", "several, no bias"])
 def modules(request, monkeypatch) -> list[nn.Linear]:
     """Three layers; the way in which bf16 products are computed does not depend on this CPU."""
-    bf16 = request.param == "concatenated"
+    bf16 = request.param.startswith("concatenated")
     monkeypatch.setattr(
         plain_modules, "product_dtype", lambda x: x.dtype if bf16 else torch.float32
     )
     torch.manual_seed(derived(0))
-    return [nn.Linear(WIDTH, FEATURES) for _ in range(3)]
+    bias = not request.param.endswith("no bias")
+    return [nn.Linear(WIDTH, FEATURES, bias) for _ in range(3)]
 
 
 def gradients(f, modules: list[nn.Linear], x: Tensor) -> list[Tensor | None]:
@@ -34,8 +35,13 @@ def gradients(f, modules: list[nn.Linear], x: Tensor) -> list[Tensor | None]:
 
 
 def plain(modules: list[nn.Linear], x: Tensor) -> Tensor:
-    return torch.stack(
-        [functional.linear(x, m.weight.to(x.dtype), m.bias.to(x.dtype)) for m in modules], 1
+    biases = [None if m.bias is None else m.bias.to(x.dtype) for m in modules]
+    return torch.cat(
+        [
+            functional.linear(x, m.weight.to(x.dtype), bias)
+            for m, bias in zip(modules, biases, strict=True)
+        ],
+        1,
     )
 
 
@@ -44,10 +50,11 @@ def plain(modules: list[nn.Linear], x: Tensor) -> Tensor:
 def test_values_and_gradients(modules: list[nn.Linear], tokens: int, frozen: str) -> None:
     for i, module in enumerate(modules):
         module.weight.requires_grad_(frozen == "nothing" or (frozen == "one weight" and i != 1))
-        module.bias.requires_grad_(frozen != "all")
+        if module.bias is not None:
+            module.bias.requires_grad_(frozen != "all")
     x = torch.randn(tokens, WIDTH).bfloat16()
     got = plain_modules.project_side_by_side(tuple(modules), x)
-    assert got.shape == (tokens, 3, FEATURES)
+    assert got.shape == (tokens, 3 * FEATURES)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got, plain(modules, x), rtol=0.02, atol=0.02)
     ours = gradients(lambda x: plain_modules.project_side_by_side(tuple(modules), x), modules, x)

@@ -1,4 +1,4 @@
-"""`unpad` of families whose own modules run on packed tokens, against the stock models."""
+"""`unpad` of families whose own forward runs on packed tokens, against the stock models."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bert_unpad import hf
-from bert_unpad.hf import fallback
+from bert_unpad import hf, ops
+from bert_unpad.hf import fallback, stock_modules
 from bert_unpad.hf.flash import NAME
 from bert_unpad.hf.stock_modules import STOCK_FAMILIES
 from tests.hf.test_flash import FAMILIES, FIELDS, same_step
@@ -270,6 +270,140 @@ def test_16_bits_are_as_good_as_stock(name: str) -> None:
 
 def test_support_is_said() -> None:
     model = make("ModernBert", "ForSequenceClassification")
-    assert hf.supports(model).accelerated == {"model": "the call: its own modules run packed"}
+    assert hf.supports(model).accelerated == {"model": "the call, and layers"}
     decoder = make("Ernie", is_decoder=True)
     assert hf.supports(decoder).stock == {"": "it is a decoder"}
+
+
+# Of the sums that end the halves of a layer, where a family drops less than it is configured to.
+DROPS = {"Albert": [0.25, 0.0], "EuroBert": [0.0], "ModernBert": [0.125], "XLMRobertaXL": [0.25]}
+ROTARY = [name for name in KNOWN if name in ("EuroBert", "JinaEmbeddingsV3", "NomicBert")]
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The layers that our operators have computed."""
+    layers: list[nn.Module] = []
+
+    def compute(layer: nn.Module, *arguments: object) -> Tensor:
+        layers.append(layer)
+        return original(layer, *arguments)
+
+    original = stock_modules.compute
+    monkeypatch.setattr(stock_modules, "compute", compute)
+    return layers
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(m, stock_modules.FusedLayer)]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_operators_compute_the_layers(
+    name: str, fused: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates: dict[str, list[float]] = {}
+    kinds = {"varlen_attention": "attention"}
+    kinds |= dict.fromkeys(("dropout_add_layer_norm", "dropout_add_rms_norm"), "ends")
+    for operator, kind in kinds.items():
+        called = getattr(ops, operator)
+
+        def watched(*arguments, _called=called, _kind=kind, **more):
+            rates.setdefault(_kind, []).append(more["dropout_p"])
+            return _called(*arguments, **more)
+
+        monkeypatch.setattr(ops, operator, watched)
+    dropped = {"hidden_dropout_prob": 0.25, "attention_probs_dropout_prob": 0.125}
+    ours = hf.unpad(make(name, **dropped, attention_dropout=0.125, mlp_dropout=0.25)).train()
+    count = ours.config.num_hidden_layers
+    ours(**batch(RIGHT))
+    assert len(fused) == count
+    assert rates["attention"] == [0.125] * count
+    pre = layers_of(ours)[0]._bert_unpad_layer.parts(layers_of(ours)[0]).ffn_norm is None
+    assert rates["ends"] == DROPS.get(name, [0.25] if pre else [0.25, 0.25]) * count
+    ours.eval()(**batch(RIGHT))
+    assert rates["attention"][count:] == [0.0] * count
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_layers_with_hooks_inside_stay_stock(name: str, fused: list[nn.Module]) -> None:
+    stock = make(name)
+    ours = hf.unpad(copy.deepcopy(stock))
+    layer = layers_of(ours)[-1]
+    attention, called = layer._bert_unpad_layer.parts(layer).attention, []
+    attention.register_forward_hook(lambda *_: called.append(True))
+    assert_same_values(ours(**batch(RIGHT))[0][RIGHT], stock(**batch(RIGHT))[0][RIGHT])
+    assert called
+    assert layer not in fused
+    assert len(set(fused)) == len(layers_of(ours)) - 1
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "dynamic"])
+@pytest.mark.parametrize("name", ROTARY)
+def test_rotary_positions_of_other_kinds(name: str, kind: str, fused: list[nn.Module]) -> None:
+    rope = {"rope_type": kind, "rope_theta": 77.0} | ({"factor": 4.0} if kind != "default" else {})
+    stock = make(name, rope_parameters=rope)
+    ours = hf.unpad(copy.deepcopy(stock))
+    same_step(*(ours, stock, copy.deepcopy(stock).double()), lambda m: m(**batch(RIGHT))[0][RIGHT])
+    assert len(fused) == (0 if kind == "dynamic" else 2)
+
+
+def test_each_kind_of_layer_rotates_by_its_own_base(fused: list[nn.Module]) -> None:
+    kinds = {"full_attention": 900.0, "sliding_attention": 30.0}
+    rope = {kind: {"rope_type": "default", "rope_theta": t} for kind, t in kinds.items()}
+    stock = make("ModernBert", rope_parameters=rope)
+    ours = hf.unpad(copy.deepcopy(stock))
+    same_step(*(ours, stock, copy.deepcopy(stock).double()), lambda m: m(**batch(RIGHT))[0][RIGHT])
+    assert len(fused) == 3
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_rounded_angles_are_those_of_the_stock_model(name: str, fused: list[nn.Module]) -> None:
+    stock = make(name)
+    ours = hf.unpad(copy.deepcopy(stock))
+    for model in (ours, hf.unpad(copy.deepcopy(stock.half().float()))):
+        got = model.half().float()(**batch(RIGHT))[0][RIGHT]
+        assert_same_values(got, stock(**batch(RIGHT))[0][RIGHT])
+    assert not fused
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_autocast_is_as_good_as_stock(name: str) -> None:
+    stock = make(name)
+    ours = hf.unpad(copy.deepcopy(stock))
+    call = batch(RIGHT)
+    truth = stock(**call)[0][RIGHT]
+    found = []
+    for model in (ours, stock):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(**call)[0]
+        out[RIGHT].float().square().sum().backward()
+        found.append(out)
+    assert found[0].dtype == found[1].dtype
+    errors = [(out[RIGHT].float() - truth).norm() for out in found]
+    assert errors[0] <= 2 * errors[1]
+    for got, want in zip(ours.parameters(), stock.parameters(), strict=True):
+        assert (got.grad is None) == (want.grad is None)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_layers_compiled_one_by_one(name: str) -> None:
+    stock = make(name)
+    ours = hf.unpad(copy.deepcopy(stock))
+    for layer in layers_of(ours):
+        layer.compile(backend="aot_eager")
+    assert_same_values(ours(**batch(RIGHT))[0][RIGHT], stock(**batch(RIGHT))[0][RIGHT])
+
+
+@pytest.mark.parametrize(("name", "target"), [("ModernBert", "Wqkv"), ("EuroBert", "q_proj")])
+def test_adapters(name: str, target: str, fused: list[nn.Module]) -> None:
+    peft = pytest.importorskip("peft")
+    found = []
+    for swapped in (False, True):
+        torch.manual_seed(derived(3))
+        config = peft.LoraConfig(target_modules=[target], init_lora_weights=False)
+        model = peft.get_peft_model(make(name), config).eval()
+        found.append(hf.unpad(model) if swapped else model)
+    stock, ours = found
+    same_step(*(ours, stock, copy.deepcopy(stock).double()), lambda m: m(**batch(RIGHT))[0][RIGHT])
+    assert len(fused) == ours.config.num_hidden_layers

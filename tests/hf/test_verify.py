@@ -18,10 +18,12 @@ from bert_unpad import hf, ops
 from bert_unpad.flash import functions
 from bert_unpad.hf import packing as packings
 from bert_unpad.hf.flash import NAME
+from bert_unpad.hf.layer_parts import LayerAdapter
 from bert_unpad.hf.packing import Packing
 from bert_unpad.hf.stock_modules import STOCK_FAMILIES
 from tests.hf.test_stock_modules import KNOWN, RIGHT, batch, make
 from tests.support.hf_models import make as make_swapped
+from tests.support.seeds import derived
 
 pytestmark = pytest.mark.filterwarnings("error::bert_unpad.hf.StockFallbackWarning")
 SWAPPED = ["Bert", "Roberta", "Electra", "DistilBert", "MPNet", "DebertaV2"]
@@ -216,7 +218,7 @@ def test_faults_of_attention(
 def test_an_ignored_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = make("ModernBert")
     model = hf.unpad(copy.deepcopy(stock), verify=True)
-    monkeypatch.setattr(functions, "bounds", lambda *_arguments: (-1, -1))
+    monkeypatch.setattr(LayerAdapter, "window", lambda *_arguments: (-1, -1))
     assert_found(model, stock)
 
 
@@ -345,3 +347,60 @@ def test_a_string_s_ignored_window_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     stock, model = string_models("ModernBert")
     monkeypatch.setattr(functions, "bounds", lambda *_arguments: (-1, -1))
     assert_string_found(model, stock)
+
+
+def dropping_model(name: str) -> nn.Module:
+    model = stock_model(name) if name in SWAPPED else make(name, **RATES)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and name in SWAPPED:
+            module.p = 0.2
+    return model.train()
+
+
+RATES = {"hidden_dropout_prob": 0.25, "attention_probs_dropout_prob": 0.125}
+RATES |= {"attention_dropout": 0.125, "mlp_dropout": 0.3, "embedding_dropout": 0.35}
+DROPPING = [(name, "varlen_attention") for name in SWAPPED + KNOWN]
+DROPPING += [(x, "dropout_add_layer_norm") for x in SWAPPED + KNOWN if x != "EuroBert"]
+
+
+@pytest.mark.parametrize("name", SWAPPED + KNOWN)
+def test_dropout_of_the_same_rates_passes(name: str) -> None:
+    model = hf.unpad(dropping_model(name), verify=True)
+    torch.manual_seed(derived(4))
+    model(**batch(RIGHT))
+    assert "_bert_unpad_verify" not in vars(model)
+    after = torch.rand(1)
+    torch.manual_seed(derived(4))
+    model(**batch(RIGHT))
+    assert torch.equal(torch.rand(1), after)  # the check has drawn nothing
+
+
+@pytest.mark.parametrize("change", [lambda p: 0.0, lambda p: 2 * p], ids=["none", "twice"])
+@pytest.mark.parametrize(("name", "operator"), DROPPING)
+def test_dropout_of_another_rate_is_found(
+    name: str, operator: str, change: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = hf.unpad(dropping_model(name), verify=True)
+    right = getattr(ops, operator)
+
+    def wrong(*arguments: object, dropout_p: float, **more: object) -> Tensor:
+        return right(*arguments, dropout_p=change(dropout_p), **more)
+
+    monkeypatch.setattr(ops, operator, wrong)
+    with pytest.raises(hf.VerificationError, match="dropout: stock modules drop at the rates"):
+        model(**batch(RIGHT))
+
+
+def test_dropout_of_another_rate_is_found_in_a_string(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dropping_model("Ernie")
+    model.set_attn_implementation(NAME)
+    right = torch.ops.bert_unpad.varlen_attention
+    rate = RATES["attention_probs_dropout_prob"]
+
+    def wrong(*arguments: object, **more: object) -> object:
+        return right(*(2 * x if x is rate else x for x in arguments), **more)
+
+    monkeypatch.setattr(functions, "_ops", SimpleNamespace(varlen_attention=wrong))
+    hf.verify(model)
+    with pytest.raises(hf.VerificationError, match="dropout: stock modules drop at the rates"):
+        model(**batch(RIGHT))
