@@ -57,8 +57,9 @@ class LoggingConfig:
     """Updates between lines of metrics.jsonl; losses stay on the device in between."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """How progress is shown. auto: a bar on a terminal, otherwise lines."""
-    tensorboard: bool = advanced(False)
-    """Write TensorBoard event files too. Needs the package tensorboard."""
+    tracker: Literal["none", "tensorboard", "wandb"] = advanced("none")
+    """Where figures go too. tensorboard: event files in run_dir. wandb: Weights & Biases, in the
+    project that WANDB_PROJECT names. Needs the package of this name."""
     examples: bool = advanced(False)
     """Write which examples each rank used in each step, to examples.rank<r>.jsonl."""
     mlperf: str | None = advanced(None)

@@ -1,4 +1,4 @@
-"""Shows a run while it goes on: a progress bar or log lines on rank 0, and TensorBoard."""
+"""Shows a run while it goes on: a progress bar or log lines on rank 0, and a tracker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bert_unpad.pretrain.config import ConfigError, LoggingConfig
+from bert_unpad.pretrain.config import LoggingConfig
+from bert_unpad.pretrain.output.trackers import TRACKERS
 
 __all__ = ["Display"]
 
@@ -18,21 +19,28 @@ logger = logging.getLogger(__name__)
 
 
 class Display:
-    """Shows progress on rank 0: a bar, lines, or nothing; and TensorBoard if asked for.
+    """Shows progress on rank 0: a bar, lines, or nothing; and to a tracker if there is one.
 
     Args:
         config: says which.
-        directory: for TensorBoard's event files.
+        run_dir: the run's folder.
         step: updates made already.
         total: updates of the run.
         silent: show nothing, as all ranks but the first do.
+        settings: of the run, for the tracker.
 
     Raises:
-        ConfigError: TensorBoard is asked for and not installed.
+        ConfigError: the package of the tracker is not installed.
     """
 
     def __init__(
-        self, config: LoggingConfig, directory: Path, step: int, total: int, silent: bool
+        self,
+        config: LoggingConfig,
+        run_dir: Path,
+        step: int,
+        total: int,
+        silent: bool,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         kind = config.progress
         if kind == "auto":
@@ -42,18 +50,16 @@ class Display:
         self._bar = None
         if self._kind == "bar":
             self._bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
-        self._tensorboard = None
-        if config.tensorboard and not silent:
-            self._tensorboard = _tensorboard(directory, step)
+        self._tracker = None
+        if not silent and config.tracker != "none":
+            self._tracker = TRACKERS[config.tracker](run_dir, step, settings or {})
 
     def update(self, line: Mapping[str, Any], remaining_seconds: float) -> None:
         """Shows a line of the log, and when training will have ended at this pace."""
-        if self._tensorboard is not None:
-            for name, value in line.items():
-                if isinstance(value, int | float) and name != "step":
-                    self._tensorboard.add_scalar(f"train/{name}", value, line["step"])
+        self._track("train", line)
         shown = {
             "loss": f"{line['loss']:.3f}",
+            "lr": f"{line['lr']:.2e}",
             "mlm acc": _number(line["mlm_accuracy"]),
             "tokens/s": f"{line['tokens_per_second']:,.0f}",
             "fill": f"{line['fill']:.2f}",
@@ -72,10 +78,7 @@ class Display:
 
     def evaluated(self, line: Mapping[str, Any]) -> None:
         """Shows the result of an evaluation."""
-        if self._tensorboard is not None:
-            for name, value in line.items():
-                if isinstance(value, int | float) and name != "step":
-                    self._tensorboard.add_scalar(f"evaluation/{name}", value, line["step"])
+        self._track("evaluation", line)
         accuracies = "  ".join(
             f"{name.removesuffix('_accuracy')} acc {_number(value)}"
             for name, value in line.items()
@@ -88,24 +91,21 @@ class Display:
             logger.info("%s", text)
 
     def close(self) -> None:
-        """Ends the bar and flushes TensorBoard."""
+        """Ends the bar and closes the tracker."""
         if self._bar is not None:
             self._bar.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        if self._tracker is not None:
+            self._tracker.close()
+
+    def _track(self, kind: str, line: Mapping[str, Any]) -> None:
+        figures = {
+            f"{kind}/{name}": value
+            for name, value in line.items()
+            if isinstance(value, int | float) and name != "step"
+        }
+        if self._tracker is not None:
+            self._tracker.add(figures, line["step"])
 
 
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.4f}"
-
-
-def _tensorboard(directory: Path, step: int):
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            "logging.tensorboard",
-            "expected false without TensorBoard (it comes with bert_unpad[tensorboard]), got true",
-        ) from error
-    # A resumed run writes the steps after its checkpoint again; TensorBoard is to forget the first.
-    return SummaryWriter(str(directory), purge_step=step + 1 if step else None)

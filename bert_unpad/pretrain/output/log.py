@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,9 @@ class TrainingLog:
         if config.logging.examples:
             self._examples = self._open(examples_path(run.dir, ranks.rank))
         self._display = Display(
-            config.logging, run.dir, progress.step, total_steps, silent=not ranks.is_first
+            *(config.logging, run.dir, progress.step, total_steps),
+            silent=not ranks.is_first,
+            settings=dataclasses.asdict(config),
         )
         # Last of all: its readers have to be closed.
         self._energy = EnergyMeter(ranks, progress.joules if progress.step else None)

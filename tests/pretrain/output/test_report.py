@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -181,9 +183,9 @@ def test_peak_is_that_of_the_products_that_are_made(monkeypatch):
 def test_tensorboard_shows_every_step_once(tmp_path):
     """Of a run that was killed after step 4 and resumed from the checkpoint of step 2."""
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    config = LoggingConfig(tensorboard=True, progress="none")
+    config = LoggingConfig(tracker="tensorboard", progress="none")
     line = {"kind": "train", "loss": 1.0, "mlm_accuracy": None, "tokens_per_second": 1.0}
-    line |= {"fill": 0.5, "straggler_efficiency": 1.0, "mfu": 0.5}
+    line |= {"fill": 0.5, "straggler_efficiency": 1.0, "mfu": 0.5, "lr": 1e-3}
     for done, last in ((0, 4), (2, 3)):
         display = Display(config, tmp_path, step=done, total=9, silent=False)
         for step in range(done + 1, last + 1):
@@ -195,10 +197,51 @@ def test_tensorboard_shows_every_step_once(tmp_path):
     assert "train/mlm_accuracy" not in read.Tags()["scalars"]
 
 
-def test_tensorboard_missing_is_an_error(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"logging\.tensorboard.*bert_unpad\[tensorboard\]"):
-        Display(LoggingConfig(tensorboard=True), tmp_path, step=0, total=1, silent=False)
+@pytest.mark.parametrize(
+    ("tracker", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")]
+)
+def test_a_missing_tracker_is_an_error(monkeypatch, tmp_path, tracker, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"logging\.tracker.*bert_unpad\[{tracker}\]"):
+        Display(LoggingConfig(tracker=tracker), tmp_path, step=0, total=1, silent=False)
+
+
+class FakeWandb(SimpleNamespace):
+    """What is used of the package."""
+
+    def init(self, **arguments):
+        self.runs.append(arguments)
+        return SimpleNamespace(
+            log=lambda figures, step: self.logged.append((step, figures)),
+            finish=lambda: self.logged.append("finished"),
+        )
+
+
+def test_a_resumed_run_goes_on_with_its_run_of_wandb(monkeypatch, tmp_path, caplog):
+    wandb = FakeWandb(runs=[], logged=[])
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_PROJECT", "encoders")
+    line = {"kind": "train", "step": 1, "loss": 2.0, "lr": 1.25e-3, "mlm_accuracy": None}
+    line |= dict.fromkeys(("tokens_per_second", "fill", "straggler_efficiency", "mfu"), 0.5)
+    config = LoggingConfig(tracker="wandb", progress="lines")
+    run_dir = tmp_path / "one"
+    run_dir.mkdir()
+    with caplog.at_level(logging.INFO):
+        for done in (0, 1, 0):
+            Display(config, run_dir, done, 9, silent=True, settings={"a": 1}).close()
+            display = Display(config, run_dir, done, 9, silent=False, settings={"a": 1})
+            display.update(line, 0.0)
+            display.evaluated({"step": 1, "loss": 3.0, "mlm_accuracy": 0.25})
+            display.close()
+    first, resumed, anew = wandb.runs
+    assert first == resumed
+    assert first["id"] != anew["id"]
+    assert (first["project"], first["name"], first["config"]) == ("encoders", "one", {"a": 1})
+    (step, train), (_, evaluation), end = wandb.logged[:3]
+    assert (step, train["train/lr"], end) == (1, 1.25e-3, "finished")
+    assert "train/mlm_accuracy" not in train
+    assert evaluation == {"evaluation/loss": 3.0, "evaluation/mlm_accuracy": 0.25}
+    assert "lr 1.25e-03" in caplog.text
 
 
 def test_threads_per_process(monkeypatch):
