@@ -1,6 +1,6 @@
 """What a command line and its YAML files set, by name, before anything checks the values.
 
-So an option that does not exist, or no longer does, is named in the same way wherever it is given.
+So an option that does not exist is named in the same way wherever it is given.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import yaml
 
 from bert_unpad._files import read_regular
 from bert_unpad.pretrain.config.errors import ConfigError
-from bert_unpad.pretrain.config.removed import check_removed
 
 __all__ = ["Given", "read_given"]
 
@@ -46,7 +45,6 @@ def read_given(arguments: Sequence[str], names: Collection[str]) -> list[Given]:
         values = {}
         for name, value in pairs:
             name = name.removesuffix("+")  # which adds to a list
-            check_removed(name, value)
             if name not in names:
                 close = get_close_matches(name, names, n=1) or ["those of --help=advanced"]
                 raise ConfigError(

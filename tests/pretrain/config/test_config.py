@@ -84,7 +84,7 @@ def test_what_is_no_option_or_value(arguments, message):
         ("optimizer.rate: 0.5", "optimizer.rate: expected an option such as "),
         ("optimizer: {lr: fast}", "optimizer.lr: expected a number, got 'fast'"),
         ("optimizer: 3", "optimizer: expected options of this section, got 3"),
-        ("threads: 3", "threads: expected the environment variable OMP_NUM_THREADS, got a removed"),
+        ("threads: 3", "threads: expected an option such as "),
         ("a: [", "config: expected YAML, got an error: "),
         ("some text", "config: expected options in YAML, got 'some text'"),
     ],

@@ -1,4 +1,4 @@
-"""The options of a run: their number, the pages of help, and what became of removed ones."""
+"""The options of a run: their number, and the pages of help."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import PretrainConfig, read_config
 from bert_unpad.pretrain.config.options import find_options
-from bert_unpad.pretrain.config.removed import _REMOVED
 from tests.support.paths import CONFIGS, ROOT
 from tests.support.processes import TIMEOUT
 
@@ -74,23 +72,6 @@ def test_the_saved_configuration_has_only_options():
     names = list(_flat(yaml.safe_load(text)))
     values = {name: operator.attrgetter(name)(config) for name in OPTIONS}
     assert names == [name for name, value in values.items() if value is not None]
-
-
-@pytest.mark.parametrize("entry", _REMOVED)
-@pytest.mark.parametrize("where", ["command line", "file", "file with dots"])
-def test_a_removed_option_says_what_to_give_instead(entry, where, capsys, tmp_path):
-    name, _, value = entry.partition("=")
-    value = value or "1"
-    arguments = [f"--{name}", value]
-    if where != "command line":
-        section, dot, key = name.partition(".")
-        nested = {section: {key: value} if dot else value}
-        file = tmp_path / "run.yaml"
-        file.write_text(yaml.safe_dump(nested if where == "file" else {name: value}))
-        arguments = ["--config", str(file)]
-    assert main([*NEEDED, *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"pretrain: error: {name}: expected {_REMOVED[entry]}, got ")
 
 
 def test_only_reading_a_command_line_needs_its_parser():
