@@ -128,15 +128,20 @@ def files(tmp_path_factory):
             (".txt.bz2", bz2.compress(blank)),
         ][number % 4]
         (folder / "packed" / f"{number:02}{ending}").write_bytes(data)
-    assert len(divide(open_source(str(folder / "packed"), cache_dir=folder), 4194)) > 3
+    assert len(divide(open_source(str(folder / "packed"), cache_dir=folder), _smallest(folder))) > 3
     return folder
+
+
+def _smallest(files):
+    """Bytes of blocks with which every compressed file is a part of the work."""
+    return min(path.stat().st_size for path in (files / "packed").iterdir())
 
 
 @pytest.mark.parametrize("source", ["packed", "lines"])
 def test_compressed_text_and_json_lines_in_parallel(files, tmp_path, source):
     def run(name, *given, source=source):
         command = arguments(files / source, tmp_path / name, *given)
-        command[command.index("--block-mb") + 1] = "0.004"
+        command[command.index("--block-mb") + 1] = str(_smallest(files) / 2**20)
         assert main(command) == 0
 
     run("one", "--workers", "1")
@@ -163,7 +168,7 @@ def test_a_damaged_file_is_named_whoever_reads_it(files, tmp_path, capsys, worke
     damaged = sorted(folder.glob("*.gz"))[-1]
     damaged.write_bytes(damaged.read_bytes()[:-9])
     command = arguments(folder, tmp_path / "out", "--workers", workers)
-    command[command.index("--block-mb") + 1] = "0.004"
+    command[command.index("--block-mb") + 1] = str(_smallest(files) / 2**20)
     assert main(command) == 1
     assert f"{damaged}: expected a complete .gz file" in capsys.readouterr().err
 
