@@ -52,6 +52,7 @@ def test_a_test_that_loses_the_device_is_the_only_one_to_fail(tmp_path, processe
     imported = "from tests.cuda.conftest import pytest_runtest_protocol"
     (tmp_path / "conftest.py").write_text(imported)
     (tmp_path / "test_some.py").write_text(LOST)
+    (tmp_path / "pytest.ini").touch()  # whatever options are in folders above
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *processes]
     # As where this test itself is run by a worker of pytest-xdist, whose variables are no sign.
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_XDIST_WORKER": "gw0"}
