@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, get_args
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +118,16 @@ class EncoderLayer(nn.Module):
         return (x, residual) if pre_norm else x
 
 
+if TYPE_CHECKING:
+
+    class _Layers(nn.ModuleList):
+        """PyTorch's list of modules, which knows no type of its items."""
+
+        def __iter__(self) -> Iterator[EncoderLayer]: ...
+
+        def __getitem__(self, index: Any) -> Any: ...
+
+
 class Encoder(nn.Module):
     """The stack of all transformer layers.
 
@@ -127,14 +137,14 @@ class Encoder(nn.Module):
     `LayerNorm` is the first layer's norm before attention.
     """
 
-    layer: Sequence[EncoderLayer]
+    layer: _Layers
     LayerNorm: Norm
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         order = config.layer_order
         layers = (EncoderLayer(config) for _ in range(max(order) + 1))
-        self.layer = nn.ModuleList(layers)  # type: ignore[assignment]  # knows no item type
+        self.layer = nn.ModuleList(layers)  # type: ignore[assignment]
         self._shared_order = None if config.num_hidden_groups is None else order
         self._config = config
         self._pre_norm = config.norm_place == "pre"
