@@ -74,16 +74,16 @@ def masked_crc32c_of(pieces: Sequence[bytes]) -> np.ndarray:
         registers = low[registers & 0xFFFF] ^ high[registers >> 16]
     crcs = ~registers
     masked = (crcs >> 15 | crcs << 17) + np.uint32(_MASK_DELTA)
-    for row, size in enumerate(sizes):
+    for number, size in enumerate(sizes):
         if size < 4:  # nothing to invert in the rest of the register
-            masked[row] = masked_crc32c(pieces[row])
+            masked[number] = masked_crc32c(pieces[number])
     return masked
 
 
 @functools.cache
 def _byte_table() -> np.ndarray:
     """Returns what each low byte of a register adds to it in a shift by 8 bits, uint32 [256]."""
-    table = np.arange(256, dtype=np.uint32)
+    table: np.ndarray = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = table >> 1 ^ np.where(table & 1, np.uint32(_POLYNOMIAL), np.uint32(0))
     return table

@@ -21,7 +21,7 @@ class FullDiskError(OSError):
     """No room for a file; its text says which one, and how many bytes it needs and there are."""
 
     def __str__(self) -> str:
-        return self.strerror
+        return self.strerror or ""
 
 
 @contextmanager

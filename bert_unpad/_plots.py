@@ -41,9 +41,11 @@ def label_points(axes: Axes, points: Sequence[tuple[float, float]], labels: Sequ
     A label without space in the frame is left out; earlier labels have priority. Call this after
     drawing everything else and setting the limits.
     """
+    from matplotlib.figure import Figure
     from matplotlib.transforms import Bbox
 
     figure = axes.get_figure()
+    assert isinstance(figure, Figure)
     figure.draw_without_rendering()  # computes the layout
     frame = axes.get_window_extent()
     paths = [line.get_path().transformed(line.get_transform()) for line in axes.lines]
@@ -52,8 +54,9 @@ def label_points(axes: Axes, points: Sequence[tuple[float, float]], labels: Sequ
         Bbox.from_bounds(x - marker, y - marker, 2 * marker, 2 * marker)
         for x, y in axes.transData.transform(points)
     ]
-    if axes.get_legend() is not None:
-        taken.append(axes.get_legend().get_window_extent())
+    legend = axes.get_legend()
+    if legend is not None:
+        taken.append(legend.get_window_extent())
     for point, label in zip(points, labels, strict=True):
         note = axes.annotate(label, point, xytext=(0, 0), textcoords="offset points")
         for x, y, horizontal, vertical in _PLACES:

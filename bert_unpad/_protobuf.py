@@ -43,6 +43,7 @@ def fields(message: bytes) -> Iterator[tuple[int, Any]]:
         ValueError: the message is none, or is cut off.
     """
     at = 0
+    value: int | bytes
     while at < len(message):
         tag, at = varint(message, at)
         kind, width = tag & 7, {1: 8, 5: 4}.get(tag & 7, 0)
@@ -51,11 +52,11 @@ def fields(message: bytes) -> Iterator[tuple[int, Any]]:
         elif kind in (1, 2, 5):
             if kind == 2:
                 width, at = varint(message, at)
-            value = message[at : at + width]
+            content = message[at : at + width]
             at += width
             if at > len(message):
                 raise ValueError("a field reaches beyond its message")
-            value = value if kind == 2 else int.from_bytes(value, "little")
+            value = content if kind == 2 else int.from_bytes(content, "little")
         else:
             raise ValueError(f"a field has wire type {kind}: this is no protocol buffer")
         yield tag >> 3, value

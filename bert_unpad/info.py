@@ -170,10 +170,11 @@ def render(info: dict[str, Any]) -> str:
     ]
     for gpu in cuda["gpus"]:
         memory = f"{gpu['memory'] / 2**30:.0f} GiB"
+        major, minor = map(int, gpu["compute_capability"].split("."))
         text = f"{gpu['name']}, sm {gpu['compute_capability']}, {memory}"
         if gpu["served"] is False:
             text += "; not among the architectures built (TORCH_CUDA_ARCH_LIST, 7.5 and later)"
-        elif not reaches(tuple(map(int, gpu["compute_capability"].split("."))), "bf16"):
+        elif not reaches((major, minor), "bf16"):
             text += "; attention and linear layers in fp16 and fp32, not in bf16"
         rows.append(("", text))
     lines = [f"{label:<20} {value}".rstrip() for label, value in rows]

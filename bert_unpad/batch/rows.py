@@ -49,7 +49,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        return scatter_rows(dy, *ctx.saved_tensors, ctx.rows), None
+        (indices,) = ctx.saved_tensors
+        return scatter_rows(dy, indices, ctx.rows), None
 
 
 class _Scatter(torch.autograd.Function):

@@ -77,7 +77,7 @@ def read(path: Path, config_path: Path | None = None) -> Conversion:
         if name.endswith("/kernel") and tensor.dim() == 2:
             tensor = tensor.t().contiguous()
         found[names.get(name, name)] = tensor
-    notes = ()
+    notes: tuple[str, ...] = ()
     if left_out:
         notes = (f"left out {len(left_out)} tensors of an optimizer, from {left_out[0]} on",)
     return Conversion(found, config, notes)

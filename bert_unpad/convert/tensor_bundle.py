@@ -154,7 +154,7 @@ def write_bundle(prefix: Path, tensors: Mapping[str, Tensor]) -> None:
                 + write_varint(6 << 3 | 5)
                 + struct.pack("<I", masked_crc32c(data))
             )
-            file.write(data)
+            file.write(data.data)
             offset += data.size
     with replacing(index_path(prefix)) as temporary:
         temporary.write_bytes(table(entries))

@@ -128,7 +128,7 @@ class ComputeCost:
         """Sequences, tokens, measured and fitted seconds of each timed step, see `fit`."""
         return [
             {
-                "sequences": len(lengths),
+                "sequences": np.size(lengths),
                 "tokens": int(np.sum(lengths)),
                 "seconds": measured,
                 "fitted": self.seconds(lengths),

@@ -88,9 +88,9 @@ def _heads(config: EncoderConfig) -> list[nn.Parameter]:
         found += _backward(heads.seq_relationship) + _backward(Pooler(config))
     if "mlm" in config.heads:
         # The decoder's before those below it, although the bias is the first parameter.
-        first, *below = heads.predictions.named_parameters()
-        below = [p for _, p in reversed(below)]
-        found += [first[1], *below] if first[0] == "bias" else [*below, first[1]]
+        (name, first), *others = heads.predictions.named_parameters()
+        below = [p for _, p in reversed(others)]
+        found += [first, *below] if name == "bias" else [*below, first]
     return found
 
 

@@ -42,7 +42,7 @@ def network_link(
     Raises:
         ValueError: the name is none of these.
     """
-    rate = _INFINIBAND.get(name.lower())
+    rate: float | None = _INFINIBAND.get(name.lower())
     usual = _INFINIBAND_LATENCY
     if rate is None:
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([MG])(?:bit)?", name, re.IGNORECASE)

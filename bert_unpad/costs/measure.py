@@ -109,12 +109,12 @@ class PassTimer:
         return PassTimes(passes, max(again - passes[_SMALLEST], 0.0), clip, update)
 
     def _round(self) -> list[float]:
-        steps = [partial(run_pass, self._model, one, self._dtype) for one in self._inputs]
+        passes = [partial(run_pass, self._model, one, self._dtype) for one in self._inputs]
         taken = []
-        for step in steps:
+        for one_pass in passes:
             self._optimizer.zero_grad()  # as in the first pass of an update
-            taken.append(time_together(step, self._device))
-        for step in (steps[_SMALLEST], self._clip, self._optimizer.step):
+            taken.append(time_together(one_pass, self._device))
+        for step in (passes[_SMALLEST], self._clip, self._optimizer.step):
             taken.append(time_together(step, self._device))
         return taken
 

@@ -39,13 +39,17 @@ def make_replica(
         node_size=node_size or 1,
         local_rank=dist.get_rank() % (node_size or 1),
     )
-    plain = "allreduce" if node_size is None else "hierarchical"
-    comm = CommConfig(hook="power_sgd" if compression == "power_sgd" else plain, start=0)
+    if compression == "power_sgd":
+        comm = CommConfig(hook="power_sgd", start=0)
+    else:
+        comm = CommConfig(hook="allreduce" if node_size is None else "hierarchical", start=0)
     hook = build_comm_hook(comm, ranks)
     if group is not None and compression == "power_sgd":
         hook.state.process_group = group
     clip = ClipConfig(mode="none", wire_dtype="bf16" if compression == "bf16" else "fp32")
     clipping = Clipping(clip, ranks, model, hook)
-    return replicate(
+    replica = replicate(
         model, ranks, clipping, hook, None if hook.one_bucket else bucket_mb, group=group
     )
+    assert isinstance(replica, DistributedDataParallel)
+    return replica

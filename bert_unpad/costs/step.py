@@ -139,7 +139,7 @@ class StepModel:
         busy = slowest + again
         allreduce = self.overlap.exposed(busy / self.passes, self.cluster, ranks)
         alone = busy + allreduce + (self.compress + self.weights + self.update)
-        late = np.maximum(exchange - alone, 0)
+        late = np.maximum(np.asarray(exchange) - alone, 0)
         total = float((alone + late).mean())
         return StepTime(
             compute=compute,

@@ -82,7 +82,7 @@ class Joined:
 
     def target_counts(self) -> NDArray[np.int64]:
         """See `ExampleDataset`; counts each example once."""
-        return sum(part.target_counts() for part in self.parts)
+        return np.sum([part.target_counts() for part in self.parts], axis=0)
 
 
 class Mixture(Joined):
@@ -137,10 +137,10 @@ def _some(size: int, begin: int, end: int, key: Sequence[int]) -> NDArray[np.int
     """
     if (begin, end) == (0, size):
         return np.arange(size)
-    state = np.zeros(1, np.uint64)
+    state: NDArray[np.uint64] = np.zeros(1, np.uint64)
     for word in key:
-        state = splitmix64(state + np.uint64(word))
-    hashes = splitmix64(state + np.arange(size, dtype=np.uint64))
+        state = splitmix64(np.add(state, np.uint64(word)))
+    hashes = splitmix64(np.add(state, np.arange(size, dtype=np.uint64)))
     places = np.unique([max(begin - 1, 0), end - 1])
     ordered = np.partition(hashes, places)
     chosen = hashes <= ordered[end - 1]

@@ -153,7 +153,7 @@ def _collate_ahead(
                 channel.put(None, None, None)
                 return
             state = get_state() if get_state is not None else None
-            inputs = collator(indices, epoch)
+            inputs: Any = collator(indices, epoch)
             channel.put(inputs.pin_memory() if pin_memory else inputs, state, None)
     except BaseException as error:
         channel.put(None, None, error)

@@ -185,7 +185,7 @@ def prepare(config: DataConfig, progress: bool | None = None, check: bool = True
 
 def _open_examples(config: DataConfig, progress: bool | None, check: bool) -> PreparedData:
     train, validation, tokenizer, path = open_examples(config, progress, check)
-    statistics = {}
+    statistics: dict[str, int] = {}
     for split, dataset in zip(SPLITS, (train, validation), strict=True):
         statistics |= {
             f"{split}_examples": len(dataset),
@@ -195,7 +195,8 @@ def _open_examples(config: DataConfig, progress: bool | None, check: bool) -> Pr
 
 
 def _open_mixture(config: DataConfig, progress: bool | None, check: bool) -> PreparedData:
-    sources = sorted(config.mixture)  # whatever the order in which they are named
+    weights = config.mixture or {}
+    sources = sorted(weights)  # whatever the order in which they are named
     texts = [source for source in sources if not holds_examples(source)]
     if texts and given_tokenizer(config) is None:
         raise ValueError(
@@ -212,7 +213,7 @@ def _open_mixture(config: DataConfig, progress: bool | None, check: bool) -> Pre
                 f"mixture: expected sources with one vocabulary, got another with {source} than "
                 f"with {sources[0]}"
             )
-    train = Mixture([part.train for part in parts], [config.mixture[name] for name in sources])
+    train = Mixture([part.train for part in parts], [weights[name] for name in sources])
     validation = Joined([part.validation for part in parts])
     names = set.intersection(*(set(part.statistics) for part in parts))
     statistics = {name: sum(part.statistics[name] for part in parts) for name in sorted(names)}
@@ -243,6 +244,7 @@ def _fingerprint(source: Source, folder: Path) -> str:
     if not isinstance(source, TextSource | FileSource):
         return source.fingerprint()
     about = identity(source)
+    assert about is not None  # of files
     path = folder / about
     if path.is_file():
         return path.read_text("utf-8")
@@ -280,9 +282,10 @@ def _build(
                 logger.warning("building damaged data again: %s", error)
                 shutil.rmtree(building)
         if not is_prepared(building):
-            options = {"progress": progress, "content": content}
             with named_if_full(building):
-                statistics = Pipeline(building, config, source, InProcess(), **options).run()
+                statistics = Pipeline(
+                    *(building, config, source, InProcess()), progress=progress, content=content
+                ).run()
             for split in SPLITS:
                 counts = (statistics[f"{split}_{what}"] for what in _COUNTED)
                 logger.info("%s: %d documents, %d examples, %d tokens", split, *counts)

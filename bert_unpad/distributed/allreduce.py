@@ -82,7 +82,7 @@ class HierarchicalAllreduce:
             try:
                 self._sum(tensor)
             except Exception as error:  # raised again in the thread that waits
-                done.set_exception(error)
+                done.set_exception(error)  # type: ignore[arg-type]
             else:
                 done.set_result(tensor)
 
@@ -132,8 +132,9 @@ class OptimizerAllreduce:
         if self._optimizer.averages_gradients:
             future = dist.all_reduce(tensor, async_op=True).get_future()
             return future.then(lambda done: done.value()[0])
-        devices = [tensor.device] if tensor.is_cuda else None
-        own: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        own: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[tensor.device] if tensor.is_cuda else None
+        )
         own.set_result(tensor.mul_(dist.get_world_size()))
         return own
 

@@ -18,7 +18,7 @@ from bert_unpad.distributed.allreduce import Allreduce
 from bert_unpad.distributed.bucket_shares import BucketShares, Policy
 from bert_unpad.ops import clip_bucket_
 
-Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 _FLOAT16_MAX = 65504.0
 
 
@@ -213,7 +213,7 @@ class BucketClip:
         self._check_free()
         self._hook = self._hook_state = None
         self._prepare(sum(sizes), group, allreduce)
-        self._shares.load_state_dict({"sizes": list(sizes), "squares": []})
+        self._attached().load_state_dict({"sizes": list(sizes), "squares": []})
         return self
 
     def _check_free(self) -> None:

@@ -65,10 +65,13 @@ class ClipBefore:
     def sync(self) -> ClipReport:
         """Clips and averages every `.grad`, after a backward pass under `no_sync`."""
         parts = self._flat.split(self._sizes)
+        gradients = []
         for parameter, part in zip(self._parameters, parts, strict=True):
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            part.copy_(parameter.grad.reshape(-1))
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = parameter.grad = torch.zeros_like(parameter)
+            part.copy_(gradient.reshape(-1))
+            gradients.append(gradient)
         norm = clip_bucket_(
             self._flat,
             self._max_norm,
@@ -79,6 +82,6 @@ class ClipBefore:
             dist.all_reduce(self._wire, group=self._group)
         else:
             self._allreduce(self._wire).wait()
-        for parameter, part in zip(self._parameters, self._wire.split(self._sizes), strict=True):
-            parameter.grad.copy_(part.view_as(parameter))
+        for gradient, part in zip(gradients, self._wire.split(self._sizes), strict=True):
+            gradient.copy_(part.view_as(gradient))
         return ClipReport(norm.reshape(1), self._bound, self._wire[:1].isfinite().all())

@@ -61,7 +61,8 @@ class GradientShards:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm: expected a number above 0, got {max_norm}")
         self._clip = clip
-        self._max_norm = float("inf") if clip is None and max_norm is None else max_norm
+        self._max_norm = float("inf") if max_norm is None else max_norm
+        self._clips_average = clip is None or max_norm is not None
         if clip is not None:
             clip.attach_to_shards(sum(p.numel() for p in self._parameters))
 
@@ -168,7 +169,7 @@ class GradientShards:
         return {p for p, count in zip(self._parameters, used.tolist(), strict=True) if not count}
 
     def _clip_average(self) -> ClipReport:
-        if self._max_norm is None:
+        if self._clip is not None and not self._clips_average:
             return self._clip.report()
         shards = [bucket.shard for bucket in self.buckets]
         square = multi_tensor_l2norm(shards)[0].square()

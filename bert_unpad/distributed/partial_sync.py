@@ -106,7 +106,7 @@ class PartialSync:
         self._measured, self._profile = list(state["measured"]), state["profile"]
         self._timed_sizes = self._sizes
         if self._profile is not None:
-            self.schedule = schedule_layers(*self._profile.tolist(), self.period)
+            self._set_schedule(self._profile)
 
     @property
     def _world_size(self) -> int:
@@ -123,7 +123,9 @@ class PartialSync:
             self._time_average(buffer)
         elif index in self.schedule[self.step % self.period]:
             self._start_average(bucket.parameters())
-        done = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        done: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
         done.set_result(buffer)
         return done
 
@@ -155,7 +157,11 @@ class PartialSync:
         profile /= self._world_size
         dist.broadcast(profile, group_src=0, group=self.group)
         self._profile = profile.cpu()
-        self.schedule = schedule_layers(*self._profile.tolist(), self.period)
+        self._set_schedule(self._profile)
+
+    def _set_schedule(self, profile: Tensor) -> None:
+        backward, exchange = profile.tolist()
+        self.schedule = schedule_layers(backward, exchange, self.period)
 
 
 def _mark(device: torch.device) -> Mark:
@@ -171,8 +177,10 @@ def _seconds(marks: list[tuple[Mark, Mark, Mark]]) -> Tensor:
     """The times of a step's backward passes and exchanges by bucket, float64 [2, buckets]."""
 
     def between(start: Mark, end: Mark) -> float:
-        if isinstance(end, float):
+        if isinstance(start, float) and isinstance(end, float):
             return end - start
+        assert not isinstance(start, float)
+        assert not isinstance(end, float)
         end.synchronize()
         return start.elapsed_time(end) / 1000
 

@@ -76,7 +76,8 @@ def _start_messages(
 
     def wait() -> None:
         for work in works:
-            work.wait()
+            if work is not None:
+                work.wait()
 
     return wait
 

@@ -76,7 +76,7 @@ class ShardedClip:
             share = size / total if self._policy == "numel" else 1 / sum(map(bool, sizes.values()))
             bound = math.sqrt(share) * self._max_norm
             group = _ClippedReduceScatter(bound, self._loss_scale)
-            module.set_custom_reduce_scatter(group)
+            module.set_custom_reduce_scatter(group)  # type: ignore[arg-type]
             self._groups.append(group)
         return self
 
@@ -86,12 +86,12 @@ class ShardedClip:
         Raises:
             RuntimeError: nothing was reduced yet.
         """
-        seen = [group for group in self._groups if group.norm is not None]
+        seen = [(group.bound, *group.found) for group in self._groups if group.found is not None]
         if not seen:
             raise RuntimeError("no gradient has been reduced yet")
-        norms = torch.stack([group.norm for group in seen])
-        bounds = torch.tensor([group.bound for group in seen]).to(norms.device)
-        return ClipReport(norms, bounds, torch.stack([group.finite for group in seen]).all())
+        bounds, norms, finite = zip(*seen, strict=True)
+        limits = torch.tensor(bounds).to(norms[0].device)
+        return ClipReport(torch.stack(norms), limits, torch.stack(finite).all())
 
 
 def _count_groups(
@@ -114,8 +114,8 @@ class _ClippedReduceScatter:
 
     def __init__(self, bound: float, loss_scale: Tensor | None) -> None:
         self.bound, self.loss_scale = bound, loss_scale
-        self.norm: Tensor | None = None
-        self.finite: Tensor | None = None
+        self.found: tuple[Tensor, Tensor] | None = None
+        """The norm of the latest input, and whether the average is finite."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -139,8 +139,8 @@ class _ClippedReduceScatter:
             raise RuntimeError("ShardedClip: expected a synchronous reduction, got async_op=True")
         if self.loss_scale is not None:
             input_tensor.div_(self.loss_scale)
-        self.norm = clip_bucket_(input_tensor, self.bound, factor=1.0 / group.size())
+        norm = clip_bucket_(input_tensor, self.bound, factor=1.0 / group.size())
         start_reduce_scatter(input_tensor, output_tensor, group)()
         # A rank's input that is not finite is NaN throughout, so any number of the sum shows it.
-        self.finite = output_tensor[:1].isfinite().all()
+        self.found = norm, output_tensor[:1].isfinite().all()
         return None

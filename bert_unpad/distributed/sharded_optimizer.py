@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from bert_unpad.distributed.bucket_clip import BucketClip, ClipReport
 from bert_unpad.distributed.forward_waits import ForwardWaits
@@ -95,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         # Those of bert_unpad.optim; their sums over the ranks need every parameter on all of them.
         self._needs_all_parts = hasattr(self.optim, "shard_group")
-        if self._needs_all_parts:
+        if hasattr(self.optim, "shard_group"):
             self.optim.shard_group = process_group or dist.group.WORLD
         self._arrivals: dict[int, Callable[[], None]] = {}  # of buckets on their way
         self._gather_order: list[int] = []
@@ -166,17 +166,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _cut(self) -> None:
         """Replaces the parameters of the optimizer, and its state, by this rank's parts."""
+        part_of = getattr(self.optim, "part_of", {})
         for bucket in self._gradients.buckets:
             parts = bucket.shares(bucket.weights[bucket.part])
             for parameter, span, part in zip(bucket.parameters, bucket.spans(), parts, strict=True):
                 self._slices[parameter] = nn.Parameter(part)
                 self._spans[parameter] = span
-                if self._needs_all_parts:
-                    self.optim.part_of[self._slices[parameter]] = parameter.shape, span
+                part_of[self._slices[parameter]] = parameter.shape, span
         whole, self.optim.state = self.optim.state, defaultdict(dict)
-        for parameter, state in whole.items():
-            part = slice_state(state, parameter, *self._spans[parameter])
-            self.optim.state[self._slices[parameter]] = part
+        for p, part in self._slices.items():
+            if p in whole:
+                self.optim.state[part] = slice_state(whole[p], p, *self._spans[p])
         for group in self.optim.param_groups:
             group["params"] = [self._slices[p] for p in group["params"]]
         self._share_groups()
@@ -188,7 +188,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._gather_order = order.tolist()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's parts, and starts to send them to the others.
 
         Args:
@@ -207,7 +207,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         finite = self.reduce_gradients().finite
         self.wait()  # for what no forward pass has used
         if getattr(self.optim, "_step_supports_amp_scaling", False):
-            self.optim.found_inf = (~finite).float()
+            self.optim.found_inf = (~finite).float()  # type: ignore[attr-defined]
             self.optim.step()
         elif bool(finite):
             self.optim.step()

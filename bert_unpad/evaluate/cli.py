@@ -136,7 +136,7 @@ def _measure(
     train = features_of(task, read_rows(name, "train", options.data), tokenizer, *lengths)
     held_out = {split: read_rows(name, split, options.data) for split in task.validation}
     fine_tune(model, tokenizer, task, train, settings, seed)
-    metrics = {}
+    metrics: dict[str, float] = {}
     for split, rows in held_out.items():
         features = features_of(task, rows, tokenizer, *lengths)
         scores = score(model, tokenizer, task, features, settings)
@@ -162,10 +162,10 @@ def _load(options: argparse.Namespace, name: str, seed: int) -> tuple[Any, torch
         raise FileNotFoundError(f"model: expected a folder with config.json, got {options.model}")
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     torch.manual_seed(seed)
+    kind: Any = transformers.AutoModelForQuestionAnswering
+    heads = {"num_labels": classes} if classes else {}
     if classes:
-        kind, heads = transformers.AutoModelForSequenceClassification, {"num_labels": classes}
-    else:
-        kind, heads = transformers.AutoModelForQuestionAnswering, {}
+        kind = transformers.AutoModelForSequenceClassification
     # Weights train in float32; transformers would take the dtype that they were saved in.
     model = kind.from_pretrained(options.model, dtype=torch.float32, **heads)
     if not options.padded:

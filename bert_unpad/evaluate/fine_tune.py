@@ -132,7 +132,8 @@ def _loss(
     if not task.classes:
         spans = _spans(output, inputs).float()
         sides = [torch.tensor([f[side] for f in batch], device=device) for side in ("start", "end")]
-        return sum(F.cross_entropy(spans[..., i], sides[i]) for i in (0, 1)) / 2
+        start, end = (F.cross_entropy(spans[..., i], sides[i]) for i in (0, 1))
+        return (start + end) / 2
     labels = torch.tensor([feature["labels"] for feature in batch], device=device)
     if task.classes == 1:
         return F.mse_loss(output.logits.float().squeeze(-1), labels.float())

@@ -64,7 +64,7 @@ def flash_attn_func(
     cu_q = _starts(batch, queries, q.device)
     cu_k = cu_q if keys == queries else _starts(batch, keys, q.device)
     out, lse = _attend(
-        name, *(x.flatten(0, 1) for x in (q, k, v)), cu_q, cu_k, queries, keys,
+        name, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_q, cu_k, queries, keys,
         dropout_p, softmax_scale, causal, window_size,
     )  # fmt: skip
     lse = lse.view(heads, batch, queries).transpose(0, 1)
@@ -144,8 +144,9 @@ def flash_attn_kvpacked_func(
 ) -> Result:
     """`flash_attn_func` of q and kv [batch, keys, 2, kv_heads, head_dim]."""
     _check_dims("flash_attn_kvpacked_func", 5, "[batch, keys, 2, kv_heads, head_dim]", kv=kv)
+    k, v = kv.unbind(2)
     return flash_attn_func(
-        q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs,
     )  # fmt: skip
 
@@ -190,8 +191,9 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Result:
     """`flash_attn_varlen_func` of q and kv [key tokens, 2, kv_heads, head_dim]."""
     _check_dims("flash_attn_varlen_kvpacked_func", 4, "[tokens, 2, kv_heads, head_dim]", kv=kv)
+    k, v = kv.unbind(1)
     return flash_attn_varlen_func(
-        q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
         softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 

@@ -48,7 +48,7 @@ class _PackedCollator(ABC):
         lengths = np.array([int(keep.sum()) for keep in kept], np.int32)
         cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
         longest, start = int(lengths.max()), self.position_ids_start
-        batch = {
+        batch: dict[str, Any] = {
             "input_ids": _join(features, kept, "input_ids"),
             "position_ids": torch.cat([torch.arange(int(n)) + start for n in lengths])[None],
             "cu_seq_lens_q": cu_seqlens,

@@ -115,7 +115,7 @@ def _mask(*args, mask_function: Callable, **kwargs) -> Tensor | None:
             f"mask: expected one of causality, windows and padding, which is all that {NAME!r} "
             f"computes, got {name}; {_ADVICE}"
         )
-    mask = flash_attention_mask(*args, mask_function=mask_function, **kwargs)
+    mask = flash_attention_mask(*args, **kwargs | {"mask_function": mask_function})
     # SigLIP 2 pools by a PyTorch module, which takes a mask of pairs.
     model_type = getattr(kwargs.get("config"), "model_type", None)
     if model_type == "siglip2_vision_model" and kwargs.get("q_length") == 1 and mask is not None:

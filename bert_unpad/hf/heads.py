@@ -20,7 +20,7 @@ from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
 from bert_unpad import ops
 from bert_unpad.batch.rows import gather_rows
 from bert_unpad.hf.fallback import recording_reason, stock_modules, warn_stock
-from bert_unpad.hf.layers import unwrap
+from bert_unpad.hf.layers import StockModule, unwrap
 from bert_unpad.hf.models import STOCK, PackedModel, bind, packing_or_reason, wants_dict
 from bert_unpad.hf.outputs import LazyTensor, lazy_output_class
 from bert_unpad.hf.packing import IGNORE, Packing
@@ -43,7 +43,7 @@ class HeadAdapter:
     """Whether the model also has a next-sentence head, as in BertForPreTraining."""
 
 
-def bert_logits(model: nn.Module, x: Tensor) -> Tensor:
+def bert_logits(model: Any, x: Tensor) -> Tensor:
     """Computes the logits of BertForMaskedLM and BertForPreTraining."""
     cls, head = model.cls, model.cls.predictions
     if unchanged(cls) and unchanged(head):
@@ -51,7 +51,7 @@ def bert_logits(model: nn.Module, x: Tensor) -> Tensor:
     return head(x)
 
 
-def roberta_logits(model: nn.Module, x: Tensor) -> Tensor:
+def roberta_logits(model: Any, x: Tensor) -> Tensor:
     """Computes the logits of masked-language models like RoBERTa's."""
     head = model.lm_head
     if unchanged(head):
@@ -60,25 +60,25 @@ def roberta_logits(model: nn.Module, x: Tensor) -> Tensor:
     return head(x)
 
 
-def electra_logits(model: nn.Module, x: Tensor) -> Tensor:
+def electra_logits(model: Any, x: Tensor) -> Tensor:
     """Computes the logits of ELECTRA's generator."""
     return dense(model.generator_lm_head, model.generator_predictions(x).to(x.dtype))
 
 
-def deberta_logits(model: nn.Module, x: Tensor) -> Tensor:
+def deberta_logits(model: Any, x: Tensor) -> Tensor:
     """Computes the logits of DebertaV2ForMaskedLM, whose head is BERT's or that of the paper."""
     if model.legacy:
         return bert_logits(model, x)
     return model.lm_predictions(x, model.deberta.embeddings.word_embeddings).to(x.dtype)
 
 
-def distilbert_logits(model: nn.Module, x: Tensor) -> Tensor:
+def distilbert_logits(model: Any, x: Tensor) -> Tensor:
     """Computes the logits of DistilBertForMaskedLM, whose head's modules belong to the model."""
     y = model.vocab_layer_norm(model.activation(model.vocab_transform(x)))
     return dense(model.vocab_projector, y.to(x.dtype))
 
 
-class PackedMlm:
+class PackedMlm(StockModule):
     """Mixin for the class of a stock masked-language model; it comes first in the bases."""
 
     _bert_unpad_head: HeadAdapter
@@ -130,17 +130,14 @@ class PackedMlm:
     ):
         head, x = self._bert_unpad_head, base_output.last_hidden_state
         device = x.device.type
-        cast = {
-            "enabled": torch.is_autocast_enabled(device),
-            "dtype": torch.get_autocast_dtype(device),
-        }
+        dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
         def logits() -> Tensor:
-            with torch.autocast(device, **cast):  # as now, not as when they are read
+            with torch.autocast(device, dtype, enabled):  # as now, not as when they are read
                 complete = x
                 if packing.last is not None:
-                    base = unwrap(getattr(self, head.base))
-                    stack = unwrap(getattr(base, base._bert_unpad_adapter.stack))
+                    base: Any = unwrap(getattr(self, head.base))
+                    stack: Any = unwrap(getattr(base, base._bert_unpad_adapter.stack))
                     complete = stack._bert_unpad_complete(packing, base_output.hidden_states[0], x)
                 return packing.pad(head.logits(self, complete))
 
@@ -152,18 +149,17 @@ class PackedMlm:
             some = head.logits(self, gather_rows(x[0], packing.output_rows(rows)))
             total, _ = ops.masked_cross_entropy(some, labels, ignore_index=IGNORE)
             loss = total / rows.shape[0]  # nan without labels, as in stock
-            if relationship is not None:
+            if relationship is not None and next_label is not None:
                 loss = loss + functional.cross_entropy(
                     relationship.view(-1, 2), next_label.view(-1)
                 )
+        value: Tensor | LazyTensor | None = None
         if found is None or how == "full":
             value = logits()
         elif how == "lazy":
             value = LazyTensor(logits, some.dtype, self.training)
-        else:
-            value = None
-        stock = BertForPreTrainingOutput if head.pretraining else MaskedLMOutput
-        kind = lazy_output_class(stock) if isinstance(value, LazyTensor) else stock
+        stock: type = BertForPreTrainingOutput if head.pretraining else MaskedLMOutput
+        kind: Any = lazy_output_class(stock) if isinstance(value, LazyTensor) else stock
         if head.pretraining:
             return kind(loss=loss, prediction_logits=value, seq_relationship_logits=relationship)
         return kind(loss=loss, logits=value)
@@ -172,14 +168,14 @@ class PackedMlm:
         return ", ".join(filter(None, (super().extra_repr(), "bert_unpad")))
 
 
-def _run_stock(head: nn.Module, forward: Callable, call: dict[str, Any]) -> Any:
+def _run_stock(head: StockModule, forward: Callable, call: dict[str, Any]) -> Any:
     if head._bert_unpad_passes_on:
         return forward(**call, packing=STOCK)
     with stock_modules():
         return forward(**call)
 
 
-class PackedLabels:
+class PackedLabels(StockModule):
     """Mixin for heads whose stock loss may depend on what the stock modules compute at padding.
 
     Then they run. Token classification counts every label that is not -100, question answering
@@ -227,6 +223,8 @@ class PackedTokenLabels(PackedLabels):
 class PackedSpans(PackedLabels):
     """Mixin for question answering."""
 
+    _bert_unpad_span_loss: str
+
     def _bert_unpad_loss_reason(self, call: dict[str, Any]) -> str | None:
         loss = call.get("start_positions") is not None and call.get("end_positions") is not None
         if self._bert_unpad_span_loss == "packed" or not loss or recording_reason():
@@ -238,7 +236,7 @@ class PackedSpans(PackedLabels):
         return 'with span_loss="stock" the softmax of its loss is over padding too'
 
 
-class PackedFirst:
+class PackedFirst(StockModule):
     """Mixin for heads whose result depends only on the first column of the last layer."""
 
     _bert_unpad_base: str

@@ -25,7 +25,7 @@ class LayerParts(NamedTuple):
 
     attention: nn.Module
     """The module whose training flag applies to attention weights."""
-    rate: nn.Module | float
+    rate: nn.Dropout | float
     """Dropout of attention weights."""
     first_norm: nn.Module | None
     """The norm before attention, in families with norms before the halves of a layer. The others'
@@ -115,7 +115,7 @@ class LayerAdapter:
 
     def parts(self, layer: nn.Module) -> LayerParts:
         """Returns the modules that a packed layer computes with."""
-        return LayerParts(*[None if path is None else _get(layer, path) for path in self._parts])
+        return LayerParts._make([_get(layer, path) if path else None for path in self._parts])
 
     def head_dim(self, layer: nn.Module) -> int:
         """Returns the width of an attention head."""
@@ -140,8 +140,8 @@ class LayerAdapter:
         return self.untouched(layer) and not (rotates and packing.positions is None)
 
 
-def _split(path: str | None) -> tuple[str, ...] | None:
-    return None if path is None else tuple(path.split("."))
+def _split(path: str | None) -> tuple[str, ...]:
+    return () if path is None else tuple(path.split("."))
 
 
 def _get(layer: nn.Module, path: tuple[str, ...]) -> Any:
@@ -159,15 +159,15 @@ def _rope(parameters: dict[str, Any]) -> Rotary:
     return Rotary(parameters["rope_theta"], 1.0 / parameters.get("factor", 1.0))
 
 
-def _modernbert_rotary(layer: nn.Module) -> Rotary:
+def _modernbert_rotary(layer: Any) -> Rotary:
     return _rope(layer.config.rope_parameters[layer.attention_type])
 
 
-def _rotary(layer: nn.Module) -> Rotary:
+def _rotary(layer: Any) -> Rotary:
     return _rope(layer.self_attn.config.rope_parameters)
 
 
-def _esm_rotary(layer: nn.Module) -> Rotary | None:
+def _esm_rotary(layer: Any) -> Rotary | None:
     attention = layer.attention.self
     if attention.position_embedding_type != "rotary":
         return None

@@ -11,7 +11,7 @@ layer computes follows from its arguments, so layers may be wrapped, compiled, o
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,9 @@ def _attend(
     scale = None if distances is None else distances.scale(attention)
 
     def bias(q: Tensor, k: Tensor) -> ops.PositionBias | None:
-        return None if shared is None else distances.bias(attention, shared, q, k)
+        if distances is None or shared is None:
+            return None
+        return distances.bias(attention, shared, q, k)
 
     if rows is not None:
         q = plain_modules.dense(parts.query, rows).unflatten(1, (-1, width))
@@ -89,7 +91,8 @@ def _attend(
     rotated = heads + heads // groups
     if adapter.rotary is not None and (turn := adapter.rotary(layer)) is not None:
         qkv = ops.rotary_(
-            *(qkv, packing.positions),
+            qkv,
+            packing.positions,  # type: ignore[arg-type]  # given, see `LayerAdapter.fits`
             heads=rotated,
             theta=turn.theta,
             position_scale=turn.scale,
@@ -98,7 +101,22 @@ def _attend(
     return packing.attend(qkv, heads, p, scale, added, adapter.window(attention))
 
 
-class PackedLayer:
+if TYPE_CHECKING:
+
+    class StockModule(nn.Module):
+        """The class of transformers that comes after a mixin in the bases."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    StockModule = object
+
+
+class PackedLayer(StockModule):
     """Mixin for the class of a stock layer; it comes first in the bases."""
 
     _bert_unpad_layer: LayerAdapter
@@ -120,7 +138,7 @@ class PackedLayer:
         return ", ".join(filter(None, (super().extra_repr(), "bert_unpad")))
 
 
-class PackedStack:
+class PackedStack(StockModule):
     """Mixin for the class of the module that holds the layers; it comes first in the bases."""
 
     _bert_unpad_layer: LayerAdapter
@@ -128,7 +146,7 @@ class PackedStack:
     def forward(self, hidden_states: Tensor, *args, packing: Packing | None = None, **kwargs):
         if not isinstance(packing, Packing):
             return super().forward(hidden_states, *args, **kwargs)
-        x, before = hidden_states, None
+        x = before = hidden_states
         shared = self._bert_unpad_shared(x)
         whole = packing if packing.last is None else dataclasses.replace(packing, last=None)
         for index, layer in enumerate(self.layer, 1):
@@ -147,6 +165,7 @@ class PackedStack:
             x: its output for these rows, [1, Q, hidden], which are kept. With dropout, the other
                 rows have other masks.
         """
+        assert packing.last is not None
         whole = dataclasses.replace(packing, last=None)
         rest = self.layer[-1](before, packing=whole, shared=self._bert_unpad_shared(before))
         return rest.index_copy(1, packing.last.positions, x)

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from bert_unpad import ops as _registers_operators  # noqa: F401
+from bert_unpad.batch import VarlenBatch
 from bert_unpad.batch.rows import gather_rows
 from bert_unpad.hf.fallback import recording_reason, stock_is_asked, warn_stock
 from bert_unpad.hf.layer_parts import LayerAdapter
-from bert_unpad.hf.layers import PackedLayer, PackedStack, unwrap
+from bert_unpad.hf.layers import PackedLayer, PackedStack, StockModule, unwrap
 from bert_unpad.hf.packing import Packing, refuse_restarts
 from bert_unpad.hf.verify import verify_once
 from bert_unpad.ops.attention import HEAD_DIMS
@@ -69,13 +70,13 @@ def _missing(key: str) -> str | None:
 _MISSING = {"cpu": _missing("CPU"), "cuda": _missing("CUDA")}
 
 
-def wants_dict(model: nn.Module, call: dict[str, Any]) -> bool:
+def wants_dict(model: Any, call: dict[str, Any]) -> bool:
     """Takes `return_dict` out of a call, and returns whether the result is to be a dictionary."""
     given = call.pop("return_dict", None)
     return getattr(model.config, "return_dict", True) if given is None else given
 
 
-def kind_reason(model: nn.Module) -> str | None:
+def kind_reason(model: Any) -> str | None:
     """Returns why no model of this kind, dtype and device can be packed, or None."""
     config, weight = model.config, model.get_input_embeddings().weight
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
@@ -96,7 +97,7 @@ def width_reason(head_dim: int, device: str) -> str | None:
 
 
 def token_positions(
-    embeddings: nn.Module, counts_ids: bool, call: dict[str, Any], packing: Packing
+    embeddings: Any, counts_ids: bool, call: dict[str, Any], packing: Packing
 ) -> Tensor:
     """Returns the position ids [1, T] of packed tokens.
 
@@ -131,9 +132,7 @@ def token_positions(
     return positions if packing.given else packing.pack(positions.expand(packing.shape))
 
 
-def static_reason(
-    model: PackedModel | nn.Module, adapter: ModelAdapter, layers: LayerAdapter
-) -> str | None:
+def static_reason(model: Any, adapter: ModelAdapter, layers: LayerAdapter) -> str | None:
     """Returns why no call of this model can be packed, or None.
 
     Its layers are those of the stock model, before or after the swap, maybe wrapped.
@@ -146,7 +145,7 @@ def static_reason(
     if getattr(config, "pruned_heads", None):
         return "attention heads are pruned"
     device = model.get_input_embeddings().weight.device.type
-    stack = unwrap(getattr(model, adapter.stack))
+    stack: Any = unwrap(getattr(model, adapter.stack))
     if len(stack.layer) == 0:
         return "it has no layers"
     if layers.distances is not None and (reason := layers.distances.reason(stack)):
@@ -181,7 +180,7 @@ def _has_own_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__
 
 
-def first_is_read(model: nn.Module) -> bool:
+def first_is_read(model: Any) -> bool:
     """Whether something reads the first column of this base model's output."""
     return getattr(model, "pooler", None) is not None or getattr(
         model, "_bert_unpad_first_is_read", False
@@ -291,7 +290,7 @@ def _given_packing(model: Packable, call: dict[str, Any], source: Tensor) -> Pac
             "cu_seq_lens_k: expected the same as cu_seq_lens_q, as this is self-attention"
         )
     packing = Packing.from_cu_seqlens(cu_seqlens, longest, source.shape[1])
-    if first_is_read(model) and not torch.compiler.is_compiling():
+    if first_is_read(model) and isinstance(packing.batch, VarlenBatch):  # not in a compiled call
         lengths = packing.batch.lengths
         if bool((lengths == 0).any()):
             raise ValueError(
@@ -300,13 +299,13 @@ def _given_packing(model: Packable, call: dict[str, Any], source: Tensor) -> Pac
     return packing
 
 
-class PackedModel:
+class PackedModel(StockModule):
     """Mixin for the class of a stock base model; it comes first in the bases."""
 
     _bert_unpad_adapter: ModelAdapter
     _bert_unpad_arguments: tuple[str, ...]
     _bert_unpad_layer: LayerAdapter
-    _bert_unpad_padded = ("output_attentions", "output_hidden_states")
+    _bert_unpad_padded: tuple[str, ...] = ("output_attentions", "output_hidden_states")
 
     def forward(
         self,
@@ -327,9 +326,9 @@ class PackedModel:
         keep_packed = packing is not None
         if packing is None:
             packing = packing_or_reason(self, call)
-            if isinstance(packing, str):
-                warn_stock(type(self).__name__, packing)
-                return super().forward(**call)
+        if isinstance(packing, str):
+            warn_stock(type(self).__name__, packing)
+            return super().forward(**call)
         verify_once(self, call)
         if (call.get("input_ids") is None) == (call.get("inputs_embeds") is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")

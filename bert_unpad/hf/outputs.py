@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers.utils import ModelOutput
+else:
+    ModelOutput = object
 
 
 class LazyTensor:
@@ -32,25 +37,24 @@ class LazyTensor:
             training: whether walking over a model's outputs keeps this lazy. The Trainer's
                 evaluation walks over outputs to find the logits, so there it should not.
         """
-        self._compute: Callable[[], Tensor] | None = compute
+        self._value: Tensor | Callable[[], Tensor] = compute
         self.training = training
-        self._value: Tensor | None = None
         self.dtype = dtype
 
     @property
     def computed(self) -> bool:
         """Whether the tensor has been computed."""
-        return self._value is not None
+        return isinstance(self._value, Tensor)
 
     def get(self) -> Tensor:
         """Returns the tensor; computes it on first use."""
-        if self._value is None:
-            self._value, self._compute = self._compute(), None
+        if not isinstance(self._value, Tensor):
+            self._value = self._value()
         return self._value
 
     def to(self, *args, **kwargs) -> LazyTensor | Tensor:
         """Converts as `Tensor.to` does; a cast to a dtype stays lazy."""
-        if self._value is None and len(args) == 1 and isinstance(args[0], torch.dtype):
+        if not self.computed and len(args) == 1 and isinstance(args[0], torch.dtype):
             return LazyTensor(lambda: self.get().to(args[0], **kwargs), args[0], self.training)
         return self.get().to(*args, **kwargs)
 
@@ -59,7 +63,7 @@ class LazyTensor:
         return self.to(torch.float32)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_compute", "_value"):
+        if name.startswith("__") or name == "_value":
             raise AttributeError(name)
         return getattr(self.get(), name)
 
@@ -90,7 +94,7 @@ def _identity(value: Tensor) -> Tensor:
     return value
 
 
-class _LazyFields:
+class _LazyFields(ModelOutput):
     """Mixin for a ModelOutput that returns tensors where it holds LazyTensors."""
 
     def __post_init__(self) -> None:

@@ -151,13 +151,13 @@ class Packing:
         """Returns the same packing with a last layer that computes only some rows.
 
         Args:
-            rows: packed rows to compute, int64 [M], ascending; None for none.
+            rows: packed rows to compute, int64 [M], ascending; None for first rows only.
             first: also compute the first row of each sequence; then no sequence may be empty.
         """
-        positions = rows
-        if first:
-            firsts = self.cu_seqlens[:-1].long()
-            positions = firsts if rows is None else _union(firsts, rows)
+        if rows is None:
+            positions = self.cu_seqlens[:-1].long()
+        else:
+            positions = _union(self.cu_seqlens[:-1].long(), rows) if first else rows
         cu_seqlens = torch.searchsorted(positions, self.cu_seqlens, out_int32=True)
         bound = 1 if rows is None else self.max_seqlen
         return dataclasses.replace(self, last=LastRows(positions, cu_seqlens, bound))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,25 @@ from torch.nn import functional
 
 from bert_unpad import ops
 from bert_unpad.ops import matmul
+from bert_unpad.ops.glu import GluKind
 from bert_unpad.ops.matmul import no_autocast, product_dtype
+from bert_unpad.ops.norm import NormOptions
 from bert_unpad.ops.registration import first_order
 
 # The `approximate` of GELU for transformers' classes of activations. FastGELU and QuickGELU are not
 # among them, because they use other formulas.
-_GELU = {
+_GELU: dict[str, Literal["none", "tanh"]] = {
     "GELUActivation": "none",
     "NewGELUActivation": "tanh",
     "GELUTanh": "tanh",
     "PytorchGELUTanh": "tanh",
 }
 # The `kind` of `ops.glu` for them, and for other activations of gates.
-_GLU = {name: {"none": "gelu", "tanh": "gelu_tanh"}[kind] for name, kind in _GELU.items()}
-_GLU |= {"SiLU": "silu", "SiLUActivation": "silu", "ReLU": "relu"}
+_GLU: dict[str, GluKind] = {
+    **{name: "gelu" if kind == "none" else "gelu_tanh" for name, kind in _GELU.items()},
+    **{"SiLU": "silu", "SiLUActivation": "silu", "ReLU": "relu"},
+}
+_Kind = TypeVar("_Kind")
 
 
 def untouched(module: nn.Module) -> bool:
@@ -51,7 +56,7 @@ def unchanged(module: nn.Module) -> bool:
     return ours and untouched(module)
 
 
-def _plain(parameter: Tensor | None) -> bool:
+def _plain(parameter: Tensor | None) -> TypeGuard[Tensor]:
     return type(parameter) is nn.Parameter or type(parameter) is Tensor
 
 
@@ -63,11 +68,11 @@ def _linear_parameters(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | N
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if not _plain(weight):
         return None
-    return _parameter(weight, x), _parameter(bias, x)
+    return _parameter(weight, x), None if bias is None else _parameter(bias, x)
 
 
-def _parameter(parameter: Tensor | None, x: Tensor) -> Tensor | None:
-    if parameter is None or parameter.dtype in (x.dtype, torch.float32):
+def _parameter(parameter: Tensor, x: Tensor) -> Tensor:
+    if parameter.dtype in (x.dtype, torch.float32):
         return parameter
     return parameter.to(x.dtype)
 
@@ -106,11 +111,12 @@ def project_side_by_side(modules: tuple[nn.Module, ...], x: Tensor) -> Tensor:
     """
     if all(module is modules[0] for module in modules):
         return dense(modules[0], x)
-    found = [_linear_parameters(module, x) for module in modules]
-    if None in found or len({(pair[0].shape, pair[1] is None) for pair in found}) > 1:
+    found = [pair for module in modules if (pair := _linear_parameters(module, x)) is not None]
+    alike = len({(weight.shape, bias is None) for weight, bias in found}) == 1
+    if len(found) < len(modules) or not alike:
         return torch.cat([dense(module, x) for module in modules], 1)
-    weights, biases = zip(*found, strict=True)
-    biases = () if biases[0] is None else biases
+    weights = tuple(weight for weight, _ in found)
+    biases = tuple(bias for _, bias in found if bias is not None)
     parameters = (*weights, *biases)
     if torch.compiler.is_compiling():
         return ops.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
@@ -152,7 +158,8 @@ class _Concatenated(torch.autograd.Function):
     def backward(ctx, saved, dy: Tensor):
         x, weight, *weights = saved
         count, biases = len(weights), len(ctx.dtypes) > len(weights)
-        dx, gradients = None, [None] * len(ctx.dtypes)
+        dx = None
+        gradients: list[Tensor | None] = [None] * len(ctx.dtypes)
         # A backward pass within autocast would otherwise compute products in another dtype.
         with no_autocast(dy.device.type):
             if ctx.needs_input_grad[0]:
@@ -208,7 +215,7 @@ class _SideBySide(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             for part, weight in zip(parts, weights, strict=True):
                 dx = matmul.product(part, weight.t(), None, dx)
-            dx = dx.to(x.dtype)
+            dx = None if dx is None else dx.to(x.dtype)
         needs = ctx.needs_input_grad[3:]
         wide = x.to(dtype)
         gradients = [
@@ -243,21 +250,21 @@ def activated(
     if gate is None:
         y, bias = project(first, x)
         kind = "none" if activation is None else _kind(activation, _GELU)
-        if kind is not None:
-            return ops.bias_gelu(y, bias, approximate=kind)
-        return activation(y if bias is None else y + bias).to(y.dtype)
+        if activation is not None and kind is None:
+            return activation(y if bias is None else y + bias).to(y.dtype)
+        return ops.bias_gelu(y, bias, approximate=kind or "none")
     if gate is first:
         y, bias = project(first, x)
     else:
         y, bias = project_side_by_side((first, gate), x[0])[None], None
-    kind = _kind(activation, _GLU)
-    if kind is not None:
-        return ops.glu(y, kind, bias)
-    a, b = (y if bias is None else y + bias).chunk(2, -1)
-    return (activation(a) * b).to(y.dtype)
+    glu = None if activation is None else _kind(activation, _GLU)
+    if activation is not None and glu is None:
+        a, b = (y if bias is None else y + bias).chunk(2, -1)
+        return (activation(a) * b).to(y.dtype)
+    return ops.glu(y, glu or "gelu", bias)
 
 
-def _kind(module: nn.Module, kinds: Mapping[str, str]) -> str | None:
+def _kind(module: nn.Module, kinds: Mapping[str, _Kind]) -> _Kind | None:
     fits = isinstance(module, nn.Module) and untouched(module)
     return kinds.get(type(module).__name__) if fits else None
 
@@ -287,8 +294,8 @@ def _norm(module: nn.Module, x: Tensor) -> _Norm | None:
     plain = (rms or type(module) is nn.LayerNorm) and untouched(module)
     if not plain or not _plain(weight) or weight.dim() != 1 or not (bias is None or _plain(bias)):
         return None
-    eps = module.variance_epsilon if rms else module.eps
-    return _Norm(rms, _parameter(weight, x), _parameter(bias, x), eps)
+    eps = getattr(module, "variance_epsilon" if rms else "eps")
+    return _Norm(rms, _parameter(weight, x), None if bias is None else _parameter(bias, x), eps)
 
 
 def normalise(module: nn.Module, x: Tensor) -> Tensor:
@@ -315,7 +322,7 @@ def add_and_normalise(
     module: nn.Module,
     dropout: nn.Module | None,
     return_sum: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Computes the sum residual + dropout(x + x_bias), in residual's dtype, and its norm, in x's.
 
     Args:
@@ -323,21 +330,30 @@ def add_and_normalise(
         x_bias: of x's last dimension, or None.
         module: the norm.
         dropout: None: no dropout.
-        return_sum: return the sum too, which is None otherwise.
+        return_sum: return the sum too.
 
     Returns:
-        The norm, and the sum.
+        The norm, and the sum, in whose place the norm may stand if it was not asked for.
     """
     p, norm = _rate(dropout), _norm(module, x)
     if p is None or norm is None or x.dtype != residual.dtype:
         total = add(x, x_bias, residual, dropout)
         return normalise(module, total).to(x.dtype), total
-    more = {"dropout_p": p, "eps": norm.eps, "x_bias": x_bias, "return_sum": return_sum}
+    more: NormOptions = {
+        "dropout_p": p,
+        "eps": norm.eps,
+        "x_bias": x_bias,
+        "rng": None,
+        "return_sum": return_sum,
+    }
     if norm.rms:
         found = ops.dropout_add_rms_norm(x, residual, norm.weight, **more)
     else:
         found = ops.dropout_add_layer_norm(x, residual, norm.weight, norm.bias, **more)
-    return found[::-1] if return_sum else (found, None)
+    if isinstance(found, Tensor):
+        return found, found
+    total, y = found
+    return y, total
 
 
 def add(x: Tensor, x_bias: Tensor | None, residual: Tensor, dropout: nn.Module | None) -> Tensor:

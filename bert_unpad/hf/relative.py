@@ -23,37 +23,35 @@ from bert_unpad.nn.relative import disentangled_bias
 class Distances(Protocol):
     """How the layers of a family use distances."""
 
-    def reason(self, stack: nn.Module) -> str | None:
+    def reason(self, stack: Any) -> str | None:
         """Why a stack of layers cannot run on packed tokens, or None."""
 
-    def shared(self, stack: nn.Module, x: Tensor) -> Any:
+    def shared(self, stack: Any, x: Tensor) -> Any:
         """What the layers of a stack share, for hidden states x; None if distances do not count."""
 
-    def scale(self, attention: nn.Module) -> float | None:
+    def scale(self, attention: Any) -> float | None:
         """The factor of a layer's scores; None: 1 / sqrt(head_dim)."""
 
-    def bias(
-        self, attention: nn.Module, shared: Any, q: Tensor, k: Tensor
-    ) -> ops.PositionBias | None:
+    def bias(self, attention: Any, shared: Any, q: Tensor, k: Tensor) -> ops.PositionBias | None:
         """What a layer adds to the scores of q [Q, heads, head_dim] and k [K, heads, head_dim]."""
 
 
 class T5Distances:
     """A number for each bucket of distances and head, the same in all layers (MPNet)."""
 
-    def reason(self, stack: nn.Module) -> str | None:
+    def reason(self, stack: Any) -> str | None:
         table = stack.relative_attention_bias
         if type(table) is nn.Embedding and untouched(table):
             return None
         return "its position bias has a hook, or was replaced"
 
-    def shared(self, stack: nn.Module, x: Tensor) -> ops.PositionBias:
+    def shared(self, stack: Any, x: Tensor) -> ops.PositionBias:
         # transformers' MPNet takes these, whatever its configuration says.
         return ops.PositionBias(
             _buckets(ops.t5_buckets, 32, 128, x.device), table=stack.relative_attention_bias.weight
         )
 
-    def scale(self, attention: nn.Module) -> None:
+    def scale(self, attention: Any) -> None:
         return None
 
     def bias(self, attention, shared, q, k) -> ops.PositionBias:
@@ -63,19 +61,19 @@ class T5Distances:
 class DisentangledDistances:
     """Scores of contents and distances (arXiv:2006.03654), as in DeBERTa-v2 and v3."""
 
-    def reason(self, stack: nn.Module) -> str | None:
+    def reason(self, stack: Any) -> str | None:
         if stack.conv is not None:
             return "it has a convolution over neighbouring tokens"
         return None
 
-    def shared(self, stack: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    def shared(self, stack: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
         if not stack.relative_attention:
             return None
         span = stack.position_buckets if stack.position_buckets > 0 else -1
         buckets = _buckets(ops.deberta_buckets, stack.max_relative_positions, span, x.device)
         return stack.get_rel_embedding().to(x.dtype), buckets
 
-    def scale(self, attention: nn.Module) -> float:
+    def scale(self, attention: Any) -> float:
         terms = sum(term in attention.pos_att_type for term in ("c2p", "p2c"))
         return 1 / math.sqrt(attention.attention_head_size * (1 + terms))
 

@@ -23,7 +23,7 @@ from bert_unpad.batch.rows import gather_rows
 from bert_unpad.hf import flash, layer_parts
 from bert_unpad.hf.fallback import warn_stock
 from bert_unpad.hf.layer_parts import LayerAdapter
-from bert_unpad.hf.layers import compute
+from bert_unpad.hf.layers import StockModule, compute
 from bert_unpad.hf.models import (
     STOCK,
     bind,
@@ -93,7 +93,7 @@ def version_reason(model: nn.Module, family: StockFamily) -> str | None:
     return None
 
 
-def stock_reason(model: nn.Module) -> str | None:
+def stock_reason(model: Any) -> str | None:
     """Returns why no call of this model can be packed, or None."""
     config = model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -107,7 +107,7 @@ def _has_windows(config: Any) -> bool:
     )
 
 
-class PackedCall:
+class PackedCall(StockModule):
     """Mixin for the class of a stock base model; it comes first in the bases."""
 
     _bert_unpad_family: StockFamily
@@ -116,7 +116,7 @@ class PackedCall:
     """The attention of calls that cannot be packed: the model's own."""
     _bert_unpad_exact_angles: bool
     """Whether operators may rotate instead of the stock layers; see `angles_are_exact`."""
-    _bert_unpad_padded = ("output_attentions",)
+    _bert_unpad_padded: tuple[str, ...] = ("output_attentions",)
 
     def forward(self, *args, packing: str | None = None, **kwargs):
         """The stock forward; `packing` is `STOCK` or None."""
@@ -133,7 +133,7 @@ class PackedCall:
         verify_once(self, call)
         return_dict = wants_dict(self, call)
         cu_seqlens, longest = packing.cu_seqlens, packing.max_seqlen
-        lengths = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+        lengths: dict[str, Any] = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
         lengths |= {"max_length_q": longest, "max_length_k": longest}
         call = self._bert_unpad_tokens(call, packing) | lengths
         positions = call["position_ids"][0] if self._bert_unpad_exact_angles else None
@@ -215,7 +215,7 @@ class PackedCall:
         return rest | {"position_ids": positions}
 
 
-class FusedLayer:
+class FusedLayer(StockModule):
     """Mixin for the class of a stock layer of these families; it comes first in the bases."""
 
     _bert_unpad_layer: LayerAdapter
@@ -242,7 +242,7 @@ def angles_are_exact(model: nn.Module) -> bool:
     )
 
 
-def choose_attention(model: nn.Module, own: str) -> None:
+def choose_attention(model: Any, own: str) -> None:
     """Lets a swapped model's packed calls compute attention by `bert_unpad_flash`; `own` is what
     its other calls keep."""
     vars(model).setdefault("_bert_unpad_attention", own)
@@ -250,7 +250,7 @@ def choose_attention(model: nn.Module, own: str) -> None:
     model.config._attn_implementation = flash.NAME
 
 
-def restore_attention(model: nn.Module) -> None:
+def restore_attention(model: Any) -> None:
     """Undoes `choose_attention`."""
     model.config._attn_implementation = model.__dict__.pop("_bert_unpad_attention")
     del model._bert_unpad_exact_angles

@@ -103,8 +103,8 @@ def supports(model: nn.Module) -> Support:
             stock[name] = reason
         else:
             accelerated[name] = "embeddings and layers"
-    for name, module, family in _stock_models(model):
-        reason = version_reason(module, family) or stock_reason(module)
+    for name, module, stock_family in _stock_models(model):
+        reason = version_reason(module, stock_family) or stock_reason(module)
         (stock if reason else accelerated)[name] = reason or "the call, and layers"
     for name, module in model.named_modules():
         found = _mlm(module)
@@ -161,19 +161,19 @@ def unpad(
     ]
     for module, family in chosen:
         module.__class__ = _packed_model(_stock(module), family)
-        stack = unwrap(getattr(module, family.adapter.stack))
+        stack: Any = unwrap(getattr(module, family.adapter.stack))
         stack.__class__ = _packed_part(_stock(stack), family, "stack")
         for layer in map(unwrap, stack.layer):
             layer.__class__ = _packed_part(_stock(layer), family, "layer")
     stock = [found for found in _stock_models(model) if found[0] in support.accelerated]
     # All first: a configuration may be that of several models.
     own = {name: module.config._attn_implementation for name, module, _ in stock}
-    for name, module, family in stock:
-        module.__class__ = _packed_call(_stock(module), family)
+    for name, module, stock_family in stock:
+        module.__class__ = _packed_call(_stock(module), stock_family)
         choose_attention(module, own[name])
         for layer in module.modules():
-            if _computes_as(layer, family, family.layer_class):
-                layer.__class__ = _packed_part(_stock(layer), family, "fused")
+            if _computes_as(layer, stock_family, stock_family.layer_class):
+                layer.__class__ = _packed_part(_stock(layer), stock_family, "fused")
     for module in model.modules():
         _swap_head(module, logits, span_loss)
     for name in support.accelerated if verify else ():
@@ -194,20 +194,21 @@ def repad(model: nn.Module) -> nn.Module:
             be undone.
     """
     for name, module in model.named_modules():
-        kind = type(module)
+        kind: Any = type(module)
         if hasattr(kind, "_bert_unpad_stock") and "_bert_unpad_stock" not in vars(kind):
             raise ValueError(f"{name or 'the model'} became a {kind} after unpad: cannot undo that")
     for module in model.modules():
         if "_bert_unpad_attention" in vars(module):
             restore_attention(module)
-        if hasattr(type(module), "_bert_unpad_stock"):
-            module.__class__ = type(module)._bert_unpad_stock
+        kind = type(module)
+        if hasattr(kind, "_bert_unpad_stock"):
+            module.__class__ = kind._bert_unpad_stock
         for attribute in _STATE:
             module.__dict__.pop(attribute, None)
     return model
 
 
-def _stock(module: nn.Module) -> type:
+def _stock(module: nn.Module) -> Any:
     return vars(type(module)).get("_bert_unpad_stock", type(module))
 
 
@@ -228,14 +229,14 @@ def _computes_as(module: nn.Module, family: Family | StockFamily, name: str) -> 
     return inspect.unwrap(_stock(module).forward) is inspect.unwrap(wanted.forward)
 
 
-def _base_models(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
+def _base_models(model: nn.Module) -> Iterator[tuple[str, Any, Family]]:
     for name, module in model.named_modules():
         for family in FAMILIES:
             if _is(module, family, "Model"):
                 yield name, module, family
 
 
-def _stock_models(model: nn.Module) -> Iterator[tuple[str, nn.Module, StockFamily]]:
+def _stock_models(model: nn.Module) -> Iterator[tuple[str, Any, StockFamily]]:
     for name, module in model.named_modules():
         for family in STOCK_FAMILIES:
             if _is(module, family, "Model"):
@@ -243,7 +244,7 @@ def _stock_models(model: nn.Module) -> Iterator[tuple[str, nn.Module, StockFamil
 
 
 def _strange_part(module: nn.Module, family: Family) -> str | None:
-    stack = unwrap(getattr(module, family.adapter.stack))
+    stack: Any = unwrap(getattr(module, family.adapter.stack))
     if not _computes_as(stack, family, family.stack_class):
         return f"its stack of layers is a {type(stack).__name__}, not a {family.stack_class}"
     for index, layer in enumerate(stack.layer):
@@ -260,7 +261,7 @@ def _mlm(module: nn.Module) -> tuple[Family, HeadAdapter] | None:
     return None
 
 
-def _swap_head(module: nn.Module, logits: str, span_loss: str) -> None:
+def _swap_head(module: Any, logits: str, span_loss: str) -> None:
     found = _mlm(module)
     if found is not None:
         module.__class__ = _packed_mlm(_stock(module), *found)
@@ -273,7 +274,8 @@ def _swap_head(module: nn.Module, logits: str, span_loss: str) -> None:
                 module.__class__ = _packed_labels(_stock(module), mixin, family.passes_on)
                 module._bert_unpad_span_loss = span_loss
         if any(_is(module, family, name) for name in family.first_readers):
-            for child in map(unwrap, module.children()):
+            children: Iterator[Any] = map(unwrap, module.children())
+            for child in children:
                 alone = isinstance(child, PackedCall) and getattr(child, "pooler", None) is None
                 if isinstance(child, PackedModel) or alone:
                     child._bert_unpad_first_is_read = True
@@ -283,13 +285,13 @@ def _swap_head(module: nn.Module, logits: str, span_loss: str) -> None:
                 module.__class__ = _packed_first(_stock(module), family.base_attribute, classifier)
 
 
-def _arguments(stock: type) -> tuple[str, ...]:
+def _arguments(stock: Any) -> tuple[str, ...]:
     """Returns the names of forward's positional parameters."""
     parameters = list(inspect.signature(stock.forward).parameters.values())[1:]
     return tuple(p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD)
 
 
-def _subclass(mixin: type, stock: type, **attributes: Any) -> type:
+def _subclass(mixin: type, stock: Any, **attributes: Any) -> type:
     """Makes a subclass of `mixin` and `stock`, in this order, with the name of `stock`."""
     forward = functools.wraps(stock.forward)(_forwarder(mixin))
     namespace = {
@@ -382,7 +384,7 @@ def _packed_first(stock: type, base: str, classifier: str | None) -> type:
 
 def _reduce(self, protocol: int):
     """Pickles and copies through the stock class, because a subclass cannot be found by name."""
-    kind = next(k for k in type(self).__mro__ if "_bert_unpad_stock" in vars(k))
+    kind: Any = next(k for k in type(self).__mro__ if "_bert_unpad_stock" in vars(k))
     state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
     return _rebuild, (kind._bert_unpad_stock, *kind._bert_unpad_rebuild), state
 
@@ -394,7 +396,7 @@ def _family(package: str) -> Family | StockFamily:
 def _rebuild(stock: type, role: str, *given: Any) -> nn.Module:
     """Makes a module of the packed class of `stock`, without state, which pickle sets later."""
     if role == "model":
-        kind = _packed_model(stock, _family(given[0]))
+        kind: Any = _packed_model(stock, _family(given[0]))
     elif role in ("layer", "stack", "fused"):
         kind = _packed_part(stock, _family(given[0]), role)
     elif role == "call":

@@ -66,7 +66,7 @@ def verify(model: nn.Module) -> nn.Module:
     return model
 
 
-def _verify_attention(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def _verify_attention(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """The hook that `verify` registers: removes itself with the first call that is checked."""
     call = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
     if _has_padding(model, call):
@@ -77,7 +77,7 @@ def _verify_attention(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
         _compare_call(model, call, lambda found: found.set_attn_implementation(stock))
 
 
-def verify_once(model: nn.Module, call: Mapping[str, Any]) -> None:
+def verify_once(model: Any, call: Mapping[str, Any]) -> None:
     """Compares a swapped base model with its stock modules on the first eager call whose batch has
     padding.
 
@@ -107,9 +107,7 @@ def _has_padding(model: nn.Module, call: Mapping[str, Any]) -> bool:
     return True
 
 
-def _compare_call(
-    model: nn.Module, call: Mapping[str, Any], make_stock: Callable[[nn.Module], object]
-) -> None:
+def _compare_call(model: Any, call: Mapping[str, Any], make_stock: Callable[[Any], object]) -> None:
     """Compares a model with what `make_stock` makes of it, on one call with a padded batch.
 
     Raises:
@@ -162,7 +160,7 @@ class _Rates(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _compare_rates(model: nn.Module, stock: nn.Module, given: Mapping[str, Any]) -> None:
+def _compare_rates(model: Any, stock: Any, given: Mapping[str, Any]) -> None:
     """Compares how often both models drop at which rate.
 
     Raises:
@@ -185,13 +183,13 @@ def _compare_rates(model: nn.Module, stock: nn.Module, given: Mapping[str, Any])
 
 def _pair(
     stock: nn.Module, packed: nn.Module, dtype: torch.dtype, given: Mapping[str, Any], kept: Tensor
-) -> list[Found]:
+) -> tuple[Found, Found]:
     models = [copy.deepcopy(model).to(dtype) for model in (stock, packed)]
     models[1].__dict__.pop("_bert_unpad_verify", None)
-    return [_run(model, given, kept) for model in models]
+    return _run(models[0], given, kept), _run(models[1], given, kept)
 
 
-def _run(model: nn.Module, given: Mapping[str, Any], kept: Tensor) -> Found:
+def _run(model: Any, given: Mapping[str, Any], kept: Tensor) -> Found:
     """All layers' outputs at the tokens that are kept, and gradients; in order, in float64."""
     found: Found = {}
     tokens = int(kept.sum())
@@ -201,7 +199,7 @@ def _run(model: nn.Module, given: Mapping[str, Any], kept: Tensor) -> Found:
         return (x[kept] if padded else x.flatten(0, 1)).detach().double()
 
     def keep(name: str):
-        def hook(_module: nn.Module, _inputs: object, out: object) -> None:
+        def hook(_module: nn.Module, _inputs: object, out: Any) -> None:
             x = out[0] if isinstance(out, tuple) else out
             times = sum(key.split("#")[0] == name for key in found)  # ALBERT calls a layer again
             found[f"{name}#{times}" if times else name] = rows(x)

@@ -45,9 +45,9 @@ class SelfAttention(nn.Module):
         self, x: Tensor | RoundedInput, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Returns the linear layer of x, and x for the residual; see `ops.linear_residual`."""
-        if self.fp8:
-            return ops.fp8_linear(x, weight, bias, self.scales), input_parts(x)[0]
-        return ops.linear_residual(x, weight, bias)
+        if isinstance(x, Tensor) and not self.fp8:
+            return ops.linear_residual(x, weight, bias)
+        return ops.fp8_linear(x, weight, bias, self.scales), input_parts(x)[0]
 
     def forward(
         self,
@@ -130,10 +130,12 @@ class SelfAttention(nn.Module):
         kv, _ = self._project(x, kv_weight, biases[1])
         q = q.view(x_rows.shape[0], self.num_heads, self.head_dim)
         if (rotary := positions.rotary) is not None:
-            turn = {"theta": rotary.theta, "position_scale": rotary.scale}
-            q = ops.rotary_(q, rotary.rows, heads=self.num_heads, **turn)
+            theta, scale = rotary.theta, rotary.scale
+            q = ops.rotary_(q, rotary.rows, heads=self.num_heads, theta=theta, position_scale=scale)
             kv = kv.view(kv.shape[0], 2 * self.kv_heads, self.head_dim)
-            kv = ops.rotary_(kv, rotary.tokens, heads=self.kv_heads, **turn)
+            kv = ops.rotary_(
+                kv, rotary.tokens, heads=self.kv_heads, theta=theta, position_scale=scale
+            )
         kv = kv.view(kv.shape[0], 2, self.kv_heads, self.head_dim)
         bias = positions.bias
         if positions.distances is not None:
@@ -200,10 +202,10 @@ class OutputBlock(nn.Module):
             return_sum=self.pre_norm,
             scale=scale,
         )
-        if self.pre_norm:
-            total, y = found
-            return y, total
-        return found, found
+        if isinstance(found, (Tensor, RoundedInput)):
+            return found, found
+        total, y = found
+        return y, total
 
 
 class AttentionBlock(nn.Module):
@@ -245,7 +247,7 @@ class AttentionBlock(nn.Module):
         if residual is x:
             residual = same
         elif rows is not None:
-            residual = gather_rows(residual, rows.positions)
+            residual = gather_rows(input_parts(residual)[0], rows.positions)
         weight = self.output.dense.weight
         y = ops.fp8_linear(out, weight, None, self.scales) if self.fp8 else ops.linear(out, weight)
         return self.output(y, residual, rng[1], scale)

@@ -202,7 +202,7 @@ class EncoderConfig:
         return self.hidden_size if self.embedding_size is None else self.embedding_size
 
     @property
-    def gelu_approximate(self) -> str:
+    def gelu_approximate(self) -> Literal["none", "tanh"]:
         """PyTorch's name for the GELU variant of hidden_act: "none" or "tanh"."""
         return GELU[self.hidden_act]
 
@@ -304,8 +304,3 @@ class EncoderConfig:
 
 BertConfig = EncoderConfig
 """Without arguments the configuration of BERT-base."""
-
-
-def glu_kind(act: str) -> str:
-    """The `kind` of `ops.glu` for an activation's name."""
-    return {"none": "gelu", "tanh": "gelu_tanh"}.get(GELU.get(act), act)

@@ -6,12 +6,16 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 if TYPE_CHECKING:
     from bert_unpad.nn.config import EncoderConfig
 
-GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+GELU: dict[str, Literal["none", "tanh"]] = {
+    "gelu": "none",
+    "gelu_new": "tanh",
+    "gelu_pytorch_tanh": "tanh",
+}
 """The `approximate` argument of GELU for each name of it."""
 _GATES = ("silu", "relu")  # that a GLU and the mlm head take besides
 
@@ -44,7 +48,7 @@ def check_config(config: EncoderConfig) -> None:
     """Raises a ValueError that names the first field which is wrong or does not fit another."""
     optional = {f.name for f in dataclasses.fields(config) if f.default is None}
 
-    def given(names: Sequence[str]) -> Iterator[tuple[str, object]]:
+    def given(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
         values = ((name, getattr(config, name)) for name in names)
         return ((name, x) for name, x in values if not (x is None and name in optional))
 
@@ -84,7 +88,7 @@ def _choices(config: EncoderConfig, name: str) -> Sequence[object]:
         return [*GELU, *(_GATES if config.feed_forward == "glu" else ())]
     if name == "head_act":
         return [*GELU, *_GATES]
-    hint = _hints(type(config))[name]
+    hint = _hints(type(config))[name]  # type: ignore[arg-type]  # a class has a hash
     if hint is bool:
         return (True, False)
     values = get_args(hint)

@@ -78,16 +78,17 @@ class Embeddings(nn.Module):
         words = self.word_embeddings.weight
         # A row of zeros stands for a table that the model does not have. It is no buffer, which DDP
         # would broadcast before every pass.
-        tables = [
+        positions, token_types = (
             words.new_zeros(1, words.shape[1]) if table is None else table.weight
             for table in (self.position_embeddings, self.token_type_embeddings)
-        ]
+        )
         return ops.embedding_layer_norm(
             inputs.input_ids,
             self._positions(inputs),
             self._token_types(inputs),
             words,
-            *tables,
+            positions,
+            token_types,
             norm.weight,
             torch.zeros_like(norm.weight) if norm.bias is None else norm.bias,
             dropout_p=self.dropout_p if self.training else 0.0,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, get_args
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +12,24 @@ from torch.utils.checkpoint import checkpoint
 from bert_unpad import ops
 from bert_unpad.batch import QueryRows, VarlenBatch
 from bert_unpad.nn.attention import AttentionBlock, OutputBlock
-from bert_unpad.nn.config import EncoderConfig, glu_kind
-from bert_unpad.nn.norms import make_norm, normalise
+from bert_unpad.nn.config import EncoderConfig
+from bert_unpad.nn.norms import Norm, make_norm, normalise
 from bert_unpad.nn.positions import NO_POSITIONS, AttentionPositions, layer_positions
 from bert_unpad.nn.relative import RelativeBias, RelativeEmbeddings
 from bert_unpad.nn.rng import RngKeys
 from bert_unpad.nn.stacked_linear import StackedLinear
 from bert_unpad.ops.attention import AttentionSchedule
 from bert_unpad.ops.delayed_scaling import WINDOW, DelayedScale, DelayedScaling
-from bert_unpad.ops.feed_forward import MlpScales
+from bert_unpad.ops.feed_forward import MlpOptions, MlpScales
 from bert_unpad.ops.fp8 import RoundedInput
+from bert_unpad.ops.glu import GluKind
 
 Recompute = Literal["none", "gelu", "layer"]
+
+_GLU_KINDS: dict[str, GluKind] = {
+    **{"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
+    **{"silu": "silu", "relu": "relu"},
+}
 
 
 class Intermediate(nn.Module):
@@ -37,7 +43,10 @@ class Intermediate(nn.Module):
         self.gated = config.feed_forward == "glu"
         rows = [config.intermediate_size] * (2 if self.gated else 1)
         self.dense = StackedLinear(config.hidden_size, rows, bias=config.mlp_bias)
-        self.act = glu_kind(config.hidden_act) if self.gated else config.gelu_approximate
+        if self.gated:
+            self.kind = _GLU_KINDS[config.hidden_act]
+        else:
+            self.approximate = config.gelu_approximate
 
 
 class EncoderLayer(nn.Module):
@@ -100,13 +109,23 @@ class EncoderLayer(nn.Module):
         )
         first, second = self.intermediate.dense, self.output.dense
         weights = (first.weight, first.bias, second.weight)
-        more = {"recompute": recompute_gelu, "fp8": self.fp8, "scales": self.scales}
+        more: MlpOptions = {"recompute": recompute_gelu, "fp8": self.fp8, "scales": self.scales}
         if self.intermediate.gated:
-            y, same = ops.glu_mlp(x, *weights, kind=self.intermediate.act, **more)
+            y, same = ops.glu_mlp(x, *weights, kind=self.intermediate.kind, **more)
         else:
-            y, same = ops.mlp(x, *weights, approximate=self.intermediate.act, **more)
+            y, same = ops.mlp(x, *weights, approximate=self.intermediate.approximate, **more)
         x, residual = self.output(y, residual if pre_norm else same, rng[2], next_scale)
         return (x, residual) if pre_norm else x
+
+
+if TYPE_CHECKING:
+
+    class _Layers(nn.ModuleList):
+        """PyTorch's list of modules, which knows no type of its items."""
+
+        def __iter__(self) -> Iterator[EncoderLayer]: ...
+
+        def __getitem__(self, index: Any) -> Any: ...
 
 
 class Encoder(nn.Module):
@@ -118,10 +137,14 @@ class Encoder(nn.Module):
     `LayerNorm` is the first layer's norm before attention.
     """
 
+    layer: _Layers
+    LayerNorm: Norm
+
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         order = config.layer_order
-        self.layer = nn.ModuleList(EncoderLayer(config) for _ in range(max(order) + 1))
+        layers = (EncoderLayer(config) for _ in range(max(order) + 1))
+        self.layer = nn.ModuleList(layers)  # type: ignore[assignment]
         self._shared_order = None if config.num_hidden_groups is None else order
         self._config = config
         self._pre_norm = config.norm_place == "pre"
@@ -159,7 +182,7 @@ class Encoder(nn.Module):
             layer.fp8 = layer.attention.fp8 = layer.attention.self.fp8 = value
 
     @property
-    def fp8_weights(self) -> list[nn.Parameter]:
+    def fp8_weights(self) -> list[Tensor]:
         """The weights of the linear layers that compute in 8 bits."""
         weights = []
         for layer in (layer for layer in self.layer if layer.fp8):

@@ -8,6 +8,7 @@ from bert_unpad import ops
 from bert_unpad.nn.config import EncoderConfig
 from bert_unpad.ops.delayed_scaling import DelayedScale
 from bert_unpad.ops.fp8 import RoundedInput
+from bert_unpad.ops.norm import NormOptions
 from bert_unpad.ops.norm_fp8 import dropout_add_norm_fp8
 
 Norm = nn.LayerNorm | nn.RMSNorm
@@ -23,7 +24,7 @@ def make_norm(config: EncoderConfig, width: int) -> Norm:
 def normalise(norm: Norm, x: Tensor) -> Tensor:
     """The norm of x: [rows, width] -> [rows, width], of x's dtype."""
     if isinstance(norm, nn.RMSNorm):
-        return ops.rms_norm(x, norm.weight, norm.eps)
+        return ops.rms_norm(x, norm.weight, norm.eps)  # type: ignore[arg-type]  # never None
     return ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
 
 
@@ -45,12 +46,18 @@ def dropout_add_norm(
         return_sum: return the sum too, before the norm.
         scale: round the norm too, by the scale of the linear layer that takes it.
     """
-    more = {"dropout_p": dropout_p, "eps": norm.eps, "x_bias": x_bias, "rng": rng}
-    more["return_sum"] = return_sum
-    rms = isinstance(norm, nn.RMSNorm)
+    eps: float = norm.eps  # type: ignore[assignment]  # None only if made so, see `make_norm`
+    more: NormOptions = {
+        "dropout_p": dropout_p,
+        "eps": eps,
+        "x_bias": x_bias,
+        "rng": rng,
+        "return_sum": return_sum,
+    }
     if scale is not None:
-        bias = None if rms else norm.bias
+        rms = isinstance(norm, nn.RMSNorm)
+        bias = None if isinstance(norm, nn.RMSNorm) else norm.bias
         return dropout_add_norm_fp8(x, residual, norm.weight, bias, scale, rms=rms, **more)
-    if rms:
+    if isinstance(norm, nn.RMSNorm):
         return ops.dropout_add_rms_norm(x, residual, norm.weight, **more)
     return ops.dropout_add_layer_norm(x, residual, norm.weight, norm.bias, **more)

@@ -37,7 +37,7 @@ class Rotary(NamedTuple):
     """Factor of the positions."""
     tokens: Tensor
     """int64 [T]: the position of each token."""
-    rows: Tensor | None
+    rows: Tensor
     """int64 [Q]: the position of each row that the last layer computes."""
 
 
@@ -81,7 +81,8 @@ def layer_positions(
     windows = [config.window(layer) for layer in layers]
     if config.relative_positions == "none" and max(windows, default=-1) < 0:
         return [NO_POSITIONS] * len(windows)
-    tokens, chosen, index = batch.position_ids, None, None
+    tokens = chosen = batch.position_ids
+    index = None
     if rows is not None:
         chosen = tokens.index_select(0, rows.positions)
         index = sequence_positions(batch).index_select(0, rows.positions).int()

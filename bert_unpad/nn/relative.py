@@ -14,18 +14,22 @@ from bert_unpad.nn.rng import keyed_dropout
 class RelativeBias(nn.Embedding):
     """A number for each bucket of distances and head, the same in all layers (T5, MPNet)."""
 
+    buckets: Tensor
+
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config.relative_buckets, config.num_attention_heads)
         buckets = ops.t5_buckets(config.relative_buckets, config.max_relative_positions)
         self.register_buffer("buckets", buckets, persistent=False)
 
-    def forward(self) -> ops.PositionBias:
+    def forward(self) -> ops.PositionBias:  # type: ignore[override]
         """What attention adds in every layer."""
         return ops.PositionBias(self.buckets, table=self.weight)
 
 
 class RelativeEmbeddings(nn.Embedding):
     """An embedding for each bucket of distances, which all layers project (DeBERTa)."""
+
+    buckets: Tensor
 
     def __init__(self, config: EncoderConfig) -> None:
         span = config.relative_buckets or config.max_relative_positions
@@ -36,7 +40,7 @@ class RelativeEmbeddings(nn.Embedding):
         buckets = ops.deberta_buckets(config.max_relative_positions, config.relative_buckets or -1)
         self.register_buffer("buckets", buckets, persistent=False)
 
-    def forward(self, dtype: torch.dtype) -> Tensor:
+    def forward(self, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
         """The embeddings, [buckets, hidden]."""
         x = self.weight.to(dtype)
         return x if self.LayerNorm is None else normalise(self.LayerNorm, x)
@@ -78,7 +82,7 @@ class DisentangledBias(nn.Module):
         if self.training and self.dropout_p:
             embeddings = keyed_dropout(embeddings, self.dropout_p, rng)
         width = q.shape[1] * q.shape[2]
-        projected = {}
+        projected: dict[str, Tensor] = {}
         for term, part in (("c2p", 1), ("p2c", 0)):
             if term not in self.terms:
                 continue
@@ -86,7 +90,7 @@ class DisentangledBias(nn.Module):
                 rows = slice(part * width, (part + 1) * width)
                 weight, bias = qkv.weight[rows], qkv.bias[rows]
             else:
-                projection = self.get_submodule(_PROJECTIONS[term])
+                projection = getattr(self, _PROJECTIONS[term])
                 weight, bias = projection.weight, projection.bias
             projected[term] = ops.linear(embeddings, weight, bias)
         return disentangled_bias(buckets, q, k, projected, scale)

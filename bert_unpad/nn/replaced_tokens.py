@@ -92,7 +92,7 @@ class ReplacedTokenPreTraining(EncoderForPreTraining):
                 delattr(theirs, name)
                 object.__setattr__(theirs, name, module)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, inputs: PackedInputs, rng_keys: Tensor | None = None
     ) -> ReplacedTokenPreTrainingOutput:
         """Computes losses and correct predictions of one packed batch, as sums.

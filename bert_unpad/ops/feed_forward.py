@@ -10,7 +10,7 @@ approximation, so BERT's own GELU, with erf, takes a fused kernel after the prod
 """
 
 import functools
-from typing import Literal
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -31,6 +31,14 @@ _ops = torch.ops.bert_unpad
 _TANH = ("bias_gelu", True)
 # Of the first linear layer and the second.
 MlpScales = tuple[LinearScales, LinearScales]
+
+
+class MlpOptions(TypedDict):
+    """What `mlp` and `glu_mlp` take by name."""
+
+    recompute: bool
+    fp8: bool
+    scales: MlpScales | None
 
 
 @functools.cache

@@ -28,22 +28,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bert_unpad import _C
+from bert_unpad._C import cpu_isa, fast_bf16_dot_products, mkl_leaves_avx512_unused
 from bert_unpad.ops import matrix_checks
 from bert_unpad.ops.registration import register_cpu, register_fake, register_in_place
 
 _ops = torch.ops.bert_unpad
 
 
-# Constants of the machine, asked for once: torch.compile cannot trace calls into _C.
-CPU_MULTIPLIES_BF16: bool = _C.cpu_isa() in ("avx512_bf16", "amx", "neon_bf16")
+# Constants of the machine, asked for once: torch.compile cannot trace calls into C++.
+CPU_MULTIPLIES_BF16: bool = cpu_isa() in ("avx512_bf16", "amx", "neon_bf16")
 """Whether this CPU has bf16 matrix or dot-product instructions."""
 
-_AVX512_UNUSED: bool = _C.mkl_leaves_avx512_unused()
+_AVX512_UNUSED: bool = mkl_leaves_avx512_unused()
 """Whether this CPU has AVX-512 that MKL does not use."""
 
 _PACKED_DTYPES: tuple[torch.dtype, ...] = (torch.float32,) * _AVX512_UNUSED + (torch.bfloat16,) * (
-    _C.cpu_isa() == "amx" or (_AVX512_UNUSED and _C.fast_bf16_dot_products())
+    cpu_isa() == "amx" or (_AVX512_UNUSED and fast_bf16_dot_products())
 )
 """The dtypes in which our own product of weight gradients is faster than the libraries'."""
 
@@ -109,7 +109,7 @@ def _own_fits(weight: Tensor) -> bool:
 
 
 def _onednn_wanted() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
 def product(
@@ -150,9 +150,10 @@ def product_into(
         _ops.packed_product_(y, x, weight, bias, addend)
         return y
     # Autocast does not change calls with `out`.
-    if bias is None and addend is None:
+    added = bias if addend is None else addend
+    if added is None:
         return torch.mm(x, weight.t(), out=y)
-    return torch.addmm(bias if addend is None else addend, x, weight.t(), out=y)
+    return torch.addmm(added, x, weight.t(), out=y)
 
 
 def _opaque(x: Tensor, weight: Tensor) -> bool:
@@ -204,7 +205,7 @@ def accumulate_in_place(weight: Tensor, enabled: bool = True) -> None:
         weight: a parameter, [out, in].
         enabled: False turns it off again.
     """
-    weight._bert_unpad_accumulates = enabled
+    weight._bert_unpad_accumulates = enabled  # type: ignore[attr-defined]
 
 
 class InPlaceGradients:
@@ -296,9 +297,10 @@ def gradient_target(weight: Tensor) -> tuple[Tensor, bool] | None:
     watch = InPlaceGradients.current
     if watch is not None:
         watch.note(weight)
-    if torch.is_grad_enabled() or not takes_product(weight):
+    gradient = weight.grad
+    if torch.is_grad_enabled() or gradient is None or not takes_product(weight):
         return None
-    return weight.grad, watch is None or watch.accumulates(weight)
+    return gradient, watch is None or watch.accumulates(weight)
 
 
 def takes_product(weight: Tensor) -> bool:

@@ -1,5 +1,7 @@
 """LayerNorm and RMSNorm, alone and after dropout and residual: functions, fakes and autograd."""
 
+from typing import TypedDict
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,16 @@ LAYER_NORM_EPS = 1e-5
 """Added to the variance by default, as in PyTorch."""
 RMS_NORM_EPS = 1e-6
 """Added to the mean square by default, as in most models that have an RMSNorm."""
+
+
+class NormOptions(TypedDict):
+    """What `dropout_add_layer_norm` and `dropout_add_rms_norm` take by name."""
+
+    dropout_p: float
+    eps: float
+    x_bias: Tensor | None
+    rng: Tensor | None
+    return_sum: bool
 
 
 def dropout_add_layer_norm(
@@ -58,9 +70,10 @@ def dropout_add_layer_norm(
         RuntimeError: a shape, dtype, device or probability is wrong; the message names it.
     """
     name = "dropout_add_layer_norm"
-    return _add_norm(
+    y, total = _add_norm(
         name, x, residual, weight, bias, dropout_p, eps, x_bias, rng, False, return_sum
     )
+    return (total, y) if return_sum else y
 
 
 def dropout_add_rms_norm(
@@ -80,7 +93,10 @@ def dropout_add_rms_norm(
     sqrt(mean of its squares + eps).
     """
     name = "dropout_add_rms_norm"
-    return _add_norm(name, x, residual, weight, None, dropout_p, eps, x_bias, rng, True, return_sum)
+    y, total = _add_norm(
+        name, x, residual, weight, None, dropout_p, eps, x_bias, rng, True, return_sum
+    )
+    return (total, y) if return_sum else y
 
 
 def layer_norm(
@@ -90,7 +106,7 @@ def layer_norm(
 
     Unlike `torch.nn.functional.layer_norm` it takes no `normalized_shape`.
     """
-    return _add_norm("layer_norm", x, None, weight, bias, 0.0, eps, None, None, False, False)
+    return _add_norm("layer_norm", x, None, weight, bias, 0.0, eps, None, None, False, False)[0]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = RMS_NORM_EPS) -> Tensor:
@@ -98,7 +114,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = RMS_NORM_EPS) -> Tensor:
 
     Unlike `torch.nn.functional.rms_norm` it takes no `normalized_shape`.
     """
-    return _add_norm("rms_norm", x, None, weight, None, 0.0, eps, None, None, True, False)
+    return _add_norm("rms_norm", x, None, weight, None, 0.0, eps, None, None, True, False)[0]
 
 
 def check_norm(
@@ -137,14 +153,14 @@ def _add_norm(
     rng: Tensor | None,
     rms: bool,
     return_sum: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     check_norm(function, x, residual, weight, bias, x_bias, rng)
     rng = _rng.draw(dropout_p, rng, x.device)
     residual = None if residual is None else residual.contiguous()
     y, total, _mean, _rstd = _ops.dropout_add_layer_norm(
         x.contiguous(), x_bias, residual, weight, bias, dropout_p, eps, rng, rms, return_sum
     )
-    return (total, y) if return_sum else y
+    return y, total
 
 
 @register_fake("dropout_add_layer_norm")

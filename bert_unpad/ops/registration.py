@@ -102,11 +102,11 @@ def register_autograd(name: str, backward: Backward, setup_context: Callable[...
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *args: Any) -> Any:
-            *args, call = args
-            output = call(args)
+            *inputs, call = args
+            output = call(inputs)
             ctx.set_materialize_grads(False)  # statistics have none, and zeros would be written
             # The dispatcher cuts off arguments at the end that have their default values.
-            setup_context(ctx, (*args, *defaults[len(args) :]), output)
+            setup_context(ctx, (*inputs, *defaults[len(inputs) :]), output)
             return output
 
         @staticmethod

@@ -37,9 +37,9 @@ def check_tensors(
         TypeError: an argument is not a tensor.
         RuntimeError: the storage of one was freed.
     """
-    for argument, t in required.items():
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{function}: {argument}: expected a tensor, got {shown(t)}")
+    for argument, value in required.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{function}: {argument}: expected a tensor, got {shown(value)}")
     for argument, t in optional.items():
         if t is not None and not isinstance(t, Tensor):
             raise TypeError(f"{function}: {argument}: expected a tensor or None, got {shown(t)}")
@@ -76,7 +76,7 @@ def check_storage(function: str, argument: str, t: Tensor) -> None:
         )
 
 
-def _bytes_needed(t: Tensor) -> int:
+def _bytes_needed(t: Tensor) -> int | torch.SymInt:
     """The bytes from the beginning of its storage to the end of a tensor's last element."""
     size, offset = t.nbytes, t.storage_offset() * t.itemsize
     if size and not t.is_contiguous():

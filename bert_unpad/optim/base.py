@@ -71,7 +71,7 @@ class FusedOptimizer(CopyableOptimizer):
         lr = 0.0 if isinstance(options["lr"], Tensor) else options["lr"]
         check_options(lr, *(options[name] for name in ("betas", "eps", "weight_decay")))
         if max_grad_norm is not None and not (
-            isinstance(max_grad_norm, Real) and max_grad_norm > 0
+            isinstance(max_grad_norm, float | Real) and max_grad_norm > 0
         ):
             raise ValueError(
                 f"max_grad_norm: expected a number above 0 or None, got {max_grad_norm!r}"
@@ -241,7 +241,8 @@ class FusedOptimizer(CopyableOptimizer):
                 continue
             if grad.is_sparse:
                 raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
-            own, shards = param.detach(), ()
+            own = param.detach()
+            shards: tuple[dist.ProcessGroup, ...] = ()
             sharded = is_dtensor(param)
             if sharded:
                 if grad.placements != param.placements:
@@ -302,7 +303,7 @@ class FusedOptimizer(CopyableOptimizer):
         return None if total is None else total.sqrt()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates all parameters that have a gradient.
 
         Args:

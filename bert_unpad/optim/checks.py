@@ -36,4 +36,5 @@ def is_count(value: Any, least: int = 1) -> bool:
 
 
 def _is_number(value: Any, below: float) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < below
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    return real and 0 <= value < below

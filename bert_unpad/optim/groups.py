@@ -74,11 +74,11 @@ def _by_rows(
     model: nn.Module, parameters: list[Parameter], options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Groups of parameters that hold one matrix, and of those that hold several alike."""
-    rows_of = {
-        p: module.stacked_rows
+    rows_of: dict[Parameter, tuple[int, ...]] = {
+        p: rows
         for module in model.modules()
         for p in module.parameters(recurse=False)
-        if len(getattr(module, "stacked_rows", ())) > 1
+        if len(rows := getattr(module, "stacked_rows", ())) > 1
     }
     groups: dict[tuple[int, ...], dict[str, Any]] = {(): {"params": []} | options}
     for p in parameters:

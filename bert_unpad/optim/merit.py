@@ -47,7 +47,7 @@ class MERIT(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates all parameters that have a gradient.
 
         Args:

@@ -82,7 +82,7 @@ class MTDAO(CopyableOptimizer):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         check_options(lr, betas, eps, weight_decay)
-        if not (isinstance(slow_weight, Real) and 0 <= slow_weight <= 1):
+        if not (isinstance(slow_weight, float | Real) and 0 <= slow_weight <= 1):
             raise ValueError(f"slow_weight: expected a number in [0, 1], got {slow_weight!r}")
         check_number("fast_beta", fast_beta, below=1)
         periods = {
@@ -109,7 +109,7 @@ class MTDAO(CopyableOptimizer):
         return self.steps < self.start
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates all parameters that have a gradient, and averages what is due.
 
         Args:
@@ -135,8 +135,6 @@ class MTDAO(CopyableOptimizer):
         return loss
 
     def _state_of(self, param: Tensor, fast: bool) -> dict[str, Tensor]:
-        if param.grad.is_sparse:
-            raise RuntimeError("MTDAO does not support sparse gradients")
         state = self.state[param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)  # on the CPU, which asks for it
@@ -149,7 +147,9 @@ class MTDAO(CopyableOptimizer):
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         beta1, beta2 = group["betas"]
         weight, fast_beta, lr = group["slow_weight"], group["fast_beta"], group["lr"]
-        grads = [p.grad for p in params]
+        grads = [p.grad for p in params if p.grad is not None]
+        if any(grad.is_sparse for grad in grads):
+            raise RuntimeError("MTDAO does not support sparse gradients")
         states = [self._state_of(p, fast_beta > 0) for p in params]
         counts = [int(state["step"]) for state in states]
         slow, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
@@ -182,8 +182,8 @@ class MTDAO(CopyableOptimizer):
             for name, tensor in {"param": param, **tensors}.items():
                 if done > 0 and done % self._periods[_PERIODS.get(name, "period")] == 0:
                     due[name, tensor.dtype, tensor.device].append(tensor)
-        for tensors in due.values():
-            flat = _flatten_dense_tensors(tensors)
+        for alike in due.values():
+            flat = _flatten_dense_tensors(alike)
             dist.all_reduce(flat, group=self.group)
             flat.div_(dist.get_world_size(self.group))
-            torch._foreach_copy_(tensors, list(_unflatten_dense_tensors(flat, tensors)))
+            torch._foreach_copy_(alike, list(_unflatten_dense_tensors(flat, alike)))

@@ -64,7 +64,7 @@ class OneBitOptimizer(FusedOptimizer):
         self.freeze_step = freeze_step
         self._ranks = group
         self._checked = False
-        self._flat: Tensor | None = None
+        self._flat = torch.empty(0)  # the first compressed step lays it out, and the segments
         self._segments: list[Segment] = []
         self._exchange: OneBitAllreduce | None = None
         self._saved_errors: dict[str, Any] | None = None
@@ -72,7 +72,7 @@ class OneBitOptimizer(FusedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # pickle would write the whole buffer with each view of it; it holds nothing between steps.
-        return super().__getstate__() | {"_flat": None, "_segments": []}
+        return super().__getstate__() | {"_flat": torch.empty(0), "_segments": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -110,8 +110,8 @@ class OneBitOptimizer(FusedOptimizer):
         """
         super().load_state_dict(state_dict)
         self._checked = False
-        self._flat = self._exchange = self._saved_errors = None
-        self._segments = []
+        self._exchange = self._saved_errors = None
+        self._flat, self._segments = torch.empty(0), []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, before the first compressed step.
@@ -119,7 +119,7 @@ class OneBitOptimizer(FusedOptimizer):
         Raises:
             RuntimeError: there was one; it fixes which values travel.
         """
-        if getattr(self, "_flat", None) is not None:
+        if getattr(self, "_segments", ()):
             raise RuntimeError("add_param_group: expected no compressed step before, got one")
         self._checked = False
         super().add_param_group(param_group)
@@ -151,7 +151,7 @@ class OneBitOptimizer(FusedOptimizer):
             self._exchange.load_state_dict(state)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates all parameters that require a gradient; all ranks must call it.
 
         Args:
@@ -173,7 +173,7 @@ class OneBitOptimizer(FusedOptimizer):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            if self._flat is None:
+            if not self._segments:
                 self._lay_out()
             self._own_step()
             for segment in self._segments:
@@ -277,7 +277,8 @@ class OneBitOptimizer(FusedOptimizer):
 
     def _average(self) -> Tensor:
         """Averages the flat buffer; float32 [], not finite where the step must be left out."""
-        return self._exchange.average_(self._flat, getattr(self, "found_inf", None))
+        found = getattr(self, "found_inf", None)
+        return self._exchange.average_(self._flat, found)  # type: ignore[union-attr]  # laid out
 
     def _apply(
         self,

@@ -108,7 +108,7 @@ class ParameterList:
                 steps[i] = copy
 
     @property
-    def arrays(self) -> tuple[list[Tensor], ...]:
+    def arrays(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
         """Parameters, gradients and both moments, as the operators take them."""
         tensors = self.tensors
         return tensors["param"], tensors["grad"], tensors["exp_avg"], tensors["exp_avg_sq"]

@@ -110,7 +110,7 @@ class ZeroOneAdam(OneBitOptimizer):
         super().load_state_dict(state_dict)
         self._forget_interval()
 
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates all parameters that require a gradient; see `OneBitAdam`."""
         if self.averages_gradients:  # for which all ranks must have the same momenta
             self.synchronise()
@@ -136,6 +136,7 @@ class ZeroOneAdam(OneBitOptimizer):
         self._forget_interval()
 
     def _average_exactly(self, tensors_of: Callable[[Segment], list[Tensor]]) -> None:
+        assert self._exchange is not None
         if self._exchange.ranks == 1:
             return
         for segment in self._segments:

@@ -22,10 +22,10 @@ def plot_curve(choices: Sequence[Choice], title: str, path: Path) -> None:
         ValueError: matplotlib cannot write that format.
         OSError: the file cannot be written.
     """
-    priced = choices[0].cost is not None
+    costs = [choice.cost for choice in choices if choice.cost is not None]
     days = [choice.days for choice in choices]
     nodes = [choice.candidate.nodes for choice in choices]
-    across = [choice.cost for choice in choices] if priced else nodes
+    across: Sequence[float] = costs or nodes
     figure = new_figure(7, 4.5)
     axes = figure.subplots()
     axes.plot(across, days, color="0.7", zorder=1)
@@ -33,7 +33,7 @@ def plot_curve(choices: Sequence[Choice], title: str, path: Path) -> None:
         chosen = [i for i, choice in enumerate(choices) if choice.bottleneck == kind]
         axes.scatter([across[i] for i in chosen], [days[i] for i in chosen], label=kind, zorder=2)
     axes.set_title(title)
-    axes.set_xlabel("cost of the run (in the currency of --price)" if priced else "nodes")
+    axes.set_xlabel("cost of the run (in the currency of --price)" if costs else "nodes")
     axes.set_ylabel("days")
     axes.margins(x=0.15)
     axes.set_ylim(0, 1.15 * max(days))

@@ -63,17 +63,22 @@ def _attention_masks(
 
 
 def _biases(
-    bias: ops.PositionBias, q_lengths: Sequence[int], k_lengths: Sequence[int]
+    buckets: Tensor,
+    table: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    q_lengths: Sequence[int],
+    k_lengths: Sequence[int],
 ) -> list[Tensor]:
     """Returns what a position bias with all parts adds to the scores of each sequence."""
-    biases, reach = [], len(bias.buckets) // 2
-    pairs = zip(bias.query.split(list(q_lengths)), bias.key.split(list(k_lengths)), strict=True)
+    biases, reach = [], len(buckets) // 2
+    pairs = zip(queries.split(list(q_lengths)), keys.split(list(k_lengths)), strict=True)
     for query, key in pairs:
         columns = torch.arange(len(key), device=key.device)
         rows = torch.arange(len(query), device=key.device)[:, None]
         distance = columns - (rows + len(key) - len(query))
-        bucket = bias.buckets[distance.clamp(-reach, reach) + reach].long()
-        total = bias.table[bucket] + query[rows, :, bucket] + key[columns, :, bucket]
+        bucket = buckets[distance.clamp(-reach, reach) + reach].long()
+        total = table[bucket] + query[rows, :, bucket] + key[columns, :, bucket]
         biases.append(total.permute(2, 0, 1))
     return biases
 
@@ -110,10 +115,12 @@ def varlen_attention(inputs: Inputs) -> Iterator[Compared]:
 @case
 def varlen_cross_attention(inputs: Inputs) -> Iterator[Compared]:
     q_lengths, k_lengths = [3, 1, 20], [70, 5, 41]
-    cu = [VarlenBatch.from_lengths(n, inputs.device).cu_seqlens for n in (q_lengths, k_lengths)]
+    cu_q = VarlenBatch.from_lengths(q_lengths, inputs.device).cu_seqlens
+    cu_k = VarlenBatch.from_lengths(k_lengths, inputs.device).cu_seqlens
+    longest = max(q_lengths), max(k_lengths)
     yield from compare(
         inputs,
-        lambda q, kv: ops.varlen_cross_attention(q, kv, *cu, max(q_lengths), max(k_lengths)),
+        lambda q, kv: ops.varlen_cross_attention(q, kv, cu_q, cu_k, *longest),
         lambda q, kv: _attention(q, kv, q_lengths, k_lengths),
         {"q": inputs.normal(sum(q_lengths), 2, 64), "kv": inputs.normal(sum(k_lengths), 2, 2, 64)},
     )
@@ -121,11 +128,10 @@ def varlen_cross_attention(inputs: Inputs) -> Iterator[Compared]:
 
     def biased(q, kv, table, query, key):
         bias = ops.PositionBias(buckets, table, query, key)
-        lengths = max(q_lengths), max(k_lengths)
-        return ops.varlen_cross_attention(q, kv, *cu, *lengths, position_bias=bias)
+        return ops.varlen_cross_attention(q, kv, cu_q, cu_k, *longest, position_bias=bias)
 
     def plain(q, kv, *parts):
-        biases = _biases(ops.PositionBias(buckets, *parts), q_lengths, k_lengths)
+        biases = _biases(buckets, *parts, q_lengths, k_lengths)
         return _attention(q, kv, q_lengths, k_lengths, biases=biases)
 
     yield from compare(

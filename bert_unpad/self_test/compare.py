@@ -84,7 +84,10 @@ def compare(
     expected.backward(dout.double())
     yield Compared("result", got, expected, limit)
     for name, x in wide.items():
-        yield Compared(f"gradient of {name}", narrow[name].grad, x.grad, limit)
+        gradient = narrow[name].grad
+        assert gradient is not None
+        assert x.grad is not None
+        yield Compared(f"gradient of {name}", gradient, x.grad, limit)
 
 
 def check_dropout_rate(kept: Tensor) -> None:

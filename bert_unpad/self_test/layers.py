@@ -71,7 +71,7 @@ def dropout_add_rms_norm(inputs: Inputs) -> Iterator[Compared]:
 
     yield from compare(
         inputs,
-        lambda *leaves: _both(ops.dropout_add_rms_norm(*leaves, return_sum=True)),
+        lambda *leaves: _both([*ops.dropout_add_rms_norm(*leaves, return_sum=True)]),
         plain,
         leaves,
     )
@@ -206,7 +206,7 @@ def masked_cross_entropy(inputs: Inputs) -> Iterator[Compared]:
     labels[::3] = best[::3]
     labels[1::5] = -100
     for inplace in (False, True):
-        counts = []
+        counts: list[Tensor] = []
 
         def ours(logits, inplace=inplace, counts=counts):
             # The gradient may overwrite the logits, so they must not be the leaf itself.
@@ -225,7 +225,7 @@ def masked_cross_entropy(inputs: Inputs) -> Iterator[Compared]:
         yield Compared("correct predictions", counts[0], (best == labels).sum(), 0.0)
 
 
-def _both(pair: tuple[Tensor, Tensor]) -> Tensor:
+def _both(pair: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
     return torch.cat(pair, dim=-1)
 
 

@@ -77,7 +77,9 @@ class _Updates:
         self.lr = torch.tensor(_LR, device=inputs.device)
         self.grads = [_tensors(inputs) for _ in range(3)]
 
-    def lists(self, grads: list[Tensor]) -> tuple[list[Tensor], ...]:
+    def lists(
+        self, grads: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
         return self.params, grads, self.first, self.second
 
     def compared(self, expected: Sequence[Tensor]) -> Iterator[Compared]:
@@ -90,11 +92,17 @@ class _Updates:
 @case
 def adam_(inputs: Inputs) -> Iterator[Compared]:
     state = _Updates(inputs)
-    options = {"betas": _BETAS, "eps": _EPS, "weight_decay": _DECAY}
     expected = [x.clone().requires_grad_() for x in state.expected]
-    peer = torch.optim.AdamW(expected, lr=_LR, **options)
+    peer = torch.optim.AdamW(expected, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY)
     for grads in state.grads:
-        ops.adam_(*state.lists(grads), state.steps, lr=state.lr, masters=state.masters, **options)
+        ops.adam_(
+            *(*state.lists(grads), state.steps),
+            lr=state.lr,
+            masters=state.masters,
+            betas=_BETAS,
+            eps=_EPS,
+            weight_decay=_DECAY,
+        )
         for x, grad in zip(expected, grads, strict=True):
             x.grad = grad.double()
         peer.step()
@@ -120,9 +128,15 @@ def _lamb_expected(state: _Updates) -> list[Tensor]:
 @case
 def lamb_(inputs: Inputs) -> Iterator[Compared]:
     state = _Updates(inputs)
-    options = {"betas": _BETAS, "eps": _EPS, "weight_decay": _DECAY, "masters": state.masters}
     for grads in state.grads:
-        ops.lamb_(*state.lists(grads), state.steps, lr=state.lr, **options)
+        ops.lamb_(
+            *(*state.lists(grads), state.steps),
+            lr=state.lr,
+            masters=state.masters,
+            betas=_BETAS,
+            eps=_EPS,
+            weight_decay=_DECAY,
+        )
     yield from state.compared(_lamb_expected(state))
 
 
@@ -134,7 +148,10 @@ def frozen_adam_(inputs: Inputs) -> Iterator[Compared]:
     for step, grads in enumerate(state.grads, 1):
         ops.frozen_adam_(
             *(*state.lists(grads), state.steps),
-            **{"lr": state.lr, "masters": state.masters, "betas": _BETAS, "eps": _EPS},
+            lr=state.lr,
+            masters=state.masters,
+            betas=_BETAS,
+            eps=_EPS,
             weight_decay=_DECAY,
         )
         for i, grad in enumerate(grads):
@@ -158,8 +175,9 @@ def frozen_lamb_sums_(inputs: Inputs) -> Iterator[Compared]:
         ratio = (v.sqrt() + _EPS) / (variances[-1].sqrt() + _EPS)
         whole = update + _DECAY * w
         sums.append(torch.stack([update.square().sum(), whole.square().sum(), ratio.max()]))
-    options = {"betas": _BETAS, "eps": _EPS, "weight_decay": _DECAY}
-    got = ops.frozen_lamb_sums_(weights, momenta, old, frozen, fresh, **options)
+    got = ops.frozen_lamb_sums_(
+        *(weights, momenta, old, frozen, fresh), betas=_BETAS, eps=_EPS, weight_decay=_DECAY
+    )
     for got_sums, want in zip(got, sums, strict=True):
         yield Compared("sums", got_sums / want, torch.ones_like(want), 1e-5)
     for variance, want in zip(fresh, variances, strict=True):
@@ -202,9 +220,15 @@ def _stable_expected(state: _Updates) -> list[Tensor]:
 @case
 def stable_adamw_(inputs: Inputs) -> Iterator[Compared]:
     state = _Updates(inputs)
-    options = {"betas": _BETAS, "eps": _EPS, "weight_decay": _DECAY, "masters": state.masters}
     for grads in state.grads:
-        ops.stable_adamw_(*state.lists(grads), state.steps, lr=state.lr, **options)
+        ops.stable_adamw_(
+            *(*state.lists(grads), state.steps),
+            lr=state.lr,
+            masters=state.masters,
+            betas=_BETAS,
+            eps=_EPS,
+            weight_decay=_DECAY,
+        )
     yield from state.compared(_stable_expected(state))
 
 

@@ -177,7 +177,7 @@ def _speeds(speeds: ArrayLike | None, ranks: int) -> NDArray[np.float64]:
     """The speed of each rank, float64 [ranks]."""
     given = np.ones(1) if speeds is None else np.asarray(speeds, np.float64)
     if given.ndim != 1 or not len(given) or not (np.isfinite(given) & (given > 0)).all():
-        raise ValueError(f"speeds: expected a list of finite numbers > 0, got {speeds}")
+        raise ValueError(f"speeds: expected a list of finite numbers > 0, got {speeds!r}")
     return np.resize(given, ranks)
 
 

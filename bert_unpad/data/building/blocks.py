@@ -272,6 +272,7 @@ def _boundary(file: BinaryIO, at: int, size: int, blank_line_ends: bool) -> int:
         if at + len(window) >= size:  # the rest is one document
             return size
     inside = re.match(rb"[\x80-\xbf]{0,3}", window)  # the rest of a character
+    assert inside is not None  # it may be empty
     return at + inside.end()
 
 

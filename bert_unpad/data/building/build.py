@@ -130,7 +130,7 @@ class Build:
         path = self.work / "blocks.json"
         return read_json_object(path)["blocks"] if path.exists() else None
 
-    def save_corpus(self, blocks: int, ranges: int) -> None:
+    def save_corpus(self, blocks: int, ranges: int) -> Corpus:
         """Adds up what is known of all blocks."""
         digest = hashlib.sha256()
         documents = most = 0
@@ -151,6 +151,7 @@ class Build:
         size = sum(block.size_of(self.chosen(SPLITS[0], found, block)) for block in some)
         found = dataclasses.replace(found, train_size=size)
         write_text(self.work / "corpus.json", json.dumps(dataclasses.asdict(found)))
+        return found
 
     def corpus(self) -> Corpus | None:
         """What was saved, once it is known."""
@@ -188,14 +189,15 @@ class Build:
             megabytes: text of the sample in UTF-8, in 10^6 bytes: nearly as much, and never more
                 than one document beyond it. None for all.
         """
-        whole = megabytes is None or megabytes * 1e6 >= corpus.train_size
-        left = np.inf if whole else megabytes * 1e6
+        size = np.inf if megabytes is None else megabytes * 1e6
+        whole = size >= corpus.train_size
+        left = np.inf if whole else size
         for number in range(corpus.blocks):
             block = self.block(number)
             which = self.chosen(SPLITS[0], corpus, block)
             if not whole:
                 # Another choice than that of held-out documents, which the hashes themselves make.
-                limit = np.uint64(int(megabytes * 1e6 / corpus.train_size * 2**64))
+                limit = np.uint64(int(size / corpus.train_size * 2**64))
                 most = block.hashes == np.uint64(corpus.most)  # never held out
                 which &= (splitmix64(block.hashes) < limit) | most
             for sentences in block.read(which):

@@ -42,6 +42,9 @@ class _Documents:
     def documents(self) -> Iterator[str]:
         return (document.text for document in self._data)
 
+    def fingerprint(self) -> str:
+        raise NotImplementedError
+
 
 class SpoolDocuments(PipelineStep):
     """Cleans the documents of a task, splits them into sentences and writes them to blocks.
@@ -125,5 +128,10 @@ class JoinParts(PipelineStep):
 def _pipeline(
     output: str, config: DataConfig, block_bytes: int, part: Part | None = None
 ) -> Pipeline:
-    options = {"part": part, "block_bytes": block_bytes, "memory": MEMORY, "progress": False}
-    return Pipeline(Path(output), config, _Documents(), InProcess(), **options)
+    return Pipeline(
+        *(Path(output), config, _Documents(), InProcess()),
+        part=part,
+        block_bytes=block_bytes,
+        memory=MEMORY,
+        progress=False,
+    )

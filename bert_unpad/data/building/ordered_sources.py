@@ -116,7 +116,7 @@ def spool_source(
     Returns:
         What was done: `documents`, `bytes` of cleaned text, and `seconds`.
     """
-    total = {"documents": 0, "bytes": 0, "seconds": {"read": 0.0}}
+    total: dict[str, Any] = {"documents": 0, "bytes": 0, "seconds": {"read": 0.0}}
 
     def add(result: dict[str, Any]) -> None:
         total["documents"] += result["documents"]

@@ -23,6 +23,7 @@ def make_piece(build: Build, split: str, number: int) -> dict[str, Any]:
     if build.piece(split, number).exists():  # by a worker that was lost before it could say so
         return {"bytes": 0, "tokens": 0, "seconds": {}}
     corpus, config, tokenizer = build.corpus(), build.config, build.tokenizer()
+    assert corpus is not None  # what makes pieces has planned
     together = build.blocks_together(split)
     blocks = range(number * together, min((number + 1) * together, corpus.blocks))
     size = 0

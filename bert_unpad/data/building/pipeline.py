@@ -225,11 +225,11 @@ class Pipeline:
 
     def _plan(self) -> None:
         build, source = self.build, self._source
-        if build.number_of_blocks() is None:
-            build.save_number_of_blocks(build.ordered_sources.number_blocks(build.spool))
-        if build.corpus() is None:
-            self._find_duplicates(build.number_of_blocks())
-        corpus = build.corpus()
+        blocks = build.number_of_blocks()
+        if blocks is None:
+            blocks = build.ordered_sources.number_blocks(build.spool)
+            build.save_number_of_blocks(blocks)
+        corpus = build.corpus() or self._find_duplicates(blocks)
         if not corpus.documents:
             raise ValueError(f"source: {source.name} holds no text; expected at least one document")
         if build.config.validation_share > 0 and corpus.documents == 1:
@@ -240,7 +240,7 @@ class Pipeline:
             seconds = time.perf_counter() - started
             self.report.stages["vocabulary"] = StageReport(size, seconds)
 
-    def _find_duplicates(self, blocks: int) -> None:
+    def _find_duplicates(self, blocks: int) -> Corpus:
         build = self.build
         documents = size = 0
         for block in map(build.block, range(blocks)):
@@ -253,7 +253,7 @@ class Pipeline:
         ]
         for done in self._engine.run(find_duplicates, left):
             self.report.add({**done, "bytes": size // ranges})
-        build.save_corpus(blocks, ranges)
+        return build.save_corpus(blocks, ranges)
 
     def _make_tokenizer(self, corpus: Corpus) -> int:
         """Returns about how many bytes of text it was trained on."""
@@ -286,6 +286,7 @@ class Pipeline:
     def _make_examples(self) -> None:
         build = self.build
         corpus = build.corpus()
+        assert corpus is not None  # the part has planned, or waited for it
         left = [
             (build, split, number)
             for split in SPLITS

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import h5py
 import numpy as np
@@ -176,9 +176,7 @@ def read_examples(
         raise DamagedDataError(f"{file.filename}: {error}") from error
 
 
-def _unpacked(
-    file: h5py.File, rows: NDArray[np.int64], places: NDArray[np.int64]
-) -> list[Sequence[NDArray]]:
+def _unpacked(file: h5py.File, rows: NDArray[np.int64], places: NDArray[np.int64]) -> list[Any]:
     """Reads examples of a packed file, as the columns of one of variable length."""
     wanted, owners = np.unique(rows, return_inverse=True)
     columns = [read_dataset(file, name, wanted) for name in (*COLUMNS, *_PACKED)]
@@ -221,5 +219,5 @@ def _examples_of(*values: NDArray) -> list[tuple]:
     return list(zip(*columns, strict=False))  # a row may be empty, and then is one part
 
 
-def _sizes(rows: Sequence[NDArray]) -> NDArray[np.int64]:
+def _sizes(rows: NDArray | Sequence[NDArray]) -> NDArray[np.int64]:
     return np.fromiter((len(row) for row in rows), np.int64, len(rows))

@@ -135,6 +135,7 @@ def _segment_ids(batch: ExampleBatch) -> NDArray[np.int8]:
 def _columns(batch: ExampleBatch) -> list[tuple[str, NDArray, NDArray[np.int64]]]:
     """Returns (name, values end to end, number per example) of columns with several values."""
     masks = batch.masks
+    assert masks is not None
     return [
         ("input_ids", batch.tokens.astype(np.int16), batch.lengths),
         ("segment_ids", _segment_ids(batch), batch.lengths),
@@ -154,6 +155,7 @@ def _write_variable(file: h5py.File, batch: ExampleBatch) -> None:
 def _write_fixed(
     file: h5py.File, batch: ExampleBatch, max_seq_length: int, max_predictions: int
 ) -> None:
+    assert batch.masks is not None
     most = int(batch.masks.counts.max())
     if most > max_predictions:
         raise ValueError(f"max_predictions: expected at least {most}, got {max_predictions}")

@@ -256,7 +256,7 @@ def _values(
     at = starts + 4 * sum(varying)
     if (at > ends).any():
         raise ValueError("sizes of all values in each sample")
-    found, numbers = None, iter(range(len(varying)))
+    numbers = iter(range(len(varying)))
     for name, size in zip(shard.encodings, shard.sizes, strict=True):
         if size is None:
             sizes = _numbers(data, starts + 4 * next(numbers), 4)

@@ -29,7 +29,7 @@ Made = TypeVar("Made")
 
 
 def by_all_or_each(
-    make: Callable[..., Made], name: Callable[[int], str], *columns: Sequence[Any]
+    make: Callable[..., Made], name: Callable[[int], str], *columns: Sequence[Any] | NDArray
 ) -> Made:
     """Calls a function once with all records; if that fails, finds the record to name in the error.
 
@@ -140,7 +140,8 @@ def _block(path: Path, data: mmap.mmap, at: int, number: int) -> tuple[list[int]
     def fail(record: int, message: str) -> DamagedDataError:
         return DamagedDataError(f"{path}: record {number + record}: {message}")
 
-    begins, sizes, heads, crcs = [], [], [], []
+    begins: list[int] = []
+    sizes, heads, crcs = [], [], []
     broken = None
     while at < len(data) and len(begins) < _BLOCK:
         if len(data) - at < 12:
@@ -213,10 +214,10 @@ def _mask(records: Sequence[Lists], pad_id: int | None) -> Flags:
 def _weights(records: Sequence[Lists]) -> Flags:
     """Says which masked tokens are real, and how many numbers each record has."""
     if b"masked_lm_weights" in records[0]:
-        values, counts = floats(records, b"masked_lm_weights")
-        if not np.isin(values, (0, 1)).all():
+        weights, counts = floats(records, b"masked_lm_weights")
+        if not np.isin(weights, (0, 1)).all():
             raise ValueError("masked_lm_weights: expected 0 or 1")
-        return values == 1, counts
+        return weights == 1, counts
     values, counts = integers(records, b"masked_lm_positions")
     return values != 0, counts
 
@@ -230,7 +231,7 @@ def _real(
     for which in (there, ~there):
         if not which.any():
             continue
-        flags, counts = flags_of([records[i] for i in np.flatnonzero(which)])
+        flags, counts = flags_of([records[i] for i in np.flatnonzero(which).tolist()])
         owner = np.repeat(np.arange(len(counts)), counts)
         if (np.diff(flags.astype(np.int8))[np.diff(owner) == 0] > 0).any():
             raise ValueError(f"{name.decode()}: expected padding at the end")

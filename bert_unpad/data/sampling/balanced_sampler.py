@@ -9,7 +9,7 @@ again to find the examples that are left, and these are dealt to the new ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -83,6 +83,9 @@ class BalancedSampler(EpochSampler):
         TypeError: `lengths` are not integers.
         ValueError: an argument is out of range, or there is no example.
     """
+
+    _work_of: tuple[int, NDArray[np.float64]]
+    """A step, and the work of the ranks from it on, [steps, ranks]."""
 
     def __init__(
         self,
@@ -202,7 +205,7 @@ class BalancedSampler(EpochSampler):
             "history": [asdict(part) for part in history],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state that was saved on any rank, with any number of ranks.
 
         With the same setup as the saved state (ranks, batch size, strategy, work) the same plan
@@ -238,8 +241,7 @@ class BalancedSampler(EpochSampler):
         self._past_steps = sum(part.steps for part in past)
         self._done = done  # steps of the current plan
         self._plan: EpochPlan | None = None
-        # Work of the ranks, [steps, ranks], from a step on.
-        self._work_of: tuple[int, NDArray[np.float64]] = (0, np.empty((0, 1)))
+        self._work_of = 0, np.empty((0, 1))
         self._turn += 1
 
     def _current_plan(self) -> EpochPlan:

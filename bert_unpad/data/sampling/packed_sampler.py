@@ -10,7 +10,7 @@ from one sequence to the next, and unused space of a row is not computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -47,6 +47,9 @@ class PackedSampler(EpochSampler):
         TypeError: `lengths` are not integers.
         ValueError: an argument is out of range, or there is no example.
     """
+
+    _rows_done: int
+    _steps_done: int
 
     def __init__(
         self,
@@ -133,7 +136,7 @@ class PackedSampler(EpochSampler):
             "steps_done": self._steps_done,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state that was saved on any rank, with any number of ranks.
 
         The seed is that of the state.

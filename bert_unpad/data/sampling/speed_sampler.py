@@ -61,13 +61,13 @@ class SpeedSampler:
 
     @property
     def steps_left(self) -> int:
-        """The number of steps left in the current epoch."""
-        return self._whole.steps_left
+        """The number of steps left in the current epoch; a `WarmupSampler` has none."""
+        return self._whole.steps_left  # type: ignore[union-attr]
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of steps of a whole epoch."""
-        return self._whole.steps_per_epoch
+        """The number of steps of a whole epoch; a `WarmupSampler` has none."""
+        return self._whole.steps_per_epoch  # type: ignore[union-attr]
 
     @property
     def rows_in_step(self) -> int | None:
@@ -150,7 +150,8 @@ def deal_by_speed(
     )
     sizes = lengths.astype(np.float64)
     each = sizes * (work.linear + work.quadratic * sizes)
-    return given, np.bincount(given, each, minlength=len(speeds))
+    total = np.bincount(given, each, minlength=len(speeds))
+    return given, total  # type: ignore[return-value]  # of floats, with weights
 
 
 def _checked(speeds: ArrayLike, count: int | None) -> NDArray[np.float64]:

@@ -49,7 +49,7 @@ def count_targets(dataset: ExampleDataset) -> NDArray[np.int64]:
     counts = np.zeros(dataset.vocab_size, np.int64)
     for begin in range(0, len(dataset), _BLOCK):
         examples = dataset.batch(np.arange(begin, min(begin + _BLOCK, len(dataset))))
-        targets = examples.masks.labels if dataset.has_masks else examples.tokens
+        targets = examples.tokens if examples.masks is None else examples.masks.labels
         counts += np.bincount(targets, minlength=len(counts))
     counts[list(dataset.unmaskable_ids)] = 0
     return counts

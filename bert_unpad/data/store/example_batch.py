@@ -97,7 +97,7 @@ class ExampleBatch:
         masks: masks that come with the examples; None if masks are drawn.
     """
 
-    ids: NDArray[np.int64]
+    ids: NDArray[np.integer]
     lengths: NDArray[np.int64]
     second_starts: NDArray[np.int64]
     next_sentence_labels: NDArray[np.int64]

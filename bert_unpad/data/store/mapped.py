@@ -70,7 +70,7 @@ def map_file(path: Path, dtype: np.dtype, count: int) -> NDArray:
     data = (ctypes.c_char * size).from_address(address)
     # Not at exit, when other threads may still read.
     weakref.finalize(data, _unmap, address, size).atexit = False
-    array = np.frombuffer(data, dtype)
+    array = np.frombuffer(data, dtype)  # type: ignore[call-overload]
     array.flags.writeable = False
     return array
 

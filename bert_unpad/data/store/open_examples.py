@@ -124,7 +124,7 @@ def _options(source: str, kind: str, path: str, query: str) -> dict[str, str]:
     Raises:
         ValueError: the source has no path, or an option or its value is unknown.
     """
-    known = {"validation": ("PATH",)}
+    known: dict[str, tuple[str, ...]] = {"validation": ("PATH",)}
     if kind != DETECT:
         known |= READERS[kind].options
     options = dict(parse_qsl(query, keep_blank_values=True))

@@ -59,7 +59,7 @@ class ShardWriter:
             raise ValueError(f"vocab_size: expected 1 to {MAX_VOCAB:,}, got {vocab_size}")
         self._temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}")
         self._temporary.mkdir(parents=True)
-        self._about = {
+        self._about: dict[str, Any] = {
             "vocab_size": vocab_size,
             "unmaskable_ids": list(unmaskable_ids),
             "max_seq_length": max_seq_length,

@@ -98,7 +98,7 @@ class ShardDataset:
         try:
             files = manifest["files"]
             self.vocab_size = count_of(manifest, "vocab_size", MAX_VOCAB)
-            ids = dict(enumerate(manifest["unmaskable_ids"]))
+            ids = {str(i): token for i, token in enumerate(manifest["unmaskable_ids"])}
             self.unmaskable_ids = tuple(count_of(ids, i, self.vocab_size - 1) for i in ids)
             self.max_seq_length = count_of(manifest, "max_seq_length", MAX_LENGTH)
             self.statistics = {
@@ -287,7 +287,7 @@ class ShardDataset:
         masks = self._masks(indices, lengths) if self.has_masks else None
         return ExampleBatch(indices, lengths, second_starts, labels, tokens, masks)
 
-    def _masks(self, indices: NDArray[np.int64], lengths: NDArray[np.int64]) -> Masks:
+    def _masks(self, indices: NDArray[np.integer], lengths: NDArray[np.int64]) -> Masks:
         begins = self.masked_offsets[indices]
         ends = self.masked_offsets[indices + 1]
         if ((begins < 0) | (begins > ends) | (ends > len(self.masked_positions))).any():

@@ -106,6 +106,8 @@ class ExampleExchange(Iterator[ExchangedStep]):
             of another stream.
     """
 
+    _speed: float | None
+
     def __init__(
         self,
         stream: ExampleStream,
@@ -340,7 +342,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
         self._in_epoch += len(lengths)
         self._sums += np.array([batch.checksum(), examples.checksum()])
         linear, quadratic = self._work.linear, self._work.quadratic
-        work = np.bincount(
+        work: NDArray[Any] = np.bincount(
             receivers, lengths * (linear + quadratic * lengths), minlength=self.num_ranks
         )
         times = work if speeds is None else work / speeds

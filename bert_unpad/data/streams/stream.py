@@ -122,7 +122,7 @@ class ShardStream:
 
     def identity(self) -> dict[str, Any]:
         """See `ExampleStream`."""
-        identity = {
+        identity: dict[str, Any] = {
             "version": 2,  # of the order
             "seed": self._seed,
             "shuffle_buffer": self._buffer,
@@ -164,7 +164,7 @@ class ShardStream:
         """
         population: NDArray[np.int64] | range = range(len(self.dataset))
         mixed = isinstance(self.dataset, Mixture)
-        if mixed:
+        if isinstance(self.dataset, Mixture):
             chosen = self.dataset.epoch_examples(self._seed, epoch).astype(np.int64)
             population = shuffle_by_key(chosen, self._seed, epoch)
         if epoch == self._past_epoch:

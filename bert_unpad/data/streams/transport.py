@@ -121,8 +121,8 @@ class Transport:
         """
         if self._world is None or self.scope == "none":
             return examples
-        if self.scope != "two_level":
-            hop = self._world if self.scope == "world" else self._node
+        if self._node is None or self._place is None:
+            hop = self._node or self._world
             return self._hop(hop, examples, lengths, holders, receivers, mask_counts)
         between = holders // self.node_size * self.node_size + receivers % self.node_size
         examples = self._hop(self._node, examples, lengths, holders, between, mask_counts)

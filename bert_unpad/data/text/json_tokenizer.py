@@ -113,8 +113,9 @@ class JsonTokenizer(TextTokenizer):
 
     def _exported(self) -> Tokenizer:
         about = json.loads(self._text)
-        if self._prefix:  # as `encode_batch` puts before each text
-            _find(about["pre_tokenizer"], "ByteLevel")["add_prefix_space"] = True
+        byte_level = _find(about["pre_tokenizer"], "ByteLevel")
+        if byte_level and self._prefix:  # as `encode_batch` puts before each text
+            byte_level["add_prefix_space"] = True
         return Tokenizer.from_str(json.dumps(about))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -182,7 +183,7 @@ def _continuations(vocabulary: Sequence[str], about: Mapping[str, Any]) -> np.nd
     return np.zeros(len(vocabulary), bool)
 
 
-def _find(part: Mapping[str, Any] | None, kind: str) -> Mapping[str, Any] | None:
+def _find(part: dict[str, Any] | None, kind: str) -> dict[str, Any] | None:
     """The part of this type among pre-tokenizers, which may be a sequence."""
     if part is None or part["type"] == kind:
         return part

@@ -86,12 +86,12 @@ class PairDrawer:
         first, sentences = 0, len(bounds) - 1
         while first < sentences:
             end = min(bisect_left(bounds, bounds[first] + target, first + 1), sentences)
-            if end - first > 1:
-                middle = rng.randint(first + 1, end - 1)
-                cut, is_next = bounds[middle], rng.random() < 0.5
-            else:
+            if end - first == 1:
                 middle, cut = end, self._cut_between_words(bounds[first], bounds[end])
                 is_next = cut is not None and rng.random() < 0.5
+            else:
+                middle = rng.randint(first + 1, end - 1)
+                cut, is_next = bounds[middle], rng.random() < 0.5
             a_begin = bounds[first]
             if not is_next and not self.swaps:
                 random_next = self._random_segment(document, target - (bounds[middle] - a_begin))

@@ -141,9 +141,8 @@ class Family:
             prefix = self.layer_prefix.format(trunk=self.trunk, i=i, group=group, layer=layer)
             found, prefix = self.layer.get(module, module), f"{prefix}."
         else:
-            found, prefix = self.modules.get(module), ""
-            if found is None:
-                found = re.sub(r"^bert\.", f"{self.trunk}.", module)
+            prefix = ""
+            found = self.modules.get(module, re.sub(r"^bert\.", f"{self.trunk}.", module))
         if isinstance(found, str):
             return f"{prefix}{found}.{kind}"
         return tuple(f"{prefix}{part}.{kind}" for part in found)

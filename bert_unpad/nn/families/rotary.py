@@ -238,12 +238,12 @@ def _read_esm(values: dict[str, Any]) -> dict[str, Any]:
     kind = values.pop("position_embedding_type", "absolute")
     if kind not in ("absolute", "rotary"):
         raise ValueError(f"position_embedding_type: expected absolute or rotary, got {kind!r}")
-    pad = values.get("pad_token_id")
-    if kind == "absolute" and not isinstance(pad, int):
+    pad = values.get("pad_token_id") if kind == "absolute" else -1
+    if not isinstance(pad, int):
         raise ValueError(f"pad_token_id: expected an integer, got {pad!r}")
     return {
         "learned_positions": kind == "absolute",
-        "position_offset": pad + 1 if kind == "absolute" else 0,
+        "position_offset": pad + 1,
         "relative_positions": "rotary" if kind == "rotary" else "none",
         "embedding_norm": bool(values.pop("emb_layer_norm_before", None)),
         "token_dropout": bool(values.pop("token_dropout", None)),
