@@ -25,7 +25,7 @@ _TOKEN_OPTIONS = {
     "add": ("none", "cls", "sep", "cls,sep"),
     "long": ("error", "cut", "split"),
 }
-_HELD_OUT = {"validation": ("PATH",)}
+_COLUMN_OPTIONS = {**_TOKEN_OPTIONS, "column": ("NAME",)}
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Format:
     finished: bool = False
     """Whether examples have masks, two segments and next-sentence labels; otherwise a file has
     token ids alone."""
+    beside: str | None = None
+    """The ending of a file that is read with each."""
     named_by_index: bool = False
     """Whether `patterns` find an index; the module's `files_of` returns the files that it names."""
 
@@ -55,17 +57,13 @@ FORMATS: dict[str, Format] = {
         extra="hdf5",
         finished=True,
     ),
-    "megatron": Format(("*.idx",), {**_TOKEN_OPTIONS, "unit": ("document", "sequence")}),
-    "parquet": Format(
-        ("*.parquet",), {**_TOKEN_OPTIONS, "column": ("NAME",)}, package="pyarrow", extra="parquet"
+    "megatron": Format(
+        ("*.idx",), {**_TOKEN_OPTIONS, "unit": ("document", "sequence")}, beside=".bin"
     ),
+    "parquet": Format(("*.parquet",), _COLUMN_OPTIONS, package="pyarrow", extra="parquet"),
     "mds": Format(
         ("index.json",),
-        {
-            **_TOKEN_OPTIONS,
-            "column": ("NAME",),
-            "dtype": ("uint16", "int32", "uint32", "int64"),
-        },
+        {**_COLUMN_OPTIONS, "dtype": ("uint16", "int32", "uint32", "int64")},
         named_by_index=True,
     ),
     # MLPerf's files have names such as part-00000-of-00500.
@@ -117,7 +115,7 @@ class ForeignSource:
             names = ", ".join(f"{name}:PATH" for name in FORMATS)
             raise ValueError(f"source: expected one of {names}, got {source!r}")
         text, _, query = specification.partition("?")
-        known = {**_HELD_OUT, **FORMATS[kind].options}
+        known = {"validation": ("PATH",), **FORMATS[kind].options}
         options = dict(parse_qsl(query, keep_blank_values=True))
         wrong = set(options) - set(known) or {
             name
@@ -129,10 +127,7 @@ class ForeignSource:
             raise ValueError(f"source: expected {kind}:PATH or {kind}:PATH?{forms}, got {source!r}")
         path = _index_of(kind, Path(text).expanduser())
         given = options.pop("validation", None)
-        if given is None:
-            held_out = path / "validation"
-        else:
-            held_out = _index_of(kind, Path(given).expanduser())
+        held_out = _index_of(kind, Path(given).expanduser()) if given else path / "validation"
         if given is None and not held_out.is_dir():
             held_out = None
         for place in (path, held_out or path):
@@ -142,20 +137,16 @@ class ForeignSource:
                 )
         return cls(kind, path, options, held_out)
 
-    def training_files(self) -> list[Path]:
-        """Returns the files of training examples; errors as of `find_files`."""
+    def files(self) -> tuple[list[Path], list[Path]]:
+        """Returns the files of training and of held-out examples; errors as of `find_files`."""
         folder = self.path / "train" if (self.path / "train").is_dir() else self.path
-        return find_files(folder, self.kind, self.held_out)
-
-    def held_out_files(self) -> list[Path]:
-        """Returns the files of held-out examples, perhaps none; errors as of `find_files`."""
-        return [] if self.held_out is None else find_files(self.held_out, self.kind)
+        held_out = [] if self.held_out is None else find_files(self.held_out, self.kind)
+        return find_files(folder, self.kind, self.held_out), held_out
 
 
 def _index_of(kind: str, path: Path) -> Path:
     """The index of a file that a user may name instead."""
-    ids = kind == "megatron" and path.suffix == ".bin"
-    return path.with_suffix(".idx") if ids else path
+    return path.with_suffix(".idx") if path.suffix == FORMATS[kind].beside else path
 
 
 def load_format(kind: str) -> ModuleType:

@@ -56,11 +56,17 @@ def import_piece(
                 batch.next_sentence_labels,
                 None if unmask else batch.masks,
             )
-    return {"bytes": _size(file)}
+    return {"bytes": _size(kind, file)}
 
 
-def _size(file: Path | None) -> int:
-    return 0 if file is None else file.stat().st_size
+def _size(kind: str, file: Path | None) -> int:
+    return sum(path.stat().st_size for path in _read_with(kind, file)) if file else 0
+
+
+def _read_with(kind: str, file: Path) -> list[Path]:
+    """A file, and the one beside it that is read with it."""
+    beside = file.with_suffix(FORMATS[kind].beside or file.suffix)
+    return [file, beside] if beside != file and beside.exists() else [file]
 
 
 def import_data(
@@ -97,19 +103,17 @@ def import_data(
     """
     foreign = ForeignSource.parse(source)
     _check_outside(output, foreign)
-    if tokenizer is None:
-        tokenizer = tokenizer_beside(foreign.path)
-    files = dict(zip(SPLITS, (foreign.training_files(), foreign.held_out_files()), strict=True))
-    finished = FORMATS[foreign.kind].finished
+    tokenizer = tokenizer or tokenizer_beside(foreign.path)
+    files = dict(zip(SPLITS, foreign.files(), strict=True))
     about = {
         "source": source,
-        "content": _content(files),
+        "content": _content(foreign.kind, files),
         "format": foreign.kind,
         "options": dict(foreign.options),
         "max_seq_length": max_seq_length,
         "unmask": unmask,
         "tokenizer": tokenizer.identity(),
-        "objective": SECOND_SEGMENTS["mlm_nsp" if finished else "mlm"],
+        "objective": SECOND_SEGMENTS["mlm_nsp" if FORMATS[foreign.kind].finished else "mlm"],
         "documents": "apart",
     }
     if is_prepared(output):
@@ -136,6 +140,11 @@ def import_data(
     }
     with named_if_full(output), build_lock(output / "work", alone=True):
         _write_pieces(output, pieces, engine, progress)
+        if _content(foreign.kind, files) != about["content"]:
+            raise ValueError(
+                f"source: expected files of {source} that stay as they are while they are read, "
+                f"but some have changed; remove {output} and begin again"
+            )
         statistics = {}
         for split in SPLITS:
             join_split(output, split, [shard for _, _, shard, *_ in pieces[split]])
@@ -165,7 +174,7 @@ def _write_pieces(
         for piece in pieces[split]
         if not piece[2].exists()
     ]
-    total = sum(_size(file) for _, file, *_ in left)
+    total = sum(_size(kind, file) for kind, file, *_ in left)
     disable = None if progress is None else not progress
     options = {"unit": "B", "unit_scale": True, "disable": disable, "leave": False}
     with tqdm(desc="importing", total=total, **options) as bar:
@@ -182,11 +191,12 @@ def _check_outside(output: Path, foreign: ForeignSource) -> None:
             )
 
 
-def _content(files: dict[str, list[Path]]) -> str:
+def _content(kind: str, files: dict[str, list[Path]]) -> str:
     """Changes when a file does: a digest of paths, sizes and times."""
     about = [
-        [split, str(path.resolve()), status.st_size, status.st_mtime_ns]
+        [split, str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
         for split in SPLITS
-        for path, status in ((path, path.stat()) for path in files[split])
+        for file in files[split]
+        for path in _read_with(kind, file)
     ]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()

@@ -169,8 +169,9 @@ def test_held_out_and_hidden_files_are_not_trained_on(tmp_path, elsewhere):
     ],
 )
 def test_wrong_sources_are_named(data, tmp_path, source, message, capsys):
-    said = message_of(capsys, source.format(data=data), tmp_path / "out", *LENGTH)
-    assert re.search(message, said) or "vocab_file" in said
+    given = [*LENGTH, "--vocab-file", data / "tokenizer" / "vocab.txt"]
+    said = message_of(capsys, source.format(data=data), tmp_path / "out", *given)
+    assert re.search(message, said)
 
 
 @pytest.mark.parametrize("kind", [kind for kind, row in FORMATS.items() if row.package])
@@ -230,12 +231,15 @@ def test_what_was_killed_goes_on(masked, tmp_path, where, monkeypatch, capsys):
     assert contents(output) == contents(tmp_path / "whole")
 
 
-def test_files_that_have_changed_since_are_refused(masked, tmp_path):
-    source = f"tfrecord:{masked}"
+def test_files_that_have_changed_since_are_refused(data, tmp_path, monkeypatch):
+    source, file = f"megatron:{data}", data / "train" / "part1.bin"
     imported(source, tmp_path / "out")
-    os.utime(masked / "1.tfrecord", (1, 1))
+    os.utime(file, (1, 1))
     with pytest.raises(ValueError, match=r"expected the files of .* as they were then, got o"):
         imported(source, tmp_path / "out")
+    monkeypatch.setattr(import_data, "_write_pieces", lambda *_: os.utime(file, (2, 2)))
+    with pytest.raises(ValueError, match=r"expected files of .* that stay as they are while"):
+        imported(source, tmp_path / "again")
 
 
 def test_a_damaged_file_ends_the_import_and_can_be_replaced(masked, tmp_path, capsys):
