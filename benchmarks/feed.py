@@ -2,9 +2,9 @@
 
     python -m benchmarks.feed --json
 
-Writes random examples of one length as shards, and with masks as MLPerf's HDF5 and TFRecord files,
-to a temporary folder. One thread then collates all of them in random order, batch by batch, as the
-trainer does in the background; contenders take turns. The files stay in the page cache. Last, a
+Writes random examples of one length as shards to a temporary folder. One thread then collates all
+of them in random order, batch by batch, as the trainer does in the background; kinds of masks take
+turns. The files stay in the page cache. Last, a
 loop of Python runs beside a thread that collates: its speed, as a share of that alone, says how
 much of the interpreter collating leaves to others (on a machine with two cores or more). Then
 prepared data of 30 GB, in sparse files, is opened as ranks do it.
@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from benchmarks.lib import harness
-from bert_unpad._extras import packages_of
-from bert_unpad.data import PackedCollator
+from benchmarks.lib.feed_files import tokenizer, write_shards
+from bert_unpad.data import PackedCollator, ShardDataset
 from bert_unpad.data.masking import MaskUnit
 
 TARGETS = {128: 20_000, 512: 6_000}  # sequences a second of one core
@@ -68,33 +68,25 @@ def share_left(work: Callable[[], None], rounds: int) -> list[float]:
 
 def measure(length: int, tokens: int, batch_tokens: int, rounds: int) -> list[dict[str, Any]]:
     """Times all contenders at one length; prints and returns a row of each."""
-    with packages_of("hdf5"):
-        from benchmarks.lib.feed_files import tokenizer, write_all
     count = tokens // length
     order = np.random.default_rng(1).permutation(count)
     batches = np.array_split(order, -(-tokens // batch_tokens))
     with tempfile.TemporaryDirectory() as folder:
-        opened = write_all(Path(folder), length, count)
-        runs = {("shards", unit): opened["shards"] for unit in get_args(MaskUnit)}
-        runs |= {(name, "given"): opened[name] for name in opened if name != "shards"}
+        write_shards(Path(folder) / "shards", length, count)
+        dataset = ShardDataset(Path(folder) / "shards")
         contenders = {}
-        for (name, unit), dataset in runs.items():
-            drawn = {} if unit == "given" else {"mask_unit": unit}
-            collator = PackedCollator(dataset, tokenizer(), **drawn)
-            contenders[f"{name}, {unit}"] = functools.partial(collate_all, collator, batches)
+        for unit in get_args(MaskUnit):
+            collator = PackedCollator(dataset, tokenizer(), mask_unit=unit)
+            contenders[unit] = functools.partial(collate_all, collator, batches)
         timings = harness.interleave(contenders, rounds)
-        shares = {
-            name: share_left(contenders[name], min(rounds, SPIN_ROUNDS))
-            for name in ("shards, token", "TFRecord, given")
-        }
+        shares = {"token": share_left(contenders["token"], min(rounds, SPIN_ROUNDS))}
     rows = []
-    for (name, unit), timing in zip(runs, timings.values(), strict=True):
+    for unit, timing in timings.items():
         rate = count / timing.median
-        share = shares.get(f"{name}, {unit}")
+        share = shares.get(unit)
         rows.append(
             {
                 "length": length,
-                "source": name,
                 "masks": unit,
                 "sequences_per_second": rate,
                 "rounds": [count / seconds for seconds in timing.rounds],
@@ -102,7 +94,7 @@ def measure(length: int, tokens: int, batch_tokens: int, rounds: int) -> list[di
             }
         )
         left = "" if share is None else f"  others keep {float(np.median(share)):.0%} of Python"
-        print(f"{length:5d}  {name:24s}{unit:8s}{rate:12,.0f} sequences/s{left}")
+        print(f"{length:5d}  {unit:8s}{rate:12,.0f} sequences/s{left}")
     return rows
 
 

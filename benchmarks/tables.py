@@ -69,6 +69,7 @@ def page() -> str:
         speed_tables.memory(),
         speed_tables.precisions(),
         data_tables.preparing(),
+        data_tables.importing(),
         data_tables.feed(),
         rank_tables.balance(),
         rank_tables.clipping_time(),

@@ -23,6 +23,8 @@ OUTPUT/settings.txt holds; others are refused.
   --ranks N        processes on this machine (default: one per GPU, 1 without)
   --train PATH     training files, HDF5 or TFRecord      (default FOLDER/train)
   --eval PATH      evaluation files, in the same format  (default FOLDER/eval)
+  --shards PATH    where both are imported to, once, which other OUTPUTs may name too
+                   (default OUTPUT/shards)
   --checkpoint P   the start: a TensorFlow 1 checkpoint's prefix, a .pt file, or a folder in
                    Hugging Face's layout   (default FOLDER/tf1_ckpt/model.ckpt-28252)
   --org TEXT, --platform TEXT   submission_org and submission_platform of the log
@@ -40,7 +42,7 @@ fail() {
   exit 2
 }
 
-folder='' output='' batch=448 runs=1 ranks='' train='' evaluation='' checkpoint='' org='' platform=''
+folder='' output='' batch=448 runs=1 ranks='' train='' evaluation='' shards='' checkpoint='' org='' platform=''
 clear=yes settings=()
 while [[ $# -gt 0 ]]; do
   case $1 in
@@ -49,7 +51,7 @@ while [[ $# -gt 0 ]]; do
       declare "${1#--}=$2"
       shift
       ;;
-    --train | --eval | --checkpoint | --org | --platform)
+    --train | --eval | --shards | --checkpoint | --org | --platform)
       [[ -n ${2:-} ]] || fail "$1: expected a value, got none"
       name=${1#--}
       declare "${name/eval/evaluation}=$2"
@@ -78,6 +80,7 @@ done
 
 folder=$(realpath -m "$folder") output=$(realpath -m "$output")
 train=$(realpath -m "${train:-$folder/train}") evaluation=$(realpath -m "${evaluation:-$folder/eval}")
+shards=$(realpath -m "${shards:-$output/shards}")
 checkpoint=$(realpath -m "${checkpoint:-$folder/tf1_ckpt/model.ckpt-28252}")
 for file in "$train" "$evaluation" "$folder/vocab.txt" "$folder/bert_config.json"; do
   [[ -e $file ]] || fail "expected $file, got none"
@@ -146,22 +149,12 @@ kind=tfrecord
 ! is_hdf5 "$train" "$train"/* || kind=hdf5
 held_out=${evaluation//%/%25} # options of a source are URL-encoded
 held_out=${held_out//+/%2B} held_out=${held_out//&/%26}
+# Training opens shards: the files are imported once, before any clock runs.
+"$PY" -m bert_unpad.data import "$kind:$train?validation=$held_out" "$shards" \
+  --vocab-file "$folder/vocab.txt"
 arguments=(--config configs/bert_large_mlperf.yaml --model.preset "$preset"
-  --data.source "$kind:$train?validation=$held_out" --data.vocab_file "$folder/vocab.txt"
+  --data.source "shards:$shards" --data.vocab_file "$folder/vocab.txt"
   --batching.global_batch_size "$batch" --checkpoint.every 0 "${recipe[@]}" "${settings[@]}")
-# Indexes the files' lengths, once and before any clock runs.
-"$PY" - "${arguments[@]}" <<'PYTHON'
-import sys
-
-from bert_unpad.data import prepare
-from bert_unpad.pretrain.config import ConfigError, read_config
-from bert_unpad.pretrain.prepared_data import DATA_ERRORS
-
-try:
-    prepare(read_config(sys.argv[1:])[0].data)
-except (ConfigError, *DATA_ERRORS) as error:
-    sys.exit(f"mlperf_train.sh: error: {error}")
-PYTHON
 
 if [[ -z $ranks ]]; then
   ranks=$("$PY" -c 'import torch; print(max(torch.cuda.device_count(), 1))')

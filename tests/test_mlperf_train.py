@@ -119,8 +119,12 @@ def test_a_log_without_its_end_is_made_again(tmp_path):
     assert "--resume never" in trained
     assert "run_start" in (tmp_path / "out" / "result_0.txt.partial").read_text()
     assert f"there already: {logs[1]}" in done.stdout
+    shards = tmp_path / "out" / "shards"
+    assert f"--data.source shards:{shards} " in trained
     # Of a path, a source decodes what follows the question mark.
-    _, _, query = re.search(r"--data.source (\S+)", trained).group(1).partition("?")
+    calls = (tmp_path / "calls").read_text()
+    source = re.search(rf"bert_unpad.data import (\S+) {shards} --vocab-file", calls).group(1)
+    _, _, query = source.partition("?")
     assert dict(parse_qsl(query)) == {"validation": str(tmp_path / "files" / "a+b&c%d")}
 
 
@@ -132,7 +136,8 @@ def test_the_format_follows_from_the_names_of_the_files(tmp_path, name, kind):
     stand_ins = _write_stand_ins(tmp_path)
     (tmp_path / "files" / "train" / name).touch()
     assert _run(tmp_path, *STAND_INS, **stand_ins).returncode == 0
-    assert f"--data.source {kind}:{tmp_path / 'files' / 'train'}?" in _trained(tmp_path)[0]
+    imported = f"bert_unpad.data import {kind}:{tmp_path / 'files' / 'train'}?"
+    assert imported in (tmp_path / "calls").read_text()
 
 
 def test_a_checkpoint_that_was_half_converted_is_converted_again(tmp_path):

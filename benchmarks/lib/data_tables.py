@@ -91,19 +91,42 @@ def _hours(found: dict[str, Any], size: int, text: float) -> list[str]:
     return [f"{(seconds / workers + vocabulary) / 3600:.1f}" for workers in _WORKERS]
 
 
+def importing() -> str:
+    found = read("import")
+    if found is None:
+        return ""
+    rows = []
+    for x in found["results"]:
+        rates = [x["bytes"] / 1e6 / seconds for seconds in x["rounds"]]
+        tokens = x["tokens"] / statistics.median(x["rounds"])
+        about = [x["format"], f"{x['bytes'] / 1e6:.0f}", f"{x['shard_bytes'] / 1e6:.0f}"]
+        rows.append(
+            [*about, f"{statistics.median(rates):.0f}", between(rates, 0), f"{tokens / 1e6:.1f}"]
+        )
+    rounds = len(found["results"][0]["rounds"])
+    return section(
+        "Importing other formats",
+        "`python -m bert_unpad.data import` of random ids or examples in one process on one core, "
+        "from files in the page cache, to shards on disk: MB of the files a second of CPU time, "
+        f"median and range of {count(rounds, 'round')}, and millions of tokens a second. Each "
+        "worker takes another file.",
+        source("import", found),
+        table(
+            ["format", "MB", "MB of shards", "MB/s a core", "range", "million tokens/s"], rows, 1
+        ),
+    )
+
+
 def feed() -> str:
     found = read("feed")
     if found is None:
         return ""
     rows = []
     for x in found["results"]:
-        row = [str(x["length"]), x["source"], x["masks"], f"{x['sequences_per_second']:,.0f}"]
+        row = [str(x["length"]), x["masks"], f"{x['sequences_per_second']:,.0f}"]
         rows.append([*row, between([rate / 1000 for rate in x["rounds"]], 1)])
-    shares = {x["source"]: x["python_left"] for x in reversed(found["results"]) if x["python_left"]}
-    left = " and ".join(
-        f"{between([100 * share for share in values], 0)}% ({name})"
-        for name, values in shares.items()
-    )
+    shares = [x["python_left"] for x in found["results"] if x["python_left"]]
+    left = f"{between([100 * share for share in shares[0]], 0)}%"
     rounds = len(found["results"][0]["rounds"])
     targets = " and ".join(
         f"{rate:,} of {length} tokens" for length, rate in found["targets"].items()
@@ -111,12 +134,12 @@ def feed() -> str:
     return section(
         "Feeding a rank",
         "Sequences of one length that one thread reads, masks and packs, in batches of "
-        f"{found['batch_tokens']:,} tokens, from files in the page cache; median and range of "
-        f"{count(rounds, 'round')}. Shards are to reach {targets}. Their masks are drawn "
-        "([`data.mask_unit`](training/data.md#masking)); HDF5 and TFRecord files bring theirs. "
+        f"{found['batch_tokens']:,} tokens, from shards in the page cache; median and range of "
+        f"{count(rounds, 'round')}. They are to reach {targets}. Masks are drawn "
+        "([`data.mask_unit`](training/data.md#masking)). "
         f"While a thread collates, a loop of Python in another one keeps {left} of its speed.",
         source("feed", found),
-        table(["length", "format", "masks", "sequences a second", "thousands"], rows, 3),
+        table(["length", "masks", "sequences a second", "thousands"], rows, 2),
         _opening(found["open"]),
     )
 

@@ -55,7 +55,7 @@ def write_sparse(folder: Path, size: int) -> None:
         folder,
         source="sparse",
         settings={"objective": "next_or_random"},
-        statistics={"validation_documents": 1},
+        statistics={"validation_examples": 1},
         tokenizer_files=made.files,
     )
 

@@ -1,4 +1,4 @@
-"""`python -m bert_unpad.data`: prepares a corpus for training, in parallel and in parts.
+"""`python -m bert_unpad.data`: prepares a corpus, or imports other formats, for training.
 
 A `data.source` of `shards:FOLDER` trains on the result.
 """
@@ -26,6 +26,8 @@ from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.building.ray_engine import Ray
 from bert_unpad.data.building.summary import summary
 from bert_unpad.data.config import DataConfig
+from bert_unpad.data.importers import FORMATS
+from bert_unpad.data.importers.import_data import import_data
 from bert_unpad.data.objective import Objective
 from bert_unpad.data.store.cache import chosen_cache_dir
 from bert_unpad.data.store.open_examples import holds_examples
@@ -50,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bert_unpad.data",
-        description="Pretraining data: prepares a corpus, and checks what was prepared.",
+        description="Pretraining data: prepares a corpus, imports examples and token ids of other "
+        "formats, and checks the result.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     prepare = commands.add_parser(
@@ -63,12 +66,27 @@ def _parser() -> argparse.ArgumentParser:
     _add_data_options(prepare.add_argument_group("examples, as in the section data of the trainer"))
     _add_work_options(prepare.add_argument_group("work; none of these changes the result"))
 
+    imports = commands.add_parser(
+        "import",
+        help="make a folder of examples from files of another format; continues what was killed",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    imports.add_argument("source", help=f"{', '.join(FORMATS)}: each as FORMAT:PATH?option=value")
+    imports.add_argument("output", type=Path, help="folder for the result")
+    imports.add_argument("--max-seq-length", type=int, default=512, help="longest example, tokens")
+    _add_vocabulary(imports)
+    imports.add_argument(
+        "--unmask", action="store_true", help="store the true text: masks are then drawn per epoch"
+    )
+    _add_workers(imports)
+    imports.set_defaults(run=_import)
+
     merge = commands.add_parser("merge", help="join the parts that prepare --part has made")
     merge.add_argument("output", type=Path, help="folder of the parts")
     merge.set_defaults(run=_merge)
 
     check = commands.add_parser("check", help="read all that was prepared, compare its digests")
-    check.add_argument("folder", type=Path, help="what prepare has written")
+    check.add_argument("folder", type=Path, help="what prepare or import has written")
     check.set_defaults(run=_check)
     return parser
 
@@ -81,10 +99,7 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--objective", choices=get_args(Objective), default=default.objective)
     group.add_argument("--documents", choices=get_args(Documents), default=default.documents)
     group.add_argument("--max-seq-length", type=int, default=default.max_seq_length)
-    group.add_argument(
-        "--tokenizer", default=default.tokenizer, help="kind to train, or path of a tokenizer.json"
-    )
-    group.add_argument("--vocab-file", help="BERT vocabulary to use")
+    _add_vocabulary(group)
     group.add_argument("--vocab-size", type=int, default=default.vocab_size)
     group.add_argument(
         "--vocab-sample-mb",
@@ -93,7 +108,6 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
         help="text to train a vocabulary on",
     )
     group.add_argument("--alphabet-size", type=int, default=default.alphabet_size)
-    group.add_argument("--cased", action="store_true", help="keep upper case and accents")
     group.add_argument("--short-seq-prob", type=float, default=default.short_seq_prob)
     group.add_argument("--dupe-factor", type=int, default=default.dupe_factor)
     group.add_argument("--validation-share", type=float, default=default.validation_share)
@@ -108,9 +122,7 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_work_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--workers", type=positive, help="processes, each on one core (default: all)"
-    )
+    _add_workers(group)
     group.add_argument("--engine", choices=("processes", "ray"), default="processes")
     group.add_argument(
         "--address", help="with ray: of a running cluster, or auto (default: starts one here)"
@@ -128,6 +140,21 @@ def _add_work_options(group: argparse._ArgumentGroup) -> None:
         type=above_zero,
         default=ABSENT_SECONDS / 60,
         help="of a part without --stage: minutes to wait for other parts that have not begun",
+    )
+
+
+def _add_vocabulary(group: argparse._ActionsContainer) -> None:
+    default = DataConfig.tokenizer
+    group.add_argument(
+        "--tokenizer", default=default, help="path of a tokenizer.json; of text, or kind to train"
+    )
+    group.add_argument("--vocab-file", help="BERT vocabulary to use")
+    group.add_argument("--cased", action="store_true", help="keep upper case and accents")
+
+
+def _add_workers(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--workers", type=positive, help="processes, each on one core (default: all)"
     )
 
 
@@ -169,9 +196,10 @@ def _prepare(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--source: expected text (a path, hf:NAME or stdlib), got {options.source}"
         )
+    config = _config(options)
     cache = chosen_cache_dir(options.cache_dir)
     if is_prepared(options.output):
-        _check_finished(options, cache)
+        _check_finished(options, config, cache)
         join_parts(options.output)
         print(f"{options.output} is complete; remove it to prepare it again")
         return
@@ -180,7 +208,7 @@ def _prepare(options: argparse.Namespace) -> None:
     with named_if_full(options.output), _engine(options) as engine:
         pipeline = Pipeline(
             options.output,
-            _config(options),
+            config,
             source,
             engine,
             part=options.part,
@@ -199,9 +227,9 @@ def _prepare(options: argparse.Namespace) -> None:
     print(f"part {options.part.number} of {options.part.count} is done; after all: merge")
 
 
-def _check_finished(options: argparse.Namespace, cache: Path) -> None:
+def _check_finished(options: argparse.Namespace, config: DataConfig, cache: Path) -> None:
     """Raises a ValueError if a finished folder was made with other settings."""
-    manifest, config = read_prepared(options.output), _config(options)
+    manifest = read_prepared(options.output)
     try:
         source = open_source(options.source, cache_dir=cache).name
     except FileNotFoundError:  # the text may be gone
@@ -218,11 +246,35 @@ def _engine(options: argparse.Namespace) -> Engine:
         return Ray(options.workers, options.address)
     if options.address is not None:
         raise ValueError(f"--address: expected --engine ray beside it, got {options.address}")
-    workers = available_cores() if options.workers is None else options.workers
+    return _processes(options.workers)
+
+
+def _processes(workers: int | None) -> Engine:
+    workers = available_cores() if workers is None else workers
     if workers == 1:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a worker has one core
         return InProcess()
     return Processes(workers)
+
+
+def _import(options: argparse.Namespace) -> None:
+    config = DataConfig(
+        tokenizer=options.tokenizer,
+        vocab_file=options.vocab_file,
+        lowercase=False if options.cased else None,
+    )
+    with _processes(options.workers) as engine:
+        statistics = import_data(
+            options.source,
+            options.output,
+            engine,
+            max_seq_length=options.max_seq_length,
+            tokenizer=given_tokenizer(config),
+            unmask=options.unmask,
+        )
+    for split in SPLITS:
+        examples, tokens = (statistics[f"{split}_{what}"] for what in ("examples", "tokens"))
+        print(f"{options.output / split}: {examples:,} examples, {tokens:,} tokens")
 
 
 def _merge(options: argparse.Namespace) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import get_args
 
 from bert_unpad._tiers import advanced, code_only
+from bert_unpad.data.importers import refuse_foreign
 from bert_unpad.data.masking import MaskUnit, check_masking_arguments, masking_rates
 from bert_unpad.data.mixture import check_mixture
 from bert_unpad.data.objective import SECOND_SEGMENTS, Objective
-from bert_unpad.data.readers import READERS, kind_of
+from bert_unpad.data.store.open_examples import holds_examples, may_have_pairs
 from bert_unpad.data.store.shards import MAX_LENGTH
 from bert_unpad.data.text.documents import Documents
 from bert_unpad.data.text.pairs import MIN_SEQ_LENGTH
@@ -32,9 +33,8 @@ class DataConfig:
     """Where text or examples come from: stdlib (docstrings of Python's standard library), the path
     of a text file or folder (with ?file_per_document=true each file is one document, otherwise a
     blank line ends one), hf:NAME?... (a data set of the `datasets` library), stream:NAME?... (the
-    same, read during training), or FORMAT:PATH for token ids, or examples that are already made
-    (python -m bert_unpad.data prepare makes shards): shards, hdf5, tfrecord, megatron, parquet,
-    mds, or examples, where the files' names say which."""
+    same, read during training), or shards:PATH, a folder that python -m bert_unpad.data prepare
+    (large corpora) or import (HDF5, TFRecord, Megatron, Parquet and MDS files) has written."""
     mixture: dict[str, float] | None = advanced(None)
     """Sources with weights, instead of data.source: in which proportion an epoch's examples come
     from them. All need one vocabulary: data.tokenizer, data.vocab_file, or that of the examples."""
@@ -99,10 +99,10 @@ class DataConfig:
 
     @property
     def segments(self) -> int:
-        """Most segments of an example; finished examples may have two whatever the objective."""
-        kinds = [kind_of(source) for source in self.mixture or (self.source,)]
-        finished = any(kind is not None and READERS[kind].finished for kind in kinds)
-        return 2 if finished or SECOND_SEGMENTS[self.objective] is not None else 1
+        """Most segments of an example; those of shards may have two whatever the objective."""
+        shards = filter(holds_examples, self.mixture or (self.source,))
+        pairs = SECOND_SEGMENTS[self.objective] is not None or any(map(may_have_pairs, shards))
+        return 2 if pairs else 1
 
     def __post_init__(self) -> None:
         if not MIN_SEQ_LENGTH <= self.max_seq_length <= MAX_LENGTH:
@@ -117,6 +117,7 @@ class DataConfig:
                 raise ValueError(
                     f"source: expected {default} (the default) with mixture, got {self.source}"
                 )
+        refuse_foreign(self)
         smallest = len(SPECIAL_TOKENS) + 1
         if self.vocab_size < smallest:
             raise ValueError(f"vocab_size: expected at least {smallest}, got {self.vocab_size}")

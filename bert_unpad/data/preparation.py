@@ -32,6 +32,7 @@ from bert_unpad.data.building.join import join_parts
 from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.collate import PackedCollator
 from bert_unpad.data.config import DataConfig
+from bert_unpad.data.importers import refuse_foreign_files
 from bert_unpad.data.mixture import Joined, Mixture
 from bert_unpad.data.store.cache import cache_lock, check_not_noted, chosen_cache_dir
 from bert_unpad.data.store.dataset import ExampleDataset
@@ -40,6 +41,7 @@ from bert_unpad.data.store.open_examples import holds_examples, open_examples
 from bert_unpad.data.store.prepared import FORMAT, SPLITS, is_prepared, open_prepared
 from bert_unpad.data.streams.stream import ShardStream
 from bert_unpad.data.streams.text_stream import TextStream, is_streamed, parse_streamed
+from bert_unpad.data.text.document_files import format_of
 from bert_unpad.data.text.file_source import FileSource
 from bert_unpad.data.text.json_tokenizer import given_tokenizer, load_tokenizer
 from bert_unpad.data.text.open_source import open_source
@@ -129,8 +131,8 @@ class PreparedData:
 def prepare(config: DataConfig, progress: bool | None = None, check: bool = True) -> PreparedData:
     """Opens the cache for a configuration; builds it first if it is missing or damaged.
 
-    A source of finished examples (`hdf5:`, `shards:`) is opened without a cache. For a `stream:`
-    source, only the sample is prepared.
+    A source of examples (`shards:`) is opened without a cache. For a `stream:` source, only the
+    sample is prepared.
 
     Many processes (all ranks of a run) can call this at once: one builds, the others wait.
 
@@ -141,7 +143,7 @@ def prepare(config: DataConfig, progress: bool | None = None, check: bool = True
             machine should do. Others may open the same data without.
 
     Raises:
-        DamagedDataError: a file of a source of finished examples is wrong.
+        DamagedDataError: a file of a source of examples is wrong.
         FileNotFoundError: `source`, `vocab_file` or `tokenizer` does not exist.
         ImportError: the source needs a package that is not installed.
         ValueError: a setting does not fit the source, the corpus has no text, the vocabulary lacks
@@ -150,12 +152,12 @@ def prepare(config: DataConfig, progress: bool | None = None, check: bool = True
     if config.mixture is not None:
         return _open_mixture(config, progress, check)
     if holds_examples(config.source):
-        return _open_examples(config, progress, check)
+        return _open_examples(config, check)
     if is_streamed(config.source):
         return _open_streamed(config, progress, check)
     cache = chosen_cache_dir(config.cache_dir)
     tokenizer = given_tokenizer(config)
-    source = open_source(config.source, cache_dir=cache)
+    source = _open_text(config, cache)
     check_outside("cache_dir", cache, source)
     settings = example_settings(config, tokenizer)
     settings |= {
@@ -183,8 +185,20 @@ def prepare(config: DataConfig, progress: bool | None = None, check: bool = True
         return _open(path, config, check)
 
 
-def _open_examples(config: DataConfig, progress: bool | None, check: bool) -> PreparedData:
-    train, validation, tokenizer, path = open_examples(config, progress, check)
+def _open_text(config: DataConfig, cache: Path) -> Source:
+    path = Path(config.source.partition("?")[0]).expanduser()
+    # A folder of examples may have its vocabulary beside them, which is no text.
+    if (path / "tokenizer").is_dir() or (path.is_file() and format_of(path) is None):
+        refuse_foreign_files(path, config)
+    try:
+        return open_source(config.source, cache_dir=cache)
+    except FileNotFoundError:
+        refuse_foreign_files(path, config)
+        raise
+
+
+def _open_examples(config: DataConfig, check: bool) -> PreparedData:
+    train, validation, tokenizer, path = open_examples(config, check)
     statistics: dict[str, int] = {}
     for split, dataset in zip(SPLITS, (train, validation), strict=True):
         statistics |= {

@@ -215,7 +215,7 @@ def _evaluator(run: Run, data: PreparedData) -> Evaluator | None:
     if settings.examples == 0:
         return None
     if not len(data.validation):
-        where = "data.validation_share of two documents or more, for hdf5: and shards: "
+        where = "data.validation_share of two documents or more, for shards: "
         where += "?validation=PATH"
         if settings.examples == EvaluationConfig.examples and settings.target_accuracy is None:
             logger.info("no example is held out (%s): training without evaluation", where)

@@ -1,37 +1,16 @@
-"""The benchmark of the collator and of opening data, at a small size: files, report and table."""
+"""Benchmarks of the collator, of opening data and of imports, at a small size, with tables."""
 
-import numpy as np
 import pytest
 
-from benchmarks import feed
-from benchmarks.lib import data_tables, harness
+from benchmarks import feed, import_formats
+from benchmarks.lib import data_tables, harness, sparse_shards
 from bert_unpad.data import DamagedDataError, DataConfig, prepare
-
-pytest.importorskip("h5py")
-from benchmarks.lib import sparse_shards
-from benchmarks.lib.feed_files import write_all
-from tests.support.seeds import derived
-
-
-def test_all_formats_hold_the_same_examples(tmp_path):
-    opened = write_all(tmp_path, 20, 37)
-    indices = np.random.default_rng(derived(0)).permutation(37)[:9]
-    expected = opened["shards"].batch(indices)
-    assert len(opened) == 4
-    for name, dataset in opened.items():
-        found = dataset.batch(indices)
-        np.testing.assert_array_equal(found.true_tokens(), expected.tokens)
-        np.testing.assert_array_equal(found.second_starts, expected.second_starts)
-        np.testing.assert_array_equal(found.next_sentence_labels, expected.next_sentence_labels)
-        assert (found.masks is None) == (name == "shards")
 
 
 def test_a_small_run_gives_a_whole_report(monkeypatch, capsys):
     monkeypatch.setattr(feed, "SPIN_SECONDS", 0.01)
     rows = feed.measure(length=16, tokens=1000, batch_tokens=200, rounds=2)
-    masks = [(row["source"], row["masks"]) for row in rows]
-    assert masks[:3] == [("shards", unit) for unit in ("token", "word", "span")]
-    assert [unit for _, unit in masks[3:]] == ["given"] * 3
+    assert [row["masks"] for row in rows] == ["token", "word", "span"]
     assert all(row["sequences_per_second"] > 0 and len(row["rounds"]) == 2 for row in rows)
     assert "others keep" in capsys.readouterr().out
     monkeypatch.setattr(sparse_shards, "FILE_TOKENS", 1280)
@@ -44,8 +23,21 @@ def test_a_small_run_gives_a_whole_report(monkeypatch, capsys):
     text = data_tables.feed()
     assert "are to reach 20,000 of 128 tokens and 6,000 of 512 tokens" in text
     assert "Opening 2e-05 GB" in text
-    assert text.count("| 16 |") == 6
-    assert "% (shards)" in text
+    assert text.count("| 16 |") == 3
+    assert "% of its speed" in text
+
+
+def test_imports_of_all_formats_are_timed(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("h5py")
+    pytest.importorskip("pyarrow")
+    rows = import_formats.measure(tmp_path, 30_000, 2)
+    assert all(len(row["rounds"]) == 2 and row["tokens"] > 1000 for row in rows)
+    assert capsys.readouterr().out.count("MB/s a core") == len(rows) == 6
+    report = {"command": "x", "date": "y", "machine": harness.machine(), "results": rows}
+    monkeypatch.setattr(data_tables, "read", lambda name: report)
+    text = data_tables.importing()
+    assert "median and range of 2 rounds" in text
+    assert "| HDF5, variable length | " in text
 
 
 def test_the_first_rank_looks_at_all_files(monkeypatch, tmp_path):

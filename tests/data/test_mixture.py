@@ -17,14 +17,19 @@ from bert_unpad.data import (
     prepare,
 )
 from bert_unpad.data.mixture import Joined
-from bert_unpad.data.readers import megatron
 from bert_unpad.pretrain.config import ConfigError, read_config
+from tests.support.imported import imported
 from tests.support.masked_examples import CLS, LONGEST, SEP, VOCAB, masked_examples
 from tests.support.seeds import derived
 from tests.support.tf_records import example, features_of, write_records
-from tests.support.token_files import random_sequences, setting, write_megatron
+from tests.support.token_files import random_sequences, write_megatron
 
 SIZES, WEIGHTS = (60, 17, 200), (0.5, 0.3, 0.2)
+
+
+def open_ids(folder, vocabulary=VOCAB):
+    source = imported(f"megatron:{folder}", folder.with_suffix(".shards"), vocabulary=vocabulary)
+    return prepare(DataConfig(source, objective="mlm", max_seq_length=LONGEST)).train
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +44,7 @@ def parts(tmp_path_factory):
             for i in range(size)
         ]
         write_megatron(folder / str(source) / "data", rows)
-        opened.append(megatron.open_split(folder / str(source), setting(folder)))
+        opened.append(open_ids(folder / str(source)))
     return opened
 
 
@@ -230,7 +235,7 @@ def test_joined_examples(parts, tmp_path):
 
 def test_parts_that_do_not_go_together(parts, tmp_path, monkeypatch):
     write_megatron(tmp_path / "other" / "data", [[CLS, 7, SEP]])
-    other = megatron.open_split(tmp_path / "other", setting(tmp_path, vocab_size=101))
+    other = open_ids(tmp_path / "other", [*VOCAB, "more"])
     with pytest.raises(ValueError, match=r"mixture: expected sources with one .* \(101,"):
         Mixture([*parts, other], [1, 1, 1, 1])
     monkeypatch.setattr("bert_unpad.data.mixture._MAX_EXAMPLES", 500)
@@ -243,13 +248,16 @@ def sources(tmp_path):
     """A text, token ids and examples with masks, with one vocabulary."""
     WordPieceTokenizer(VOCAB).save(tmp_path / "tokenizer")
     for name, seed in (("web", 1), ("books", 2)):
-        write_megatron(tmp_path / name / "train" / "data", random_sequences(30, seed=seed))
-        write_megatron(tmp_path / name / "validation" / "data", random_sequences(5, seed=seed + 9))
+        files = tmp_path / f"{name}_ids"
+        write_megatron(files / "train" / "data", random_sequences(30, seed=seed))
+        write_megatron(files / "validation" / "data", random_sequences(5, seed=seed + 9))
+        imported(f"megatron:{files}", tmp_path / name)
     text = "\n\n".join(f"W{i} w{i + 1} w{i + 2}. W{i + 3} w7." for i in range(60))
     (tmp_path / "text.txt").write_text(text)
     write_records(
         tmp_path / "masked.tfrecord", [example(features_of(r)) for r in masked_examples(9)]
     )
+    imported(f"tfrecord:{tmp_path / 'masked.tfrecord'}", tmp_path / "masked")
     return tmp_path
 
 
@@ -262,7 +270,7 @@ def config(folder, mixture, **options):
 
 
 def test_a_mixture_of_token_ids_and_text(sources):
-    mixture = {"megatron:web": 2.0, "megatron:books": 1.0, "text.txt": 1.0}
+    mixture = {"shards:web": 2.0, "shards:books": 1.0, "text.txt": 1.0}
     data = prepare(config(sources, mixture))
     texts = len(data.train.parts[0])  # sources are in the order of their names
     assert texts > 40
@@ -280,13 +288,13 @@ def test_a_mixture_of_token_ids_and_text(sources):
     ("mixture", "options", "message"),
     [
         ({}, {}, "mixture: expected sources with weights, got none"),
-        ({"megatron:web": 0.0}, {}, "mixture: expected weights > 0, got 0.0"),
-        ({"megatron:web": float("inf")}, {}, "mixture: expected weights > 0, got inf"),
+        ({"shards:web": 0.0}, {}, "mixture: expected weights > 0, got 0.0"),
+        ({"shards:web": float("inf")}, {}, "mixture: expected weights > 0, got inf"),
         ({"stream:x": 1.0}, {}, "mixture: expected sources whose number of examples is known"),
-        ({"megatron:web": 1.0}, {"source": "x"}, r"source: expected stdlib .* with mixture, got x"),
+        ({"shards:web": 1.0}, {"source": "x"}, r"source: expected stdlib .* with mixture, got x"),
         ({"text.txt": 1.0}, {"vocab_file": None}, "vocab_file: expected one vocabulary"),
         (
-            {"megatron:web": 1.0, "tfrecord:masked.tfrecord": 1.0},
+            {"shards:web": 1.0, "shards:masked": 1.0},
             {},
             "mixture: expected sources with one vocabulary that all bring masks, or none",
         ),
@@ -298,18 +306,19 @@ def test_mixtures_that_cannot_be(sources, mixture, options, message):
 
 
 def test_vocabularies_that_differ_name_the_sources(sources):
-    for name, vocabulary in (("web", VOCAB), ("books", [*VOCAB[:-1], "other"])):
-        WordPieceTokenizer(vocabulary).save(sources / name / "tokenizer")
-    mixture = {"megatron:web": 1.0, "megatron:books": 1.0}
-    with pytest.raises(ValueError, match=r"got another with megatron:\S+web than .*books"):
+    imported(
+        f"megatron:{sources / 'books_ids'}", sources / "other", vocabulary=[*VOCAB[:-1], "other"]
+    )
+    mixture = {"shards:web": 1.0, "shards:other": 1.0}
+    with pytest.raises(ValueError, match=r"got another with shards:\S+web than .*other"):
         prepare(config(sources, mixture, vocab_file=None))
 
 
 def test_the_option_of_a_run(tmp_path):
     needed = ["--batching.global_batch_size", "8", "--schedule.total_steps", "10"]
-    given = ["--data.mixture", '{"megatron:/a b": 0.7, "shards:/c?validation=/d": 0.3}']
+    given = ["--data.mixture", '{"shards:/a b": 0.7, "shards:/c?validation=/d": 0.3}']
     read, text = read_config([*needed, *given])
-    assert read.data.mixture == {"megatron:/a b": 0.7, "shards:/c?validation=/d": 0.3}
+    assert read.data.mixture == {"shards:/a b": 0.7, "shards:/c?validation=/d": 0.3}
     (tmp_path / "run.yaml").write_text(text)
     assert read_config(["--config", str(tmp_path / "run.yaml")])[0].data == read.data
     with pytest.raises(ConfigError, match=r"batching\.strategy: expected another than packed"):

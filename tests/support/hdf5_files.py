@@ -7,11 +7,9 @@ import os
 import h5py
 import numpy as np
 
-from bert_unpad.data.hdf5 import Hdf5Dataset
-from bert_unpad.data.readers import find_files
 from tests.support.masked_examples import LONGEST, PREDICTIONS, VOCAB, masked_examples
 
-__all__ = ["LONGEST", "VOCAB", "damage", "open_folder", "raw_examples", "write_folder", "write_raw"]
+__all__ = ["LONGEST", "VOCAB", "damage", "raw_examples", "write_folder", "write_raw"]
 
 EXAMPLES = 90
 KINDS = {
@@ -81,18 +79,6 @@ def write_folder(folder, examples, layout, each=20):
         name = f"output_{number:05}" if layout == "packed" else f"part_{number}.hdf5"
         write_raw(folder / name, examples[begin : begin + each], layout)
     return folder
-
-
-def open_folder(folder, tokenizer, cache, **options):
-    return Hdf5Dataset(
-        find_files(folder, "hdf5"),
-        vocab_size=tokenizer.vocab_size,
-        unmaskable_ids=tokenizer.unmaskable_ids,
-        max_seq_length=LONGEST,
-        cache_dir=cache,
-        progress=False,
-        **options,
-    )
 
 
 def damage(path, how):

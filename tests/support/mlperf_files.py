@@ -14,6 +14,7 @@ import torch
 from bert_unpad import convert
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from tests.support.hdf5_files import raw_examples, write_folder
+from tests.support.imported import imported
 from tests.support.masked_examples import LONGEST, PREDICTIONS, VOCAB
 from tests.support.seeds import derived
 from tests.support.tf_records import example, features_of, write_records
@@ -40,7 +41,7 @@ def _examples(seed: int) -> list:
 
 
 def write_benchmark_data(folder: Path, train: str, evaluation: str) -> list:
-    """Writes vocab.txt, train/ and eval/; returns the evaluation examples.
+    """Writes vocab.txt, train/ and eval/, and both as shards/; returns the evaluation examples.
 
     Args:
         folder: to write to.
@@ -55,6 +56,9 @@ def write_benchmark_data(folder: Path, train: str, evaluation: str) -> list:
             write_records(folder / name / "part-00000-of-00001", records)
         else:
             write_folder(folder / name, examples, layout)
+    kind = "tfrecord" if train == "tfrecord" else "hdf5"
+    source = f"{kind}:{folder / 'train'}?validation={folder / 'eval'}"
+    imported(source, folder / "shards")
     return held_out
 
 
@@ -76,8 +80,7 @@ def toy_settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "seed": int.from_bytes(os.urandom(4), "little"),
         "model": dict(SIZES),
         "data": {
-            "source": f"examples:{folder / 'train'}?validation={folder / 'eval'}",
-            "vocab_file": str(folder / "vocab.txt"),
+            "source": f"shards:{folder / 'shards'}",
             "cache_dir": str(folder / "cache"),
             "max_seq_length": LONGEST,
             "max_predictions_per_seq": PREDICTIONS,

@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 import struct
-from pathlib import Path
 
 import numpy as np
 
-from bert_unpad.data.readers import Setting
+from tests.support.imported import read
 from tests.support.masked_examples import CLS, LONGEST, SEP, VOCAB
 from tests.support.seeds import derived
-
-
-def setting(cache, max_seq_length=LONGEST, vocab_size=100, **options):
-    """What readers are told of the vocabulary above."""
-    return Setting(
-        vocab_size=vocab_size,
-        unmaskable_ids=(0, CLS, SEP, 4),
-        cls_id=CLS,
-        sep_id=SEP,
-        pad_id=0,
-        max_seq_length=max_seq_length,
-        cache_dir=Path(cache),
-        progress=False,
-        options=options,
-    )
 
 
 def random_sequences(count, longest=LONGEST, seed=0, special=True):
@@ -59,12 +43,11 @@ def write_megatron(prefix, sequences, documents=None, code=8, modes=False):
     return prefix
 
 
-def examples_of(dataset, indices):
-    """The ids of some examples, as lists, after checking what all token files have in common."""
-    batch = dataset.batch(np.array(indices, np.int64))
-    assert batch.ids.tolist() == list(indices)
-    assert batch.lengths.tolist() == dataset.lengths[np.array(indices, np.int64)].tolist()
+def read_sequences(path, kind, *args, **options):
+    """The ids of all examples, as lists, after checking what all files of ids have in common."""
+    batch = read(path, kind, *args, **options)
     assert batch.second_starts.tolist() == batch.lengths.tolist()
     assert set(batch.next_sentence_labels.tolist()) <= {-100}
     assert batch.masks is None
-    return [ids.tolist() for ids in np.split(batch.tokens, np.cumsum(batch.lengths)[:-1])]
+    parts = np.split(batch.tokens, np.cumsum(batch.lengths)[:-1])
+    return [ids.tolist() for ids in parts if len(batch)]

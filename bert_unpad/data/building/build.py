@@ -232,39 +232,42 @@ def example_settings(config: DataConfig, tokenizer: TextTokenizer | None) -> dic
 
 
 def begin_build(build: Build, about: dict[str, Any]) -> None:
-    """Makes the folders of a preparation, or takes those of one that was begun with the same.
+    """Makes the folders of a preparation, or takes those that were begun; see `begin_work`."""
+    about = {**about, "block_bytes": build.block_bytes}
+    begin_work(build.folder, about, (build.spool.name, build.duplicates.name))
+
+
+def begin_work(folder: Path, about: dict[str, Any], inside: Iterable[str] = ()) -> None:
+    """Makes the folders of unfinished work, or takes those of work that was begun with the same.
 
     Args:
-        build: the preparation.
-        about: what its result depends on, as JSON values.
+        folder: where the result appears.
+        about: what the result depends on, as JSON values; `content` tells what the files of
+            `source` hold, whatever their names.
+        inside: folders to make in `work`, besides one for each split.
 
     Raises:
-        ValueError: it was begun with something else, or the folder has other files.
+        ValueError: the work was begun with something else, or the folder has other files.
     """
-    path = build.work / ABOUT
-    about = {**about, "block_bytes": build.block_bytes}
+    work = folder / "work"
+    path = work / ABOUT
     if not path.exists():
-        _make_folders(build)
-        with one_at_a_time(build.work / "begin.lock"):  # others may begin with other settings
+        others = sorted(x.name for x in folder.iterdir() if x != work) if folder.exists() else ()
+        if others:
+            raise ValueError(
+                f"output: expected a new folder, or one that was begun, got {folder} with "
+                f"{', '.join(others[:3])}"
+            )
+        for name in (*inside, *SPLITS):
+            (work / name).mkdir(parents=True, exist_ok=True)
+        (work / LOCK).touch()
+        with one_at_a_time(work / "begin.lock"):  # others may begin with other settings
             if not path.exists():
                 write_text(path, json.dumps(about))
     found = read_json_object(path)
     if about["content"] is not None:  # the same files, perhaps by another name
-        about["source"] = found.get("source")
-    check_settings(build.folder, found, about)
-
-
-def _make_folders(build: Build) -> None:
-    if build.folder.exists():
-        others = sorted(other.name for other in build.folder.iterdir() if other != build.work)
-        if others:
-            raise ValueError(
-                f"output: expected a new folder, or one that was begun, got {build.folder} with "
-                f"{', '.join(others[:3])}"
-            )
-    for folder in (build.spool, build.duplicates, *(build.work / split for split in SPLITS)):
-        folder.mkdir(parents=True, exist_ok=True)
-    (build.work / LOCK).touch()
+        about = {**about, "source": found.get("source")}
+    check_settings(folder, found, about)
 
 
 def check_settings(folder: Path, found: dict[str, Any], about: dict[str, Any]) -> None:

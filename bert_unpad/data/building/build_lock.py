@@ -44,7 +44,7 @@ def build_lock(work: Path, *, alone: bool) -> Iterator[None]:
         except BlockingIOError as error:
             raise BlockingIOError(
                 f"output: expected no other process at work in {work.parent}, got one; wait until "
-                "it has ended, or share the work with --part"
+                "it has ended (only parts of a preparation, --part, work side by side)"
             ) from error
         except OSError as error:
             if error.errno not in NO_LOCKS:

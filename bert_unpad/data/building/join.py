@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,11 @@ from bert_unpad.data.store.shards import AT_ONCE, ShardDataset
 
 logger = logging.getLogger(__name__)
 
-_COLUMNS = ("lengths", "second_starts", "next_sentence_labels")
+_COLUMNS = (
+    *("lengths", "second_starts", "next_sentence_labels"),
+    *("masked_positions", "masked_labels"),
+)
+_OFFSETS = ("offsets", "masked_offsets")
 _SHOWN = 8  # missing blocks that a message names
 _FEW_RANDOM = 0.25  # of the pairs; the next sentence is then easily guessed
 
@@ -78,8 +84,9 @@ def join_pieces(folder: Path) -> dict[str, int]:
                 f"{to_run(build.work, missing)} to the end"
             )
     for split in SPLITS:
-        _join(build, split, build.pieces(split, corpus.blocks))
-        statistics |= _counts(build, split)
+        count = build.pieces(split, corpus.blocks)
+        join_split(folder, split, [build.piece(split, number) for number in range(count)])
+        statistics |= count_split(folder, split)
     if not statistics["train_documents"]:
         raise ValueError(
             f"source: {source} holds no text that the tokenizer knows; expected at least one word"
@@ -140,19 +147,32 @@ def missing_pieces(build: Build, split: str, count: int) -> list[int]:
     return [number for number in range(count) if not build.piece(split, number).exists()]
 
 
-def _join(build: Build, split: str, count: int) -> None:
-    """Makes one shard of all pieces of a split; goes on where an earlier call was killed."""
-    final = build.folder / split
+def join_split(folder: Path, split: str, pieces: Sequence[Path]) -> None:
+    """Makes one shard of all pieces of a split; goes on where an earlier call was killed.
+
+    Args:
+        folder: where the shard appears, and `work` is.
+        split: name of the shard.
+        pieces: finished shards in `work`, one or more, in the order of their examples. Their files
+            of tokens are moved.
+    """
+    final = folder / split
     if final.exists():
         return
-    joined = build.work / f"{split}.joined"
+    joined = folder / "work" / f"{split}.joined"
     joined.mkdir(exist_ok=True)
-    pieces = [build.piece(split, number) for number in range(count)]
     manifests = [read_json_object(piece / MANIFEST) for piece in pieces]
-    files = {f"{name}.bin": _join_column(joined, pieces, manifests, name) for name in _COLUMNS}
-    files["offsets.bin"] = _join_offsets(joined, pieces)
+    has = {name.removesuffix(".bin") for name in manifests[0]["files"]}
+    files = {
+        f"{name}.bin": _join_column(joined, pieces, manifests, name)
+        for name in _COLUMNS
+        if name in has
+    }
+    files |= {
+        f"{name}.bin": _join_offsets(joined, pieces, name) for name in _OFFSETS if name in has
+    }
     tokens = []
-    some = [n for n in range(count) if manifests[n]["files"]["tokens.bin"]["count"]] or [0]
+    some = [n for n in range(len(pieces)) if manifests[n]["files"]["tokens.bin"]["count"]] or [0]
     for number in some:
         name = f"tokens-{number:06}.bin"
         if not (joined / name).exists():
@@ -161,15 +181,17 @@ def _join(build: Build, split: str, count: int) -> None:
         tokens.append(name)
     first = manifests[0]
     about = {name: first[name] for name in ("vocab_size", "unmaskable_ids", "max_seq_length")}
-    documents = sum(manifest["statistics"]["documents"] for manifest in manifests)
-    about["statistics"] = {"documents": documents}
+    counted: Counter[str] = Counter()
+    for manifest in manifests:
+        counted.update(manifest["statistics"])
+    about["statistics"] = dict(counted)
     write_shard_manifest(joined, about, files, tokens)
     sync_folder(joined)
     os.rename(joined, final)
 
 
 def _join_column(
-    joined: Path, pieces: list[Path], manifests: list[dict[str, Any]], name: str
+    joined: Path, pieces: Sequence[Path], manifests: list[dict[str, Any]], name: str
 ) -> dict[str, Any]:
     dtype = np.dtype(manifests[0]["files"][f"{name}.bin"]["dtype"])
     column = Column(joined / f"{name}.bin", dtype)
@@ -178,22 +200,19 @@ def _join_column(
     return column.close()
 
 
-def _join_offsets(joined: Path, pieces: list[Path]) -> dict[str, Any]:
-    column = Column(joined / "offsets.bin", np.int64)
+def _join_offsets(joined: Path, pieces: Sequence[Path], name: str) -> dict[str, Any]:
+    column = Column(joined / f"{name}.bin", np.int64)
     column.append(np.zeros(1, np.int64))
     end = 0
     for piece in pieces:
-        offsets = np.fromfile(piece / "offsets.bin", "<i8")
+        offsets = np.fromfile(piece / f"{name}.bin", "<i8")
         column.append(offsets[1:] + end)
         end += int(offsets[-1])
     return column.close()
 
 
-def _counts(build: Build, split: str) -> dict[str, int]:
-    """Documents, examples and tokens of a finished split."""
-    dataset = ShardDataset(build.folder / split, verify=False)
-    return {
-        f"{split}_documents": dataset.statistics["documents"],
-        f"{split}_examples": len(dataset),
-        f"{split}_tokens": dataset.num_tokens,
-    }
+def count_split(folder: Path, split: str) -> dict[str, int]:
+    """Returns the numbers of examples and tokens of a finished split, and what its pieces noted."""
+    dataset = ShardDataset(folder / split, verify=False)
+    counts = {**dataset.statistics, "examples": len(dataset), "tokens": dataset.num_tokens}
+    return {f"{split}_{name}": count for name, count in counts.items()}

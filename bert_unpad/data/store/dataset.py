@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from bert_unpad.batch.inputs import IGNORE
 from bert_unpad.data.store.example_batch import ExampleBatch
 
-_BLOCK = 4096  # examples read at a time where all are
-
 
 class ExampleDataset(Protocol):
     """Examples by index.
@@ -42,17 +40,6 @@ class ExampleDataset(Protocol):
         Returns:
             int64 [vocab_size]; 0 for ids in `unmaskable_ids`.
         """
-
-
-def count_targets(dataset: ExampleDataset) -> NDArray[np.int64]:
-    """`target_counts` of examples that have to be read for it, block by block."""
-    counts = np.zeros(dataset.vocab_size, np.int64)
-    for begin in range(0, len(dataset), _BLOCK):
-        examples = dataset.batch(np.arange(begin, min(begin + _BLOCK, len(dataset))))
-        targets = examples.tokens if examples.masks is None else examples.masks.labels
-        counts += np.bincount(targets, minlength=len(counts))
-    counts[list(dataset.unmaskable_ids)] = 0
-    return counts
 
 
 class WithoutPairLabels:

@@ -85,7 +85,7 @@ def read_prepared(folder: Path, check: bool = True) -> dict[str, Any]:
     """
     manifest = read_manifest(folder / MANIFEST, FORMAT)
     try:
-        for name in {*manifest["statistics"], "validation_documents"}:
+        for name in {*manifest["statistics"], "validation_examples"}:
             count_of(manifest["statistics"], name, sys.maxsize)
         digests = manifest["sha256"]
         dict(manifest["settings"])

@@ -25,15 +25,15 @@ def test_whole_builds_at_once(corpus, expected, tmp_path):
 
 
 def test_another_begins_at_once_with_other_settings(corpus, expected, tmp_path, monkeypatch):
-    output, original, others = tmp_path / "out", build._make_folders, []
+    output, original, others = tmp_path / "out", build.one_at_a_time, []
 
-    def late(begun):
-        original(begun)
+    def late(path):
         if not others:
             others.append(None)
             others[0] = pipeline(corpus, output)
+        return original(path)
 
-    monkeypatch.setattr(build, "_make_folders", late)
+    monkeypatch.setattr(build, "one_at_a_time", late)
     with pytest.raises(ValueError, match=r"other settings .*block_bytes 6000, got 7000"):
         pipeline(corpus, output, block_bytes=7000)
     others[0].run()

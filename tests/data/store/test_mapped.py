@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from bert_unpad.data import DamagedDataError, ShardDataset
-from bert_unpad.data.readers import megatron
 from bert_unpad.data.store import mapped
 from tests.data.store.test_shards import write
-from tests.support.token_files import random_sequences, setting, write_megatron
 
 SOME = np.arange(3)
 
@@ -27,15 +25,6 @@ def test_a_shard(tmp_path, name):
     file.unlink()
     file.write_bytes(b"another file")
     mapped.check_mapped(*dataset._columns, *dataset._token_files)  # what is mapped stays
-
-
-def test_an_index_of_which_parts_are_shown(tmp_path):
-    write_megatron(tmp_path / "data", random_sequences(2000))
-    dataset = megatron.open_split(tmp_path, setting(tmp_path))
-    dataset.batch(SOME)
-    os.truncate(tmp_path / "data.idx", 0)
-    with pytest.raises(DamagedDataError, match=rf"^{tmp_path / 'data.idx'} has become shorter"):
-        dataset.batch(SOME)
 
 
 def test_nothing_is_known_of_files_that_are_unmapped(tmp_path):

@@ -13,7 +13,6 @@ import torch
 import yaml
 
 from bert_unpad.data import DataConfig, TokenMasker, WordPieceTokenizer, pack_examples, prepare
-from bert_unpad.data.hdf5.cli import main as hdf5_main
 from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.streams.text_stream import TextStream
 from bert_unpad.pretrain import main
@@ -245,8 +244,6 @@ def test_what_needs_an_index_is_refused(folder):
         read_config([*arguments, "--schedule.total_steps", "5"])
     with pytest.raises(ConfigError, match=r"schedule\.total_steps: expected a number with data"):
         read_config([*arguments, "--schedule.epochs", "1", "--batching.strategy", "exchange"])
-    with pytest.raises(SystemExit, match="2"):
-        hdf5_main(["generate", str(folder / "hdf5"), "--source", config(folder).source])
 
 
 def test_a_run_is_resumed_where_it_was(folder, tmp_path, monkeypatch):

@@ -171,8 +171,8 @@ def test_each_objective_has_its_own_cache(tmp_path):
             "objective: expected mlm_nsp, mlm or rtd with source shards:",
         ),
         (
-            {"source": "hdf5:/tmp", "objective": "mlm", "documents": "joined"},
-            "documents: expected apart with source hdf5:",
+            {"source": "shards:/tmp", "objective": "mlm", "documents": "joined"},
+            "documents: expected apart with source shards:",
         ),
     ],
 )

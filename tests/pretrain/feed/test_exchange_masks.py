@@ -1,4 +1,4 @@
-"""Whole runs that exchange examples which bring their masks, as MLPerf's HDF5 files do."""
+"""Whole runs that exchange examples which bring their masks, as MLPerf's do."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.support.pretrain_runs import log_lines, losses, run_in_turn, tiny_set
 pytest.importorskip("h5py")
 
 from tests.support.hdf5_files import EXAMPLES, LONGEST, VOCAB, raw_examples, write_folder
+from tests.support.imported import imported
 
 STEPS = 14
 GLOBAL_BATCH = 8  # so an epoch ends within the run
@@ -29,14 +30,12 @@ def folder(tmp_path_factory) -> Path:
     """Two ranks that train on all exchanges, and one run whose model never changes."""
     path = tmp_path_factory.mktemp("masks")
     write_folder(path / "data", raw_examples(), "variable")
-    (path / "vocab.txt").write_text("\n".join(VOCAB) + "\n")
     values = tiny_settings(
         path,
         seed=3,
         model={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
         data={
-            "source": f"hdf5:{path / 'data'}",
-            "vocab_file": str(path / "vocab.txt"),
+            "source": imported(f"hdf5:{path / 'data'}", path / "shards"),
             "max_seq_length": LONGEST,
         },
         batching={

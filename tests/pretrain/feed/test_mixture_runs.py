@@ -1,4 +1,4 @@
-"""Whole runs on a mixture of token ids in files: resumed, also on another number of ranks."""
+"""Whole runs on a mixture of token ids: resumed, also on another number of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import yaml
 from bert_unpad.data import Mixture, prepare
 from bert_unpad.pretrain.config import read_config
 from bert_unpad.pretrain.output.metrics import read_json_lines
-from tests.support.masked_examples import LONGEST, VOCAB
+from tests.support.imported import imported
+from tests.support.masked_examples import LONGEST
 from tests.support.pretrain_runs import go_back, run, tiny_settings
 from tests.support.token_files import random_sequences, write_megatron
 
@@ -23,8 +24,8 @@ def folder(tmp_path_factory) -> Path:
     """A run of two ranks, and what it leaves after a step within its second epoch."""
     path = tmp_path_factory.mktemp("mixture")
     for seed, name in enumerate(("web", "books")):
-        write_megatron(path / name / "data", random_sequences(30, seed=seed))
-    (path / "vocab.txt").write_text("\n".join(VOCAB) + "\n")
+        write_megatron(path / f"{name}_ids" / "data", random_sequences(30, seed=seed))
+        imported(f"megatron:{path / f'{name}_ids'}", path / name)
     values = tiny_settings(
         path,
         seed=3,
@@ -33,9 +34,8 @@ def folder(tmp_path_factory) -> Path:
         clip={"mode": "after"},
         data={
             "source": "stdlib",
-            "mixture": {f"megatron:{path / 'web'}": 0.75, f"megatron:{path / 'books'}": 0.25},
+            "mixture": {f"shards:{path / 'web'}": 0.75, f"shards:{path / 'books'}": 0.25},
             "objective": "mlm",
-            "vocab_file": str(path / "vocab.txt"),
             "max_seq_length": LONGEST,
         },
         batching={"strategy": "random", "global_batch_size": GLOBAL_BATCH},

@@ -187,7 +187,7 @@ def test_a_run_is_not_continued(folder, logs, capsys, monkeypatch):
     (folder / "third").mkdir()
     (folder / "third" / "kept").touch()
     command = [*arguments, str(logs["reached"]), *run_dir, "--resume", "never"]
-    assert main([*command, "--data.source", "examples:nowhere"]) == 2
+    assert main([*command, "--data.source", "shards:nowhere"]) == 2
     assert "logging.mlperf: expected a new file" in capsys.readouterr().err
     assert (folder / "third" / "kept").exists()
     assert main([*arguments, str(folder / "run.yaml" / "log.txt"), *run_dir]) == 2

@@ -7,22 +7,21 @@ import struct
 import numpy as np
 import pytest
 
-from bert_unpad.data import DamagedDataError
-from bert_unpad.data.readers import megatron
+from bert_unpad.data import DamagedDataError, DataConfig, prepare
+from tests.support.imported import imported
+from tests.support.masked_examples import LONGEST
 from tests.support.token_files import (
-    examples_of,
     megatron_index,
     random_sequences,
-    setting,
+    read_sequences,
     write_megatron,
 )
 
 SEQUENCES = random_sequences(50)
 
 
-def open_all(path, tmp_path, **options):
-    dataset = megatron.open_split(path, setting(tmp_path, **options))
-    return examples_of(dataset, range(len(dataset))) if len(dataset) else []
+def open_all(path, *args, **options):
+    return read_sequences(path, "megatron", *args, **options)
 
 
 def joined(sequences):
@@ -33,22 +32,24 @@ def joined(sequences):
 @pytest.mark.parametrize("modes", [False, True])
 def test_every_type_of_ids(tmp_path, code, modes):
     write_megatron(tmp_path / "data", SEQUENCES, code=code, modes=modes)
-    assert open_all(tmp_path, tmp_path) == SEQUENCES
-    assert open_all(tmp_path / "data.bin", tmp_path) == SEQUENCES
-    assert open_all(tmp_path / "data.idx", tmp_path) == SEQUENCES
+    assert open_all(tmp_path) == SEQUENCES
+    source = imported(f"megatron:{tmp_path / 'data.bin'}", tmp_path / "out")
+    data = prepare(DataConfig(source, objective="mlm", max_seq_length=LONGEST))
+    assert data.train.tokens.tolist() == joined(SEQUENCES)
+    assert open_all(tmp_path / "data.idx") == SEQUENCES
 
 
 def test_documents_of_several_sentences(tmp_path):
     sentences = random_sequences(7, 6, special=False)
     write_megatron(tmp_path / "data", sentences, documents=[0, 2, 2, 3, 7])
     documents = [joined(sentences[a:b]) for a, b in ((0, 2), (2, 3), (3, 7))]
-    assert open_all(tmp_path, tmp_path, add="none") == documents
-    assert open_all(tmp_path, tmp_path, add="none", unit="sequence") == sentences
+    assert open_all(tmp_path, add="none") == documents
+    assert open_all(tmp_path, add="none", unit="sequence") == sentences
 
 
 def test_no_sequences(tmp_path):
     write_megatron(tmp_path / "data", [])
-    assert open_all(tmp_path, tmp_path) == []
+    assert open_all(tmp_path) == []
 
 
 def change(at, kind, value):
@@ -91,7 +92,7 @@ def test_damaged_indexes_are_named(tmp_path, damage, message):
     index = write_megatron(tmp_path / "data", SEQUENCES).with_suffix(".idx")
     index.write_bytes(damage(index.read_bytes()))
     with pytest.raises(DamagedDataError, match=message):
-        megatron.open_split(tmp_path, setting(tmp_path))
+        open_all(tmp_path)
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-2], lambda data: data + b"\0\0"])
@@ -99,7 +100,7 @@ def test_ids_of_another_size_than_the_index_says(tmp_path, damage):
     ids = write_megatron(tmp_path / "data", SEQUENCES).with_suffix(".bin")
     ids.write_bytes(damage(ids.read_bytes()))
     with pytest.raises(DamagedDataError, match=r"data\.bin: expected .* bytes, as data\.idx says"):
-        megatron.open_split(tmp_path, setting(tmp_path))
+        open_all(tmp_path)
 
 
 def test_mixed_up_and_missing_files(tmp_path):
@@ -109,13 +110,13 @@ def test_mixed_up_and_missing_files(tmp_path):
     (tmp_path / "b.bin").replace(tmp_path / "c.bin")
     (tmp_path / "b.idx").unlink()
     with pytest.raises(DamagedDataError, match=r"c\.bin: expected .* do not belong together"):
-        megatron.open_split(tmp_path, setting(tmp_path))
+        open_all(tmp_path)
     (tmp_path / "c.bin").unlink()
     with pytest.raises(DamagedDataError, match=r"c\.idx: expected its ids in .*c\.bin, which does"):
-        megatron.open_split(tmp_path, setting(tmp_path))
+        open_all(tmp_path)
     (tmp_path / "c.idx").unlink()
     with pytest.raises(FileNotFoundError, match=r"expected a file, or a folder with files \*\.idx"):
-        megatron.open_split(tmp_path, setting(tmp_path))
+        open_all(tmp_path)
 
 
 def test_an_index_whose_lengths_add_up_beyond_the_file(tmp_path):
@@ -123,7 +124,7 @@ def test_an_index_whose_lengths_add_up_beyond_the_file(tmp_path):
     (tmp_path / "data.idx").write_bytes(megatron_index([2**31 - 1] * 4, range(5), 4, 4))
     (tmp_path / "data.bin").write_bytes(bytes(12))
     with pytest.raises(DamagedDataError, match=r"data\.bin: expected 34,359,738,352 bytes"):
-        megatron.open_split(tmp_path, setting(tmp_path))
+        open_all(tmp_path)
 
 
 def test_files_of_datatrove(tmp_path):
@@ -132,7 +133,7 @@ def test_files_of_datatrove(tmp_path):
     for ids in SEQUENCES:
         file.write(ids)
     file.close()
-    assert open_all(tmp_path / "data", tmp_path) == SEQUENCES
+    assert open_all(tmp_path / "data") == SEQUENCES
 
 
 def test_files_of_megatron(tmp_path):
@@ -148,7 +149,6 @@ def test_files_of_megatron(tmp_path):
             if number % 3 == 2 or number == S - 1:
                 builder.end_document()
         builder.finalize(str(folder / "data.idx"))
-        assert open_all(folder, tmp_path, unit="sequence") == SEQUENCES
+        assert open_all(folder, unit="sequence") == SEQUENCES
         documents = [joined(SEQUENCES[a : a + 3]) for a in range(0, S, 3)]
-        whole = megatron.open_split(folder, setting(tmp_path, 80, add="none"))
-        assert examples_of(whole, range(len(whole))) == documents
+        assert open_all(folder, 80, add="none") == documents

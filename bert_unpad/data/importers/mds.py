@@ -9,7 +9,7 @@ their values are encoded; a shard NAME.mds has, little-endian:
 
 A value of encoding `ndarray` begins with its type and its shape where the encoding leaves them
 open. Format: `streaming/base/format/mds/` of mosaicml-streaming. Other columns are not decoded;
-some encodings are pickles. A compressed shard is decompressed once, into the cache folder.
+some encodings are pickles. A shard, which has some dozen megabytes, is in memory while it is read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad._files import read_json_object
+from bert_unpad._text import gather
 from bert_unpad.data.compressed import ENDINGS, open_file
-from bert_unpad.data.readers import Setting, find_files
-from bert_unpad.data.readers.cached import cached, cached_each, load_array, save_arrays
-from bert_unpad.data.readers.tokens import TokenDataset, TokenFile
+from bert_unpad.data.importers import Setting
+from bert_unpad.data.importers.tokens import Sequences, cut_sequences, in_blocks
+from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.store.manifest import DamagedDataError, count_of
 
-_RAW = "raw.mds"
-_PIECE = 1 << 20  # bytes decompressed at a time
+_INDEX = "index.json"
 _NDARRAY = re.compile(r"ndarray(?::(u?int(?:8|16|32|64))(?::(\d+(?:,\d+)*))?)?")
 _CODES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 32: "u4", 33: "i4", 64: "u8", 65: "i8"}
 
@@ -51,62 +51,47 @@ class _Shard:
     """Bytes of a value of each column; None where they vary."""
 
 
-def open_split(path: Path, setting: Setting) -> TokenDataset:
-    """See `bert_unpad.data.readers.open_split`.
+def examples(path: Path, setting: Setting) -> Iterator[ExampleBatch]:
+    """Reads the examples of a shard.
 
     The option `column` names the column; `dtype` is the type of ids in a column of bytes.
+
+    Args:
+        path: the shard, in the folder of its `index.json`.
+        setting: vocabulary, length and options.
+
+    Raises:
+        DamagedDataError: the shard is damaged, or has no such column; the message names it.
+        ValueError: see `cut_sequences`.
     """
-    return TokenDataset(functools.partial(_open_files, path, setting), setting)
-
-
-def _open_files(path: Path, setting: Setting) -> list[TokenFile]:
-    indexes = find_files(path, "mds", setting.without)
-    shards = [shard for index in indexes for shard in _read_index(index)]
+    index = path.with_name(_INDEX)
+    shard = _read_index(index, index.stat().st_mtime_ns)[path]
     column = setting.options.get("column", "input_ids")
-    dtype = setting.options.get("dtype")
-    raw = _decompressed(shards, setting)
+    return cut_sequences(path, _sequences(shard, column, setting.options.get("dtype")), setting)
 
-    def write(folder: Path) -> None:
-        parts = [_index(*pair, column, dtype) for pair in zip(raw, shards, strict=True)]
-        dtypes, begins, lengths = zip(*parts, strict=True) if parts else ((), (), ())
-        none = np.empty(0, np.int64)
-        save_arrays(
-            folder,
-            dtypes=np.array([kind.str[1:] for kind in dtypes], "S2"),
-            counts=np.array([len(part) for part in begins], np.int64),
-            begins=np.concatenate([none, *begins]),
-            lengths=np.concatenate([none, *lengths]),
-        )
 
-    def load(folder: Path) -> list[TokenFile]:
-        dtypes = load_array(folder, "dtypes", np.dtype("S2"))
-        counts, begins, lengths = (
-            load_array(folder, name, np.int64) for name in ("counts", "begins", "lengths")
-        )
-        ends = np.cumsum(counts)
-        if not len(counts) == len(dtypes) == len(shards) or not (
-            ends[-1:].sum() == len(begins) == len(lengths)
-        ):
-            raise ValueError("it does not fit the files")
-        return [
-            TokenFile(
-                file,
-                shard.name,
-                np.dtype(f"<{kind.decode()}"),
-                begins[end - count : end],
-                lengths[end - count : end],
+def files_of(index: Path) -> list[Path]:
+    """Returns the shards that an `index.json` names.
+
+    Raises:
+        DamagedDataError: the index is damaged, or names files of other folders, or a shard is
+            missing; the message names it.
+    """
+    shards = _read_index(index, index.stat().st_mtime_ns)
+    for shard in shards:
+        if not shard.is_file():
+            raise DamagedDataError(f"{shard} does not exist; expected a shard of {_INDEX}")
+        if shard.suffix not in (".mds", *ENDINGS):
+            raise DamagedDataError(
+                f"{shard}: expected a shard *.mds, perhaps compressed ({', '.join(ENDINGS)}); "
+                "decompress it with mosaicml-streaming"
             )
-            for file, shard, kind, end, count in zip(
-                raw, shards, dtypes.tolist(), ends.tolist(), counts.tolist(), strict=True
-            )
-        ]
-
-    files = [*indexes, *raw]
-    return cached(setting.cache_dir, "mds-1", files, [column, dtype], write, load)
+    return list(shards)
 
 
-def _read_index(path: Path) -> list[_Shard]:
-    """Reads an `index.json`.
+@functools.lru_cache(maxsize=1)
+def _read_index(path: Path, changed: int) -> dict[Path, _Shard]:
+    """Reads an `index.json`, once for all of its shards while `changed`, its time, is the same.
 
     Raises:
         DamagedDataError: it is damaged, or names files of other folders.
@@ -115,9 +100,10 @@ def _read_index(path: Path) -> list[_Shard]:
         index = read_json_object(path)
         if index.get("version") != 2 or not isinstance(index.get("shards"), list):
             raise ValueError(f"version 2 with shards, got version {index.get('version')!r}")
-        return [_read_shard(path.parent, about) for about in index["shards"]]
+        shards = [_read_shard(path.parent, about) for about in index["shards"]]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedDataError(f"{path}: expected an index of MDS shards: {error}") from error
+    return {shard.name: shard for shard in shards}
 
 
 def _read_shard(folder: Path, about: dict[str, Any]) -> _Shard:
@@ -149,89 +135,48 @@ def _base_name(data: dict[str, Any]) -> str:
     return name
 
 
-def _decompressed(shards: Sequence[_Shard], setting: Setting) -> list[Path]:
-    """Returns the paths of the shards' bytes as they are read."""
-    for shard in shards:
-        _check_file(shard)
-    entries = [
-        (
-            *(setting.cache_dir, "mds-raw-1", [shard.name], [shard.size]),
-            functools.partial(_decompress, shard),
-            functools.partial(_load_raw, shard.size),
-        )
-        for shard in shards
-        if shard.name.suffix != ".mds"
-    ]
-    made = iter(cached_each(entries, "decompressing", setting.progress))
-    return [shard.name if shard.name.suffix == ".mds" else next(made) for shard in shards]
-
-
-def _check_file(shard: _Shard) -> None:
-    if not shard.name.is_file():
-        raise DamagedDataError(f"{shard.name} does not exist; expected a shard of index.json")
-    if shard.name.suffix == ".mds":
-        found = shard.name.stat().st_size
-        if found != shard.size:
-            raise _wrong_size(shard, found)
-    elif shard.name.suffix not in ENDINGS:
+def _sequences(shard: _Shard, column: str, dtype: str | None) -> Iterator[Sequences]:
+    with open_file(shard.name) as file:
+        data = np.frombuffer(file.read(shard.size + 1), np.uint8)  # a byte more tells
+    if len(data) != shard.size:
+        longer = " or more" * (len(data) > shard.size)
         raise DamagedDataError(
-            f"{shard.name}: expected a shard *.mds, perhaps compressed ({', '.join(ENDINGS)}); "
-            "decompress it with mosaicml-streaming"
+            f"{shard.name}: expected {shard.size:,} bytes, as {_INDEX} says, got "
+            f"{len(data):,}{longer}"
         )
+    try:
+        kind, begins, lengths = _find_ids(data, shard, column, dtype)
+    except ValueError as error:
+        raise DamagedDataError(f"{shard.name}: expected {error}") from error
+    for some in in_blocks(lengths):
+        sizes = lengths[some] * kind.itemsize
+        ids = gather([data], np.zeros(len(sizes), np.int64), begins[some], sizes)
+        yield ids.view(kind), lengths[some]
 
 
-def _decompress(shard: _Shard, folder: Path) -> None:
-    done = 0
-    with open_file(shard.name) as file, (folder / _RAW).open("wb") as out:
-        while done <= shard.size and (piece := file.read(_PIECE)):
-            out.write(piece)
-            done += len(piece)
-    if done != shard.size:
-        raise _wrong_size(shard, done)
-
-
-def _load_raw(size: int, folder: Path) -> Path:
-    if (folder / _RAW).stat().st_size != size:
-        raise ValueError(f"{_RAW} is cut off")
-    return folder / _RAW
-
-
-def _wrong_size(shard: _Shard, found: int) -> DamagedDataError:
-    return DamagedDataError(
-        f"{shard.name}: expected {shard.size:,} bytes, as index.json says, got {found:,}"
-    )
-
-
-Index = tuple[np.dtype, NDArray[np.int64], NDArray[np.int64]]
-
-
-def _index(path: Path, shard: _Shard, column: str, dtype: str | None) -> Index:
+def _find_ids(
+    data: NDArray[np.uint8], shard: _Shard, column: str, dtype: str | None
+) -> tuple[np.dtype, NDArray[np.int64], NDArray[np.int64]]:
     """Finds the ids of a shard's samples: their type, and where they begin and how many they are.
 
     Raises:
-        DamagedDataError: the shard is damaged, or has no such column; the message names it.
+        ValueError: the shard is damaged, or has no such column; the message says what was expected.
     """
-    try:
-        if not shard.size:  # which cannot be mapped
-            raise ValueError("samples, got an empty file")
-        data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
-        begins, sizes = _values(data, shard, column)
-        encoding = shard.encodings[column]
-        if encoding == "bytes":
-            if dtype is None:
-                raise ValueError(f"the option dtype of the source, because {column} is bytes")
-            kind = np.dtype(dtype).newbyteorder("<")
-            lengths = sizes // kind.itemsize
-        elif match := _NDARRAY.fullmatch(encoding):
-            kind, begins, lengths, sizes = _arrays(data, begins, sizes, *match.groups())
-            if dtype is not None and np.dtype(dtype) != kind:
-                raise ValueError(f"ids of type {dtype} (the option dtype), got {kind}")
-        else:
-            raise ValueError(f"{column} of encoding ndarray or bytes, got {encoding}")
-        if (lengths * kind.itemsize != sizes).any():
-            raise ValueError(f"values of {column} that consist of ids of type {kind}")
-    except ValueError as error:
-        raise DamagedDataError(f"{shard.name}: expected {error}") from error
+    begins, sizes = _values(data, shard, column)
+    encoding = shard.encodings[column]
+    if encoding == "bytes":
+        if dtype is None:
+            raise ValueError(f"the option dtype of the source, because {column} is bytes")
+        kind = np.dtype(dtype).newbyteorder("<")
+        lengths = sizes // kind.itemsize
+    elif match := _NDARRAY.fullmatch(encoding):
+        kind, begins, lengths, sizes = _arrays(data, begins, sizes, *match.groups())
+        if dtype is not None and np.dtype(dtype) != kind:
+            raise ValueError(f"ids of type {dtype} (the option dtype), got {kind}")
+    else:
+        raise ValueError(f"{column} of encoding ndarray or bytes, got {encoding}")
+    if (lengths * kind.itemsize != sizes).any():
+        raise ValueError(f"values of {column} that consist of ids of type {kind}")
     return kind, begins, lengths
 
 

@@ -8,20 +8,21 @@ NAME.bin has the ids of all sequences, one after another. NAME.idx has, little-e
     sequence with which each document begins, and S, int64 [D]
     a mode of each sequence, int8 [S], in multimodal data sets only
 
-Format: `megatron/core/datasets/indexed_dataset.py` of Megatron-LM. The index is memory-mapped, so
-there is nothing to index; no file stays open.
+Format: `megatron/core/datasets/indexed_dataset.py` of Megatron-LM. The index is memory-mapped.
 """
 
 from __future__ import annotations
 
-import functools
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from bert_unpad.data.readers import Setting, find_files
-from bert_unpad.data.readers.tokens import TokenDataset, TokenFile
+from bert_unpad.data.importers import Setting
+from bert_unpad.data.importers.tokens import Sequences, cut_sequences, in_blocks
+from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.store.manifest import DamagedDataError
 from bert_unpad.data.store.mapped import map_file
 
@@ -30,28 +31,42 @@ _HEAD = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}  # 6 and 7 are floating point
 
 
-def open_split(path: Path, setting: Setting) -> TokenDataset:
-    """See `bert_unpad.data.readers.open_split`.
+def examples(path: Path, setting: Setting) -> Iterator[ExampleBatch]:
+    """Reads the examples of a data set.
 
     Examples are made of documents; with the option `unit=sequence`, of the sequences in them.
+
+    Args:
+        path: NAME.idx.
+        setting: vocabulary, length and options.
+
+    Raises:
+        DamagedDataError: a file is missing or wrong; the message names it.
+        ValueError: see `cut_sequences`.
     """
     whole = setting.options.get("unit", "document") == "document"
-    return TokenDataset(functools.partial(_open_files, path, whole, setting.without), setting)
+    ids = path.with_suffix(".bin")
+    return cut_sequences(ids, _sequences(path, ids, whole), setting)
 
 
-def _open_files(path: Path, whole: bool, without: Path | None) -> list[TokenFile]:
-    if path.suffix == ".bin":
-        path = path.with_suffix(".idx")
-    if without is not None and without.suffix == ".bin":
-        without = without.with_suffix(".idx")
-    return [_open(file, whole) for file in find_files(path, "megatron", without)]
+def _sequences(index: Path, ids: Path, whole: bool) -> Iterator[Sequences]:
+    dtype, lengths = _read_index(index, ids, whole)
+    with ids.open("rb") as file:
+        for some in in_blocks(lengths):
+            sizes = lengths[some]
+            count = int(sizes.sum())
+            found = np.fromfile(file, dtype, count)
+            if len(found) != count:
+                raise DamagedDataError(f"{ids} has become shorter while it was read")
+            yield found, sizes
 
 
-def _open(index: Path, whole: bool) -> TokenFile:
+def _read_index(index: Path, ids: Path, whole: bool) -> tuple[np.dtype, NDArray[np.int64]]:
+    """Returns the type of the ids, and the length of each sequence or document, int64 [S]."""
+
     def fail(message: str) -> DamagedDataError:
         return DamagedDataError(f"{index}: {message}")
 
-    ids = index.with_suffix(".bin")
     if not ids.is_file():
         raise fail(f"expected its ids in {ids}, which does not exist")
     size = index.stat().st_size
@@ -72,22 +87,22 @@ def _open(index: Path, whole: bool) -> TokenFile:
         )
 
     dtype, at = np.dtype(f"<{_DTYPES[code]}"), _HEAD.size
-    lengths = data[at : at + 4 * count].view("<i4")
+    lengths = data[at : at + 4 * count].view("<i4").astype(np.int64)
     begins = data[at + 4 * count : at + 12 * count].view("<i8")
     documents = data[at + 12 * count : expected].view("<i8")
     if count and lengths.min() < 0:
         raise fail(f"expected lengths of 0 or more, got {lengths.min()}")
-    ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
-    if count and (begins[0] != 0 or (begins[1:] != ends[:-1]).any()):
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    if (begins != ends[:-1] * dtype.itemsize).any():
         raise fail("expected sequences one after another, got others")
-    total = int(ends[-1]) if count else 0
+    total = int(ends[-1]) * dtype.itemsize
     if ids.stat().st_size != total:
         raise DamagedDataError(
             f"{ids}: expected {total:,} bytes, as {index.name} says, got {ids.stat().st_size:,}: "
             "it is cut off, or the two files do not belong together"
         )
     if not whole:
-        return TokenFile(ids, ids, dtype, begins, lengths)
+        return dtype, lengths
     if (
         not borders
         or documents[0] != 0
@@ -95,7 +110,4 @@ def _open(index: Path, whole: bool) -> TokenFile:
         or (documents[1:] < documents[:-1]).any()
     ):
         raise fail(f"expected borders of documents that rise from 0 to {count}")
-    if borders == count + 1 and (np.diff(documents) == 1).all():
-        return TokenFile(ids, ids, dtype, begins, lengths)
-    bounds = np.concatenate([[0], ends])[documents]
-    return TokenFile(ids, ids, dtype, bounds[:-1], np.diff(bounds) // dtype.itemsize)
+    return dtype, np.diff(ends[documents])

@@ -9,7 +9,6 @@ from bert_unpad.data.store.example_batch import ExampleBatch, Masks
 
 
 def finished_batch(
-    ids: NDArray[np.int64],
     lengths: NDArray[np.int64],
     tokens: NDArray[np.integer],
     segments: NDArray[np.integer],
@@ -20,8 +19,7 @@ def finished_batch(
     """Makes a batch of B examples with T tokens in all.
 
     Args:
-        ids: int64 [B], ids of the examples.
-        lengths: int64 [B], their lengths.
+        lengths: int64 [B], lengths of the examples.
         tokens: integers [T], input of the model.
         segments: integers [T], 0s followed by 1s in each example.
         masks: masked tokens, in any order within an example.
@@ -42,6 +40,7 @@ def finished_batch(
     if not np.isin(labels, (0, 1)).all():
         raise ValueError("next_sentence_labels: expected 0 or 1")
     masks.check(lengths, vocab_size)
+    ids = np.arange(len(lengths))
     return ExampleBatch(ids, lengths, second_starts, labels, tokens.astype(np.int64), masks)
 
 
