@@ -111,7 +111,8 @@ def project_side_by_side(modules: tuple[nn.Module, ...], x: Tensor) -> Tensor:
     """
     if all(module is modules[0] for module in modules):
         return dense(modules[0], x)
-    found = [pair for module in modules if (pair := _linear_parameters(module, x)) is not None]
+    parameters_of = [_linear_parameters(module, x) for module in modules]
+    found = [pair for pair in parameters_of if pair is not None]
     alike = len({(weight.shape, bias is None) for weight, bias in found}) == 1
     if len(found) < len(modules) or not alike:
         return torch.cat([dense(module, x) for module in modules], 1)
