@@ -31,7 +31,7 @@ def leaf(*shape: int) -> Tensor:
 
 def _projections(x: Tensor, *weights: Tensor) -> Tensor:
     biases = [torch.zeros(len(weight)) for weight in weights]
-    return plain_modules._SideBySide.apply(x, torch.float32, *weights, *biases)
+    return plain_modules._SideBySide.apply(x, torch.float32, len(weights), *weights, *biases)
 
 
 # The name in the message, the function, and shapes of what it is differentiated by.

@@ -19,10 +19,10 @@ from tests.support.processes import TIMEOUT
 from tests.support.seeds import derived
 
 
-def write(path, vocab_size=1000, count=50, seed=0):
+def write(path, vocab_size=1000, count=50, seed=0, shortest=1):
     """A shard of random examples, appended in two blocks; returns (tokens, lengths, seconds)."""
     rng = np.random.default_rng(derived(seed))
-    lengths = rng.integers(1, 40, count)
+    lengths = rng.integers(shortest, 40, count)
     tokens = rng.integers(0, vocab_size, lengths.sum())
     seconds, labels = lengths // 2, rng.integers(0, 2, count)
     half = count // 2
@@ -255,7 +255,7 @@ def test_wrong_ids_are_named_with_their_file(tmp_path):
 
 
 def test_examples_that_reach_beyond_a_file_are_refused(tmp_path):
-    write(tmp_path / "shard")
+    write(tmp_path / "shard", shortest=2)
     split_tokens(tmp_path / "shard", 20)
     offsets, lengths = (
         np.fromfile(tmp_path / "shard" / f"{name}.bin", dtype)
