@@ -24,6 +24,7 @@ from bert_unpad.ops.matmul import product_dtype
 from bert_unpad.optim.base import FusedOptimizer
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.config.limits import MODELS_DIFFER
+from bert_unpad.pretrain.parallel import WAYS
 
 
 def build_model(
@@ -158,7 +159,7 @@ def round_weights_in_updates(
     if (
         config.precision == "fp32"
         or not (isinstance(optimizer, FusedOptimizer) and optimizer.rounds)
-        or config.optimizer.shard != "none"
+        or WAYS[config.optimizer.shard].shares_state
         or config.comm.hook in MODELS_DIFFER
         or config.compile
     ):

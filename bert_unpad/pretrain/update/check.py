@@ -23,6 +23,7 @@ from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.optim.base import FusedOptimizer
 from bert_unpad.pretrain.config import ConfigError, OptimizerConfig, PretrainConfig
 from bert_unpad.pretrain.config.limits import MODELS_DIFFER
+from bert_unpad.pretrain.parallel import WAYS
 from bert_unpad.pretrain.update.arguments import class_arguments
 from bert_unpad.pretrain.update.kinds import KINDS, Kind, find_kind
 from bert_unpad.pretrain.update.optimizer import build_optimizer, leaves_out_on_device, set_lr
@@ -71,9 +72,10 @@ def check_optimizer(config: PretrainConfig, device: torch.device) -> None:
             f"expected another one with optimizer.name {name}, whose parameter groups hold numbers "
             f"({', '.join(group_values)}) that the ranks cannot average, got {config.comm.hook}",
         )
-    if config.optimizer.shard != "none":
+    way = WAYS[config.optimizer.shard]
+    if way.shares_state:
         _check_independence(config.optimizer, device)
-    if config.optimizer.shard == "overlap":
+    if way.cuts_parameters:
         _check_parts(config.optimizer, device)
 
 
