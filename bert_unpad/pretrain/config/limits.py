@@ -86,11 +86,11 @@ def _list(values: Iterable[Any]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _among(*values: Any) -> Values:
+def _is(*values: Any) -> Values:
     return Values(_list(values), lambda value: value in values)
 
 
-def _other_than(*values: Any) -> Values:
+def _not(*values: Any) -> Values:
     return Values(f"another than {_list(values)}", lambda value: value not in values)
 
 
@@ -98,7 +98,7 @@ def _at_least(low: int) -> Values:
     return Values(f"a number >= {low}", lambda value: value >= low)
 
 
-_ON, _OFF, _NULL = _among(True), _among(False), _among(None)
+_ON, _OFF, _NULL = _is(True), _is(False), _is(None)
 _GIVEN = Values("given", lambda value: value is not None)
 _NUMBER = _GIVEN._replace(text="a number")
 _ABOVE_0 = Values("a number > 0", lambda value: value > 0)
@@ -123,17 +123,17 @@ def _read_with(name: str, section: type, readers: Mapping[str, tuple[str, ...]])
     """Rows for options that have their default unless another option has one of some values."""
     for option, values in readers.items():
         default = getattr(section, option.rpartition(".")[2])
-        yield Limit({name: _other_than(*values)}, option, _among(default), "which does not read it")
+        yield Limit({name: _not(*values)}, option, _is(default), "which does not read it")
 
 
-_SHARED = {"optimizer.shard": _other_than("none")}
-_IN_PASSES = {"optimizer.shard": _among("overlap", "fsdp")}
-_FSDP = {"optimizer.shard": _among("fsdp")}
-_GROWS = {"growth.name": _other_than("none")}
-_ADDS_LAYERS = {"growth.name": _among("mslt", "stacking")}
-_LOCAL = {"comm.hook": _among(*MODELS_DIFFER)}
-_PER_RANK = _among("bucket", "before")
-_PLAIN_HOOKS = _among("allreduce", "hierarchical")
+_SHARED = {"optimizer.shard": _not("none")}
+_IN_PASSES = {"optimizer.shard": _is("overlap", "fsdp")}
+_FSDP = {"optimizer.shard": _is("fsdp")}
+_GROWS = {"growth.name": _not("none")}
+_ADDS_LAYERS = {"growth.name": _is("mslt", "stacking")}
+_LOCAL = {"comm.hook": _is(*MODELS_DIFFER)}
+_PER_RANK = _is("bucket", "before")
+_PLAIN_HOOKS = _is("allreduce", "hierarchical")
 
 LIMITS: tuple[Limit, ...] = (
     *_one_of_two("batching.global_batch_size", "batching.batch_size_per_rank"),
@@ -156,21 +156,18 @@ LIMITS: tuple[Limit, ...] = (
         ("batching.warmup_batch_size", _NUMBER),
         ("schedule.total_steps", _NUMBER, "where epochs have unequal numbers of updates"),
     ),
-    Limit(
-        {"batching.rank_speeds": _GIVEN, "batching.strategy": _among("exchange")},
-        "batching.scope",
-        _among("node", "world", "two_level"),
+    *_with(
+        {"batching.rank_speeds": _GIVEN, "batching.strategy": _is("exchange")},
+        ("batching.scope", _is("node", "world", "two_level")),
     ),
-    Limit(
+    *_with(
         {"batching.rank_speeds": _GIVEN},
-        "cuda_graphs",
-        _OFF,
-        "since graphs have one number of sequences",
+        ("cuda_graphs", _OFF, "since graphs have one number of sequences"),
     ),
     # Clipping.
     Limit({"clip.mode": _PER_RANK}, "clip.max_norm", _ABOVE_0),
     *_with(
-        {"clip.wire_dtype": _among("fp16")},
+        {"clip.wire_dtype": _is("fp16")},
         ("clip.mode", _PER_RANK, "which needs a bound"),
         (
             "clip.max_norm",
@@ -178,36 +175,31 @@ LIMITS: tuple[Limit, ...] = (
             "which holds no greater number",
         ),
     ),
-    Limit({"clip.wire_dtype": _among("fp32")}, "clip.error_feedback", _OFF, "which loses nothing"),
+    Limit({"clip.wire_dtype": _is("fp32")}, "clip.error_feedback", _OFF, "which loses nothing"),
     *_with(
-        {"clip.mode": _among("before")},
+        {"clip.mode": _is("before")},
         ("clip.error_feedback", _OFF),
         ("comm.bucket_mb", _NULL, "which has one bucket"),
         ("comm.hook", _PLAIN_HOOKS, "which does its own averaging"),
     ),
     # Comm hooks.
-    Limit(
-        {"comm.hook": _among("power_sgd", "dream_ddp", "gradient_flow")},
-        "clip.wire_dtype",
-        _among("fp32"),
+    *_with(
+        {"comm.hook": _is("power_sgd", "dream_ddp", "gradient_flow")},
+        ("clip.wire_dtype", _is("fp32")),
     ),
     *_with(
         _LOCAL,
-        ("optimizer.shard", _among("none"), "with which ranks update models apart"),
+        ("optimizer.shard", _is("none"), "with which ranks update models apart"),
         ("optimizer.overlap", _OFF, "which averages models after updates"),
     ),
     # Optimizers.
-    Limit(
-        {"optimizer.name": _among(*ONE_BIT)},
-        "comm.start",
-        _at_least(1),
-        "which needs a variance before it compresses",
+    *_with(
+        {"optimizer.name": _is(*ONE_BIT)},
+        ("comm.start", _at_least(1), "which needs a variance before it compresses"),
     ),
-    Limit(
-        {"optimizer.name": _among("muon", *COMMUNICATING)},
-        "optimizer.shard",
-        _among("none"),
-        "whose state is not shared out",
+    *_with(
+        {"optimizer.name": _is("muon", *COMMUNICATING)},
+        ("optimizer.shard", _is("none"), "whose state is not shared out"),
     ),
     # Updates that ranks share out.
     Limit(_SHARED, "optimizer.overlap", _OFF, "whose ranks send each other updated weights"),
@@ -215,11 +207,11 @@ LIMITS: tuple[Limit, ...] = (
         _IN_PASSES,
         (
             "clip.mode",
-            _among("bucket", "after", "none"),
+            _is("bucket", "after", "none"),
             "which sends gradients before the whole gradient is there",
         ),
-        ("comm.hook", _among("allreduce"), "which averages without DDP"),
-        ("growth.name", _among("none"), "whose buckets do not change"),
+        ("comm.hook", _is("allreduce"), "which averages without DDP"),
+        ("growth.name", _is("none"), "whose buckets do not change"),
         ("cuda_graphs", _OFF, "whose exchanges run between modules"),
         ("compile", _OFF, "whose exchanges run between modules"),
         (
@@ -231,10 +223,10 @@ LIMITS: tuple[Limit, ...] = (
     *_with(
         _FSDP,
         ("comm.bucket_mb", _NULL, "whose buckets are the encoder's layers"),
-        ("clip.wire_dtype", _among("fp32", "bf16"), "which averages in it"),
+        ("clip.wire_dtype", _is("fp32", "bf16"), "which averages in it"),
         ("clip.error_feedback", _OFF, "which casts gradients itself"),
     ),
-    Limit(_FSDP | {"clip.mode": _among("bucket")}, "clip.policy", _among("equal")),
+    Limit(_FSDP | {"clip.mode": _is("bucket")}, "clip.policy", _is("equal")),
     # Growth.
     *_read_with(
         "growth.name",
@@ -247,23 +239,20 @@ LIMITS: tuple[Limit, ...] = (
             "growth.learning_rate": ("mslt", "stacking", "lengths"),
         },
     ),
-    Limit(
-        {"growth.name": _among("lengths")},
-        "growth.lengths",
-        _GIVEN._replace(text="numbers such as [128, 512]"),
+    *_with(
+        {"growth.name": _is("lengths")},
+        ("growth.lengths", _GIVEN._replace(text="numbers such as [128, 512]")),
     ),
     *_with(
         _GROWS,
         ("schedule.total_steps", _NUMBER),
-        ("comm.hook", _among("allreduce")),
-        ("optimizer.name", _other_than(*COMMUNICATING), "between whose stages parameters change"),
+        ("comm.hook", _is("allreduce")),
+        ("optimizer.name", _not(*COMMUNICATING), "between whose stages parameters change"),
         ("cuda_graphs", _OFF, "between whose stages layers change"),
     ),
-    Limit(
-        {"growth.name": _among("layer_drop")},
-        "compile",
-        _OFF,
-        "whose every choice of layers would be compiled",
+    *_with(
+        {"growth.name": _is("layer_drop")},
+        ("compile", _OFF, "whose every choice of layers would be compiled"),
     ),
     *_with(
         _ADDS_LAYERS,
@@ -271,7 +260,7 @@ LIMITS: tuple[Limit, ...] = (
             "model.preset",
             Values("no folder with weights", lambda value: ModelConfig(value).weights is None),
         ),
-        ("optimizer.shard", _among("none"), "between whose stages parameters change"),
+        ("optimizer.shard", _is("none"), "between whose stages parameters change"),
     ),
     # Passes.
     *_with(
@@ -280,34 +269,26 @@ LIMITS: tuple[Limit, ...] = (
         ("optimizer.overlap", _OFF, "which takes layers together"),
         ("amax_history", _NULL),
     ),
-    Limit(
+    *_with(
         {"cuda_graphs": _ON},
-        "attention_schedule",
-        _among("list"),
-        "which replay the launches of another batch",
+        ("attention_schedule", _is("list"), "which replay the launches of another batch"),
     ),
-    Limit({"precision": _other_than("fp8")}, "amax_history", _NULL, "which does not read it"),
+    Limit({"precision": _not("fp8")}, "amax_history", _NULL, "which does not read it"),
     # Data.
     *_read_with("data.objective", ModelConfig, {"model.generator_share": ("rtd",)}),
     *_with(
-        {"data.objective": _among("rtd")},
+        {"data.objective": _is("rtd")},
         ("cuda_graphs", _OFF, "which draws tokens in the middle of a pass"),
-        (
-            "growth.name",
-            _among("none", "lengths"),
-            "of whose two encoders stages would change one",
-        ),
+        ("growth.name", _is("none", "lengths"), "of whose two encoders stages would change one"),
     ),
     *_with(
         {"data.source": Values("a stream", is_streamed)},
-        ("batching.strategy", _among("exchange"), "which has no index of lengths"),
+        ("batching.strategy", _is("exchange"), "which has no index of lengths"),
         ("schedule.total_steps", _NUMBER, "whose length is not known"),
     ),
-    Limit(
+    *_with(
         {"data.mixture": _GIVEN},
-        "batching.strategy",
-        _other_than("packed"),
-        "whose epochs have different examples",
+        ("batching.strategy", _not("packed"), "whose epochs have different examples"),
     ),
     # Evaluations and logs.
     Limit({"evaluation.target_accuracy": _GIVEN}, "evaluation.examples", _ABOVE_0),
@@ -315,20 +296,12 @@ LIMITS: tuple[Limit, ...] = (
         {"evaluation.every_samples": _GIVEN},
         (
             "batching.strategy",
-            _among("stratified", "random", "exchange"),
+            _is("stratified", "random", "exchange"),
             "which counts on as many sequences in each update",
         ),
-        (
-            "batching.warmup_batch_size",
-            _NULL,
-            "which counts on as many sequences in each update",
-        ),
+        ("batching.warmup_batch_size", _NULL, "which counts on as many sequences in each update"),
     ),
-    Limit(
-        {"logging.mlperf_submission": _GIVEN},
-        "logging.mlperf",
-        _GIVEN._replace(text="a file"),
-    ),
+    Limit({"logging.mlperf_submission": _GIVEN}, "logging.mlperf", _GIVEN._replace(text="a file")),
     *_with(
         {"logging.mlperf": _GIVEN},
         ("evaluation.target_accuracy", _NUMBER),
@@ -342,7 +315,7 @@ GRAPHS_ON_RANKS: tuple[Limit, ...] = tuple(
         {"cuda_graphs": _ON},
         # The other hooks need DDP, or move weights to memory that no graph reads.
         ("comm.hook", _PLAIN_HOOKS, "which several ranks average without DDP"),
-        ("optimizer.name", _other_than(*COMMUNICATING), "whose gradients several ranks average"),
+        ("optimizer.name", _not(*COMMUNICATING), "whose gradients several ranks average"),
     )
 )
 """What a run with several ranks has to keep to as well."""

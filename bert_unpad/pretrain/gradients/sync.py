@@ -110,9 +110,7 @@ class GradientSync:
         else:
             if config.compile:
                 run.model.compile(dynamic=True)
-            self._replica = self.way.wrap(
-                run.model, self._clipping, self._hook, config.comm.bucket_mb, leaves_out
-            )
+            self._replica = self.way.wrap(run, self._clipping, self._hook, leaves_out)
             self.clock.watch(run.model)
         self._clipping.load_state_dict(self._clip_state)
         self._clip_state = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.gradients.clipping import Clipping
 from bert_unpad.pretrain.gradients.comm_hook import CommHook
 from bert_unpad.pretrain.gradients.replica import replicate
 from bert_unpad.pretrain.node_groups import common_node_size, node_group
-from bert_unpad.pretrain.parallel.way import Way
+from bert_unpad.pretrain.parallel.way import Groups, Kind, Way
 from bert_unpad.pretrain.ranks import Ranks
+from bert_unpad.pretrain.run import Run
 
 __all__ = ["Ddp", "NodeSharded", "Sharded"]
 
@@ -24,15 +23,9 @@ __all__ = ["Ddp", "NodeSharded", "Sharded"]
 class Ddp(Way):
     """Each rank keeps everything and makes the whole update."""
 
-    def wrap(
-        self,
-        model: EncoderForPreTraining,
-        clipping: Clipping,
-        hook: CommHook,
-        bucket_mb: float | None,
-        leaves_out: bool,
-    ) -> nn.Module:
-        return replicate(model, self.ranks, clipping, hook, bucket_mb, leaves_out)
+    def wrap(self, run: Run, clipping: Clipping, hook: CommHook, leaves_out: bool) -> nn.Module:
+        bucket_mb = run.config.comm.bucket_mb
+        return replicate(run.model, run.ranks, clipping, hook, bucket_mb, leaves_out)
 
     def no_sync(self, replica: nn.Module) -> AbstractContextManager[None]:
         return replica.no_sync()
@@ -55,18 +48,13 @@ class Sharded(Ddp):
         return dist.group.WORLD
 
     def make_optimizer(
-        self,
-        kind: Callable[..., torch.optim.Optimizer],
-        model: nn.Module,
-        groups: list[dict[str, Any]],
-        bucket_mb: float | None,
-        arguments: dict[str, Any],
+        self, kind: Kind, model: nn.Module, groups: Groups, bucket_mb: float | None, **options: Any
     ) -> torch.optim.Optimizer:
         if self._group is None:
-            return super().make_optimizer(kind, model, groups, bucket_mb, arguments)
+            return super().make_optimizer(kind, model, groups, bucket_mb, **options)
         from torch.distributed.optim import ZeroRedundancyOptimizer  # takes 0.6 s
 
-        return ZeroRedundancyOptimizer(groups, kind, process_group=self._group, **arguments)
+        return ZeroRedundancyOptimizer(groups, kind, process_group=self._group, **options)
 
 
 class NodeSharded(Sharded):

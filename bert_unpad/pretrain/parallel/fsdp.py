@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -16,6 +17,7 @@ from bert_unpad.pretrain.config import ClipConfig
 from bert_unpad.pretrain.gradients.clipping import Clipping, GradientReport
 from bert_unpad.pretrain.gradients.comm_hook import CommHook
 from bert_unpad.pretrain.parallel.way import Way
+from bert_unpad.pretrain.run import Run
 
 __all__ = ["Fsdp"]
 
@@ -61,16 +63,9 @@ class Fsdp(Way):
                 fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
 
-    def wrap(
-        self,
-        model: EncoderForPreTraining,
-        clipping: Clipping,
-        hook: CommHook,
-        bucket_mb: float | None,
-        leaves_out: bool,
-    ) -> EncoderForPreTraining:
-        clipping.attach(model)
-        return model
+    def wrap(self, run: Run, clipping: Clipping, hook: CommHook, leaves_out: bool) -> nn.Module:
+        clipping.attach(run.model)
+        return run.model
 
     @contextmanager
     def no_sync(self, replica: FSDPModule) -> Iterator[None]:

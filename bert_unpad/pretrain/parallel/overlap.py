@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from bert_unpad.distributed import BucketClip, ShardedOptimizer
-from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.gradients.clipping import Clipping, GradientReport
 from bert_unpad.pretrain.gradients.comm_hook import CommHook
 from bert_unpad.pretrain.gradients.replica import make_empty_passes
-from bert_unpad.pretrain.parallel.way import Way
+from bert_unpad.pretrain.parallel.way import Groups, Kind, Way
+from bert_unpad.pretrain.run import Run
 
 __all__ = ["Overlap"]
 
@@ -47,26 +46,14 @@ class Overlap(Way):
     clipping = _Clipping
 
     def make_optimizer(
-        self,
-        kind: Callable[..., torch.optim.Optimizer],
-        model: nn.Module,
-        groups: list[dict[str, Any]],
-        bucket_mb: float | None,
-        arguments: dict[str, Any],
+        self, kind: Kind, model: nn.Module, groups: Groups, bucket_mb: float | None, **options: Any
     ) -> torch.optim.Optimizer:
         self._optimizer = ShardedOptimizer(
-            model, groups, kind, dist.group.WORLD, bucket_cap_mb=bucket_mb, **arguments
+            model, groups, kind, dist.group.WORLD, bucket_cap_mb=bucket_mb, **options
         )
         return self._optimizer
 
-    def wrap(
-        self,
-        model: EncoderForPreTraining,
-        clipping: Clipping,
-        hook: CommHook,
-        bucket_mb: float | None,
-        leaves_out: bool,
-    ) -> nn.Module:
+    def wrap(self, run: Run, clipping: Clipping, hook: CommHook, leaves_out: bool) -> nn.Module:
         optimizer = self._optimizer
 
         def after_pass() -> None:
@@ -74,8 +61,8 @@ class Overlap(Way):
             optimizer.zero_grad()
 
         clipping.attach(optimizer)
-        make_empty_passes(model, model, self.ranks.device, after_pass)  # which make its buckets
-        return model
+        make_empty_passes(run.model, run.model, run.device, after_pass)  # which make its buckets
+        return run.model
 
     def no_sync(self, replica: nn.Module) -> AbstractContextManager[None]:
         return self._optimizer.no_sync()

@@ -14,8 +14,12 @@ from bert_unpad.pretrain.config import ClipConfig
 from bert_unpad.pretrain.gradients.clipping import Clipping
 from bert_unpad.pretrain.gradients.comm_hook import CommHook
 from bert_unpad.pretrain.ranks import Ranks
+from bert_unpad.pretrain.run import Run
 
-__all__ = ["Way"]
+__all__ = ["Groups", "Kind", "Way"]
+
+Groups = list[dict[str, Any]]
+Kind = Callable[..., torch.optim.Optimizer]
 
 
 class Way:
@@ -41,12 +45,7 @@ class Way:
         """Shards a model, in place, before its optimizer is made."""
 
     def make_optimizer(
-        self,
-        kind: Callable[..., torch.optim.Optimizer],
-        model: nn.Module,
-        groups: list[dict[str, Any]],
-        bucket_mb: float | None,
-        arguments: dict[str, Any],
+        self, kind: Kind, model: nn.Module, groups: Groups, bucket_mb: float | None, **options: Any
     ) -> torch.optim.Optimizer:
         """The optimizer of this rank.
 
@@ -55,31 +54,23 @@ class Way:
             model: whose parameters are in the groups.
             groups: of parameters.
             bucket_mb: greatest size of a bucket in MiB; None leaves that open.
-            arguments: of the class.
+            **options: of the class.
         """
-        return kind(groups, **arguments)
+        return kind(groups, **options)
 
-    def wrap(
-        self,
-        model: EncoderForPreTraining,
-        clipping: Clipping,
-        hook: CommHook,
-        bucket_mb: float | None,
-        leaves_out: bool,
-    ) -> nn.Module:
+    def wrap(self, run: Run, clipping: Clipping, hook: CommHook, leaves_out: bool) -> nn.Module:
         """The model as passes call it, with clipping attached.
 
         Args:
-            model: on its device.
+            run: its model, on its device.
             clipping: of the class `clipping`.
             hook: how gradients travel.
-            bucket_mb: greatest size of a bucket in MiB; None leaves that open.
             leaves_out: whether updates may leave layers out.
 
         Raises:
             ConfigError: a bound on buckets where all gradients must be in one.
         """
-        return model
+        return run.model
 
     def no_sync(self, replica: nn.Module) -> AbstractContextManager[None]:
         """A context in which backward passes add up gradients on this rank.

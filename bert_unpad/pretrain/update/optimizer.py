@@ -45,7 +45,7 @@ def build_optimizer(
         if way is None:
             made = kind.optimizer(groups, **arguments)
         else:
-            made = way.make_optimizer(kind.optimizer, model, groups, bucket_mb, arguments)
+            made = way.make_optimizer(kind.optimizer, model, groups, bucket_mb, **arguments)
     except Exception as error:  # whatever the class raises
         raise ConfigError(
             "optimizer.name",
