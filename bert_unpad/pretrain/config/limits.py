@@ -22,8 +22,6 @@ from bert_unpad.pretrain.config.update import ScheduleConfig
 if TYPE_CHECKING:
     from bert_unpad.pretrain.config.run import PretrainConfig
 
-__all__ = ["GRAPHS_ON_RANKS", "LIMITS", "MODELS_DIFFER", "Limit", "Values", "check_limits"]
-
 MODELS_DIFFER = ("post_local_sgd", "dream_ddp")
 """Comm hooks with which ranks update models apart."""
 _FP16_MAX = 65504
@@ -64,16 +62,6 @@ class Limit:
         raise ConfigError(
             self.option, f"expected {self.allowed.text} with {named}{why}, got {_word(value)}"
         )
-
-
-def check_limits(config: PretrainConfig, limits: Iterable[Limit]) -> None:
-    """Checks a configuration against rows.
-
-    Raises:
-        ConfigError: two options do not go together.
-    """
-    for limit in limits:
-        limit.check(config)
 
 
 def _word(value: Any) -> str:

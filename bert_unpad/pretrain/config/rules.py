@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, get_args
 from bert_unpad._choices import OptimizerName
 from bert_unpad.pretrain.config.errors import ConfigError
 from bert_unpad.pretrain.config.growth import GrowthConfig
-from bert_unpad.pretrain.config.limits import LIMITS, check_limits
+from bert_unpad.pretrain.config.limits import LIMITS
 from bert_unpad.pretrain.config.mlperf import check_mlperf
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ def check_rules(config: PretrainConfig) -> None:
         ConfigError: options contradict each other, or one is missing.
     """
     _check_optimizer(config.optimizer.name)
-    check_limits(config, LIMITS)
+    for limit in LIMITS:
+        limit.check(config)
     _check_growth(config.growth)
     check_mlperf(config)
 

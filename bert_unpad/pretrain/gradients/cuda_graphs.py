@@ -29,7 +29,7 @@ from bert_unpad.nn import EncoderForPreTraining, PreTrainingOutput
 from bert_unpad.ops.matmul import InPlaceGradients, takes_product
 from bert_unpad.ops.rounded_weights import WeightCopy, copies_of
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
-from bert_unpad.pretrain.config.limits import GRAPHS_ON_RANKS, check_limits
+from bert_unpad.pretrain.config.limits import GRAPHS_ON_RANKS
 from bert_unpad.pretrain.ranks import Ranks
 
 __all__ = ["GraphRunner", "StaticPass", "check_graphs", "sizes"]
@@ -51,8 +51,8 @@ def check_graphs(config: PretrainConfig, ranks: Ranks) -> None:
         raise ConfigError(
             "cuda_graphs", f"expected false with device {ranks.device.type}, got true"
         )
-    if ranks.world_size > 1:
-        check_limits(config, GRAPHS_ON_RANKS)
+    for limit in GRAPHS_ON_RANKS if ranks.world_size > 1 else ():
+        limit.check(config)
 
 
 def sizes(inputs: PackedInputs) -> tuple[int, ...]:

@@ -17,8 +17,6 @@ from bert_unpad.pretrain.parallel.way import Groups, Kind, Way
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.run import Run
 
-__all__ = ["Ddp", "NodeSharded", "Sharded"]
-
 
 class Ddp(Way):
     """Each rank keeps everything and makes the whole update."""

@@ -19,8 +19,6 @@ from bert_unpad.pretrain.gradients.comm_hook import CommHook
 from bert_unpad.pretrain.parallel.way import Way
 from bert_unpad.pretrain.run import Run
 
-__all__ = ["Fsdp"]
-
 
 class _Clipping(Clipping):
     """Clipping under FSDP2: of each group before its reduce-scatter, or of the average."""

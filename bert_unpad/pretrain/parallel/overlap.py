@@ -16,8 +16,6 @@ from bert_unpad.pretrain.gradients.replica import make_empty_passes
 from bert_unpad.pretrain.parallel.way import Groups, Kind, Way
 from bert_unpad.pretrain.run import Run
 
-__all__ = ["Overlap"]
-
 
 class _Clipping(Clipping):
     """Clipping in a `ShardedOptimizer`: of its buckets, or of the average over all shards."""

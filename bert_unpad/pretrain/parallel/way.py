@@ -16,8 +16,6 @@ from bert_unpad.pretrain.gradients.comm_hook import CommHook
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.run import Run
 
-__all__ = ["Groups", "Kind", "Way"]
-
 Groups = list[dict[str, Any]]
 Kind = Callable[..., torch.optim.Optimizer]
 
