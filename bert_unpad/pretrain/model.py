@@ -23,6 +23,8 @@ from bert_unpad.ops.attention import HEAD_DIMS
 from bert_unpad.ops.matmul import product_dtype
 from bert_unpad.optim.base import FusedOptimizer
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
+from bert_unpad.pretrain.config.limits import MODELS_DIFFER
+from bert_unpad.pretrain.parallel import WAYS
 
 
 def build_model(
@@ -157,8 +159,8 @@ def round_weights_in_updates(
     if (
         config.precision == "fp32"
         or not (isinstance(optimizer, FusedOptimizer) and optimizer.rounds)
-        or config.optimizer.shard != "none"
-        or config.comm.hook in ("post_local_sgd", "dream_ddp")
+        or WAYS[config.optimizer.shard].shares_state
+        or config.comm.hook in MODELS_DIFFER
         or config.compile
     ):
         return

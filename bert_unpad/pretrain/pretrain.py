@@ -36,7 +36,6 @@ from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.stages import Stages
 from bert_unpad.pretrain.update.check import check_optimizer
-from bert_unpad.pretrain.update.fsdp import whole_model
 from bert_unpad.pretrain.update.kinds import find_kind
 
 logger = logging.getLogger(__name__)
@@ -124,7 +123,7 @@ def _pretrain(
     else:
         logger.info("all %d steps are done: skipping to the report", run.progress.step)
 
-    run.model = whole_model(run.model, ranks)
+    run.model = stages.sync.way.whole(run.model)
     if ranks.is_first:
         write_report(run, data)
     ranks.barrier()

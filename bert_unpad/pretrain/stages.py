@@ -35,9 +35,7 @@ from bert_unpad.pretrain.growth import Growth, Stage, add_layers, cut_layers, fr
 from bert_unpad.pretrain.model import add_gradients_in_products, round_weights_in_updates
 from bert_unpad.pretrain.prepared_data import open_data
 from bert_unpad.pretrain.run import Run
-from bert_unpad.pretrain.update.fsdp import shard_model
 from bert_unpad.pretrain.update.kinds import find_kind
-from bert_unpad.pretrain.update.optimizer import shard_group
 from bert_unpad.pretrain.update.overlap import Updater, make_updater
 
 __all__ = ["Stages"]
@@ -81,11 +79,11 @@ class Stages:
         self.sync = GradientSync(run)
         cut_layers(run.model, self.stage.layers)
         freeze(run.model, self.stage)
-        shard_model(run.model, run.config, run.ranks)
-        self._shard_group = shard_group(run.config.optimizer, run.ranks)
+        self.sync.way.shard(run.model, run.config.clip)
         self.optimizer = next_optimizer(
-            *(run.model, run.config.optimizer),
-            group=self._shard_group,
+            run.model,
+            run.config.optimizer,
+            way=self.sync.way,
             bucket_mb=run.config.comm.bucket_mb,
         )
         self.updater = Updater(self.optimizer)
@@ -199,7 +197,7 @@ class Stages:
         add_gradients_in_products(run.model, run.config)
         freeze(run.model, self.stage)
         self.optimizer = next_optimizer(
-            run.model, run.config.optimizer, self.optimizer, copies, self._shard_group
+            run.model, run.config.optimizer, self.optimizer, copies, self.sync.way
         )
         round_weights_in_updates(run.model, self.optimizer, run.config, run.device)
         state, feed = progress.sampler, self.sampler

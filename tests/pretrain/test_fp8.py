@@ -83,7 +83,7 @@ NEEDED = ["--batching.global_batch_size=8", "--schedule.total_steps=10"]
 @pytest.mark.parametrize(
     ("more", "error"),
     [
-        (["--precision=bf16", "--amax_history=8"], "amax_history: expected null unless"),
+        (["--precision=bf16", "--amax_history=8"], "amax_history: expected null with prec"),
         (["--precision=fp8", "--amax_history=8", "--compile=true"], "amax_history: expected null"),
         (["--precision=fp8", "--amax_history=0"], "amax_history: expected a number >= 1, got 0"),
     ],

@@ -2,8 +2,8 @@
 
 Everything a run depends on is a field here, so that the YAML saved with the run repeats it. A field
 is an option, `section.key`; `_tiers` says which page of help lists it. `ranges` checks each option
-by itself, `rules` the rules between options; both raise `ConfigError`, whose message is
-`name: expected X, got Y`.
+by itself, `rules` the rules between options, which `limits` lists; both raise `ConfigError`, whose
+message is `name: expected X, got Y`.
 """
 
 from bert_unpad.data import DataConfig

@@ -22,7 +22,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bert_unpad._choices import COMMUNICATING
 from bert_unpad.batch import PackedInputs
 from bert_unpad.batch.tensor_fields import map_tensors, tensor_fields
 from bert_unpad.batch.varlen import DEVICE_TENSORS
@@ -30,6 +29,7 @@ from bert_unpad.nn import EncoderForPreTraining, PreTrainingOutput
 from bert_unpad.ops.matmul import InPlaceGradients, takes_product
 from bert_unpad.ops.rounded_weights import WeightCopy, copies_of
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
+from bert_unpad.pretrain.config.limits import GRAPHS_ON_RANKS
 from bert_unpad.pretrain.ranks import Ranks
 
 __all__ = ["GraphRunner", "StaticPass", "check_graphs", "sizes"]
@@ -51,21 +51,8 @@ def check_graphs(config: PretrainConfig, ranks: Ranks) -> None:
         raise ConfigError(
             "cuda_graphs", f"expected false with device {ranks.device.type}, got true"
         )
-    if ranks.world_size == 1:
-        return
-    # The other hooks need DDP, or move weights to memory that no graph reads.
-    if config.comm.hook not in ("allreduce", "hierarchical"):
-        raise ConfigError(
-            "comm.hook",
-            f"expected allreduce or hierarchical with cuda_graphs and {ranks.world_size} ranks, "
-            f"got {config.comm.hook}",
-        )
-    if config.optimizer.name in COMMUNICATING:
-        raise ConfigError(
-            "optimizer.name",
-            f"expected one that does not average by itself with cuda_graphs and {ranks.world_size} "
-            f"ranks, got {config.optimizer.name}",
-        )
+    for limit in GRAPHS_ON_RANKS if ranks.world_size > 1 else ():
+        limit.check(config)
 
 
 def sizes(inputs: PackedInputs) -> tuple[int, ...]:

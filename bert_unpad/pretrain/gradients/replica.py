@@ -1,24 +1,21 @@
-"""The model as the backward passes call it: compiled if asked for, in DDP with several ranks."""
+"""The model in DDP, as the backward passes of several ranks call it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
-from bert_unpad.distributed import ShardedOptimizer
 from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.gradients.clipping import Clipping
 from bert_unpad.pretrain.gradients.comm_hook import CommHook
 from bert_unpad.pretrain.gradients.comm_hooks import SETTLING_PASSES
-from bert_unpad.pretrain.gradients.sharded import FsdpReplica, OverlapReplica
 from bert_unpad.pretrain.ranks import Ranks
-
-Replica = nn.Module | OverlapReplica | FsdpReplica
 
 
 def wrap_in_ddp(
@@ -70,40 +67,41 @@ def replicate(
     bucket_mb: float | None = None,
     leaves_out: bool = False,
     group: dist.ProcessGroup | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> Replica:
-    """The model in DDP with its hook attached, ready to train; one rank gets the model itself.
-
-    An optimizer that averages gradients itself, or a model under FSDP2, needs no DDP.
+) -> DistributedDataParallel:
+    """The model in DDP with its hook attached, ready to train.
 
     DDP rebuilds its buckets after the first backward pass. That changes the order in which the
-    gradients of more than two ranks are added, and the bounds of `BucketClip`. So two passes over
-    an empty batch, whose gradients are zero, run before training: the first makes DDP rebuild, the
-    second shows the new buckets to what clips them. A resumed run then adds in the same order as
-    one that was never interrupted. `ShardedOptimizer` likewise makes its buckets in the first.
+    gradients of more than two ranks are added, and the bounds of `BucketClip`. So empty passes run
+    before training: the first makes DDP rebuild, the second shows the new buckets to what clips
+    them. A resumed run then adds in the same order as one that was never interrupted.
 
     Raises:
         ConfigError: see `wrap_in_ddp`.
     """
-    if ranks.world_size == 1:
-        return model
-    replica: Replica
-    if isinstance(model, FSDPModule):
-        replica = FsdpReplica(model)
-        clipping.attach(replica)
-        return replica
-    if isinstance(optimizer, ShardedOptimizer):
-        replica = OverlapReplica(model, optimizer)
-    else:
-        replica = wrap_in_ddp(model, ranks, hook, bucket_mb, leaves_out, group)
+    replica = wrap_in_ddp(model, ranks, hook, bucket_mb, leaves_out, group)
     clipping.attach(replica)
+    make_empty_passes(replica, model, ranks.device)
+    return replica
+
+
+def make_empty_passes(
+    replica: nn.Module,
+    model: EncoderForPreTraining,
+    device: torch.device,
+    after_pass: Callable[[], None] = lambda: None,
+) -> None:
+    """Runs passes over an empty batch, whose gradients are zero, until buckets no longer change.
+
+    Args:
+        replica: what passes call.
+        model: whose gradients are dropped.
+        device: of the model.
+        after_pass: called after each pass.
+    """
     empty = PackedInputs.build(VarlenBatch.from_lengths([]), torch.empty(0, dtype=torch.int64))
-    empty = empty.to(ranks.device)
+    empty = empty.to(device)
     for _ in range(SETTLING_PASSES):
         outputs = replica(empty)
         (outputs[0] + outputs[2]).backward()
-        if isinstance(replica, OverlapReplica):
-            replica.optimizer.reduce_gradients()
-            replica.optimizer.zero_grad()
+        after_pass()
         model.zero_grad()
-    return replica

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from bert_unpad.nn import Encoder
 from bert_unpad.ops.delayed_scaling import DelayedScaling
@@ -29,10 +29,9 @@ from bert_unpad.pretrain.gradients.compute_clock import ComputeClock
 from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner
 from bert_unpad.pretrain.gradients.graph_buckets import GraphBuckets
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
-from bert_unpad.pretrain.gradients.replica import Replica, replicate
-from bert_unpad.pretrain.gradients.sharded import clipping_kind
 from bert_unpad.pretrain.losses import SUMS, TASKS, stack_outputs
 from bert_unpad.pretrain.model import to_device
+from bert_unpad.pretrain.parallel import make_way
 from bert_unpad.pretrain.ranks import HostSums
 from bert_unpad.pretrain.run import Run
 
@@ -61,8 +60,10 @@ class GradientSync:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        waits = run.config.optimizer.shard in ("overlap", "fsdp")  # for other ranks, in the passes
-        self.clock = ComputeClock(run.device, run.ranks.world_size > 1 and not waits)
+        self.way = make_way(run.config.optimizer, run.ranks)
+        """How the ranks share an update."""
+        alone = run.ranks.world_size == 1
+        self.clock = ComputeClock(run.device, not (alone or self.way.waits_in_passes))
         """Measures how long this rank computes; off where that cannot be told from waiting."""
         self.loss_scale: LossScale | None = None
         """What losses are multiplied by in fp16; None in other precisions."""
@@ -70,7 +71,7 @@ class GradientSync:
             self.loss_scale = LossScale(run.config.loss_scale, run.device)
         self._hook: CommHook | None = None
         self._clipping: Clipping | None = None
-        self._replica: Replica | None = None
+        self._replica: nn.Module | None = None
         self._graphs: GraphRunner | None = None
         self._buckets: GraphBuckets | None = None
         self._clip_state: dict[str, Any] = {}
@@ -101,7 +102,7 @@ class GradientSync:
         self._hook = build_comm_hook(config.comm, run.ranks, optimizer)
         if config.cuda_graphs and run.ranks.world_size > 1 and config.clip.mode != "before":
             self._buckets = GraphBuckets(run.model, config.comm.bucket_mb)
-        self._clipping = clipping_kind(run.model, optimizer)(
+        self._clipping = self.way.clipping(
             config.clip, run.ranks, run.model, self._hook, self.loss_scale, self._buckets
         )
         if config.cuda_graphs:
@@ -109,11 +110,7 @@ class GradientSync:
         else:
             if config.compile:
                 run.model.compile(dynamic=True)
-            self._replica = replicate(
-                *(run.model, run.ranks, self._clipping, self._hook),
-                *(config.comm.bucket_mb, leaves_out),
-                optimizer=optimizer,
-            )
+            self._replica = self.way.wrap(run, self._clipping, self._hook, leaves_out)
             self.clock.watch(run.model)
         self._clipping.load_state_dict(self._clip_state)
         self._clip_state = {}
@@ -166,7 +163,7 @@ class GradientSync:
         finite = self._hook.agree(report.finite)
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
-        if self.run.config.optimizer.shard == "none":
+        if not self.way.shares_state:
             self.clock.start()  # the update; ranks that share the state wait for each other in it
         return dataclasses.replace(report, finite=finite)
 
@@ -221,10 +218,10 @@ class GradientSync:
         self._scaling_states = []
 
     def _travelling(self, last: bool) -> AbstractContextManager:
-        """The context of a pass: DDP averages gradients in the last one, unless clipping does."""
-        if self.run.ranks.world_size == 1 or (last and self._clipping.in_backward):
+        """The context of a pass: gradients are averaged in the last one, unless clipping does."""
+        if last and self._clipping.in_backward:
             return nullcontext()
-        return self._replica.no_sync()
+        return self.way.no_sync(self._replica)
 
     def _loss_factors(self, step: Step, counts: HostSums) -> Tensor:
         """What the sums of the two losses are multiplied by, float32 [2]."""

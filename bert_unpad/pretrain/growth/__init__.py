@@ -1,8 +1,8 @@
 """Schedules of what trains when: one small file each, and what they are made of.
 
 A new one is a function `(GrowthConfig, Setting) -> Growth` in its own file in `schedules/`. Add its
-name to `SCHEDULES` and to `GrowthConfig.name`, and the options that it reads to `_GROWTH_OPTIONS`
-in config/rules.py.
+name to `SCHEDULES` and to `GrowthConfig.name`, and to `LIMITS` in config/limits.py the options that
+it reads and what it does not go with.
 """
 
 from collections.abc import Callable

@@ -6,12 +6,12 @@ import copy
 import dataclasses
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.config import OptimizerConfig
 from bert_unpad.pretrain.growth.stage import Stage
+from bert_unpad.pretrain.parallel import Way
 from bert_unpad.pretrain.update.optimizer import build_optimizer
 from bert_unpad.pretrain.update.state import take_over
 
@@ -74,7 +74,7 @@ def next_optimizer(
     config: OptimizerConfig,
     old: torch.optim.Optimizer | None = None,
     copies: Copies | None = None,
-    group: dist.ProcessGroup | None = None,
+    way: Way | None = None,
     bucket_mb: float | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer of the parameters that train now, and of no others.
@@ -87,10 +87,11 @@ def next_optimizer(
         config: of the optimizer.
         old: of the stage before, if there was one.
         copies: what `add_layers` has returned.
-        group: of ranks that share the state out; the parameters must then be those of `old`.
+        way: how the ranks share an update; if that is the state, the parameters must be those of
+            `old`.
         bucket_mb: see `build_optimizer`.
     """
-    new = build_optimizer(model, config, group, bucket_mb)
+    new = build_optimizer(model, config, way, bucket_mb)
     if old is not None:
         take_over(new, old, copies or {})
     return new

@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_flatten
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.optim.base import FusedOptimizer
 from bert_unpad.pretrain.config import ConfigError, OptimizerConfig, PretrainConfig
+from bert_unpad.pretrain.config.limits import MODELS_DIFFER
+from bert_unpad.pretrain.parallel import WAYS
 from bert_unpad.pretrain.update.arguments import class_arguments
 from bert_unpad.pretrain.update.kinds import KINDS, Kind, find_kind
 from bert_unpad.pretrain.update.optimizer import build_optimizer, leaves_out_on_device, set_lr
@@ -44,7 +46,6 @@ _SIZES = BertConfig(
     intermediate_size=16,
     max_position_embeddings=8,
 )
-_MODELS_DIFFER = ("post_local_sgd", "dream_ddp")  # hooks with which ranks update models apart
 _PLAIN = (Tensor, bool, int, float, str)
 
 
@@ -65,15 +66,16 @@ def check_optimizer(config: PretrainConfig, device: torch.device) -> None:
         _check_row(KINDS[name], config)
         return
     group_values = try_optimizer(config.optimizer, device)
-    if config.comm.hook in _MODELS_DIFFER and group_values:
+    if config.comm.hook in MODELS_DIFFER and group_values:
         raise ConfigError(
             "comm.hook",
             f"expected another one with optimizer.name {name}, whose parameter groups hold numbers "
             f"({', '.join(group_values)}) that the ranks cannot average, got {config.comm.hook}",
         )
-    if config.optimizer.shard != "none":
+    way = WAYS[config.optimizer.shard]
+    if way.shares_state:
         _check_independence(config.optimizer, device)
-    if config.optimizer.shard == "overlap":
+    if way.cuts_parameters:
         _check_parts(config.optimizer, device)
 
 
@@ -81,14 +83,11 @@ def _check_overlap(config: PretrainConfig, device: torch.device) -> None:
     """Checks that updates can be made beside the next forward pass, if they are to be."""
     if not config.optimizer.overlap:
         return
-    name, shard, hook = config.optimizer.name, config.optimizer.shard, config.comm.hook
+    name = config.optimizer.name
     made = find_kind(name).optimizer
     in_chunks = isinstance(made, type) and issubclass(made, FusedOptimizer) and made.takes_chunks
     refused = {
         f"device {device.type}, which has no streams": device.type != "cuda",
-        f"optimizer.shard {shard}, whose ranks send each other updated weights": shard != "none",
-        "compile true, which takes layers together": config.compile,
-        f"comm.hook {hook}, which averages models after updates": hook in _MODELS_DIFFER,
         f"optimizer.name {name}, which does not update one layer after another (fused_adam, lamb, "
         "lans and stable_adamw do)": not in_chunks,
     }
@@ -99,21 +98,13 @@ def _check_overlap(config: PretrainConfig, device: torch.device) -> None:
 
 def _check_row(kind: Kind, config: PretrainConfig) -> None:
     """Checks what a row of the table says that its optimizer can do."""
-    name, shard = config.optimizer.name, config.optimizer.shard
     arguments = class_arguments(kind, config.optimizer)
-    if shard != "none" and not kind.shards:
-        raise ConfigError(
-            "optimizer.shard",
-            f"expected none with optimizer.name {name}, whose state is not shared out, got {shard}",
-        )
-    if shard == "overlap" and not kind.takes_parts:
-        raise _needs_whole_parameters(name)
     shares_work = kind.shares_work and arguments.get("distributed", True)
-    if config.comm.hook in _MODELS_DIFFER and shares_work:
+    if config.comm.hook in MODELS_DIFFER and shares_work:
         raise ConfigError(
             "comm.hook",
-            f"expected another one with optimizer.name {name}, whose ranks share the work of an "
-            'update (optimizer.arguments {"distributed": false} ends that), got '
+            f"expected another one with optimizer.name {config.optimizer.name}, whose ranks share "
+            'the work of an update (optimizer.arguments {"distributed": false} ends that), got '
             f"{config.comm.hook}",
         )
 
@@ -182,15 +173,11 @@ def _check_parts(config: OptimizerConfig, device: torch.device) -> None:
     for before, want, got in zip(*weights, strict=True):
         moved = torch.linalg.vector_norm(want - before)
         if torch.linalg.vector_norm(got - want) > _ROUNDING * moved:
-            raise _needs_whole_parameters(config.name)
-
-
-def _needs_whole_parameters(name: str) -> ConfigError:
-    return ConfigError(
-        "optimizer.shard",
-        f"expected none, node, world or fsdp with optimizer.name {name}, whose update of a part of "
-        "a parameter depends on the rest of it, got overlap",
-    )
+            raise ConfigError(
+                "optimizer.shard",
+                f"expected none, node, world or fsdp with optimizer.name {config.name}, whose "
+                f"update of a part of a parameter depends on the rest of it, got {config.shard}",
+            )
 
 
 class _Trial:

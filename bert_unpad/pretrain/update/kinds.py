@@ -1,8 +1,8 @@
 """The optimizers that `optimizer.name` can name: one row of a table each, or any class by its path.
 
 To add one: its name in `bert_unpad._choices.OptimizerName` (in `COMMUNICATING` too if it averages
-over the ranks by itself) and a row in `KINDS`. If `python -m bert_unpad.plan` should know what it
-costs, also one in `bert_unpad/costs/optimizers.py`.
+over the ranks by itself), a row in `KINDS`, and what it does not go with in `config/limits.py`. For
+`python -m bert_unpad.plan` to know what it costs, also a row in `bert_unpad/costs/optimizers.py`.
 """
 
 from __future__ import annotations
@@ -47,13 +47,6 @@ class Kind:
     """Values of options that are not given, in place of the signature's defaults."""
     groups: Callable[[nn.Module, float], Groups] = decay_groups
     """Parameter groups of a model, from its weight decay."""
-    shards: bool = True
-    """Whether ZeroRedundancyOptimizer can give each rank the state of some parameters: whether the
-    update of a parameter depends on no other one, and the ranks need not meet in `step`."""
-    takes_parts: bool = False
-    """Whether ShardedOptimizer can give each rank a part of a parameter: whether each element is
-    updated by itself, or sums over a parameter are added up over the ranks. Of a class by its path
-    it is tried."""
     shares_work: bool = False
     """Whether ranks meet in its step to share the work, unless its argument `distributed` is False.
     All must then have the same gradients."""
@@ -70,7 +63,7 @@ class Kind:
 _ONE_BIT = {"freeze_step": 1, "group": None}
 _OURS = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}
 _UNCLIPPED = {"max_grad_norm": None}  # which `clip` does
-_ADAM: dict[str, Any] = {"shared_layout": "adam", "takes_parts": True}
+_ADAM: dict[str, Any] = {"shared_layout": "adam"}
 
 KINDS: dict[str, Kind] = {
     "adamw": Kind(torch.optim.AdamW, {"fused": True}, _OURS, **_ADAM),
@@ -78,16 +71,15 @@ KINDS: dict[str, Kind] = {
     "lamb": Kind(FusedLAMB, _UNCLIPPED | {"nesterov": False}, _OURS, **_ADAM),
     "lans": Kind(FusedLAMB, _UNCLIPPED | {"nesterov": True}, _OURS, **_ADAM),
     "stable_adamw": Kind(FusedStableAdamW, {}, _OURS, **_ADAM),
-    "muon": Kind(Muon, {}, _OURS, muon_groups, shards=False, shares_work=True),
+    "muon": Kind(Muon, {}, _OURS, muon_groups, shares_work=True),
     "mt_dao": Kind(
         MTDAO,
         {"start": 0, "group": None},  # the comm hook sets comm.start
         _OURS | {"betas": (0.999, 0.999)},
-        shards=False,
     ),
-    "onebit_adam": Kind(OneBitAdam, _ONE_BIT, _OURS, shards=False),
-    "onebit_lamb": Kind(OneBitLAMB, _ONE_BIT, _OURS, shards=False),
-    "zero_one_adam": Kind(ZeroOneAdam, _ONE_BIT, _OURS, shards=False),
+    "onebit_adam": Kind(OneBitAdam, _ONE_BIT, _OURS),
+    "onebit_lamb": Kind(OneBitLAMB, _ONE_BIT, _OURS),
+    "zero_one_adam": Kind(ZeroOneAdam, _ONE_BIT, _OURS),
 }
 
 

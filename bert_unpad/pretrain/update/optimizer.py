@@ -1,42 +1,23 @@
-"""Makes the optimizer that the configuration names; which parameters decay, who keeps its state."""
+"""Makes the optimizer that the configuration names; which parameters decay."""
 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from bert_unpad.distributed import ShardedOptimizer
 from bert_unpad.pretrain.config import ConfigError, OptimizerConfig
-from bert_unpad.pretrain.node_groups import common_node_size, node_group
-from bert_unpad.pretrain.ranks import Ranks
+from bert_unpad.pretrain.parallel import Way
 from bert_unpad.pretrain.update.arguments import class_arguments
 from bert_unpad.pretrain.update.kinds import find_kind
 from bert_unpad.pretrain.update.state import local_optimizer, remember_groups
 
-__all__ = ["build_optimizer", "leaves_out_on_device", "set_lr", "shard_group", "step_if"]
-
-
-def shard_group(config: OptimizerConfig, ranks: Ranks) -> dist.ProcessGroup | None:
-    """The ranks that share the optimizer's state out; None where each keeps all of it.
-
-    Every rank must call it.
-
-    Raises:
-        ConfigError: machines have different numbers of processes, and each should shard.
-    """
-    if config.shard in ("none", "fsdp") or ranks.world_size == 1:
-        return None
-    if config.shard in ("world", "overlap"):
-        return dist.group.WORLD
-    size = common_node_size(ranks, "optimizer.shard", "node", "world or none")
-    return None if size == 1 else node_group(ranks, size)
+__all__ = ["build_optimizer", "leaves_out_on_device", "set_lr", "step_if"]
 
 
 def build_optimizer(
     model: nn.Module,
     config: OptimizerConfig,
-    group: dist.ProcessGroup | None = None,
+    way: Way | None = None,
     bucket_mb: float | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer over all parameters; biases and LayerNorm weights are not decayed.
@@ -48,10 +29,8 @@ def build_optimizer(
     Args:
         model: on its device.
         config: says which.
-        group: of ranks that keep the state of some parameters each, update these, and send them to
-            the others (Rajbhandari et al., "ZeRO", 2020, arXiv:1910.02054, stage 1); None: all of
-            it here. With `shard` overlap ranks keep parts of parameters, see `ShardedOptimizer`.
-        bucket_mb: size of its buckets in MiB; None: its own.
+        way: how the ranks share an update; None: this rank keeps all of the state.
+        bucket_mb: size of the optimizer's buckets in MiB, if it has any; None: its own.
 
     Raises:
         ConfigError: there is no such optimizer, or it does not take the options.
@@ -63,16 +42,10 @@ def build_optimizer(
         for some in groups:
             some.pop("weight_decay")
     try:
-        if group is None:
+        if way is None:
             made = kind.optimizer(groups, **arguments)
-        elif config.shard == "overlap":
-            made = ShardedOptimizer(
-                *(model, groups, kind.optimizer, group), bucket_cap_mb=bucket_mb, **arguments
-            )
         else:
-            from torch.distributed.optim import ZeroRedundancyOptimizer  # takes 0.6 s
-
-            made = ZeroRedundancyOptimizer(groups, kind.optimizer, process_group=group, **arguments)
+            made = way.make_optimizer(kind.optimizer, model, groups, bucket_mb, **arguments)
     except Exception as error:  # whatever the class raises
         raise ConfigError(
             "optimizer.name",

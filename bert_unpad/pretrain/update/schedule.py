@@ -56,8 +56,8 @@ _SHAPES: dict[str, Callable[[_Place, ScheduleConfig], float]] = {
     "inverse_sqrt": _inverse_sqrt,
     "wsd": _stable_decay,
 }
-"""What comes after the warm-up, by `schedule.name`; shares of what is above the end. The options
-that each one reads are in `_SHAPE_OPTIONS` (`config/rules.py`)."""
+"""What comes after the warm-up, by `schedule.name`; shares of what is above the end. Rows of
+`config/limits.py` say which options each one reads."""
 
 
 def lr_factor(

@@ -45,7 +45,7 @@ LOG = ["--logging.mlperf", "log.txt"]
         (["--evaluation.every_samples", "x"], "evaluation.every_samples: expected an integer or "),
         (
             ["--batching.strategy", "packed"],
-            "batching.strategy: expected stratified or random or exchange with evaluation.every_",
+            "batching.strategy: expected stratified, random or exchange with evaluation.every_",
         ),
         (
             ["--batching.warmup_batch_size", "64", "--batching.warmup_steps", "9"],

@@ -389,10 +389,10 @@ def test_what_graphs_can_be_used_with(mode, hook):
     ("arguments", "message"),
     [
         (["--comm.hook", "power_sgd"], "comm.hook: expected allreduce or hierarchical with cuda"),
-        (["--comm.hook", "post_local_sgd"], "comm.hook: .* 2 ranks, got post_local_sgd$"),
+        (["--comm.hook", "post_local_sgd"], "comm.hook: .* several ranks .*, got post_local_sgd$"),
         (["--comm.hook", "dream_ddp"], "comm.hook: .* got dream_ddp"),
         (["--comm.hook", "gradient_flow"], "comm.hook: .* got gradient_flow"),
-        (["--optimizer.name", "mt_dao"], "optimizer.name: .* average by itself .* got mt_dao"),
+        (["--optimizer.name", "mt_dao"], "optimizer.name: .* than mt_dao, .* got mt_dao"),
     ],
 )
 def test_what_graphs_cannot_be_used_with(arguments, message):

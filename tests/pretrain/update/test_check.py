@@ -47,7 +47,7 @@ def test_what_needs_whole_parameters(name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_that_take_parts(name):
-    if KINDS[name].takes_parts:
+    if KINDS[name].layout == "adam":
         _check(name, "--optimizer.shard", "overlap")
     else:
         with pytest.raises(ConfigError, match=rf"optimizer\.shard: expected none .*{name}"):

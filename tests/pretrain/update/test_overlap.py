@@ -299,10 +299,11 @@ BASE = ["--batching.global_batch_size=8", "--schedule.total_steps=10", "--optimi
     ],
 )
 def test_what_cannot_be_overlapped_is_refused(more, given):
-    config, _ = read_config([*BASE, "--optimizer.name=fused_adam", *more])
     message = rf"^optimizer\.overlap: expected false with {given}.*, got true$"
     with pytest.raises(ConfigError, match=message):
-        check_optimizer(config, torch.device("cuda"))
+        check_optimizer(
+            read_config([*BASE, "--optimizer.name=fused_adam", *more])[0], torch.device("cuda")
+        )
 
 
 def test_a_cpu_is_refused():

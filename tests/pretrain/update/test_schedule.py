@@ -8,7 +8,7 @@ import typing
 
 import pytest
 
-from bert_unpad.pretrain.config import ConfigError, ScheduleConfig, read_config, rules
+from bert_unpad.pretrain.config import ConfigError, ScheduleConfig, read_config
 from bert_unpad.pretrain.growth import Growth, Stage
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
 from bert_unpad.pretrain.update.schedule import _SHAPES, lr_factor, warmup_updates
@@ -118,7 +118,7 @@ NAMES = typing.get_args(typing.get_type_hints(ScheduleConfig)["name"])
 
 
 def test_every_shape_says_which_options_it_reads():
-    assert set(NAMES) == _SHAPES.keys() == rules._SHAPE_OPTIONS.keys()
+    assert set(NAMES) == _SHAPES.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -163,14 +163,14 @@ def test_stages_may_restart_or_rewarm_any_shape(name):
 )
 def test_options_that_a_shape_does_not_read(name, option):
     given = [*BASE, "--schedule.name", name, f"--schedule.{option}", "0.5"]
-    message = rf"^schedule\.{option}: expected .*, since schedule.name {name} does not read it, got"
+    message = rf"^schedule\.{option}: expected .* with schedule.name {name}, which does not read it"
     with pytest.raises(ConfigError, match=message):
         read_config(given)
 
 
 @pytest.mark.parametrize("name", ["constant", "inverse_sqrt", "wsd"])
 def test_shapes_whose_decay_does_not_begin_at_the_start(name):
-    message = "schedule.decay_from: expected warmup, since schedule.name .* does not read it, got"
+    message = "schedule.decay_from: expected warmup with schedule.name .*, which does not read it"
     with pytest.raises(ConfigError, match=message):
         read_config([*BASE, "--schedule.name", name, "--schedule.decay_from", "start"])
 
