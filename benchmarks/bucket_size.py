@@ -27,8 +27,8 @@ from bert_unpad.costs.timing import random_inputs
 from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
 from bert_unpad.pretrain.feed.steps import Step, count_labels
-from bert_unpad.pretrain.gradients.sync import GradientSync
 from bert_unpad.pretrain.model import build_model
+from bert_unpad.pretrain.parallel.sync import GradientSync
 from bert_unpad.pretrain.ranks import HostSums, Ranks, join_ranks
 from bert_unpad.pretrain.run import Run
 

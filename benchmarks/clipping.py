@@ -25,8 +25,8 @@ from benchmarks.lib import harness
 from benchmarks.lib.processes import next_port, run_ranks
 from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.pretrain.config import read_config
-from bert_unpad.pretrain.gradients.sync import GradientSync
 from bert_unpad.pretrain.output.metrics import read_json_lines
+from bert_unpad.pretrain.parallel.sync import GradientSync
 from bert_unpad.pretrain.pretrain import pretrain
 from bert_unpad.pretrain.ranks import join_ranks
 

@@ -43,8 +43,8 @@ from benchmarks.lib.training_runs import ROOT, as_arguments, train_here
 from bert_unpad._files import replacing
 from bert_unpad.data import prepare
 from bert_unpad.pretrain.config import read_config
-from bert_unpad.pretrain.gradients.sync import GradientSync
 from bert_unpad.pretrain.output.metrics import read_json_lines
+from bert_unpad.pretrain.parallel.sync import GradientSync
 
 WORKER = "--worker"
 CLIP = {"clip.mode": "bucket", "clip.policy": "adaptive"}

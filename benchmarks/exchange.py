@@ -37,8 +37,8 @@ from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.data import DataConfig, ExampleExchange, ShardStream, prepare
 from bert_unpad.pretrain.config import read_config
 from bert_unpad.pretrain.feed import exchange_feed
-from bert_unpad.pretrain.gradients.sync import GradientSync
 from bert_unpad.pretrain.output.metrics import read_json_lines
+from bert_unpad.pretrain.parallel.sync import GradientSync
 from bert_unpad.pretrain.pretrain import pretrain
 from bert_unpad.pretrain.ranks import Ranks, join_ranks
 

@@ -32,7 +32,7 @@ from bert_unpad.data.building.blocks import BLOCK_BYTES, block_bytes
 from bert_unpad.data.building.engines import InProcess, Processes
 from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.building.ray_engine import Ray
-from bert_unpad.data.store.prepared import read_prepared
+from bert_unpad.data.prepared import read_prepared
 from bert_unpad.data.text.sources import TextSource
 
 _LENGTH = 128

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.support.paths import CSRC, ROOT
 
 PYTHON = ("bert_unpad", "benchmarks", "examples", "gpu_model", "tests")
@@ -125,3 +127,24 @@ def test_no_fixed_time_limit_decides_a_test():
     fixed = re.compile(rf"\btimeout=[\d.]+[,)]|\btime\.sleep\(\d{{2,}}|{waits}")
     files = sorted(ROOT.glob("tests/**/*.py"))
     assert [path.name for path in files if fixed.search(path.read_text())] == []
+
+
+# Of whose folders and modules none may need, itself or through others, one that needs it.
+INNER = ("batch", "costs", "data", "distributed", "flash", "ops", "optim", "plan", "pretrain")
+
+
+@pytest.mark.parametrize("package", INNER)
+def test_nothing_in_a_package_imports_in_a_circle(package):
+    root = ROOT / "bert_unpad" / package
+    needs: dict[str, set[str]] = {}
+    for path in sorted(root.rglob("*.py")):
+        source = path.relative_to(root).with_suffix("").parts[0]
+        for module in imported_by(path):
+            target = module.removeprefix(f"bert_unpad.{package}.").partition(".")[0]
+            inner = (root / target).is_dir() or (root / f"{target}.py").is_file()
+            if module.startswith(f"bert_unpad.{package}.") and inner and target != source:
+                needs.setdefault(source, set()).add(target)
+    while ends := {target for targets in needs.values() for target in targets} - needs.keys():
+        needs = {source: targets - ends for source, targets in needs.items()}
+        needs = {source: targets for source, targets in needs.items() if targets}
+    assert not needs  # what is in circles, or needs what is

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.lib.feed_files import VOCABULARY, tokenizer
 from bert_unpad.data import BalancedSampler, DataConfig, prepare
-from bert_unpad.data.store.prepared import write_prepared
+from bert_unpad.data.prepared import write_prepared
 from bert_unpad.data.store.shard_writer import write_shard_manifest
 
 LENGTH = 128

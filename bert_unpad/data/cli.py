@@ -20,6 +20,7 @@ from bert_unpad._full_disk import named_if_full
 from bert_unpad.data.building.blocks import BLOCK_BYTES, check_outside
 from bert_unpad.data.building.build import MEMORY, check_settings, example_settings
 from bert_unpad.data.building.engines import Engine, InProcess, Processes, available_cores
+from bert_unpad.data.building.import_data import import_data
 from bert_unpad.data.building.join import join_parts
 from bert_unpad.data.building.parts import ABSENT_SECONDS, Part
 from bert_unpad.data.building.pipeline import Pipeline
@@ -27,14 +28,17 @@ from bert_unpad.data.building.ray_engine import Ray
 from bert_unpad.data.building.summary import summary
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.importers import FORMATS
-from bert_unpad.data.importers.import_data import import_data
 from bert_unpad.data.objective import Objective
+from bert_unpad.data.prepared import (
+    SPLITS,
+    holds_examples,
+    is_prepared,
+    open_prepared,
+    read_prepared,
+)
 from bert_unpad.data.store.cache import chosen_cache_dir
-from bert_unpad.data.store.open_examples import holds_examples
-from bert_unpad.data.store.prepared import SPLITS, is_prepared, open_prepared, read_prepared
 from bert_unpad.data.streams.text_stream import is_streamed
 from bert_unpad.data.text.documents import Documents
-from bert_unpad.data.text.json_tokenizer import given_tokenizer
 from bert_unpad.data.text.open_source import open_source
 
 _SAMPLE_MB = 200.0
@@ -234,7 +238,7 @@ def _check_finished(options: argparse.Namespace, config: DataConfig, cache: Path
         source = open_source(options.source, cache_dir=cache).name
     except FileNotFoundError:  # the text may be gone
         source = manifest["source"]
-    settings = example_settings(config, given_tokenizer(config))
+    settings = example_settings(config, config.given_tokenizer())
     settings |= {"source": source, "block_bytes": int(options.block_mb * 2**20)}
     found = {**manifest["settings"], "source": manifest["source"]}
     found.pop("corpus", None)
@@ -269,7 +273,7 @@ def _import(options: argparse.Namespace) -> None:
             options.output,
             engine,
             max_seq_length=options.max_seq_length,
-            tokenizer=given_tokenizer(config),
+            tokenizer=config.given_tokenizer(),
             unmask=options.unmask,
         )
     for split in SPLITS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -11,11 +12,12 @@ from bert_unpad.data.importers import refuse_foreign
 from bert_unpad.data.masking import MaskUnit, check_masking_arguments, masking_rates
 from bert_unpad.data.mixture import check_mixture
 from bert_unpad.data.objective import SECOND_SEGMENTS, Objective
-from bert_unpad.data.store.open_examples import holds_examples, may_have_pairs
+from bert_unpad.data.prepared import holds_examples, may_have_pairs
 from bert_unpad.data.store.shards import MAX_LENGTH
 from bert_unpad.data.text.documents import Documents
+from bert_unpad.data.text.json_tokenizer import JsonTokenizer
 from bert_unpad.data.text.pairs import MIN_SEQ_LENGTH
-from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
+from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS, TextTokenizer, WordPieceTokenizer
 
 TRAINED = ("wordpiece", "bpe", "unigram", "characters")
 """Kinds of tokenizers that are trained on the text."""
@@ -104,6 +106,29 @@ class DataConfig:
         pairs = SECOND_SEGMENTS[self.objective] is not None or any(map(may_have_pairs, shards))
         return 2 if pairs else 1
 
+    def given_tokenizer(self) -> TextTokenizer | None:
+        """The tokenizer that is named; None where one is to be trained.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: a file is damaged, or lacks a special token; the message names it.
+        """
+        if self.vocab_file is not None:
+            return WordPieceTokenizer.from_vocab_file(self.vocab_file, self.lowercases)
+        return None if self.trains_tokenizer else JsonTokenizer.from_file(self.tokenizer)
+
+    def import_command(self, source: str) -> str:
+        """The command that imports a source with this vocabulary and length."""
+        words = ["python", "-m", "bert_unpad.data", "import", source, "OUTPUT"]
+        words += ["--max-seq-length", str(self.max_seq_length)]
+        if self.vocab_file is not None:
+            words += ["--vocab-file", self.vocab_file]
+        elif not self.trains_tokenizer:
+            words += ["--tokenizer", self.tokenizer]
+        if not self.lowercases:
+            words += ["--cased"]
+        return shlex.join(words)
+
     def __post_init__(self) -> None:
         if not MIN_SEQ_LENGTH <= self.max_seq_length <= MAX_LENGTH:
             raise ValueError(
@@ -117,7 +142,8 @@ class DataConfig:
                 raise ValueError(
                     f"source: expected {default} (the default) with mixture, got {self.source}"
                 )
-        refuse_foreign(self)
+        name = "source" if self.mixture is None else "mixture"
+        refuse_foreign(name, self.mixture or (self.source,), self.import_command)
         smallest = len(SPECIAL_TOKENS) + 1
         if self.vocab_size < smallest:
             raise ValueError(f"vocab_size: expected at least {smallest}, got {self.vocab_size}")

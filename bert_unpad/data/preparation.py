@@ -34,16 +34,22 @@ from bert_unpad.data.collate import PackedCollator
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.importers import refuse_foreign_files
 from bert_unpad.data.mixture import Joined, Mixture
+from bert_unpad.data.open_examples import open_examples
+from bert_unpad.data.prepared import (
+    FORMAT,
+    SPLITS,
+    holds_examples,
+    is_prepared,
+    open_prepared,
+)
 from bert_unpad.data.store.cache import cache_lock, check_not_noted, chosen_cache_dir
 from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.store.manifest import DamagedDataError
-from bert_unpad.data.store.open_examples import holds_examples, open_examples
-from bert_unpad.data.store.prepared import FORMAT, SPLITS, is_prepared, open_prepared
 from bert_unpad.data.streams.stream import ShardStream
 from bert_unpad.data.streams.text_stream import TextStream, is_streamed, parse_streamed
 from bert_unpad.data.text.document_files import format_of
 from bert_unpad.data.text.file_source import FileSource
-from bert_unpad.data.text.json_tokenizer import given_tokenizer, load_tokenizer
+from bert_unpad.data.text.json_tokenizer import load_tokenizer
 from bert_unpad.data.text.open_source import open_source
 from bert_unpad.data.text.sources import HuggingFaceSource, Source, TextSource
 from bert_unpad.data.text.tokenizer import TextTokenizer
@@ -156,7 +162,7 @@ def prepare(config: DataConfig, progress: bool | None = None, check: bool = True
     if is_streamed(config.source):
         return _open_streamed(config, progress, check)
     cache = chosen_cache_dir(config.cache_dir)
-    tokenizer = given_tokenizer(config)
+    tokenizer = config.given_tokenizer()
     source = _open_text(config, cache)
     check_outside("cache_dir", cache, source)
     settings = example_settings(config, tokenizer)
@@ -189,11 +195,11 @@ def _open_text(config: DataConfig, cache: Path) -> Source:
     path = Path(config.source.partition("?")[0]).expanduser()
     # A folder of examples may have its vocabulary beside them, which is no text.
     if (path / "tokenizer").is_dir() or (path.is_file() and format_of(path) is None):
-        refuse_foreign_files(path, config)
+        refuse_foreign_files(path, config.import_command)
     try:
         return open_source(config.source, cache_dir=cache)
     except FileNotFoundError:
-        refuse_foreign_files(path, config)
+        refuse_foreign_files(path, config.import_command)
         raise
 
 
@@ -212,7 +218,7 @@ def _open_mixture(config: DataConfig, progress: bool | None, check: bool) -> Pre
     weights = config.mixture or {}
     sources = sorted(weights)  # whatever the order in which they are named
     texts = [source for source in sources if not holds_examples(source)]
-    if texts and given_tokenizer(config) is None:
+    if texts and config.given_tokenizer() is None:
         raise ValueError(
             f"vocab_file: expected one vocabulary (or tokenizer) for the mixture with {texts[0]}, "
             "got null, with which each source would have its own"

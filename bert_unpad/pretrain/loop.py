@@ -15,13 +15,13 @@ from collections.abc import Iterator
 
 from bert_unpad.pretrain.evaluate import Evaluator
 from bert_unpad.pretrain.feed.steps import FeedState, Step
-from bert_unpad.pretrain.gradients.sync import seed_step
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
 from bert_unpad.pretrain.interrupt import StopRequest
 from bert_unpad.pretrain.losses import averages
 from bert_unpad.pretrain.output.checkpoint import Checkpointer
 from bert_unpad.pretrain.output.log import TrainingLog
 from bert_unpad.pretrain.output.mlperf_log import MlperfLog
+from bert_unpad.pretrain.parallel.sync import seed_step
 from bert_unpad.pretrain.ranks import HostSums
 from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.stages import Stages

@@ -20,11 +20,7 @@ from bert_unpad.nn import (
 from bert_unpad.nn.config import Head
 from bert_unpad.nn.weights import read_config
 from bert_unpad.ops.attention import HEAD_DIMS
-from bert_unpad.ops.matmul import product_dtype
-from bert_unpad.optim.base import FusedOptimizer
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
-from bert_unpad.pretrain.config.limits import MODELS_DIFFER
-from bert_unpad.pretrain.parallel import WAYS
 
 
 def build_model(
@@ -148,30 +144,6 @@ def add_gradients_in_products(model: nn.Module, config: PretrainConfig) -> None:
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 ops.accumulate_in_place(module.weight)
-
-
-def round_weights_in_updates(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: PretrainConfig, device: torch.device
-) -> None:
-    """Lets the optimizer write the linear layers' weights as their products take them too, in 16 or
-    8 bits, which saves every forward pass to round them: where it can, and nothing else changes
-    weights."""
-    if (
-        config.precision == "fp32"
-        or not (isinstance(optimizer, FusedOptimizer) and optimizer.rounds)
-        or WAYS[config.optimizer.shard].shares_state
-        or config.comm.hook in MODELS_DIFFER
-        or config.compile
-    ):
-        return
-    weights = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
-    weights = {w for w in weights if w.requires_grad}
-    encoders = [m for m in model.modules() if isinstance(m, Encoder)]
-    in_8_bits = weights.intersection(w for encoder in encoders for w in encoder.fp8_weights)
-    optimizer.keep_rounded(in_8_bits, torch.float8_e4m3fn)
-    dtype = torch.float16 if config.precision == "fp16" else torch.bfloat16
-    if product_dtype(torch.empty(0, dtype=dtype, device=device)) == dtype:
-        optimizer.keep_rounded(weights - in_8_bits, dtype)
 
 
 def to_device(

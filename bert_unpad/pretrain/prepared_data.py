@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bert_unpad.data import DamagedDataError, DataConfig, PreparedData, prepare
-from bert_unpad.data.store.open_examples import holds_examples
+from bert_unpad.data.prepared import holds_examples
 from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.ranks import Ranks
 

@@ -11,7 +11,6 @@ from torch.distributed.checkpoint import CheckpointException
 from bert_unpad import ops
 from bert_unpad.data import PreparedData
 from bert_unpad.data.store.cache import default_cache_dir
-from bert_unpad.data.text.json_tokenizer import given_tokenizer
 from bert_unpad.data.text.tokenizer import TextTokenizer
 from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
@@ -143,7 +142,7 @@ def _find_checkpoint(config: PretrainConfig, ranks: Ranks) -> Path | None:
 def _given_tokenizer(config: PretrainConfig) -> TextTokenizer | None:
     """The tokenizer that the settings name; None where it comes with the data."""
     try:
-        return given_tokenizer(config.data)
+        return config.data.given_tokenizer()
     except DATA_ERRORS as error:
         raise ConfigError("data", str(error)) from error
 

@@ -30,13 +30,14 @@ from bert_unpad.pretrain.feed.strategies import (
 )
 from bert_unpad.pretrain.feed.work import sequence_work
 from bert_unpad.pretrain.gradients.compute_clock import Spans
-from bert_unpad.pretrain.gradients.sync import GradientSync
 from bert_unpad.pretrain.growth import Growth, Stage, add_layers, cut_layers, freeze, next_optimizer
-from bert_unpad.pretrain.model import add_gradients_in_products, round_weights_in_updates
+from bert_unpad.pretrain.model import add_gradients_in_products
+from bert_unpad.pretrain.parallel.sync import GradientSync
 from bert_unpad.pretrain.prepared_data import open_data
 from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.update.kinds import find_kind
 from bert_unpad.pretrain.update.overlap import Updater, make_updater
+from bert_unpad.pretrain.update.rounded_weights import round_weights_in_updates
 
 __all__ = ["Stages"]
 

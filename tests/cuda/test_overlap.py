@@ -21,13 +21,14 @@ from bert_unpad.optim import FusedAdam, decay_groups
 from bert_unpad.optim.base import FusedOptimizer
 from bert_unpad.optim.parameter_lists import Update
 from bert_unpad.pretrain.config import ClipConfig, OptimizerConfig, PretrainConfig
-from bert_unpad.pretrain.gradients.sync import GradientSync, seed_step
-from bert_unpad.pretrain.model import add_gradients_in_products, round_weights_in_updates
+from bert_unpad.pretrain.model import add_gradients_in_products
+from bert_unpad.pretrain.parallel.sync import GradientSync, seed_step
 from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.update import overlap
 from bert_unpad.pretrain.update.optimizer import build_optimizer, set_lr
 from bert_unpad.pretrain.update.overlap import OverlappedUpdater, Updater, make_updater
+from bert_unpad.pretrain.update.rounded_weights import round_weights_in_updates
 from tests.cuda import test_graph_buckets
 from tests.cuda.test_graphs import DROPOUT, ONE, make_step, padded_inputs, scaled
 from tests.nn.test_bert import make_model

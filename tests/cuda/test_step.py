@@ -22,8 +22,8 @@ from bert_unpad.batch import PackedInputs, VarlenBatch, pad, unpad
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.pretrain.config import OptimizerConfig, PretrainConfig
 from bert_unpad.pretrain.feed.steps import Step, count_labels
-from bert_unpad.pretrain.gradients.sync import GradientSync, seed_step
 from bert_unpad.pretrain.output.metrics import Window
+from bert_unpad.pretrain.parallel.sync import GradientSync, seed_step
 from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.update.optimizer import build_optimizer, set_lr, step_if

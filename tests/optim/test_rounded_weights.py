@@ -15,8 +15,8 @@ from bert_unpad.ops.matmul import CPU_MULTIPLIES_BF16
 from bert_unpad.ops.rounded_weights import copies_of, rounded
 from bert_unpad.optim import FusedAdam, FusedLAMB, FusedStableAdamW, Muon, OneBitAdam
 from bert_unpad.pretrain.config import read_config
-from bert_unpad.pretrain.model import round_weights_in_updates
 from bert_unpad.pretrain.update.optimizer import build_optimizer
+from bert_unpad.pretrain.update.rounded_weights import round_weights_in_updates
 from tests.support.seeds import derived
 
 OPTIMIZERS = {

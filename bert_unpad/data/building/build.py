@@ -21,8 +21,8 @@ from bert_unpad.data.building.ordered_sources import OrderedSources
 from bert_unpad.data.building.spool import SpooledBlock
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.objective import SECOND_SEGMENTS
+from bert_unpad.data.prepared import SPLITS
 from bert_unpad.data.random_hash import splitmix64
-from bert_unpad.data.store.prepared import SPLITS
 from bert_unpad.data.text.json_tokenizer import load_tokenizer
 from bert_unpad.data.text.sentences import held_out
 from bert_unpad.data.text.tokenizer import TextTokenizer

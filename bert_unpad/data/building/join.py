@@ -20,8 +20,8 @@ from bert_unpad.data.building.build import ABOUT, Build, open_build
 from bert_unpad.data.building.build_lock import LOCK, build_lock
 from bert_unpad.data.building.parts import to_run
 from bert_unpad.data.objective import SECOND_SEGMENTS
+from bert_unpad.data.prepared import SPLITS, is_prepared, read_prepared, write_prepared
 from bert_unpad.data.store.manifest import MANIFEST
-from bert_unpad.data.store.prepared import SPLITS, is_prepared, read_prepared, write_prepared
 from bert_unpad.data.store.shard_writer import Column, write_shard_manifest
 from bert_unpad.data.store.shards import AT_ONCE, ShardDataset
 

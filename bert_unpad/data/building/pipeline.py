@@ -31,8 +31,7 @@ from bert_unpad.data.building.parts import ABSENT_SECONDS, OtherParts, Part, to_
 from bert_unpad.data.building.pieces import make_piece
 from bert_unpad.data.building.spool import spool_block
 from bert_unpad.data.config import DataConfig
-from bert_unpad.data.store.prepared import SPLITS
-from bert_unpad.data.text.json_tokenizer import given_tokenizer
+from bert_unpad.data.prepared import SPLITS
 from bert_unpad.data.text.sources import Source
 from bert_unpad.data.text.train_tokenizer import train_tokenizer
 
@@ -107,7 +106,7 @@ class Pipeline:
         self.report = Report()
         self._source, self._engine, self._part = source, engine, part or Part()
         self._progress = progress
-        self._tokenizer = given_tokenizer(config)
+        self._tokenizer = config.given_tokenizer()
         self._identity = identity(source)
         about = {
             **example_settings(config, self._tokenizer),

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from bert_unpad.data.building.pipeline import Report
-from bert_unpad.data.store.prepared import SPLITS
+from bert_unpad.data.prepared import SPLITS
 from bert_unpad.data.store.shards import AT_ONCE, MAX_LENGTH, ShardDataset
 
 _QUANTILES = (0.25, 0.5, 0.75, 0.95)

@@ -10,16 +10,11 @@ A format is a row of `FORMATS` and a module with the row's name. The module has 
 from __future__ import annotations
 
 import importlib
-import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
-
-if TYPE_CHECKING:
-    from bert_unpad.data.config import DataConfig
 
 _TOKEN_OPTIONS = {
     "add": ("none", "cls", "sep", "cls,sep"),
@@ -169,48 +164,36 @@ def load_format(kind: str) -> ModuleType:
         ) from error
 
 
-def refuse_foreign(config: DataConfig) -> None:
+def refuse_foreign(name: str, sources: Iterable[str], command: Callable[[str], str]) -> None:
     """Raises a ValueError that prints the command of the import if a source is a foreign format.
 
     Args:
-        config: the data; its `source` or the sources of its `mixture` are looked at.
+        name: the option that names the sources.
+        sources: as options have them.
+        command: the command that imports a source.
     """
-    name = "source" if config.mixture is None else "mixture"
-    for source in config.mixture or (config.source,):
+    for source in sources:
         if ":" in source and source.partition(":")[0] in FORMATS:
-            raise _refused(name, source, config)
+            raise _refused(name, source, command)
 
 
-def refuse_foreign_files(path: Path, config: DataConfig) -> None:
+def refuse_foreign_files(path: Path, command: Callable[[str], str]) -> None:
     """Raises a ValueError that prints the command of the import if files of a format are at a path.
 
     Args:
         path: a file or folder without anything that training opens.
-        config: the data.
+        command: the command that imports a source.
     """
     for kind, about in FORMATS.items():
         if any(_matches(path, about.patterns)):
-            raise _refused("source", f"{kind}:{path}", config)
+            raise _refused("source", f"{kind}:{path}", command)
 
 
-def _refused(name: str, source: str, config: DataConfig) -> ValueError:
+def _refused(name: str, source: str, command: Callable[[str], str]) -> ValueError:
     return ValueError(
         f"{name}: expected text or shards:PATH, got {source}; shards:OUTPUT opens it after "
-        f"{import_command(source, config)}"
+        f"{command(source)}"
     )
-
-
-def import_command(source: str, config: DataConfig) -> str:
-    """Returns the command that imports a source with the vocabulary and length of `config`."""
-    words = ["python", "-m", "bert_unpad.data", "import", source, "OUTPUT"]
-    words += ["--max-seq-length", str(config.max_seq_length)]
-    if config.vocab_file is not None:
-        words += ["--vocab-file", config.vocab_file]
-    elif not config.trains_tokenizer:
-        words += ["--tokenizer", config.tokenizer]
-    if not config.lowercases:
-        words += ["--cased"]
-    return shlex.join(words)
 
 
 def find_files(path: Path, kind: str, without: Path | None = None) -> list[Path]:

@@ -12,16 +12,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from bert_unpad._files import read_json_object
 from bert_unpad.data.text.tokenizer import CONFIG, FILE, TextTokenizer, WordPieceTokenizer
-
-if TYPE_CHECKING:
-    from bert_unpad.data.config import DataConfig
 
 # The names of each role's token, and the roles of tokenizer_config.json that may stand for it.
 _ROLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -123,18 +120,6 @@ class JsonTokenizer(TextTokenizer):
         return super().encode_batch([f"{self._prefix}{text}" for text in texts])
 
 
-def given_tokenizer(config: DataConfig) -> TextTokenizer | None:
-    """The tokenizer that a configuration names; None where one is to be trained.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, or lacks a special token; the message names it.
-    """
-    if config.vocab_file is not None:
-        return WordPieceTokenizer.from_vocab_file(config.vocab_file, config.lowercases)
-    return None if config.trains_tokenizer else JsonTokenizer.from_file(config.tokenizer)
-
-
 def load_tokenizer(folder: str | Path) -> TextTokenizer:
     """Reads the files of a tokenizer's `save`, or of a Hugging Face model.
 
@@ -189,3 +174,17 @@ def _find(part: dict[str, Any] | None, kind: str) -> dict[str, Any] | None:
         return part
     parts = (_find(inner, kind) for inner in part.get("pretokenizers", ()))
     return next((inner for inner in parts if inner is not None), None)
+
+
+def tokenizer_beside(path: Path) -> TextTokenizer:
+    """Reads the tokenizer in a folder of examples.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not (path / "tokenizer").is_dir():
+        raise ValueError(
+            f"vocab_file: expected the vocabulary that the examples of {path} were made with (or "
+            f"tokenizer), because there is no folder {path / 'tokenizer'}"
+        )
+    return load_tokenizer(path / "tokenizer")

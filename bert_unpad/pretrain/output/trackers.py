@@ -89,7 +89,7 @@ TRACKERS: Mapping[str, Callable[[Path, int, Mapping[str, Any]], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
 }
-"""By the value of logging.tracker."""
+"""The trackers, by the values of logging.tracker."""
 
 
 def _missing(value: str, name: str) -> ConfigError:

@@ -14,7 +14,7 @@ from bert_unpad.data import DataConfig
 from bert_unpad.data.building.datatrove_steps import JoinParts, MakeExamples, SpoolDocuments
 from bert_unpad.data.building.engines import InProcess
 from bert_unpad.data.building.pipeline import Pipeline
-from bert_unpad.data.store.prepared import open_prepared
+from bert_unpad.data.prepared import open_prepared
 from bert_unpad.data.text.sources import TextSource
 from tests.support.prepared_text import contents, write_corpus
 from tests.support.seeds import derived

@@ -19,7 +19,7 @@ from bert_unpad.data.building.engines import InProcess, Processes
 from bert_unpad.data.building.join import join_parts
 from bert_unpad.data.building.parts import Part
 from bert_unpad.data.building.pipeline import LEAST_MEMORY, Pipeline
-from bert_unpad.data.store.prepared import SPLITS, is_prepared, open_prepared
+from bert_unpad.data.prepared import SPLITS, is_prepared, open_prepared
 from bert_unpad.data.text.json_tokenizer import load_tokenizer
 from bert_unpad.data.text.sources import TextSource
 from tests.support.pipelines import BLOCK, child, pipeline

@@ -10,9 +10,9 @@ from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.pretrain.config import ClipConfig, PretrainConfig
 from bert_unpad.pretrain.feed.steps import Step, count_labels
-from bert_unpad.pretrain.gradients.sync import GradientSync
 from bert_unpad.pretrain.losses import averages
 from bert_unpad.pretrain.output.metrics import Window
+from bert_unpad.pretrain.parallel.sync import GradientSync
 from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.run import Run
 from tests.support.processes import run_ranks

@@ -16,7 +16,7 @@ from bert_unpad.data import DataConfig, prepare
 from bert_unpad.pretrain.config import ClipConfig
 from bert_unpad.pretrain.gradients.clipping import Clipping
 from bert_unpad.pretrain.gradients.comm_hook import CommHook
-from bert_unpad.pretrain.gradients.sync import GradientSync
+from bert_unpad.pretrain.parallel.sync import GradientSync
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.update.optimizer import step_if
 from tests.support.pretrain_runs import (

@@ -8,38 +8,17 @@ vocabulary is that of the `tokenizer` folder, unless `vocab_file` or `tokenizer`
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
+from bert_unpad.data.config import DataConfig
 from bert_unpad.data.importers import refuse_foreign_files
 from bert_unpad.data.objective import SECOND_SEGMENTS
+from bert_unpad.data.prepared import SHARDS, is_prepared, open_prepared
 from bert_unpad.data.store.dataset import ExampleDataset, NoExamples, WithoutPairLabels
-from bert_unpad.data.store.manifest import MANIFEST, DamagedDataError
-from bert_unpad.data.store.prepared import is_prepared, open_prepared, read_prepared
+from bert_unpad.data.store.manifest import MANIFEST
 from bert_unpad.data.store.shards import ShardDataset
-from bert_unpad.data.text.json_tokenizer import given_tokenizer, load_tokenizer
+from bert_unpad.data.text.json_tokenizer import tokenizer_beside
 from bert_unpad.data.text.tokenizer import TextTokenizer
-
-if TYPE_CHECKING:
-    from bert_unpad.data.config import DataConfig
-
-_KIND = "shards:"
-
-
-def holds_examples(source: str) -> bool:
-    """Whether a `DataConfig.source` names examples that are made already."""
-    return source.startswith(_KIND)
-
-
-def may_have_pairs(source: str) -> bool:
-    """Whether examples of a source of shards may have two segments; looks at the manifest."""
-    path = Path(source.removeprefix(_KIND).partition("?")[0]).expanduser()
-    if not is_prepared(path):
-        return True
-    try:
-        return read_prepared(path, check=False)["settings"].get("objective") is not None
-    except DamagedDataError:  # opening the data says what is wrong
-        return True
 
 
 def open_examples(
@@ -70,14 +49,14 @@ def open_examples(
         _check_objective(config)
         folder = path / "train" if (path / "train").is_dir() else path
         if not (folder / MANIFEST).exists():
-            refuse_foreign_files(path, config)
+            refuse_foreign_files(path, config.import_command)
         train, pairs = ShardDataset(folder, config.verify, sizes=check), True
         if not len(train):
             raise ValueError(f"source: expected at least one example in {folder}, got none")
         held_out = NoExamples(train)
         if held_out_path is None and (path / "validation").is_dir():
             held_out_path = path / "validation"
-    tokenizer = given_tokenizer(config) or tokenizer_beside(path)
+    tokenizer = config.given_tokenizer() or tokenizer_beside(path)
     if held_out_path is not None:
         held_out = ShardDataset(held_out_path, config.verify, sizes=check)
     for dataset in (train, held_out) if check else ():
@@ -93,7 +72,7 @@ def open_examples(
 
 def _paths(source: str) -> tuple[Path, Path | None]:
     """Returns the folder that a source names, and that of held-out examples if it names one."""
-    text, _, query = source.removeprefix(_KIND).partition("?")
+    text, _, query = source.removeprefix(SHARDS).partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     if not text or set(options) - {"validation"}:
         raise ValueError(
@@ -106,28 +85,14 @@ def _paths(source: str) -> tuple[Path, Path | None]:
 def _check_objective(config: DataConfig) -> None:
     if config.documents != "apart":
         raise ValueError(
-            f"documents: expected apart with source {_KIND}, whose examples are made already, got "
+            f"documents: expected apart with source {SHARDS}, whose examples are made already, got "
             f"{config.documents}"
         )
     if config.objective == "mlm_sop":
         raise ValueError(
-            f"objective: expected mlm_nsp, mlm or rtd with source {_KIND}, whose examples are made "
-            f"already, got {config.objective}"
+            f"objective: expected mlm_nsp, mlm or rtd with source {SHARDS}, whose examples are "
+            f"made already, got {config.objective}"
         )
-
-
-def tokenizer_beside(path: Path) -> TextTokenizer:
-    """Reads the tokenizer in a folder of examples.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if not (path / "tokenizer").is_dir():
-        raise ValueError(
-            f"vocab_file: expected the vocabulary that the examples of {path} were made with (or "
-            f"tokenizer), because there is no folder {path / 'tokenizer'}"
-        )
-    return load_tokenizer(path / "tokenizer")
 
 
 def _open_prepared(

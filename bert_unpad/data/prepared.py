@@ -26,6 +26,8 @@ from bert_unpad.data.store.shards import ShardDataset
 from bert_unpad.data.text.json_tokenizer import JsonTokenizer
 from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 
+SHARDS = "shards:"
+"""What sources of prepared examples begin with."""
 FORMAT = "bert_unpad prepared data, version 3"
 SPLITS = ("train", "validation")
 
@@ -138,3 +140,19 @@ def _checksum(manifest: dict[str, Any]) -> str:
     """The digest of everything in a manifest but itself."""
     rest = {name: value for name, value in manifest.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def holds_examples(source: str) -> bool:
+    """Whether a `DataConfig.source` names examples that are made already."""
+    return source.startswith(SHARDS)
+
+
+def may_have_pairs(source: str) -> bool:
+    """Whether examples of a source of shards may have two segments; looks at the manifest."""
+    path = Path(source.removeprefix(SHARDS).partition("?")[0]).expanduser()
+    if not is_prepared(path):
+        return True
+    try:
+        return read_prepared(path, check=False)["settings"].get("objective") is not None
+    except DamagedDataError:  # opening the data says what is wrong
+        return True

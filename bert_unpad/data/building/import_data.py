@@ -20,9 +20,9 @@ from bert_unpad.data.building.engines import Engine
 from bert_unpad.data.building.join import count_split, join_split, remove_work
 from bert_unpad.data.importers import FORMATS, ForeignSource, Setting, load_format
 from bert_unpad.data.objective import SECOND_SEGMENTS
-from bert_unpad.data.store.open_examples import tokenizer_beside
-from bert_unpad.data.store.prepared import SPLITS, is_prepared, read_prepared, write_prepared
+from bert_unpad.data.prepared import SPLITS, is_prepared, read_prepared, write_prepared
 from bert_unpad.data.store.shard_writer import ShardWriter
+from bert_unpad.data.text.json_tokenizer import tokenizer_beside
 from bert_unpad.data.text.tokenizer import TextTokenizer
 
 
