@@ -77,7 +77,7 @@ def measure(folder: Path, size: int, rounds: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mb", type=float, default=100, help="of each format")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="write benchmarks/results")
     args = parser.parse_args()
     torch.set_num_threads(1)
