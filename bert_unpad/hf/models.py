@@ -303,6 +303,8 @@ class PackedModel(StockModule):
     """Mixin for the class of a stock base model; it comes first in the bases."""
 
     _bert_unpad_adapter: ModelAdapter
+    _bert_unpad_embeds: str
+    """The argument of the embeddings that takes embedded tokens."""
     _bert_unpad_arguments: tuple[str, ...]
     _bert_unpad_layer: LayerAdapter
     _bert_unpad_padded: tuple[str, ...] = ("output_attentions", "output_hidden_states")
@@ -381,9 +383,8 @@ class PackedModel(StockModule):
             }
             ids = None if ids is None else packing.pack(ids)
             embeds = None if embeds is None else packing.pack(embeds)
-        x = self.embeddings(
-            input_ids=ids, position_ids=positions, inputs_embeds=embeds, **arguments
-        )
+        arguments[self._bert_unpad_embeds] = embeds
+        x = self.embeddings(input_ids=ids, position_ids=positions, **arguments)
         if hasattr(self, "embeddings_project"):
             x = self.embeddings_project(x)
         return x.reshape(1, -1, x.shape[-1])

@@ -314,12 +314,20 @@ def _forwarder(mixin: type):
     return forward
 
 
+def _embeds_argument(family: Family) -> str:
+    """What embeddings call embedded tokens; DistilBERT's had a name of their own until 5.0."""
+    kind = getattr(_classes(family), "Embeddings", None)
+    names = () if kind is None else inspect.signature(kind.forward).parameters
+    return "input_embeds" if "input_embeds" in names else "inputs_embeds"
+
+
 @functools.cache
 def _packed_model(stock: type, family: Family) -> type:
     return _subclass(
         PackedModel,
         stock,
         _bert_unpad_adapter=family.adapter,
+        _bert_unpad_embeds=_embeds_argument(family),
         _bert_unpad_layer=family.layer,
         _bert_unpad_arguments=_arguments(stock),
         _bert_unpad_rebuild=("model", family.package),
