@@ -48,8 +48,6 @@ def _refused(arguments: list[str], capsys) -> str:
     ("given", "message"),
     [
         (["--model.num_attention_heads", "1", "--model.hidden_size", "288"], "1 to 256 .*288"),
-        (["--threads", "1"], "threads: expected the environment variable OMP_NUM_THREADS"),
-        (["--batching.exchange", "group"], "exchange: expected batching.scope .*node for group"),
         (["--data.seq_length", "1"], "data.seq_length: expected an option such as data.max_seq_"),
         (["--seed", str(2**63)], "seed: expected an integer"),
         (["--optimizer.lr", ".inf"], "lr: expected a finite number, got inf"),
