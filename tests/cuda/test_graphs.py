@@ -25,9 +25,9 @@ from bert_unpad.nn import BertForPreTraining, PreTrainingOutput
 from bert_unpad.optim import FusedAdam
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.feed.steps import Step, StepCollator
-from bert_unpad.pretrain.gradients import sync as gradient_sync
 from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner, StaticPass, check_graphs, sizes
 from bert_unpad.pretrain.output.metrics import Window
+from bert_unpad.pretrain.parallel import sync as gradient_sync
 from bert_unpad.pretrain.parallel.sync import GradientSync, seed_step
 from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.run import Run

@@ -21,9 +21,9 @@ from bert_unpad.batch.graph_shapes import GraphShapes
 from bert_unpad.nn import BertForPreTraining, EncoderForPreTraining
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
 from bert_unpad.pretrain.feed.steps import Step, StepCollator
-from bert_unpad.pretrain.gradients import sync as gradient_sync
 from bert_unpad.pretrain.gradients.cuda_graphs import check_graphs
 from bert_unpad.pretrain.gradients.graph_buckets import GraphBuckets, units
+from bert_unpad.pretrain.parallel import sync as gradient_sync
 from bert_unpad.pretrain.parallel.sync import GradientSync
 from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.run import Run
