@@ -15,6 +15,7 @@ from torch import nn
 from bert_unpad.hf.packing import Packing
 from bert_unpad.hf.plain_modules import unchanged
 from bert_unpad.hf.relative import DisentangledDistances, Distances, T5Distances
+from bert_unpad.nn.families.rope import read_rope
 
 
 class LayerParts(NamedTuple):
@@ -102,7 +103,7 @@ class LayerAdapter:
             containers: paths of modules that a packed layer does not call.
             head_dim: the attribute of the attention module with the width of a head.
             distances: what is added to the scores by distance.
-            rotary: how a layer rotates; raises a `LookupError` where `ops.rotary_` cannot.
+            rotary: how a layer rotates; raises a `ValueError` where `ops.rotary_` cannot.
             window: the attribute of the attention module with how many tokens to each side, its own
                 included, a token sees; None: all.
         """
@@ -130,12 +131,19 @@ class LayerAdapter:
         """Whether the modules that a packed layer does not call have no hooks, and are stock."""
         return all(unchanged(_get(layer, path)) for path in self._containers)
 
-    def fits(self, layer: nn.Module, packing: Packing) -> bool:
-        """Whether a layer has all modules, and an operator can rotate as it does."""
+    def has_parts(self, layer: nn.Module) -> bool:
+        """Whether a layer has all modules, whose names transformers may change."""
         try:
             self.parts(layer)
+        except AttributeError:
+            return False
+        return True
+
+    def fits(self, layer: nn.Module, packing: Packing) -> bool:
+        """Whether a packed layer misses nothing that a layer does: hooks, ways to rotate."""
+        try:
             rotates = self.rotary is not None and self.rotary(layer) is not None
-        except (AttributeError, LookupError):
+        except ValueError:
             return False
         return self.untouched(layer) and not (rotates and packing.positions is None)
 
@@ -153,10 +161,10 @@ def _get(layer: nn.Module, path: tuple[str, ...]) -> Any:
 
 
 def _rope(parameters: dict[str, Any]) -> Rotary:
-    kind = parameters["rope_type"]
-    if kind not in ("default", "linear") or parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise LookupError(kind)
-    return Rotary(parameters["rope_theta"], 1.0 / parameters.get("factor", 1.0))
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor: expected 1")
+    found = read_rope({"rope_parameters": parameters}, parameters["rope_theta"])
+    return Rotary(found["rotary_theta"], 1.0 / found["rotary_factor"])
 
 
 def _modernbert_rotary(layer: Any) -> Rotary:

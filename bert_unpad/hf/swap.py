@@ -172,7 +172,8 @@ def unpad(
         module.__class__ = _packed_call(_stock(module), stock_family)
         choose_attention(module, own[name])
         for layer in module.modules():
-            if _computes_as(layer, stock_family, stock_family.layer_class):
+            stock_layer = _computes_as(layer, stock_family, stock_family.layer_class)
+            if stock_layer and stock_family.layer.has_parts(layer):
                 layer.__class__ = _packed_part(_stock(layer), stock_family, "fused")
     for module in model.modules():
         _swap_head(module, logits, span_loss)

@@ -167,8 +167,8 @@ def _compare_rates(model: Any, stock: Any, given: Mapping[str, Any]) -> None:
         VerificationError: not equally often.
     """
     rates = []
-    devices = [model.get_input_embeddings().weight.device] if torch.cuda.is_available() else []
-    devices = [device for device in devices if device.type == "cuda"]
+    device = model.get_input_embeddings().weight.device
+    devices = [device] if device.type == "cuda" else []
     for copied in (copy.deepcopy(stock), copy.deepcopy(model)):
         copied.__dict__.pop("_bert_unpad_verify", None)
         with torch.random.fork_rng(devices), torch.no_grad(), _Rates() as counted:
