@@ -342,10 +342,20 @@ def test_layers_with_hooks_inside_stay_stock(name: str, fused: list[nn.Module]) 
     assert len(set(fused)) == len(layers_of(ours)) - 1
 
 
-@pytest.mark.parametrize("kind", ["default", "linear", "dynamic"])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("default", {}),
+        ("default", {"factor": 4.0}),  # which it does not read
+        ("linear", {"factor": 4.0}),
+        ("dynamic", {"factor": 4.0}),
+    ],
+)
 @pytest.mark.parametrize("name", ROTARY)
-def test_rotary_positions_of_other_kinds(name: str, kind: str, fused: list[nn.Module]) -> None:
-    rope = {"rope_type": kind, "rope_theta": 77.0} | ({"factor": 4.0} if kind != "default" else {})
+def test_rotary_positions_of_other_kinds(
+    name: str, kind: str, more: dict[str, float], fused: list[nn.Module]
+) -> None:
+    rope = {"rope_type": kind, "rope_theta": 77.0} | more
     stock = make(name, rope_parameters=rope)
     ours = hf.unpad(copy.deepcopy(stock))
     same_step(*(ours, stock, copy.deepcopy(stock).double()), lambda m: m(**batch(RIGHT))[0][RIGHT])
