@@ -27,6 +27,7 @@ ONLY_ON_A_GPU = (
     "test_energy.py",
     *("opcheck", "compiles_without", "stop_the_kernel", "named", "refused", "bad_input"),
     *("waiting_is_found", "timed_algorithms", "linear_matches", "captured_step"),
+    *("whose_kernels", "pytorch_computes", "test_hf.py::test_compiles"),
     *("large_sizes", "batch_of_berts"),  # take a CPU too long
 )
 WAITS = {"item", "tolist", "cpu", "cuda", "nonzero", "__bool__", "__float__", "__int__"}
