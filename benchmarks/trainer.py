@@ -247,6 +247,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--size", choices=list(SIZES), default="base")
     parser.add_argument("--text", type=Path, help="file or folder; default: this machine's")
+    parser.add_argument("--cache", type=Path, help="folder in which prepared text stays")
     parser.add_argument("--seconds", type=float, default=60.0, help="of training, each")
     parser.add_argument("--batch", type=int, default=256, help="sequences of an update")
     parser.add_argument("--warmup", type=int, default=200, help="updates")
@@ -261,9 +262,10 @@ def main() -> None:
         if text is None:
             text = work / "text"
             gather(text, TEXT_BYTES)
-        data = prepare(data_config(text, work / "cache"))
+        cache = args.cache or work / "cache"
+        data = prepare(data_config(text, cache))
         curves = {
-            "bert_unpad": ours(args, text, work / "cache", work / "run"),
+            "bert_unpad": ours(args, text, cache, work / "run"),
             "Hugging Face Trainer": hugging_face(args, data, work / "trainer"),
         }
         statistics = data.statistics

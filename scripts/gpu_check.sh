@@ -14,7 +14,7 @@
 #                    whose device is lost ends, and another goes on (tests/cuda/conftest.py)
 #   tests_FILE       of tests/cuda/test_FILE.py only; not among the parts that run by default
 #   large            those that need 12 to 32 GiB of GPU memory, one after the other
-#   memcheck_FILE    small ones of them under compute-sanitizer
+#   memcheck_FILE    small ones of them under compute-sanitizer, of which EVERY=8 takes every eighth
 #   racecheck_FILE   the same, for races in shared memory
 #   benchmarks_NAME  operators, optimizers and whole training steps against their peers
 #                    (benchmarks/results/<device>/ops_*.json, optim.json, model.json, model.png)
@@ -26,6 +26,7 @@
 #
 # Environment: PYTHON (default python3), LIMIT (seconds for a part, default 470), TOTAL (seconds for
 # the whole call: parts that it has no time left for are named and left out; default: no bound),
+# EVERY (of the tests under compute-sanitizer only every EVERY-th; default 1),
 # COMPUTE_SANITIZER (default: the one on PATH or of the nvidia-cuda-sanitizer-api wheel).
 #
 # Exits with 1 if a part failed or was left out, 2 if there is no GPU or a part is unknown. Parts of
@@ -182,7 +183,8 @@ PY
   under+=(--kernel-name kns=bert_unpad --report-api-errors no)
   under+=(--launch-timeout 0 --target-processes all)
   # The files are those of `tests`.
-  [ -n "$dry" ] || tests "$part" "gpu and sanitizer" -x "tests/cuda/test_${part#*_}.py"
+  [ -n "$dry" ] || BERT_UNPAD_TEST_EVERY=${EVERY:-1} \
+    tests "$part" "gpu and sanitizer" -x "tests/cuda/test_${part#*_}.py"
   under=()
 }
 

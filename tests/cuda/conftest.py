@@ -2,6 +2,7 @@
 
 - On a GPU that multiplies no bf16, tests that need it are skipped.
 - Tests that need much memory (`large`) are skipped where less is free.
+- With BERT_UNPAD_TEST_EVERY=N every N-th test runs only, for tools that make them slow.
 - After a kernel that fails nothing runs on the device any more in that process. So the process ends
   with the test that did it: pytest-xdist starts another worker for the rest.
 """
@@ -15,6 +16,11 @@ import pytest
 import torch
 
 REFUSED = "bfloat16 needs a GPU of compute capability 8.0"  # csrc/cuda/capability.h
+
+
+@pytest.hookimpl(trylast=True)  # after -m has chosen
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = items[:: int(os.environ.get("BERT_UNPAD_TEST_EVERY", "1"))]
 
 
 @pytest.hookimpl(tryfirst=True)
