@@ -1,5 +1,5 @@
 """flash-attention's functions and signatures, on CPUs and GPUs, in float32 too; and the operators
-as the implementation of PyTorch's `varlen_attn` on a CPU.
+as the implementation of PyTorch's `varlen_attn`.
 
     from bert_unpad.flash import flash_attn_varlen_func  # as from flash_attn
 

@@ -241,7 +241,7 @@ class FusedOptimizer(CopyableOptimizer):
                 continue
             if grad.is_sparse:
                 raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
-            own = param.detach()
+            own = param
             shards: tuple[dist.ProcessGroup, ...] = ()
             sharded = is_dtensor(param)
             if sharded:

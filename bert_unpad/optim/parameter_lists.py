@@ -76,15 +76,19 @@ class ParameterList:
         """
         tensors = self.tensors
         begin = len(tensors["param"])
-        for name, tensor in (("param", param), ("grad", grad), *state.items()):
-            if not sizes:
+        parts = {"param": param, "grad": grad} | state
+        if not sizes:
+            for name, tensor in parts.items():
                 tensors[name].append(tensor)
-            elif tensor.dim():
+            self._places.append((whole, slice(begin, begin + 1)))
+            return
+        for name, tensor in parts.items():
+            if tensor.dim():
                 tensors[name].extend(tensor.split(list(sizes)))
             else:
                 tensors[name].extend([tensor] * len(sizes))
         self._repeated += range(begin + 1, begin + len(sizes))
-        self._places.append((whole, slice(begin, begin + (len(sizes) or 1))))
+        self._places.append((whole, slice(begin, begin + len(sizes))))
 
     def split(self, chunk_of: Mapping[Tensor, int]) -> list[ParameterList]:
         """The same in one list for each chunk; what `chunk_of` does not name is in chunk 0."""
