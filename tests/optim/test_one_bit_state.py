@@ -124,8 +124,8 @@ def test_bf16_parameters(kind):
         assert all(torch.equal(found[name], first[name]) for name in first)
     assert torch.equal(first["master"], first["rounded"])
     assert torch.equal(first["master"], first["fp32"].bfloat16().float())
-    # Each step rounds to 8 bits. Where 0/1 Adam's sum of own steps, which it takes from the weights,
-    # is next to zero, that may turn the sign that is sent: for few weights.
+    # Each step rounds to 8 bits. Where 0/1 Adam's sum of own steps, which it takes from weights, is
+    # next to zero, that may turn the sign that is sent: for few of them.
     errors = (first["bf16"] - first["fp32"]).abs().sort().values
     few = len(errors) // 10 if kind == "zero_one_adam" else 0
     assert errors[: len(errors) - few].norm() < STEPS * 2**-8 * first["fp32"].norm()
