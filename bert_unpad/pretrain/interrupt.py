@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from types import FrameType, TracebackType
+from contextlib import ExitStack
+from types import FrameType
 
 __all__ = ["StopRequest"]
 
@@ -20,7 +21,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self._previous: dict[int, object] = {}
+        self._at_end = ExitStack()
 
     @property
     def exit_code(self) -> int:
@@ -29,17 +30,11 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._handle)
+            self._at_end.callback(signal.signal, number, signal.signal(number, self._handle))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+    def __exit__(self, *_: object) -> None:
+        self._at_end.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number

@@ -9,7 +9,6 @@ import os
 import shutil
 import uuid
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -145,12 +144,7 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self.close()

@@ -18,7 +18,6 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -259,12 +258,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
     def __enter__(self) -> ExampleExchange:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _put(self, item: ExchangedStep | BaseException | None) -> None:
