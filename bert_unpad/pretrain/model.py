@@ -44,12 +44,11 @@ def build_model(
         ConfigError: the model does not fit the data, or the folder's weights do not fit the sizes.
     """
     sizes = config.model.resolve(vocab_size, config.data)
-    fresh, special = config.model.weights is None, {}
-    offset = sizes.position_offset
+    fresh = config.model.weights is None
+    pad, mask, offset = sizes.pad_token_id, sizes.mask_token_id, sizes.position_offset
     if fresh and pad_id is not None:
         # In families that have an offset it is the first id after that of padding.
-        offset = pad_id + 1 if offset else 0
-        special = {"pad_token_id": pad_id, "position_offset": offset}
+        pad, offset = pad_id, pad_id + 1 if offset else 0
     if max_seq_length + offset > sizes.max_position_embeddings:
         more = f" and {offset} rows that no token of this family gets" if offset else ""
         raise ConfigError(
@@ -57,15 +56,15 @@ def build_model(
             f"expected at least {max_seq_length + offset}, for the tokens of the longest example"
             f"{more}, got {sizes.max_position_embeddings}",
         )
-    if sizes.mask_token_id is not None and mask_id is not None:
-        if not fresh and sizes.mask_token_id != mask_id:
+    if mask is not None and mask_id is not None:
+        if not fresh and mask != mask_id:
             raise ConfigError(
                 "data.tokenizer",
-                f"expected the model's, whose [MASK] is token {sizes.mask_token_id}, got one where "
-                f"it is {mask_id}",
+                f"expected the model's, whose [MASK] is token {mask}, got one where it is "
+                f"{mask_id}",
             )
-        special["mask_token_id"] = mask_id
-    sizes = dataclasses.replace(sizes, **special)
+        mask = mask_id
+    sizes = dataclasses.replace(sizes, pad_token_id=pad, position_offset=offset, mask_token_id=mask)
     torch.manual_seed(config.seed)
     model = _make(config, sizes)
     for encoder in (module for module in model.modules() if isinstance(module, Encoder)):

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from bert_unpad import ops
 from bert_unpad.data import PreparedData
+from bert_unpad.data.sampling.warmup_sampler import WarmupSampler
 from bert_unpad.data.store.cache import default_cache_dir
 from bert_unpad.data.text.tokenizer import TextTokenizer
 from bert_unpad.nn import EncoderForPreTraining
@@ -239,5 +240,7 @@ def _total_steps(run: Run, stages: Stages) -> int:
     schedule, sampler = run.config.schedule, stages.sampler
     if schedule.total_steps is not None:
         return schedule.total_steps
+    assert schedule.epochs is not None
+    assert not isinstance(sampler, WarmupSampler)  # as the rules between options say
     whole_epochs = schedule.epochs - sampler.epoch - 1
     return run.progress.step + max(sampler.steps_left + whole_epochs * sampler.steps_per_epoch, 0)

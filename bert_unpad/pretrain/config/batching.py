@@ -53,7 +53,7 @@ class BatchingConfig:
         """
         if self.batch_size_per_rank is not None:
             return self.batch_size_per_rank * self.accumulation
-        if self.global_batch_size % world_size:
+        if self.global_batch_size is None or self.global_batch_size % world_size:
             raise ConfigError(
                 "batching.global_batch_size",
                 f"expected a multiple of the number of ranks ({world_size}), got "
@@ -68,7 +68,7 @@ class BatchingConfig:
             ConfigError: the first batch cannot be split evenly, or the full one is no multiple.
         """
         first, full = self.warmup_batch_size, self.per_rank(world_size) * world_size
-        if first is None:
+        if first is None or self.warmup_steps is None:
             return None
         for wanted, rest in (
             (f"a multiple of the number of ranks ({world_size})", first % world_size),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bert_unpad._tiers import advanced
 from bert_unpad.data import DataConfig
@@ -54,7 +55,7 @@ class ModelConfig:
             return None
         return Path(self.preset)
 
-    def overrides(self) -> dict[str, object]:
+    def overrides(self) -> dict[str, Any]:
         """The sizes and rates that are given."""
         values = dataclasses.asdict(self)
         del values["preset"], values["generator_share"]

@@ -30,7 +30,7 @@ def find_options(config: type, prefix: str = "") -> list[Option]:
     found, hints = [], typing.get_type_hints(config)
     for field in dataclasses.fields(config):
         name, hint = f"{prefix}{field.name}", hints[field.name]
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             found += find_options(hint, f"{name}.")
         else:
             found.append(Option(name, hint, tier_of(field)))

@@ -100,8 +100,7 @@ def check_ranges(config: Any) -> None:
         if isinstance(value, int) and not -_INTEGERS <= value < _INTEGERS:
             raise ConfigError(name, f"expected an integer of at most 64 bits (< 2^63), got {value}")
         wanted = _RANGES.get(name)
-        is_number = wanted is not None and not isinstance(value, str)
-        if is_number and not wanted.low <= value <= wanted.high:
+        if wanted and not isinstance(value, str) and not wanted.low <= value <= wanted.high:
             raise ConfigError(name, f"expected {wanted.text}, got {value!r}")
         if name in _FOLDERS and (not value.strip() or "\0" in value):
             raise ConfigError(name, f"expected the path of a folder, got {value!r}")

@@ -46,7 +46,8 @@ class MlperfLog:
         self._is_on = config.logging.mlperf is not None
         self._mllogger: Any = None
         self._in_block = False
-        if self._is_on:
+        if config.logging.mlperf is not None:
+            self._path = Path(config.logging.mlperf)
             ranks.on_first(self._make)
             self._log("start", "init_start")
 
@@ -124,7 +125,6 @@ class MlperfLog:
                 "logging.mlperf",
                 "expected the package mlperf-logging, got none: pip install 'bert_unpad[mlperf]'",
             ) from error
-        self._path = Path(self._config.logging.mlperf)
         # Of its own: the library's shared logger writes to stdout too, for all runs of a process.
         logger = logging.Logger("bert_unpad.mlperf", logging.INFO)
         self._lines = MemoryHandler(sys.maxsize, flushLevel=sys.maxsize)
@@ -155,7 +155,7 @@ class MlperfLog:
     def _settings(self) -> dict[str, Any]:
         config, schedule = self._config, self._config.schedule
         arguments = class_arguments(find_kind(config.optimizer.name), config.optimizer)
-        warmup = warmup_updates(schedule, schedule.total_steps)
+        warmup = warmup_updates(schedule, schedule.total_steps or 0)  # which it asks for
         world_size = self._ranks.world_size
         settings = {
             "submission_benchmark": "bert",

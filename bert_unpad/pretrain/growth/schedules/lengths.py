@@ -19,7 +19,7 @@ def lengths(config: GrowthConfig, setting: Setting) -> Growth:
         ConfigError: they do not end with that of the data, or a stage gets no update.
     """
     longest = config.lengths
-    if longest[-1] != setting.max_seq_length:
+    if not longest or longest[-1] != setting.max_seq_length:
         raise ConfigError(
             "growth.lengths",
             f"expected data.max_seq_length, {setting.max_seq_length}, as the last, got {longest}",
