@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from bert_unpad.data import PreparedData
+from bert_unpad.data.sampling.speed_sampler import SpeedSampler
 from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.feed.exchange_feed import ExchangedFeed
 from bert_unpad.pretrain.feed.rank_speeds import RankSpeeds
@@ -125,6 +126,7 @@ class Stages:
         if self.speeds is None or not self.speeds.add_update(self.work_of(step), spans):
             return False
         self._run.progress.rank_speeds = self.speeds.values.tolist()
+        assert isinstance(self.sampler, SpeedSampler | ExchangedFeed)  # where there are speeds
         self.sampler.set_speeds(self.speeds.values, self._updates + _LEAD)
         return True
 
@@ -208,7 +210,7 @@ class Stages:
         if state:
             self.sampler.load_state_dict(state)
             if isinstance(feed, ExchangedFeed) and (local := feed.local_state(state)) is not None:
-                self.sampler.load_local_state(local)
+                self.load_local_state({"stream": local})
 
     def _feed(self) -> None:
         run, config, data = self._run, self._run.config, self._data

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from bert_unpad._balancer import WorkModel
 from bert_unpad.batch.graph_shapes import GraphShapes
-from bert_unpad.data import PackedCollator, Prefetcher, pack_examples
+from bert_unpad.data import ExampleBatch, PackedCollator, Prefetcher, pack_examples
 from bert_unpad.data.streams.exchange import ExampleExchange, ExchangedStep
 from bert_unpad.data.streams.position import StreamPosition
 from bert_unpad.data.streams.stream import ShardStream
@@ -88,17 +88,20 @@ class ExchangedFeed:
     def steps_left(self) -> int:
         """Steps of the current epoch still to come: as many as the rank with the most needs.
 
-        Streamed text has no known length (AttributeError), so the configuration does not allow
-        epochs with it.
+        Streamed text has no known length, so the configuration does not allow epochs with it.
         """
-        sizes = self._stream.part_sizes(self._position.epoch)
+        sizes = self._part_sizes(self._position.epoch)
         left = (size - at for size, at in zip(sizes, self._position.positions, strict=True))
         return -(-max(left) // self._batch_size)
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps of a whole epoch."""
-        return -(-max(self._stream.part_sizes(self._position.epoch + 1)) // self._batch_size)
+        return -(-max(self._part_sizes(self._position.epoch + 1)) // self._batch_size)
+
+    def _part_sizes(self, epoch: int) -> list[int]:
+        assert isinstance(self._stream, ShardStream)
+        return self._stream.part_sizes(epoch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where a run stood, on any number of ranks.
@@ -150,7 +153,7 @@ class ExchangedFeed:
             graph_shapes: what passes are padded to; None to leave them as they are.
         """
         timeout = self._ranks.timeout.total_seconds()
-        collate = StepCollator(
+        collate: StepCollator[ExampleBatch] = StepCollator(
             lambda examples, *at: pack_examples(examples, collator.masker, *at),
             self._batching.accumulation,
             graph_shapes,

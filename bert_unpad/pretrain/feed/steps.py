@@ -7,9 +7,9 @@ belongs to, because the sampler itself is ahead of training by what waits in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +17,14 @@ from numpy.typing import NDArray
 from bert_unpad.batch import PackedInputs
 from bert_unpad.batch.graph_shapes import GraphShapes
 from bert_unpad.data import ExampleBatch, Prefetcher
-from bert_unpad.data.sampling.epoch_sampler import EpochSampler
+from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
+from bert_unpad.data.sampling.packed_sampler import PackedSampler
 from bert_unpad.data.sampling.speed_sampler import SpeedSampler
 from bert_unpad.data.sampling.warmup_sampler import WarmupSampler
 
 __all__ = ["FeedState", "Step", "StepCollator", "count_labels", "endless_steps"]
+
+_Examples = TypeVar("_Examples", NDArray[np.integer], ExampleBatch)  # their indices, or themselves
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def count_labels(inputs: PackedInputs) -> tuple[int, int]:
     return masked, int((inputs.query_rows.cls_labels >= 0).sum())
 
 
-class StepCollator:
+class StepCollator(Generic[_Examples]):
     """Makes a `Step` of examples or their indices; a function of its arguments alone.
 
     Args:
@@ -65,17 +68,15 @@ class StepCollator:
 
     def __init__(
         self,
-        collator: Callable[[NDArray[np.integer] | ExampleBatch, int, float], PackedInputs],
+        collator: Callable[[_Examples, int, float], PackedInputs],
         accumulation: int,
         graph_shapes: GraphShapes | None = None,
     ) -> None:
-        self._collator = collator
+        self._collate: Callable[[_Examples, int, float], PackedInputs] = collator
         self._accumulation = accumulation
         self._graph_shapes = graph_shapes
 
-    def __call__(
-        self, examples: NDArray[np.integer] | ExampleBatch, epoch: int, progress: float
-    ) -> Step:
+    def __call__(self, examples: _Examples, epoch: int, progress: float) -> Step:
         """Dealing every n-th example to a pass keeps passes alike where examples are sorted.
 
         Args:
@@ -84,13 +85,13 @@ class StepCollator:
             progress: share of training that is done, 0 to 1.
         """
         passes = tuple(
-            self._collator(examples[first :: self._accumulation], epoch, progress)
+            self._collate(examples[first :: self._accumulation], epoch, progress)
             for first in range(self._accumulation)
         )
         lengths = [np.asarray(inputs.batch.lengths) for inputs in passes]
         num_masked = sum(inputs.num_masked for inputs in passes)
         labels = [count_labels(inputs) for inputs in passes]
-        counts = {
+        counts: dict[str, float] = {
             "masked": sum(masked for masked, _ in labels),
             "pairs": sum(pairs for _, pairs in labels),
             "sequences": len(examples),
@@ -115,13 +116,13 @@ class FeedState:
 
 
 def endless_steps(
-    collator: StepCollator,
-    sampler: EpochSampler | SpeedSampler | WarmupSampler,
+    collator: StepCollator[NDArray[np.integer]],
+    sampler: BalancedSampler | PackedSampler | SpeedSampler | WarmupSampler,
     progress: Iterator[float],
     *,
     pin_memory: bool,
     efficiency: bool,
-) -> Iterator[tuple[Step, FeedState]]:
+) -> Generator[tuple[Step, FeedState], None, None]:
     """Steps from where the sampler stands, one epoch after another, without end.
 
     Args:

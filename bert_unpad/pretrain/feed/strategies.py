@@ -66,11 +66,10 @@ def build_sampler(
     else:
         place = (ranks.world_size, ranks.rank, per_rank)
     warmup = batching.warmup(ranks.world_size)
-    if warmup is None:
-        whole = _indexed(config, data, place, work)
-    else:
+    if warmup is not None:
         place = (*place[:2], place[2] // warmup.full)
-        whole = WarmupSampler(_indexed(config, data, place, work), warmup, updates)
+    indexed = _indexed(config, data, place, work)
+    whole = indexed if warmup is None else WarmupSampler(indexed, warmup, updates)
     return whole if speeds is None else SpeedSampler(whole, ranks.rank, speeds.values, work=work)
 
 
@@ -102,16 +101,13 @@ def _indexed(
     batching, lengths = config.batching, data.train.lengths
     if batching.strategy == "packed":
         longest = data.config.max_seq_length
-        packed = PackedSampler(
-            *(lengths, *place, config.seed),
-            row_tokens=longest,
-            work=work,
-        )
+        packed = PackedSampler(*(lengths, *place, config.seed), row_tokens=longest, work=work)
         logger.info(
             "%d sequences in %d rows of %d tokens: %.2f %% of them are real",
             *(len(data.train), packed.rows, longest, 100 * packed.fill),
         )
         return packed
+    assert batching.strategy != "exchange"  # which needs no index
     population = data.train if isinstance(data.train, Mixture) else None
     return BalancedSampler(
         *(lengths, *place, config.seed, batching.strategy), work=work, population=population
