@@ -172,7 +172,7 @@ class Clipping:
             self._loss_scale.unscale_(self._model.parameters())
         if self._before is not None:
             report = self._before.sync()
-        elif self._mode == "bucket":
+        elif self._mode == "bucket" and self._bucket is not None:
             report = self._bucket.report()
         else:
             return self._clip_average()

@@ -60,7 +60,7 @@ def all_agree(ranks: Ranks, finite: Tensor) -> Tensor:
 
 def average_models(ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Averages the model over the ranks, and the optimizer's state if given."""
-    average_parameters(iter(model.parameters()), dist.group.WORLD)
+    average_parameters(iter(model.parameters()), dist.group.WORLD)  # type: ignore[arg-type]
     for parameter in model.parameters():
         state = {} if optimizer is None else optimizer.state.get(parameter, {})
         for value in tree_leaves(dict(sorted(state.items()))):

@@ -107,7 +107,7 @@ class StaticPass:
             raise ValueError(f"rng_keys: expected {expected}, as when the pass was made, got {got}")
         for mine, given in zip(_tensors(self._inputs), _tensors(inputs), strict=True):
             mine.copy_(given, non_blocking=True)
-        if rng_keys is not None:
+        if rng_keys is not None and self._rng_keys is not None:
             self._rng_keys.copy_(rng_keys)
         self._scale.copy_(scale)
 

@@ -83,13 +83,14 @@ class GraphBuckets:
         limit_mb: size limit of a bucket in MiB, unless a single parameter is larger; None: 25.
     """
 
+    _clip: BucketClip  # from `attach` on
+
     def __init__(self, model: EncoderForPreTraining, limit_mb: float | None = None) -> None:
         self._device = model.word_embeddings.device
         limit = int((limit_mb or _DEFAULT_MB) * 2**20)
         self.buckets, self._gaps = _fill(units(model), limit)
         self._last = 1 + len(_layers(model))
         self._marked: set[int] = set()
-        self._clip: BucketClip | None = None
         self._sent: list[torch.futures.Future[Tensor]] = []
         self._events: list[torch.cuda.Event] = []
         self._stream: torch.cuda.Stream | None = None
@@ -114,14 +115,13 @@ class GraphBuckets:
         On a GPU neither the host nor the current stream waits. On a CPU the pass is over, and
         averages overlap with the clipping of later buckets.
         """
-        done: torch.cuda.Event | None = None
-        if self._stream is not None:
-            done = torch.cuda.current_stream(self._device).record_event()
+        events = self._events
+        if self._stream is not None:  # the last unit ends with the pass
+            events = [*events, torch.cuda.current_stream(self._device).record_event()]
         with self._beside():
             for bucket in self.buckets:
                 if self._stream is not None:
-                    event = done if bucket.ready == self._last else self._events[bucket.ready]
-                    self._stream.wait_event(event)
+                    self._stream.wait_event(events[bucket.ready])
                 self._sent.append(self._clip.sync(bucket))
 
     def wait(self) -> None:

@@ -75,6 +75,8 @@ class OneBitSync(OptimizerSync):
     too.
     """
 
+    _optimizer: OneBitOptimizer
+
     def __init__(self, config: CommConfig, ranks: Ranks, optimizer: OneBitOptimizer) -> None:
         super().__init__(config, ranks, optimizer)
         optimizer.freeze_step = config.start

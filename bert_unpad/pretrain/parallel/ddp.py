@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.pretrain.gradients.clipping import Clipping
 from bert_unpad.pretrain.gradients.comm_hook import CommHook
@@ -26,6 +27,7 @@ class Ddp(Way):
         return replicate(run.model, run.ranks, clipping, hook, bucket_mb, leaves_out)
 
     def no_sync(self, replica: nn.Module) -> AbstractContextManager[None]:
+        assert isinstance(replica, DistributedDataParallel)
         return replica.no_sync()
 
 

@@ -26,12 +26,12 @@ class _Clipping(Clipping):
     def _make_bucket(self) -> BucketClip | None:
         return None
 
-    def attach(self, model: FSDPModule) -> None:
+    def attach(self, replica: nn.Module) -> None:
         """Replaces the reduce-scatters by ones that clip first, if that is asked for."""
         self._groups: ShardedClip | None = None
         if self._mode == "bucket":
             scale = None if self._loss_scale is None else self._loss_scale.value
-            self._groups = ShardedClip(self._max_norm, "equal", scale).attach(model)
+            self._groups = ShardedClip(self._max_norm, "equal", scale).attach(replica)
 
     def clip(self) -> GradientReport:
         """Makes `.grad` this rank's shards of the clipped average."""
@@ -66,7 +66,8 @@ class Fsdp(Way):
         return run.model
 
     @contextmanager
-    def no_sync(self, replica: FSDPModule) -> Iterator[None]:
+    def no_sync(self, replica: nn.Module) -> Iterator[None]:
+        assert isinstance(replica, FSDPModule)
         replica.set_requires_gradient_sync(False)
         try:
             yield

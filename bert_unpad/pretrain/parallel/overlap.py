@@ -24,8 +24,8 @@ class _Clipping(Clipping):
         # Gradients go into the buckets as they are, so only there can they be unscaled.
         return self._bucket_clip(needed=self._loss_scale is not None)
 
-    def attach(self, optimizer: ShardedOptimizer) -> None:
-        """Hands the bounds to the optimizer."""
+    def attach_to(self, optimizer: ShardedOptimizer) -> None:
+        """Hands the bounds to the optimizer, in place of `attach`."""
         self._optimizer = optimizer
         bounds = {"bucket": None, "after": self._max_norm, "none": float("inf")}
         optimizer.set_clipping(self._bucket, bounds[self._mode])
@@ -58,7 +58,8 @@ class Overlap(Way):
             optimizer.reduce_gradients()
             optimizer.zero_grad()
 
-        clipping.attach(optimizer)
+        assert isinstance(clipping, _Clipping)
+        clipping.attach_to(optimizer)
         make_empty_passes(run.model, run.model, run.device, after_pass)  # which make its buckets
         return run.model
 

@@ -58,6 +58,11 @@ class GradientSync:
         run: whose model trains; on its device.
     """
 
+    # From `begin` to `end`.
+    _hook: CommHook
+    _clipping: Clipping
+    _replica: nn.Module
+
     def __init__(self, run: Run) -> None:
         self.run = run
         self.way = make_way(run.config.optimizer, run.ranks)
@@ -69,9 +74,6 @@ class GradientSync:
         """What losses are multiplied by in fp16; None in other precisions."""
         if run.config.precision == "fp16":
             self.loss_scale = LossScale(run.config.loss_scale, run.device)
-        self._hook: CommHook | None = None
-        self._clipping: Clipping | None = None
-        self._replica: nn.Module | None = None
         self._graphs: GraphRunner | None = None
         self._buckets: GraphBuckets | None = None
         self._clip_state: dict[str, Any] = {}
@@ -106,7 +108,7 @@ class GradientSync:
             config.clip, run.ranks, run.model, self._hook, self.loss_scale, self._buckets
         )
         if config.cuda_graphs:
-            self._graphs = GraphRunner(run.model, run.autocast)
+            self._graphs, self._replica = GraphRunner(run.model, run.autocast), run.model
         else:
             if config.compile:
                 run.model.compile(dynamic=True)
@@ -118,9 +120,8 @@ class GradientSync:
 
     def end(self) -> None:
         """Lets go of DDP and its hooks, before the model changes."""
-        began = self._hook is not None
-        self._replica = self._hook = self._clipping = None
-        if began:
+        if hasattr(self, "_hook"):
+            del self._replica, self._hook, self._clipping
             gc.collect()  # DDP is part of reference cycles, and its hooks go when it does
 
     def accumulate(self, step: Step, counts: HostSums) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,7 +16,7 @@ from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.run import Run
 
 Groups = list[dict[str, Any]]
-Kind = Callable[..., torch.optim.Optimizer]
+Kind = type[torch.optim.Optimizer]
 
 
 class Way:
