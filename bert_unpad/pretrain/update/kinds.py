@@ -39,7 +39,7 @@ Groups = list[dict[str, Any]]
 class Kind:
     """How an optimizer is made, and what it can do."""
 
-    optimizer: Callable[..., torch.optim.Optimizer]
+    optimizer: type[torch.optim.Optimizer]
     """The class. The options that are passed on are those its signature has."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that the name stands for; no option changes them."""

@@ -77,7 +77,7 @@ def step_if(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
     others make the host wait for `finite`.
     """
     if leaves_out_on_device(optimizer):
-        local_optimizer(optimizer).found_inf = (~finite).float()
+        local_optimizer(optimizer).found_inf = (~finite).float()  # type: ignore[attr-defined]
         optimizer.step()
     elif bool(finite):
         optimizer.step()

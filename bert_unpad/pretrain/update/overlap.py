@@ -153,7 +153,10 @@ def make_updater(
         model: on its device, with the layers that it trains with.
         optimizer: of its parameters.
     """
-    return OverlappedUpdater(model, optimizer) if config.overlap else Updater(optimizer)
+    if not config.overlap:
+        return Updater(optimizer)
+    assert isinstance(optimizer, FusedOptimizer)
+    return OverlappedUpdater(model, optimizer)
 
 
 def update_order(model: nn.Module) -> dict[Tensor, int]:

@@ -45,7 +45,7 @@ def drop_refused(settings: Settings) -> Settings:
         _listed(dropped),
         _listed(kept),
     )
-    changes = {key: None for key in dropped if not key.startswith("arguments.")}
+    changes: dict[str, object] = dict.fromkeys(x for x in dropped if not x.startswith("arguments."))
     if entries:
         left = {key: value for key, value in entries.items() if f"arguments.{key}" in kept}
         changes["arguments"] = left or None

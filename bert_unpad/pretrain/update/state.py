@@ -136,7 +136,7 @@ def take_over(
     """
     known, local = local_optimizer(old).state, local_optimizer(new)
     for parameter in _parameters(local):
-        origin = parameter if parameter in known else copies.get(parameter)
+        origin = parameter if parameter in known else copies.get(parameter, parameter)
         if origin in known:
             local.state[parameter] = tree_map(_clone, dict(known[origin]))
     load_group_state(new, tree_map(_clone, group_state(old)))
