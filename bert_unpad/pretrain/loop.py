@@ -215,7 +215,7 @@ class Trainer:
 
     def _log(self) -> None:
         sums, elapsed = self.log.close_interval()
-        self._check_loss(averages(sums, self.config.data.objective)["loss"])
+        self._check_loss(sums)
         self._check_skipped(sums)
         self._report_state(updated=sums["skipped"] < sums["steps"])
         scale = self.stages.sync.loss_scale
@@ -243,9 +243,10 @@ class Trainer:
                 self.config.optimizer.name,
             )
 
-    def _check_loss(self, loss: float) -> None:
+    def _check_loss(self, sums: dict[str, float]) -> None:
         """Ends a run that has diverged, before it saves a checkpoint of that."""
-        if not math.isfinite(loss):
+        loss = averages(sums, self.config.data.objective)["loss"]
+        if loss is not None and not math.isfinite(loss):
             raise FloatingPointError(
                 f"the loss is {loss} since the last line of the log, at step {self.progress.step}: "
                 "lower optimizer.lr, lengthen the warm-up, or clip gradients"
@@ -283,7 +284,7 @@ class Trainer:
         progress.gradients = self.stages.sync.state_dict()
         self.stages.synchronise(with_state=True)
         if progress.window.get("steps"):
-            self._check_loss(averages(progress.window, self.config.data.objective)["loss"])
+            self._check_loss(progress.window)
         self.log.note_costs()
         self.checkpointer.save(
             progress.step,

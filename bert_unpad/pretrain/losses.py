@@ -58,10 +58,11 @@ def averages(sums: Mapping[str, float], objective: Objective) -> dict[str, float
 
     `loss` is what training minimises: the weighted sum of the mean losses of the objective's tasks.
     """
-    means: dict[str, float | None] = {"loss": 0.0}
+    means: dict[str, float | None] = {}
+    total = 0.0
     for task, *names in zip(TASKS[objective], SUMS[::2], SUMS[1::2], strict=False):
         count = sums[task.count]
         loss, correct = (sums[name] / count if count else None for name in names)
         means[f"{task.name}_loss"], means[f"{task.name}_accuracy"] = loss, correct
-        means["loss"] += task.weight * (loss or 0.0)
-    return means
+        total += task.weight * (loss or 0.0)
+    return {"loss": total, **means}

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from bert_unpad.data import ExchangeError
 from bert_unpad.pretrain.config import ConfigError
 
-__all__ = ["RankError", "RankWatch", "open_store", "within"]
+__all__ = ["RankError", "RankWatch", "error_chain", "open_store", "within"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,16 @@ def open_store(rank: int, timeout: float) -> dist.Store:
         ) from error
 
 
+def error_chain(error: BaseException) -> list[BaseException]:
+    """An error, its cause or the error that it came of, and so on."""
+    chain: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in chain:
+        chain.append(at)
+        at = at.__cause__ or at.__context__
+    return chain
+
+
 class RankWatch:
     """This rank's record, and its view of those of others. Every rank makes one.
 
@@ -105,7 +115,7 @@ class RankWatch:
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
         # A connection of its own: whoever waits for a key holds up all others on the same one.
-        self._store = dist.PrefixStore("bert_unpad", store.clone())
+        self._store = dist.PrefixStore("bert_unpad", store.clone())  # type: ignore[attr-defined]
         self._rank, self._timeout = rank, timeout
         self._keys = [str(number) for number in range(world_size)]
         self._period = min(_LONGEST_PERIOD, timeout / 20)
@@ -257,15 +267,11 @@ class RankWatch:
 
     def _is_lost(self, error: BaseException) -> bool:
         """Whether an error says that other ranks are to blame. gloo has no type for it."""
-        chain, at = [], error
-        while at is not None and at not in chain:
-            chain.append(at)
-            at = at.__cause__ or at.__context__
         return any(
             isinstance(x, dist.DistError)
             or "/gloo/" in str(x)
             or (isinstance(x, ExchangeError) and x.ranks and self._rank not in x.ranks)
-            for x in chain
+            for x in error_chain(error)
         )
 
     def _wait_until_heard(self, number: int) -> None:

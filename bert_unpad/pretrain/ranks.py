@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.cores import bound_to_cores
-from bert_unpad.pretrain.rank_watch import RankWatch, open_store, within
+from bert_unpad.pretrain.rank_watch import RankWatch, error_chain, open_store, within
 
 __all__ = ["HostSums", "Ranks", "join_ranks", "threads_per_process"]
 
@@ -132,28 +132,26 @@ class HostSums:
         self._cuda = ranks.device.type == "cuda"
         if self._cuda:
             tensor = tensor.pin_memory().to(ranks.device, non_blocking=True)
-        self._tensor = tensor
+        self._tensor = self._copy = tensor
         self._work = dist.all_reduce(tensor, async_op=True) if ranks.world_size > 1 else None
-        self._copy: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
 
     def on_device(self) -> Tensor:
         """The sums, float64 [len(values)], in the order given."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._copy is None:
-            self._copy = self._tensor
-            if self._cuda:
-                self._copy = torch.empty(len(self.names), dtype=torch.float64, pin_memory=True)
-                self._copy.copy_(self._tensor, non_blocking=True)
-                self._copied = torch.cuda.Event()
-                self._copied.record()
+        if self._cuda and self._copied is None:
+            self._copy = torch.empty(len(self.names), dtype=torch.float64, pin_memory=True)
+            self._copy.copy_(self._tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
         return self._tensor
 
     def on_host(self) -> dict[str, float]:
         """The sums by name. Waits until the device has reached the point of `on_device`."""
         self.on_device()
-        if self._cuda:
+        if self._copied is not None:
             self._copied.synchronize()
         return dict(zip(self.names, self._copy.tolist(), strict=True))
 
@@ -209,11 +207,8 @@ def _end_groups(error: BaseException) -> None:
     to hold a group, the group would wait for its threads with Python's lock, for which a thread may
     wait to free the sum that it has just made: the process would never end.
     """
-    at, seen = error, []
-    while at is not None and at not in seen:
+    for at in error_chain(error):
         traceback.clear_frames(at.__traceback__)
-        seen.append(at)
-        at = at.__cause__ or at.__context__
     gc.collect()
     if dist.is_initialized():
         within(_END_SECONDS, dist.destroy_process_group)

@@ -116,15 +116,17 @@ class Checkpointer:
             state[self._local_key] = buffer.getvalue()
         tensors = (leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
         self._writing, self._bytes = temporary, sum(tensor.nbytes for tensor in tensors)
-        self._future = dcp.async_save(
+        saving = dcp.async_save(
             state,
             checkpoint_id=temporary,
             process_group=self._ranks.checkpoint_group,
             no_dist=self._ranks.world_size == 1,
         )
+        assert isinstance(saving, Future)  # as it is where staging is PyTorch's own
+        self._future = saving
         if self._lock is not None:
             self._lock.retain()
-        self._future.add_done_callback(
+        saving.add_done_callback(
             lambda future: self._publish(future, temporary, self.directory / name)
         )
 

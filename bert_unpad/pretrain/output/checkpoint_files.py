@@ -84,7 +84,7 @@ def how_to_continue(directory: Path, resume: str) -> str:
     if not found:
         return "The same command then starts again: no checkpoint has been saved yet"
     command = "The same command" + " with --resume auto" * (resume == "never")
-    step = int(_NAME.fullmatch(found[-1].name)[1])
+    step = int(found[-1].name.removeprefix("step-"))
     return f"{command} then continues from step {step}, whose checkpoint is whole"
 
 

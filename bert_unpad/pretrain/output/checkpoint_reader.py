@@ -82,9 +82,9 @@ class CheckpointReader(FileSystemReader):
         metadata = self.read_metadata()
         for name, keys in metadata.planner_data.items():
             if wanted(keys):
-                entry = metadata.state_dict_metadata[name]
-                is_tensor = isinstance(entry, TensorStorageMetadata)
-                room = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
+                room, entry = None, metadata.state_dict_metadata[name]
+                if isinstance(entry, TensorStorageMetadata):
+                    room = torch.empty(entry.size, dtype=entry.properties.dtype)
                 set_element(state, keys, room)
 
 
@@ -101,6 +101,7 @@ class CheckpointPlanner(DefaultLoadPlanner):
         try:
             entry = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
+            assert self.metadata is not None  # once the planner is set up
             file = self.metadata.storage_data[read_item.storage_index].relative_path
             # PyTorch's own message goes on to say how to load it all the same.
             named = re.search(r"GLOBAL (\S+)", str(error))

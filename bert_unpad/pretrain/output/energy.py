@@ -171,7 +171,7 @@ class EnergyMeter:
             if math.isnan(total):
                 self.missing[source] = "its counter could be read at the start only"
             else:
-                totals[source] = total + (self._before or {}).get(source, 0.0)
+                totals[source] = total + ((self._before or {}).get(source) or 0.0)
         return totals
 
     def close(self) -> None:
