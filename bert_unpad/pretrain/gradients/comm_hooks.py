@@ -3,6 +3,9 @@
 `replicate` runs two empty passes before training, after which DDP's buckets no longer change. The
 memory of a hook is kept per bucket, so it fits a resumed run too. PowerSGD counts these two passes
 as iterations.
+
+To add a hook: its name in `CommHookName`, a row in `HOOKS`, and what it does not go with in
+`config/limits.py`.
 """
 
 from __future__ import annotations
