@@ -121,6 +121,17 @@ def test_every_arrow_drawn_exists():
     assert drawn - set(python_arrows() | include_arrows()) == set()
 
 
+def test_a_method_that_no_recipe_uses_imports_no_other():
+    root, others = ROOT / "bert_unpad" / "experimental", set()
+    for path in sorted(root.rglob("*.py")):
+        method = path.relative_to(root).parts[0].removesuffix(".py")
+        for module in imported_by(path):
+            _, found, target = module.partition("bert_unpad.experimental.")
+            if found and target.partition(".")[0] != method:
+                others.add(f"{path.relative_to(root)} imports {module}")
+    assert others == set()
+
+
 def test_no_fixed_time_limit_decides_a_test():
     """A busy or emulated machine needs many times longer: limits scale with its measured speed."""
     waits = r"\.(?:acquire|communicate|join|poll|result)\([\d.]+\)|(?:monotonic|time)\(\) \+ \d"
@@ -130,7 +141,8 @@ def test_no_fixed_time_limit_decides_a_test():
 
 
 # Of whose folders and modules none may need, itself or through others, one that needs it.
-INNER = ("batch", "costs", "data", "distributed", "flash", "ops", "optim", "plan", "pretrain")
+INNER = ("batch", "costs", "data", "distributed", "experimental", "flash", "ops", "optim", "plan")
+INNER += ("pretrain",)
 
 
 @pytest.mark.parametrize("package", INNER)

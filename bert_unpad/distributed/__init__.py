@@ -11,9 +11,7 @@ from bert_unpad.distributed.allreduce import (
 from bert_unpad.distributed.bucket_clip import BucketClip, ClipReport
 from bert_unpad.distributed.bucket_shares import POLICIES
 from bert_unpad.distributed.clip_before import ClipBefore
-from bert_unpad.distributed.gradient_flow import GradientFlow, gradient_flow_hook
 from bert_unpad.distributed.one_bit import OneBitAllreduce
-from bert_unpad.distributed.partial_sync import PartialSync, partial_sync_hook
 from bert_unpad.distributed.sharded_clip import ShardedClip
 from bert_unpad.distributed.sharded_optimizer import ShardedOptimizer
 
@@ -22,14 +20,10 @@ __all__ = [
     "BucketClip",
     "ClipBefore",
     "ClipReport",
-    "GradientFlow",
     "HierarchicalAllreduce",
     "OneBitAllreduce",
     "OptimizerAllreduce",
-    "PartialSync",
     "ShardedClip",
     "ShardedOptimizer",
     "allreduce_hook",
-    "gradient_flow_hook",
-    "partial_sync_hook",
 ]

@@ -20,9 +20,10 @@ from torch import Tensor
 from bert_unpad._sharded_types import is_dtensor
 from bert_unpad.distributed.collectives import all_gather_single
 from bert_unpad.distributed.one_bit import OneBitAllreduce
-from bert_unpad.ops.optim import frozen_adam_, multi_tensor_l2norm
+from bert_unpad.ops.optim import adam_, frozen_adam_, multi_tensor_l2norm
 from bert_unpad.optim.base import FusedOptimizer
 from bert_unpad.optim.checks import check_count
+from bert_unpad.optim.parameter_lists import ParameterList
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Segment:
 
 
 class OneBitOptimizer(FusedOptimizer):
-    """Base class of OneBitAdam, OneBitLAMB and ZeroOneAdam.
+    """Base class of OneBitAdam, OneBitLAMB and `experimental.ZeroOneAdam`.
 
     Args:
         params: parameters or groups, all on one device.
@@ -180,6 +181,20 @@ class OneBitOptimizer(FusedOptimizer):
                 torch.autograd.graph.increment_version(segment.params)
         self.updates += 1
         return loss
+
+    def _update(
+        self, group: dict[str, Any], parameters: ParameterList, common: dict[str, Any]
+    ) -> None:
+        tensors = parameters.tensors
+        adam_(
+            *(tensors[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq", "step")),
+            masters=tensors["master_param"],
+            betas=tuple(group["betas"]),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            bias_correction=group.get("bias_correction", False),
+            **common,
+        )
 
     def _own_step(self) -> None:
         """Makes a step from this rank's own gradients."""

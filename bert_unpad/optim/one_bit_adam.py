@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bert_unpad.ops.optim import adam_
 from bert_unpad.optim.one_bit import OneBitOptimizer
 from bert_unpad.optim.parameter_lists import ParameterList, scalar
 
@@ -65,14 +64,8 @@ class OneBitAdam(OneBitOptimizer):
         skip_non_finite: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        options = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "master_weights": master_weights,
-        }
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        options |= {"bias_correction": bias_correction, "master_weights": master_weights}
         super().__init__(params, options, freeze_step, skip_non_finite, group)
 
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -84,17 +77,8 @@ class OneBitAdam(OneBitOptimizer):
     def _update(
         self, group: dict[str, Any], parameters: ParameterList, common: dict[str, Any]
     ) -> None:
-        tensors = parameters.tensors
-        adam_(
-            *(tensors[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq", "step")),
-            masters=tensors["master_param"],
-            betas=tuple(group["betas"]),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            bias_correction=group["bias_correction"],
-            **common,
-        )
-        torch._foreach_copy_(tensors["variance_step"], tensors["step"])
+        super()._update(group, parameters, common)
+        torch._foreach_copy_(parameters.tensors["variance_step"], parameters.tensors["step"])
 
     def _own_step(self) -> None:
         self._fill_with_momenta()

@@ -86,14 +86,8 @@ class OneBitLAMB(OneBitOptimizer):
         self.factor_min, self.factor_max = factor_min, factor_max
         self.factor_threshold = factor_threshold
         self._scales: list[list[float]] = []  # scaling_coeff by segment, once it is known here
-        options = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "always_adapt": always_adapt,
-            "master_weights": master_weights,
-        }
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        options |= {"always_adapt": always_adapt, "master_weights": master_weights}
         super().__init__(params, options, freeze_step, skip_non_finite, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from bert_unpad import ops
-from bert_unpad.optim import OneBitAdam, OneBitLAMB, ZeroOneAdam
+from bert_unpad.experimental import ZeroOneAdam
+from bert_unpad.optim import OneBitAdam, OneBitLAMB
 from tests.support.cuda_checks import GPU_ONLY, assert_runs_on_the_current_stream
 from tests.support.frozen_reference import BETAS, EPS, FrozenRule, draw, frozen_adam, frozen_lamb
 from tests.support.optim_reference import State

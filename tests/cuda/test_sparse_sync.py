@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bert_unpad.distributed import (
+from bert_unpad.experimental import (
     GradientFlow,
     PartialSync,
     gradient_flow_hook,
     partial_sync_hook,
 )
-from bert_unpad.distributed.partial_sync import PROFILED
+from bert_unpad.experimental.dream_ddp import PROFILED
 from tests.support.cuda_checks import GPU_ONLY, raise_if_the_host_waits
 from tests.support.simulated_ranks import (
     Simulated,

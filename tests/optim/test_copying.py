@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bert_unpad.experimental import MERIT, MTDAO
 from bert_unpad.ops.rounded_weights import copies_of
-from bert_unpad.optim import MERIT, MTDAO, FusedAdam, FusedLAMB, FusedStableAdamW, Muon
+from bert_unpad.optim import FusedAdam, FusedLAMB, FusedStableAdamW, Muon
 from tests.support.one_bit_runs import OPTIMIZERS, STEPS, Run
 from tests.support.processes import run_ranks
 

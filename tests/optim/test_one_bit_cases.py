@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bert_unpad.optim import OneBitAdam, OneBitLAMB, ZeroOneAdam
+from bert_unpad.experimental import ZeroOneAdam
+from bert_unpad.optim import OneBitAdam, OneBitLAMB
 from tests.support.one_bit_runs import FREEZE, OPTIMIZERS, Run
 from tests.support.processes import run_ranks
 from tests.support.seeds import derived

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from bert_unpad.optim import OneBitAdam, OneBitLAMB, ZeroOneAdam
+from bert_unpad.experimental import ZeroOneAdam
+from bert_unpad.optim import OneBitAdam, OneBitLAMB
 from tests.support.one_bit_ranks import DECAYED, gradient, lr_of
 from tests.support.one_bit_runs import FREEZE, OPTIMIZERS, STEPS, Run
 from tests.support.processes import run_ranks

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bert_unpad.optim import OneBitAdam, OneBitLAMB, ZeroOneAdam
+from bert_unpad.experimental import ZeroOneAdam
+from bert_unpad.optim import OneBitAdam, OneBitLAMB
 from bert_unpad.optim.one_bit import OneBitOptimizer
 from tests.support.one_bit_ranks import DECAYED, gradient, lr_of, start
 

@@ -26,9 +26,10 @@ class CommConfig:
     machine, between these, and back. power_sgd: gradients travel as products of two thin matrices
     (Vogels et al., 2019); the error feedback that it adds is not bounded by clip. post_local_sgd:
     ranks average gradients within groups, and from time to time their models with all ranks (Lin et
-    al., 2020). dream_ddp: ranks average no gradients, but their models layer by layer, during the
-    backward pass (Tang et al., 2025). gradient_flow: the chunks of the gradient with the largest
-    norms travel, the others later (Sun et al., 2019); what is kept is not bounded by clip."""
+    al., 2020). dream_ddp (experimental): ranks average no gradients, but their models layer by
+    layer, during the backward pass (Tang et al., 2025). gradient_flow (experimental): the chunks of
+    the gradient with the largest norms travel, the others later (Sun et al., 2019); what is kept is
+    not bounded by clip."""
     start: int = advanced(1000)
     """With comm.hook power_sgd, post_local_sgd, dream_ddp or gradient_flow, or optimizer.name
     mt_dao, onebit_adam or onebit_lamb: updates at the start of the run that use plain allreduces.

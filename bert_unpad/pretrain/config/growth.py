@@ -18,8 +18,8 @@ class GrowthConfig:
     name: Literal["none", "mslt", "stacking", "layer_drop", "lengths"] = "none"
     """Training in stages. none: everything trains all the time. mslt: start with few layers; each
     stage adds some on top and trains only these. stacking: each stage copies all layers on top of
-    themselves and trains all. layer_drop: leave layers out at random, deep layers and late updates
-    more often. lengths: short sequences first."""
+    themselves and trains all. layer_drop (experimental): leave layers out at random, deep layers
+    and late updates more often. lengths: short sequences first."""
     layers: list[int] | None = advanced(None)
     """With growth.name mslt or stacking: encoder layers of each stage; the last number is the
     model's. By default four equal steps (mslt), or doubling up from a quarter (stacking)."""

@@ -17,12 +17,12 @@ class OptimizerConfig:
     """adamw: PyTorch's AdamW. fused_adam: the same, by bert_unpad.optim. lamb, lans: for large
     batches; their learning rate is relative to the norm of each weight. stable_adamw: AdamW that
     makes a smaller step for weights whose gradient has grown suddenly. muon: orthogonalized
-    momentum for the encoder's matrices, AdamW for the rest. mt_dao: AdamW with a slow momentum;
-    after comm.start updates each rank makes its own, and every 32 updates ("period" in
-    optimizer.arguments) models and momenta are averaged (Iacob et al., 2026). onebit_adam,
-    onebit_lamb, zero_one_adam: Adam and LAMB whose momenta travel with one bit a value after
-    comm.start updates (Tang et al., 2021; Li et al., 2021; Lu et al., 2022). An import path such as
-    torch.optim.SGD: that class, with the options below that it has."""
+    momentum for the encoder's matrices, AdamW for the rest. mt_dao (experimental): AdamW with a
+    slow momentum; after comm.start updates each rank makes its own, and every 32 updates ("period"
+    in optimizer.arguments) models and momenta are averaged (Iacob et al., 2026). onebit_adam,
+    onebit_lamb, zero_one_adam (experimental): Adam and LAMB whose momenta travel with one bit a
+    value after comm.start updates (Tang et al., 2021; Li et al., 2021; Lu et al., 2022). An import
+    path such as torch.optim.SGD: that class, with the options below that it has."""
     lr: float = 1e-4
     """Learning rate at the end of the warm-up."""
     betas: tuple[float, float] | None = advanced(None)

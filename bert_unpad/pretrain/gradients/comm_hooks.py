@@ -3,11 +3,14 @@
 `replicate` runs two empty passes before training, after which DDP's buckets no longer change. The
 memory of a hook is kept per bucket, so it fits a resumed run too. PowerSGD counts these two passes
 as iterations.
+
+To add a hook: its name in `CommHookName`, a row in `HOOKS`, and what it does not go with in
+`config/limits.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,32 +18,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.utils._pytree import tree_map
 
-from bert_unpad.distributed import (
-    GradientFlow,
-    HierarchicalAllreduce,
-    PartialSync,
-    allreduce_hook,
-    gradient_flow_hook,
-    partial_sync_hook,
-)
-from bert_unpad.optim import MTDAO
+from bert_unpad._import_path import path_of, resolve
+from bert_unpad.distributed import HierarchicalAllreduce, allreduce_hook
 from bert_unpad.optim.one_bit import OneBitOptimizer
 from bert_unpad.pretrain.config import CommConfig, ConfigError
+from bert_unpad.pretrain.config.communication import CommHookName
 from bert_unpad.pretrain.gradients.comm_hook import CommHook, all_agree, average_models
-from bert_unpad.pretrain.gradients.optimizer_sync import LocalSteps, OneBitSync
+from bert_unpad.pretrain.gradients.optimizer_sync import OneBitSync
 from bert_unpad.pretrain.node_groups import common_node_size
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = [
-    "SETTLING_PASSES",
-    "ChunkedSync",
-    "DreamDDP",
-    "Hierarchical",
-    "LocalSGD",
-    "PowerSGD",
-    "build_comm_hook",
-]
+__all__ = ["HOOKS", "OPTIMIZER_HOOKS", "SETTLING_PASSES", "build_comm_hook"]
 
 SETTLING_PASSES = 2
 _MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")  # of PowerSGDState, by bucket
@@ -49,7 +39,7 @@ _MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")  # of PowerSGDState, 
 class Hierarchical(CommHook):
     """Averages within machines first, then between them, see `HierarchicalAllreduce`."""
 
-    def __init__(self, config: CommConfig, ranks: Ranks) -> None:
+    def __init__(self, config: CommConfig, ranks: Ranks, optimizer: Any) -> None:
         size = common_node_size(ranks, "comm.hook", config.hook, "allreduce")
         self.hook = allreduce_hook
         self.state = self.allreduce = HierarchicalAllreduce(size, ranks.timeout)
@@ -58,7 +48,7 @@ class Hierarchical(CommHook):
 class PowerSGD(CommHook):
     """Low-rank compression: Vogels et al., "PowerSGD" (NeurIPS 2019), arXiv:1905.13727."""
 
-    def __init__(self, config: CommConfig, ranks: Ranks) -> None:
+    def __init__(self, config: CommConfig, ranks: Ranks, optimizer: Any) -> None:
         self.hook = powerSGD_hook
         self.state = PowerSGDState(
             process_group=None,
@@ -86,17 +76,13 @@ class PowerSGD(CommHook):
         return finite
 
     def local_state(self) -> dict[str, Any]:
-        memory = {
-            key: {index: t.cpu() for index, t in getattr(self.state, key).items()}
-            for key in _MEMORY
-        }
+        memory = {key: tree_map(Tensor.cpu, getattr(self.state, key)) for key in _MEMORY}
         kind, keys, *rest = self.state.rng.get_state(legacy=True)
         return {**memory, "rng": (kind, torch.from_numpy(keys), *rest)}
 
     def load_local_state(self, state: dict[str, Any]) -> None:
         for key in _MEMORY:
-            memory = {index: t.to(self._device) for index, t in state[key].items()}
-            setattr(self.state, key, memory)
+            setattr(self.state, key, tree_map(lambda t: t.to(self._device), state[key]))
         kind, keys, *rest = state["rng"]
         self.state.rng.set_state((kind, keys.numpy(), *rest))
 
@@ -128,7 +114,7 @@ class LocalSGD(CommHook):
     just made them the same. Whether a step is left out stays common to all.
     """
 
-    def __init__(self, config: CommConfig, ranks: Ranks) -> None:
+    def __init__(self, config: CommConfig, ranks: Ranks, optimizer: Any) -> None:
         size = config.local_sgd_group
         if size is None:
             size = common_node_size(ranks, "comm.local_sgd_group", "null", "a number")
@@ -164,68 +150,24 @@ class LocalSGD(CommHook):
             average_models(self._ranks, model, optimizer)
 
 
-class DreamDDP(CommHook):
-    """Layer-wise averages of models that are updated locally, see `PartialSync`.
+Entry = Callable[[CommConfig, Ranks, Any], CommHook] | str
+"""A hook's class, or the import path of one that only its runs import."""
 
-    Once the schedule is made, the ranks' models and optimizer states differ, except where
-    `synchronise` has just made them the same. Whether a step is left out stays common to all.
-    """
+HOOKS: dict[CommHookName, Entry] = {
+    "allreduce": lambda *_: CommHook(),
+    "hierarchical": Hierarchical,
+    "power_sgd": PowerSGD,
+    "post_local_sgd": LocalSGD,
+    "dream_ddp": "bert_unpad.experimental.dream_ddp.comm_hook.DreamDDP",
+    "gradient_flow": "bert_unpad.experimental.gradient_flow.comm_hook.ChunkedSync",
+}
+"""What makes each `comm.hook` of several ranks."""
 
-    def __init__(self, config: CommConfig, ranks: Ranks) -> None:
-        self.hook = partial_sync_hook
-        self.state = PartialSync(config.local_sgd_period, config.start)
-        self._ranks = ranks
-
-    def start(self, done: int) -> None:
-        self.state.step = done
-
-    def agree(self, finite: Tensor) -> Tensor:
-        self.state.finish()
-        return all_agree(self._ranks, finite)
-
-    def synchronise(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        if self.state.schedule is not None:
-            average_models(self._ranks, model, optimizer)
-
-    def local_state(self) -> dict[str, Any]:
-        return self.state.state_dict()
-
-    def load_local_state(self, state: dict[str, Any]) -> None:
-        self.state.load_state_dict(state)
-
-
-class ChunkedSync(CommHook):
-    """Sparse averages of the gradient's chunks, see `GradientFlow`."""
-
-    def __init__(self, config: CommConfig, ranks: Ranks, momentum: float) -> None:
-        self.hook = gradient_flow_hook
-        self.state = GradientFlow(
-            config.chunk_share, config.chunk_size, momentum or 1.0, config.start
-        )
-        self._device = ranks.device
-
-    def start(self, done: int) -> None:
-        self.state.restart(done)
-
-    def agree(self, finite: Tensor) -> Tensor:
-        """Drops what is kept after a gradient that is not finite, which would stay in it."""
-        finite = finite & self.state.finite
-        self.state.forget_unless(finite)
-        return finite
-
-    def local_state(self) -> dict[str, Any]:
-        return _moved(self.state.state_dict(), torch.device("cpu"))
-
-    def load_local_state(self, state: dict[str, Any]) -> None:
-        self.state.load_state_dict(_moved(state, self._device))
-
-
-def _moved(memory: dict[str, dict[int, Tensor]], device: torch.device) -> dict[str, Any]:
-    """Tensors by name and bucket, on a device."""
-    return {
-        name: {index: tensor.to(device) for index, tensor in tensors.items()}
-        for name, tensors in memory.items()
-    }
+OPTIMIZER_HOOKS: dict[str, Entry] = {
+    path_of(OneBitOptimizer): OneBitSync,
+    "bert_unpad.experimental.mt_dao.MTDAO": "bert_unpad.experimental.mt_dao.comm_hook.local_steps",
+}
+"""What makes the hooks of optimizers that communicate by themselves, by the path of their class."""
 
 
 def build_comm_hook(
@@ -236,33 +178,15 @@ def build_comm_hook(
     Args:
         config: says what.
         ranks: the processes of the run.
-        optimizer: what makes the updates. gradient_flow asks for its momentum; one that
-            communicates by itself has a hook of its own.
+        optimizer: what makes the updates; one that communicates by itself has a hook of its own.
 
     Raises:
         ConfigError: groups that do not fit the number of ranks, or a hook that does not fit the
             optimizer.
     """
-    if isinstance(optimizer, OneBitOptimizer):
-        return OneBitSync(config, ranks, optimizer)
+    for kind in map(path_of, type(optimizer).__mro__):
+        if kind in OPTIMIZER_HOOKS:
+            return resolve(OPTIMIZER_HOOKS[kind])(config, ranks, optimizer)
     if ranks.world_size == 1:
         return CommHook()
-    if isinstance(optimizer, MTDAO):
-        return LocalSteps(config, ranks, optimizer)
-    if config.hook == "allreduce":
-        return CommHook()
-    if config.hook == "gradient_flow":
-        return ChunkedSync(config, ranks, _momentum(optimizer))
-    kinds = {
-        "hierarchical": Hierarchical,
-        "power_sgd": PowerSGD,
-        "post_local_sgd": LocalSGD,
-        "dream_ddp": DreamDDP,
-    }
-    return kinds[config.hook](config, ranks)
-
-
-def _momentum(optimizer: torch.optim.Optimizer | None) -> float:
-    """The decay rate of an optimizer's momentum, 0 for none."""
-    options = {} if optimizer is None else optimizer.param_groups[0]
-    return options["betas"][0] if "betas" in options else options.get("momentum", 0.0)
+    return resolve(HOOKS[config.hook])(config, ranks, optimizer)

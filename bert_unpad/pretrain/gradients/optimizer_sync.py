@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from bert_unpad.distributed import OptimizerAllreduce, allreduce_hook
-from bert_unpad.optim import MTDAO
 from bert_unpad.optim.one_bit import OneBitOptimizer
 from bert_unpad.pretrain.config import CommConfig, ConfigError
-from bert_unpad.pretrain.gradients.comm_hook import CommHook, all_agree, average_models
+from bert_unpad.pretrain.gradients.comm_hook import CommHook, all_agree
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["LocalSteps", "OneBitSync", "OptimizerSync"]
+__all__ = ["OneBitSync", "OptimizerSync"]
 
 
 class OptimizerSync(CommHook):
@@ -25,9 +24,7 @@ class OptimizerSync(CommHook):
     takes each rank's own. Whether a step is left out stays common to all.
     """
 
-    def __init__(
-        self, config: CommConfig, ranks: Ranks, optimizer: MTDAO | OneBitOptimizer
-    ) -> None:
+    def __init__(self, config: CommConfig, ranks: Ranks, optimizer: Any) -> None:
         if config.hook != "allreduce":
             raise ConfigError(
                 "comm.hook",
@@ -53,26 +50,10 @@ class OptimizerSync(CommHook):
         self.averages_gradients = self._optimizer.averages_gradients
 
 
-class LocalSteps(OptimizerSync):
-    """After the warm-up of MT-DAO the ranks' models and optimizer states differ.
-
-    Except where `synchronise` or the optimizer has just made them the same.
-    """
-
-    def __init__(self, config: CommConfig, ranks: Ranks, optimizer: MTDAO) -> None:
-        super().__init__(config, ranks, optimizer)
-        optimizer.start = config.start
-
-    def synchronise(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        if not self.averages_gradients:
-            average_models(self._ranks, model, optimizer)
-
-
 class OneBitSync(OptimizerSync):
-    """After the warm-up of 1-bit Adam, 1-bit LAMB and 0/1 Adam each rank has errors of its own.
+    """After the warm-up of a one-bit optimizer each rank has errors of its own.
 
-    Between two exchanges of 0/1 Adam, which may be several updates apart, models and momenta differ
-    too.
+    Between two exchanges, if these are several updates apart, models and momenta differ too.
     """
 
     _optimizer: OneBitOptimizer

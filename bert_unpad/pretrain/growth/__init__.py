@@ -7,9 +7,9 @@ it reads and what it does not go with.
 
 from collections.abc import Callable
 
+from bert_unpad._import_path import resolve
 from bert_unpad.pretrain.config import GrowthConfig
 from bert_unpad.pretrain.growth.grow import add_layers, cut_layers, freeze, next_optimizer
-from bert_unpad.pretrain.growth.schedules.layer_drop import layer_drop
 from bert_unpad.pretrain.growth.schedules.lengths import lengths
 from bert_unpad.pretrain.growth.schedules.mslt import mslt
 from bert_unpad.pretrain.growth.schedules.stacking import stacking
@@ -33,11 +33,11 @@ def _none(config: GrowthConfig, setting: Setting) -> Growth:
     return Growth((Stage(setting.total_steps, setting.layers, setting.max_seq_length),))
 
 
-SCHEDULES: dict[str, Callable[[GrowthConfig, Setting], Growth]] = {
+SCHEDULES: dict[str, Callable[[GrowthConfig, Setting], Growth] | str] = {
     "none": _none,
     "mslt": mslt,
     "stacking": stacking,
-    "layer_drop": layer_drop,
+    "layer_drop": "bert_unpad.experimental.layer_drop.layer_drop",
     "lengths": lengths,
 }
 
@@ -48,4 +48,4 @@ def make_growth(config: GrowthConfig, setting: Setting) -> Growth:
     Raises:
         ConfigError: it does not fit the model, the data or the number of updates.
     """
-    return SCHEDULES[config.name](config, setting)
+    return resolve(SCHEDULES[config.name])(config, setting)

@@ -16,15 +16,14 @@ import torch
 from torch import nn
 
 from bert_unpad._choices import COMMUNICATING
+from bert_unpad._import_path import path_of, resolve
 from bert_unpad.optim import (
-    MTDAO,
     FusedAdam,
     FusedLAMB,
     FusedStableAdamW,
     Muon,
     OneBitAdam,
     OneBitLAMB,
-    ZeroOneAdam,
     decay_groups,
     muon_groups,
 )
@@ -39,8 +38,8 @@ Groups = list[dict[str, Any]]
 class Kind:
     """How an optimizer is made, and what it can do."""
 
-    optimizer: type[torch.optim.Optimizer]
-    """The class. The options that are passed on are those its signature has."""
+    entry: type[torch.optim.Optimizer] | str
+    """The class, or the import path of one that only its runs import."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that the name stands for; no option changes them."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -54,9 +53,14 @@ class Kind:
     """Name of the layout of its state, where several kinds load each other's."""
 
     @property
+    def optimizer(self) -> Callable[..., torch.optim.Optimizer]:
+        """The class. The options that are passed on are those its signature has."""
+        return resolve(self.entry)
+
+    @property
     def layout(self) -> str:
         """Name of the layout of its state; by default the class's own."""
-        return self.shared_layout or f"{self.optimizer.__module__}.{self.optimizer.__qualname__}"
+        return self.shared_layout or path_of(self.entry)
 
 
 # The comm hook sets comm.start.
@@ -73,13 +77,13 @@ KINDS: dict[str, Kind] = {
     "stable_adamw": Kind(FusedStableAdamW, {}, _OURS, **_ADAM),
     "muon": Kind(Muon, {}, _OURS, muon_groups, shares_work=True),
     "mt_dao": Kind(
-        MTDAO,
+        "bert_unpad.experimental.mt_dao.MTDAO",
         {"start": 0, "group": None},  # the comm hook sets comm.start
         _OURS | {"betas": (0.999, 0.999)},
     ),
     "onebit_adam": Kind(OneBitAdam, _ONE_BIT, _OURS),
     "onebit_lamb": Kind(OneBitLAMB, _ONE_BIT, _OURS),
-    "zero_one_adam": Kind(ZeroOneAdam, _ONE_BIT, _OURS),
+    "zero_one_adam": Kind("bert_unpad.experimental.zero_one_adam.ZeroOneAdam", _ONE_BIT, _OURS),
 }
 
 
@@ -99,9 +103,10 @@ def find_kind(name: str) -> Kind:
         raise _unknown(f"{name!r}: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise _unknown(repr(name))
+    bases = set(map(path_of, found.__mro__))
     for entry, row in KINDS.items():
         meets = entry in COMMUNICATING or row.shares_work
-        if meets and issubclass(found, row.optimizer):
+        if meets and path_of(row.entry) in bases:
             raise ConfigError(
                 "optimizer.name",
                 f"expected {entry}: ranks meet in its step, for which the trainer makes ready by "

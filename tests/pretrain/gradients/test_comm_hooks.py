@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 from bert_unpad.pretrain.config import CommConfig, ConfigError, read_config
-from bert_unpad.pretrain.gradients.comm_hooks import build_comm_hook
+from bert_unpad.pretrain.config.communication import CommHookName
+from bert_unpad.pretrain.gradients.comm_hooks import HOOKS, build_comm_hook
 from bert_unpad.pretrain.gradients.replica import wrap_in_ddp
 from bert_unpad.pretrain.ranks import Ranks
 from tests.support.ddp_steps import ddp_steps
@@ -150,6 +152,10 @@ def test_groups_that_do_not_fit(size):
     message = f"comm.local_sgd_group: expected a divisor of the 4 ranks .*, got {size}"
     with pytest.raises(ConfigError, match=message):
         build_comm_hook(comm, ranks)
+
+
+def test_every_hook_has_a_name():
+    assert tuple(HOOKS) == get_args(CommHookName)
 
 
 def test_a_size_of_buckets_where_there_is_one():

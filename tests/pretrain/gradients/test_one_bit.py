@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from bert_unpad.optim import OneBitAdam, ZeroOneAdam
+from bert_unpad.experimental import ZeroOneAdam
+from bert_unpad.optim import OneBitAdam
 from bert_unpad.pretrain.config import CommConfig, ConfigError, read_config
 from bert_unpad.pretrain.gradients.comm_hooks import build_comm_hook
 from bert_unpad.pretrain.ranks import Ranks

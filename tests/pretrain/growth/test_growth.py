@@ -40,7 +40,6 @@ from bert_unpad.pretrain.growth import (
     next_optimizer,
 )
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
-from bert_unpad.pretrain.growth.schedules.layer_drop import keep_probabilities
 from bert_unpad.pretrain.pretrain import _growth
 from bert_unpad.pretrain.update.schedule import lr_factor
 from tests.support.processes import run_ranks
@@ -108,20 +107,6 @@ def test_settings_that_do_not_fit(arguments, key):
     base = ["--batching.global_batch_size", "8", "--schedule.total_steps", "10"]
     with pytest.raises(ConfigError, match=rf"^{key.replace('.', '[.]')}: "):
         read_config([*base, *arguments])
-
-
-def test_layers_are_dropped_as_often_as_the_paper_says():
-    setting = Setting(seed=5, total_steps=1000, layers=6, max_seq_length=8)
-    config = GrowthConfig(name="layer_drop")
-    growth = make_growth(config, setting)
-    assert growth.active_layers(17) == make_growth(config, setting).active_layers(17)
-    chosen = np.array([growth.active_layers(step) for step in range(1000)])
-    expected = np.array([keep_probabilities(6, step, 0.5, 0.1) for step in range(1000)])
-    assert keep_probabilities(6, 0, 0.5, 0.1) == [1.0] * 6
-    assert expected[999] == pytest.approx(1 - np.arange(6) / 6 * 0.5, abs=1e-3)
-    assert chosen[:, 0].all()
-    # Sums of 1,000 draws: within 4 standard deviations of at most 16.
-    assert np.abs(chosen.sum(0) - expected.sum(0)).max() < 64
 
 
 def test_learning_rate_in_stages():

@@ -26,7 +26,7 @@ RUNS = {
     "mixed-world": [*FP16, "--optimizer.shard", "world"],
     "mixed-grows": [*MIXED, *GROWS],
     "mixed-local": [*MIXED, *LOCAL, "--comm.local_sgd_period", "2"],
-    "merit": ["--optimizer.name", "bert_unpad.optim.MERIT"],
+    "merit": ["--optimizer.name", "bert_unpad.experimental.MERIT"],
     "muon": ["--optimizer.name", "muon", "--precision", "fp16", "--loss_scale.initial", "1048576"],
 }
 if find_spec("pytorch_optimizer"):  # Luo et al., "CAME" (ACL 2023), arXiv:2307.02047

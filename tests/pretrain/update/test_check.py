@@ -38,7 +38,7 @@ def test_what_updates_each_element_by_itself(name):
     _check(name, "--optimizer.lr", "0.01", "--optimizer.shard", "overlap")
 
 
-@pytest.mark.parametrize("name", ["torch.optim.Adafactor", "bert_unpad.optim.MERIT"])
+@pytest.mark.parametrize("name", ["torch.optim.Adafactor", "bert_unpad.experimental.MERIT"])
 def test_what_needs_whole_parameters(name):
     with pytest.raises(ConfigError, match=r"optimizer\.shard: expected none, node, world or fsdp"):
         _check(name, "--optimizer.lr", "0.01", "--optimizer.shard", "overlap")

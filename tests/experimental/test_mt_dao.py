@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bert_unpad.optim import MTDAO
+from bert_unpad.experimental import MTDAO
 from tests.support.processes import run_ranks
 from tests.support.seeds import derived
 from tests.support.simulated_ranks import loss, mt_dao, net, weights

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bert_unpad.distributed.sync_schedule import schedule_layers
+from bert_unpad.experimental.dream_ddp.sync_schedule import schedule_layers
 from tests.support.seeds import derived
 
 

@@ -110,21 +110,9 @@ class MTDAO(CopyableOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have a gradient, and averages what is due.
-
-        Args:
-            closure: computes the loss and its gradient again.
-
-        Returns:
-            The result of the closure; None without one.
-
-        Raises:
-            RuntimeError: a gradient is sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """Updates all parameters that have a gradient, see `FusedAdam`; averages what is due."""
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         updated = []
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]

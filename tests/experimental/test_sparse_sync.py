@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bert_unpad.distributed.partial_sync import PROFILED
+from bert_unpad.experimental.dream_ddp import PROFILED
 from bert_unpad.pretrain.config import CommConfig, ConfigError, read_config
 from bert_unpad.pretrain.gradients.comm_hooks import build_comm_hook
 from bert_unpad.pretrain.ranks import Ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bert_unpad.optim import MERIT
+from bert_unpad.experimental import MERIT
 
 SHAPES = [(5, 7), (1, 4), (4, 1), (1, 1), (6,), (1,)]
 OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bert_unpad.optim import MTDAO
+from bert_unpad.experimental import MTDAO
 from bert_unpad.pretrain.config import CommConfig, ConfigError, read_config
 from bert_unpad.pretrain.gradients.comm_hooks import build_comm_hook
 from bert_unpad.pretrain.ranks import Ranks

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bert_unpad.distributed import GradientFlow, gradient_flow_hook
+from bert_unpad.experimental import GradientFlow, gradient_flow_hook
 from tests.support.processes import run_ranks
 from tests.support.seeds import derived
 from tests.support.simulated_ranks import Simulated, gradient_flow, loss, net, weights

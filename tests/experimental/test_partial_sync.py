@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bert_unpad.distributed.partial_sync import PROFILED, PartialSync, partial_sync_hook
+from bert_unpad.experimental.dream_ddp import PROFILED, PartialSync, partial_sync_hook
 from tests.support.processes import run_ranks
 from tests.support.simulated_ranks import Simulated, loss, net, partial_sync, weights
 

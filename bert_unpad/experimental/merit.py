@@ -48,21 +48,9 @@ class MERIT(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have a gradient.
-
-        Args:
-            closure: computes the loss and its gradient again.
-
-        Returns:
-            The result of the closure; None without one.
-
-        Raises:
-            RuntimeError: a gradient is sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """Updates all parameters that have a gradient; see `FusedAdam`."""
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in group["params"]:

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bert_unpad.ops.optim import adam_, multi_tensor_l2norm
+from bert_unpad.ops.optim import multi_tensor_l2norm
 from bert_unpad.optim.checks import check_count, is_count
 from bert_unpad.optim.one_bit import OneBitOptimizer, Segment
-from bert_unpad.optim.parameter_lists import ParameterList, scalar
+from bert_unpad.optim.parameter_lists import scalar
 
 
 class ZeroOneAdam(OneBitOptimizer):
@@ -78,13 +78,8 @@ class ZeroOneAdam(OneBitOptimizer):
         self._rates: list[Tensor] = []
         self._kept: list[Tensor] = []
         self._last_guard: Tensor | None = None  # of that exchange; None after a step without one
-        options = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "master_weights": master_weights,
-        }
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        options["master_weights"] = master_weights
         super().__init__(params, options, freeze_step, skip_non_finite, group)
 
     @property
@@ -149,20 +144,6 @@ class ZeroOneAdam(OneBitOptimizer):
     def _forget_interval(self) -> None:
         self._anchors, self._rates, self._kept = [], [], []
         self._last_guard = None
-
-    def _update(
-        self, group: dict[str, Any], parameters: ParameterList, common: dict[str, Any]
-    ) -> None:
-        tensors = parameters.tensors
-        adam_(
-            *(tensors[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq", "step")),
-            masters=tensors["master_param"],
-            betas=tuple(group["betas"]),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            bias_correction=False,
-            **common,
-        )
 
     def _own_step(self) -> None:
         if self.exchanges:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-from bert_unpad.distributed.sync_schedule import schedule_layers
+from bert_unpad.experimental.dream_ddp.sync_schedule import schedule_layers
 
 PROFILED = 5
 """Steps that are timed before the schedule is made."""
