@@ -49,8 +49,9 @@ class _PackArguments(ctypes.Structure):
 
 
 class _Packed(ctypes.Structure):
-    _fields_ = tuple(
-        (name, c_void_p) for name in ("input_ids", "token_type_ids", "positions", "labels")
+    _fields_ = (
+        *(("total", c_int64), ("input_ids", c_void_p), ("token_type_ids", c_void_p)),
+        *(("positions", c_void_p), ("labels", c_void_p)),
     )
 
 
@@ -241,12 +242,15 @@ def pack(
         epoch=unsigned("epoch", epoch),
         rate=rate,
     )
-    packed = _Packed()
+    total = int(lengths.sum())
+    # Wrong lengths are refused by the call, which comes after the room for the result is made.
+    room = total if 0 <= total <= tokens.size * len(lengths) else 0
+    ids, types = np.empty(room, np.int64), np.empty(room, np.int64)
+    packed = _Packed(total=room, input_ids=address(ids), token_type_ids=address(types))
     name = f"bu_pack_{tokens.dtype.name}"
     call(name, Array(address(tokens), tokens.size), byref(given), byref(packed))
-    ids, types, positions, labels = (
-        take(c_void_p(getattr(packed, field)), np.int64)
-        for field in ("input_ids", "token_type_ids", "positions", "labels")
+    positions, labels = (
+        take(c_void_p(handle), np.int64) for handle in (packed.positions, packed.labels)
     )
     return ids, types, positions, labels
 

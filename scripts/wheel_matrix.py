@@ -27,14 +27,14 @@ import json, platform
 import numpy as np, torch
 from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch, pad
-from bert_unpad.data import BalancedBatchSampler
+from bert_unpad.data import BalancedSampler
 
 batch = VarlenBatch.from_lengths([9, 4, 2, 2])
 qkv = torch.randn(batch.total, 3, 12, 64, requires_grad=True)
 pad(ops.varlen_attention(qkv, batch, dropout_p=0.1), batch).sum().backward()
 assert qkv.grad.isfinite().all()
 lengths = np.arange(1, 65, dtype=np.uint16)
-assert len(list(BalancedBatchSampler(lengths, num_replicas=2, rank=0, batch_size=4))) == 8
+assert len(list(BalancedSampler(lengths, num_replicas=2, rank=0, batch_size=4))) == 8
 print(json.dumps({"python": platform.python_version(), "torch": torch.__version__}))
 """
 

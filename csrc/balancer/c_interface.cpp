@@ -97,8 +97,8 @@ BERT_UNPAD_API int bu_deal(Array<uint16_t> lengths, Array<int64_t> counts, const
           std::string("dealing: expected 'plain', 'snake', 'lpt' or 'greedy', got '") + dealing +
           "'");
     }
-    *ranks = hand_over(
-        deal_step(lengths.span(), counts.span(), group_ranks, how, *work, speeds.span()));
+    *ranks =
+        hand_over(deal_step(lengths.span(), counts.span(), group_ranks, how, *work, speeds.span()));
   });
 }
 

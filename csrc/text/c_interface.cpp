@@ -25,9 +25,12 @@ struct PackArguments {
   double rate;
 };
 
-// Ids, token types, and where they are masked the places and the true ids there.
+// `total`: what `input_ids` and `token_type_ids` have room for. The places that are masked, and the
+// true ids there, are made.
 struct Packed {
-  Handle *input_ids, *token_type_ids, *positions, *labels;
+  int64_t total;
+  int64_t *input_ids, *token_type_ids;
+  Handle *positions, *labels;
 };
 
 template <typename Token>
@@ -35,15 +38,16 @@ int pack(Array<Token> tokens, const PackArguments& given, Packed& packed) {
   return guarded([&] {
     const Examples<Token> examples{tokens.span(), given.begins.span(), given.lengths.span(),
                                    given.second_starts.span()};
-    std::vector<int64_t> ids(examples.check()), types(ids.size());
-    examples.pack(ids.data(), types.data());
+    if (examples.check() != packed.total) throw std::logic_error("pack: no room for the result");
+    examples.pack(packed.input_ids, packed.token_type_ids);
     MaskedTokens masked;
     if (given.masker) {
+      const std::span ids(packed.input_ids, static_cast<size_t>(packed.total));
       masked = held<Masker>(given.masker)
                    .mask(ids, examples.lengths, given.examples.span(), given.epoch, given.rate);
     }
-    packed = {hand_over(std::move(ids)), hand_over(std::move(types)),
-              hand_over(std::move(masked.positions)), hand_over(std::move(masked.labels))};
+    packed.positions = hand_over(std::move(masked.positions));
+    packed.labels = hand_over(std::move(masked.labels));
   });
 }
 
@@ -73,9 +77,8 @@ BERT_UNPAD_API int bu_characters(Handle** counts) {
 }
 
 BERT_UNPAD_API int bu_characters_add(Handle* counts, Array<char> text) {
-  return guarded([&] {
-    held<CharacterCounts>(counts).add({text.data, static_cast<size_t>(text.size)});
-  });
+  return guarded(
+      [&] { held<CharacterCounts>(counts).add({text.data, static_cast<size_t>(text.size)}); });
 }
 
 BERT_UNPAD_API int bu_characters_counts(Handle* counts, Handle** found) {
