@@ -9,7 +9,7 @@ from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).parent / "build_backend"))
 
-from native import NativeBuild, extensions
+from native import ABI3, NativeBuild, extensions
 
 
 class FreshBuildPy(build_py):
@@ -24,4 +24,5 @@ class FreshBuildPy(build_py):
 setup(
     ext_modules=extensions(),
     cmdclass={"build_ext": NativeBuild, "build_py": FreshBuildPy},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if ABI3 else {},
 )

@@ -61,12 +61,11 @@ def collect() -> dict[str, Any]:
 
 def _modules() -> dict[str, dict[str, Any]]:
     missing = {"_C": _library.cpu_missing, "_C_cuda": _library.cuda_missing}
-    for name in ("_balancer", "_text"):
-        missing[name] = None
-        try:
-            importlib.import_module(f"bert_unpad.{name}")
-        except ImportError as error:
-            missing[name] = str(error)
+    missing["_host"] = None
+    try:
+        importlib.import_module("bert_unpad._host_calls")
+    except (ImportError, OSError) as error:
+        missing["_host"] = str(error)
     return {
         name: {"loaded": why is None, "missing": why, "files": _library.built_files(name)}
         for name, why in missing.items()

@@ -6,8 +6,7 @@ What a file is called says how it is compiled, so that a new operator needs no b
   csrc/<family>/*_bf16.cpp                              once per set that multiplies bf16, into _C
   csrc/<family>/*.cu, csrc/**/*_cuda.cpp                by nvcc, into _C_cuda
   csrc/<family>/*_sm90a.cu                              the same, but for sm_90a alone
-  csrc/balancer/*.cpp, csrc/text/*.cpp                  once, into _balancer and _text (pybind11,
-                                                        no torch)
+  csrc/{balancer,host,text}/*.cpp                       once, into _host (C functions; no torch)
 
 setuptools' own CUDAExtension is not used: it imports torch, refuses to build CUDA under a CPU-only
 PyTorch, and cannot compile one file for several instruction sets.
@@ -33,7 +32,11 @@ from torch_location import find_torch
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 CUDA_MODULE = "_C_cuda"
-PYBIND_MODULES = ("_balancer", "_text")  # of the folders of csrc with these names
+HOST_MODULE = "_host"
+# What is compiled uses the part of Python's interface that 3.10 and all later versions have, but
+# for those without a global lock, which have none.
+ABI3 = not sysconfig.get_config_var("Py_GIL_DISABLED")
+PYTHON_INTERFACE = ["-DPy_LIMITED_API=0x030a0000"] if ABI3 else []
 
 # Instruction sets of the *_simd.cpp files, best last; csrc/cpu/isa.h must list the same names.
 X86_SIMD = {
@@ -75,7 +78,7 @@ def sources(*patterns: str) -> list[Path]:
 
 def extensions() -> list[Extension]:
     """All modules. NativeBuild ignores everything in them but the names, and decides on _C_cuda."""
-    names = ["_C", *PYBIND_MODULES, CUDA_MODULE]
+    names = ["_C", HOST_MODULE, CUDA_MODULE]
     return [Extension(f"bert_unpad.{name}", sources=[]) for name in names]
 
 
@@ -167,6 +170,13 @@ def _compiler() -> str:
     return " ".join([cxx, *wanted.split()[1:]])
 
 
+def _python(source: Path) -> list[str]:
+    """What only files that define a Python module need."""
+    if not source.name.startswith("module_"):
+        return []
+    return [f"-I{sysconfig.get_path('include')}", *PYTHON_INTERFACE]
+
+
 class NativeBuild(build_ext):
     """build_ext that writes one build.ninja for all modules and runs it."""
 
@@ -180,11 +190,16 @@ class NativeBuild(build_ext):
         if self.nvcc is None:
             self.extensions = [e for e in self.extensions if not e.name.endswith(CUDA_MODULE)]
 
+    def get_ext_filename(self, fullname: str) -> str:
+        if not ABI3:
+            return str(super().get_ext_filename(fullname))
+        return str(Path(*fullname.split(".")).with_suffix(".abi3.so"))
+
     def run(self) -> None:
         torch = self.torch
         if torch is None:
             raise SystemExit("no PyTorch >= 2.11 was found; install it with `pip install torch`")
-        folder = ROOT / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
+        folder = ROOT / "build" / f"native-{sysconfig.get_platform()}"
         ninja = NinjaFile(folder)
         cpp = [
             *("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden"),
@@ -195,15 +210,15 @@ class NativeBuild(build_ext):
                 f"-ffile-prefix-map={os.path.relpath(ROOT, folder)}=.",
             ),
             ninja.include,
-            f"-I{sysconfig.get_path('include')}",
         ]
         stable = ["-isystem", str(torch / "include"), "-DTORCH_TARGET_VERSION=0x020b000000000000"]
         cxx = _compiler()
         ninja.rule("cxx", f"{cxx} -MD -MF $out.d $flags -c $in -o $out", True, "C++")
         ninja.rule("ld", f"{cxx} -shared $in $flags -o $out", False, "link")
         self._cpu_module(ninja, cpp + stable, torch)
-        for name in PYBIND_MODULES:
-            self._pybind_module(ninja, cpp, name)
+        found = sources("balancer/*.cpp", "host/*.cpp", "text/*.cpp")
+        objects = [ninja.compile("cxx", source, cpp) for source in found]
+        ninja.link("ld", f"{HOST_MODULE}.so", objects, ["-lpthread"])
         if self.nvcc:
             self._cuda_module(ninja, self.nvcc, stable, torch)
         else:
@@ -216,6 +231,9 @@ class NativeBuild(build_ext):
             temporary = target.with_suffix(".tmp")
             shutil.copyfile(folder / f"{extension.name.rpartition('.')[2]}.so", temporary)
             os.replace(temporary, target)
+            for other in target.parent.glob("*.cpython-*.so"):  # Python would take these first
+                if ABI3:
+                    other.unlink()
         if self.nvcc is None and self.cuda_path.exists():
             # Of an earlier build: it may not fit the `_C` that it would now be loaded beside.
             self.cuda_path.unlink()
@@ -226,7 +244,7 @@ class NativeBuild(build_ext):
 
     def _cpu_module(self, ninja: NinjaFile, flags: list[str], torch: Path) -> None:
         objects = [
-            ninja.compile("cxx", source, flags)
+            ninja.compile("cxx", source, [*flags, *_python(source)])
             for source in sources("*.cpp", "cpu/*.cpp", "*/*_cpu.cpp")
             if not source.name.endswith("_cuda.cpp")
         ]
@@ -238,14 +256,6 @@ class NativeBuild(build_ext):
                     ninja.compile("cxx", source, own, isa) for source in sources(f"*/*_{kind}.cpp")
                 ]
         ninja.link("ld", "_C.so", objects, [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lpthread"])
-
-    def _pybind_module(self, ninja: NinjaFile, flags: list[str], name: str) -> None:
-        import pybind11
-
-        flags = [*flags, f"-isystem{pybind11.get_include()}"]
-        found = sources(f"{name.removeprefix('_')}/*.cpp")
-        objects = [ninja.compile("cxx", source, flags) for source in found]
-        ninja.link("ld", f"{name}.so", objects, ["-lpthread"])
 
     def _cuda_module(self, ninja: NinjaFile, nvcc: str, stable: list[str], torch: Path) -> None:
         arch_list = cuda_choice.arch_list(nvcc)
@@ -260,7 +270,7 @@ class NativeBuild(build_ext):
         hopper = [*common, *cuda_choice.arch_flags("9.0a")]
         # nvcc splits a macro's value at commas unless they are escaped.
         names = "\\,".join(cuda_choice.arch_names(arch_list))
-        cpp = [*flags, *stable, f"-I{sysconfig.get_path('include')}"]
+        cpp = [*flags, *stable]
         cpp += [f"-DBERT_UNPAD_CUDA_ARCHS={names}"]
         # ptxas reports registers and spills on stderr; kept beside the object for
         # benchmarks/cuda_build.py.
@@ -272,7 +282,8 @@ class NativeBuild(build_ext):
             for source in sources("*/*.cu")
         ]
         objects += [
-            ninja.compile("nvcc", source, cpp) for source in sources("*_cuda.cpp", "*/*_cuda.cpp")
+            ninja.compile("nvcc", source, [*cpp, *_python(source)])
+            for source in sources("*_cuda.cpp", "*/*_cuda.cpp")
         ]
         # The CUDA runtime is linked in, and hidden: its symbols would otherwise be taken from the
         # libcudart that PyTorch loads globally, which may be of another CUDA version.

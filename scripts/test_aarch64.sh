@@ -110,7 +110,7 @@ extras = project["optional-dependencies"]
 # What the operators' tests import; some packages for data have no wheels for aarch64.
 names = ("expecttest", "h5py", "pytest", "pytest-xdist", "transformers")
 test = [r for r in extras["test"] if re.match(r"[\w-]+", r)[0] in names]
-print(*project["dependencies"], *extras["pretrain"], *test, "pybind11>=2.13", sep="\n")
+print(*project["dependencies"], *extras["pretrain"], *test, sep="\n")
 PY
 )
 if [[ ! -e $CACHE/packages.done || $(<"$CACHE/packages.done") != "$REQUIREMENTS" ]]; then

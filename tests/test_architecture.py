@@ -13,7 +13,14 @@ from tests.support.paths import CSRC, ROOT
 
 PYTHON = ("bert_unpad", "benchmarks", "examples", "gpu_model", "tests")
 COMPILED = ("_C", "_C_cuda", "_balancer", "_text")
-GROUND = ("common", "cpu", "cuda", "balancer", "text")  # folders of csrc; all others are families
+GROUND = (
+    "common",
+    "cpu",
+    "cuda",
+    "balancer",
+    "host",
+    "text",
+)  # folders of csrc; all others are families
 
 Arrow = tuple[str, str]
 

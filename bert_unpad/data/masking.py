@@ -9,7 +9,7 @@ examples are split over ranks, batches and workers. `csrc/text/masking.cpp` draw
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,22 +91,14 @@ class TokenMasker:
             raise ValueError("tokenizer: expected ordinary tokens besides the special ones")
         kinds = _MASKABLE * maskable + _REPLACEMENT * ordinary
         kinds = kinds + _CONTINUATION * tokenizer.is_continuation
-        self._kinds = kinds.astype(np.uint8).tobytes()
-        self._options = {
-            "unit": mask_unit,
-            "mask_id": tokenizer.mask_id,
-            "max_predictions": max_predictions_per_seq,
-            "always_mask": always_mask,
-            "seed": seed & _MASK64,
-        }
-        self._masker = Masker(self._kinds, **self._options)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_masker"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._masker = Masker(self._kinds, **self._options)
+        self._masker = Masker(
+            kinds.astype(np.uint8).tobytes(),
+            unit=mask_unit,
+            mask_id=tokenizer.mask_id,
+            max_predictions=max_predictions_per_seq,
+            always_mask=always_mask,
+            seed=seed & _MASK64,
+        )
 
     def __call__(
         self,

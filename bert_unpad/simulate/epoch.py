@@ -199,7 +199,7 @@ def _received_bytes(
     if "/" not in strategy or strategy.endswith(_BY_SPEED):
         return np.zeros((plan.steps, 1, 2))
     counts = plan.received(0, plan.steps)
-    received = counts @ np.array([EXAMPLE_BYTES, TOKEN_BYTES], np.float64)
+    received = counts.astype(np.float64) @ np.array([EXAMPLE_BYTES, TOKEN_BYTES], np.float64)
     local = min(ranks_per_node, ranks)
     received[:, :, 0] += LENGTH_BYTES * batch * (local - 1)
     if "/world/" in strategy:

@@ -67,7 +67,7 @@ class PackedSampler(EpochSampler):
         super().__init__(lengths, num_replicas, rank, batch_size, seed)
         self._num_replicas = num_replicas
         self._global_rows = num_replicas * batch_size
-        self._packing = {
+        self._packing: dict[str, Any] = {
             "row_tokens": row_tokens,
             "max_sequences": max_sequences,
             "method": method,

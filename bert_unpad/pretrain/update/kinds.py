@@ -53,7 +53,7 @@ class Kind:
     """Name of the layout of its state, where several kinds load each other's."""
 
     @property
-    def optimizer(self) -> Callable[..., torch.optim.Optimizer]:
+    def optimizer(self) -> type[torch.optim.Optimizer]:
         """The class. The options that are passed on are those its signature has."""
         return resolve(self.entry)
 
