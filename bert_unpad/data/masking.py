@@ -51,14 +51,17 @@ class TokenMasker:
         masked_lm_prob: the rate, in (0, 1): share of a sequence's tokens to predict. Two numbers:
             it goes from the first to the second in proportion to the progress of training.
         mask_unit: what is chosen as one.
-            token: tokens.
-            word: whole words. They are tried in random order, and each that still fits the number
-                above is chosen, as in Google's whole-word masking. If no word fits, one is chosen
-                anyway, cut to `max_predictions_per_seq` tokens.
-            span: runs of words (Joshi et al., 2020, arXiv:1907.10529). Their lengths are geometric
-                (p = 0.2) with at most 10 words, mean 3.8. Spans are drawn until the number above is
-                reached, to which the last one is cut; they end at special tokens and may overlap.
-                The tokens of a span are all replaced by [MASK], all by random tokens, or all stay.
+
+            - token: tokens.
+            - word: whole words. They are tried in random order, and each that still fits the number
+              above is chosen, as in Google's whole-word masking. If no word fits, one is chosen
+              anyway, cut to `max_predictions_per_seq` tokens.
+            - span: runs of words (Joshi et al., 2020, arXiv:1907.10529). Their lengths are
+              geometric (p = 0.2) with at most 10 words, mean 3.8. Spans are drawn until the number
+              above is reached, to which the last one is cut; they end at special tokens and may
+              overlap. The tokens of a span are all replaced by [MASK], all by random tokens, or all
+              stay.
+
         always_mask: replace all of what is predicted by [MASK], as ELECTRA's generator sees it.
         max_predictions_per_seq: largest number of predictions per sequence, or None.
         seed: any integer.

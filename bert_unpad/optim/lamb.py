@@ -22,8 +22,8 @@ class FusedLAMB(TwoPassOptimizer):
     layout of `torch.optim.AdamW`.
 
     Args:
-        params, lr, betas, eps, weight_decay, bias_correction, maximize, master_weights,
-        skip_non_finite, norm_group: as in `FusedAdam`.
+        params, lr, betas, eps, weight_decay, bias_correction: as in `FusedAdam`.
+        maximize, master_weights, skip_non_finite, norm_group: as in `FusedAdam`.
         max_grad_norm: bound on the norm of all gradients together; None: do not clip.
         grad_averaging: the gradient enters the momentum times 1 - betas[0], else times 1.
         trust_ratio: scale updates by |w| / |u|; a parameter group may set it too.
