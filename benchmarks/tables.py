@@ -21,7 +21,7 @@ from benchmarks.lib import (
     speed_tables,
     training_tables,
 )
-from benchmarks.lib.report import ROOT, Result, count, precision, read, table
+from benchmarks.lib.report import LINK, ROOT, Result, count, gpus, precision, read, table
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
@@ -87,10 +87,10 @@ def page() -> str:
 
 
 def summary() -> str:
-    """README's table: ratios on CPUs, each with the number of its rounds and the CPU's best
-    instruction set."""
+    """README's figures: a run on a GPU, then ratios on CPUs, each with the number of its rounds and
+    the CPU's best instruction set."""
     rows, cores = [], set()
-    model, hf, optim, ops = (read(name) for name in ("model", "hf_float32", "optim", "ops"))
+    model, hf = read("model"), read("hf_float32")
 
     def add(result: Result, what: str, dtype: str, peer: str, ratio: float, rounds: int | None):
         machine = result["machine"]
@@ -114,22 +114,29 @@ def summary() -> str:
             if padded and x["dtype"] == "float32" and (x["task"], x["dropout"]) != ("training", 0):
                 what, ratio, rounds = f"{x['task']}, {size}", x["ours_faster_by"], len(x["rounds"])
                 add(hf, f"`hf.unpad`: {what}", x["dtype"], "the same model, padded", ratio, rounds)
-    if ops is not None:
-        for x in ops["results"]:
-            if x["op"] == "varlen_attention, dropout 0.1":
-                peer, ratio = min(x["faster_than"].items(), key=lambda item: item[1])
-                add(ops, "attention, dropout 0.1", x["dtype"], peer, ratio, None)
-    if optim is not None:
-        for peer, ratio in optim["faster_than"].items():
-            what = "`FusedLAMB`" if "LAMB" in peer else "`FusedAdam`"
-            add(optim, what, "float32", peer, ratio, optim["rounds"])
     header = ["", "precision", "compared with", "times faster", "rounds", "CPU with"]
     on = " or ".join(map(str, sorted(cores)))
     said = (
         f"Sequences of Wikipedia lengths, medians, on {on} cores. "
         "More, with every machine and command: [docs/benchmarks.md](docs/benchmarks.md)."
     )
-    return f"{said}\n\n{table(header, rows, text_columns=3)}"
+    return "\n\n".join([*filter(None, [race()]), said, table(header, rows, text_columns=3)])
+
+
+def race() -> str:
+    """The newest run of both trainers on a GPU: its plot, and where both ended."""
+    runs = {device: found for device in gpus() if (found := read("trainer", device)) is not None}
+    if not runs:
+        return ""
+    device, found = max(runs.items(), key=lambda item: item[1]["date"])
+    (ours, theirs) = (curve[-1] for curve in found["curves"].values())
+    return (
+        f"![Held-out loss against seconds of training]({LINK.removeprefix('../')}/{device}/trainer"
+        f".png)\n\nBERT-{found['size']} on one {found['machine']['gpu']}, for "
+        f"{ours['seconds']:.0f} seconds on the same examples, {found['batch']} an update: a "
+        f"held-out masked-token loss of {ours['loss']:.2f} after {ours['step']:,} updates, where "
+        f"Hugging Face's Trainer is at {theirs['loss']:.2f} after {theirs['step']:,}."
+    )
 
 
 def with_figures(text: str, figures: str) -> str:
