@@ -85,7 +85,7 @@ def address(array: NDArray[Any]) -> int:
     return array.__array_interface__["data"][0]
 
 
-def text(value: bytes) -> Array:
+def characters(value: bytes) -> Array:
     """Returns bytes that the caller keeps, for a call."""
     return Array(ctypes.cast(ctypes.c_char_p(value), ctypes.c_void_p), len(value))
 

@@ -18,11 +18,11 @@ from bert_unpad._host_calls import (
     Handle,
     address,
     call,
+    characters,
     integer,
     is_vector,
     pointers,
     take,
-    text,
     unsigned,
     vector,
 )
@@ -65,14 +65,14 @@ class Splitter:
 
     def __init__(self, kinds: bytes) -> None:
         (splitter,) = pointers(1)
-        call("bu_splitter", text(kinds), byref(splitter))
+        call("bu_splitter", characters(kinds), byref(splitter))
         self._splitter = Handle(splitter)
 
-    def split(self, text_: bytes, ends: _Int64 | None = None) -> tuple[bytes, _Int64, _Int64]:
+    def split(self, text: bytes, ends: _Int64 | None = None) -> tuple[bytes, _Int64, _Int64]:
         """Splits UTF-8 text into documents and these into sentences.
 
         Args:
-            text_: UTF-8.
+            text: UTF-8.
             ends: int64 [D], where each document ends in it, rising; None: a blank line ends one.
 
         Returns:
@@ -86,7 +86,7 @@ class Splitter:
         given = NONE if ends is None else vector("ends", ends, np.int64)
         found, new_ends, counts = pointers(3)
         call(
-            *("bu_split", self._splitter, text(text_), given),
+            *("bu_split", self._splitter, characters(text), given),
             *(byref(found), byref(new_ends), byref(counts)),
         )
         return take(found, np.uint8).tobytes(), take(new_ends, np.int64), take(counts, np.int64)
@@ -100,9 +100,9 @@ class CharacterCounts:
         call("bu_characters", byref(counts))
         self._counts = Handle(counts)
 
-    def add(self, text_: bytes) -> None:
+    def add(self, text: bytes) -> None:
         """Counts the characters of UTF-8 text."""
-        call("bu_characters_add", self._counts, text(text_))
+        call("bu_characters_add", self._counts, characters(text))
 
     def counts(self) -> _Int64:
         """How often each code point has occurred, int64 [1,114,112]."""
@@ -148,7 +148,7 @@ class Masker:
             seed=unsigned("seed", seed),
         )
         (masker,) = pointers(1)
-        call("bu_masker", text(kinds), byref(options), byref(masker))
+        call("bu_masker", characters(kinds), byref(options), byref(masker))
         self._masker = Handle(masker)
         self._make = partial(
             Masker,

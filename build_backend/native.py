@@ -231,9 +231,8 @@ class NativeBuild(build_ext):
             temporary = target.with_suffix(".tmp")
             shutil.copyfile(folder / f"{extension.name.rpartition('.')[2]}.so", temporary)
             os.replace(temporary, target)
-            for other in target.parent.glob("*.cpython-*.so"):  # Python would take these first
-                if ABI3:
-                    other.unlink()
+        for other in self.cuda_path.parent.glob("*.cpython-*.so") if ABI3 else ():
+            other.unlink()  # of an earlier build: Python would take these first
         if self.nvcc is None and self.cuda_path.exists():
             # Of an earlier build: it may not fit the `_C` that it would now be loaded beside.
             self.cuda_path.unlink()

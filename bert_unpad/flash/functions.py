@@ -216,14 +216,38 @@ def _attend(
     if k.shape != v.shape:
         raise ValueError(f"{name}: v: expected k's shape {list(k.shape)}, got {list(v.shape)}")
     window = _window(name, window_size, causal)
-    if cu_q is cu_k and q.shape[0] == k.shape[0]:
-        heads = torch.cat([q, k, v], 1)
-        return _attend_to_self(heads, cu_q, max_q, dropout_p, scale, window, q.shape[1])
     rng = _rng.draw(dropout_p, None, q.device)
+    return attend(q, k, v, cu_q, cu_k, max_q, max_k, scale_of(q, scale), dropout_p, rng, window)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    dropout_p: float,
+    rng: Tensor | None,
+    window: Window,
+) -> tuple[Tensor, Tensor]:
+    """Returns the attention of packed tokens and its log-sum-exp, of arguments that are checked."""
+    if is_to_self(q, k, cu_q, cu_k):
+        heads = torch.cat([q, k, v], 1)
+        return _ops.varlen_attention(
+            heads, cu_q, max_q, scale, dropout_p, rng, None, None, q.shape[1], *window
+        )
     return _ops.varlen_cross_attention(
-        q, torch.stack([k, v], 1), cu_q, cu_k, max_q, max_k, scale_of(q, scale), dropout_p, rng,
-        None, None, *window,
+        q, torch.stack([k, v], 1), cu_q, cu_k, max_q, max_k, scale, dropout_p, rng, None, None,
+        *window,
     )  # fmt: skip
+
+
+def is_to_self(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> bool:
+    """Whether queries and keys are those of the same tokens: what has kernels of its own."""
+    return cu_q is cu_k and q.shape[0] == k.shape[0]
 
 
 def _attend_to_self(

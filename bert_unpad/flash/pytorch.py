@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.library import Library, get_kernel
 
 from bert_unpad._library import cuda_missing
-from bert_unpad.flash.functions import bounds
+from bert_unpad.flash.functions import attend, bounds, is_to_self
 from bert_unpad.ops import rng as _rng
 from bert_unpad.ops.attention import scale_of
 
@@ -24,6 +24,7 @@ __all__ = ["NAME", "register"]
 
 NAME = "bert_unpad"
 GPU_HEAD_DIMS = (32, 64, 96, 128)
+_COMPUTED = {"scale", "window_size_left", "window_size_right"}  # of the arguments by name
 _ops = torch.ops.bert_unpad
 
 
@@ -81,9 +82,6 @@ def _or_pytorch(name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-_COMPUTED = {"scale", "window_size_left", "window_size_right"}
-
-
 def _forward(
     query: Tensor,
     key: Tensor,
@@ -108,16 +106,9 @@ def _forward(
             raise ValueError(f"_flash_attention_forward: {name}: expected None, got a value")
     rng = _rng.draw(dropout_p, None, query.device)
     scale, window = scale_of(query, scale), bounds(window_size_left, window_size_right, is_causal)
-    if _is_to_self(query, key, cum_seq_q, cum_seq_k):
-        out, lse = _ops.varlen_attention(
-            torch.cat([query, key, value], 1), cum_seq_q, max_q, scale, dropout_p, rng, None, None,
-            query.shape[1], *window,
-        )  # fmt: skip
-    else:
-        out, lse = _ops.varlen_cross_attention(
-            query, torch.stack([key, value], 1), cum_seq_q, cum_seq_k, max_q, max_k, scale,
-            dropout_p, rng, None, None, *window,
-        )  # fmt: skip
+    out, lse = attend(
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, scale, dropout_p, rng, window
+    )
     rng = torch.zeros(2, dtype=torch.int64) if rng is None else rng
     return out, lse, rng, query.new_empty(0), query.new_empty(0)
 
@@ -145,7 +136,7 @@ def _backward(
     grad_out, rng = grad_out.contiguous(), rng_state if dropout_p else None
     scale, window = scale_of(query, scale), bounds(window_size_left, window_size_right, is_causal)
     heads, kv_heads = query.shape[1], key.shape[1]
-    if _is_to_self(query, key, cum_seq_q, cum_seq_k):
+    if is_to_self(query, key, cum_seq_q, cum_seq_k):
         dqkv, *_ = _ops.varlen_attention_backward(
             grad_out, torch.cat([query, key, value], 1), out, logsumexp, cum_seq_q, max_q, scale,
             dropout_p, rng, None, None, heads, *window,
@@ -157,8 +148,3 @@ def _backward(
         max_q, max_k, scale, dropout_p, rng, None, None, *window,
     )  # fmt: skip
     return dq, *(x.contiguous() for x in dkv.unbind(1))
-
-
-def _is_to_self(query: Tensor, key: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor) -> bool:
-    """Whether queries and keys are those of the same tokens: what has kernels of its own."""
-    return cum_seq_q is cum_seq_k and query.shape[0] == key.shape[0]

@@ -13,34 +13,29 @@ from tests.support.hf_models import transformers
 from tests.support.seeds import derived
 from tests.support.tolerances import assert_same_gradients, assert_same_values
 
-from bert_unpad import hf  # isort: skip  (skipped above where there is no transformers)
+# Skipped above where there is no transformers.
+from bert_unpad import hf  # isort: skip
+from tests.hf import test_flash  # isort: skip
 
 pytestmark = [
     *GPU_ONLY,
     pytest.mark.filterwarnings("error::bert_unpad.hf.StockFallbackWarning"),
 ]
-FIELDS = {
-    "vocab_size": 61, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "intermediate_size": 192, "max_position_embeddings": 512, "initializer_range": 0.1,
-    "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3,
-    "mask_token_id": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+# Larger than on a CPU: heads of 32 columns, sequences of several tiles.
+FIELDS = test_flash.FIELDS | {
+    "hidden_size": 128, "num_hidden_layers": 3, "intermediate_size": 192,
+    "max_position_embeddings": 512, "initializer_range": 0.1,
 }  # fmt: skip
-FAMILIES: dict[str, dict[str, object]] = {
-    "Bert": {},
-    "Roberta": {},
-    "Electra": {"embedding_size": 64},
+_FLASH = ("Bert", "Roberta", "Electra", "Albert", "EuroBert", "NomicBert", "JinaEmbeddingsV3")
+FAMILIES: dict[str, dict[str, object]] = {name: test_flash.FAMILIES[name][0] for name in _FLASH} | {
     "DistilBert": {"dim": 128, "n_layers": 3, "n_heads": 4, "hidden_dim": 192, "dropout": 0.0},
-    "Albert": {"embedding_size": 64},
     "ModernBert": {"local_attention": 32},
-    "EuroBert": {"num_key_value_heads": 2},
     "Esm": {"position_embedding_type": "rotary", "token_dropout": True},
     "MPNet": {},
     "DebertaV2": {
         "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 32,
         "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False,
     },
-    "NomicBert": {},
-    "JinaEmbeddingsV3": {},
 }  # fmt: skip
 KNOWN = [name for name in FAMILIES if hasattr(transformers, f"{name}Config")]
 BY_STRING = [name for name in KNOWN if name not in ("DebertaV2", "MPNet")]

@@ -24,9 +24,11 @@ def span_seconds(spans: Spans) -> float:
     for begin, end in spans:
         if isinstance(begin, float) and isinstance(end, float):
             total += end - begin
-        elif isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-            end.synchronize()
-            total += begin.elapsed_time(end) / 1e3
+            continue
+        assert isinstance(begin, torch.cuda.Event)
+        assert isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        total += begin.elapsed_time(end) / 1e3
     return total
 
 

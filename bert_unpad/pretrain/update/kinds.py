@@ -7,7 +7,6 @@ over the ranks by itself), a row in `KINDS`, and what it does not go with in `co
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,9 +95,8 @@ def find_kind(name: str) -> Kind:
     """
     if name in KINDS:
         return KINDS[name]
-    module, dot, attribute = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), attribute) if dot and module else None
+        found = resolve(name) if name.rpartition(".")[0] else None
     except Exception as error:  # whatever the module raises while it is imported
         raise _unknown(f"{name!r}: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
