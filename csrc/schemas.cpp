@@ -115,6 +115,19 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
       "packed_wgrad_(Tensor dy, Tensor x, Tensor(a!) dweight, bool accumulate, bool bias) "
       "-> Tensor dbias");
 
+  // A whole encoder layer on a CPU, forward only (csrc/encoder/layer_cpu.cpp). parameters: weight
+  // and bias of query, key, value, attention's output, feed-forward input, gate and output, and of
+  // the norms before attention, before the feed-forward half and at the end; empty [0] where there
+  // is none. Weights of linear layers may be those of encoder_pack_int8. shape: heads, kv_heads,
+  // head_dim, intermediate size, activation (csrc/gelu/glu_kind.h), rms, norms before the halves,
+  // window_left, window_right. numbers: attention's scale, eps of the norms, theta of rotary
+  // embeddings (0: none), position_scale. rows and cu_rows: the tokens whose output is wanted.
+  m.def(
+      "encoder_layer(Tensor x, Tensor cu_seqlens, int max_seqlen, Tensor? positions, "
+      "Tensor? rows, Tensor? cu_rows, Tensor[] parameters, int[] shape, float[] numbers) "
+      "-> Tensor");
+  m.def("encoder_pack_int8(Tensor weight) -> Tensor");
+
   // 8 bits: scale is float32 [], what q is to be multiplied with. q_transposed [columns, rows] has
   // its columns padded to a multiple of 16 with zeros; it is [0, 0] where it is not wanted.
   // quantize_weights_fp8_ does the same for a list of float32 matrices, in E4M3 and transposed.

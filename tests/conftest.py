@@ -48,10 +48,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def packed_calls(monkeypatch) -> list[int]:
     """Grows by the number of keys of every attention that a Hugging Face model runs packed."""
+    from bert_unpad.hf import inference
     from bert_unpad.hf.packing import Packing
 
     calls: list[int] = []
-    whole, last = Packing.attend, Packing.attend_last
+    whole, last, layer = Packing.attend, Packing.attend_last, inference.encoder_layer
 
     def attend(self, qkv, *args, **kwargs):
         calls.append(qkv.shape[0])
@@ -61,6 +62,11 @@ def packed_calls(monkeypatch) -> list[int]:
         calls.append(kv.shape[0])
         return last(self, q, kv, *args, **kwargs)
 
+    def encoder_layer(x, *args, **kwargs):
+        calls.append(x.shape[0])
+        return layer(x, *args, **kwargs)
+
+    monkeypatch.setattr(inference, "encoder_layer", encoder_layer)
     monkeypatch.setattr(Packing, "attend", attend)
     monkeypatch.setattr(Packing, "attend_last", attend_last)
     return calls

@@ -20,6 +20,7 @@ GROUND = (
     "balancer",
     "host",
     "text",
+    "encoder",
 )  # folders of csrc; all others are families
 
 Arrow = tuple[str, str]

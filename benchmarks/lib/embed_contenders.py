@@ -33,9 +33,13 @@ from bert_unpad import hf
 from bert_unpad.hf.flash import NAME as FLASH
 
 TORCH, OURS, STRING = "torch", "hf.unpad", FLASH
-ONNX, ONNX_8BIT, OPENVINO, ESM_CPP = "ONNX Runtime", "ONNX Runtime, 8 bits", "OpenVINO", "esm-cpp"
-NOT_EXACT = (ONNX_8BIT,)
-PACKAGES = {ONNX: "onnxruntime", ONNX_8BIT: "onnxruntime", OPENVINO: "openvino", ESM_CPP: "esm_cpp"}
+ONNX, OPENVINO, ESM_CPP = "ONNX Runtime", "OpenVINO", "esm-cpp"
+ONNX_8BIT, OPENVINO_8BIT, OURS_8BIT = (f"{name}, 8 bits" for name in (ONNX, OPENVINO, OURS))
+NOT_EXACT = (ONNX_8BIT, OPENVINO_8BIT, OURS_8BIT)
+PACKAGES = {
+    **{ONNX: "onnxruntime", ONNX_8BIT: "onnxruntime"},
+    **{OPENVINO: "openvino", OPENVINO_8BIT: "nncf", ESM_CPP: "esm_cpp"},
+}
 
 # What a contender computes of all texts: [texts, hidden], [pairs], or logits [tokens, vocabulary]
 # of each protein.
@@ -116,13 +120,21 @@ def stock(build: Build) -> Encode:
     return whole(build, "sdpa", lambda model: None)
 
 
-def unpadded(build: Build) -> Encode:
+def unpadded(build: Build, weights: str = "float32") -> Encode:
     def change(model: nn.Module) -> None:
         if not (found := hf.supports(model)):
             raise LeftOut(str(found).splitlines()[0])
-        hf.unpad(model)
+        try:
+            hf.unpad(model, weights=weights)
+        except ValueError as error:
+            raise LeftOut(str(error)) from None
 
     return whole(build, "sdpa", change)
+
+
+def unpadded_8bit(build: Build) -> Encode:
+    """Weights in 8 bits, activations rounded as they come."""
+    return unpadded(build, "int8")
 
 
 def by_string(build: Build) -> Encode:
@@ -239,13 +251,39 @@ def openvino(build: Build) -> Encode:
     """In fp32, which OpenVINO does not choose itself on a CPU that multiplies bf16."""
     import openvino
 
+    return _openvino_graph(openvino.convert_model(export(build)), build)
+
+
+def openvino_8bit(build: Build) -> Encode:
+    """Weights and activations in 8 bits, by ranges that NNCF measures on random texts."""
+    import nncf
+    import openvino
+
+    rng, names = np.random.default_rng(0), input_names(build.shape)
+
+    def call(length: int) -> dict[str, np.ndarray]:
+        ids = rng.integers(6, build.shape.config().vocab_size, (8, length))
+        return dict(zip(names, (ids, np.ones_like(ids), np.zeros_like(ids)), strict=False))
+
+    batches = nncf.Dataset([call(length) for length in (8, 16, 32, 64, 128) * 4])
+    with _quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rounded = nncf.quantize(
+            openvino.convert_model(export(build)), batches, model_type=nncf.ModelType.TRANSFORMER
+        )
+    return _openvino_graph(rounded, build)
+
+
+def _openvino_graph(model: Any, build: Build) -> Encode:
+    import openvino
+
     options = {
         "INFERENCE_PRECISION_HINT": "f32",
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_NUM_THREADS": build.threads,
         "ENABLE_HYPER_THREADING": True,  # all the threads that the others have
     }
-    graph = openvino.compile_model(openvino.convert_model(export(build)), "CPU", options)
+    graph = openvino.compile_model(model, "CPU", options)
     return on_graph(build, lambda inputs: graph(inputs, share_inputs=True)[0])
 
 
@@ -273,16 +311,18 @@ CONTENDERS: dict[str, Callable[[Build], Encode]] = {
     ONNX: onnx_runtime,
     ONNX_8BIT: onnx_runtime_8bit,
     OPENVINO: openvino,
+    OPENVINO_8BIT: openvino_8bit,
     ESM_CPP: esm_cpp,
     STRING: by_string,
     OURS: unpadded,
+    OURS_8BIT: unpadded_8bit,
 }
 
 
 def versions() -> dict[str, str]:
     """Versions of the libraries that take part, where they are installed."""
-    names = ("torch", "transformers", "sentence_transformers", "onnxruntime", "openvino", "esm_cpp")
-    found = (name for name in names if importlib.util.find_spec(name))
+    names = ("torch", "transformers", "sentence_transformers", "onnxruntime", "openvino", "nncf")
+    found = (name for name in (*names, "esm_cpp") if importlib.util.find_spec(name))
     said = {name: str(importlib.import_module(name).__version__) for name in found}
     return {name: version.partition("-")[0] for name, version in said.items()}
 

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from bert_unpad import ops
 from bert_unpad.batch.rows import gather_rows
-from bert_unpad.hf import plain_modules
+from bert_unpad.hf import inference, plain_modules
 from bert_unpad.hf.layer_parts import LayerAdapter, LayerParts
 from bert_unpad.hf.packing import Packing
 
@@ -33,6 +33,8 @@ def compute(
     halves, where the sum keeps that of x. `shared` is what `Distances.shared` gives.
     """
     parts, device = adapter.parts(layer), x.device.type
+    if (inferred := inference.infer(layer, adapter, parts, x, packing)) is not None:
+        return inferred
     narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     if parts.first_norm is None:
         y = x = x.to(narrow)

@@ -60,7 +60,7 @@ def _plain(parameter: Tensor | None) -> TypeGuard[Tensor]:
     return type(parameter) is nn.Parameter or type(parameter) is Tensor
 
 
-def _linear_parameters(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+def linear_parameters(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
     """Returns weight and bias of a plain linear layer in dtypes that fit x; None for others."""
     if type(module) is not nn.Linear or not untouched(module):
         return None
@@ -86,13 +86,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def dense(module: nn.Module, x: Tensor) -> Tensor:
     """Computes the linear layer `module` of x, in x's dtype."""
-    found = _linear_parameters(module, x)
+    found = linear_parameters(module, x)
     return module(x).to(x.dtype) if found is None else _linear(x, *found)
 
 
 def project(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Computes the linear layer of x; returns the bias too if it is still to be added."""
-    found = _linear_parameters(module, x)
+    found = linear_parameters(module, x)
     if found is None:
         return module(x).to(x.dtype), None
     return _linear(x, found[0], None), found[1]
@@ -111,7 +111,7 @@ def project_side_by_side(modules: tuple[nn.Module, ...], x: Tensor) -> Tensor:
     """
     if all(module is modules[0] for module in modules):
         return dense(modules[0], x)
-    parameters_of = [_linear_parameters(module, x) for module in modules]
+    parameters_of = [linear_parameters(module, x) for module in modules]
     found = [pair for pair in parameters_of if pair is not None]
     alike = len({(weight.shape, bias is None) for weight, bias in found}) == 1
     if len(found) < len(modules) or not alike:
@@ -258,7 +258,7 @@ def activated(
         y, bias = project(first, x)
     else:
         y, bias = project_side_by_side((first, gate), x[0])[None], None
-    glu = None if activation is None else _kind(activation, _GLU)
+    glu = glu_kind(activation)
     if activation is not None and glu is None:
         a, b = (y if bias is None else y + bias).chunk(2, -1)
         return (activation(a) * b).to(y.dtype)
@@ -270,7 +270,12 @@ def _kind(module: nn.Module, kinds: Mapping[str, _Kind]) -> _Kind | None:
     return kinds.get(type(module).__name__) if fits else None
 
 
-def _rate(dropout: nn.Module | None) -> float | None:
+def glu_kind(activation: nn.Module | None) -> GluKind | None:
+    """The activation of a feed-forward half for operators, None: GELU; None for others."""
+    return "gelu" if activation is None else _kind(activation, _GLU)
+
+
+def rate(dropout: nn.Module | None) -> float | None:
     """The rate of dropout that an operator can do, now; None if its module has to be called."""
     if dropout is None or (type(dropout) is nn.Identity and untouched(dropout)):
         return 0.0
@@ -279,7 +284,7 @@ def _rate(dropout: nn.Module | None) -> float | None:
     return dropout.p if dropout.training else 0.0
 
 
-class _Norm(NamedTuple):
+class NormParameters(NamedTuple):
     """A norm that operators compute."""
 
     rms: bool
@@ -288,7 +293,7 @@ class _Norm(NamedTuple):
     eps: float
 
 
-def _norm(module: nn.Module, x: Tensor) -> _Norm | None:
+def norm_of(module: nn.Module, x: Tensor) -> NormParameters | None:
     """What an operator needs to normalise x by a plain LayerNorm or RMSNorm; None for others."""
     rms = type(module).__name__ == "EuroBertRMSNorm"
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
@@ -296,12 +301,14 @@ def _norm(module: nn.Module, x: Tensor) -> _Norm | None:
     if not plain or not _plain(weight) or weight.dim() != 1 or not (bias is None or _plain(bias)):
         return None
     eps = getattr(module, "variance_epsilon" if rms else "eps")
-    return _Norm(rms, _parameter(weight, x), None if bias is None else _parameter(bias, x), eps)
+    return NormParameters(
+        rms, _parameter(weight, x), None if bias is None else _parameter(bias, x), eps
+    )
 
 
 def normalise(module: nn.Module, x: Tensor) -> Tensor:
     """Computes the norm of x, or what else the module does, in x's dtype."""
-    norm = _norm(module, x)
+    norm = norm_of(module, x)
     if norm is None:
         return module(x).to(x.dtype)
     if norm.rms:
@@ -336,7 +343,7 @@ def add_and_normalise(
     Returns:
         The norm, and the sum, in whose place the norm may stand if it was not asked for.
     """
-    p, norm = _rate(dropout), _norm(module, x)
+    p, norm = rate(dropout), norm_of(module, x)
     if p is None or norm is None or x.dtype != residual.dtype:
         total = add(x, x_bias, residual, dropout)
         return normalise(module, total).to(x.dtype), total

@@ -28,6 +28,8 @@ from bert_unpad.hf.heads import (
     PackedSpans,
     PackedTokenLabels,
 )
+from bert_unpad.hf.inference import INT8
+from bert_unpad.hf.int8 import WEIGHTS, use_int8
 from bert_unpad.hf.layers import PackedLayer, PackedStack, unwrap
 from bert_unpad.hf.models import PackedModel, static_reason
 from bert_unpad.hf.stock_modules import (
@@ -44,6 +46,7 @@ from bert_unpad.hf.stock_modules import (
 _STATE = (
     *("_bert_unpad_logits", "_bert_unpad_span_loss", "_bert_unpad_first_is_read"),
     "_bert_unpad_verify",
+    "_bert_unpad_weights",
 )
 
 
@@ -116,7 +119,12 @@ def supports(model: nn.Module) -> Support:
 
 
 def unpad(
-    model: nn.Module, *, logits: str = "lazy", span_loss: str = "packed", verify: bool = False
+    model: nn.Module,
+    *,
+    logits: str = "lazy",
+    span_loss: str = "packed",
+    weights: str = "float32",
+    verify: bool = False,
 ) -> nn.Module:
     """Makes a Hugging Face model compute only its real tokens, in place.
 
@@ -134,6 +142,11 @@ def unpad(
         span_loss: the loss of question answering where a batch has padding, whose columns are part
             of the stock softmax. "packed": their logits are those of a zero vector. "stock": as in
             the stock model, whose modules then compute all batches with labels and padding.
+        weights: those of calls without gradients, in evaluation mode, on a CPU. "float32": the
+            model's, exactly. "int8": rounded to 8 bits beside the model's own (about a quarter of
+            their memory more), and activations token by token; everything else is float32. Layers
+            with adapters or hooks inside and all other calls go on with the model's weights. See
+            `calibrate`.
         verify: run the first batch with padding by the stock modules too, layer by layer, in
             float32 and as the model computes, and backward where gradients are computed. A
             difference beyond rounding raises a `VerificationError`, and leaves the model stock. It
@@ -145,12 +158,18 @@ def unpad(
 
     Raises:
         TypeError: the model is not a module.
-        ValueError: nothing in the model can be accelerated (the text says why), or `logits` or
-            `span_loss` is unknown.
+        ValueError: nothing in the model can be accelerated, or not in 8 bits (the text says why);
+            `logits`, `span_loss` or `weights` is unknown; or `verify` is to compare 8 bits.
     """
-    for name, value, known in (("logits", logits, LOGITS), ("span_loss", span_loss, SPAN_LOSSES)):
+    for name, value, known in (
+        ("logits", logits, LOGITS),
+        ("span_loss", span_loss, SPAN_LOSSES),
+        ("weights", weights, WEIGHTS),
+    ):
         if value not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+    if verify and weights == INT8:
+        raise ValueError("verify: expected False with weights='int8', which are not exact")
     support = supports(model)
     if not support:
         raise ValueError(f"bert_unpad.hf.unpad: nothing to accelerate in the model:\n{support}")
@@ -177,6 +196,8 @@ def unpad(
                 layer.__class__ = _packed_part(_stock(layer), stock_family, "fused")
     for module in model.modules():
         _swap_head(module, logits, span_loss)
+    if weights == INT8:
+        use_int8(model)
     for name in support.accelerated if verify else ():
         module = model.get_submodule(name)
         if isinstance(module, (PackedModel, PackedCall)):

@@ -4,6 +4,7 @@
 
 #include "attention/attention.h"
 #include "attention/operators.h"
+#include "attention/sequences_cpu.h"
 #include "common/checks.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
@@ -19,23 +20,6 @@ namespace {
 const AttentionKernels& kernels_for(DType dtype) {
   const bool by_bf16 = isa() == Isa::kAmx || fast_bf16_dot_products();
   return dtype == DType::kBFloat16 && by_bf16 ? *attention_bf16_kernels() : attention_kernels();
-}
-
-// Checks the values of a cu_seqlens and returns them.
-const int32_t* check_cu_seqlens(const AttentionRows& rows, const char* op) {
-  const char* name = rows.cu_name;
-  const auto* values = rows.cu_seqlens.const_data_ptr<int32_t>();
-  const int64_t tokens = rows.data.size(0), last = rows.cu_seqlens.size(0) - 1;
-  check(values[0] == 0, op, ": ", name, " must start with 0, got ", values[0]);
-  for (int64_t i = 0; i < last; ++i) {
-    check(values[i + 1] >= values[i], op, ": ", name, " must not decrease, but entry ", i + 1,
-          " is ", values[i + 1], " after ", values[i]);
-    check(values[i + 1] - values[i] <= rows.max_seqlen, op, ": sequence ", i, " has ",
-          values[i + 1] - values[i], " tokens, more than max_seqlen = ", rows.max_seqlen);
-  }
-  check(values[last] == tokens, op, ": ", name, " must end at the number of tokens, ", tokens,
-        ", but ends at ", values[last]);
-  return values;
 }
 
 // Checks the values of a schedule, which the CPU does not need: make_tasks sorts. A wrong one must
@@ -71,17 +55,6 @@ void check_schedule_values(const std::optional<Tensor>& order, const std::option
             k_len);
     }
   }
-}
-
-// The numbers of the sequences, the most work first.
-std::vector<int> by_work(const int32_t* cu_q, const int32_t* cu_k, int64_t sequences) {
-  std::vector<int> order(sequences);
-  for (int64_t i = 0; i < sequences; ++i) order[i] = static_cast<int>(i);
-  const auto work = [&](int i) {
-    return static_cast<int64_t>(cu_q[i + 1] - cu_q[i]) * (cu_k[i + 1] - cu_k[i]);
-  };
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return work(a) > work(b); });
-  return order;
 }
 
 // One call of an operator; see operators.h.
@@ -128,14 +101,7 @@ class CpuAttention {
 
   void forward() {
     const AttentionKernels& kernels = kernels_for(p.dtype);
-    std::vector<AttentionTask> tasks;
-    for (int i : order_) {
-      const AttentionTask sequence = task(i);
-      const int part = part_size(sequence.q_len, kernels.queries);
-      for (int first = 0; first < sequence.q_len; first += part)
-        add(tasks, sequence, p.heads, first, std::min(first + part, sequence.q_len));
-    }
-    run(tasks, false);
+    run(forward_tasks(order_, cu_q_, cu_k_, p.heads, kernels.queries), false);
   }
 
   BiasGradients backward(const Tensor& like, const AttentionSettings& settings) {
@@ -144,14 +110,14 @@ class CpuAttention {
     bool several = false;
     int parts = 0;
     for (int i : order_) {
-      AttentionTask sequence = task(i);
+      AttentionTask sequence = sequence_task(cu_q_, cu_k_, i);
       sequence.part = parts;
       sequence.key_part = part_size(sequence.k_len, kernels.keys);
       several = several || sequence.key_part < sequence.k_len;
       int first = 0;
       do {  // a sequence without keys still has gradients of queries
         const int last = std::min(first + sequence.key_part, sequence.k_len);
-        add(tasks, sequence, p.kv_heads, first, last);
+        add_tasks(tasks, sequence, p.kv_heads, first, last);
         first = last;
         sequence.part = ++parts;
       } while (first < sequence.k_len);
@@ -216,19 +182,6 @@ class CpuAttention {
     Tensor gradient = torch::stable::new_empty(*rows, {rows->size(0), p.heads, p.bias.buckets});
     out = writable(gradient, static_cast<int64_t>(p.heads) * p.bias.buckets, p.bias.buckets);
     return gradient;
-  }
-
-  AttentionTask task(int i) const {
-    return {i, 0, cu_q_[i], cu_k_[i], cu_q_[i + 1] - cu_q_[i], cu_k_[i + 1] - cu_k_[i], 0, 0, 0, 0};
-  }
-
-  // The same part for all heads before the next part: so tasks that wait for one another in the
-  // backward pass seldom run at the same time.
-  static void add(std::vector<AttentionTask>& tasks, AttentionTask t, int heads, int first,
-                  int last) {
-    t.first = first;
-    t.last = last;
-    for (t.head = 0; t.head < heads; ++t.head) tasks.push_back(t);
   }
 
   void run(const std::vector<AttentionTask>& tasks, bool backward) {

@@ -96,6 +96,17 @@ bool fast_bf16_dot_products() {
 #endif
 }
 
+bool int8_dot_products() {
+#if defined(__x86_64__)
+  static const bool found =
+      isa() >= Isa::kAvx512Bf16 ||
+      (isa() == Isa::kAvx512 && asked_for() == nullptr && __builtin_cpu_supports("avx512vnni"));
+  return found;
+#else
+  return false;
+#endif
+}
+
 bool mkl_leaves_avx512_unused() {
 #if defined(__x86_64__)
   static const bool unused = isa() >= Isa::kAvx512 && !__builtin_cpu_is("intel");

@@ -46,8 +46,9 @@ void parallel_tasks(int64_t n, const F& fn) {
 }
 
 // Scratch memory of the calling thread, at least `floats` long, 64-byte aligned, kept for the next
-// call: fresh pages for every call cost more than small kernels do.
-inline float* thread_scratch(int64_t floats) {
+// call: fresh pages for every call cost more than small kernels do. Each `kUse` has its own.
+template <int kUse = 0>
+float* thread_scratch(int64_t floats) {
   struct Free {
     void operator()(float* p) const { std::free(p); }
   };

@@ -24,29 +24,29 @@ void pack_panel(const ProductCpuParams& p, int64_t column) {
     pack_transposed(p.weight + column * p.weight_stride, p.weight_stride, width, depth, out);
 }
 
-// y = bias, addend, or nothing, to which products are added.
-void begin(const ProductCpuParams& p, int64_t row, int64_t rows, int64_t column, int64_t columns) {
+// y += bias, addend. Sums that began with these would be rounded to their size at each step.
+void finish(const ProductCpuParams& p, int64_t row, int64_t rows, int64_t column, int64_t columns) {
   for (int64_t i = row; i < row + rows; ++i) {
     float* y = p.y + i * p.y_stride + column;
-    const float* from = p.addend ? p.addend + i * p.columns + column : p.bias + column;
+    const float* addend = p.addend ? p.addend + i * p.columns + column : nullptr;
     for (int64_t j = 0; j < columns; j += kLanes) {
-      f32v v = load(from + j);
-      if (p.addend && p.bias) v += load(p.bias + column + j);
+      f32v v = load(y + j);
+      if (p.bias) v += load(p.bias + column + j);
+      if (addend) v += load(addend + j);
       store(y + j, v);
     }
   }
 }
 
 void block(const ProductCpuParams& p, int64_t row, int64_t rows, int64_t column, int64_t columns) {
-  const bool given = p.bias || p.addend;
-  if (given) begin(p, row, rows, column, columns);
   const float* panels = p.panels + (column - p.first) * p.depth;
   for (int64_t k = 0; k < p.depth; k += kDepth) {
     const int depth = static_cast<int>(p.depth - k < kDepth ? p.depth - k : kDepth);
     gemm({p.x + row * p.x_stride + k, p.x_stride, 1}, static_cast<int>(rows),
          static_cast<int>(columns), depth, {panels + k * kPanel, p.depth * kPanel},
-         p.y + row * p.y_stride + column, p.y_stride, given || k > 0);
+         p.y + row * p.y_stride + column, p.y_stride, k > 0);
   }
+  if (p.bias || p.addend) finish(p, row, rows, column, columns);
 }
 
 // Rows and columns of a tile of sums, each of whose lanes adds up a part of the depth.

@@ -167,7 +167,8 @@ def test_the_trainer_counts_and_sums_the_same(monkeypatch) -> None:
     assert counts == padded_counts
     assert sums == pytest.approx(padded_sums, rel=1e-6)
     for a, b in zip(got, want, strict=True):
-        assert (a - b).abs().max() <= 1e-6 * b.abs().max()
+        # Each of 40 tokens' terms is rounded once in a sum that another order makes.
+        assert (a - b).abs().max() <= 40 * 2**-24 * b.abs().max()
 
 
 def make_config(**changes) -> PretrainConfig:

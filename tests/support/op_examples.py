@@ -30,7 +30,7 @@ def tensor_arguments(name: str, args: list[Any]) -> Iterator[tuple[str, Tensor]]
     """Names and values of the tensors among `args`; of a list of tensors the last one."""
     schema = getattr(torch.ops.bert_unpad, name).default._schema
     for argument, value in zip(schema.arguments, args, strict=True):
-        if isinstance(value, list) and value:
+        if isinstance(value, list) and value and isinstance(value[-1], Tensor):
             yield f"{argument.name}[{len(value) - 1}]", value[-1]
         elif isinstance(value, Tensor):
             yield argument.name, value
@@ -125,6 +125,16 @@ def _examples() -> dict[str, tuple]:
         "linear_wgrad_": (rows(TOKENS, WIDTH), x, weight, True, True),
         "packed_product_": (rows(), x, rows(HIDDEN, HIDDEN), rows(HIDDEN), rows()),
         "packed_wgrad_": (rows(TOKENS, HIDDEN), x, rows(HIDDEN, HIDDEN), False, True),
+        "encoder_layer": (
+            *(x, cu_q, 5, positions, torch.tensor([0, 4]), torch.tensor([0, 1, 2]).int()),
+            [
+                *(t for _ in range(7) for t in (rows(HIDDEN, HIDDEN), vector())),
+                *(vector() for _ in range(6)),
+            ],
+            [HEADS, HEADS, WIDTH, HIDDEN, 0, 0, 0, -1, -1],
+            [0.25, 1e-5, 1e-5, 1e-5, 0.0, 1.0],
+        ),
+        "encoder_pack_int8": (rows(HIDDEN, HIDDEN),),
         "quantize_fp8": (x, False, True),
         "quantize_fp8_scaled": (x, False, True, scalar(), rows(1024), True),
         "quantize_weights_fp8_": (

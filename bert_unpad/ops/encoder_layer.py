@@ -1,0 +1,161 @@
+"""A whole encoder layer as one operator, forward only, in float32 on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bert_unpad.ops.glu import GluKind, kind_number
+from bert_unpad.ops.registration import register_fake, register_no_autograd
+from bert_unpad.ops.tensor_checks import check_tensors
+
+_ops = torch.ops.bert_unpad
+
+FEATURES = 32
+"""All numbers of features are multiples of it."""
+
+
+class Affine(NamedTuple):
+    """A linear layer or a norm: y = x weight^T + bias, or x normalised, times weight, plus bias."""
+
+    weight: Tensor
+    """[out_features, in_features], float32, or what `pack_int8` makes of it; of a norm [hidden]."""
+    bias: Tensor | None
+    """float32 [out_features] or [hidden], or None."""
+
+
+@dataclass(frozen=True)
+class LayerParameters:
+    """The parameters of an encoder layer."""
+
+    query: Affine
+    key: Affine
+    value: Affine
+    attention_out: Affine
+    ffn_in: Affine
+    ffn_gate: Affine | None
+    """What the activation of `ffn_in` is multiplied by; None: nothing."""
+    ffn_out: Affine
+    norms: tuple[Affine | None, ...]
+    """Three: before attention, of the sum of attention and residual, which there always is, and of
+    the layer's output; None: there is none."""
+
+    def tensors(self) -> list[Tensor]:
+        """Returns all of them, in the operator's order; empty ones for those that are None."""
+        linears = (self.query, self.key, self.value, self.attention_out, self.ffn_in)
+        found: list[Tensor] = []
+        for part in (*linears, self.ffn_gate, self.ffn_out, *self.norms):
+            weight, bias = part or (None, None)
+            found += [_EMPTY if t is None else t for t in (weight, bias)]
+        return found
+
+
+_EMPTY = torch.empty(0)
+
+
+class LayerShape(NamedTuple):
+    """What a layer computes with its parameters."""
+
+    heads: int
+    kv_heads: int
+    """Heads of keys and values; a divisor of `heads`."""
+    head_dim: int
+    """1 to 256."""
+    intermediate: int
+    """Features between `ffn_in` and `ffn_out`."""
+    activation: GluKind
+    rms: bool
+    """Norms are RMSNorm, else LayerNorm."""
+    norms_first: bool
+    """Norms come before the halves, else after the residuals."""
+    eps: tuple[float, ...]
+    """The three norms' epsilons."""
+    window: tuple[int, int] = (-1, -1)
+    """How many tokens before and after its own a token sees; -1: all."""
+    rotary: tuple[float, float] = (0.0, 1.0)
+    """Base of the angles of rotary embeddings (0: none), and factor of the positions."""
+
+
+def encoder_layer(
+    x: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    parameters: Sequence[Tensor],
+    shape: LayerShape,
+    *,
+    positions: Tensor | None = None,
+    rows: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Computes an encoder layer on packed tokens, without dropout and without a derivative.
+
+    Weights in 8 bits are multiplied with activations that are rounded token by token; all the rest
+    is float32.
+
+    Args:
+        x: hidden states [T, hidden], float32, on a CPU.
+        cu_seqlens: int32 [B + 1]: sequence b owns the rows cu_seqlens[b] : cu_seqlens[b + 1].
+        max_seqlen: upper bound on the length of a sequence.
+        parameters: `LayerParameters.tensors()`; all numbers of features are multiples of 32.
+        shape: what to compute with them.
+        positions: int32 or int64 [T], where the shape has rotary embeddings.
+        rows: the rows whose output is wanted, int64 [Q], ascending, and int32 [B + 1] as
+            `cu_seqlens` of them; not with a window or rotary embeddings. None: all.
+
+    Returns:
+        Hidden states, [T, hidden] or [Q, hidden].
+
+    Raises:
+        TypeError: x is not a tensor.
+        ValueError: the activation is unknown.
+        RuntimeError: a shape, dtype or device is wrong.
+        NotImplementedError: a derivative of the result is asked for.
+    """
+    check_tensors("encoder_layer", {"x": x, "cu_seqlens": cu_seqlens}, {"positions": positions})
+    head_dim, eps, window, rotary = shape.head_dim, shape.eps, shape.window, shape.rotary
+    integers = [shape.heads, shape.kv_heads, head_dim, shape.intermediate]
+    integers += [kind_number("encoder_layer", shape.activation), shape.rms, shape.norms_first]
+    positions_of_rows, cu_rows = rows or (None, None)
+    return _ops.encoder_layer(
+        *(x, cu_seqlens, max_seqlen, positions, positions_of_rows, cu_rows, parameters),
+        [*integers, *window],
+        [head_dim**-0.5, *eps, *rotary],
+    )
+
+
+def pack_int8(weight: Tensor) -> Tensor:
+    """Rounds the weight of a linear layer to 8 bits, for `encoder_layer`.
+
+    Each output feature has its own scale, the largest magnitude of its weights / 127.
+
+    Args:
+        weight: [out_features, in_features], float32, contiguous, finite; multiples of 32.
+
+    Returns:
+        uint8 [bytes]: the numbers in the order of the product, scales and sums. About a quarter of
+        the weight's memory.
+
+    Raises:
+        TypeError: the weight is not a tensor.
+        RuntimeError: shape or dtype are wrong, or a number is not finite.
+    """
+    check_tensors("pack_int8", {"weight": weight}, {})
+    return _ops.encoder_pack_int8(weight.detach())
+
+
+@register_fake("encoder_layer")
+def _(x, cu_seqlens, max_seqlen, positions, rows, cu_rows, parameters, shape, numbers):
+    return x.new_empty(((x if rows is None else rows).shape[0], x.shape[1]))
+
+
+@register_fake("encoder_pack_int8")
+def _(weight):
+    columns = (weight.shape[0] + 63) // 64 * 64
+    return weight.new_empty((columns * (weight.shape[1] + 8),), dtype=torch.uint8)
+
+
+register_no_autograd("encoder_layer")
+register_no_autograd("encoder_pack_int8")

@@ -1,0 +1,52 @@
+// One layer of an encoder, forward only: what the binding hands to the CPU kernels. No torch here.
+#pragma once
+
+#include <cstdint>
+
+#include "gelu/glu_kind.h"
+
+namespace bert_unpad {
+
+// Weights in 8 bits: of each output column c scales[c] * (a whole number from -127 to 127). Panels
+// of 64 columns, [columns / 64][depth / 4][64][4]; columns beyond the last are zero.
+inline constexpr int kInt8Panel = 64;
+
+struct Int8Weights {
+  const int8_t* panels;
+  const float* scales;  // [columns to 64]
+  const int32_t* sums;  // [columns to 64]: of the whole numbers of a column
+};
+
+// Rows in 8 bits: element k of row r is scales[r] * (data[r * depth + k] - zeros[r]). A row that is
+// not finite has NaN for its scale.
+struct Int8Rows {
+  uint8_t* data;
+  float* scales;
+  int32_t* zeros;
+};
+
+// y = x weight^T + bias (+ addend). The depth is a multiple of 4, columns of 32.
+struct Int8ProductParams {
+  bool dot_products;  // whether the CPU has instructions for them
+  int64_t depth;
+  Int8Rows x;
+  Int8Weights weight;
+  const float* bias;
+  const float* addend;  // null: none; rows addend_stride apart
+  int64_t addend_stride;
+  float* y;  // rows y_stride apart
+  int64_t y_stride;
+};
+
+struct EncoderKernels {
+  // Rounds rows of `depth` numbers that are x_stride apart.
+  void (*quantize)(const float* x, int64_t x_stride, int64_t rows, int64_t depth, Int8Rows out);
+  // A block of at most kInt8Panel columns within one panel.
+  void (*product)(const Int8ProductParams&, int64_t row, int64_t rows, int64_t column,
+                  int64_t columns);
+  // y = activation(y), times the gate where there is one; columns are a multiple of 16.
+  void (*activate)(GluKind kind, float* y, int64_t y_stride, const float* gate, int64_t gate_stride,
+                   int64_t rows, int64_t columns);
+};
+
+}  // namespace bert_unpad

@@ -1,0 +1,414 @@
+// CPU binding of a whole encoder layer, forward only.
+//
+// Three stages, each a list of tasks: a block of rows up to queries, keys and values; attention of
+// all sequences; a block of rows from there to the layer's output. What a block needs stays in the
+// second-level cache. Of few rows there is one block, and its products are split by columns.
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "attention/attention.h"
+#include "attention/sequences_cpu.h"
+#include "common/checks.h"
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
+#include "cpu/rows.h"
+#include "encoder/products.h"
+#include "norm/norm.h"
+#include "rotary/arguments.h"
+#include "rotary/rotary.h"
+
+namespace bert_unpad {
+
+BU_ISA_TABLE(AttentionKernels, attention_kernels)
+BU_ISA_TABLE(NormKernels, norm_kernels)
+BU_ISA_TABLE(RotaryKernels, rotary_kernels)
+
+namespace {
+
+constexpr int64_t kBlockRows = 192;
+
+struct Norm {
+  const float *weight, *bias;  // null weight: there is none
+  float eps;
+};
+
+constexpr const char* kNames[] = {
+    "parameters[0]",  "parameters[1]",  "parameters[2]",  "parameters[3]",  "parameters[4]",
+    "parameters[5]",  "parameters[6]",  "parameters[7]",  "parameters[8]",  "parameters[9]",
+    "parameters[10]", "parameters[11]", "parameters[12]", "parameters[13]", "parameters[14]",
+    "parameters[15]", "parameters[16]", "parameters[17]", "parameters[18]", "parameters[19]",
+};
+
+// One call of the operator.
+class Layer {
+ public:
+  const char* op = "encoder_layer";
+
+  Layer(const Tensor& x, const std::vector<Tensor>& parameters, const std::vector<int64_t>& shape,
+        const std::vector<double>& numbers);
+
+  Tensor run(const Tensor& x, const Tensor& cu_seqlens, int64_t max_seqlen,
+             const std::optional<Tensor>& positions, const std::optional<Tensor>& rows,
+             const std::optional<Tensor>& cu_rows);
+
+ private:
+  enum { kQuery, kKey, kValue, kOut, kIn, kGate, kLast, kLinears };
+  enum { kFirstNorm, kMiddleNorm, kLastNorm, kNorms };
+  static constexpr int kParameters = 2 * (int{kLinears} + int{kNorms});
+
+  int64_t tokens_, hidden_, heads_, kv_heads_, head_dim_, intermediate_;
+  bool gated_, rms_, before_;
+  GluKind kind_;
+  AttentionWindow window_;
+  double scale_, theta_, position_scale_;
+  Linear linears_[kLinears] = {};
+  Norm norms_[kNorms] = {};
+  std::vector<std::vector<float>> vectors_;  // padded parameters
+  bool any_int8_ = false;
+
+  int64_t attended() const { return heads_ * head_dim_; }
+  int64_t kv_width() const { return kv_heads_ * head_dim_; }
+  int64_t qkv_width() const { return attended() + 2 * kv_width(); }
+
+  const float* vector(const Tensor& t, int64_t n, const char* name) {
+    check(t.numel() == 0 || (t.dim() == 1 && t.size(0) == n), op, ": ", name, " must have shape [",
+          n, "], got ", ShapeOf(t));
+    check_dtype(t, ScalarType::Float, op, name, "float32");
+    check_contiguous(t, op, name);
+    if (t.numel() > 0 && n % kRowPadding == 0) return t.const_data_ptr<float>();
+    vectors_.push_back(t.numel() == 0 ? std::vector<float>(padded_columns(n), 0.0f)
+                                      : padded_vector(t, n));
+    return vectors_.back().data();
+  }
+
+  // The rows, rounded too if a linear layer needs that.
+  Input input(bool on_all, const float* x, int64_t depth, int64_t rows,
+              const Int8Rows& int8) const {
+    const Input in{x, depth, rows, int8};
+    if (any_int8_) round_rows(on_all, in, depth);
+    return in;
+  }
+  void normalise(bool on_all, const Norm& norm, const float* x, float* y, int64_t rows) const;
+  void pack_all();
+
+  // Queries [query tokens, heads * head_dim] and where keys and values of all tokens are.
+  struct Projected {
+    Tensor q, kv;
+    int64_t q_stride, kv_stride;
+    float *query, *key, *value;
+  };
+  // The memory of a block of rows.
+  struct Block {
+    float *normed, *middle, *sum, *hidden;
+    Int8Rows int8;
+  };
+  Block block_memory(int64_t rows) const;
+  const float* enter(bool on_all, const float* x, const Block& memory, int64_t rows) const;
+  void leave(bool on_all, const float* attended, const float* x, float* out, const Block& memory,
+             int64_t rows) const;
+  Tensor attend(const Tensor& x, const Projected& qkv, const int32_t* cu_q, const int32_t* cu_k,
+                int64_t sequences, int64_t queries) const;
+  void set_rotary(RotaryCpuParams& p, const Tensor& positions, float* x, int64_t stride) const;
+};
+
+Layer::Layer(const Tensor& x, const std::vector<Tensor>& parameters,
+             const std::vector<int64_t>& shape, const std::vector<double>& numbers) {
+  check_shape(x, {-1, -1}, op, "x", "[tokens, hidden]");
+  check_dtype(x, ScalarType::Float, op, "x", "float32");
+  check_contiguous(x, op, "x");
+  check(parameters.size() == kParameters, op, ": parameters must hold ", kParameters,
+        " tensors, got ", parameters.size());
+  check(shape.size() == 9, op, ": shape must hold 9 numbers, got ", shape.size());
+  check(numbers.size() == 6, op, ": numbers must hold 6 numbers, got ", numbers.size());
+  for (const Tensor& t : parameters) check(t.is_cpu(), op, ": parameters must be on the CPU");
+  tokens_ = x.size(0);
+  hidden_ = x.size(1);
+  heads_ = shape[0];
+  kv_heads_ = shape[1];
+  head_dim_ = shape[2];
+  intermediate_ = shape[3];
+  check(heads_ > 0 && kv_heads_ > 0 && heads_ % kv_heads_ == 0 && head_dim_ >= 1 &&
+            head_dim_ <= 256 && intermediate_ > 0,
+        op, ": shape must begin with heads, kv_heads (a divisor), head_dim (1 to 256) and the ",
+        "intermediate size, got ", heads_, ", ", kv_heads_, ", ", head_dim_, ", ", intermediate_);
+  check(shape[4] >= 0 && shape[4] < kGluKinds, op, ": shape: unknown activation ", shape[4]);
+  kind_ = static_cast<GluKind>(shape[4]);
+  rms_ = shape[5] != 0;
+  before_ = shape[6] != 0;
+  window_ = {shape[7], shape[8]};
+  scale_ = numbers[0];
+  theta_ = numbers[4];
+  position_scale_ = numbers[5];
+  vectors_.reserve(parameters.size());
+  const int64_t sizes[kLinears][2] = {
+      {hidden_, attended()},    {hidden_, kv_width()},    {hidden_, kv_width()},
+      {attended(), hidden_},    {hidden_, intermediate_}, {hidden_, intermediate_},
+      {intermediate_, hidden_},
+  };
+  for (int i = 0; i < kLinears; ++i) {
+    const Tensor& weight = parameters[2 * i];
+    if (i == kGate && (gated_ = weight.numel() > 0, !gated_)) continue;
+    linears_[i] = linear_of(weight, sizes[i][0], sizes[i][1], op, kNames[2 * i]);
+    linears_[i].bias = vector(parameters[2 * i + 1], sizes[i][1], kNames[2 * i + 1]);
+    any_int8_ = any_int8_ || !linears_[i].weight;
+  }
+  for (int i = 0; i < kNorms; ++i) {
+    const int at = 2 * (kLinears + i);
+    norms_[i] = {nullptr, nullptr, static_cast<float>(numbers[1 + i])};
+    if (parameters[at].numel() == 0) continue;
+    norms_[i].weight = vector(parameters[at], hidden_, kNames[at]);
+    norms_[i].bias = vector(parameters[at + 1], hidden_, kNames[at + 1]);
+  }
+  check(!gated_ || !linears_[kIn].weight == !linears_[kGate].weight, op,
+        ": parameters: ffn_in and ffn_gate must both be packed in 8 bits, or neither");
+  check(norms_[kMiddleNorm].weight && (before_ || norms_[kLastNorm].weight), op,
+        ": parameters: a norm is missing");
+}
+
+void Layer::normalise(bool on_all, const Norm& norm, const float* x, float* y, int64_t rows) const {
+  constexpr int64_t kRows = 16;
+  for_tasks(on_all, (rows + kRows - 1) / kRows, [&](int64_t i) {
+    const int64_t first = i * kRows, count = std::min(kRows, rows - first);
+    NormCpuParams p{};
+    p.dtype = DType::kFloat32;
+    p.hidden = hidden_;
+    p.padded = padded_columns(hidden_);
+    p.eps = norm.eps;
+    p.keep_threshold = 65536u;
+    p.plain = true;
+    float mean[kRows], rstd[kRows];
+    p.mean = rms_ ? nullptr : mean;
+    p.rstd = rstd;
+    p.weight = norm.weight;
+    p.bias = norm.bias;
+    p.x = x + first * hidden_;
+    p.y = y + first * hidden_;
+    norm_kernels().forward(p, 0, count, thread_scratch(2 * p.padded));
+  });
+}
+
+// Packs all fp32 weights: each is read by many blocks.
+void Layer::pack_all() {
+  int64_t floats = 0;
+  for (const Linear& l : linears_)
+    if (l.weight) floats += packed_floats(l);
+  float* memory = thread_scratch<2>(floats);
+  for (Linear& l : linears_) {
+    if (!l.weight) continue;
+    pack(true, l, 0, l.columns, memory);
+    memory += packed_floats(l);
+  }
+}
+
+Layer::Block Layer::block_memory(int64_t rows) const {
+  const int64_t widest = std::max({hidden_, attended(), intermediate_});
+  const int64_t bytes = any_int8_ ? multiple_of(64, rows * widest) : 0;
+  float* memory = thread_scratch<1>(rows * (3 * hidden_ + intermediate_ + 2) + bytes / 4 + 64);
+  const auto take = [&](int64_t floats) {
+    float* out = memory;
+    memory += floats;
+    return out;
+  };
+  Block block{};
+  block.normed = take(rows * hidden_);
+  block.middle = take(rows * hidden_);
+  block.sum = take(rows * hidden_);
+  block.hidden = take(rows * intermediate_);
+  block.int8.scales = take(rows);
+  block.int8.zeros = reinterpret_cast<int32_t*>(take(rows));
+  block.int8.data = reinterpret_cast<uint8_t*>(take(bytes / 4));
+  return block;
+}
+
+// What queries, keys and values are computed from.
+const float* Layer::enter(bool on_all, const float* x, const Block& memory, int64_t rows) const {
+  if (!norms_[kFirstNorm].weight) return x;
+  normalise(on_all, norms_[kFirstNorm], x, memory.normed, rows);
+  return memory.normed;
+}
+
+// From attention's result and the layer's input x to the layer's output.
+void Layer::leave(bool on_all, const float* attended_rows, const float* x, float* out,
+                  const Block& m, int64_t rows) const {
+  multiply(on_all, linears_[kOut], input(on_all, attended_rows, attended(), rows, m.int8),
+           {m.sum, hidden_, x});
+  normalise(on_all, norms_[kMiddleNorm], m.sum, m.middle, rows);
+  const Activation activation{kind_, gated_ ? &linears_[kGate] : nullptr};
+  multiply(on_all, linears_[kIn], input(on_all, m.middle, hidden_, rows, m.int8),
+           {m.hidden, intermediate_, nullptr}, &activation);
+  const bool closes = norms_[kLastNorm].weight;
+  multiply(on_all, linears_[kLast], input(on_all, m.hidden, intermediate_, rows, m.int8),
+           {closes ? m.normed : out, hidden_, before_ ? m.sum : m.middle});
+  if (closes) normalise(on_all, norms_[kLastNorm], m.normed, out, rows);
+}
+
+void Layer::set_rotary(RotaryCpuParams& p, const Tensor& positions, float* x,
+                       int64_t stride) const {
+  const RotarySettings settings{heads_ + kv_heads_, theta_, head_dim_, false,
+                                position_scale_,    false};
+  p.dtype = DType::kFloat32;
+  p.wide_positions = positions.scalar_type() == ScalarType::Long;
+  p.heads = settings.heads;
+  p.pairs = head_dim_ / 2;
+  p.positions = positions.const_data_ptr();
+  p.x = p.out = x;
+  p.x_token_stride = p.out_token_stride = stride;
+  p.x_head_stride = p.out_head_stride = head_dim_;
+  for (int64_t i = 0; i < p.pairs; ++i) {
+    const uint64_t step = settings.step(i);
+    p.step_low[i] = static_cast<uint32_t>(step);
+    p.step_high[i] = static_cast<uint32_t>(step >> 32);
+  }
+}
+
+Tensor Layer::attend(const Tensor& x, const Projected& qkv, const int32_t* cu_q,
+                     const int32_t* cu_k, int64_t sequences, int64_t queries) const {
+  Tensor out = torch::stable::new_empty(x, {queries, attended()});
+  Tensor lse = torch::stable::new_empty(x, {heads_, queries});
+  AttentionCpuParams p{};
+  p.dtype = DType::kFloat32;
+  p.heads = static_cast<int>(heads_);
+  p.kv_heads = static_cast<int>(kv_heads_);
+  p.head_dim = static_cast<int>(head_dim_);
+  p.scale = static_cast<float>(scale_);
+  p.keep_threshold = 65536u;
+  p.window = window_;
+  p.q = {qkv.query, qkv.q_stride, head_dim_};
+  p.k = {qkv.key, qkv.kv_stride, head_dim_};
+  p.v = {qkv.value, qkv.kv_stride, head_dim_};
+  p.out_w = {out.mutable_data_ptr(), attended(), head_dim_};
+  p.lse = lse.mutable_data_ptr<float>();
+  p.q_tokens = queries;
+  const AttentionKernels& kernels = attention_kernels();
+  const std::vector<AttentionTask> tasks =
+      forward_tasks(by_work(cu_q, cu_k, sequences), cu_q, cu_k, p.heads, kernels.queries);
+  parallel_tasks(static_cast<int64_t>(tasks.size()), [&](int64_t i) {
+    kernels.forward(p, tasks[i], thread_scratch(kernels.scratch(p, tasks[i], false)));
+  });
+  return out;
+}
+
+// Blocks of rows, and whether there is one whose products are split instead.
+struct RowBlocks {
+  int64_t rows, size, count;
+  bool split;
+
+  explicit RowBlocks(int64_t rows) : rows(rows) {
+    const int64_t threads = torch::stable::get_num_threads();
+    split = rows < kBlockRows * threads;
+    const int64_t rounds = (rows + kBlockRows * threads - 1) / (kBlockRows * threads);
+    size = split ? std::max<int64_t>(rows, 1)
+                 : multiple_of(6, (rows + rounds * threads - 1) / (rounds * threads));
+    count = (rows + size - 1) / size;
+  }
+
+  // fn(first row, rows)
+  template <class F>
+  void for_each(const F& fn) const {
+    for_tasks(!split, count, [&](int64_t i) { fn(i * size, std::min(size, rows - i * size)); });
+  }
+};
+
+Tensor Layer::run(const Tensor& x, const Tensor& cu_seqlens, int64_t max_seqlen,
+                  const std::optional<Tensor>& positions, const std::optional<Tensor>& rows,
+                  const std::optional<Tensor>& cu_rows) {
+  const bool some = rows.has_value();
+  check(some == cu_rows.has_value(), op, ": rows and cu_rows must be given together");
+  check(!some || (theta_ == 0.0 && window_.left < 0 && window_.right < 0), op,
+        ": rows cannot go with rotary embeddings or a window");
+  const int64_t queries = some ? rows->size(0) : tokens_;
+  const AttentionRows keys{x, "x", cu_seqlens, "cu_seqlens", max_seqlen};
+  const AttentionRows read =
+      some ? AttentionRows{*rows, "rows", *cu_rows, "cu_rows", max_seqlen} : keys;
+  for (const AttentionRows* side : {&read, &keys})
+    check(side->cu_seqlens.is_cpu(), op, ": ", side->cu_name, " must be on the CPU like x");
+  const int64_t sequences = check_sequences(read, keys, op);
+  const int32_t *cu_q = check_cu_seqlens(read, op), *cu_k = check_cu_seqlens(keys, op);
+  const int64_t* chosen = nullptr;
+  if (some) {
+    check_shape(*rows, {-1}, op, "rows", "[rows]");
+    check_dtype(*rows, ScalarType::Long, op, "rows", "int64");
+    check_contiguous(*rows, op, "rows");
+    chosen = rows->const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < queries; ++i)
+      check(chosen[i] >= 0 && chosen[i] < tokens_, op, ": rows must be at least 0 and below ",
+            tokens_, ", but entry ", i, " is ", chosen[i]);
+  }
+  RotaryCpuParams rotary{};
+  if (positions) {
+    check_shape(*positions, {tokens_}, op, "positions", "[tokens]");
+    check(
+        positions->scalar_type() == ScalarType::Long || positions->scalar_type() == ScalarType::Int,
+        op, ": positions must be int32 or int64");
+    check_contiguous(*positions, op, "positions");
+    check(positions->is_cpu(), op, ": positions must be on the CPU like x");
+  }
+  check(theta_ == 0.0 || (positions && theta_ > 0.0 && head_dim_ % 2 == 0), op,
+        ": rotary embeddings need positions, an even head_dim and a theta above 0");
+  Tensor out = torch::stable::new_empty(x, {queries, hidden_});
+  if (queries == 0) return out;
+  const auto* base = x.const_data_ptr<float>();
+  auto* result = out.mutable_data_ptr<float>();
+  const RowBlocks all(tokens_), read_blocks(queries);
+  if (!all.split) pack_all();
+
+  const int64_t kv = kv_width(), width = some ? 2 * kv : qkv_width();
+  Projected qkv{torch::stable::new_empty(x, {some ? queries : 0, attended()}),
+                torch::stable::new_empty(x, {tokens_, width})};
+  qkv.kv_stride = width;
+  auto* projected = qkv.kv.mutable_data_ptr<float>();
+  qkv.query = some ? qkv.q.mutable_data_ptr<float>() : projected;
+  qkv.q_stride = some ? attended() : width;
+  qkv.key = projected + width - 2 * kv;
+  qkv.value = qkv.key + kv;
+  if (theta_ != 0.0) set_rotary(rotary, *positions, projected, width);
+  all.for_each([&](int64_t first, int64_t count) {
+    const Block memory = block_memory(count);
+    const bool split = all.split;
+    const Input in = input(split, enter(split, base + first * hidden_, memory, count), hidden_,
+                           count, memory.int8);
+    if (!some) multiply(split, linears_[kQuery], in, {qkv.query + first * width, width, nullptr});
+    multiply(split, linears_[kKey], in, {qkv.key + first * width, width, nullptr});
+    multiply(split, linears_[kValue], in, {qkv.value + first * width, width, nullptr});
+    if (theta_ != 0.0) rotary_kernels().rotate(rotary, first, first + count);
+  });
+  Tensor gathered = torch::stable::new_empty(x, {some ? queries : 0, hidden_});
+  const float* residual = base;
+  if (some) {
+    auto* copies = gathered.mutable_data_ptr<float>();
+    residual = copies;
+    read_blocks.for_each([&](int64_t first, int64_t count) {
+      const Block memory = block_memory(count);
+      const bool split = read_blocks.split;
+      for (int64_t i = first; i < first + count; ++i)
+        std::memcpy(copies + i * hidden_, base + chosen[i] * hidden_, hidden_ * sizeof(float));
+      const Input in = input(split, enter(split, copies + first * hidden_, memory, count), hidden_,
+                             count, memory.int8);
+      multiply(split, linears_[kQuery], in, {qkv.query + first * attended(), attended(), nullptr});
+    });
+  }
+  const Tensor mixed = attend(x, qkv, cu_q, cu_k, sequences, queries);
+  const auto* attended_rows = mixed.const_data_ptr<float>();
+  read_blocks.for_each([&](int64_t first, int64_t count) {
+    leave(read_blocks.split, attended_rows + first * attended(), residual + first * hidden_,
+          result + first * hidden_, block_memory(count), count);
+  });
+  return out;
+}
+
+Tensor encoder_layer(Tensor x, Tensor cu_seqlens, int64_t max_seqlen,
+                     std::optional<Tensor> positions, std::optional<Tensor> rows,
+                     std::optional<Tensor> cu_rows, std::vector<Tensor> parameters,
+                     std::vector<int64_t> shape, std::vector<double> numbers) {
+  return Layer(x, parameters, shape, numbers)
+      .run(x, cu_seqlens, max_seqlen, positions, rows, cu_rows);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CPU, m) {
+  m.impl("encoder_layer", TORCH_BOX(&encoder_layer));
+}
+
+}  // namespace bert_unpad

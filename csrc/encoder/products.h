@@ -1,0 +1,66 @@
+// Linear layers of an encoder on a CPU, in fp32 or 8 bits: weights, inputs, and the product.
+#pragma once
+
+#include "common/checks.h"
+#include "cpu/parallel.h"
+#include "encoder/layer.h"
+
+namespace bert_unpad {
+
+// Runs fn(i) for i in [0, n), on all threads or on this one.
+template <class F>
+void for_tasks(bool on_all, int64_t n, const F& fn) {
+  if (on_all) return parallel_tasks(n, fn);
+  for (int64_t i = 0; i < n; ++i) fn(i);
+}
+
+inline int64_t multiple_of(int64_t factor, int64_t n) { return (n + factor - 1) / factor * factor; }
+
+// y = x weight^T + bias.
+struct Linear {
+  int64_t depth, columns;
+  const float* weight;  // [columns, depth]; null: in 8 bits
+  Int8Weights int8;
+  const float* bias;
+  float* panels;  // the fp32 weight from column `first` on, packed; null: not packed
+  int64_t first;
+};
+
+// Rows of a linear layer's input; x is `stride` apart.
+struct Input {
+  const float* x;
+  int64_t stride, rows;
+  Int8Rows int8;  // where a layer needs them
+};
+
+// Rows of its output, `stride` apart, and contiguous rows that are added; null: none.
+struct Output {
+  float* y;
+  int64_t stride;
+  const float* addend;
+};
+
+// What comes after a product: an activation, times the linear layer `gate` where there is one.
+struct Activation {
+  GluKind kind;
+  const Linear* gate;
+};
+
+// Checks a weight, fp32 or packed by encoder_pack_int8. The bias is not set.
+Linear linear_of(const Tensor& weight, int64_t depth, int64_t columns, const char* op,
+                 const char* name);
+
+// Whether fp32 weights of that many rows have to be packed.
+bool needs_packing(int64_t rows);
+// Floats that a packed fp32 weight takes; packs it.
+int64_t packed_floats(const Linear& linear);
+void pack(bool on_all, Linear& linear, int64_t first, int64_t columns, float* panels);
+
+// Rounds the rows of an input to 8 bits, `depth` numbers each.
+void round_rows(bool on_all, const Input& in, int64_t depth);
+
+// Computes a linear layer, on all threads or on this one.
+void multiply(bool on_all, const Linear& linear, const Input& in, const Output& out,
+              const Activation* activation = nullptr);
+
+}  // namespace bert_unpad
