@@ -165,10 +165,10 @@ def test_the_trainer_counts_and_sums_the_same(monkeypatch) -> None:
         results.append((step.counts, window.fold(), gradients(model)))
     (counts, sums, want), (padded_counts, padded_sums, got) = results
     assert counts == padded_counts
-    assert sums == pytest.approx(padded_sums, rel=1e-6)
+    # Two layers, each of some hundred roundings on the way to a number and back.
+    assert sums == pytest.approx(padded_sums, rel=1e-5)
     for a, b in zip(got, want, strict=True):
-        # Each of 40 tokens' terms is rounded once in a sum that another order makes.
-        assert (a - b).abs().max() <= 40 * 2**-24 * b.abs().max()
+        assert (a - b).abs().max() <= 3e-5 * b.abs().max()
 
 
 def make_config(**changes) -> PretrainConfig:
