@@ -22,9 +22,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import cuda_choice
+import ready_wheel
 from setuptools import Extension
 from setuptools.command.build_ext import build_ext
 from torch_location import find_torch
@@ -182,13 +185,32 @@ class NativeBuild(build_ext):
 
     def finalize_options(self) -> None:
         super().finalize_options()
+        self.wheel = ready_wheel.find_wheel()
         self.torch = find_torch()
         self.cuda_path = Path(self.get_ext_fullpath(f"bert_unpad.{CUDA_MODULE}"))
+        if self.wheel is not None:
+            self._finalize_from_wheel(self.wheel)
+            return
         self.nvcc, self.why_no_cuda = cuda_choice.choose_nvcc(
             self.torch, already_built=bool(self.inplace) and self.cuda_path.exists()
         )
         if self.nvcc is None:
             self.extensions = [e for e in self.extensions if not e.name.endswith(CUDA_MODULE)]
+
+    def _finalize_from_wheel(self, wheel: Path) -> None:
+        """Leaves the extensions that the wheel has and $BERT_UNPAD_CUDA wants."""
+        there = ready_wheel.modules_of(wheel, ROOT)
+        wish = os.environ.get("BERT_UNPAD_CUDA", "")
+        if wish == "1" and not any(CUDA_MODULE in name for name in there):
+            raise SystemExit(f"BERT_UNPAD_CUDA=1: expected a wheel with {CUDA_MODULE}, got {wheel}")
+        self.extensions = [
+            extension
+            for extension in self.extensions
+            if self.get_ext_filename(extension.name) in there
+            and not (wish == "0" and extension.name.endswith(CUDA_MODULE))
+        ]
+        if len(self.extensions) < 2:
+            raise SystemExit(f"BERT_UNPAD_WHEEL: expected one for this Python, got {wheel}")
 
     def get_ext_filename(self, fullname: str) -> str:
         if not ABI3:
@@ -196,6 +218,33 @@ class NativeBuild(build_ext):
         return str(Path(*fullname.split(".")).with_suffix(".abi3.so"))
 
     def run(self) -> None:
+        if self.wheel is None:
+            folder = self._compile()
+            self._place(lambda name: (folder / f"{name.rpartition('.')[2]}.so").read_bytes())
+        else:
+            with zipfile.ZipFile(self.wheel) as archive:
+                self._place(lambda name: archive.read(self.get_ext_filename(name)))
+
+    def _place(self, content: Callable[[str], bytes]) -> None:
+        """Writes the modules, by their names, to where they belong."""
+        for extension in self.extensions:
+            target = Path(self.get_ext_fullpath(extension.name))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # Written, then renamed: a process that has the old module mapped keeps its own file.
+            temporary = target.with_suffix(".tmp")
+            temporary.write_bytes(content(extension.name))
+            os.replace(temporary, target)
+        if not self.inplace:
+            Path(self.build_lib, ready_wheel.RECORD).write_text(ready_wheel.digest(ROOT))
+        for other in self.cuda_path.parent.glob("*.cpython-*.so") if ABI3 else ():
+            other.unlink()  # of an earlier build: Python would take these first
+        if self.cuda_path.exists() and str(self.cuda_path) not in self._modules():
+            # Of an earlier build: it may not fit the `_C` that it would now be loaded beside.
+            self.cuda_path.unlink()
+            print(f"bert_unpad: removed {self.cuda_path}, which was not rebuilt", file=sys.stderr)
+
+    def _compile(self) -> Path:
+        """The folder that the modules are linked in."""
         torch = self.torch
         if torch is None:
             raise SystemExit("no PyTorch >= 2.11 was found; install it with `pip install torch`")
@@ -224,21 +273,13 @@ class NativeBuild(build_ext):
         else:
             print(f"bert_unpad: CPU operators only ({self.why_no_cuda})", file=sys.stderr)
         ninja.run(self.parallel or None, bool(os.environ.get("BERT_UNPAD_VERBOSE")))
-        for extension in self.extensions:
-            target = Path(self.get_ext_fullpath(extension.name))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            # Copy, then rename: a process that has the old module mapped keeps its own file.
-            temporary = target.with_suffix(".tmp")
-            shutil.copyfile(folder / f"{extension.name.rpartition('.')[2]}.so", temporary)
-            os.replace(temporary, target)
-        for other in self.cuda_path.parent.glob("*.cpython-*.so") if ABI3 else ():
-            other.unlink()  # of an earlier build: Python would take these first
-        if self.nvcc is None and self.cuda_path.exists():
-            # Of an earlier build: it may not fit the `_C` that it would now be loaded beside.
-            self.cuda_path.unlink()
-            print(f"bert_unpad: removed {self.cuda_path}, which was not rebuilt", file=sys.stderr)
+        return folder
 
     def get_outputs(self) -> list[str]:
+        record = [] if self.inplace else [str(Path(self.build_lib, ready_wheel.RECORD))]
+        return [*self._modules(), *record]
+
+    def _modules(self) -> list[str]:
         return [self.get_ext_fullpath(extension.name) for extension in self.extensions]
 
     def _cpu_module(self, ninja: NinjaFile, flags: list[str], torch: Path) -> None:

@@ -8,6 +8,7 @@
 # Environment:
 #   BERT_UNPAD_PYTHON  interpreter to make .venv with (default: the first usable python3*)
 #   BERT_UNPAD_TORCH   pip requirement for PyTorch, e.g. `torch==2.13.0` (default: see choose_torch)
+#   BERT_UNPAD_WHEEL   a wheel of these sources, whose modules are taken instead of compiling them
 #   CXX, CUDA_HOME, BERT_UNPAD_CUDA, TORCH_CUDA_ARCH_LIST  as in CONTRIBUTING.md
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -58,7 +59,7 @@ else:
     from importlib.util import find_spec
     if not find_spec("venv") or not find_spec("ensurepip"):
         print("has no venv module (Debian, Ubuntu: apt-get install python%s-venv)" % version)
-    elif not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+    elif not os.environ.get("BERT_UNPAD_WHEEL") and not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
         print("has no C headers (Debian, Ubuntu: apt-get install python%s-dev)" % version)
 PY
 }
@@ -263,8 +264,12 @@ PY
 prepare() {
   step "Environment"
   if has_gpu; then GPU=yes; else GPU=no; fi
-  check_compiler
-  note "C++ compiler: $CXX"
+  if [[ -n ${BERT_UNPAD_WHEEL:-} ]]; then
+    note "Compiled modules: of $BERT_UNPAD_WHEEL"
+  else
+    check_compiler
+    note "C++ compiler: $CXX"
+  fi
   if [[ ${FRESH:-no} == yes ]]; then
     rm -rf "$VENV" "$ROOT/build"
   fi
