@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import tempfile
 from typing import NamedTuple
 
 import torch
@@ -298,6 +299,36 @@ class EncoderForPreTraining(nn.Module):
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Writes config.json and model.safetensors for Hugging Face; see `weights.save`."""
         weights.save(self, directory)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        commit_message: str = "Upload model",
+    ) -> str:
+        """Uploads what `save_pretrained` writes to the Hugging Face Hub, as transformers does.
+
+        Args:
+            repo_id: name of the repository, made if it does not exist.
+            private: whether it is made private; by default what the account says.
+            token: the account's; by default the one of `hf auth login`.
+            commit_message: of the upload.
+
+        Returns:
+            The URL of the commit.
+        """
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            commit = api.upload_folder(
+                repo_id=repo_id, folder_path=folder, commit_message=commit_message
+            )
+        return commit.commit_url
 
     @classmethod
     def from_pretrained(

@@ -25,6 +25,7 @@ from bert_unpad.pretrain.output.energy import joules_per_sequence
 from bert_unpad.pretrain.output.export import export
 from bert_unpad.pretrain.output.fill_mask import FilledText, fill_masks
 from bert_unpad.pretrain.output.metrics import numbers, read_json_lines
+from bert_unpad.pretrain.output.model_card import write_model_card
 from bert_unpad.pretrain.output.plots import draw_run
 from bert_unpad.pretrain.progress import Progress
 from bert_unpad.pretrain.run import Run
@@ -55,6 +56,7 @@ def write_report(run: Run, data: PreparedData) -> None:
     held_out = len(data.validation) > 0
     most_frequent = most_frequent_token_rate(data.validation) if held_out else None
     summary = _summary(lines, data, model, run.progress, most_frequent)
+    write_model_card(model_dir, run.config, model, summary)
     if plotted := importlib.util.find_spec("matplotlib") is not None:
         draw_run(run_dir / "training.png", lines, most_frequent)
     print(_table(summary, TASKS[run.config.data.objective]))

@@ -14,15 +14,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 
 from bert_unpad.data import WordPieceTokenizer
-from bert_unpad.nn import BertForPreTraining
+from bert_unpad.nn import BertForPreTraining, EncoderConfig
 from bert_unpad.pretrain import main
-from bert_unpad.pretrain.config import ConfigError, LoggingConfig
+from bert_unpad.pretrain.config import ConfigError, DataConfig, LoggingConfig, PretrainConfig
 from bert_unpad.pretrain.output import matmul_peak
 from bert_unpad.pretrain.output.display import Display
 from bert_unpad.pretrain.output.matmul_peak import MatmulPeak, measure_matmul_peak
 from bert_unpad.pretrain.output.metrics import read_json_lines
+from bert_unpad.pretrain.output.model_card import write_model_card
 from bert_unpad.pretrain.output.settings import save_settings
 from bert_unpad.pretrain.ranks import threads_per_process
 from tests.support.processes import TIMEOUT, start_ranks
@@ -119,6 +121,41 @@ def test_exported_files(run_dir):
     saved = yaml.safe_load((run_dir / "config.yaml").read_text())
     assert saved["optimizer"]["lr"] == 5e-3
     assert saved["batching"]["strategy"] == "stratified"
+
+
+def test_the_model_card_says_data_recipe_metrics_and_licence(run_dir):
+    summary = json.loads((run_dir / "summary.json").read_text())
+    card = ModelCard.load(run_dir / "model" / "README.md")
+    assert (card.data.license, card.data.library_name) == ("unknown", "transformers")
+    assert (card.data.pipeline_tag, card.data.datasets) == ("fill-mask", None)
+    found = {result.metric_name: result.metric_value for result in card.data.eval_results}
+    names = ("loss", "mlm_accuracy", "nsp_accuracy")
+    assert found == {name: summary["held_out"][name] for name in names}
+    assert {result.dataset_name for result in card.data.eval_results} == {"held out of corpus.txt"}
+    for shown in ("25 updates", "adamw, learning rate 0.005", "24 tokens", "bf16", "## Licence"):
+        assert shown in card.text
+    assert str(run_dir.parent) not in card.content  # nothing of this machine is published
+
+
+def test_a_model_card_names_data_sets_of_the_hub(tmp_path):
+    model = BertForPreTraining(
+        EncoderConfig(
+            vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+            intermediate_size=8,
+        )
+    )  # fmt: skip
+    config = PretrainConfig()
+    config.data = DataConfig(
+        mixture={"hf:org/texts?split=train": 2.0, "stdlib": 1.0}, tokenizer=str(tmp_path)
+    )
+    counts = dict.fromkeys(("parameters", "steps", "sequences", "tokens", "seconds"), 3)
+    summary = counts | {"held_out": None, "ranks": 1, "device": "cpu"}
+    write_model_card(tmp_path, config, model, summary)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.datasets == ["org/texts"]
+    assert card.data.eval_results is None
+    assert "text: org/texts, docstrings of Python's standard library" in card.text
+    assert "no example was held out" in card.text
 
 
 DAMAGED_SETTINGS = {
