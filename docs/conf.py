@@ -1,7 +1,7 @@
-"""The documentation site: these pages, and a reference made of the docstrings.
+"""The documentation site: these pages, notebooks, and a reference made of the docstrings.
 
 pip install '.[docs]'
-python -m sphinx -W --keep-going docs build/site
+python -m sphinx -W --keep-going docs build/site    # -D nb_execution_mode=off: no outputs
 """
 
 import importlib
@@ -19,10 +19,20 @@ ROOT = DOCS.parent
 
 project = "bert_unpad"
 version = release = bert_unpad.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"bert_unpad {version}"
 html_copy_source = False
+
+# Notebooks are text, and executed for each site; an error ends the build.
+exclude_patterns = ["conf.py"]
+nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
+nb_execution_mode = "force"
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_merge_streams = True
+nb_output_stderr = "remove"  # progress bars and logs
 
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"

@@ -109,7 +109,7 @@ def _recipe(
         f"schedule {config.schedule.name}",
         "precision": config.precision,
         "seed": config.seed,
-        "hardware": f"{summary['ranks']} ranks on {summary['device']}, "
+        "hardware": f"{summary['device']}, ranks: {summary['ranks']}, "
         f"{summary['seconds']:,.0f} s of training",
     }
 
