@@ -91,12 +91,6 @@ print(f"largest difference {difference:.1e}, least cosine {cosine:.7f}")
 assert difference < 1e-5
 
 # %% [markdown]
-# Nearest neighbours are the same as well, which is what a search would show:
-
-# %%
-assert torch.equal((stock @ stock.T).topk(2).indices, (packed @ packed.T).topk(2).indices)
-
-# %% [markdown]
 # ## What it brings
 #
 # Both take turns, and the best of three rounds counts. `hf.repad` restores the stock classes.
