@@ -41,7 +41,7 @@ from bert_unpad.costs.measure import (
 )
 from bert_unpad.costs.network import Cluster, Link
 from bert_unpad.costs.replica import make_replica
-from bert_unpad.costs.sync import COMPRESSIONS
+from bert_unpad.costs.sync import HOOK_COMPRESSIONS
 from bert_unpad.costs.timing import random_inputs, run_pass
 from bert_unpad.costs.workload import Workload
 from bert_unpad.nn import BertConfig, BertForPreTraining
@@ -106,10 +106,12 @@ def work(options: argparse.Namespace) -> None:
     with process_group(device) as alone:
         torch.manual_seed(0)
         model = BertForPreTraining(workload.config).train()
-        compress = {name: CompressionTimer(workload, model, name, alone) for name in COMPRESSIONS}
+        compress = {
+            name: CompressionTimer(workload, model, name, alone) for name in HOOK_COMPRESSIONS
+        }
         passes = PassTimer(workload, model, rows=4)  # up to as many tokens as the updates have
         updates, taken = {}, {}
-        for name in COMPRESSIONS:
+        for name in HOOK_COMPRESSIONS:
             node_size = options.per_host if options.per_host > 1 else None
             contender = Contender(workload, name, options.bucket_mb, node_size)
             contender.update([random_inputs(workload.config, [8])])  # makes the optimizer's state

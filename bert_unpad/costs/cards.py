@@ -1,11 +1,11 @@
 """GPUs by name: memory, rates, and a price to start from.
 
-Rates are dense (without structured sparsity), products of 16 bits added up in fp32, from NVIDIA's
-data sheets and white papers: A100, H100, H200, L4, L40S, V100, T4 (data sheets); B200 (an eighth of
-the DGX B200, fp32 of the HGX B200, in their data sheets); GeForce RTX 3090, 4090 and 5090 (white
-papers of Ampere GA102, Ada and RTX Blackwell), RTX 2080 Ti (Turing white paper); A10G (the data
-sheet that AWS publishes with its G5 instances). They are peaks: what training sustains of them is
-an assumption (`SUSTAINED_SHARE`).
+Rates are dense (without structured sparsity), products of 16 bits and of 8 added up in fp32, from
+NVIDIA's data sheets and white papers: A100, H100, H200, L4, L40S, V100, T4 (data sheets); B200 (an
+eighth of the DGX B200, fp32 of the HGX B200, in their data sheets); GB200 (a 72nd of the GB200
+NVL72, in its data sheet); GeForce RTX 3090, 4090 and 5090 (white papers of Ampere GA102, Ada and
+RTX Blackwell), RTX 2080 Ti (Turing white paper); A10G (the data sheet that AWS publishes with its
+G5 instances). They are peaks: what products reach of them is `PRODUCTS_SHARE`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ from dataclasses import dataclass
 
 from bert_unpad._capability import LEAST_CAPABILITY, Capability, reaches
 
-SUSTAINED_SHARE = 0.4
-"""Share of the peak that a step's model FLOPs are assumed to reach (MFU). An assumption: this
-package has not been measured on a GPU yet. Published BERT-large results of others on A100 GPUs (305
-to 367 sequences/s of about 0.49 TFLOP) come to 0.48 to 0.58; cards with a higher ratio of
-arithmetic to memory bandwidth reach less."""
+PRODUCTS_SHARE: dict[Capability, dict[str, float]] = {
+    (7, 0): {"16bit": 0.62, "8bit": 0.62},
+    (8, 9): {"16bit": 0.62, "8bit": 0.57},
+    (9, 0): {"16bit": 0.68, "8bit": 0.57},
+    (10, 0): {"16bit": 0.5, "8bit": 0.25},
+}
+"""Share of the peak that an encoder's matrix products reach, from that compute capability on.
+Those of A100 in 16 bits, of H100 and H200, and of B200 in 8 bits are fitted to published runs and
+this package's measurements (benchmarks/check_published.py); others are taken from their neighbours,
+and 16 bits on B200 is a guess."""
 
 # The CUDA operators need this much, whatever the precision.
 _LEAST_CAPABILITY = min(LEAST_CAPABILITY.values())
@@ -33,14 +38,16 @@ class Card:
     """Size of its memory, 10^9 bytes."""
     tflops_16bit: float
     """Peak of 16-bit products, 10^12 operations/s: of bf16 where it has that, else of fp16."""
+    tflops_8bit: float
+    """Peak of 8-bit products (fp8), 10^12 operations/s; 0: it has none."""
     tflops_fp32: float
     """Peak in fp32 without tensor cores, 10^12 operations/s."""
     bandwidth_gbs: float
     """Bandwidth of its memory, 10^9 bytes/s."""
     capability: Capability
     """Compute capability."""
-    nvlink: bool
-    """Whether servers with several of them usually join them by NVLink."""
+    nvlink_gbs: float
+    """Bandwidth of its NVLink in each direction, 10^9 bytes/s; 0: servers join them by PCIe."""
     price: float
     """US dollars per hour: a round figure of on-demand cloud prices of 2025, to compare cards by;
     prices differ by more than a factor of 3 between clouds, so give your own."""
@@ -56,28 +63,36 @@ class Card:
         return self.capability >= _LEAST_CAPABILITY
 
     def peak(self, precision: str) -> float:
-        """Operations/s of the products that `precision` (bf16, fp16 or fp32) trains with."""
-        return 1e12 * (self.tflops_fp32 if precision == "fp32" else self.tflops_16bit)
+        """Operations/s of the products that a precision of the trainer trains with."""
+        rates = {"fp32": self.tflops_fp32, "fp8": self.tflops_8bit}
+        return 1e12 * rates.get(precision, self.tflops_16bit)
+
+    def products_share(self, precision: str) -> float:
+        """Share of `peak` that an encoder's matrix products reach; see `PRODUCTS_SHARE`."""
+        begin = max(first for first in PRODUCTS_SHARE if first <= self.capability)
+        return PRODUCTS_SHARE[begin]["8bit" if precision == "fp8" else "16bit"]
 
 
 CARDS = {
     card.name: card
     for card in (
-        Card("a100-40", 40, 312, 19.5, 1555, (8, 0), True, 2.0),
-        Card("a100-80", 80, 312, 19.5, 2039, (8, 0), True, 2.5),
-        Card("h100", 80, 989, 67, 3350, (9, 0), True, 4.0),
-        Card("h100-pcie", 80, 756, 51, 2000, (9, 0), False, 3.0),
-        Card("h200", 141, 989, 67, 4800, (9, 0), True, 5.0),
-        Card("b200", 180, 2250, 75, 8000, (10, 0), True, 6.0),
-        Card("l4", 24, 121, 30.3, 300, (8, 9), False, 0.8),
-        Card("a10g", 24, 70, 35, 600, (8, 6), False, 1.0),
-        Card("l40s", 48, 362, 91.6, 864, (8, 9), False, 1.9),
-        Card("rtx3090", 24, 71, 35.6, 936, (8, 6), False, 0.25),
-        Card("rtx4090", 24, 165, 82.6, 1008, (8, 9), False, 0.4),
-        Card("rtx5090", 32, 209.5, 104.8, 1792, (12, 0), False, 0.6),
-        Card("v100", 32, 125, 15.7, 900, (7, 0), True, 3.0),
-        Card("t4", 16, 65, 8.1, 320, (7, 5), False, 0.5),
-        Card("rtx2080ti", 11, 53.8, 13.4, 616, (7, 5), False, 0.1),
+        Card("a100-40", 40, 312, 0, 19.5, 1555, (8, 0), 300, 2.0),
+        Card("a100-80", 80, 312, 0, 19.5, 2039, (8, 0), 300, 2.5),
+        Card("a100-pcie", 80, 312, 0, 19.5, 1935, (8, 0), 0, 2.0),
+        Card("h100", 80, 989, 1979, 67, 3350, (9, 0), 450, 4.0),
+        Card("h100-pcie", 80, 756, 1513, 51, 2000, (9, 0), 0, 3.0),
+        Card("h200", 141, 989, 1979, 67, 4800, (9, 0), 450, 5.0),
+        Card("b200", 180, 2250, 4500, 75, 8000, (10, 0), 900, 6.0),
+        Card("gb200", 186, 2500, 5000, 80, 8000, (10, 0), 900, 7.0),
+        Card("l4", 24, 121, 242, 30.3, 300, (8, 9), 0, 0.8),
+        Card("a10g", 24, 70, 0, 35, 600, (8, 6), 0, 1.0),
+        Card("l40s", 48, 362, 733, 91.6, 864, (8, 9), 0, 1.9),
+        Card("rtx3090", 24, 71, 0, 35.6, 936, (8, 6), 0, 0.25),
+        Card("rtx4090", 24, 165, 330, 82.6, 1008, (8, 9), 0, 0.4),
+        Card("rtx5090", 32, 209.5, 419, 104.8, 1792, (12, 0), 0, 0.6),
+        Card("v100", 32, 125, 0, 15.7, 900, (7, 0), 150, 3.0),
+        Card("t4", 16, 65, 0, 8.1, 320, (7, 5), 0, 0.5),
+        Card("rtx2080ti", 11, 53.8, 0, 13.4, 616, (7, 5), 0, 0.1),
     )
 }
 """The cards by name; h100 is the SXM card."""

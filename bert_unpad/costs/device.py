@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from bert_unpad.costs.cards import SUSTAINED_SHARE, Card
+from bert_unpad.costs.cards import Card
 from bert_unpad.costs.compute import ComputeCost
-from bert_unpad.costs.optimizers import OPTIMIZER_COSTS
+from bert_unpad.costs.error_band import PUBLISHED
+from bert_unpad.costs.kernels import pass_cost
+from bert_unpad.costs.optimizers import OPTIMIZER_COSTS, muon_flops
 from bert_unpad.costs.workload import Workload
 
 # Share of a GPU's memory bandwidth that kernels which only stream reach; 0.8 to 0.9 is usual.
@@ -19,11 +21,14 @@ _STREAMED = 0.8
 # reads two and writes one.
 _CLIP_BYTES = 12
 _ACCUMULATE_BYTES = 12
+# Rounding weights reads fp32 twice, and writes a byte as it is and one transposed.
+_ROUND_WEIGHTS_BYTES = 10
 
 # The same for compressing: bf16 reads fp32 and writes 2 bytes, and back. PowerSGD adds the error to
 # the gradient (3 passes of 4 bytes), copies it (2), multiplies it by Q and its transpose by P (2),
 # writes PQ^T (1) and takes the new error (3).
-_COMPRESS_BYTES = {"none": 0, "bf16": 12, "power_sgd": 44}
+# One bit: each side adds its error, finds the scale, writes signs and the new error.
+_COMPRESS_BYTES = {"none": 0, "bf16": 12, "power_sgd": 44, "one_bit": 40}
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class Device:
     """Seconds that each further pass of an update takes to add to the gradients."""
     compress: Mapping[str, float] = field(default_factory=dict)
     """Seconds that a sync computes, by compression; 0 for those that are not here."""
+    band: float = 0.0
+    """Share by which 9 of 10 figures are off at most, see `bert_unpad.costs.error_band`."""
     one_bucket: bool = False
     """Whether PowerSGD has one bucket for all gradients, as the trainer gives it on CPUs."""
 
@@ -89,6 +96,7 @@ def mixed_device(devices: Sequence[Device]) -> Device:
         compress={
             name: max(device.compress[name] for device in devices) for name in devices[0].compress
         },
+        band=max(device.band for device in devices),
     )
 
 
@@ -96,35 +104,56 @@ def card_device(
     card: Card,
     workload: Workload,
     *,
-    sustained: float = SUSTAINED_SHARE,
+    products_share: float | None = None,
     memory_share: float = 0.9,
 ) -> Device:
     """A GPU of the table, from its data sheet and two assumptions.
 
     Args:
-        card: of compute capability 7.5 or later; for bf16 8.0.
+        card: of compute capability 7.5 or later; for bf16 8.0, for fp8 8.9.
         workload: what is trained.
-        sustained: share of the peak that the model's FLOPs reach.
+        products_share: share of the peak that matrix products reach; None: the card's, from
+            `PRODUCTS_SHARE`.
         memory_share: of its memory that a run may use: CUDA's context, cuBLASLt's workspaces and
             gaps between blocks take the rest.
 
     Raises:
-        ValueError: the workload is in bf16, and the card does not multiply it.
+        ValueError: the card does not multiply the workload's precision.
     """
     if workload.precision == "bf16" and not card.has_bf16:
         raise ValueError(
             f"precision: expected fp16 or fp32 on {card.name}, whose tensor cores have no bf16, "
             "got 'bf16'"
         )
+    if not card.peak(workload.precision):
+        raise ValueError(
+            f"precision: expected bf16, fp16 or fp32 on {card.name}, whose tensor cores have no "
+            f"fp8, got {workload.precision!r}"
+        )
     seconds = workload.parameters / (_STREAMED * card.bandwidth_gbs * 1e9)
+    passes = [
+        pass_cost(
+            config, card, workload.precision, workload.longest, products_share, workload.masked
+        )
+        for config in workload.encoders
+    ]
+    update = OPTIMIZER_COSTS[workload.optimizer].traffic * seconds
+    if workload.precision == "fp8":  # weights are rounded to 8 bits once an update
+        update += _ROUND_WEIGHTS_BYTES * seconds
+    if workload.optimizer == "muon":
+        share = card.products_share("bf16") if products_share is None else products_share
+        update += muon_flops(workload.config) / (share * card.peak("bf16"))
     return Device(
         name=card.name,
         memory=card.memory_gb * 1e9 * memory_share,
-        passes=ComputeCost.from_rate(
-            workload.config, sustained * card.peak(workload.precision), workload.longest
+        passes=ComputeCost(
+            sum(cost.linear for cost in passes),
+            sum(cost.quadratic for cost in passes),
+            sum(cost.fixed for cost in passes),
         ),
-        update=OPTIMIZER_COSTS[workload.optimizer].traffic * seconds,
+        update=update,
         clip=_CLIP_BYTES * seconds,
         accumulate=_ACCUMULATE_BYTES * seconds,
         compress={name: size * seconds for name, size in _COMPRESS_BYTES.items()},
+        band=PUBLISHED.most,
     )

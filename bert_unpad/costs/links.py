@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from bert_unpad.costs.network import Link
+from bert_unpad.costs.cards import Card
+from bert_unpad.costs.network import Cluster, Link
 
 PAYLOAD = 0.94
 """Share of a link's rate that is data: 1,448 bytes of each 1,538 of an Ethernet frame with TCP/IP
@@ -18,10 +19,15 @@ _TCP_LATENCY, _INFINIBAND_LATENCY = 30e-6, 10e-6
 # Rates of four lanes, in Gbit/s of data (InfiniBand Trade Association's roadmap).
 _INFINIBAND = {"ib": 200, "ib-edr": 100, "ib-hdr": 200, "ib-ndr": 400}
 
+NVLINK_SHARE = 0.75
+"""Share of NVLink's bandwidth in each direction that an allreduce sees."""
+
+HIDDEN, SLOWING = 0.39, 0.023
+"""`hidden` and `slowing` of a `Cluster` of GPUs, fitted by benchmarks/check_published.py."""
+
 INTRA_NODE = {
-    # What an allreduce sees of NVLink 3 or later, a round figure below its 300 GB/s and more in
-    # each direction, and of PCI Express 4.0 x16, below its 32 GB/s.
-    "nvlink": Link(latency=5e-6, bandwidth=200e9),
+    # What an allreduce sees of NVLink 3, and of PCI Express 4.0 x16, below its 32 GB/s.
+    "nvlink": Link(latency=2e-6, bandwidth=NVLINK_SHARE * 300e9),
     "pcie": Link(latency=10e-6, bandwidth=12e9),
 }
 """Links between the ranks of a node."""
@@ -55,6 +61,18 @@ def network_link(
         usual = _TCP_LATENCY
     share = adapters / ranks_per_node
     return Link(usual if latency is None else latency, rate * 1e9 / 8 * PAYLOAD * share)
+
+
+def card_link(card: Card) -> Link:
+    """The link between cards of a node: NVLink where they have it, or PCIe."""
+    if not card.nvlink_gbs:
+        return INTRA_NODE["pcie"]
+    return Link(INTRA_NODE["nvlink"].latency, NVLINK_SHARE * card.nvlink_gbs * 1e9)
+
+
+def gpu_cluster(ranks_per_node: int, node: Link, network: Link) -> Cluster:
+    """Nodes of GPUs, whose collectives and kernels slow each other."""
+    return Cluster(ranks_per_node, node, network, hidden=HIDDEN, slowing=SLOWING)
 
 
 def intra_node_link(name: str) -> Link:

@@ -69,6 +69,7 @@ def memory_of(
     compression: str = "none",
     recompute: str = "none",
     sharers: int = 1,
+    shard: str = "none",
 ) -> Memory:
     """The memory of a rank.
 
@@ -78,14 +79,18 @@ def memory_of(
         compression: how gradients travel, of `COMPRESSIONS`.
         recompute: the trainer's `recompute`.
         sharers: ranks that share the optimizer's state; 1: none does.
+        shard: the trainer's `optimizer.shard`: with fsdp they share weights and gradients too.
     """
     config, parameters = workload.config, workload.parameters
     size = _bytes(workload.precision)
     tokens = workload.most_tokens(batch)
     masked = workload.most_masked(tokens)
     # bf16: the buffers that travel; PowerSGD: its error feedback and a copy to compute that from.
-    sync = {"none": 0, "bf16": 2, "power_sgd": 8}[compression]
-    layers = len(config.layer_order) * layer_bytes_per_token(config, workload.precision, recompute)
+    sync = {"none": 0, "bf16": 2, "power_sgd": 8, "one_bit": 8}[compression]
+    layers = sum(
+        len(encoder.layer_order) * layer_bytes_per_token(encoder, workload.precision, recompute)
+        for encoder in workload.encoders
+    )
     if recompute == "layer":  # the one that is being computed again
         layers += layer_bytes_per_token(config, workload.precision, "none")
     # The embedding's sum and output; the gradients of the activation's output and input, of a
@@ -94,12 +99,14 @@ def memory_of(
     layers += (5 * config.hidden_size + (1 + products) * config.intermediate_size) * size
     # Gathered states, the transform's three outputs; gradients of as many at most.
     head = config.padded_vocab_size + 8 * config.hidden_size
+    held = 1 / sharers if shard == "fsdp" else 1.0
+    even = shard in ("overlap", "fsdp")
     return Memory(
-        weights=parameters * (4 + (2 if size == 2 else 0)),
-        gradients=4 * parameters,
+        weights=parameters * (4 * held + (2 if size == 2 else 0)),
+        gradients=4 * parameters * held,
         optimizer=OPTIMIZER_COSTS[workload.optimizer].state
         * parameters
-        * workload.shard_share(sharers),
+        * (1 / sharers if even else workload.shard_share(sharers)),
         sync=sync * parameters,
         activations=tokens * layers,
         logits=masked * head * size,

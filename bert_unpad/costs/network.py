@@ -82,6 +82,11 @@ class Cluster:
     """The allreduce between nodes; best: whichever is faster for the size, as NCCL chooses."""
     flat: bool = False
     """Whether an allreduce is one ring through all ranks instead, as gloo's on CPUs is."""
+    hidden: float = 1.0
+    """Share of the computing beside a collective that hides it: kernels and collectives of a GPU
+    slow each other."""
+    slowing: float = 0.0
+    """What an allreduce between nodes takes longer for each doubling of the nodes, as a share."""
 
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1:
@@ -109,7 +114,15 @@ class Cluster:
             "tree": self.network.tree_allreduce(share, nodes),
         }
         between = min(across.values()) if self.algorithm == "best" else across[self.algorithm]
-        return 2 * self.node.reduce_scatter(size, local) + between
+        return self._within(size, local) + between * (1 + self.slowing * math.log2(nodes))
+
+    def _within(self, size: float, local: int) -> float:
+        """Seconds of the reduce-scatter and the all-gather within a node, as fast as NCCL's."""
+        ways = {
+            "ring": self.node.ring_allreduce(size, local),
+            "tree": self.node.tree_allreduce(size, local),
+        }
+        return ways["ring"] if self.algorithm == "ring" else min(ways.values())
 
     def exchange(self, near: ArrayLike, far: ArrayLike, ranks: int) -> NDArray[np.float64]:
         """Seconds of an exchange of examples, an all-to-all within nodes and then one between them.

@@ -41,6 +41,7 @@ def exposed_seconds(
     cluster: Cluster,
     ranks: int,
     whole: float = 1.0,
+    collective: float = 1.0,
 ) -> NDArray[np.float64]:
     """Seconds from the end of the backward pass to the end of the sync.
 
@@ -50,12 +51,17 @@ def exposed_seconds(
         cluster: what it runs on.
         ranks: that average their gradients.
         whole: a whole backward pass, in the unit of the buckets' `left`.
+        collective: what a bucket's collective is of an allreduce; a reduce-scatter is half.
     """
-    each = [sum(cluster.allreduce(size, ranks) for size in bucket.sizes) for bucket in buckets]
+    each = [
+        collective * sum(cluster.allreduce(size, ranks) for size in bucket.sizes)
+        for bucket in buckets
+    ]
     # Rounded once, so that n equal buckets take exactly n times as long as one.
     rest = np.array([math.fsum(each[i:]) for i in range(len(each))])
     left = np.array([bucket.left for bucket in buckets])
-    return (rest - np.asarray(backward, np.float64)[..., None] * left / whole).max(axis=-1)
+    hiding = cluster.hidden * np.asarray(backward, np.float64)[..., None]
+    return (rest - hiding * left / whole).max(axis=-1)
 
 
 @dataclass(frozen=True)
@@ -66,11 +72,13 @@ class BucketOverlap:
     """Buckets in the order of their allreduces, `left` as a share of the backward pass."""
     backward_share: float = BACKWARD_SHARE
     """The backward pass's share of a pass's computing."""
+    collective: float = 1.0
+    """What a bucket's collective is of an allreduce; a reduce-scatter is half."""
 
     def exposed(self, compute: ArrayLike, cluster: Cluster, ranks: int) -> NDArray[np.float64]:
         """Seconds by which the sync outlasts a pass of the slowest rank, see `Overlap.exposed`."""
         backward = np.asarray(compute, np.float64) * self.backward_share
-        return exposed_seconds(self.buckets, backward, cluster, ranks)
+        return exposed_seconds(self.buckets, backward, cluster, ranks, collective=self.collective)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A model in DDP that syncs gradients with one of `COMPRESSIONS`, made as the trainer makes it."""
+"""A model in DDP that syncs gradients by one of `HOOK_COMPRESSIONS`, as the trainer makes it."""
 
 from __future__ import annotations
 

@@ -91,6 +91,10 @@ class StepModel:
     """Seconds of sending weights."""
     update: float = 0.0
     """Seconds of clipping and optimizer."""
+    gather: float = 0.0
+    """Seconds of an all-gather of weights that a pass hides, as far as its forward part lasts."""
+    gathers: int = 0
+    """How many of these a step has."""
 
     def to_dict(self) -> dict[str, object]:
         """The models of computing and communication, as JSON keeps them."""
@@ -138,7 +142,9 @@ class StepModel:
         again = self.recompute * compute
         busy = slowest + again
         allreduce = self.overlap.exposed(busy / self.passes, self.cluster, ranks)
-        alone = busy + allreduce + (self.compress + self.weights + self.update)
+        forward = self.cluster.hidden * busy / self.passes * (1 - self.overlap.backward_share)
+        weights = self.weights + self.gathers * np.maximum(self.gather - forward, 0)
+        alone = busy + allreduce + weights + (self.compress + self.update)
         late = np.maximum(np.asarray(exchange) - alone, 0)
         total = float((alone + late).mean())
         return StepTime(
@@ -150,6 +156,6 @@ class StepModel:
             sequences_per_second=sequences / total,
             recompute=again,
             compress=self.compress,
-            weights=self.weights,
+            weights=float(weights.mean()),
             update=self.update,
         )

@@ -11,7 +11,13 @@ from bert_unpad.data.sampling.histogram import sample_lengths
 _STEPS, _EXAMPLES = 16, 2**17
 
 
-def straggler_share(workload: Workload, cost: ComputeCost, ranks: int, batch: int) -> float:
+# `batching.strategy: exchange` by its scope, under the balancer's names.
+_DEALING = {"exchange": "random/world/lpt", "exchange_node": "random/node/lpt"}
+
+
+def straggler_share(
+    workload: Workload, cost: ComputeCost, ranks: int, batch: int, node_ranks: int = 1
+) -> float:
     """What the slowest rank computes beyond the mean, as a share of the mean.
 
     Args:
@@ -19,20 +25,21 @@ def straggler_share(workload: Workload, cost: ComputeCost, ranks: int, batch: in
         cost: of a pass; its fixed part, the same on all ranks, does not count.
         ranks: of the run.
         batch: sequences of a rank and update.
+        node_ranks: ranks of a node, among which `exchange_node` exchanges.
     """
     if ranks == 1:
         return 0.0
     steps = min(_STEPS, max(_EXAMPLES // (ranks * batch), 2))
     plan = EpochPlan(
         sample_lengths(steps * ranks * batch, 0, workload.counts),
-        strategy=workload.strategy,
+        strategy=_DEALING.get(workload.strategy, workload.strategy),
         num_replicas=ranks,
         batch_size=batch,
         seed=0,
         epoch=0,
         work=cost.work,
         pool_steps=64,
-        exchange_ranks=ranks,
+        exchange_ranks=node_ranks,
     )
     busy = plan.work(0, plan.steps)
     mean = float(busy.mean())

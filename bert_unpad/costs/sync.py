@@ -9,8 +9,11 @@ from bert_unpad.costs.gradient_buckets import Bucket, Gradient
 from bert_unpad.costs.network import Cluster
 from bert_unpad.costs.overlap import SyncBucket
 
-COMPRESSIONS = ("none", "bf16", "power_sgd")
-"""How gradients travel. none: in fp32; bf16: `clip.wire_dtype: bf16`; power_sgd: `comm.hook`."""
+HOOK_COMPRESSIONS = ("none", "bf16", "power_sgd")
+"""How gradients travel with the optimizers that do not send anything themselves."""
+COMPRESSIONS = (*HOOK_COMPRESSIONS, "one_bit")
+"""How gradients travel. none: in fp32; bf16: `clip.wire_dtype: bf16`; power_sgd: `comm.hook`;
+one_bit: momenta, by an optimizer of `ONE_BIT`, after its `comm.start` updates."""
 
 # PyTorch's hook compresses a matrix only if that makes it smaller by this factor
 # (`min_compression_rate`).
@@ -36,6 +39,8 @@ def power_sgd_bytes(gradients: Sequence[Gradient]) -> tuple[float, float, float]
 
 def sync_buckets(buckets: Sequence[Bucket], compression: str) -> list[SyncBucket]:
     """DDP's buckets as they travel with one of `COMPRESSIONS`; `left` is a share."""
+    if compression == "one_bit":  # the optimizer's buffer, when the backward pass is over
+        return [SyncBucket((sum(bucket.numel for bucket in buckets) / 8,), 0.0)]
     found = []
     for bucket in buckets:
         if compression == "power_sgd":

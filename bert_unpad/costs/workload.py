@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +16,13 @@ from bert_unpad.costs.optimizers import OPTIMIZER_COSTS
 from bert_unpad.nn.config import EncoderConfig
 from bert_unpad.nn.flops import MASKED_FRACTION, training_flops
 
-PRECISIONS = tuple(name for name in get_args(Precision) if name != "fp8")
-"""Types of activations whose cost is modelled."""
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+"""Values of `precision`."""
 OPTIMIZERS = tuple(OPTIMIZER_COSTS)
 """Optimizers whose cost is modelled, of `optimizer.name`."""
-STRATEGIES = ("stratified", "random")
-"""Ways to deal sequences to ranks whose stragglers are modelled, of `batching.strategy`."""
+STRATEGIES = ("stratified", "random", "exchange", "exchange_node")
+"""Ways to deal sequences to ranks: `batching.strategy`, and exchange with `batching.scope: node`.
+What travels of examples is small, and travels beside the step before."""
 
 
 def cap_lengths(counts: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
@@ -31,6 +32,16 @@ def cap_lengths(counts: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
     capped = counts[: longest + 1].copy()
     capped[longest] += counts[longest + 1 :].sum()
     return capped
+
+
+class Part(NamedTuple):
+    """Updates of a run that differ from its others: a stage of growth, or of a growing batch."""
+
+    updates: int
+    work: Workload
+    """What these updates train, in place of the run's."""
+    share: float = 1.0
+    """Of `work`'s pass that is computed: less where layers are frozen or left out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +66,12 @@ class Workload:
     """The optimizer, of `OPTIMIZERS`."""
     strategy: str = "stratified"
     """How sequences are dealt to ranks, of `STRATEGIES`."""
+    masked: float = MASKED_FRACTION
+    """Share of the tokens that are masked."""
+    generator: EncoderConfig | None = None
+    """With `data.objective: rtd`, the model that replaces tokens and shares the embeddings."""
+    parts: tuple[Part, ...] = ()
+    """Parts of the run that make other updates, in any order; the rest of `updates` are whole."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "updates"):
@@ -80,7 +97,14 @@ class Workload:
     @cached_property
     def parameters(self) -> int:
         """Parameters of the model."""
-        return num_parameters(self.config)
+        shared = self.config.padded_vocab_size * self.config.embedding_width
+        rest = 0 if self.generator is None else num_parameters(self.generator) - shared
+        return num_parameters(self.config) + rest
+
+    @property
+    def encoders(self) -> tuple[EncoderConfig, ...]:
+        """The model, and with `generator` that too."""
+        return (self.config,) if self.generator is None else (self.config, self.generator)
 
     @cached_property
     def longest(self) -> int:
@@ -128,4 +152,4 @@ class Workload:
 
     def most_masked(self, tokens: int) -> int:
         """Masked tokens, whose logits are computed, among so many tokens."""
-        return math.ceil(MASKED_FRACTION * tokens)
+        return math.ceil(self.masked * tokens)

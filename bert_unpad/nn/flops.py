@@ -37,6 +37,8 @@ class _ForwardFlops(NamedTuple):
     """Operations of a layer's product that computes queries, keys and values."""
     decoder: int
     """Operations of the heads' product with the word embedding."""
+    attention: list[int]
+    """What of each layer are products of queries with keys, and of weights with values."""
 
 
 def forward_flops(config: EncoderConfig, lengths: Lengths, num_masked: int | None = None) -> int:
@@ -83,6 +85,16 @@ def training_flops(
     return flops - (parts.decoder if frozen_decoder else 0)
 
 
+def attention_flops(config: EncoderConfig, lengths: Lengths) -> int:
+    """The part of `training_flops` that attention's products of scores and values take.
+
+    Args:
+        config: the model's configuration.
+        lengths: see `forward_flops`.
+    """
+    return 3 * sum(_forward_parts(config, lengths, 0).attention)
+
+
 def _forward_parts(
     config: EncoderConfig, lengths: Lengths, num_masked: int | None
 ) -> _ForwardFlops:
@@ -119,6 +131,7 @@ def _forward_parts(
         rest=projection + sum(heads[name] for name in config.heads),
         qkv=qkv,
         decoder=decoder,
+        attention=[attention[window] for window in windows],
     )
 
 

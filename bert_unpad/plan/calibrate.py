@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.costs.device import Device
+from bert_unpad.costs.error_band import CHECKED
 from bert_unpad.costs.measure import CompressionTimer, PassTimer, fit_link, link_times
 from bert_unpad.costs.network import Link
-from bert_unpad.costs.sync import COMPRESSIONS
+from bert_unpad.costs.sync import HOOK_COMPRESSIONS
 from bert_unpad.costs.workload import Workload
 from bert_unpad.nn import EncoderForPreTraining
 
@@ -83,6 +84,7 @@ def calibrate(
     with process_group(device) as alone:
         torch.manual_seed(0)
         model = EncoderForPreTraining(workload.config).to(device).train()
+        model.bert.encoder.fp8 = workload.precision == "fp8"
 
         def left(share: float) -> float:
             """Seconds until that share of the time is used, by the first rank's clock."""
@@ -91,7 +93,9 @@ def calibrate(
             return share * seconds - float(spent)
 
         compress = {}
-        for number, name in enumerate(COMPRESSIONS, start=1):  # one copy of the model at a time
+        for number, name in enumerate(
+            HOOK_COMPRESSIONS, start=1
+        ):  # one copy of the model at a time
             timer = CompressionTimer(workload, model, name, alone)
             _sample(timer, left(0.1 * number))
             compress[name] = timer.median()
@@ -126,6 +130,7 @@ def measured_device(
         clip=clip,
         accumulate=accumulate,
         compress=dict(compress),
+        band=CHECKED,
         one_bucket=device.type == "cpu",
     )
     return found, cost.compare(passes.batches, seconds)

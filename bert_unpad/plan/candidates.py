@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import get_args
 
-from bert_unpad._choices import Shard
+from bert_unpad._choices import ONE_BIT, Shard
 from bert_unpad.costs.sync import COMPRESSIONS
+from bert_unpad.costs.workload import Workload
 from bert_unpad.nn.encoder import Recompute
 
 RECOMPUTE = get_args(Recompute)
-SHARDS: tuple[Shard, ...] = ("none", "node", "world")
-"""Values of `optimizer.shard` whose time is modelled."""
+SHARDS: tuple[Shard, ...] = get_args(Shard)
+"""Values of `optimizer.shard`, the simplest first."""
+IN_PASSES = ("overlap", "fsdp")
+"""Those that send gradients and weights within passes, without DDP."""
+MT_DAO_PERIOD = 32
+"""Updates between the averages of `optimizer.name: mt_dao`."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +58,16 @@ class Candidate:
         """
         plain = "hierarchical" if hierarchical else "allreduce"
         hook = "power_sgd" if self.compression == "power_sgd" else plain
+        averaging = self.local_sgd_period > 1 and self.local_sgd_period != MT_DAO_PERIOD
         arguments = {
             "batching.global_batch_size": global_batch,
             "batching.accumulation": self.accumulation,
             "clip.wire_dtype": "bf16" if self.compression == "bf16" else "fp32",
-            "comm.hook": hook if self.local_sgd_period == 1 else "post_local_sgd",
+            "comm.hook": "post_local_sgd" if averaging else hook,
             "optimizer.shard": self.shard,
             "recompute": self.recompute,
         }
-        if self.local_sgd_period > 1:
+        if averaging:
             arguments["comm.local_sgd_period"] = self.local_sgd_period
         return [f"--{key}={value}" for key, value in arguments.items()]
 
@@ -76,10 +82,27 @@ class Allowed:
 
     compressions: Sequence[str] = ("none", "bf16")
     """Some of `COMPRESSIONS`; by default not PowerSGD, which changes more of what is learned."""
-    shards: Sequence[str] = SHARDS
+    shards: Sequence[str] = ("none", "node", "world")
+    """By default not those of `IN_PASSES`, which do without CUDA graphs."""
     recompute: Sequence[str] = RECOMPUTE
     local_sgd_periods: Sequence[int] = (1,)
     """Updates between averages over all nodes; 1: average in each."""
+
+
+def allowed_with(work: Workload, allowed: Allowed) -> Allowed:
+    """What of `allowed` goes with the run's optimizer and growth, as the trainer has it."""
+    if work.optimizer in ONE_BIT:
+        return replace(allowed, compressions=("one_bit",), shards=("none",), local_sgd_periods=(1,))
+    if work.optimizer == "mt_dao":
+        periods = (MT_DAO_PERIOD,)
+        return replace(allowed, compressions=("none",), shards=("none",), local_sgd_periods=periods)
+    shards: Sequence[str] = allowed.shards
+    if work.optimizer == "muon":
+        shards = ("none",)
+    elif work.parts:
+        shards = [shard for shard in shards if shard not in IN_PASSES]
+    plain = [name for name in allowed.compressions if name != "one_bit"]
+    return replace(allowed, compressions=plain, shards=shards)
 
 
 def candidates(
@@ -96,18 +119,18 @@ def candidates(
     part = global_batch // ranks
     # One rank syncs and shards nothing; on one node all averages are of the node.
     compressions = allowed.compressions if ranks > 1 else ("none",)
-    shards = [
-        shard
-        for shard in allowed.shards
-        if shard == "none" or (gpus_per_node > 1 if shard == "node" else nodes > 1)
-    ]
-    periods = allowed.local_sgd_periods if nodes > 1 else (1,)
+    shards = [shard for shard in allowed.shards if _shares(shard, nodes, gpus_per_node)]
+    periods = allowed.local_sgd_periods if ranks > 1 else (1,)
+    if nodes == 1 and periods != (MT_DAO_PERIOD,):
+        periods = (1,)
     for accumulation in (n for n in range(1, part + 1) if part % n == 0):
         for compression in compressions:
             for period in periods:
                 if period > 1 and compression != "none":
                     continue  # the trainer has one hook at a time, and it takes fp32
                 for shard in shards:
+                    if shard in IN_PASSES and compression == "power_sgd":
+                        continue  # whose hook is DDP's
                     if period > 1 and shard != "none":
                         continue  # ranks of other nodes have other states in between
                     for recompute in allowed.recompute:
@@ -120,3 +143,9 @@ def candidates(
                             recompute=recompute,
                             local_sgd_period=period,
                         )
+
+
+def _shares(shard: str, nodes: int, gpus_per_node: int) -> bool:
+    """Whether so many ranks can share what `optimizer.shard` says, and no simpler way is that."""
+    ranks = {"node": gpus_per_node, "world": nodes}.get(shard, nodes * gpus_per_node)
+    return shard == "none" or ranks > 1

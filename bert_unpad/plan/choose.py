@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from bert_unpad._choices import LOCAL_SGD_PERIOD
+from bert_unpad._choices import COMMUNICATING, LOCAL_SGD_PERIOD
 from bert_unpad.costs.memory import Memory
 from bert_unpad.costs.step import StepTime
-from bert_unpad.costs.sync import COMPRESSIONS
-from bert_unpad.plan.candidates import Allowed, Candidate, candidates
+from bert_unpad.costs.sync import HOOK_COMPRESSIONS
+from bert_unpad.plan.candidates import Allowed, Candidate, allowed_with, candidates
 from bert_unpad.plan.planner import Planner
 
 TIE = 0.01
@@ -31,13 +31,22 @@ class Choice:
     """Seconds that an update would save if memory had no limit."""
     updates: int
     """Updates of the run."""
+    run_seconds: float
+    """Seconds of the whole run."""
     price: float | None
     """Price of one card per hour."""
+    band: float = 0.0
+    """Share by which the time may be off."""
+
+    @property
+    def days_band(self) -> tuple[float, float]:
+        """Days of the run, if throughput is off by `band` in either direction."""
+        return self.days / (1 + self.band), self.days / (1 - self.band)
 
     @property
     def days(self) -> float:
         """Days of the whole run, without evaluation, checkpoints and restarts."""
-        return self.updates * self.time.total / _DAY
+        return self.run_seconds / _DAY
 
     @property
     def cost(self) -> float | None:
@@ -91,6 +100,7 @@ class Choice:
             "bottleneck": self.bottleneck,
             "updates": self.updates,
             "days": self.days,
+            "days_band": list(self.days_band),
             "cost": self.cost,
         }
 
@@ -116,6 +126,7 @@ def best(
         None where there is none; `why_none` says why.
     """
     work = planner.workload
+    allowed = allowed_with(work, allowed)
     found = [
         (planner.update_time(candidate), candidate)
         for candidate in candidates(
@@ -139,7 +150,9 @@ def best(
         memory=planner.memory(chosen),
         memory_seconds=least - without_limit,
         updates=work.updates,
+        run_seconds=planner.run_seconds(chosen),
         price=price,
+        band=planner.device.band,
     )
 
 
@@ -152,6 +165,7 @@ def why_none(planner: Planner, nodes: int, allowed: Allowed) -> str:
             f"a global batch of {work.global_batch:,} does not divide by {ranks:,} ranks; "
             f"{nearest:,} would"
         )
+    allowed = allowed_with(work, allowed)
     least = min(
         planner.memory(candidate).total
         for candidate in candidates(
@@ -176,7 +190,9 @@ def alternatives(
     planner: Planner, nodes: int, allowed: Allowed, price: float | None = None
 ) -> list[Choice]:
     """The best with each way to sync gradients, including those that are not allowed."""
-    ways: Sequence[tuple[str, int]] = [(name, 1) for name in COMPRESSIONS]
+    if planner.workload.optimizer in COMMUNICATING:
+        return []  # these send in one way
+    ways: Sequence[tuple[str, int]] = [(name, 1) for name in HOOK_COMPRESSIONS]
     if nodes > 1:
         ways = [*ways, ("none", LOCAL_SGD_PERIOD)]
     found = []

@@ -5,19 +5,24 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bert_unpad._choices import ONE_BIT
 from bert_unpad.costs.cards import find_card
 from bert_unpad.costs.device import Device, card_device, mixed_device
+from bert_unpad.costs.error_band import error_sentence
 from bert_unpad.costs.inputs import model_config, read_counts
-from bert_unpad.costs.links import intra_node_link, network_link
+from bert_unpad.costs.links import card_link, gpu_cluster, intra_node_link, network_link
 from bert_unpad.costs.network import Cluster, Link
-from bert_unpad.costs.workload import OPTIMIZERS, STRATEGIES, Workload, cap_lengths
+from bert_unpad.costs.workload import OPTIMIZERS, Workload, cap_lengths
 from bert_unpad.nn.config import BertConfig
+from bert_unpad.nn.flops import MASKED_FRACTION
 from bert_unpad.plan.candidates import Allowed
+from bert_unpad.plan.recipe import read_recipe, run_parts
 
 
 def workload_of(options: argparse.Namespace) -> tuple[Workload, float | None]:
@@ -30,7 +35,7 @@ def workload_of(options: argparse.Namespace) -> tuple[Workload, float | None]:
     """
     recipe: dict[str, Any] = {}
     if options.model.endswith((".yaml", ".yml")):
-        recipe = _recipe(options.model, options.set)
+        recipe = read_recipe(options.model, options.set)
     elif options.set:
         raise ValueError("argument --set: expected --model to be a recipe (YAML)")
     config = recipe.get("config") or _config(options.model)
@@ -73,7 +78,11 @@ def workload_of(options: argparse.Namespace) -> tuple[Workload, float | None]:
         precision=given("precision", "bf16"),
         optimizer=optimizer,
         strategy=given("strategy", "stratified"),
+        masked=recipe.get("masked", MASKED_FRACTION),
+        generator=recipe.get("generator"),
     )
+    if "run" in recipe:
+        workload = replace(workload, parts=run_parts(recipe["run"], workload))
     return workload, given("bucket_mb", None)
 
 
@@ -97,6 +106,11 @@ def hardware_of(
         latency=None if options.latency is None else options.latency * 1e-6,
     )
     if options.calibrate is not None:
+        if workload.generator is not None:
+            raise ValueError(
+                "argument --calibrate: expected a recipe whose data.objective is not rtd, since "
+                "one encoder is measured, got rtd (--card plans with it)"
+            )
         # Needs the trainer's own packages, which a plan does without otherwise.
         from bert_unpad.plan.calibrate import calibrate
 
@@ -113,6 +127,8 @@ def hardware_of(
             f"{1e6 * (cost.linear + cost.quadratic * per_token):.3g} us a token, an "
             f"update {1e3 * (device.clip + device.update):.3g} ms"
         )
+        if workload.optimizer in ONE_BIT:
+            basis.append("compressing to one bit was not measured, and counts as no time")
         if price is None:
             basis.append("no price was given, so costs are left out (--price)")
     else:
@@ -120,19 +136,31 @@ def hardware_of(
         device = mixed_device(
             [
                 card_device(
-                    card, workload, sustained=options.sustained, memory_share=options.memory_share
+                    card,
+                    workload,
+                    products_share=options.products_share,
+                    memory_share=options.memory_share,
                 )
                 for card in cards
             ]
         )
-        if options.intra_node is None and all(card.nvlink for card in cards):
-            node = intra_node_link("nvlink")
-        peaks = [f"{card.peak(workload.precision) / 1e12:g}" for card in cards]
+        if options.intra_node is None:
+            node = min((card_link(card) for card in cards), key=lambda link: link.bandwidth)
+        shares = [
+            card.products_share(workload.precision)
+            if options.products_share is None
+            else options.products_share
+            for card in cards
+        ]
+        peaks = [
+            f"{share:.0%} of {card.peak(workload.precision) / 1e12:g}"
+            for share, card in zip(shares, cards, strict=True)
+        ]
         basis.append(
-            f"assumed: passes reach {options.sustained:.0%} of the card's peak of "
-            f"{' and '.join(peaks)} TFLOP/s in {workload.precision}; "
-            "nothing was measured (--sustained, --calibrate)"
+            f"modelled: products reach {' and '.join(peaks)} TFLOP/s, the peak in "
+            f"{workload.precision}; passes run from CUDA graphs (--products-share, --calibrate)"
         )
+        basis.append(error_sentence())
         if len(cards) > 1:
             basis.append(
                 "equal parts of the ranks have each card, and work in proportion to its speed "
@@ -155,7 +183,10 @@ def hardware_of(
             network = Link(measured.latency, measured.bandwidth / options.gpus_per_node)
             basis.append(f"measured between nodes: {rate}")
     on_cpus = options.calibrate is not None and options.device == "cpu"
-    cluster = Cluster(options.gpus_per_node, node, network, flat=on_cpus)
+    if on_cpus:
+        cluster = Cluster(options.gpus_per_node, node, network, flat=True)
+    else:
+        cluster = gpu_cluster(options.gpus_per_node, node, network)
     return device, cluster, price, basis
 
 
@@ -179,80 +210,6 @@ def _config(name: str) -> BertConfig:
             "argument --model: expected base, large, a config.json or a recipe (YAML), "
             f"got {name!r}"
         ) from error
-
-
-def _recipe(path: str, overrides: list[str]) -> dict[str, Any]:
-    """What a plan needs of a recipe, under the names of the options."""
-    from bert_unpad.pretrain.config import ConfigError, read_config
-
-    if not Path(path).is_file():
-        raise ValueError(f"argument --model: expected a recipe, got {path!r}, which is no file")
-    for override in overrides:
-        if "=" not in override:
-            raise ValueError(f"argument --set: expected KEY=VALUE, got {override!r}")
-    run, _ = read_config(["--config", path, *(f"--{override}" for override in overrides)])
-    batching = run.batching
-    if batching.strategy not in STRATEGIES:
-        raise ValueError(
-            f"{path}: expected batching.strategy stratified or random, got {batching.strategy!r} "
-            "(--set batching.strategy=stratified)"
-        )
-    if batching.warmup_batch_size is not None:
-        raise ValueError(
-            f"{path}: expected batching.warmup_batch_size null, since a plan has one batch size, "
-            f"got {batching.warmup_batch_size} (--set batching.warmup_batch_size=null "
-            "--set batching.warmup_steps=null)"
-        )
-    if run.data.objective == "rtd":
-        raise ValueError(
-            f"{path}: expected data.objective mlm_nsp, mlm or mlm_sop, since a plan has one "
-            "encoder, got rtd (--set data.objective=mlm)"
-        )
-    vocabulary = run.data.vocab_size
-    if run.data.vocab_file is not None:
-        vocabulary = _lines(Path(run.data.vocab_file))
-    elif not run.data.trains_tokenizer:
-        vocabulary = _entries(Path(run.data.tokenizer))
-    try:
-        config = run.model.resolve(vocabulary, run.data)
-    except ConfigError as error:
-        if error.key != "model.preset":
-            raise
-        raise ValueError(
-            f"{path}: {error} (--set model.preset=bert-large plans with that preset, --set "
-            "model.preset=PATH with the sizes in another config.json)"
-        ) from error
-    found: dict[str, Any] = {
-        "config": config,
-        "max_length": run.data.max_seq_length,
-        "precision": run.precision,
-        "optimizer": run.optimizer.name,
-        "strategy": batching.strategy,
-        "bucket_mb": run.comm.bucket_mb,
-        "steps": run.schedule.total_steps,
-        "epochs": run.schedule.epochs,
-    }
-    if batching.global_batch_size is not None:
-        found["global_batch"] = batching.global_batch_size
-    return found
-
-
-def _lines(vocabulary: Path) -> int:
-    """Tokens of a vocabulary; as many as BERT's where the file is on another machine."""
-    if not vocabulary.is_file():
-        return BertConfig.vocab_size
-    return len(vocabulary.read_text("utf-8").splitlines())
-
-
-def _entries(tokenizer: Path) -> int:
-    """Tokens of a tokenizer.json; as many as BERT's where the file is on another machine."""
-    from bert_unpad.data import JsonTokenizer
-
-    return (
-        JsonTokenizer.from_file(tokenizer).vocab_size
-        if tokenizer.exists()
-        else (BertConfig.vocab_size)
-    )
 
 
 def _is_one_host() -> bool:

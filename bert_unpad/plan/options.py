@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from bert_unpad._arguments import above_zero, names_of, not_below_zero, positive, share
-from bert_unpad.costs.cards import CARDS, SUSTAINED_SHARE
-from bert_unpad.costs.sync import COMPRESSIONS
+from bert_unpad.costs.cards import CARDS
+from bert_unpad.costs.sync import HOOK_COMPRESSIONS
 from bert_unpad.costs.workload import OPTIMIZERS, PRECISIONS, STRATEGIES
 from bert_unpad.plan.candidates import RECOMPUTE, SHARDS, Allowed
 
@@ -112,12 +112,11 @@ def _add_hardware(hardware: argparse._ArgumentGroup) -> None:
         help="within a node: nvlink, pcie, or GB/s of a rank (default: what the card usually has)",
     )
     hardware.add_argument(
-        "--sustained",
+        "--products-share",
         type=share,
-        default=SUSTAINED_SHARE,
         metavar="SHARE",
-        help="of a card's peak that the model's FLOPs reach (MFU): an assumption, default "
-        f"{SUSTAINED_SHARE}",
+        help="of a card's peak that matrix products reach (default: fitted to published runs, by "
+        "generation)",
     )
     hardware.add_argument(
         "--memory-share",
@@ -136,7 +135,7 @@ def _add_hardware(hardware: argparse._ArgumentGroup) -> None:
 def _add_choice(choice: argparse._ArgumentGroup) -> None:
     choice.add_argument(
         "--compression",
-        type=names_of(COMPRESSIONS),
+        type=names_of(HOOK_COMPRESSIONS),
         default=list(Allowed.compressions),
         help="comma-separated, of none,bf16,power_sgd (default none,bf16: power_sgd changes more "
         "of what is learned)",
@@ -150,9 +149,9 @@ def _add_choice(choice: argparse._ArgumentGroup) -> None:
     choice.add_argument(
         "--shard",
         type=names_of(SHARDS),
-        default=list(SHARDS),
-        help="who shares the optimizer's state out: comma-separated, of none,node,world (default "
-        "all)",
+        default=list(Allowed.shards),
+        help="who shares the optimizer's state out: comma-separated, of "
+        "none,node,world,overlap,fsdp (default none,node,world: the others do without CUDA graphs)",
     )
     choice.add_argument(
         "--local-sgd",

@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 
+from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.costs.device import Device
 from bert_unpad.costs.gradient_buckets import Bucket, fill_buckets, gradients_of
 from bert_unpad.costs.memory import Memory, memory_of
@@ -15,8 +16,9 @@ from bert_unpad.costs.overlap import BACKWARD_SHARE, BucketOverlap
 from bert_unpad.costs.step import StepModel, StepTime
 from bert_unpad.costs.stragglers import straggler_share
 from bert_unpad.costs.sync import sync_buckets, weights_seconds
-from bert_unpad.costs.workload import Workload
-from bert_unpad.plan.candidates import Candidate
+from bert_unpad.costs.workload import Part, Workload
+from bert_unpad.nn.flops import training_flops
+from bert_unpad.plan.candidates import IN_PASSES, Candidate
 
 # What `recompute: gelu` adds to a pass: the GELU of each layer once more, which reads and writes a
 # twelfth of what the layer's forward and backward pass move. An estimate.
@@ -44,14 +46,23 @@ class Planner:
         self.device = device
         self.cluster = cluster
         found = gradients_of(workload.config, workload.heads_share)
+        if workload.generator is not None:  # its embeddings, the last, are the model's
+            own = gradients_of(workload.generator)
+            found += [replace(one, ready=1.0) for one in own if one.ready < 1.0]
         if bucket_bytes is None:
             self._buckets = fill_buckets(found)
         else:
             self._buckets = fill_buckets(found, bucket_bytes, bucket_bytes)
         self._one_bucket = [Bucket(tuple(found))]
         self._straggler_share = cache(
-            lambda ranks, batch: straggler_share(workload, device.passes, ranks, batch)
+            lambda ranks, batch: straggler_share(
+                workload, device.passes, ranks, batch, min(ranks, cluster.ranks_per_node)
+            )
         )
+        self._parts = [
+            (part, Planner(part.work, _of_part(device, workload, part), cluster, bucket_bytes))
+            for part in workload.parts
+        ]
 
     def ranks(self, nodes: int) -> int:
         """Ranks of so many nodes."""
@@ -59,7 +70,7 @@ class Planner:
 
     def sharers(self, candidate: Candidate) -> int:
         """Ranks that share the optimizer's state; 1: none does."""
-        nodes = {"none": 0, "node": 1, "world": candidate.nodes}[candidate.shard]
+        nodes = {"none": 0, "node": 1}.get(candidate.shard, candidate.nodes)
         return max(self.ranks(nodes), 1)
 
     def hierarchical(self, candidate: Candidate) -> bool:
@@ -76,6 +87,7 @@ class Planner:
             compression=candidate.compression,
             recompute=candidate.recompute,
             sharers=self.sharers(candidate),
+            shard=candidate.shard,
         )
 
     def fits(self, candidate: Candidate) -> bool:
@@ -93,11 +105,25 @@ class Planner:
         dealt = batch * (cost.linear * work.mean_length + cost.quadratic * work.mean_square)
         compute = passes * cost.fixed + (passes - 1) * self.device.accumulate + dealt
         slowest = compute + self._straggler_share(ranks, batch) * dealt
-        # Local SGD averages the gradients of a node.
-        syncing = self.cluster.ranks_per_node if candidate.local_sgd_period > 1 else ranks
+        syncing = ranks
+        if candidate.local_sgd_period > 1:  # it averages the gradients of a node, MT-DAO none
+            syncing = 1 if work.optimizer == "mt_dao" else self.cluster.ranks_per_node
         return self._model(candidate, ranks).time_of(
             compute, np.array([slowest]), syncing, work.global_batch
         )
+
+    def run_seconds(self, candidate: Candidate) -> float:
+        """Seconds of the whole run, whose parts may make other updates."""
+        work = self.workload
+        seconds = self.update_time(candidate).total * (
+            work.updates - sum(part.updates for part, _ in self._parts)
+        )
+        for part, planner in self._parts:
+            share = part.work.global_batch / work.global_batch
+            batch = max(round(candidate.batch * share), 1)
+            one = planner.update_time(replace(candidate, batch=batch))
+            seconds += part.updates * one.total
+        return seconds
 
     def _model(self, candidate: Candidate, ranks: int) -> StepModel:
         work, device = self.workload, self.device
@@ -105,6 +131,7 @@ class Planner:
         one_bucket = candidate.compression == "power_sgd" and device.one_bucket
         buckets = self._one_bucket if one_bucket else self._buckets
         sharers = self.sharers(candidate)
+        in_passes, share = candidate.shard in IN_PASSES, 1 / ranks
         return StepModel(
             cost=device.passes,
             cluster=replace(
@@ -113,18 +140,23 @@ class Planner:
             overlap=BucketOverlap(
                 sync_buckets(buckets, candidate.compression),
                 (BACKWARD_SHARE + again) / (1 + again),
+                0.5 if in_passes else 1.0,
             ),
             passes=candidate.accumulation,
             recompute=again,
             compress=device.compress.get(candidate.compression, 0.0) if ranks > 1 else 0.0,
             weights=weights_seconds(
-                work.parameters,
+                (4 if work.optimizer == "mt_dao" else 1) * work.parameters,  # and moments
                 self.cluster,
                 ranks,
-                sharers=sharers,
+                sharers=1 if in_passes else sharers,
                 local_sgd_period=candidate.local_sgd_period,
             ),
-            update=device.clip + device.update * work.shard_share(sharers),
+            update=share * (device.clip + device.update)
+            if in_passes
+            else device.clip + device.update * work.shard_share(sharers),
+            gather=self.cluster.allreduce(4.0 * work.parameters, ranks) / 2 if in_passes else 0.0,
+            gathers={"overlap": 1, "fsdp": 2 * candidate.accumulation}.get(candidate.shard, 0),
         )
 
     def _again(self, recompute: str) -> float:
@@ -132,3 +164,16 @@ class Planner:
         if recompute == "layer":
             return (1 - BACKWARD_SHARE) * (1 - self.workload.heads_share)
         return _GELU_AGAIN if recompute == "gelu" else 0.0
+
+
+def _of_part(device: Device, workload: Workload, part: Part) -> Device:
+    """The device at a part's passes: so much of its arithmetic as that of the run's."""
+    ratio = part.share * _flops(part.work) / _flops(workload)
+    cost = device.passes
+    passes = ComputeCost(ratio * cost.linear, ratio * cost.quadratic, cost.fixed)
+    return replace(device, passes=passes)
+
+
+def _flops(workload: Workload) -> float:
+    """Operations of a pass of some tokens, the same for all workloads."""
+    return float(sum(training_flops(config, [128] * 64) for config in workload.encoders))

@@ -127,16 +127,19 @@ def _settings(choice: Choice) -> list[str]:
         "none": "fp32 gradients",
         "bf16": "bf16 gradients (clip.wire_dtype: bf16)",
         "power_sgd": "PowerSGD (comm.hook: power_sgd)",
+        "one_bit": "momenta, one bit a number, after comm.start updates",
     }[candidate.compression]
     if candidate.local_sgd_period > 1:
         sync = (
             "within nodes, weights between nodes every "
             f"{candidate.local_sgd_period} updates (comm.hook: post_local_sgd)"
         )
+    low, high = map(_duration, choice.days_band)
+    band = f" ({low} to {high})" if choice.band else ""
     cost = "" if choice.cost is None else f", cost {choice.cost:,.2f} (in the currency of --price)"
     return [
         f"{_plural(candidate.nodes, 'node')}, {_plural(choice.ranks, 'rank')}: "
-        f"{_duration(choice.days)}{cost}, {choice.time.total * 1e3:,.1f} ms an update",
+        f"{_duration(choice.days)}{band}{cost}, {choice.time.total * 1e3:,.1f} ms an update",
         f"  sequences of a rank and pass  {candidate.batch}",
         f"  batching.accumulation         {candidate.accumulation}",
         f"  sync of gradients             {sync if choice.ranks > 1 else 'none'}",
@@ -165,7 +168,7 @@ def _duration(days: float) -> str:
 
 def _table(choices: Sequence[Choice]) -> list[str]:
     lines = [
-        f"{'nodes':>5}{'batch':>7}{'passes':>8}  {'sync':<12}{'shard':<7}{'recompute':<11}"
+        f"{'nodes':>5}{'batch':>7}{'passes':>8}  {'sync':<12}{'shard':<9}{'recompute':<11}"
         f"{'GB':>6}{'ms':>11}{'days':>10}{'cost':>13}  bottleneck"
     ]
     for choice in choices:
@@ -174,7 +177,7 @@ def _table(choices: Sequence[Choice]) -> list[str]:
         cost = "-" if choice.cost is None else f"{choice.cost:,.2f}"
         lines.append(
             f"{one.nodes:>5}{one.batch:>7}{one.accumulation:>8}  {sync:<12}"
-            f"{one.shard:<7}{one.recompute:<11}"
+            f"{one.shard:<9}{one.recompute:<11}"
             f"{choice.memory.total / 1e9:>6.1f}{choice.time.total * 1e3:>11,.1f}"
             f"{choice.days:>10,.4g}{cost:>13}  {choice.bottleneck}"
         )

@@ -38,7 +38,7 @@ def test_workloads_are_checked():
     for changes, message in (
         ({"global_batch": 0}, "global_batch: expected 1 or more"),
         ({"updates": -1}, "updates: expected 1 or more"),
-        ({"precision": "fp8"}, "precision: expected one of fp32, bf16, fp16"),
+        ({"precision": "int8"}, "precision: expected one of fp32, bf16, fp16, fp8"),
         ({"optimizer": "sgd"}, "optimizer: expected one of adamw"),
         ({"strategy": "packed"}, "strategy: expected one of stratified, random"),
         ({"counts": np.array([5, 0])}, "counts: expected at least one sequence"),

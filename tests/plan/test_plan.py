@@ -94,9 +94,11 @@ def test_predictions_are_monotonic():
     days = [choice.days for choice in found]
     assert days == sorted(days, reverse=True)
     assert {choice.bottleneck for choice in found} == {"compute"}
-    # More passes of the same update cost no more than adding up their gradients.
+    # More passes of the same update cost their kernels, and adding up gradients.
     one, four = (planners[0].update_time(Candidate(1, 128 // n, n)) for n in (1, 4))
-    assert four.compute - one.compute == pytest.approx(3 * planners[0].device.accumulate)
+    device = planners[0].device
+    more = device.accumulate + device.passes.fixed
+    assert four.compute - one.compute == pytest.approx(3 * more)
 
 
 def test_a_plan_never_exceeds_the_memory():
@@ -126,7 +128,7 @@ def test_the_bottleneck_is_named():
     device = card_device(CARDS["a100-80"], work)
     cluster = Cluster(8, Link(0, 1e15), Link(0, 1e15))
     random = best(Planner(work, device, cluster), 64, Allowed())
-    assert random.shares["stragglers"] > 0.3
+    assert random.shares["stragglers"] > 0.25
     even = best(Planner(replace(work, strategy="stratified"), device, cluster), 64, Allowed())
     assert even.time.straggler < random.time.straggler
 
