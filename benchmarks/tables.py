@@ -81,6 +81,7 @@ def page() -> str:
         training_tables.growth(),
         training_tables.tuned_optimizers(),
         rank_tables.plans(),
+        rank_tables.published_plans(),
         gpu_tables.measured_on_gpus(),
     ]
     return "\n\n".join([HEAD.strip(), *filter(None, sections), TAIL.strip()]) + "\n"

@@ -261,3 +261,57 @@ def plans() -> str:
             text_columns=2,
         ),
     )
+
+
+def published_plans() -> str:
+    """What plans predict of published runs, by who published them, and the furthest off."""
+    found = read("published", "model")
+    if found is None:
+        return ""
+    halves, aims = found["halves"], found["aims"]
+    figures_of = {"half that was fitted": halves["fitted"], "half that was not": halves["shown"]}
+    figures_of |= found["sources"]
+    rows = [
+        [name, str(x["runs"]), *(f"{x[part]:.1%}" for part in ("median", "most", "worst"))]
+        for name, x in figures_of.items()
+    ]
+    off = sorted(found["runs"], key=lambda run: -abs(run["error"]))[:10]
+    worst = [
+        [
+            f"[{run['name']}]({run['source']})",
+            run["half"],
+            f"{run['published']:,.0f}",
+            f"{run['predicted']:,.0f}",
+            f"{run['error']:+.1%}",
+        ]
+        for run in off
+    ]
+    own = [
+        [
+            x["name"],
+            f"{1e3 * x['measured']:.1f}",
+            f"{1e3 * x['predicted']:.1f}",
+            f"{x['error']:+.1%}",
+        ]
+        for x in found["measured_here"]
+    ]
+    missed = sum(abs(run["error"]) > aims["worst"] for run in found["runs"])
+    return section(
+        "Published runs, predicted",
+        f"**Modelled**: sequences a second that `python -m bert_unpad.plan` predicts for "
+        f"{count(len(found['runs']), 'published run')} of BERT-large, ModernBERT and ESM-2 on 1 to "
+        f"{max(run['gpus'] for run in found['runs']):,} GPUs. Every second run was used to fit the "
+        "constants of the cost models. The aim of a median error of "
+        f"{aims['median']:.0%} is met, that of a worst of {aims['worst']:.0%} is not: "
+        f"{count(missed, 'run')} of {len(found['runs'])} are further off. Both halves have runs of "
+        "the same software, so errors on that of others are greater. [What is modelled, and what "
+        "is left out](capacity/planning.md#checking-it).",
+        f"{commands(found['command'])}\n\nComputed on {found['date']} "
+        f"([published.json]({LINK}/model/published.json) has every run with its source, "
+        f"[published.png]({LINK}/model/published.png) draws them).",
+        table(["runs of", "runs", "median error", "9 of 10 within", "worst"], rows),
+        "The ten furthest off, in sequences a second:",
+        table(["run", "half", "published", "predicted", "error"], worst, text_columns=2),
+        "This package's own steps on one GPU, in milliseconds; the error is of the throughput:",
+        table(["step", "measured", "predicted", "error"], own),
+    )

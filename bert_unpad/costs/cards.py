@@ -17,7 +17,7 @@ from bert_unpad._capability import LEAST_CAPABILITY, Capability, reaches
 PRODUCTS_SHARE: dict[Capability, dict[str, float]] = {
     (7, 0): {"16bit": 0.62, "8bit": 0.62},
     (8, 9): {"16bit": 0.62, "8bit": 0.57},
-    (9, 0): {"16bit": 0.68, "8bit": 0.57},
+    (9, 0): {"16bit": 0.68, "8bit": 0.60},
     (10, 0): {"16bit": 0.5, "8bit": 0.25},
 }
 """Share of the peak that an encoder's matrix products reach, from that compute capability on.

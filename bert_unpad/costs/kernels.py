@@ -30,13 +30,13 @@ from bert_unpad.nn.flops import (
 class KernelRates(NamedTuple):
     """What the kernels of a pass reach of a card; dropout and streams by this package's profile."""
 
-    attention: float = 0.33
+    attention: float = 0.305
     """Share of the peak of 16 bits that attention's products reach, without dropout."""
     dropout: float = 1.4
     """How much longer these take with dropout."""
     streamed: float = 0.62
     """Share of the memory bandwidth that norms, activations and casts reach."""
-    kernel: float = 2.26e-6
+    kernel: float = 1.6e-6
     """Seconds of a kernel whatever its size."""
 
 

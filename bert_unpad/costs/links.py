@@ -22,7 +22,7 @@ _INFINIBAND = {"ib": 200, "ib-edr": 100, "ib-hdr": 200, "ib-ndr": 400}
 NVLINK_SHARE = 0.75
 """Share of NVLink's bandwidth in each direction that an allreduce sees."""
 
-HIDDEN, SLOWING = 0.39, 0.023
+HIDDEN, SLOWING = 0.39, 0.018
 """`hidden` and `slowing` of a `Cluster` of GPUs, fitted by benchmarks/check_published.py."""
 
 INTRA_NODE = {

@@ -41,7 +41,7 @@ class Part(NamedTuple):
     work: Workload
     """What these updates train, in place of the run's."""
     share: float = 1.0
-    """Of `work`'s pass that is computed: less where layers are frozen or left out."""
+    """Share of `work`'s pass that is computed: less where layers are frozen or left out."""
 
 
 @dataclass(frozen=True, eq=False)

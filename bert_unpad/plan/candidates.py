@@ -83,7 +83,7 @@ class Allowed:
     compressions: Sequence[str] = ("none", "bf16")
     """Some of `COMPRESSIONS`; by default not PowerSGD, which changes more of what is learned."""
     shards: Sequence[str] = ("none", "node", "world")
-    """By default not those of `IN_PASSES`, which do without CUDA graphs."""
+    """Values of `optimizer.shard`, by default without `IN_PASSES`, which take no CUDA graphs."""
     recompute: Sequence[str] = RECOMPUTE
     local_sgd_periods: Sequence[int] = (1,)
     """Updates between averages over all nodes; 1: average in each."""
