@@ -7,8 +7,8 @@ them.
 64). `kernels` says how the software computes: `fused`, as this package does; `scores`, with
 attention's scores in memory; `eager`, with each pointwise operation a kernel of its own as well.
 `assumed` names what of a configuration the source does not say. Twice the passes would move a
-prediction by less than 12 %, most by less than 5 %; MLPerf's runs are taken to share the update out,
-which matters where batches are small.
+prediction by less than 12 %, most by less than 5 %. MLPerf's runs are taken to share the update
+out, which matters where batches are small.
 """
 
 from __future__ import annotations
