@@ -44,9 +44,10 @@ struct EncoderKernels {
   // A block of at most kInt8Panel columns within one panel.
   void (*product)(const Int8ProductParams&, int64_t row, int64_t rows, int64_t column,
                   int64_t columns);
-  // y = activation(y), times the gate where there is one; columns are a multiple of 16.
-  void (*activate)(GluKind kind, float* y, int64_t y_stride, const float* gate, int64_t gate_stride,
-                   int64_t rows, int64_t columns);
+  // y = activation(y), times the gate where there is one; columns are a multiple of 16. `rough`: to
+  // 3e-5, for what is rounded to 8 bits next.
+  void (*activate)(GluKind kind, bool rough, float* y, int64_t y_stride, const float* gate,
+                   int64_t gate_stride, int64_t rows, int64_t columns);
 };
 
 }  // namespace bert_unpad

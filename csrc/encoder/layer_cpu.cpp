@@ -21,6 +21,7 @@
 namespace bert_unpad {
 
 BU_ISA_TABLE(AttentionKernels, attention_kernels)
+BU_BF16_TABLE(AttentionKernels, attention_bf16_kernels)
 BU_ISA_TABLE(NormKernels, norm_kernels)
 BU_ISA_TABLE(RotaryKernels, rotary_kernels)
 
@@ -65,7 +66,7 @@ class Layer {
   Linear linears_[kLinears] = {};
   Norm norms_[kNorms] = {};
   std::vector<std::vector<float>> vectors_;  // padded parameters
-  bool any_int8_ = false;
+  bool any_int8_ = false, all_int8_ = true;
 
   int64_t attended() const { return heads_ * head_dim_; }
   int64_t kv_width() const { return kv_heads_ * head_dim_; }
@@ -92,11 +93,9 @@ class Layer {
   void normalise(bool on_all, const Norm& norm, const float* x, float* y, int64_t rows) const;
   void pack_all();
 
-  // Queries [query tokens, heads * head_dim] and where keys and values of all tokens are.
+  // Queries, keys and values of all tokens side by side; or the queries of some, and the rest.
   struct Projected {
     Tensor q, kv;
-    int64_t q_stride, kv_stride;
-    float *query, *key, *value;
   };
   // The memory of a block of rows.
   struct Block {
@@ -107,8 +106,8 @@ class Layer {
   const float* enter(bool on_all, const float* x, const Block& memory, int64_t rows) const;
   void leave(bool on_all, const float* attended, const float* x, float* out, const Block& memory,
              int64_t rows) const;
-  Tensor attend(const Tensor& x, const Projected& qkv, const int32_t* cu_q, const int32_t* cu_k,
-                int64_t sequences, int64_t queries) const;
+  Tensor attend(const Projected& projected, const int32_t* cu_q, const int32_t* cu_k,
+                int64_t sequences) const;
   void set_rotary(RotaryCpuParams& p, const Tensor& positions, float* x, int64_t stride) const;
 };
 
@@ -151,7 +150,7 @@ Layer::Layer(const Tensor& x, const std::vector<Tensor>& parameters,
     if (i == kGate && (gated_ = weight.numel() > 0, !gated_)) continue;
     linears_[i] = linear_of(weight, sizes[i][0], sizes[i][1], op, kNames[2 * i]);
     linears_[i].bias = vector(parameters[2 * i + 1], sizes[i][1], kNames[2 * i + 1]);
-    any_int8_ = any_int8_ || !linears_[i].weight;
+    (linears_[i].weight ? all_int8_ : any_int8_) = !linears_[i].weight;
   }
   for (int i = 0; i < kNorms; ++i) {
     const int at = 2 * (kLinears + i);
@@ -234,7 +233,7 @@ void Layer::leave(bool on_all, const float* attended_rows, const float* x, float
   multiply(on_all, linears_[kOut], input(on_all, attended_rows, attended(), rows, m.int8),
            {m.sum, hidden_, x});
   normalise(on_all, norms_[kMiddleNorm], m.sum, m.middle, rows);
-  const Activation activation{kind_, gated_ ? &linears_[kGate] : nullptr};
+  const Activation activation{kind_, !linears_[kLast].weight, gated_ ? &linears_[kGate] : nullptr};
   multiply(on_all, linears_[kIn], input(on_all, m.middle, hidden_, rows, m.int8),
            {m.hidden, intermediate_, nullptr}, &activation);
   const bool closes = norms_[kLastNorm].weight;
@@ -262,31 +261,39 @@ void Layer::set_rotary(RotaryCpuParams& p, const Tensor& positions, float* x,
   }
 }
 
-Tensor Layer::attend(const Tensor& x, const Projected& qkv, const int32_t* cu_q,
-                     const int32_t* cu_k, int64_t sequences, int64_t queries) const {
-  Tensor out = torch::stable::new_empty(x, {queries, attended()});
-  Tensor lse = torch::stable::new_empty(x, {heads_, queries});
+Tensor Layer::attend(const Projected& projected, const int32_t* cu_q, const int32_t* cu_k,
+                     int64_t sequences) const {
+  // Where products are rounded to 8 bits, 16 are enough for attention, if they are faster here.
+  const bool narrow = all_int8_ && (isa() == Isa::kAmx || fast_bf16_dot_products());
+  const AttentionKernels& kernels = narrow ? *attention_bf16_kernels() : attention_kernels();
+  const auto in_dtype = [&](const Tensor& t) {
+    return narrow ? torch::stable::to(t, ScalarType::BFloat16) : t;
+  };
+  const Tensor kv = in_dtype(projected.kv);
+  const Tensor q = projected.q.size(0) > 0 ? in_dtype(projected.q) : kv;
+  const int64_t queries = q.size(0), width = kv.size(1), key = width - 2 * kv_width();
+  Tensor out = torch::stable::new_empty(q, {queries, attended()});
+  Tensor lse = torch::stable::new_empty(q, {heads_, queries}, ScalarType::Float);
   AttentionCpuParams p{};
-  p.dtype = DType::kFloat32;
+  p.dtype = narrow ? DType::kBFloat16 : DType::kFloat32;
   p.heads = static_cast<int>(heads_);
   p.kv_heads = static_cast<int>(kv_heads_);
   p.head_dim = static_cast<int>(head_dim_);
   p.scale = static_cast<float>(scale_);
   p.keep_threshold = 65536u;
   p.window = window_;
-  p.q = {qkv.query, qkv.q_stride, head_dim_};
-  p.k = {qkv.key, qkv.kv_stride, head_dim_};
-  p.v = {qkv.value, qkv.kv_stride, head_dim_};
-  p.out_w = {out.mutable_data_ptr(), attended(), head_dim_};
+  p.q = packed(q, q.size(1), head_dim_);
+  p.k = packed(kv, width, head_dim_, key);
+  p.v = packed(kv, width, head_dim_, key + kv_width());
+  p.out_w = writable(out, attended(), head_dim_);
   p.lse = lse.mutable_data_ptr<float>();
   p.q_tokens = queries;
-  const AttentionKernels& kernels = attention_kernels();
   const std::vector<AttentionTask> tasks =
       forward_tasks(by_work(cu_q, cu_k, sequences), cu_q, cu_k, p.heads, kernels.queries);
   parallel_tasks(static_cast<int64_t>(tasks.size()), [&](int64_t i) {
     kernels.forward(p, tasks[i], thread_scratch(kernels.scratch(p, tasks[i], false)));
   });
-  return out;
+  return narrow ? torch::stable::to(out, ScalarType::Float) : out;
 }
 
 // Blocks of rows, and whether there is one whose products are split instead.
@@ -354,23 +361,19 @@ Tensor Layer::run(const Tensor& x, const Tensor& cu_seqlens, int64_t max_seqlen,
   if (!all.split) pack_all();
 
   const int64_t kv = kv_width(), width = some ? 2 * kv : qkv_width();
-  Projected qkv{torch::stable::new_empty(x, {some ? queries : 0, attended()}),
-                torch::stable::new_empty(x, {tokens_, width})};
-  qkv.kv_stride = width;
-  auto* projected = qkv.kv.mutable_data_ptr<float>();
-  qkv.query = some ? qkv.q.mutable_data_ptr<float>() : projected;
-  qkv.q_stride = some ? attended() : width;
-  qkv.key = projected + width - 2 * kv;
-  qkv.value = qkv.key + kv;
-  if (theta_ != 0.0) set_rotary(rotary, *positions, projected, width);
+  Projected projected{torch::stable::new_empty(x, {some ? queries : 0, attended()}),
+                      torch::stable::new_empty(x, {tokens_, width})};
+  auto *q = projected.q.mutable_data_ptr<float>(), *qkv = projected.kv.mutable_data_ptr<float>();
+  float* key = qkv + width - 2 * kv;
+  if (theta_ != 0.0) set_rotary(rotary, *positions, qkv, width);
   all.for_each([&](int64_t first, int64_t count) {
     const Block memory = block_memory(count);
     const bool split = all.split;
     const Input in = input(split, enter(split, base + first * hidden_, memory, count), hidden_,
                            count, memory.int8);
-    if (!some) multiply(split, linears_[kQuery], in, {qkv.query + first * width, width, nullptr});
-    multiply(split, linears_[kKey], in, {qkv.key + first * width, width, nullptr});
-    multiply(split, linears_[kValue], in, {qkv.value + first * width, width, nullptr});
+    if (!some) multiply(split, linears_[kQuery], in, {qkv + first * width, width, nullptr});
+    multiply(split, linears_[kKey], in, {key + first * width, width, nullptr});
+    multiply(split, linears_[kValue], in, {key + kv + first * width, width, nullptr});
     if (theta_ != 0.0) rotary_kernels().rotate(rotary, first, first + count);
   });
   Tensor gathered = torch::stable::new_empty(x, {some ? queries : 0, hidden_});
@@ -385,10 +388,10 @@ Tensor Layer::run(const Tensor& x, const Tensor& cu_seqlens, int64_t max_seqlen,
         std::memcpy(copies + i * hidden_, base + chosen[i] * hidden_, hidden_ * sizeof(float));
       const Input in = input(split, enter(split, copies + first * hidden_, memory, count), hidden_,
                              count, memory.int8);
-      multiply(split, linears_[kQuery], in, {qkv.query + first * attended(), attended(), nullptr});
+      multiply(split, linears_[kQuery], in, {q + first * attended(), attended(), nullptr});
     });
   }
-  const Tensor mixed = attend(x, qkv, cu_q, cu_k, sequences, queries);
+  const Tensor mixed = attend(projected, cu_q, cu_k, sequences);
   const auto* attended_rows = mixed.const_data_ptr<float>();
   read_blocks.for_each([&](int64_t first, int64_t count) {
     leave(read_blocks.split, attended_rows + first * attended(), residual + first * hidden_,

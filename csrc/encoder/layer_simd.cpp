@@ -158,21 +158,28 @@ void activate_rows(float* y, int64_t y_stride, const float* gate, int64_t gate_s
   }
 }
 
-void activate(GluKind kind, float* y, int64_t y_stride, const float* gate, int64_t gate_stride,
-              int64_t rows, int64_t columns) {
+template <class Precision>
+void activate_with(GluKind kind, float* y, int64_t y_stride, const float* gate, int64_t gate_stride,
+                   int64_t rows, int64_t columns) {
   const auto run = [&]<class Activation>() {
     activate_rows<Activation>(y, y_stride, gate, gate_stride, rows, columns);
   };
   switch (kind) {
     case GluKind::kGelu:
-      return run.template operator()<Exact<FullPrecision>>();
+      return run.template operator()<Exact<Precision>>();
     case GluKind::kGeluTanh:
-      return run.template operator()<Tanh<FullPrecision>>();
+      return run.template operator()<Tanh<Precision>>();
     case GluKind::kSilu:
-      return run.template operator()<Silu<FullPrecision>>();
+      return run.template operator()<Silu<Precision>>();
     case GluKind::kRelu:
-      return run.template operator()<Relu<FullPrecision>>();
+      return run.template operator()<Relu<Precision>>();
   }
+}
+
+void activate(GluKind kind, bool rough, float* y, int64_t y_stride, const float* gate,
+              int64_t gate_stride, int64_t rows, int64_t columns) {
+  const auto with = rough ? activate_with<ShortPrecision> : activate_with<FullPrecision>;
+  with(kind, y, y_stride, gate, gate_stride, rows, columns);
 }
 
 }  // namespace

@@ -43,6 +43,7 @@ struct Output {
 // What comes after a product: an activation, times the linear layer `gate` where there is one.
 struct Activation {
   GluKind kind;
+  bool rough;  // see EncoderKernels
   const Linear* gate;
 };
 

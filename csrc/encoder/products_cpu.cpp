@@ -85,8 +85,9 @@ void multiply_columns(bool on_all, const Linear& linear, const Input& in, const 
     }
     compute(linear, in, out, block);
     if (activation)
-      encoder_kernels().activate(activation->kind, out.y + block.row * out.stride + block.column,
-                                 out.stride, gates, panel, block.rows, block.columns);
+      encoder_kernels().activate(activation->kind, activation->rough,
+                                 out.y + block.row * out.stride + block.column, out.stride, gates,
+                                 panel, block.rows, block.columns);
   });
 }
 
