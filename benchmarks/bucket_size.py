@@ -28,7 +28,7 @@ from bert_unpad.nn import BertForPreTraining
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
 from bert_unpad.pretrain.feed.steps import Step, count_labels
 from bert_unpad.pretrain.model import build_model
-from bert_unpad.pretrain.parallel.sync import GradientSync
+from bert_unpad.pretrain.parallel import make_way
 from bert_unpad.pretrain.ranks import HostSums, Ranks, join_ranks
 from bert_unpad.pretrain.run import Run
 
@@ -46,8 +46,9 @@ def seconds_of(
 ) -> float:
     """Median of the slowest rank's seconds, over the rounds."""
     config = dataclasses.replace(config, comm=dataclasses.replace(config.comm, bucket_mb=size))
-    sync = GradientSync(Run(config, ranks, model))
-    sync.begin()
+    way = make_way(Run(config, ranks, model))
+    way.make_optimizer()
+    way.begin()
     inputs = make_inputs(model, config, ranks)
     masked, pairs = count_labels(inputs)
     step = Step(
@@ -57,15 +58,15 @@ def seconds_of(
     for number in range(rounds + 1):  # the first does not count
         ranks.barrier()
         started = time.perf_counter()
-        sync.accumulate(step, HostSums(ranks, step.counts))
-        sync.finish()
+        way.accumulate(step, HostSums(ranks, step.counts))
+        way.finish()
         if ranks.device.type == "cuda":
             torch.cuda.synchronize(ranks.device)
         taken = max(ranks.gather(time.perf_counter() - started))
         if number:
             found.append(taken)
         model.zero_grad()
-    sync.end()
+    way.end()
     return statistics.median(found)
 
 

@@ -26,7 +26,7 @@ from benchmarks.lib.processes import next_port, run_ranks
 from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.pretrain.config import read_config
 from bert_unpad.pretrain.output.metrics import read_json_lines
-from bert_unpad.pretrain.parallel.sync import GradientSync
+from bert_unpad.pretrain.parallel import Way
 from bert_unpad.pretrain.pretrain import pretrain
 from bert_unpad.pretrain.ranks import join_ranks
 
@@ -46,24 +46,24 @@ LAST = 10  # steps whose mean is the final training loss
 @contextmanager
 def poisoned(factor: float, every: int) -> Iterator[None]:
     """Makes rank 1 multiply its gradient in every `every`-th step."""
-    honest, calls = GradientSync.accumulate, 0
+    honest, calls = Way.accumulate, 0
 
-    def with_poison(sync: GradientSync, step, counts):
+    def with_poison(way: Way, step, counts):
         nonlocal calls
         calls += 1
         handles = []
         if dist.get_rank() == 1 and factor != 1 and calls % every == 0:
-            handles = [p.register_hook(lambda g: g * factor) for p in sync.run.model.parameters()]
-        sums = honest(sync, step, counts)
+            handles = [p.register_hook(lambda g: g * factor) for p in way.run.model.parameters()]
+        sums = honest(way, step, counts)
         for handle in handles:
             handle.remove()
         return sums
 
-    GradientSync.accumulate = with_poison
+    Way.accumulate = with_poison
     try:
         yield
     finally:
-        GradientSync.accumulate = honest
+        Way.accumulate = honest
 
 
 def train(policy: str, arguments: list[str]) -> int:

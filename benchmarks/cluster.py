@@ -44,7 +44,7 @@ from bert_unpad._files import replacing
 from bert_unpad.data import prepare
 from bert_unpad.pretrain.config import read_config
 from bert_unpad.pretrain.output.metrics import read_json_lines
-from bert_unpad.pretrain.parallel.sync import GradientSync
+from bert_unpad.pretrain.parallel import Way
 
 WORKER = "--worker"
 CLIP = {"clip.mode": "bucket", "clip.policy": "adaptive"}
@@ -90,17 +90,17 @@ def sent_bytes() -> int:
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """Notes the bytes sent so far at the beginning of each update."""
-    honest, seen = GradientSync.accumulate, []
+    honest, seen = Way.accumulate, []
 
     def counting(*arguments: Any) -> Tensor:
         seen.append(sent_bytes())
         return honest(*arguments)
 
-    GradientSync.accumulate = counting
+    Way.accumulate = counting
     try:
         yield seen
     finally:
-        GradientSync.accumulate = honest
+        Way.accumulate = honest
 
 
 def work(arguments: list[str]) -> list[int] | None:

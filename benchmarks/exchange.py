@@ -38,7 +38,7 @@ from bert_unpad.data import DataConfig, ExampleExchange, ShardStream, prepare
 from bert_unpad.pretrain.config import read_config
 from bert_unpad.pretrain.feed import exchange_feed
 from bert_unpad.pretrain.output.metrics import read_json_lines
-from bert_unpad.pretrain.parallel.sync import GradientSync
+from bert_unpad.pretrain.parallel import Way
 from bert_unpad.pretrain.pretrain import pretrain
 from bert_unpad.pretrain.ranks import Ranks, join_ranks
 
@@ -91,7 +91,7 @@ def settings(run_dir: Path, strategy: str, seed: int, steps: int) -> list[str]:
 
 def measure_busy() -> list[float]:
     """Makes the trainer note the CPU seconds of its thread in each step's passes."""
-    honest, busy = GradientSync.accumulate, []
+    honest, busy = Way.accumulate, []
 
     def timed(*arguments: Any) -> Tensor:
         started = time.thread_time()
@@ -99,7 +99,7 @@ def measure_busy() -> list[float]:
         busy.append(time.thread_time() - started)
         return sums
 
-    GradientSync.accumulate = timed
+    Way.accumulate = timed
     return busy
 
 

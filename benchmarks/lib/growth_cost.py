@@ -32,7 +32,8 @@ from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.data import DataConfig, PackedCollator, prepare
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.pretrain.config import OptimizerConfig
-from bert_unpad.pretrain.growth import Growth, Stage, freeze, next_optimizer
+from bert_unpad.pretrain.growth import Growth, Stage, freeze
+from bert_unpad.pretrain.update.optimizer import build_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 # What of a stage its cost depends on.
@@ -110,7 +111,7 @@ def _model(config: BertConfig, stage: Stage) -> tuple[BertForPreTraining, torch.
     torch.manual_seed(0)
     model = BertForPreTraining(dataclasses.replace(config, num_hidden_layers=stage.layers)).train()
     freeze(model, stage)
-    return model, next_optimizer(model, OptimizerConfig())
+    return model, build_optimizer(model, OptimizerConfig())
 
 
 def _examples(collator: PackedCollator, draw: np.random.Generator, count: int) -> PackedInputs:

@@ -7,9 +7,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.config import ClipConfig, CommConfig
-from bert_unpad.pretrain.gradients.clipping import Clipping
+from bert_unpad.pretrain.gradients.clipping import make_bucket_clip
 from bert_unpad.pretrain.gradients.comm_hooks import build_comm_hook
-from bert_unpad.pretrain.gradients.replica import replicate
+from bert_unpad.pretrain.parallel.ddp import wrap_in_ddp
+from bert_unpad.pretrain.parallel.way import make_empty_passes
 from bert_unpad.pretrain.ranks import Ranks
 
 
@@ -47,9 +48,8 @@ def make_replica(
     if group is not None and compression == "power_sgd":
         hook.state.process_group = group
     clip = ClipConfig(mode="none", wire_dtype="bf16" if compression == "bf16" else "fp32")
-    clipping = Clipping(clip, ranks, model, hook)
-    replica = replicate(
-        model, ranks, clipping, hook, None if hook.one_bucket else bucket_mb, group=group
-    )
-    assert isinstance(replica, DistributedDataParallel)
+    bucket = make_bucket_clip(clip, loss_scale=None, needed=False)
+    limit = None if hook.one_bucket else bucket_mb
+    replica = wrap_in_ddp(model, ranks, hook, bucket, limit, group=group)
+    make_empty_passes(replica, model, ranks.device)
     return replica

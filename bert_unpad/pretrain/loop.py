@@ -21,11 +21,11 @@ from bert_unpad.pretrain.losses import averages
 from bert_unpad.pretrain.output.checkpoint import Checkpointer
 from bert_unpad.pretrain.output.log import TrainingLog
 from bert_unpad.pretrain.output.mlperf_log import MlperfLog
-from bert_unpad.pretrain.parallel.sync import seed_step
+from bert_unpad.pretrain.parallel.way import seed_step
 from bert_unpad.pretrain.ranks import HostSums
 from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.stages import Stages
-from bert_unpad.pretrain.update.optimizer import leaves_out_on_device, set_lr
+from bert_unpad.pretrain.update.optimizer import leaves_out_on_device
 from bert_unpad.pretrain.update.schedule import warmup_updates
 from bert_unpad.pretrain.update.state import state_bytes
 
@@ -152,7 +152,7 @@ class Trainer:
                 break
             self._update(step, counts)
             self._advance(step, feed)
-            spans = self.stages.sync.clock.take()
+            spans = self.stages.way.clock.take()
             self.log.window.add_spans(spans)
             if self.stages.follow_speeds(step, spans):
                 self.log.write("rank_speeds", {"speeds": self.progress.rank_speeds})
@@ -176,17 +176,13 @@ class Trainer:
 
     def _update(self, step: Step, counts: HostSums) -> None:
         """One update of the parameters."""
-        stages, sync, done = self.stages, self.stages.sync, self.progress.step
+        way, done = self.stages.way, self.progress.step
         seed_step(self.config.seed, done, self.ranks.rank)
-        self.log.window.add_losses(sync.accumulate(step, counts))
-        gradient = sync.finish()
-        stages.forget_left_out()
+        self.log.window.add_losses(way.accumulate(step, counts))
+        gradient = way.finish()
+        self.stages.forget_left_out()
         self.log.add_gradient(gradient)
-        set_lr(stages.optimizer, self._lr(done))
-        stages.updater.step(gradient.finite)
-        sync.after_update()
-        if not sync.keeps_gradients:
-            stages.optimizer.zero_grad(set_to_none=True)
+        way.step(gradient.finite, self._lr(done))
 
     def _lr(self, done: int) -> float:
         return self.config.optimizer.lr * staged_lr_factor(
@@ -218,7 +214,7 @@ class Trainer:
         self._check_loss(sums)
         self._check_skipped(sums)
         self._report_state(updated=sums["skipped"] < sums["steps"])
-        scale = self.stages.sync.loss_scale
+        scale = self.stages.way.loss_scale
         state = {
             "layers": self.stages.stage.layers,
             "lr": self._lr(self.progress.step - 1),
@@ -232,7 +228,7 @@ class Trainer:
             return
         if updated:
             self._reported_stage = self.stages.index
-        optimizer = self.stages.optimizer
+        optimizer = self.stages.way.optimizer
         found = [int(size) for size in self.ranks.gather(state_bytes(optimizer))]
         on_device = leaves_out_on_device(optimizer)
         self.log.write("optimizer", {"state_bytes": found, "host_waits": not on_device})
@@ -266,7 +262,7 @@ class Trainer:
         if self.evaluator is None:
             return
         progress = self.progress
-        self.stages.synchronise()
+        self.stages.way.synchronise()
         self.mlperf.start_evaluation(progress.sequences)
         with self.log.watch.paused():
             result = self.evaluator(self.model)
@@ -281,15 +277,15 @@ class Trainer:
     def _save(self) -> None:
         progress = self.progress
         progress.window = self.log.window.fold()
-        progress.gradients = self.stages.sync.state_dict()
-        self.stages.synchronise(with_state=True)
+        progress.gradients = self.stages.way.state_dict()
+        self.stages.way.synchronise(with_state=True)
         if progress.window.get("steps"):
             self._check_loss(progress.window)
         self.log.note_costs()
         self.checkpointer.save(
             progress.step,
             self.model,
-            self.stages.optimizer,
+            self.stages.way.optimizer,
             progress.to_json(),
             self.stages.local_state(),
         )

@@ -30,6 +30,7 @@ from bert_unpad.pretrain.output.mlperf_log import MlperfLog
 from bert_unpad.pretrain.output.report import is_reported, write_report
 from bert_unpad.pretrain.output.run_lock import RunLock, run_lock
 from bert_unpad.pretrain.output.settings import save_settings
+from bert_unpad.pretrain.parallel import WAYS
 from bert_unpad.pretrain.prepared_data import DATA_ERRORS, open_data, short_examples
 from bert_unpad.pretrain.progress import Progress
 from bert_unpad.pretrain.ranks import Ranks
@@ -58,7 +59,8 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
     """
     mlperf = MlperfLog(config, ranks)
     check_graphs(config, ranks)
-    check_optimizer(config, ranks.device)
+    way = WAYS[config.optimizer.shard]
+    check_optimizer(config, ranks.device, way.shares_state, way.cuts_parameters)
     check_model(config, ranks.device)
     check_folders(config, ranks)
     with run_lock(config, ranks) as lock:
@@ -101,8 +103,6 @@ def _pretrain(
 
     if run.progress.step < total_steps and not run.progress.target_reached:
         stages.begin()
-        if checkpoint is not None and (local := checkpointer.load_local(checkpoint)) is not None:
-            stages.load_local_state(local)
         trainer = Trainer(run, stages, checkpointer, evaluator, mlperf, total_steps)
         with StopRequest() as stop:
             finished = trainer.train(stop)
@@ -123,7 +123,7 @@ def _pretrain(
     else:
         logger.info("all %d steps are done: skipping to the report", run.progress.step)
 
-    run.model = stages.sync.way.whole(run.model)
+    run.model = stages.way.whole()
     if ranks.is_first:
         write_report(run, data)
     ranks.barrier()
@@ -195,9 +195,11 @@ def _load(checkpoint: Path, checkpointer: Checkpointer, run: Run, stages: Stages
             f"{layers} layers for {checkpoint}, which has {progress.layers}",
         )
     try:
-        checkpointer.load(checkpoint, run.model, stages.optimizer)
+        checkpointer.load(checkpoint, run.model, stages.way.optimizer)
         stages.sampler.load_state_dict(progress.sampler)
-        stages.sync.load_state_dict(progress.gradients)
+        local = checkpointer.load_local(checkpoint) or {}
+        stages.way.load_state_dict(progress.gradients, local.get("comm"))
+        stages.load_stream(local.get("stream"))
     except ConfigError:
         raise
     except (CheckpointException, ValueError) as error:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from bert_unpad.data import PreparedData
 from bert_unpad.data.sampling.speed_sampler import SpeedSampler
@@ -31,14 +30,12 @@ from bert_unpad.pretrain.feed.strategies import (
 )
 from bert_unpad.pretrain.feed.work import sequence_work
 from bert_unpad.pretrain.gradients.compute_clock import Spans
-from bert_unpad.pretrain.growth import Growth, Stage, add_layers, cut_layers, freeze, next_optimizer
+from bert_unpad.pretrain.growth import Growth, Stage, add_layers, cut_layers, freeze
 from bert_unpad.pretrain.model import add_gradients_in_products
-from bert_unpad.pretrain.parallel.sync import GradientSync
+from bert_unpad.pretrain.parallel import make_way
 from bert_unpad.pretrain.prepared_data import open_data
 from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.update.kinds import find_kind
-from bert_unpad.pretrain.update.overlap import Updater, make_updater
-from bert_unpad.pretrain.update.rounded_weights import round_weights_in_updates
 
 __all__ = ["Stages"]
 
@@ -59,7 +56,6 @@ class Stages:
         ConfigError: there is no such stage, or its data have another vocabulary.
     """
 
-    optimizer: torch.optim.Optimizer
     sampler: Sampler
 
     def __init__(self, run: Run, growth: Growth, data: PreparedData) -> None:
@@ -73,24 +69,18 @@ class Stages:
         self.growth = growth
         self.index = index
         self._run, self._data = run, data
+        self._place: str | None = None  # of this rank's stream, until `begin`
         self.speeds: RankSpeeds | None = None
         """How fast ranks are; None where all count as alike."""
         if (setting := run.config.batching.rank_speeds) is not None:
             speeds = RankSpeeds(setting, run.ranks, run.progress.rank_speeds)
             self.speeds = speeds if run.ranks.world_size > 1 else None
-        self.sync = GradientSync(run)
         cut_layers(run.model, self.stage.layers)
         freeze(run.model, self.stage)
-        self.sync.way.shard(run.model, run.config.clip)
-        self.optimizer = next_optimizer(
-            run.model,
-            run.config.optimizer,
-            way=self.sync.way,
-            bucket_mb=run.config.comm.bucket_mb,
-        )
-        self.updater = Updater(self.optimizer)
-        """What makes the updates."""
-        round_weights_in_updates(run.model, self.optimizer, run.config, run.device)
+        self.way = make_way(run)
+        """How the ranks share an update."""
+        self.way.shard()
+        self.way.make_optimizer()
         self._feed()
 
     @property
@@ -146,12 +136,11 @@ class Stages:
         A run never returns to a stage that it has passed, even if the configuration has moved the
         border since. The run's progress records the stage.
         """
-        self.updater.end()
-        self.sync.end()
+        self.way.end()
         progress = self._run.progress
         last = max(self.growth.index(progress.step), self.index)
         if self.index < last:
-            self.sync.forget_clipping()
+            self.way.forget_clipping()
         while self.index < last:
             self._enter(self.index + 1)
         if len(self.growth.stages) > 1:
@@ -161,37 +150,27 @@ class Stages:
                 *(self.index + 1, len(self.growth.stages), self.stage.end, self.stage.layers),
                 *(self.stage.layers - self.stage.frozen, self.stage.max_seq_length),
             )
-        self.sync.begin(self.growth.active_layers is not None, self.optimizer)
-        self.updater = make_updater(self._run.config.optimizer, self._run.model, self.optimizer)
+        self.way.begin(leaves_out=self.growth.active_layers is not None)
+        if self._place is not None and isinstance(self.sampler, ExchangedFeed):
+            self.sampler.load_local_state(self._place)
+        self._place = None
         if self._run.ranks.is_first:
             per_rank = self._run.config.batching.per_rank(self._run.ranks.world_size)
             warn_of_variation(self.sampler, per_rank)
         progress.stage, progress.layers = self.index, self.stage.layers
         progress.optimizer = find_kind(self._run.config.optimizer.name).layout
 
-    def synchronise(self, with_state: bool = False) -> None:
-        """Makes the model, as the last update leaves it, the same on all ranks.
-
-        Args:
-            with_state: the optimizer's state too.
-        """
-        self.updater.wait()
-        self.sync.synchronise(self.optimizer if with_state else None)
-
     def local_state(self) -> dict[str, Any] | None:
         """What of this rank a checkpoint keeps for as many ranks; None: nothing."""
         stream = None
         if isinstance(self.sampler, ExchangedFeed):
             stream = self.sampler.local_state(self._run.progress.sampler)
-        local = {"comm": self.sync.local_state(), "stream": stream}
+        local = {"comm": self.way.local_state(), "stream": stream}
         return {key: value for key, value in local.items() if value is not None} or None
 
-    def load_local_state(self, local: dict[str, Any]) -> None:
-        """Continues from `local_state`, after `begin`."""
-        if "comm" in local:
-            self.sync.load_local_state(local["comm"])
-        if "stream" in local and isinstance(self.sampler, ExchangedFeed):
-            self.sampler.load_local_state(local["stream"])
+    def load_stream(self, place: str | None) -> None:
+        """Lets this rank's stream go on at a place of `local_state` from `begin` on."""
+        self._place = place
 
     def _enter(self, index: int) -> None:
         run, progress = self._run, self._run.progress
@@ -199,18 +178,16 @@ class Stages:
         copies = add_layers(run.model, self.stage.sources)
         add_gradients_in_products(run.model, run.config)
         freeze(run.model, self.stage)
-        self.optimizer = next_optimizer(
-            run.model, run.config.optimizer, self.optimizer, copies, self.sync.way
-        )
-        round_weights_in_updates(run.model, self.optimizer, run.config, run.device)
+        self.way.make_optimizer(copies)
         state, feed = progress.sampler, self.sampler
         if before.max_seq_length != self.stage.max_seq_length:
-            state = progress.sampler = {}  # other data
+            state, self._place = {}, None  # other data
+            progress.sampler = state
         self._feed()
         if state:
             self.sampler.load_state_dict(state)
-            if isinstance(feed, ExchangedFeed) and (local := feed.local_state(state)) is not None:
-                self.load_local_state({"stream": local})
+            if isinstance(feed, ExchangedFeed):
+                self._place = feed.local_state(state) or self._place
 
     def _feed(self) -> None:
         run, config, data = self._run, self._run.config, self._data

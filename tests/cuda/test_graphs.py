@@ -27,8 +27,9 @@ from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.feed.steps import Step, StepCollator
 from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner, StaticPass, check_graphs, sizes
 from bert_unpad.pretrain.output.metrics import Window
-from bert_unpad.pretrain.parallel import sync as gradient_sync
-from bert_unpad.pretrain.parallel.sync import GradientSync, seed_step
+from bert_unpad.pretrain.parallel import make_way
+from bert_unpad.pretrain.parallel import way as parallel_way
+from bert_unpad.pretrain.parallel.way import seed_step
 from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.run import Run
 from tests.support.cuda_checks import raise_if_the_host_waits
@@ -152,16 +153,17 @@ def test_the_trainer_counts_and_sums_the_same(monkeypatch) -> None:
     """Up to rounding: a product of few rows may take another routine, and sums have more zeros."""
     ranks = Ranks(0, 1, torch.device("cpu"), None)
     results = []
-    monkeypatch.setattr(gradient_sync, "GraphRunner", lambda model, autocast: Uncaptured(model))
+    monkeypatch.setattr(parallel_way, "GraphRunner", lambda model, autocast: Uncaptured(model))
     for graphs in (False, True):
         model = make_model(**DROPOUT)
         step = make_step(padded=graphs)
         window = Window(ranks)
         seed_step(1, 2, 0)
-        sync = GradientSync(Run(PretrainConfig(cuda_graphs=graphs), ranks, model))
-        sync.begin()
+        way = make_way(Run(PretrainConfig(cuda_graphs=graphs), ranks, model))
+        way.make_optimizer()
+        way.begin()
         counts = HostSums(ranks, step.counts)
-        window.add_losses(sync.accumulate(step, counts))
+        window.add_losses(way.accumulate(step, counts))
         results.append((step.counts, window.fold(), gradients(model)))
     (counts, sums, want), (padded_counts, padded_sums, got) = results
     assert counts == padded_counts

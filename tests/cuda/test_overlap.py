@@ -22,13 +22,13 @@ from bert_unpad.optim.base import FusedOptimizer
 from bert_unpad.optim.parameter_lists import Update
 from bert_unpad.pretrain.config import ClipConfig, OptimizerConfig, PretrainConfig
 from bert_unpad.pretrain.model import add_gradients_in_products
-from bert_unpad.pretrain.parallel.sync import GradientSync, seed_step
+from bert_unpad.pretrain.parallel import make_way
+from bert_unpad.pretrain.parallel.way import seed_step
 from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.update import overlap
-from bert_unpad.pretrain.update.optimizer import build_optimizer, set_lr
-from bert_unpad.pretrain.update.overlap import OverlappedUpdater, Updater, make_updater
-from bert_unpad.pretrain.update.rounded_weights import round_weights_in_updates
+from bert_unpad.pretrain.update.optimizer import step_if
+from bert_unpad.pretrain.update.overlap import OverlappedUpdater
 from tests.cuda import test_graph_buckets
 from tests.cuda.test_graphs import DROPOUT, ONE, make_step, padded_inputs, scaled
 from tests.nn.test_bert import make_model
@@ -64,30 +64,23 @@ def _trainer(
     config.optimizer = OptimizerConfig(name="fused_adam", overlap=overlapped)
     config.clip = ClipConfig(mode=mode)
     add_gradients_in_products(model, config)
-    optimizer = build_optimizer(model, config.optimizer)
-    round_weights_in_updates(model, optimizer, config, ranks.device)
-    sync = GradientSync(Run(config, ranks, model))
-    sync.begin(optimizer=optimizer)
-    updater = make_updater(config.optimizer, model, optimizer)
+    way = make_way(Run(config, ranks, model))
+    way.make_optimizer()
+    way.begin()
     if overlapped:
-        _slow_down(optimizer)
+        _slow_down(way.optimizer)
     step = make_step(padded=True).pin_memory()
 
     def update(number: int) -> Tensor:
         seed_step(1, number, 0)
-        losses = sync.accumulate(step, HostSums(ranks, step.counts)).clone()
-        gradient = sync.finish()
-        set_lr(optimizer, 1e-2 / (number + 1))
-        updater.step(gradient.finite & (number != 1))
-        sync.after_update()
-        if not sync.keeps_gradients:
-            optimizer.zero_grad()
+        losses = way.accumulate(step, HostSums(ranks, step.counts)).clone()
+        way.step(way.finish().finite & (number != 1), 1e-2 / (number + 1))
         return losses
 
     def results() -> list[Tensor]:
-        updater.wait()
+        way.synchronise()
         torch.cuda.synchronize()
-        return _state(model, optimizer)
+        return _state(model, way.optimizer)
 
     return update, results
 
@@ -133,16 +126,20 @@ def test_a_captured_step_that_sends_buckets_keeps_its_bits():
     for overlapped in (True, False):
         model, buckets, run = test_graph_buckets.make(clip := BucketClip(0.5))
         optimizer = FusedAdam(decay_groups(model, 0.01), lr=0.01)
-        updater = Updater(optimizer)
+        updater = OverlappedUpdater(model, optimizer) if overlapped else None
         if overlapped:
-            updater = OverlappedUpdater(model, optimizer)
             _slow_down(optimizer)
         for seed, lengths in enumerate(test_graph_buckets.BATCHES * 2):
             inputs = padded_inputs(lengths, seed).pin_memory()
             run(inputs, scaled(ONE, "cuda"), first=True)
             buckets.send()
             buckets.wait()
-            updater.step(clip.report().finite)
-        updater.wait()
+            finite = clip.report().finite
+            if updater is None:
+                step_if(optimizer, finite)
+            else:
+                updater.step(finite)
+        if updater is not None:
+            updater.wait()
         both.append(_state(model, optimizer))
     assert_same_bits(*both)

@@ -23,10 +23,10 @@ from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.pretrain.config import OptimizerConfig, PretrainConfig
 from bert_unpad.pretrain.feed.steps import Step, count_labels
 from bert_unpad.pretrain.output.metrics import Window
-from bert_unpad.pretrain.parallel.sync import GradientSync, seed_step
+from bert_unpad.pretrain.parallel import make_way
+from bert_unpad.pretrain.parallel.way import seed_step
 from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.run import Run
-from bert_unpad.pretrain.update.optimizer import build_optimizer, set_lr, step_if
 from tests.support.seeds import derived
 
 LENGTHS = [[40, 17, 0, 5], [33, 8], []]  # of a step's passes
@@ -101,13 +101,14 @@ class NoWaiting(TorchDispatchMode):
 def test_no_step_looks_at_the_device(recompute: str) -> None:
     ranks = Ranks(0, 1, torch.device("meta"), None)
     model = tiny_model(recompute).to("meta")
-    sync = GradientSync(Run(PretrainConfig(), ranks, model))
-    sync.begin()
+    way = make_way(Run(PretrainConfig(), ranks, model))
+    way.optimizer = torch.optim.SGD(model.parameters())
+    way.begin()
     window, step = Window(ranks), host_step()
     counts = HostSums(ranks, step.counts)
     with NoWaiting():
-        window.add_losses(sync.accumulate(step, counts))
-        gradient = sync.finish()
+        window.add_losses(way.accumulate(step, counts))
+        gradient = way.finish()
         window.add_gradient(gradient)
     assert gradient.norm.device.type == gradient.finite.device.type == "meta"
     assert all(p.grad.device.type == "meta" for p in model.parameters())
@@ -155,21 +156,20 @@ class TestOnAGpu:
         ranks = Ranks(0, 1, torch.device("cuda", torch.cuda.current_device()), None)
         model = tiny_model(recompute).to(ranks.device)
         precision = "fp32" if dtype == torch.float32 else "bf16"
-        sync = GradientSync(Run(PretrainConfig(precision=precision), ranks, model))
-        sync.begin()
-        optimizer = build_optimizer(model, OptimizerConfig(name=name))
+        config = PretrainConfig(precision=precision, optimizer=OptimizerConfig(name=name))
+        way = make_way(Run(config, ranks, model))
+        way.make_optimizer()
+        way.begin()
         window, step = Window(ranks), host_step().pin_memory()
         before = [p.detach().clone() for p in model.parameters()]
 
         def update(number: int) -> tuple[HostSums, Tensor]:
             seed_step(1, number, 0)
             counts = HostSums(ranks, step.counts)
-            window.add_losses(sync.accumulate(step, counts))
-            gradient = sync.finish()
+            window.add_losses(way.accumulate(step, counts))
+            gradient = way.finish()
             window.add_gradient(gradient)
-            set_lr(optimizer, 1e-3 / (number + 1))
-            step_if(optimizer, gradient.finite)
-            optimizer.zero_grad()
+            way.step(gradient.finite, 1e-3 / (number + 1))
             return counts, gradient.norm
 
         update(0)  # loads libraries and makes the optimizer's state

@@ -13,8 +13,7 @@ from bert_unpad.ops.matmul import CPU_MULTIPLIES_BF16
 from bert_unpad.ops.rounded_weights import RoundedWeight, copies_of, find_copy
 from bert_unpad.optim import FusedAdam, Muon, decay_groups
 from bert_unpad.pretrain.config import read_config
-from bert_unpad.pretrain.update.optimizer import build_optimizer
-from bert_unpad.pretrain.update.rounded_weights import round_weights_in_updates
+from bert_unpad.pretrain.update.optimizer import build_optimizer, round_weights_in_updates
 from tests.nn.test_bert import make_inputs, make_model
 from tests.optim.test_rounded_weights import OPTIMIZERS
 from tests.support.seeds import derived
@@ -148,7 +147,6 @@ def test_a_weight_has_one_copy():
         ([], True),
         (["--optimizer.name=lamb", "--cuda_graphs=true"], True),
         (["--optimizer.name=muon"], False),
-        (["--optimizer.shard=world"], False),
     ],
 )
 def test_when_the_trainer_does_it(more, expected):

@@ -15,8 +15,7 @@ from bert_unpad.ops.matmul import CPU_MULTIPLIES_BF16
 from bert_unpad.ops.rounded_weights import copies_of, rounded
 from bert_unpad.optim import FusedAdam, FusedLAMB, FusedStableAdamW, Muon, OneBitAdam
 from bert_unpad.pretrain.config import read_config
-from bert_unpad.pretrain.update.optimizer import build_optimizer
-from bert_unpad.pretrain.update.rounded_weights import round_weights_in_updates
+from bert_unpad.pretrain.update.optimizer import build_optimizer, round_weights_in_updates
 from tests.support.seeds import derived
 
 OPTIMIZERS = {
@@ -137,7 +136,6 @@ def test_training_keeps_its_bits():
         (["--optimizer.name=muon"], False),
         (["--optimizer.name=adamw"], False),
         (["--compile=true"], False),
-        (["--optimizer.shard=world"], False),
         (["--comm.hook=post_local_sgd"], False),
     ],
 )

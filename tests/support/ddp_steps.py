@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from bert_unpad.optim import FusedAdam
-from bert_unpad.pretrain.config import ClipConfig, CommConfig
-from bert_unpad.pretrain.gradients.clipping import Clipping
-from bert_unpad.pretrain.gradients.comm_hooks import SETTLING_PASSES, build_comm_hook
+from bert_unpad.pretrain.config import ClipConfig, CommConfig, PretrainConfig
+from bert_unpad.pretrain.gradients.comm_hooks import SETTLING_PASSES
+from bert_unpad.pretrain.parallel import ddp
 from bert_unpad.pretrain.ranks import Ranks
-from bert_unpad.pretrain.update.optimizer import step_if
+from bert_unpad.pretrain.run import Run
 from tests.support.seeds import derived
 
 __all__ = ["ddp_steps"]
@@ -25,6 +25,12 @@ __all__ = ["ddp_steps"]
 
 def _adam(parameters: Iterable[nn.Parameter]) -> FusedAdam:
     return FusedAdam(parameters, lr=1e-2)
+
+
+def _empty_passes(replica: nn.Module, model: nn.Module, device: torch.device) -> None:
+    for _ in range(SETTLING_PASSES):
+        (replica(torch.zeros(1, 24)) * 0).sum().backward()
+        model.zero_grad()
 
 
 def ddp_steps(
@@ -56,16 +62,14 @@ def ddp_steps(
     torch.manual_seed(derived(0))
     model = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 24))
     ranks = Ranks(rank, world_size, torch.device("cpu"), dist.group.WORLD)
-    optimizer = make_optimizer(model.parameters())
-    hook = build_comm_hook(comm, ranks, optimizer)
-    clipping = Clipping(ClipConfig(max_norm=0.5, mode=mode), ranks, model, hook)
-    size = None if hook.one_bucket else 0.002  # MiB, of which this model has several
-    replica = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=size)
-    clipping.attach(replica)
-    for _ in range(SETTLING_PASSES):
-        (replica(torch.zeros(1, 24)) * 0).sum().backward()
-        model.zero_grad()
-    hook.start(0)
+    # Where there may be several buckets, this model has them.
+    size = None if comm.hook == "power_sgd" else 0.002  # MiB
+    clip, comm = ClipConfig(max_norm=0.5, mode=mode), replace(comm, bucket_mb=size)
+    way = ddp.Ddp(Run(PretrainConfig(clip=clip, comm=comm), ranks, model))
+    way.optimizer = optimizer = make_optimizer(model.parameters())
+    ddp.make_empty_passes = _empty_passes
+    way.begin()
+    replica, hook = way._replica, way._hook
     draw = torch.Generator().manual_seed(derived(rank))
     finite, weights = [], []
     for step in range(steps):
@@ -73,13 +77,11 @@ def ddp_steps(
         if (rank, step) == (1, nan_step):
             x[3, 5] = math.nan
         (replica(x) - x.roll(1, 1)).square().mean().backward()
-        every_finite = hook.agree(clipping.clip().finite)
-        step_if(optimizer, every_finite)
-        hook.after_update(model.parameters())
-        optimizer.zero_grad()
+        every_finite = way.finish().finite
+        way.step(every_finite, optimizer.param_groups[0]["lr"])
         finite.append(bool(every_finite))
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]).clone())
-    hook.synchronise(model, optimizer)
+    way.synchronise(with_state=True)
     states = [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]
     end = [t.clone() for t in (*(p.detach() for p in model.parameters()), *states)]
     kept = [t for t in tree_leaves(hook.local_state()) if isinstance(t, Tensor)]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from bert_unpad._import_path import resolve
 from bert_unpad.pretrain.config import GrowthConfig
-from bert_unpad.pretrain.growth.grow import add_layers, cut_layers, freeze, next_optimizer
+from bert_unpad.pretrain.growth.grow import add_layers, cut_layers, freeze
 from bert_unpad.pretrain.growth.schedules.lengths import lengths
 from bert_unpad.pretrain.growth.schedules.mslt import mslt
 from bert_unpad.pretrain.growth.schedules.stacking import stacking
@@ -24,7 +24,6 @@ __all__ = [
     "cut_layers",
     "freeze",
     "make_growth",
-    "next_optimizer",
 ]
 
 

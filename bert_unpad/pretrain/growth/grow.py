@@ -1,21 +1,16 @@
-"""What happens to model and optimizer at the border of a stage."""
+"""What happens to the model at the border of a stage."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 
-import torch
 from torch import nn
 
 from bert_unpad.nn import EncoderForPreTraining
-from bert_unpad.pretrain.config import OptimizerConfig
 from bert_unpad.pretrain.growth.stage import Stage
-from bert_unpad.pretrain.parallel import Way
-from bert_unpad.pretrain.update.optimizer import build_optimizer
-from bert_unpad.pretrain.update.state import take_over
 
-__all__ = ["add_layers", "cut_layers", "freeze", "next_optimizer"]
+__all__ = ["add_layers", "cut_layers", "freeze"]
 
 Copies = dict[nn.Parameter, nn.Parameter]
 
@@ -67,31 +62,3 @@ def freeze(model: EncoderForPreTraining, stage: Stage) -> None:
         bert.embeddings.requires_grad_(False)
         # They are the decoder's weight too.
         bert.embeddings.word_embeddings.requires_grad_(model.config.tie_word_embeddings)
-
-
-def next_optimizer(
-    model: nn.Module,
-    config: OptimizerConfig,
-    old: torch.optim.Optimizer | None = None,
-    copies: Copies | None = None,
-    way: Way | None = None,
-    bucket_mb: float | None = None,
-) -> torch.optim.Optimizer:
-    """An optimizer of the parameters that train now, and of no others.
-
-    Parameters that have trained before keep their states, copies get those of their originals, and
-    others begin without.
-
-    Args:
-        model: after `add_layers` and `freeze`.
-        config: of the optimizer.
-        old: of the stage before, if there was one.
-        copies: what `add_layers` has returned.
-        way: how the ranks share an update; if that is the state, the parameters must be those of
-            `old`.
-        bucket_mb: see `build_optimizer`.
-    """
-    new = build_optimizer(model, config, way, bucket_mb)
-    if old is not None:
-        take_over(new, old, copies or {})
-    return new

@@ -1,16 +1,15 @@
 """The ways in which ranks share an update, by the words of `optimizer.shard`.
 
-A way is a class with the methods of `Way`. Nothing else asks for the word: what a way does not go
-with stands in `config/limits.py`.
+A way is a subclass of `Way`. Nothing else asks for the word: what a way does not go with stands in
+`config/limits.py`.
 """
 
 from bert_unpad._choices import Shard
-from bert_unpad.pretrain.config import OptimizerConfig
 from bert_unpad.pretrain.parallel.ddp import Ddp, NodeSharded, Sharded
 from bert_unpad.pretrain.parallel.fsdp import Fsdp
 from bert_unpad.pretrain.parallel.overlap import Overlap
 from bert_unpad.pretrain.parallel.way import Way
-from bert_unpad.pretrain.ranks import Ranks
+from bert_unpad.pretrain.run import Run
 
 __all__ = ["WAYS", "Way", "make_way"]
 
@@ -23,10 +22,10 @@ WAYS: dict[Shard, type[Way]] = {
 }
 
 
-def make_way(config: OptimizerConfig, ranks: Ranks) -> Way:
+def make_way(run: Run) -> Way:
     """The way of a run; one rank shares with none. Every rank must call it.
 
     Raises:
         ConfigError: machines have different numbers of processes, and each should shard.
     """
-    return Way(ranks) if ranks.world_size == 1 else WAYS[config.shard](ranks)
+    return Way(run) if run.ranks.world_size == 1 else WAYS[run.config.optimizer.shard](run)

@@ -2,66 +2,52 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from bert_unpad.distributed import BucketClip, ShardedOptimizer
-from bert_unpad.pretrain.gradients.clipping import Clipping, GradientReport
-from bert_unpad.pretrain.gradients.comm_hook import CommHook
-from bert_unpad.pretrain.gradients.replica import make_empty_passes
-from bert_unpad.pretrain.parallel.way import Groups, Kind, Way
-from bert_unpad.pretrain.run import Run
-
-
-class _Clipping(Clipping):
-    """Clipping in a `ShardedOptimizer`: of its buckets, or of the average over all shards."""
-
-    def _make_bucket(self) -> BucketClip | None:
-        # Gradients go into the buckets as they are, so only there can they be unscaled.
-        return self._bucket_clip(needed=self._loss_scale is not None)
-
-    def attach_to(self, optimizer: ShardedOptimizer) -> None:
-        """Hands the bounds to the optimizer, in place of `attach`."""
-        self._optimizer = optimizer
-        bounds = {"bucket": None, "after": self._max_norm, "none": float("inf")}
-        optimizer.set_clipping(self._bucket, bounds[self._mode])
-
-    def clip(self) -> GradientReport:
-        """Waits for the clipped average of this rank's parts."""
-        report = self._optimizer.reduce_gradients()
-        parts = 0 if self._mode == "none" else len(report.norms)
-        return GradientReport(report.norm, report.clipped, parts, report.finite)
+from bert_unpad.distributed import ShardedOptimizer
+from bert_unpad.pretrain.gradients.clipping import GradientReport, make_bucket_clip
+from bert_unpad.pretrain.parallel.way import Way, make_empty_passes
 
 
 class Overlap(Way):
-    """A `ShardedOptimizer` averages gradients, and sends weights, beside the passes."""
+    """A `ShardedOptimizer` averages gradients, and sends weights, beside the passes.
+
+    It clips its buckets, or the average over all shards.
+    """
 
     waits_in_passes = shares_state = cuts_parameters = True
-    clipping = _Clipping
+    optimizer: ShardedOptimizer
 
-    def make_optimizer(
-        self, kind: Kind, model: nn.Module, groups: Groups, bucket_mb: float | None, **options: Any
+    def _build(
+        self, kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], **options: Any
     ) -> torch.optim.Optimizer:
-        self._optimizer = ShardedOptimizer(
-            model, groups, kind, dist.group.WORLD, bucket_cap_mb=bucket_mb, **options
+        size = self.run.config.comm.bucket_mb
+        return ShardedOptimizer(
+            self.run.model, groups, kind, dist.group.WORLD, bucket_cap_mb=size, **options
         )
-        return self._optimizer
 
-    def wrap(self, run: Run, clipping: Clipping, hook: CommHook, leaves_out: bool) -> nn.Module:
-        optimizer = self._optimizer
+    def _wrap(self, leaves_out: bool) -> nn.Module:
+        model, clip = self.run.model, self.run.config.clip
+        # Gradients go into the buckets as they are, so only there can they be unscaled.
+        self._bucket = make_bucket_clip(clip, self.loss_scale, self.loss_scale is not None)
+        bounds = {"bucket": None, "after": clip.max_norm, "none": float("inf")}
+        self.optimizer.set_clipping(self._bucket, bounds[self._mode])
 
         def after_pass() -> None:
-            optimizer.reduce_gradients()
-            optimizer.zero_grad()
+            self.optimizer.reduce_gradients()
+            self.optimizer.zero_grad()
 
-        assert isinstance(clipping, _Clipping)
-        clipping.attach_to(optimizer)
-        make_empty_passes(run.model, run.model, run.device, after_pass)  # which make its buckets
-        return run.model
+        make_empty_passes(model, model, self.run.device, after_pass)  # which make its buckets
+        return model
 
-    def no_sync(self, replica: nn.Module) -> AbstractContextManager[None]:
-        return self._optimizer.no_sync()
+    def _pass(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self.optimizer.no_sync()
+
+    def _clip(self) -> GradientReport:
+        """Waits for the clipped average of this rank's parts."""
+        return GradientReport.of(self.optimizer.reduce_gradients(), clips=self._mode != "none")

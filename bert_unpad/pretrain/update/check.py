@@ -22,7 +22,6 @@ from bert_unpad.nn import BertConfig, BertForPreTraining
 from bert_unpad.optim.base import FusedOptimizer
 from bert_unpad.pretrain.config import ConfigError, OptimizerConfig, PretrainConfig
 from bert_unpad.pretrain.config.limits import MODELS_DIFFER
-from bert_unpad.pretrain.parallel import WAYS
 from bert_unpad.pretrain.update.arguments import class_arguments
 from bert_unpad.pretrain.update.kinds import KINDS, Kind, find_kind
 from bert_unpad.pretrain.update.optimizer import build_optimizer, leaves_out_on_device, set_lr
@@ -48,12 +47,19 @@ _SIZES = BertConfig(
 _PLAIN = (Tensor, bool, int, float, str)
 
 
-def check_optimizer(config: PretrainConfig, device: torch.device) -> None:
+def check_optimizer(
+    config: PretrainConfig,
+    device: torch.device,
+    shares_state: bool = False,
+    cuts_parameters: bool = False,
+) -> None:
     """Checks that a run can use its optimizer.
 
     Args:
         config: of the run.
         device: of the model.
+        shares_state: whether ranks keep the state of some parameters each.
+        cuts_parameters: whether a rank updates parts of parameters.
 
     Raises:
         ConfigError: there is no such optimizer, it does not take the options, or it cannot do what
@@ -71,10 +77,9 @@ def check_optimizer(config: PretrainConfig, device: torch.device) -> None:
             f"expected another one with optimizer.name {name}, whose parameter groups hold numbers "
             f"({', '.join(group_values)}) that the ranks cannot average, got {config.comm.hook}",
         )
-    way = WAYS[config.optimizer.shard]
-    if way.shares_state:
+    if shares_state:
         _check_independence(config.optimizer, device)
-    if way.cuts_parameters:
+    if cuts_parameters:
         _check_parts(config.optimizer, device)
 
 

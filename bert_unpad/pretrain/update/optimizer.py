@@ -1,24 +1,41 @@
-"""Makes the optimizer that the configuration names; which parameters decay."""
+"""Makes the optimizer that the configuration names, and its updates."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bert_unpad.pretrain.config import ConfigError, OptimizerConfig
-from bert_unpad.pretrain.parallel import Way
+from bert_unpad.nn import Encoder
+from bert_unpad.ops.matmul import product_dtype
+from bert_unpad.optim.base import FusedOptimizer
+from bert_unpad.pretrain.config import ConfigError, OptimizerConfig, PretrainConfig
+from bert_unpad.pretrain.config.limits import MODELS_DIFFER
 from bert_unpad.pretrain.update.arguments import class_arguments
 from bert_unpad.pretrain.update.kinds import find_kind
 from bert_unpad.pretrain.update.state import local_optimizer, remember_groups
 
-__all__ = ["build_optimizer", "leaves_out_on_device", "set_lr", "step_if"]
+__all__ = [
+    "build_optimizer",
+    "leaves_out_on_device",
+    "round_weights_in_updates",
+    "set_lr",
+    "step_if",
+]
+
+
+def _whole(
+    kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], **options: Any
+) -> torch.optim.Optimizer:
+    return kind(groups, **options)
 
 
 def build_optimizer(
     model: nn.Module,
     config: OptimizerConfig,
-    way: Way | None = None,
-    bucket_mb: float | None = None,
+    make: Callable[..., torch.optim.Optimizer] = _whole,
 ) -> torch.optim.Optimizer:
     """The optimizer over all parameters; biases and LayerNorm weights are not decayed.
 
@@ -29,8 +46,8 @@ def build_optimizer(
     Args:
         model: on its device.
         config: says which.
-        way: how the ranks share an update; None: this rank keeps all of the state.
-        bucket_mb: size of the optimizer's buckets in MiB, if it has any; None: its own.
+        make: from the class, parameter groups and options; by default this rank keeps all of the
+            state.
 
     Raises:
         ConfigError: there is no such optimizer, or it does not take the options.
@@ -42,10 +59,7 @@ def build_optimizer(
         for some in groups:
             some.pop("weight_decay")
     try:
-        if way is None:
-            made = kind.optimizer(groups, **arguments)
-        else:
-            made = way.make_optimizer(kind.optimizer, model, groups, bucket_mb, **arguments)
+        made = make(kind.optimizer, groups, **arguments)
     except Exception as error:  # whatever the class raises
         raise ConfigError(
             "optimizer.name",
@@ -81,3 +95,26 @@ def step_if(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
         optimizer.step()
     elif bool(finite):
         optimizer.step()
+
+
+def round_weights_in_updates(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: PretrainConfig, device: torch.device
+) -> None:
+    """Lets the optimizer write the linear layers' weights as their products take them too, in 16 or
+    8 bits, which saves every forward pass to round them: where it can, and nothing else changes
+    weights."""
+    if (
+        config.precision == "fp32"
+        or not (isinstance(optimizer, FusedOptimizer) and optimizer.rounds)
+        or config.comm.hook in MODELS_DIFFER
+        or config.compile
+    ):
+        return
+    weights = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
+    weights = {w for w in weights if w.requires_grad}
+    encoders = [m for m in model.modules() if isinstance(m, Encoder)]
+    in_8_bits = weights.intersection(w for encoder in encoders for w in encoder.fp8_weights)
+    optimizer.keep_rounded(in_8_bits, torch.float8_e4m3fn)
+    dtype = torch.float16 if config.precision == "fp16" else torch.bfloat16
+    if product_dtype(torch.empty(0, dtype=dtype, device=device)) == dtype:
+        optimizer.keep_rounded(weights - in_8_bits, dtype)

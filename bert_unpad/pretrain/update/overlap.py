@@ -20,34 +20,9 @@ from torch import Tensor, nn
 
 from bert_unpad.nn import Encoder, EncoderForPreTraining
 from bert_unpad.optim.base import FusedOptimizer
-from bert_unpad.pretrain.config import OptimizerConfig
 from bert_unpad.pretrain.update.optimizer import step_if
 
-__all__ = ["OverlappedUpdater", "SideStream", "Updater", "make_updater", "update_order"]
-
-
-class Updater:
-    """Makes the updates of an optimizer, each before anything that comes after it."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def step(self, finite: Tensor) -> None:
-        """Makes an update unless the gradient is not finite; see `step_if`.
-
-        Args:
-            finite: bool [], whether it is.
-        """
-        step_if(self.optimizer, finite)
-
-    def wait(self) -> None:
-        """Lets the current stream wait for the update.
-
-        Before anything but a pass reads or changes parameters, gradients or the optimizer's state.
-        """
-
-    def end(self) -> None:
-        """Waits for the update, and lets go of the model, which may change then."""
+__all__ = ["OverlappedUpdater", "SideStream", "update_order"]
 
 
 class SideStream:
@@ -82,7 +57,7 @@ class SideStream:
         torch.cuda.current_stream(self._device).wait_event(self._events[number])
 
 
-class OverlappedUpdater(Updater):
+class OverlappedUpdater:
     """Makes updates beside the next forward pass, which waits for a chunk before it uses it.
 
     Gradients that were let go stay in memory until that pass is over.
@@ -99,7 +74,7 @@ class OverlappedUpdater(Updater):
         optimizer: FusedOptimizer,
         stream: SideStream | None = None,
     ) -> None:
-        super().__init__(optimizer)
+        self._optimizer = optimizer
         layers = _layers(model)
         self._last = len(layers) + 1
         if stream is None:
@@ -123,40 +98,29 @@ class OverlappedUpdater(Updater):
             finite: bool [], whether it is.
         """
         self.wait()
-        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        parameters = (p for group in self._optimizer.param_groups for p in group["params"])
         # The current stream would write to their memory again as soon as nobody had them.
         self._read = [finite, *(p.grad for p in parameters if p.grad is not None)]
 
         def update() -> None:
-            step_if(self.optimizer, finite)
+            step_if(self._optimizer, finite)
             self._stream.record(self._last)
 
         self._stream.run(update)
 
     def wait(self) -> None:
+        """Lets the current stream wait for the update.
+
+        Before anything but a pass reads or changes parameters, gradients or the optimizer's state.
+        """
         self._stream.wait(self._last)
         self._read.clear()
 
     def end(self) -> None:
+        """Waits for the update, and lets go of the model, which may change then."""
         self.wait()
         for hook in self._hooks:
             hook.remove()
-
-
-def make_updater(
-    config: OptimizerConfig, model: EncoderForPreTraining, optimizer: torch.optim.Optimizer
-) -> Updater:
-    """What makes the updates of a run, as `optimizer.overlap` says.
-
-    Args:
-        config: checked by `check_optimizer`.
-        model: on its device, with the layers that it trains with.
-        optimizer: of its parameters.
-    """
-    if not config.overlap:
-        return Updater(optimizer)
-    assert isinstance(optimizer, FusedOptimizer)
-    return OverlappedUpdater(model, optimizer)
 
 
 def update_order(model: nn.Module) -> dict[Tensor, int]:

@@ -12,7 +12,7 @@ from bert_unpad.pretrain.config import ClipConfig, PretrainConfig
 from bert_unpad.pretrain.feed.steps import Step, count_labels
 from bert_unpad.pretrain.losses import averages
 from bert_unpad.pretrain.output.metrics import Window
-from bert_unpad.pretrain.parallel.sync import GradientSync
+from bert_unpad.pretrain.parallel import make_way
 from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.run import Run
 from tests.support.processes import run_ranks
@@ -87,14 +87,15 @@ def _gradients(rank: int, world_size: int) -> list[tuple[dict[str, torch.Tensor]
 
 def _gradient(ranks: Ranks, mine: np.ndarray, passes: int) -> tuple[dict[str, torch.Tensor], dict]:
     model = _model()
-    sync = GradientSync(Run(PretrainConfig(clip=ClipConfig(mode="none")), ranks, model))
-    sync.begin()
+    way = make_way(Run(PretrainConfig(clip=ClipConfig(mode="none")), ranks, model))
+    way.make_optimizer()
+    way.begin()
     inputs = tuple(_inputs(mine[first::passes].tolist()) for first in range(passes))
     masked, pairs = np.sum([count_labels(part) for part in inputs], axis=0)
     step = Step(inputs, 0, mine, {"masked": masked, "pairs": pairs})
     window = Window(ranks)
     counts = HostSums(ranks, step.counts)
-    window.add_losses(sync.accumulate(step, counts))
+    window.add_losses(way.accumulate(step, counts))
     window.add_counts(counts.on_host())
     gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
     return gradient, averages(window.close(), "mlm_nsp")

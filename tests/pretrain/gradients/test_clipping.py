@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,10 @@ import yaml
 from torch import Tensor, nn
 
 from bert_unpad.data import DataConfig, prepare
-from bert_unpad.pretrain.config import ClipConfig
-from bert_unpad.pretrain.gradients.clipping import Clipping
-from bert_unpad.pretrain.gradients.comm_hook import CommHook
-from bert_unpad.pretrain.parallel.sync import GradientSync
+from bert_unpad.pretrain.config import ClipConfig, PretrainConfig
+from bert_unpad.pretrain.parallel import Way, make_way
 from bert_unpad.pretrain.ranks import Ranks
+from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.update.optimizer import step_if
 from tests.support.pretrain_runs import (
     WORDS,
@@ -61,28 +61,28 @@ def folder(tmp_path_factory) -> Path:
 @contextmanager
 def _poison(factor: float):
     """Multiplies what rank 1 adds to the gradient in one step."""
-    honest = GradientSync.accumulate
+    honest = Way.accumulate
     calls = 0
 
-    def poisoned(sync: GradientSync, step, counts) -> Tensor:
+    def poisoned(way: Way, step, counts) -> Tensor:
         nonlocal calls
         calls += 1
         handles = []
         if dist.get_rank() == 1 and calls == POISONED:
-            parameters = [p for p in sync.run.model.parameters() if p.requires_grad]
+            parameters = [p for p in way.run.model.parameters() if p.requires_grad]
             if not math.isfinite(factor):
                 parameters = parameters[-1:]
             handles = [p.register_hook(lambda g: g * factor) for p in parameters]
-        sums = honest(sync, step, counts)
+        sums = honest(way, step, counts)
         for handle in handles:
             handle.remove()
         return sums
 
-    GradientSync.accumulate = poisoned
+    Way.accumulate = poisoned
     try:
         yield
     finally:
-        GradientSync.accumulate = honest
+        Way.accumulate = honest
 
 
 def _runs(runs: list[tuple[tuple[int, list[str]], float]]) -> int:
@@ -174,11 +174,19 @@ def _model_with_gradient() -> nn.Module:
     return model
 
 
+def _way(model: nn.Module, **clip: Any) -> Way:
+    """A way of one rank that is ready to clip what the model has."""
+    way = make_way(Run(PretrainConfig(clip=ClipConfig(**clip)), ALONE, model))
+    way.make_optimizer()
+    way.begin()
+    return way
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_one_rank_clips_its_whole_gradient(mode):
     model = _model_with_gradient()
     before = torch.cat([p.grad.flatten() for p in model.parameters()])
-    report = Clipping(ClipConfig(max_norm=0.5, mode=mode), ALONE, model, CommHook()).clip()
+    report = _way(model, max_norm=0.5, mode=mode).finish()
     after = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert float(report.norm) == pytest.approx(float(before.norm()))
     assert bool(report.finite)
@@ -196,7 +204,7 @@ def test_the_norm_of_a_long_gradient():
     model.weight.grad = torch.full_like(model.weight, 2.4e-4)
     model.weight.grad[:, :16] = 1.0
     norm = float(model.weight.grad.double().norm())
-    report = Clipping(ClipConfig(max_norm=0.5, mode="after"), ALONE, model, CommHook()).clip()
+    report = _way(model, max_norm=0.5, mode="after").finish()
     assert float(report.norm) == pytest.approx(norm, rel=1e-5)
     assert float(model.weight.grad.double().norm()) == pytest.approx(0.5, rel=1e-5)
 
@@ -205,19 +213,19 @@ def test_the_norm_of_a_long_gradient():
 def test_an_update_that_is_left_out_changes_nothing(fused):
     model = _model_with_gradient()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-    clipping = Clipping(ClipConfig(), ALONE, model, CommHook())
+    way = _way(model)
 
     def everything() -> list[torch.Tensor]:
         states = [value for state in optimizer.state.values() for value in state.values()]
         return [x.detach().clone() for x in (*model.parameters(), *states)]
 
-    step_if(optimizer, clipping.clip().finite)
+    step_if(optimizer, way.finish().finite)
     first = everything()
     assert len(first) == 2 + 2 * 3
     model.weight.grad[1, 2] = math.inf
-    step_if(optimizer, clipping.clip().finite)
+    step_if(optimizer, way.finish().finite)
     assert all(torch.equal(a, b) for a, b in zip(first, everything(), strict=True))
     model.weight.grad.fill_(1.0)
     model.bias.grad.fill_(1.0)
-    step_if(optimizer, clipping.clip().finite)
+    step_if(optimizer, way.finish().finite)
     assert not any(torch.equal(a, b) for a, b in zip(first, everything(), strict=True))

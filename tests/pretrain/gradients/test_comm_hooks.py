@@ -11,7 +11,7 @@ import torch
 from bert_unpad.pretrain.config import CommConfig, ConfigError, read_config
 from bert_unpad.pretrain.config.communication import CommHookName
 from bert_unpad.pretrain.gradients.comm_hooks import HOOKS, build_comm_hook
-from bert_unpad.pretrain.gradients.replica import wrap_in_ddp
+from bert_unpad.pretrain.parallel.ddp import wrap_in_ddp
 from bert_unpad.pretrain.ranks import Ranks
 from tests.support.ddp_steps import ddp_steps
 from tests.support.pretrain_runs import (
@@ -162,7 +162,7 @@ def test_a_size_of_buckets_where_there_is_one():
     ranks = Ranks(0, 2, torch.device("cpu"), None)
     hook = build_comm_hook(CommConfig(hook="power_sgd"), ranks)
     with pytest.raises(ConfigError, match=r"comm.bucket_mb: expected null on CPUs .*, got 0.5"):
-        wrap_in_ddp(torch.nn.Linear(2, 2), ranks, hook, 0.5, leaves_out=False, group=None)
+        wrap_in_ddp(torch.nn.Linear(2, 2), ranks, hook, bucket_mb=0.5)
 
 
 def _tune(arguments: list[str]) -> int:

@@ -23,8 +23,8 @@ from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
 from bert_unpad.pretrain.feed.steps import Step, StepCollator
 from bert_unpad.pretrain.gradients.cuda_graphs import check_graphs
 from bert_unpad.pretrain.gradients.graph_buckets import GraphBuckets, units
-from bert_unpad.pretrain.parallel import sync as gradient_sync
-from bert_unpad.pretrain.parallel.sync import GradientSync
+from bert_unpad.pretrain.parallel import make_way
+from bert_unpad.pretrain.parallel import way as parallel_way
 from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.run import Run
 from tests.cuda.test_graphs import Uncaptured
@@ -192,30 +192,31 @@ def _run(
         local_rank=rank % 2 if world_size == 4 else 0,
         timeout=timedelta(seconds=TIMEOUT),
     )
-    gradient_sync.GraphRunner = lambda model, autocast: Uncaptured(model)
+    parallel_way.GraphRunner = lambda model, autocast: Uncaptured(model)
     model = make_model()
-    sync = GradientSync(Run(config, ranks, model))
-    sync.begin()
+    way = make_way(Run(config, ranks, model))
+    way.make_optimizer()
+    way.begin()
     results = []
     passes = config.batching.accumulation
     for number in range(steps):
         step = _step(rank, number, passes, padded=graphs)
-        factors = sync._loss_factors(step, HostSums(ranks, step.counts))
+        factors = way._loss_factors(step, HostSums(ranks, step.counts))
         plain = make_model()
         for inputs in step.passes:
             out = plain(inputs)
             (out.mlm_loss_sum * factors[0] + out.nsp_loss_sum * factors[1]).backward()
-        if sync.loss_scale is not None:
+        if way.loss_scale is not None:
             for p in plain.parameters():
-                p.grad /= sync.loss_scale.value
+                p.grad /= way.loss_scale.value
         if number == poison and rank == 0:
             with torch.no_grad():
                 model.cls.seq_relationship.bias[0] = torch.inf
-        sync.accumulate(step, HostSums(ranks, step.counts))
-        report = sync.finish()
+        way.accumulate(step, HostSums(ranks, step.counts))
+        report = way.finish()
         with torch.no_grad():
             model.cls.seq_relationship.bias.copy_(plain.cls.seq_relationship.bias)
-        buckets = sync._buckets
+        buckets = way._graph_buckets
         results.append(
             _Result(
                 {name: p.grad.clone() for name, p in plain.named_parameters()},
@@ -228,7 +229,7 @@ def _run(
                 [b.flat.numel() for b in buckets.buckets] if buckets else [],
             )
         )
-        model.zero_grad(set_to_none=not sync.keeps_gradients)
+        model.zero_grad(set_to_none=not graphs)
     return results
 
 
@@ -345,25 +346,26 @@ def test_an_overflow_is_seen_by_all_ranks_and_leaves_nothing_behind(mode):
 
 
 def _interrupted(rank: int, world_size: int) -> bool:
-    """Whether a second sync, with the state of the first, clips as the first goes on to do."""
+    """Whether a second run, with the state of the first, clips as the first goes on to do."""
     arguments = [*BUCKETS, "--batching.global_batch_size", "8", "--schedule.total_steps", "9"]
     arguments += ["--clip.mode", "bucket", "--clip.policy", "adaptive", "--clip.max_norm", "0.7"]
     config = replace(read_config(arguments)[0], cuda_graphs=True)
     ranks = Ranks(rank, world_size, torch.device("cpu"), dist.new_group(backend="gloo"))
-    gradient_sync.GraphRunner = lambda model, autocast: Uncaptured(model)
+    parallel_way.GraphRunner = lambda model, autocast: Uncaptured(model)
     kept = []
     state: dict[str, Any] = {}
     for steps in (range(3), range(2, 3)):
         model = make_model()
-        sync = GradientSync(Run(config, ranks, model))
-        sync.load_state_dict(state)
-        sync.begin()
+        way = make_way(Run(config, ranks, model))
+        way.load_state_dict(state)
+        way.make_optimizer()
+        way.begin()
         for number in steps:
             if number == 2 and not state:
-                state = sync.state_dict()
+                state = way.state_dict()
             step = _step(rank, number, 1, padded=True)
-            sync.accumulate(step, HostSums(ranks, step.counts))
-            sync.finish()
+            way.accumulate(step, HostSums(ranks, step.counts))
+            way.finish()
             kept.append([p.grad.clone() for p in model.parameters()])
             model.zero_grad(set_to_none=False)
     return all(map(torch.equal, kept[2], kept[3]))

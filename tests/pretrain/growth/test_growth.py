@@ -37,11 +37,12 @@ from bert_unpad.pretrain.growth import (
     cut_layers,
     freeze,
     make_growth,
-    next_optimizer,
 )
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
 from bert_unpad.pretrain.pretrain import _growth
+from bert_unpad.pretrain.update.optimizer import build_optimizer
 from bert_unpad.pretrain.update.schedule import lr_factor
+from bert_unpad.pretrain.update.state import take_over
 from tests.support.processes import run_ranks
 from tests.support.seeds import derived
 
@@ -171,7 +172,7 @@ def _loss(model: torch.nn.Module) -> torch.Tensor:
 
 def test_a_frozen_layer_has_no_gradient_and_no_state():
     model, _ = _frozen()
-    optimizer = next_optimizer(model, OptimizerConfig(name="fused_adam"))
+    optimizer = build_optimizer(model, OptimizerConfig(name="fused_adam"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     loss = _loss(model)
     loss.backward()
@@ -279,13 +280,14 @@ def test_new_layers_are_copies_with_states():
     model = BertForPreTraining(CONFIG).train()
     cut_layers(model, 2)
     assert model.config.num_hidden_layers == model.bert.config.num_hidden_layers == 2
-    old = next_optimizer(model, OptimizerConfig())
+    old = build_optimizer(model, OptimizerConfig())
     _loss(model).backward()
     old.step()
     copies = add_layers(model, (1, 0))
     stage = Stage(10, 4, 8, frozen=2)
     freeze(model, stage)
-    new = next_optimizer(model, OptimizerConfig(), old, copies)
+    new = build_optimizer(model, OptimizerConfig())
+    take_over(new, old, copies)
     first, second, *copied = model.bert.encoder.layer
     for below, above in zip((second, first), copied, strict=True):
         for source, copy in zip(below.parameters(), above.parameters(), strict=True):

@@ -7,6 +7,7 @@ import torch
 
 from bert_unpad._choices import COMMUNICATING
 from bert_unpad.pretrain.config import ConfigError, OptimizerConfig, read_config
+from bert_unpad.pretrain.parallel import WAYS
 from bert_unpad.pretrain.update.check import check_optimizer, try_optimizer
 from bert_unpad.pretrain.update.kinds import KINDS
 from tests.support.seeds import derived
@@ -20,7 +21,8 @@ TORCH |= {"RMSprop", "Rprop", "SGD"}
 
 def _check(name: str, *arguments: str) -> None:
     config, _ = read_config([*BASE, "--optimizer.name", name, *arguments])
-    check_optimizer(config, CPU)
+    way = WAYS[config.optimizer.shard]
+    check_optimizer(config, CPU, way.shares_state, way.cuts_parameters)
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in COMMUNICATING])
