@@ -18,12 +18,12 @@ from bert_unpad.pretrain.feed.steps import FeedState, Step
 from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
 from bert_unpad.pretrain.interrupt import StopRequest
 from bert_unpad.pretrain.losses import averages
-from bert_unpad.pretrain.output.checkpoint import Checkpointer
 from bert_unpad.pretrain.output.log import TrainingLog
 from bert_unpad.pretrain.output.mlperf_log import MlperfLog
 from bert_unpad.pretrain.parallel.way import seed_step
 from bert_unpad.pretrain.ranks import HostSums
 from bert_unpad.pretrain.run import Run
+from bert_unpad.pretrain.run_state import RunState
 from bert_unpad.pretrain.stages import Stages
 from bert_unpad.pretrain.update.optimizer import leaves_out_on_device
 from bert_unpad.pretrain.update.schedule import warmup_updates
@@ -43,7 +43,7 @@ class Trainer:
     Args:
         run: its settings, processes, model and progress.
         stages: what trains, and how; ready for the next update.
-        checkpointer: saves the run.
+        state: saves the run.
         evaluator: measures the model on held-out examples; None to do without.
         mlperf: notes blocks and evaluations, where the run has such a log.
         total_steps: updates of the whole run.
@@ -53,7 +53,7 @@ class Trainer:
         self,
         run: Run,
         stages: Stages,
-        checkpointer: Checkpointer,
+        state: RunState,
         evaluator: Evaluator | None,
         mlperf: MlperfLog,
         total_steps: int,
@@ -61,7 +61,7 @@ class Trainer:
         self.config, self.ranks, self.model = run.config, run.ranks, run.model
         self.progress = run.progress
         self.stages = stages
-        self.checkpointer = checkpointer
+        self.state = state
         self.evaluator = evaluator
         self.mlperf = mlperf
         self.total_steps = total_steps
@@ -95,7 +95,7 @@ class Trainer:
             stopped = self._run_stages(stop)
             if self._saved_step != self.progress.step:
                 self._save()
-            self.checkpointer.wait()
+            self.state.wait()
             self.log.note_costs()
         finally:
             self.log.close()
@@ -193,7 +193,7 @@ class Trainer:
         progress = self.progress
         progress.step += 1
         progress.epoch = step.epoch
-        progress.sampler = feed.sampler
+        self.stages.position = feed.sampler
         self._rows = feed.rows
         self.log.add_step(step, feed.straggler_efficiency)
 
@@ -277,21 +277,13 @@ class Trainer:
     def _save(self) -> None:
         progress = self.progress
         progress.window = self.log.window.fold()
-        progress.gradients = self.stages.way.state_dict()
-        self.stages.way.synchronise(with_state=True)
         if progress.window.get("steps"):
             self._check_loss(progress.window)
         self.log.note_costs()
-        self.checkpointer.save(
-            progress.step,
-            self.model,
-            self.stages.way.optimizer,
-            progress.to_json(),
-            self.stages.local_state(),
-        )
+        self.state.save(self.stages)
         self._saved_step = progress.step
         if not self.config.checkpoint.background:
-            self.checkpointer.wait()
+            self.state.wait()
 
 
 def _due(step: int, every: int) -> bool:

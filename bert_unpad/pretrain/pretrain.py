@@ -6,8 +6,6 @@ import logging
 import sys
 from pathlib import Path
 
-from torch.distributed.checkpoint import CheckpointException
-
 from bert_unpad import ops
 from bert_unpad.data import PreparedData
 from bert_unpad.data.sampling.warmup_sampler import WarmupSampler
@@ -32,12 +30,11 @@ from bert_unpad.pretrain.output.run_lock import RunLock, run_lock
 from bert_unpad.pretrain.output.settings import save_settings
 from bert_unpad.pretrain.parallel import WAYS
 from bert_unpad.pretrain.prepared_data import DATA_ERRORS, open_data, short_examples
-from bert_unpad.pretrain.progress import Progress
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.run import Run
+from bert_unpad.pretrain.run_state import RunState
 from bert_unpad.pretrain.stages import Stages
 from bert_unpad.pretrain.update.check import check_optimizer
-from bert_unpad.pretrain.update.kinds import find_kind
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +87,11 @@ def _pretrain(
     if run.device.type == "cuda":
         file = default_cache_dir() / "cublaslt_algorithms.txt"
         ops.time_algorithms(config.time_products, path=file if config.time_products else None)
-    if checkpoint is not None:
-        run.progress = Progress(**checkpointer.load_rest(checkpoint))
-    stages = Stages(run, growth, data)
-    if checkpoint is not None:
-        _load(checkpoint, checkpointer, run, stages)
+    state = RunState(run, checkpointer)
+    if checkpoint is None:
+        stages = Stages(run, growth, data)
+    else:
+        stages = state.restore(checkpoint, growth, data)
     if ranks.is_first:
         save_settings(run.dir, resolved)
         examples_of = ranks.world_size if config.logging.examples else 0
@@ -103,7 +100,7 @@ def _pretrain(
 
     if run.progress.step < total_steps and not run.progress.target_reached:
         stages.begin()
-        trainer = Trainer(run, stages, checkpointer, evaluator, mlperf, total_steps)
+        trainer = Trainer(run, stages, state, evaluator, mlperf, total_steps)
         with StopRequest() as stop:
             finished = trainer.train(stop)
         if not finished:
@@ -177,38 +174,6 @@ def _growth(run: Run) -> Growth:
             config.data.max_seq_length,
         ),
     )
-
-
-def _load(checkpoint: Path, checkpointer: Checkpointer, run: Run, stages: Stages) -> None:
-    """Loads everything but what is local to a rank into the model, optimizer, sampler and sync."""
-    progress, layers, optimizer = run.progress, stages.stage.layers, run.config.optimizer.name
-    if (progress.optimizer or "adam") != find_kind(optimizer).layout:
-        raise ConfigError(
-            "optimizer.name",
-            f"expected one whose state is that of {checkpoint}, {progress.optimizer or 'adam'} (or "
-            f"another run_dir), got {optimizer}",
-        )
-    if progress.layers not in (None, layers):
-        raise ConfigError(
-            "growth",
-            f"expected the growth that the run began with (or another run_dir), got a stage of "
-            f"{layers} layers for {checkpoint}, which has {progress.layers}",
-        )
-    try:
-        checkpointer.load(checkpoint, run.model, stages.way.optimizer)
-        stages.sampler.load_state_dict(progress.sampler)
-        local = checkpointer.load_local(checkpoint) or {}
-        stages.way.load_state_dict(progress.gradients, local.get("comm"))
-        stages.load_stream(local.get("stream"))
-    except ConfigError:
-        raise
-    except (CheckpointException, ValueError) as error:
-        raise ConfigError(
-            "resume",
-            f"expected a checkpoint of this model and these data (or another run_dir, or resume "
-            f"never), got {checkpoint}: {error}",
-        ) from error
-    logger.info("continuing from %s", checkpoint)
 
 
 def _evaluator(run: Run, data: PreparedData) -> Evaluator | None:

@@ -10,7 +10,6 @@ import torch
 
 from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.config import PretrainConfig
-from bert_unpad.pretrain.progress import Progress
 from bert_unpad.pretrain.ranks import Ranks
 
 _ACTIVATION_DTYPES = {
@@ -19,6 +18,44 @@ _ACTIVATION_DTYPES = {
     "fp16": torch.float16,
     "fp8": torch.bfloat16,
 }
+
+
+@dataclass
+class Progress:
+    """How far a run is, over all ranks."""
+
+    step: int = 0
+    """Updates made."""
+    epoch: int = 0
+    """Number of the epoch that the latest update's examples are from."""
+    sequences: int = 0
+    tokens: int = 0
+    """Real tokens trained on."""
+    padded: int = 0
+    """Tokens that the same sequences would be with padding."""
+    flops: float = 0.0
+    """Floating-point operations of the model so far, forward and backward."""
+    seconds: float = 0.0
+    """Spent training."""
+    joules: dict[str, float | None] = field(default_factory=dict)
+    """Energy of the run so far, by source, see `output.energy`; None: not read all the time."""
+    stage: int = 0
+    """The stage of growth that the latest update was made in."""
+    target_reached: bool = False
+    """Whether evaluation.target_accuracy has ended the run."""
+    rank_speeds: list[float] = field(default_factory=list)
+    """What was measured last with batching.rank_speeds auto, by rank."""
+    window: dict[str, float] = field(default_factory=dict)
+    """Sums of the log's current interval."""
+    window_seconds: float = 0.0
+    """Value of `seconds` at the beginning of the log's current interval."""
+
+    def add(self, counts: dict[str, float]) -> None:
+        """Counts an update's examples."""
+        self.sequences += int(counts["sequences"])
+        self.tokens += int(counts["tokens"])
+        self.padded += int(counts["padded"])
+        self.flops += counts["flops"]
 
 
 @dataclass

@@ -9,7 +9,7 @@ after the border gives the same results as one that was not.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -69,6 +69,8 @@ class Stages:
         self.growth = growth
         self.index = index
         self._run, self._data = run, data
+        self.position: dict[str, Any] = {}
+        """State of the sampler after the latest update."""
         self._place: str | None = None  # of this rank's stream, until `begin`
         self.speeds: RankSpeeds | None = None
         """How fast ranks are; None where all count as alike."""
@@ -157,37 +159,51 @@ class Stages:
         if self._run.ranks.is_first:
             per_rank = self._run.config.batching.per_rank(self._run.ranks.world_size)
             warn_of_variation(self.sampler, per_rank)
-        progress.stage, progress.layers = self.index, self.stage.layers
-        progress.optimizer = find_kind(self._run.config.optimizer.name).layout
+        progress.stage = self.index
 
     def local_state(self) -> dict[str, Any] | None:
         """What of this rank a checkpoint keeps for as many ranks; None: nothing."""
         stream = None
         if isinstance(self.sampler, ExchangedFeed):
-            stream = self.sampler.local_state(self._run.progress.sampler)
+            stream = self.sampler.local_state(self.position)
         local = {"comm": self.way.local_state(), "stream": stream}
         return {key: value for key, value in local.items() if value is not None} or None
 
-    def load_stream(self, place: str | None) -> None:
-        """Lets this rank's stream go on at a place of `local_state` from `begin` on."""
-        self._place = place
+    def state_dict(self) -> dict[str, Any]:
+        """All but the tensors and the run's progress, as JSON; every rank must call it."""
+        return {
+            "layers": self.stage.layers,
+            "optimizer": find_kind(self._run.config.optimizer.name).layout,
+            "sampler": self.position,
+            "gradients": self.way.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], local: Mapping[str, Any]) -> None:
+        """Continues from `state_dict`, and this rank's `local_state` or nothing, from `begin` on.
+
+        Raises:
+            ValueError: the position in the data is damaged, or of other data.
+        """
+        self.position = state["sampler"]
+        self.sampler.load_state_dict(self.position)
+        self.way.load_state_dict(state["gradients"], local.get("comm"))
+        self._place = local.get("stream")
 
     def _enter(self, index: int) -> None:
-        run, progress = self._run, self._run.progress
+        run = self._run
         before, self.index = self.stage, index
         copies = add_layers(run.model, self.stage.sources)
         add_gradients_in_products(run.model, run.config)
         freeze(run.model, self.stage)
         self.way.make_optimizer(copies)
-        state, feed = progress.sampler, self.sampler
+        feed = self.sampler
         if before.max_seq_length != self.stage.max_seq_length:
-            state, self._place = {}, None  # other data
-            progress.sampler = state
+            self.position, self._place = {}, None  # other data
         self._feed()
-        if state:
-            self.sampler.load_state_dict(state)
+        if self.position:
+            self.sampler.load_state_dict(self.position)
             if isinstance(feed, ExchangedFeed):
-                self._place = feed.local_state(state) or self._place
+                self._place = feed.local_state(self.position) or self._place
 
     def _feed(self) -> None:
         run, config, data = self._run, self._run.config, self._data

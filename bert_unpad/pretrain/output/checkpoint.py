@@ -147,20 +147,25 @@ class Checkpointer:
             with named_if_full(self._writing, needed or self._bytes):
                 raise self._error
 
-    def load_rest(self, path: Path) -> dict[str, Any]:
-        """What `save` was given as `rest`, which says what model and optimizer to load into."""
-        return self._load(path, {})
+    def read(self, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What `save` was given as `rest`, which says what model and optimizer to load into, and as
+        `local` on this rank: nothing if there were not as many ranks then."""
+        state: dict[str, Any] = {"rest": ""}
+        self._read(path, state, no_dist=self._ranks.world_size == 1)
+        rest, key = json.loads(state["rest"]), self._local_key
+        if key not in CheckpointReader(path).read_metadata().state_dict_metadata:
+            return rest, {}
+        state = {key: b""}
+        # Each rank reads what no other one does.
+        self._read(path, state, no_dist=True)
+        local = io.BytesIO(state[key])
+        return rest, torch.load(local, map_location="cpu", weights_only=True)
 
-    def load(
-        self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> dict[str, Any]:
+    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Loads a checkpoint into the bare model and its optimizer, in place.
 
         The run goes on from it, so newer ones, which `newest_checkpoint` has found damaged, are
         renamed.
-
-        Returns:
-            What `save` was given as `rest`.
 
         Raises:
             ConfigError: the checkpoint holds what may not be unpickled.
@@ -176,28 +181,12 @@ class Checkpointer:
                     keys[0] == "optimizer_groups" or (keys[0] == "optimizer" and keys[1] in names)
                 ),
             )
-        rest = self._load(path, state)
+        self._read(path, state, no_dist=self._ranks.world_size == 1)
         model.load_state_dict(state["model"])
         load_named_state(model, optimizer, state["optimizer"])
         load_group_state(optimizer, state["optimizer_groups"])
         if self._ranks.is_first:
             set_damaged_aside(x for x in all_checkpoints(self.directory) if x.name > path.name)
-        return rest
-
-    def _load(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
-        state["rest"] = ""
-        self._read(path, state, no_dist=self._ranks.world_size == 1)
-        return json.loads(state["rest"])
-
-    def load_local(self, path: Path) -> dict[str, Any] | None:
-        """What `save` was given as `local` on this rank, if there were as many ranks then."""
-        if self._local_key not in CheckpointReader(path).read_metadata().state_dict_metadata:
-            return None
-        state = {self._local_key: b""}
-        # Each rank reads what no other one does.
-        self._read(path, state, no_dist=True)
-        buffer = io.BytesIO(state[self._local_key])
-        return torch.load(buffer, map_location="cpu", weights_only=True)
 
     def _read(self, path: Path, state: dict[str, Any], no_dist: bool) -> None:
         """Fills the state from a checkpoint, in place."""

@@ -27,8 +27,7 @@ from bert_unpad.pretrain.output.fill_mask import FilledText, fill_masks
 from bert_unpad.pretrain.output.metrics import numbers, read_json_lines
 from bert_unpad.pretrain.output.model_card import write_model_card
 from bert_unpad.pretrain.output.plots import draw_run
-from bert_unpad.pretrain.progress import Progress
-from bert_unpad.pretrain.run import Run
+from bert_unpad.pretrain.run import Progress, Run
 
 __all__ = ["is_reported", "write_report"]
 

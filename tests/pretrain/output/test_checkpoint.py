@@ -74,8 +74,9 @@ def test_a_save_is_a_snapshot_that_any_number_of_ranks_loads(tmp_path, world_siz
     assert path is not None
     assert path.name == "step-000000003"
     model, optimizer = _make(seed=1)
-    rest = Checkpointer(tmp_path, 2, ALONE).load(path, model, optimizer)
-    assert rest == {"rank": 0}
+    checkpointer = Checkpointer(tmp_path, 2, ALONE)
+    assert checkpointer.read(path) == ({"rank": 0}, {})
+    checkpointer.load(path, model, optimizer)
     _train(model, optimizer, range(3, 6))
     for name, value in model.state_dict().items():
         assert torch.equal(value, expected[name]), name
@@ -183,7 +184,8 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path, caplog, damage):
     assert newest_checkpoint(tmp_path) == old
     (message,) = caplog.messages
     assert f"{new} is damaged and left out: {file}" in message
-    assert checkpointer.load(old, model, optimizer) == {"step": 3}
+    assert checkpointer.read(old)[0] == {"step": 3}
+    checkpointer.load(old, model, optimizer)
     # It neither stands in the way of new ones nor counts as one of the last two.
     for step in (5, 7):
         checkpointer.save(step, model, optimizer, {"step": step})
@@ -272,7 +274,7 @@ def test_what_is_local_to_a_rank_comes_back(tmp_path):
     local = {"memory": torch.arange(5), "position": [1, "two", None]}
     checkpointer.save(1, model, optimizer, {}, local)
     checkpointer.wait()
-    loaded = checkpointer.load_local(newest_checkpoint(tmp_path))
+    _, loaded = checkpointer.read(newest_checkpoint(tmp_path))
     assert torch.equal(loaded["memory"], local["memory"])
     assert loaded["position"] == local["position"]
 
