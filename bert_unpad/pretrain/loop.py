@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from bert_unpad.pretrain.evaluate import Evaluator
 from bert_unpad.pretrain.feed.steps import FeedState, Step
-from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
+from bert_unpad.pretrain.growth.stage import staged_lr_factor
 from bert_unpad.pretrain.interrupt import StopRequest
 from bert_unpad.pretrain.losses import averages
 from bert_unpad.pretrain.output.log import TrainingLog

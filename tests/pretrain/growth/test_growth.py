@@ -38,7 +38,7 @@ from bert_unpad.pretrain.growth import (
     freeze,
     make_growth,
 )
-from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
+from bert_unpad.pretrain.growth.stage import staged_lr_factor
 from bert_unpad.pretrain.pretrain import _growth
 from bert_unpad.pretrain.update.optimizer import build_optimizer
 from bert_unpad.pretrain.update.schedule import lr_factor

@@ -10,7 +10,7 @@ import pytest
 
 from bert_unpad.pretrain.config import ConfigError, ScheduleConfig, read_config
 from bert_unpad.pretrain.growth import Growth, Stage
-from bert_unpad.pretrain.growth.learning_rate import staged_lr_factor
+from bert_unpad.pretrain.growth.stage import staged_lr_factor
 from bert_unpad.pretrain.update.schedule import _SHAPES, lr_factor, warmup_updates
 from tests.support.paths import CONFIGS, ROOT
 
