@@ -1,6 +1,6 @@
 """DDP communication hooks of a run, what has to happen around them, and their state.
 
-`replicate` runs two empty passes before training, after which DDP's buckets no longer change. The
+`Ddp` runs two empty passes before training, after which DDP's buckets no longer change. The
 memory of a hook is kept per bucket, so it fits a resumed run too. PowerSGD counts these two passes
 as iterations.
 
