@@ -57,7 +57,12 @@ def pretrain(config: PretrainConfig, resolved: str, ranks: Ranks) -> int:
     mlperf = MlperfLog(config, ranks)
     check_graphs(config, ranks)
     way = WAYS[config.optimizer.shard]
-    check_optimizer(config, ranks.device, way.shares_state, way.cuts_parameters)
+    check_optimizer(
+        config,
+        ranks.device,
+        shares_state=way.shares_state,
+        cuts_parameters=way.cuts_parameters,
+    )
     check_model(config, ranks.device)
     check_folders(config, ranks)
     with run_lock(config, ranks) as lock:

@@ -50,6 +50,7 @@ _PLAIN = (Tensor, bool, int, float, str)
 def check_optimizer(
     config: PretrainConfig,
     device: torch.device,
+    *,
     shares_state: bool = False,
     cuts_parameters: bool = False,
 ) -> None:

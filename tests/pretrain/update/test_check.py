@@ -22,7 +22,12 @@ TORCH |= {"RMSprop", "Rprop", "SGD"}
 def _check(name: str, *arguments: str) -> None:
     config, _ = read_config([*BASE, "--optimizer.name", name, *arguments])
     way = WAYS[config.optimizer.shard]
-    check_optimizer(config, CPU, way.shares_state, way.cuts_parameters)
+    check_optimizer(
+        config,
+        CPU,
+        shares_state=way.shares_state,
+        cuts_parameters=way.cuts_parameters,
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in COMMUNICATING])
