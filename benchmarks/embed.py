@@ -92,6 +92,11 @@ def check(
     return calls, nearness
 
 
+def one_by_one(encode: Encode, texts: Sequence[Any]) -> None:
+    for text in texts:
+        encode([text])
+
+
 def with_cpu_time(call: Callable[[], Any], spent: list[float]) -> Callable[[], None]:
     """The call, which adds its CPU seconds to a list."""
 
@@ -111,7 +116,10 @@ def measure(
     if shape.task == "rerank":
         tokens = np.minimum(tokens + embed_texts.QUESTION, shape.longest)
     missing: dict[str, str] = {}
-    calls, nearness = check(encoders, texts_of(shape, tokens, args.seed), missing)
+    texts = texts_of(shape, tokens, args.seed)
+    calls, nearness = check(encoders, texts, missing)
+    if LENGTHS[lengths].alone:
+        calls = {name: partial(one_by_one, encoders[name], texts) for name in calls}
     cpu: dict[str, list[float]] = {name: [] for name in calls}
     steps = {name: with_cpu_time(call, cpu[name]) for name, call in calls.items()}
     timings = harness.interleave(steps, args.rounds, warmup=0)
@@ -129,7 +137,8 @@ def measure(
     return {
         "task": shape.task, "lengths": lengths, "texts": len(tokens), "tokens": int(tokens.sum()),
         "quartiles": np.percentile(tokens, [25, 50, 75]).tolist(), "longest": int(tokens.max()),
-        "fill": embed_texts.fill_of_sorted_batches(tokens), "missing": missing, "results": rows,
+        "fill": 1.0 if LENGTHS[lengths].alone else embed_texts.fill_of_sorted_batches(tokens),
+        "missing": missing, "results": rows,
     }  # fmt: skip
 
 

@@ -62,7 +62,13 @@ class Shape:
 
 SHAPES = {
     "all-MiniLM-L6-v2": Shape(
-        "Bert", "mean", MINILM_L6, 256, 96, ("short", "mixed", "bulk", "long"), token_types=True
+        "Bert",
+        "mean",
+        MINILM_L6,
+        256,
+        96,
+        ("queries", "short", "mixed", "bulk", "long"),
+        token_types=True,
     ),
     "bge-base-en-v1.5": Shape("Bert", "cls", BERT_BASE, 512, 64, token_types=True),
     "all-mpnet-base-v2": Shape(

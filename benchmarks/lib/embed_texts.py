@@ -42,6 +42,8 @@ class Lengths:
     """What is published of the data set, and where."""
     sorted_call: int | None = None
     """Texts of the large call that the drawn ones are batches of; None where they are the call."""
+    alone: bool = False
+    """Each text is a call of its own."""
 
 
 _NQ = Lengths(
@@ -51,6 +53,13 @@ _NQ = Lengths(
     f"2,681,468 passages, 493 characters on average, 17,008 at most ([MTEB]({_MTEB}))",
 )
 LENGTHS = {
+    "queries": Lengths(
+        "NQ questions, one a call",
+        48 / CHARACTERS_A_TOKEN,
+        0.3,
+        f"3,452 questions, 48 characters on average ([MTEB]({_MTEB})); the spread is assumed",
+        alone=True,
+    ),
     "short": Lengths(
         "STS benchmark sentences",
         53.6 / CHARACTERS_A_TOKEN,

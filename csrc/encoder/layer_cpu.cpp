@@ -167,6 +167,7 @@ Layer::Layer(const Tensor& x, const std::vector<Tensor>& parameters,
 
 void Layer::normalise(bool on_all, const Norm& norm, const float* x, float* y, int64_t rows) const {
   constexpr int64_t kRows = 16;
+  on_all = on_all && rows * hidden_ >= kNumbersForAll;
   for_tasks(on_all, (rows + kRows - 1) / kRows, [&](int64_t i) {
     const int64_t first = i * kRows, count = std::min(kRows, rows - first);
     NormCpuParams p{};
@@ -290,7 +291,11 @@ Tensor Layer::attend(const Projected& projected, const int32_t* cu_q, const int3
   p.q_tokens = queries;
   const std::vector<AttentionTask> tasks =
       forward_tasks(by_work(cu_q, cu_k, sequences), cu_q, cu_k, p.heads, kernels.queries);
-  parallel_tasks(static_cast<int64_t>(tasks.size()), [&](int64_t i) {
+  int64_t products = 0;
+  for (int64_t i = 0; i < sequences; ++i)
+    products += 2 * attended() * (cu_q[i + 1] - cu_q[i]) * (cu_k[i + 1] - cu_k[i]);
+  const bool on_all = products >= kProductsForAll;
+  for_tasks(on_all, static_cast<int64_t>(tasks.size()), [&](int64_t i) {
     kernels.forward(p, tasks[i], thread_scratch(kernels.scratch(p, tasks[i], false)));
   });
   return narrow ? torch::stable::to(out, ScalarType::Float) : out;

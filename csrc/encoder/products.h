@@ -14,6 +14,10 @@ void for_tasks(bool on_all, int64_t n, const F& fn) {
   for (int64_t i = 0; i < n; ++i) fn(i);
 }
 
+// To start work on all threads takes some microseconds, and far longer where others are busy: of
+// less than so many products, or numbers that are read and written, it would be the larger part.
+inline constexpr int64_t kProductsForAll = 1 << 21, kNumbersForAll = 1 << 17;
+
 inline int64_t multiple_of(int64_t factor, int64_t n) { return (n + factor - 1) / factor * factor; }
 
 // y = x weight^T + bias.

@@ -172,6 +172,7 @@ void pack(bool on_all, Linear& linear, int64_t first, int64_t columns, float* pa
 void round_rows(bool on_all, const Input& in, int64_t depth) {
   constexpr int64_t kRows = 8;
   const EncoderKernels& kernels = encoder_kernels();
+  on_all = on_all && in.rows * depth >= kNumbersForAll;
   for_tasks(on_all, (in.rows + kRows - 1) / kRows, [&](int64_t i) {
     const int64_t row = i * kRows;
     kernels.quantize(in.x + row * in.stride, in.stride, std::min(kRows, in.rows - row), depth,
@@ -182,6 +183,7 @@ void round_rows(bool on_all, const Input& in, int64_t depth) {
 void multiply(bool on_all, const Linear& linear, const Input& in, const Output& out,
               const Activation* activation) {
   constexpr int64_t kNarrow = 32;
+  on_all = on_all && in.rows * linear.depth * linear.columns >= kProductsForAll;
   const bool packs = linear.weight && !linear.panels && needs_packing(in.rows);
   int64_t panel = kInt8Panel;
   if (linear.weight) panel = packs || linear.panels ? product_kernels().panel : kNarrow;

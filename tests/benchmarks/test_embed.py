@@ -20,7 +20,7 @@ from benchmarks.lib import (
     harness,
     report,
 )
-from benchmarks.lib.embed_contenders import ONNX, OURS, PACKAGES, STRING, TORCH
+from benchmarks.lib.embed_contenders import ONNX, OURS, OURS_8BIT, PACKAGES, STRING, TORCH
 from benchmarks.lib.embed_shapes import Shape
 from tests.support.seeds import derived
 
@@ -30,7 +30,7 @@ TINY = {
 }  # fmt: skip
 ESM = embed_shapes.SHAPES["esm2_t12_35M"].fields | TINY | {"vocab_size": 33}
 SHAPES = {
-    "encoder": Shape("Bert", "mean", TINY, 64, 40, ("mixed", "bulk"), token_types=True),
+    "encoder": Shape("Bert", "mean", TINY, 64, 40, ("queries", "mixed", "bulk"), token_types=True),
     "reranker": Shape("Bert", "rerank", TINY, 64, 40, token_types=True),
     "proteins": Shape("Esm", "logits", ESM, 64, 40, ("antibodies",)),
 }
@@ -64,7 +64,8 @@ def test_a_whole_run(monkeypatch, tmp_path) -> None:
     assert list(cells) == [(name, x) for name, shape in SHAPES.items() for x in shape.lengths]
     for cell in cells.values():
         rows = {x["contender"]: x for x in cell["results"]}
-        assert list(rows) == [TORCH, STRING, OURS]
+        assert list(rows) == [TORCH, STRING, OURS, OURS_8BIT]
+        assert rows.pop(OURS_8BIT)["cosine"] > 0.999
         assert cell["missing"][ONNX] == "no_such_package is not installed"
         assert all(x["error"] < 1e-4 and x["cosine"] > 0.9999 for x in rows.values())
         assert all(len(x["rounds"]) == len(x["cpu_rounds"]) == 1 for x in rows.values())
@@ -73,6 +74,7 @@ def test_a_whole_run(monkeypatch, tmp_path) -> None:
     for line in ("| encoder | mixed | 40 |", "| reranker | mixed | torch | 2.0 |"):
         assert line in text
     assert "the fastest, " in text
+    assert "cosines: ours" in text
     assert f"{ONNX}: no_such_package" in text
 
 
