@@ -79,7 +79,8 @@ SHAPES = [(1, 16), (66, 80), (200, 144)]
 def test_quantisation(fp8, shape, dtype, e5m2):
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(derived(1))) * 3).to(dtype)
     want, want_kept, want_scale = quantize_fp8(x, e5m2)
-    assert want_scale * torch.finfo(FORMATS[e5m2]).max == x.float().abs().max()
+    largest = x.float().abs().max()
+    assert (want_scale * torch.finfo(FORMATS[e5m2]).max - largest).abs() <= 2**-22 * largest
     for number, policy in enumerate(POLICIES):
         fp8.configure(policy, seed=3)
         fp8.set_device(multiprocessors=1 + number)
