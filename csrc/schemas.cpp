@@ -126,6 +126,12 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
       "encoder_layer(Tensor x, Tensor cu_seqlens, int max_seqlen, Tensor? positions, "
       "Tensor? rows, Tensor? cu_rows, Tensor[] parameters, int[] shape, float[] numbers) "
       "-> Tensor");
+  // The two parts of it around attention: to queries, keys and values side by side, without rotary
+  // embeddings, and from attention's result.
+  m.def("encoder_project(Tensor x, Tensor[] parameters, int[] shape, float[] numbers) -> Tensor");
+  m.def(
+      "encoder_finish(Tensor x, Tensor attended, Tensor[] parameters, int[] shape, "
+      "float[] numbers) -> Tensor");
   m.def("encoder_pack_int8(Tensor weight) -> Tensor");
 
   // 8 bits: scale is float32 [], what q is to be multiplied with. q_transposed [columns, rows] has

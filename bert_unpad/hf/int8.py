@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
-from bert_unpad.hf.inference import INT8, NotPlainError, read
+from bert_unpad.hf.inference import INT8, NotPlainError, forget, infer, read
 from bert_unpad.hf.layers import PackedLayer
+from bert_unpad.hf.packing import Packing
 from bert_unpad.hf.stock_modules import FusedLayer
 
 WEIGHTS = ("float32", INT8)
@@ -23,21 +24,32 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def use_int8(model: nn.Module) -> None:
-    """Rounds the weights of all swapped layers to 8 bits, beside those that the modules keep.
+def choose_weights(model: nn.Module, weights: str) -> None:
+    """Lets all swapped layers compute with the model's own weights, or with weights in 8 bits.
 
     Raises:
-        ValueError: a layer cannot be computed in 8 bits; the text says why. None is then.
+        ValueError: a layer cannot be computed in 8 bits, or there is none; the text says why. All
+            compute with the model's own weights then.
     """
     found = dict(_layers(model))
-    reasons = {name: reason for name, layer in found.items() if (reason := _round(layer))}
-    if reasons:
+    for layer in found.values():
+        _use_own_weights(layer)
+    if weights != INT8:
+        return
+    reason: str | None = "it has no layers that run on packed tokens"
+    for name, layer in found.items():
+        if reason := _round(layer):
+            reason = f"of layer {name}: {reason}"
+            break
+    if reason:
         for layer in found.values():
-            layer.__dict__.pop("_bert_unpad_weights", None)
-        name, reason = next(iter(reasons.items()))
-        raise ValueError(
-            f'weights: expected "float32" for this model, because of layer {name}: {reason}'
-        )
+            _use_own_weights(layer)
+        raise ValueError(f'weights: expected "float32" for this model, because {reason}')
+
+
+def _use_own_weights(layer: Any) -> None:
+    layer.__dict__.pop("_bert_unpad_weights", None)
+    forget(layer)
 
 
 def _round(layer: Any) -> str | None:
@@ -68,27 +80,39 @@ def calibrate(
         By the name of each layer that was in 8 bits: the least cosine of its tokens.
 
     Raises:
-        ValueError: no layer of the model is in 8 bits, or the batch does not reach them.
+        ValueError: no layer of the model computes this batch in 8 bits.
     """
     cosines: dict[str, float] = {}
-    handles = []
+    layers = {
+        name: layer
+        for name, layer in _layers(model)
+        if getattr(layer, "_bert_unpad_weights", None) == INT8
+    }
 
     def compare(name: str):
-        def hook(layer: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        def hook(layer: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            x = args[0] if args else kwargs["hidden_states"]
+            packing, adapter = kwargs.get("packing"), layer._bert_unpad_layer
+            if not isinstance(packing, Packing):
+                return
+            call = (layer, adapter, adapter.parts(layer), x, packing, kwargs.get("shared"))
+            if (rounded := infer(*call)) is None:
+                return
             del layer._bert_unpad_weights
-            exact = layer.forward(*args, **kwargs)
-            a, b = (x if isinstance(x, Tensor) else x[0] for x in (output, exact))
-            cosines[name] = float(functional.cosine_similarity(a, b, dim=-1).min())
-            if cosines[name] < least_cosine:
-                return exact
+            exact = infer(*call)
             layer._bert_unpad_weights = INT8
-            return output
+            assert exact is not None
+            cosine = float(functional.cosine_similarity(rounded, exact, dim=-1).min())
+            # A layer may stand in several places; NaN is the least.
+            known = cosines.get(name, 1.0)
+            cosines[name] = cosine if not cosine >= known else known
 
         return hook
 
-    for name, layer in _layers(model):
-        if getattr(layer, "_bert_unpad_weights", None) == INT8:
-            handles.append(layer.register_forward_hook(compare(name), with_kwargs=True))
+    handles = [
+        layer.register_forward_hook(compare(name), with_kwargs=True)
+        for name, layer in layers.items()
+    ]
     try:
         with torch.no_grad():
             model(**batch)
@@ -97,7 +121,10 @@ def calibrate(
             handle.remove()
     if not cosines:
         raise ValueError(
-            'model: expected one with layers in 8 bits, unpad(model, weights="int8"), that compute '
-            "this batch"
+            "model: expected one whose layers compute this batch in 8 bits: unpad(model, "
+            'weights="int8"), in evaluation mode, without autocast'
         )
+    for name, cosine in cosines.items():
+        if not cosine >= least_cosine:
+            _use_own_weights(layers[name])
     return cosines

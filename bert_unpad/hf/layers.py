@@ -33,7 +33,7 @@ def compute(
     halves, where the sum keeps that of x. `shared` is what `Distances.shared` gives.
     """
     parts, device = adapter.parts(layer), x.device.type
-    if (inferred := inference.infer(layer, adapter, parts, x, packing)) is not None:
+    if (inferred := inference.infer(layer, adapter, parts, x, packing, shared)) is not None:
         return inferred
     narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     if parts.first_norm is None:

@@ -29,7 +29,7 @@ from bert_unpad.hf.heads import (
     PackedTokenLabels,
 )
 from bert_unpad.hf.inference import INT8
-from bert_unpad.hf.int8 import WEIGHTS, use_int8
+from bert_unpad.hf.int8 import WEIGHTS, choose_weights
 from bert_unpad.hf.layers import PackedLayer, PackedStack, unwrap
 from bert_unpad.hf.models import PackedModel, static_reason
 from bert_unpad.hf.stock_modules import (
@@ -158,8 +158,9 @@ def unpad(
 
     Raises:
         TypeError: the model is not a module.
-        ValueError: nothing in the model can be accelerated, or not in 8 bits (the text says why);
-            `logits`, `span_loss` or `weights` is unknown; or `verify` is to compare 8 bits.
+        ValueError: nothing in the model can be accelerated (the text says why); `logits`,
+            `span_loss` or `weights` is unknown; `verify` is to compare 8 bits; or the model cannot
+            be computed in 8 bits, and is unpadded in float32 then.
     """
     for name, value, known in (
         ("logits", logits, LOGITS),
@@ -196,8 +197,7 @@ def unpad(
                 layer.__class__ = _packed_part(_stock(layer), stock_family, "fused")
     for module in model.modules():
         _swap_head(module, logits, span_loss)
-    if weights == INT8:
-        use_int8(model)
+    choose_weights(model, weights)
     for name in support.accelerated if verify else ():
         module = model.get_submodule(name)
         if isinstance(module, (PackedModel, PackedCall)):
@@ -219,6 +219,7 @@ def repad(model: nn.Module) -> nn.Module:
         kind: Any = type(module)
         if hasattr(kind, "_bert_unpad_stock") and "_bert_unpad_stock" not in vars(kind):
             raise ValueError(f"{name or 'the model'} became a {kind} after unpad: cannot undo that")
+    choose_weights(model, "float32")
     for module in model.modules():
         if "_bert_unpad_attention" in vars(module):
             restore_attention(module)

@@ -1,4 +1,5 @@
-"""A whole encoder layer as one operator, forward only, in float32 on a CPU."""
+"""A whole encoder layer as one operator, or as two around attention, forward only, in float32 on a
+CPU."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ _ops = torch.ops.bert_unpad
 
 FEATURES = 32
 """All numbers of features are multiples of it."""
+LONGEST = 65536
+"""The most features that a layer's linear layers take: sums in 8 bits are exact up to there."""
 
 
 class Affine(NamedTuple):
@@ -116,15 +119,56 @@ def encoder_layer(
         NotImplementedError: a derivative of the result is asked for.
     """
     check_tensors("encoder_layer", {"x": x, "cu_seqlens": cu_seqlens}, {"positions": positions})
-    head_dim, eps, window, rotary = shape.head_dim, shape.eps, shape.window, shape.rotary
-    integers = [shape.heads, shape.kv_heads, head_dim, shape.intermediate]
-    integers += [kind_number("encoder_layer", shape.activation), shape.rms, shape.norms_first]
     positions_of_rows, cu_rows = rows or (None, None)
     return _ops.encoder_layer(
-        *(x, cu_seqlens, max_seqlen, positions, positions_of_rows, cu_rows, parameters),
-        [*integers, *window],
-        [head_dim**-0.5, *eps, *rotary],
+        *(x, cu_seqlens, max_seqlen, positions, positions_of_rows, cu_rows),
+        *(parameters, *_numbers("encoder_layer", shape)),
     )
+
+
+def encoder_project(x: Tensor, parameters: Sequence[Tensor], shape: LayerShape) -> Tensor:
+    """Computes queries, keys and values of a layer, for attention that `encoder_layer` has not.
+
+    Args:
+        x, parameters, shape: as in `encoder_layer`; there are no rotary embeddings.
+
+    Returns:
+        [T, heads + 2 * kv_heads, head_dim]: queries, keys, values.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as in `encoder_layer`.
+    """
+    check_tensors("encoder_project", {"x": x}, {})
+    qkv = _ops.encoder_project(x, parameters, *_numbers("encoder_project", shape))
+    return qkv.unflatten(1, (-1, shape.head_dim))
+
+
+def encoder_finish(
+    x: Tensor, attended: Tensor, parameters: Sequence[Tensor], shape: LayerShape
+) -> Tensor:
+    """Computes a layer's output from attention's result.
+
+    Args:
+        x: the layer's input at these tokens, [T, hidden].
+        attended: [T, heads, head_dim], float32.
+        parameters, shape: as in `encoder_layer`.
+
+    Returns:
+        Hidden states, [T, hidden].
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as in `encoder_layer`.
+    """
+    check_tensors("encoder_finish", {"x": x, "attended": attended}, {})
+    numbers = _numbers("encoder_finish", shape)
+    return _ops.encoder_finish(x, attended.flatten(1), parameters, *numbers)
+
+
+def _numbers(function: str, shape: LayerShape) -> tuple[list[int], list[float]]:
+    head_dim = shape.head_dim
+    integers = [shape.heads, shape.kv_heads, head_dim, shape.intermediate]
+    integers += [kind_number(function, shape.activation), shape.rms, shape.norms_first]
+    return [*integers, *shape.window], [head_dim**-0.5, *shape.eps, *shape.rotary]
 
 
 def pack_int8(weight: Tensor) -> Tensor:
@@ -133,7 +177,8 @@ def pack_int8(weight: Tensor) -> Tensor:
     Each output feature has its own scale, the largest magnitude of its weights / 127.
 
     Args:
-        weight: [out_features, in_features], float32, contiguous, finite; multiples of 32.
+        weight: [out_features, in_features], float32, contiguous, finite; multiples of 32, and at
+            most 65,536 in_features.
 
     Returns:
         uint8 [bytes]: the numbers in the order of the product, scales and sums. About a quarter of
@@ -152,11 +197,21 @@ def _(x, cu_seqlens, max_seqlen, positions, rows, cu_rows, parameters, shape, nu
     return x.new_empty(((x if rows is None else rows).shape[0], x.shape[1]))
 
 
+@register_fake("encoder_project")
+def _(x, parameters, shape, numbers):
+    return x.new_empty((x.shape[0], (shape[0] + 2 * shape[1]) * shape[2]))
+
+
+@register_fake("encoder_finish")
+def _(x, attended, parameters, shape, numbers):
+    return x.new_empty(x.shape)
+
+
 @register_fake("encoder_pack_int8")
 def _(weight):
     columns = (weight.shape[0] + 63) // 64 * 64
     return weight.new_empty((columns * (weight.shape[1] + 8),), dtype=torch.uint8)
 
 
-register_no_autograd("encoder_layer")
-register_no_autograd("encoder_pack_int8")
+for name in ("encoder_layer", "encoder_project", "encoder_finish", "encoder_pack_int8"):
+    register_no_autograd(name)

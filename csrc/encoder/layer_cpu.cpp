@@ -27,8 +27,6 @@ BU_ISA_TABLE(RotaryKernels, rotary_kernels)
 
 namespace {
 
-constexpr int64_t kBlockRows = 192;
-
 struct Norm {
   const float *weight, *bias;  // null weight: there is none
   float eps;
@@ -44,16 +42,32 @@ constexpr const char* kNames[] = {
 // One call of the operator.
 class Layer {
  public:
-  const char* op = "encoder_layer";
+  Layer(const char* name, const Tensor& x, const std::vector<Tensor>& parameters,
+        const std::vector<int64_t>& shape, const std::vector<double>& numbers);
 
-  Layer(const Tensor& x, const std::vector<Tensor>& parameters, const std::vector<int64_t>& shape,
-        const std::vector<double>& numbers);
-
+  // The whole layer.
   Tensor run(const Tensor& x, const Tensor& cu_seqlens, int64_t max_seqlen,
              const std::optional<Tensor>& positions, const std::optional<Tensor>& rows,
              const std::optional<Tensor>& cu_rows);
 
+  // Queries, keys and values of all tokens side by side; or queries of these rows of x, which are
+  // copied to `copies`, and keys and values of all tokens.
+  struct Projected {
+    Tensor q, kv;
+  };
+  Projected project(const Tensor& x, const std::optional<Tensor>& positions,
+                    const std::optional<Tensor>& rows, float* copies);
+  // From attention's result and the rows of x that it is of to the layer's output.
+  Tensor finish(const Tensor& x, const Tensor& attended_rows);
+  void check_attended(const Tensor& t) const {
+    check_shape(t, {tokens_, attended()}, op, "attended", "[tokens, heads * head_dim]");
+    check_dtype(t, ScalarType::Float, op, "attended", "float32");
+    check_contiguous(t, op, "attended");
+    check(t.is_cpu(), op, ": attended must be on the CPU like x");
+  }
+
  private:
+  const char* op;
   enum { kQuery, kKey, kValue, kOut, kIn, kGate, kLast, kLinears };
   enum { kFirstNorm, kMiddleNorm, kLastNorm, kNorms };
   static constexpr int kParameters = 2 * (int{kLinears} + int{kNorms});
@@ -91,12 +105,8 @@ class Layer {
     return in;
   }
   void normalise(bool on_all, const Norm& norm, const float* x, float* y, int64_t rows) const;
-  void pack_all();
+  void pack_all(int first, int last);
 
-  // Queries, keys and values of all tokens side by side; or the queries of some, and the rest.
-  struct Projected {
-    Tensor q, kv;
-  };
   // The memory of a block of rows.
   struct Block {
     float *normed, *middle, *sum, *hidden;
@@ -111,8 +121,9 @@ class Layer {
   void set_rotary(RotaryCpuParams& p, const Tensor& positions, float* x, int64_t stride) const;
 };
 
-Layer::Layer(const Tensor& x, const std::vector<Tensor>& parameters,
-             const std::vector<int64_t>& shape, const std::vector<double>& numbers) {
+Layer::Layer(const char* name, const Tensor& x, const std::vector<Tensor>& parameters,
+             const std::vector<int64_t>& shape, const std::vector<double>& numbers)
+    : op(name) {
   check_shape(x, {-1, -1}, op, "x", "[tokens, hidden]");
   check_dtype(x, ScalarType::Float, op, "x", "float32");
   check_contiguous(x, op, "x");
@@ -150,7 +161,9 @@ Layer::Layer(const Tensor& x, const std::vector<Tensor>& parameters,
     if (i == kGate && (gated_ = weight.numel() > 0, !gated_)) continue;
     linears_[i] = linear_of(weight, sizes[i][0], sizes[i][1], op, kNames[2 * i]);
     linears_[i].bias = vector(parameters[2 * i + 1], sizes[i][1], kNames[2 * i + 1]);
-    (linears_[i].weight ? all_int8_ : any_int8_) = !linears_[i].weight;
+    const bool is_int8 = !linears_[i].weight;
+    any_int8_ = any_int8_ || is_int8;
+    all_int8_ = all_int8_ && is_int8;
   }
   for (int i = 0; i < kNorms; ++i) {
     const int at = 2 * (kLinears + i);
@@ -188,16 +201,16 @@ void Layer::normalise(bool on_all, const Norm& norm, const float* x, float* y, i
   });
 }
 
-// Packs all fp32 weights: each is read by many blocks.
-void Layer::pack_all() {
+// Packs the fp32 weights of linear layers [first, last): each is read by many blocks.
+void Layer::pack_all(int first, int last) {
   int64_t floats = 0;
-  for (const Linear& l : linears_)
-    if (l.weight) floats += packed_floats(l);
+  for (int i = first; i < last; ++i)
+    if (linears_[i].weight) floats += packed_floats(linears_[i]);
   float* memory = thread_scratch<2>(floats);
-  for (Linear& l : linears_) {
-    if (!l.weight) continue;
-    pack(true, l, 0, l.columns, memory);
-    memory += packed_floats(l);
+  for (int i = first; i < last; ++i) {
+    if (!linears_[i].weight) continue;
+    pack(true, linears_[i], 0, linears_[i].columns, memory);
+    memory += packed_floats(linears_[i]);
   }
 }
 
@@ -301,53 +314,80 @@ Tensor Layer::attend(const Projected& projected, const int32_t* cu_q, const int3
   return narrow ? torch::stable::to(out, ScalarType::Float) : out;
 }
 
-// Blocks of rows, and whether there is one whose products are split instead.
-struct RowBlocks {
-  int64_t rows, size, count;
-  bool split;
+Layer::Projected Layer::project(const Tensor& x, const std::optional<Tensor>& positions,
+                                const std::optional<Tensor>& rows, float* copies) {
+  const int64_t kv = kv_width(), width = rows ? 2 * kv : qkv_width();
+  const int64_t queries = rows ? rows->size(0) : 0;
+  Projected found{torch::stable::new_empty(x, {queries, attended()}),
+                  torch::stable::new_empty(x, {tokens_, width})};
+  auto *q = found.q.mutable_data_ptr<float>(), *qkv = found.kv.mutable_data_ptr<float>();
+  float* key = qkv + width - 2 * kv;
+  const auto* base = x.const_data_ptr<float>();
+  RotaryCpuParams rotary{};
+  if (theta_ != 0.0 && positions) set_rotary(rotary, *positions, qkv, width);
+  const RowBlocks all(tokens_), some(queries);
+  if (!all.split) pack_all(kQuery, kOut);
+  all.for_each([&](int64_t first, int64_t count) {
+    const Block memory = block_memory(count);
+    const bool split = all.split;
+    const Input in = input(split, enter(split, base + first * hidden_, memory, count), hidden_,
+                           count, memory.int8);
+    if (!rows) multiply(split, linears_[kQuery], in, {qkv + first * width, width, nullptr});
+    multiply(split, linears_[kKey], in, {key + first * width, width, nullptr});
+    multiply(split, linears_[kValue], in, {key + kv + first * width, width, nullptr});
+    if (rotary.positions) rotary_kernels().rotate(rotary, first, first + count);
+  });
+  if (!rows) return found;
+  const auto* chosen = rows->const_data_ptr<int64_t>();
+  some.for_each([&](int64_t first, int64_t count) {
+    const Block memory = block_memory(count);
+    const bool split = some.split;
+    for (int64_t i = first; i < first + count; ++i)
+      std::memcpy(copies + i * hidden_, base + chosen[i] * hidden_, hidden_ * sizeof(float));
+    const Input in = input(split, enter(split, copies + first * hidden_, memory, count), hidden_,
+                           count, memory.int8);
+    multiply(split, linears_[kQuery], in, {q + first * attended(), attended(), nullptr});
+  });
+  return found;
+}
 
-  explicit RowBlocks(int64_t rows) : rows(rows) {
-    const int64_t threads = torch::stable::get_num_threads();
-    split = rows < kBlockRows * threads;
-    const int64_t rounds = (rows + kBlockRows * threads - 1) / (kBlockRows * threads);
-    size = split ? std::max<int64_t>(rows, 1)
-                 : multiple_of(6, (rows + rounds * threads - 1) / (rounds * threads));
-    count = (rows + size - 1) / size;
-  }
-
-  // fn(first row, rows)
-  template <class F>
-  void for_each(const F& fn) const {
-    for_tasks(!split, count, [&](int64_t i) { fn(i * size, std::min(size, rows - i * size)); });
-  }
-};
+Tensor Layer::finish(const Tensor& x, const Tensor& attended_rows) {
+  const int64_t rows = x.size(0);
+  Tensor out = torch::stable::new_empty(x, {rows, hidden_});
+  const RowBlocks blocks(rows);
+  if (!blocks.split) pack_all(kOut, kLinears);
+  const auto *from = attended_rows.const_data_ptr<float>(), *residual = x.const_data_ptr<float>();
+  auto* to = out.mutable_data_ptr<float>();
+  blocks.for_each([&](int64_t first, int64_t count) {
+    leave(blocks.split, from + first * attended(), residual + first * hidden_, to + first * hidden_,
+          block_memory(count), count);
+  });
+  return out;
+}
 
 Tensor Layer::run(const Tensor& x, const Tensor& cu_seqlens, int64_t max_seqlen,
                   const std::optional<Tensor>& positions, const std::optional<Tensor>& rows,
                   const std::optional<Tensor>& cu_rows) {
-  const bool some = rows.has_value();
-  check(some == cu_rows.has_value(), op, ": rows and cu_rows must be given together");
-  check(!some || (theta_ == 0.0 && window_.left < 0 && window_.right < 0), op,
+  check(rows.has_value() == cu_rows.has_value(), op, ": rows and cu_rows must be given together");
+  check(!rows || (theta_ == 0.0 && window_.left < 0 && window_.right < 0), op,
         ": rows cannot go with rotary embeddings or a window");
-  const int64_t queries = some ? rows->size(0) : tokens_;
   const AttentionRows keys{x, "x", cu_seqlens, "cu_seqlens", max_seqlen};
   const AttentionRows read =
-      some ? AttentionRows{*rows, "rows", *cu_rows, "cu_rows", max_seqlen} : keys;
+      rows ? AttentionRows{*rows, "rows", *cu_rows, "cu_rows", max_seqlen} : keys;
   for (const AttentionRows* side : {&read, &keys})
     check(side->cu_seqlens.is_cpu(), op, ": ", side->cu_name, " must be on the CPU like x");
-  const int64_t sequences = check_sequences(read, keys, op);
-  const int32_t *cu_q = check_cu_seqlens(read, op), *cu_k = check_cu_seqlens(keys, op);
-  const int64_t* chosen = nullptr;
-  if (some) {
+  if (rows) {
     check_shape(*rows, {-1}, op, "rows", "[rows]");
     check_dtype(*rows, ScalarType::Long, op, "rows", "int64");
     check_contiguous(*rows, op, "rows");
-    chosen = rows->const_data_ptr<int64_t>();
-    for (int64_t i = 0; i < queries; ++i)
+    check(rows->is_cpu(), op, ": rows must be on the CPU like x");
+    const auto* chosen = rows->const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < rows->size(0); ++i)
       check(chosen[i] >= 0 && chosen[i] < tokens_, op, ": rows must be at least 0 and below ",
             tokens_, ", but entry ", i, " is ", chosen[i]);
   }
-  RotaryCpuParams rotary{};
+  const int64_t sequences = check_sequences(read, keys, op);
+  const int32_t *cu_q = check_cu_seqlens(read, op), *cu_k = check_cu_seqlens(keys, op);
   if (positions) {
     check_shape(*positions, {tokens_}, op, "positions", "[tokens]");
     check(
@@ -358,65 +398,40 @@ Tensor Layer::run(const Tensor& x, const Tensor& cu_seqlens, int64_t max_seqlen,
   }
   check(theta_ == 0.0 || (positions && theta_ > 0.0 && head_dim_ % 2 == 0), op,
         ": rotary embeddings need positions, an even head_dim and a theta above 0");
-  Tensor out = torch::stable::new_empty(x, {queries, hidden_});
-  if (queries == 0) return out;
-  const auto* base = x.const_data_ptr<float>();
-  auto* result = out.mutable_data_ptr<float>();
-  const RowBlocks all(tokens_), read_blocks(queries);
-  if (!all.split) pack_all();
-
-  const int64_t kv = kv_width(), width = some ? 2 * kv : qkv_width();
-  Projected projected{torch::stable::new_empty(x, {some ? queries : 0, attended()}),
-                      torch::stable::new_empty(x, {tokens_, width})};
-  auto *q = projected.q.mutable_data_ptr<float>(), *qkv = projected.kv.mutable_data_ptr<float>();
-  float* key = qkv + width - 2 * kv;
-  if (theta_ != 0.0) set_rotary(rotary, *positions, qkv, width);
-  all.for_each([&](int64_t first, int64_t count) {
-    const Block memory = block_memory(count);
-    const bool split = all.split;
-    const Input in = input(split, enter(split, base + first * hidden_, memory, count), hidden_,
-                           count, memory.int8);
-    if (!some) multiply(split, linears_[kQuery], in, {qkv + first * width, width, nullptr});
-    multiply(split, linears_[kKey], in, {key + first * width, width, nullptr});
-    multiply(split, linears_[kValue], in, {key + kv + first * width, width, nullptr});
-    if (theta_ != 0.0) rotary_kernels().rotate(rotary, first, first + count);
-  });
-  Tensor gathered = torch::stable::new_empty(x, {some ? queries : 0, hidden_});
-  const float* residual = base;
-  if (some) {
-    auto* copies = gathered.mutable_data_ptr<float>();
-    residual = copies;
-    read_blocks.for_each([&](int64_t first, int64_t count) {
-      const Block memory = block_memory(count);
-      const bool split = read_blocks.split;
-      for (int64_t i = first; i < first + count; ++i)
-        std::memcpy(copies + i * hidden_, base + chosen[i] * hidden_, hidden_ * sizeof(float));
-      const Input in = input(split, enter(split, copies + first * hidden_, memory, count), hidden_,
-                             count, memory.int8);
-      multiply(split, linears_[kQuery], in, {q + first * attended(), attended(), nullptr});
-    });
-  }
-  const Tensor mixed = attend(projected, cu_q, cu_k, sequences);
-  const auto* attended_rows = mixed.const_data_ptr<float>();
-  read_blocks.for_each([&](int64_t first, int64_t count) {
-    leave(read_blocks.split, attended_rows + first * attended(), residual + first * hidden_,
-          result + first * hidden_, block_memory(count), count);
-  });
-  return out;
+  const int64_t queries = rows ? rows->size(0) : tokens_;
+  const Tensor residual = rows ? torch::stable::new_empty(x, {queries, hidden_}) : x;
+  if (queries == 0) return residual;
+  float* copies = rows ? residual.mutable_data_ptr<float>() : nullptr;
+  const Projected projected = project(x, positions, rows, copies);
+  return finish(residual, attend(projected, cu_q, cu_k, sequences));
 }
 
 Tensor encoder_layer(Tensor x, Tensor cu_seqlens, int64_t max_seqlen,
                      std::optional<Tensor> positions, std::optional<Tensor> rows,
                      std::optional<Tensor> cu_rows, std::vector<Tensor> parameters,
                      std::vector<int64_t> shape, std::vector<double> numbers) {
-  return Layer(x, parameters, shape, numbers)
+  return Layer("encoder_layer", x, parameters, shape, numbers)
       .run(x, cu_seqlens, max_seqlen, positions, rows, cu_rows);
+}
+
+Tensor encoder_project(Tensor x, std::vector<Tensor> parameters, std::vector<int64_t> shape,
+                       std::vector<double> numbers) {
+  return Layer("encoder_project", x, parameters, shape, numbers).project(x, {}, {}, nullptr).kv;
+}
+
+Tensor encoder_finish(Tensor x, Tensor attended, std::vector<Tensor> parameters,
+                      std::vector<int64_t> shape, std::vector<double> numbers) {
+  Layer layer("encoder_finish", x, parameters, shape, numbers);
+  layer.check_attended(attended);
+  return layer.finish(x, attended);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CPU, m) {
   m.impl("encoder_layer", TORCH_BOX(&encoder_layer));
+  m.impl("encoder_project", TORCH_BOX(&encoder_project));
+  m.impl("encoder_finish", TORCH_BOX(&encoder_finish));
 }
 
 }  // namespace bert_unpad

@@ -1,6 +1,8 @@
 // Linear layers of an encoder on a CPU, in fp32 or 8 bits: weights, inputs, and the product.
 #pragma once
 
+#include <algorithm>
+
 #include "common/checks.h"
 #include "cpu/parallel.h"
 #include "encoder/layer.h"
@@ -19,6 +21,29 @@ void for_tasks(bool on_all, int64_t n, const F& fn) {
 inline constexpr int64_t kProductsForAll = 1 << 21, kNumbersForAll = 1 << 17;
 
 inline int64_t multiple_of(int64_t factor, int64_t n) { return (n + factor - 1) / factor * factor; }
+
+inline constexpr int64_t kBlockRows = 192;
+
+// Blocks of rows, and whether there is one whose products are split instead.
+struct RowBlocks {
+  int64_t rows, size, count;
+  bool split;
+
+  explicit RowBlocks(int64_t rows) : rows(rows) {
+    const int64_t threads = torch::stable::get_num_threads();
+    split = rows < kBlockRows * threads;
+    const int64_t rounds = (rows + kBlockRows * threads - 1) / (kBlockRows * threads);
+    size = split ? std::max<int64_t>(rows, 1)
+                 : multiple_of(6, (rows + rounds * threads - 1) / (rounds * threads));
+    count = (rows + size - 1) / size;
+  }
+
+  // fn(first row, rows)
+  template <class F>
+  void for_each(const F& fn) const {
+    for_tasks(!split, count, [&](int64_t i) { fn(i * size, std::min(size, rows - i * size)); });
+  }
+};
 
 // y = x weight^T + bias.
 struct Linear {

@@ -100,6 +100,7 @@ Tensor encoder_pack_int8(Tensor weight) {
   const int64_t columns = weight.size(0), depth = weight.size(1);
   check(columns % 32 == 0 && depth % 32 == 0, op,
         ": weight must have multiples of 32 features, got ", ShapeOf(weight));
+  check(depth <= 65536, op, ": weight must have at most 65536 in_features, got ", depth);
   const Int8Layout layout(depth, columns);
   Tensor out = torch::stable::new_empty(weight, {layout.bytes()}, ScalarType::Byte);
   auto* base = out.mutable_data_ptr<uint8_t>();

@@ -83,6 +83,10 @@ void packed_product_(Tensor y, Tensor x, Tensor weight, std::optional<Tensor> bi
     check_dtype(*addend, ScalarType::Float, op, "addend", "float32");
     check_contiguous(*addend, op, "addend");
     check_same_device(*addend, x, op, "addend");
+    const auto *from = addend->const_data_ptr<float>(), *to = y.const_data_ptr<float>();
+    const int64_t extent = p.rows > 0 ? (p.rows - 1) * p.y_stride + p.columns : 0;
+    check(from + addend->numel() <= to || to + extent <= from, op,
+          ": y must not lie in the memory of addend");
     p.addend = addend->const_data_ptr<float>();
   }
   p.x = x.const_data_ptr<float>();

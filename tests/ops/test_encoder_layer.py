@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bert_unpad import _C
+from bert_unpad import _C, ops
 from bert_unpad.ops.encoder_layer import (
     Affine,
     LayerParameters,
     LayerShape,
+    encoder_finish,
     encoder_layer,
+    encoder_project,
     pack_int8,
 )
 from tests.support.op_checks import results_of_every_isa
@@ -260,6 +262,20 @@ def test_what_is_not_finite_stays_in_its_sequence(value: float, int8: bool) -> N
     assert y[20:].isfinite().all()
 
 
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("int8", [False, True])
+def test_two_operators_around_attention(lengths: list[int], int8: bool) -> None:
+    p, s = make(heads=4, kv_heads=2, norms_first=True, gated=True)
+    p = to_int8(p) if int8 else p
+    x, cu_seqlens, longest = inputs(lengths)
+    qkv = encoder_project(x, p.tensors(), s)
+    attended = ops.varlen_attention(qkv, cu_seqlens, longest, num_heads=4)
+    y = encoder_finish(x, attended, p.tensors(), s)
+    whole = run(x, cu_seqlens, longest, p, s)
+    # In 8 bits the whole layer's attention may be in bf16.
+    assert (y - whole).norm() <= (0.02 if int8 else 1e-6) * whole.norm()
+
+
 def compute() -> list[Tensor]:
     """The same inputs for all instruction sets."""
     torch.manual_seed(derived(0))
@@ -309,6 +325,10 @@ def test_opcheck() -> None:
     numbers = [0.25, 1e-5, 1e-5, 1e-5, 0.0, 1.0]
     arguments = (x, cu_seqlens, longest, None, None, None, p.tensors(), shape, numbers)
     torch.library.opcheck(torch.ops.bert_unpad.encoder_layer.default, arguments)
+    rest = arguments[-3:]
+    torch.library.opcheck(torch.ops.bert_unpad.encoder_project.default, (x, *rest))
+    attended = torch.randn(25, 64)
+    torch.library.opcheck(torch.ops.bert_unpad.encoder_finish.default, (x, attended, *rest))
     torch.library.opcheck(torch.ops.bert_unpad.encoder_pack_int8.default, (p.query.weight,))
 
 
@@ -340,6 +360,8 @@ def test_errors() -> None:
         encoder_layer(leaf, cu_seqlens, longest, p.tensors(), s).sum().backward()
     odd, shape = make(hidden=48)
     fails("multiples of 32 features", parameters=odd, shape=shape, x=torch.randn(25, 48))
+    with pytest.raises(RuntimeError, match=r"encoder_finish: attended must have shape"):
+        encoder_finish(x, torch.randn(25, 3, 16), p.tensors(), s)
     rows, cu_rows = torch.tensor([3, 25]), torch.tensor([0, 1, 2], dtype=torch.int32)
     fails("rows must be at least 0 and below 25, but entry 1 is 25", rows=(rows, cu_rows))
     windowed = s._replace(window=(2, 2))

@@ -33,6 +33,12 @@ def test_products(rows: int, depth: int, columns: int, transposed: bool) -> None
         assert ((y - whole).abs() <= bound(x, weight) + 2**-23 * whole.abs()).all()
 
 
+def test_the_addend_is_not_overwritten() -> None:
+    x, weight, y = torch.randn(40, 32), torch.randn(32, 32), torch.randn(40, 32)
+    with pytest.raises(RuntimeError, match="y must not lie in the memory of addend"):
+        packed_product_(y, x, weight, None, y)
+
+
 def test_rows_may_lie_apart() -> None:
     for rows in (5, 50):
         x, weight = torch.randn(rows, 3, 64)[:, 1], torch.randn(96, 2, 64)[:, 1]

@@ -77,6 +77,14 @@ def _examples() -> dict[str, tuple]:
     out, dout, lse = rows(*q.shape), rows(*q.shape), rows(HEADS, TOKENS)
     x, dy, vector = rows(), rows(), lambda: rows(HIDDEN)
     statistics = (rows(TOKENS), rows(TOKENS))
+    layer = (
+        [
+            *(t for _ in range(7) for t in (rows(HIDDEN, HIDDEN), vector())),
+            *(vector() for _ in range(6)),
+        ],
+        [HEADS, HEADS, WIDTH, HIDDEN, 0, 0, 0, -1, -1],
+        [0.25, 1e-5, 1e-5, 1e-5, 0.0, 1.0],
+    )
     tables = (*(torch.zeros(TOKENS, dtype=torch.int64) for _ in range(3)), *(rows() for _ in "123"))
     logits = (rows(), torch.zeros(TOKENS, dtype=torch.int64))
     loss = (scalar(), *logits, rows(TOKENS), HIDDEN, -100)
@@ -126,14 +134,10 @@ def _examples() -> dict[str, tuple]:
         "packed_product_": (rows(), x, rows(HIDDEN, HIDDEN), rows(HIDDEN), rows()),
         "packed_wgrad_": (rows(TOKENS, HIDDEN), x, rows(HIDDEN, HIDDEN), False, True),
         "encoder_layer": (
-            *(x, cu_q, 5, positions, torch.tensor([0, 4]), torch.tensor([0, 1, 2]).int()),
-            [
-                *(t for _ in range(7) for t in (rows(HIDDEN, HIDDEN), vector())),
-                *(vector() for _ in range(6)),
-            ],
-            [HEADS, HEADS, WIDTH, HIDDEN, 0, 0, 0, -1, -1],
-            [0.25, 1e-5, 1e-5, 1e-5, 0.0, 1.0],
+            *(x, cu_q, 5, positions, torch.tensor([0, 4]), torch.tensor([0, 1, 2]).int(), *layer),
         ),
+        "encoder_project": (x, *layer),
+        "encoder_finish": (x, dy, *layer),
         "encoder_pack_int8": (rows(HIDDEN, HIDDEN),),
         "quantize_fp8": (x, False, True),
         "quantize_fp8_scaled": (x, False, True, scalar(), rows(1024), True),
