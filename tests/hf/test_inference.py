@@ -71,7 +71,7 @@ def test_8_bits(name, whole_layers):
     assert torch.equal(found, again)
     if not name.endswith("ForSequenceClassification"):
         found, want = (x[call["attention_mask"] == 1] for x in (found, want))
-    assert functional.cosine_similarity(found.flatten(), want.flatten(), dim=0) > 0.999
+    assert functional.cosine_similarity(found.flatten(), want.flatten(), dim=0) > 0.99
     assert not torch.equal(found, want)
     assert whole_layers == [True] * 4
     assert list(ours.state_dict()) == list(stock.state_dict())
