@@ -19,7 +19,13 @@ import torch
 
 from bert_unpad import _library
 from bert_unpad._capability import multiplies
-from bert_unpad.self_test import attention, layers, signs, updates  # noqa: F401 (they fill CASES)
+from bert_unpad.self_test import (  # noqa: F401 (they fill CASES)
+    attention,
+    encoder,
+    layers,
+    signs,
+    updates,
+)
 from bert_unpad.self_test.compare import CASES, LIMITS, Inputs, Skip, relative_error
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
