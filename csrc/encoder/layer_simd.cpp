@@ -11,6 +11,7 @@
 namespace bert_unpad::BERT_UNPAD_ISA {
 namespace {
 
+constexpr int kAhead = 2048;                                         // bytes of weights
 constexpr int kRows = 6, kColumns = kVectorRegisters == 32 ? 4 : 2;  // of a tile of sums
 
 // sum + the products of four unsigned numbers with four signed ones of each lane.
@@ -57,7 +58,11 @@ BU_INLINE void tile(const Int8ProductParams& p, int64_t row, const int8_t* weigh
   for (int64_t k = 0; k < p.depth; k += 4, weights += 4 * kInt8Panel) {
     i32v w[N];
 #pragma GCC unroll 4
-    for (int j = 0; j < N; ++j) w[j] = load_bits<i32v>(weights + 4 * kLanes * j);
+    for (int j = 0; j < N; ++j) {
+      w[j] = load_bits<i32v>(weights + 4 * kLanes * j);
+      // The hardware's prefetchers stop at the end of a page.
+      __builtin_prefetch(weights + 4 * kLanes * j + kAhead);
+    }
 #pragma GCC unroll 6
     for (int i = 0; i < M; ++i) {
       const i32v four = splat4(x + i * p.depth + k);

@@ -30,7 +30,7 @@ ACTIVATIONS = {
     "silu": functional.silu,
     "relu": functional.relu,
 }
-LENGTHS = ([5], [16], [1, 0, 16, 3], [40, 9, 64], [130, 260, 77, 1, 33])
+LENGTHS = ([5], [16], [1, 0, 26, 3], [40, 9, 64], [130, 260, 77, 1, 33])
 """Few rows; more than are multiplied without packing; more than a block has."""
 Linear = Callable[[Tensor, Affine], Tensor]
 
