@@ -10,12 +10,14 @@ from bert_unpad.nn import Encoder, EncoderConfig
 
 
 class OptimizerCost(NamedTuple):
-    """Bytes for each parameter."""
+    """What an optimizer costs for each parameter."""
 
     state: int
-    """What the optimizer keeps between updates."""
+    """Bytes that the optimizer keeps between updates."""
     traffic: int
-    """What an update reads and writes."""
+    """Bytes that an update reads and writes."""
+    averaged: int = 0
+    """Numbers that ranks average between updates of their own; 0: they average gradients."""
 
 
 # Traffic: gradient, parameter and two moments are read, the last three written; LAMB,
@@ -30,12 +32,15 @@ OPTIMIZER_COSTS: dict[str, OptimizerCost] = {
     "lans": OptimizerCost(8, 40),
     "stable_adamw": OptimizerCost(8, 40),
     "muon": OptimizerCost(8, 28),
-    "mt_dao": OptimizerCost(12, 36),
+    "mt_dao": OptimizerCost(12, 36, averaged=4),
     "onebit_adam": OptimizerCost(12, 40),
     "onebit_lamb": OptimizerCost(12, 52),
     "zero_one_adam": OptimizerCost(12, 40),
 }
 """Costs of the values of `optimizer.name`; the two moments of Adam are 8 bytes."""
+
+APART_PERIOD = 32
+"""Updates between the averages of optimizers whose ranks make updates of their own."""
 
 _NEWTON_SCHULZ_STEPS = 5
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import get_args
 
 from bert_unpad._choices import ONE_BIT, Shard
+from bert_unpad.costs.optimizers import APART_PERIOD, OPTIMIZER_COSTS
 from bert_unpad.costs.sync import COMPRESSIONS
 from bert_unpad.costs.workload import Workload
 from bert_unpad.nn.encoder import Recompute
@@ -16,8 +17,6 @@ SHARDS: tuple[Shard, ...] = get_args(Shard)
 """Values of `optimizer.shard`, the simplest first."""
 IN_PASSES = ("overlap", "fsdp")
 """Those that send gradients and weights within passes, without DDP."""
-MT_DAO_PERIOD = 32
-"""Updates between the averages of `optimizer.name: mt_dao`."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Candidate:
         """
         plain = "hierarchical" if hierarchical else "allreduce"
         hook = "power_sgd" if self.compression == "power_sgd" else plain
-        averaging = self.local_sgd_period > 1 and self.local_sgd_period != MT_DAO_PERIOD
+        averaging = self.local_sgd_period > 1 and self.local_sgd_period != APART_PERIOD
         arguments = {
             "batching.global_batch_size": global_batch,
             "batching.accumulation": self.accumulation,
@@ -93,8 +92,8 @@ def allowed_with(work: Workload, allowed: Allowed) -> Allowed:
     """What of `allowed` goes with the run's optimizer and growth, as the trainer has it."""
     if work.optimizer in ONE_BIT:
         return replace(allowed, compressions=("one_bit",), shards=("none",), local_sgd_periods=(1,))
-    if work.optimizer == "mt_dao":
-        periods = (MT_DAO_PERIOD,)
+    if OPTIMIZER_COSTS[work.optimizer].averaged:
+        periods = (APART_PERIOD,)
         return replace(allowed, compressions=("none",), shards=("none",), local_sgd_periods=periods)
     shards: Sequence[str] = allowed.shards
     if work.optimizer == "muon":
@@ -121,7 +120,7 @@ def candidates(
     compressions = allowed.compressions if ranks > 1 else ("none",)
     shards = [shard for shard in allowed.shards if _shares(shard, nodes, gpus_per_node)]
     periods = allowed.local_sgd_periods if ranks > 1 else (1,)
-    if nodes == 1 and periods != (MT_DAO_PERIOD,):
+    if nodes == 1 and periods != (APART_PERIOD,):
         periods = (1,)
     for accumulation in (n for n in range(1, part + 1) if part % n == 0):
         for compression in compressions:

@@ -12,6 +12,7 @@ from bert_unpad.costs.device import Device
 from bert_unpad.costs.gradient_buckets import Bucket, fill_buckets, gradients_of
 from bert_unpad.costs.memory import Memory, memory_of
 from bert_unpad.costs.network import Cluster
+from bert_unpad.costs.optimizers import OPTIMIZER_COSTS
 from bert_unpad.costs.overlap import BACKWARD_SHARE, BucketOverlap
 from bert_unpad.costs.step import StepModel, StepTime
 from bert_unpad.costs.stragglers import straggler_share
@@ -106,8 +107,9 @@ class Planner:
         compute = passes * cost.fixed + (passes - 1) * self.device.accumulate + dealt
         slowest = compute + self._straggler_share(ranks, batch) * dealt
         syncing = ranks
-        if candidate.local_sgd_period > 1:  # it averages the gradients of a node, MT-DAO none
-            syncing = 1 if work.optimizer == "mt_dao" else self.cluster.ranks_per_node
+        if candidate.local_sgd_period > 1:  # local SGD averages the gradients of a node
+            apart = OPTIMIZER_COSTS[work.optimizer].averaged > 0
+            syncing = 1 if apart else self.cluster.ranks_per_node
         return self._model(candidate, ranks).time_of(
             compute, np.array([slowest]), syncing, work.global_batch
         )
@@ -146,7 +148,7 @@ class Planner:
             recompute=again,
             compress=device.compress.get(candidate.compression, 0.0) if ranks > 1 else 0.0,
             weights=weights_seconds(
-                (4 if work.optimizer == "mt_dao" else 1) * work.parameters,  # and moments
+                (OPTIMIZER_COSTS[work.optimizer].averaged or 1) * work.parameters,
                 self.cluster,
                 ranks,
                 sharers=1 if in_passes else sharers,

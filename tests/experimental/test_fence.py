@@ -29,6 +29,7 @@ CHOICES = {
 # Names of options and what they go with, their texts, and the tables.
 TABLES = {
     "_choices.py",
+    "costs/optimizers.py",
     "pretrain/config/communication.py",
     "pretrain/config/growth.py",
     "pretrain/config/limits.py",

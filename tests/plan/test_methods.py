@@ -12,13 +12,14 @@ from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.costs.device import Device
 from bert_unpad.costs.gradient_buckets import num_parameters
 from bert_unpad.costs.network import Cluster, Link
+from bert_unpad.costs.optimizers import APART_PERIOD
 from bert_unpad.costs.workload import OPTIMIZERS, PRECISIONS, Part, Workload
 from bert_unpad.data.sampling.histogram import wikipedia_lengths
 from bert_unpad.nn import BertConfig
 from bert_unpad.nn.config import PRESETS, EncoderConfig
 from bert_unpad.nn.replaced_tokens import generator_config
 from bert_unpad.plan import CARDS, Allowed, Candidate, Planner, alternatives, best, card_device
-from bert_unpad.plan.candidates import IN_PASSES, MT_DAO_PERIOD, SHARDS, allowed_with
+from bert_unpad.plan.candidates import IN_PASSES, SHARDS, allowed_with
 from bert_unpad.plan.inputs import workload_of
 from bert_unpad.plan.options import make_parser
 from tests.support.cost_models import TINY, all_of
@@ -107,11 +108,11 @@ def test_optimizers_that_communicate_do_so_in_one_way():
         allowed = allowed_with(by_hand(optimizer=name).workload, Allowed())
         assert (allowed.compressions, allowed.shards) == (("one_bit",), ("none",))
     local = by_hand(optimizer="mt_dao")
-    assert allowed_with(local.workload, Allowed()).local_sgd_periods == (MT_DAO_PERIOD,)
-    time = local.update_time(Candidate(2, 8, local_sgd_period=MT_DAO_PERIOD))
+    assert allowed_with(local.workload, Allowed()).local_sgd_periods == (APART_PERIOD,)
+    time = local.update_time(Candidate(2, 8, local_sgd_period=APART_PERIOD))
     moments = 4 * 4 * local.workload.parameters  # of weights and three averages
     assert time.allreduce == 0
-    assert time.weights == pytest.approx(SLOW.allreduce(moments, 2) / MT_DAO_PERIOD)
+    assert time.weights == pytest.approx(SLOW.allreduce(moments, 2) / APART_PERIOD)
     assert alternatives(local, 2, Allowed()) == []
     choice = best(local, 2, Allowed())
     assert "post_local_sgd" not in " ".join(choice.candidate.trainer_arguments(16))
