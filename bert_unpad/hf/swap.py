@@ -144,9 +144,8 @@ def unpad(
             the stock model, whose modules then compute all batches with labels and padding.
         weights: those of calls without gradients, in evaluation mode, on a CPU. "float32": the
             model's, exactly. "int8": rounded to 8 bits beside the model's own (about a quarter of
-            their memory more), and activations token by token. Layers
-            with adapters or hooks inside and all other calls go on with the model's weights. See
-            `calibrate`.
+            their memory more), and activations token by token. Layers with adapters or hooks inside
+            and all other calls go on with the model's weights. See `calibrate`.
         verify: run the first batch with padding by the stock modules too, layer by layer, in
             float32 and as the model computes, and backward where gradients are computed. A
             difference beyond rounding raises a `VerificationError`, and leaves the model stock. It
