@@ -33,11 +33,11 @@ from bert_unpad.data.prepared import (
     SPLITS,
     holds_examples,
     is_prepared,
+    is_streamed,
     open_prepared,
     read_prepared,
 )
 from bert_unpad.data.store.cache import chosen_cache_dir
-from bert_unpad.data.streams.text_stream import is_streamed
 from bert_unpad.data.text.documents import Documents
 from bert_unpad.data.text.open_source import open_source
 

@@ -40,13 +40,14 @@ from bert_unpad.data.prepared import (
     SPLITS,
     holds_examples,
     is_prepared,
+    is_streamed,
     open_prepared,
 )
 from bert_unpad.data.store.cache import cache_lock, check_not_noted, chosen_cache_dir
 from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.store.manifest import DamagedDataError
 from bert_unpad.data.streams.stream import ShardStream
-from bert_unpad.data.streams.text_stream import TextStream, is_streamed, parse_streamed
+from bert_unpad.data.streams.text_stream import TextStream, parse_streamed
 from bert_unpad.data.text.document_files import format_of
 from bert_unpad.data.text.file_source import FileSource
 from bert_unpad.data.text.json_tokenizer import load_tokenizer

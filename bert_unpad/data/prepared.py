@@ -28,8 +28,15 @@ from bert_unpad.data.text.tokenizer import WordPieceTokenizer
 
 SHARDS = "shards:"
 """What sources of prepared examples begin with."""
+STREAM = "stream:"
+"""What sources of text that is read during training begin with."""
 FORMAT = "bert_unpad prepared data, version 3"
 SPLITS = ("train", "validation")
+
+
+def is_streamed(source: str) -> bool:
+    """Whether a `DataConfig.source` names text that is read during training."""
+    return source.startswith(STREAM)
 
 
 def is_prepared(folder: Path) -> bool:

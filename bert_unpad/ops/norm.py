@@ -165,11 +165,12 @@ def _add_norm(
 
 @register_fake("dropout_add_layer_norm")
 def fake_norm(x, x_bias, residual, weight, bias, dropout_p, eps, rng, rms=False, return_sum=False):
+    plain = x_bias is None and residual is None and dropout_p == 0
+    function = f"{'' if plain else 'dropout_add_'}{'rms' if rms else 'layer'}_norm"
     torch._check(
         x.dim() >= 1 and x.shape[-1] >= 1,
         lambda: (
-            "dropout_add_layer_norm: x must have shape [..., hidden] with hidden >= 1, "
-            f"got {list(x.shape)}"
+            f"{function}: x must have shape [..., hidden] with hidden >= 1, got {list(x.shape)}"
         ),
     )
     rows = x.numel() // x.shape[-1]

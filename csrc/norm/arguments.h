@@ -5,6 +5,19 @@
 
 namespace bert_unpad {
 
+inline bool is_plain(const std::optional<Tensor>& x_bias, const std::optional<Tensor>& residual,
+                     double dropout_p) {
+  return !x_bias && !residual && dropout_p == 0.0;
+}
+
+// The function of `bert_unpad.ops` that a call stands for, as errors name it.
+inline const char* norm_function(const std::optional<Tensor>& x_bias,
+                                 const std::optional<Tensor>& residual, double dropout_p,
+                                 bool rms) {
+  if (is_plain(x_bias, residual, dropout_p)) return rms ? "rms_norm" : "layer_norm";
+  return rms ? "dropout_add_rms_norm" : "dropout_add_layer_norm";
+}
+
 // What forward and backward have in common; `name`: what x is called. Returns the number of rows.
 inline int64_t check_norm_arguments(const Tensor& x, const std::optional<Tensor>& x_bias,
                                     const std::optional<Tensor>& residual, const Tensor& weight,

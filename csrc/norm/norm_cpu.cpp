@@ -40,18 +40,13 @@ int64_t set_common(NormCpuParams& p, Vectors& vectors, const Tensor& x,
   return rows;
 }
 
-bool is_plain(const std::optional<Tensor>& x_bias, const std::optional<Tensor>& residual,
-              double dropout_p) {
-  return !x_bias && !residual && dropout_p == 0.0;
-}
-
 int64_t scratch_floats(const NormCpuParams& p) { return 2 * p.padded + word_floats(p.hidden); }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(
     Tensor x, std::optional<Tensor> x_bias, std::optional<Tensor> residual, Tensor weight,
     std::optional<Tensor> bias, double dropout_p, double eps, std::optional<Tensor> rng, bool rms,
     bool return_sum) {
-  const char* op = "dropout_add_layer_norm";
+  const char* op = norm_function(x_bias, residual, dropout_p, rms);
   NormCpuParams p{};
   Vectors vectors;
   const int64_t rows = set_common(p, vectors, x, x_bias, residual, weight, dropout_p, rng, op);

@@ -54,7 +54,7 @@ Results set_forward(NormCudaParams& p, const Tensor& x, const Tensor& weight,
 Results forward(Tensor x, std::optional<Tensor> x_bias, std::optional<Tensor> residual,
                 Tensor weight, std::optional<Tensor> bias, double dropout_p, double eps,
                 std::optional<Tensor> rng, bool rms, bool return_sum) {
-  const char* op = "dropout_add_layer_norm";
+  const char* op = norm_function(x_bias, residual, dropout_p, rms);
   NormCudaParams p = common(x, x_bias, residual, weight, dropout_p, rng, op);
   const Call call(x, op);
   const Results results = set_forward(p, x, weight, bias, eps, rms, return_sum, op);

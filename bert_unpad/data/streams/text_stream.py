@@ -21,6 +21,7 @@ import numpy as np
 
 from bert_unpad.data.objective import Objective
 from bert_unpad.data.prefetch import Prefetcher
+from bert_unpad.data.prepared import STREAM
 from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.streams.stream import (
     check_rank,
@@ -38,14 +39,8 @@ from bert_unpad.data.text.tokenizer import TextTokenizer
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-_PREFIX = "stream:"
 _SAMPLE = 20_000  # rows: some 20 MB of text, enough for a vocabulary of 30,000
 _CHARACTERS_PER_TOKEN = 4  # about right for English; only decides how much text fills a buffer
-
-
-def is_streamed(source: str) -> bool:
-    """Whether a `DataConfig.source` names text that is read during training."""
-    return source.startswith(_PREFIX)
 
 
 def parse_streamed(source: str) -> tuple[str, str]:
@@ -54,7 +49,7 @@ def parse_streamed(source: str) -> tuple[str, str]:
     Raises:
         ValueError: an option is wrong.
     """
-    name, _, query = source.removeprefix(_PREFIX).partition("?")
+    name, _, query = source.removeprefix(STREAM).partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     sample = options.pop("sample", str(_SAMPLE))
     if not sample.isdecimal() or int(sample) < 1:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bert_unpad._choices import COMMUNICATING, ONE_BIT
-from bert_unpad.data.streams.text_stream import is_streamed
+from bert_unpad.data.prepared import is_streamed
 from bert_unpad.pretrain.config.errors import ConfigError
 from bert_unpad.pretrain.config.growth import GrowthConfig
 from bert_unpad.pretrain.config.model import ModelConfig
