@@ -1,13 +1,14 @@
 """Where the modules of a transformer layer are, in each family of models.
 
-A new family of the same architecture needs only paths that differ from BERT's. Module paths are not
-the names of tensors in files, which `bert_unpad.nn.families` has: dropout and activations have no
-tensors, and transformers renames when it reads.
+Modules that have tensors are named by the family's row in `bert_unpad.nn.families`, by which files
+are read and converted; here stands what has none (attention, dropout, activations), and what
+transformers renames when it reads a file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -15,6 +16,8 @@ from torch import nn
 from bert_unpad.hf.packing import Packing
 from bert_unpad.hf.plain_modules import unchanged
 from bert_unpad.hf.relative import DisentangledDistances, Distances, T5Distances
+from bert_unpad.nn import families
+from bert_unpad.nn.families import Family
 from bert_unpad.nn.families.rope import read_rope
 
 
@@ -58,24 +61,14 @@ class Rotary(NamedTuple):
     """Factor of the positions."""
 
 
-# BERT's paths of LayerParts within a layer; others' where they differ.
+# BERT's modules without tensors; others' where they differ.
 _BERT: dict[str, str | None] = {
     "attention": "attention.self",
     "rate": "attention.self.dropout",
-    "first_norm": None,
-    "query": "attention.self.query",
-    "key": "attention.self.key",
-    "value": "attention.self.value",
-    "attention_out": "attention.output.dense",
     "attention_dropout": "attention.output.dropout",
-    "attention_norm": "attention.output.LayerNorm",
-    "ffn_in": "intermediate.dense",
-    "ffn_gate": None,
     "ffn_activation": "intermediate.intermediate_act_fn",
     "ffn_inner_dropout": None,
-    "ffn_out": "output.dense",
     "ffn_dropout": "output.dropout",
-    "ffn_norm": "output.LayerNorm",
 }
 _CONTAINERS = (
     *("attention", "attention.self", "attention.self.dropout", "attention.output"),
@@ -83,11 +76,35 @@ _CONTAINERS = (
 )
 
 
+def _with_tensors(family: Family) -> dict[str, str | None]:
+    """The paths of the modules whose tensors a row of the table of families names."""
+    query, key, value = _names(family, "attention.self.qkv", 3)
+    gated = family.parts.get("feed_forward") == "glu"
+    ffn_in, ffn_gate = _names(family, "intermediate.dense", 2)
+    norms_first = bool(family.attention_norm)
+    return {
+        "first_norm": family.attention_norm if norms_first else None,
+        **{"query": query, "key": key, "value": value},
+        "attention_out": _names(family, "attention.output.dense")[0],
+        "attention_norm": _names(family, "attention.output.LayerNorm")[0],
+        **{"ffn_in": ffn_in, "ffn_gate": ffn_gate if gated else None},
+        "ffn_out": _names(family, "output.dense")[0],
+        "ffn_norm": None if norms_first else _names(family, "output.LayerNorm")[0],
+    }
+
+
+def _names(family: Family, module: str, parts: int = 1) -> tuple[str, ...]:
+    """A module's name for each of its parts."""
+    found = family.layer.get(module, module)
+    return (found,) * parts if isinstance(found, str) else found
+
+
 class LayerAdapter:
     """Finds the modules within the layers of a family."""
 
     def __init__(
         self,
+        family: Family,
         paths: dict[str, str | None],
         containers: tuple[str, ...],
         *,
@@ -99,7 +116,9 @@ class LayerAdapter:
         """Makes the adapter of a family.
 
         Args:
-            paths: of `LayerParts` within a layer, where they are not BERT's.
+            family: whose names of tensors the paths of modules are.
+            paths: of `LayerParts` within a layer: of modules without tensors, where they are not
+                BERT's, and of others that transformers names otherwise than its files.
             containers: paths of modules that a packed layer does not call.
             head_dim: the attribute of the attention module with the width of a head.
             distances: what is added to the scores by distance.
@@ -107,7 +126,7 @@ class LayerAdapter:
             window: the attribute of the attention module with how many tokens to each side, its own
                 included, a token sees; None: all.
         """
-        paths = _BERT | paths
+        paths = _BERT | _with_tensors(family) | paths
         self._parts = [_split(paths[name]) for name in LayerParts._fields]
         self._attention = _split(paths["attention"])
         self._containers = [_split(path) for path in containers]
@@ -182,56 +201,44 @@ def _esm_rotary(layer: Any) -> Rotary | None:
     return Rotary(attention.config.rope_theta, 1.0)
 
 
-# Layers as in Llama: EuroBERT's, NomicBERT's and Jina's.
+# What layers as in Llama (EuroBERT's, NomicBERT's and Jina's) have without tensors.
 _LLAMA: dict[str, str | None] = {
     "attention": "self_attn",
     "rate": "self_attn.attention_dropout",
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "attention_out": "self_attn.o_proj",
     "attention_dropout": None,
-    "ffn_in": "mlp.gate_proj",
-    "ffn_gate": "mlp.up_proj",
     "ffn_activation": "mlp.act_fn",
-    "ffn_out": "mlp.down_proj",
     "ffn_dropout": None,
-    "ffn_norm": None,
 }
 _NOMIC = _LLAMA | {
     "attention_dropout": "post_attention_dropout",
-    "attention_norm": "post_attention_layernorm",
     "ffn_dropout": "post_mlp_dropout",
-    "ffn_norm": "post_mlp_layernorm",
 }
-
-BERT = LayerAdapter({}, _CONTAINERS)
-"""Layers of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, ERNIE and RoCBert."""
-DEBERTA = LayerAdapter(
-    {
-        "query": "attention.self.query_proj",
-        "key": "attention.self.key_proj",
-        "value": "attention.self.value_proj",
+_NOMIC_FAMILY = replace(
+    families.NOMIC_BERT,
+    layer={
+        **families.EUROBERT.layer,
+        "attention.output.LayerNorm": "post_attention_layernorm",
+        "output.LayerNorm": "post_mlp_layernorm",
     },
-    _CONTAINERS,
-    distances=DisentangledDistances(),
 )
+"""NomicBERT as transformers names its modules; its files have other names."""
+
+BERT = LayerAdapter(families.BERT, {}, _CONTAINERS)
+"""Layers of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, ERNIE and RoCBert."""
+DEBERTA = LayerAdapter(families.DEBERTA_V2, {}, _CONTAINERS, distances=DisentangledDistances())
 """Layers of DeBERTa-v2 and v3."""
 MPNET = LayerAdapter(
+    families.MPNET,
     {
         "attention": "attention.attn",
         "rate": "attention.attn.dropout",
-        "query": "attention.attn.q",
-        "key": "attention.attn.k",
-        "value": "attention.attn.v",
-        "attention_out": "attention.attn.o",
         "attention_dropout": "attention.dropout",
-        "attention_norm": "attention.LayerNorm",
     },
     ("attention", "attention.attn", "attention.attn.dropout", "intermediate", "output"),
     distances=T5Distances(),
 )
 DISTILBERT = LayerAdapter(
+    families.BERT,
     {
         "attention": "attention",
         "rate": "attention.dropout",
@@ -250,40 +257,27 @@ DISTILBERT = LayerAdapter(
     ("attention", "attention.dropout", "ffn"),
 )
 ALBERT = LayerAdapter(
+    families.ALBERT,
     {
         "attention": "attention",
         "rate": "attention.attention_dropout",
-        "query": "attention.query",
-        "key": "attention.key",
-        "value": "attention.value",
-        "attention_out": "attention.dense",
         "attention_dropout": "attention.output_dropout",
-        "attention_norm": "attention.LayerNorm",
-        "ffn_in": "ffn",
         "ffn_activation": "activation",
-        "ffn_out": "ffn_output",
         "ffn_dropout": None,
-        "ffn_norm": "full_layer_layer_norm",
     },
     ("attention", "attention.attention_dropout"),
 )
 ESM = LayerAdapter(
-    {
-        "first_norm": "attention.LayerNorm",
-        "attention_norm": "LayerNorm",
-        "ffn_activation": None,
-        "ffn_norm": None,
-    },
+    families.ESM,
+    {"ffn_activation": None},
     ("attention", "attention.self", "attention.output", "intermediate", "output"),
     rotary=_esm_rotary,
 )
 EUROBERT = LayerAdapter(
-    _LLAMA | {"first_norm": "input_layernorm", "attention_norm": "post_attention_layernorm"},
-    ("self_attn", "mlp"),
-    head_dim="head_dim",
-    rotary=_rotary,
+    families.EUROBERT, _LLAMA, ("self_attn", "mlp"), head_dim="head_dim", rotary=_rotary
 )
 JINA = LayerAdapter(
+    _NOMIC_FAMILY,
     _NOMIC
     | {
         "ffn_in": "mlp.fc1",
@@ -295,22 +289,18 @@ JINA = LayerAdapter(
     head_dim="head_dim",
     rotary=_rotary,
 )
-NOMIC = LayerAdapter(_NOMIC, ("self_attn", "mlp"), head_dim="head_dim", rotary=_rotary)
+NOMIC = LayerAdapter(
+    _NOMIC_FAMILY, _NOMIC, ("self_attn", "mlp"), head_dim="head_dim", rotary=_rotary
+)
 MODERNBERT = LayerAdapter(
+    families.MODERNBERT,
     {
         "attention": "attn",
         "rate": "attn.attention_dropout",
-        "first_norm": "attn_norm",
-        **dict.fromkeys(("query", "key", "value"), "attn.Wqkv"),
-        "attention_out": "attn.Wo",
         "attention_dropout": "attn.out_drop",
-        "attention_norm": "mlp_norm",
-        **dict.fromkeys(("ffn_in", "ffn_gate"), "mlp.Wi"),
         "ffn_activation": "mlp.act",
         "ffn_inner_dropout": "mlp.drop",
-        "ffn_out": "mlp.Wo",
         "ffn_dropout": None,
-        "ffn_norm": None,
     },
     ("attn", "mlp"),
     head_dim="head_dim",
@@ -318,6 +308,7 @@ MODERNBERT = LayerAdapter(
     window="sliding_window",
 )
 PRE_LAYER_NORM = LayerAdapter(
+    families.BERT,
     {
         "first_norm": "attention.LayerNorm",
         "attention_norm": "intermediate.LayerNorm",
@@ -327,6 +318,7 @@ PRE_LAYER_NORM = LayerAdapter(
 )
 """Layers of RoBERTa-PreLayerNorm."""
 XLM_ROBERTA_XL = LayerAdapter(
+    families.BERT,
     {
         "first_norm": "attention.self_attn_layer_norm",
         "attention_norm": "LayerNorm",
