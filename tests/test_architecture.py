@@ -98,7 +98,7 @@ def include_arrows() -> dict[Arrow, str]:
 
 def test_every_package_is_drawn():
     inner = (path for path in (ROOT / "bert_unpad").iterdir() if not path.name.startswith("_"))
-    packages = {path.stem for path in inner if path.is_dir() or path.suffix == ".py"}
+    packages = {p.stem for p in inner if (p / "__init__.py").exists() or p.suffix == ".py"}
     folders = {f"csrc/{name}" for name in GROUND} | {"csrc/families"}
     assert set(diagram()) == packages | folders | (set(PYTHON) - {"bert_unpad"}) | set(COMPILED)
 

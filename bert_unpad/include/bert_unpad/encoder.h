@@ -1,0 +1,401 @@
+// Encoders of Hugging Face from C++: token ids in, vectors out, by the CPU operators of bert_unpad.
+//
+//   bert_unpad::load_operators(path_of_the_package + "/_C.abi3.so");
+//   const bert_unpad::Encoder encoder("/folder/of/the/model");
+//   const at::Tensor vectors = encoder.encode({{101, 7592, 102}, {101, 2088, 2003, 102}});
+//
+// A folder holds config.json and model.safetensors of BERT, RoBERTa, XLM-RoBERTa, CamemBERT or
+// ModernBERT. Hidden states have the same bits as those of `bert_unpad.hf.unpad` in Python. Needs
+// LibTorch and nlohmann_json (3.x); examples/cpp shows how to build with it.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/MapAllocator.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/InferenceMode.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace bert_unpad {
+
+// Registers the operators, once per process; `library` is the path of _C.abi3.so.
+inline void load_operators(const std::string& library) {
+  if (!dlopen(library.c_str(), RTLD_NOW | RTLD_GLOBAL))
+    throw std::invalid_argument("library: expected _C.abi3.so of bert_unpad, got " +
+                                std::string(dlerror()));
+}
+
+enum class Weights { kFloat32, kInt8 };
+enum class Pooling { kNone, kMean, kFirst };
+
+namespace detail {
+
+using Json = nlohmann::json;
+
+[[noreturn]] inline void refuse(const std::string& what) { throw std::invalid_argument(what); }
+
+inline void check_range(const char* what, int64_t got, int64_t least, int64_t most) {
+  if (got < least || got > most)
+    refuse(std::string(what) + ": expected " + std::to_string(least) + " to " +
+           std::to_string(most) + ", got " + std::to_string(got));
+}
+
+inline Json read_json(const std::string& path) {
+  std::ifstream in(path);
+  if (!in) refuse(path + ": expected a file that can be read");
+  try {
+    return Json::parse(in);
+  } catch (const Json::exception& error) {
+    refuse(path + ": expected JSON, got " + error.what());
+  }
+}
+
+// The tensors of a .safetensors file, which is mapped: what is not used is not read.
+class Safetensors {
+ public:
+  explicit Safetensors(const std::string& path) : path_(path) {
+    std::ifstream in(path, std::ios::binary | std::ios::ate);
+    if (!in) refuse(path + ": expected a file that can be read");
+    const auto size = static_cast<int64_t>(in.tellg());
+    uint64_t header = 0;
+    in.seekg(0);
+    in.read(reinterpret_cast<char*>(&header), 8);
+    if (size < 8 || header > static_cast<uint64_t>(size) - 8)
+      refuse(path + ": expected a complete safetensors file");
+    std::string text(header, '\0');
+    in.read(text.data(), static_cast<std::streamsize>(header));
+    header_ = Json::parse(text, nullptr, false);
+    if (!in || !header_.is_object()) refuse(path + ": expected a safetensors header");
+    first_ = 8 + static_cast<int64_t>(header);
+    bytes_ = at::from_file(path, false, size, at::kByte);
+  }
+
+  bool has(const std::string& name) const { return header_.contains(name); }
+
+  // In float32.
+  at::Tensor get(const std::string& name) const {
+    if (!has(name)) refuse(path_ + ": expected a tensor " + name);
+    static const std::map<std::string, at::ScalarType> dtypes = {
+        {"F32", at::kFloat}, {"F16", at::kHalf}, {"BF16", at::kBFloat16}};
+    try {
+      const Json& entry = header_.at(name);
+      const auto dtype = dtypes.find(entry.at("dtype").get<std::string>());
+      if (dtype == dtypes.end()) refuse(path_ + ": " + name + ": expected F32, F16 or BF16");
+      const auto shape = entry.at("shape").get<std::vector<int64_t>>();
+      const auto place = entry.at("data_offsets").get<std::vector<int64_t>>();
+      int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype->second));
+      for (const int64_t n : shape) bytes *= n;
+      if (place.size() != 2 || place[0] < 0 || place[1] - place[0] != bytes ||
+          place[1] > bytes_.size(0) - first_)
+        refuse(path_ + ": " + name + ": expected data of its shape within the file");
+      // A copy: data in a file need not be aligned, and the file may change.
+      return bytes_.slice(0, first_ + place[0], first_ + place[1])
+          .clone()
+          .view(dtype->second)
+          .view(shape)
+          .to(at::kFloat);
+    } catch (const Json::exception&) {
+      refuse(path_ + ": " + name + ": expected dtype, shape and data_offsets");
+    }
+  }
+
+ private:
+  std::string path_;
+  Json header_;
+  int64_t first_ = 0;
+  at::Tensor bytes_;
+};
+
+// Where a kind of model has its tensors; null: there is none. One name in several places is a
+// tensor that holds all of them.
+struct Family {
+  const char *trunk, *word, *position = nullptr, *type = nullptr, *embedding_norm, *layers;
+  const char *query, *key, *value, *attention_out, *ffn_in, *ffn_gate = nullptr, *ffn_out;
+  const char* norms[3];  // before attention, after its residual, at the layer's end
+  const char* final_norm = nullptr;
+};
+
+inline constexpr Family kBert = {
+    .trunk = "bert.",
+    .word = "embeddings.word_embeddings",
+    .position = "embeddings.position_embeddings",
+    .type = "embeddings.token_type_embeddings",
+    .embedding_norm = "embeddings.LayerNorm",
+    .layers = "encoder.layer.",
+    .query = "attention.self.query",
+    .key = "attention.self.key",
+    .value = "attention.self.value",
+    .attention_out = "attention.output.dense",
+    .ffn_in = "intermediate.dense",
+    .ffn_out = "output.dense",
+    .norms = {nullptr, "attention.output.LayerNorm", "output.LayerNorm"},
+};
+
+inline constexpr Family kRoberta = [] {
+  Family family = kBert;
+  family.trunk = "roberta.";
+  return family;
+}();
+
+inline constexpr Family kModernBert = {
+    .trunk = "model.",
+    .word = "embeddings.tok_embeddings",
+    .embedding_norm = "embeddings.norm",
+    .layers = "layers.",
+    .query = "attn.Wqkv",
+    .key = "attn.Wqkv",
+    .value = "attn.Wqkv",
+    .attention_out = "attn.Wo",
+    .ffn_in = "mlp.Wi",
+    .ffn_gate = "mlp.Wi",
+    .ffn_out = "mlp.Wo",
+    .norms = {"attn_norm", "mlp_norm", nullptr},
+    .final_norm = "final_norm",
+};
+
+inline const Family& family_of(const std::string& model_type) {
+  static const std::map<std::string, const Family*> known = {{"bert", &kBert},
+                                                             {"roberta", &kRoberta},
+                                                             {"xlm-roberta", &kRoberta},
+                                                             {"camembert", &kRoberta},
+                                                             {"modernbert", &kModernBert}};
+  const auto found = known.find(model_type);
+  if (found == known.end())
+    refuse("model_type: expected bert, roberta, xlm-roberta, camembert or modernbert, got " +
+           model_type);
+  return *found->second;
+}
+
+}  // namespace detail
+
+// Inference of an encoder. Calls may come from several threads.
+class Encoder {
+ public:
+  // `folder`: of config.json and model.safetensors. Weights in 8 bits: see `unpad(weights="int8")`.
+  explicit Encoder(const std::string& folder, Weights weights = Weights::kFloat32) {
+    Source from{detail::read_json(folder + "/config.json"),
+                detail::Safetensors(folder + "/model.safetensors"), weights == Weights::kInt8};
+    const detail::Family& names = detail::family_of(from.field<std::string>("model_type"));
+    modern_ = names.final_norm != nullptr;
+    if (from.files.has(std::string(names.trunk) + names.word + ".weight")) from.trunk = names.trunk;
+    if (from.field<std::string>("position_embedding_type", "absolute") != "absolute")
+      detail::refuse("position_embedding_type: expected absolute");
+    eps_ = from.field<double>(modern_ ? "norm_eps" : "layer_norm_eps", modern_ ? 1e-5 : 1e-12);
+    if (&names == &detail::kRoberta) first_position_ = from.field<int64_t>("pad_token_id", 1) + 1;
+    word_ = from.tensor(names.word, ".weight");
+    if (names.position) position_ = from.tensor(names.position, ".weight");
+    if (names.type) type_ = from.tensor(names.type, ".weight");
+    embedding_norm_ = from.affine(names.embedding_norm);
+    if (modern_) final_norm_ = from.affine(names.final_norm);
+    for (int64_t i = 0; i < from.field<int64_t>("num_hidden_layers"); ++i)
+      layers_.push_back(read_layer(from, names, i));
+  }
+
+  // Vectors of texts, [texts, hidden], or with kNone the hidden states of all tokens, [tokens,
+  // hidden], text after text; float32. A text is its token ids with [CLS] and [SEP]. `normalise`:
+  // to length 1.
+  at::Tensor encode(const std::vector<std::vector<int64_t>>& texts,
+                    Pooling pooling = Pooling::kMean, bool normalise = true) const {
+    const c10::InferenceMode inference;
+    std::vector<int32_t> ends = {0};
+    std::vector<int64_t> ids, places, firsts;
+    int64_t longest = 0;
+    for (const auto& text : texts) {
+      if (text.empty()) detail::refuse("texts: expected token ids in each, got none");
+      firsts.push_back(static_cast<int64_t>(ids.size()));
+      longest = std::max(longest, static_cast<int64_t>(text.size()));
+      for (size_t i = 0; i < text.size(); ++i) {
+        detail::check_range("texts: ids", text[i], 0, word_.size(0) - 1);
+        ids.push_back(text[i]);
+        places.push_back(first_position_ + static_cast<int64_t>(i));
+      }
+      ends.push_back(static_cast<int32_t>(ids.size()));
+    }
+    if (position_.defined())
+      detail::check_range("texts: tokens", longest, 0, position_.size(0) - first_position_);
+    const at::Tensor cu_seqlens = at::tensor(ends, at::kInt), first = at::tensor(firsts, at::kLong);
+    const at::Tensor positions = at::tensor(places, at::kLong);
+    at::Tensor x = at::embedding(word_, at::tensor(ids, at::kLong));
+    if (type_.defined()) x = x + type_[0];
+    if (position_.defined()) x = x + at::embedding(position_, positions);
+    x = normalised(x, embedding_norm_);
+    for (size_t i = 0; i < layers_.size(); ++i) {
+      const Layer& layer = layers_[i];
+      // Where only first tokens are read, the last layer computes no others.
+      std::optional<at::Tensor> rows, cu_rows;
+      if (pooling == Pooling::kFirst && !modern_ && i + 1 == layers_.size()) {
+        rows = first;
+        cu_rows = at::arange(static_cast<int64_t>(ends.size()), at::kInt);
+      }
+      x = compute(layer, x, cu_seqlens, longest, positions, rows, cu_rows);
+    }
+    if (modern_) x = normalised(x, final_norm_);
+    if (pooling == Pooling::kFirst && modern_) x = x.index_select(0, first);
+    if (pooling == Pooling::kMean) {
+      at::Tensor means = x.new_empty({static_cast<int64_t>(texts.size()), x.size(1)});
+      for (int64_t i = 0; i < means.size(0); ++i)
+        means[i] = x.slice(0, ends[i], ends[i + 1]).mean(0);
+      x = means;
+    }
+    return normalise ? x / x.norm(2, 1, true).clamp_min(1e-12) : x;
+  }
+
+ private:
+  using Affine = std::array<at::Tensor, 2>;  // weight and bias, empty where there is none
+
+  struct Layer {
+    std::vector<at::Tensor> parameters;
+    std::vector<int64_t> shape;
+    std::vector<double> numbers;
+  };
+
+  // A folder that is being read.
+  struct Source {
+    detail::Json config;
+    detail::Safetensors files;
+    bool int8;
+    std::string trunk;
+
+    template <class T>
+    T field(const std::string& name, std::optional<T> otherwise = std::nullopt) const {
+      try {
+        const bool given = config.contains(name) && !config.at(name).is_null();
+        return !given && otherwise ? *otherwise : config.at(name).get<T>();
+      } catch (const detail::Json::exception&) {
+        detail::refuse("config.json: " + name + ": expected another value");
+      }
+    }
+    at::Tensor tensor(const std::string& module, const char* kind, bool optional = false) const {
+      const std::string name = trunk + module + kind;
+      return optional && !files.has(name) ? at::empty({0}) : files.get(name);
+    }
+    Affine affine(const std::string& module, bool optional = false) const {
+      return {tensor(module, ".weight", optional), tensor(module, ".bias", true)};
+    }
+  };
+
+  // One of `parts` equal parts of a linear layer.
+  static Affine linear(const Source& from, const std::string& module, int64_t parts, int64_t part) {
+    const auto [weight, bias] = from.affine(module);
+    const at::Tensor own = weight.chunk(parts, 0)[part].contiguous();
+    return {from.int8 ? pack_int8(own) : own,
+            bias.numel() == 0 ? bias : bias.chunk(parts, 0)[part].contiguous()};
+  }
+
+  Layer read_layer(const Source& from, const detail::Family& names, int64_t index) const {
+    const std::string prefix = names.layers + std::to_string(index) + ".";
+    Layer layer;
+    const auto add = [&](const Affine& affine) {
+      layer.parameters.insert(layer.parameters.end(), affine.begin(), affine.end());
+    };
+    const int64_t thirds = modern_ ? 3 : 1, halves = modern_ ? 2 : 1;
+    add(linear(from, prefix + names.query, thirds, 0));
+    add(linear(from, prefix + names.key, thirds, modern_ ? 1 : 0));
+    add(linear(from, prefix + names.value, thirds, modern_ ? 2 : 0));
+    add(linear(from, prefix + names.attention_out, 1, 0));
+    add(linear(from, prefix + names.ffn_in, halves, 0));
+    if (modern_)
+      add(linear(from, prefix + names.ffn_gate, halves, 1));
+    else
+      add({at::empty({0}), at::empty({0})});
+    add(linear(from, prefix + names.ffn_out, 1, 0));
+    for (const char* norm : names.norms)
+      add(norm ? from.affine(prefix + norm, true) : Affine{at::empty({0}), at::empty({0})});
+    const auto hidden = from.field<int64_t>("hidden_size");
+    const auto heads = from.field<int64_t>("num_attention_heads");
+    if (heads < 1 || hidden % heads != 0)
+      detail::refuse("num_attention_heads: expected a divisor of hidden_size");
+    static const std::map<std::string, int64_t> activations = {
+        {"gelu", 0}, {"gelu_new", 1}, {"gelu_pytorch_tanh", 1}, {"silu", 2}, {"relu", 3}};
+    const auto activation =
+        from.field<std::string>(modern_ ? "hidden_activation" : "hidden_act", "gelu");
+    if (!activations.count(activation))
+      detail::refuse("hidden_act: expected gelu, gelu_new, silu or relu, got " + activation);
+    const int64_t width = hidden / heads, window = modern_ ? window_of(from, index) : -1;
+    layer.shape = {heads,
+                   heads,
+                   width,
+                   from.field<int64_t>("intermediate_size"),
+                   activations.at(activation),
+                   0,
+                   modern_,
+                   window,
+                   window};
+    const double theta = modern_ ? theta_of(from, window >= 0) : 0.0;
+    layer.numbers = {1.0 / std::sqrt(static_cast<double>(width)), eps_, eps_, eps_, theta, 1.0};
+    return layer;
+  }
+
+  // Tokens that a ModernBERT layer sees to each side; -1: all.
+  static int64_t window_of(const Source& from, int64_t index) {
+    const auto whole = from.field<int64_t>("local_attention", 128);
+    const auto reach = from.field<int64_t>("sliding_window", whole / 2);
+    if (from.config.contains("layer_types")) {
+      const auto types = from.field<std::vector<std::string>>("layer_types");
+      detail::check_range("layer_types: entries", index, 0, static_cast<int64_t>(types.size()) - 1);
+      return types[index] == "sliding_attention" ? reach : -1;
+    }
+    const auto every = from.field<int64_t>("global_attn_every_n_layers", 3);
+    return every > 0 && index % every == 0 ? -1 : reach;
+  }
+
+  static double theta_of(const Source& from, bool local) {
+    const double usual = from.field<double>(local ? "local_rope_theta" : "global_rope_theta",
+                                            local ? 10'000.0 : 160'000.0);
+    const char* kind = local ? "sliding_attention" : "full_attention";
+    const auto ropes = from.field<detail::Json>("rope_parameters", detail::Json::object());
+    if (!ropes.contains(kind)) return usual;
+    if (ropes.at(kind).value("rope_type", "default") != "default")
+      detail::refuse("rope_parameters: expected the rope_type default");
+    return ropes.at(kind).value("rope_theta", usual);
+  }
+
+  at::Tensor normalised(const at::Tensor& x, const Affine& norm) const {
+    const auto optional = [](const at::Tensor& t) {
+      return t.numel() == 0 ? std::optional<at::Tensor>() : t;
+    };
+    return at::layer_norm(x, {x.size(1)}, optional(norm[0]), optional(norm[1]), eps_);
+  }
+
+  static at::Tensor compute(const Layer& layer, const at::Tensor& x, const at::Tensor& cu_seqlens,
+                            int64_t longest, const at::Tensor& positions,
+                            const std::optional<at::Tensor>& rows,
+                            const std::optional<at::Tensor>& cu_rows) {
+    using Optional = const std::optional<at::Tensor>&;
+    static const auto run =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("bert_unpad::encoder_layer", "")
+            .typed<at::Tensor(const at::Tensor&, const at::Tensor&, int64_t, Optional, Optional,
+                              Optional, at::TensorList, at::IntArrayRef, at::ArrayRef<double>)>();
+    const bool rotates = layer.numbers[4] != 0.0;
+    return run.call(x, cu_seqlens, longest,
+                    rotates ? std::optional<at::Tensor>(positions) : std::nullopt, rows, cu_rows,
+                    layer.parameters, layer.shape, layer.numbers);
+  }
+
+  static at::Tensor pack_int8(const at::Tensor& weight) {
+    static const auto run = c10::Dispatcher::singleton()
+                                .findSchemaOrThrow("bert_unpad::encoder_pack_int8", "")
+                                .typed<at::Tensor(const at::Tensor&)>();
+    return run.call(weight);
+  }
+
+  bool modern_ = false;
+  double eps_ = 0.0;
+  int64_t first_position_ = 0;
+  at::Tensor word_, position_, type_;
+  Affine embedding_norm_, final_norm_;
+  std::vector<Layer> layers_;
+};
+
+}  // namespace bert_unpad
