@@ -325,7 +325,7 @@ Layer::Projected Layer::project(const Tensor& x, const std::optional<Tensor>& po
   const auto* base = x.const_data_ptr<float>();
   RotaryCpuParams rotary{};
   if (theta_ != 0.0 && positions) set_rotary(rotary, *positions, qkv, width);
-  const RowBlocks all(tokens_), some(queries);
+  const RowBlocks all(tokens_, !all_int8_), some(queries, !all_int8_);
   if (!all.split) pack_all(kQuery, kOut);
   all.for_each([&](int64_t first, int64_t count) {
     const Block memory = block_memory(count);
@@ -354,7 +354,7 @@ Layer::Projected Layer::project(const Tensor& x, const std::optional<Tensor>& po
 Tensor Layer::finish(const Tensor& x, const Tensor& attended_rows) {
   const int64_t rows = x.size(0);
   Tensor out = torch::stable::new_empty(x, {rows, hidden_});
-  const RowBlocks blocks(rows);
+  const RowBlocks blocks(rows, !all_int8_);
   if (!blocks.split) pack_all(kOut, kLinears);
   const auto *from = attended_rows.const_data_ptr<float>(), *residual = x.const_data_ptr<float>();
   auto* to = out.mutable_data_ptr<float>();
