@@ -8,15 +8,16 @@ batch. Without padding a batch costs what its tokens cost, so texts of all lengt
 the token count alone says how long a batch takes. A vector is the mean of its text's last hidden
 states.
 
-Each connection is one request and one answer. Errors are JSON too: {"error": "..."} with
+The server is uvicorn, the application Starlette's. Each connection is one request and one answer.
+Errors are JSON too, {"error": "..."}, but for those of HTTP itself, with
 
     400  the request is not HTTP, or its body is not JSON with a list of texts
     405  it is not a POST
-    408  it did not arrive within `--timeout` seconds
+    408  its body did not arrive within `--timeout` seconds (without a head the connection closes)
     413  its body is larger than `--max-body`, its texts have more than `--max-characters` in all,
          or there are more of them than may ever wait
     500  the model failed on one of these texts; other requests of the batch are not affected
-    503  too many texts or connections wait; answered at once, before the texts are tokenized
+    503  too many texts or connections wait; answered before the texts are tokenized
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import NamedTuple
 
 import torch
@@ -39,18 +39,16 @@ from bert_unpad._arguments import above_zero, not_negative, positive
 from bert_unpad._extras import packages_of
 
 with packages_of("serve"):
-    import h11
     import transformers
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     from bert_unpad import hf
-
-
-class Refused(Exception):
-    """A request gets an error instead of vectors."""
-
-    def __init__(self, status: HTTPStatus, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
 
 
 class Encoder:
@@ -123,29 +121,29 @@ class Batcher(threading.Thread):
         """Queues all of these texts or none.
 
         Raises:
-            Refused: there are too many, they are too long, or a text has no tokens.
+            HTTPException: there are too many, they are too long, or a text has no tokens.
         """
         if len(texts) > self._max_waiting:
-            raise Refused(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            raise HTTPException(
+                413,
                 f"texts: expected at most {self._max_waiting}, got {len(texts)}",
             )
         characters = sum(map(len, texts))
         if characters > self._max_characters:
-            raise Refused(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            raise HTTPException(
+                413,
                 f"texts: expected at most {self._max_characters} characters in all, got "
                 f"{characters}",
             )
         with self._changed:
             if self._stopped or self._places + len(texts) > self._max_waiting:
-                raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many texts wait")
+                raise HTTPException(503, "too many texts wait")
             self._places += len(texts)
         try:
             found = [Waiting(ids, Future()) for ids in self._tokenize(texts)] if texts else []
             for number, waiting in enumerate(found):
                 if not waiting.ids:
-                    raise Refused(HTTPStatus.BAD_REQUEST, f"texts[{number}]: it has no tokens")
+                    raise HTTPException(400, f"texts[{number}]: it has no tokens")
         except BaseException:
             with self._changed:
                 self._places -= len(texts)
@@ -204,26 +202,24 @@ def read_texts(body: bytes) -> list[str]:
     """The texts of a request's body.
 
     Raises:
-        Refused: it is something else.
+        HTTPException: it is something else.
     """
     try:
         message = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Refused(HTTPStatus.BAD_REQUEST, f"body: expected JSON: {error}") from None
+        raise HTTPException(400, f"body: expected JSON: {error}") from None
     texts = message.get("texts") if isinstance(message, dict) else None
     if not isinstance(texts, list):
-        raise Refused(HTTPStatus.BAD_REQUEST, 'body: expected {"texts": [...]}')
+        raise HTTPException(400, 'body: expected {"texts": [...]}')
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             found = type(text).__name__
-            raise Refused(
-                HTTPStatus.BAD_REQUEST, f"texts[{number}]: expected a string, got {found}"
-            )
+            raise HTTPException(400, f"texts[{number}]: expected a string, got {found}")
         try:
             text.encode()
         except UnicodeEncodeError as error:  # JSON can name half of a surrogate pair
-            raise Refused(
-                HTTPStatus.BAD_REQUEST,
+            raise HTTPException(
+                400,
                 f"texts[{number}]: expected Unicode text, got a lone surrogate at {error.start}",
             ) from None
     return texts
@@ -240,148 +236,78 @@ class Limits:
     connections: int = 256
 
 
-class Connection:
-    """One request and its answer."""
+class Protocol(H11Protocol):
+    """HTTP that ends who sends no request, or takes no answer, for which uvicorn has no limits."""
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: Limits
-    ) -> None:
-        self._reader, self._writer, self._limits = reader, writer, limits
-        self._http = h11.Connection(h11.SERVER)
-        self._head = False
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._close_in_time(lambda: self.cycle is None)
 
-    async def receive(self) -> bytes:
-        """The body of a POST.
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._close_in_time(lambda: True)
 
-        Raises:
-            Refused: it is too large, too slow, or something else.
-            ConnectionError: the client has gone without a request.
-        """
+    def _close_in_time(self, due: Callable[[], bool]) -> None:
+        seconds = self.config.timeout_keep_alive
+        self.loop.call_later(seconds, lambda: due() and self.transport.abort())
+
+
+def application(batcher: Batcher, limits: Limits) -> Starlette:
+    """POST {"texts": [...]} -> {"embeddings": [[...], ...]}."""
+    # One thread, since a tokenizer is not for several; the event loop stays free.
+    worker = ThreadPoolExecutor(1)
+
+    async def body_of(request: Request) -> bytes:
+        body, size = bytearray(), 0
+        # All of it is read: who still sends would lose the answer.
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= limits.body:
+                body += chunk
+        if size > limits.body:
+            raise HTTPException(413, f"body: expected at most {limits.body} bytes")
+        return bytes(body)
+
+    async def embeddings(request: Request) -> Response:
         try:
-            return await asyncio.wait_for(self._receive(), self._limits.seconds)
-        except h11.RemoteProtocolError as error:
-            raise Refused(HTTPStatus(error.error_status_hint), str(error)) from None
+            body = await asyncio.wait_for(body_of(request), limits.seconds)
         except asyncio.TimeoutError:
-            raise Refused(
-                HTTPStatus.REQUEST_TIMEOUT,
-                f"expected the whole request within {self._limits.seconds:g} s",
-            ) from None
-
-    async def _receive(self) -> bytes:
-        body = bytearray()
-        while True:
-            event = self._http.next_event()
-            if event is h11.NEED_DATA:
-                if self._http.they_are_waiting_for_100_continue:
-                    self._send(h11.InformationalResponse(status_code=100, headers=[]))
-                self._http.receive_data(await self._reader.read(1 << 16))
-            elif isinstance(event, h11.Request):
-                self._head = event.method == b"HEAD"
-                if event.method != b"POST":
-                    raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, "expected a POST")
-                self._check_size(int(dict(event.headers).get(b"content-length", 0)))
-            elif isinstance(event, h11.Data):
-                body += event.data
-                self._check_size(len(body))
-            elif isinstance(event, h11.EndOfMessage):
-                return bytes(body)
-            else:
-                raise ConnectionError("no request came")
-
-    def _check_size(self, size: int) -> None:
-        if size > self._limits.body:
-            raise Refused(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"body: expected at most {self._limits.body} bytes",
-            )
-
-    async def send(self, status: HTTPStatus, body: bytes) -> None:
-        """Sends the answer, waits until the client has it, and closes.
-
-        Raises:
-            OSError: the client has gone.
-            asyncio.TimeoutError: it is too slow.
-        """
-        headers = [
-            ("Content-Type", "application/json"),
-            ("Content-Length", str(len(body))),
-            ("Connection", "close"),
-        ]
-        if status == HTTPStatus.METHOD_NOT_ALLOWED:
-            headers.append(("Allow", "POST"))
-        self._send(h11.Response(status_code=status, headers=headers, reason=status.phrase))
-        if not self._head:
-            self._send(h11.Data(data=body))
-        await asyncio.wait_for(self._finish(), self._limits.seconds)
-
-    def _send(self, event: h11.Event) -> None:
-        self._writer.write(self._http.send(event))
-
-    async def _finish(self) -> None:
-        await self._writer.drain()
-        self._writer.write_eof()
-        # Closing while the client still sends would take the answer away from it.
-        while await self._reader.read(1 << 16):
-            pass
-        self._writer.close()
-        await self._writer.wait_closed()
-
-
-class Server:
-    """HTTP: POST {"texts": [...]} -> {"embeddings": [[...], ...]}."""
-
-    def __init__(self, batcher: Batcher, limits: Limits | None = None) -> None:
-        self._batcher, self._limits = batcher, limits or Limits()
-        self._open = 0
-        # One thread, since a tokenizer is not for several; the event loop stays free.
-        self._worker = ThreadPoolExecutor(1)
-
-    async def listen(self, port: int) -> asyncio.Server:
-        """On 127.0.0.1; a port of 0 is any free one."""
-        return await asyncio.start_server(self._handle, "127.0.0.1", port)
-
-    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(reader, writer, self._limits)
-        self._open += 1
-        try:
-            try:
-                if self._open > self._limits.connections:
-                    raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections are open")
-                body = await self._answer(await connection.receive())
-                status = HTTPStatus.OK
-            except Refused as refused:
-                body = json.dumps({"error": str(refused)}).encode()
-                status = refused.status
-            await connection.send(status, body)
-        except (OSError, asyncio.TimeoutError):
-            pass  # the client has gone, or does not take its answer
-        finally:
-            self._open -= 1
-            writer.transport.abort()
-
-    async def _answer(self, body: bytes) -> bytes:
+            reason = f"body: expected all of it within {limits.seconds:g} s"
+            raise HTTPException(408, reason) from None
         in_worker = asyncio.get_running_loop().run_in_executor
-        try:
-            waiting = await in_worker(self._worker, lambda: self._batcher.submit(read_texts(body)))
-            vectors = await asyncio.gather(*map(asyncio.wrap_future, waiting))
-            return await in_worker(self._worker, write_vectors, vectors)
-        except Refused:
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, reason) from error
+        waiting = await in_worker(worker, lambda: batcher.submit(read_texts(body)))
+        vectors = await asyncio.gather(*map(asyncio.wrap_future, waiting))
+        # Numbers that have no form in JSON (nan, infinity) are a ValueError.
+        return await in_worker(worker, lambda: JSONResponse({"embeddings": vectors}))
+
+    async def refused(_: Request, error: HTTPException) -> Response:
+        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+
+    async def failed(_: Request, error: Exception) -> Response:
+        return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
+
+    async def gone(*_: object) -> Response:
+        return Response()  # nobody reads it
+
+    return Starlette(
+        routes=[Route("/", embeddings, methods=["POST"])],
+        exception_handlers={HTTPException: refused, ClientDisconnect: gone, Exception: failed},
+    )
 
 
-def write_vectors(vectors: list[list[float]]) -> bytes:
-    """The body of an answer; a ValueError if a number has no form in JSON (nan, infinity)."""
-    return json.dumps({"embeddings": vectors}, allow_nan=False).encode()
-
-
-async def serve(batcher: Batcher, port: int, limits: Limits) -> None:
-    server = await Server(batcher, limits).listen(port)
-    print(f"listening on http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
-    async with server:
-        await server.serve_forever()
+def server(batcher: Batcher, limits: Limits, port: int = 0) -> uvicorn.Server:
+    """A server that is ready to `run`; the batcher is started by the caller."""
+    config = uvicorn.Config(
+        application(batcher, limits),
+        port=port,
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        limit_concurrency=limits.connections + 1,
+        timeout_keep_alive=limits.seconds,
+        headers=[("Connection", "close")],
+    )
+    return uvicorn.Server(config)
 
 
 def main() -> None:
@@ -405,7 +331,7 @@ def main() -> None:
     )
     batcher.start()
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(batcher, args.port, Limits(args.max_body, args.timeout)))
+        server(batcher, Limits(args.max_body, args.timeout), args.port).run()
     batcher.stop()
 
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
 
 from bert_unpad._arguments import (
     above_zero,
@@ -24,12 +19,13 @@ from bert_unpad._arguments import (
 from bert_unpad._commands import run_command
 from bert_unpad._extras import packages_of
 from bert_unpad._files import read_json_object, write_text
-from bert_unpad.evaluate.features import answers_of, features_of, predictions_of
-from bert_unpad.evaluate.fine_tune import FineTuning, fine_tune, score
-from bert_unpad.evaluate.metrics import METRICS
-from bert_unpad.evaluate.tasks import TASKS, read_rows
+from bert_unpad.evaluate.tasks import TASKS
 
-_LENGTHS = {"squad": 384}  # of features; others have 128
+_SETTINGS = (
+    *("epochs", "batch_size", "lr", "warmup_share", "weight_decay", "max_length", "stride"),
+    *("precision", "padded"),
+)
+"""Options that a result depends on."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,21 +67,10 @@ def _parser() -> argparse.ArgumentParser:
         "--stride", type=not_negative, default=128, help="tokens that features share (squad)"
     )
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=_device, default=device)
+    parser.add_argument("--cpu", action="store_true", help="no GPU (which: CUDA_VISIBLE_DEVICES)")
     parser.add_argument("--padded", action="store_true", help="compute padding too")
     parser.set_defaults(run=_evaluate)
     return parser
-
-
-def _device(text: str) -> torch.device:
-    try:
-        return torch.empty(0, device=text).device
-    except (AssertionError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise argparse.ArgumentTypeError(
-            f"expected a device of this machine such as cpu or cuda:0, got {text!r} ({reason})"
-        ) from error
 
 
 def _files(options: argparse.Namespace, name: str) -> dict[str, list[int]]:
@@ -99,78 +84,26 @@ def _files(options: argparse.Namespace, name: str) -> dict[str, list[int]]:
 
 def _result(options: argparse.Namespace, name: str, seed: int) -> dict[str, float]:
     """The measures of one fine-tuning: from its file if it is there, else made now."""
-    names = (field.name for field in dataclasses.fields(FineTuning))
-    length = options.max_length
-    if length is None:
-        length = _LENGTHS.get(name, 128)
-    settings = FineTuning(**{n: getattr(options, n) for n in names} | {"max_length": length})
-    noted = dataclasses.asdict(settings) | {
-        "model": str(options.model.resolve()),
-        "data": None if options.data is None else str(options.data.resolve()),
-        "files": _files(options, name),
-    }
+    settings = {key: getattr(options, key) for key in _SETTINGS}
+    settings["files"] = _files(options, name)
     path = options.output / name / f"seed-{seed}.json"
     if path.is_file():
         found = read_json_object(path)
-        if found.get("settings") != noted:
+        if found.get("settings") != settings:
             raise ValueError(
                 f"{path}: expected a result with these settings and files, got one with others: "
                 f"give another --output, or delete it"
             )
         return found["metrics"]
+    with packages_of("evaluate"):
+        from bert_unpad.evaluate.fine_tune import measure
     begin = time.perf_counter()
-    metrics = _measure(options, name, seed, settings)
+    metrics = measure(options, name, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = {"metrics": metrics, "seconds": time.perf_counter() - begin, "settings": noted}
+    found = {"metrics": metrics, "seconds": time.perf_counter() - begin, "settings": settings}
     write_text(path, json.dumps(found, indent=2) + "\n")
     print(f"{name}, seed {seed}: {_words(metrics)}", flush=True)
     return metrics
-
-
-def _measure(
-    options: argparse.Namespace, name: str, seed: int, settings: FineTuning
-) -> dict[str, float]:
-    task = TASKS[name]
-    tokenizer, model = _load(options, name, seed)
-    lengths = (settings.max_length, settings.stride)
-    train = features_of(task, read_rows(name, "train", options.data), tokenizer, *lengths)
-    held_out = {split: read_rows(name, split, options.data) for split in task.validation}
-    fine_tune(model, tokenizer, task, train, settings, seed)
-    metrics: dict[str, float] = {}
-    for split, rows in held_out.items():
-        features = features_of(task, rows, tokenizer, *lengths)
-        scores = score(model, tokenizer, task, features, settings)
-        if task.classes:
-            found: Any = predictions_of(task, np.stack(scores))
-            labels: Any = np.array([row["label"] for row in rows])
-        else:
-            found = answers_of(rows, features, scores)
-            labels = [row["answers"]["text"] for row in rows]
-        ending = split.removeprefix("validation")
-        metrics |= {f"{metric}{ending}": METRICS[metric](found, labels) for metric in task.metrics}
-    return metrics
-
-
-def _load(options: argparse.Namespace, name: str, seed: int) -> tuple[Any, torch.nn.Module]:
-    """The tokenizer, and the model with a fresh head by the seed."""
-    with packages_of("hf"):
-        import transformers
-
-        from bert_unpad import hf
-    classes = TASKS[name].classes
-    if not (options.model / "config.json").is_file():
-        raise FileNotFoundError(f"model: expected a folder with config.json, got {options.model}")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
-    torch.manual_seed(seed)
-    kind: Any = transformers.AutoModelForQuestionAnswering
-    heads = {"num_labels": classes} if classes else {}
-    if classes:
-        kind = transformers.AutoModelForSequenceClassification
-    # Weights train in float32; transformers would take the dtype that they were saved in.
-    model = kind.from_pretrained(options.model, dtype=torch.float32, **heads)
-    if not options.padded:
-        hf.unpad(model)
-    return tokenizer, model.to(options.device)
 
 
 def _words(metrics: dict[str, float]) -> str:

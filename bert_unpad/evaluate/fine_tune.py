@@ -1,146 +1,113 @@
-"""Fine-tunes a model as in BERT's appendix A.3 (Devlin et al., 2019, arXiv:1810.04805)."""
+"""A fine-tuning by transformers' `Trainer`, and its measures by scikit-learn and SciPy.
+
+The recipe is that of BERT's appendix A.3 (Devlin et al., 2019, arXiv:1810.04805).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+import argparse
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from numpy.typing import NDArray
-from torch import Tensor, nn
+import transformers
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-from bert_unpad.evaluate.features import Feature
-from bert_unpad.evaluate.tasks import Task
+from bert_unpad import hf
+from bert_unpad.evaluate.answers import answer_features, answers_of, measures
+from bert_unpad.evaluate.tasks import TASKS, Row, Task, read_rows
 
-__all__ = ["FineTuning", "fine_tune", "score"]
+__all__ = ["METRICS", "load", "measure"]
 
-
-@dataclass(frozen=True)
-class FineTuning:
-    """The settings of a fine-tuning, which its results note."""
-
-    epochs: int
-    batch_size: int
-    lr: float
-    warmup_share: float
-    """Share of the updates in which the learning rate rises; then it falls to 0, both linearly."""
-    weight_decay: float
-    max_length: int
-    stride: int
-    precision: str
-    padded: bool
-    """Whether the model runs as transformers has it, on padded batches."""
+METRICS: dict[str, Callable[..., float]] = {
+    "accuracy": accuracy_score,
+    "f1": f1_score,
+    "matthews": matthews_corrcoef,
+    "pearson": lambda labels, found: pearsonr(labels, found).statistic,
+    "spearman": lambda labels, found: spearmanr(labels, found).statistic,
+}
+"""Functions of labels and predictions."""
 
 
-def fine_tune(
-    model: nn.Module,
-    tokenizer: Any,
-    task: Task,
-    features: Sequence[Feature],
-    settings: FineTuning,
-    seed: int,
-) -> None:
-    """Trains a model in place, with AdamW and the norm of the gradient bounded by 1.
+def measure(options: argparse.Namespace, name: str, seed: int) -> dict[str, float]:
+    """Fine-tunes a model and returns what is measured on the held-out rows, each 1 at best.
 
     Args:
-        model: of transformers, with the task's head, on its device.
-        tokenizer: pads batches.
-        task: says what the loss is.
-        features: of the training rows.
-        settings: how.
-        seed: of the order of the features and of dropout.
+        options: of the command.
+        name: of the task.
+        seed: of the head, the order of the examples and dropout.
     """
-    torch.manual_seed(seed)
-    order = np.random.default_rng(seed)
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [
-        {"params": decayed, "weight_decay": settings.weight_decay},
-        {"params": rest, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=settings.lr)
-    total = settings.epochs * -(-len(features) // settings.batch_size)
-    warmup = round(settings.warmup_share * total)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda done: min((done + 1) / max(warmup, 1), (total - done) / max(total - warmup, 1), 1.0),
+    task = TASKS[name]
+    tokenizer, model = load(options, name, seed)
+    rows = {split: read_rows(name, split, options.data) for split in ("train", *task.validation)}
+    features = {split: _features(options, task, found, tokenizer) for split, found in rows.items()}
+    updates = options.epochs * math.ceil(len(features["train"]) / options.batch_size)
+    settings = transformers.TrainingArguments(
+        output_dir=str(options.output / name),
+        num_train_epochs=options.epochs,
+        per_device_train_batch_size=options.batch_size,
+        per_device_eval_batch_size=options.batch_size,
+        learning_rate=options.lr,
+        warmup_steps=round(options.warmup_share * updates),
+        weight_decay=options.weight_decay,
+        bf16=options.precision == "bf16",
+        use_cpu=options.cpu or not torch.cuda.is_available(),
+        seed=seed,
+        save_strategy="no",
+        report_to="none",
+        dataloader_pin_memory=torch.cuda.is_available(),
     )
-    model.train()
-    for _ in range(settings.epochs):
-        shuffled = order.permutation(len(features))
-        for chosen in _batches(shuffled, settings.batch_size):
-            batch = [features[i] for i in chosen]
-            with _autocast(model, settings):
-                loss = _loss(model, _inputs(model, tokenizer, batch), task, batch)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad(set_to_none=True)
+    settings._n_gpu = min(settings.n_gpu, 1)  # several would be torch.nn.DataParallel
+    trainer = transformers.Trainer(
+        model=model,
+        args=settings,
+        train_dataset=features["train"],
+        data_collator=transformers.DataCollatorWithPadding(tokenizer),
+    )
+    trainer.train()
+    metrics: dict[str, float] = {}
+    for split in task.validation:
+        scores: Any = trainer.predict(features[split]).predictions
+        if task.classes:
+            found = scores[:, 0] if task.classes == 1 else scores.argmax(-1)
+            labels = [row["label"] for row in rows[split]]
+            # No correlation with what is constant.
+            values = {m: float(np.nan_to_num(METRICS[m](labels, found))) for m in task.metrics}
+        else:
+            values = measures(answers_of(rows[split], features[split], *scores[:2]), rows[split])
+        metrics |= {metric + split.removeprefix("validation"): x for metric, x in values.items()}
+    return metrics
 
 
-@torch.no_grad()
-def score(
-    model: nn.Module,
-    tokenizer: Any,
-    task: Task,
-    features: Sequence[Feature],
-    settings: FineTuning,
-) -> list[NDArray]:
-    """The scores of each feature: float32 [classes], or [tokens, 2] for answers."""
-    model.eval()
-    scores: list[NDArray] = [np.empty(0)] * len(features)
-    by_length = np.argsort([-len(feature["input_ids"]) for feature in features], kind="stable")
-    for chosen in _batches(by_length, settings.batch_size):
-        batch = [features[i] for i in chosen]
-        inputs = _inputs(model, tokenizer, batch)
-        with _autocast(model, settings):
-            output = model(**inputs)
-        found = output.logits if task.classes else _spans(output, inputs)
-        for i, feature, values in zip(chosen, batch, found.float().cpu().numpy(), strict=True):
-            scores[i] = values if task.classes else values[: len(feature["input_ids"])]
-    return scores
-
-
-def _batches(indices: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
-    for begin in range(0, len(indices), size):
-        yield indices[begin : begin + size]
-
-
-def _inputs(model: nn.Module, tokenizer: Any, batch: Sequence[Feature]) -> dict[str, Tensor]:
-    names = [name for name in ("input_ids", "token_type_ids") if name in batch[0]]
-    rows = [{name: feature[name] for name in names} for feature in batch]
-    padded = tokenizer.pad(rows, padding_side="right", return_tensors="pt")
-    device = next(model.parameters()).device
-    return {name: tensor.to(device) for name, tensor in padded.items()}
-
-
-def _spans(output: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """Scores of a start and an end, [B, S, 2]; -inf at padding, which is no answer."""
-    both = torch.stack([output.start_logits, output.end_logits], -1)
-    return both.masked_fill(inputs["attention_mask"][..., None] == 0, -torch.inf)
-
-
-def _loss(
-    model: nn.Module, inputs: dict[str, Tensor], task: Task, batch: Sequence[Feature]
-) -> Tensor:
-    output, device = model(**inputs), inputs["input_ids"].device
+def _features(options: argparse.Namespace, task: Task, rows: Sequence[Row], tokenizer: Any) -> Any:
     if not task.classes:
-        spans = _spans(output, inputs).float()
-        sides = [torch.tensor([f[side] for f in batch], device=device) for side in ("start", "end")]
-        start, end = (F.cross_entropy(spans[..., i], sides[i]) for i in (0, 1))
-        return (start + end) / 2
-    labels = torch.tensor([feature["labels"] for feature in batch], device=device)
-    if task.classes == 1:
-        return F.mse_loss(output.logits.float().squeeze(-1), labels.float())
-    return F.cross_entropy(output.logits.float(), labels)
+        return answer_features(rows, tokenizer, options.max_length or 384, options.stride)
+    length = options.max_length or 128
+    least = tokenizer.num_special_tokens_to_add(pair=len(task.columns) > 1) + 1
+    if length < least:
+        raise ValueError(f"--max-length: expected at least {least}, got {length}")
+    return [
+        {
+            **tokenizer(*(row[c] for c in task.columns), truncation=True, max_length=length),
+            "labels": row["label"],
+        }
+        for row in rows
+    ]
 
 
-def _autocast(model: nn.Module, settings: FineTuning) -> AbstractContextManager:
-    if settings.precision == "fp32":
-        return nullcontext()
-    return torch.autocast(next(model.parameters()).device.type, dtype=torch.bfloat16)
+def load(options: argparse.Namespace, name: str, seed: int) -> tuple[Any, torch.nn.Module]:
+    """The tokenizer, and the model with a fresh head by the seed."""
+    if not (options.model / "config.json").is_file():
+        raise FileNotFoundError(f"model: expected a folder with config.json, got {options.model}")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, padding_side="right")
+    torch.manual_seed(seed)
+    kind: Any = transformers.AutoModelForQuestionAnswering
+    heads = {}
+    if classes := TASKS[name].classes:
+        kind, heads = transformers.AutoModelForSequenceClassification, {"num_labels": classes}
+    # Weights train in float32; transformers would take the dtype that they were saved in.
+    model = kind.from_pretrained(options.model, dtype=torch.float32, **heads)
+    return tokenizer, model if options.padded else hf.unpad(model)

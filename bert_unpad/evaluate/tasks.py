@@ -5,16 +5,12 @@ GLUE: Wang et al. (2018, arXiv:1804.07461). SQuAD 1.1: Rajpurkar et al. (2016, a
 
 from __future__ import annotations
 
-import csv
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bert_unpad._extras import packages_of
-
-__all__ = ["TASKS", "Task", "read_rows"]
+__all__ = ["TASKS", "Row", "Task", "read_rows"]
 
 Row = dict[str, Any]
 
@@ -26,16 +22,11 @@ class Task:
     columns: tuple[str, ...]
     """Names of the columns of text: one, or two that make a pair."""
     metrics: tuple[str, ...]
-    """What is measured: names of `metrics.METRICS`."""
+    """What is measured: names of `fine_tune.METRICS`, for answers those of `answers.measures`."""
     classes: int = 2
     """Labels are 0 to classes - 1; 1: labels are numbers; 0: answers in the second text."""
     validation: tuple[str, ...] = ("validation",)
     """Splits that are measured."""
-
-    @property
-    def label(self) -> str:
-        """The column of what is learned."""
-        return "label" if self.classes else "answers"
 
 
 TASKS: dict[str, Task] = {
@@ -54,11 +45,7 @@ TASKS: dict[str, Task] = {
     "squad": Task(("question", "context"), ("exact_match", "answer_f1"), classes=0),
 }
 
-_TABLES: dict[str, dict[str, Any]] = {
-    ".csv": {},
-    ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE},
-}
-_ENDINGS = (".jsonl", ".json", *_TABLES, ".parquet")
+_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 
 def read_rows(name: str, split: str, folder: Path | None) -> list[Row]:
@@ -72,62 +59,57 @@ def read_rows(name: str, split: str, folder: Path | None) -> list[Row]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: there are several, a column is missing, or a label or answer is not of the task.
+        ValueError: there are several, one is damaged, a column is missing, or a label or answer is
+            not of the task.
     """
     task = TASKS[name]
     if folder is None:
+        import datasets
+
         place = ("rajpurkar/squad",) if name == "squad" else ("nyu-mll/glue", name)
-        where, rows = f"{'/'.join(place)}, {split}", _hub_rows(*place, split=split)
+        where = f"{'/'.join(place)}, {split}"
+        table = datasets.load_dataset(*place, split=split).with_format("arrow")[:]
     else:
         path = _file(folder / name, split)
-        where, rows = str(path), _local_rows(path)
-    wanted = {*task.columns, task.label}
-    for row in rows or [{}]:
-        if missing := wanted - set(row if isinstance(row, dict) else ()):
-            raise ValueError(
-                f"{where}: expected rows with {', '.join(sorted(wanted))}, got one without "
-                f"{', '.join(sorted(missing))}"
-            )
+        where, table = str(path), _local_table(path, name)
+    wanted = [*task.columns, "label" if task.classes else "answers"]
+    if missing := set(wanted) - set(table.column_names):
+        raise ValueError(
+            f"{where}: expected the columns {', '.join(wanted)}, got none with the name "
+            f"{', '.join(sorted(missing))}"
+        )
+    rows = table.select(wanted).to_pylist()
+    for row in rows:
         if task.classes:
-            row["label"] = _number(row["label"], task, where)
-        if task.classes > 1 and row["label"] not in range(task.classes):
-            raise ValueError(
-                f"{where}: label: expected 0 to {task.classes - 1}, got {row['label']!r}"
-            )
-        if task.classes == 0:
+            row["label"] = _label(row["label"], task.classes, where)
+        else:
             _check_answers(row["answers"], where)
     return rows
 
 
-def _number(label: Any, task: Task, where: str) -> float:
-    """A label as the task has it, of whatever a file has: a table has texts."""
+def _label(label: Any, classes: int, where: str) -> float:
+    """A label as the task has it, of whatever a file has: JSON may have texts."""
     try:
         value = float(label)
-    except (OverflowError, TypeError, ValueError):
-        value = math.nan
-    whole = task.classes != 1
-    if not (value.is_integer() if whole else math.isfinite(value)):
-        kind = "an integer" if whole else "a number"
-        raise ValueError(f"{where}: label: expected {kind}, got {label!r}")
-    return int(value) if whole else value
+    except (TypeError, ValueError):
+        value = float("nan")
+    if classes == 1 and abs(value) < float("inf"):
+        return value
+    if classes > 1 and value in range(classes):
+        return int(value)
+    kind = "a number" if classes == 1 else f"0 to {classes - 1}"
+    raise ValueError(f"{where}: label: expected {kind}, got {label!r}")
 
 
 def _check_answers(answers: Any, where: str) -> None:
     lists = answers if isinstance(answers, dict) else {}
     texts, starts = lists.get("text"), lists.get("answer_start")
-    if not (
-        isinstance(texts, list)
-        and isinstance(starts, list)
-        and len(texts) == len(starts)
-        and all(isinstance(text, str) for text in texts)
-        and all(isinstance(start, int) for start in starts)
-    ):
+    lengths = {len(x) if isinstance(x, list) else 0 for x in (texts, starts)}
+    if len(lengths) > 1 or 0 in lengths:
         raise ValueError(
             f"{where}: answers: expected an object with the lists text and answer_start, of one "
-            f"length, which no CSV or TSV can have, got {answers!r}"
+            f"length, 1 or more, got {answers!r}"
         )
-    if not texts:
-        raise ValueError(f"{where}: answers: expected one at least for each question, got none")
 
 
 def _file(folder: Path, split: str) -> Path:
@@ -142,41 +124,38 @@ def _file(folder: Path, split: str) -> Path:
     return found[0]
 
 
-def _hub_rows(*place: str, **options: Any) -> list[Row]:
-    with packages_of("datasets"):
-        import datasets
-    return list(datasets.load_dataset(*place, **options))
+def _local_table(path: Path, name: str) -> Any:
+    import pyarrow
+    from pyarrow import csv, parquet
+    from pyarrow import json as json_lines
 
-
-def _local_rows(path: Path) -> list[Row]:
-    if path.suffix == ".parquet":
-        return _hub_rows("parquet", data_files=str(path), split="train")
     try:
-        if path.suffix in _TABLES:
-            with path.open(encoding="utf-8", newline="") as file:
-                return list(csv.DictReader(file, **_TABLES[path.suffix]))
-        text = path.read_text("utf-8")
-        if path.suffix == ".json" and (rows := _squad(text)):
-            return rows
-        return [json.loads(line) for line in text.split("\n") if line.strip()]
-    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        if path.suffix == ".json" and name == "squad":
+            return pyarrow.Table.from_pylist(_squad(json.loads(path.read_text("utf-8"))))
+        if path.suffix in (".json", ".jsonl"):
+            return json_lines.read_json(path)
+        if path.suffix == ".parquet":
+            return parquet.read_table(path)
+        quoted = path.suffix == ".csv"  # GLUE's TSV files have lone quotes
+        return csv.read_csv(
+            path,
+            parse_options=csv.ParseOptions(
+                delimiter="," if quoted else "\t",
+                quote_char='"' if quoted else False,
+                newlines_in_values=quoted,
+            ),
+        )
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path}: expected rows as GLUE or SQuAD 1.1 has them, got {type(error).__name__}: "
             f"{error}"
         ) from error
 
 
-def _squad(text: str) -> list[Row]:
-    """The rows of a file in SQuAD's own nested layout; none if it has another."""
-    try:
-        whole = json.loads(text)
-    except ValueError:
-        return []  # JSON lines
-    if not isinstance(whole, dict) or not isinstance(whole.get("data"), list):
-        return []
+def _squad(whole: Any) -> list[Row]:
+    """The rows of a file in SQuAD's own nested layout."""
     return [
         {
-            "id": question["id"],
             "context": paragraph["context"],
             "question": question["question"],
             "answers": {

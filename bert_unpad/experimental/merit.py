@@ -33,6 +33,8 @@ class MERIT(torch.optim.Optimizer):
         ValueError: a number is out of range; the message names it.
     """
 
+    updates_by = "parameters"  # for the trainer
+
     def __init__(
         self,
         params: Any,

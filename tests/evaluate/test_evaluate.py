@@ -13,13 +13,13 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("sklearn")
 
 from bert_unpad.data import WordPieceTokenizer
-from bert_unpad.evaluate import cli
+from bert_unpad.evaluate.answers import answer_features, answers_of, measures
 from bert_unpad.evaluate.cli import main
-from bert_unpad.evaluate.features import answers_of, features_of
-from bert_unpad.evaluate.metrics import METRICS
-from bert_unpad.evaluate.tasks import TASKS, read_rows
+from bert_unpad.evaluate.fine_tune import load
+from bert_unpad.evaluate.tasks import read_rows
 from bert_unpad.hf.stock_modules import PackedCall
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from tests.support.seeds import derived
@@ -55,8 +55,7 @@ def test_a_model_saved_in_16_bits_trains_in_32(model_dir, tmp_path):
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(model_dir).save_pretrained(folder)
     for task in ("cola", "squad"):
-        options = SimpleNamespace(model=folder, padded=False, device="cpu")
-        _, loaded = cli._load(options, task, 0)
+        _, loaded = load(SimpleNamespace(model=folder, padded=False), task, 0)
         assert {p.dtype for p in loaded.parameters()} == {torch.float32}
 
 
@@ -88,7 +87,7 @@ def write(path: Path, rows: list[dict]) -> None:
 
 def run(model_dir: Path, folder: Path, *arguments: str, lr: str = "5e-3") -> dict[str, dict]:
     """The results of a command, by file."""
-    given = ["--data", str(folder / "data"), "--output", str(folder / "out"), "--device", "cpu"]
+    given = ["--data", str(folder / "data"), "--output", str(folder / "out"), "--cpu"]
     more = ["--batch-size", "8", "--lr", lr, *arguments]
     assert main([str(model_dir), *given, *more]) == 0
     found = sorted((folder / "out").glob("*/*.json"))
@@ -148,8 +147,6 @@ def test_results_that_are_there_are_kept(model_dir, tmp_path, capsys):
         ("--lr", "nan", "expected a number of 0 or more"),
         ("--weight-decay", "inf", "expected a number of 0 or more"),
         ("--warmup-share", "2", "expected a share of 0 to 1, got '2'"),
-        ("--device", "x", "expected a device of this machine such as cpu or cuda:0, got 'x'"),
-        ("--device", "cuda:77", "expected a device of this machine such as cpu or cuda:0, got"),
     ],
 )
 def test_wrong_options_are_named(model_dir, tmp_path, capsys, option, value, message):
@@ -237,21 +234,20 @@ def test_answers_of_long_texts_come_back(model_dir, tmp_path):
     (folder / "validation.json").write_text(json.dumps(squad(30, 6, 60)))
     rows = read_rows("squad", "validation", tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
-    features = features_of(TASKS["squad"], rows, tokenizer, 24, 8)
+    features = answer_features(rows, tokenizer, 24, 8)
     assert len(features) > len(rows)
     assert max(len(feature["input_ids"]) for feature in features) <= 24
-    scores, with_answer = [], set()
-    for feature in features:
-        score = np.zeros((len(feature["input_ids"]), 2), np.float32)
-        score[:, 0] = score[:, 1] = -np.arange(len(score))  # the nearest to the front otherwise
-        if feature["end"]:
-            with_answer.add(feature["row"])
-            score[feature["start"], 0] = score[feature["end"], 1] = 50
-        scores.append(score)
+    scores = np.tile(-np.arange(32.0), (2, len(features), 1))  # the nearest to the front otherwise
+    with_answer = {feature["row"] for feature in features if feature["end_positions"]}
+    for score, side in zip(scores, ("start_positions", "end_positions"), strict=True):
+        for row, feature in zip(score, features, strict=True):
+            row[len(feature["input_ids"]) :] = 99  # padding, which is no answer
+            if feature["end_positions"]:
+                row[feature[side]] = 50
     assert with_answer == set(range(len(rows)))
-    found = answers_of(rows, features, scores)
+    found = answers_of(rows, features, *scores)
     assert found == [row["answers"]["text"][0] for row in rows]
-    assert METRICS["exact_match"](found, [row["answers"]["text"] for row in rows]) == 1.0
+    assert measures(found, rows) == {"exact_match": 1.0, "answer_f1": 1.0}
 
 
 def test_squad_runs_packed(model_dir, tmp_path):
@@ -279,26 +275,10 @@ def test_squad_runs_packed(model_dir, tmp_path):
     assert 0 <= metrics["exact_match"] <= metrics["answer_f1"] <= 1
 
 
-def test_measures():
-    rng = np.random.default_rng(derived(0))
-    found, labels = rng.integers(0, 2, (2, 50))
-    both = int((found & labels).sum())
-    tp, fp, fn = both, int(found.sum()) - both, int(labels.sum()) - both
-    tn = 50 - tp - fp - fn
-    assert METRICS["accuracy"](found, labels) == pytest.approx((tp + tn) / 50)
-    assert METRICS["f1"](found, labels) == pytest.approx(tp / (tp + (fp + fn) / 2))
-    root = ((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)) ** 0.5
-    assert METRICS["matthews"](found, labels) == pytest.approx((tp * tn - fp * fn) / root)
-    x, y = rng.normal(size=(2, 30)).round(1)  # with ties
-    assert METRICS["pearson"](x, y) == pytest.approx(np.corrcoef(x, y)[0, 1])
-    ranks = [[(v < u).sum() + (v == u).sum() / 2 for u in v] for v in (x, y)]
-    assert METRICS["spearman"](x, y) == pytest.approx(np.corrcoef(*ranks)[0, 1])
-    for name in ("f1", "matthews", "pearson", "spearman"):
-        assert METRICS[name](np.zeros(4), np.zeros(4)) == 0.0
+def test_measures_of_answers():
     answers = [["The Kalo!", "mitu"], ["a soka lumi"], ["x"]]
-    given = ["kalo", "lumi tesa", "y"]
-    assert METRICS["exact_match"](given, answers) == pytest.approx(1 / 3)
-    assert METRICS["answer_f1"](given, answers) == pytest.approx((1 + 0.5 + 0) / 3)
+    found = measures(["kalo", "lumi tesa", "y"], [{"answers": {"text": a}} for a in answers])
+    assert found == pytest.approx({"exact_match": 1 / 3, "answer_f1": (1 + 0.5 + 0) / 3})
 
 
 @pytest.mark.parametrize(
@@ -308,10 +288,10 @@ def test_measures():
         (
             "rte",
             [{"sentence1": "a", "label": 1}],
-            "expected rows with .* got one without sentence2",
+            "expected the columns sentence1, .* got none with the name sentence2",
         ),
         ("sst2", [{"sentence": "a", "label": 2}], "label: expected 0 to 1, got 2"),
-        ("sst2", [], "expected rows with label, sentence, got one without"),
+        ("sst2", [], "expected rows as GLUE .* got ArrowInvalid: Empty JSON file"),
     ],
 )
 def test_wrong_files_are_named(task, rows, message, tmp_path):
@@ -321,11 +301,18 @@ def test_wrong_files_are_named(task, rows, message, tmp_path):
         read_rows(task, "train", tmp_path)
 
 
-@pytest.mark.parametrize("text", ["sentence,label\nkalo,one\n", "sentence,label\nkalo\n"])
-def test_wrong_labels_of_a_table_are_named(text, tmp_path):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sentence,label\nkalo,one\n", "label: expected 0 to 1, got 'one'"),
+        ("sentence,label\nkalo,0.5\n", "label: expected 0 to 1, got 0.5"),
+        ("sentence,label\nkalo\n", "expected rows as GLUE .* Expected 2 columns, got 1: kalo"),
+    ],
+)
+def test_wrong_labels_of_a_table_are_named(text, message, tmp_path):
     (tmp_path / "cola").mkdir()
     (tmp_path / "cola" / "train.csv").write_text(text)
-    with pytest.raises(ValueError, match=r"train.csv: label: expected an integer, got"):
+    with pytest.raises(ValueError, match=f"train.csv: {message}"):
         read_rows("cola", "train", tmp_path)
 
 
@@ -335,8 +322,8 @@ def test_json_lines_end_at_newlines_alone_and_labels_may_be_texts(tmp_path):
     text = f"{json.dumps(row, ensure_ascii=False)}\r\n" * 2
     (tmp_path / "stsb" / "train.jsonl").write_bytes(text.encode())
     assert read_rows("stsb", "train", tmp_path) == [row | {"label": 3.5}] * 2
-    write(tmp_path / "sst2" / "train.jsonl", [{"sentence": "a", "label": x} for x in ("1", 1.0)])
-    assert [row["label"] for row in read_rows("sst2", "train", tmp_path)] == [1, 1]
+    write(tmp_path / "sst2" / "train.jsonl", [{"sentence": "a", "label": x} for x in ("1", "0.0")])
+    assert [row["label"] for row in read_rows("sst2", "train", tmp_path)] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -361,20 +348,23 @@ def test_a_long_question_is_cut(model_dir):
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
     row = {"context": "kalo mitu soka lumi", "answers": {"text": ["soka"], "answer_start": [10]}}
     rows = [row | {"question": question} for question in ("tesa " * 60, "demo")]
-    features = features_of(TASKS["squad"], rows, tokenizer, 32, 16)
+    features = answer_features(rows, tokenizer, 32, 16)
     assert max(len(feature["input_ids"]) for feature in features) <= 32
-    assert {feature["row"] for feature in features if feature["end"]} == {0, 1}
+    assert {feature["row"] for feature in features if feature["end_positions"]} == {0, 1}
     with pytest.raises(ValueError, match=r"^--max-length: expected at least 21 with --stride 16"):
-        features_of(TASKS["squad"], rows, tokenizer, 20, 16)
-    assert features_of(TASKS["squad"], rows, tokenizer, 21, 16)
+        answer_features(rows, tokenizer, 20, 16)
+    assert answer_features(rows, tokenizer, 21, 16)
 
 
 def test_parquet_files_have_the_columns_of_the_datasets_library(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "cola").mkdir()
-    datasets.Dataset.from_list(single(5, 0)).to_parquet(tmp_path / "cola" / "train.parquet")
-    assert read_rows("cola", "train", tmp_path) == single(5, 0)
+    rows, columns = single(5, 0), ["sentence", "label"]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "cola" / "train.parquet")
+    expected = [{name: row[name] for name in columns} for row in rows]
+    assert read_rows("cola", "train", tmp_path) == expected
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+    assert read_rows("cola", "train", None) == expected
 
 
 def test_more_wrong_files(tmp_path, model_dir, capsys):
@@ -391,7 +381,7 @@ def test_more_wrong_files(tmp_path, model_dir, capsys):
     none = squad(1, 0, 5)
     none["data"][0]["paragraphs"][0]["qas"][0]["answers"] = []
     (tmp_path / "squad" / "train.json").write_text(json.dumps(none))
-    with pytest.raises(ValueError, match="answers: expected one at least for each question"):
+    with pytest.raises(ValueError, match=r"answers: expected an object .* length, 1 or more"):
         read_rows("squad", "train", tmp_path)
     with pytest.raises(SystemExit):
         main([str(tmp_path / "nothing"), "--data", str(tmp_path), "--output", str(tmp_path / "o")])

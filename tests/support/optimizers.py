@@ -14,6 +14,8 @@ class Mixed(torch.optim.Optimizer):
     a list of tensors, one of them in int8, a dictionary, numbers, and None.
     """
 
+    updates_by = "parameters"
+
     def __init__(
         self, params: Any, lr: float, weight_decay: float = 0.0, beta: float = 0.9
     ) -> None:
@@ -42,21 +44,6 @@ class Mixed(torch.optim.Optimizer):
                 p.sub_(state["lists"][0], alpha=group["lr"] * size)
 
 
-class Forgetful(torch.optim.Optimizer):
-    """Keeps its momentum where no checkpoint looks for it."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-        self.momenta: dict[torch.Tensor, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.momenta[p] = p.grad + self.momenta.get(p, 0.0)
-                p.sub_(self.momenta[p], alpha=group["lr"])
-
-
 class Keeper(torch.optim.SGD):
     """Keeps an object that cannot be loaded without running code."""
 
@@ -74,38 +61,11 @@ class Global(torch.optim.SGD):
         self.state["steps"] = 1
 
 
-class Heedless(torch.optim.RMSprop):
-    """Says that it leaves updates out by `found_inf`, and does not."""
-
-    _step_supports_amp_scaling = True
-
-
-class Coupled(torch.optim.Optimizer):
-    """Divides every update by the norm of all gradients together."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        mine = [p for group in self.param_groups for p in group["params"]]
-        norm = torch.stack([p.grad.norm() for p in mine]).norm()
-        for p in mine:
-            p.sub_(p.grad / norm, alpha=self.param_groups[0]["lr"])
-
-
 class Swapped(torch.optim.SGD):
     """Trains other weights than it evaluates, as schedule-free optimizers do."""
 
     def eval(self) -> None:
         """Puts the weights to evaluate in place."""
-
-
-class Closure(torch.optim.SGD):
-    """Computes the loss again in each step."""
-
-    def step(self, closure: Any) -> None:
-        closure()
 
 
 class Anything(torch.optim.SGD):

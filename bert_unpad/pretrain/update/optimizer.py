@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,12 @@ def build_optimizer(
             f"expected one that can be made with parameter groups and {arguments}, got "
             f"{config.name}: {type(error).__name__}: {error}",
         ) from error
+    known = {*inspect.signature(kind.optimizer).parameters, *local_optimizer(made).defaults}
+    for name in set(arguments) - known:  # a class with **kwargs has taken it all the same
+        raise ConfigError(
+            "optimizer.arguments",
+            f"expected arguments that {config.name} reads, got {name!r}, which it ignores",
+        )
     remember_groups(made)
     return made
 
