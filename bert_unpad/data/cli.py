@@ -27,7 +27,8 @@ from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.building.ray_engine import Ray
 from bert_unpad.data.building.summary import summary
 from bert_unpad.data.config import DataConfig
-from bert_unpad.data.importers import FORMATS
+from bert_unpad.data.formats import FORMATS
+from bert_unpad.data.formats.sources import open_source
 from bert_unpad.data.objective import Objective
 from bert_unpad.data.prepared import (
     SPLITS,
@@ -39,7 +40,6 @@ from bert_unpad.data.prepared import (
 from bert_unpad.data.store.cache import chosen_cache_dir
 from bert_unpad.data.streams.text_stream import is_streamed
 from bert_unpad.data.text.documents import Documents
-from bert_unpad.data.text.open_source import open_source
 
 _SAMPLE_MB = 200.0
 _CHECKED = 4096  # examples looked at together

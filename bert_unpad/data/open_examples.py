@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl
 
 from bert_unpad.data.config import DataConfig
-from bert_unpad.data.importers import refuse_foreign_files
+from bert_unpad.data.formats import refuse_foreign_files
 from bert_unpad.data.objective import SECOND_SEGMENTS
 from bert_unpad.data.prepared import SHARDS, is_prepared, open_prepared
 from bert_unpad.data.store.dataset import ExampleDataset, NoExamples, WithoutPairLabels

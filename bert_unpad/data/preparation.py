@@ -25,14 +25,16 @@ import numpy as np
 
 from bert_unpad._files import write_text
 from bert_unpad._full_disk import named_if_full
-from bert_unpad.data.building.blocks import BLOCK_BYTES, check_outside, identity
+from bert_unpad.data.building.blocks import BLOCK_BYTES, check_outside
 from bert_unpad.data.building.build import example_settings
 from bert_unpad.data.building.engines import InProcess
 from bert_unpad.data.building.join import join_parts
 from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.collate import PackedCollator
 from bert_unpad.data.config import DataConfig
-from bert_unpad.data.importers import refuse_foreign_files
+from bert_unpad.data.formats import refuse_foreign_files
+from bert_unpad.data.formats.hugging_face import HuggingFaceSource
+from bert_unpad.data.formats.sources import Source, TextFiles, format_of, open_source
 from bert_unpad.data.mixture import Joined, Mixture
 from bert_unpad.data.open_examples import open_examples
 from bert_unpad.data.prepared import (
@@ -47,11 +49,7 @@ from bert_unpad.data.store.dataset import ExampleDataset
 from bert_unpad.data.store.manifest import DamagedDataError
 from bert_unpad.data.streams.stream import ShardStream
 from bert_unpad.data.streams.text_stream import TextStream, is_streamed, parse_streamed
-from bert_unpad.data.text.document_files import format_of
-from bert_unpad.data.text.file_source import FileSource
 from bert_unpad.data.text.json_tokenizer import load_tokenizer
-from bert_unpad.data.text.open_source import open_source
-from bert_unpad.data.text.sources import HuggingFaceSource, Source, TextSource
 from bert_unpad.data.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -261,16 +259,15 @@ def _open_streamed(config: DataConfig, progress: bool | None, check: bool) -> Pr
 
 def _fingerprint(source: Source, folder: Path) -> str:
     """The fingerprint of a source, remembered as long as its files keep their sizes and times."""
-    if not isinstance(source, TextSource | FileSource):
+    if not isinstance(source, TextFiles):
         return source.fingerprint()
-    about = identity(source)
-    assert about is not None  # of files
+    about = source.identity()
     path = folder / about
     if path.is_file():
         return path.read_text("utf-8")
-    newest = max((file.stat().st_mtime_ns for file in source.files), default=0)
+    newest = max((file.stat().st_mtime_ns for file in source.paths), default=0)
     fingerprint = source.fingerprint()
-    if newest < time.time_ns() - _JUST_NOW and identity(source) == about:
+    if newest < time.time_ns() - _JUST_NOW and source.identity() == about:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(path, fingerprint)
     return fingerprint

@@ -25,8 +25,8 @@ from bert_unpad.data.building.build_lock import build_lock
 from bert_unpad.data.building.ordered_sources import divide
 from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.cli import main
+from bert_unpad.data.formats.sources import open_source
 from bert_unpad.data.prepared import read_prepared
-from bert_unpad.data.text.open_source import open_source
 from tests.support.paths import ROOT
 from tests.support.prepared_text import contents, write_corpus
 from tests.support.processes import TIMEOUT

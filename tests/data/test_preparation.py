@@ -21,7 +21,7 @@ from bert_unpad.data import (
     prepare,
 )
 from bert_unpad.data.building import join, pipeline
-from bert_unpad.data.text import file_source, sources
+from bert_unpad.data.formats import sources
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 from tests.support.processes import TIMEOUT
 from tests.support.seeds import derived
@@ -304,7 +304,7 @@ def test_json_lines_are_not_read_again(config, tmp_path, monkeypatch):
     os.utime(path, (1_000_000_000, 1_000_000_000))
     config = dataclasses.replace(config, source=str(path))
     found = prepare(config, progress=False).path
-    monkeypatch.setattr(file_source, "file_sha256", None)
+    monkeypatch.setattr(sources, "file_sha256", None)
     assert prepare(config, progress=False).path == found
 
 

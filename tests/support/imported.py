@@ -7,7 +7,7 @@ from pathlib import Path
 from bert_unpad.data import ExampleBatch, WordPieceTokenizer
 from bert_unpad.data.building.engines import InProcess
 from bert_unpad.data.building.import_data import import_data
-from bert_unpad.data.importers import FORMATS, Setting, find_files, load_format
+from bert_unpad.data.formats import FORMATS, Setting, find_files, load_format
 from tests.support.masked_examples import CLS, LONGEST, SEP, VOCAB
 
 

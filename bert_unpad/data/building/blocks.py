@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import codecs
 import functools
-import hashlib
-import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 import numpy as np
 
-from bert_unpad.data.text.document_files import is_plain
-from bert_unpad.data.text.file_source import FileSource
+from bert_unpad.data.formats.hugging_face import HuggingFaceSource
+from bert_unpad.data.formats.jsonl import document_of
+from bert_unpad.data.formats.sources import Source, TextFiles
+from bert_unpad.data.formats.text import LONGEST_FILE
 from bert_unpad.data.text.sentences import CleanText, clean
-from bert_unpad.data.text.sources import LONGEST_FILE, HuggingFaceSource, Source, TextSource
 
 BLOCK_BYTES = 8 << 20
 _GROW_EVERY = 512  # blocks; so a corpus of 1 TB has 10,000 blocks
@@ -61,33 +60,22 @@ def cut(source: Source, first: int) -> Sequence[Block] | None:
         source: the corpus.
         first: see `block_bytes`.
     """
-    if type(source) is TextSource:
+    if isinstance(source, TextFiles) and source.all_plain("text"):
         whole = source.file_per_document
-        parts = _extents(source.files, first, LONGEST_FILE if whole else None)
+        parts = _extents(source.paths, first, LONGEST_FILE if whole else None)
         return [FileBlock(extents, whole) for extents in parts]
-    if type(source) is FileSource and all(is_plain(*file, "jsonl") for file in source.formats):
-        reader = source.part([])
-        return [LineBlock(extents, reader) for extents in _extents(source.files, first)]
-    if type(source) is HuggingFaceSource and not source.streaming:
+    if isinstance(source, TextFiles) and source.all_plain("jsonl"):
+        return [LineBlock(extents, source.column) for extents in _extents(source.paths, first)]
+    if isinstance(source, HuggingFaceSource) and not source.streaming:
         return _row_blocks(source, first)
     return None
 
 
 def identity(source: Source) -> str | None:
-    """Changes when the content of a source does; None if that cannot be told without reading it.
-
-    Of files it takes paths, sizes and times, and how they are read.
-    """
-    if isinstance(source, HuggingFaceSource):
-        return source.fingerprint()
-    if not isinstance(source, TextSource | FileSource):
-        return None
-    options: list[Any] = [source.file_per_document]
-    if isinstance(source, FileSource):
-        options += [source.column, [kind for _, kind in source.formats]]
-    files = ((str(path.resolve()), path.stat()) for path in source.files)
-    about = [(path, status.st_size, status.st_mtime_ns) for path, status in files]
-    return hashlib.sha256(json.dumps([*options, *about]).encode()).hexdigest()
+    """Changes when the content of a source does; None if that cannot be told without reading it."""
+    if isinstance(source, TextFiles):
+        return source.identity()
+    return source.fingerprint() if isinstance(source, HuggingFaceSource) else None
 
 
 def check_outside(name: str, folder: Path, source: Source) -> None:
@@ -98,7 +86,7 @@ def check_outside(name: str, folder: Path, source: Source) -> None:
         folder: where something is to be written.
         source: the corpus.
     """
-    if not isinstance(source, TextSource | FileSource):
+    if not isinstance(source, TextFiles):
         return
     top, place = Path(source.name).resolve(), folder.resolve()
     if top not in (place, *place.parents):
@@ -164,8 +152,7 @@ class LineBlock:
     """The lines of JSON that begin in parts of one or more files, a document each."""
 
     extents: tuple[Extent, ...]
-    reader: FileSource
-    """Reads a line; has no files."""
+    column: str
 
     def read(self) -> Iterator[CleanText]:
         """See `Block`.
@@ -187,7 +174,7 @@ class LineBlock:
                     line = file.readline(LONGEST_FILE)
                     if not line:
                         raise extent.shrunk()
-                    text = self.reader.document_of(line, f"{extent.path}: byte {at:,}")
+                    text = document_of(line, self.column, f"{extent.path}: byte {at:,}")
                     if text:
                         yield text
                     at += len(line)

@@ -18,7 +18,7 @@ from bert_unpad.data.building.build import begin_work, check_settings
 from bert_unpad.data.building.build_lock import build_lock
 from bert_unpad.data.building.engines import Engine
 from bert_unpad.data.building.join import count_split, join_split, remove_work
-from bert_unpad.data.importers import FORMATS, ForeignSource, Setting, load_format
+from bert_unpad.data.formats import FORMATS, ForeignSource, Setting, load_format
 from bert_unpad.data.objective import SECOND_SEGMENTS
 from bert_unpad.data.prepared import SPLITS, is_prepared, read_prepared, write_prepared
 from bert_unpad.data.store.shard_writer import ShardWriter
@@ -82,7 +82,7 @@ def import_data(
     """Imports a source to a folder that `shards:OUTPUT` opens.
 
     Args:
-        source: `FORMAT:PATH?...`, see `bert_unpad.data.importers`.
+        source: `FORMAT:PATH?...`, see `bert_unpad.data.formats`.
         output: the folder to make.
         engine: runs the jobs.
         max_seq_length: longest allowed example, in tokens.

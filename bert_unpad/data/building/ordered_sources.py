@@ -15,8 +15,7 @@ from typing import Any
 from bert_unpad._files import read_json_object, write_text
 from bert_unpad.data.building.blocks import block_bytes
 from bert_unpad.data.building.spool import SpooledBlock, spool_in_order
-from bert_unpad.data.text.file_source import FileSource
-from bert_unpad.data.text.sources import Source
+from bert_unpad.data.formats.sources import Source, TextFiles
 
 _DONE = "done.json"
 
@@ -28,15 +27,15 @@ def divide(source: Source, first: int) -> list[Source]:
         source: the corpus.
         first: see `block_bytes`; that many bytes of files make a source.
     """
-    if not isinstance(source, FileSource):
+    if not isinstance(source, TextFiles):
         return [source]
     parts: list[Source] = []
     files: list[tuple[Path, str]] = []
     size = 0
-    for number, (path, kind) in enumerate(source.formats, 1):
+    for number, (path, kind) in enumerate(source.files, 1):
         files.append((path, kind))
         size += path.stat().st_size
-        if size >= block_bytes(len(parts), first) or number == len(source.formats):
+        if size >= block_bytes(len(parts), first) or number == len(source.files):
             parts.append(source.part(files))
             files, size = [], 0
     return parts

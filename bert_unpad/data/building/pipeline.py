@@ -31,8 +31,8 @@ from bert_unpad.data.building.parts import ABSENT_SECONDS, OtherParts, Part, to_
 from bert_unpad.data.building.pieces import make_piece
 from bert_unpad.data.building.spool import spool_block
 from bert_unpad.data.config import DataConfig
+from bert_unpad.data.formats.sources import Source
 from bert_unpad.data.prepared import SPLITS
-from bert_unpad.data.text.sources import Source
 from bert_unpad.data.text.train_tokenizer import train_tokenizer
 
 logger = logging.getLogger(__name__)

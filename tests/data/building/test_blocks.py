@@ -15,12 +15,9 @@ from bert_unpad.data.building.blocks import (
     documents_in_blocks,
     identity,
 )
-from bert_unpad.data.text.open_source import open_source
-from bert_unpad.data.text.sources import (
-    HuggingFaceSource,
-    StdlibSource,
-    TextSource,
-)
+from bert_unpad.data.formats.hugging_face import HuggingFaceSource
+from bert_unpad.data.formats.sources import open_files, open_source
+from bert_unpad.data.formats.stdlib import StdlibSource
 from tests.support.prepared_text import write_corpus
 from tests.support.seeds import derived
 from tests.support.sentences import split_sentences
@@ -44,7 +41,7 @@ def test_blocks_have_all_documents_once_in_order(tmp_path):
     texts = write_corpus(tmp_path / "text", rng)
     expected = [split_sentences(text) for text in texts]
     for first in (100, 333, 3000, 1 << 20):
-        found = read(TextSource(tmp_path / "text"), first)
+        found = read(open_files(tmp_path / "text"), first)
         assert [document for block in found for document in block] == expected
         in_order = documents_in_blocks(texts, first, 0)
         assert [d for parts in in_order for d in documents_of(parts)] == expected
@@ -119,9 +116,9 @@ def test_line_ends_marks_and_odd_files(tmp_path):
     (tmp_path / "d.txt").write_bytes(b"Four.\r\rFive.")
     expected = [["One two."], ["Three."], ["Four."], ["Five."]]
     for first in (1, 5, 1000):
-        found = read(TextSource(tmp_path), first)
+        found = read(open_files(tmp_path), first)
         assert [document for block in found for document in block] == expected
-    whole = [d for block in read(TextSource(tmp_path, True), 5) for d in block]
+    whole = [d for block in read(open_files(tmp_path, True), 5) for d in block]
     assert whole == [["One two.", "Three."], ["Four.", "Five."]]
 
 
@@ -131,7 +128,7 @@ def test_a_document_without_end_is_cut_at_lines_words_or_letters(tmp_path, monke
     for text in ("word " * 500, "a line of text\n" * 200, "\u4e00\u4e8c" * 500):
         path.write_text(text)
         for first in (100, 333):
-            found = [d for block in read(TextSource(path), first) for d in block]
+            found = [d for block in read(open_files(path), first) for d in block]
             words = " ".join(s for d in found for s in d)
             assert words.replace(" ", "") == "".join(text.split())
             assert len(found) > 5
@@ -143,7 +140,7 @@ def test_large_files_are_cut_even_if_they_are_documents(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "LONGEST_FILE", 1000)
     (tmp_path / "a.txt").write_text("A line here.\n" * 300)
     (tmp_path / "b.txt").write_text("Short one.")
-    found = [d for block in read(TextSource(tmp_path, True), 10**6) for d in block]
+    found = [d for block in read(open_files(tmp_path, True), 10**6) for d in block]
     assert sum(len(document) for document in found) == 301
     assert len(found) == 5
 
@@ -155,11 +152,11 @@ def test_blocks_grow():
 
 def test_identity_follows_files(tmp_path):
     (tmp_path / "a.txt").write_text("One.")
-    before = identity(TextSource(tmp_path))
-    assert identity(TextSource(tmp_path)) == before
-    assert identity(TextSource(tmp_path, True)) != before
+    before = identity(open_files(tmp_path))
+    assert identity(open_files(tmp_path)) == before
+    assert identity(open_files(tmp_path, True)) != before
     (tmp_path / "a.txt").write_text("Two. ")
-    assert identity(TextSource(tmp_path)) != before
+    assert identity(open_files(tmp_path)) != before
     assert identity(StdlibSource(tmp_path)) is None
     assert cut(StdlibSource(tmp_path), 8) is None
 
@@ -179,8 +176,8 @@ def test_bad_files_are_named(tmp_path):
     path = tmp_path / "bad.txt"
     path.write_bytes(b"Good.\n\n\xff\xfe")
     with pytest.raises(ValueError, match=r"source: .*bad\.txt is not UTF-8 text, after byte 0: "):
-        read(TextSource(path), 1000)
-    source = TextSource(path)
+        read(open_files(path), 1000)
+    source = open_files(path)
     (block,) = cut(source, 1000)
     path.write_text("Short")
     with pytest.raises(ValueError, match=r"source: expected 9 bytes in .*bad\.txt, which has chan"):

@@ -14,8 +14,8 @@ from bert_unpad.data import DataConfig
 from bert_unpad.data.building.datatrove_steps import JoinParts, MakeExamples, SpoolDocuments
 from bert_unpad.data.building.engines import InProcess
 from bert_unpad.data.building.pipeline import Pipeline
+from bert_unpad.data.formats.sources import open_files
 from bert_unpad.data.prepared import open_prepared
-from bert_unpad.data.text.sources import TextSource
 from tests.support.prepared_text import contents, write_corpus
 from tests.support.seeds import derived
 
@@ -59,7 +59,7 @@ def test_the_same_on_any_number_of_tasks_that_make_examples(tmp_path):
 
     # The documents are those that are read from files.
     from_files = tmp_path / "files"
-    Pipeline(from_files, config, TextSource(tmp_path / "text"), InProcess(), progress=False).run()
+    Pipeline(from_files, config, open_files(tmp_path / "text"), InProcess(), progress=False).run()
     found, expected = (open_prepared(folder)[2] for folder in (tmp_path / "one", from_files))
     assert found["settings"]["corpus"] == expected["settings"]["corpus"]
     assert found["statistics"]["documents"] == expected["statistics"]["documents"]

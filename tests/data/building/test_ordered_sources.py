@@ -7,7 +7,7 @@ import pytest
 
 from bert_unpad.data.building.ordered_sources import OrderedSources, divide, spool_source
 from bert_unpad.data.building.spool import SpooledBlock
-from bert_unpad.data.text.open_source import open_source
+from bert_unpad.data.formats.sources import open_source
 from tests.support.prepared_text import contents, write_corpus
 from tests.support.seeds import derived
 from tests.support.sentences import split_sentences
@@ -88,9 +88,9 @@ def test_files_are_divided_into_runs_of_some_size(tmp_path):
     source = open_source(f"{folder}?column=text", cache_dir=tmp_path)
     for first in (1, 100, 1000):
         parts = divide(source, first)
-        assert [file for part in parts for file in part.formats] == source.formats
+        assert [file for part in parts for file in part.files] == source.files
         assert {(part.name, part.column) for part in parts} == {(source.name, "text")}
-        of_parts = [[path.stat().st_size for path, _ in part.formats] for part in parts]
+        of_parts = [[path.stat().st_size for path, _ in part.files] for part in parts]
         assert all(sum(some) >= first > sum(some[:-1]) for some in of_parts[:-1])
         documents = [text for part in parts for text in part.documents()]
         assert documents == list(source.documents())

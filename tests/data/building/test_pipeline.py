@@ -19,9 +19,9 @@ from bert_unpad.data.building.engines import InProcess, Processes
 from bert_unpad.data.building.join import join_parts
 from bert_unpad.data.building.parts import Part
 from bert_unpad.data.building.pipeline import LEAST_MEMORY, Pipeline
+from bert_unpad.data.formats.sources import open_files
 from bert_unpad.data.prepared import SPLITS, is_prepared, open_prepared
 from bert_unpad.data.text.json_tokenizer import load_tokenizer
-from bert_unpad.data.text.sources import TextSource
 from tests.support.pipelines import BLOCK, child, pipeline
 from tests.support.prepared_text import contents
 from tests.support.processes import TIMEOUT
@@ -62,7 +62,7 @@ def test_text_without_ends_of_documents_is_reported(corpus, tmp_path, caplog, mo
     config, _ = corpus
     monkeypatch.setattr(join, "AT_ONCE", 7)
     (tmp_path / "lines.txt").write_text("".join(f"Line {i} of the text.\n" for i in range(900)))
-    source = TextSource(tmp_path / "lines.txt")
+    source = open_files(tmp_path / "lines.txt")
     config = dataclasses.replace(config, source=source.name, validation_share=0.0)
     Pipeline(tmp_path / "nsp", config, source, InProcess(), block_bytes=2000).run()
     labels = ShardDataset(tmp_path / "nsp" / "train").next_sentence_labels
@@ -253,7 +253,7 @@ def test_bad_input(corpus, tmp_path):
         pipeline(corpus, tmp_path / "out", block_bytes=7000)
     config, _ = corpus
     with pytest.raises(ValueError, match=r"expected the files of .* as they were then, got others"):
-        Pipeline(tmp_path / "out", config, TextSource(other), InProcess(), block_bytes=BLOCK)
+        Pipeline(tmp_path / "out", config, open_files(other), InProcess(), block_bytes=BLOCK)
     with pytest.raises(ValueError, match="output: expected parts that have read"):
         join_parts(tmp_path / "out")
 

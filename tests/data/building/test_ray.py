@@ -17,7 +17,7 @@ from bert_unpad.data import DataConfig
 from bert_unpad.data.building.engines import InProcess
 from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.building.ray_engine import Ray
-from bert_unpad.data.text.sources import TextSource
+from bert_unpad.data.formats.sources import open_files
 from tests.support.prepared_text import contents, write_corpus
 from tests.support.processes import TIMEOUT
 from tests.support.seeds import derived
@@ -34,7 +34,7 @@ def corpus(tmp_path_factory):
 
 
 def run(config, output, engine):
-    source = TextSource(Path(config.source))
+    source = open_files(Path(config.source))
     Pipeline(output, config, source, engine, block_bytes=5000, progress=False).run()
 
 

@@ -19,8 +19,8 @@ from bert_unpad.data import (
 )
 from bert_unpad.data.building.engines import InProcess
 from bert_unpad.data.building.pipeline import Pipeline
+from bert_unpad.data.formats.sources import open_files
 from bert_unpad.data.text.json_tokenizer import load_tokenizer
-from bert_unpad.data.text.sources import TextSource
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 from bert_unpad.pretrain.config import ConfigError, read_config
 from tests.support.seeds import derived
@@ -283,7 +283,7 @@ def test_a_sample_has_its_size(tmp_path):
     (tmp_path / "text").write_text("\n\n".join([*texts, *texts]))  # each is there twice
     config = DataConfig(str(tmp_path / "text"), validation_share=0.2)
     work = Pipeline(
-        tmp_path / "out", config, TextSource(tmp_path / "text"), InProcess(), block_bytes=100_000
+        tmp_path / "out", config, open_files(tmp_path / "text"), InProcess(), block_bytes=100_000
     )
     work.read()
     work.plan()

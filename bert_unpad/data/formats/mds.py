@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 
 from bert_unpad._files import read_json_object
 from bert_unpad._text import gather
-from bert_unpad.data.compressed import ENDINGS, open_file
-from bert_unpad.data.importers import Setting
-from bert_unpad.data.importers.tokens import Sequences, cut_sequences, in_blocks
+from bert_unpad.data.formats import Setting
+from bert_unpad.data.formats.compressed import ENDINGS, open_file
+from bert_unpad.data.formats.tokens import Sequences, cut_sequences, in_blocks
 from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.store.manifest import DamagedDataError, count_of
 

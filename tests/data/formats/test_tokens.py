@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bert_unpad.data import DamagedDataError
-from bert_unpad.data.importers import tokens
+from bert_unpad.data.formats import tokens
 from tests.support.masked_examples import CLS, LONGEST, SEP
 from tests.support.token_files import random_sequences, read_sequences, write_megatron
 

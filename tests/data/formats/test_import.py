@@ -22,7 +22,7 @@ from bert_unpad.data import (
 )
 from bert_unpad.data.building import import_data
 from bert_unpad.data.cli import main
-from bert_unpad.data.importers import FORMATS
+from bert_unpad.data.formats import FORMATS
 from tests.support.imported import as_lists, imported, raw_of
 from tests.support.masked_examples import LONGEST, VOCAB, masked_examples
 from tests.support.paths import ROOT
@@ -182,7 +182,7 @@ def test_a_missing_package_is_named(data, tmp_path, kind, monkeypatch, capsys):
     def missing(name):
         raise ModuleNotFoundError(f"No module named {row.package!r}", name=f"{row.package}.part")
 
-    monkeypatch.setattr("bert_unpad.data.importers.importlib.import_module", missing)
+    monkeypatch.setattr("bert_unpad.data.formats.importlib.import_module", missing)
     said = message_of(capsys, f"{kind}:{data}", tmp_path / "out")
     assert f"needs the package `{row.package}`: pip install 'bert_unpad[{row.extra}]'" in said
 

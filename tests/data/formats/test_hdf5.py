@@ -9,7 +9,7 @@ from bert_unpad.data import DamagedDataError
 
 h5py = pytest.importorskip("h5py")
 
-from bert_unpad.data.importers import hdf5
+from bert_unpad.data.formats import hdf5
 from tests.support.hdf5_files import LONGEST, damage, raw_examples, write_folder, write_raw
 from tests.support.imported import as_lists, raw_of, read
 

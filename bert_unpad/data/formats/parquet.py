@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from bert_unpad.data.importers import Setting
-from bert_unpad.data.importers.tokens import Sequences, cut_sequences
+from bert_unpad.data.formats import Setting
+from bert_unpad.data.formats.tokens import Sequences, cut_sequences
 from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.store.manifest import DamagedDataError
 

@@ -36,8 +36,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad.data.importers import Setting
-from bert_unpad.data.importers.finished import finished_batch, leading
+from bert_unpad.data.formats import Setting
+from bert_unpad.data.formats.finished import finished_batch, leading
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks
 from bert_unpad.data.store.manifest import DamagedDataError
 from bert_unpad.data.store.shards import MAX_LENGTH

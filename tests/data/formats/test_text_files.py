@@ -11,10 +11,9 @@ import pytest
 
 from bert_unpad.data import DamagedDataError, DataConfig, prepare
 from bert_unpad.data.building import blocks
-from bert_unpad.data.text import file_source, sources
-from bert_unpad.data.text.file_source import FileSource
-from bert_unpad.data.text.open_source import open_source
-from bert_unpad.data.text.sources import TextSource
+from bert_unpad.data.formats import jsonl
+from bert_unpad.data.formats import text as plain_text
+from bert_unpad.data.formats.sources import open_source
 
 TEXT = "One.\nTwo ü.\n\n \nThree."
 DOCUMENTS = ["One.\nTwo ü.\n", "Three."]
@@ -85,7 +84,7 @@ def test_a_folder_of_all_kinds_is_read_in_the_order_of_paths(tmp_path):
     (data / "picture.png.gz").write_bytes(b"\xff")
     source = open_source(str(data), cache_dir=tmp_path)
     assert list(source.documents()) == ["Zero.", *DOCUMENTS, "C4.", "Four."]
-    assert [file.name for file in source.files] == ["a.ndjson", "b.txt.gz", "c.json.gz", "wiki_00"]
+    assert [path.name for path in source.paths] == ["a.ndjson", "b.txt.gz", "c.json.gz", "wiki_00"]
     assert read(f"{data}?format=text", tmp_path) == [*DOCUMENTS, "Four."]
     before = source.fingerprint()
     assert open_source(str(data), cache_dir=tmp_path).fingerprint() == before
@@ -96,9 +95,9 @@ def test_a_folder_of_all_kinds_is_read_in_the_order_of_paths(tmp_path):
 def test_plain_text_stays_a_source_that_can_be_cut(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT)
     (tmp_path / "b.jsonl").write_text(lines(ROWS))
-    assert type(open_source(str(tmp_path / "a.txt"), cache_dir=tmp_path)) is TextSource
-    assert type(open_source(f"{tmp_path}?format=text", cache_dir=tmp_path)) is TextSource
-    assert type(open_source(str(tmp_path), cache_dir=tmp_path)) is FileSource
+    assert blocks.cut(open_source(str(tmp_path / "a.txt"), cache_dir=tmp_path), 9) is not None
+    assert blocks.cut(open_source(f"{tmp_path}?format=text", cache_dir=tmp_path), 9) is not None
+    assert blocks.cut(open_source(str(tmp_path), cache_dir=tmp_path), 9) is None
 
 
 def test_columns_and_formats_are_options(tmp_path):
@@ -139,8 +138,8 @@ def test_lines_without_text_are_named(tmp_path, line, message):
 
 
 def test_text_without_blank_lines_is_cut_at_line_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "LONGEST_DOCUMENT", 100)
-    monkeypatch.setattr(sources, "LONGEST_FILE", 1000)
+    monkeypatch.setattr(plain_text, "LONGEST_DOCUMENT", 100)
+    monkeypatch.setattr(plain_text, "LONGEST_FILE", 1000)
     text = "".join(f"Line {i} of \u00fc text.\n" for i in range(300))
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
     for source, most in (("a.txt.gz", 100), ("a.txt.gz?file_per_document=true", 1000)):
@@ -154,7 +153,7 @@ def test_text_without_blank_lines_is_cut_at_line_ends(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("ending", ["", ".gz"])
 def test_lines_of_any_length_do_not_fill_the_memory(tmp_path, monkeypatch, ending):
-    for module in (blocks, file_source):
+    for module in (blocks, jsonl):
         monkeypatch.setattr(module, "LONGEST_FILE", 1000)
     path = tmp_path / f"a.jsonl{ending}"
     rows = lines([{"text": "Short."}, {"text": "long " * 1000}]).encode()

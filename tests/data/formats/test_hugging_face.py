@@ -8,7 +8,7 @@ import json
 import pytest
 
 from bert_unpad.data.building.spool import spool_in_order
-from bert_unpad.data.text.sources import HuggingFaceSource
+from bert_unpad.data.formats.hugging_face import HuggingFaceSource
 
 datasets = pytest.importorskip("datasets")
 

@@ -9,7 +9,14 @@ A file is a sequence of records: number of bytes, uint64; its checksum; the byte
     masked_lm_weights [P]                           1.0 = real; without it, position 0 is padding
     next_sentence_labels [1]
 
-of Google's `create_pretraining_data.py`.
+of Google's `create_pretraining_data.py`. TensorFlow's `Example` messages map names to lists of
+numbers, where a list's field 1 has all of its numbers in a row:
+
+    Example { 1: Features { 1: { 1: name, 2: Feature { 2: FloatList or 3: Int64List } }, ... } }
+
+The lists of many messages are decoded together, by array operations; libraries that read these
+messages (protobuf, and tfrecord on top of it) make a Python object of every number. Format:
+`tensorflow/core/example/example.proto` and `feature.proto`.
 """
 
 from __future__ import annotations
@@ -23,15 +30,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad._crc32c import masked_crc32c_of
-from bert_unpad.data.importers import Setting
-from bert_unpad.data.importers.finished import finished_batch
-from bert_unpad.data.importers.tf_example import Lists, floats, integers, read_lists
+from bert_unpad._protobuf import fields, write_varint
+from bert_unpad.data.formats import Setting
+from bert_unpad.data.formats.finished import finished_batch
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks, ragged_places
 from bert_unpad.data.store.manifest import DamagedDataError
 
 _BLOCK = 1024  # records at a time
 _MAX_RECORD = 2**20  # bytes; the longest example has 65,535 tokens
 _MAX_PADDED = 2**23  # bytes whose checksums are computed side by side
+_FLOATS, _INTEGERS = 2, 3
+_MAX_WIDTH = 10  # bytes of a number of 64 bits
+
+Lists = dict[bytes, tuple[int, bytes]]
+"""Lists by name: the field number of a list's type, and its numbers as they are stored."""
 
 
 def examples(path: Path, setting: Setting) -> Iterator[ExampleBatch]:
@@ -192,3 +204,98 @@ def _real(
             raise ValueError(f"{name.decode()}: expected padding at the end")
         found[which] = np.bincount(owner[flags], minlength=len(counts))
     return found
+
+
+def read_lists(record: bytes) -> Lists:
+    """Finds the lists of a message.
+
+    Raises:
+        ValueError: it is no `Example`.
+    """
+    found: Lists = {}
+    for entry in _messages(record, 1, "features"):
+        for pair in _messages(entry, 1, "a feature"):
+            about = dict(fields(pair))
+            name, feature = about.get(1, b""), about.get(2, b"")
+            if not isinstance(name, bytes) or not isinstance(feature, bytes):
+                raise ValueError("expected a feature with a name")
+            for kind, values in fields(feature):
+                if not isinstance(values, bytes):
+                    raise ValueError(f"{_text(name)}: expected a list")
+                found[name] = kind, _packed(values, kind)
+    return found
+
+
+def _messages(message: bytes, number: int, what: str) -> list[bytes]:
+    found = [value for field, value in fields(message) if field == number]
+    if not all(isinstance(value, bytes) for value in found):
+        raise ValueError(f"expected {what} of an Example")
+    return found
+
+
+def _packed(values: bytes, kind: int) -> bytes:
+    """Joins the parts of a list; a writer may also give each number a field of its own."""
+    parts = [value for number, value in fields(values) if number == 1]
+    if len(parts) == 1 and isinstance(parts[0], bytes):
+        return parts[0]
+    if kind == _INTEGERS:
+        return b"".join(part if isinstance(part, bytes) else write_varint(part) for part in parts)
+    if any(not isinstance(part, bytes) and part >= 1 << 32 for part in parts):
+        raise ValueError("expected numbers of 4 bytes in a list")
+    return b"".join(
+        part if isinstance(part, bytes) else part.to_bytes(4, "little") for part in parts
+    )
+
+
+def integers(records: Sequence[Lists], name: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Decodes a list of integers of B records.
+
+    Returns:
+        The numbers of all records, one after another, int64, and how many each has, int64 [B].
+
+    Raises:
+        ValueError: a record has no such list, or it is damaged.
+    """
+    parts = [_part(lists, name, _INTEGERS) for lists in records]
+    data = np.frombuffer(b"".join(parts), np.uint8)
+    sizes = np.array([len(part) for part in parts], np.int64)
+    bounds = np.cumsum(sizes)
+    last = np.flatnonzero(data < 0x80)  # byte of each number
+    if (data[bounds[sizes > 0] - 1] >= 0x80).any():
+        raise ValueError(f"{_text(name)}: expected whole numbers of bytes 0 to 127 at their ends")
+    first = np.concatenate([[0], last[:-1] + 1]) if len(last) else last
+    widths = last - first + 1
+    longest = int(widths.max(initial=0))
+    if longest > _MAX_WIDTH:
+        raise ValueError(f"{_text(name)}: expected numbers of 64 bits")
+    values = (data[first] & 0x7F).astype(np.uint64)
+    for place in range(1, longest):
+        here = np.flatnonzero(widths > place)
+        digits = (data[first[here] + place] & 0x7F).astype(np.uint64)
+        values[here] |= digits << np.uint64(7 * place)
+    counts = np.diff(np.searchsorted(last, bounds), prepend=0)
+    return values.view(np.int64), counts
+
+
+def floats(records: Sequence[Lists], name: bytes) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Decodes a list of floating-point numbers of B records; see `integers`."""
+    parts = [_part(lists, name, _FLOATS) for lists in records]
+    counts, rest = np.divmod(np.array([len(part) for part in parts], np.int64), 4)
+    if rest.any():
+        raise ValueError(f"{_text(name)}: expected numbers of 4 bytes")
+    return np.frombuffer(b"".join(parts), "<f4"), counts
+
+
+def _part(lists: Lists, name: bytes, kind: int) -> bytes:
+    if name not in lists:
+        names = ", ".join(map(_text, sorted(lists))) or "none"
+        raise ValueError(f"expected a feature {_text(name)}, got {names}")
+    found, part = lists[name]
+    if found != kind:
+        wanted = "integers" if kind == _INTEGERS else "floating-point numbers"
+        raise ValueError(f"{_text(name)}: expected a list of {wanted}")
+    return part
+
+
+def _text(name: bytes) -> str:
+    return name.decode(errors="replace")

@@ -8,13 +8,13 @@ import pytest
 
 from bert_unpad.data import DamagedDataError
 from bert_unpad.data.cli import main
-from bert_unpad.data.text.open_source import open_source
+from bert_unpad.data.formats.sources import open_source
 from tests.support.prepared_text import contents
 
 pytest.importorskip("mwxml")
 parser = pytest.importorskip("mwparserfromhell")
 
-from bert_unpad.data.text.mediawiki import plain_text
+from bert_unpad.data.formats.mediawiki import plain_text
 
 SITE = """  <siteinfo>
     <sitename>Wikipedia</sitename><dbname>dewiki</dbname>
@@ -133,7 +133,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(name=name)
 
-    monkeypatch.setattr("bert_unpad.data.text.mediawiki.importlib.import_module", missing)
+    monkeypatch.setattr("bert_unpad.data.formats.mediawiki.importlib.import_module", missing)
     source = open_source(str(tmp_path / "wiki.xml"), cache_dir=tmp_path)
     with pytest.raises(ImportError, match=r"pip install 'bert_unpad\[wikipedia\]'"):
         list(source.documents())

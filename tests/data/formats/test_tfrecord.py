@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from bert_unpad.data import DamagedDataError
-from bert_unpad.data.importers import tfrecord
-from bert_unpad.data.importers.tf_example import integers, read_lists
+from bert_unpad.data.formats import tfrecord
+from bert_unpad.data.formats.tfrecord import integers, read_lists
 from tests.support.imported import as_lists, raw_of, read
 from tests.support.masked_examples import LONGEST, masked_examples
 from tests.support.seeds import derived

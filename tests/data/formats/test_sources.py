@@ -7,9 +7,10 @@ import types
 
 import pytest
 
-from bert_unpad.data.text.open_source import open_source
+from bert_unpad.data.formats.hugging_face import HuggingFaceSource
+from bert_unpad.data.formats.sources import open_files, open_source
+from bert_unpad.data.formats.stdlib import StdlibSource
 from bert_unpad.data.text.sentences import split_sentences
-from bert_unpad.data.text.sources import HuggingFaceSource, StdlibSource, TextSource
 
 
 @pytest.fixture
@@ -79,9 +80,9 @@ def test_text_documents_end_at_blank_lines_or_files(tmp_path):
     (tmp_path / "sub" / "wiki_00").write_text("Four.\n")
     (tmp_path / ".hidden.txt").write_text("No.")
     (tmp_path / "picture.png").write_bytes(b"\xff\x00")
-    split = TextSource(tmp_path)
+    split = open_files(tmp_path)
     assert list(split.documents()) == ["Zero.\n", "One.\nTwo.\n", "Three.", "Four.\n"]
-    whole = TextSource(tmp_path, file_per_document=True)
+    whole = open_files(tmp_path, file_per_document=True)
     assert list(whole.documents()) == ["Zero.\n\n", "One.\nTwo.\n\n \nThree.", "Four.\n"]
     assert whole.fingerprint() != split.fingerprint()
     named = open_source(f"{tmp_path}?file_per_document=true", cache_dir=tmp_path)
@@ -91,9 +92,9 @@ def test_text_documents_end_at_blank_lines_or_files(tmp_path):
     assert named.fingerprint() == split.fingerprint()
 
     before = split.fingerprint()
-    assert TextSource(tmp_path).fingerprint() == before
+    assert open_files(tmp_path).fingerprint() == before
     (tmp_path / "a.md").write_text("Zer0.\n\n")
-    assert TextSource(tmp_path).fingerprint() != before
+    assert open_files(tmp_path).fingerprint() != before
 
 
 def test_a_name_with_a_question_mark_is_a_path(tmp_path):
@@ -118,7 +119,7 @@ def test_text_errors_name_the_path(tmp_path):
         open_source("", cache_dir=tmp_path)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8"):
-        list(TextSource(tmp_path / "latin.txt").documents())
+        list(open_files(tmp_path / "latin.txt").documents())
 
 
 class FakeDataset:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bert_unpad.data import DamagedDataError
-from bert_unpad.data.importers import mds
+from bert_unpad.data.formats import mds
 from tests.support.masked_examples import CLS, SEP
 from tests.support.mds_files import compress, write_mds
 from tests.support.token_files import random_sequences, read_sequences

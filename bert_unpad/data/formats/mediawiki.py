@@ -29,7 +29,7 @@ _EMPTY_BRACKETS = re.compile(r" ?\([\s,;:]*\)")  # what is left around a templat
 _SWITCH = re.compile(r"__[A-Z]+__")
 
 
-def articles(file: BinaryIO, path: Path) -> Iterator[str]:
+def documents(file: BinaryIO, path: Path) -> Iterator[str]:
     """Yields the text of each article; paragraphs are separated by blank lines.
 
     Redirects and pages of other name spaces are left out, and, with a warning, pages whose markup

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad.data.importers import Setting
-from bert_unpad.data.importers.tokens import Sequences, cut_sequences, in_blocks
+from bert_unpad.data.formats import Setting
+from bert_unpad.data.formats.tokens import Sequences, cut_sequences, in_blocks
 from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.store.manifest import DamagedDataError
 from bert_unpad.data.store.mapped import map_file

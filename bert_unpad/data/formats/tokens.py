@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bert_unpad._text import gather
 from bert_unpad.batch.inputs import IGNORE
-from bert_unpad.data.importers import Setting
+from bert_unpad.data.formats import Setting
 from bert_unpad.data.store.example_batch import ExampleBatch, ragged_places
 from bert_unpad.data.store.manifest import DamagedDataError
 
