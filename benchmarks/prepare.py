@@ -28,11 +28,11 @@ from benchmarks.lib.report import ROOT
 from benchmarks.lib.worker_memory import Measured, peak_bytes
 from bert_unpad._extras import packages_of
 from bert_unpad.data import DataConfig
-from bert_unpad.data.building.blocks import BLOCK_BYTES, block_bytes
-from bert_unpad.data.building.engines import InProcess, Processes
-from bert_unpad.data.building.pipeline import Pipeline
-from bert_unpad.data.building.ray_engine import Ray
 from bert_unpad.data.formats.sources import open_files
+from bert_unpad.data.preparation.blocks import BLOCK_BYTES, block_bytes
+from bert_unpad.data.preparation.engines import InProcess, Processes
+from bert_unpad.data.preparation.pipeline import Pipeline
+from bert_unpad.data.preparation.ray_engine import Ray
 from bert_unpad.data.prepared import read_prepared
 
 _LENGTH = 128

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from bert_unpad.data.config import DataConfig
     from bert_unpad.data.masking import MaskedTokens, TokenMasker, most_frequent_token_rate
     from bert_unpad.data.mixture import Mixture
+    from bert_unpad.data.open_data import PreparedData, prepare
     from bert_unpad.data.prefetch import Prefetcher
-    from bert_unpad.data.preparation import PreparedData, prepare
     from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
     from bert_unpad.data.sampling.histogram import sample_lengths, wikipedia_lengths
     from bert_unpad.data.sampling.packed_sampler import PackedSampler
@@ -48,7 +48,7 @@ _HOME = {
     "PackedCollator": "collate",
     "PackedSampler": "sampling.packed_sampler",
     "Prefetcher": "prefetch",
-    "PreparedData": "preparation",
+    "PreparedData": "open_data",
     "ShardDataset": "store.shards",
     "ShardStream": "streams.stream",
     "ShardWriter": "store.shard_writer",
@@ -60,7 +60,7 @@ _HOME = {
     "WordPieceTokenizer": "text.tokenizer",
     "most_frequent_token_rate": "masking",
     "pack_examples": "collate",
-    "prepare": "preparation",
+    "prepare": "open_data",
     "sample_lengths": "sampling.histogram",
     "train_tokenizer": "text.train_tokenizer",
     "wikipedia_lengths": "sampling.histogram",

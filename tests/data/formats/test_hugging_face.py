@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from bert_unpad.data.building.spool import spool_in_order
 from bert_unpad.data.formats.hugging_face import HuggingFaceSource
+from bert_unpad.data.preparation.spool import spool_in_order
 
 datasets = pytest.importorskip("datasets")
 

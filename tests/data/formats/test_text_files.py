@@ -10,10 +10,10 @@ import lzma
 import pytest
 
 from bert_unpad.data import DamagedDataError, DataConfig, prepare
-from bert_unpad.data.building import blocks
 from bert_unpad.data.formats import jsonl
 from bert_unpad.data.formats import text as plain_text
 from bert_unpad.data.formats.sources import open_source
+from bert_unpad.data.preparation import blocks
 
 TEXT = "One.\nTwo ü.\n\n \nThree."
 DOCUMENTS = ["One.\nTwo ü.\n", "Three."]

@@ -17,9 +17,9 @@ from bert_unpad.data import (
     prepare,
     train_tokenizer,
 )
-from bert_unpad.data.building.engines import InProcess
-from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.formats.sources import open_files
+from bert_unpad.data.preparation.engines import InProcess
+from bert_unpad.data.preparation.pipeline import Pipeline
 from bert_unpad.data.text.json_tokenizer import load_tokenizer
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 from bert_unpad.pretrain.config import ConfigError, read_config

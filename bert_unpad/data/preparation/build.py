@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad._files import read_json_object, write_text
-from bert_unpad.data.building.build_lock import LOCK, one_at_a_time
-from bert_unpad.data.building.duplicates import count_duplicates, distinct
-from bert_unpad.data.building.ordered_sources import OrderedSources
-from bert_unpad.data.building.spool import SpooledBlock
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.objective import SECOND_SEGMENTS
+from bert_unpad.data.preparation.duplicates import count_duplicates, distinct
+from bert_unpad.data.preparation.locks import LOCK, one_at_a_time
+from bert_unpad.data.preparation.ordered_sources import OrderedSources
+from bert_unpad.data.preparation.spool import SpooledBlock
 from bert_unpad.data.prepared import SPLITS
 from bert_unpad.data.random_hash import splitmix64
 from bert_unpad.data.text.json_tokenizer import load_tokenizer

@@ -19,14 +19,14 @@ from pathlib import Path
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
-from bert_unpad.data.building.blocks import BLOCK_BYTES
-from bert_unpad.data.building.build import MEMORY
-from bert_unpad.data.building.engines import InProcess
-from bert_unpad.data.building.join import join_parts
-from bert_unpad.data.building.ordered_sources import spool_source
-from bert_unpad.data.building.parts import Part
-from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.config import DataConfig
+from bert_unpad.data.preparation.blocks import BLOCK_BYTES
+from bert_unpad.data.preparation.build import MEMORY
+from bert_unpad.data.preparation.engines import InProcess
+from bert_unpad.data.preparation.join import join_parts
+from bert_unpad.data.preparation.ordered_sources import spool_source
+from bert_unpad.data.preparation.parts import Part
+from bert_unpad.data.preparation.pipeline import Pipeline
 
 __all__ = ["JoinParts", "MakeExamples", "SpoolDocuments"]
 

@@ -1,26 +1,64 @@
-"""The lock of a preparation's folder: parts work in it side by side, anything else alone."""
+"""Locks on files, which the kernel releases when their process ends in any way."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from bert_unpad.data.store.cache import NO_LOCKS, cache_lock
-
 logger = logging.getLogger(__name__)
 
 LOCK = "lock"
 """The file in `work` that is locked; there from the beginning until the folder is complete."""
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # of file systems that have none
+
+
+@contextmanager
+def cache_lock(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock on a file; waits while another process holds it.
+
+    The file is created if it is missing, and stays: deleting it would let two processes lock two
+    files with the same name.
+
+    Raises:
+        OSError: the file system has no locks; the message names the folder.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info("waiting for another process that prepares this data (%s)", path)
+                fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            raise OSError(
+                error.errno,
+                f"cache_dir: expected a file system with flock() locks at {path.parent}",
+            ) from error
+        yield  # closing the file releases the lock
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Lets processes do something one after the other that all may do with the same result.
+
+    Where the file system has no locks, they do it at once.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):
+            stack.enter_context(cache_lock(path))
+        yield
 
 
 @contextmanager
 def build_lock(work: Path, *, alone: bool) -> Iterator[None]:
     """Keeps a folder of intermediate files to this process, or to parts of one preparation.
-
-    The kernel releases the lock when its process ends in any way.
 
     Args:
         work: the folder.
@@ -47,7 +85,7 @@ def build_lock(work: Path, *, alone: bool) -> Iterator[None]:
                 "it has ended (only parts of a preparation, --part, work side by side)"
             ) from error
         except OSError as error:
-            if error.errno not in NO_LOCKS:
+            if error.errno not in _NO_LOCKS:
                 raise
             logger.warning(
                 "%s: the file system has no flock() locks; start no other process for this folder "
@@ -56,19 +94,4 @@ def build_lock(work: Path, *, alone: bool) -> Iterator[None]:
             )
         if not path.exists():
             raise gone
-        yield  # closing the file releases the lock
-
-
-@contextmanager
-def one_at_a_time(path: Path) -> Iterator[None]:
-    """Lets processes do something one after the other that all may do with the same result.
-
-    Where the file system has no locks, they do it at once.
-
-    Args:
-        path: a file for the lock.
-    """
-    with ExitStack() as stack:
-        with suppress(OSError):
-            stack.enter_context(cache_lock(path))
         yield

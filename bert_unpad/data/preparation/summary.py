@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bert_unpad.data.building.pipeline import Report
+from bert_unpad.data.preparation.pipeline import Report
 from bert_unpad.data.prepared import SPLITS
 from bert_unpad.data.store.shards import AT_ONCE, MAX_LENGTH, ShardDataset
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from bert_unpad.data import DataConfig, ShardDataset
-from bert_unpad.data.building import duplicates, join, pieces
-from bert_unpad.data.building.engines import InProcess, Processes
-from bert_unpad.data.building.join import join_parts
-from bert_unpad.data.building.parts import Part
-from bert_unpad.data.building.pipeline import LEAST_MEMORY, Pipeline
 from bert_unpad.data.formats.sources import open_files
+from bert_unpad.data.preparation import duplicates, join, pieces
+from bert_unpad.data.preparation.engines import InProcess, Processes
+from bert_unpad.data.preparation.join import join_parts
+from bert_unpad.data.preparation.parts import Part
+from bert_unpad.data.preparation.pipeline import LEAST_MEMORY, Pipeline
 from bert_unpad.data.prepared import SPLITS, is_prepared, open_prepared
 from bert_unpad.data.text.json_tokenizer import load_tokenizer
 from tests.support.pipelines import BLOCK, child, pipeline

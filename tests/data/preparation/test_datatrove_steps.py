@@ -11,10 +11,10 @@ from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
 from bert_unpad.data import DataConfig
-from bert_unpad.data.building.datatrove_steps import JoinParts, MakeExamples, SpoolDocuments
-from bert_unpad.data.building.engines import InProcess
-from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.formats.sources import open_files
+from bert_unpad.data.preparation.datatrove_steps import JoinParts, MakeExamples, SpoolDocuments
+from bert_unpad.data.preparation.engines import InProcess
+from bert_unpad.data.preparation.pipeline import Pipeline
 from bert_unpad.data.prepared import open_prepared
 from tests.support.prepared_text import contents, write_corpus
 from tests.support.seeds import derived

@@ -20,9 +20,9 @@ from bert_unpad.data import (
     WordPieceTokenizer,
     prepare,
 )
-from bert_unpad.data.building import import_data
 from bert_unpad.data.cli import main
 from bert_unpad.data.formats import FORMATS
+from bert_unpad.data.preparation import import_data
 from tests.support.imported import as_lists, imported, raw_of
 from tests.support.masked_examples import LONGEST, VOCAB, masked_examples
 from tests.support.paths import ROOT

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad._files import read_json_object, replacing, write_text
-from bert_unpad.data.building.blocks import Block, documents_in_blocks
 from bert_unpad.data.formats.sources import Source
+from bert_unpad.data.preparation.blocks import Block, documents_in_blocks
 from bert_unpad.data.store.manifest import DamagedDataError, count_of
 from bert_unpad.data.text.sentences import CleanText
 

@@ -1,62 +1,34 @@
-"""From a corpus to a cache of training and validation examples.
+"""What training opens: shards that were made before, or the cache of a corpus.
 
-The cache key is a digest of the corpus and of every setting that changes the examples. So a changed
-corpus or setting never reads stale data, and settings that change only masks share one cache.
-`data.building` makes the examples, in a folder of its own that is renamed at the end; a build that
-was killed is continued. Larger corpora are better prepared by `python -m bert_unpad.data prepare`,
-whose folders a source of `shards:FOLDER` opens.
+`shards:PATH[?validation=PATH]` names a folder that `python -m bert_unpad.data prepare` or `import`
+has written, or a folder of shards, `train` and perhaps `validation` and `tokenizer`, or a shard.
+The vocabulary is that of the `tokenizer` folder, unless `vocab_file` or `tokenizer` names one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
-import json
-import logging
-import os
-import shutil
-import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import parse_qsl
 
 import numpy as np
 
-from bert_unpad._files import write_text
-from bert_unpad._full_disk import named_if_full
-from bert_unpad.data.building.blocks import BLOCK_BYTES, check_outside
-from bert_unpad.data.building.build import example_settings
-from bert_unpad.data.building.engines import InProcess
-from bert_unpad.data.building.join import join_parts
-from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.collate import PackedCollator
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.formats import refuse_foreign_files
 from bert_unpad.data.formats.hugging_face import HuggingFaceSource
-from bert_unpad.data.formats.sources import Source, TextFiles, format_of, open_source
 from bert_unpad.data.mixture import Joined, Mixture
-from bert_unpad.data.open_examples import open_examples
-from bert_unpad.data.prepared import (
-    FORMAT,
-    SPLITS,
-    holds_examples,
-    is_prepared,
-    open_prepared,
-)
-from bert_unpad.data.store.cache import cache_lock, check_not_noted, chosen_cache_dir
-from bert_unpad.data.store.dataset import ExampleDataset
-from bert_unpad.data.store.manifest import DamagedDataError
+from bert_unpad.data.objective import SECOND_SEGMENTS
+from bert_unpad.data.preparation.cached import open_cached
+from bert_unpad.data.prepared import SHARDS, SPLITS, holds_examples, is_prepared, open_prepared
+from bert_unpad.data.store.dataset import ExampleDataset, NoExamples, WithoutPairLabels
+from bert_unpad.data.store.manifest import MANIFEST
+from bert_unpad.data.store.shards import ShardDataset
 from bert_unpad.data.streams.stream import ShardStream
 from bert_unpad.data.streams.text_stream import TextStream, is_streamed, parse_streamed
-from bert_unpad.data.text.json_tokenizer import load_tokenizer
+from bert_unpad.data.text.json_tokenizer import load_tokenizer, tokenizer_beside
 from bert_unpad.data.text.tokenizer import TextTokenizer
-
-logger = logging.getLogger(__name__)
-
-_COUNTED = ("documents", "examples", "tokens")
-_STALE_SECONDS = 7 * 24 * 3600
-_JUST_NOW = 2 * 10**9  # nanoseconds: a file may change again without a new time
 
 
 @dataclass(frozen=True)
@@ -136,7 +108,7 @@ def prepare(config: DataConfig, progress: bool | None = None, check: bool = True
     """Opens the cache for a configuration; builds it first if it is missing or damaged.
 
     A source of examples (`shards:`) is opened without a cache. For a `stream:` source, only the
-    sample is prepared.
+    sample is prepared. Larger corpora are better prepared by `python -m bert_unpad.data prepare`.
 
     Many processes (all ranks of a run) can call this at once: one builds, the others wait.
 
@@ -159,57 +131,9 @@ def prepare(config: DataConfig, progress: bool | None = None, check: bool = True
         return _open_examples(config, check)
     if is_streamed(config.source):
         return _open_streamed(config, progress, check)
-    cache = chosen_cache_dir(config.cache_dir)
-    tokenizer = config.given_tokenizer()
-    source = _open_text(config, cache)
-    check_outside("cache_dir", cache, source)
-    settings = example_settings(config, tokenizer)
-    settings |= {
-        "format": FORMAT,
-        "block_bytes": BLOCK_BYTES,
-        "corpus": _fingerprint(source, cache / "fingerprints"),
-    }
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
-    path = cache / "prepared" / key
-    if path.exists():
-        try:
-            return _open(path, config, check)
-        except DamagedDataError:
-            pass  # the process that gets the lock first checks again, and reports it
-    with cache_lock(cache / "locks" / f"{key}.lock"):
-        if path.exists():
-            try:
-                return _open(path, config, check)
-            except DamagedDataError as error:
-                logger.warning("rebuilding damaged data: %s", error)
-                aside = path.with_name(f".{key}.{uuid.uuid4().hex}")
-                os.replace(path, aside)  # processes that have it open keep its files
-                shutil.rmtree(aside)
-        _build(config, source, path, cache / "building" / key, progress, settings["corpus"])
-        return _open(path, config, check)
-
-
-def _open_text(config: DataConfig, cache: Path) -> Source:
-    path = Path(config.source.partition("?")[0]).expanduser()
-    # A folder of examples may have its vocabulary beside them, which is no text.
-    if (path / "tokenizer").is_dir() or (path.is_file() and format_of(path) is None):
-        refuse_foreign_files(path, config.import_command)
-    try:
-        return open_source(config.source, cache_dir=cache)
-    except FileNotFoundError:
-        refuse_foreign_files(path, config.import_command)
-        raise
-
-
-def _open_examples(config: DataConfig, check: bool) -> PreparedData:
-    train, validation, tokenizer, path = open_examples(config, check)
-    statistics: dict[str, int] = {}
-    for split, dataset in zip(SPLITS, (train, validation), strict=True):
-        statistics |= {
-            f"{split}_examples": len(dataset),
-            f"{split}_tokens": int(dataset.lengths.sum(dtype=np.int64)),
-        }
-    return PreparedData(train, validation, tokenizer, path, config, statistics)
+    path, train, validation, manifest = open_cached(config, progress, check)
+    tokenizer = load_tokenizer(path / "tokenizer")
+    return PreparedData(train, validation, tokenizer, path, config, manifest["statistics"])
 
 
 def _open_mixture(config: DataConfig, progress: bool | None, check: bool) -> PreparedData:
@@ -225,8 +149,9 @@ def _open_mixture(config: DataConfig, progress: bool | None, check: bool) -> Pre
         prepare(dataclasses.replace(config, source=source, mixture=None), progress, check)
         for source in sources
     ]
+    first = parts[0]
     for source, part in zip(sources, parts, strict=True):
-        if part.tokenizer.identity() != parts[0].tokenizer.identity():
+        if part.tokenizer.identity() != first.tokenizer.identity():
             raise ValueError(
                 f"mixture: expected sources with one vocabulary, got another with {source} than "
                 f"with {sources[0]}"
@@ -235,7 +160,6 @@ def _open_mixture(config: DataConfig, progress: bool | None, check: bool) -> Pre
     validation = Joined([part.validation for part in parts])
     names = set.intersection(*(set(part.statistics) for part in parts))
     statistics = {name: sum(part.statistics[name] for part in parts) for name in sorted(names)}
-    first = parts[0]
     return PreparedData(train, validation, first.tokenizer, first.path, config, statistics)
 
 
@@ -257,77 +181,82 @@ def _open_streamed(config: DataConfig, progress: bool | None, check: bool) -> Pr
     return dataclasses.replace(data, config=config, streamed=HuggingFaceSource(whole))
 
 
-def _fingerprint(source: Source, folder: Path) -> str:
-    """The fingerprint of a source, remembered as long as its files keep their sizes and times."""
-    if not isinstance(source, TextFiles):
-        return source.fingerprint()
-    about = source.identity()
-    path = folder / about
-    if path.is_file():
-        return path.read_text("utf-8")
-    newest = max((file.stat().st_mtime_ns for file in source.paths), default=0)
-    fingerprint = source.fingerprint()
-    if newest < time.time_ns() - _JUST_NOW and source.identity() == about:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(path, fingerprint)
-    return fingerprint
+def _open_examples(config: DataConfig, check: bool) -> PreparedData:
+    """Opens `shards:PATH`."""
+    path, held_out_path = _paths(config.source)
+    if not path.exists():
+        raise FileNotFoundError(f"source: {path} does not exist; expected a folder of shards")
+    train: ExampleDataset
+    held_out: ExampleDataset
+    if is_prepared(path):
+        train, held_out, manifest = open_prepared(path, check, config.verify)
+        made = manifest["settings"].get("objective")
+        _check_made(config, path, made, manifest["settings"].get("documents"))
+        pairs = made is not None
+    else:
+        _check_objective(config)
+        folder = path / "train" if (path / "train").is_dir() else path
+        if not (folder / MANIFEST).exists():
+            refuse_foreign_files(path, config.import_command)
+        train, pairs = ShardDataset(folder, config.verify, sizes=check), True
+        if not len(train):
+            raise ValueError(f"source: expected at least one example in {folder}, got none")
+        held_out = NoExamples(train)
+        if held_out_path is None and (path / "validation").is_dir():
+            held_out_path = path / "validation"
+    tokenizer = config.given_tokenizer() or tokenizer_beside(path)
+    if held_out_path is not None:
+        held_out = ShardDataset(held_out_path, config.verify, sizes=check)
+    statistics: dict[str, int] = {}
+    for split, dataset in zip(SPLITS, (train, held_out), strict=True):
+        if check and len(dataset) and dataset.lengths.max() > config.max_seq_length:
+            raise ValueError(
+                f"max_seq_length: expected at least {dataset.lengths.max()}, the longest example "
+                f"of {path}, got {config.max_seq_length}"
+            )
+        statistics[f"{split}_examples"] = len(dataset)
+        statistics[f"{split}_tokens"] = int(dataset.lengths.sum(dtype=np.int64))
+    if SECOND_SEGMENTS[config.objective] is None and pairs:
+        train, held_out = WithoutPairLabels(train), WithoutPairLabels(held_out)
+    return PreparedData(train, held_out, tokenizer, path, config, statistics)
 
 
-def _open(path: Path, config: DataConfig, check: bool) -> PreparedData:
-    if check:
-        check_not_noted(path)
-    train, validation, manifest = open_prepared(path, check, config.verify)
-    tokenizer = load_tokenizer(path / "tokenizer")
-    return PreparedData(train, validation, tokenizer, path, config, manifest["statistics"])
+def _paths(source: str) -> tuple[Path, Path | None]:
+    """Returns the folder that a source names, and that of held-out examples if it names one."""
+    text, _, query = source.removeprefix(SHARDS).partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    if not text or set(options) - {"validation"}:
+        raise ValueError(
+            f"source: expected shards:PATH or shards:PATH?validation=PATH, got {source!r}"
+        )
+    held_out = options.get("validation")
+    return Path(text).expanduser(), Path(held_out).expanduser() if held_out is not None else None
 
 
-def _build(
-    config: DataConfig,
-    source: Source,
-    path: Path,
-    building: Path,
-    progress: bool | None,
-    content: str,
-) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(building)
-    try:
-        if is_prepared(building):
-            try:
-                join_parts(building)  # which was killed before it had removed `work`
-            except DamagedDataError as error:
-                logger.warning("building damaged data again: %s", error)
-                shutil.rmtree(building)
-        if not is_prepared(building):
-            with named_if_full(building):
-                statistics = Pipeline(
-                    *(building, config, source, InProcess()), progress=progress, content=content
-                ).run()
-            for split in SPLITS:
-                counts = (statistics[f"{split}_{what}"] for what in _COUNTED)
-                logger.info("%s: %d documents, %d examples, %d tokens", split, *counts)
-        os.replace(building, path)
-    except OSError:
-        if not path.is_dir():
-            raise
-        # Locks may not work between machines: then another one has finished the same data.
-        logger.info("%s was built by another process meanwhile", path)
-    except (DamagedDataError, ValueError):  # it would fail again
-        shutil.rmtree(building, ignore_errors=True)
-        raise
+def _check_made(config: DataConfig, path: Path, made: str | None, documents: str | None) -> None:
+    """Raises a ValueError if prepared data has other examples than a configuration wants."""
+    wanted = SECOND_SEGMENTS[config.objective]
+    if wanted is not None and made != wanted:
+        raise ValueError(
+            f"objective: expected one whose examples are those of {path} (second segment: {made}), "
+            f"got {config.objective} ({wanted})"
+        )
+    if config.documents not in ("apart", documents):
+        raise ValueError(
+            f"documents: expected {documents}, as the examples of {path} were made, got "
+            f"{config.documents}"
+        )
 
 
-def _remove_leftovers(building: Path) -> None:
-    """Deletes what killed builds of other data have left long ago."""
-    for folder in building.parent.glob("*"):
-        if folder != building and time.time() - _last_change(folder) > _STALE_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _last_change(folder: Path) -> float:
-    """When a file below a folder was last changed, which may change meanwhile; see `time.time`."""
-    newest = 0.0
-    for path in (folder, *folder.rglob("*")):
-        with contextlib.suppress(FileNotFoundError):
-            newest = max(newest, path.stat().st_mtime)
-    return newest
+def _check_objective(config: DataConfig) -> None:
+    """Raises a ValueError if shards whose making is not known cannot be what is wanted."""
+    if config.documents != "apart":
+        raise ValueError(
+            f"documents: expected apart with source {SHARDS}, whose examples are made already, got "
+            f"{config.documents}"
+        )
+    if config.objective == "mlm_sop":
+        raise ValueError(
+            f"objective: expected mlm_nsp, mlm or rtd with source {SHARDS}, whose examples are "
+            f"made already, got {config.objective}"
+        )

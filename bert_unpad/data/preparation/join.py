@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from bert_unpad._files import read_json_object, sync_folder
-from bert_unpad.data.building.build import ABOUT, Build, open_build
-from bert_unpad.data.building.build_lock import LOCK, build_lock
-from bert_unpad.data.building.parts import to_run
 from bert_unpad.data.objective import SECOND_SEGMENTS
+from bert_unpad.data.preparation.build import ABOUT, Build, open_build
+from bert_unpad.data.preparation.locks import LOCK, build_lock
+from bert_unpad.data.preparation.parts import to_run
 from bert_unpad.data.prepared import SPLITS, is_prepared, read_prepared, write_prepared
 from bert_unpad.data.store.manifest import MANIFEST
 from bert_unpad.data.store.shard_writer import Column, write_shard_manifest
@@ -161,6 +161,8 @@ def join_split(folder: Path, split: str, pieces: Sequence[Path]) -> None:
         return
     joined = folder / "work" / f"{split}.joined"
     joined.mkdir(exist_ok=True)
+    for left in joined.glob(".*.tmp"):  # where the call before was killed
+        left.unlink()
     manifests = [read_json_object(piece / MANIFEST) for piece in pieces]
     has = {name.removesuffix(".bin") for name in manifests[0]["files"]}
     files = {

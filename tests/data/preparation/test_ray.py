@@ -14,10 +14,10 @@ ray = pytest.importorskip("ray")
 import random
 
 from bert_unpad.data import DataConfig
-from bert_unpad.data.building.engines import InProcess
-from bert_unpad.data.building.pipeline import Pipeline
-from bert_unpad.data.building.ray_engine import Ray
 from bert_unpad.data.formats.sources import open_files
+from bert_unpad.data.preparation.engines import InProcess
+from bert_unpad.data.preparation.pipeline import Pipeline
+from bert_unpad.data.preparation.ray_engine import Ray
 from tests.support.prepared_text import contents, write_corpus
 from tests.support.processes import TIMEOUT
 from tests.support.seeds import derived

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bert_unpad.data.building.engines import Job
+from bert_unpad.data.preparation.engines import Job
 
 _RETRIES = 10  # of a task whose worker was lost
 

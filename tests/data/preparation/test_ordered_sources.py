@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from bert_unpad.data.building.ordered_sources import OrderedSources, divide, spool_source
-from bert_unpad.data.building.spool import SpooledBlock
 from bert_unpad.data.formats.sources import open_source
+from bert_unpad.data.preparation.ordered_sources import OrderedSources, divide, spool_source
+from bert_unpad.data.preparation.spool import SpooledBlock
 from tests.support.prepared_text import contents, write_corpus
 from tests.support.seeds import derived
 from tests.support.sentences import split_sentences

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad._files import replacing
-from bert_unpad.data.building.spool import SpooledBlock
+from bert_unpad.data.preparation.spool import SpooledBlock
 
 _BYTES_PER_DOCUMENT = 128  # digest, number and what sorting takes
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from bert_unpad._files import read_json_object, write_text
-from bert_unpad.data.building.blocks import block_bytes
-from bert_unpad.data.building.spool import SpooledBlock, spool_in_order
 from bert_unpad.data.formats.sources import Source, TextFiles
+from bert_unpad.data.preparation.blocks import block_bytes
+from bert_unpad.data.preparation.spool import SpooledBlock, spool_in_order
 
 _DONE = "done.json"
 

@@ -17,11 +17,10 @@ from bert_unpad.data import (
     DataConfig,
     ShardWriter,
     WordPieceTokenizer,
-    preparation,
     prepare,
 )
-from bert_unpad.data.building import join, pipeline
 from bert_unpad.data.formats import sources
+from bert_unpad.data.preparation import cached, join, pipeline
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 from tests.support.processes import TIMEOUT
 from tests.support.seeds import derived
@@ -257,7 +256,7 @@ def test_leftovers_are_old_in_all_their_files(tmp_path):
         for path in (spool / "000000.txt", spool, spool.parent, tmp_path / name):
             os.utime(path, (1_000_000_000, 1_000_000_000))
     (tmp_path / "alive" / "work" / "spool" / "000001.txt").touch()
-    preparation._remove_leftovers(tmp_path / "mine")
+    cached._remove_leftovers(tmp_path / "mine")
     assert [path.name for path in tmp_path.iterdir()] == ["alive"]
 
 

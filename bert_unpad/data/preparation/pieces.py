@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from bert_unpad.data.building.build import Build
+from bert_unpad.data.preparation.build import Build
 from bert_unpad.data.store.shard_writer import ShardWriter
 from bert_unpad.data.text.corpus import TokenizedCorpus, tokenize
 from bert_unpad.data.text.examples import make_examples, write_examples

@@ -14,12 +14,12 @@ from tqdm import tqdm
 
 from bert_unpad._files import sync_folder
 from bert_unpad._full_disk import named_if_full
-from bert_unpad.data.building.build import begin_work, check_settings
-from bert_unpad.data.building.build_lock import build_lock
-from bert_unpad.data.building.engines import Engine
-from bert_unpad.data.building.join import count_split, join_split, remove_work
 from bert_unpad.data.formats import FORMATS, ForeignSource, Setting, load_format
 from bert_unpad.data.objective import SECOND_SEGMENTS
+from bert_unpad.data.preparation.build import begin_work, check_settings
+from bert_unpad.data.preparation.engines import Engine
+from bert_unpad.data.preparation.join import count_split, join_split, remove_work
+from bert_unpad.data.preparation.locks import build_lock
 from bert_unpad.data.prepared import SPLITS, is_prepared, read_prepared, write_prepared
 from bert_unpad.data.store.shard_writer import ShardWriter
 from bert_unpad.data.text.json_tokenizer import tokenizer_beside

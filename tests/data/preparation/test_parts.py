@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from bert_unpad.data.building import parts
-from bert_unpad.data.building import pipeline as stages
-from bert_unpad.data.building.join import join_parts
-from bert_unpad.data.building.parts import OtherParts, Part
+from bert_unpad.data.preparation import parts
+from bert_unpad.data.preparation import pipeline as stages
+from bert_unpad.data.preparation.join import join_parts
+from bert_unpad.data.preparation.parts import OtherParts, Part
 from tests.support.pipelines import child, pipeline
 from tests.support.prepared_text import contents
 from tests.support.processes import SLOWNESS, TIMEOUT

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bert_unpad.data.building.engines import Processes
+from bert_unpad.data.preparation.engines import Processes
 from tests.support.paths import ROOT
 from tests.support.processes import SLOWNESS, TIMEOUT
 

@@ -2,13 +2,16 @@
 
 import errno
 import fcntl
+import subprocess
+import sys
+import threading
 
 import pytest
 
-from bert_unpad.data.building import build
-from bert_unpad.data.building.build_lock import build_lock
-from bert_unpad.data.building.join import join_parts
-from bert_unpad.data.building.parts import Part
+from bert_unpad.data.preparation import build
+from bert_unpad.data.preparation.join import join_parts
+from bert_unpad.data.preparation.locks import build_lock, cache_lock
+from bert_unpad.data.preparation.parts import Part
 from tests.support.pipelines import child, pipeline
 from tests.support.prepared_text import contents
 from tests.support.processes import TIMEOUT
@@ -84,3 +87,25 @@ def test_file_systems_without_locks(corpus, expected, tmp_path, monkeypatch, cap
     pipeline(corpus, tmp_path / "out").run()
     assert contents(tmp_path / "out") == contents(expected)
     assert "out: the file system has no flock() locks; start no other process" in caplog.text
+
+
+def test_lock_waits_for_its_holder_and_outlives_no_process(tmp_path):
+    path = tmp_path / "x.lock"
+    script = (
+        "import fcntl, sys, time\nfile = open(sys.argv[1], 'a')\nfcntl.flock(file, fcntl.LOCK_EX)\n"
+        f"print('held', flush=True)\ntime.sleep({TIMEOUT})\n"
+    )
+    acquired = threading.Event()
+
+    def acquire():
+        with cache_lock(path):
+            acquired.set()
+
+    command = [sys.executable, "-c", script, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        thread = threading.Thread(target=acquire, daemon=True)
+        thread.start()
+        assert not acquired.wait(0.2)
+        holder.kill()
+        assert acquired.wait(TIMEOUT)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from bert_unpad.data.building.duplicates import count_duplicates, distinct, find_duplicates
-from bert_unpad.data.building.spool import SpooledBlock
+from bert_unpad.data.preparation.duplicates import count_duplicates, distinct, find_duplicates
+from bert_unpad.data.preparation.spool import SpooledBlock
 from tests.support.seeds import derived
 
 FIRST = np.array([0, 1, 2**62, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 1], np.uint64)

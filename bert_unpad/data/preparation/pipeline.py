@@ -20,18 +20,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bert_unpad.data.building.blocks import BLOCK_BYTES, Block, cut, identity
-from bert_unpad.data.building.build import MEMORY, Build, Corpus, begin_build, example_settings
-from bert_unpad.data.building.build_lock import build_lock, one_at_a_time
-from bert_unpad.data.building.duplicates import duplicates_path, find_duplicates, num_ranges
-from bert_unpad.data.building.engines import Engine
-from bert_unpad.data.building.join import join_pieces, missing_pieces
-from bert_unpad.data.building.ordered_sources import divide, spool_source
-from bert_unpad.data.building.parts import ABSENT_SECONDS, OtherParts, Part, to_run
-from bert_unpad.data.building.pieces import make_piece
-from bert_unpad.data.building.spool import spool_block
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.formats.sources import Source
+from bert_unpad.data.preparation.blocks import BLOCK_BYTES, Block, cut, identity
+from bert_unpad.data.preparation.build import MEMORY, Build, Corpus, begin_build, example_settings
+from bert_unpad.data.preparation.duplicates import duplicates_path, find_duplicates, num_ranges
+from bert_unpad.data.preparation.engines import Engine
+from bert_unpad.data.preparation.join import join_pieces, missing_pieces
+from bert_unpad.data.preparation.locks import build_lock, one_at_a_time
+from bert_unpad.data.preparation.ordered_sources import divide, spool_source
+from bert_unpad.data.preparation.parts import ABSENT_SECONDS, OtherParts, Part, to_run
+from bert_unpad.data.preparation.pieces import make_piece
+from bert_unpad.data.preparation.spool import spool_block
 from bert_unpad.data.prepared import SPLITS
 from bert_unpad.data.text.train_tokenizer import train_tokenizer
 
