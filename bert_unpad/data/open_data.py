@@ -22,7 +22,7 @@ from bert_unpad.data.mixture import Joined, Mixture
 from bert_unpad.data.objective import SECOND_SEGMENTS
 from bert_unpad.data.preparation.cached import open_cached
 from bert_unpad.data.prepared import SHARDS, SPLITS, holds_examples, is_prepared, open_prepared
-from bert_unpad.data.store.dataset import ExampleDataset, NoExamples, WithoutPairLabels
+from bert_unpad.data.store.dataset import ExampleDataset, NoExamples
 from bert_unpad.data.store.manifest import MANIFEST
 from bert_unpad.data.store.shards import ShardDataset
 from bert_unpad.data.streams.stream import ShardStream
@@ -186,19 +186,17 @@ def _open_examples(config: DataConfig, check: bool) -> PreparedData:
     path, held_out_path = _paths(config.source)
     if not path.exists():
         raise FileNotFoundError(f"source: {path} does not exist; expected a folder of shards")
-    train: ExampleDataset
-    held_out: ExampleDataset
+    held_out: ShardDataset | NoExamples
     if is_prepared(path):
         train, held_out, manifest = open_prepared(path, check, config.verify)
         made = manifest["settings"].get("objective")
         _check_made(config, path, made, manifest["settings"].get("documents"))
-        pairs = made is not None
     else:
         _check_objective(config)
         folder = path / "train" if (path / "train").is_dir() else path
         if not (folder / MANIFEST).exists():
             refuse_foreign_files(path, config.import_command)
-        train, pairs = ShardDataset(folder, config.verify, sizes=check), True
+        train = ShardDataset(folder, config.verify, sizes=check)
         if not len(train):
             raise ValueError(f"source: expected at least one example in {folder}, got none")
         held_out = NoExamples(train)
@@ -216,8 +214,7 @@ def _open_examples(config: DataConfig, check: bool) -> PreparedData:
             )
         statistics[f"{split}_examples"] = len(dataset)
         statistics[f"{split}_tokens"] = int(dataset.lengths.sum(dtype=np.int64))
-    if SECOND_SEGMENTS[config.objective] is None and pairs:
-        train, held_out = WithoutPairLabels(train), WithoutPairLabels(held_out)
+        dataset.pair_labels = SECOND_SEGMENTS[config.objective] is not None
     return PreparedData(train, held_out, tokenizer, path, config, statistics)
 
 

@@ -3,8 +3,9 @@
     FORMAT:PATH[?option=value&validation=PATH&...]
 
 A format is a row of `FORMATS` and a module with the row's name. The module has one function,
-`examples(path, setting)`, which reads a file from begin to end and yields its examples in order.
-`python -m bert_unpad.data import` writes them to shards, which are what training opens.
+`examples(path, setting)`, which reads a file from begin to end and yields its examples in order, or
+raises a DamagedDataError that names the file and what was expected. `python -m bert_unpad.data
+import` writes them to shards, which are what training opens. Formats of text are in `sources.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from urllib.parse import parse_qsl
 
-_TOKEN_OPTIONS = {
-    "add": ("none", "cls", "sep", "cls,sep"),
-    "long": ("error", "cut", "split"),
-}
+_TOKEN_OPTIONS = {"add": ("none", "cls", "sep", "cls,sep"), "long": ("error", "cut", "split")}
 _COLUMN_OPTIONS = {**_TOKEN_OPTIONS, "column": ("NAME",)}
 
 
@@ -98,13 +96,7 @@ class ForeignSource:
 
     @classmethod
     def parse(cls, source: str) -> ForeignSource:
-        """Parses and checks a source.
-
-        Raises:
-            FileNotFoundError: the path does not exist.
-            ValueError: there is no such format, the source has no path, or an option or its value
-                is unknown.
-        """
+        """Parses and checks a source."""
         kind, _, specification = source.partition(":")
         if kind not in FORMATS:
             names = ", ".join(f"{name}:PATH" for name in FORMATS)
@@ -165,25 +157,14 @@ def load_format(kind: str) -> ModuleType:
 
 
 def refuse_foreign(name: str, sources: Iterable[str], command: Callable[[str], str]) -> None:
-    """Raises a ValueError that prints the command of the import if a source is a foreign format.
-
-    Args:
-        name: the option that names the sources.
-        sources: as options have them.
-        command: the command that imports a source.
-    """
+    """Raises a ValueError that prints the command of the import if a source is a foreign format."""
     for source in sources:
         if ":" in source and source.partition(":")[0] in FORMATS:
             raise _refused(name, source, command)
 
 
 def refuse_foreign_files(path: Path, command: Callable[[str], str]) -> None:
-    """Raises a ValueError that prints the command of the import if files of a format are at a path.
-
-    Args:
-        path: a file or folder without anything that training opens.
-        command: the command that imports a source.
-    """
+    """Raises a ValueError that prints the command of the import if a path has files of a format."""
     for kind, about in FORMATS.items():
         if any(_matches(path, about.patterns)):
             raise _refused("source", f"{kind}:{path}", command)
@@ -199,15 +180,7 @@ def _refused(name: str, source: str, command: Callable[[str], str]) -> ValueErro
 def find_files(path: Path, kind: str, without: Path | None = None) -> list[Path]:
     """Returns a file, or the files of a format below a folder in the order of their paths.
 
-    Args:
-        path: file or folder; hidden files and folders in it are left out.
-        kind: row of `FORMATS`.
-        without: a file or folder, perhaps below the path, whose files are left out.
-
-    Raises:
-        DamagedDataError: an index of files is wrong; the message names it.
-        FileNotFoundError: there are no such files.
-        ImportError: see `load_format`.
+    Hidden files, and those below `without`, are left out.
     """
     module, patterns = load_format(kind), FORMATS[kind].patterns
     files = [path] if path.is_file() else sorted(set(_matches(path, patterns)))

@@ -66,16 +66,7 @@ _DAMAGE = (OSError, RuntimeError, LookupError, ValueError, TypeError, MemoryErro
 
 
 def examples(path: Path, setting: Setting) -> Iterator[ExampleBatch]:
-    """Reads the examples of a file of any layout.
-
-    Args:
-        path: the file.
-        setting: vocabulary and length.
-
-    Raises:
-        DamagedDataError: the file or an example is damaged or wrong; the message names the file and
-            what was expected.
-    """
+    """Reads the examples of a file of any layout."""
     with _open_file(path) as file:
         layout = _layout_of(file)
         count, *width = file["input_ids"].shape
@@ -95,11 +86,7 @@ def examples(path: Path, setting: Setting) -> Iterator[ExampleBatch]:
 
 
 def _layout_of(file: h5py.File) -> Layout:
-    """Returns the layout of a file, after checking names, types and shapes.
-
-    Raises:
-        DamagedDataError: it has none of them; the message names the file and what was expected.
-    """
+    """Returns the layout of a file, after checking names, types and shapes."""
 
     def fail(message: str) -> DamagedDataError:
         return DamagedDataError(f"{file.filename}: {message}")
@@ -157,16 +144,7 @@ def _fixed(columns: Sequence[NDArray], setting: Setting) -> ExampleBatch:
 
 
 def _varying(begin: int, columns: Sequence[NDArray], setting: Setting) -> ExampleBatch:
-    """Makes examples of rows of any length, or of those of a packed file.
-
-    Args:
-        begin: number of the first row.
-        columns: some rows of `_COLUMNS` and `_MORE`.
-        setting: vocabulary and length.
-
-    Raises:
-        ValueError: a row is wrong; the message names it.
-    """
+    """Makes examples of rows of any length, or of those of a packed file."""
     ids, segments, positions, labels, following, *packed = columns
     if packed:
         lengths, counts = (_flat(rows) for rows in packed)

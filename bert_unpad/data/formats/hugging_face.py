@@ -92,11 +92,7 @@ class HuggingFaceSource:
         ).hexdigest()
 
     def documents(self, position: dict[str, Any] | None = None) -> Iterator[str]:
-        """See `Source`.
-
-        Args:
-            position: an earlier value of `position` to continue from.
-        """
+        """See `Source`."""
         dataset, left = self.load(), self.limit
         if position is not None:
             dataset.load_state_dict(position["stream"])

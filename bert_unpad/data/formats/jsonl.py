@@ -25,9 +25,6 @@ def document_of(line: bytes, column: str, where: str) -> str | None:
         line: the line, or the first `LONGEST_FILE` bytes of a longer one.
         column: name of the entry with the text.
         where: its place, for the error.
-
-    Raises:
-        ValueError: the line has no text; the message has `where`.
     """
 
     def wrong(found: str) -> ValueError:

@@ -55,14 +55,6 @@ def examples(path: Path, setting: Setting) -> Iterator[ExampleBatch]:
     """Reads the examples of a shard.
 
     The option `column` names the column; `dtype` is the type of ids in a column of bytes.
-
-    Args:
-        path: the shard, in the folder of its `index.json`.
-        setting: vocabulary, length and options.
-
-    Raises:
-        DamagedDataError: the shard is damaged, or has no such column; the message names it.
-        ValueError: see `cut_sequences`.
     """
     index = path.with_name(_INDEX)
     shard = _read_index(index, index.stat().st_mtime_ns)[path]
@@ -91,11 +83,7 @@ def files_of(index: Path) -> list[Path]:
 
 @functools.lru_cache(maxsize=1)
 def _read_index(path: Path, changed: int) -> dict[Path, _Shard]:
-    """Reads an `index.json`, once for all of its shards while `changed`, its time, is the same.
-
-    Raises:
-        DamagedDataError: it is damaged, or names files of other folders.
-    """
+    """Reads an `index.json`, once for all of its shards while `changed`, its time, is the same."""
     try:
         index = read_json_object(path)
         if index.get("version") != 2 or not isinstance(index.get("shards"), list):
@@ -157,11 +145,7 @@ def _sequences(shard: _Shard, column: str, dtype: str | None) -> Iterator[Sequen
 def _find_ids(
     data: NDArray[np.uint8], shard: _Shard, column: str, dtype: str | None
 ) -> tuple[np.dtype, NDArray[np.int64], NDArray[np.int64]]:
-    """Finds the ids of a shard's samples: their type, and where they begin and how many they are.
-
-    Raises:
-        ValueError: the shard is damaged, or has no such column; the message says what was expected.
-    """
+    """Finds the ids of a shard's samples: their type, where they begin and how many they are."""
     begins, sizes = _values(data, shard, column)
     encoding = shard.encodings[column]
     if encoding == "bytes":

@@ -34,14 +34,6 @@ def documents(file: BinaryIO, path: Path) -> Iterator[str]:
 
     Redirects and pages of other name spaces are left out, and, with a warning, pages whose markup
     cannot be read. Of several versions of a page the last one counts.
-
-    Args:
-        file: the dump.
-        path: its name.
-
-    Raises:
-        DamagedDataError: it is cut off, or no dump.
-        ImportError: a package is not installed.
     """
     mwxml, parser = _load("mwxml"), _load("mwparserfromhell")
     try:
@@ -88,12 +80,7 @@ def _hidden_names(dump: Any) -> set[str]:
 
 
 def plain_text(code: Any, hidden: set[str]) -> str:
-    """Returns the text passages of an article.
-
-    Args:
-        code: what `mwparserfromhell.parse` returned.
-        hidden: lower-case names of name spaces whose links show no text.
-    """
+    """Returns the text passages of parsed markup; links to the name spaces `hidden` show none."""
     text = _SWITCH.sub("", _EMPTY_BRACKETS.sub("", _text(code, hidden)))
     lines = (" ".join(line.split()) for line in text.split("\n") if not line.startswith(_LIST))
     return "\n\n".join(line for line in lines if line)

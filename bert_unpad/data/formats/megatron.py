@@ -35,14 +35,6 @@ def examples(path: Path, setting: Setting) -> Iterator[ExampleBatch]:
     """Reads the examples of a data set.
 
     Examples are made of documents; with the option `unit=sequence`, of the sequences in them.
-
-    Args:
-        path: NAME.idx.
-        setting: vocabulary, length and options.
-
-    Raises:
-        DamagedDataError: a file is missing or wrong; the message names it.
-        ValueError: see `cut_sequences`.
     """
     whole = setting.options.get("unit", "document") == "document"
     ids = path.with_suffix(".bin")

@@ -19,16 +19,7 @@ _ROWS = 4096  # decoded at a time
 
 
 def examples(path: Path, setting: Setting) -> Iterator[ExampleBatch]:
-    """Reads the examples of a file; the option `column` names the column.
-
-    Args:
-        path: the file.
-        setting: vocabulary, length and options.
-
-    Raises:
-        DamagedDataError: the file is damaged, or has no such column; the message names it.
-        ValueError: see `cut_sequences`.
-    """
+    """Reads the examples of a file; the option `column` names the column."""
     column = setting.options.get("column", "input_ids")
     return cut_sequences(path, _sequences(path, column), setting)
 

@@ -95,13 +95,7 @@ class TextFiles:
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
     def documents(self) -> Iterator[str]:
-        """See `Source`.
-
-        Raises:
-            DamagedDataError: a file is cut off or not what its name says; the message names it.
-            ImportError: a package is not installed.
-            ValueError: a file is not UTF-8, or a line has no text; the message names it.
-        """
+        """See `Source`."""
         for path, kind in self.files:
             with open_file(path) as file:
                 if kind == "jsonl":
@@ -156,14 +150,7 @@ def open_files(
     wanted: str | None = None,
     column: str | None = None,
 ) -> TextFiles:
-    """Opens a file, or the files below a folder in the order of their paths; see `open_source`.
-
-    Args:
-        path: a file or a folder.
-        file_per_document: whether a whole file of text is one document.
-        wanted: take this format; None for all, by the files' names.
-        column: name of the entry with the text, in JSON Lines.
-    """
+    """Opens a file, or the files below a folder in the order of their paths; see `open_source`."""
     if not path.exists():
         raise FileNotFoundError(
             f"source: {path} does not exist; expected 'stdlib', 'hf:NAME', or the path of a text "

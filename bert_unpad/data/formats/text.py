@@ -18,9 +18,6 @@ def documents(file: BinaryIO, path: Path, file_per_document: bool) -> Iterator[s
 
     A document is cut at a line end where it would become longer than `LONGEST_DOCUMENT`, or
     `LONGEST_FILE` if it is a file; so memory is bounded whatever the text.
-
-    Raises:
-        ValueError: the file is not UTF-8; the message names it.
     """
     text = io.TextIOWrapper(file, encoding="utf-8-sig")
     try:

@@ -47,16 +47,7 @@ Lists = dict[bytes, tuple[int, bytes]]
 
 
 def examples(path: Path, setting: Setting) -> Iterator[ExampleBatch]:
-    """Reads the examples of a file.
-
-    Args:
-        path: the file.
-        setting: vocabulary and length.
-
-    Raises:
-        DamagedDataError: the file is damaged or no TFRecord file of examples, or an example is
-            wrong; the message names the record.
-    """
+    """Reads the examples of a file."""
     number = 0
     with path.open("rb") as file:
         while records := _read_records(path, file, number):
@@ -78,13 +69,7 @@ def _batch_of(path: Path, records: Sequence[bytes], number: int, setting: Settin
 
 
 def _read_records(path: Path, file: BinaryIO, number: int) -> list[bytes]:
-    """Reads the next records of a file and compares their checksums; none at its end.
-
-    Args:
-        path: of the file.
-        file: opened, where record `number` begins.
-        number: of the first of these records.
-    """
+    """Reads the next records of a file and compares their checksums; none at its end."""
 
     def fail(record: int, message: str) -> DamagedDataError:
         return DamagedDataError(f"{path}: record {number + record}: {message}")
@@ -207,11 +192,7 @@ def _real(
 
 
 def read_lists(record: bytes) -> Lists:
-    """Finds the lists of a message.
-
-    Raises:
-        ValueError: it is no `Example`.
-    """
+    """Finds the lists of a message."""
     found: Lists = {}
     for entry in _messages(record, 1, "features"):
         for pair in _messages(entry, 1, "a feature"):
@@ -252,9 +233,6 @@ def integers(records: Sequence[Lists], name: bytes) -> tuple[NDArray[np.int64], 
 
     Returns:
         The numbers of all records, one after another, int64, and how many each has, int64 [B].
-
-    Raises:
-        ValueError: a record has no such list, or it is damaged.
     """
     parts = [_part(lists, name, _INTEGERS) for lists in records]
     data = np.frombuffer(b"".join(parts), np.uint8)

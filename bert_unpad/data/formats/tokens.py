@@ -35,11 +35,7 @@ def check_options(setting: Setting) -> None:
 
 
 def in_blocks(lengths: NDArray[np.int64]) -> Iterator[slice]:
-    """Divides the sequences of a file into blocks that are read together, in order.
-
-    Args:
-        lengths: int64 [S], number of ids of each sequence.
-    """
+    """Divides the sequences of a file into blocks that are read together, in order."""
     ends, first, done = np.cumsum(lengths), 0, 0
     while first < len(lengths):
         last = max(int(np.searchsorted(ends, done + _AT_ONCE, side="right")), first + 1)
@@ -56,11 +52,6 @@ def cut_sequences(
     examples are as stored, and have to begin with [CLS]; with `none` they may begin with anything.
     `long` says what becomes of a sequence that is longer than `max_seq_length`: `error`; `cut`
     keeps its beginning; `split` makes pieces of it, as long as possible.
-
-    Args:
-        path: the file to name in errors.
-        blocks: the sequences.
-        setting: vocabulary, length and options.
 
     Raises:
         DamagedDataError: an id is wrong, or a sequence begins or ends with a wrong one.
@@ -86,11 +77,7 @@ def cut_sequences(
 
 
 def _pieces(
-    path: Path,
-    ids: NDArray[np.integer],
-    sizes: NDArray[np.int64],
-    setting: Setting,
-    added: int,
+    path: Path, ids: NDArray[np.integer], sizes: NDArray[np.int64], setting: Setting, added: int
 ) -> Sequences:
     """Cuts sequences that are too long, and leaves out empty ones."""
     room, long = setting.max_seq_length - added, setting.options.get("long", "error")

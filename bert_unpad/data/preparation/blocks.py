@@ -34,14 +34,10 @@ _BOM = codecs.BOM_UTF8
 
 
 def block_bytes(number: int, first: int) -> int:
-    """The size that a block of text aims at.
+    """The size that block `number` aims at, where the first ones have `first` bytes.
 
     Blocks become larger, so that a small corpus keeps several workers busy and a large one has no
     millions of files. A growing corpus keeps the blocks that it has.
-
-    Args:
-        number: which block, from 0.
-        first: size of the first blocks.
     """
     return first << min(number // _GROW_EVERY, _MOST_DOUBLINGS)
 
@@ -54,12 +50,7 @@ class Block(Protocol):
 
 
 def cut(source: Source, first: int) -> Sequence[Block] | None:
-    """Cuts a corpus into blocks; None for a source that has to be read in order.
-
-    Args:
-        source: the corpus.
-        first: see `block_bytes`.
-    """
+    """Cuts a corpus into blocks; None for a source that has to be read in order."""
     if isinstance(source, TextFiles) and source.all_plain("text"):
         whole = source.file_per_document
         parts = _extents(source.paths, first, LONGEST_FILE if whole else None)
@@ -79,13 +70,7 @@ def identity(source: Source) -> str | None:
 
 
 def check_outside(name: str, folder: Path, source: Source) -> None:
-    """Raises a ValueError if files in a folder would be documents of the source.
-
-    Args:
-        name: the setting that names the folder.
-        folder: where something is to be written.
-        source: the corpus.
-    """
+    """Raises a ValueError if files in a folder would be documents of the source."""
     if not isinstance(source, TextFiles):
         return
     top, place = Path(source.name).resolve(), folder.resolve()
@@ -124,11 +109,7 @@ class FileBlock:
     file_per_document: bool
 
     def read(self) -> Iterator[CleanText]:
-        """See `Block`.
-
-        Raises:
-            ValueError: a file is not UTF-8, or has shrunk.
-        """
+        """See `Block`."""
         for extent in self.extents:
             with extent.path.open("rb") as file:
                 begin, end = (
@@ -155,11 +136,7 @@ class LineBlock:
     column: str
 
     def read(self) -> Iterator[CleanText]:
-        """See `Block`.
-
-        Raises:
-            ValueError: a line has no text, or a file has shrunk.
-        """
+        """See `Block`."""
         for parts in documents_in_blocks(self._documents(), sys.maxsize, 0):
             yield from parts
 
@@ -277,13 +254,7 @@ def _check_utf8(text: bytes, path: Path, begin: int) -> None:
 def documents_in_blocks(
     documents: Iterable[str], first: int, number: int
 ) -> Iterator[list[CleanText]]:
-    """Yields the blocks of a source that is read in order.
-
-    Args:
-        documents: what is to be read.
-        first: see `block_bytes`.
-        number: of the first of these blocks.
-    """
+    """Yields the blocks of a source that is read in order, from block `number` on."""
     block: list[CleanText] = []
     pending: list[bytes] = []
     size = pending_size = 0

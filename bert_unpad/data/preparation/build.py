@@ -214,12 +214,7 @@ def _tokenizer(folder: Path, changed: int) -> TextTokenizer:
 
 
 def example_settings(config: DataConfig, tokenizer: TextTokenizer | None) -> dict[str, Any]:
-    """Everything in a configuration that determines the examples of a corpus, as JSON values.
-
-    Args:
-        config: the configuration.
-        tokenizer: the tokenizer that it names; None where one is trained.
-    """
+    """Everything in a configuration that determines the examples of a corpus, as JSON values."""
     settings = dataclasses.asdict(config)
     for name in _NOT_OF_EXAMPLES:
         del settings[name]
@@ -271,13 +266,7 @@ def begin_work(folder: Path, about: dict[str, Any], inside: Iterable[str] = ()) 
 
 
 def check_settings(folder: Path, found: dict[str, Any], about: dict[str, Any]) -> None:
-    """Raises a ValueError that names the differences if a preparation had other settings.
-
-    Args:
-        folder: the preparation.
-        found: what it was begun with.
-        about: what is asked for, as JSON values.
-    """
+    """Raises a ValueError that names the differences if a preparation had other settings."""
     about = json.loads(json.dumps(about))
     if found != about:
         names = [name for name in sorted(about | found) if about.get(name) != found.get(name)]
@@ -294,14 +283,7 @@ def check_settings(folder: Path, found: dict[str, Any], about: dict[str, Any]) -
 
 
 def open_build(folder: Path) -> tuple[Build, dict[str, Any]]:
-    """Opens a preparation that was begun, to join its parts.
-
-    Returns:
-        The preparation, and what `begin_build` was told about it.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Opens a preparation that was begun; also returns what `begin_build` was told about it."""
     path = folder / "work" / ABOUT
     if not path.exists():
         raise ValueError(f"output: expected a preparation that was begun in {folder}, got none")

@@ -21,7 +21,6 @@ from datatrove.pipeline.base import PipelineStep
 
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.preparation.blocks import BLOCK_BYTES
-from bert_unpad.data.preparation.build import MEMORY
 from bert_unpad.data.preparation.engines import InProcess
 from bert_unpad.data.preparation.join import join_parts
 from bert_unpad.data.preparation.ordered_sources import spool_source
@@ -46,7 +45,23 @@ class _Documents:
         raise NotImplementedError
 
 
-class SpoolDocuments(PipelineStep):
+class _Step(PipelineStep):
+    type = "bert_unpad"
+
+    def __init__(self, output: str, config: DataConfig, block_bytes: int = BLOCK_BYTES) -> None:
+        super().__init__()
+        self.output, self.config, self.block_bytes = output, config, block_bytes
+
+    def _pipeline(self, part: Part | None = None) -> Pipeline:
+        return Pipeline(
+            *(Path(self.output), self.config, _Documents(), InProcess()),
+            part=part,
+            block_bytes=self.block_bytes,
+            progress=False,
+        )
+
+
+class SpoolDocuments(_Step):
     """Cleans the documents of a task, splits them into sentences and writes them to blocks.
 
     Args:
@@ -56,24 +71,19 @@ class SpoolDocuments(PipelineStep):
     """
 
     name = "spool documents"
-    type = "bert_unpad"
-
-    def __init__(self, output: str, config: DataConfig, block_bytes: int = BLOCK_BYTES) -> None:
-        super().__init__()
-        self.output, self.config, self.block_bytes = output, config, block_bytes
 
     def run(
         self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1
     ) -> Iterator[Document]:
         """Writes the documents of a task; yields none."""
-        sources = _pipeline(self.output, self.config, self.block_bytes).build.ordered_sources
+        sources = self._pipeline().build.ordered_sources
         sources.begin(world_size)
         done = spool_source(sources.of(rank), _Documents(data), self.block_bytes)
         self.stat_update("documents", value=done["documents"])
         yield from ()
 
 
-class MakeExamples(PipelineStep):
+class MakeExamples(_Step):
     """Makes a task's share of the examples; the first to come finds duplicates and the vocabulary.
 
     Args:
@@ -81,32 +91,19 @@ class MakeExamples(PipelineStep):
     """
 
     name = "make examples"
-    type = "bert_unpad"
-
-    def __init__(self, output: str, config: DataConfig, block_bytes: int = BLOCK_BYTES) -> None:
-        super().__init__()
-        self.output, self.config, self.block_bytes = output, config, block_bytes
 
     def run(
         self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1
     ) -> Iterator[Document]:
-        """Makes examples; yields no documents.
-
-        Raises:
-            ValueError: a task of `SpoolDocuments` has not finished.
-        """
-        work = _pipeline(self.output, self.config, self.block_bytes, Part(rank + 1, world_size))
+        """Makes examples; yields no documents."""
+        work = self._pipeline(Part(rank + 1, world_size))
         work.plan_with_others(wait=False)
         work.make_examples()
         yield from ()
 
 
 class JoinParts(PipelineStep):
-    """Joins what the tasks of `MakeExamples` have made.
-
-    Args:
-        output: folder of the result.
-    """
+    """Joins what the tasks of `MakeExamples` have made."""
 
     name = "join parts"
     type = "bert_unpad"
@@ -123,15 +120,3 @@ class JoinParts(PipelineStep):
             for name, count in join_parts(Path(self.output)).items():
                 self.stat_update(name, value=count)
         yield from ()
-
-
-def _pipeline(
-    output: str, config: DataConfig, block_bytes: int, part: Part | None = None
-) -> Pipeline:
-    return Pipeline(
-        *(Path(output), config, _Documents(), InProcess()),
-        part=part,
-        block_bytes=block_bytes,
-        memory=MEMORY,
-        progress=False,
-    )

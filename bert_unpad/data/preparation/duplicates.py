@@ -28,18 +28,7 @@ def num_ranges(documents: int, memory: int) -> int:
 def find_duplicates(
     spool: Path, folder: Path, blocks: int, number: int, ranges: int
 ) -> dict[str, Any]:
-    """Writes the places of the documents to leave out, of one range of digests.
-
-    Args:
-        spool: folder of the blocks.
-        folder: where to write.
-        blocks: number of blocks.
-        number: which range, from 0.
-        ranges: number of ranges.
-
-    Returns:
-        `seconds` that it took.
-    """
+    """Writes the places of the documents to leave out, of range `number` of digests."""
     started = time.perf_counter()
     lowest, highest = (int(2**64 * n // ranges) for n in (number, number + 1))
     parts = [np.empty((3, 0), np.uint64)]

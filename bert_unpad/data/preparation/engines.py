@@ -60,11 +60,7 @@ class InProcess:
 
 
 class Processes:
-    """Runs jobs in processes of this machine, each on one core.
-
-    Args:
-        workers: number of processes, at least 1.
-    """
+    """Runs jobs in processes of this machine, each on one core."""
 
     def __init__(self, workers: int) -> None:
         if workers < 1:

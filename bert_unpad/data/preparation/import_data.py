@@ -29,18 +29,7 @@ from bert_unpad.data.text.tokenizer import TextTokenizer
 def import_piece(
     kind: str, file: Path | None, shard: Path, setting: Setting, unmask: bool
 ) -> dict[str, int]:
-    """Writes the examples of a file as a shard, which appears when it is complete.
-
-    Args:
-        kind: row of `FORMATS`.
-        file: the file; None makes a shard without examples.
-        shard: the folder to write.
-        setting: what the importer has to know.
-        unmask: store true tokens without masks.
-
-    Returns:
-        `bytes` of the file.
-    """
+    """Writes the examples of a file as a shard; None makes one without examples."""
     with ShardWriter(
         shard,
         vocab_size=setting.vocab_size,

@@ -41,9 +41,6 @@ def join_parts(folder: Path) -> dict[str, int]:
 
     Goes on where an earlier call was killed; does nothing if the folder is complete.
 
-    Args:
-        folder: where the parts have worked.
-
     Returns:
         Counts of documents, duplicates, examples and tokens.
 

@@ -60,10 +60,6 @@ def one_at_a_time(path: Path) -> Iterator[None]:
 def build_lock(work: Path, *, alone: bool) -> Iterator[None]:
     """Keeps a folder of intermediate files to this process, or to parts of one preparation.
 
-    Args:
-        work: the folder.
-        alone: whether no other process may work there; False for one of several parts.
-
     Raises:
         BlockingIOError: another process is at work there, or has just completed or removed it.
     """

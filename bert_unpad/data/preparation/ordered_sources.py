@@ -21,12 +21,7 @@ _DONE = "done.json"
 
 
 def divide(source: Source, first: int) -> list[Source]:
-    """Divides a source that is read in order into several: files into runs of neighbours.
-
-    Args:
-        source: the corpus.
-        first: see `block_bytes`; that many bytes of files make a source.
-    """
+    """Divides a source that is read in order into several: files into runs of neighbours."""
     if not isinstance(source, TextFiles):
         return [source]
     parts: list[Source] = []
@@ -42,11 +37,7 @@ def divide(source: Source, first: int) -> list[Source]:
 
 
 class OrderedSources:
-    """The ordered sources of a corpus, on disk.
-
-    Args:
-        work: folder of intermediate files.
-    """
+    """The ordered sources of a corpus, on disk."""
 
     def __init__(self, work: Path) -> None:
         self._folder = work / "sources"
@@ -80,12 +71,9 @@ class OrderedSources:
         return [number for number in range(count) if not self.is_done(number)]
 
     def number_blocks(self, spool: Path) -> int:
-        """Moves the blocks of all sources, which have been read, to one folder.
+        """Moves the blocks of all sources, once read, to one folder; returns their number.
 
         Several processes may do so at once, and one may be killed.
-
-        Returns:
-            The number of blocks.
         """
         number = 0
         for one in range(read_json_object(self._folder / "count.json")["sources"]):
@@ -105,12 +93,6 @@ def spool_source(
     done: Callable[[dict[str, Any]], object] = lambda result: None,
 ) -> dict[str, Any]:
     """Reads an ordered source to its end, or goes on where an earlier call was killed.
-
-    Args:
-        folder: of the source.
-        source: its documents.
-        first: see `blocks.block_bytes`.
-        done: called for each block with what `SpooledBlock.write` returns.
 
     Returns:
         What was done: `documents`, `bytes` of cleaned text, and `seconds`.

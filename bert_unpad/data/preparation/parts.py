@@ -63,11 +63,7 @@ class Part:
 
 
 def to_run(work: Path, blocks: Iterable[int]) -> str:
-    """Names the parts that have to do some blocks, for a message.
-
-    Args:
-        work: folder of intermediate files.
-        blocks: numbers of blocks, or of ordered sources.
+    """Names the parts that have to do some blocks, or ordered sources, for a message.
 
     Returns:
         For example "part 2/3 (which has not begun), part 3/3"; "the parts" where it is not known
@@ -84,12 +80,7 @@ def to_run(work: Path, blocks: Iterable[int]) -> str:
 
 
 class OtherParts:
-    """What a part tells the others, and hears from them.
-
-    Args:
-        work: folder of intermediate files.
-        part: this one.
-    """
+    """What a part tells the others, and hears from them."""
 
     def __init__(self, work: Path, part: Part) -> None:
         self._work, self._part = work, part
@@ -133,10 +124,7 @@ class OtherParts:
                 sign.unlink()
 
     def wait_for(
-        self,
-        awaited: Callable[[], Part | None],
-        what: str,
-        absent_seconds: float = ABSENT_SECONDS,
+        self, awaited: Callable[[], Part | None], what: str, absent_seconds: float = ABSENT_SECONDS
     ) -> None:
         """Waits until other parts have done something.
 

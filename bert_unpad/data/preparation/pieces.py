@@ -10,16 +10,12 @@ from typing import Any
 from bert_unpad.data.preparation.build import Build
 from bert_unpad.data.store.shard_writer import ShardWriter
 from bert_unpad.data.text.corpus import TokenizedCorpus, tokenize
-from bert_unpad.data.text.examples import make_examples, write_examples
+from bert_unpad.data.text.examples import make_examples
 from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR
 
 
 def make_piece(build: Build, split: str, number: int) -> dict[str, Any]:
-    """Makes the examples of a split of one or more blocks.
-
-    Returns:
-        What was done: `bytes` of text, `tokens`, and `seconds` by stage.
-    """
+    """Makes the examples of a split of one or more blocks."""
     if build.piece(split, number).exists():  # by a worker that was lost before it could say so
         return {"bytes": 0, "tokens": 0, "seconds": {}}
     corpus, config, tokenizer = build.corpus(), build.config, build.tokenizer()
@@ -60,7 +56,7 @@ def _write(build: Build, split: str, number: int, tokenized: TokenizedCorpus) ->
         unmaskable_ids=tokenizer.unmaskable_ids,
         max_seq_length=config.max_seq_length,
     ) as writer:
-        examples = make_examples(
+        for columns in make_examples(
             tokenized,
             tokenizer,
             objective=config.objective,
@@ -69,6 +65,6 @@ def _write(build: Build, split: str, number: int, tokenized: TokenizedCorpus) ->
             short_seq_prob=config.short_seq_prob,
             dupe_factor=config.dupe_factor if split == "train" else 1,
             seed=f"{config.seed}, {split}, {number}",
-        )
-        write_examples(examples, writer)
+        ):
+            writer.append(*columns)
         writer.statistics["documents"] = tokenized.documents

@@ -117,11 +117,7 @@ class Pipeline:
         self._others = OtherParts(self.build.work, self._part)
 
     def run(self) -> dict[str, int]:
-        """Does all that is left, alone, and joins the parts; see `join_parts`.
-
-        Raises:
-            BlockingIOError: another process is at work in the folder.
-        """
+        """Does all that is left, alone, and joins the parts; see `join_parts`."""
         with self._at_work(alone=True):
             self._read()
             self._plan()
@@ -129,11 +125,7 @@ class Pipeline:
             return join_pieces(self.build.folder)
 
     def read(self) -> None:
-        """Spools this part's share of the corpus.
-
-        Raises:
-            BlockingIOError: a process that is none of the parts is at work in the folder.
-        """
+        """Spools this part's share of the corpus."""
         with self._at_work():
             self._read()
 
@@ -190,10 +182,6 @@ class Pipeline:
             wait: wait until the other parts, which run at the same time, have done their share;
                 the first part plans. Otherwise all of them must have read before.
             absent_seconds: how long to wait for a part that has not begun.
-
-        Raises:
-            RuntimeError: see `OtherParts.wait_for`.
-            ValueError: see `plan`.
         """
         if not wait:
             missing = [] if self._is_planned() else list(self.build.not_read())

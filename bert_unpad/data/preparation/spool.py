@@ -34,10 +34,6 @@ RECORD = np.dtype([("digest", "<u8", 2), ("end", "<i8"), ("sentences", "<i8")])
 class SpooledBlock:
     """A block of documents on disk.
 
-    Args:
-        folder: where the blocks are.
-        number: which block.
-
     Attributes:
         records: `RECORD` [documents].
         number: as given.
@@ -92,11 +88,7 @@ class SpooledBlock:
         return int(np.diff(self.records["end"], prepend=0)[which].sum())
 
     def read(self, which: NDArray[np.bool_]) -> Iterator[list[str]]:
-        """Yields the sentences of each document for which `which` (bool [documents]) is True.
-
-        Raises:
-            DamagedDataError: the text is cut off; the message names the file.
-        """
+        """Yields the sentences of each document for which `which` (bool [documents]) is True."""
         ends = self.records["end"]
         begins = np.concatenate([[0], ends[:-1]])
         with self.text_path.open("rb") as file:
@@ -155,13 +147,7 @@ def spool_in_order(
     """Reads a source from its beginning, or goes on where an earlier call was killed.
 
     A source that has a position (`HuggingFaceSource`) goes on there; what another one has yielded
-    before is read again and dropped.
-
-    Args:
-        folder: where the blocks are written.
-        source: the corpus.
-        first: see `block_bytes`.
-        done: called with what `SpooledBlock.write` returns.
+    before is read again and dropped. `done` is called with what `SpooledBlock.write` returns.
 
     Returns:
         The number of blocks.

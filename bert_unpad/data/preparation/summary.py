@@ -14,16 +14,7 @@ _QUANTILES = (0.25, 0.5, 0.75, 0.95)
 
 
 def summary(folder: Path, statistics: dict[str, int], report: Report | None = None) -> str:
-    """Describes finished data, and the time that each stage took.
-
-    Args:
-        folder: the data.
-        statistics: counts of documents, examples and tokens.
-        report: the stages of this run; None leaves them out.
-
-    Returns:
-        Some lines of text.
-    """
+    """Describes finished data, and the time that each stage took."""
     lines = [
         f"{folder}: {statistics['documents']:,} documents, "
         f"{statistics['duplicates']:,} duplicates left out"

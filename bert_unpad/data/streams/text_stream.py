@@ -49,11 +49,7 @@ def is_streamed(source: str) -> bool:
 
 
 def parse_streamed(source: str) -> tuple[str, str]:
-    """Returns the specifications, for `HuggingFaceSource`, of the whole stream and its sample.
-
-    Raises:
-        ValueError: an option is wrong.
-    """
+    """Returns the specifications, for `HuggingFaceSource`, of the whole stream and its sample."""
     name, _, query = source.removeprefix(_PREFIX).partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     sample = options.pop("sample", str(_SAMPLE))
@@ -281,7 +277,7 @@ class TextStream:
             ExampleBatch(
                 np.zeros(len(columns[1]), np.int64), *columns[1:], columns[0].astype(dtype)
             )
-            for columns, _ in make_examples(
+            for columns in make_examples(
                 corpus,
                 tokenizer,
                 objective=self._objective,

@@ -171,11 +171,7 @@ def test_damaged_shards_are_named(tmp_path, damage, message):
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
-        (
-            {"input_ids": "ndarray"},
-            {"column": "ids"},
-            r"a column ids .*, got input_ids \(nda",
-        ),
+        ({"input_ids": "ndarray"}, {"column": "ids"}, r"a column ids .*, got input_ids \(nda"),
         ({"input_ids": "ndarray"}, {"dtype": "uint16"}, "ids of type uint16 .*, got int32"),
         (OTHERS, {"column": "id"}, "id of encoding ndarray or bytes, got str"),
         ({"zzz": "bytes"}, {"column": "zzz", "dtype": "uint16"}, "consist of ids of type uint16"),

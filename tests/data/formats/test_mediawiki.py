@@ -72,20 +72,14 @@ def test_articles_of_a_dump(tmp_path, name):
 @pytest.mark.parametrize(
     ("markup", "text"),
     [
-        (
-            "A '''bold''', ''thin'' [[Town|city]] of [[Rome]].",
-            "A bold, thin city of Rome.",
-        ),
+        ("A '''bold''', ''thin'' [[Town|city]] of [[Rome]].", "A bold, thin city of Rome."),
         ("One<ref>Smith, p. 3.</ref> two<ref name=a /> three.", "One two three."),
         ("X ({{lang|de|Y}}; {{IPA|z}}) is.", "X is."),
         ("{{Infobox\n| a = [[B]]\n* c\n}}\nText.", "Text."),
         ("Intro.\n== History ==\nThen.\n=== More ===\nNow.", "Intro.\n\nThen.\n\nNow."),
         ("Intro.\n* one\n** two\n# three\n; term : what\n: indented\nEnd.", "Intro.\n\nEnd."),
         ("{| class=x\n|-\n| cell\n|}\nAfter.", "After."),
-        (
-            "A[[File:x.jpg|A [[linked]] one]]B [[Category:C]][[:Category:D]].",
-            "AB Category:D.",
-        ),
+        ("A[[File:x.jpg|A [[linked]] one]]B [[Category:C]][[:Category:D]].", "AB Category:D."),
         (
             "See [https://x.org the site] or https://y.org. <!-- no -->",
             "See the site or https://y.org.",

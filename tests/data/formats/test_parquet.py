@@ -28,12 +28,7 @@ def write(path, rows, kind=None, column="input_ids", **options):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        pa.list_(pa.int32()),
-        pa.list_(pa.uint16()),
-        pa.list_(pa.int64()),
-        pa.large_list(pa.int16()),
-    ],
+    [pa.list_(pa.int32()), pa.list_(pa.uint16()), pa.list_(pa.int64()), pa.large_list(pa.int16())],
 )
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_files_of_pyarrow(tmp_path, kind, compression):

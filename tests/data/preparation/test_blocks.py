@@ -12,12 +12,7 @@ from bert_unpad.data.formats.hugging_face import HuggingFaceSource
 from bert_unpad.data.formats.sources import open_files, open_source
 from bert_unpad.data.formats.stdlib import StdlibSource
 from bert_unpad.data.preparation import blocks
-from bert_unpad.data.preparation.blocks import (
-    block_bytes,
-    cut,
-    documents_in_blocks,
-    identity,
-)
+from bert_unpad.data.preparation.blocks import block_bytes, cut, documents_in_blocks, identity
 from tests.support.prepared_text import write_corpus
 from tests.support.seeds import derived
 from tests.support.sentences import split_sentences

@@ -12,13 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bert_unpad.data import (
-    DamagedDataError,
-    DataConfig,
-    ShardWriter,
-    WordPieceTokenizer,
-    prepare,
-)
+from bert_unpad.data import DamagedDataError, DataConfig, ShardWriter, WordPieceTokenizer, prepare
 from bert_unpad.data.formats import sources
 from bert_unpad.data.preparation import cached, join, pipeline
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
@@ -75,20 +69,6 @@ def test_builds_once_then_opens(config, caplog):
         *("manifest.json", "tokenizer", "train", "validation")
     ]
     assert [p.name for p in first.path.parent.iterdir()] == [first.path.name]
-
-
-def test_no_document_is_in_both_parts(config):
-    data = prepare(config, progress=False)
-
-    def numbers(dataset):
-        """The documents of a part: each sentence begins with its document's number."""
-        text = " ".join(data.tokenizer.decode(example.input_ids) for example in dataset)
-        return {word for word in text.split() if word[0] == "n" and word[1:].isdigit()}
-
-    train, validation = numbers(data.train), numbers(data.validation)
-    assert len(train) > 100
-    assert len(validation) > 5
-    assert not train & validation
 
 
 def test_key_follows_content_and_settings_but_not_masking(config, text_file, tmp_path):

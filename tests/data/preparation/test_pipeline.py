@@ -164,7 +164,7 @@ def test_jobs_may_run_again(corpus, expected, tmp_path):
     assert contents(tmp_path / "out") == contents(expected)
 
 
-@pytest.mark.parametrize("moment", ["tokenize", "write_examples"])
+@pytest.mark.parametrize("moment", ["tokenize", "make_examples"])
 def test_another_worker_is_quicker(corpus, tmp_path, monkeypatch, moment):
     work = pipeline(corpus, tmp_path / "out")
     work.read()
