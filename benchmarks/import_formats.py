@@ -22,8 +22,8 @@ import torch
 
 from benchmarks.lib import harness
 from bert_unpad._extras import packages_of
-from bert_unpad.data.building.engines import InProcess
-from bert_unpad.data.building.import_data import import_data
+from bert_unpad.data.preparation.engines import InProcess
+from bert_unpad.data.preparation.import_data import import_data
 
 _FIRST = 500  # sequences or examples of the first file, from which the number of copies follows
 _COPIES = 4

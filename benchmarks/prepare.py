@@ -28,12 +28,12 @@ from benchmarks.lib.report import ROOT
 from benchmarks.lib.worker_memory import Measured, peak_bytes
 from bert_unpad._extras import packages_of
 from bert_unpad.data import DataConfig
-from bert_unpad.data.building.blocks import BLOCK_BYTES, block_bytes
-from bert_unpad.data.building.engines import InProcess, Processes
-from bert_unpad.data.building.pipeline import Pipeline
-from bert_unpad.data.building.ray_engine import Ray
+from bert_unpad.data.formats.sources import open_files
+from bert_unpad.data.preparation.blocks import BLOCK_BYTES, block_bytes
+from bert_unpad.data.preparation.engines import InProcess, Processes
+from bert_unpad.data.preparation.pipeline import Pipeline
+from bert_unpad.data.preparation.ray_engine import Ray
 from bert_unpad.data.prepared import read_prepared
-from bert_unpad.data.text.sources import TextSource
 
 _LENGTH = 128
 _VOCABULARY = 30_522
@@ -96,7 +96,7 @@ def run_once(
     started = time.perf_counter()
     with chosen as opened:
         begun = time.perf_counter()
-        measured, source = Measured(opened), TextSource(Path(text))
+        measured, source = Measured(opened), open_files(Path(text))
         options = {"block_bytes": int(block), "progress": False}
         work = Pipeline(Path(output), config, source, measured, **options)
         statistics = work.run()
@@ -116,7 +116,7 @@ def train_vocabulary(text: Path, folder: Path) -> tuple[Path, float]:
     """Trains a vocabulary on a sample; returns its file and the seconds that it took."""
     config = DataConfig(str(text), vocab_size=_VOCABULARY, vocab_sample_mb=_SAMPLE_MB)
     with Processes(os.cpu_count() or 1) as engine:
-        work = Pipeline(folder, config, TextSource(text), engine, progress=False)
+        work = Pipeline(folder, config, open_files(text), engine, progress=False)
         work.read()
         work.plan()
     return folder / "tokenizer" / "vocab.txt", work.report.stages["vocabulary"].worker_seconds

@@ -23,7 +23,7 @@ import torch
 
 from bert_unpad._extras import packages_of
 from bert_unpad.data import WordPieceTokenizer
-from bert_unpad.data.text.sources import StdlibSource
+from bert_unpad.data.formats.stdlib import StdlibSource
 
 with packages_of("hf"):
     import accelerate  # noqa: F401  transformers' Trainer needs it

@@ -150,4 +150,4 @@ FORMATS: dict[str, tuple[str, Callable[[Path, int], None]]] = {
     "HDF5, variable length": ("hdf5", write_variable),
     "TFRecord": ("tfrecord", write_tfrecord),
 }
-"""By name: the row of `bert_unpad.data.importers.FORMATS`, and what writes so many at a path."""
+"""By name: the row of `bert_unpad.data.formats.FORMATS`, and what writes so many at a path."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_unpad.data.building.engines import Engine
+from bert_unpad.data.preparation.engines import Engine
 
 
 class Measured:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from bert_unpad.data.config import DataConfig
     from bert_unpad.data.masking import MaskedTokens, TokenMasker, most_frequent_token_rate
     from bert_unpad.data.mixture import Mixture
+    from bert_unpad.data.open_data import PreparedData, prepare
     from bert_unpad.data.prefetch import Prefetcher
-    from bert_unpad.data.preparation import PreparedData, prepare
     from bert_unpad.data.sampling.balanced_sampler import BalancedSampler
     from bert_unpad.data.sampling.histogram import sample_lengths, wikipedia_lengths
     from bert_unpad.data.sampling.packed_sampler import PackedSampler
@@ -30,41 +30,30 @@ if TYPE_CHECKING:
     from bert_unpad.data.text.tokenizer import TextTokenizer, WordPieceTokenizer
     from bert_unpad.data.text.train_tokenizer import train_tokenizer
 
-_HOME = {
-    "BalancedSampler": "sampling.balanced_sampler",
-    "BatchWarmup": "sampling.warmup_sampler",
-    "DamagedDataError": "store.manifest",
-    "DataConfig": "config",
-    "Example": "store.shards",
-    "ExampleBatch": "store.example_batch",
-    "ExampleExchange": "streams.exchange",
-    "ExampleStream": "streams.stream",
-    "ExchangeError": "streams.exchange",
-    "ExchangedStep": "streams.exchange",
-    "IterableStream": "streams.stream",
-    "JsonTokenizer": "text.json_tokenizer",
-    "MaskedTokens": "masking",
-    "Mixture": "mixture",
-    "PackedCollator": "collate",
-    "PackedSampler": "sampling.packed_sampler",
-    "Prefetcher": "prefetch",
-    "PreparedData": "preparation",
-    "ShardDataset": "store.shards",
-    "ShardStream": "streams.stream",
-    "ShardWriter": "store.shard_writer",
-    "SpeedSampler": "sampling.speed_sampler",
-    "TextStream": "streams.text_stream",
-    "TextTokenizer": "text.tokenizer",
-    "TokenMasker": "masking",
-    "WarmupSampler": "sampling.warmup_sampler",
-    "WordPieceTokenizer": "text.tokenizer",
-    "most_frequent_token_rate": "masking",
-    "pack_examples": "collate",
-    "prepare": "preparation",
-    "sample_lengths": "sampling.histogram",
-    "train_tokenizer": "text.train_tokenizer",
-    "wikipedia_lengths": "sampling.histogram",
+_NAMES = {
+    "collate": "PackedCollator pack_examples",
+    "config": "DataConfig",
+    "masking": "MaskedTokens TokenMasker most_frequent_token_rate",
+    "mixture": "Mixture",
+    "open_data": "PreparedData prepare",
+    "prefetch": "Prefetcher",
+    "sampling.balanced_sampler": "BalancedSampler",
+    "sampling.histogram": "sample_lengths wikipedia_lengths",
+    "sampling.packed_sampler": "PackedSampler",
+    "sampling.speed_sampler": "SpeedSampler",
+    "sampling.warmup_sampler": "BatchWarmup WarmupSampler",
+    "store.example_batch": "ExampleBatch",
+    "store.manifest": "DamagedDataError",
+    "store.shard_writer": "ShardWriter",
+    "store.shards": "Example ShardDataset",
+    "streams.exchange": "ExampleExchange ExchangeError ExchangedStep",
+    "streams.stream": "ExampleStream IterableStream ShardStream",
+    "streams.text_stream": "TextStream",
+    "text.json_tokenizer": "JsonTokenizer",
+    "text.tokenizer": "TextTokenizer WordPieceTokenizer",
+    "text.train_tokenizer": "train_tokenizer",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "BalancedSampler",

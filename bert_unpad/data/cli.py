@@ -17,18 +17,19 @@ import numpy as np
 from bert_unpad._arguments import above_zero, positive
 from bert_unpad._commands import run_command
 from bert_unpad._full_disk import named_if_full
-from bert_unpad.data.building.blocks import BLOCK_BYTES, check_outside
-from bert_unpad.data.building.build import MEMORY, check_settings, example_settings
-from bert_unpad.data.building.engines import Engine, InProcess, Processes, available_cores
-from bert_unpad.data.building.import_data import import_data
-from bert_unpad.data.building.join import join_parts
-from bert_unpad.data.building.parts import ABSENT_SECONDS, Part
-from bert_unpad.data.building.pipeline import Pipeline
-from bert_unpad.data.building.ray_engine import Ray
-from bert_unpad.data.building.summary import summary
 from bert_unpad.data.config import DataConfig
-from bert_unpad.data.importers import FORMATS
+from bert_unpad.data.formats import FORMATS
+from bert_unpad.data.formats.sources import open_source
 from bert_unpad.data.objective import Objective
+from bert_unpad.data.preparation.blocks import BLOCK_BYTES, check_outside
+from bert_unpad.data.preparation.build import MEMORY, check_settings, example_settings
+from bert_unpad.data.preparation.engines import Engine, InProcess, Processes, available_cores
+from bert_unpad.data.preparation.import_data import import_data
+from bert_unpad.data.preparation.join import join_parts
+from bert_unpad.data.preparation.parts import ABSENT_SECONDS, Part
+from bert_unpad.data.preparation.pipeline import Pipeline
+from bert_unpad.data.preparation.ray_engine import Ray
+from bert_unpad.data.preparation.summary import summary
 from bert_unpad.data.prepared import (
     SPLITS,
     holds_examples,
@@ -39,7 +40,6 @@ from bert_unpad.data.prepared import (
 )
 from bert_unpad.data.store.cache import chosen_cache_dir
 from bert_unpad.data.text.documents import Documents
-from bert_unpad.data.text.open_source import open_source
 
 _SAMPLE_MB = 200.0
 _CHECKED = 4096  # examples looked at together

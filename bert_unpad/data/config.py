@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from bert_unpad._tiers import advanced, code_only
-from bert_unpad.data.importers import refuse_foreign
+from bert_unpad.data.formats import refuse_foreign
 from bert_unpad.data.masking import MaskUnit, check_masking_arguments, masking_rates
 from bert_unpad.data.mixture import check_mixture
 from bert_unpad.data.objective import SECOND_SEGMENTS, Objective

@@ -31,9 +31,6 @@ class Joined:
         parts: data sets with the same vocabulary; all or none have masks.
         copies: how many times each is in a row; by default once. Copies of an example have their
             own ids, and so their own masks.
-
-    Raises:
-        ValueError: the parts do not go together, or have too many examples.
     """
 
     def __init__(

@@ -58,15 +58,7 @@ def write_prepared(
     statistics: dict[str, int],
     tokenizer_files: Sequence[str],
 ) -> None:
-    """Writes the manifest, which makes a folder complete.
-
-    Args:
-        folder: has `train`, `validation` and `tokenizer`.
-        source: name of the corpus.
-        settings: everything that determines the examples, as JSON values.
-        statistics: counts of documents, examples and tokens.
-        tokenizer_files: names of the tokenizer's files.
-    """
+    """Writes the manifest, which makes a folder complete."""
     names = _described(tokenizer_files)
     manifest = {
         "format": FORMAT,
@@ -80,14 +72,7 @@ def write_prepared(
 
 
 def read_prepared(folder: Path, check: bool = True) -> dict[str, Any]:
-    """Reads the manifest of prepared data.
-
-    Args:
-        folder: the data.
-        check: whether to look at the manifest's checksum and at the files that it describes.
-
-    Returns:
-        Its `settings` and `statistics`, among others.
+    """Reads the manifest of prepared data; with `check`, looks at the files that it describes too.
 
     Raises:
         DamagedDataError: a file is missing or was altered; the message names it.
@@ -128,9 +113,6 @@ def open_prepared(
 
     Returns:
         Training examples, held-out examples, and the manifest.
-
-    Raises:
-        DamagedDataError: see `read_prepared` and `ShardDataset`.
     """
     manifest = read_prepared(folder, check or verify)
     train, held_out = (ShardDataset(folder / split, verify, sizes=check) for split in SPLITS)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import prepare
 from benchmarks.lib import data_tables, harness, machine_text
-from bert_unpad.data.building.engines import InProcess
+from bert_unpad.data.preparation.engines import InProcess
 
 
 def notes():

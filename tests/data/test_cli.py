@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 
 from bert_unpad.data import DamagedDataError, DataConfig, prepare
-from bert_unpad.data.building import summary
-from bert_unpad.data.building.build_lock import build_lock
-from bert_unpad.data.building.ordered_sources import divide
-from bert_unpad.data.building.pipeline import Pipeline
 from bert_unpad.data.cli import main
+from bert_unpad.data.formats.sources import open_source
+from bert_unpad.data.preparation import summary
+from bert_unpad.data.preparation.locks import build_lock
+from bert_unpad.data.preparation.ordered_sources import divide
+from bert_unpad.data.preparation.pipeline import Pipeline
 from bert_unpad.data.prepared import read_prepared
-from bert_unpad.data.text.open_source import open_source
 from tests.support.paths import ROOT
 from tests.support.prepared_text import contents, write_corpus
 from tests.support.processes import TIMEOUT

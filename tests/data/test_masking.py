@@ -93,11 +93,7 @@ def test_equals_a_loop_over_tokens(tokenizer, unit, prob, cap):
     ids, lengths = batch(tokenizer, [128, 0, 1, 5, *rng.integers(1, 120, 40), 0])
     indices = rng.integers(0, 2**40, len(lengths))
     masker = TokenMasker(
-        tokenizer,
-        masked_lm_prob=prob,
-        mask_unit=unit,
-        max_predictions_per_seq=cap,
-        seed=-7,
+        tokenizer, masked_lm_prob=prob, mask_unit=unit, max_predictions_per_seq=cap, seed=-7
     )
     before = ids.copy()
     result = masker(ids, lengths, indices, epoch=11)

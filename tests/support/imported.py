@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from bert_unpad.data import ExampleBatch, WordPieceTokenizer
-from bert_unpad.data.building.engines import InProcess
-from bert_unpad.data.building.import_data import import_data
-from bert_unpad.data.importers import FORMATS, Setting, find_files, load_format
+from bert_unpad.data.formats import FORMATS, Setting, find_files, load_format
+from bert_unpad.data.preparation.engines import InProcess
+from bert_unpad.data.preparation.import_data import import_data
 from tests.support.masked_examples import CLS, LONGEST, SEP, VOCAB
 
 

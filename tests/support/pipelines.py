@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from bert_unpad.data import DataConfig
-from bert_unpad.data.building.engines import Engine, InProcess
-from bert_unpad.data.building.parts import Part
-from bert_unpad.data.building.pipeline import Pipeline
-from bert_unpad.data.text.sources import TextSource
+from bert_unpad.data.formats.sources import open_files
+from bert_unpad.data.preparation.engines import Engine, InProcess
+from bert_unpad.data.preparation.parts import Part
+from bert_unpad.data.preparation.pipeline import Pipeline
 from tests.support.processes import TIMEOUT
 
 BLOCK = 6000
@@ -26,7 +26,7 @@ def pipeline(
 ) -> Pipeline:
     """Begins to prepare the corpus, or goes on."""
     config, _ = corpus
-    source = TextSource(Path(config.source))
+    source = open_files(Path(config.source))
     options = {"block_bytes": BLOCK, "progress": False, **options}
     return Pipeline(output, config, source, engine or InProcess(), **options)
 

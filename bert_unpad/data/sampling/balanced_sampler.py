@@ -200,10 +200,7 @@ class BalancedSampler(EpochSampler):
             end = self.step + self.steps_left
             raise ValueError(f"steps_done: expected {self._past_steps} to {end}, got {steps_done}")
         history = [*self._past, self._setup.at(done)] if done else self._past
-        return {
-            **self._common_state(),
-            "history": [asdict(part) for part in history],
-        }
+        return {**self._common_state(), "history": [asdict(part) for part in history]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state that was saved on any rank, with any number of ranks.

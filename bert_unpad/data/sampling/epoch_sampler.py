@@ -31,20 +31,7 @@ class Population(Protocol):
 
 
 class EpochSampler(ABC):
-    """Yields one array of example indices per step, epoch after epoch.
-
-    Args:
-        lengths: integers [N], tokens in each example, 0 to 65,535.
-        num_replicas: number of ranks.
-        rank: this one, 0 to num_replicas - 1.
-        batch_size: per rank and step.
-        seed: 0 to 2**63 - 1.
-        population: which examples an epoch has; None for all.
-
-    Raises:
-        TypeError: `lengths` are not integers.
-        ValueError: an argument is out of range, or there is no example.
-    """
+    """Yields one array of example indices per step, epoch after epoch."""
 
     _epoch: int
 

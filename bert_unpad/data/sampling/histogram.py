@@ -59,10 +59,6 @@ def measure_histogram(path: str | PathLike[str]) -> NDArray[np.int64]:
 
     Returns:
         int64 [longest + 1], indexed by length.
-
-    Raises:
-        DamagedDataError: there is no intact shard.
-        ValueError: the shard holds no examples.
     """
     folder = Path(path)
     if (folder / "train" / MANIFEST).is_file():

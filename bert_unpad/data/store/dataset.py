@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_unpad.batch.inputs import IGNORE
 from bert_unpad.data.store.example_batch import ExampleBatch
 
 
@@ -42,35 +40,10 @@ class ExampleDataset(Protocol):
         """
 
 
-class WithoutPairLabels:
-    """Examples whose second segments have no label, for objectives that do not ask for one."""
-
-    def __init__(self, dataset: ExampleDataset) -> None:
-        self._dataset = dataset
-        self.lengths = dataset.lengths
-        self.vocab_size = dataset.vocab_size
-        self.unmaskable_ids = dataset.unmaskable_ids
-        self.max_seq_length = dataset.max_seq_length
-        self.has_masks = dataset.has_masks
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def batch(self, indices: NDArray[np.integer]) -> ExampleBatch:
-        """See `ExampleDataset`."""
-        examples = self._dataset.batch(indices)
-        none = np.full(len(examples), IGNORE, np.int64)
-        return replace(examples, next_sentence_labels=none)
-
-    def target_counts(self) -> NDArray[np.int64]:
-        """See `ExampleDataset`."""
-        return self._dataset.target_counts()
-
-
 class NoExamples:
     """An empty `ExampleDataset`, for data without held-out examples."""
 
-    has_masks = False
+    has_masks = pair_labels = False
 
     def __init__(self, like: ExampleDataset) -> None:
         self.lengths = np.empty(0, np.uint16)

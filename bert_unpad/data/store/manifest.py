@@ -15,11 +15,7 @@ class DamagedDataError(RuntimeError):
 
 
 def read_manifest(path: Path, expected_format: str) -> dict[str, Any]:
-    """Reads a JSON manifest of a given format.
-
-    Raises:
-        DamagedDataError: it is missing, is not JSON, or has another format.
-    """
+    """Reads a JSON manifest of a given format."""
     try:
         manifest = read_json_object(path)
     except FileNotFoundError as error:

@@ -41,18 +41,10 @@ _mapped: dict[int, _Mapped] = {}  # by address
 
 
 def map_file(path: Path, dtype: np.dtype, count: int) -> NDArray:
-    """Maps a file for reading.
-
-    Args:
-        path: the file; see `check_mapped` on its size.
-        dtype: of its values.
-        count: how many values it has; no more bytes than that are mapped.
+    """Maps the first `count` values of a file for reading; see `check_mapped` on its size.
 
     Returns:
         [count], read-only. The file is unmapped when no array shows any of it.
-
-    Raises:
-        OSError: the file cannot be opened or mapped.
     """
     size = count * dtype.itemsize
     if not size:  # nothing cannot be mapped
@@ -82,9 +74,6 @@ def _unmap(address: int, size: int) -> None:
 
 def check_mapped(*arrays: NDArray) -> None:
     """Checks that files still have the size that they had when they were mapped.
-
-    Args:
-        arrays: from `map_file`, or parts of such arrays; others are left alone.
 
     Raises:
         DamagedDataError: one has become shorter; the message names it.

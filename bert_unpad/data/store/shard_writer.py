@@ -158,14 +158,7 @@ class ShardWriter:
 def write_shard_manifest(
     folder: Path, about: dict[str, Any], files: dict[str, dict[str, Any]], tokens: list[str]
 ) -> None:
-    """Writes what makes a folder of files a shard.
-
-    Args:
-        folder: the folder.
-        about: `vocab_size`, `unmaskable_ids`, `max_seq_length` and `statistics`.
-        files: by name, the dtype, count of values and SHA-256 of each file.
-        tokens: names of the files of tokens, in the order of the examples.
-    """
+    """Writes what makes files a shard; `files` has the dtype, count and SHA-256 of each."""
     manifest = {"format": FORMAT, **about, "tokens": tokens, "files": files}
     write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 

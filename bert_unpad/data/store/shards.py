@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_unpad._text import gather
+from bert_unpad.batch.inputs import IGNORE
 from bert_unpad.data.store.example_batch import ExampleBatch, Masks, ragged_places
 from bert_unpad.data.store.manifest import (
     MANIFEST,
@@ -85,6 +86,8 @@ class ShardDataset:
             place within the example and true id; only if `has_masks`.
         num_tokens: the sum of the lengths.
         vocab_size, unmaskable_ids, max_seq_length, has_masks, statistics: as given to the writer.
+        pair_labels: whether `batch` gives next-sentence labels; may be set. Otherwise all are -100,
+            for objectives that do not ask for one.
 
     Raises:
         DamagedDataError: a file is missing, truncated or altered; the message names it and says
@@ -93,6 +96,7 @@ class ShardDataset:
 
     def __init__(self, path: str | Path, verify: bool = True, sizes: bool = True) -> None:
         self.path = Path(path)
+        self.pair_labels = True
         self._columns: list[NDArray] = []
         manifest = read_manifest(self.path / MANIFEST, FORMAT)
         try:
@@ -283,6 +287,8 @@ class ShardDataset:
             raise DamagedDataError(
                 f"{self.path / 'next_sentence_labels.bin'} is damaged: expected 0, 1 or -100"
             )
+        if not self.pair_labels:
+            labels = np.full_like(labels, IGNORE)
         tokens = self._gather(begins, lengths)
         masks = self._masks(indices, lengths) if self.has_masks else None
         return ExampleBatch(indices, lengths, second_starts, labels, tokens, masks)
@@ -319,6 +325,6 @@ class ShardDataset:
         counts[list(self.unmaskable_ids)] = 0
         return counts
 
-    def __reduce__(self) -> tuple[Callable[..., ShardDataset], tuple[Path, bool, bool]]:
+    def __reduce__(self) -> tuple[Callable[..., ShardDataset], tuple, dict[str, bool]]:
         # Pickled by its path: a spawned worker maps the same pages instead of receiving a copy.
-        return ShardDataset, (self.path, False, False)
+        return ShardDataset, (self.path, False, False), {"pair_labels": self.pair_labels}

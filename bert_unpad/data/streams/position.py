@@ -32,11 +32,7 @@ class StreamPosition:
     ) -> StreamPosition:
         """Reads the result of `state` and prepares the stream to continue from it.
 
-        Args:
-            state: result of `state`. If it was saved with another number of ranks, the rest of the
-                epoch is divided again.
-            stream: the stream of any rank.
-            num_ranks: number of ranks that continue.
+        If it was saved with another number of ranks, the rest of the epoch is divided again.
 
         Raises:
             ValueError: the state is damaged or from another stream, or the stream cannot continue

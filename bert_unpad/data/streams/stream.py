@@ -279,13 +279,7 @@ class IterableStream:
 
 
 class _Chunks:
-    """Indices in chunks of neighbours, the chunks in random order; one after another by slices.
-
-    Args:
-        population: the indices.
-        chunk: number of indices in each chunk; the last one may have fewer.
-        key: of the order of the chunks.
-    """
+    """Indices in chunks of neighbours, the chunks in random order; one after another by slices."""
 
     def __init__(
         self, population: NDArray[np.int64] | range, chunk: int, key: tuple[int, ...]

@@ -44,11 +44,7 @@ _CHARACTERS_PER_TOKEN = 4  # about right for English; only decides how much text
 
 
 def parse_streamed(source: str) -> tuple[str, str]:
-    """Returns the specifications, for `HuggingFaceSource`, of the whole stream and its sample.
-
-    Raises:
-        ValueError: an option is wrong.
-    """
+    """Returns the specifications, for `HuggingFaceSource`, of the whole stream and its sample."""
     name, _, query = source.removeprefix(STREAM).partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     sample = options.pop("sample", str(_SAMPLE))
@@ -276,7 +272,7 @@ class TextStream:
             ExampleBatch(
                 np.zeros(len(columns[1]), np.int64), *columns[1:], columns[0].astype(dtype)
             )
-            for columns, _ in make_examples(
+            for columns in make_examples(
                 corpus,
                 tokenizer,
                 objective=self._objective,

@@ -35,9 +35,6 @@ class Transport:
             far as world, in two hops).
         node_size: ranks of a node, which are neighbours in number; None: all.
         timeout: seconds after which an operation that some rank does not join fails.
-
-    Raises:
-        ValueError: an argument is out of range.
     """
 
     def __init__(self, scope: str, node_size: int | None, timeout: float) -> None:

@@ -40,10 +40,7 @@ class TokenizedCorpus:
 
 
 def tokenize(
-    documents: Iterable[Sequence[str]],
-    tokenizer: TextTokenizer,
-    *,
-    longest: int,
+    documents: Iterable[Sequence[str]], tokenizer: TextTokenizer, *, longest: int
 ) -> TokenizedCorpus:
     """Converts documents to ids.
 

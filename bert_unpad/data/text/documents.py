@@ -21,12 +21,8 @@ _SPECIAL = 2  # [CLS] a [SEP]
 
 
 def document_examples(
-    corpus: TokenizedCorpus,
-    tokenizer: TextTokenizer,
-    *,
-    documents: Documents,
-    max_seq_length: int,
-) -> Iterator[tuple[Columns, int]]:
+    corpus: TokenizedCorpus, tokenizer: TextTokenizer, *, documents: Documents, max_seq_length: int
+) -> Iterator[Columns]:
     """Yields blocks of examples that hold every token of the corpus once, in its order.
 
     Args:
@@ -36,9 +32,6 @@ def document_examples(
             "joined": all documents are one text with [SEP] between them, and an example is a piece
             of it.
         max_seq_length: length of the longest example in tokens, with special tokens.
-
-    Yields:
-        Examples as `gather_pairs` returns them, and the number of documents that they end.
     """
     starts = corpus.sentence_offsets[corpus.document_offsets]
     make = _apart if documents == "apart" else _joined
@@ -46,11 +39,8 @@ def document_examples(
 
 
 def _apart(
-    tokens: NDArray[np.integer],
-    starts: NDArray[np.int64],
-    tokenizer: TextTokenizer,
-    longest: int,
-) -> Iterator[tuple[Columns, int]]:
+    tokens: NDArray[np.integer], starts: NDArray[np.int64], tokenizer: TextTokenizer, longest: int
+) -> Iterator[Columns]:
     for first in range(0, len(starts) - 1, BLOCK):
         begins = starts[first : first + BLOCK + 1]
         lengths = np.diff(begins)
@@ -61,16 +51,12 @@ def _apart(
         for at in range(0, len(begin), BLOCK):
             a, b = begin[at : at + BLOCK], end[at : at + BLOCK]
             bounds = np.stack([a, b, b, b, np.full(len(a), -100)], axis=1)
-            done = len(lengths) if at + BLOCK >= len(begin) else 0
-            yield gather_pairs(tokens, tokenizer, bounds), done
+            yield gather_pairs(tokens, tokenizer, bounds)
 
 
 def _joined(
-    tokens: NDArray[np.integer],
-    starts: NDArray[np.int64],
-    tokenizer: TextTokenizer,
-    longest: int,
-) -> Iterator[tuple[Columns, int]]:
+    tokens: NDArray[np.integer], starts: NDArray[np.int64], tokenizer: TextTokenizer, longest: int
+) -> Iterator[Columns]:
     ends = starts[1:-1]  # before these tokens stands a [SEP]
     places = ends + np.arange(len(ends))  # of these [SEP] in the joined text
     total = len(tokens) + len(ends)
@@ -86,6 +72,5 @@ def _joined(
         end = end - ((text[end - 1] == tokenizer.sep_id) & (end > begin))
         begin, end = begin[end > begin], end[end > begin]
         pairs = np.stack([begin, end, end, end, np.full(len(begin), -100)], axis=1)
-        done = inside.stop - inside.start + (last == total)
         if len(pairs):
-            yield gather_pairs(text, tokenizer, pairs), done
+            yield gather_pairs(text, tokenizer, pairs)

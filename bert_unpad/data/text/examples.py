@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from bert_unpad.data.objective import SECOND_SEGMENTS, Objective
-from bert_unpad.data.store.shard_writer import ShardWriter
 from bert_unpad.data.text.corpus import TokenizedCorpus
 from bert_unpad.data.text.documents import Documents, document_examples
 from bert_unpad.data.text.pairs import Columns, pair_examples
@@ -22,8 +21,8 @@ def make_examples(
     short_seq_prob: float,
     dupe_factor: int = 1,
     seed: int | str,
-) -> Iterator[tuple[Columns, int]]:
-    """Yields blocks of examples; they depend only on the arguments.
+) -> Iterator[Columns]:
+    """Yields blocks of examples as `gather_pairs` returns them; they depend only on the arguments.
 
     Args:
         corpus: the documents.
@@ -32,9 +31,6 @@ def make_examples(
         documents: see `document_examples`; for objectives with one segment.
         max_seq_length: length of the longest example in tokens, with special tokens.
         short_seq_prob, dupe_factor, seed: see `pair_examples`; for objectives with two segments.
-
-    Yields:
-        Examples as `gather_pairs` returns them, and the number of documents done with them.
     """
     second = SECOND_SEGMENTS[objective]
     if second is None:
@@ -50,14 +46,3 @@ def make_examples(
         dupe_factor=dupe_factor,
         seed=seed,
     )
-
-
-def write_examples(examples: Iterable[tuple[Columns, int]], writer: ShardWriter) -> None:
-    """Appends examples to a shard.
-
-    Args:
-        examples: from `make_examples`.
-        writer: the shard to append to.
-    """
-    for columns, _ in examples:
-        writer.append(*columns)

@@ -134,11 +134,7 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
 
 
 def _find_roles(ids: Mapping[str, int], given: Mapping[str, Any]) -> dict[str, str]:
-    """The token of each role that has one.
-
-    Raises:
-        ValueError: a needed one is missing.
-    """
+    """The token of each role that has one."""
     found, missing = {}, []
     for role, (names, keys) in _ROLES.items():
         tokens = [given.get(key) for key in keys]

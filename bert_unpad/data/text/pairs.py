@@ -150,16 +150,13 @@ def pair_examples(
     short_seq_prob: float,
     dupe_factor: int = 1,
     seed: int | str,
-) -> Iterator[tuple[Columns, int]]:
-    """Yields the pairs of all documents, in blocks of examples.
+) -> Iterator[Columns]:
+    """Yields the pairs of all documents, in blocks of examples as `gather_pairs` returns them.
 
     Args:
         corpus, second, max_seq_length, short_seq_prob, seed: see `PairDrawer`.
         tokenizer: knows the ids of [CLS] and [SEP] and which tokens continue a word.
         dupe_factor: number of passes over the documents, each with its own random choices.
-
-    Yields:
-        Examples as `gather_pairs` returns them, and the number of documents done with them.
     """
     drawer = PairDrawer(
         corpus,
@@ -170,21 +167,17 @@ def pair_examples(
         seed=seed,
     )
     pairs: list[PairBounds] = []
-    pending = 0
     for document in (d for _ in range(dupe_factor) for d in range(corpus.documents)):
         pairs.extend(drawer.draw(document))
-        pending += 1
         if len(pairs) >= BLOCK:
-            yield gather_pairs(corpus.tokens, tokenizer, np.array(pairs, np.int64)), pending
-            pending, pairs = 0, []
+            yield gather_pairs(corpus.tokens, tokenizer, np.array(pairs, np.int64))
+            pairs = []
     if pairs:
-        yield gather_pairs(corpus.tokens, tokenizer, np.array(pairs, np.int64)), pending
+        yield gather_pairs(corpus.tokens, tokenizer, np.array(pairs, np.int64))
 
 
 def gather_pairs(
-    tokens: NDArray[np.integer],
-    tokenizer: TextTokenizer,
-    pairs: NDArray[np.int64],
+    tokens: NDArray[np.integer], tokenizer: TextTokenizer, pairs: NDArray[np.int64]
 ) -> Columns:
     """Gathers the tokens of pairs and adds special tokens around the segments.
 

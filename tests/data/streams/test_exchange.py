@@ -57,10 +57,7 @@ def _stream(
     rank: int, world_size: int, counts: list[int], kind: type[IterableStream] = IterableStream
 ) -> IterableStream:
     return kind(
-        lambda epoch: _examples(counts[rank], rank, epoch),
-        rank,
-        world_size,
-        vocab_size=VOCABULARY,
+        lambda epoch: _examples(counts[rank], rank, epoch), rank, world_size, vocab_size=VOCABULARY
     )
 
 

@@ -16,6 +16,7 @@ import yaml
 from bert_unpad.data import DataConfig, TokenMasker, WordPieceTokenizer, pack_examples, prepare
 from bert_unpad.data.store.example_batch import ExampleBatch
 from bert_unpad.data.streams.text_stream import TextStream
+from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import ConfigError, read_config
 from tests.support.pretrain_runs import WORDS, losses, tiny_settings, uses
@@ -26,21 +27,10 @@ datasets = pytest.importorskip("datasets")
 ROWS = 240
 SHARDS = 4  # files
 BUFFER = 12
-FIRST = (
-    100  # all numbers have three digits, so that what is left of one where an example ends is none
-)
+FIRST = 100  # so that all numbers have three digits, and none is what is left of a cut one
 # Every row has a word of its own, so that an example's tokens say which rows it is of.
 TOKENIZER = WordPieceTokenizer(
-    [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        ".",
-        *WORDS,
-        *(f"r{FIRST + i}" for i in range(ROWS)),
-    ]
+    [*SPECIAL_TOKENS, ".", *WORDS, *(f"r{FIRST + i}" for i in range(ROWS))]
 )
 ROW = {TOKENIZER.vocabulary.index(f"r{FIRST + i}"): i for i in range(ROWS)}
 

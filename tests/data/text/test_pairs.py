@@ -6,7 +6,7 @@ import pytest
 from bert_unpad.data import ShardDataset, ShardWriter, WordPieceTokenizer
 from bert_unpad.data.text import corpus
 from bert_unpad.data.text.corpus import tokenize
-from bert_unpad.data.text.examples import make_examples, write_examples
+from bert_unpad.data.text.examples import make_examples
 from bert_unpad.data.text.pairs import PairDrawer
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 from tests.support.numbered_corpus import FIRST, VOCAB, corpus_of
@@ -16,15 +16,15 @@ from tests.support.seeds import derived
 def examples_of(corpus, tokenizer, folder, *, seed=0, short=0.1, longest=64, passes=1):
     about = {"vocab_size": tokenizer.vocab_size, "unmaskable_ids": tokenizer.unmaskable_ids}
     with ShardWriter(folder, max_seq_length=longest, **about) as writer:
-        examples = make_examples(
+        for columns in make_examples(
             corpus,
             tokenizer,
             max_seq_length=longest,
             short_seq_prob=short,
             dupe_factor=passes,
             seed=seed,
-        )
-        write_examples(examples, writer)
+        ):
+            writer.append(*columns)
     return ShardDataset(folder)
 
 

@@ -17,27 +17,11 @@ def trained():
     return WordPieceTokenizer.train(lambda: [TEXTS] * 3, 80)
 
 
-def test_trained_vocabulary_begins_with_the_special_tokens(trained):
-    assert trained.vocabulary[:5] == SPECIAL_TOKENS
-    assert (trained.pad_id, trained.unk_id, trained.cls_id) == (0, 1, 2)
-    assert (trained.sep_id, trained.mask_id) == (3, 4)
-    assert trained.unmaskable_ids == (0, 2, 3, 4)
-    assert trained.vocab_size <= 80
-
-
 def test_ids_round_trip_and_continuations_are_marked(trained):
     (ids,) = trained.encode_batch(["The  cats SAT"])
     assert trained.decode(ids) == "the cats sat"
     pieces = [trained.vocabulary[i] for i in ids]
     assert [p.startswith("##") for p in pieces] == trained.is_continuation[ids].tolist()
-
-
-def test_training_is_repeatable():
-    rng = random.Random(derived(0))
-    words = ["".join(rng.choices("abcdefgh0123", k=rng.randint(1, 8))) for _ in range(400)]
-    found = {WordPieceTokenizer.train(lambda: [words] * 2, 300).vocabulary for _ in range(10)}
-    assert len(found) == 1
-    assert len(found.pop()) == 300
 
 
 def test_rare_letters_are_left_out():
@@ -65,28 +49,6 @@ def test_words_of_more_than_100_characters_are_not_learned_from():
 def test_case_is_kept_if_asked():
     cased = WordPieceTokenizer.train(lambda: [TEXTS] * 3, 80, lowercase=False)
     assert cased.decode(cased.encode_batch(["The cat"])[0]) == "The cat"
-
-
-def test_special_tokens_in_text_are_ordinary_characters(trained):
-    (ids,) = trained.encode_batch(["cat [SEP] dog [MASK]"])
-    assert not set(ids) & set(trained.unmaskable_ids)
-
-
-def test_save_and_load(trained, tmp_path):
-    trained.save(tmp_path / "tokenizer")
-    loaded = WordPieceTokenizer.load(tmp_path / "tokenizer")
-    assert loaded.vocabulary == trained.vocabulary
-    assert loaded.lowercase == trained.lowercase
-    assert loaded.encode_batch(TEXTS) == trained.encode_batch(TEXTS)
-
-
-def test_transformers_reads_what_is_saved(trained, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    trained.save(tmp_path)
-    theirs = transformers.BertTokenizerFast.from_pretrained(tmp_path)
-    expected = [theirs.cls_token_id, *trained.encode_batch(TEXTS[:1])[0], theirs.sep_token_id]
-    assert theirs(TEXTS[0])["input_ids"] == expected
-    assert theirs.mask_token_id == trained.mask_id
 
 
 def test_vocab_file_may_hold_special_tokens_anywhere(tmp_path):
@@ -122,20 +84,7 @@ def test_bad_vocabularies_are_named(tmp_path):
 def test_sentences_together_are_what_they_are_alone():
     rng = random.Random(derived(0))
     letters = "abAB\u00e9\u0130\u03a3\u0301\u4e00 .!?-'##\x00\u00ad\t"
-    vocabulary = [
-        *SPECIAL_TOKENS,
-        "a",
-        "b",
-        "##a",
-        "##b",
-        "e",
-        "##e",
-        ".",
-        "!",
-        "\u4e00",
-        "i",
-        "ab",
-    ]
+    vocabulary = [*SPECIAL_TOKENS, *["a", "b", "##a", "##b", "e", "##e", ".", "!", "一", "i", "ab"]]
     for extra, mark in (([], ""), ([], "\u2e2e"), (["\u2e2e"], ""), (["\u2e2e"], "\u2e2e")):
         for lowercase in (True, False):
             tokenizer = WordPieceTokenizer([*vocabulary, *extra], lowercase)
