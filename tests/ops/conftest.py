@@ -17,6 +17,7 @@ from tests.support import (  # noqa: F401 (operators of `block` and `ptx`)
     model_embedding,
     model_gelu,
     model_norm,
+    model_rotary,
 )
 from tests.support.backends import BACKENDS, Backend
 

@@ -222,7 +222,9 @@ torch.cuda.synchronize()
 @pytest.mark.parametrize("table", range(3))
 @pytest.mark.parametrize("wrong", [-1, 2**32])
 @pytest.mark.backends("cuda")
-def test_ids_out_of_range_stop_the_kernel_of_a_gpu(backend: Backend, table: int, wrong: int) -> None:
+def test_ids_out_of_range_stop_the_kernel_of_a_gpu(
+    backend: Backend, table: int, wrong: int
+) -> None:
     """In its own process: the CUDA context does not survive it."""
     command = [sys.executable, "-c", _OUT_OF_RANGE, str(table), str(wrong)]
     out = subprocess.run(command, capture_output=True, text=True)
