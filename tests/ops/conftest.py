@@ -16,6 +16,7 @@ import pytest
 from tests.support import (  # noqa: F401 (operators of `block` and `ptx`)
     model_embedding,
     model_gelu,
+    model_loss,
     model_norm,
     model_rotary,
 )
