@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -18,7 +17,6 @@ from tests.support.cuda_checks import GPU_ONLY, assert_runs_on_the_current_strea
 from tests.support.frozen_reference import BETAS, EPS, FrozenRule, draw, frozen_adam, frozen_lamb
 from tests.support.optim_reference import State
 from tests.support.seeds import derived
-from tests.support.signs import pack, rms, signs
 
 built = pytest.mark.skipif(find_spec("bert_unpad._C_cuda") is None, reason="built without nvcc")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -42,48 +40,6 @@ for op in {OPERATORS}:
 
 class TestSigns:
     pytestmark = GPU_ONLY
-
-    @pytest.mark.sanitizer
-    @pytest.mark.parametrize("size", [0, 5, 300, 65_537, 3_000_001])
-    @pytest.mark.parametrize("dtype", [*DTYPES, None])
-    def test_scale_bits_and_error(self, dtype: torch.dtype | None, size: int):
-        for shift in (0, 1):
-            error = torch.randn(size + shift, device="cuda")[shift:]
-            value = None
-            if dtype is not None:
-                value = torch.randn(size + shift, device="cuda").to(dtype)[shift:]
-            before, scale = error.cpu(), ops.sign_scale(value, error)
-            own = None if value is None else value.cpu()
-            whole = before if own is None else own.float() + before
-            assert float(scale) == pytest.approx(float(rms(whole)), rel=1e-5)
-            bits = torch.full((-(-size // 8),), 255, dtype=torch.uint8, device="cuda")
-            ops.sign_pack_(value, error, bits, scale)
-            want_bits, want_error = pack(own, before, scale.cpu())
-            assert torch.equal(bits.cpu(), want_bits)
-            assert torch.equal(error.cpu(), want_error)
-
-    @pytest.mark.sanitizer
-    @pytest.mark.parametrize("rows", [1, 3])
-    @pytest.mark.parametrize("size", [7, 65_537])
-    def test_means_and_parts(self, size: int, rows: int):
-        bits = torch.randint(256, (rows, -(-size // 8)), dtype=torch.uint8)
-        scales = torch.rand(rows)
-        weighed = signs(bits) * scales[:, None]
-        for shift in (0, 1):
-            out = torch.ones(size + shift, device="cuda")[shift:]
-            ops.sign_mean_(bits.cuda(), scales.cuda(), out, factor=1.0, add=True)
-            torch.testing.assert_close(out.cpu(), 1 + weighed.sum(0)[:size], rtol=1e-6, atol=1e-6)
-            out = torch.ones(rows * size + shift, device="cuda")[shift:]
-            ops.sign_unpack_(bits.cuda(), scales.cuda(), out)
-            assert torch.equal(out.cpu(), weighed.flatten()[: rows * size])
-
-    def test_a_guard_that_is_not_finite(self):
-        error, guard = torch.randn(300, device="cuda"), torch.tensor(math.nan, device="cuda")
-        before, bits = error.clone(), torch.zeros(38, dtype=torch.uint8, device="cuda")
-        ops.sign_pack_(None, error, bits, torch.ones_like(guard), guard=guard)
-        ops.sign_mean_(bits[None], torch.ones(1, device="cuda"), error, guard=guard)
-        assert torch.equal(error, before)
-        assert not bits.any()
 
     def test_current_stream(self):
         assert_runs_on_the_current_stream(

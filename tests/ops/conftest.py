@@ -14,11 +14,13 @@ from itertools import chain
 import pytest
 
 from tests.support import (  # noqa: F401 (operators of `block` and `ptx`)
+    model_clip,
     model_embedding,
     model_gelu,
     model_loss,
     model_norm,
     model_rotary,
+    model_signs,
 )
 from tests.support.backends import BACKENDS, Backend
 
