@@ -19,6 +19,7 @@ from tests.support import (  # noqa: F401 (operators of `block` and `ptx`)
     model_gelu,
     model_loss,
     model_norm,
+    model_optim,
     model_rotary,
     model_signs,
 )
